@@ -93,7 +93,7 @@ SLOTS = (
     Slot("--exploration", "Exploration", "tba.search.exploration", ("draw", "full_support")),
     Slot("--replay.selection", "Selection from replay", "tba.replay.selection", ("m", "start")),
     Slot("--optimizer.schedule", "Schedules of the learning rate", "tba.schedules", ("warmup", "__call__")),
-    Slot("--embedding", "Embeddings of answers", "tba.search.embedding", ("start", "embed")),
+    Slot("--replay.buffer.near", "Near duplicates", "tba.apps.red_team.near", ("start", "keep")),
 )
 SAME = {  # fields that take the same classes as another: these are listed once
     "--objective.reward-temperature": "--objective.beta",

@@ -16,10 +16,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from tba.protocols import EMBEDDING
+from tba.apps.red_team.near import HashedNgrams, NearDuplicates
 from tba.replay.buffer import Buffer, BufferSettings
 from tba.replay.codec import Stored
-from tba.replay.near import NearDuplicates
 from tba.replay.selection import BatchRequest, RecencyReward
 from tba.types import Completion, Prompt, StopReason, Trajectory, Version
 
@@ -30,7 +29,9 @@ VARIANTS = {
     "none, lowest reward out": BufferSettings(evict="lowest_reward"),
     "edit 0.25": BufferSettings(evict="lowest_reward", near=NearDuplicates("edit", 0.25)),
     "edit 0.1": BufferSettings(evict="lowest_reward", near=NearDuplicates("edit", 0.1)),
-    f"cosine, {DIMENSIONS} numbers": BufferSettings(evict="lowest_reward", near=NearDuplicates("cosine", 0.4)),
+    f"cosine, {DIMENSIONS} numbers": BufferSettings(
+        evict="lowest_reward", near=NearDuplicates("cosine", 0.4, embedding=HashedNgrams(DIMENSIONS))
+    ),
 }
 
 
@@ -39,7 +40,6 @@ def answers(count: int, tokens: int, changed: float, rng: np.random.Generator, n
     weight = 1 / np.arange(1, VOCABULARY + 1)
     drawn = rng.choice(VOCABULARY, (count, 2 * tokens), p=weight / weight.sum()).astype(np.int32)
     length = rng.integers(tokens // 2, 3 * tokens // 2 + 1, count)
-    direction = rng.normal(size=(count, DIMENSIONS)).astype(np.float16)
     made: list[Stored] = []
     for i in range(count):
         said = drawn[i, : length[i]]
@@ -47,11 +47,10 @@ def answers(count: int, tokens: int, changed: float, rng: np.random.Generator, n
             said = made[int(rng.integers(i))].tokens.copy()
             at = rng.integers(0, len(said), 2)
             said[at] = drawn[i, :2]
-        completion = Completion(said, "", StopReason.EOS, (Version(), Version()))
-        array = {EMBEDDING: direction[i]}
+        completion = Completion(said, " ".join(map(str, said)), StopReason.EOS, (Version(), Version()))
         logs = np.zeros(len(said), dtype=np.float32)
         reward = float(-rng.random())
-        made.append(Stored.of(Trajectory(f"{name} {i}", PROMPT, completion, reward, logs, Version(), {}, array)))
+        made.append(Stored.of(Trajectory(f"{name} {i}", PROMPT, completion, reward, logs, Version())))
     return made
 
 
@@ -95,7 +94,7 @@ def measure(rows: int, tokens: int, inserts: int) -> None:
 
 def filled(settings: BufferSettings, stored: Sequence[Stored]) -> Buffer:
     """A memory with all of these, taken in without a look at what they are near."""
-    buffer = Buffer(settings, 2)
+    buffer = Buffer(settings)
     near, buffer._near = buffer._near, None
     for row, one in enumerate(stored):  # no row is free before it
         buffer.add(one)

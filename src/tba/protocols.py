@@ -146,25 +146,6 @@ class Acted(Protocol):
         ...
 
 
-EMBEDDING = "embedding"  # the array of a trajectory that holds its text's embedding
-
-
-class Embedder(Protocol):
-    """Embeds texts: similar texts get similar directions."""
-
-    def embed(self, sentences: Sequence[str]) -> FloatArray:
-        """Returns [N, D], in order."""
-        ...
-
-
-class Embedding(Protocol):
-    """The settings of an embedder."""
-
-    def start(self) -> Embedder:
-        """Returns the embedder, in the process that uses it."""
-        ...
-
-
 class Exploration(Protocol):
     """Draws the sampling settings of one searcher's round."""
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from tba.errors import UserError
 from tba.evaluation.accuracy import EvaluationSettings
 from tba.fields import BY_CODE, as_declared
-from tba.protocols import HEADS, Acted, Embedding, Exploration, Model, Objective, Task
+from tba.protocols import HEADS, Acted, Exploration, Model, Objective, Task
 from tba.record.recorder import RecordSettings
 from tba.replay.replay import ReplaySettings
 from tba.search.exploration import Fixed
@@ -162,7 +162,6 @@ class Recipe:
     prompts: PromptSettings = field(default_factory=PromptSettings)
     fill: InitialFill = field(default_factory=InitialFill)
     teacher: Teacher | None = None  # other models in the target, beside the reward and the reference
-    embedding: Embedding | None = None  # embedding of every answer's text, for near duplicates by cosine
     vine: Vine | None = None  # rollouts from the steps of each answer, for objectives that need step values
     control: Control = field(default_factory=Control)
     trainer: RankSettings = field(default_factory=RankSettings)
@@ -211,11 +210,6 @@ class Recipe:
             raise UserError(f"--trainer.ranks is {self.trainer.ranks}, but the inline runtime has one process for all")
         if self.runtime == "inline" and self.searcher_count != 1:
             raise UserError(f"--searchers is {self.searchers}, but the inline runtime takes turns with exactly 1")
-        if self.replay.buffer.near.by == "cosine" and self.embedding is None:
-            raise UserError(
-                "--replay.buffer.near.by is cosine, but nothing embeds the answers: give the recipe an embedding, such "
-                "as `embedding=HashedNgrams()`, or choose edit"
-            )
         share = self.cluster.trainer_gpus
         if self.trainer.count > 1 and getattr(self.model, "dtype", "") == "4-bit":
             raise UserError(

@@ -12,6 +12,7 @@ import pytest
 
 from chat_families import tokenizer
 from tba.__main__ import main
+from tba.apps.red_team.near import NearDuplicates
 from tba.command.check import notes_on_prompts
 from tba.command.collecting import Collected, SmoothingOptions, collect
 from tba.environments.guess_number import GuessNumber
@@ -19,13 +20,10 @@ from tba.environments.task import EnvironmentTask
 from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
 from tba.objectives.ppo import Ppo
-from tba.protocols import EMBEDDING
 from tba.recipe import InitialFill
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
-from tba.replay.near import NearDuplicates
-from tba.search.embedding import HashedNgrams
 from tba.settings import find
 from tba.training.supervised import Pair
 from tba.training.tiny_models import character_tokenizer
@@ -39,14 +37,12 @@ from pathlib import Path
 from tiny_sums import recipe as sums
 from tba.recipe import InitialFill
 from tba.replay.buffer import BufferSettings
-from tba.replay.near import NearDuplicates
-from tba.search.embedding import HashedNgrams
+from tba.apps.red_team.near import HashedNgrams, NearDuplicates
 
-buffer = BufferSettings(distinct=False, near=NearDuplicates("cosine", 0.01))
+buffer = BufferSettings(distinct=False, near=NearDuplicates("cosine", 0.01, embedding=HashedNgrams(32)))
 recipe = replace(
     sums,
     fill=InitialFill(demonstrations=30, files=(Path(__file__).with_name("more.jsonl"),)),
-    embedding=HashedNgrams(dimensions=32),
     replay=replace(sums.replay, buffer=buffer),
 )
 """
@@ -82,7 +78,6 @@ def test_a_run_begins_with_the_demonstrations_marked_and_scored_as_its_own_answe
     assert said == [(p.prompt, p.demonstration) for p in problems[:30]]
     assert all(t.imported and t.log_reference.max() < 0 and t.completion.log_behavior is None for t in shown)
     assert [t.provenance["searcher"] for t in found[:2]] == ["import:more.jsonl"] * 2
-    assert all(t.arrays[EMBEDDING].shape == (32,) for t in found)
     summary = Summary.read(run)
     assert summary is not None
     assert summary.trajectories.imported == 32
@@ -146,7 +141,7 @@ def test_what_is_collected_is_the_best_of_each_and_what_is_left_out_is_counted_b
     assert found.pairs(character_tokenizer("abc"))[0].prompt == [5, 6]
     reasons = {"repeats another": 1, "below --min-reward": 1, "below --min-log-reference": 1, "cut off": 1}
     assert +found.left_out == Counter(reasons)
-    apart = collect(journal, replace(options, near=NearDuplicates("edit", 0.2), truncated=True))
+    apart = collect(journal, replace(options, truncated=True), NearDuplicates("edit", 0.2))
     assert [t.completion.tokens[0] for t in apart.trajectories] == [1, 6, 8]
     assert apart.left_out["near another"] == 1
     assert apart.pairs(character_tokenizer("abc"))[1].response == [6, 6, 6]
@@ -188,14 +183,10 @@ def test_what_is_collected_ends_as_it_ended_and_what_was_heard_is_not_learnt(fam
     assert pair(chat, 1, end, 7, stop=StopReason.LENGTH, mask="110") == Pair([5], [1, end, 7], ((2, 3),), end)
 
 
-def test_a_recipe_that_cannot_begin_so_or_has_no_embeddings_is_refused() -> None:
+def test_a_recipe_that_cannot_begin_so_is_refused() -> None:
     recipe = find(SUMS)
     with pytest.raises(UserError, match="needs what demonstrations lack"):
         replace(recipe, fill=InitialFill(demonstrations=3), objective=Ppo())
-    cosine = replace(recipe.replay, buffer=replace(recipe.replay.buffer, near=NearDuplicates("cosine")))
-    with pytest.raises(UserError, match="nothing embeds the answers"):
-        replace(recipe, replay=cosine)
-    assert replace(recipe, replay=cosine, embedding=HashedNgrams()).replay.buffer.near.by == "cosine"
     with pytest.raises(UserError, match=r"--fill\.demonstrations is -1"):
         InitialFill(demonstrations=-1)
 

@@ -12,9 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from trajectory_cases import plain_edits, prompt, same, trajectory
 
+from tba.apps.red_team.near import NearDuplicates
 from tba.errors import UserError
 from tba.replay.buffer import LEFT, Amount, Buffer, BufferSettings
-from tba.replay.near import NearDuplicates
 from tba.replay.prompt_index import Listing
 from tba.types import ELSEWHERE, Score, Trajectory, Version
 
@@ -49,7 +49,7 @@ class PlainBuffer:
         near = [t for t in self.held if t.prompt.key == new.prompt.key and self._near(t, new)]
         self.held.append(new)
         best = max((t.reward for t in near), default=-np.inf)
-        worse = self.settings.near.keep == "better" and best >= new.reward
+        worse = self.settings.near is not None and self.settings.near.keep == "better" and best >= new.reward
         for t in [new] if worse else near:
             self._let_go(t, "duplicate")
         for members, most in (
@@ -62,9 +62,8 @@ class PlainBuffer:
                 self._let_go(leave or next(t for t in members if t.reward == lowest), "evicted")
 
     def _near(self, left: Trajectory, right: Trajectory) -> bool:
-        near = self.settings.near
         edits = plain_edits(left.completion.tokens.tolist(), right.completion.tokens.tolist())
-        return near.by == "edit" and edits < near.distance * (left.length + right.length)
+        return self.settings.near is not None and edits < NEAR.distance * (left.length + right.length)
 
     def _let_go(self, old: Trajectory, fate: str) -> None:
         if self.settings.keep_recent and self._is_recent(old):
@@ -171,7 +170,7 @@ SETTINGS = st.builds(
     st.integers(2, 4),
     st.integers(2, 9),
     distinct=st.booleans(),
-    near=st.sampled_from([NearDuplicates(), NEAR, replace(NEAR, keep="newer")]),
+    near=st.sampled_from([None, NEAR, replace(NEAR, keep="newer")]),
     evict=st.sampled_from(["oldest", "lowest_reward"]),
     keep_recent=st.booleans(),
 )

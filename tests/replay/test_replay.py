@@ -18,12 +18,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from trajectory_cases import Pile, prompt, same, trajectory
 
+from tba.apps.red_team.near import NearDuplicates
 from tba.errors import UserError
 from tba.replay.buffer import Buffer, BufferSettings
 from tba.replay.codec import Stored
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
-from tba.replay.near import NearDuplicates
 from tba.replay.pacing import Pacing
 from tba.replay.replay import Replay, ReplaySettings
 from tba.replay.selection import BatchRequest, RecencyReward

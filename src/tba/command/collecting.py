@@ -16,9 +16,9 @@ from typing import Any
 from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
 from tba.recipe import Recipe
+from tba.replay.buffer import Near
 from tba.replay.codec import Stored
 from tba.replay.follower import JournalFollower
-from tba.replay.near import NearDuplicates
 from tba.runtime.run_dir import RunDirectory
 from tba.training.supervised import Pair, SupervisedSettings
 from tba.turns import assistant_turn
@@ -36,7 +36,6 @@ class SmoothingOptions:
     min_log_reference: float | None = None  # the least log-probability of a whole answer under the reference
     truncated: bool = False  # learn truncated answers too, as if they ended there
     most: int | None = None  # the most answers to learn, those with the highest reward; None: all
-    near: NearDuplicates = field(default_factory=NearDuplicates)  # of near duplicates, one is learnt
     model: str = ""  # a folder or Hub name with the run's tokenizer; empty: the model that the run began with
     trust: bool = False  # execute the recipe file that the run names
     sft: SupervisedSettings = field(default_factory=SupervisedSettings)
@@ -69,8 +68,10 @@ def is_run(path: Path) -> bool:
     return (path / "recipe.json").is_file()
 
 
-def collect(journal: Path, options: SmoothingOptions) -> Collected:
-    """Raises `UserError` when the options leave nothing, or there is no such journal or part of the reward."""
+def collect(journal: Path, options: SmoothingOptions, near: Near | None = None) -> Collected:
+    """Returns what is learnt of a journal; of answers that are near duplicates by the run's own rule, one is.
+
+    Raises `UserError` when the options leave nothing, or there is no such journal or part of the reward."""
     if options.min_reward is None:
         raise UserError("`tba sft RUN` needs --min-reward: the least reward of an answer that is learnt")
     if not journal.is_file():
@@ -85,7 +86,7 @@ def collect(journal: Path, options: SmoothingOptions) -> Collected:
         left_out["repeats another"] += same in found
         if same not in found or t.reward > found[same].reward:
             found[same] = t
-    kept = _apart(list(found.values()), options.near, left_out)
+    kept = _apart(list(found.values()), near, left_out)
     kept.sort(key=attrgetter("reward"), reverse=True)
     if options.most is not None:
         left_out["beyond --most"] += len(kept[options.most :])
@@ -134,13 +135,13 @@ def _why_not(t: Trajectory, options: SmoothingOptions, least: float) -> str | No
     return None
 
 
-def _apart(found: list[Trajectory], near: NearDuplicates, left_out: Counter[str]) -> list[Trajectory]:
+def _apart(found: list[Trajectory], near: Near | None, left_out: Counter[str]) -> list[Trajectory]:
     """Returns the trajectories without those that are near an earlier, that is a better or newer, one."""
+    if near is None:
+        return found
     order = sorted(found, key=attrgetter("reward"), reverse=True) if near.keep == "better" else found[::-1]
     tokens: list[Stored] = []
     index = near.start(lambda row: tokens[row].tokens)
-    if index is None:
-        return order
     kept: list[Trajectory] = []
     for t in order:
         stored = Stored.of(t)

@@ -88,7 +88,7 @@ def _from_run(path: Path, overrides: list[str], console: Console) -> Path:
     options = override(SmoothingOptions(), overrides, f"tba sft {path}")
     recipe, journal = run_recipe_of(path, options.trust)
     model, tokenizer, arguments = began_with(recipe, options)
-    collected = collect(journal, options)
+    collected = collect(journal, options, recipe.replay.buffer.near)
     left_out = "".join(f", {count:,} {reason}" for reason, count in collected.left_out.items() if count)
     console.print(f"{len(collected.trajectories):,} answers to learn{left_out}", highlight=False, soft_wrap=True)
     pairs = collected.pairs(tokenizer)

@@ -62,8 +62,6 @@ class Intake:
     believe: bool = False  # use claimed rewards, where there are any
     needs_behavior: bool = False  # refuse what comes without behaviour log-probabilities
     largest_reward: float = sys.float_info.max  # refuse what has a larger |reward|
-    # applied before the put
-    embedded: Callable[[Sequence[Trajectory]], Sequence[Trajectory]] = lambda as_they_are: as_they_are
     now: Callable[[], float] = time.time
     _seen: Counter[tuple[str, str, str]] = field(default_factory=Counter)
 
@@ -151,7 +149,7 @@ class Intake:
                 trajectories.append(self._trajectory(candidate, mark, scored, now))
                 known.append(candidate.encoded.known)
         if trajectories:
-            self.journal.put(self.embedded(trajectories), counters=counters(trajectories))
+            self.journal.put(trajectories, counters=counters(trajectories))
         for trajectory, is_known in zip(trajectories, known, strict=True):
             report.take(trajectory, is_known)
             self._compare(trajectory, report)

@@ -12,8 +12,8 @@ rebuilt is the same. With `keep_recent` a trajectory that is no longer kept stay
 
 No operation loops over the whole buffer, except a change of reference. Where near duplicates or the lowest reward are
 searched, numpy reads some columns from end to end, and likewise those of a prompt where its newest rows are needed.
-Trajectories are stored in arrays (`rows`), and become objects when they are asked for. Beyond `memory_gb` the oldest of
-them are read from the source again.
+Trajectories are stored in arrays (`columns`), and become objects when they are asked for. Beyond `memory_gb` the oldest
+are read from the source again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,10 +31,9 @@ import numpy.typing as npt
 from tba.errors import UserError
 from tba.fields import as_declared
 from tba.replay.codec import Stored
-from tba.replay.near import NearDuplicates
+from tba.replay.columns import Answers, Lost, Rows
 from tba.replay.prompt_index import Listing, Newest, PromptIndex
-from tba.replay.rows import Answers, Lost, Rows
-from tba.types import Score, Trajectory, Version
+from tba.types import IntArray, Score, Trajectory, Version
 
 _FIRST = Version()
 # Bytes of a trajectory: for each token its number, two log-probabilities and 5 of text; its facts; and its row with all
@@ -43,6 +42,34 @@ OF_TOKEN, OF_BODY, _OF_ROW = 17, 320, 450
 _DUPLICATE, _EVICTED, _DAMAGED = 1, 2, 3  # how a row left what is kept
 # how one left that was never used, in `Buffer.fates`
 LEFT = {-_DUPLICATE: "duplicate", -_EVICTED: "evicted", -_DAMAGED: "damaged"}
+
+
+class Neighbours(Protocol):
+    """The rows that are kept, compared with what arrives."""
+
+    def of(self, stored: Stored) -> npt.NDArray[np.intp]:
+        """Returns the rows whose answers nearly equal this one to the same prompt."""
+        ...
+
+    def add(self, row: int, stored: Stored) -> None: ...
+
+    def remove(self, row: int, prompt: str) -> None: ...
+
+
+class Near(Protocol):
+    """Settings that say which answers to one prompt are nearly the same, and which of them stays.
+
+    `NearDuplicates` in `apps/red_team/near.py` is one.
+    """
+
+    @property
+    def keep(self) -> Literal["better", "newer"]:
+        """The one that stays: that with the higher reward (in a tie the earlier), or the newer."""
+        ...
+
+    def start(self, tokens: Callable[[int], IntArray]) -> Neighbours:
+        """Returns an index without rows; `tokens` gives the tokens of a row."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -55,7 +82,7 @@ class BufferSettings:
     memory_gb: float = 4.0  # memory for their tokens, 10^9 bytes; beyond it the oldest are read from the journal
     distinct: bool = True  # of equal completions to a prompt keep the one of the newest weights (paper); off: keep all,
     # for short answers, where a prompt has fewer than K distinct ones and repeats reflect their probabilities
-    near: NearDuplicates = field(default_factory=NearDuplicates)
+    near: Near | None = None  # which answers are near duplicates, of which one stays; None: none are
     evict: Literal["oldest", "lowest_reward"] = "oldest"  # what is evicted over capacity (the lowest reward may be the
     # newcomer's; among equal rewards the oldest)
     keep_recent: bool = False  # the last `total` trajectories that were evicted or replaced by a near duplicate can
@@ -63,9 +90,9 @@ class BufferSettings:
 
     @property
     def unused(self) -> Mapping[str, str]:
-        """Fields without effect: where only the oldest leave, nothing recent does."""
-        leaves = self.evict == "lowest_reward" or self.near.by != "none"
-        return {} if leaves or self.keep_recent else {"keep_recent": "evict lowest_reward, or --replay.buffer.near.by"}
+        """Returns the fields without effect: where only the oldest leave, nothing recent does."""
+        leaves = self.evict == "lowest_reward" or self.near is not None
+        return {} if leaves or self.keep_recent else {"keep_recent": "evict lowest_reward, or --replay.buffer.near"}
 
     def __post_init__(self) -> None:
         for name in ("per_prompt", "total"):
@@ -126,7 +153,8 @@ class Buffer:
         self._reference = reference
         self._now = Version()
         self._rows = Rows(read, 1e9 * settings.memory_gb)
-        self._near = settings.near.start(self._rows.tokens)
+        self._near = None if settings.near is None else settings.near.start(self._rows.tokens)
+        self._keeps_newer = settings.near is not None and settings.near.keep == "newer"
         # rows that are in the recent index only, in the order in which they came there
         self._passing: dict[int, None] = {}
         self._kept = self._index()  # all rows that are kept
@@ -183,7 +211,7 @@ class Buffer:
         self._make_current(row)
         if near is not None and len(near):
             self._leave_out(prompt)
-            better = self._settings.near.keep == "newer" or self._rows.reward[near].max() < stored.reward
+            better = self._keeps_newer or self._rows.reward[near].max() < stored.reward
             for beaten in near.tolist() if better else [row]:
                 self._let_go(beaten, _DUPLICATE)
         self._keep_to_capacity(prompt)

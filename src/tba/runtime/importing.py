@@ -10,7 +10,6 @@ import fcntl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -30,7 +29,6 @@ from tba.replay.journal import JournalWriter
 from tba.runtime.prompting import reward_of, speech_of
 from tba.runtime.run_dir import IMPORTS, RunDirectory
 from tba.runtime.teaching import reference_of, teachers_of
-from tba.search.embedding import embedded
 from tba.search.prompts import encode
 from tba.search.reward_retry import PatientReward
 from tba.tables import STATE, Refusal, read
@@ -82,7 +80,6 @@ def intake_of(recipe: Recipe, run: RunDirectory, believe: bool, max_tokens: int 
             believe=believe,
             needs_behavior="log_behavior" in recipe.objective.needs,
             largest_reward=recipe.largest_reward,
-            embedded=partial(embedded, embedder=recipe.embedding.start() if recipe.embedding else None),
         )
 
 

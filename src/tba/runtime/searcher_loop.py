@@ -244,7 +244,6 @@ def _loop_of(
         prompts_per_round=recipe.prompts_per_round,
         rng=np.random.default_rng(seeds),
         interrupted=interrupted,
-        embedder=recipe.embedding.start() if recipe.embedding else None,
         teachers=teachers_of(recipe, model),
         vine=vine_of(recipe, model, engine, reward),
         rescorer=rescorer if recipe.reference_reset else None,

@@ -24,8 +24,7 @@ import numpy as np
 from tba.clock import SEARCHERS_TIME, ShareClock
 from tba.errors import UserError
 from tba.generation import generate, stream
-from tba.protocols import Embedder, Engine, Exploration, Journal, PromptSource, Reference, Reward, WeightSource
-from tba.search.embedding import embedded
+from tba.protocols import Engine, Exploration, Journal, PromptSource, Reference, Reward, WeightSource
 from tba.search.overlong import Overlong
 from tba.search.rescoring import Rescorer
 from tba.search.reward_retry import PatientReward
@@ -87,7 +86,6 @@ class Searcher:
     rng: np.random.Generator
     interrupted: Callable[[], bool] | None = None
     rescorer: Rescorer | None = None  # None: the reference is never reset
-    embedder: Embedder | None = None  # embeds each answer's text, for near duplicates by cosine
     teachers: Sequence[Reference] = ()  # which score every answer as well
     vine: VineRollouts | None = None  # values of the steps of every answer
     largest_reward: float = sys.float_info.max  # an answer whose |reward| is beyond it is rejected
@@ -152,7 +150,7 @@ class Searcher:
         outcomes = self._outcomes({a.position: a.prompt for a in answered}, leases, trajectories)
         trajectories = _stamped(trajectories, time.perf_counter() - min(a.began for a in answered))
         self._count_time(counts)
-        self.journal.put(embedded(trajectories, self.embedder), leases, counts, outcomes)
+        self.journal.put(trajectories, leases, counts, outcomes)
 
     def _count_time(self, counts: Counter[str]) -> None:
         """Add what the clock has measured since the last time."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tba.apps.red_team.near import NearDuplicates
 from tba.evaluation.accuracy import SAMPLED, EvaluationSettings
 from tba.objectives.policy_gradient import Reinforce
 from tba.objectives.ppo import Ppo
@@ -24,7 +25,6 @@ from tba.recipe import Recipe
 from tba.recipes.red_team_small import recipe as small
 from tba.record.recorder import RecordSettings
 from tba.replay.buffer import BufferSettings
-from tba.replay.near import NearDuplicates
 from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward

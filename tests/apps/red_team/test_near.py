@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trajectory_cases import plain_edits, prompt, trajectory
+from tests.replay.trajectory_cases import plain_edits, prompt, trajectory
 
+from tba.apps.red_team.near import HashedNgrams, NearDuplicates, edits
 from tba.errors import UserError
-from tba.protocols import EMBEDDING
 from tba.replay.buffer import Amount, Buffer, BufferSettings
 from tba.replay.codec import Stored
-from tba.replay.near import NearDuplicates, edits
-from tba.types import Trajectory
+from tba.types import FloatArray, Trajectory
 
 TOKENS = st.lists(st.integers(0, 5), min_size=1, max_size=9)
 
@@ -34,8 +34,15 @@ def test_the_edits_of_known_words() -> None:
     assert edits(words[1], words).tolist() == [3, 0, 5, 6]
 
 
-def embedded(of: Trajectory, direction: list[float]) -> Trajectory:
-    return replace(of, arrays={EMBEDDING: np.array(direction, dtype=np.float16)})
+class Spelled:
+    """Embeds a text that says its own direction."""
+
+    def embed(self, sentences: Sequence[str]) -> FloatArray:
+        return np.array([sentence.split() for sentence in sentences], dtype=np.float32)
+
+
+def saying(of: Trajectory, direction: list[float]) -> Trajectory:
+    return replace(of, completion=replace(of.completion, text=" ".join(map(str, direction))))
 
 
 def cosine(left: list[float], right: list[float]) -> float:
@@ -54,11 +61,11 @@ def test_whatever_came_and_went_the_near_ones_are_exactly_those_within_the_dista
     changes: list[tuple[int, list[int], bool]], distance: float, by: str
 ) -> None:
     there: dict[int, tuple[int, Stored, list[float]]] = {}
-    index = NearDuplicates("edit" if by == "edit" else "cosine", distance).start(lambda row: there[row][1].tokens)
-    assert index is not None
+    chosen = NearDuplicates("edit" if by == "edit" else "cosine", distance, embedding=Spelled())
+    index = chosen.start(lambda row: there[row][1].tokens)
     for row, (p, tokens, leaves) in enumerate(changes):
         direction = [float(tokens.count(d % 5) - (d % 3)) for d in range(4)]
-        new = Stored.of(embedded(trajectory(p, tokens), direction))
+        new = Stored.of(saying(trajectory(p, tokens), direction))
         expected = set()
         for other, (q, stored, pointing) in there.items():
             if by == "edit":
@@ -81,7 +88,6 @@ def test_more_of_one_token_than_a_byte_can_count_hides_nothing() -> None:
     said = [(1,) * 600, (1,) * 590, (1,) * 300 + (2,) * 300, (1,) * 300 + (3,) * 10]
     stored = [Stored.of(trajectory(0, tokens)) for tokens in said]
     index = NearDuplicates("edit", 0.01).start(lambda row: stored[row].tokens)
-    assert index is not None
     for row in (0, 2, 3):
         index.add(row, stored[row])
     assert index.of(stored[1]).tolist() == [0]  # 10 edits of 1190 tokens
@@ -122,7 +128,7 @@ def test_one_that_is_better_than_several_near_ones_takes_the_place_of_all_and_is
 
 
 def test_by_cosine_the_embeddings_decide_and_not_the_tokens() -> None:
-    buffer = Buffer(BufferSettings(near=NearDuplicates("cosine", 0.1)))
+    buffer = Buffer(BufferSettings(near=NearDuplicates("cosine", 0.1, embedding=Spelled())))
     for i, (uid, direction, reward) in enumerate(
         (
             ("east", [2.0, 0.0], 0.0),
@@ -131,11 +137,8 @@ def test_by_cosine_the_embeddings_decide_and_not_the_tokens() -> None:
             ("nowhere", [0.0, 0.0], 0.0),
         )
     ):
-        buffer.add(embedded(trajectory(0, (i, 5), reward=reward, uid=uid), direction))
-    buffer.add(trajectory(0, (1, 1, 1), uid="without"))
-    assert uids(buffer) == ["nearly east", "north", "nowhere", "without"]
-    with pytest.raises(UserError, match="an embedding of 3 numbers, and those in memory have 2"):
-        buffer.add(embedded(trajectory(0, (7, 7)), [1.0, 0.0, 0.0]))
+        buffer.add(saying(trajectory(0, (i, 5), reward=reward, uid=uid), direction))
+    assert uids(buffer) == ["nearly east", "north", "nowhere"]
 
 
 def test_over_capacity_the_lowest_reward_leaves_and_of_equal_ones_the_oldest() -> None:
@@ -173,3 +176,28 @@ def test_a_distance_at_which_all_or_none_are_near_is_refused() -> None:
     for distance in (0.0, 2.5, float("nan")):
         with pytest.raises(UserError, match=r"--replay\.buffer\.near\.distance"):
             NearDuplicates("edit", distance)
+
+
+def test_a_word_changed_lies_near_and_other_words_lie_far() -> None:
+    said, nearly, other = HashedNgrams().embed(
+        ["Name three rivers of northern Europe.", "name three rivers of  Northern europe!", "How is bread baked?"]
+    )
+    assert said @ nearly > 0.9
+    assert abs(said @ other) < 0.25
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.text(max_size=12), max_size=5))
+def test_any_text_has_a_place_of_length_1_or_none_and_it_is_its_own(texts: list[str]) -> None:
+    rows = HashedNgrams(dimensions=16).embed(texts)
+    assert rows.shape == (len(texts), 16)
+    assert np.isfinite(rows).all()
+    norms = np.linalg.norm(rows, axis=1)
+    assert np.all((np.abs(norms - 1) < 1e-5) | (norms == 0))
+    for text, row in zip(texts, rows, strict=True):
+        assert np.array_equal(HashedNgrams(dimensions=16).embed([text])[0], row)
+
+
+def test_runs_that_cannot_be_counted_are_refused() -> None:
+    with pytest.raises(UserError, match="runs of 5 to 4 bytes"):
+        HashedNgrams(shortest=5)
