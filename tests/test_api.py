@@ -254,7 +254,7 @@ def test_a_run_that_is_there_keeps_its_recipe(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="mine holds a run already: choose another run_name"):
         tba.train(replace(toy(), seed=9), runs=tmp_path, run_name="mine", quiet=True, runtime="inline", **QUICK)
     assert (run.path / "recipe.py").read_text() == kept
-    assert main(["train", "--resume", str(run.path), "--steps", "8"]) == 0
+    assert main(["resume", str(run.path), "--steps", "8"]) == 0
 
 
 def test_a_recipe_by_name_takes_objects_too(tmp_path: Path) -> None:

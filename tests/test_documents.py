@@ -9,22 +9,11 @@ import yaml
 
 from tba.apps.preference.options import RewardModelOptions
 from tba.apps.red_team.endpoint import EndpointVictim
-from tba.apps.red_team.options import ClassifierOptions, PlotOptions, RedTeamEvalOptions, WorldPlaces
+from tba.apps.red_team.options import ClassifierOptions
 from tba.apps.red_team.world import WorldOptions
 from tba.command.collecting import SmoothingOptions
-from tba.command.options import (
-    EvalOptions,
-    ImportOptions,
-    OutOptions,
-    PushOptions,
-    ReplayOptions,
-    ReportOptions,
-    ResumeOptions,
-    SampleOptions,
-    SearchOptions,
-    TrainOptions,
-)
 from tba.command.sft import SftOptions
+from tba.command.table import COMMANDS
 from tba.errors import UserError
 from tba.fields import fields_of
 from tba.record import metrics
@@ -38,28 +27,11 @@ from tba_lab.study import find_study
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 EXAMPLES = sorted((ROOT / "examples").glob("my_*.py"))
-OPTIONS = {
-    "train": TrainOptions(),
-    "train --resume": ResumeOptions(),
-    "import": ImportOptions(),
-    "eval": EvalOptions(),
-    "sft": OutOptions(),
-    "sft RUN": SmoothingOptions(),
-    "check": None,
-    "study": StudyOptions(),
-    "replay": ReplayOptions(),
-    "report": ReportOptions(),
-    "push": PushOptions(),
-    "search": SearchOptions(),
-    "sample": SampleOptions(),
-    "reward-model": RewardModelOptions(),
-    "red-team world": WorldPlaces(),
-    "red-team classifier": OutOptions(),
-    "red-team eval": RedTeamEvalOptions(),
-    "red-team plot": PlotOptions(),
-}
-# What the fields of a `tba red-team` command set, where that is no recipe.
-RED_TEAM = {"world": WorldOptions(), "classifier": ClassifierOptions(), "plot": None}
+OPTIONS = {name: [options() for options in command.option_classes()] for name, command in COMMANDS.items()}
+OPTIONS["study"] = [StudyOptions()]  # of tba-lab
+# what the fields of a command set, where that is no recipe
+FIELDS = {"reward-model": RewardModelOptions(), "red-team world": WorldOptions()}
+FIELDS |= {"red-team classifier": ClassifierOptions()}
 
 
 def blocks(document: Path) -> list[str]:
@@ -82,38 +54,31 @@ def test_a_command_in_the_documents_sets_fields_that_exist() -> None:
     wrong = {}
     for words in commands():
         try:
-            sets_fields_that_exist(*words)
+            sets_fields_that_exist(words)
         except (UserError, KeyError, AssertionError) as error:
             wrong[" ".join(words)] = repr(error)
     assert wrong == {}
 
 
-def sets_fields_that_exist(verb: str, name: str, *words: str) -> None:
-    rest, options = list(words), OPTIONS.get(verb)
-    if verb == "red-team":
-        red_team(name, rest)
-        return
-    if verb == "reward-model":
-        _, rest = split_options(OutOptions(), rest, "tba reward-model")
-        override(RewardModelOptions(), rest, "tba reward-model")
-        return
-    if options is not None:
-        options, rest = split_options(options, rest, f"tba {verb}")
+def sets_fields_that_exist(words: list[str]) -> None:
+    verb = next(verb for verb in (" ".join(words[:2]), words[0]) if verb in OPTIONS)
+    words = words[len(verb.split()) :]
+    first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
+    name, rest = words[0], words[first:]
+    options = None
+    if OPTIONS[verb]:
+        options, rest = split_options(OPTIONS[verb][0], rest, f"tba {verb}")
     if verb == "study":
         assert set(find_study(name).matching(options.only.split(",") if options.only else ["*"]))
-        recipe = find_study(name).recipe
+        override(find_study(name).recipe, rest, f"tba-lab study {name}")
+    elif not COMMANDS[verb].fields:
+        assert rest == []
+    elif verb in FIELDS:
+        override(FIELDS[verb], rest, f"tba {verb}")
     else:
         kinds = {".jsonl": SftOptions(), "": SmoothingOptions()} if verb == "sft" else {}
         named = kinds.get(Path(name).suffix) if "/" in name or "." in name else None
-        recipe = named or find(str(ROOT / name) if ".py" in name else name)
-    override(recipe, rest, f"tba {verb} {name}")
-
-
-def red_team(verb: str, rest: list[str]) -> None:
-    """One of the commands of `tba red-team`: names first, then options, then fields of what it makes."""
-    first = next((i for i, word in enumerate(rest) if word.startswith("--")), len(rest))
-    _, left = split_options(OPTIONS[f"red-team {verb}"], rest[first:], f"tba red-team {verb}")
-    override(find(rest[0]) if verb == "eval" else RED_TEAM[verb], left, f"tba red-team {verb}")
+        override(named or find(str(ROOT / name) if ".py" in name else name), rest, f"tba {verb} {name}")
 
 
 def test_the_documents_have_commands() -> None:
@@ -125,9 +90,8 @@ def test_a_flag_named_in_passing_exists() -> None:
     known = {field.flag for recipe in names() for field in fields_of(find(recipe))}
     known |= {field.flag for field in fields_of(EndpointVictim(), "--task.victim.")}  # of no recipe that comes along
     known |= {field.flag for file in EXAMPLES for field in fields_of(find(str(file)))}
-    known |= {field.flag for options in OPTIONS.values() if options is not None for field in fields_of(options)} | {
-        "--config"
-    }
+    others = [*(own for options in OPTIONS.values() for own in options), SmoothingOptions(), SftOptions()]
+    known |= {field.flag for own in others for field in fields_of(own)} | {"--config"}
     prose = [d for d in DOCUMENTS if d.name != "reference.md"]  # that page has those of every task
     said = {flag for d in prose for flag in re.findall(r"`(--[a-z][\w.-]*)", d.read_text(encoding="utf-8"))}
     assert {flag for flag in said if flag not in known and flag.replace(".no-", ".") not in known} == set()

@@ -121,18 +121,18 @@ def test_who_reads_a_run_executes_nothing_of_it(run: Path, marker: Path, tmp_pat
 def test_a_run_cannot_name_a_module_that_is_no_recipe(run: Path, capsys: Any, name: str) -> None:
     facts = json.loads((run / "recipe.json").read_text())
     write_json(run / "recipe.json", {**facts, "recipe": name, "digest": None})
-    assert "there is no " in refused(capsys, "train", "--resume", run)
+    assert "there is no " in refused(capsys, "resume", run)
 
 
 def test_a_run_cannot_ask_for_help_in_the_place_of_its_user(run: Path, capsys: Any) -> None:
     facts = json.loads((run / "recipe.json").read_text())
     write_json(run / "recipe.json", {**facts, "overrides": [*facts["overrides"], "--help"]})
-    assert "has an override that no run has (--help)" in refused(capsys, "train", "--resume", run)
+    assert "has an override that no run has (--help)" in refused(capsys, "resume", run)
 
 
 READERS: dict[str, list[Callable[[Path], list[object]]]] = {
     "recipe.json": [
-        lambda run: ["train", "--resume", run],
+        lambda run: ["resume", run],
         lambda run: ["search", "--run", run],
         lambda run: ["import", run, run / "metrics.jsonl"],
         lambda run: ["sft", run, "--min-reward", "0", "--out", run / "model"],
@@ -140,10 +140,8 @@ READERS: dict[str, list[Callable[[Path], list[object]]]] = {
     ],
     "summary.json": [lambda run: ["show", run]],
     "failure.json": [lambda run: ["show", run]],
-    "checkpoints/step-*/run.json": [lambda run: ["train", "--resume", run, "--steps", "6"]],
-    "checkpoints/step-*/optimizer.json": [
-        lambda run: ["train", "--resume", run, "--steps", "6", "--runtime", "inline"]
-    ],
+    "checkpoints/step-*/run.json": [lambda run: ["resume", run, "--steps", "6"]],
+    "checkpoints/step-*/optimizer.json": [lambda run: ["resume", run, "--steps", "6", "--runtime", "inline"]],
 }
 
 
@@ -159,7 +157,7 @@ def test_whatever_a_file_of_a_run_holds_ends_in_one_sentence(file: str, run: Pat
 @pytest.mark.parametrize("file", ["summary.json", "failure.json"])
 def test_a_run_goes_on_without_what_is_only_for_reading(file: str, run: Path, capsys: Any) -> None:
     (run / file).write_bytes(HOSTILE[0])
-    assert main(["train", "--resume", str(run), "--steps", "6", "--runtime", "inline"]) == 0
+    assert main(["resume", str(run), "--steps", "6", "--runtime", "inline"]) == 0
     assert file in capsys.readouterr().out.replace("\n", "")  # said once, however long the path is
     assert read_metrics(run)[-1]["step"] == 6
 
@@ -170,7 +168,7 @@ def test_a_run_goes_on_when_published_weights_are_damaged(file: str, run: Path) 
     (run / "weights" / f"{newest_version(run)}.pins").write_text("[")
     for damaged in run.glob(file):
         damaged.unlink() if file.endswith("tensors") else damaged.write_bytes(HOSTILE[1])
-    assert main(["train", "--resume", str(run), "--steps", "6", "--runtime", "inline"]) == 0
+    assert main(["resume", str(run), "--steps", "6", "--runtime", "inline"]) == 0
     assert read_metrics(run)[-1]["step"] == 6
 
 

@@ -3,7 +3,7 @@
     python lab/benchmarks/faults.py [--runs 4] [--kinds searcher,bits] [--steps 120] [--out faults.csv] [--keep FOLDER]
 
 Each run is a shortened quickstart with one fault, at a step drawn from all of its steps (every fourth time within its
-first seconds); then it has to complete, by itself or by `tba train --resume`. `--out` gets a row as soon as a run has
+first seconds); then it has to complete, by itself or by `tba resume`. `--out` gets a row as soon as a run has
 ended; runs that it has already are not repeated. The kinds:
 
     none                                 undisturbed
@@ -166,7 +166,7 @@ class Run:
         return process
 
     def resume(self, *overrides: str) -> subprocess.Popen[bytes]:
-        return self.start("train", "--resume", str(self.path), *overrides)
+        return self.start("resume", str(self.path), *overrides)
 
     @property
     def driver(self) -> subprocess.Popen[bytes]:

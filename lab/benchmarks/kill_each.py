@@ -1,4 +1,4 @@
-"""Kills each part of one run with SIGKILL: the searcher, the trainer, the driver; then the run goes on with --resume.
+"""Kills each part of one run with SIGKILL: the searcher, the trainer, the driver; then it is resumed.
 
 `lab/benchmarks/faults.py` does it to many short runs; this does it to one run of any recipe, such as a real model's:
 
@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("arguments", nargs="+", help="what follows `tba train`, with --run-name")
     given = parser.parse_args()
     path = given.runs / given.arguments[given.arguments.index("--run-name") + 1]
-    driver = train(given.arguments)
+    driver = tba(["train", *given.arguments])
     before: Rows = {}
     for part, at in zip(PARTS, given.at, strict=True):
         wait_for_step(path, at, driver)
@@ -48,7 +48,7 @@ def main() -> int:
     driver.wait()
     while is_held(path):  # the parts of a dead driver leave by themselves
         time.sleep(0.1)
-    code = train(["--resume", str(path)]).wait()
+    code = tba(["resume", str(path)]).wait()
     after = rows_of(path / "journal.sqlite")
     lost = sum(after.get(number) != row for number, row in before.items())
     summary = Summary.read(path)
@@ -57,7 +57,7 @@ def main() -> int:
     return int(code != 0 or lost > 0 or not closes)
 
 
-def train(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+def tba(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-m", "tba", "train", *arguments])
 
 

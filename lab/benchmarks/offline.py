@@ -8,7 +8,7 @@ the wrong ones half forget carries (each with probability 0.55, as the base has 
 The file contains no rewards. The arms, each of N optimizer steps:
 
 - offline: `tba train quickstart --offline --data FILE`: from the file alone, searchers only evaluate;
-- then: `tba train --resume` of that run for N steps more, with a searcher;
+- then: `tba resume` of that run for N steps more, with a searcher;
 - both: `tba train quickstart --data FILE`: the same file, and a searcher whose answers come on top;
 - searchers: `tba train quickstart`: without the file.
 
@@ -81,16 +81,16 @@ def run(arm: str, seed: int, steps: int, data: Path, folder: Path, fields: Seque
     """One run's accuracy before and after, in a process of its own."""
     path = folder / f"{'offline' if arm == 'then' else arm}-{seed}"
     if arm == "then":
-        command = ["--resume", path, "--no-offline"]
+        command = ["resume", path, "--no-offline"]
         steps, decay = 2 * steps, max(1, steps // 3)
     else:
-        command = ["quickstart", "--runs", folder, "--run-name", path.name, "--seed", seed]
+        command = ["train", "quickstart", "--runs", folder, "--run-name", path.name, "--seed", seed]
         decay = max(1, steps // 3)
     settings = ["--steps", steps, "--evaluation.every", 0, "--evaluation.pass-k", 0]
     settings += ["--optimizer.schedule.stable", max(1, steps - 20 - decay), "--optimizer.schedule.decay", decay]
     settings += ["--data", data] if arm in ("offline", "both") else []
     settings += ["--offline"] if arm == "offline" else []
-    told = [sys.executable, "-m", "tba", "train", *map(str, [*command, *settings]), *fields]
+    told = [sys.executable, "-m", "tba", *map(str, [*command, *settings]), *fields]
     done = subprocess.run(told, capture_output=True, text=True, timeout=3600)
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)

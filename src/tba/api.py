@@ -112,7 +112,7 @@ def train(
     plain functions, called here with each optimizer step's metrics (as `Run.metrics` gives them) and with each held-out
     figure, once they are recorded; what they raise ends the run, which can be resumed.
 
-    After Ctrl-C the run is left intact, with a checkpoint; `tba train --resume` continues it.
+    After Ctrl-C the run is left intact, with a checkpoint; `tba resume` continues it.
     """
     from tba.command.check import validate
     from tba.command.train import carry_out, steps_in

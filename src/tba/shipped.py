@@ -17,6 +17,12 @@ def names(folder: Path = _FOLDER) -> list[str]:
     return sorted(path.stem for path in folder.glob("*.py") if not path.name.startswith("_"))
 
 
+def listing() -> str:
+    """Returns a line for each recipe: its name and its description."""
+    known = names()
+    return "\n".join(f"{name:{max(map(len, known))}}  {description_of(name)}" for name in known)
+
+
 def description_of(name: str, folder: Path = _FOLDER) -> str:
     """Returns the description in the source of a recipe (or of what else is the last call that a file assigns)."""
     source = ast.parse((folder / f"{name}.py").read_text(encoding="utf-8"))

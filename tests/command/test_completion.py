@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tba.__main__ import USAGE, main
+from tba.__main__ import main
 from tba.command.completion import SHELLS, candidates
 from tba.fields import flags
 from tba.settings import find
@@ -17,16 +17,16 @@ from tba.shipped import names
 
 
 def completed(*words: str) -> list[str]:
-    return candidates(list(words), USAGE)
+    return candidates(words)
 
 
-def test_commands_recipes_studies_and_what_else_a_command_takes_are_completed() -> None:
+def test_commands_recipes_and_what_else_a_command_takes_are_completed() -> None:
     assert completed("sh") == ["show"]
     assert {"train", "completion", "red-team"} <= set(completed(""))
     assert completed("train", "quick") == ["quickstart"]
     assert completed("check", "") == names()
     assert completed("model", "") == ["smollm2"]
-    assert completed("reward-model", "") == completed("search", "") == completed("studies", "") == []
+    assert completed("reward-model", "") == completed("search", "") == []
     assert completed("red-team", "") == ["world", "classifier", "eval", "plot"]
     assert completed("completion", "z") == ["zsh"]
     assert completed("train", "no-such") == completed("train", "my.py", "") == completed("no-such", "") == []
@@ -41,7 +41,7 @@ def test_runs_of_this_folder_are_completed_where_a_run_is_taken(
     (tmp_path / "runs" / "no-run").mkdir()
     monkeypatch.chdir(tmp_path)
     assert completed("show", "runs/") == completed("show", "runs/one", "") == ["runs/one", "runs/two"]
-    assert completed("train", "--resume", "runs/t") == ["runs/two"]
+    assert completed("resume", "runs/t") == ["runs/two"]
     assert completed("search", "--run", "") == ["runs/one", "runs/two"]
 
 
@@ -49,11 +49,11 @@ def test_options_are_those_of_the_usage_and_the_fields_of_a_recipe_which_are_kep
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TBA_CACHE", str(tmp_path))
-    assert completed("replay", "runs/one", "--") == ["--sql", "--export"]
+    assert completed("replay", "runs/one", "--") == ["--sql", "--export", "--seconds"]
     assert completed("eval", "my.py", "--t") == ["--texts"]
     for _ in range(2):
         found = completed("train", "quickstart", "--")
-        assert {"--run-name", "--resume", "--data", *flags(find("quickstart"))} <= set(found)
+        assert {"--run-name", "--data", *flags(find("quickstart"))} <= set(found)
         assert len(found) == len(set(found))
     (kept,) = (tmp_path / "completion").iterdir()
     kept.write_text('["--of-the-cache"]')

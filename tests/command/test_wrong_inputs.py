@@ -152,12 +152,9 @@ def options() -> Iterator[Wrong]:
         "train toy.py --run-name ..",
         "train toy.py --run-name -x",
         "train toy.py --data none.jsonl",
-        "train --resume none",
         "resume",
         "resume none",
         "resume run extra",
-        "train --resume",
-        "train --resume run extra",
         "search --run none",
         "search",
         "search --run run",
@@ -285,7 +282,7 @@ def files() -> Iterator[Wrong]:
         run = f"run-{kind}"
         yield wrong("report", run)
         yield wrong("push", run, "owner/name", "--out", "out", named=run)
-        yield wrong("train", "--resume", run)
+        yield wrong("resume", run)
         yield wrong("import", run, "answers.jsonl", named=run)
         yield wrong("search", "--run", run)
         yield wrong("eval", "tiny_sums.py", "--checkpoint", run)

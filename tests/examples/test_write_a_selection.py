@@ -30,7 +30,7 @@ def drawn(run: Path) -> list[tuple[float, float]]:
 def test_a_selection_of_ones_own_draws_all_groups_and_goes_on_after_a_resume(written: Path, tmp_path: Path) -> None:
     flags = ("--replay.selection.floor", "0.2", "--runs", str(tmp_path), "--groups-per-step", "6", "--group-size", "4")
     assert main(["train", str(written), *FEW, *flags, "--steps", "2", "--run-name", "run"]) == 0
-    assert main(["train", "--resume", str(tmp_path / "run"), "--steps", "4"]) == 0
+    assert main(["resume", str(tmp_path / "run"), "--steps", "4"]) == 0
     counts = drawn(tmp_path / "run")
     assert [mixed + equal for mixed, equal in counts] == [6, 12, 18, 24]  # counted on from the checkpoint
     assert counts[-1][0] > counts[-1][1]  # though about half of the prompts have answers of one reward only

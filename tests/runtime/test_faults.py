@@ -163,10 +163,10 @@ def test_a_run_killed_while_it_is_taken_up_is_taken_up_again(
     def again() -> None:
         patch = dying(tba.runtime.run_dir.write_json, nth)
         monkeypatch.setattr(tba.runtime.run_dir, "write_json", patch)
-        main(["train", "--resume", str(path), "--steps", "40"])
+        main(["resume", str(path), "--steps", "40"])
 
     assert ended(forked(again)) == -signal.SIGKILL
-    assert main(["train", "--resume", str(path), "--steps", "40", "--runtime", "inline"]) == 0
+    assert main(["resume", str(path), "--steps", "40", "--runtime", "inline"]) == 0
     summary = Summary.read(path)
     assert summary is not None
     assert summary.steps == 40
@@ -234,7 +234,7 @@ def test_when_the_driver_is_killed_the_run_waits_for_its_parts_to_end_and_goes_o
     finally:
         driver.kill()
         driver.communicate(timeout=SECONDS)
-    again = command("train", "--resume", str(path), "--steps", "1000000")  # at once: the parts are still there
+    again = command("resume", str(path), "--steps", "1000000")  # at once: the parts are still there
     try:
         until(lambda: any(row["version"].startswith("1.") for row in read_metrics(path)), SECONDS, "steps again")
         assert not [pid for pid in parts.values() if alive(pid)]
@@ -333,14 +333,14 @@ def test_a_disk_that_becomes_full_ends_all_processes_in_one_sentence_too(small_d
 
 def full_disk(path: Path) -> str:
     """What is said of it."""
-    return f"tba: the disk of {path} is full: free some space, then continue with `tba train --resume {path}`\n"
+    return f"tba: the disk of {path} is full: free some space, then continue with `tba resume {path}`\n"
 
 
 def assert_goes_on(path: Path, runtime: str) -> None:
     """Ten steps more, with all that was there."""
     there = uids_of(path)
     steps = steps_of(path) + 10
-    assert main(["train", "--resume", str(path), "--steps", str(steps), "--runtime", runtime]) == 0
+    assert main(["resume", str(path), "--steps", str(steps), "--runtime", runtime]) == 0
     summary = Summary.read(path)
     assert summary is not None
     assert summary.steps == steps
@@ -360,7 +360,7 @@ def test_a_limit_on_the_size_of_files_is_a_full_disk_too(tmp_path: Path, capfd: 
         os._exit(code)
 
     assert ended(forked(limited)) == 2
-    assert "is full: free some space, then continue with `tba train --resume" in capfd.readouterr().err
+    assert "is full: free some space, then continue with `tba resume" in capfd.readouterr().err
     there, steps = uids_of(path), steps_of(path) + 10
     assert_whole(path, inline_again(path, "--steps", str(steps)), there)
 
@@ -380,7 +380,7 @@ def test_a_journal_that_was_cut_off_after_a_kill_leaves_the_account_closed(
     there = len(uids_of(path))
     journal = path / "journal.sqlite"
     os.truncate(journal, int(journal.stat().st_size * share))
-    assert main(["train", "--resume", str(path), "--runtime", "inline", "--accept-lost-rows"]) == 0
+    assert main(["resume", str(path), "--runtime", "inline", "--accept-lost-rows"]) == 0
     summary = Summary.read(path)
     assert summary is not None
     assert summary.steps == 60
@@ -467,7 +467,7 @@ def test_a_reward_that_always_fails_ends_the_run_which_goes_on_once_it_is_mended
         assert not children(os.getpid())
     file.write_text("0")
     mended = ("--steps", "40", "--runtime", runtime, "--run.reward-deadline", "60")
-    assert main(["train", "--resume", str(path), *mended]) == 0
+    assert main(["resume", str(path), *mended]) == 0
     summary = Summary.read(path)
     assert summary is not None
     assert summary.steps == 40
@@ -569,7 +569,7 @@ def test_a_command_that_computes_is_refused_where_its_libraries_cannot_be_loaded
 def test_a_command_that_gets_no_memory_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tba.__main__, "_command", lambda name: lambda arguments: len(bytes(1 << 62)))
+    monkeypatch.setattr(tba.__main__, "run", lambda arguments: len(bytes(1 << 62)))
     assert main(["show", "runs"]) == 2
     assert capsys.readouterr().err.startswith("tba: this process could not get the memory it needs: give it more")
 
@@ -615,7 +615,7 @@ def test_what_is_around_a_run_and_fails_is_told_in_one_sentence_and_other_errors
     assert (told is None) == (said is None)
     if told is not None and said is not None:
         assert said in str(told)
-        assert f"tba train --resume {tmp_path}" in str(told)
+        assert f"tba resume {tmp_path}" in str(told)
     of_the_run = FileNotFoundError(2, "No such file or directory", str(tmp_path / "weights"))
     assert "weights cannot be read or written" in str(outside_cause(of_the_run, tmp_path))
     (tmp_path / "recipe.json").unlink()
@@ -637,13 +637,13 @@ def test_a_folder_that_is_moved_away_under_a_run_ends_it_in_a_sentence_and_no_ot
     finally:
         run.kill()
     assert run.returncode == 2, complaints
-    assert f"continue with `tba train --resume {path}`" in complaints.splitlines()[-1]
+    assert f"continue with `tba resume {path}`" in complaints.splitlines()[-1]
     assert "Traceback" not in complaints
     if what == "the run":
         assert not path.exists()
     os.rename(tmp_path / "away", taken)
     steps = str(steps_of(path) + 5)
-    assert main(["train", "--resume", str(path), "--steps", steps, "--runtime", "inline"]) == 0
+    assert main(["resume", str(path), "--steps", steps, "--runtime", "inline"]) == 0
     summary = Summary.read(path)
     assert summary is not None
     assert summary.trajectories.closes()

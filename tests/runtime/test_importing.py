@@ -243,7 +243,7 @@ def ratio_toy(folder: Path) -> Path:
 def test_a_prepared_run_is_begun_with_what_was_imported_under_the_settings_that_made_it(tmp_path: Path) -> None:
     lines = written(tmp_path / "lines.jsonl", every_answer())
     options = ImportOptions(recipe=str(TOY))
-    assert import_files(tmp_path / "run", [lines], options, ["--policy-temperature", "0.9"]) == 0
+    assert import_files(tmp_path / "run", [lines], ["--policy-temperature", "0.9"], options) == 0
     assert is_prepared(tmp_path / "run")
     recipe = RunDirectory.open(tmp_path / "run").recipe()
     assert recipe.policy_temperature == 0.9

@@ -103,7 +103,7 @@ def test_a_journal_without_its_rows_is_told_with_their_number_and_the_run_goes_o
     assert missing > 100
     harm(run)
     recipe = (run / "recipe.json").read_bytes()
-    resume = ["train", "--resume", str(run), "--steps", "60", "--runtime", "inline"]
+    resume = ["resume", str(run), "--steps", "60", "--runtime", "inline"]
     assert main(resume) == 2
     said = capsys.readouterr().err
     assert f"{why}: at least {missing:,} of the {before.rows:,} trajectories that it held are missing" in said
@@ -135,7 +135,7 @@ def test_a_journal_that_is_cut_to_its_first_pages_tells_of_every_row_and_the_run
 ) -> None:
     before = held(run / "journal.sqlite")
     os.truncate(run / "journal.sqlite", 3 * 8192)
-    assert main(["train", "--resume", str(run), "--steps", "60", "--runtime", "inline"]) == 0
+    assert main(["resume", str(run), "--steps", "60", "--runtime", "inline"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert f"0 trajectories were recovered, {before.rows} could not be read" in out
     summary = Summary.read(run)
@@ -153,7 +153,7 @@ def test_rows_that_came_after_the_checkpoint_are_missed_by_what_lies_beside_the_
     shutil.rmtree(run / "checkpoints" / "step-40")
     rows = held(run / "journal.sqlite").rows
     gone(run)
-    assert main(["train", "--resume", str(run), "--steps", "60", "--runtime", "inline"]) == 2
+    assert main(["resume", str(run), "--steps", "60", "--runtime", "inline"]) == 2
     assert f"at least {rows:,} of the {rows:,} trajectories" in capsys.readouterr().err
 
 
@@ -162,7 +162,7 @@ def test_an_accepted_loss_leaves_the_journal_its_identity_when_nothing_else_is_l
     identity = held(run / "journal.sqlite").identity
     for folder in ("checkpoints", "weights"):
         shutil.rmtree(run / folder)
-    resume = ["train", "--resume", str(run), "--steps", "60", "--runtime", "inline"]
+    resume = ["resume", str(run), "--steps", "60", "--runtime", "inline"]
     assert main(resume) == 2
     assert main([*resume, "--accept-lost-rows"]) == 0
     assert held(run / "journal.sqlite").identity == identity != 0
@@ -207,14 +207,14 @@ def test_a_journal_that_is_cut_in_place_under_a_running_run_ends_it_with_the_num
         r"was damaged while it was in use: .* (\d+) trajectories were recovered, (\d+) could not", said
     )
     assert recovery is not None, said
-    assert said.endswith(f"continue with `tba train --resume {path}`")
+    assert said.endswith(f"continue with `tba resume {path}`")
     rows, lost = map(int, recovery.groups())
     assert lost > 0
     assert held(journal).rows == rows + lost
     failure = Failure.read(path)
     assert failure is not None
     assert failure.message == said.removeprefix("tba: ")
-    assert main(["train", "--resume", str(path), "--steps", str(steps_of(path) + 5), "--runtime", "inline"]) == 0
+    assert main(["resume", str(path), "--steps", str(steps_of(path) + 5), "--runtime", "inline"]) == 0
     summary = Summary.read(path)
     assert summary is not None
     assert summary.faults["journal_recoveries"] == 1
@@ -234,7 +234,7 @@ def test_an_error_that_a_damaged_journal_may_have_caused_is_told_as_that_and_oth
     damaged = r"was damaged while it was in use: .* could not be read"
     with pytest.raises(UserError, match=damaged) as told, _failure_recorded(recipe, here):
         raise strange
-    assert str(told.value).endswith(f"continue with `tba train --resume {run}`")
+    assert str(told.value).endswith(f"continue with `tba resume {run}`")
 
 
 def test_a_run_without_a_checkpoint_begins_again_with_all_of_its_journal(
@@ -245,7 +245,7 @@ def test_a_run_without_a_checkpoint_begins_again_with_all_of_its_journal(
     shutil.rmtree(path / "checkpoints")
     (path / "summary.json").unlink()
     before = held(path / "journal.sqlite")
-    assert main(["train", "--resume", str(path), "--steps", "30", "--runtime", "inline"]) == 0
+    assert main(["resume", str(path), "--steps", "30", "--runtime", "inline"]) == 0
     assert "resuming from step 0, for there is no checkpoint yet, (it was killed)" in " ".join(
         capsys.readouterr().out.split()
     )
@@ -263,7 +263,7 @@ def test_records_with_damaged_lines_are_told_and_the_run_goes_on(run: Path, caps
         with (run / name).open("ab") as file:
             file.write(b"\xff nonsense\n")
     (run / "samples.jsonl").unlink(missing_ok=True)
-    assert main(["train", "--resume", str(run), "--steps", "45", "--runtime", "inline"]) == 0
+    assert main(["resume", str(run), "--steps", "45", "--runtime", "inline"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     for name in ("metrics.jsonl", "evaluations.jsonl", "faults.jsonl"):
         assert f"{name}: line" in out
@@ -282,7 +282,7 @@ def test_what_is_known_of_a_run_without_its_weights_and_checkpoints_tells_of_an_
     shutil.rmtree(run / "checkpoints")
     shutil.rmtree(run / "weights")
     an_earlier_copy(run)
-    resume = ["train", "--resume", str(run), "--steps", "60", "--runtime", "inline"]
+    resume = ["resume", str(run), "--steps", "60", "--runtime", "inline"]
     for left in ("summary.json", "logs/searcher-0.result.json"):
         assert main(resume) == 2  # by the summary; by a searcher, which may have seen the last rows alone
         said = capsys.readouterr().err
@@ -297,7 +297,7 @@ def test_what_is_known_of_a_run_without_its_weights_and_checkpoints_tells_of_an_
 def test_a_copy_of_the_journal_from_before_a_resume_is_told_though_nothing_knows_of_more_rows(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", "--resume", str(run), "--steps", "45", "--runtime", "inline"]) == 0
+    assert main(["resume", str(run), "--steps", "45", "--runtime", "inline"]) == 0
     for folder in ("weights", "checkpoints"):
         shutil.rmtree(run / folder)
     for file in ("metrics.jsonl", "summary.json", "logs/searcher-0.result.json"):
@@ -307,7 +307,7 @@ def test_a_copy_of_the_journal_from_before_a_resume_is_told_though_nothing_knows
     capsys.readouterr()
     assert main(["replay", str(run)]) == 0
     assert "the journal is an older copy, or of a copy of the run" in " ".join(capsys.readouterr().out.split())
-    resume = ["train", "--resume", str(run), "--steps", "10", "--runtime", "inline"]
+    resume = ["resume", str(run), "--steps", "10", "--runtime", "inline"]
     assert main(resume) == 2
     said = capsys.readouterr().err
     assert "is a copy from before the run was last resumed: what was acknowledged since is missing; put it back" in said
@@ -326,18 +326,18 @@ def test_the_journal_of_a_copied_run_that_went_on_by_itself_is_another_with_howe
 ) -> None:
     shutil.copytree(run, tmp_path / "copied")
     inline_on = ("--runtime", "inline", "--steps")
-    assert main(["train", "--resume", str(tmp_path / "copied"), *inline_on, "60"]) == 0
-    assert main(["train", "--resume", str(run), *inline_on, "50"]) == 0
+    assert main(["resume", str(tmp_path / "copied"), *inline_on, "60"]) == 0
+    assert main(["resume", str(run), *inline_on, "50"]) == 0
     rows = held(run / "journal.sqlite").rows
     gone(run)
     shutil.copy(tmp_path / "copied" / "journal.sqlite", run / "journal.sqlite")
     more = held(run / "journal.sqlite").rows
     assert more > rows
     capsys.readouterr()
-    assert main(["train", "--resume", str(run), *inline_on, "60"]) == 2
+    assert main(["resume", str(run), *inline_on, "60"]) == 2
     said = capsys.readouterr().err
     assert f"is of a copy of the run, which went another way: at least {rows:,} of the {rows:,} trajectories" in said
-    assert main(["train", "--resume", str(run), *inline_on, "60", "--accept-lost-rows"]) == 0
+    assert main(["resume", str(run), *inline_on, "60", "--accept-lost-rows"]) == 0
     assert held(run / "journal.sqlite.other-1").rows == more
     summary = Summary.read(run)
     assert summary is not None
@@ -353,7 +353,7 @@ def test_a_run_of_a_program_without_marks_is_resumed_and_gets_one(run: Path) -> 
     (run / "recipe.json").write_text(json.dumps(facts))
     with closing(sqlite3.connect(run / "journal.sqlite")) as connection, connection:
         connection.execute("DELETE FROM totals WHERE name = 'mark'")
-    assert main(["train", "--resume", str(run), "--steps", "45", "--runtime", "inline"]) == 0
+    assert main(["resume", str(run), "--steps", "45", "--runtime", "inline"]) == 0
     marks = RunDirectory.open(run).marks
     assert [len(of) for of in marks] == [0, 0, 1]
     with JournalFollower(run / "journal.sqlite") as journal:

@@ -297,7 +297,7 @@ def test_where_all_checkpoints_are_damaged_one_sentence_says_so(tmp_path: Path, 
     inline(path, *RUN, "--steps", "40")
     for checkpoint in (path / "checkpoints").iterdir():
         flip(checkpoint / "model.safetensors")
-    assert main(["train", "--resume", str(path), "--steps", "60", "--runtime", "inline"]) == 2
+    assert main(["resume", str(path), "--steps", "60", "--runtime", "inline"]) == 2
     assert "every checkpoint of the run at" in capsys.readouterr().err
 
 
@@ -317,12 +317,12 @@ def refused(arguments: list[str], capsys: Any) -> str:
 
 
 def test_a_run_that_cannot_go_on_says_why_in_one_sentence(tmp_path: Path, finished: Path, capsys: Any) -> None:
-    resume = ["train", "--resume", str(finished)]
+    resume = ["resume", str(finished)]
     assert "has made 20 steps, all that were asked for: give more with --steps" in refused(resume, capsys)
     assert "has made 20 steps" in refused([*resume, "--steps", "10"], capsys)
-    assert "there is no run at" in refused(["train", "--resume", str(tmp_path / "none")], capsys)
-    assert "needs a value" in refused(["train", "--resume"], capsys)
-    assert "has its recipe already: leave 'quickstart' out" in refused(["train", "quickstart", *resume[1:]], capsys)
+    assert "there is no run at" in refused(["resume", str(tmp_path / "none")], capsys)
+    assert "needs a run's folder" in refused(["resume"], capsys)
+    assert "does not take 'quickstart'" in refused([*resume, "quickstart"], capsys)
     said = refused([*resume, "--steps", "40", "--task.symbols", "5"], capsys)
     assert "a run keeps its task.symbols, which is 4: start a new run for 5" in said
     assert "has no field --step" in refused([*resume, "--step", "40"], capsys)
@@ -339,7 +339,7 @@ def test_a_run_whose_journal_an_earlier_version_made_is_refused_and_nothing_of_i
     with closing(sqlite3.connect(run / "journal.sqlite")) as connection:
         connection.execute("PRAGMA user_version = 6")
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    for command in (["train", "--resume", str(run), "--steps", "40"], ["replay", str(run)]):
+    for command in (["resume", str(run), "--steps", "40"], ["replay", str(run)]):
         assert "journal.sqlite has schema version 6, this program reads version 7" in refused(command, capsys)
     assert {path: path.read_bytes() for path in before} == before
 
@@ -367,24 +367,22 @@ def test_a_run_whose_recipe_has_changed_is_not_gone_on_with(tmp_path: Path, caps
     recipe, run = made(tmp_path / "run", *RUN, "--steps", "20", source=source)
     Inline(recipe, run, quiet).go()
     source.write_text(TOY.read_text().replace("steps=600", "steps=601"))
-    assert "mine.py has changed since the run at" in refused(["train", "--resume", str(run.path)], capsys)
+    assert "mine.py has changed since the run at" in refused(["resume", str(run.path)], capsys)
     facts = json.loads((run.path / "recipe.json").read_text())
     facts |= {"recipe": str(TOY), "digest": None}
     facts["resolved"]["sync_every"] = 4
     (run.path / "recipe.json").write_text(json.dumps(facts))
-    said = refused(["train", "--resume", str(run.path)], capsys)
+    said = refused(["resume", str(run.path)], capsys)
     assert "(sync_every was 4 and is 5): start a new run, or set it back" in said
     facts["resolved"]["sync_every"] = 5
     facts["resolved"]["run"]["prefetch"] = False
     (run.path / "recipe.json").write_text(json.dumps(facts))
-    assert "has a field run.prefetch, which recipes do not have" in refused(
-        ["train", "--resume", str(run.path)], capsys
-    )
+    assert "has a field run.prefetch, which recipes do not have" in refused(["resume", str(run.path)], capsys)
 
 
 def test_a_finished_run_is_given_more_steps(finished: Path, capsys: Any) -> None:
     before = json.loads((finished / "summary.json").read_text())["wall_seconds"]["total"]
-    assert main(["train", "--resume", str(finished), "--steps", "40", "--runtime", "inline"]) == 0
+    assert main(["resume", str(finished), "--steps", "40", "--runtime", "inline"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "resuming from" in said
     assert "(it had finished)" in said

@@ -97,7 +97,7 @@ def test_a_run_in_processes_with_teachers_that_is_killed_goes_on_with_all_that_w
         driver.kill()
         driver.communicate(timeout=SECONDS)
     there = uids_of(path)
-    again = command("train", "--resume", str(path))
+    again = command("resume", str(path))
     try:
         done = steps_of(path)
         until(lambda: steps_of(path) > done + 20, SECONDS, "more steps")

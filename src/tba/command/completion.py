@@ -8,12 +8,13 @@ because that would execute it.
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tba.command.help import about
+from tba.command.table import COMMANDS, Command
 from tba.errors import UserError
+from tba.fields import fields_of
 from tba.shipped import names
 from tba.weights.atomic_dir import cache_folder
 
@@ -38,7 +39,6 @@ compdef _tba tba
 complete -c tba -a "(tba complete (commandline -opc)[2..] (commandline -ct) 2> /dev/null)"
 """,
 }
-_OF_RUNS = ("--resume", "--run")  # options whose value is a run
 
 
 def script(shell: str) -> str:
@@ -48,45 +48,45 @@ def script(shell: str) -> str:
     return SHELLS[shell]
 
 
-def candidates(words: list[str], usage: str) -> list[str]:
+def candidates(words: Sequence[str]) -> list[str]:
     """Returns what the last of `words` (those after `tba`, the last one possibly empty) can become.
 
     Nothing: a file, or nothing that is known.
     """
     *before, begun = words or [""]
-    lines = "\n".join(about(before[0], usage)) if before else ""
-    if not before:
-        found = sorted(set(re.findall(r"^  tba ([\w-]+)", usage, flags=re.MULTILINE)))
-    elif before[-1] in _OF_RUNS:
+    name = " ".join(before[:2]) if " ".join(before[:2]) in COMMANDS else "".join(before[:1])
+    command, after = COMMANDS.get(name), before[len(name.split()) :]
+    if command is None:  # the first word, or the second of a command of two
+        at = len(before)
+        ways = (known.split() for known in COMMANDS)
+        found = [way[at] for way in ways if way[:at] == before and len(way) > at]
+    elif before[-1] == "--run":
         found = _runs()
     elif begun.startswith("-"):
-        found = _options(before, lines)
-    elif len(before) == 1 or "[RUN ...]" in lines:
-        found = [
-            word for kind in re.findall(r"^  tba [\w-]+ ([\w|-]+)", lines, flags=re.MULTILINE) for word in _of(kind)
-        ]
+        found = _options(command, after)
     else:
-        found = []
+        places = command.takes.split()
+        place = places[min(len(after), len(places) - 1)] if places else ""
+        found = _of(place.strip("[].")) if len(after) < len(places) or "..." in place else []
     return [word for word in dict.fromkeys(found) if word.startswith(begun)]
 
 
-def _of(kind: str) -> list[str]:
-    """Returns what the first word after a command in the usage stands for; words that stand for themselves, as such."""
-    if kind.isupper():
-        known = {"RECIPE": names, "RUN": _runs}
-        return [word for one in kind.split("|") for word in known.get(one, list)()]
-    return [] if kind.startswith("-") else kind.split("|")
+def _of(place: str) -> list[str]:
+    """Returns what a word that a command takes stands for; words in small letters stand for themselves."""
+    known = {"RECIPE": names, "RUN": _runs}
+    ways = (known.get(word, list)() if word.isupper() else [word] for word in place.split("|"))
+    return [found for way in ways for found in way]
 
 
 def _runs() -> list[str]:
     return sorted(str(path.parent) for path in Path("runs").glob("*/recipe.json"))
 
 
-def _options(before: list[str], lines: str) -> list[str]:
-    """Returns the options in a command's lines of the usage, and the fields of a recipe that it is given."""
-    found = re.findall(r"--[a-z][\w-]*", lines.replace("--field", ""))
-    takes_fields = "--field" in lines and len(before) > 1 and before[1] in names()
-    return found + (_fields(before[1]) if takes_fields else [])
+def _options(command: Command, given: Sequence[str]) -> list[str]:
+    """Returns the options of a command, and the fields of a recipe that it is given."""
+    found = [field.flag for options in command.option_classes() for field in fields_of(options())]
+    found += [word.strip("[]") for word in command.shown.split() if word.strip("[").startswith("--")]
+    return found + (_fields(given[0]) if command.fields and given and given[0] in names() else [])
 
 
 def _fields(recipe: str) -> list[str]:

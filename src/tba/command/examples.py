@@ -13,18 +13,15 @@ _IN_A_WHEEL, _IN_A_CLONE = _PACKAGE / "examples", _PACKAGE.parents[1] / "example
 _FOLDER = _IN_A_WHEEL if _IN_A_WHEEL.is_dir() else _IN_A_CLONE
 
 
-def list_examples() -> str:
-    """Returns a line for each example: its name and what it shows."""
-    paths = _examples()
-    return "\n".join(f"{name:{max(map(len, paths))}}  {_first_line(path)}" for name, path in paths.items())
-
-
-def write_example(name: str) -> str:
-    """Write an example and the files that it names to the present folder. Returns a line that says so.
+def example(name: str | None = None) -> str:
+    """Write an example and the files that it names to the present folder. Returns a line that says so; without a name
+    a line for each example.
 
     Raises `UserError` for an unknown name, and where a file would be replaced.
     """
     paths = _examples()
+    if name is None:
+        return "\n".join(f"{name:{max(map(len, paths))}}  {_first_line(path)}" for name, path in paths.items())
     if name.partition(".")[0] not in paths:
         raise UserError(f"there is no example {name!r}: give one of {', '.join(paths)}")
     main = paths[name.partition(".")[0]]

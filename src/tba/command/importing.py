@@ -27,7 +27,7 @@ FILE = "imports.jsonl"  # in the run's folder: one line for each source
 _LOUD = 20_000  # lines between two progress messages
 
 
-def import_files(path: Path, files: Sequence[Path], options: ImportOptions, overrides: list[str]) -> int:
+def import_files(path: Path, files: Sequence[Path], overrides: list[str], options: ImportOptions) -> int:
     """Returns exit code 0. Raises `UserError` when nothing in the files could be imported."""
     console = terminal()
     if options.recipe is not None:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tba.command.options import OutOptions
 from tba.errors import UserError
 from tba.models.gguf import no_room, saved_once, write_folder
 from tba.record.terminal import terminal
@@ -49,12 +50,11 @@ WHEELS = {
 }
 
 
-def write_model(name: str, out: Path) -> int:
-    """Writes a model's folder to `out`. Raises `UserError` for an unknown name and when `out` is not empty."""
+def write_model(name: str, options: OutOptions) -> int:
+    """Writes a model's folder to `--out`. Raises `UserError` for an unknown name and when that is not empty."""
     if name not in WHEELS:
         raise UserError(f"there is no model {name!r} to fetch: give one of {', '.join(WHEELS)}")
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError(f"{out} is there already: choose another --out, or remove it")
+    out = options.place()
     console = terminal()
     made = fetched(WHEELS[name], lambda line: console.print(line, highlight=False, soft_wrap=True))
     try:

@@ -24,17 +24,23 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class ResumeOptions:
-    """Which run is resumed, and whether lost data are accepted."""
+    """Whether lost data are accepted."""
 
-    resume: Path | None = None  # the run's folder
     accept_lost_rows: bool = False  # resume even if the journal has lost trajectories; they are counted as damaged
 
 
 @dataclass(frozen=True)
 class OutOptions:
-    """Where a model is written."""
+    """Where what is made is written."""
 
-    out: Path | None = None  # the folder to create
+    out: Path | None = None  # the folder, or the picture, to write
+
+    def place(self) -> Path:
+        """Returns the folder to write. Raises `UserError` when something is there."""
+        assert self.out is not None  # the command line has seen to it
+        if self.out.exists() and not (self.out.is_dir() and not any(self.out.iterdir())):
+            raise UserError(f"{self.out} is there already: choose another --out, or remove it")
+        return self.out
 
 
 @dataclass(frozen=True)

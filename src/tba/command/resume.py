@@ -1,4 +1,4 @@
-"""`tba train --resume RUN`: continues a run that was stopped, was killed or has failed from its newest checkpoint.
+"""`tba resume RUN`: continues a run that was stopped, was killed or has failed from its newest checkpoint.
 
 Invariant: nothing of the run is changed before it is certain that it can continue (whether a checkpoint's own files are
 whole is seen when it is loaded). What it learnt after that checkpoint
@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from tba.command.options import ResumeOptions
 from tba.command.train import closing_words, go, warn_if_busy
 from tba.errors import UserError
 from tba.recipe import Recipe, differences, resolved
@@ -45,14 +46,14 @@ _KEPT = (  # what a run is about
 )
 
 
-def resume_run(path: Path, overrides: list[str], accept_lost_rows: bool = False) -> int:
+def resume_run(path: Path, overrides: list[str], options: ResumeOptions) -> int:
     """Returns the exit code, the same as that of `tba train`."""
     console = terminal()
     prepare()  # before the run's lock is held, which only its parts inherit
     stopped = RunDirectory.open(path)
     with stopped.held(_PATIENCE if driver_lives(stopped.path) else _ENDING) as run:
         Joined(run).await_start()
-        recipe, checkpoint = resumable(run, overrides, accept_lost_rows)
+        recipe, checkpoint = resumable(run, overrides, options.accept_lost_rows)
         for line in (*note_recoveries(run, run.journal(recipe)), *note_unreadable(run.path)):
             console.print(line, style="yellow", highlight=False)
         before = version_of(run.facts)
@@ -87,8 +88,8 @@ def resumable(
             f"the run at {run.path} has a field {name}, which recipes do not have: continue it with the version of "
             f"tba that made it ({version_of(facts)}), or start a new run"
         )
-    override(then, overrides, "tba train --resume")  # alone, for what is asked for now has to count
-    recipe = override(find(facts["recipe"]), [*facts["overrides"], *overrides], "tba train --resume", recorded=True)
+    override(then, overrides, "tba resume")  # alone, for what is asked for now has to count
+    recipe = override(find(facts["recipe"]), [*facts["overrides"], *overrides], "tba resume", recorded=True)
     for name, was, now in differences(plain(resolved(then)), plain(resolved(recipe))):
         if name.startswith(_KEPT) and name != "reference_reset":
             raise UserError(f"a run keeps its {name}, which is {was!r}: start a new run for {now!r}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tba.command.check import require_ray
+from tba.command.options import SearchOptions
 from tba.record.live import STATUS_SECONDS
 from tba.record.log import log_to
 from tba.record.terminal import terminal
@@ -25,8 +26,15 @@ from tba.runtime.supervisor import stop_requests
 _PATIENCE = 60.0  # seconds that the gateway may take to answer
 
 
-def join_run(path: Path) -> int:
-    """Returns exit code 0 when the run ended, 130 or 143 when Ctrl-C or SIGTERM ended this searcher before."""
+def add_searcher(options: SearchOptions) -> int:
+    """Add a searcher to a run on this machine, or with an address to one in the Ray cluster there. Returns exit code 0
+    when the run ended, 130 or 143 when Ctrl-C or SIGTERM ended this searcher before.
+    """
+    assert options.run is not None  # the command line has seen to it
+    return _join(options.run) if options.address is None else _visit(options.run.name, options.address)
+
+
+def _join(path: Path) -> int:
     import torch
 
     console = terminal()
@@ -47,8 +55,8 @@ def join_run(path: Path) -> int:
     return asked.exit_code if place.why == ASKED else 0
 
 
-def visit_run(name: str, address: str) -> int:
-    """Does the same from any machine of the Ray cluster at `address`. Raises `UserError` when the run is not in it."""
+def _visit(name: str, address: str) -> int:
+    """Join the run of this name from any machine of its Ray cluster. Raises `UserError` when the run is not in it."""
     import torch
 
     require_ray()

@@ -18,6 +18,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tba.command.collecting import SmoothingOptions, began_with, collect, is_run, run_recipe_of
+from tba.command.options import OutOptions
 from tba.errors import UserError
 from tba.models.huggingface import FACTS, HuggingFace, WarmStart, continued, taught, warm_started
 from tba.protocols import Reward, Task
@@ -48,10 +49,9 @@ class SftOptions:
         return {} if self.model else {"template_arguments": "model"}
 
 
-def make_model(name: str, overrides: list[str], out: Path) -> int:
-    """Writes the model, its tokenizer and a record of how it was made to `out`, which must be empty or new."""
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError(f"{out} is there already: choose another --out, or remove it")
+def make_model(name: str, overrides: list[str], options: OutOptions) -> int:
+    """Writes the model, its tokenizer and a record of how it was made to `--out`, which must be empty or new."""
+    out = options.place()
     console = terminal()
     if is_run(Path(name)):
         made = _from_run(Path(name), overrides, console)

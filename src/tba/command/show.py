@@ -34,7 +34,13 @@ def show_run(path: Path) -> int:
 
 
 def show_runs(paths: Sequence[Path]) -> int:
-    """Print what the settings of several runs differ in and how they did, and draw their curves on one another."""
+    """Print what the settings of several runs differ in and how they did, and draw their curves on one another; of one
+    run what `show_run` does, and without any of the folder `runs`.
+    """
+    if not paths and not any(Path("runs").glob("*/recipe.json")):
+        raise UserError("`tba show RUN` needs a run's folder first, such as runs/NAME")
+    if len(paths) < 2:
+        return show_run(*paths or [Path("runs")])
     if len({path.resolve() for path in paths}) < len(paths):
         raise UserError("`tba show RUN RUN` compares different runs, but one is given twice")
     runs = [RunRecord.read(path) for path in paths]

@@ -244,7 +244,7 @@ def _recovered(recipe: Recipe, run: RunDirectory, error: Exception) -> UserError
         found = "; ".join(str(what) for what in (*note_recoveries(run, journal), loss_of(run, journal)) if what)
     except TbaError:  # it cannot be recovered, or somebody else has it open: the error stands
         return None
-    again = f"continue with `tba train --resume {shlex.quote(str(run.path))}`"
+    again = f"continue with `tba resume {shlex.quote(str(run.path))}`"
     return UserError(f"{journal} was damaged while it was in use: {found}; {again}") if found else None
 
 

@@ -155,7 +155,7 @@ class Summary:
         path = directory / FILE
         if not path.exists():
             return None
-        remedy = "it is a run's summary, and is written again when the run is resumed (tba train --resume)"
+        remedy = "it is a run's summary, and is written again when the run is resumed (tba resume)"
         row = read_json(path, remedy)
         for follows in ("samples_per_insert", "slow_side", "trained_share"):
             row.pop(follows, None)

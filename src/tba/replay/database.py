@@ -233,7 +233,7 @@ class Database:
         how = "was deleted" if gone else "was replaced by another file"
         raise UserError(
             f"{self.path} {how} while it was in use, and with it {rows:,} rows are missing: put it back if there is a "
-            "copy, or continue without them (tba train --resume RUN --accept-lost-rows)"
+            "copy, or continue without them (tba resume RUN --accept-lost-rows)"
         )
 
     def _require_rows(self) -> None:
@@ -244,7 +244,7 @@ class Database:
             raise UserError(
                 f"{self.path} was set back to an older copy while it was in use: it has {rows:,} rows and had "
                 f"{self._rows:,}, so at least {self._rows - rows:,} are missing: put the newer file back if there is a "
-                "copy, or continue without them (tba train --resume RUN --accept-lost-rows)"
+                "copy, or continue without them (tba resume RUN --accept-lost-rows)"
             )
         self._rows = rows
 

@@ -46,7 +46,7 @@ def outside_cause(error: BaseException, run: Path) -> UserError | None:
     if not (run / "recipe.json").exists():
         return UserError(
             f"the folder of the run, {run}, was moved or deleted while it was in use: put it back (nothing is written "
-            f"in its place), then continue with `tba train --resume {run}`"
+            f"in its place), then continue with `tba resume {run}`"
         )
     if (full := disk_full(error, run)) is not None:
         return full
@@ -55,19 +55,19 @@ def outside_cause(error: BaseException, run: Path) -> UserError | None:
             return UserError(
                 f"a process of the run at {run} could not get the memory it needs: give it more, or make the run "
                 "smaller (`tba check` says what takes how much: --model.generation.slots, --max-tokens-per-pass), then "
-                f"continue with `tba train --resume {run}`"
+                f"continue with `tba resume {run}`"
             )
         place = getattr(cause, "filename", None)
         within = isinstance(place, str) and run.resolve() in Path(place).resolve().parents
         if isinstance(cause, OSError) and (within or cause.errno in _BROKEN):
             return UserError(
                 f"{place or f'a file of the run at {run}'} cannot be read or written ({cause.strerror}): it was taken "
-                f"away, or its disk gives errors; put it right, then continue with `tba train --resume {run}`"
+                f"away, or its disk gives errors; put it right, then continue with `tba resume {run}`"
             )
         if (number := _OS_ERROR.search(str(cause))) is not None and int(number[1]) in _BROKEN:
             return UserError(
                 f"a file of the run at {run} cannot be read or written ({os.strerror(int(number[1]))}): its disk gives "
-                f"errors; put it right, then continue with `tba train --resume {run}`"
+                f"errors; put it right, then continue with `tba resume {run}`"
             )
     return None
 
@@ -84,4 +84,4 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 def no_space(run: Path) -> UserError:
     """Returns the error with the sentence for a full disk."""
-    return UserError(f"the disk of {run} is full: free some space, then continue with `tba train --resume {run}`")
+    return UserError(f"the disk of {run} is full: free some space, then continue with `tba resume {run}`")

@@ -110,7 +110,7 @@ def enter(run: RunDirectory, recipe: Recipe, asked: Callable[[], bool]) -> Place
         raise UserError(f"the run at {run.path} {how}: no searcher can join it")
     if not is_held(run.path):
         raise UserError(
-            f"the run at {run.path} is not in progress: start it with `tba train`, or continue it (--resume)"
+            f"the run at {run.path} is not in progress: start it with `tba train`, or continue it (`tba resume`)"
         )
     with suppress(FileNotFoundError):
         doing = _stop_file(run).read_text(encoding="utf-8") or "is ending: no searcher can join it now"

@@ -75,8 +75,7 @@ class RunDirectory:
         """
         if (path / "recipe.json").exists():
             raise UserError(
-                f"{path} holds a run already: continue it (tba train --resume {path}), choose another --run-name, or "
-                "remove it"
+                f"{path} holds a run already: continue it (tba resume {path}), choose another --run-name, or remove it"
             )
         for part in ("", "logs", "weights", "checkpoints"):
             _make(path / part)

@@ -34,7 +34,7 @@ from tba.runtime.run_dir import RunDirectory
 from tba.runtime.watching import Watch
 from tba.types import Json
 
-GO_ON = "resume the run (tba train --resume)"  # the remedy for a result that cannot be read
+GO_ON = "resume the run (tba resume)"  # the remedy for a result that cannot be read
 _SEARCHER = {"clock": dict[str, float], "peak_memory_bytes": int}  # what a searcher leaves
 
 

@@ -140,7 +140,7 @@ class Driver(ABC):
             self._stop([trainer], "a checkpoint")
             if trainer.code != 0:
                 raise trainer.failure()
-            result = read_json(self.run.result("trainer"), "resume the run (tba train --resume)", steps=int)
+            result = read_json(self.run.result("trainer"), "resume the run (tba resume)", steps=int)
             finished = result["steps"] >= self.recipe.steps
             if finished and not stop():
                 self._evaluate(searchers, stop)

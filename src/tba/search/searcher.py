@@ -189,7 +189,7 @@ class Searcher:
                 f"the last: {self.rejected}; what can be used has a reward from {-self.largest_reward:g} to "
                 f"{self.largest_reward:g} and finite log-probabilities: "
                 + ("allow longer answers" if self.overlong.penalty == "drop" else "fix the reward")
-                + ", then start again or --resume"
+                + ", then start again, or resume"
             )
 
     def refer(self) -> None:

@@ -194,7 +194,7 @@ class WeightDirectory:
             if is_lost(self.file(version)):
                 raise UserError(
                     f"version {version} in {self.path} was in the machine's memory, which a restart has emptied: "
-                    "continue the run (tba train --resume), which publishes anew from its checkpoint"
+                    "continue the run (tba resume), which publishes anew from its checkpoint"
                 ) from error
             if manifest.exists():
                 raise UserError(f"version {version} in {self.path} is damaged ({error}); remove its files") from error

@@ -124,7 +124,7 @@ def test_what_is_missing_is_said_in_one_sentence(
     bad = tmp_path / "bad.json"
     bad.write_text("[1]")
     for arguments, said in (
-        (["red-team"], "use world, classifier, eval or plot"),
+        (["red-team"], "use one of world, classifier, eval, plot"),
         (["red-team", "world"], "needs --out"),
         (["red-team", "classifier", "--out", "x"], "a file of labelled texts"),
         (["red-team", "classifier", str(tmp_path / "none.csv"), "--out", str(tmp_path / "o")], "cannot be read"),

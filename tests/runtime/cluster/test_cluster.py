@@ -341,13 +341,13 @@ def test_somebody_joins_by_address_and_a_run_goes_on_after_ctrl_c_and_after_its_
         driver.send_signal(signal.SIGINT)
         assert [driver.wait(SECONDS), others[1].wait(SECONDS)] == [130, 0]
         done = steps_of(path)
-        others.append(command("train", "--resume", str(path)))
+        others.append(command("resume", str(path)))
         until(lambda: steps_of(path) > done + 20, SECONDS, "more steps")
         others[2].kill()
         parts = [place["process"] for place in places(path) if place["part"] != name]
         until(lambda: not any(map(alive, parts)), SECONDS, "Ray to end what the driver had started")
         last = steps_of(path) + 20
-        others.append(command("train", "--resume", str(path), "--steps", str(last)))
+        others.append(command("resume", str(path), "--steps", str(last)))
         said, errors = others[3].communicate(timeout=SECONDS)
         assert (others[3].returncode, errors) == (0, ""), said
     finally:

@@ -24,6 +24,7 @@ from tba.apps.preference.options import RewardModelOptions
 from tba.apps.preference.pairs import PairReport, PreferencePair, folds, pairs_of, read_pairs, share
 from tba.apps.preference.scoring import REPORT, RewardModel, S, Scorable
 from tba.apps.preference.training import ReadPair, fit
+from tba.command.options import OutOptions
 from tba.errors import UserError
 from tba.models.source import merged_if_adapter
 from tba.record.terminal import terminal
@@ -32,10 +33,9 @@ from tba.tasks.hub import rows_from_hub
 from tba.weights.atomic_dir import atomic_folder
 
 
-def make_reward_model(file: str, overrides: Sequence[str], out: Path) -> int:
-    """Writes model, tokenizer and report to `out`. Raises `UserError` when that is not empty."""
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError(f"{out} is there already: choose another --out, or remove it")
+def make_reward_model(file: str, overrides: Sequence[str], places: OutOptions) -> int:
+    """Writes model, tokenizer and report to `--out`. Raises `UserError` when that is not empty."""
+    out = places.place()
     options = override(RewardModelOptions(), list(overrides), f"tba reward-model {file}")
     if not options.model:
         raise UserError("a reward model needs a backbone: give --model with a folder or a Hub name")

@@ -26,6 +26,7 @@ from tba.apps.red_team.toxicity import Scoring, Toxicity
 from tba.apps.red_team.victim import ModelVictim, Victim
 from tba.apps.red_team.word_classifier import WordWeights
 from tba.command.evaluate import with_checkpoint
+from tba.command.options import OutOptions
 from tba.errors import UserError
 from tba.foreign import read_json
 from tba.generation import generate
@@ -135,9 +136,12 @@ def read_families(path: Path) -> dict[str, list[str]]:
     return found
 
 
-def plot_plane(files: Sequence[Path], out: Path) -> int:
+def plot_plane(files: Sequence[Path], places: OutOptions) -> int:
     """Plot a point with intervals for each evaluation; names that differ only in a number share a colour."""
     import matplotlib as mpl
+
+    out = places.out
+    assert out is not None  # the command line has seen to it
 
     mpl.use("Agg")
     from matplotlib import pyplot

@@ -11,23 +11,16 @@ from typing import Literal
 
 from tba.apps.red_team.labelled import LabelledFields
 from tba.apps.red_team.word_classifier import WordFeatures
+from tba.command.options import OutOptions
 from tba.errors import UserError
 from tba.tasks.held_out import check_share
 
 
 @dataclass(frozen=True)
-class WorldPlaces:
+class WorldPlaces(OutOptions):
     """Where the world is written, and which texts its victim answers with."""
 
-    out: Path | None = None  # what is made
     labelled: Path | None = None  # labelled texts in place of made-up ones
-
-
-@dataclass(frozen=True)
-class ClassifierPlaces:
-    """Where the classifier is written."""
-
-    out: Path | None = None  # what is made
 
 
 @dataclass(frozen=True)
@@ -61,10 +54,3 @@ class RedTeamEvalOptions:
     def __post_init__(self) -> None:
         if self.attacks < 3:
             raise UserError(f"--attacks is {self.attacks}: pairwise distances need at least 3")
-
-
-@dataclass(frozen=True)
-class PlotOptions:
-    """Where the plot is written."""
-
-    out: Path | None = None  # what is made

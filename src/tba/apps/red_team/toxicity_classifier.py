@@ -19,6 +19,7 @@ from rich.console import Console
 from tba.apps.red_team.labelled import Labelled, read_labelled
 from tba.apps.red_team.options import ClassifierOptions
 from tba.apps.red_team.word_classifier import WordWeights
+from tba.command.options import OutOptions
 from tba.errors import UserError
 from tba.evaluation.estimators import Interval, auc_interval, wilson_interval
 from tba.record.terminal import terminal
@@ -42,10 +43,9 @@ class ClassifierReport:
     loss: float  # nats a text
 
 
-def make_classifier(file: str, overrides: Sequence[str], out: Path) -> int:
-    """Writes the classifier and its report to `out`. Raises `UserError` when that is not empty."""
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError(f"{out} is there already: choose another --out, or remove it")
+def make_classifier(file: str, overrides: Sequence[str], places: OutOptions) -> int:
+    """Writes the classifier and its report to `--out`. Raises `UserError` when that is not empty."""
+    out = places.place()
     options = override(ClassifierOptions(), list(overrides), f"tba red-team classifier {file}")
     found = read_labelled(Path(file), options.fields)
     console = terminal()

