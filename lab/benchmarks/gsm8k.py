@@ -3,7 +3,7 @@
     python lab/benchmarks/gsm8k.py data --gsm8k DIR --out mixture.jsonl
     python lab/benchmarks/gsm8k.py compare before.json after.json
 
-`DIR` holds the real train.jsonl and test.jsonl. The commands between the two are in docs/gsm8k.md.
+`DIR` holds the real train.jsonl and test.jsonl. The commands between the two are in lab/gsm8k.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ratios of whole answers are worth on long ones: `long_answers.py`, the table of docs/method.md."""
+"""What ratios of whole answers are worth on long ones: `long_answers.py`, the table of lab/method.md."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield started
 
 
-@pytest.mark.parametrize("page", ["index", "reward_does_not_rise", "api", "source/AGENTS"])
+@pytest.mark.parametrize("page", ["index", "reward_does_not_rise", "reference", "source/AGENTS"])
 def test_a_page_opens_from_the_disk_and_asks_nothing_of_anybody(browser: Browser, page: str) -> None:
     browser.open((SITE / f"{page}.html").as_uri())
     assert browser.requests
@@ -37,5 +37,5 @@ def test_the_search_finds_a_setting_and_leads_to_its_page(browser: Browser) -> N
     browser.type("max-mean-uses")
     browser.until("document.querySelectorAll('.md-search-result__link').length > 0")
     found = browser.run("[...document.querySelectorAll('.md-search-result__link')].map((link) => link.pathname)")
-    assert found[0].endswith("/settings.html")
+    assert found[0].endswith("/reference.html")
     assert not any("/source/" in path for path in found)

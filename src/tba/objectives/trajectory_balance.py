@@ -25,7 +25,7 @@ from tba.protocols import Measured, Objective, PolicyOutput
 from tba.schedules import Constant, Schedule
 from tba.types import Json
 
-CAP = 8.0  # the largest weight of a row before division by its group's mean; 2 and 1 do about as well (docs/results.md)
+CAP = 8.0  # the largest weight of a row before division by its group's mean; 2 and 1 do about as well (lab/results.md)
 PUSH = 1.5  # times what earlier batches showed; twice as much is worse at large rates
 DECAY = 0.9  # of the running means over steps
 SPREAD = 2.0  # nats; 20 rows of normally spread log rho are then worth 4 below the cap, 8 at it (medians)

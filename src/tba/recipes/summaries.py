@@ -6,7 +6,7 @@
 
 Posts of at most 1,100 characters, summaries of one sentence. The reward is what a model of people's marks says of the
 summary (REALSumm; of news), less a price for a length other than the base's own: those marks are mostly of length. The
-judge was trained on something else. docs/real_model.md says how both are made, and what comes out.
+judge was trained on something else. lab/real_model.md says how both are made, and what comes out.
 """
 
 from __future__ import annotations

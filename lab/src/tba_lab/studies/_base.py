@@ -99,7 +99,7 @@ class Rates:
     stale: float  # at k = 10, half of the groups old
 
 
-# Measured by `tuning` (docs/results.md). RLOO as it is here is Trajectory Balance, update by update.
+# Measured by `tuning` (lab/results.md). RLOO as it is here is Trajectory Balance, update by update.
 RATES = {
     "tb": Rates(1e-4, 3e-5),
     "tb-weighted": Rates(1e-4, 1e-4),
