@@ -43,11 +43,11 @@ from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.loading import load_model
 from tba.protocols import Objective
 from tba.recipes.quickstart import recipe
-from tba.record.report import COLOURS, GREY, STYLES, frame, save_figure
 from tba.rewards.exact_answer import ExactText
 from tba.schedules import Constant
 from tba.search.prompts import PromptSettings, encode
 from tba.types import Completion, Group, Prompt, Sampling, Trajectory, Version
+from tba_lab.plot_style import COLOURS, GREY, STYLES, frame, save_figure
 
 ROWS = 140
 GROUP_SIZES = (2, 4, 10, 20, 35, 70)

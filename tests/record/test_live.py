@@ -12,7 +12,7 @@ from tba.errors import UserError
 from tba.record.failure import Failure
 from tba.record.live import LiveView, Status, line
 from tba.record.run import RunRecord
-from tba.record.show import closing_page, comparison, show
+from tba.record.show import closing_page, comparison, course, show
 from tba.record.text import count, duration, printable, size
 from tba.types import Version
 
@@ -118,6 +118,16 @@ def test_a_finished_run_is_shown_with_its_account_and_faults(make_run: MakeRun) 
     assert "first 20 steps last 20 entropy of the policy, nats a token 0.305 0.105" in text
     assert "engine against trainer, nats a token 0.01 0.01 the same, nats an answer 0.04 0.04" in text
     assert "groups without signal 25.0 % 25.0 % tokens of an answer 12 12 answers cut off 0.0 % 0.0 %" in text
+
+
+def test_the_course_of_a_run_is_drawn_in_bars_from_the_lowest_to_the_highest(make_run: MakeRun) -> None:
+    text = rendered(course(RunRecord.read(make_run())), 80)
+    reward = re.search(r"reward (\S{36}) 0.025 1\n", text)
+    assert reward is not None
+    assert reward[1] == "".join(sorted(reward[1]))  # it rises at every step, and the bars' characters in their order
+    assert set(reward[1]) == set("▁▂▃▄▅▆▇█")
+    assert f"effective sample size {'▁' * 36} 75.0 % 75.0 %" in text
+    assert "pass@1/sampled ▁ █ 40.0 % 80.0 %" in text
 
 
 def test_an_account_that_does_not_close_is_said_not_to(make_run: MakeRun) -> None:

@@ -79,6 +79,17 @@ def test_what_was_not_asked_for_is_not_there(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+def test_tensorboard_that_is_not_installed_is_left_out_unless_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with RecordSettings().start(tmp_path) as recorder:
+        recorder.step(Version(0, 1), 1.0, {"reward": 0.5}, batch())
+    assert not (tmp_path / "tensorboard").exists()
+    with pytest.raises(UserError, match=r"tensorboard is not installed; run `pip install tensorboard`"):
+        RecordSettings(tensorboard=True).start(tmp_path)
+
+
 def test_wandb_that_is_not_installed_is_said_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"wandb is not installed; run `pip install wandb`"):
@@ -125,7 +136,7 @@ def test_recording_and_reading_a_run_load_neither_torch_nor_a_display(tmp_path: 
 import sys
 from pathlib import Path
 from tba import clock
-from tba.record import evaluations, ledger, live, log, memory, metrics, recorder, report, run, show, summary
+from tba.record import evaluations, ledger, live, log, memory, metrics, recorder, run, show, summary
 memory.machine(), memory.versions(), memory.peak_gpu_memory_bytes()
 recorder.RecordSettings().start(Path(sys.argv[1])).close()
 heavy = {"torch", "transformers", "tensorflow", "matplotlib.pyplot", "wandb"} & set(sys.modules)

@@ -75,6 +75,7 @@ def validate(recipe: Recipe) -> list[str]:
             f"the GPUs of this machine are left alone, since CUDA cannot be started ({fault}): install the build of "
             "torch that suits their driver, which `python tools/preflight.py` names, or the CPU build (TORCH=cpu)"
         )
+    recipe.record.has_tensorboard()
     if recipe.runtime == "cluster":
         require_ray()
     elif getattr(getattr(recipe.model, "generation", None), "engine", "") == "vllm":

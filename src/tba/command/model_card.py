@@ -18,7 +18,6 @@ from tba.errors import UserError
 from tba.evaluation.estimators import wilson_interval
 from tba.foreign import parsed, read_json
 from tba.policy.lora import CONFIG
-from tba.record.report import FILE as CURVES
 from tba.record.run import RunRecord
 from tba.record.text import count, duration, percent, printable
 from tba.shipped import MARK
@@ -85,7 +84,6 @@ def card(
         _opening(facts, version, base),
         "## Held-out accuracy",
         accuracy(record, version),
-        *([f"![The run's curves over wall-clock]({CURVES})"] if CURVES in files else []),
         *_examples(record, version, hidden),
         "## How it was trained",
         _training(record, resolved),

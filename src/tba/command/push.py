@@ -19,8 +19,6 @@ from rich.console import Console
 from tba.command.model_card import LICENCE, base_of, card, require_repo
 from tba.command.options import PushOptions
 from tba.errors import UserError
-from tba.record.report import FILE as CURVES
-from tba.record.report import draw_curves
 from tba.record.run import RunRecord
 from tba.record.terminal import terminal
 from tba.record.text import size
@@ -93,7 +91,7 @@ def _chosen(path: Path, best: bool) -> Checkpoint:
 def _fill(
     folder: Path, run: RunDirectory, chosen: Checkpoint, repo: str, options: PushOptions, console: Console
 ) -> None:
-    """Write the model, its curves, its base's licence and its card into `folder`."""
+    """Write the model, its base's licence and its card into `folder`."""
     for file in sorted(chosen.path.iterdir()):
         if file.name not in _NOT_MODEL and file.suffix in _ENDINGS and file.is_file() and not file.is_symlink():
             shutil.copyfile(file, folder / file.name)
@@ -103,8 +101,6 @@ def _fill(
     licences = [base.folder / name for name in _LICENCES] if base.folder is not None else []
     for file in [file for file in licences if file.is_file()][:1]:
         shutil.copyfile(file, folder / "LICENSE")
-    if record.metrics or record.evaluations:
-        draw_curves([record], folder / CURVES)
     hidden = _group(resolved, "record").get("hide_text") is True
     files = {file.name for file in folder.iterdir()}
     text = card(repo, record, chosen.version, facts, base, hidden, files)

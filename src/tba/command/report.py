@@ -10,13 +10,74 @@ from pathlib import Path
 from tba.command.options import ReportOptions
 from tba.command.run_data import different, run_data
 from tba.errors import UserError
+from tba.record import metrics
 from tba.record.page import page, write_beside
-from tba.record.report import ACCURACY, IDLE, PANELS, RATES
 from tba.record.terminal import terminal
 from tba.types import Json
 
 MOST = 50_000  # trajectories of all runs together; of more a sample is shown
 LARGEST = 20_000_000  # bytes of the page
+
+
+def _panel(title: str, note: str, *series: tuple[str, str], percent: bool = False, kind: str = "metrics") -> Json:
+    """Returns one chart of the page; series: (metric, label)."""
+    return {"title": title, "note": note, "series": series, "percent": percent, "kind": kind}
+
+
+PANELS = (
+    _panel("Reward", "mean of the trained batch, and of the reward's parts", (metrics.REWARD, "reward")),
+    _panel("Accuracy", "held-out problems, 95 % interval", percent=True, kind="accuracy"),
+    _panel(
+        "Log-ratio to the reference",
+        "log(policy / reference) of a trained completion, mean, nats",
+        (metrics.LOG_RATIO, "log-ratio"),
+    ),
+    _panel("Lag", "trainer updates since sampling", (metrics.LAG, "mean"), (metrics.LAG_MAX, "largest")),
+    _panel(
+        "Age",
+        "seconds of a trained trajectory, mean",
+        (metrics.WAITING, "journal to training"),
+        (metrics.IN_FLIGHT, "round to journal"),
+    ),
+    _panel(
+        "Off-policy",
+        "log(behaviour / policy) of a trained completion, nats",
+        (metrics.OFF_POLICY, "mean"),
+        (metrics.OFF_POLICY_LOW, "5 %"),
+        (metrics.OFF_POLICY_HIGH, "95 %"),
+    ),
+    _panel(
+        "Effective sample size, residual",
+        "of the batch; spread of residual over rewards",
+        (metrics.ESS, "effective sample size"),
+        (metrics.RESIDUAL, "residual"),
+    ),
+    _panel("Entropy", "of the policy, nats a token of the batch, mean", (metrics.ENTROPY, "entropy")),
+    _panel(
+        "Engine against trainer",
+        "|log(behaviour / policy)| of the same weights, mean, nats",
+        (metrics.MISMATCH, "a token"),
+        (metrics.MISMATCH_ANSWER, "an answer"),
+    ),
+    _panel(
+        "What teaches little",
+        "share of groups, of answers, of ratios",
+        (metrics.WITHOUT_SIGNAL, "groups without signal"),
+        (metrics.TRUNCATED, "answers cut off"),
+        (metrics.CUT, "ratios cut"),
+        percent=True,
+    ),
+    _panel(
+        "Not at work",
+        "share of wall-clock so far",
+        (metrics.TRAINER_IDLE, "trainer idle"),
+        (metrics.TRAINER_PACED, "trainer paced"),
+        (metrics.SEARCHER_EVALUATING, "searchers evaluating"),
+        percent=True,
+        kind="shares",
+    ),
+    _panel("Tokens per second", "completion tokens, of wall-clock; every use counted", kind="rates"),
+)
 
 
 def report_runs(runs: Sequence[Path], options: ReportOptions) -> int:
@@ -54,7 +115,7 @@ def report(runs: Sequence[Path], largest: int = LARGEST) -> tuple[dict[str, Json
         data = {
             "made": time.time(),
             "runs": found,
-            "panels": _panels(),
+            "panels": PANELS,
             "different": different([run["settings"] for run in found]),
         }
         content = page(data)
@@ -62,15 +123,6 @@ def report(runs: Sequence[Path], largest: int = LARGEST) -> tuple[dict[str, Json
             return data, content
         over = (len(content) - largest) // len(runs)
         budget = max(0, int(0.95 * budget) - over)  # what else is in the page, or too low an estimate of bytes
-
-
-def _panels() -> list[dict[str, Json]]:
-    """Returns the panels of curves.png, which are the report's too."""
-    kinds = {ACCURACY: "accuracy", RATES: "rates", IDLE: "shares"}
-    return [
-        {"title": p.title, "note": p.note, "series": p.series, "percent": p.percent, "kind": kinds.get(p, "metrics")}
-        for p in PANELS
-    ]
 
 
 def said_of_sample(run: dict[str, Json]) -> str:

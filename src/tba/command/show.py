@@ -1,41 +1,33 @@
-"""`tba show RUN`: prints a run so far, or its summary, and redraws its curves; of several runs, what differs; of a
-folder of runs, which there are.
+"""`tba show RUN`: prints a run so far, or its summary; of several runs, what differs; of a folder of runs, which there
+are.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from tba.command.run_data import different, settings_of
 from tba.errors import UserError
-from tba.record.report import draw_curves
 from tba.record.run import RunRecord
 from tba.record.show import comparison, listing, show
 from tba.record.terminal import terminal
 from tba.runtime.run_dir import RunDirectory, driver_lives
 
-CURVES = Path("curves.png")  # of several runs, and of one that is read-only, in the folder where one is
-
 
 def show_run(path: Path) -> int:
-    """Print a run so far, or its summary, and redraw its curves; of a folder of runs, a line for each."""
+    """Print a run so far, or its summary; of a folder of runs, a line for each."""
     console = terminal()
     if found := sorted(inner.parent for inner in path.glob("*/recipe.json")):
         console.print(listing([RunRecord.read(run) for run in found], [driver_lives(run) for run in found]))
-        return 0
-    run = RunRecord.read(path)
-    console.print(show(run))
-    if run.metrics:
-        place = path if os.access(path, os.W_OK) else Path()  # another user's run can be looked at, too
-        console.print(f"curves: {draw_curves([run], place / CURVES)}", highlight=False)
+    else:
+        console.print(show(RunRecord.read(path)))
     return 0
 
 
 def show_runs(paths: Sequence[Path]) -> int:
-    """Print what the settings of several runs differ in and how they did, and draw their curves on one another; of one
-    run what `show_run` does, and without any of the folder `runs`.
+    """Print what the settings of several runs differ in and how they did; of one run what `show_run` does, and
+    without any of the folder `runs`.
     """
     if not paths and not any(Path("runs").glob("*/recipe.json")):
         raise UserError("`tba show RUN` needs a run's folder first, such as runs/NAME")
@@ -46,8 +38,5 @@ def show_runs(paths: Sequence[Path]) -> int:
     runs = [RunRecord.read(path) for path in paths]
     settings = [settings_of(RunDirectory.open(path).facts["resolved"]) for path in paths]
     differing = {name: [str(own.get(name, "-")) for own in settings] for name in different(settings)}
-    console = terminal()
-    console.print(comparison(runs, differing))
-    if any(run.metrics for run in runs):
-        console.print(f"curves: {draw_curves(runs, CURVES)}", highlight=False)
+    terminal().print(comparison(runs, differing))
     return 0

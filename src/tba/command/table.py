@@ -215,8 +215,8 @@ _TABLE = (
     Command(
         "show",
         "[RUN...]",
-        "print a run so far, or its summary, and redraw its curves; of several, what differs and how they did; of a "
-        "folder of runs (runs), list them",
+        "print a run so far, or its summary; of several, what differs and how they did; of a folder of "
+        "runs (runs), list them",
         "command.show.show_runs",
     ),
     Command(

@@ -1,4 +1,4 @@
-"""`tba train`: runs a recipe from start to end, with a live view, a summary, curves and suggestions what to do next."""
+"""`tba train`: runs a recipe from start to end, with a live view, a summary and suggestions what to do next."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from tba.record.callbacks import Callbacks
 from tba.record.failure import Failure
 from tba.record.live import STATUS_SECONDS, LiveView
 from tba.record.recorder import TensorBoardEvents
-from tba.record.report import draw_curves
 from tba.record.run import RunRecord
 from tba.record.show import closing_page
 from tba.record.summary import Summary
@@ -88,11 +87,8 @@ def warn_if_busy(console: Console) -> None:
 def closing_words(
     console: Console, recipe: Recipe, given: Sequence[str], run: RunDirectory, summary: Summary, code: int
 ) -> int:
-    """Draw the curves, print the summary and next steps, and a ledger that does not close; returns `code`."""
-    record = RunRecord.read(run.path)
-    if recipe.record.tensorboard:
-        draw_curves([record], run.path / "curves.png")
-    console.print(closing_page(record))
+    """Print the summary and next steps, and a ledger that does not close; returns `code`."""
+    console.print(closing_page(RunRecord.read(run.path)))
     console.print("\nWhat to try next", style="bold")
     for line in next_steps(recipe, given, run, summary, code):  # never wrapped: it is to be copied
         console.print(f"  {line}", highlight=False, soft_wrap=True)
@@ -180,7 +176,7 @@ def go(recipe: Recipe, run: RunDirectory, console: Console, callbacks: Callbacks
             callbacks.look(run.path)
         with _failure_recorded(recipe, run):
             summary = summarise(recipe, run, runtime.searchers, faults, run.facts.get("sft_seconds", 0.0))
-    if recipe.record.tensorboard:  # the last evaluation came after the trainer had closed its events
+    if recipe.record.has_tensorboard():  # the last evaluation came after the trainer had closed its events
         with closing(TensorBoardEvents(run.path)) as events:
             for e in summary.evaluations:
                 if e.version.step == summary.steps:
@@ -267,7 +263,7 @@ def next_steps(recipe: Recipe, given: Sequence[str], run: RunDirectory, summary:
     """Returns what to try next, as commands that can be copied; given: the recipe as named, and settings."""
     path, inline = shlex.quote(str(run.path)), newest_of_each([*given, "--runtime", "inline"])
     commands = {
-        f"tba show {path}": "this page again, all counts, and the curves",
+        f"tba show {path}": "this page again, its course and all counts",
         f"tba report {path}": "curves that zoom and all answers to read, as one page: report.html",
         f"tba eval {path}": "any figure on its newest checkpoint",
     }

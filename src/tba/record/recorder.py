@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -40,7 +41,7 @@ class RecordSettings:
 
     samples_every: int = 20  # steps between trajectories written to samples.jsonl; 0: none
     samples: int = 4  # trajectories of the batch each time
-    tensorboard: bool = True  # TensorBoard events in tensorboard/, curves.png at the end; `tba show` draws that, too
+    tensorboard: bool | None = None  # TensorBoard events in tensorboard/; None: where TensorBoard is installed
     wandb: str | None = None  # W&B project to send the metrics and a table of the samples to; None: none
     hide_text: bool = False  # keep prompts and answers out of samples.jsonl, answers.jsonl, logs and the terminal
 
@@ -54,17 +55,28 @@ class RecordSettings:
         """The field without effect while no samples are written."""
         return {} if self.samples_every else {"samples": "samples_every"}
 
+    def has_tensorboard(self) -> bool:
+        """Whether events are written. Raises `UserError` when they are asked for and TensorBoard is not installed."""
+        there = find_spec("tensorboard") is not None
+        if self.tensorboard and not there:
+            raise UserError(
+                "TensorBoard events were asked for, but the package tensorboard is not installed; run "
+                "`pip install tensorboard` or leave out --record.tensorboard."
+            )
+        return there if self.tensorboard is None else self.tensorboard
+
     def start(self, directory: Path, recipe: Mapping[str, Json] | None = None) -> Recorder:
         """Open the files of the run in `directory`; `recipe` is the configuration that W&B shows.
 
-        Raises `UserError` when W&B is asked for and not installed.
+        Raises `UserError` when TensorBoard or W&B is asked for and not installed.
         """
+        tensorboard = TensorBoardEvents(directory) if self.has_tensorboard() else None
         wandb = WandbRun(self.wandb, directory, recipe or {}) if self.wandb else None
         wanted = self.samples_every > 0 and self.samples > 0
         return Recorder(
             metrics=MetricsWriter(directory),
             samples=SampleWriter(directory, self.samples_every, self.samples, not self.hide_text) if wanted else None,
-            tensorboard=TensorBoardEvents(directory) if self.tensorboard else None,
+            tensorboard=tensorboard,
             wandb=wandb,
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -19,17 +20,18 @@ from tba.record import metrics
 from tba.record.evaluations import RecordedAnswer
 from tba.record.ledger import TERMS, Ledger
 from tba.record.metrics import MEAN_STEPS, column
-from tba.record.run import RunRecord
+from tba.record.run import SAMPLED, RunRecord
 from tba.record.summary import WAITED, Summary
 from tba.record.text import count, duration, frame_of, named, percent, printable, size, within
 from tba.types import Evaluation, Json
 
 ANSWERS_SHOWN = 5
+BARS, SPANS = "▁▂▃▄▅▆▇█", 36  # heights of a curve, and in how many spans its steps are parted at most
 
 
 def show(run: RunRecord) -> RenderableType:
     """Returns all results of a run; so far, when it has not ended."""
-    parts = [brief(run)]
+    parts = [brief(run), section("The course", course(run))]
     if run.summary is None:
         parts += [section("So far", _so_far(run)), section("Health", health(run))]
     else:
@@ -104,7 +106,7 @@ def closing_page(run: RunRecord) -> RenderableType:
         parts.append(section("The same held-out problems, before and after", answers(both)))
     if run.summary is not None:
         parts.append(section("What it took", _cost(run.summary)))
-    left = [name for name in ("curves.png", "summary.json") if (run.directory / name).exists()]
+    left = [name for name in ("summary.json",) if (run.directory / name).exists()]
     where = Text.assemble(
         ("The run lies in ", ""), (printable(str(run.directory)), "bold"), f" ({', '.join(left)})." if left else "."
     )
@@ -123,6 +125,26 @@ def accuracy(run: RunRecord) -> RenderableType:
         change = f"{100 * (after.value - before.value):+.1f}" if before and after else "-"
         table.add_row(printable(name, 60), _figure(before), _figure(after), change, str(before.n if before else "-"))
     return table
+
+
+def course(run: RunRecord) -> RenderableType:
+    """Returns reward, held-out accuracy and effective sample size as bars, each the mean over equally many steps."""
+    names, spans = run.evaluated(), min(SPANS, run.steps + 1)
+    accuracy = SAMPLED if SAMPLED in names else next(iter(names), "")
+    held_out = [(e.version.step, e.value) for e in run.evaluations if e.metric == accuracy]
+    table = _table("", f"steps 0 to {run.steps}", "lowest", "highest", gap=1)
+    for label, (step, value), shown in (
+        ("reward", column(run.metrics, metrics.REWARD, "step"), _number),
+        (printable(accuracy, 40), np.array(held_out).reshape(-1, 2).T, percent),
+        ("effective sample size", column(run.metrics, metrics.ESS, "step"), percent),
+    ):
+        if len(step):
+            span = np.minimum(spans - 1, step * spans / (run.steps + 1)).astype(int)
+            means = {i: float(value[span == i].mean()) for i in set(span.tolist())}
+            low, high = min(means.values()), max(means.values())
+            bars = {i: BARS[round((len(BARS) - 1) * (mean - low) / (high - low or 1.0))] for i, mean in means.items()}
+            table.add_row(label, "".join(bars.get(i, " ") for i in range(spans)), shown(low), shown(high))
+    return table if table.row_count else Text("no step recorded yet", style="dim")
 
 
 def answers(both: Sequence[tuple[RecordedAnswer, RecordedAnswer]]) -> RenderableType:

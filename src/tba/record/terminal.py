@@ -27,6 +27,8 @@ class LossyOutput:
         """Write the text; returns its length."""
         try:
             sys.stdout.write(text)
+        except UnicodeEncodeError as error:
+            self.write(text.encode(error.encoding, "replace").decode(error.encoding))
         except OSError as error:
             self._give_up(error)
         return len(text)

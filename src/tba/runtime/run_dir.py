@@ -1,7 +1,7 @@
 """The run directory: how searchers and trainer are connected, and what a run leaves behind.
 
     runs/NAME/  recipe.json  journal.sqlite  weights/  checkpoints/  logs/  metrics.jsonl  samples.jsonl
-                faults.jsonl  summary.json  curves.png  tensorboard/
+                faults.jsonl  summary.json  tensorboard/
 
 Invariant: `recipe.json` alone (a name or path, the overrides, the run's own facts) rebuilds the recipe in any process,
 and says which incarnation this is: each time the run is begun or resumed, or its trainer restarted, it gets another

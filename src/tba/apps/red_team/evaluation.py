@@ -138,7 +138,10 @@ def read_families(path: Path) -> dict[str, list[str]]:
 
 def plot_plane(files: Sequence[Path], places: OutOptions) -> int:
     """Plot a point with intervals for each evaluation; names that differ only in a number share a colour."""
-    import matplotlib as mpl
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise UserError("a plot needs the package matplotlib: `pip install matplotlib`") from error
 
     out = places.out
     assert out is not None  # the command line has seen to it
