@@ -1,7 +1,7 @@
 """What `make docs` adds to mkdocs: links that lead out of docs/, and anchors as a repository browser writes them.
 
 Invariant: a relative link that works where the repository is browsed works on the site. A file outside docs/ that a
-page links to becomes a page of the site too, under source/: Markdown as it is, anything else as code.
+page links to is on the site too, under source/: Markdown as a page, images and data as they are, anything else as code.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pymdownx.slugs import slugify
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\[([^][]*)\]\(([^)\s#:]+)(#[^)\s]*)?\)")  # of one file to another
 LOOKED_UP = {"reference.md": 20, "glossary.md": 5, "run.md": 5}  # what the search finds first, long as these pages are
+AS_THEY_ARE = {".png", ".csv", ".json"}  # linked files that the site has as files and not as pages
 HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"  # the search finds the docs, not the code
 
 
@@ -32,6 +33,9 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
     known = set(waiting)
     while waiting:
         source = waiting.pop()
+        if source.suffix in AS_THEY_ARE:
+            files.append(File.generated(config, site_path(source), abs_src_path=str(ROOT / source)))
+            continue
         text = (ROOT / source).read_text(encoding="utf-8")
         if source.parts[0] != "docs":
             shown = relinked(text, source, files) if source.suffix == ".md" else code(source, text)
@@ -77,7 +81,8 @@ def site_path(path: PurePosixPath) -> str:
     """Where a file of the repository is on the site, before it becomes HTML."""
     if path.parts[0] == "docs":
         return str(PurePosixPath(*path.parts[1:]))
-    return f"source/{path if path.suffix == '.md' else f'{path}.md'}"
+    is_itself = path.suffix == ".md" or path.suffix in AS_THEY_ARE
+    return f"source/{path if is_itself else f'{path}.md'}"
 
 
 def code(path: PurePosixPath, text: str) -> str:
