@@ -8,11 +8,16 @@ import gc
 import importlib.util
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it
+# processes that tests start find the toy (`tests/toy`) of their recipes
+os.environ.update(
+    PYTHONPATH=os.pathsep.join(filter(None, [str(Path(__file__).parent / "tests"), os.environ.get("PYTHONPATH")]))
+)
 
 import torch
 from hypothesis import HealthCheck, settings

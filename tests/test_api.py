@@ -21,7 +21,6 @@ from tba.__main__ import main
 from tba.api import _found
 from tba.errors import UserError
 from tba.evaluation.accuracy import EvaluationSettings
-from tba.policy.tabular import TabularTask
 from tba.recipe import Recipe, differences, resolved
 from tba.recipe_source import write_recipe
 from tba.recipes.quickstart import BASE
@@ -30,9 +29,10 @@ from tba.settings import find, override
 from tba.shipped import names
 from tba.tasks.arithmetic import Arithmetic
 from tba.types import Problem, Split, Version
+from toy.policy import TabularTask
 
 ROOT = Path(__file__).parents[1]
-TOY = Path(__file__).parent / "runtime" / "toy.py"
+TOY = Path(__file__).parent / "toy" / "recipe.py"
 QUICK = {"steps": 6, "samples_per_prompt": 8, "group_size": 8}
 
 

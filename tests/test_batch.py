@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tba.batch import Batch, collate, deal, largest_group, micro_batches
-from tba.engines.tabular import sample_groups, tabular_prompts
-from tba.policy.tabular import TabularTask
 from tba.types import Completion, Group, Sampling, Trajectory
+from toy.engine import sample_groups, tabular_prompts
+from toy.policy import TabularTask
 
 TASK = TabularTask(symbols=3, length=5, prompts=1)
 

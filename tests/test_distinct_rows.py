@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tba.batch import Batch, collate, distinct_rows
-from tba.engines.tabular import sample_groups, tabular_prompts
 from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.policy.tabular import TabularPolicy, TabularTask
 from tba.protocols import Policy, PolicyOutput
 from tba.schedules import Constant
 from tba.training.gradients import backward
 from tba.types import Completion, Group, Prompt, Sampling, StopReason, Trajectory, Version
+from toy.engine import sample_groups, tabular_prompts
+from toy.policy import TabularPolicy, TabularTask
 
 TASK = TabularTask(symbols=2, length=2, prompts=3)
 

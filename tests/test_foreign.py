@@ -30,7 +30,7 @@ from tba.training.tiny_models import ScratchModel, character_tokenizer
 from tba.types import Problem, Version
 from tba_lab.study import Study
 
-TOY = Path(__file__).with_name("runtime") / "toy.py"
+TOY = Path(__file__).with_name("toy") / "recipe.py"
 DEEP = 200_000
 HOSTILE = [
     b"",

@@ -169,7 +169,8 @@ def test_protocols_has_what_parts_ask_of_each_other_and_nothing_else() -> None:
         has = members(protocol)
         assert protocol.name in names, f"nobody asks for a {protocol.name}"
         assert has <= used, f"{protocol.name}: nobody uses {sorted(has - used)}"
-        assert any(has <= offered for offered in given), f"nothing is a {protocol.name}"
+        if protocol.name != "Tokenizer":  # which transformers gives
+            assert any(has <= offered for offered in given), f"nothing is a {protocol.name}"
 
 
 def is_protocol(node: ast.ClassDef) -> bool:

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from tba.batch import collate
-from tba.engines.tabular import TabularEngine, TabularFlow, log_behavior, sample_groups, tabular_prompts
 from tba.objectives.policy_gradient import Reinforce
 from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.policy.tabular import WEIGHT, TabularPolicy, TabularTask, distribution, ideal, total_variation
 from tba.protocols import Objective, Partner
 from tba.schedules import Constant, WarmupCosine
 from tba.types import Completion, Group, Sampling, Trajectory, Version
 from tba_lab.tb_forms import lowered
+from toy.engine import TabularEngine, TabularFlow, log_behavior, sample_groups, tabular_prompts
+from toy.policy import WEIGHT, TabularPolicy, TabularTask, distribution, ideal, total_variation
 
 TASK = TabularTask()
 PROMPTS = tabular_prompts(TASK)

@@ -26,7 +26,7 @@ from tba.schedules import WarmupCosine, WarmupStableDecay
 from tba.settings import FIRST, find, newest_of_each, override, with_config
 from tba.shipped import description_of, names
 
-TOY = str(Path(__file__).parent / "runtime" / "toy.py")
+TOY = str(Path(__file__).parent / "toy" / "recipe.py")
 QUICKSTART, GSM8K = find("quickstart"), find("gsm8k")
 
 

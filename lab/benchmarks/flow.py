@@ -203,9 +203,6 @@ class Scores:
     concurrent: bool
     version: Version = Version()
 
-    def log_probabilities(self, prompt: Prompt, completions: Sequence[Completion]) -> list[FloatArray]:
-        return self.log_probabilities_of([(prompt, completions)])[0]
-
     def log_probabilities_of(self, answered: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[FloatArray]]:
         self.time.spend(REFERENCE * sum(len(c.tokens) for _, completions in answered for c in completions))
         return [[np.zeros(len(c.tokens), np.float32) for c in completions] for _, completions in answered]

@@ -2,9 +2,9 @@
 
     python lab/benchmarks/growth.py [--rows 1000,100000,1000000] [--times 40] [--steps 2000] [--folder DIR]
 
-A run of the enumerable toy, in a process of its own, whose journal has been filled with --rows trajectories (a tenth as
-many prompt outcomes and lines of metrics.jsonl, a thousandth as many evaluations). Searcher and trainer then alternate,
-as in the inline runtime, and each is measured:
+A run of the enumerable toy (`tests/toy`), in a process of its own, whose journal has been filled with --rows
+trajectories (a tenth as many prompt outcomes and lines of metrics.jsonl, a thousandth as many evaluations). Searcher
+and trainer then alternate, as in the inline runtime, and each is measured:
 
 step         an optimizer step, its record, draining new trajectories, and the checks of counts
 checkpoint   all that is saved besides the weights
@@ -40,9 +40,7 @@ import numpy as np
 import torch
 
 from tba.evaluation.accuracy import EvaluationSettings
-from tba.models.tabular import TabularModel
 from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.policy.tabular import TabularTask
 from tba.recipe import Recipe
 from tba.record.evaluations import EvaluationWriter
 from tba.record.metrics import MetricsWriter
@@ -66,6 +64,10 @@ from tba.search.exploration import Fixed
 from tba.search.prompts import PromptSettings
 from tba.training.optimizer import OptimizerSettings
 from tba.types import Completion, Evaluation, StopReason, Trajectory, Version
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+from toy.model import TabularModel
+from toy.policy import TabularTask
 
 task = TabularTask(prompts=12)
 recipe = Recipe(

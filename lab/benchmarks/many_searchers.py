@@ -2,8 +2,8 @@
 
     python lab/benchmarks/many_searchers.py [--searchers 64] [--steps 4000] [--rounds 3] [--runtime processes]
 
-A toy run by `processes` (or `cluster`: Ray actors, here on one machine) with 1 searcher and with --searchers,
-alternately, --rounds times. A searcher is light: its engine waits a second and answers from a table, as if the answers
+A run of the toy of `tests/toy` by `processes` (or `cluster`: Ray actors, here on one machine), with 1 searcher and with
+--searchers, --rounds times. A searcher is light: its engine waits a second and answers from a table, as if the answers
 came from another machine. Measured from a second after every searcher has sent something until the last step:
 trajectories per second in the journal, milliseconds of a trainer step without the wait for its batch (median), the
 share of time in which it waited. Also: seconds from the start of the command until every searcher had sent something,
@@ -29,9 +29,7 @@ import numpy as np
 from torch import Tensor
 
 from tba.evaluation.accuracy import EvaluationSettings
-from tba.models.tabular import TabularModel
 from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.policy.tabular import TabularTask
 from tba.protocols import Engine, Flow, Partner
 from tba.recipe import Recipe
 from tba.record.metrics import read_metrics
@@ -45,6 +43,10 @@ from tba.schedules import Constant
 from tba.search.exploration import Fixed
 from tba.training.optimizer import OptimizerSettings
 from tba.types import Completion, Prompt, Sampling, Version
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+from toy.model import TabularModel
+from toy.policy import TabularTask
 
 _LOOK = 0.05  # seconds between two questions whether to stop
 

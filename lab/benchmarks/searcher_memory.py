@@ -109,7 +109,7 @@ def scored(model: PreTrainedModel, size: str) -> None:
         Completion(rng.integers(1, 500, length).astype(np.int32), "", StopReason.LENGTH, (Version(), Version()))
         for _ in range((tokens - PROMPT) // length)
     ]
-    FrozenReference(model, Version(), tokens_per_pass=tokens).log_probabilities(prompts(1)[0], made)
+    FrozenReference(model, Version(), tokens_per_pass=tokens).log_probabilities_of([(prompts(1)[0], made)])
 
 
 def in_a_process(size: str, case: str) -> int:

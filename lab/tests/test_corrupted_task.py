@@ -6,16 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tba.engines.tabular import TabularEngine
 from tba.errors import UserError
 from tba.generation import generate
-from tba.policy.tabular import TabularTask, TabularTokenizer
 from tba.rewards.exact_answer import ExactText
 from tba.search.prompts import PromptSettings, encode
 from tba.tasks.arithmetic import Arithmetic
 from tba.types import Completion, Prompt, Sampling, StopReason, Version
 from tba_lab.corrupted_task import Corrupted, CorruptedReward
 from tba_lab.fabricating import Fabricating, FabricatingEngine
+from toy.engine import TabularEngine
+from toy.policy import TabularTask, TabularTokenizer
 
 SUMS = Arithmetic(train_problems=2000, eval_problems=50)
 BASE = Path(__file__).parents[2] / "src" / "tba" / "recipes" / "quickstart_base"

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tba.engines.tabular import TabularEngine
 from tba.errors import UserError
-from tba.policy.tabular import TabularPolicy, TabularTask, TabularTokenizer, distribution
 from tba.search.prompts import PromptSettings, encode
 from tba.types import Version
 from tba_lab.diversity import chance_to_differ, diversity, diversity_of
+from toy.engine import TabularEngine
+from toy.policy import TabularPolicy, TabularTask, TabularTokenizer, distribution
 
 TASK = TabularTask()
 PROMPTS = encode(TASK.problems("train"), TASK.name, TabularTokenizer(TASK.symbols), PromptSettings()).prompts

@@ -1,14 +1,10 @@
 """A study of the enumerable toy in one process: two variants that learn and one whose loss is not finite."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 from tba.evaluation.accuracy import EvaluationSettings
 from tba_lab.study import Study, Variant
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "runtime"))
-from toy import recipe as toy  # beside the tests of the runtimes
+from toy.recipe import recipe as toy
 
 quick = replace(
     toy,

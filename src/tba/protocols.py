@@ -258,12 +258,10 @@ class Reference(Protocol):
     @property
     def version(self) -> Version: ...
 
-    def log_probabilities(self, prompt: Prompt, completions: Sequence[Completion]) -> list[FloatArray]:
-        """One float32 [T] array per completion, at the recipe's policy temperature."""
-        ...
-
     def log_probabilities_of(self, answered: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[FloatArray]]:
-        """The same for several prompts at once: [i][j] is of the j-th completion of the i-th prompt."""
+        """Score completions of several prompts at the recipe's policy temperature: [i][j] is of the j-th completion of
+        the i-th prompt, float32 [T].
+        """
         ...
 
     def load(self, weights: Mapping[str, torch.Tensor], version: Version) -> None:

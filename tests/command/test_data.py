@@ -8,20 +8,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from tests.runtime.toy import recipe as TOY
 
 import tba
 from tba.__main__ import main
 from tba.command import check
 from tba.command.check import notes_on_data
 from tba.errors import UserError
-from tba.models.tabular import TabularModel
-from tba.policy.tabular import TabularTask
 from tba.record.summary import Summary
 from tba.runtime.prompting import asked_of
 from tba.search.prompts import PromptSettings
 from tba.training.tiny_models import ScratchModel, character_tokenizer
 from tba.types import Json, Problem, Split
+from toy.model import TabularModel
+from toy.policy import TabularTask
+from toy.recipe import recipe as TOY
 
 POSITIONS = 96
 TEMPLATE = (

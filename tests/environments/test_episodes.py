@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from tests.environments.turning_toy import Turning, task
 
-from tba.engines.tabular import TabularEngine
 from tba.environments.engine import EpisodeEngine
 from tba.environments.episode import Episode, EpisodeFailed, Observation
 from tba.environments.guess_number import BEST, GUESSES, GuessNumber, halving, timid
@@ -22,10 +21,11 @@ from tba.environments.speech import Speech
 from tba.environments.task import EnvironmentReward, EnvironmentTask, Player
 from tba.errors import UserError
 from tba.generation import generate
-from tba.policy.tabular import TabularTokenizer
 from tba.protocols import Environment, Turn
 from tba.search.prompts import PromptSettings, encode
 from tba.types import Completion, Judgement, Sampling, StopReason, Version
+from toy.engine import TabularEngine
+from toy.policy import TabularTokenizer
 
 
 class Counting:

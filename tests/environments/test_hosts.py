@@ -17,17 +17,17 @@ import pytest
 from tests.environments.turning_toy import Turning, task
 from tests.runtime.runs import alive, ended, forked, until
 
-from tba.engines.tabular import TabularEngine
 from tba.environments.engine import EpisodeEngine
 from tba.environments.episode import Observation
 from tba.environments.hosts import Answer, Beginning, EpisodeLimits, Here, Hosts, Question
 from tba.environments.speech import Speech
 from tba.errors import UserError
 from tba.generation import generate
-from tba.policy.tabular import TabularTokenizer
 from tba.protocols import Environment
 from tba.search.prompts import PromptSettings, encode
 from tba.types import Judgement, Sampling, StopReason
+from toy.engine import TabularEngine
+from toy.policy import TabularTokenizer
 
 
 class Fated:

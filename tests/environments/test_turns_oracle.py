@@ -20,13 +20,11 @@ from tests.environments.turning_toy import (
 from tests.runtime.runs import final_weights, inline, processes
 
 from tba.__main__ import main
-from tba.engines.tabular import TabularEngine, tabular_prompts
 from tba.environments.engine import EpisodeEngine
 from tba.environments.speech import Speech
 from tba.environments.task import EnvironmentReward
 from tba.errors import UserError
 from tba.generation import generate
-from tba.policy.tabular import WEIGHT, TabularPolicy, TabularTokenizer
 from tba.record.summary import Summary
 from tba.replay.codec import decode_prompt, encode_prompt
 from tba.replay.follower import JournalFollower
@@ -34,6 +32,8 @@ from tba.runtime.run_dir import RunDirectory
 from tba.search.prompts import PromptSettings, encode
 from tba.search.vine import Vine
 from tba.types import Completion, Sampling, StopReason, Trajectory, Version
+from toy.engine import TabularEngine, tabular_prompts
+from toy.policy import WEIGHT, TabularPolicy, TabularTokenizer
 
 TOY = Path(__file__).with_name("turning_toy.py")
 SEEDS = {0: 0, 1: 1}  # of the world of each training prompt

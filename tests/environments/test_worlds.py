@@ -16,11 +16,11 @@ from tests.environments.turning_toy import Play, distance_to_ideal, log_probabil
 
 from tba.batch import collate
 from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.policy.tabular import TabularPolicy, TabularReference, TabularTask
 from tba.protocols import Objective
 from tba.schedules import Constant, WarmupCosine
 from tba.types import Completion, Group, Prompt, Sampling, StopReason, Trajectory, Version
 from tba_lab.tb_forms import lowered
+from toy.policy import TabularPolicy, TabularReference, TabularTask
 
 TASK = TabularTask(symbols=4, length=3, prompts=1, reference_spread=0.0)  # what follows is worth the same in both
 PROMPT = Prompt(TASK.name, np.array([5], dtype=np.int32), "a")

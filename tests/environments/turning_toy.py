@@ -17,9 +17,7 @@ from torch import Tensor
 
 from tba.environments.task import EnvironmentReward
 from tba.evaluation.accuracy import EvaluationSettings
-from tba.models.tabular import TabularModel
 from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.policy.tabular import EOS, TabularPolicy, TabularTask
 from tba.protocols import Environment
 from tba.recipe import Recipe
 from tba.record.recorder import RecordSettings
@@ -31,6 +29,8 @@ from tba.schedules import Constant, WarmupCosine
 from tba.search.exploration import Fixed
 from tba.training.optimizer import OptimizerSettings
 from tba.types import Problem, Split
+from toy.model import TabularModel
+from toy.policy import EOS, TabularPolicy, TabularTask
 
 SYMBOLS = "ABCD"
 

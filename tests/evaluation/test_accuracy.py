@@ -7,11 +7,11 @@ from itertools import count
 import numpy as np
 import pytest
 
-from tba.engines.tabular import TabularEngine, log_behavior, tabular_prompts
 from tba.errors import UserError
 from tba.evaluation.accuracy import GREEDY, SAMPLED, Assessment, EvaluationSettings, evaluate
-from tba.policy.tabular import EOS, TabularTask
 from tba.types import Completion, Judgement, Prompt, Sampling, Version
+from toy.engine import TabularEngine, log_behavior, tabular_prompts
+from toy.policy import EOS, TabularTask
 
 TASK = TabularTask(seed=3, symbols=3, length=3, prompts=13)
 PROMPTS = tabular_prompts(TASK, "eval")

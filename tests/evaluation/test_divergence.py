@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from tba.engines.tabular import TabularEngine
 from tba.errors import UserError
 from tba.evaluation.divergence import divergence
-from tba.policy.tabular import TabularPolicy, TabularReference, TabularTask, TabularTokenizer, distribution, ideal
 from tba.search.prompts import PromptSettings, encode
 from tba.types import Version
+from toy.engine import TabularEngine
+from toy.policy import TabularPolicy, TabularReference, TabularTask, TabularTokenizer, distribution, ideal
 
 TASK = TabularTask()
 PROMPTS = encode(TASK.problems("train"), TASK.name, TabularTokenizer(TASK.symbols), PromptSettings()).prompts

@@ -14,11 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tba.engines.tabular import TabularEngine
 from tba.generation import generate
 from tba.intake.encoding import Encoder, Known
 from tba.intake.intake import CHUNK, Entry, Intake
-from tba.policy.tabular import TabularReference, TabularTask, TabularTokenizer
 from tba.protocols import Reward
 from tba.record.ledger import Ledger
 from tba.replay.follower import JournalFollower
@@ -26,6 +24,8 @@ from tba.replay.journal import JournalWriter
 from tba.search.prompts import PromptSettings, encode
 from tba.tables import Values, read
 from tba.types import ELSEWHERE, Completion, Judgement, Prompt, Sampling, Trajectory, Version
+from toy.engine import TabularEngine
+from toy.policy import TabularReference, TabularTask, TabularTokenizer
 
 TASK = TabularTask()  # prompts a and b to train on, c and d held out, answers of up to three of A to D
 TOKENIZER = TabularTokenizer(TASK.symbols)

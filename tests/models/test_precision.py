@@ -108,7 +108,8 @@ def test_at_another_precision_the_same_rows_would_begin_with_noise() -> None:
     prompt = Prompt("sums", np.array(half.tokenizer().encode(TEXTS[0]), np.int32), TEXTS[0])
     answers = generate(half.engine(Version()), [prompt], 20, Sampling(), np.random.default_rng(5))[0]
     low, high = (
-        m.reference(1.0, Version()).log_probabilities(prompt, answers) for m in (half, replace(half, dtype="float32"))
+        m.reference(1.0, Version()).log_probabilities_of([(prompt, answers)])[0]
+        for m in (half, replace(half, dtype="float32"))
     )
     assert max(float(np.abs(a - b).max()) for a, b in zip(low, high, strict=True)) > 1e-3
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tba.batch import Batch, collate
-from tba.engines.tabular import TabularEngine, sample_groups, tabular_prompts
 from tba.objectives.correction import Correction
 from tba.objectives.grpo import Grpo, dr_grpo
 from tba.objectives.online_dpo import OnlineDpo
@@ -21,10 +20,11 @@ from tba.objectives.subtrajectory_balance import SubtrajectoryBalance
 from tba.objectives.tba_prime import TbaPrime
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.objectives.vine_ppo import VinePpo
-from tba.policy.tabular import TabularPolicy, TabularTask
 from tba.protocols import HEADS, Measured, Objective, PolicyOutput
 from tba.schedules import Constant
 from tba.types import Group, Sampling, Trajectory, Version
+from toy.engine import TabularEngine, sample_groups, tabular_prompts
+from toy.policy import TabularPolicy, TabularTask
 
 TASK = TabularTask(symbols=3, length=4, prompts=3)
 BETA = Constant(0.3)

@@ -20,16 +20,16 @@ import torch
 from torch import Tensor
 
 from tba.batch import Batch, collate
-from tba.engines.tabular import sample_groups, tabular_prompts
 from tba.objectives.grpo import Grpo, dr_grpo
 from tba.objectives.penalty import k3
 from tba.objectives.policy_gradient import Reinforce
 from tba.objectives.tba_prime import TbaPrime
 from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.policy.tabular import TabularPolicy, TabularTask, distribution, ideal, total_variation
 from tba.protocols import Objective
 from tba.schedules import Constant, WarmupCosine
 from tba.types import Group, Sampling
+from toy.engine import sample_groups, tabular_prompts
+from toy.policy import TabularPolicy, TabularTask, distribution, ideal, total_variation
 
 TASK = TabularTask(symbols=6, length=1, prompts=1)
 BETA = 0.25

@@ -9,14 +9,14 @@ from objective_cases import per_row, random_batch, slopes
 from torch import Tensor
 
 from tba.batch import Batch, collate
-from tba.engines.tabular import TabularEngine, sample_groups, tabular_prompts
 from tba.objectives.correction import Correction
 from tba.objectives.policy_gradient import Reinforce, proximal_rloo
 from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.policy.tabular import TabularPolicy, TabularTask, ideal
 from tba.protocols import Objective
 from tba.schedules import Constant
 from tba.types import Completion, Group, Sampling, StopReason, Trajectory, Version
+from toy.engine import TabularEngine, sample_groups, tabular_prompts
+from toy.policy import TabularPolicy, TabularTask, ideal
 
 K, BETA = 6, Constant(0.3)
 

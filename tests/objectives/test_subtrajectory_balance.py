@@ -13,9 +13,9 @@ from objective_cases import TASK, finite_differences, gradient, perturbed, rando
 from tba.errors import UserError
 from tba.objectives.subtrajectory_balance import SubtrajectoryBalance
 from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.policy.tabular import TabularPolicy, TabularTask, distribution, ideal
 from tba.protocols import HEADS, PolicyOutput
 from tba.schedules import Constant
+from toy.policy import TabularPolicy, TabularTask, distribution, ideal
 
 STEEP = 0.25
 BETA = Constant(STEEP)

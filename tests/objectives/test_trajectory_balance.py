@@ -14,13 +14,13 @@ from objective_cases import floats, per_row, random_batch, slopes
 from torch import Tensor
 
 from tba.batch import Batch, collate, micro_batches
-from tba.engines.tabular import sample_groups, tabular_prompts
 from tba.errors import UserError
 from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.policy.tabular import TabularPolicy, TabularReference, TabularTask, distribution, ideal
 from tba.protocols import Objective, PolicyOutput
 from tba.schedules import Constant, Linear
 from tba.types import Completion, Group, Prompt, Sampling, StopReason, Trajectory, Version
+from toy.engine import sample_groups, tabular_prompts
+from toy.policy import TabularPolicy, TabularReference, TabularTask, distribution, ideal
 
 paper = partial(TrajectoryBalance, off_policy="none")
 TASK = TabularTask(prompts=4)

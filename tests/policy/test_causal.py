@@ -88,7 +88,7 @@ def test_at_version_0_every_log_ratio_to_the_reference_is_0(temperature: float, 
 @pytest.mark.parametrize("tokens_per_pass", [1, 12, 25, 8192])
 def test_the_reference_scores_the_same_however_its_passes_are_cut(tokens_per_pass: int, share_prompt: bool) -> None:
     one_by_one = [
-        FrozenReference(llama(), VERSION).log_probabilities(prompt, [completion])[0]
+        FrozenReference(llama(), VERSION).log_probabilities_of([(prompt, [completion])])[0][0]
         for prompt, completions in PAIRS
         for completion in completions
     ]
@@ -106,15 +106,15 @@ def test_a_prompt_without_completions_has_no_scores_and_disturbs_nobody() -> Non
     reference = FrozenReference(llama(), VERSION)
     first, second, third = reference.log_probabilities_of([PAIRS[0], (PAIRS[1][0], []), PAIRS[2]])
     assert second == []
-    np.testing.assert_allclose(third[3], reference.log_probabilities(PAIRS[2][0], PAIRS[2][1])[3], rtol=1e-5)
+    np.testing.assert_allclose(third[3], reference.log_probabilities_of(PAIRS[2:3])[0][3], rtol=1e-5)
     assert len(first) == 3
 
 
 def test_a_reference_takes_new_weights_and_their_version() -> None:
     reference, other = FrozenReference(llama(), VERSION), llama(seed=1)
-    before = reference.log_probabilities(*PAIRS[0])
+    before = reference.log_probabilities_of(PAIRS[:1])[0]
     reference.load(CausalPolicy(other).weights(), Version(2, 0))
-    after, fresh = reference.log_probabilities(*PAIRS[0]), FrozenReference(other, VERSION).log_probabilities(*PAIRS[0])
+    after, fresh = (r.log_probabilities_of(PAIRS[:1])[0] for r in (reference, FrozenReference(other, VERSION)))
     assert reference.version == Version(2, 0)
     assert float(np.abs(after[1] - before[1]).max()) > 0.1
     np.testing.assert_array_equal(after[1], fresh[1])

@@ -20,14 +20,14 @@ from transformers import (
 )
 
 from tba.batch import Batch, collate
-from tba.engines.tabular import sample_groups, tabular_prompts
 from tba.errors import UserError
 from tba.policy.causal import CausalPolicy
-from tba.policy.tabular import TabularPolicy, TabularTask
 from tba.protocols import HEADS
 from tba.training.checkpoint import Checkpoint, save_checkpoint
 from tba.training.optimizer import OptimizerSettings
 from tba.types import Completion, Group, Prompt, Sampling, StopReason, Trajectory, Version
+from toy.engine import sample_groups, tabular_prompts
+from toy.policy import TabularPolicy, TabularTask
 
 VOCABULARY = 29
 SIZES = {

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tba.engines.tabular import sample_groups, tabular_prompts
 from tba.errors import UserError
-from tba.policy.tabular import TabularTask
 from tba.record import memory
 from tba.record.log import log_path, log_to, tail
 from tba.record.metrics import read_metrics
 from tba.record.recorder import RecordSettings, read_samples
 from tba.types import Evaluation, Sampling, Trajectory, Version
+from toy.engine import sample_groups, tabular_prompts
+from toy.policy import TabularTask
 
 
 def batch() -> list[Trajectory]:

@@ -14,7 +14,6 @@ import pytest
 
 from tba.errors import DeadlineExceeded, UserError
 from tba.rewards.delayed import Delayed
-from tba.rewards.end_of_text import EosPenalty
 from tba.rewards.exact_answer import ExactAnswer, ExactText
 from tba.rewards.functions import FunctionReward, WeightedFunctions, check_fields
 from tba.types import Completion, Problem, Prompt, StopReason, Version
@@ -248,7 +247,7 @@ def test_fields_are_checked_before_a_run() -> None:
     good = Problem("?", {"answer": "1"})
     check_fields(FunctionReward(right), [good], "t")
     check_fields(ExactAnswer(), [Problem("?")], "t")
-    for wrapped in (EosPenalty(FunctionReward(right)), Delayed(EosPenalty(WeightedFunctions(((right, 1.0),))))):
+    for wrapped in (Delayed(FunctionReward(right)), Delayed(Delayed(WeightedFunctions(((right, 1.0),))))):
         check_fields(wrapped, [good], "t")
         with pytest.raises(UserError, match="asks for the field 'answer', which problem 1 of task t does not have"):
             check_fields(wrapped, [good, Problem("?")], "t")
@@ -278,7 +277,6 @@ def test_judgements_keep_their_order_at_any_concurrency(concurrency: int) -> Non
 
 def test_no_answers_give_no_judgements() -> None:
     assert FunctionReward(length, 4).judge([]) == []
-    assert EosPenalty(ExactText()).judge([]) == []
     assert Delayed(ExactText()).judge([]) == []
 
 
@@ -321,30 +319,6 @@ def test_a_call_that_never_returns_ends_at_the_deadline_with_its_name() -> None:
             FunctionReward(hangs, concurrency=2, deadline_seconds=0.05).judge(asked)
     finally:
         released.set()
-
-
-def test_a_truncated_completion_gets_the_penalty_in_place_of_its_reward() -> None:
-    answered = [
-        (prompt(answer="72"), completion("72")),
-        (prompt(answer="72"), completion("72", StopReason.LENGTH)),
-        (prompt(answer="72"), completion("71", StopReason.STOP_STRING)),
-    ]
-    judged = EosPenalty(ExactAnswer(), penalty=-1.0).judge(answered)
-    assert [j.reward for j in judged] == [1.0, -1.0, 0.0]
-    assert [j.parts["truncated"] for j in judged] == [0.0, 1.0, 0.0]
-
-
-def test_a_truncated_completion_is_not_shown_to_the_inner_reward() -> None:
-    seen = []
-
-    def watched(prompt: str, completion: str) -> float:
-        seen.append(completion)
-        return 0.5
-
-    answered = [(prompt(), completion("cut", StopReason.LENGTH)), (prompt(), completion("whole"))]
-    second = EosPenalty(FunctionReward(watched)).judge(answered)[1]
-    assert seen == ["whole"]
-    assert second.parts == {"watched": 0.5, "truncated": 0.0}
 
 
 @pytest.mark.parametrize("concurrency", [1, 16])

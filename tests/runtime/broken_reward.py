@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tba.policy.tabular import TabularTask
 from tba.settings import find
 from tba.types import Completion, Judgement, Problem, Prompt, Split
+from toy.policy import TabularTask
 
 
 @dataclass(frozen=True)
@@ -34,4 +34,4 @@ class Task:
         return Broken(self.deadly)
 
 
-recipe = replace(find(str(Path(__file__).with_name("toy.py"))), task=Task())
+recipe = replace(find(str(Path(__file__).parents[1] / "toy" / "recipe.py")), task=Task())

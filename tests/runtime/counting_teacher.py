@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tba.models.tabular import TabularModel
-from tba.policy.tabular import TabularReference
 from tba.protocols import Task
 from tba.types import Completion, FloatArray, Prompt, Version
+from toy.model import TabularModel
+from toy.policy import TabularReference
 
 SCORED: list[tuple[str, str]] = []  # by this process: prompt and answer
 

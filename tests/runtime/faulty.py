@@ -11,10 +11,10 @@ import torch
 
 from tba.batch import Batch
 from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.policy.tabular import TabularTask
 from tba.protocols import PolicyOutput
 from tba.settings import find
 from tba.types import Completion, Judgement, Problem, Prompt, Split
+from toy.policy import TabularTask
 
 
 def asked(file: str) -> bool:
@@ -72,6 +72,6 @@ class Objective:
         return loss * (float("nan") if asked(self.nan) else 1.0), metrics
 
 
-toy = find(str(Path(__file__).with_name("toy.py")))
+toy = find(str(Path(__file__).parents[1] / "toy" / "recipe.py"))
 assert isinstance(toy.objective, TrajectoryBalance)
 recipe = replace(toy, task=Task(), objective=Objective(toy.objective))

@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 
 import tba.runtime.local.forkserver
 from tba.__main__ import main
-from tba.policy.tabular import WEIGHT, TabularPolicy, TabularTask, distribution, ideal, total_variation
 from tba.recipe import Recipe
 from tba.record.summary import Summary
 from tba.runtime.inline import Inline
@@ -28,8 +27,9 @@ from tba.runtime.run_dir import RunDirectory
 from tba.runtime.summary import summarise
 from tba.settings import find, override
 from tba.training.checkpoint import newest_checkpoint
+from toy.policy import WEIGHT, TabularPolicy, TabularTask, distribution, ideal, total_variation
 
-TOY = Path(__file__).with_name("toy.py")
+TOY = Path(__file__).parents[1] / "toy" / "recipe.py"
 TASK = TabularTask()
 
 

@@ -9,13 +9,13 @@ import torch
 from runs import inline, made
 from safetensors.torch import load_file
 
-from tba.policy.tabular import WEIGHT
 from tba.record.evaluations import read_evaluations
 from tba.replay.follower import JournalFollower
 from tba.runtime.searcher_loop import start_searching
 from tba.runtime.trainer_loop import start_training
 from tba.types import Version
 from tba.weights.directory import WeightDirectory
+from toy.policy import WEIGHT
 
 SHORT = ("--steps", "30", "--evaluation.every", "10", "--sync-every", "1", "--run.checkpoint-every", "10")
 

@@ -304,7 +304,7 @@ def test_a_full_disk_ends_the_run_in_one_sentence_and_with_space_it_goes_on(
     path = small_disk / "run"
     filled = small_disk / "ballast"
     filled.write_bytes(bytes(248 << 20))
-    begin = ["train", str(Path(__file__).with_name("toy.py")), "--runs", str(small_disk), "--run-name", "run"]
+    begin = ["train", str(TOY), "--runs", str(small_disk), "--run-name", "run"]
     long = ("--steps", "1000000", "--runtime", "inline", "--record.samples", "0", "--run.checkpoint-every", "20")
     assert main([*begin, *long, "--evaluation.problems", "1"]) == 2
     assert capsys.readouterr().err == full_disk(path)
@@ -355,7 +355,7 @@ def test_a_limit_on_the_size_of_files_is_a_full_disk_too(tmp_path: Path, capfd: 
 
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
-        begin = ["train", str(Path(__file__).with_name("toy.py")), "--runs", str(tmp_path), "--run-name", "run"]
+        begin = ["train", str(TOY), "--runs", str(tmp_path), "--run-name", "run"]
         code = main([*begin, "--steps", "100000", "--runtime", "inline", *SHORT, "--run.checkpoint-every", "20"])
         os._exit(code)
 

@@ -17,7 +17,6 @@ from tba.__main__ import main
 from tba.command.importing import import_files, take_in
 from tba.command.options import ImportOptions
 from tba.errors import DeadlineExceeded, UserError
-from tba.policy.tabular import WEIGHT, TabularPolicy, TabularTokenizer, distribution, ideal, total_variation
 from tba.recipe import Recipe, RuntimeSettings
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
@@ -27,6 +26,7 @@ from tba.runtime.local.processes import Processes
 from tba.runtime.run_dir import RunDirectory
 from tba.runtime.summary import summarise
 from tba.types import Trajectory, Version
+from toy.policy import WEIGHT, TabularPolicy, TabularTokenizer, distribution, ideal, total_variation
 
 BETA = 0.25
 OFFLINE = (

@@ -21,7 +21,6 @@ from tba.errors import UserError
 from tba.generation import generate
 from tba.models.huggingface import HuggingFace
 from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.policy.tabular import WEIGHT, TabularPolicy, TabularTask, distribution, ideal, total_variation
 from tba.recipe import Recipe, RuntimeSettings
 from tba.record.run import RunRecord
 from tba.replay.buffer import BufferSettings
@@ -38,6 +37,7 @@ from tba.tasks.arithmetic import Arithmetic
 from tba.training.optimizer import OptimizerSettings
 from tba.training.tiny_models import ScratchModel, character_tokenizer
 from tba.types import Completion, Group, Judgement, Prompt, Sampling, Trajectory, Version
+from toy.policy import WEIGHT, TabularPolicy, TabularTask, distribution, ideal, total_variation
 
 B, K, LR, BETA, TEMPERATURE = 2, 6, 0.02, 0.3, 0.8
 ON_POLICY: dict[str, Any] = {  # k = 1, m = 1, nothing but the newest weights' own samples, S = K, B prompts a round
@@ -88,7 +88,7 @@ def plain_loop(recipe: Recipe) -> dict[str, torch.Tensor]:
         groups = []
         for prompt, completions in zip(asked, answered, strict=True):
             marks = reward.judge([(prompt, c) for c in completions])
-            scores = reference.log_probabilities(prompt, completions)
+            (scores,) = reference.log_probabilities_of([(prompt, completions)])
             groups.append(
                 Group.of(
                     [

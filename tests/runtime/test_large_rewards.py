@@ -22,7 +22,7 @@ from tba.schedules import Constant, Linear, LinearThenCut
 from tba.settings import find
 from tba.types import Problem, Split, StopReason, Version
 
-TOY = find(str(Path(__file__).with_name("toy.py")))
+TOY = find(str(Path(__file__).parents[1] / "toy" / "recipe.py"))
 
 
 def huge_for_a(prompt: str, completion: str) -> float:

@@ -13,7 +13,6 @@ from runs import TASK, TOY, final_weights, inline
 
 from tba.command.check import validate
 from tba.errors import UserError
-from tba.models.tabular import TabularModel
 from tba.objectives.correction import Correction
 from tba.objectives.grpo import Grpo, dr_grpo
 from tba.objectives.online_dpo import OnlineDpo
@@ -24,7 +23,6 @@ from tba.objectives.subtrajectory_balance import SubtrajectoryBalance
 from tba.objectives.tba_prime import TbaPrime
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.objectives.vine_ppo import VinePpo
-from tba.policy.tabular import WEIGHT, TabularPolicy, distribution
 from tba.protocols import Objective
 from tba.record.metrics import read_metrics
 from tba.schedules import Constant
@@ -32,6 +30,8 @@ from tba.search.exploration import Fixed
 from tba.search.vine import Vine
 from tba.settings import find
 from tba.training.checkpoint import newest_checkpoint
+from toy.model import TabularModel
+from toy.policy import WEIGHT, TabularPolicy, distribution
 
 BETA = Constant(0.1)
 OBJECTIVES: dict[str, Objective] = {

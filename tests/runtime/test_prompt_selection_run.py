@@ -10,10 +10,10 @@ import torch
 from runs import final_weights, inline, made
 
 from tba.errors import UserError
-from tba.policy.tabular import WEIGHT
 from tba.replay.follower import JournalFollower
 from tba.runtime.searcher_loop import start_searching
 from tba.runtime.trainer_loop import start_training
+from toy.policy import WEIGHT
 
 SHORT = ("--steps", "20", "--samples-per-prompt", "8", "--replay.pacing.warm-up", "16", "--evaluation.problems", "1")
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import toy
 from runs import children, inline_again, made, quiet, steps_of, until
 
 from tba.errors import UserError
@@ -18,6 +17,7 @@ from tba.runtime.local.processes import Processes
 from tba.runtime.summary import summarise
 from tba.sharding import Sharding
 from tba.training.ranks import RankSettings
+from toy.recipe import recipe
 
 SUMS = Path(__file__).parents[1] / "tiny_sums.py"
 
@@ -55,6 +55,6 @@ def test_ranks_that_cannot_be_are_refused() -> None:
     with pytest.raises(UserError, match=r"--trainer\.ranks is 0"):
         RankSettings(ranks=0)
     with pytest.raises(UserError, match="inline runtime has one process"):
-        replace(toy.recipe, runtime="inline", trainer=RankSettings(ranks=2))
+        replace(recipe, runtime="inline", trainer=RankSettings(ranks=2))
     with pytest.raises(UserError, match="tabular"):
-        toy.recipe.model.policy(1.0, sharding=Sharding(None, torch.float32))
+        recipe.model.policy(1.0, sharding=Sharding(None, torch.float32))

@@ -13,8 +13,6 @@ import torch
 from runs import TASK, distance, final_weights, inline, made, processes
 
 from tba.errors import UserError
-from tba.models.tabular import TabularModel
-from tba.policy.tabular import WEIGHT, TabularPolicy, TabularReference, distribution, ideal, total_variation
 from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
@@ -23,6 +21,8 @@ from tba.runtime.trainer_loop import TrainerLoop, start_training
 from tba.training.checkpoint import newest_checkpoint
 from tba.types import Version
 from tba.weights.directory import WeightDirectory
+from toy.model import TabularModel
+from toy.policy import WEIGHT, TabularPolicy, TabularReference, distribution, ideal, total_variation
 
 BETA = 0.5
 ORACLE = (

@@ -22,7 +22,6 @@ from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
 from tba.objectives.raft import Raft
 from tba.objectives.subtrajectory_balance import SubtrajectoryBalance
-from tba.policy.tabular import WEIGHT, TabularPolicy, TabularReference, distribution, total_variation
 from tba.recipe import Recipe
 from tba.record.summary import Summary
 from tba.record.terminal import terminal
@@ -37,6 +36,7 @@ from tba.tasks.arithmetic import Arithmetic
 from tba.training.teacher import Teacher
 from tba.training.tiny_models import ScratchModel, character_tokenizer
 from tba.types import TEACHER, Completion, Sampling, StopReason, Trajectory, Version
+from toy.policy import WEIGHT, TabularPolicy, TabularReference, distribution, total_variation
 
 TAUGHT = Path(toy_taught.__file__)
 RUN = ("--replay.pacing.warm-up", "32", "--run.checkpoint-every", "20")
@@ -150,11 +150,11 @@ def test_another_reference_and_a_teacher_score_as_the_models_at_their_paths_do_a
     prompt = prompts_of(recipe, recipe.model, "train")[0]
     completion = Completion(prompt.tokens[:3], "", StopReason.LENGTH, (Version(), Version()))
     expected = [
-        replace(recipe.model, path=path).reference(1.0, Version()).log_probabilities(prompt, [completion])[0]
+        replace(recipe.model, path=path).reference(1.0, Version()).log_probabilities_of([(prompt, [completion])])[0][0]
         for path in (other, own)
     ]
     scorers = [reference_of(recipe, recipe.model), *teachers_of(recipe, recipe.model)]
-    found = [scorer.log_probabilities(prompt, [completion])[0] for scorer in scorers]
+    found = [scorer.log_probabilities_of([(prompt, [completion])])[0][0] for scorer in scorers]
     assert all(np.array_equal(a, b) for a, b in zip(found, [expected[0], *expected], strict=True))
     assert not np.array_equal(*expected)
     plain = {need.part: need.total for need in needs(of_models(own))}

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from counting_teacher import TabularTeacher
-from toy import recipe as toy
-from toy import task
 
 from tba.training.teacher import Teacher
+from toy.recipe import recipe as toy
+from toy.recipe import task
 
 teachers = [replace(task, seed=seed) for seed in (7, 8)]
 weights = (0.4, 0.3)

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from tba.batch import collate
-from tba.engines.tabular import sample_groups, tabular_prompts
 from tba.errors import UserError
 from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.policy.tabular import TabularPolicy, TabularTask
 from tba.schedules import Constant
 from tba.search.exploration import Fixed, RandomPerRound
 from tba.types import Group, Sampling
+from toy.engine import sample_groups, tabular_prompts
+from toy.policy import TabularPolicy, TabularTask
 
 RNG = np.random.default_rng
 

@@ -15,9 +15,7 @@ import pytest
 import torch
 from test_searcher import TASK, Sent, searcher_of, small_llama
 
-from tba.engines.tabular import TabularEngine, tabular_prompts
 from tba.errors import DeadlineExceeded
-from tba.policy.tabular import WEIGHT, TabularReference
 from tba.protocols import PublishedWeights, Reward
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
@@ -28,6 +26,8 @@ from tba.search.prompts import PromptStream
 from tba.search.searcher import Searcher
 from tba.types import Completion, FloatArray, Judgement, Prompt, StopReason, Version
 from tba.weights.directory import WeightDirectory
+from toy.engine import TabularEngine, tabular_prompts
+from toy.policy import WEIGHT, TabularReference
 
 S = 4
 LONG = 60.0  # seconds for what happens at once

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tba.engines.tabular import tabular_prompts
 from tba.errors import UserError
-from tba.policy.tabular import TabularTask, TabularTokenizer
 from tba.replay.journal import JournalWriter
 from tba.search.prompts import PromptSettings, PromptStream, encode
 from tba.types import Problem, Prompt
+from toy.engine import tabular_prompts
+from toy.policy import TabularTask, TabularTokenizer
 
 LETTERS = TabularTokenizer(symbols=4)  # one token for each of a..z
 

@@ -40,7 +40,7 @@ def answers(model: HuggingFace, each: int) -> list[Trajectory]:
     groups = generate(engine, prompts, each, Sampling(), rng)
     pairs = [(p, group[i]) for i in range(each) for p, group in zip(prompts, groups, strict=True)]
     return [
-        Trajectory(f"t{i}", p, c, 0.5, reference.log_probabilities(p, [c])[0], Version())
+        Trajectory(f"t{i}", p, c, 0.5, reference.log_probabilities_of([(p, [c])])[0][0], Version())
         for i, (p, c) in enumerate(pairs)
     ]
 
@@ -65,7 +65,7 @@ def test_scores_are_those_of_scoring_afresh_a_bounded_amount_at_a_time(tmp_path:
     for score in scores:
         t = trajectories.pop(score.uid)
         np.testing.assert_allclose(
-            score.log_reference, afresh.log_probabilities(t.prompt, [t.completion])[0], atol=2e-5
+            score.log_reference, afresh.log_probabilities_of([(t.prompt, [t.completion])])[0][0], atol=2e-5
         )
         assert abs(score.log_reference - t.log_reference).max() > 0.01  # it is another reference
     assert not trajectories

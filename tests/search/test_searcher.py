@@ -15,10 +15,8 @@ import pytest
 import torch
 
 from tba.batch import collate
-from tba.engines.tabular import TabularEngine, tabular_prompts
 from tba.engines.transformers import EngineSettings
 from tba.models.huggingface import HuggingFace
-from tba.policy.tabular import TabularReference, TabularTask
 from tba.protocols import Reward
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
@@ -28,6 +26,8 @@ from tba.search.searcher import Searcher
 from tba.training.tiny_models import ScratchModel, character_tokenizer
 from tba.types import Completion, Group, Judgement, Prompt, Sampling, StopReason, Trajectory, Version
 from tba.weights.directory import WeightDirectory
+from toy.engine import TabularEngine, tabular_prompts
+from toy.policy import TabularReference, TabularTask
 
 TASK = TabularTask()
 S = 9

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from tba.engines.tabular import TabularEngine, TabularFlow, sample_groups, tabular_prompts
 from tba.errors import UserError
-from tba.policy.tabular import TabularPolicy, TabularTask, TabularTokenizer, distribution
 from tba.search.vine import Vine
 from tba.training.tiny_models import character_tokenizer
 from tba.types import Completion, Judgement, Prompt, Sampling, StopReason, Trajectory, Version
+from toy.engine import TabularEngine, TabularFlow, sample_groups, tabular_prompts
+from toy.policy import TabularPolicy, TabularTask, TabularTokenizer, distribution
 
 TASK = TabularTask(symbols=3, length=4, prompts=2)
 TOKENIZER = TabularTokenizer(3)

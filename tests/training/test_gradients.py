@@ -25,11 +25,11 @@ from toys import (
 from tba.batch import Batch, collate
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.causal import CausalPolicy
-from tba.policy.tabular import TabularPolicy
 from tba.protocols import HEADS, Objective, Policy
 from tba.training.gradients import backward
 from tba.training.optimizer import OptimizerSettings
 from tba.types import Group
+from toy.policy import TabularPolicy
 
 RAGGED = [5, 1, 8, 3]
 WHOLE = 10**6

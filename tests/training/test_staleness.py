@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from toys import BETA, TASK, Scripted, groups_of, llama_policy, trainer_of
 
 from tba.batch import Batch, Fetched, collate
-from tba.engines.tabular import sample_groups, tabular_prompts
 from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.policy.tabular import TabularPolicy
 from tba.protocols import PolicyOutput
 from tba.training.gradients import backward
 from tba.training.staleness import Staleness, effective_share, quantile
 from tba.training.trainer import ages
 from tba.types import Group, Sampling, Trajectory, Version
+from toy.engine import sample_groups, tabular_prompts
+from toy.policy import TabularPolicy
 
 LOG_TWO = math.log(2)
 

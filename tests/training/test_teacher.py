@@ -14,21 +14,21 @@ from torch import Tensor
 from toys import trainer_of
 
 from tba.batch import Batch, Fetched, collate
-from tba.engines.tabular import TabularEngine, sample_groups, tabular_prompts
 from tba.errors import UserError
 from tba.objectives.subtrajectory_balance import SubtrajectoryBalance
 from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.policy.tabular import (
+from tba.protocols import Objective, Startable
+from tba.schedules import Constant, Linear
+from tba.training.teacher import Teacher
+from tba.types import TEACHER, Group, Sampling, Version
+from toy.engine import TabularEngine, sample_groups, tabular_prompts
+from toy.policy import (
     TabularPolicy,
     TabularReference,
     TabularTask,
     distribution,
     total_variation,
 )
-from tba.protocols import Objective, Startable
-from tba.schedules import Constant, Linear
-from tba.training.teacher import Teacher
-from tba.types import TEACHER, Group, Sampling, Version
 
 TASK = TabularTask(symbols=2, length=2, prompts=1)  # 7 outcomes
 BETA = 0.5

@@ -23,11 +23,11 @@ from tba.batch import Fetched, collate
 from tba.errors import NonFiniteLoss, UserError
 from tba.objectives.policy_gradient import Reinforce
 from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.policy.tabular import WEIGHT, TabularPolicy
 from tba.schedules import WarmupLinear
 from tba.training.optimizer import OptimizerSettings
 from tba.training.trainer import Trainer, load_batch
 from tba.types import Version
+from toy.policy import WEIGHT, TabularPolicy
 
 
 def fetched(reward: float | None = None, versions: tuple[Version, ...] = (Version(),), seed: int = 0) -> Fetched:

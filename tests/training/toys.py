@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from tba.batch import Batch, Fetched, collate
 from tba.policy.causal import CausalPolicy
-from tba.policy.tabular import TabularPolicy, TabularReference, TabularTask
 from tba.protocols import HEADS, Objective, Policy, PolicyOutput
 from tba.schedules import Constant, WarmupConstant
 from tba.training.optimizer import OptimizerSettings
 from tba.training.trainer import Trainer
 from tba.types import Completion, Group, Json, Prompt, StopReason, Trajectory, Version
+from toy.policy import TabularPolicy, TabularReference, TabularTask
 
 TASK = TabularTask(symbols=3, length=4, prompts=4)
 VOCABULARY = 32  # holds the toy's tokens and its prompts'

@@ -48,12 +48,9 @@ class FrozenReference:
     def version(self) -> Version:
         return self._version
 
-    def log_probabilities(self, prompt: Prompt, completions: Sequence[Completion]) -> list[FloatArray]:
-        """One float32 [T] array per completion, at the policy temperature; 0 where the policy did not sample."""
-        return self.log_probabilities_of([(prompt, completions)])[0]
-
     def log_probabilities_of(self, answered: Sequence[Answered]) -> list[list[FloatArray]]:
-        """Does the same for several prompts at once: [i][j] is of the j-th completion of the i-th prompt.
+        """Score completions of several prompts: [i][j] is of the i-th prompt's j-th completion, float32 [T], at the
+        policy temperature; 0 where the policy did not sample.
 
         At most `tokens_per_pass` tokens go through the model at a time, as `micro_batches` counts them.
         """

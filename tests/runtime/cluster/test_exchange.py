@@ -16,7 +16,6 @@ from tests.replay.trajectory_cases import same, trajectory
 from tests.runtime.runs import TASK, TOY, made, until
 
 from tba.errors import HandedOutLost, UserError
-from tba.policy.tabular import WEIGHT
 from tba.recipe import Recipe
 from tba.record.evaluations import read_evaluations
 from tba.record.faults import count_faults
@@ -43,6 +42,7 @@ from tba.training.checkpoint import Checkpoint
 from tba.types import Trajectory, Version
 from tba.weights.chunks import Flat
 from tba.weights.directory import PublishSettings, WeightDirectory
+from toy.policy import WEIGHT
 
 PLACE = {"part": "searcher-0", "node": "10.0.0.2", "log": "somewhere"}
 QUICK = ("--evaluation.problems", "1", "--replay.pacing.warm-up", "64", "--group-size", "8")

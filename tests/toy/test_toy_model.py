@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file
 
 from tba.batch import collate
-from tba.engines.tabular import sample_groups, tabular_prompts
 from tba.errors import UserError
-from tba.models.tabular import TabularModel
-from tba.policy.tabular import TabularTask, distribution
 from tba.types import Sampling, Version
+from toy.engine import sample_groups, tabular_prompts
+from toy.model import TabularModel
+from toy.policy import TabularTask, distribution
 
 
 def test_both_halves_begin_as_the_reference() -> None:

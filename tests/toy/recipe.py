@@ -1,9 +1,7 @@
 """The enumerable toy as a recipe: what every runtime is held against."""
 
 from tba.evaluation.accuracy import EvaluationSettings
-from tba.models.tabular import TabularModel
 from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.policy.tabular import TabularTask
 from tba.recipe import Recipe
 from tba.record.recorder import RecordSettings
 from tba.replay.pacing import Pacing
@@ -12,6 +10,8 @@ from tba.replay.selection import RecencyReward
 from tba.schedules import Constant, WarmupCosine
 from tba.search.exploration import Fixed
 from tba.training.optimizer import OptimizerSettings
+from toy.model import TabularModel
+from toy.policy import TabularTask
 
 task = TabularTask()
 recipe = Recipe(

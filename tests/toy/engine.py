@@ -3,7 +3,7 @@
 Invariant: `log_behavior` is the log-probability under the very table a token was drawn from, after temperature and
 top-p and renormalised; the stream of `rng` and the weights decide every token.
 
-Shape legend: Q prompts, N nodes, V next tokens, B rows, T positions (as in `tba.policy.tabular`).
+Shape legend: Q prompts, N nodes, V next tokens, B rows, T positions (as in `toy.policy`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from tba.errors import UserError
 from tba.generation import generate
-from tba.policy.tabular import EOS, TabularReference, TabularTask, TabularTokenizer, checked
 from tba.protocols import Engine, Partner, Reference, Turn
 from tba.types import Completion, Group, IntArray, Prompt, Sampling, Split, StopReason, Trajectory, Version
+from toy.policy import EOS, TabularReference, TabularTask, TabularTokenizer, checked
 
 Table = npt.NDArray[np.float64]
 _ROWS = 64  # answers that a flow grows at the same time, or those of one prompt
@@ -225,7 +225,7 @@ def sample_groups(
     reference = TabularReference(task) if reference is None else reference
     groups = []
     for prompt, completions in zip(prompts, generate(engine, prompts, count, sampling, rng), strict=True):
-        log_references = reference.log_probabilities(prompt, completions)
+        (log_references,) = reference.log_probabilities_of([(prompt, completions)])
         judgements = task.reward().judge([(prompt, c) for c in completions])
         groups.append(
             Group.of(

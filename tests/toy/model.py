@@ -12,12 +12,12 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from tba.engines.tabular import TabularEngine
 from tba.errors import UserError
-from tba.policy.tabular import WEIGHT, TabularPolicy, TabularReference, TabularTask, TabularTokenizer
 from tba.protocols import HEADS, Engine, Policy, Task, Work
 from tba.sharding import Sharding
 from tba.types import Version
+from toy.engine import TabularEngine
+from toy.policy import WEIGHT, TabularPolicy, TabularReference, TabularTask, TabularTokenizer
 
 MODEL = "model.safetensors"
 

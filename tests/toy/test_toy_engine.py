@@ -8,11 +8,11 @@ import torch
 
 from tba.batch import collate
 from tba.engines.rows import draw
-from tba.engines.tabular import TabularEngine, log_behavior, sample_groups, tabular_prompts
 from tba.generation import generate
-from tba.policy.tabular import TabularPolicy, TabularTask, distribution
 from tba.protocols import Engine
 from tba.types import Sampling, StopReason, Version
+from toy.engine import TabularEngine, log_behavior, sample_groups, tabular_prompts
+from toy.policy import TabularPolicy, TabularTask, distribution
 
 TASK = TabularTask()
 

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from tba.batch import collate
-from tba.engines.tabular import TabularEngine, sample_groups, tabular_prompts
 from tba.errors import UserError
-from tba.policy.tabular import (
+from tba.types import Prompt, Sampling, Version
+from toy.engine import TabularEngine, sample_groups, tabular_prompts
+from toy.policy import (
     TabularPolicy,
     TabularReference,
     TabularTask,
@@ -21,7 +22,6 @@ from tba.policy.tabular import (
     ideal,
     total_variation,
 )
-from tba.types import Prompt, Sampling, Version
 
 TASK = TabularTask()
 
