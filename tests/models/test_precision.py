@@ -16,7 +16,6 @@ import tba.recipes
 from tba.batch import collate
 from tba.command.weights import with_weights
 from tba.engines.transformers import EngineSettings
-from tba.errors import UserError
 from tba.generation import generate
 from tba.models.huggingface import HuggingFace
 from tba.models.precision import Precision, Wanted, precision
@@ -132,12 +131,6 @@ def test_a_run_in_bfloat16_begins_with_log_ratios_of_zero_and_again_after_a_rese
     kept = saved_adapters(checkpoint.path) if rank else load_file(checkpoint.path / "model.safetensors")
     assert {t.dtype for t in kept.values()} == {FULL}
     assert all(torch.equal(newest[name], tensor.to(HALF)) for name, tensor in kept.items())
-
-
-def test_the_settings_that_are_gone_say_where_the_precision_is_set() -> None:
-    for field in ("--trainer.compute", "--publish.dtype"):
-        with pytest.raises(UserError, match=r"--model\.dtype"):
-            override(find("quickstart"), [field, "bfloat16"], "tba train quickstart")
 
 
 def test_what_auto_means_is_recorded_with_the_run_for_parts_on_other_devices() -> None:
