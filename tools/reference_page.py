@@ -72,9 +72,11 @@ class Slot:
     where: str  # modules, or packages of which every module is searched
     can: tuple[str, ...]  # attributes that such a class has
     said: str = ""
+    named: bool = False  # of each class only its name: a page says what they are
 
 
 _TEMPERATURES = "`--objective.reward-temperature` and `--objective.reference-temperature` take the same classes."
+_LOSSES = "What each computes: [objectives.md](objectives.md#what-each-computes)."
 VICTIMS = "tba.apps.red_team.victim tba.apps.red_team.endpoint"
 SLOTS = (
     Slot(
@@ -87,7 +89,7 @@ SLOTS = (
     Slot("--task.victim", "Victims of red-teaming", VICTIMS, ("max_tokens", "start")),
     Slot("--task.classifier", "Classifiers of red-teaming", "tba.apps.red_team.toxicity", ("path", "start")),
     Slot("--model", "Models", "tba.models", ("prepared", "policy", "engine", "reference")),
-    Slot("--objective", "Objectives", "tba.objectives", ("needs", "by_group")),
+    Slot("--objective", "Objectives", "tba.objectives", ("needs", "by_group"), _LOSSES, named=True),
     Slot("--objective.beta", "Schedules of beta and of temperatures", "tba.schedules", ("last",), _TEMPERATURES),
     Slot("--objective.correction", "Corrections of an objective", "tba.objectives.correction", ("form", "level")),
     Slot("--exploration", "Exploration", "tba.search.exploration", ("draw", "full_support")),
@@ -117,7 +119,7 @@ COMMANDS: dict[str, type] = {
 }
 SLOT_OF = {slot.flag: slot for slot in SLOTS}
 BETA = "--objective.beta."
-LONG = 9  # words
+LONG = 8  # words
 COLUMN = 46  # characters of a flag and its default, before what it means
 
 
@@ -177,7 +179,9 @@ def settings(made: Settings) -> Iterator[str]:
     chosen = []
     for slot in SLOTS:
         chosen += [f"### {slot.title}\n", *([f"{slot.said}\n"] if slot.said else [])]
-        chosen += [line for kind in fillings(slot) for line in made.lines(f"{slot.flag}.", kind)]
+        chosen += [
+            line for kind in fillings(slot) for line in made.lines(f"{slot.flag}.", kind, kind.__name__ * slot.named)
+        ]
     options = [line for command, kind in COMMANDS.items() for line in made.lines("--", kind, f"`{command}`")]
     beta = f"{BETA + '*':<{COLUMN}}  below"
     most = list(dict.fromkeys(made.first.get(flag, beta) for flag in FIRST))
