@@ -60,7 +60,7 @@ test-newest:
 	@.venv-newest/bin/python -m pip install -q --disable-pip-version-check --no-deps .
 	@.venv-newest/bin/python -W error -m compileall -q src
 	@.venv-newest/bin/tba --help > /dev/null
-	@.venv-newest/bin/python -m pytest --noconftest tests/replay --ignore tests/replay/test_reading.py --ignore tests/replay/test_selection.py
+	@.venv-newest/bin/python -m pytest --noconftest tests/replay --ignore tests/replay/test_queries.py --ignore tests/replay/test_selection.py
 
 test-cluster: $(VENV)/installed
 	@TBA_TEST_CLUSTER=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/runtime/cluster/test_cluster.py

@@ -17,9 +17,9 @@ from tba.record.metrics import MetricsWriter
 from tba.record.recorder import SampleWriter
 from tba.record.summary import Summary, WallSeconds
 from tba.replay.buffer import Amount, Buffer, BufferSettings
+from tba.replay.codec import pack_uses
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
-from tba.replay.uses import pack_uses
 from tba.types import Completion, Evaluation, Prompt, Sampling, StopReason, Trajectory, Version
 
 BEGAN = 1.7e9

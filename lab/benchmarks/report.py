@@ -28,8 +28,8 @@ from tba.record.evaluations import EvaluationWriter
 from tba.record.ledger import Ledger
 from tba.record.metrics import MetricsWriter
 from tba.record.summary import Lag, Summary, WallSeconds
+from tba.replay.codec import pack_uses
 from tba.replay.journal import JournalWriter
-from tba.replay.uses import pack_uses
 from tba.types import Completion, Evaluation, Prompt, Sampling, StopReason, Trajectory, Version
 
 SECONDS = 1.5  # of a step

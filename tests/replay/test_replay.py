@@ -21,13 +21,12 @@ from trajectory_cases import Pile, prompt, same, trajectory
 from tba.apps.red_team.near import NearDuplicates
 from tba.errors import UserError
 from tba.replay.buffer import Buffer, BufferSettings
-from tba.replay.codec import Stored
+from tba.replay.codec import Stored, pack_uses, unpack_uses
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
 from tba.replay.pacing import Pacing
 from tba.replay.replay import Replay, ReplaySettings
 from tba.replay.selection import BatchRequest, RecencyReward
-from tba.replay.uses import pack_uses, unpack_uses
 from tba.types import Group, Score, Trajectory, Version
 
 

@@ -20,8 +20,8 @@ from tba.errors import UserError
 from tba.record.jsonl import plain
 from tba.record.terminal import terminal
 from tba.record.text import count, printable, size
-from tba.replay.reading import JournalReader, Share, written_out
-from tba.replay.uses import unpack_uses
+from tba.replay.codec import unpack_uses
+from tba.replay.queries import JournalQueries, Share, written_out
 from tba.runtime.checkpointing import held_by_journal, missing_from
 from tba.runtime.run_dir import RunDirectory
 from tba.training.checkpoint import newest_sound
@@ -41,7 +41,7 @@ def show_replay(path: Path, options: ReplayOptions) -> int:
         done = _export(journal, options.export, used)
         print(f"{done} trajectories in {options.export}")  # noqa: T201 - the command's answer
         return 0
-    with JournalReader(journal, used, options.seconds) as reader:
+    with JournalQueries(journal, used, options.seconds) as reader:
         if options.sql is None:
             _show(terminal(), path, journal, reader, missing_from(reader.totals, held, _marks(run)))
         else:
@@ -88,7 +88,7 @@ def _cell(value: object) -> str:
     return printable(str(value), longest=sys.maxsize, newlines=False)
 
 
-def _show(console: Console, path: Path, journal: Path, reader: JournalReader, lost: str | None) -> None:
+def _show(console: Console, path: Path, journal: Path, reader: JournalQueries, lost: str | None) -> None:
     totals = reader.totals
     console.print(
         f"{path}: {totals.rows:,} trajectories, {count(totals.tokens)} tokens, {size(journal.stat().st_size)}",

@@ -30,7 +30,7 @@ from tba.record.show import facts_of
 from tba.record.text import frame_of
 from tba.replay.buffer import LEFT
 from tba.replay.excerpt import Facts, chosen, read_bodies, read_facts
-from tba.replay.reading import JournalReader
+from tba.replay.queries import JournalQueries
 from tba.runtime.checkpointing import held_by_journal, missing_from
 from tba.runtime.run_dir import RunDirectory
 from tba.training.checkpoint import newest_sound
@@ -274,7 +274,7 @@ def _journal(
     checkpoint, _ = newest_sound(run.checkpoints, verify=False)
     known = checkpoint is not None
     held = held_by_journal(run)
-    with JournalReader(journal, deadline_s=DEADLINE_S) as reader:
+    with JournalQueries(journal, deadline_s=DEADLINE_S) as reader:
         lost = missing_from(reader.totals, held, run.marks)
         facts = read_facts(reader, fates_of(run))
         samples = _trained_samples(reader, record.directory)
@@ -325,7 +325,7 @@ def _fate(facts: Facts) -> npt.NDArray[np.int8]:
     return fate
 
 
-def _trained_samples(reader: JournalReader, path: Path) -> dict[int, list[dict[str, Json]]]:
+def _trained_samples(reader: JournalQueries, path: Path) -> dict[int, list[dict[str, Json]]]:
     """Returns the lines of samples.jsonl by the trajectories' places: when each was in a batch."""
     by_uid: dict[str, list[dict[str, Json]]] = {}
     for row in read_samples(path):

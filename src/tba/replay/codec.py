@@ -9,18 +9,19 @@ that bytes that have changed on the disk are detected before anything is learnt 
 its digest.
 
 `Encoded` is what is sent when the journal is on another machine: plain values and bytes, which the receiver writes
-without unpickling or decoding.
+without unpickling or decoding. `pack_uses` is how a checkpoint stores how often each trajectory was used.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import math
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,8 @@ from tba.types import Completion, FloatArray, IntArray, Prompt, Sampling, StopRe
 _TOKENS = np.dtype("<i4")
 _LOGS = np.dtype("<f4")
 _MASK = np.dtype("?")
+_USES = np.dtype("<i4")
+_MOST_USES = 1 << 31  # bytes: half a thousand million trajectories
 _SEALED = 1 << 31
 _CRC_BYTES = 4
 _json = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dumps makes an encoder for each call
@@ -117,7 +120,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
         "arrays": [(name, array.dtype.str, array.shape) for name, array in arrays.items()],
     }
     body = _pack(header, [*by_token, *arrays.values()], _SEALED)
-    return body + crc32(body).to_bytes(_CRC_BYTES, "little")
+    return body + zlib.crc32(body).to_bytes(_CRC_BYTES, "little")
 
 
 def decode_trajectory(body: bytes, prompt: Prompt, compare: bool = True) -> Trajectory:
@@ -176,7 +179,9 @@ def header_of(body: bytes) -> dict[str, Any]:
 
 def intact(body: bytes) -> bytes:
     """Returns the body of a trajectory. Raises `Damaged` when these are not the bytes that were written."""
-    if not _is_sealed(body) or crc32(memoryview(body)[:-_CRC_BYTES]) != int.from_bytes(body[-_CRC_BYTES:], "little"):
+    if not _is_sealed(body) or zlib.crc32(memoryview(body)[:-_CRC_BYTES]) != int.from_bytes(
+        body[-_CRC_BYTES:], "little"
+    ):
         raise Damaged("a trajectory's checksum differs from what was written")
     return body
 
@@ -234,6 +239,23 @@ def encode_logs(log_probabilities: FloatArray) -> bytes:
 def decode_logs(body: bytes) -> FloatArray:
     """Returns the log-probabilities [T] that `encode_logs` was given."""
     return np.frombuffer(body, _LOGS)
+
+
+def pack_uses(used: npt.NDArray[np.int32]) -> str:
+    """Encodes how often each place of the journal was used, [places + 1] (`Buffer.fates`); about a byte for three."""
+    return base64.b64encode(zlib.compress(used.astype(_USES).tobytes(), 1)).decode("ascii")
+
+
+def unpack_uses(text: str) -> npt.NDArray[np.int32]:
+    """Returns [places + 1], what `pack_uses` was given. Raises `ValueError` for what is no such text."""
+    try:
+        packed = zlib.decompressobj()
+        found = packed.decompress(base64.b64decode(text, validate=True), _MOST_USES)
+    except (ValueError, zlib.error, TypeError) as error:
+        raise ValueError(f"the record of uses cannot be read ({error})") from error
+    if not packed.eof or len(found) % _USES.itemsize:
+        raise ValueError("the record of uses is incomplete")
+    return np.frombuffer(found, dtype=_USES).astype(np.int32)
 
 
 def _plain(name: str, array: _Array) -> _Array:

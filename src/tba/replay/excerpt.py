@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tba.replay.codec import Damaged, decode_prompt, decode_trajectory
-from tba.replay.reading import JournalReader
+from tba.replay.queries import JournalQueries
 from tba.types import Prompt, Trajectory
 
 _AT_ONCE = 20_000  # rows of facts
@@ -44,7 +44,7 @@ class Facts:
         return len(self.place)
 
 
-def read_facts(reader: JournalReader, used: npt.NDArray[np.int32]) -> Facts:
+def read_facts(reader: JournalQueries, used: npt.NDArray[np.int32]) -> Facts:
     """Reads the facts of all trajectories. used: [places + 1], see `Buffer.fates`; what is beyond it was never used."""
     _, rows = reader.query(
         "SELECT seq, prompt, owner, tokens, incarnation, step, reward, created FROM trajectories ORDER BY seq"
@@ -102,7 +102,7 @@ def _first_rounds(facts: Facts, key: _Column) -> npt.NDArray[np.intp]:
 
 
 def read_bodies(
-    reader: JournalReader, facts: Facts, rows: npt.NDArray[np.intp]
+    reader: JournalQueries, facts: Facts, rows: npt.NDArray[np.intp]
 ) -> Iterator[tuple[int, Trajectory | None]]:
     """Yields the rows with their trajectories, in the order given; None where the body was deleted or is damaged."""
     prompt_of = _prompts(reader)
@@ -119,7 +119,7 @@ def _decoded(body: object, prompt: Prompt | None) -> Trajectory | None:
         return None
 
 
-def _prompts(reader: JournalReader) -> Callable[[int], Prompt | None]:
+def _prompts(reader: JournalQueries) -> Callable[[int], Prompt | None]:
     known: dict[int, Prompt | None] = {}
 
     def prompt_of(digest: int) -> Prompt | None:

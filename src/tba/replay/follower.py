@@ -1,4 +1,4 @@
-"""The reader of the journal: what the searchers have put, in order, for the trainer's replay buffer.
+"""Following the journal: what the searchers have put, in order, for the trainer's replay buffer.
 
 Invariant: everything acknowledged is given exactly once to each reader, in the order of acknowledgement. Exactly one
 connection checkpoints the write-ahead log and deletes what retention lets go: that of the follower that holds the lock
@@ -16,11 +16,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self, TypeAlias, TypeVar
+from typing import IO, Any, Self, TypeAlias
 
 from tba.errors import DeadlineExceeded, UserError
-from tba.replay import scores
-from tba.replay.codec import Damaged, Gone, Stored, decode_prompt, decode_trajectory, intact, prompt_id
+from tba.replay.codec import Damaged, Gone, Stored, decode_logs, decode_prompt, intact, prompt_id
 from tba.replay.recovery import Recovery, open_journal
 from tba.replay.schema import add_to_totals, set_totals
 from tba.types import Evaluation, Prompt, Score, Trajectory, Version
@@ -30,7 +29,6 @@ _LAST = 2**63 - 1  # no position is larger
 _PATIENCE = 0.1  # seconds that housekeeping may delay the trainer
 _RETIRED_AT_ONCE = 20_000  # rows
 _PAUSE = 0.05  # seconds between two attempts at the lock
-T = TypeVar("T")
 _Row: TypeAlias = tuple[Any, ...]
 
 
@@ -48,7 +46,7 @@ class Totals:
 
 
 class JournalFollower:
-    """The reader: a `TrajectorySource` that remembers its `position` and `score_position` (settable, to resume).
+    """A `TrajectorySource` that remembers its `position` and `score_position` (settable, to resume).
 
     keep_bytes: while the file holds more, the oldest bodies that have been drained are deleted, up to `needed_from`
     (settable; None: any), and counted (None: all are kept). Only one follower deletes and checkpoints, the first that
@@ -86,18 +84,15 @@ class JournalFollower:
 
         What was deleted by retention or cannot be read is passed over: `take_gone` says how much that was.
         """
-        return self._drained(lambda seq, body, prompt: decode_trajectory(body, prompt), limit, until)
+        return [stored.trajectory for stored in self.drain_stored(limit, until)]
 
     def drain_stored(self, limit: int | None = None, until: int | None = None) -> list[Stored]:
-        """Returns the same as bytes, at less than half the cost."""
-        return self._drained(lambda seq, body, prompt: Stored.read(prompt, body)._replace(place=seq), limit, until)
-
-    def _drained(self, read: Callable[[int, bytes, Prompt], T], limit: int | None, until: int | None) -> list[T]:
-        found: list[T] = []
+        """Returns what `drain` does as bytes, at half the cost."""
+        found: list[Stored] = []
         while not found and (rows := self._bodies(limit, until)):
             for seq, prompt, body in rows:
                 try:
-                    found.append(read(seq, body, self._prompt(prompt)))
+                    found.append(Stored.read(self._prompt(prompt), body)._replace(place=seq))
                 except Damaged as error:
                     self._gone += self._give_up(seq, str(error))
         return found
@@ -163,21 +158,27 @@ class JournalFollower:
         return Gone(damaged_trajectories=1, damaged_tokens=tokens)
 
     def ask(self, reference: Version, uids: Sequence[str]) -> None:
-        """Request that searchers score these trajectories under `reference`; requests for another reference are
-        dropped.
+        """Request that searchers score these trajectories under `reference`, as far as they have not been; requests for
+        another reference are dropped.
         """
         with self._database.transaction() as connection:
-            scores.ask(connection, reference, uids)
+            connection.execute("DELETE FROM unscored WHERE reference != ?", (str(reference),))
+            connection.executemany(
+                "INSERT OR IGNORE INTO unscored SELECT seq, ?1, '', 0, 0 FROM trajectories WHERE uid = ?2 "
+                "AND NOT EXISTS (SELECT 1 FROM scores WHERE uid = ?2 AND reference = ?1)",
+                [(str(reference), uid) for uid in uids],
+            )
 
     def drain_scores(self, limit: int | None = None, until: int | None = None) -> list[Score]:
         """Returns the scores that are new since the last call, in the order given, as `drain` gives trajectories."""
         rows: list[_Row] = self._database.rows(
-            scores.SCORES, self.score_position, _LAST if until is None else until, -1 if limit is None else limit
+            "SELECT place, uid, reference, body FROM scores WHERE place > ? AND place <= ? ORDER BY place LIMIT ?",
+            *(self.score_position, _LAST if until is None else until, -1 if limit is None else limit),
         )
         if rows:
             self.score_position = rows[-1][0]
             self._truncate()
-        return [scores.score_of(*row) for _, *row in rows]
+        return [Score(uid, Version.parse(reference), decode_logs(body)) for _, uid, reference, body in rows]
 
     def undrained(self) -> dict[str, int]:
         """Returns {"trajectories", "tokens"} after the position."""

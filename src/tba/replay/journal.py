@@ -4,7 +4,7 @@ Invariant: what was acknowledged is on disk in full (synchronous = FULL) and is 
 exactly once, in the order of acknowledgement; what was not acknowledged left no trace.
 
 Prompts are leased here by position (0, 1, 2, ...) and their outcomes recorded, evaluation jobs are claimed here, and
-trajectories are scored under later references here (`scores`). Each owner's counts are kept here, in the transaction of
+trajectories are scored under later references here. Each owner's counts are kept here, in the transaction of
 what they count.
 """
 
@@ -18,8 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tba.replay import scores
-from tba.replay.codec import Encoded, Row, decode_prompt, decode_trajectory, encoded
+from tba.replay.codec import Encoded, Row, decode_prompt, decode_trajectory, encode_logs, encoded
 from tba.replay.recovery import open_journal
 from tba.replay.schema import add_to_totals, bodies_into, facts_into, keep_prompts
 from tba.types import Evaluation, Outcome, Score, Trajectory, Version
@@ -144,14 +143,22 @@ class JournalWriter:
 
         One that is handed out and has not run out is not handed out again.
         """
-        if not self._database.rows(scores.UNSCORED, str(reference)):
+        if not self._database.rows("SELECT 1 FROM unscored WHERE reference = ? LIMIT 1", str(reference)):
             return []  # nearly always, and without the write lock
         with self._database.transaction() as connection:
             # The clock of `issued` restarts only with the machine, and then so does this process: adjusting the
             # (possibly many) rows once is enough.
             now = self._clock() if self._scored_before else self._now(connection, "unscored")
             self._scored_before = True
-            rows = scores.lease(connection, reference, count, self.owner, now, seconds)
+            rows = connection.execute(
+                "SELECT prompt, seq, bodies.body FROM unscored JOIN bodies USING (seq) "
+                "WHERE reference = ? AND issued + seconds <= ? ORDER BY seq DESC LIMIT ?",
+                (str(reference), now, count),
+            ).fetchall()
+            connection.executemany(
+                "UPDATE unscored SET owner = ?, issued = ?, seconds = ? WHERE seq = ?",
+                [(self.owner, now, seconds, seq) for _, seq, _ in rows],
+            )
         bodies = {i: self._database.rows("SELECT body FROM prompts WHERE id = ?", i) for i in {row[0] for row in rows}}
         prompts = {i: decode_prompt(body) for i, ((body,),) in bodies.items()}
         return [decode_trajectory(body, prompts[prompt]) for prompt, _, body in rows]
@@ -162,7 +169,17 @@ class JournalWriter:
         A repeated call changes nothing: a score that is there already is ignored; when all are, so are the counters.
         """
         with self._database.transaction() as connection:
-            if scores.put(connection, scored) and counters:
+            new = 0
+            for score in scored:
+                new += connection.execute(
+                    "INSERT OR IGNORE INTO scores (uid, reference, body) VALUES (?, ?, ?)",
+                    (score.uid, str(score.reference), encode_logs(score.log_reference)),
+                ).rowcount
+                connection.execute(
+                    "DELETE FROM unscored WHERE reference = ? AND seq = (SELECT seq FROM trajectories WHERE uid = ?)",
+                    (str(score.reference), score.uid),
+                )
+            if new and counters:
                 self._count(connection, counters)
 
     def count(self, **increments: int) -> None:

@@ -18,11 +18,10 @@ import numpy.typing as npt
 from tba.errors import UserError
 from tba.fields import as_declared
 from tba.replay.buffer import Amount, Buffer, BufferSettings, Counts
-from tba.replay.codec import Gone, Stored
+from tba.replay.codec import Gone, Stored, pack_uses, unpack_uses
 from tba.replay.columns import Lost
 from tba.replay.pacing import Held, Pacing
 from tba.replay.selection import SMALLEST_GROUP, BatchRequest, RecencyReward, Selection
-from tba.replay.uses import pack_uses, unpack_uses
 from tba.types import ELSEWHERE, Group, Json, Score, Version
 
 _CHUNK = 4096  # rows drained at a time

@@ -13,7 +13,11 @@
     bodies          the trajectories without their prompts. Retention deletes the oldest, up to `retired_until`; after
                     that position a trajectory without a body has been damaged
     recoveries      each time that a damaged file was set aside, and what could not be read in it
-    leases, outcomes, jobs, evaluations, counters, and those of `scores`
+    scores          log-probabilities of trajectories under later references, kept apart from the trajectory's own; each
+                    is written once and never changed
+    unscored        the scores that the trainer requests, all under one reference, the newest; leased newest first, so
+                    that no two searchers score the same, and removed in the transaction that writes the score
+    leases, outcomes, jobs, evaluations, counters
 
 Invariant: a file with this version's number in its header has exactly these tables. One of another version is refused
 by `Database`, and nothing in it is changed.
@@ -24,13 +28,11 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterable, Mapping
 
-from tba.replay import scores
 from tba.replay.database import Schema
 
 # The two rows without content in `prompt_copies` do not fit on one page. As long as a table does, its only page is its
 # root, and what is on it moves to the file's end when it is full.
-_TABLES = (
-    """
+_TABLES = """
 CREATE TABLE totals (name TEXT NOT NULL, value INTEGER NOT NULL, again INTEGER NOT NULL);
 CREATE TABLE prompts (id INTEGER PRIMARY KEY, body BLOB NOT NULL);
 CREATE TABLE prompt_copies (place INTEGER PRIMARY KEY, id INTEGER NOT NULL, body BLOB NOT NULL);
@@ -59,9 +61,14 @@ INSERT INTO totals VALUES ('rows', 0, 0), ('tokens', 0, 0), ('positions', 0, 0),
     ('retired_tokens', 0, 0), ('retired_until', 0, 0), ('identity', random() & 0x7fffffffffffffff, 0), ('mark', 0, 0);
 UPDATE totals SET again = value;
 INSERT INTO prompt_copies (id, body) VALUES (0, zeroblob(8000)), (0, zeroblob(200));
-"""
-    + scores.SCHEMA
+CREATE TABLE unscored (
+    seq INTEGER PRIMARY KEY, reference TEXT NOT NULL, owner TEXT NOT NULL, issued REAL NOT NULL, seconds REAL NOT NULL
+);
+CREATE TABLE scores (
+    place INTEGER PRIMARY KEY AUTOINCREMENT, uid TEXT NOT NULL, reference TEXT NOT NULL, body BLOB NOT NULL,
+    UNIQUE (uid, reference)
 )
+"""
 
 
 def facts_into(rows: int) -> str:

@@ -27,7 +27,7 @@ from tba.record.memory import machine
 from tba.record.metrics import RunningMetrics
 from tba.record.summary import Lag, Summary, WallSeconds
 from tba.replay.follower import JournalFollower
-from tba.replay.reading import rows_in
+from tba.replay.queries import rows_in
 from tba.runtime.checkpointing import loss_of
 from tba.runtime.elastic import Joined
 from tba.runtime.run_dir import RunDirectory

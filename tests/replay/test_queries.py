@@ -18,10 +18,10 @@ from trajectory_cases import trajectory
 from tba.__main__ import main
 from tba.command.replay import uses_of
 from tba.errors import DeadlineExceeded, TbaError, UserError
+from tba.replay.codec import pack_uses
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
-from tba.replay.reading import JournalReader, Share
-from tba.replay.uses import pack_uses
+from tba.replay.queries import JournalQueries, Share
 from tba.runtime.run_dir import RunDirectory
 from tba.tables import read
 from tba.types import ELSEWHERE
@@ -57,12 +57,12 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def reader(run: Path) -> Iterator[JournalReader]:
-    with JournalReader(run / "journal.sqlite", uses_of(RunDirectory.open(run)), deadline_s=20.0) as reader:
+def reader(run: Path) -> Iterator[JournalQueries]:
+    with JournalQueries(run / "journal.sqlite", uses_of(RunDirectory.open(run)), deadline_s=20.0) as reader:
         yield reader
 
 
-def test_each_count_has_all_trajectories_in_it_once(reader: JournalReader) -> None:
+def test_each_count_has_all_trajectories_in_it_once(reader: JournalQueries) -> None:
     assert reader.by_owner() == [
         Share("import", 1, 1, 1.0),
         Share("searcher-0", 30, 60, 0.5),
@@ -82,13 +82,13 @@ def test_many_rewards_are_counted_in_ten_ranges(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     with JournalWriter(path, "a") as writer:
         writer.put([trajectory(tokens=(i,), reward=i / 10 - 2) for i in range(101)])
-    with JournalReader(path) as reader:
+    with JournalQueries(path) as reader:
         shares = reader.by_reward()
     assert [s.trajectories for s in shares] == [10] * 9 + [11]
     assert (shares[0].name, shares[-1].name) == ("-2 to -1", "7 to 8")
 
 
-def test_a_query_sees_facts_uses_and_what_is_written_in_bodies(reader: JournalReader) -> None:
+def test_a_query_sees_facts_uses_and_what_is_written_in_bodies(reader: JournalQueries) -> None:
     names, rows = reader.query(
         "SELECT uid, uses, json_extract(facts(body), '$.provenance.searcher') AS who "
         "FROM trajectories JOIN uses USING (uid) JOIN bodies USING (seq) ORDER BY uid"
@@ -109,7 +109,7 @@ def test_a_query_sees_facts_uses_and_what_is_written_in_bodies(reader: JournalRe
 )
 def test_what_is_no_select_is_refused_in_a_sentence_and_changes_nothing(run: Path, sql: str) -> None:
     journal = run / "journal.sqlite"
-    with JournalReader(journal) as reader, pytest.raises(UserError, match="SELECT"):
+    with JournalQueries(journal) as reader, pytest.raises(UserError, match="SELECT"):
         list(reader.query(sql.format(folder=run))[1])
     assert not (run / "other.sqlite").exists()
     with JournalFollower(journal) as follower:
@@ -118,7 +118,7 @@ def test_what_is_no_select_is_refused_in_a_sentence_and_changes_nothing(run: Pat
 
 def test_a_query_that_takes_too_long_is_ended(run: Path) -> None:
     endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT {} FROM n"
-    with JournalReader(run / "journal.sqlite", deadline_s=0.05) as reader:
+    with JournalQueries(run / "journal.sqlite", deadline_s=0.05) as reader:
         for what in ("max(i)", "i"):
             with pytest.raises(DeadlineExceeded, match=r"took longer than 0\.05 s"):
                 for _ in reader.query(endless.format(what))[1]:
@@ -137,7 +137,7 @@ def test_a_query_that_takes_too_long_is_ended(run: Path) -> None:
         max_size=8,
     ).map(" ".join)
 )
-def test_any_text_as_a_query_ends_in_rows_or_in_a_sentence(reader: JournalReader, sql: str) -> None:
+def test_any_text_as_a_query_ends_in_rows_or_in_a_sentence(reader: JournalQueries, sql: str) -> None:
     try:
         names, rows = reader.query(sql)
     except TbaError:

@@ -55,7 +55,7 @@ def rows_in(journal: Path) -> int | None:
     return int(rows)
 
 
-class JournalReader:
+class JournalQueries:
     """A read-only connection. `used` ([places + 1], see `Buffer.used`) fills the table `uses`: how often each was
     trained on.
 
