@@ -495,4 +495,4 @@ def test_a_wrong_input_is_answered_in_one_sentence_and_leaves_no_file_and_no_pro
         wrong += [f"tba {case}: changed {name}" for name in dict(now.items() ^ before.items())]
         wrong += [f"tba {case}: left a process"] * (children() != running)
         before, running = now, children()
-    assert wrong == []
+    assert not wrong, "\n".join(wrong)
