@@ -162,7 +162,8 @@ class HuggingFace:
     def other(self, path: str) -> HuggingFace:
         """Returns another model that only scores, in the same place and precision."""
         dtype: Wanted = "bfloat16" if self.dtype == "4-bit" else self.dtype
-        return replace(self, path=path, dtype=dtype, lora=LoraSettings(), warm_start=None)
+        plain = replace(self, lora=LoraSettings(), warm_start=None, template_arguments=())  # those of its own template
+        return replace(plain, path=path, dtype=dtype)
 
     @property
     def heads(self) -> frozenset[str]:

@@ -1,22 +1,30 @@
 """Which models score an answer: the reference, which may be another than the policy's start, and the teachers.
 
-Invariant: whoever scores has the policy's own tokenizer, which is checked before anything is scored, not assumed.
+Invariant: whoever scores token by token has the policy's own tokenizer, which is checked before anything is scored, not
+assumed. A teacher with another one scores the text of an answer, as a whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from tba.errors import UserError
-from tba.foreign import problems_of
-from tba.protocols import Model, Reference, Task
+from tba.foreign import problems_of, prompt_tokens, templated
+from tba.protocols import Acted, Model, Reference, Task
 from tba.recipe import Recipe
-from tba.types import Version
+from tba.turns import AssistantTurn, Frame, assistant_turn
+from tba.types import Completion, FloatArray, Prompt, StopReason, Version
 
 _CHARACTERS = 256  # tokens of a vocabulary up to which it may be one of a task's characters, and write no others
 _PROMPTS = 20  # of the task whose encodings are compared
+_BEFORE = 4  # tokens of a prompt with which its answer is decoded: some tokenizers leave out a text's first blank
 _SAMPLE = "Ünïcode 12.345, (x + y)^2 = 0?\n\tdef f(a): return {'a': [1, 2]}  # 東京\n"
 
 
@@ -28,12 +36,16 @@ def reference_of(recipe: Recipe, model: Model) -> Reference:
     """Returns the reference that a run of a prepared model begins with. Raises `UserError` for another tokenizer."""
     if recipe.reference is None:
         return model.reference(recipe.policy_temperature, Version())
-    return _scoring(recipe, model, _other(recipe, model, recipe.reference, "--reference"), "--reference")
+    other = _other(recipe, model, recipe.reference, "--reference")
+    _require_same_tokenizer(recipe.task, model, other)
+    return other.reference(recipe.policy_temperature, Version())
 
 
 def teachers_of(recipe: Recipe, model: Model) -> list[Reference]:
-    """Returns the recipe's teachers, in order. Raises as `reference_of` does."""
-    return [_scoring(recipe, model, teacher, what) for what, teacher in _teachers(recipe, model)]
+    """Returns the recipe's teachers, in order; one with another tokenizer as a `ScoredByText`. Raises `UserError` where
+    the recipe needs the log-probability of each token.
+    """
+    return [_teaching(recipe, model, teacher) for teacher in _teachers(recipe, model)]
 
 
 def scorers_of(recipe: Recipe, model: Model, say: Callable[[str], None] = _nothing) -> dict[str, Model]:
@@ -43,20 +55,113 @@ def scorers_of(recipe: Recipe, model: Model, say: Callable[[str], None] = _nothi
     found = {}
     if recipe.reference is not None:
         found["reference"] = _other(recipe, model, recipe.reference, "--reference", say)
-    return found | {f"teacher {i}": one for i, (_, one) in enumerate(_teachers(recipe, model, say), start=1)}
+    return found | {f"teacher {i}": one for i, one in enumerate(_teachers(recipe, model, say), start=1)}
 
 
 def require_scorers(recipe: Recipe, model: Model, say: Callable[[str], None]) -> None:
-    """Find or make all models that score. Raises `UserError` for one that is not there, or has another tokenizer."""
+    """Find or make all models that score. Raises `UserError` for one that is not there, or has another tokenizer where
+    tokens are scored.
+    """
     for what, scorer in scorers_of(recipe, model, say).items():
-        _require_same_tokenizer(recipe.task, model, scorer, what)
+        if what == "reference":
+            _require_same_tokenizer(recipe.task, model, scorer)
+        elif differs := _difference(recipe.task, model, scorer):
+            _require_sums(recipe, scorer, differs)
+            say(f"{what} has another tokenizer than the policy ({differs}): it scores the text of each answer")
 
 
-def _teachers(recipe: Recipe, model: Model, say: Callable[[str], None] = _nothing) -> Iterator[tuple[str, Model]]:
+@dataclass(frozen=True)
+class ScoredByText:
+    """A teacher with a tokenizer of its own, which scores an answer's text: the log-probability of all of it is at the
+    answer's last token, and 0 at the others. That is right where only sums over an answer count.
+
+    The prompt is written by the teacher's own chat template. An answer that has ended is followed by the teacher's end
+    of a turn; one that was cut off by nothing, as under the policy, so that the probability is that of a text that
+    begins so. To leave it out would teach nothing about long answers. One that is too long for the teacher is NaN.
+    """
+
+    teacher: Reference
+    own: Any  # the policy's tokenizer
+    theirs: Any  # the teacher's
+    chat: bool  # prompts are chats
+    positions: int | None = None  # of the teacher, for a prompt and its answer; None: no limit
+
+    @property
+    def version(self) -> Version:
+        """Returns the version of the teacher's weights."""
+        return self.teacher.version
+
+    def log_probabilities_of(self, answered: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[FloatArray]]:
+        """Returns scores of several prompts: [i][j] is of the j-th completion of the i-th prompt, float32 [T].
+
+        Raises `UserError` for a chat of which only the student's text is known.
+        """
+        texts = []
+        for prompt, completions in answered:
+            asked = self._asked(prompt)
+            texts.append((asked, [self._written(prompt, asked, c) for c in completions]))
+        kept = [(asked, [c for c in said if isinstance(c, Completion)]) for asked, said in texts]
+        scores = self.teacher.log_probabilities_of([(asked, said) for asked, said in kept if said])
+        scored = (float(log_T.sum(dtype=float)) for rows in scores for log_T in rows)
+        totals = (c if isinstance(c, float) else next(scored) for _, said in texts for c in said)
+        return [[_at_end(next(totals), c) for c in completions] for _, completions in answered]
+
+    def load(self, weights: Mapping[str, Any], version: Version) -> None:
+        """Become another teacher, in place. Raises `KeyError` or `ValueError` on a name or shape mismatch."""
+        self.teacher.load(weights, version)
+
+    def _asked(self, prompt: Prompt) -> Prompt:
+        if self.chat and prompt.messages is None:
+            raise UserError("a teacher with another tokenizer needs the messages of a chat: give them, not their text")
+        text = prompt.text if prompt.messages is None else templated(self.theirs, prompt.messages)
+        return replace(prompt, tokens=np.array(prompt_tokens(self.theirs, text, self.chat), np.int32), text=text)
+
+    def _written(self, prompt: Prompt, asked: Prompt, completion: Completion) -> Completion | float:
+        """Returns an answer in the teacher's tokens, or its score where that needs no model."""
+        before, tokens = prompt.tokens[-_BEFORE:].tolist(), completion.tokens.tolist()
+        begin, text = (self.own.decode(ids, skip_special_tokens=True) for ids in (before, [*before, *tokens]))
+        text = text[len(begin) :] if text.startswith(begin) else self.own.decode(tokens, skip_special_tokens=True)
+        turns, ends = self._turns
+        turns = turns if self.chat else replace(turns, lead=asked.text)
+        ended = completion.stop_reason is StopReason.EOS or tokens[-1] in ends
+        encode = partial(self.theirs.encode, add_special_tokens=False)
+        if ended:
+            written = turns.tokens(text, encode)
+        else:
+            text = text.rstrip("\ufffd")  # the first bytes of a character whose others were cut off
+            written = turns.tokens(text, encode, Frame(turns.last.opening)) if text else []
+        if self.positions is not None and len(asked.tokens) + len(written) > self.positions:
+            return math.nan
+        return replace(completion, tokens=np.array(written, np.int32), text=text) if written else 0.0
+
+    @cached_property
+    def _turns(self) -> tuple[AssistantTurn, frozenset[int]]:
+        """Returns how the teacher's turns are written, and which tokens end the policy's."""
+        ends = {self.own.eos_token_id, *assistant_turn(self.own, self.chat).ends} - {None}
+        return assistant_turn(self.theirs, self.chat), frozenset(ends)
+
+
+def _at_end(total: float, completion: Completion) -> FloatArray:
+    log_T = np.zeros(len(completion.tokens), np.float32)
+    log_T[-1] = total
+    return log_T
+
+
+def _teachers(recipe: Recipe, model: Model, say: Callable[[str], None] = _nothing) -> Iterator[Model]:
     for path in recipe.teachers.paths:
-        yield "--teacher.paths", _other(recipe, model, path, "--teacher.paths", say)
+        yield _other(recipe, model, path, "--teacher.paths", say)
     for one in () if recipe.teachers.paths else recipe.teachers.models:
-        yield "a teacher", one.prepared(recipe.task, say)
+        yield one.prepared(recipe.task, say)
+
+
+def _teaching(recipe: Recipe, model: Model, teacher: Model) -> Reference:
+    differs = _difference(recipe.task, model, teacher)
+    if differs:
+        _require_sums(recipe, teacher, differs)
+    scorer = teacher.reference(recipe.policy_temperature, Version())
+    if not differs:
+        return scorer
+    return ScoredByText(scorer, model.tokenizer(), teacher.tokenizer(), _is_chat(recipe.task), teacher.positions)
 
 
 def _other(recipe: Recipe, model: Model, path: str, flag: str, say: Callable[[str], None] = _nothing) -> Model:
@@ -69,36 +174,58 @@ def _other(recipe: Recipe, model: Model, path: str, flag: str, say: Callable[[st
     return found
 
 
-def _scoring(recipe: Recipe, model: Model, scorer: Model, what: str) -> Reference:
-    _require_same_tokenizer(recipe.task, model, scorer, what)
-    return scorer.reference(recipe.policy_temperature, Version())
-
-
-def _require_same_tokenizer(task: Task, model: Model, other: Model, what: str) -> None:
-    """Raises `UserError` unless both write the same tokens: one tokenizer, or equal vocabularies, ends and encodings of
-    some texts.
-    """
-    own, theirs = model.tokenizer(), other.tokenizer()
-    differs = None
-    if own.eos_token_id != theirs.eos_token_id:
-        differs = f"texts end in token {theirs.eos_token_id} there, in {own.eos_token_id} here"
-    elif _written(own) == _written(theirs):
-        return
-    elif _vocabulary(own) != _vocabulary(theirs):
-        differs = "the vocabularies differ"
-    else:
-        for text in (*([_SAMPLE] if len(_vocabulary(own)) > _CHARACTERS else []), *_texts(task)):
-            if own.encode(text, add_special_tokens=False) != theirs.encode(text, add_special_tokens=False):
-                differs = f"{text[:40]!r} is encoded in another way"
-                break
-    if differs is not None:
+def _require_same_tokenizer(task: Task, model: Model, other: Model) -> None:
+    """Raises `UserError` for a reference with another tokenizer."""
+    if differs := _difference(task, model, other):
         raise UserError(
-            f"{what}: {getattr(other, 'path', '') or other} has another tokenizer than the policy ({differs}), and "
-            "answers are scored token by token: give a model with the policy's own"
+            f"--reference: {_name(other)} has another tokenizer than the policy ({differs}), and a reference scores "
+            "token by token: give a model with the policy's own, or make it a teacher (--teacher.paths)"
         )
 
 
-def _written(tokenizer: Any) -> Any:
+def _require_sums(recipe: Recipe, teacher: Model, differs: str) -> None:
+    """Raises `UserError` where a teacher with another tokenizer cannot score a recipe's answers."""
+    first = next(iter(problems_of(recipe.task, "train")))
+    because = None
+    if not hasattr(recipe.objective, "log_z"):
+        because = "the objective needs the log-probability of each token: choose TrajectoryBalance"
+    elif isinstance(recipe.task, Acted) or first.tools:
+        because = "it cannot write an environment's turns or tools in its own way"
+    if because is not None:
+        raise UserError(
+            f"the teacher {_name(teacher)} has another tokenizer than the policy ({differs}), so that it scores the "
+            f"text of an answer, and {because}, or give a teacher with the policy's tokenizer"
+        )
+    if not isinstance(first.prompt, str):
+        templated(teacher.tokenizer(), first.prompt)
+
+
+def _is_chat(task: Task) -> bool:
+    return not isinstance(next(iter(problems_of(task, "train"))).prompt, str)
+
+
+def _name(model: Model) -> str:
+    return str(getattr(model, "path", "") or model)
+
+
+def _difference(task: Task, model: Model, other: Model) -> str:
+    """Returns how two models' tokenizers differ, in words; empty where both write the same tokens: one tokenizer, or
+    equal vocabularies, ends and encodings of some texts.
+    """
+    own, theirs = model.tokenizer(), other.tokenizer()
+    if own.eos_token_id != theirs.eos_token_id:
+        return f"texts end in token {theirs.eos_token_id} there, in {own.eos_token_id} here"
+    if _description(own) == _description(theirs):
+        return ""
+    if _vocabulary(own) != _vocabulary(theirs):
+        return "the vocabularies differ"
+    for text in (*([_SAMPLE] if len(_vocabulary(own)) > _CHARACTERS else []), *_texts(task)):
+        if own.encode(text, add_special_tokens=False) != theirs.encode(text, add_special_tokens=False):
+            return f"{text[:40]!r} is encoded in another way"
+    return ""
+
+
+def _description(tokenizer: Any) -> Any:
     """Returns all that a tokenizer does, written down; itself where it cannot be."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return tokenizer if backend is None else backend.to_str()
