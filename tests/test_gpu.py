@@ -26,7 +26,7 @@ from tba.models.huggingface import HuggingFace
 from tba.policy.norms import rms_norm
 from tba.policy.packed import PackedLayout
 from tba.policy.varlen import Attention
-from tba.runtime.leading import start_policy, start_ranks
+from tba.runtime.ranks.start import start_policy, start_ranks
 from tba.settings import find
 from tba.types import Completion, Group, Prompt, Sampling, StopReason, Trajectory, Version
 

@@ -76,6 +76,10 @@ ONLY_IN = {
     "math_verify": {"rewards/math_answer.py"},
     "verifiers": {"environments/verifiers_process.py"},
     "sklearn": {"apps/red_team/word_classifier.py"},
+    "torch.distributed": {  # the rooms of the trainer's ranks, and the sum of gradients' norms
+        *("sharding.py", "policy/fsdp.py", "training/optimizer.py", "training/ranks/messages.py"),
+        *("runtime/ranks/start.py", "runtime/ranks/store.py"),
+    },
 }
 
 
@@ -201,9 +205,9 @@ def test_replay_search_and_all_below_them_name_no_model_library_anywhere() -> No
             assert not {n.split(".")[0] for n in imported(path)} & {"torch", "transformers"}, named(path)
 
 
-def test_vllm_ray_math_verify_verifiers_and_sklearn_each_have_one_home() -> None:
+def test_vllm_ray_math_verify_verifiers_sklearn_and_torch_distributed_each_have_one_home() -> None:
     for package, allowed in ONLY_IN.items():
-        homes = {named(path) for path in FILES if any(name.split(".")[0] == package for name in imported(path))}
+        homes = {named(path) for path in FILES if any(f"{name}.".startswith(f"{package}.") for name in imported(path))}
         assert homes <= allowed, package
 
 

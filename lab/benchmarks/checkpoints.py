@@ -27,8 +27,8 @@ from publishing import policy_of
 from tba.policy.causal import CausalPolicy
 from tba.training.checkpoint import save_checkpoint
 from tba.training.optimizer import OptimizerSettings
-from tba.training.ranks import Meeting, Ranks
-from tba.training.sharded import Follower, Rank0Optimizer, Rank0Policy
+from tba.training.ranks.messages import Meeting, Ranks
+from tba.training.ranks.policy import Follower, Rank0Optimizer, Rank0Policy
 from tba.types import Version
 
 SETTINGS = OptimizerSettings(lr=1e-5)

@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from tba.batch import Batch
-from tba.engines.rows import Rows
+from tba.engines.decoding import Rows
 from tba.engines.rules import Rules
 from tba.engines.slots import PackedPrompts, SlotCache, slot_attention
 from tba.engines.step import Step

@@ -85,7 +85,7 @@ from tba.models.memory import Pass, Sampling, Shape, engine, total, trainer
 from tba.policy.lora import LoraSettings
 from tba.record.jsonl import write_json
 from tba.record.memory import keep_few_kernels, machine, versions
-from tba.runtime.leading import start_policy, start_ranks
+from tba.runtime.ranks.start import start_policy, start_ranks
 from tba.types import Group, Trajectory, Version
 from tba.types import Sampling as Drawing
 

@@ -32,7 +32,7 @@ from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 from tba.batch import Batch, Fetched, collate
 from tba.recipe import Recipe
 from tba.record.memory import peak_gpu_memory_bytes, peak_memory_bytes, resident_memory_bytes
-from tba.runtime.leading import start_policy, start_ranks
+from tba.runtime.ranks.start import start_policy, start_ranks
 from tba.settings import find, override
 from tba.training.tiny_models import character_tokenizer
 from tba.training.trainer import Trainer

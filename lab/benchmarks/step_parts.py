@@ -34,10 +34,10 @@ from torch.autograd.profiler_util import FunctionEvent
 
 from tba.batch import Fetched, collate
 from tba.models.arithmetic import shape_of
-from tba.runtime.leading import start_policy, start_ranks
 from tba.runtime.prompting import prompts_of
+from tba.runtime.ranks.start import start_policy, start_ranks
 from tba.settings import find, override
-from tba.training.ranks import RankSettings
+from tba.training.ranks.messages import RankSettings
 from tba.training.trainer import Trainer
 from tba.types import Completion, Group, Prompt, StopReason, Trajectory, Version
 from tba.weights.directory import WeightDirectory

@@ -47,8 +47,8 @@ from tba.record.memory import peak_memory_bytes, resident_memory_bytes
 from tba.schedules import Constant
 from tba.training.gradients import backward
 from tba.training.optimizer import Optimizer, OptimizerSettings
-from tba.training.ranks import Meeting, Ranks
-from tba.training.sharded import Follower, Rank0Optimizer, Rank0Policy
+from tba.training.ranks.messages import Meeting, Ranks
+from tba.training.ranks.policy import Follower, Rank0Optimizer, Rank0Policy
 
 RANK = 16  # of adapters
 PROMPT = 64  # tokens, those of `batch_of`

@@ -26,7 +26,7 @@ from tba.search.prompts import PromptSettings
 from tba.search.vine import Vine
 from tba.training.control import Control
 from tba.training.optimizer import OptimizerSettings
-from tba.training.ranks import LOADING, RankSettings
+from tba.training.ranks.messages import LOADING, RankSettings
 from tba.training.teacher import Teacher
 from tba.types import Json
 from tba.weights.directory import PublishSettings

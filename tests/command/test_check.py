@@ -25,7 +25,7 @@ from tba.replay.selection import RecencyReward
 from tba.schedules import Constant
 from tba.search.exploration import Fixed, RandomPerRound
 from tba.settings import find
-from tba.training.ranks import RankSettings
+from tba.training.ranks.messages import RankSettings
 
 RECIPE = str(Path(__file__).parents[1] / "tiny_sums.py")
 

@@ -10,7 +10,7 @@ import torch
 from engine_families import EOS, VOCABULARY, Letters, build, plain_log_probabilities, ragged_prompts
 
 from tba.command.check import validate
-from tba.engines.rows import draw
+from tba.engines.decoding import draw
 from tba.engines.rules import rules_of
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.errors import UserError

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tba.engines.rows import draw
+from tba.engines.decoding import draw
 from tba.types import Sampling
 
 FOUR = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tba.engines.rows import Rows
+from tba.engines.decoding import Rows
 from tba.engines.slots import AttentionKind, PackedPrompts, SlotCache, slot_attention
 from tba.engines.step import Graph, Step
 from tba.engines.transformers import EngineSettings, TransformersEngine

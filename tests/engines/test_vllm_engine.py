@@ -18,7 +18,7 @@ import torch
 from talker import Talker
 
 from tba.batch import collate
-from tba.engines.rows import Rows, draw
+from tba.engines.decoding import Rows, draw
 from tba.engines.rules import Rules
 from tba.engines.transformers import EngineSettings
 from tba.engines.vllm import VllmEngine, VllmSettings

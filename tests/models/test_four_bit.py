@@ -23,10 +23,10 @@ from tba.models.memory import Pass, Shape
 from tba.policy.causal import CausalPolicy
 from tba.policy.loading import load_model
 from tba.policy.lora import LoraSettings, is_adapter
-from tba.runtime.leading import start_policy, start_ranks
+from tba.runtime.ranks.start import start_policy, start_ranks
 from tba.settings import find
 from tba.tasks.arithmetic import Arithmetic
-from tba.training.ranks import RankSettings
+from tba.training.ranks.messages import RankSettings
 from tba.types import Group, Prompt, Sampling, Trajectory, Version
 
 BASE = Path(tba.recipes.__path__[0]) / "quickstart_base"

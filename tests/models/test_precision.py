@@ -22,7 +22,7 @@ from tba.models.precision import Precision, Wanted, precision
 from tba.policy.lora import LoraSettings, saved_adapters
 from tba.record.metrics import read_metrics
 from tba.runtime.inline import Inline
-from tba.runtime.leading import start_policy, start_ranks
+from tba.runtime.ranks.start import start_policy, start_ranks
 from tba.runtime.run_dir import RunDirectory
 from tba.settings import find, override
 from tba.training.checkpoint import newest_checkpoint

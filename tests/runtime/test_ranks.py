@@ -16,7 +16,7 @@ from tba.errors import UserError
 from tba.runtime.local.processes import Processes
 from tba.runtime.summary import summarise
 from tba.sharding import Sharding
-from tba.training.ranks import RankSettings
+from tba.training.ranks.messages import RankSettings
 from toy.recipe import recipe
 
 SUMS = Path(__file__).parents[1] / "tiny_sums.py"

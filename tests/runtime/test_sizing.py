@@ -35,7 +35,7 @@ from tba.runtime.needs import Need, kept_on_disk, needs, seconds_to_move
 from tba.runtime.run_dir import RunDirectory
 from tba.runtime.sizing import Machine, places_on, refuse_what_cannot_fit, sized, too_much, unused
 from tba.settings import find, override
-from tba.training.ranks import RankSettings
+from tba.training.ranks.messages import RankSettings
 
 GB = 10**9
 PAGE = script("tools/fits_page.py")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tba.batch import collate
-from tba.engines.rows import draw
+from tba.engines.decoding import draw
 from tba.generation import generate
 from tba.protocols import Engine
 from tba.types import Sampling, StopReason, Version

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tba.record.memory import peak_memory_bytes, resident_memory_bytes
-from tba.training.ranks import Meeting, Ranks
+from tba.training.ranks.messages import Meeting, Ranks
 
 
 @contextmanager

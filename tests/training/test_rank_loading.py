@@ -34,12 +34,12 @@ from tba.batch import collate
 from tba.errors import DeadlineExceeded
 from tba.models.huggingface import HuggingFace
 from tba.policy.causal import CausalPolicy
+from tba.policy.fsdp import ShardedModel
 from tba.policy.loading import load_unfilled
 from tba.policy.lora import LoraSettings, add_adapters, is_adapter
-from tba.policy.sharded import ShardedModel
 from tba.sharding import is_sharded, own_rows
-from tba.training.ranks import Ranks
-from tba.training.sharded import _streamed
+from tba.training.ranks.messages import Ranks
+from tba.training.ranks.policy import _streamed
 
 SIZES = {
     "vocab_size": VOCABULARY,

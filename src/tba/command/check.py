@@ -54,7 +54,7 @@ from tba.runtime.needs import Kept, kept_on_disk, needs, seconds_to_move
 from tba.runtime.prompting import asked_of, reward_of
 from tba.runtime.sizing import Machine, places_on, refuse_what_cannot_fit, searchers_of, sized, unused
 from tba.settings import find, override
-from tba.training.ranks import RankSettings
+from tba.training.ranks.messages import RankSettings
 from tba.types import SPLITS, Sampling
 
 _DEADLINE = 1800.0  # seconds for one probe

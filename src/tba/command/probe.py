@@ -33,11 +33,11 @@ from tba.record.memory import keep_few_kernels, peak_gpu_memory_bytes, peak_memo
 from tba.replay.buffer import Buffer
 from tba.replay.codec import decode_trajectory, encode_trajectory
 from tba.runtime.devices import keep_to_share
-from tba.runtime.leading import start_policy, start_ranks
 from tba.runtime.prompting import engine_of, prompts_of, reward_of, vine_of
+from tba.runtime.ranks.start import start_policy, start_ranks
 from tba.runtime.teaching import reference_of, teachers_of
 from tba.settings import find, override
-from tba.training.ranks import RankSettings
+from tba.training.ranks.messages import RankSettings
 from tba.training.staleness import effective_share
 from tba.training.trainer import Trainer
 from tba.types import TEACHER, Completion, Group, Json, Judgement, Prompt, StopReason, Trajectory, Version

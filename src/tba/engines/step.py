@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from tba.engines.rows import Rows
+from tba.engines.decoding import Rows
 from tba.engines.slots import SlotCache, attention_aside
 from tba.types import Sampling
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tba.engines.rows import Heard, Rows
+from tba.engines.decoding import Heard, Rows
 from tba.engines.rules import Room, matched, rules_of
 from tba.engines.slots import Continuations, PackedPrompts, SlotCache, flash_fault, slot_attention
 from tba.engines.step import CudaGraphs, Step, unlike

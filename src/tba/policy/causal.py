@@ -39,7 +39,7 @@ from tba.streaming import shapes_of, write_tensors
 from tba.turns import add_ends
 
 if TYPE_CHECKING:
-    from tba.policy.sharded import ShardedModel
+    from tba.policy.fsdp import ShardedModel
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class CausalPolicy:
         Every rank calls this, with the same model, and from then on each `evaluate` together with all others. Of a
         model without memory yet (`load_unfilled`) the rows are read from its `files`.
         """
-        from tba.policy.sharded import ShardedModel  # which loads a good part of torch.distributed
+        from tba.policy.fsdp import ShardedModel  # which loads a good part of torch.distributed
 
         self._sharded = ShardedModel(self.model, sharding)
         self.heads.to(sharding.mesh.device_type)

@@ -2,7 +2,7 @@
 
 Invariant: the model's modules hold copies in that precision, which equal the rounded weights whenever `refresh` has
 been called; a backward pass adds each copy's gradient to its weight's in float32 and leaves none with the copy. These
-are the numbers that a single rank of FSDP2 gives (`policy.sharded`), with a few launches for what it does parameter by
+are the numbers that a single rank of FSDP2 gives (`policy.fsdp`), with a few launches for what it does parameter by
 parameter, and without a process group.
 """
 

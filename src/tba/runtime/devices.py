@@ -22,7 +22,7 @@ from tba.cards import GIVEN, VISIBLE
 from tba.errors import UserError
 from tba.recipe import Recipe
 from tba.runtime.needs import checkpointed, needs
-from tba.training.ranks import name_of_rank
+from tba.training.ranks.messages import name_of_rank
 
 USABLE = 0.95  # of a GPU's memory: the rest is each process's context and what the driver holds
 TRAINER = 0.5  # of it, where searchers are on the same GPU and nobody knows what the trainer needs

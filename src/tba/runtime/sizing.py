@@ -23,7 +23,7 @@ from tba.record.text import size
 from tba.runtime.devices import USABLE, Place, places
 from tba.runtime.needs import checkpointed, needs
 from tba.settings import override
-from tba.training.ranks import RankSettings
+from tba.training.ranks.messages import RankSettings
 
 _RANK = "16"  # of the adapters that are proposed
 _KEPT = {"--model.lora.rank", "--model.dtype"}  # by a run

@@ -41,14 +41,14 @@ from tba.replay.selection import SMALLEST_GROUP
 from tba.runtime.batch_queue import BatchQueue, Stopped, nothing_more, pause
 from tba.runtime.checkpointing import TurnTaker, beginning, generators, set_generators
 from tba.runtime.evaluation import Requests
-from tba.runtime.leading import start_policy, start_ranks
+from tba.runtime.ranks.start import start_policy, start_ranks
 from tba.runtime.reference import References
 from tba.runtime.run_dir import RunDirectory
 from tba.runtime.watching import Watch, rewards_watched
 from tba.training.checkpoint import Checkpoint, save_checkpoint
 from tba.training.control import Controller
-from tba.training.ranks import Meeting, Ranks
-from tba.training.sharded import Rank0Policy
+from tba.training.ranks.messages import Meeting, Ranks
+from tba.training.ranks.policy import Rank0Policy
 from tba.training.trainer import Metrics, Trainer
 from tba.types import Json, Sampling, Trajectory, Version
 from tba.weights.background import BackgroundPublisher

@@ -8,7 +8,7 @@ Invariant: a folder named step-N is whole and on the disk; the newest `keep` are
 all of it to one version: it holds the rest of the run's state at that step, size and checksum of every other file, and
 a digest of all that, so that damage is detected before anything is used. A folder with a file that is not listed there
 is refused, because `from_pretrained` loads whatever is in a folder. One process writes; of a trainer over several ranks
-each writes its rows into that one's files (`shards`).
+each writes its rows into that one's files (`ranks.checkpoint`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
     from tba.training.optimizer import Optimizer
-    from tba.training.shards import AllRows
+    from tba.training.ranks.checkpoint import AllRows
 
 RUN = "run.json"
 HEADS = "heads.safetensors"

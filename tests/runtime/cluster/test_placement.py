@@ -16,7 +16,7 @@ from tba.models.huggingface import HuggingFace
 from tba.recipe import ClusterSettings, Recipe
 from tba.runtime.cluster.placement import Node, plan, share_of_gpu, table
 from tba.settings import find
-from tba.training.ranks import RankSettings
+from tba.training.ranks.messages import RankSettings
 
 GB = 2**30
 

@@ -28,12 +28,12 @@ from tba.record.log import log_to, set_up_log
 from tba.runtime.cluster.client import ActorContact, get
 from tba.runtime.cluster.gateway import Exchange, note_place
 from tba.runtime.cluster.remote import Visitors, checkpoint_through, stand_in, through
-from tba.runtime.cluster.rendezvous import ActorStore
 from tba.runtime.devices import keep_to_share
 from tba.runtime.disk import outside_cause
 from tba.runtime.program import refuse_others
+from tba.runtime.ranks.store import ActorStore
 from tba.runtime.run_dir import RunDirectory, keep
-from tba.training.ranks import Meeting
+from tba.training.ranks.messages import Meeting
 from tba.types import Json, Version
 
 
@@ -202,7 +202,7 @@ def _train(recipe: Recipe, run: RunDirectory, place: Json, told: Callable[[], bo
 
 
 def _follow(run: RunDirectory, contact: ActorContact, place: Json, meeting: Meeting) -> None:
-    from tba.runtime.leading import follow
+    from tba.runtime.ranks.start import follow
 
     contact.call("place", place)
     rank = int(contact.worker.removeprefix("trainer-"))

@@ -30,11 +30,11 @@ from tba.runtime.cluster.client import connected, exchange_name, get, nodes
 from tba.runtime.cluster.gateway import PLACES
 from tba.runtime.cluster.placement import Node, Placed, plan, share_of_gpu
 from tba.runtime.cluster.remote import whole_facts
-from tba.runtime.cluster.rendezvous import KeyValueStore
-from tba.runtime.ranked import RankedWorker
+from tba.runtime.ranks.store import KeyValueStore
+from tba.runtime.ranks.worker import RankedWorker
 from tba.runtime.run_dir import RunDirectory
 from tba.runtime.supervisor import POLL, STOP_DEADLINE, Driver, Worker, failed
-from tba.training.ranks import name_of_rank
+from tba.training.ranks.messages import name_of_rank
 from tba.types import Json
 
 _SETTLE = 10.0  # seconds within which Ray knows what is free

@@ -19,7 +19,7 @@ from tba.record.text import size
 from tba.runtime.cluster.gateway import KEPT
 from tba.runtime.devices import USABLE, Place
 from tba.runtime.devices import placed as placed_on_gpus
-from tba.training.ranks import name_of_rank
+from tba.training.ranks.messages import name_of_rank
 
 _SLACK = 1e-9  # so that thirds of a GPU add up to one
 

@@ -21,14 +21,14 @@ from tba.foreign import read_json
 from tba.record.log import tail
 from tba.runtime.devices import environment_of, places, visible
 from tba.runtime.disk import no_space
-from tba.runtime.leading import STORE
 from tba.runtime.local.forkserver import Child, Program, start
 from tba.runtime.local.heartbeat import Watch, heartbeat_file
 from tba.runtime.local.worker import NO_SPACE
-from tba.runtime.ranked import RankedWorker
+from tba.runtime.ranks.start import STORE
+from tba.runtime.ranks.worker import RankedWorker
 from tba.runtime.run_dir import RunDirectory
 from tba.runtime.supervisor import Driver, Worker, failed
-from tba.training.ranks import name_of_rank
+from tba.training.ranks.messages import name_of_rank
 
 
 class Processes(Driver):

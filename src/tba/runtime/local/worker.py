@@ -125,7 +125,7 @@ def _search(worker: str, run: object, stop: Stop) -> None:
 
 def _follow(worker: str, run: object) -> None:
     """Be a further rank of the trainer: execute the commands of the first one, until that ends it."""
-    from tba.runtime.leading import follow
+    from tba.runtime.ranks.start import follow
     from tba.runtime.run_dir import RunDirectory
 
     assert isinstance(run, RunDirectory)

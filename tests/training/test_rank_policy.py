@@ -37,8 +37,8 @@ from tba.protocols import Objective
 from tba.sharding import gathered, rows_of
 from tba.training.checkpoint import Checkpoint, save_checkpoint
 from tba.training.optimizer import Optimizer, OptimizerSettings
-from tba.training.ranks import Message, Ranks
-from tba.training.sharded import Follower, Rank0Optimizer, Rank0Policy
+from tba.training.ranks.messages import Message, Ranks
+from tba.training.ranks.policy import Follower, Rank0Optimizer, Rank0Policy
 from tba.training.trainer import Trainer
 from tba.types import Version
 from tba.weights.directory import PublishSettings, WeightDirectory
@@ -233,7 +233,7 @@ def test_weights_are_cast_before_they_are_gathered_and_have_the_bits_of_casting_
         sent.append(own.nbytes)
         return gathered(own, shape, group)
 
-    monkeypatch.setattr("tba.training.sharded.gathered", counted)
+    monkeypatch.setattr("tba.training.ranks.policy.gathered", counted)
 
     def life(ranks: Ranks) -> None:
         follow(ranks, WHOLE)
@@ -270,7 +270,7 @@ def test_of_changes_ranks_send_what_is_written_and_the_file_is_the_one_that_gath
         return gathered(own, shape, group)
 
     monkeypatch.setattr("torch.distributed.send", counted)
-    monkeypatch.setattr("tba.training.sharded.gathered", counted_rows)
+    monkeypatch.setattr("tba.training.ranks.policy.gathered", counted_rows)
 
     def life(ranks: Ranks) -> None:
         follow(ranks, WHOLE)

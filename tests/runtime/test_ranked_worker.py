@@ -11,8 +11,8 @@ import pytest
 
 from tba.errors import PartFailed, UserError
 from tba.runtime import ranked
-from tba.runtime.ranked import RankedWorker
-from tba.training.ranks import _listen_on
+from tba.runtime.ranks.worker import RankedWorker
+from tba.training.ranks.messages import _listen_on
 
 
 @dataclass

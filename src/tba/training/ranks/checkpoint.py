@@ -24,7 +24,7 @@ from tba.protocols import SavedPolicy
 from tba.sharding import copied, own_rows
 from tba.streaming import write_rows
 from tba.training.optimizer import STATE, Optimizer
-from tba.training.ranks import Ranks, name_of_rank
+from tba.training.ranks.messages import Ranks, name_of_rank
 
 MODEL = "model.safetensors"
 Rows = Mapping[str, tuple[int, Tensor]]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tba.runtime.cluster.rendezvous import ActorStore, KeyValueStore
+from tba.runtime.ranks.store import ActorStore, KeyValueStore
 
 
 def store_on(table: KeyValueStore, patience: float = 30.0) -> ActorStore:

@@ -21,9 +21,9 @@ from tba.policy.causal import CausalPolicy
 from tba.sharding import own_rows
 from tba.training.checkpoint import Checkpoint, newest_sound, save_checkpoint
 from tba.training.optimizer import Optimizer, OptimizerSettings
-from tba.training.ranks import Ranks
-from tba.training.sharded import Follower, Rank0Policy
-from tba.training.shards import Shards
+from tba.training.ranks.checkpoint import Shards
+from tba.training.ranks.messages import Ranks
+from tba.training.ranks.policy import Follower, Rank0Policy
 from tba.types import Version
 
 BALANCE = TrajectoryBalance(BETA)

@@ -23,8 +23,8 @@ from tba.recipe import Recipe
 from tba.record.memory import keep_few_kernels
 from tba.training.checkpoint import Checkpoint
 from tba.training.optimizer import Optimizer
-from tba.training.ranks import Meeting, Ranks, name_of_rank
-from tba.training.sharded import Follower, Rank0Optimizer, Rank0Policy
+from tba.training.ranks.messages import Meeting, Ranks, name_of_rank
+from tba.training.ranks.policy import Follower, Rank0Optimizer, Rank0Policy
 
 if TYPE_CHECKING:
     from tba.runtime.run_dir import RunDirectory

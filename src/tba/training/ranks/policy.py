@@ -40,8 +40,8 @@ from tba.streaming import (
 )
 from tba.training.gradients import Slice, put_together
 from tba.training.optimizer import Optimizer, OptimizerSettings
-from tba.training.ranks import Message, Ranks
-from tba.training.shards import AllRows, ModelWithoutRows, Saving, Shards, lay_out
+from tba.training.ranks.checkpoint import AllRows, ModelWithoutRows, Saving, Shards, lay_out
+from tba.training.ranks.messages import Message, Ranks
 
 _LOOKS = "for the other ranks to look for the checkpoints"
 _PUBLISHES = "for the other ranks' part of the weights"
