@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tba.errors import PartFailed, UserError
-from tba.runtime import ranked
+from tba.runtime.ranks import worker
 from tba.runtime.ranks.worker import RankedWorker
 from tba.training.ranks.messages import _listen_on
 
@@ -98,7 +98,7 @@ def test_what_failed_may_have_done_so_for_one_whose_death_is_told_later(monkeypa
     part.ranks[0].code, part.ranks[0].how = -1, "died"
     assert part.code == -1
     assert str(part.failure()) == "trainer (here) died"
-    monkeypatch.setattr(ranked, "SETTLE", 0.0)
+    monkeypatch.setattr(worker, "SETTLE", 0.0)
     alone, _ = trainer()
     alone.ranks[1].code, alone.ranks[1].how = 1, "raised"
     assert alone.code == 1
