@@ -11,7 +11,7 @@ import pytest
 import torch
 from rank_processes import ranks_of, risen
 from safetensors.torch import load_file
-from test_sharded import WHOLE, alone, checkpoint, follow, spread
+from test_rank_policy import WHOLE, alone, checkpoint, follow, spread
 from toys import BETA, ByHand, llama_policy
 from transformers import LlamaConfig, LlamaForCausalLM
 
