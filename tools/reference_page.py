@@ -57,7 +57,7 @@ CHOSEN = """\
 ## What a recipe is made of
 
 A recipe's code decides *which* task, model or objective it has; flags change the values in it. So `--task.operations`
-exists where the task is `Arithmetic` or `Countdown`, and nowhere else. *Also*: the fields of a class that has a list of
+exists where the task is `Arithmetic`, and nowhere else. *Also*: the fields of a class that has a list of
 its own on this page.
 """
 OTHERS = "Those of the others, such as `tba red-team world`, are in their `--help`.\n"

@@ -8,13 +8,12 @@ import pytest
 
 from tba.protocols import Reward
 from tba.rewards.exact_answer import ExactAnswer, ExactText
-from tba.rewards.expression import Expression
 from tba.rewards.functions import FunctionReward
 from tba.rewards.math_answer import MathAnswer
 from tba.types import Completion, Prompt, StopReason, Version
 
 TOUCHED = {"compile", "exec", "os.system", "os.fork", "os.exec", "os.posix_spawn", "open", "socket.__new__"}
-MARKS = [ExactAnswer(), ExactAnswer(strict=True), ExactText(), Expression()]
+MARKS = [ExactAnswer(), ExactAnswer(strict=True), ExactText()]
 
 heard: list[tuple[str, str]] | None = None
 

@@ -23,7 +23,6 @@ import tba
 from tba.apps.preference import similarity
 from tba.rewards import exact_answer, ifeval, instructions, math_text, number_text, units
 from tba.rewards.exact_answer import ExactAnswer, ExactText
-from tba.rewards.expression import Expression
 from tba.rewards.ifeval import IfEvalReward
 from tba.rewards.instructions import ShareFulfilled
 from tba.rewards.math_answer import at_once
@@ -98,7 +97,6 @@ GRADERS: dict[str, Callable[[str], object]] = {
     "instructions": lambda text: ShareFulfilled().judge(answered(text)),
     "ifeval": lambda text: IfEvalReward().judge(answered(text)),
     "same text": lambda text: ExactText().judge(answered(text)),
-    "expression": lambda text: Expression().judge(answered(text)),
     "sentences": similarity.sentences,
 }
 

@@ -18,9 +18,9 @@ from tba.evaluation.accuracy import EvaluationSettings
 from tba.objectives.policy_gradient import Reinforce
 from tba.protocols import Objective
 from tba.recipe import Recipe
-from tba.recipes.countdown import recipe as countdown
 from tba.record.recorder import RecordSettings
 from tba.schedules import Constant
+from tba_lab.countdown import recipe as countdown
 from tba_lab.studies._base import objectives, stale, synchronous, with_objective, with_rate
 from tba_lab.study import Against, Study, Variant
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tba.evaluation.accuracy import EvaluationSettings
-from tba.recipes.countdown import recipe as countdown
 from tba.record.recorder import RecordSettings
 from tba.replay.pacing import Pacing
 from tba.schedules import WarmupStableDecay
+from tba_lab.countdown import recipe as countdown
 from tba_lab.studies._base import by_rate, by_staleness, objectives
 from tba_lab.studies.stability import FORMS
 from tba_lab.study import Study

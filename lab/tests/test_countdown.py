@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from tba.errors import UserError
 from tba.protocols import Task
-from tba.rewards.expression import value_of
-from tba.tasks.countdown import Countdown
 from tba.tasks.held_out import is_held_out
 from tba.types import Completion, Problem, Prompt, StopReason, Version
+from tba_lab.countdown import Countdown, value_of
 
 SMALL = Countdown(digits=4, least_answers=12, train_problems=300, eval_problems=100)
 
@@ -102,7 +101,7 @@ def test_an_answer_is_right_when_it_uses_each_digit_once_and_reaches_the_target(
     right = ["7+5+2-3", "5-3+7+2", "3*7-2*5"]
     wrong = [
         *("7+5+2+3", "7+5-2*3", "7+4", "7+5+2-3+0", "11", "", "+7+5+2-3", "7+5+2-", "7+5+2-3 ", "(7+5)+2-3"),
-        *("7+5+2--3", "7/5+2+3"),
+        *("7+5+2--3", "7/5+2+3", "9**9**9**9", "__import__('os')"),
     ]
     assert judged(task, problem, right) == [1.0, 1.0, 1.0]
     assert judged(task, problem, wrong) == [0.0] * len(wrong)
