@@ -34,7 +34,7 @@ import torch
 
 from tba.batch import Batch, collate
 from tba.engines.transformers import TransformersEngine
-from tba.evaluation.estimators import Interval, relative_variance
+from tba.evaluation.estimators import Interval
 from tba.generation import generate
 from tba.models.huggingface import HuggingFace
 from tba.objectives.grpo import Grpo
@@ -47,6 +47,7 @@ from tba.rewards.exact_answer import ExactText
 from tba.schedules import Constant
 from tba.search.prompts import PromptSettings, encode
 from tba.types import Completion, Group, Prompt, Sampling, Trajectory, Version
+from tba_lab.intervals import relative_variance
 from tba_lab.plot_style import COLOURS, GREY, STYLES, frame, save_figure
 
 ROWS = 140

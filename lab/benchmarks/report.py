@@ -100,7 +100,7 @@ def make(run: Path, steps: int, trajectories: int, tokens: int) -> None:
     }  # fmt: skip
     facts = {
         "recipe": "long", "digest": None, "overrides": [], "started": BEGAN, "clock": {"began": 0.0, "before": 0.0},
-        "sft_seconds": 0.0, "incarnations": [{"why": "begun"}], "resolved": settings,
+        "sft_seconds": 0.0, "incarnations": [{"why": "begun", "program": "", "marks": []}], "resolved": settings,
     }  # fmt: skip
     (run / "recipe.json").write_text(json.dumps(facts))
     lengths = put(run, steps, trajectories, tokens, rng)

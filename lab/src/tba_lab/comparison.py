@@ -13,7 +13,8 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from tba.evaluation.estimators import Interval, difference_of_means, mean_interval
+from tba.evaluation.estimators import Interval, mean_interval
+from tba_lab.intervals import difference_of_means
 
 Verdict: TypeAlias = Literal["yes", "no", "open"]
 

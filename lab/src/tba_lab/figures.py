@@ -85,8 +85,7 @@ def figures(run: RunRecord, metric: str, target: float | None = None) -> dict[st
     if summary is None:
         return {}
     found: dict[str, float | None] = {}
-    for name in run.evaluated():
-        _, after = run.before_after(name)
+    for name, (_, after) in run.figures().items():
         found[name] = after.value if after else None
     curve = accuracy_curve(run, metric)
     found["fall"] = largest_fall([value for _, value in curve]) if curve else None

@@ -16,20 +16,17 @@ import numpy.typing as npt
 
 from tba.evaluation.student_t import quantile
 
+Z_95 = NormalDist().inv_cdf(0.975)  # of the normal distribution: all intervals here are of 95 %
 Values = Sequence[float] | npt.NDArray[np.floating] | npt.NDArray[np.integer] | npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """An estimate with the bounds of its confidence interval."""
+    """An estimate with the bounds of its 95 % interval."""
 
     estimate: float
     low: float
     high: float
-
-    def excludes(self, value: float) -> bool:
-        """Whether `value` lies outside."""
-        return not self.low <= value <= self.high
 
     def __str__(self) -> str:
         return f"{self.estimate:.4g} [{self.low:.4g}, {self.high:.4g}]"
@@ -48,7 +45,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def wilson_interval(correct: float, n: int, confidence: float = 0.95) -> Interval:
+def wilson_interval(correct: float, n: int) -> Interval:
     """The score interval of a proportion (Wilson 1927), which behaves at 0, at 1 and at small n.
 
     `correct` may be fractional (a mean over samples times n): the interval is then conservative.
@@ -56,14 +53,13 @@ def wilson_interval(correct: float, n: int, confidence: float = 0.95) -> Interva
     """
     if n < 1 or not 0 <= correct <= n:
         raise ValueError(f"a proportion needs n >= 1 and correct in 0..n, but got {correct} of {n}")
-    z = _normal_quantile(confidence)
     share = correct / n
-    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    centre = (share + Z_95**2 / (2 * n)) / (1 + Z_95**2 / n)
+    half = Z_95 / (1 + Z_95**2 / n) * math.sqrt(share * (1 - share) / n + Z_95**2 / (4 * n * n))
     return Interval(share, min(share, max(0.0, centre - half)), max(share, min(1.0, centre + half)))
 
 
-def ratio_interval(totals: Values, counts: Values, *, confidence: float = 0.95) -> Interval:
+def ratio_interval(totals: Values, counts: Values) -> Interval:
     """The interval of sum(totals) / sum(counts) over clusters, [i] of both being one of them, by Student's t.
 
     For shares of things that come in clusters, such as pairs of a document: t of what each cluster's total has above
@@ -75,17 +71,16 @@ def ratio_interval(totals: Values, counts: Values, *, confidence: float = 0.95) 
         raise ValueError(f"a ratio needs clusters with something in them, but got {total.shape} of {count.shape}")
     total, count = total[count > 0], count[count > 0]
     ratio = float(total.sum() / count.sum())
-    around = mean_interval((total - ratio * count) / count.mean(), confidence=confidence)
+    around = mean_interval((total - ratio * count) / count.mean())
     return Interval(ratio, ratio + min(around.low, 0.0), ratio + max(around.high, 0.0))
 
 
-def auc_interval(positive: Values, negative: Values, *, confidence: float = 0.95) -> Interval:
+def auc_interval(positive: Values, negative: Values) -> Interval:
     """The area under the ROC curve: how often a positive one has the higher score; equal scores are half right.
 
     The interval is the normal one by the standard error of Hanley and McNeil (1982), cut at 0 and 1. Raises
     `ValueError` unless there are scores of both kinds.
     """
-    z = _normal_quantile(confidence)
     above, below = np.asarray(positive, dtype=np.float64), np.sort(np.asarray(negative, dtype=np.float64))
     if min(above.size, below.size) < 1:
         raise ValueError(f"an AUC needs scores of both kinds, but there are {above.size} and {below.size}")
@@ -93,17 +88,16 @@ def auc_interval(positive: Values, negative: Values, *, confidence: float = 0.95
     area = float(lower.mean() / (2 * below.size))
     twice, both = area / (2 - area), 2 * area**2 / (1 + area)
     variance = area * (1 - area) + (above.size - 1) * (twice - area**2) + (below.size - 1) * (both - area**2)
-    half = z * math.sqrt(max(0.0, variance) / (above.size * below.size))
+    half = Z_95 * math.sqrt(max(0.0, variance) / (above.size * below.size))
     return Interval(area, max(0.0, area - half), min(1.0, area + half))
 
 
-def mean_distance(similarity: npt.NDArray[np.floating], *, confidence: float = 0.95) -> Interval:
+def mean_distance(similarity: npt.NDArray[np.floating]) -> Interval:
     """The mean of 1 - similarity over all pairs of N different things, from their symmetric matrix [N, N].
 
     A U-statistic: the interval is the normal one by the jackknife over things (Arvesen 1969), since pairs that share
     one are not independent. Raises `ValueError` for fewer than 3.
     """
-    z = _normal_quantile(confidence)
     square = np.asarray(similarity, dtype=np.float64)
     count = square.shape[0]
     if square.shape != (count, count) or count < 3:
@@ -112,11 +106,11 @@ def mean_distance(similarity: npt.NDArray[np.floating], *, confidence: float = 0
     total = own.sum()
     estimate = 1 - total / (count * (count - 1))
     left_out = 1 - (total - 2 * own) / ((count - 1) * (count - 2))
-    half = z * math.sqrt((count - 1) / count * float(((left_out - left_out.mean()) ** 2).sum()))
+    half = Z_95 * math.sqrt((count - 1) / count * float(((left_out - left_out.mean()) ** 2).sum()))
     return Interval(float(estimate), float(estimate) - half, float(estimate) + half)
 
 
-def paired_difference(before: Values, after: Values, *, confidence: float = 0.95) -> Interval:
+def paired_difference(before: Values, after: Values) -> Interval:
     """The interval of mean(after - before), problem by problem, by Student's t: [i] of both is the same problem.
 
     Pairing takes out how hard the problems are, which is most of the spread. Raises `ValueError` for unequal lengths.
@@ -124,80 +118,21 @@ def paired_difference(before: Values, after: Values, *, confidence: float = 0.95
     first, second = np.asarray(before, dtype=np.float64), np.asarray(after, dtype=np.float64)
     if first.shape != second.shape:
         raise ValueError(f"a paired difference needs equal lengths, but got {first.shape} and {second.shape}")
-    return mean_interval(second - first, confidence=confidence)
+    return mean_interval(second - first)
 
 
-def mean_interval(values: Values, *, confidence: float = 0.95) -> Interval:
+def mean_interval(values: Values) -> Interval:
     """The interval of a mean of independent values, one per seed or per problem, by Student's t.
 
     Average what belongs to one problem first. It holds what it promises from two values on as far as they are normal
     (a percentile bootstrap of three covers 76 % instead of 95); one value says nothing about spread, and its bounds are
     infinite. Raises `ValueError` for none.
     """
-    _normal_quantile(confidence)  # refuses what is no confidence
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or array.size == 0:
         raise ValueError(f"the interval of a mean needs a row of at least one value, but got shape {array.shape}")
     mean = float(array.mean())
     if array.size == 1:
         return Interval(mean, -math.inf, math.inf)
-    half = quantile(0.5 + confidence / 2, array.size - 1) * float(array.std(ddof=1)) / math.sqrt(array.size)
+    half = quantile(0.975, array.size - 1) * float(array.std(ddof=1)) / math.sqrt(array.size)
     return Interval(mean, mean - half, mean + half)
-
-
-def difference_of_means(first: Values, second: Values, *, confidence: float = 0.95) -> Interval:
-    """The interval of mean(second) - mean(first) of two independent rows, by Student's t (Welch 1947).
-
-    Unequal spreads are allowed for. A handful of values, such as seeds, is enough for it to hold what it promises as
-    far as they are normal; a single one on either side says nothing about
-    spread, and the bounds are infinite. Raises `ValueError` for an empty row.
-    """
-    _normal_quantile(confidence)  # refuses what is no confidence
-    a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
-    if min(a.size, b.size) < 1:
-        raise ValueError(f"a difference of means needs a value on both sides, but there are {a.size} and {b.size}")
-    difference = float(b.mean() - a.mean())
-    if min(a.size, b.size) < 2:
-        return Interval(difference, -math.inf, math.inf)
-    parts = [float(v.var(ddof=1)) / v.size for v in (a, b)]
-    variance = sum(parts)
-    if variance == 0:
-        return Interval(difference, difference, difference)
-    freedom = variance**2 / sum(part**2 / (v.size - 1) for part, v in zip(parts, (a, b), strict=True))
-    half = quantile(0.5 + confidence / 2, freedom) * math.sqrt(variance)
-    return Interval(difference, difference - half, difference + half)
-
-
-def relative_variance(gram: npt.NDArray[np.floating], *, confidence: float = 0.95) -> Interval:
-    """The total variance of a random vector over the squared norm of its mean, from M independent draws of it.
-
-    `gram` [M, M] holds the draws' inner products. With D the mean of its diagonal and N that of the rest, the trace of
-    the covariance is estimated by D - N and the squared norm of the mean by N, both unbiased; the figure is their
-    ratio. The interval is the jackknife's over draws, symmetric in the logarithm; where the draws do not tell the mean
-    from 0 it has no upper bound. Raises `ValueError` for fewer than 3 draws.
-    """
-    square = np.asarray(gram, dtype=np.float64)
-    count = square.shape[0]
-    if square.shape != (count, count) or count < 3:
-        raise ValueError(f"a relative variance needs the inner products of 3 draws or more, but got {square.shape}")
-    z = _normal_quantile(confidence)
-    own, all_pairs = np.diagonal(square), square.sum()
-    diagonal, rest = own.mean(), (all_pairs - own.sum()) / (count * (count - 1))
-    left_out = (own.sum() - own) / (count - 1)
-    pairs_left = all_pairs - own.sum() - 2 * (square.sum(axis=1) - own)
-    rest_left = pairs_left / ((count - 1) * (count - 2))
-    estimate = float(diagonal / rest - 1) if rest > 0 else math.inf
-    if rest <= 0 or rest_left.min() <= 0:
-        return Interval(estimate, 0.0, math.inf)
-    ratios = left_out / rest_left - 1
-    if min(estimate, ratios.min()) <= 0:  # the draws cannot tell the mean from 0
-        return Interval(estimate, min(estimate, 0.0), max(estimate, float(ratios.max())))
-    logs = np.log(ratios)
-    error = math.sqrt((count - 1) / count * float(((logs - logs.mean()) ** 2).sum()))
-    return Interval(estimate, estimate * math.exp(-z * error), estimate * math.exp(z * error))
-
-
-def _normal_quantile(confidence: float) -> float:
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence must lie between 0 and 1, but is {confidence}")
-    return NormalDist().inv_cdf(0.5 + confidence / 2)
