@@ -143,9 +143,9 @@ def test_only_what_is_new_is_read_whatever_is_appended_cut_or_replaced(tmp_path:
     with path.open("ab") as file:
         file.write(b"2}\nnonsense\n[3]\n" + b"[" * 200_000 + b'\n{"c": "\xc2\x85\xe2\x80\xa8"}\n')
     assert lines.read() == (False, [{"b": 2}, {"c": "\x85\u2028"}])
-    assert lines.bad == 3
+    assert lines.bad == [3, 4, 5]
     path.write_bytes(b'{"a": 1}\n')  # cut
-    assert (lines.read(), lines.bad) == ((True, [{"a": 1}]), 0)
+    assert (lines.read(), lines.bad) == ((True, [{"a": 1}]), [])
     path.write_bytes(b'{"z": 9}\n{"b": 2}\n')  # another, longer than what was read
     assert lines.read() == (True, [{"z": 9}, {"b": 2}])
     (tmp_path / "beside").write_bytes(b'{"z": 8}\n{"b": 2}\n{"d": 4}\n')  # whose line there is the same
@@ -297,9 +297,9 @@ def test_the_figures_shown_are_of_the_newest_version_alone(tmp_path: Path) -> No
     first = [Evaluation(Version(), 0.0, name, 0.3, 100) for name in ("pass@1/sampled", "pass@4/sampled")]
     writer.write(first)
     found.look()
-    assert found.newest == {"pass@1/sampled": 0.3, "pass@4/sampled": 0.3}
+    assert [(e.metric, e.value) for e in found.newest] == [("pass@1/sampled", 0.3), ("pass@4/sampled", 0.3)]
     writer.write([Evaluation(Version(0, 50), 9.0, "pass@1/sampled", 0.5, 100)])
     writer.write(first)  # of another searcher, that took longer
     found.look()
-    assert (found.newest, found.version) == ({"pass@1/sampled": 0.5}, Version(0, 50))
+    assert [(e.value, e.version) for e in found.newest] == [(0.5, Version(0, 50))]
     writer.close()

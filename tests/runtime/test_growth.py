@@ -15,7 +15,7 @@ from tests.scripts import script
 
 from tba.record.evaluations import EvaluationWriter
 from tba.record.live import line
-from tba.record.metrics import KEPT_POINTS, MetricsWriter
+from tba.record.metrics import MetricsWriter
 from tba.replay.journal import JournalWriter
 from tba.replay.pacing import Pacing
 from tba.runtime.summary import Progress
@@ -45,17 +45,16 @@ def test_a_step_a_round_and_a_look_read_as_much_of_3000_rows_as_of_300(tmp_path:
 
 
 def test_the_live_view_says_the_same_as_one_that_reads_all_of_it_anew(tmp_path: Path) -> None:
-    """Beyond KEPT_POINTS steps the rates are those between the points that are kept: here the same."""
     recipe, run = made(tmp_path / "run")
     metrics, evaluations = MetricsWriter(run.path), EvaluationWriter(run.path)
     watching = Progress(recipe, run)
     assert watching.status("training").phase == "warm-up"
-    for step in range(1, 2 * KEPT_POINTS + 8):
+    for step in range(1, 1032):
         own = {"tokens": 300.0, "reward": step / 1000} | ({"generated_tokens": 500.0 * step} if step > 3 else {})
         metrics.write(Version(0, step), 10 + 0.5 * step, own)
         if step % 100 == 0:
             evaluations.write([Evaluation(Version(0, step), 0.5 * step, "pass@1/greedy", step / 2000, 10, 1.0, 10)])
-        if step in (1, 7, KEPT_POINTS - 1, KEPT_POINTS, KEPT_POINTS + 1) or step % 100 == 1:
+        if step in (1, 7) or step % 100 == 1:
             seen, anew = (p.status("training") for p in (watching, Progress(recipe, run)))
             assert (seen.step, seen.reward, seen.accuracy) == (anew.step, anew.reward, anew.accuracy)
             assert seen.step == step
@@ -89,12 +88,12 @@ def test_the_live_view_says_how_many_of_the_answers_that_it_waits_for_are_there(
 
 def test_the_live_view_says_how_many_lines_it_cannot_read(tmp_path: Path) -> None:
     recipe, run = made(tmp_path / "run")
-    run.metrics.write_bytes(b'nonsense\n{"step": 7, "wall_seconds": 1.5}\n[1]\n{"step": 8, "wall')
+    (run.path / "metrics.jsonl").write_bytes(b'nonsense\n{"step": 7, "wall_seconds": 1.5}\n[1]\n{"step": 8, "wall')
     watching = Progress(recipe, run)
     for _ in range(2):
         status = watching.status("training")
         assert (status.step, status.note) == (7, "2 lines of what is recorded cannot be read")
-    run.metrics.write_text(json.dumps({"step": 1, "wall_seconds": 9.0}) + "\n")
+    (run.path / "metrics.jsonl").write_text(json.dumps({"step": 1, "wall_seconds": 9.0}) + "\n")
     status = watching.status("training", "started again")
     assert (status.step, status.training_seconds, status.note) == (1, 0.0, "started again")
     assert watching.status("training").note == ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from rich.table import Table
 
 from tba.command.options import ReplayOptions
 from tba.errors import UserError
-from tba.record.jsonl import plain
+from tba.record.jsonl import plain, replaced
 from tba.record.terminal import terminal
 from tba.record.text import count, printable, size
 from tba.replay.codec import unpack_uses
@@ -127,25 +126,15 @@ def _export(journal: Path, file: Path, used: npt.NDArray[np.int32]) -> int:
         raise UserError(f"there is no journal at {journal}: give the folder of a run that has one")
     if file.suffix not in (".jsonl", ".parquet"):
         raise UserError(f"--export is {file}: give a name that ends in .jsonl or .parquet")
-    done = 0
-    with _temporary(file) as temporary, _lines(temporary) if file.suffix == ".jsonl" else _parquet(temporary) as put:
-        for chunk in written_out(journal, used):
-            put(chunk)
-            done += len(chunk)
-    return done
-
-
-@contextmanager
-def _temporary(file: Path) -> Iterator[Path]:
-    """A temporary name to write to; the file appears once it is complete."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    done, writer = 0, _lines if file.suffix == ".jsonl" else _parquet
     try:
-        yield temporary
-        os.replace(temporary, file)
+        with replaced(file) as temporary, writer(temporary) as put:
+            for chunk in written_out(journal, used):
+                put(chunk)
+                done += len(chunk)
     except OSError as error:
         raise UserError(f"{file} cannot be written ({error.strerror}): give another place") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    return done
 
 
 @contextmanager

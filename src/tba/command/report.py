@@ -11,7 +11,8 @@ from tba.command.options import ReportOptions
 from tba.command.run_data import different, run_data
 from tba.errors import UserError
 from tba.record import metrics
-from tba.record.page import page, write_beside
+from tba.record.jsonl import replaced
+from tba.record.page import page
 from tba.record.terminal import terminal
 from tba.types import Json
 
@@ -93,8 +94,10 @@ def report_runs(runs: Sequence[Path], options: ReportOptions) -> int:
     data, content = report(runs)
     beside = options.out.with_suffix(".json")
     try:
-        write_beside(beside, (json.dumps(data, ensure_ascii=False, allow_nan=False) + "\n").encode(errors="replace"))
-        write_beside(options.out, content)
+        text = json.dumps(data, ensure_ascii=False, allow_nan=False) + "\n"
+        for path, written in ((beside, text.encode(errors="replace")), (options.out, content)):
+            with replaced(path) as temporary:
+                temporary.write_bytes(written)
     except OSError as error:
         raise UserError(f"{options.out} cannot be written ({error.strerror}): give another --out") from error
     console = terminal()

@@ -11,8 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tba.evaluation.estimators import wilson_interval
 from tba.protocols import Answered
 from tba.record.jsonl import JsonLines, NewLines, read_lines
+from tba.record.text import percent
 from tba.types import Evaluation, Json, Version
 
 FILE = "evaluations.jsonl"
@@ -61,29 +63,37 @@ def read_evaluations(directory: Path) -> list[Evaluation]:
     return read_lines(directory / FILE, evaluation_of)
 
 
+def figure(evaluation: Evaluation | None) -> str:
+    """Returns the figure with its 95 % interval, `79.3 % [77.4, 81.0]`; `-` for none."""
+    if evaluation is None:
+        return "-"
+    interval = wilson_interval(evaluation.value * evaluation.n, evaluation.n)
+    return f"{percent(evaluation.value)} [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
+
+
 class RunningEvaluations:
-    """The figures of the newest version, for repeated reading: each call of `look` reads only what is new."""
+    """Reads the figures of a run again and again: each call of `look` reads only what is new."""
 
     def __init__(self, directory: Path) -> None:
         self._lines = NewLines(directory / FILE, evaluation_of)
-        self.newest: dict[str, float] = {}  # by metric
-        self.version: Version | None = None  # whose they are
+        self.found: list[Evaluation] = []  # all so far
 
     @property
     def bad(self) -> int:
-        """Lines that could not be read."""
-        return self._lines.bad
+        """Returns how many lines could not be read."""
+        return len(self._lines.bad)
 
-    def look(self) -> None:
-        """Take in what is new."""
-        replaced, found = self._lines.read()
-        if replaced:
-            self.newest, self.version = {}, None
-        for e in found:
-            if self.version is None or e.version > self.version:
-                self.newest, self.version = {}, e.version
-            if e.version == self.version:
-                self.newest[e.metric] = e.value
+    @property
+    def newest(self) -> list[Evaluation]:
+        """Returns the figures of the newest version."""
+        version = max((e.version for e in self.found), default=None)
+        return [e for e in self.found if e.version == version]
+
+    def look(self) -> bool:
+        """Take in what is new; returns whether there was anything."""
+        replaced, new = self._lines.read()
+        self.found = [*([] if replaced else self.found), *new]
+        return bool(new)
 
 
 def read_answers(directory: Path) -> list[RecordedAnswer]:

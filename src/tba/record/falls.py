@@ -96,7 +96,6 @@ def by_version(evaluations: Sequence[Evaluation]) -> Mapping[Version, Evaluation
 class RewardWatch:
     """Watches the rewards that arrive, by prompt, and reports when their mean has fallen."""
 
-    prompts: int = PROMPTS
     # answers that belong to the mean that is not complete yet
     _open: dict[str, list[float]] = field(default_factory=dict)
     _first: tuple[float, float] | None = None  # mean, standard error
@@ -107,7 +106,7 @@ class RewardWatch:
         """Takes (prompt, reward) of each new answer; returns a sentence for each fall that they show."""
         found = []
         for prompt, reward in rewards:
-            if len(self._open) == self.prompts and prompt not in self._open:
+            if len(self._open) == PROMPTS and prompt not in self._open:
                 found += self._compare([sum(own) / len(own) for own in self._open.values()])
                 self._open = {}
             self._open.setdefault(prompt, []).append(reward)
@@ -202,12 +201,7 @@ class SignalWatch:
                 "never used: sample more varied answers (--exploration.temperature), or keep them all "
                 "(--replay.buffer.no-distinct)"
             )
-        return self._new(found | (self._of_span(step) if len(self._varied) == STEPS else {}))
-
-    def _new(self, found: dict[str, str]) -> dict[str, str]:
-        new = {kind: what for kind, what in found.items() if kind not in self._told}
-        self._told |= new.keys()
-        return new
+        return _first_time(found | (self._of_span(step) if len(self._varied) == STEPS else {}), self._told)
 
     def _of_span(self, step: int) -> dict[str, str]:
         """Returns what is to be said of the last 50 steps."""
@@ -253,9 +247,7 @@ class CollapseWatch:
             LOST_SAMPLES: self._lost(step),
             LARGE_STEPS: self._far(step),
         }
-        new = {kind: what for kind, what in found.items() if what is not None and kind not in self._told}
-        self._told |= new.keys()
-        return new
+        return _first_time(found, self._told)
 
     def _fallen(self, step: int) -> str | None:
         values = list(self._entropy)
@@ -297,6 +289,13 @@ class CollapseWatch:
             f"{MOST_DRIFT:g} runs have collapsed). Lower the rate (--optimizer.lr), or warm it up for longer "
             "(--optimizer.schedule.warmup)"
         )
+
+
+def _first_time(found: Mapping[str, str | None], told: set[str]) -> dict[str, str]:
+    """Returns the sentences of kinds that were not told yet, and adds these to `told`."""
+    new = {kind: what for kind, what in found.items() if what is not None and kind not in told}
+    told.update(new)
+    return new
 
 
 def _error(e: Evaluation) -> float:

@@ -13,8 +13,8 @@ import fcntl
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from enum import Enum
 from io import FileIO
 from pathlib import Path
@@ -100,24 +100,18 @@ def _cut_torn_line(file: FileIO) -> None:
         file.truncate(end)
 
 
-def lines_of(path: Path, read: Callable[[dict[str, Json]], T]) -> tuple[list[T], list[int]]:
-    """What `read` makes of each whole line, in order, and the numbers (from 1) of the lines that cannot be read.
+def lines_of(path: Path, read: Callable[[dict[str, Json]], Any]) -> tuple[list[Any], list[int]]:
+    """Returns what `read` makes of each whole line, in order, and the numbers (from 1) of those that cannot be read.
 
     Nothing when there is no file. What follows the last newline is not read. A line cannot be read when it is no JSON
     object, or `read` raises `ValueError`, `KeyError`, `TypeError` or `AttributeError`.
     """
-    found, bad = [], []
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    for number, line in enumerate(lines, start=1):
-        try:
-            found.append(read(_object(line)))
-        except UNREADABLE:
-            bad.append(number)
-    return found, bad
+    lines = NewLines(path, read)
+    return lines.read()[1], lines.bad
 
 
 def read_lines(path: Path, read: Callable[[dict[str, Json]], Any] = dict) -> list[Any]:
-    """What can be read, in order, as in `lines_of`."""
+    """Returns what can be read of a file, in order, as `lines_of` does."""
     return lines_of(path, read)[0]
 
 
@@ -126,16 +120,15 @@ class NewLines:
     file.
 
     A last line that is not whole yet waits for the next time. A line that cannot be read, as in `lines_of`, is passed
-    over and counted in `bad`. A file that was cut or replaced meanwhile is read from its beginning.
+    over, and its number kept in `bad`. A file that was cut or replaced meanwhile is read from its beginning.
     """
 
     def __init__(self, path: Path, read: Callable[[dict[str, Json]], Any] = dict) -> None:
         self.path = path
-        self.bad = 0  # of the file that is read now
         self._read = read
-        self._file = 0  # its inode
-        self._at = 0  # after the last whole line that was read
-        self._last = b""  # that line: while it is unchanged, what comes before it need not be read again
+        self._at = self._count = 0  # bytes, and whole lines, that were read
+        self._last = b""  # the last of them: while it is unchanged, what comes before it need not be read again
+        self._begin(0)
 
     def read(self) -> tuple[bool, list[Any]]:
         """Returns (whether it was read from its beginning, what can be read of what is new); nothing while there is no
@@ -144,10 +137,11 @@ class NewLines:
         replaced, lines = self._lines()
         found = []
         for line in lines:
+            self._count += 1
             try:
                 found.append(self._read(_object(line)))
             except UNREADABLE:
-                self.bad += 1
+                self.bad.append(self._count)
         return replaced, found
 
     def _lines(self) -> tuple[bool, list[bytes]]:
@@ -158,14 +152,20 @@ class NewLines:
                 replaced = not self._at or found != self._file or file.read(len(self._last)) != self._last
                 if replaced:
                     file.seek(0)
-                    self.bad, self._file, self._at, self._last = 0, found, 0, b""
+                    self._begin(found)
                 lines = file.read().split(b"\n")[:-1]
         except FileNotFoundError:
             replaced, lines = self._at > 0, []
-            self.bad, self._at, self._last = 0, 0, b""
+            self._begin(0)
         if lines:
             self._at, self._last = self._at + sum(map(len, lines)) + len(lines), lines[-1] + b"\n"
         return replaced, lines
+
+    def _begin(self, file: int) -> None:
+        self.bad: list[int] = []  # numbers, from 1, in the file that is read now
+        self._file = file  # its inode
+        self._at = self._count = 0
+        self._last = b""
 
 
 def read_last_line(path: Path, read: Callable[[dict[str, Json]], Any] = dict) -> Any | None:
@@ -198,9 +198,18 @@ def write_json(path: Path, value: object) -> None:
     """
     text = json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)
     path.parent.mkdir(exist_ok=True)  # not its parents: a run that was moved away is not made anew
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
+    with replaced(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.write(f"{text}\n")
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Yields a temporary name beside `path`; what is written there takes its place once all of it is."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -31,7 +31,6 @@ class Status:
     steps: int  # optimizer steps the run is to take
     elapsed_seconds: float  # since the run began
     training_seconds: float = 0.0  # of these, since the first optimizer step of this process
-    training_steps: int | None = None  # steps taken in training_seconds; None: all (a resumed run gives its own)
     phase: str = "training"  # starting, warm-up, training, evaluating, stopping
     reward: float | None = None  # this and the next four are means of the newest 50 steps
     parts: Mapping[str, float] = field(default_factory=dict)  # of the reward, by name, where it has several
@@ -51,10 +50,9 @@ class Status:
     @property
     def eta_seconds(self) -> float | None:
         """Seconds to the last step at the mean pace so far; None before the first step."""
-        done = self.step if self.training_steps is None else self.training_steps
-        if done <= 0 or self.training_seconds <= 0:
+        if self.step <= 0 or self.training_seconds <= 0:
             return None
-        return (self.steps - self.step) * self.training_seconds / done
+        return (self.steps - self.step) * self.training_seconds / self.step
 
 
 class LiveView:

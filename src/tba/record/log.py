@@ -26,7 +26,7 @@ def log_path(run: Path, part: str) -> Path:
     return run / "logs" / f"{part}.log"
 
 
-def set_up_log(run: Path, part: str, level: int = logging.INFO) -> logging.FileHandler:
+def set_up_log(run: Path, part: str) -> logging.FileHandler:
     """From here on everything logged in this process, and every warning, goes to the part's log (times in UTC).
 
     A second call for the same file changes nothing. Returns the handler, so that it can be removed.
@@ -42,7 +42,7 @@ def set_up_log(run: Path, part: str, level: int = logging.INFO) -> logging.FileH
     formatter.converter = time.gmtime
     handler.setFormatter(formatter)
     root.addHandler(handler)
-    root.setLevel(level)
+    root.setLevel(logging.INFO)
     logging.captureWarnings(True)
     if not faulthandler.is_enabled() and handler.stream is not None:
         faulthandler.enable(handler.stream)
@@ -59,13 +59,13 @@ class _LogFile(logging.FileHandler):
 
 
 @contextmanager
-def log_to(run: Path, part: str, level: int = logging.INFO) -> Iterator[Path]:
+def log_to(run: Path, part: str) -> Iterator[Path]:
     """Logs to the part's file inside the block; an exception that leaves it is logged with its traceback, and
     re-raised.
     """
     root = logging.getLogger()
     level_before, crashes_elsewhere = root.level, faulthandler.is_enabled()
-    handler = set_up_log(run, part, level)
+    handler = set_up_log(run, part)
     try:
         yield log_path(run, part)
         log.info("%s ends", part)

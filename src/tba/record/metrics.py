@@ -53,7 +53,6 @@ JOURNAL_ROWS = "journal_rows"  # trajectories that the trainer has read from the
 
 RATE_POINTS = 40  # at most, over a run
 STEPS_PER_RATE_POINT = 5  # at least
-KEPT_POINTS = 512  # of a running total: more than enough for RATE_POINTS
 MEAN_STEPS = 50  # of which the live view shows means
 RATE_SECONDS = 10.0  # at least, of which it shows a rate
 
@@ -85,7 +84,7 @@ def read_last(directory: Path) -> dict[str, Json] | None:
 
 def step_of(row: dict[str, Json]) -> dict[str, Json]:
     """The line itself. Raises `TypeError` when it does not say which step it is, and when."""
-    if not (isinstance(row["step"], int) and _is_number(row["wall_seconds"])):
+    if not (isinstance(row["step"], int) and is_number(row["wall_seconds"])):
         raise TypeError("no line of a step")
     return row
 
@@ -94,7 +93,7 @@ def column(
     rows: Sequence[Mapping[str, Json]], name: str, over: str = "wall_seconds"
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """(x, y) of one metric over another, of the rows that have both as finite numbers."""
-    pairs = [(r[over], r[name]) for r in rows if _is_number(r.get(over)) and _is_number(r.get(name))]
+    pairs = [(r[over], r[name]) for r in rows if is_number(r.get(over)) and is_number(r.get(name))]
     table = np.array(pairs, dtype=np.float64).reshape(-1, 2)
     return table[:, 0], table[:, 1]
 
@@ -128,8 +127,8 @@ class RunningMetrics:
 
     @property
     def bad(self) -> int:
-        """Lines that could not be read."""
-        return self._lines.bad
+        """Returns how many lines could not be read."""
+        return len(self._lines.bad)
 
     def look(self) -> None:
         """Take in what is new."""
@@ -142,15 +141,15 @@ class RunningMetrics:
                 self.first_seconds = seconds
             self.newest = row
             self._recent.append(row)
-            if _is_number(generated):
+            if is_number(generated):
                 self._totals["generated"].add(seconds, generated)
-            if _is_number(trained):
+            if is_number(trained):
                 self._trained += trained
                 self._totals["trained"].add(seconds, self._trained)
 
     def mean(self, name: str) -> float | None:
         """Returns the mean of a metric over the newest 50 steps; None where none of them has it."""
-        values = [value for row in self._recent if _is_number(value := row.get(name))]
+        values = [value for row in self._recent if is_number(value := row.get(name))]
         return sum(values) / len(values) if values else None
 
     def parts(self) -> dict[str, float]:
@@ -162,38 +161,29 @@ class RunningMetrics:
         """Returns tokens per second of `generated` or `trained` by now: over ten seconds or more, and so many that two
         arrivals lie in them, since those of a long round arrive together. None while there was no arrival.
         """
-        x, total = self._totals[half].points()
-        rises = np.flatnonzero(np.diff(total) > 0) + 1
-        if not len(rises):
-            return None
-        early = [i for i in [0, *rises[:-1]] if x[-1] - x[i] >= RATE_SECONDS]
-        since = early[-1] if early else 0
-        return float((total[-1] - total[since]) / (x[-1] - x[since]))
+        return self._totals[half].rate()
 
 
 class _Total:
-    """A running total over wall-clock: every point, or, of many, every 2nd, 4th ... and the newest."""
+    """A running total over wall-clock, as far back as its rate needs it."""
 
     def __init__(self) -> None:
-        self._kept: list[tuple[float, float]] = []
-        self._newest: tuple[float, float] | None = None  # where it is not kept
-        self._every = 1
-        self._seen = 0
+        self._rises: deque[tuple[float, float]] = deque()  # (wall-clock, total): the first known, and where it rose
+        self._newest = (0.0, 0.0)
 
     def add(self, seconds: float, total: float) -> None:
+        if not self._rises or total > self._newest[1]:
+            self._rises.append((seconds, total))
         self._newest = (seconds, total)
-        if self._seen % self._every == 0:
-            self._kept.append(self._newest)
-            self._newest = None
-            if len(self._kept) == KEPT_POINTS:
-                self._newest = self._kept[-1]
-                del self._kept[1::2]
-                self._every *= 2
-        self._seen += 1
+        while len(self._rises) > 2 and seconds - self._rises[1][0] >= RATE_SECONDS:
+            self._rises.popleft()
 
-    def points(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        table = np.array(self._kept + ([] if self._newest is None else [self._newest]), dtype=np.float64).reshape(-1, 2)
-        return table[:, 0], table[:, 1]
+    def rate(self) -> float | None:
+        """Returns the rise per second since the oldest point that is kept; None where it has not risen."""
+        if len(self._rises) < 2:
+            return None
+        (since, before), (now, total) = self._rises[0], self._newest
+        return (total - before) / (now - since)
 
 
 def _rate(
@@ -206,5 +196,6 @@ def _rate(
     return (edges[1:] + edges[:-1]) / 2, np.diff(np.interp(edges, x, total)) / np.diff(edges)
 
 
-def _is_number(value: Json) -> TypeGuard[float]:
+def is_number(value: Json) -> TypeGuard[float]:
+    """Whether it is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -7,14 +7,14 @@ from counts that were taken where they arose, so that it can show an account tha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from tba.errors import UserError
 from tba.foreign import check, read_json
 from tba.record import memory
 from tba.record.evaluations import evaluation_of
-from tba.record.jsonl import write_json
+from tba.record.jsonl import plain, write_json
 from tba.record.ledger import Ledger
 from tba.types import Evaluation, Json
 
@@ -101,45 +101,26 @@ class Summary:
         return "searchers" if uses > 1 else "trainer"
 
     def to_json(self) -> dict[str, Json]:
-        """The contents of the file."""
-        return {
-            "recipe": self.recipe,
-            "seed": self.seed,
-            "steps": self.steps,
+        """Returns the contents of the file."""
+        made = self.trajectories
+        evaluations = [
+            {"version": e.version, "wall_seconds": round(e.wall_seconds, 3)}
+            | {"metric": e.metric, "value": e.value, "n": e.n}
+            for e in self.evaluations
+        ]
+        found = {f.name: getattr(self, f.name) for f in fields(self)} | {
             "wall_seconds": {name: round(v, 3) for name, v in asdict(self.wall_seconds).items()},
-            "evaluations": [
-                {
-                    "version": str(e.version),
-                    "wall_seconds": round(e.wall_seconds, 3),
-                    "metric": e.metric,
-                    "value": e.value,
-                    "n": e.n,
-                }
-                for e in self.evaluations
-            ],
-            "trainer_idle": self.trainer_idle,
-            "trainer_paced": self.trainer_paced,
-            "searcher_idle": self.searcher_idle,
-            "searcher_paced": self.searcher_paced,
-            "searcher_evaluating": self.searcher_evaluating,
+            "evaluations": evaluations,
             "searcher_time": {name: round(share, 4) for name, share in self.searcher_time.items()},
-            "slow_side": self.slow_side,
-            "samples_per_insert": self.trajectories.samples_per_insert,
             "tokens": asdict(self.tokens),
-            "trajectories": asdict(self.trajectories),
-            "trained_share": self.trajectories.trained_share,
+            "trajectories": asdict(made),
             "lag": asdict(self.lag),
-            "recent_share": self.recent_share,
-            "prompts": {split: dict(counts) for split, counts in self.prompts.items()},
-            "reference_resets": [dict(reset) for reset in self.reference_resets],
-            "control": [dict(change) for change in self.control],
-            "joined": [dict(searcher) for searcher in self.joined],
-            "faults": dict(self.faults),
-            "peak_memory_bytes": dict(self.peak_memory_bytes),
             "utilisation": {half: round(share, 4) for half, share in self.utilisation.items()},
-            "versions": dict(self.versions),
-            "machine": dict(self.machine),
+            "slow_side": self.slow_side,
+            "samples_per_insert": made.samples_per_insert,
+            "trained_share": made.trained_share,
         }
+        return dict(plain(found))
 
     def write(self, directory: Path) -> Path:
         """Write `summary.json` of the run in `directory`; returns its path."""

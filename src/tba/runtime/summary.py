@@ -56,7 +56,7 @@ class Progress:
         self.metrics.look()
         self.evaluations.look()
         row: Mapping[str, Any] = self.metrics.newest
-        mean = self.metrics.mean
+        mean, newest = self.metrics.mean, self.evaluations.newest
         bad = self.metrics.bad + self.evaluations.bad
         told = (noted_falls(self.run.path) or [""])[-1]
         phase = "warm-up" if phase == "training" and not row else phase
@@ -72,8 +72,8 @@ class Progress:
             log_ratio=mean(metrics.LOG_RATIO),
             lag=mean(metrics.LAG),
             ess=mean(metrics.ESS),
-            accuracy=dict(self.evaluations.newest),
-            evaluated=self.evaluations.version.step if self.evaluations.version else None,
+            accuracy={e.metric: e.value for e in newest},
+            evaluated=newest[0].version.step if newest else None,
             evaluating=int(row.get(metrics.EVALUATING, 0)),
             generated_rate=self.metrics.rate("generated"),
             trained_rate=self.metrics.rate("trained"),

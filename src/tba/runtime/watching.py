@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tba.recipe import Recipe
-from tba.record.evaluations import FILE, evaluation_of
+from tba.record.evaluations import RunningEvaluations
 from tba.record.falls import REWARD, RewardWatch, by_version, note_falls
 from tba.record.faults import record_fault
-from tba.record.jsonl import NewLines
 from tba.runtime.run_dir import RunDirectory
 from tba.training.checkpoint import checkpoints_in
 from tba.types import Evaluation, Version
@@ -44,17 +43,15 @@ class Watch:
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
-        self._lines = NewLines(run.path / FILE, evaluation_of)
-        self._found: list[Evaluation] = []
+        self._evaluations = RunningEvaluations(run.path)
 
     def look(self) -> None:
         """Report whether a figure has fallen, and link `best` to the checkpoint that is the best now."""
-        if not self._read():
+        if not self._evaluations.look():
             return
-        for what in note_falls(self._run.path, self._found):
+        for what in note_falls(self._run.path, self._evaluations.found):
             log.warning("%s", what)
-        best = self._best()
-        if best is None:
+        if (best := self._best()) is None:
             return
         path, _ = best
         link, temporary = self._run.path / NAME, self._run.path / f".{NAME}-{os.getpid()}"
@@ -69,20 +66,12 @@ class Watch:
         """Returns versions whose checkpoints stay whatever their age: the best, and those whose evaluation is still to
         come.
         """
-        self._read()
+        self._evaluations.look()
         best = self._best()
         return {*pending, *([] if best is None else [best[1].version])}
 
-    def _read(self) -> bool:
-        """Whether there is anything new."""
-        replaced, found = self._lines.read()
-        self._found = [*([] if replaced else self._found), *found]
-        return bool(found)
-
     def _best(self) -> tuple[Path, Evaluation] | None:
         """Returns the folder of the best checkpoint and its figure; None while no checkpoint was evaluated."""
-        figures = by_version(self._found)
-        there = [
-            (path, figures[version]) for path, version in checkpoints_in(self._run.checkpoints) if version in figures
-        ]
+        figures = by_version(self._evaluations.found)
+        there = [(path, figures[v]) for path, v in checkpoints_in(self._run.checkpoints) if v in figures]
         return max(there, key=lambda found: (found[1].value, found[1].version), default=None)
