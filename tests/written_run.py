@@ -8,6 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
+from tokenizers.models import BPE
 
 from tba.evaluation.accuracy import GREEDY, Answer
 from tba.record.evaluations import EvaluationWriter
@@ -52,7 +55,7 @@ def write(
     }  # fmt: skip
     facts = {
         "recipe": "toy", "digest": None, "overrides": [], "started": BEGAN, "clock": {"began": 0.0, "before": 0.0},
-        "sft_seconds": 0.0, "incarnations": [{"why": "begun"}], "resolved": settings,
+        "sft_seconds": 0.0, "incarnations": [{"why": "begun", "program": "", "marks": []}], "resolved": settings,
     }  # fmt: skip
     run.mkdir(parents=True)
     (run / "recipe.json").write_text(json.dumps(facts))
@@ -124,8 +127,9 @@ def _trained(journal: Path, rng: np.random.Generator) -> Buffer:
 def _checkpoint(run: Path, buffer: Buffer) -> None:
     folder = run / "checkpoints" / f"step-{STEPS}"
     folder.mkdir(parents=True)
-    tokenizer = {"model": {"vocab": {word: i for i, word in enumerate(WORDS)}}, "decoder": {"type": "ByteLevel"}}
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    tokenizer = Tokenizer(BPE({word: i for i, word in enumerate(WORDS)}, []))
+    tokenizer.decoder = ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
     state = {"replay": {"uses": pack_uses(buffer.fates())}}
     manifest = {"version": f"0.{STEPS}", "state": state, "files": {"tokenizer.json": [0, 0]}}
     (folder / "run.json").write_text(json.dumps(manifest))

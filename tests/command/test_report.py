@@ -249,7 +249,7 @@ def test_a_run_that_has_just_begun_has_a_report_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "needs the folders of one or more runs, such as runs/NAME, first"),
+        ([], "needs a run's folder, such as runs/NAME, first"),
         (["nowhere"], "nowhere: there is no such run"),
         (["RUN", "--out", "report.txt"], "give a name that ends in .html"),
         (["RUN", "--out", "nowhere/report.html"], "make it first"),

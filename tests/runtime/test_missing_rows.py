@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -344,20 +343,6 @@ def test_the_journal_of_a_copied_run_that_went_on_by_itself_is_another_with_howe
     assert summary.steps == 60
     for ledger in (summary.tokens, summary.trajectories):
         assert ledger.closes(), ledger
-
-
-def test_a_run_of_a_program_without_marks_is_resumed_and_gets_one(run: Path) -> None:
-    facts = json.loads((run / "recipe.json").read_text())
-    for made in facts["incarnations"]:
-        del made["marks"]
-    (run / "recipe.json").write_text(json.dumps(facts))
-    with closing(sqlite3.connect(run / "journal.sqlite")) as connection, connection:
-        connection.execute("DELETE FROM totals WHERE name = 'mark'")
-    assert main(["resume", str(run), "--steps", "45", "--runtime", "inline"]) == 0
-    marks = RunDirectory.open(run).marks
-    assert [len(of) for of in marks] == [0, 0, 1]
-    with JournalFollower(run / "journal.sqlite") as journal:
-        assert journal.totals().mark == marks[-1][0]
 
 
 def test_commands_that_read_or_add_to_a_run_say_that_its_journal_is_an_older_copy(

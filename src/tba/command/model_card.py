@@ -9,19 +9,19 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tba.command.run_data import settings_of
 from tba.errors import UserError
-from tba.evaluation.estimators import wilson_interval
 from tba.foreign import parsed, read_json
 from tba.policy.lora import CONFIG
+from tba.record.evaluations import figure
 from tba.record.run import RunRecord
 from tba.record.text import count, duration, percent, printable
 from tba.shipped import MARK
-from tba.types import Evaluation, Json, Version
+from tba.types import Json, Version
 
 LICENCE = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")  # as the Hub names licences
 ANSWERS = 4  # problems that are shown, each with the answer before and after
@@ -77,14 +77,14 @@ def card(
 
     `hidden`: the run hides its texts. `files`: what is in the folder of the model besides it.
     """
-    resolved = facts["resolved"]
+    record, resolved = record.until(version), facts["resolved"]
     parts = [
         _metadata(base, files),
         f"# {repo.partition('/')[2]}",
         _opening(facts, version, base),
         "## Held-out accuracy",
         accuracy(record, version),
-        *_examples(record, version, hidden),
+        *([] if hidden else _examples(record)),
         "## How it was trained",
         _training(record, resolved),
         "## Use",
@@ -102,15 +102,9 @@ def escaped(text: str, longest: int = _LONGEST) -> str:
 
 
 def accuracy(record: RunRecord, version: Version) -> str:
-    """Returns the table of held-out figures: of the first version that was evaluated, and of this one or the last
-    before it.
-    """
-    rows, measured = [], set()
-    for name in record.evaluated():
-        own = sorted((e for e in record.evaluations if e.metric == name), key=lambda e: e.version)
-        after = [e for e in own if own[0].version < e.version <= version]
-        measured |= {e.version for e in after[-1:]}
-        rows.append([escaped(name), _figure(own[0]), _figure(after[-1]) if after else "-", f"{own[0].n:,}"])
+    """Returns the table of held-out figures, of the first version and of the last one until `version`, the weights'."""
+    figures = record.figures()
+    rows = [[escaped(name), figure(e), figure(after), f"{e.n:,}"] for name, (e, after) in figures.items()]
     if not rows:
         return "It was not evaluated."
     text = _table(("metric", "before", "after", "problems"), rows)
@@ -118,12 +112,12 @@ def accuracy(record: RunRecord, version: Version) -> str:
         "\n\nWith 95 % intervals, on problems that were held out of training. *pass@1/greedy*: the most likely answer; "
         "*sampled*: at the training temperature; *pass@K*: one of K samples is right."
     )
-    older = max(measured, default=None)
-    if older is not None and older < version:
-        text += (
-            f" *After* is of step {older.step}, the last one evaluated; the weights here are of step {version.step}."
-        )
-    return text if measured else f"{text} Of the weights here nothing was measured."
+    measured = max((after.version for _, after in figures.values() if after is not None), default=None)
+    if measured is None:
+        return f"{text} Of the weights here nothing was measured."
+    if measured < version:
+        text += f" *After* is of step {measured.step}, the last evaluated; the weights here are of step {version.step}."
+    return text
 
 
 def _metadata(base: Base, files: set[str]) -> str:
@@ -171,10 +165,9 @@ def _training(record: RunRecord, resolved: Mapping[str, Json]) -> str:
     return "\n".join(said) + f"\n\n<details><summary>Settings</summary>\n\n{table}\n\n</details>"
 
 
-def _examples(record: RunRecord, version: Version, hidden: bool) -> list[str]:
-    """Returns a few held-out problems with the answers of the first version and of this one."""
-    known = [a for a in record.answers if a.version <= version]
-    pairs = [] if hidden else replace(record, answers=known).answers_before_after()
+def _examples(record: RunRecord) -> list[str]:
+    """Returns a few held-out problems with the answers of the first version evaluated and of the last."""
+    pairs = record.answers_before_after()
     if not pairs:
         return []
     rows = [
@@ -206,11 +199,6 @@ def _licence_said(base: Base, files: set[str]) -> str:
     if base.licence is None:
         return f"Not stated: the base's own licence applies.{beside}"
     return f"{base.licence}.{beside}"
-
-
-def _figure(e: Evaluation) -> str:
-    interval = wilson_interval(e.value * e.n, e.n)
-    return f"{percent(e.value)} [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
 
 
 def _marked(answer: str, correct: bool) -> str:

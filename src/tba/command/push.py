@@ -22,7 +22,7 @@ from tba.errors import UserError
 from tba.record.run import RunRecord
 from tba.record.terminal import terminal
 from tba.record.text import size
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_dir import RunDirectory, setting
 from tba.training import checkpoint, optimizer
 from tba.training.checkpoint import Checkpoint, newest_sound
 from tba.weights.atomic_dir import atomic_folder
@@ -97,26 +97,22 @@ def _fill(
             shutil.copyfile(file, folder / file.name)
     facts, record = run.facts, RunRecord.read(run.path)
     resolved = facts["resolved"]
-    base = base_of(_group(resolved, "model"), options.base, options.licence)
+    model = setting(resolved, "model") or {}
+    base = base_of(model, options.base, options.licence)
     licences = [base.folder / name for name in _LICENCES] if base.folder is not None else []
     for file in [file for file in licences if file.is_file()][:1]:
         shutil.copyfile(file, folder / "LICENSE")
-    hidden = _group(resolved, "record").get("hide_text") is True
+    hidden = setting(resolved, "record", "hide_text") is True
     files = {file.name for file in folder.iterdir()}
     text = card(repo, record, chosen.version, facts, base, hidden, files)
     (folder / "README.md").write_text(text, encoding="utf-8", errors="replace")
-    if base.hub is None and _group(resolved, "model").get("path"):
+    if base.hub is None and model.get("path"):
         _say(
             console,
             "note: the base's name on the Hub is not known, so the card does not link it: give --base OWNER/NAME",
         )
     if base.licence is None:
         _say(console, "note: the base's licence is not known, so the card states none: give --licence")
-
-
-def _group(resolved: dict[str, object], name: str) -> dict[str, object]:
-    found = resolved.get(name)
-    return found if isinstance(found, dict) else {}
 
 
 def _token() -> str:

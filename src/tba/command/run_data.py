@@ -8,7 +8,6 @@ only: no prompt, no answer, no token, and no message that could quote one.
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,14 +15,16 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tokenizers import Tokenizer
 
 from tba.command.importing import FILE as IMPORTS
 from tba.command.replay import fates_of
+from tba.errors import UserError
 from tba.evaluation.estimators import wilson_interval
-from tba.foreign import read_json
 from tba.record import metrics
 from tba.record.faults import read_faults
 from tba.record.jsonl import plain, read_lines
+from tba.record.metrics import column, is_number
 from tba.record.recorder import read_samples
 from tba.record.run import RunRecord
 from tba.record.show import facts_of
@@ -32,7 +33,7 @@ from tba.replay.buffer import LEFT
 from tba.replay.excerpt import Facts, chosen, read_bodies, read_facts
 from tba.replay.queries import JournalQueries
 from tba.runtime.checkpointing import held_by_journal, missing_from
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_dir import RunDirectory, setting
 from tba.training.checkpoint import newest_sound
 from tba.types import Evaluation, Json, Sampling, Trajectory, is_text
 
@@ -50,10 +51,10 @@ def run_data(path: Path, most: int, budget: int) -> dict[str, Json]:
     """Returns what is shown of the run: about `most` trajectories at most, whose JSON takes about `budget` bytes."""
     run, record = RunDirectory.open(path), RunRecord.read(path)
     facts = run.facts
-    hidden = _field(facts["resolved"], "record", "hide_text") is True
+    hidden = setting(facts["resolved"], "record", "hide_text") is True
     clock = _Clock(facts, record, path)
     answers = [] if hidden else _answers(record)
-    journal = _journal(run, record, clock, hidden, most, budget)
+    journal = _journal(run, record, clock, facts["resolved"], most, budget)
     prompts = (journal["trajectories"] or {"prompts": []})["prompts"]
     return {
         "name": record.name,
@@ -118,18 +119,16 @@ class _Clock:
 
 
 def _figures(record: RunRecord) -> list[dict[str, Json]]:
-    found = []
-    for name in record.evaluated():
-        before, after = record.before_after(name)
-        found.append({"metric": name, "before": before and _evaluation(before), "after": after and _evaluation(after)})
-    return found
+    return [
+        {"metric": name, "before": _evaluation(before), "after": after and _evaluation(after)}
+        for name, (before, after) in record.figures().items()
+    ]
 
 
 def _evaluation(e: Evaluation) -> dict[str, Json]:
+    interval = wilson_interval(e.value * e.n, e.n)
+    bounds = {"low": round(interval.low, 4), "high": round(interval.high, 4)}
     found: dict[str, Json] = {"version": str(e.version), "wall": round(e.wall_seconds, 2), "metric": e.metric}
-    share = 0 <= e.value <= 1 and e.n > 0
-    interval = wilson_interval(e.value * e.n, e.n) if share else None
-    bounds = {"low": round(interval.low, 4), "high": round(interval.high, 4)} if interval else {}
     return found | {"value": round(e.value, 5), "n": e.n, **bounds}
 
 
@@ -163,29 +162,18 @@ def _account(record: RunRecord) -> dict[str, Json] | None:
 
 def _curves(rows: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
     """Returns the metrics as columns; of many steps each point is the mean of a few that follow each other."""
-    each = -(-len(rows) // POINTS) if rows else 1
-    names = dict.fromkeys(name for row in rows for name in row)
+    each = max(1, -(-len(rows) // POINTS))
     columns: dict[str, Json] = {}
-    for name in names:
-        values = np.array([value if _is_number(value := row.get(name)) else np.nan for row in rows], dtype=np.float64)
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = np.array([value if is_number(value := row.get(name)) else np.nan for row in rows], dtype=np.float64)
         if np.isnan(values).all():
             continue
-        columns[name] = _short(_last_of(values, each) if name in ("step", "wall_seconds") else _means(values, each))
+        if name in ("step", "wall_seconds"):  # of the last
+            columns[name] = _short(np.pad(values, (0, -len(values) % each), "edge")[each - 1 :: each])
+        else:  # the mean of those that are known
+            whole = np.pad(values, (0, -len(values) % each), constant_values=np.nan).reshape(-1, each)
+            columns[name] = _short(np.ma.masked_invalid(whole).mean(axis=1).filled(np.nan))
     return {"steps_per_point": each, "columns": columns}
-
-
-def _means(values: npt.NDArray[np.float64], each: int) -> npt.NDArray[np.float64]:
-    """Returns the means of `each` values that follow each other, without those that are NaN."""
-    if each == 1:
-        return values
-    starts = np.arange(0, len(values), each)
-    known = np.add.reduceat((~np.isnan(values)).astype(np.float64), starts)
-    total = np.add.reduceat(np.nan_to_num(values, nan=0.0), starts)
-    return np.divide(total, known, out=np.full(len(starts), np.nan), where=known > 0)
-
-
-def _last_of(values: npt.NDArray[np.float64], each: int) -> npt.NDArray[np.float64]:
-    return values[np.minimum(np.arange(each - 1, len(values) + each - 1, each), len(values) - 1)]
 
 
 def _events(record: RunRecord, path: Path, clock: _Clock, hidden: bool) -> list[dict[str, Json]]:
@@ -266,11 +254,12 @@ def _imports(path: Path, hidden: bool) -> list[dict[str, Json]]:
 
 
 def _journal(
-    run: RunDirectory, record: RunRecord, clock: _Clock, hidden: bool, most: int, budget: int
+    run: RunDirectory, record: RunRecord, clock: _Clock, resolved: Mapping[str, Json], most: int, budget: int
 ) -> dict[str, Json]:
     journal = run.journal_there()
     if not journal.is_file():
         return {"searchers": [], "fates": None, "trajectories": None, "lost": None}
+    hidden = setting(resolved, "record", "hide_text") is True
     checkpoint, _ = newest_sound(run.checkpoints, verify=False)
     known = checkpoint is not None
     held = held_by_journal(run)
@@ -279,7 +268,7 @@ def _journal(
         facts = read_facts(reader, fates_of(run))
         samples = _trained_samples(reader, record.directory)
         rows = chosen(facts, most, np.array(sorted(samples), np.int64))
-        excerpt = _Excerpt(facts, record, clock, hidden, samples, known)
+        excerpt = _Excerpt(facts, record, clock, hidden, resolved, samples, known)
         for row, trajectory in read_bodies(reader, facts, rows):
             if not excerpt.add(row, trajectory, budget):
                 break
@@ -348,13 +337,16 @@ class _Excerpt:
         record: RunRecord,
         clock: _Clock,
         hidden: bool,
+        resolved: Mapping[str, Json],
         samples: Mapping[int, Sequence[Mapping[str, Json]]],
         uses_known: bool,
     ) -> None:
         self._facts, self._hidden, self._samples, self._uses_known = facts, hidden, samples, uses_known
         self._wall, self._fates = clock.wall(facts.created), _fate(facts)
-        self._beta = _Betas(record.metrics)
-        self._policy_sampling = _policy_sampling(record.directory)
+        self._metrics = record.metrics
+        # at which what a searcher records is the policy's own log-probability
+        temperature = setting(resolved, "policy_temperature")
+        self._policy_sampling = Sampling(float(temperature) if is_number(temperature) else 1.0, 1.0)
         self._rows: list[tuple[int, dict[str, Json]]] = []
         self._prompts: dict[int, dict[str, Json]] = {}  # by the digest, in the order of their numbers
         self._gone = 0  # chosen, but without a body
@@ -426,7 +418,7 @@ class _Excerpt:
         rounds = {number: i for i, number in enumerate(dict.fromkeys(line["round"] for line in rows))}
         for line in rows:
             line["prompt"], line["round"] = numbers[line["prompt"]], rounds[line["round"]]
-        _add_residuals(rows, self._beta)
+        _add_residuals(rows, self._metrics)
         columns: dict[str, Json] = {}
         for name in rows[0] if rows else ():
             if name not in ("parts", "as_policy", *TOKENS):
@@ -476,32 +468,23 @@ def _hundredths(values: npt.ArrayLike) -> list[int]:
 def _trained(sample: Mapping[str, Json], hidden: bool) -> dict[str, Json]:
     """Returns when it was trained on, and what the policy gave each token then, if that was recorded."""
     logs = None if hidden else sample.get("log_policy")
-    known = logs[:LONGEST_TOKENS] if isinstance(logs, list) and all(_is_number(x) for x in logs) else None
+    known = logs[:LONGEST_TOKENS] if isinstance(logs, list) and all(is_number(x) for x in logs) else None
     return {"step": sample["step"], "log_policy": None if known is None else _hundredths(known)}
 
 
-class _Betas:
-    """The beta of a run's steps; None where there is none."""
-
-    def __init__(self, rows: Sequence[Mapping[str, Json]]) -> None:
-        pairs = sorted((int(row["step"]), float(row["beta"])) for row in rows if _is_number(row.get("beta")))
-        self._steps, self._betas = [step for step, _ in pairs], [beta for _, beta in pairs]
-
-    def at(self, step: int) -> float | None:
-        """Returns the beta of the last step that is not after `step`, of the first if all are."""
-        return self._betas[max(0, bisect_right(self._steps, step) - 1)] if self._steps else None
-
-
-def _add_residuals(rows: Sequence[dict[str, Json]], betas: _Betas) -> None:
+def _add_residuals(rows: Sequence[dict[str, Json]], metrics_of: Sequence[Mapping[str, Json]]) -> None:
     """Give each row its residual log Z + log(pi / pi_ref) - r / beta at the time of sampling, log Z estimated from its
     round; None where the policy's own log-probabilities are unknown, or there is no beta.
     """
+    steps, betas = column(metrics_of, "beta", over="step")  # in the order of steps, but for those made again
+    order = np.argsort(steps, kind="stable")
     rounds: dict[int, list[dict[str, Json]]] = {}
     for line in rows:
         line["residual"] = None
         rounds.setdefault(int(line["round"]), []).append(line)
     for group in rounds.values():
-        beta = betas.at(int(group[0]["version"].partition(".")[2] or 0))
+        at = int(np.searchsorted(steps[order], int(group[0]["version"].partition(".")[2] or 0), "right"))
+        beta = float(betas[order[max(0, at - 1)]]) if len(betas) else None  # of the last step until then
         known = all(g["as_policy"] and g["ratio"] is not None and g["reward"] is not None for g in group)
         if beta and known and len(group) > 1:
             gaps = [g["reward"] / beta - g["ratio"] for g in group]
@@ -510,54 +493,22 @@ def _add_residuals(rows: Sequence[dict[str, Json]], betas: _Betas) -> None:
                 line["residual"] = round(log_z - gap, 3)
 
 
-def _policy_sampling(path: Path) -> Sampling:
-    """Returns the sampling at which what a searcher records is the policy's own log-probability."""
-    resolved = read_json(path / "recipe.json", "put it back as it was", resolved=dict[str, Any])["resolved"]
-    temperature = resolved.get("policy_temperature", 1.0)
-    return Sampling(float(temperature) if _is_number(temperature) else 1.0, 1.0)
-
-
 def _pieces(run: RunDirectory, ids: set[int]) -> dict[int, str]:
     """Returns the text of each token, by the tokenizer of the newest checkpoint; nothing where there is none."""
     files = sorted(run.checkpoints.glob("step-*/tokenizer.json"), key=lambda path: path.stat().st_mtime)
     if not files or not ids:
         return {}
-    tokenizer = read_json(files[-1], "remove it, and tokens are shown as numbers", model=dict[str, Any])
-    vocab = tokenizer["model"].get("vocab")
-    named = vocab.items() if isinstance(vocab, dict) else ((piece[0], i) for i, piece in enumerate(vocab or ()))
-    added = [(one["content"], one["id"]) for one in tokenizer.get("added_tokens") or ()]
-    by_bytes = any('"ByteLevel"' in json.dumps(tokenizer.get(part)) for part in ("decoder", "pre_tokenizer"))
-    found = {token: _spelt(piece, by_bytes) for piece, token in named if token in ids}
-    return found | {token: piece for piece, token in added if token in ids}
-
-
-def _spelt(piece: str, by_bytes: bool) -> str:
-    """Returns a token of a vocabulary as text: spaces as such, and bytes that are written as letters decoded."""
-    if by_bytes and all(letter in _BYTES for letter in piece):
-        return bytes(_BYTES[letter] for letter in piece).decode(errors="replace")
-    return piece.replace("\u2581", " ")
-
-
-def _letters_of_bytes() -> dict[str, int]:
-    """Returns the letters by which byte-level vocabularies (GPT-2's and later ones) write the 256 bytes."""
-    plain_bytes = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain_bytes]
-    return {chr(b): b for b in plain_bytes} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
-_BYTES = _letters_of_bytes()
-
-
-def _field(value: Json, *names: str) -> Json:
-    for name in names:
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
+    try:
+        tokenizer = Tokenizer.from_file(str(files[-1]))
+    except Exception as error:  # the library has none of its own
+        raise UserError(f"{files[-1]} cannot be read ({error}): remove it, and tokens are shown as numbers") from error
+    pieces = {token: piece for token in ids if (piece := tokenizer.id_to_token(token)) is not None}
+    if (decoder := tokenizer.decoder) is None:
+        return pieces
+    # behind another token: a blank that begins a text may be left out
+    return {token: decoder.decode(["a", piece])[1:] for token, piece in pieces.items()}
 
 
 def _short(values: npt.NDArray[np.float64]) -> list[float | None]:
     """Returns the values with five significant digits, or to the hundredth; what is not finite as None."""
     return [float(f"{v:.5g}") if abs(v) < 1e5 else round(v, 2) if np.isfinite(v) else None for v in values.tolist()]
-
-
-def _is_number(value: Json) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and bool(np.isfinite(value))

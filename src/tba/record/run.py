@@ -6,7 +6,7 @@ Invariant: reading changes nothing, and what is not there yet is empty or None.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tba.errors import UserError
@@ -18,7 +18,7 @@ from tba.record.faults import left_out, unreadable
 from tba.record.metrics import column, read_metrics
 from tba.record.summary import Summary
 from tba.record.text import percent
-from tba.types import Evaluation, Json
+from tba.types import Evaluation, Json, Version
 
 GREEDY = "pass@1/greedy"
 SAMPLED = "pass@1/sampled"
@@ -81,18 +81,24 @@ class RunRecord:
         _, y = column(self.metrics, metric)
         return float(y[-1]) if len(y) else None
 
-    def evaluated(self) -> list[str]:
-        """Names of the held-out figures there are: greedy, sampled, then pass@K by K."""
-        names = {e.metric for e in self.evaluations}
-        return sorted(names, key=lambda name: (name != GREEDY, name != SAMPLED, len(name), name))
+    def figures(self) -> dict[str, tuple[Evaluation, Evaluation | None]]:
+        """Returns each held-out figure of the first version evaluated and of the last; None while there is but one.
 
-    def before_after(self, metric: str) -> tuple[Evaluation | None, Evaluation | None]:
-        """The figure of the first version evaluated and of the last; the second is None while there is but one."""
-        found = sorted((e for e in self.evaluations if e.metric == metric), key=lambda e: e.version)
-        if not found:
-            return None, None
-        first, last = found[0], found[-1]
-        return first, last if last.version > first.version else None
+        By metric: greedy, sampled, then pass@K by K.
+        """
+        own: dict[str, list[Evaluation]] = {}
+        for e in sorted(self.evaluations, key=lambda e: e.version):
+            own.setdefault(e.metric, []).append(e)
+        order = sorted(own, key=lambda name: (name != GREEDY, name != SAMPLED, len(name), name))
+        return {name: (own[name][0], _later(own[name])) for name in order}
+
+    def until(self, version: Version) -> RunRecord:
+        """Returns the record without what was measured of later versions."""
+        return replace(
+            self,
+            evaluations=[e for e in self.evaluations if e.version <= version],
+            answers=[a for a in self.answers if a.version <= version],
+        )
 
     def answers_before_after(self) -> list[tuple[RecordedAnswer, RecordedAnswer]]:
         """The shown problems, each as answered by the first version evaluated and by the last."""
@@ -105,6 +111,11 @@ class RunRecord:
         before = {a.prompt: a for a in self.answers if a.version == first}
         after = {a.prompt: a for a in self.answers if a.version == last}
         return [(before[prompt], after[prompt]) for prompt in before if prompt in after]
+
+
+def _later(figures: Sequence[Evaluation]) -> Evaluation | None:
+    """Returns the last figure, if it is not of the first one's version."""
+    return figures[-1] if figures[-1].version > figures[0].version else None
 
 
 def _best(directory: Path, found: Sequence[Evaluation]) -> str | None:

@@ -15,9 +15,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from tba.evaluation.estimators import wilson_interval
 from tba.record import metrics
-from tba.record.evaluations import RecordedAnswer
+from tba.record.evaluations import RecordedAnswer, figure
 from tba.record.ledger import TERMS, Ledger
 from tba.record.metrics import MEAN_STEPS, column
 from tba.record.run import SAMPLED, RunRecord
@@ -53,11 +52,10 @@ def comparison(runs: Sequence[RunRecord], settings: Mapping[str, Sequence[str]])
         "steps": [str(run.steps) for run in runs],
         "wall-clock": [duration(run.wall_seconds) for run in runs],
     }
-    for name in dict.fromkeys(name for run in runs for name in run.evaluated()):
-        ends = [run.before_after(name) for run in runs]
-        figures[printable(name, 60)] = [
-            f"{_short(before)} -> {_short(after)}" if after else _short(before) for before, after in ends
-        ]
+    held_out = [run.figures() for run in runs]
+    for name in dict.fromkeys(name for own in held_out for name in own):
+        ends = [own.get(name, (None, None)) for own in held_out]
+        figures[printable(name, 60)] = [" -> ".join(map(_short, end if end[1] else end[:1])) for end in ends]
     summaries = [run.summary for run in runs]
     figures |= {
         "lag": [f"{s.lag.mean:.1f}" if s else "-" for s in summaries],
@@ -116,20 +114,18 @@ def closing_page(run: RunRecord) -> RenderableType:
 
 def accuracy(run: RunRecord) -> RenderableType:
     """A row per metric: before, after, both with 95 % intervals, difference; whole on 80 columns."""
-    names = run.evaluated()
-    if not names:
+    if not (figures := run.figures()):
         return Text("not evaluated yet", style="dim")
     table = _table("metric", "before", "after", "points", "problems", gap=1)
-    for name in names:
-        before, after = run.before_after(name)
-        change = f"{100 * (after.value - before.value):+.1f}" if before and after else "-"
-        table.add_row(printable(name, 60), _figure(before), _figure(after), change, str(before.n if before else "-"))
+    for name, (before, after) in figures.items():
+        change = f"{100 * (after.value - before.value):+.1f}" if after else "-"
+        table.add_row(printable(name, 60), figure(before), figure(after), change, str(before.n))
     return table
 
 
 def course(run: RunRecord) -> RenderableType:
     """Returns reward, held-out accuracy and effective sample size as bars, each the mean over equally many steps."""
-    names, spans = run.evaluated(), min(SPANS, run.steps + 1)
+    names, spans = run.figures(), min(SPANS, run.steps + 1)
     accuracy = SAMPLED if SAMPLED in names else next(iter(names), "")
     held_out = [(e.version.step, e.value) for e in run.evaluations if e.metric == accuracy]
     table = _table("", f"steps 0 to {run.steps}", "lowest", "highest", gap=1)
@@ -196,20 +192,9 @@ def _heading(run: RunRecord) -> RenderableType:
 
 
 def _so_far(run: RunRecord) -> RenderableType:
-    names = {
-        "reward": metrics.REWARD,
-        "log-ratio to the reference": metrics.LOG_RATIO,
-        "lag": metrics.LAG,
-        "trainer idle": metrics.TRAINER_IDLE,
-        "trainer paced": metrics.TRAINER_PACED,
-    }
-    found = {label: value for label, name in names.items() if (value := run.latest(name)) is not None}
-    found |= {f"tokens/s {half}": float(y[-1]) for half, (_, y) in metrics.rates(run.metrics).items() if len(y)}
-    if not found:
-        return Text("no step recorded yet", style="dim")
-    return pairs(
-        {label: percent(v) if "idle" in label or "paced" in label else f"{v:.4g}" for label, v in found.items()}
-    )
+    found = {label: shown(value) for name, label, shown in _LATEST if (value := run.latest(name)) is not None}
+    found |= {f"tokens/s {half}": f"{y[-1]:.4g}" for half, (_, y) in metrics.rates(run.metrics).items() if len(y)}
+    return pairs(found) if found else Text("no step recorded yet", style="dim")
 
 
 def health(run: RunRecord) -> RenderableType:
@@ -227,6 +212,13 @@ def _number(value: float) -> str:
     return f"{value:.3g}"
 
 
+_LATEST: Sequence[tuple[str, str, Callable[[float], str]]] = (
+    (metrics.REWARD, "reward", "{:.4g}".format),
+    (metrics.LOG_RATIO, "log-ratio to the reference", "{:.4g}".format),
+    (metrics.LAG, "lag", "{:.4g}".format),
+    (metrics.TRAINER_IDLE, "trainer idle", percent),
+    (metrics.TRAINER_PACED, "trainer paced", percent),
+)
 _HEALTH: Sequence[tuple[str, str, Callable[[float], str]]] = (
     (metrics.ENTROPY, "entropy of the policy, nats a token", _number),
     (metrics.ESS, "effective sample size", percent),
@@ -242,26 +234,27 @@ _HEALTH: Sequence[tuple[str, str, Callable[[float], str]]] = (
 
 def facts_of(summary: Summary) -> dict[str, str]:
     """Returns what a summary says of the run, in words."""
-    wall = summary.wall_seconds
-    return {
+    wall, made = summary.wall_seconds, summary.trajectories
+    facts = {
         "wall-clock": f"{duration(wall.total)}: warm start {duration(wall.sft)}, warm-up {duration(wall.warm_up)}, "
         f"training {duration(wall.train)}, evaluation {duration(wall.eval)}",
         "waiting after warm-up": _waiting(summary),
         "lag": _lag(summary),
-        **({"problems": problems} if (problems := _problems(summary)) else {}),
+        "problems": _problems(summary),
         "of the newest arrivals": f"{percent(summary.recent_share)} of the groups",
-        "samples per insert": f"{summary.trajectories.samples_per_insert:.2f}, "
-        f"{percent(summary.trajectories.trained_share)} of what arrived was trained",
+        "samples per insert": f"{made.samples_per_insert:.2f}, "
+        f"{percent(made.trained_share)} of what arrived was trained",
         "slow side": _slow_side(summary),
-        **({"control": _control(summary)} if summary.control else {}),
-        **({"reference reset": _resets(summary)} if summary.reference_resets else {}),
-        **({"joined": _joined(summary)} if summary.joined else {}),
+        "control": _control(summary),
+        "reference reset": _resets(summary),
+        "joined": _joined(summary),
         "faults": named({kind: count for kind, count in summary.faults.items() if count}),
         "peak memory": named({part: size(peak) for part, peak in summary.peak_memory_bytes.items()}),
-        **({"utilisation": _utilisation(summary)} if summary.utilisation else {}),
+        "utilisation": _utilisation(summary),
         "versions": named(summary.versions),
         "machine": _machine(summary.machine),
     }
+    return {name: said for name, said in facts.items() if said}
 
 
 def _problems(summary: Summary) -> str:
@@ -280,29 +273,25 @@ def _cost(summary: Summary) -> RenderableType:
     given = f"{count(tokens.generated)} generated"
     if tokens.imported:
         given += f" and {count(tokens.imported)} imported"
-    return pairs(
-        {
-            "time": f"{duration(summary.wall_seconds.total)} for {summary.steps} steps",
-            "tokens trained": f"{percent(tokens.trained_share)} of the {given}, each used {tokens.mean_uses:.1f} times",
-            "lag": _lag(summary),
-            **({"problems": problems} if (problems := _problems(summary)) else {}),
-            "waiting after warm-up": _waiting(summary),
-        }
-    )
+    facts = {
+        "time": f"{duration(summary.wall_seconds.total)} for {summary.steps} steps",
+        "tokens trained": f"{percent(tokens.trained_share)} of the {given}, each used {tokens.mean_uses:.1f} times",
+        "lag": _lag(summary),
+        "problems": _problems(summary),
+        "waiting after warm-up": _waiting(summary),
+    }
+    return pairs({name: said for name, said in facts.items() if said})
 
 
 def _utilisation(summary: Summary) -> str:
     shares = ", ".join(f"{half} {percent(share)}" for half, share in summary.utilisation.items())
-    return f"{shares} of the rate of a large product of matrices"
+    return shares and f"{shares} of the rate of a large product of matrices"
 
 
 def _waiting(summary: Summary) -> str:
     trainer = f"trainer idle {percent(summary.trainer_idle)}, paced {percent(summary.trainer_paced)}"
-    return f"{trainer}; searchers idle {percent(summary.searcher_idle)}, {_evaluating(summary)}"
-
-
-def _evaluating(summary: Summary) -> str:
-    return f"evaluating {percent(summary.searcher_evaluating)}"
+    evaluating = percent(summary.searcher_evaluating)
+    return f"{trainer}; searchers idle {percent(summary.searcher_idle)}, evaluating {evaluating}"
 
 
 def _slow_side(summary: Summary) -> str:
@@ -314,6 +303,8 @@ def _slow_side(summary: Summary) -> str:
 
 
 def _control(summary: Summary) -> str:
+    if not summary.control:
+        return ""
     last = summary.control[-1]
     moves = f"{len(summary.control)} moves by {last['signal']}"
     return f"{moves}, the last after step {last['step']} to k = {last['sync_every']}, m = {last['m']:g}"
@@ -325,35 +316,26 @@ def _lag(summary: Summary) -> str:
 
 
 def _resets(summary: Summary) -> str:
-    return "after step " + ", ".join(str(reset["step"]) for reset in summary.reference_resets)
+    steps = ", ".join(str(reset["step"]) for reset in summary.reference_resets)
+    return steps and f"after step {steps}"
 
 
 def _joined(summary: Summary) -> str:
-    """How many searchers joined, and how they left."""
+    """Returns how many searchers joined, and how they left."""
     left = Counter(str(searcher.get("how")) for searcher in summary.joined)
-    return f"{len(summary.joined)} searchers; {named(left)}"
+    return f"{len(summary.joined)} searchers; {named(left)}" if left else ""
 
 
-def _machine(machine: dict[str, Json] | object) -> str:
-    found = machine if isinstance(machine, dict) else {}
-    memory = found.get("memory_bytes")
-    gpus = ", ".join(found.get("gpus") or ()) or "no GPU"
-    return printable(
-        f"{found.get('cpu', '?')}, {found.get('cores', '?')} cores, {size(memory) if memory else '?'}, {gpus}"
-    )
+def _machine(found: Mapping[str, Json]) -> str:
+    memory, gpus = found.get("memory_bytes"), ", ".join(found.get("gpus") or ()) or "no GPU"
+    cores = f"{found.get('cpu', '?')}, {found.get('cores', '?')} cores"
+    return printable(f"{cores}, {size(memory) if memory else '?'}, {gpus}")
 
 
 def _closes(account: Ledger) -> Text:
     if account.closes():
         return Text("yes", style="green")
     return Text(f"no: {account.difference:+,}", style="bold red")
-
-
-def _figure(evaluation: Evaluation | None) -> str:
-    if evaluation is None:
-        return "-"
-    interval = wilson_interval(evaluation.value * evaluation.n, evaluation.n)
-    return f"{percent(interval.estimate)} [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
 
 
 def _marked(answer: RecordedAnswer) -> Text:

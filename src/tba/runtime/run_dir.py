@@ -38,6 +38,17 @@ from tba.replay.follower import JournalFollower
 from tba.replay.missing_rows import leave_mark
 from tba.runtime.program import version
 from tba.shipped import MARK
+from tba.types import Json
+
+
+@dataclass(frozen=True)
+class Incarnation:
+    """What recipe.json says of one beginning of a run."""
+
+    why: str
+    program: str  # its version
+    marks: list[int]  # that the journal may have had meanwhile
+
 
 _FACTS: dict[str, Any] = {  # that every recipe.json has
     "recipe": str,
@@ -46,7 +57,7 @@ _FACTS: dict[str, Any] = {  # that every recipe.json has
     "started": float,
     "clock": dict[str, float],
     "sft_seconds": float | None,
-    "incarnations": list[dict[str, Any]],
+    "incarnations": list[Incarnation],
     "resolved": dict[str, Any],
 }
 IMPORTS = "import"  # the owner whose rows the journal may have before a run begins
@@ -151,16 +162,13 @@ class RunDirectory:
 
     @property
     def incarnation(self) -> int:
-        """The incarnation of the weights that are trained now; 0 is the first."""
-        return len(self.facts.get("incarnations", ["begun"])) - 1
+        """Returns the incarnation of the weights that are trained now; 0 is the first."""
+        return len(self.facts["incarnations"]) - 1
 
     @property
     def marks(self) -> list[list[int]]:
-        """The marks that the journal may have had in each incarnation; none in those of a program without marks."""
-        return [
-            [mark for mark in marks if isinstance(mark, int)] if isinstance(marks := made.get("marks"), list) else []
-            for made in self.facts["incarnations"]
-        ]
+        """Returns the marks that the journal may have had in each incarnation."""
+        return [made["marks"] for made in self.facts["incarnations"]]
 
     def begin_again(self, why: str, overrides: Sequence[str] = (), before: float | None = None) -> None:
         """Begin another incarnation, with further overrides; every worker started from here on belongs to it.
@@ -171,7 +179,7 @@ class RunDirectory:
         facts, marks = self.facts, self.marks[-1]
         facts["overrides"] = [*facts["overrides"], *overrides]
         now = {"why": why, "program": version(), "marks": marks if before is None else [*marks, _mark()]}
-        facts["incarnations"] = [*facts.get("incarnations", [{"why": "begun"}]), now]
+        facts["incarnations"] = [*facts["incarnations"], now]
         if before is not None:
             facts["clock"] = {"began": time.monotonic(), "before": before}
         recipe = tba.settings.override(tba.settings.find(facts["recipe"]), facts["overrides"], "", recorded=True)
@@ -226,8 +234,7 @@ class RunDirectory:
         own = self.path / "journal.sqlite"
         if own.exists():
             return own
-        settings = self.facts["resolved"].get("run")
-        folder = settings.get("journal_dir") if isinstance(settings, dict) else None
+        folder = setting(self.facts["resolved"], "run", "journal_dir")
         return self._journal_in(Path(folder) if isinstance(folder, str) else None)
 
     @property
@@ -237,14 +244,6 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
 
     def log(self, worker: str) -> Path:
         return self.path / "logs" / f"{worker}.log"
@@ -256,6 +255,13 @@ class RunDirectory:
     def result(self, worker: str) -> Path:
         """Returns the file in which a worker leaves what the summary needs of it."""
         return self.path / "logs" / f"{worker}.result.json"
+
+
+def setting(resolved: Json, *names: str) -> Json:
+    """Returns a setting of a run's resolved recipe, by the names that lead to it; None where it has none."""
+    for name in names:
+        resolved = resolved.get(name) if isinstance(resolved, dict) else None
+    return resolved
 
 
 def new_path(root: Path, recipe_name: str, run_name: str | None) -> Path:
