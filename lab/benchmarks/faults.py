@@ -76,7 +76,7 @@ from tba.record.faults import count_faults, read_faults
 from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
 from tba.replay.pages import committed, wal_frames
-from tba.replay.schema import JOURNAL
+from tba.replay.schema import PAGE_BYTES
 from tba.runtime.checkpointing import held_by_journal
 from tba.runtime.run_dir import RunDirectory, is_held
 
@@ -324,7 +324,7 @@ def truncated(run: Run) -> None:
     run.inflicting = True
     file = run.path / "journal.sqlite"
     left = run.rng.randrange(1, file.stat().st_size)
-    if left < 2 * JOURNAL.page_bytes and not committed(wal_frames(Path(f"{file}-wal"), JOURNAL.page_bytes)):
+    if left < 2 * PAGE_BYTES and not committed(wal_frames(Path(f"{file}-wal"))):
         run.known = held_by_others(run)
     os.truncate(file, left)
 

@@ -246,7 +246,7 @@ def test_a_job_can_be_claimed_again_once_its_time_is_over_but_not_once_it_is_don
         assert follower.job_done("evaluate 0.4")
         a.finish("evaluate 0.6", [replace(first, version=Version(0, 6))])
     assert [e.version for e in follower.evaluations()] == [Version(0, 6)]
-    assert follower.jobs_done() == {"evaluate 0.4", "evaluate 0.6"}
+    assert [follower.job_done(f"evaluate 0.{n}") for n in (4, 5, 6)] == [True, False, True]
 
 
 def test_retention_deletes_the_oldest_drained_bodies_above_a_size_and_counts_them(

@@ -202,7 +202,7 @@ def test_what_was_acknowledged_is_found_in_a_log_whose_beginning_is_damaged(tmp_
         for part in ("", "-wal"):
             shutil.copy(f"{path}{part}", copy / f"journal.sqlite{part}")
     path, wal = copy / "journal.sqlite", copy / "journal.sqlite-wal"
-    commits = [frame for frame in wal_frames(wal, 8192) if frame.commits]
+    commits = [frame for frame in wal_frames(wal) if frame.commits]
     assert len(commits) > 30
     overwrite(wal, commits[20].at + at, b"\xff" * min(100, abs(at)))
     assert damage(path) == "its log is damaged"
@@ -328,7 +328,7 @@ def test_what_the_log_has_is_kept_though_most_of_the_file_before_it_is_cut_off(t
         for part in ("", "-wal"):
             shutil.copy(f"{path}{part}", tmp_path / "copy" / f"journal.sqlite{part}")
     path = tmp_path / "copy" / "journal.sqlite"
-    first, *_ = wal_frames(Path(f"{path}-wal"), 8192)
+    first, *_ = wal_frames(Path(f"{path}-wal"))
     overwrite(Path(f"{path}-wal"), first.at - 24, b"\x7f")  # the number of one page, now far behind all others
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size // 6)

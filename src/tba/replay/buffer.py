@@ -37,8 +37,8 @@ from tba.types import IntArray, Score, Trajectory, Version
 
 _FIRST = Version()
 # Bytes of a trajectory: for each token its number, two log-probabilities and 5 of text; its facts; and its row with all
-# indexes. 30,000 of 4 and of 512 tokens took 800 and 9,225 each.
-OF_TOKEN, OF_BODY, _OF_ROW = 17, 320, 450
+# indexes. 30,000 of 4 and of 512 tokens took 957 and 9,569 each.
+OF_TOKEN, OF_BODY, _OF_ROW = 17, 320, 570
 _DUPLICATE, _EVICTED, _DAMAGED = 1, 2, 3  # how a row left what is kept
 # how one left that was never used, in `Buffer.fates`
 LEFT = {-_DUPLICATE: "duplicate", -_EVICTED: "evicted", -_DAMAGED: "damaged"}

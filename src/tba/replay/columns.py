@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar, overload
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,6 @@ import numpy.typing as npt
 from tba.replay.codec import Damaged, Stored, decode_logs, decode_trajectory, encode_logs, tokens_of
 from tba.types import FloatArray, IntArray, Prompt, Trajectory, Version
 
-_NONE = -1
 _Number = TypeVar("_Number", bound=np.generic)
 
 
@@ -51,10 +51,7 @@ class Rows:
         self.is_recent = np.zeros(0, dtype=np.bool_)
         self.passing = np.zeros(0, dtype=np.int8)  # why it is no longer kept, where it is here only while it is recent
         self._standing = np.zeros(0, dtype=np.float64)  # its reward while it is kept, else infinite
-        self._prompt = np.zeros(0, dtype=np.int32)
         self._digest = np.zeros(0, dtype=np.uint64)  # of the completion
-        self._newer = np.zeros(0, dtype=np.int32)  # a linked list by arrival, from the oldest on
-        self._older = np.zeros(0, dtype=np.int32)
         self._uids: list[str] = []
         self._bodies: list[bytes] = []
         self._read, self._room = read, room
@@ -64,12 +61,13 @@ class Rows:
         self._scores: dict[int, bytes] = {}  # log-probabilities under another reference than the body's
         self._by_uid: dict[str, int] = {}
         self._by_answer: dict[int, int] = {}  # by hash; the row that was added last
-        self._prompts = _Prompts()
+        self._prompts: list[Prompt | None] = []
+        self._interned: WeakValueDictionary[str, Prompt] = WeakValueDictionary()  # one object for each, by key
         self._references: list[Version] = []
         self._numbers: dict[Version, int] = {}  # the number of each reference
         self._free: list[int] = []
         self._used = 0
-        self._oldest = self._newest = _NONE
+        self._kept: OrderedDict[int, None] = OrderedDict()  # rows that are kept, in order of arrival
 
     def __len__(self) -> int:
         return len(self._by_uid)
@@ -77,21 +75,21 @@ class Rows:
     def add(self, stored: Stored, arrival: int, incarnation: int) -> int:
         """Add a trajectory; returns its row. `incarnation` is the one it counts as; nothing may have arrived later."""
         row = self._free.pop() if self._free else self._new()
-        prompt = self._prompts.add(stored.prompt)
         self.length[row], self.reward[row] = stored.length, stored.reward
         self.incarnation[row], self.step[row] = incarnation, stored.version.step
         self.reference[row] = self.reference_number(stored.reference)
-        self.uses[row], self.arrival[row], self.is_recent[row], self._prompt[row] = 0, arrival, False, prompt
+        self.uses[row], self.arrival[row], self.is_recent[row], self._prompts[row] = (
+            0,
+            arrival,
+            False,
+            self._one_of(stored.prompt),
+        )
         self.passing[row], self._standing[row] = 0, stored.reward
         self._digest[row], self._uids[row], self._bodies[row] = stored.digest, stored.uid, stored.body
+        self._prompts[row] = self._one_of(stored.prompt)
         self._held += len(stored.body)
         self._by_uid[stored.uid] = self._by_answer[hash((stored.prompt.key, stored.digest))] = row
-        self._newer[row], self._older[row] = _NONE, self._newest
-        if self._newest == _NONE:
-            self._oldest = row
-        else:
-            self._newer[self._newest] = row
-        self._newest = row
+        self._kept[row] = None
         if self._read is not None:
             self._here[row] = None
             self._spill()
@@ -112,32 +110,17 @@ class Rows:
         if self._by_answer.get(answer) == row:
             del self._by_answer[answer]
         self._held -= len(self._bodies[row])
-        self._uids[row], self._bodies[row] = "", b""
+        self._uids[row], self._bodies[row], self._prompts[row] = "", b"", None
         for rows in (self._here, self._spilled, self._scores):
             rows.pop(row, None)
-        self._prompts.remove(int(self._prompt[row]))
-        if self.passing[row]:
-            self.passing[row] = 0
-        else:
-            self._unlink(row)
+        self._standing[row], self.passing[row] = np.inf, 0
+        self._kept.pop(row, None)
         self._free.append(row)
 
     def let_pass(self, row: int, how: int) -> None:
         """Mark a row as no longer kept, but here for a while; `how` is its value in `passing`, above 0."""
-        self.passing[row] = how
-        self._unlink(row)
-
-    def _unlink(self, row: int) -> None:
-        self._standing[row] = np.inf
-        older, newer = int(self._older[row]), int(self._newer[row])
-        if older == _NONE:
-            self._oldest = newer
-        else:
-            self._newer[older] = newer
-        if newer == _NONE:
-            self._newest = older
-        else:
-            self._older[newer] = older
+        self._standing[row], self.passing[row] = np.inf, how
+        del self._kept[row]
 
     def find(self, uid: str) -> int | None:
         """Returns the row of a trajectory."""
@@ -189,7 +172,14 @@ class Rows:
         return found if found.version.incarnation == incarnation else _renamed(found, incarnation)
 
     def prompt(self, row: int) -> Prompt:
-        return self._prompts[self._prompt.item(row)]
+        prompt = self._prompts[row]
+        assert prompt is not None
+        return prompt
+
+    def _one_of(self, prompt: Prompt) -> Prompt:
+        """Returns an equal prompt that is here, else the prompt; its key leaves out text and fields."""
+        known = self._interned.setdefault(prompt.key, prompt)
+        return known if (known.text, known.fields) == (prompt.text, prompt.fields) else prompt
 
     def reference_number(self, reference: Version) -> int:
         """Returns the number of a reference."""
@@ -214,10 +204,8 @@ class Rows:
 
     @property
     def oldest(self) -> int:
-        """Returns, of those that are kept, the one that arrived first. Raises `IndexError` when there is none."""
-        if self._oldest == _NONE:
-            raise IndexError("there are no rows")
-        return self._oldest
+        """Returns, of those that are kept, the one that arrived first; there must be one."""
+        return next(iter(self._kept))
 
     def in_order(self) -> npt.NDArray[np.intp]:
         """Returns all rows, oldest first."""
@@ -232,13 +220,14 @@ class Rows:
                 setattr(self, name, widened(getattr(self, name), self._used + 1))
         self._used += 1
         self._uids.append("")
+        self._prompts.append(None)
         self._bodies.append(b"")
         return self._used - 1
 
 
 _COLUMNS = (
     *("length", "reward", "incarnation", "step", "reference", "uses", "arrival", "is_recent", "passing", "_standing"),
-    *("_prompt", "_digest", "_newer", "_older"),
+    "_digest",
 )
 
 
@@ -260,48 +249,6 @@ class Answers(Sequence[Trajectory]):
 
     def __len__(self) -> int:
         return len(self._numbers)
-
-
-class _Prompts:
-    """Each prompt once, by a number. Prompts of one key may differ in what the key leaves out."""
-
-    def __init__(self) -> None:
-        self._all: list[Prompt | None] = []
-        self._rows: list[int] = []  # how many each has
-        self._by_key: dict[str, list[int]] = {}
-        self._free: list[int] = []
-
-    def __getitem__(self, number: int) -> Prompt:
-        prompt = self._all[number]
-        assert prompt is not None
-        return prompt
-
-    def add(self, prompt: Prompt) -> int:
-        """Add a row of a prompt; returns the prompt's number."""
-        numbers = self._by_key.setdefault(prompt.key, [])
-        for number in numbers:
-            if (other := self[number]) is prompt or (other.text == prompt.text and other.fields == prompt.fields):
-                self._rows[number] += 1
-                return number
-        if not self._free:
-            self._free.append(len(self._all))
-            self._all.append(None)
-            self._rows.append(0)
-        number = self._free.pop()
-        self._all[number], self._rows[number] = prompt, 1
-        numbers.append(number)
-        return number
-
-    def remove(self, number: int) -> None:
-        """Remove one of its rows."""
-        self._rows[number] -= 1
-        if not self._rows[number]:
-            key = self[number].key
-            self._by_key[key].remove(number)
-            if not self._by_key[key]:
-                del self._by_key[key]
-            self._all[number] = None
-            self._free.append(number)
 
 
 def _renamed(trajectory: Trajectory, incarnation: int) -> Trajectory:

@@ -6,18 +6,18 @@ no trace. Neither would hold on a network filesystem; `network_filesystem` detec
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, TypeVar
 
 from tba.errors import DeadlineExceeded, UserError
+from tba.replay.schema import KIND, PAGE_BYTES, ROWS, TABLES, VERSION
 
 T = TypeVar("T")
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL}
@@ -58,25 +58,33 @@ def rows_mark(path: Path) -> Path:
     return Path(f"{path}-rows")
 
 
-class Closable(Protocol):
-    """A resource that is closed together with a connection."""
+class FileLock:
+    """A lock on a file of its own. It is released when it is closed or garbage-collected, or with its process."""
 
-    def close(self) -> None: ...
+    _descriptor = -1  # it is not open
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+    def take(self, how: int) -> bool:
+        """Returns whether this process could take it: `LOCK_SH` or `LOCK_EX`."""
+        try:
+            fcntl.flock(self._descriptor, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Release it for good."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+    __del__ = close
 
 
-@dataclass(frozen=True)
-class Schema:
-    """Which kind of file this is, and which tables it has."""
-
-    kind: int  # in the file's header, which tells it from other programs' files
-    version: int
-    tables: str  # statements that create them in an empty file
-    rows: str  # a query for how many rows were ever inserted
-    page_bytes: int  # of new files
-
-
-class Database:
-    """One connection. The threads of one process may share it; never use it across a fork.
+class Database(AbstractContextManager["Database"]):
+    """One connection to a journal. The threads of one process may share it; never use it across a fork.
 
     Raises `UserError` when the file is something else or of another schema version, `DeadlineExceeded` when others keep
     it locked for longer than `deadline_s` seconds.
@@ -88,9 +96,8 @@ class Database:
     def __init__(
         self,
         path: Path,
-        schema: Schema,
         deadline_s: float = 30.0,
-        lock: Closable | None = None,
+        lock: FileLock | None = None,
         waiting: Callable[[], object] = lambda: None,
         create: bool = True,
     ) -> None:
@@ -99,7 +106,6 @@ class Database:
         self.path = Path(path)
         self.deadline_s = deadline_s
         self.lock = threading.RLock()
-        self._schema = schema
         self._file: tuple[int, int] | None = None  # the file's identity, once it is open
         self._bytes = 0  # that it had when it was last looked at: it never shrinks, nothing is vacuumed
         self._rows = 0  # that had ever been inserted when it was last looked at: an older copy has fewer
@@ -114,31 +120,31 @@ class Database:
             )
         try:
             with self._explained():
-                self._waiting(lambda: self._prepare(schema))
+                self._waiting(lambda: self._prepare())
             self._file, self._bytes, _ = self._file_there()
         except BaseException:
             self._connection.close()
             raise
 
-    def _prepare(self, schema: Schema) -> None:
+    def _prepare(self) -> None:
         self._connection.execute("BEGIN")  # one snapshot: another process may be creating the tables
         try:
-            self._refuse_others(schema)  # before anything is changed
+            self._refuse_others()  # before anything is changed
         finally:
             self._roll_back()
         # for a new file; an existing one keeps its own
-        self._connection.execute(f"PRAGMA page_size = {schema.page_bytes}")
+        self._connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         self._connection.execute("PRAGMA journal_mode = WAL")  # may be refused while another process does the same
         self._connection.execute("PRAGMA wal_autocheckpoint = 0")
         self._connection.execute("PRAGMA synchronous = FULL")
         with self.transaction() as connection:
-            if self._refuse_others(schema):
-                for statement in schema.tables.split(";"):
+            if self._refuse_others():
+                for statement in TABLES.split(";"):
                     connection.execute(statement)
-                connection.execute(f"PRAGMA application_id = {schema.kind}")
-                connection.execute(f"PRAGMA user_version = {schema.version}")
+                connection.execute(f"PRAGMA application_id = {KIND}")
+                connection.execute(f"PRAGMA user_version = {VERSION}")
 
-    def _refuse_others(self, schema: Schema) -> bool:
+    def _refuse_others(self) -> bool:
         """Returns whether the file is empty. Raises `UserError` when it cannot be used."""
         ((kind,), (found,), (entries,)) = (
             self._connection.execute(query).fetchone()
@@ -146,11 +152,11 @@ class Database:
         )
         if entries == 0:
             return True
-        if kind != schema.kind:
+        if kind != KIND:
             raise UserError(f"{self.path} is a SQLite file of something else: choose another place for the run")
-        if found != schema.version:
+        if found != VERSION:
             raise UserError(
-                f"{self.path} has schema version {found}, this program reads version {schema.version}: "
+                f"{self.path} has schema version {found}, this program reads version {VERSION}: "
                 f"open it with the program that wrote it, or start a new run"
             )
         return False
@@ -229,7 +235,7 @@ class Database:
                 rows_mark(self.path).write_text(str(self._rows))
 
     def _refuse_other(self, gone: bool) -> None:
-        ((rows,),) = self._connection.execute(self._schema.rows).fetchall()
+        ((rows,),) = self._connection.execute(ROWS).fetchall()
         how = "was deleted" if gone else "was replaced by another file"
         raise UserError(
             f"{self.path} {how} while it was in use, and with it {rows:,} rows are missing: put it back if there is a "
@@ -238,7 +244,7 @@ class Database:
 
     def _require_rows(self) -> None:
         """Raises `UserError` when there were more rows before: no program of ours takes any away."""
-        ((rows,),) = self.rows(self._schema.rows)
+        ((rows,),) = self.rows(ROWS)
         if rows < self._rows:
             self._note_rows()
             raise UserError(
@@ -319,12 +325,7 @@ class Database:
             if self._held is not None:
                 self._held.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.close()
 
 

@@ -12,14 +12,14 @@ import fcntl
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 from tba.errors import DeadlineExceeded, UserError
 from tba.replay.codec import Damaged, Gone, Stored, decode_logs, decode_prompt, intact, prompt_id
+from tba.replay.database import FileLock
 from tba.replay.recovery import Recovery, open_journal
 from tba.replay.schema import add_to_totals, set_totals
 from tba.types import Evaluation, Prompt, Score, Trajectory, Version
@@ -45,7 +45,7 @@ class Totals:
     mark: int = 0  # that of the incarnation that wrote last; 0 where damage has destroyed it, or nobody set it
 
 
-class JournalFollower:
+class JournalFollower(AbstractContextManager["JournalFollower"]):
     """A `TrajectorySource` that remembers its `position` and `score_position` (settable, to resume).
 
     keep_bytes: while the file holds more, the oldest bodies that have been drained are deleted, up to `needed_from`
@@ -71,8 +71,7 @@ class JournalFollower:
         self._keep_bytes = keep_bytes
         self._wal_bytes = wal_bytes
         self._database = open_journal(path, deadline_s, waiting, create)
-        self._lock_path = Path(f"{path}-follower")
-        self._lock: IO[str] | None = None
+        self._lock = FileLock(Path(f"{path}-follower"))
         self._prompts: dict[int, Prompt] = {}
         self._evaluation = 0
         self._gone = Gone()
@@ -228,10 +227,6 @@ class JournalFollower:
         """Whether the evaluation job has been finished."""
         return bool(self._database.rows("SELECT 1 FROM jobs WHERE job = ? AND done", job))
 
-    def jobs_done(self) -> set[str]:
-        """Returns the evaluation jobs that have been finished."""
-        return {job for (job,) in self._database.rows("SELECT job FROM jobs WHERE done")}
-
     @property
     def wal_size(self) -> int:
         """Returns the bytes of the write-ahead log on disk."""
@@ -313,15 +308,7 @@ class JournalFollower:
             time.sleep(_PAUSE)
 
     def _holds_lock(self) -> bool:
-        if self._lock is None:
-            lock = self._lock_path.open("a")
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                lock.close()
-                return False
-            self._lock = lock
-        return True
+        return self._lock.take(fcntl.LOCK_EX)
 
     def close(self) -> None:
         """Truncate the log if no other process prevents it, and close. Rows stay."""
@@ -329,14 +316,7 @@ class JournalFollower:
             self.checkpoint()  # may fail, on a full disk
         finally:
             self._database.close()
-            if self._lock is not None:
-                self._lock.close()
-                self._lock = None
+            self._lock.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.close()

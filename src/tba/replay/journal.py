@@ -13,21 +13,21 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from tba.replay.codec import Encoded, Row, decode_prompt, decode_trajectory, encode_logs, encoded
 from tba.replay.recovery import open_journal
-from tba.replay.schema import add_to_totals, bodies_into, facts_into, keep_prompts
+from tba.replay.schema import ROWS, add_to_totals, keep_prompts
 from tba.types import Evaluation, Outcome, Score, Trajectory, Version
 
 _AT_ONCE = 500  # parameters of one query, of which old versions of SQLite allow 999
 _PUT_AT_ONCE = 100  # rows of 8 parameters
+_FACTS = "INSERT INTO trajectories (uid, owner, prompt, tokens, incarnation, step, reward, created) VALUES "
 
 
-class JournalWriter:
+class JournalWriter(AbstractContextManager["JournalWriter"]):
     """A writer, the `Journal` on its own disk. Any number in any process; threads may share one.
 
     `owner` names who writes: its counts are kept under this name. Raises `UserError` on a network filesystem,
@@ -90,7 +90,7 @@ class JournalWriter:
 
     def rows(self) -> int:
         """Returns how many trajectories were ever appended, by all writers."""
-        ((rows,),) = self._database.rows("SELECT value FROM totals WHERE name = 'rows'")
+        ((rows,),) = self._database.rows(ROWS)
         return int(rows)
 
     def lease(self, count: int, seconds: float) -> list[int]:
@@ -237,7 +237,7 @@ class JournalWriter:
         for uid, prompt, tokens, incarnation, step, reward, created, _ in rows:
             facts += (uid, self.owner, prompt, tokens, incarnation, step, reward, created)
         try:
-            last = connection.execute(facts_into(len(rows)), facts).lastrowid
+            last = connection.execute(_FACTS + ",".join(["(?,?,?,?,?,?,?,?)"] * len(rows)), facts).lastrowid
         except sqlite3.IntegrityError as error:  # not OR IGNORE, which would use up a number
             if error.sqlite_errorcode != sqlite3.SQLITE_CONSTRAINT_UNIQUE:
                 raise
@@ -246,7 +246,8 @@ class JournalWriter:
         bodies: list[object] = []
         for seq, row in enumerate(rows, start=last - len(rows) + 1):
             bodies += (seq, row.prompt, row.tokens, row.body)
-        connection.execute(bodies_into(len(rows)), bodies)
+        marks = ",".join(["(?,?,?,?)"] * len(rows))
+        connection.execute(f"INSERT INTO bodies VALUES {marks}", bodies)  # noqa: S608 - question marks
         return rows
 
     def _count(self, connection: sqlite3.Connection, increments: Mapping[str, int]) -> None:
@@ -269,10 +270,5 @@ class JournalWriter:
         """Stop writing; leases that were not given back run out."""
         self._database.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.close()

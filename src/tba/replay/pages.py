@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
+from tba.replay.schema import PAGE_BYTES
+
 # rowid, COLUMNS columns: None where the table has fewer, or where the column is the rowid
 Row: TypeAlias = tuple[int, tuple[Any, ...]]
 COLUMNS = 9  # the most that a table of ours has
@@ -40,14 +42,14 @@ class Frame:
     commits: int  # pages that the file has from here on, where it ends a transaction; else 0
 
 
-def wal_frames(wal: Path, page_bytes: int) -> list[Frame]:
+def wal_frames(wal: Path) -> list[Frame]:
     """Returns the frames of the log's present round, in order, whether whole or not; none when there is no log."""
     if not wal.exists() or wal.stat().st_size < _WAL_HEAD:
         return []
     frames: list[Frame] = []
     with wal.open("rb") as file:
         _, _, size, _, *salts = struct.unpack(">6I", file.read(_WAL_HEAD)[:24])
-        if size != page_bytes:
+        if size != PAGE_BYTES:
             return []
         for at in range(_WAL_HEAD + _FRAME_HEAD, wal.stat().st_size - size + 1, _FRAME_HEAD + size):
             file.seek(at - _FRAME_HEAD)
@@ -82,42 +84,20 @@ def frames_read(path: Path) -> int:
     return int(last)
 
 
-def page_bytes_of(path: Path) -> int | None:
-    """Returns the page size that the file's header states; None when there is no such header."""
-    head = _beginning(path)
-    return _page_bytes(head[16:18]) if head.startswith(_MAGIC) and len(head) == HEAD else None
-
-
-def wal_page_bytes_of(wal: Path) -> int | None:
-    """Returns the page size that a log's header states; None when there is no such header."""
-    return _page_bytes(_beginning(wal)[8:12])
-
-
-def _beginning(path: Path) -> bytes:
-    if not path.exists():
-        return b""
+def begins_as_sqlite(path: Path) -> bool:
+    """Returns whether the file has the beginning of a SQLite file's header, and room for the rest."""
     with path.open("rb") as file:
-        return file.read(HEAD)
+        head = file.read(HEAD)
+    return head.startswith(_MAGIC) and len(head) == HEAD
 
 
-def _page_bytes(written: bytes) -> int | None:
-    size = int.from_bytes(written, "big")
-    size = 65536 if size == 1 else size
-    return size if 512 <= size <= 65536 and not size & (size - 1) else None
-
-
-def rows_of(path: Path, copy: Path, page_bytes: int) -> Iterator[Row]:
-    """Yields all rows of all tables with a rowid, in the order of pages. `copy` is created, as large as the file.
-
-    page_bytes: the page size, used where neither the file nor its log states it any longer.
-    """
-    wal = Path(f"{path}-wal")
-    page_bytes = page_bytes_of(path) or wal_page_bytes_of(wal) or page_bytes
+def rows_of(path: Path, copy: Path) -> Iterator[Row]:
+    """Yields all rows of all tables with a rowid, in the order of pages. `copy` is created, as large as the file."""
     with closing(sqlite3.connect(copy)) as connection:
-        connection.execute(f"PRAGMA page_size = {page_bytes}")
+        connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         connection.execute(f"CREATE TABLE page ({', '.join(f'c{i}' for i in range(COLUMNS))})")
     with copy.open("r+b") as file:
-        leaves = _lay_over(file, path, wal, page_bytes)
+        leaves = _lay_over(file, path, Path(f"{path}-wal"))
     with closing(sqlite3.connect(copy, isolation_level=None)) as connection:
         for setting in ("journal_mode = OFF", "synchronous = OFF", "writable_schema = ON"):
             connection.execute(f"PRAGMA {setting}")
@@ -127,16 +107,16 @@ def rows_of(path: Path, copy: Path, page_bytes: int) -> Iterator[Row]:
             yield from _both_ways(connection)
 
 
-def _lay_over(file: IO[bytes], path: Path, wal: Path, page_bytes: int) -> list[int]:
+def _lay_over(file: IO[bytes], path: Path, wal: Path) -> list[int]:
     """Copies all pages but the first, which is the copy's own, in their last state in the log; returns those that have
     rows.
     """
-    file.seek(page_bytes)
+    file.seek(PAGE_BYTES)
     if path.exists():
         with path.open("rb") as damaged:
-            damaged.seek(page_bytes)
+            damaged.seek(PAGE_BYTES)
             shutil.copyfileobj(damaged, file)
-    frames = committed(wal_frames(wal, page_bytes))
+    frames = committed(wal_frames(wal))
     if frames:
         sizes = sorted(frame.commits for frame in frames if frame.commits)
         most = sizes[len(sizes) // 2] + len(frames)  # the most pages there can be: a page number may be damaged
@@ -144,15 +124,15 @@ def _lay_over(file: IO[bytes], path: Path, wal: Path, page_bytes: int) -> list[i
             for frame in frames:
                 if 1 < frame.page <= most:
                     log.seek(frame.at)
-                    file.seek((frame.page - 1) * page_bytes)
-                    file.write(log.read(page_bytes))
-    pages = -(-file.seek(0, os.SEEK_END) // page_bytes)
-    file.truncate(pages * page_bytes)
+                    file.seek((frame.page - 1) * PAGE_BYTES)
+                    file.write(log.read(PAGE_BYTES))
+    pages = -(-file.seek(0, os.SEEK_END) // PAGE_BYTES)
+    file.truncate(pages * PAGE_BYTES)
     file.seek(28)
     file.write(pages.to_bytes(4, "big"))  # the header says how many there are
     leaves = []
     for page in range(2, pages + 1):
-        file.seek((page - 1) * page_bytes)
+        file.seek((page - 1) * PAGE_BYTES)
         if file.read(1) == _LEAF:
             leaves.append(page)
     return leaves

@@ -10,11 +10,10 @@ import json
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
@@ -23,7 +22,7 @@ import numpy.typing as npt
 from tba.errors import DeadlineExceeded, UserError
 from tba.replay.codec import Damaged, header_of
 from tba.replay.follower import JournalFollower
-from tba.replay.recovery import OpenLock, look_over
+from tba.replay.recovery import look_over
 from tba.types import Json, Trajectory
 
 _MAY = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
@@ -55,7 +54,7 @@ def rows_in(journal: Path) -> int | None:
     return int(rows)
 
 
-class JournalQueries:
+class JournalQueries(AbstractContextManager["JournalQueries"]):
     """A read-only connection. `used` ([places + 1], see `Buffer.used`) fills the table `uses`: how often each was
     trained on.
 
@@ -69,7 +68,7 @@ class JournalQueries:
         with JournalFollower(path) as follower:
             self.recoveries = follower.recoveries()
             self.totals = follower.totals()
-        self._lock: OpenLock = look_over(path)
+        self._lock = look_over(path)
         self._connection = sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro", uri=True)
         self._connection.create_function("facts", 1, _facts, deterministic=True)
         self._connection.execute("CREATE TEMP TABLE uses (uid TEXT PRIMARY KEY, uses INTEGER NOT NULL)")
@@ -193,12 +192,7 @@ class JournalQueries:
         self._connection.close()
         self._lock.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.close()
 
 

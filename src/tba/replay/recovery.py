@@ -29,20 +29,19 @@ from urllib.parse import quote
 
 from tba.errors import DeadlineExceeded, UserError
 from tba.replay.codec import Damaged, facts_of, prompt_id
-from tba.replay.database import Database, network_filesystem, suspect_mark
+from tba.replay.database import Database, FileLock, network_filesystem, suspect_mark
 from tba.replay.pages import (
     HEAD,
     UNREADABLE,
     Frame,
+    begins_as_sqlite,
     committed,
     frames_read,
-    page_bytes_of,
     rows_of,
     torn,
     wal_frames,
-    wal_page_bytes_of,
 )
-from tba.replay.schema import JOURNAL, keep_prompts, set_totals
+from tba.replay.schema import KIND, TABLES, VERSION, keep_prompts, set_totals
 
 log = logging.getLogger("tba.journal")
 _DEADLINE = 1800.0  # seconds that checking and recovering a large file may take
@@ -74,30 +73,6 @@ class Recovery:
         )
 
 
-class OpenLock:
-    """A lock file's lock. It is released when it is closed or garbage-collected, or with its process."""
-
-    _descriptor = -1  # it is not open
-
-    def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-
-    def take(self, how: int) -> bool:
-        """Whether this process could take it: `LOCK_SH` or `LOCK_EX`."""
-        try:
-            fcntl.flock(self._descriptor, how | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1
-
-    __del__ = close
-
-
 def open_journal(path: Path, deadline_s: float, waiting: Callable[[], object], create: bool = True) -> Database:
     """Returns the journal, checked, with its tables; `create`: also where there was no file.
 
@@ -111,20 +86,20 @@ def open_journal(path: Path, deadline_s: float, waiting: Callable[[], object], c
         )
     lock = look_over(path)
     try:
-        return Database(path, JOURNAL, deadline_s, lock, waiting, create)
+        return Database(path, deadline_s, lock, waiting, create)
     except BaseException:
         lock.close()
         raise
 
 
-def look_over(path: Path, deadline_s: float = _DEADLINE) -> OpenLock:
+def look_over(path: Path, deadline_s: float = _DEADLINE) -> FileLock:
     """Returns the lock that every process holds that has the journal open. The first checks the file, the others wait
     until it has.
 
     Raises `DeadlineExceeded` when that takes too long, `UserError` for a file that is no journal.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = OpenLock(Path(f"{path}-open"))
+    lock = FileLock(Path(f"{path}-open"))
     try:
         if lock.take(fcntl.LOCK_EX):
             _look(path)
@@ -145,12 +120,11 @@ def damage(path: Path) -> str | None:
     Another program's file is not damaged: opening it will refuse it.
     """
     wal = Path(f"{path}-wal")
+    frames = wal_frames(wal)
     if not path.exists() or not path.stat().st_size:
-        return "it is empty, its log is not" if committed(wal_frames(wal, wal_page_bytes_of(wal) or 0)) else None
-    size = page_bytes_of(path)
-    if size is None:
+        return "it is empty, its log is not" if committed(frames) else None
+    if not begins_as_sqlite(path):
         return "its header is not a journal's"
-    frames = wal_frames(wal, size)
     try:
         with closing(_read_only(path)) as connection:
             return _damage_seen_by(connection, path, frames)
@@ -166,7 +140,7 @@ def _damage_seen_by(connection: sqlite3.Connection, path: Path, frames: list[Fra
     kind, version = (connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))
     if torn(frames, frames_read(path)):
         return "its log is damaged"
-    if kind != JOURNAL.kind or version != JOURNAL.version:
+    if kind != KIND or version != VERSION:
         return None  # opening it will refuse it
     found = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]  # indexes too, at no more cost
     if found != "ok":
@@ -180,7 +154,7 @@ def _damage_seen_by(connection: sqlite3.Connection, path: Path, frames: list[Fra
 def _has_all_columns(connection: sqlite3.Connection) -> bool:
     """Whether a journal has every column of every table: SQLite does not check names."""
     with closing(sqlite3.connect(":memory:")) as wanted:
-        wanted.executescript(JOURNAL.tables)
+        wanted.executescript(TABLES)
         return _columns(wanted) <= _columns(connection)
 
 
@@ -233,7 +207,7 @@ def _recover(path: Path, new: Path, why: str, aside: str) -> Recovery:
 
     Raises `UserError` when nothing shows it to be a journal, unless it is too short to be anything.
     """
-    with Database(new, JOURNAL) as database:
+    with Database(new) as database:
         with database.transaction() as connection:
             known = _copy_tables(path, connection)
             _copy_rows(path, connection, known)
@@ -285,7 +259,7 @@ def _copy_tables(path: Path, connection: sqlite3.Connection) -> _Known:
     known = _Known(in_file, in_log)
     with suppress(*UNREADABLE, OSError), closing(_read_only(path)) as old:
         old.execute("PRAGMA writable_schema = ON")  # with it SQLite reads as far as a truncated file goes
-        known.ours = old.execute("PRAGMA application_id").fetchone()[0] == JOURNAL.kind
+        known.ours = old.execute("PRAGMA application_id").fetchone()[0] == KIND
         whole = {table for table in _PLAIN if _copy_table(old, connection, table)}
         with suppress(*UNREADABLE):
             known.believe(old.execute("SELECT name, value, again FROM totals"))
@@ -311,7 +285,7 @@ def _copy_rows(path: Path, connection: sqlite3.Connection, known: _Known) -> Non
     totals = []
     connection.execute("CREATE TEMP TABLE facts (seq INTEGER PRIMARY KEY, uid, owner, prompt, tokens, i, s, r, c)")
     copy = Path(f"{path}.pages")
-    for rowid, columns in rows_of(path, copy, JOURNAL.page_bytes):
+    for rowid, columns in rows_of(path, copy):
         match columns:
             case (None, bytes(body), *_) if prompt_id(body) == rowid:
                 keep_prompts(connection, [(rowid, body)])

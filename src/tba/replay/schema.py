@@ -28,11 +28,13 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterable, Mapping
 
-from tba.replay.database import Schema
-
+KIND = 0x54424131  # "TBA1" in the file's header, which tells it from other programs' files
+VERSION = 7
+PAGE_BYTES = 8192  # a body of 128 tokens is a bit over 2 kB: a page of 4096 would hold only one
+ROWS = "SELECT value FROM totals WHERE name = 'rows'"  # how many trajectories were ever put
 # The two rows without content in `prompt_copies` do not fit on one page. As long as a table does, its only page is its
 # root, and what is on it moves to the file's end when it is full.
-_TABLES = """
+TABLES = """
 CREATE TABLE totals (name TEXT NOT NULL, value INTEGER NOT NULL, again INTEGER NOT NULL);
 CREATE TABLE prompts (id INTEGER PRIMARY KEY, body BLOB NOT NULL);
 CREATE TABLE prompt_copies (place INTEGER PRIMARY KEY, id INTEGER NOT NULL, body BLOB NOT NULL);
@@ -69,28 +71,6 @@ CREATE TABLE scores (
     UNIQUE (uid, reference)
 )
 """
-
-
-def facts_into(rows: int) -> str:
-    """Returns a statement that inserts the facts of `rows` trajectories (8 parameters each)."""
-    columns = "uid, owner, prompt, tokens, incarnation, step, reward, created"
-    marks = ",".join(["(?,?,?,?,?,?,?,?)"] * rows)
-    return f"INSERT INTO trajectories ({columns}) VALUES {marks}"  # noqa: S608 - question marks
-
-
-def bodies_into(rows: int) -> str:
-    """Returns a statement that inserts their bodies (4 parameters each)."""
-    marks = ",".join(["(?,?,?,?)"] * rows)
-    return f"INSERT INTO bodies VALUES {marks}"  # noqa: S608 - question marks
-
-
-JOURNAL = Schema(
-    kind=0x54424131,  # "TBA1" in the file's header
-    version=7,
-    tables=_TABLES,
-    rows="SELECT value FROM totals WHERE name = 'rows'",
-    page_bytes=8192,  # a body of 128 tokens is a bit over 2 kB: a page of 4096 would hold only one
-)
 
 
 def keep_prompts(connection: sqlite3.Connection, prompts: Iterable[tuple[int, bytes]]) -> None:
