@@ -51,9 +51,13 @@ class Neighbours(Protocol):
         """Returns the rows whose answers nearly equal this one to the same prompt."""
         ...
 
-    def add(self, row: int, stored: Stored) -> None: ...
+    def add(self, row: int, stored: Stored) -> None:
+        """Add a row, which must not be there yet."""
+        ...
 
-    def remove(self, row: int, prompt: str) -> None: ...
+    def remove(self, row: int, prompt: str) -> None:
+        """Remove a row of a prompt (by its key), which must be there."""
+        ...
 
 
 class Near(Protocol):
@@ -64,7 +68,7 @@ class Near(Protocol):
 
     @property
     def keep(self) -> Literal["better", "newer"]:
-        """The one that stays: that with the higher reward (in a tie the earlier), or the newer."""
+        """Says which one stays: that with the higher reward (in a tie the earlier), or the newer."""
         ...
 
     def start(self, tokens: Callable[[int], IntArray]) -> Neighbours:
@@ -75,7 +79,7 @@ class Near(Protocol):
 @dataclass(frozen=True)
 @as_declared
 class BufferSettings:
-    """How much the replay buffer in the trainer's memory holds. Raises `UserError` when a field makes no sense."""
+    """Limits what the replay buffer in the trainer's memory holds. Raises `UserError` when a field makes no sense."""
 
     per_prompt: int = 100  # most trajectories of one prompt (paper: 100)
     total: int = 100_000  # most trajectories in all (paper, red-teaming: 100k to 150k)
@@ -125,7 +129,7 @@ class Amount:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What became of everything that was added: received = trained_once + waiting + evicted + duplicate + damaged."""
+    """Counts what became of all that was added: received = trained_once + waiting + evicted + duplicate + damaged."""
 
     received: Amount
     trained_once: Amount
@@ -217,7 +221,7 @@ class Buffer:
         self._keep_to_capacity(prompt)
 
     def thinned(self, prompt: str) -> bool:
-        """Whether an answer to `prompt` was ever left out for what it says: a copy of another, nearly one, or the
+        """Returns whether an answer to `prompt` was ever left out for what it says: a copy, nearly one, or the
         lowest reward over capacity. What is left comes less often, or more, than policies sampled it.
 
         So are all prompts where this befell more than one in a hundred answers: those that happen to have no repeat
@@ -296,7 +300,9 @@ class Buffer:
             self._use(self._row(trajectory))
 
     def take_back(self, trajectories: Iterable[Trajectory]) -> None:
-        """Undo one `use` of each: the batch was drawn and then not trained on. Raises `KeyError` as `use` does."""
+        """Undo one `use` of each: the batch was drawn and then not trained on. Raises `KeyError` for one that is not in
+        memory.
+        """
         for trajectory in trajectories:
             row = self._row(trajectory)
             self._trained_total.add(trajectory.length, -1)
@@ -326,7 +332,7 @@ class Buffer:
         return self.fates().clip(min=0)
 
     def fates(self) -> npt.NDArray[np.int32]:
-        """[places + 1] Returns the same; negative where one has left that was never used (`LEFT` says how)."""
+        """Returns [places + 1] how often each was used; negative where one has left unused (`LEFT` says how)."""
         return np.array(self._used, dtype=np.int32)
 
     def carry(self, counts: Counts, used: npt.NDArray[np.int32]) -> None:
@@ -356,17 +362,17 @@ class Buffer:
 
     @property
     def received(self) -> int:
-        """How many trajectories were ever added."""
+        """Returns how many trajectories were ever added."""
         return self._received.trajectories
 
     @property
     def trained_total(self) -> int:
-        """Uses of all trajectories ever added."""
+        """Returns the uses of all trajectories ever added."""
         return self._trained_total.trajectories
 
     @property
     def now(self) -> Version:
-        """The trainer's version. Setting it removes rows that were only recent under an earlier reference."""
+        """Returns the trainer's version. Setting it removes rows that were only recent under an earlier reference."""
         return self._now
 
     @now.setter
@@ -377,7 +383,7 @@ class Buffer:
 
     @property
     def reference(self) -> Version:
-        """The reference whose trajectories can be sampled."""
+        """Returns the reference whose trajectories can be sampled."""
         return self._reference
 
     @reference.setter
@@ -391,7 +397,7 @@ class Buffer:
 
     @property
     def sampleable(self) -> int:
-        """How many trajectories in memory are of the current reference."""
+        """Returns how many trajectories in memory are of the current reference."""
         return self._by_reference[self._reference]
 
     @property

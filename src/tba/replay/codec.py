@@ -45,8 +45,8 @@ class Damaged(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """What a source of trajectories has on record and cannot give (any more): deleted by retention before it was read,
-    or damaged.
+    """Counts what a source has on record and cannot give (any more): deleted by retention before it was read, or
+    damaged.
 
     Each reader that passes over it counts it, once for each time that it does.
     """

@@ -34,7 +34,7 @@ class Lost(Exception):
 
 
 class Rows:
-    """Columns by row. The values of a row that does not exist are meaningless.
+    """Keeps trajectories in columns, by row. The values of a row that does not exist are meaningless.
 
     read: gives the body at a place of the source, or raises `Damaged`; None: all bodies are held. room: bytes of bodies
     that are held otherwise.
@@ -144,6 +144,7 @@ class Rows:
         self.reference[row] = self.reference_number(reference)
 
     def uid(self, row: int) -> str:
+        """Returns the trajectory's uid."""
         return self._uids[row]
 
     @property
@@ -172,6 +173,7 @@ class Rows:
         return found if found.version.incarnation == incarnation else _renamed(found, incarnation)
 
     def prompt(self, row: int) -> Prompt:
+        """Returns the trajectory's prompt."""
         prompt = self._prompts[row]
         assert prompt is not None
         return prompt
@@ -189,6 +191,7 @@ class Rows:
         return number
 
     def reference_of(self, number: int) -> Version:
+        """Returns the reference of a number."""
         return self._references[number]
 
     def tokens(self, row: int) -> IntArray:
@@ -252,7 +255,7 @@ class Answers(Sequence[Trajectory]):
 
 
 def _renamed(trajectory: Trajectory, incarnation: int) -> Trajectory:
-    """Returns the same trajectory as sampled by `incarnation`."""
+    """Returns the trajectory as if `incarnation` had sampled it."""
     first, last = (replace(version, incarnation=incarnation) for version in trajectory.completion.versions)
     return replace(trajectory, completion=replace(trajectory.completion, versions=(first, last)))
 

@@ -84,7 +84,7 @@ class FileLock:
 
 
 class Database(AbstractContextManager["Database"]):
-    """One connection to a journal. The threads of one process may share it; never use it across a fork.
+    """Holds one connection to a journal. The threads of one process may share it; never use it across a fork.
 
     Raises `UserError` when the file is something else or of another schema version, `DeadlineExceeded` when others keep
     it locked for longer than `deadline_s` seconds.
@@ -163,7 +163,7 @@ class Database(AbstractContextManager["Database"]):
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """BEGIN IMMEDIATE ... COMMIT; rolled back when the block raises."""
+        """Runs the block between BEGIN IMMEDIATE and COMMIT; rolls back when it raises."""
         with self.lock, self._explained():
             self._waiting(lambda: self._connection.execute("BEGIN IMMEDIATE"))
             before = self._rows
@@ -185,7 +185,7 @@ class Database(AbstractContextManager["Database"]):
 
     @contextmanager
     def patience(self, seconds: float) -> Iterator[None]:
-        """Inside, waits have a shorter deadline."""
+        """Gives waits inside the block a shorter deadline."""
         with self.lock:
             usual, self.deadline_s = self.deadline_s, seconds
             self._connection.execute(f"PRAGMA busy_timeout = {round(1000 * min(_AT_A_TIME, seconds))}")

@@ -26,7 +26,7 @@ _Column = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Facts:
-    """What the journal says of each trajectory without its body: columns [N], in the order of arrival."""
+    """Holds what the journal says of each trajectory without its body: columns [N], in the order of arrival."""
 
     place: npt.NDArray[np.int64]  # its number in the journal
     prompt: npt.NDArray[np.int64]  # the digest of its prompt

@@ -34,7 +34,7 @@ _Row: TypeAlias = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What was ever appended, and what retention has deleted of it; tokens are completion tokens."""
+    """Counts what was ever appended, and what retention has deleted of it; tokens are completion tokens."""
 
     rows: int
     tokens: int
@@ -224,7 +224,7 @@ class JournalFollower(AbstractContextManager["JournalFollower"]):
         return [Evaluation(Version.parse(version), *rest) for _, version, *rest in rows]
 
     def job_done(self, job: str) -> bool:
-        """Whether the evaluation job has been finished."""
+        """Returns whether the evaluation job has been finished."""
         return bool(self._database.rows("SELECT 1 FROM jobs WHERE job = ? AND done", job))
 
     @property

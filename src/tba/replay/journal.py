@@ -56,8 +56,8 @@ class JournalWriter(AbstractContextManager["JournalWriter"]):
         counters: Mapping[str, int] | None = None,
         outcomes: Sequence[Outcome] = (),
     ) -> None:
-        """In one transaction: append the trajectories (possibly encoded already, on another machine), give the leases
-        back as done, add the counters and the outcomes of what was leased.
+        """Append the trajectories (possibly encoded already, on another machine), give the leases back as done, and add
+        the counters and the outcomes of what was leased, in one transaction.
 
         A repeated call changes nothing: a uid that is there already is ignored, and when all of them are, so are the
         counters and outcomes. Raises `ValueError` for arrays that do not fit their completion.
@@ -164,7 +164,7 @@ class JournalWriter(AbstractContextManager["JournalWriter"]):
         return [decode_trajectory(body, prompts[prompt]) for prompt, _, body in rows]
 
     def put_scores(self, scored: Sequence[Score], counters: Mapping[str, int] | None = None) -> None:
-        """In one transaction: write the scores, whose requests are thereby done, and add the counters.
+        """Write the scores, whose requests are thereby done, and add the counters, in one transaction.
 
         A repeated call changes nothing: a score that is there already is ignored; when all are, so are the counters.
         """

@@ -27,7 +27,7 @@ _DEADLINE = 30.0  # seconds
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a journal held at some moment."""
+    """Counts what a journal held at some moment."""
 
     rows: int = 0
     tokens: int = 0
@@ -42,7 +42,7 @@ class Held:
 
     @classmethod
     def parse(cls, state: Json) -> Held:
-        """The inverse of `state`; what is not there, or is no number, is 0."""
+        """Reads what `state` returned; what is not there, or is no number, is 0."""
         found = state if isinstance(state, dict) else {}
         return cls(**{name: n for name in cls.__slots__ if isinstance(n := found.get(name), int) and n >= 0})
 
@@ -52,12 +52,13 @@ class Held:
         return cls(*(max((getattr(held, name) for held in known), default=0) for name in cls.__slots__))
 
     def state(self) -> dict[str, Json]:
+        """Returns the counts by name, as JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What a journal lacks of what it is known to have held."""
+    """Says what a journal lacks of what it is known to have held."""
 
     path: Path
     held: Held

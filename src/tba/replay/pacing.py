@@ -21,18 +21,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from tba.errors import UserError
 from tba.fields import as_declared
-
-Held: TypeAlias = Literal["warm_up", "paced"]
 
 
 @dataclass(frozen=True)
 @as_declared
 class Pacing:
-    """How the trainer and the searchers are held back. Raises `UserError` when a field makes no sense."""
+    """Holds the trainer and the searchers back. Raises `UserError` when a field makes no sense."""
 
     warm_up: int = 500  # trajectories received before the first batch (paper: 500 GSM8K, 10,000 TL;DR)
     max_mean_uses: float = 8.0  # bound on the mean uses of what was received; beyond it the trainer is `paced`
@@ -58,7 +56,9 @@ class Pacing:
         """Returns the fields without effect while neither side is to keep up with the other."""
         return {"eases_off": "samples_per_insert"} if self.samples_per_insert is None else {}
 
-    def held(self, received: int, trained_total: int, batch: int, forfeited: float = 0.0) -> Held | None:
+    def held(
+        self, received: int, trained_total: int, batch: int, forfeited: float = 0.0
+    ) -> Literal["warm_up", "paced"] | None:
         """Returns why a batch of `batch` trajectories may not be taken yet, or None: it may."""
         if received < self.warm_up:
             return "warm_up"

@@ -17,7 +17,7 @@ from typing import overload
 
 
 class Listing(Sequence[str]):
-    """A set of prompt keys in no particular order, which also reports recent additions."""
+    """Keeps prompt keys in no particular order, and reports recent additions."""
 
     def __init__(self) -> None:
         self._keys: list[str] = []
@@ -67,7 +67,7 @@ class Listing(Sequence[str]):
 
 
 class PromptIndex:
-    """Rows by prompt.
+    """Keeps rows by prompt.
 
     arrival: the order of rows; it is kept whatever the order in which they are added.
     """
@@ -123,7 +123,7 @@ class PromptIndex:
 
 
 class Newest:
-    """The prompts of a listing by their newest arrival, while prompts and arrivals come and go.
+    """Orders the prompts of a listing by their newest arrival, while prompts and arrivals come and go.
 
     newest: the newest arrival of a prompt in `listing`; no two prompts have the same.
     """

@@ -36,7 +36,7 @@ _PARTS = 10  # ranges that a table is divided into
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Some trajectories of a journal, counted under one name."""
+    """Counts some trajectories of a journal under one name."""
 
     name: str
     trajectories: int
@@ -55,8 +55,9 @@ def rows_in(journal: Path) -> int | None:
 
 
 class JournalQueries(AbstractContextManager["JournalQueries"]):
-    """A read-only connection. `used` ([places + 1], see `Buffer.used`) fills the table `uses`: how often each was
-    trained on.
+    """Answers questions about a journal, by a read-only connection.
+
+    used: [places + 1], see `Buffer.used`; fills the table `uses`, how often each trajectory was trained on.
 
     A damaged journal that nobody has open is recovered first, as always when a journal is opened.
     """
@@ -189,6 +190,7 @@ class JournalQueries(AbstractContextManager["JournalQueries"]):
         )
 
     def close(self) -> None:
+        """End the connection."""
         self._connection.close()
         self._lock.close()
 

@@ -55,7 +55,7 @@ _MOST_CUT_OFF = 10_000_000  # trajectories whose loss a file tells that could no
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """A damaged file that was set aside."""
+    """Records that a damaged file was set aside."""
 
     time: float  # seconds since the epoch
     damaged: str  # the name that the file has now; empty where there is none
@@ -152,7 +152,7 @@ def _damage_seen_by(connection: sqlite3.Connection, path: Path, frames: list[Fra
 
 
 def _has_all_columns(connection: sqlite3.Connection) -> bool:
-    """Whether a journal has every column of every table: SQLite does not check names."""
+    """Returns whether a journal has every column of every table: SQLite does not check names."""
     with closing(sqlite3.connect(":memory:")) as wanted:
         wanted.executescript(TABLES)
         return _columns(wanted) <= _columns(connection)
@@ -231,7 +231,7 @@ def record_recovery(connection: sqlite3.Connection, *facts: object) -> None:
 
 @dataclass
 class _Known:
-    """What the damaged file says about itself."""
+    """Collects what the damaged file says about itself."""
 
     in_file: int  # trajectories that a file of its size can have
     in_log: int
@@ -249,7 +249,7 @@ class _Known:
 
     @property
     def last(self) -> int:
-        """The largest number that a trajectory can have: the totals may be of before what is in the log."""
+        """Returns the largest number that a trajectory can have: the totals may be of before what is in the log."""
         return self.totals.get("rows", self.in_file) + self.in_log
 
 

@@ -20,19 +20,19 @@ from tba.fields import as_declared
 from tba.replay.buffer import Amount, Buffer, BufferSettings, Counts
 from tba.replay.codec import Gone, Stored, pack_uses, unpack_uses
 from tba.replay.columns import Lost
-from tba.replay.pacing import Held, Pacing
+from tba.replay.pacing import Pacing
 from tba.replay.selection import SMALLEST_GROUP, BatchRequest, RecencyReward, Selection
 from tba.types import ELSEWHERE, Group, Json, Score, Version
 
 _CHUNK = 4096  # rows drained at a time
 
-NotReady: TypeAlias = Held | Literal["empty", "unscored"]
+NotReady: TypeAlias = Literal["warm_up", "paced", "empty", "unscored"]
 
 
 @dataclass(frozen=True)
 @as_declared
 class ReplaySettings:
-    """What is kept, what is drawn and when. Raises `UserError` when a field makes no sense."""
+    """Says what is kept, what is drawn and when. Raises `UserError` when a field makes no sense."""
 
     selection: Selection = field(default_factory=RecencyReward)
     pacing: Pacing = field(default_factory=Pacing)
@@ -47,7 +47,7 @@ class ReplaySettings:
 
     @property
     def keep_bytes(self) -> int | None:
-        """The size that the journal is kept to."""
+        """Returns the size that the journal is kept to."""
         return None if self.keep_gb is None else int(1e9 * self.keep_gb)
 
 
@@ -89,9 +89,9 @@ class Replay:
     """The replay buffer with its rules, from which the trainer draws groups. Set `now` to the trainer's version before
     each batch.
 
-    sync_every: the trainer's k, which the selector is told. arrived: called with prompt and
-    reward of all that searchers bring, as it comes in. resets: whether the reference may change, after which what is in
-    the buffer is scored again by the source's bodies.
+    sync_every: the trainer's k, which the selector is told. arrived: called with prompt and reward of all that
+    searchers bring, as it comes in. resets: whether the reference may change, after which what is in the buffer is
+    scored again by the source's bodies.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Replay:
 
     @property
     def now(self) -> Version:
-        """The trainer's version, from which lags are counted."""
+        """Returns the trainer's version, from which lags are counted."""
         return self.buffer.now
 
     @now.setter
@@ -132,7 +132,7 @@ class Replay:
 
     @property
     def reference(self) -> Version:
-        """The reference whose trajectories can be drawn. Setting it requests that the others be rescored under it."""
+        """Returns the reference whose trajectories can be drawn. Setting it requests scores of the others under it."""
         return self.buffer.reference
 
     @reference.setter
@@ -239,7 +239,7 @@ class Replay:
 
     @property
     def samples_per_insert(self) -> float:
-        """Mean uses of the trajectories received (0 before the first)."""
+        """Returns the mean uses of the trajectories received (0 before the first)."""
         return self.buffer.trained_total / max(1, self.buffer.received)
 
     def ledger(self) -> dict[str, int]:

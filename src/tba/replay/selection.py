@@ -1,4 +1,4 @@
-"""Which prompts, and which of their trajectories, go into a batch: the paper's recency / reward selection.
+"""Selection: which prompts, and which of their trajectories, go into a batch, as in the paper by recency or reward.
 
 Invariant: no trajectory is twice in a group, and a reward only ever decides between the responses of one prompt. The
 paper's m is here and nowhere else: nothing but its draw decides which half a group comes from, as long as searchers
@@ -40,7 +40,7 @@ SMALLEST_GROUP = 2  # log Z of a single trajectory is its own residual: it teach
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """What the trainer asks for, and all that it tells a selector of the run."""
+    """Says what the trainer asks for, and all that a selector is told of the run."""
 
     groups: int  # B
     size: int  # K, trajectories of each group
@@ -71,7 +71,7 @@ class Selector(Protocol):
 
 
 class Selection(Protocol):
-    """The settings of a selector, a field of the recipe."""
+    """Holds the settings of a selector, a field of the recipe."""
 
     def start(self) -> Selector:
         """Returns a selector that has drawn nothing yet."""
@@ -81,7 +81,7 @@ class Selection(Protocol):
 @dataclass(frozen=True)
 @as_declared
 class RecencyReward:
-    """Each group is, independently, recent with probability m, else drawn by reward (arXiv 2503.18929, section 4).
+    """Draws each group as recent with probability m, else by reward (arXiv 2503.18929, section 4).
     Raises `UserError` when a field makes no sense.
     """
 
@@ -212,7 +212,7 @@ class RecencyRewardSelector:
         return Group(tuple(store.numbered(chosen)), self._as_sampled(store, prompt))
 
     def _as_sampled(self, store: Buffer, prompt: str) -> bool:
-        """Whether a draw among all answers to `prompt` is of how often they were sampled."""
+        """Returns whether a draw among all answers to `prompt` goes by how often they were sampled."""
         return self.settings.inverse_temperature == 0 and not store.thinned(prompt)
 
     def state(self) -> Json:
@@ -328,7 +328,7 @@ def _apart_first(numbers: Sequence[int], taken: Counter[int]) -> list[int]:
 
 
 class Deck:
-    """Prompts drawn uniformly without replacement, epoch after epoch, while prompts come and go.
+    """Draws prompts uniformly without replacement, epoch after epoch, while prompts come and go.
 
     Invariant: within an epoch each prompt is drawn at most once while it stays, and every draw is uniform over the
     prompts not yet drawn that are there and not to be avoided. A prompt that arrives joins the current epoch. Nothing
@@ -383,7 +383,7 @@ class Deck:
         return {"undrawn": list(self._undrawn), "drawn": sorted(self._seen.difference(self._undrawn))}
 
     def restore(self, state: Json) -> None:
-        """Continue with the draws and counts that `state` gave."""
+        """Continue the epoch that `state` gave."""
         self._undrawn = list(state["undrawn"])
         self._seen = {*state["undrawn"], *state["drawn"]}
         self._listing = None

@@ -86,7 +86,7 @@ class HashedNgrams:
 @dataclass(frozen=True)
 @as_declared
 class NearDuplicates:
-    """What happens to an answer that is nearly another one to the same prompt (Lee et al. 2024, arXiv 2405.18540)."""
+    """Keeps one of two answers that are nearly the same to the same prompt (Lee et al. 2024, arXiv 2405.18540)."""
 
     by: Literal["edit", "cosine"] = "edit"  # what is compared: token edits, embeddings of the texts
     distance: float = 0.25  # answers nearer than this are near: edits / tokens of both, or 1 - cosine
