@@ -57,7 +57,7 @@ def test_a_command_in_the_documents_sets_fields_that_exist() -> None:
             sets_fields_that_exist(words)
         except (UserError, KeyError, AssertionError) as error:
             wrong[" ".join(words)] = repr(error)
-    assert wrong == {}
+    assert not wrong, "\n".join(f"tba {words}: {error}" for words, error in wrong.items())
 
 
 def sets_fields_that_exist(words: list[str]) -> None:
@@ -101,7 +101,8 @@ def test_a_flag_named_in_passing_exists() -> None:
 def test_every_link_leads_to_a_file_or_a_heading() -> None:
     pages = [*DOCUMENTS, *(ROOT / "lab").glob("*.md")]
     links = ((d, link) for d in pages for link in re.findall(r"\]\(([^)\s]+)\)", d.read_text(encoding="utf-8")))
-    assert [f"{document.name}: {link}" for document, link in links if not leads_somewhere(document, link)] == []
+    wrong = [f"{document.name}: {link}" for document, link in links if not leads_somewhere(document, link)]
+    assert not wrong, "\n".join(wrong)
 
 
 def leads_somewhere(document: Path, link: str) -> bool:
@@ -133,7 +134,7 @@ def test_a_list_or_a_table_is_one_on_the_site_too() -> None:
             if joined or (not fenced and re.match(r" {1,3}(- |\d+\. |\||```)", line)):
                 wrong.append(f"{document.name}: {line}")
             before = line
-    assert wrong == []
+    assert not wrong, "\n".join(wrong)
 
 
 def test_every_module_that_is_named_exists() -> None:
@@ -146,7 +147,7 @@ def test_every_module_that_is_named_exists() -> None:
             ]
             if not found and not anywhere:
                 missing.append(f"{document.name}: {path}")
-    assert missing == []
+    assert not missing, "\n".join(missing)
 
 
 def test_what_the_design_says_of_a_function_is_where_it_says() -> None:

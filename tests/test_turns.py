@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
+import account
 from chat_families import FAMILIES, Family, call, tokenizer
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.environments.engine import EpisodeEngine
@@ -39,22 +40,11 @@ BOTH = [(name, kind) for name in FAMILIES for kind in ("base", "chat")]
 IDS = [f"{name}-{kind}" for name, kind in BOTH]
 
 
-class Account:
-    """An account, and what its tools do to it."""
+class Account(account.Account):
+    """An account of which every world is the same."""
 
     def reset(self, seed: int) -> str:
-        self.balance = 4
-        return f"There is {self.balance} in it."
-
-    def deposit(self, amount: int, note: str = "") -> str:
-        """Put money in.
-
-        Args:
-            amount: how much
-            note: what for
-        """
-        self.balance += amount
-        return f"{self.balance} now"
+        return super().reset(4)
 
     def history(self, order: str, most: int | None = None) -> list[int]:
         """Tell the balances.
@@ -69,7 +59,10 @@ class Account:
         return float(answer.strip().endswith(str(self.balance)))
 
 
-CALLS = (("deposit", {"amount": 3, "note": "rent 12"}, "7 now"), ("history", {"order": "new", "most": 2}, "[7, 4]"))
+CALLS = (
+    ("deposit", {"amount": 3, "note": "rent 12"}, "7 now, rent 12"),
+    ("history", {"order": "new", "most": 2}, "[7, 4]"),
+)
 ANSWER = "It is 7"
 TASK = EnvironmentTask(Account, "account", ({"role": "user", "content": "Pay. "},), worlds=2, held_out=1, turns=4)
 PROBLEM: Problem = TASK.problems("train")[0]

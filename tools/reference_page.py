@@ -25,7 +25,6 @@ from typing import Literal
 import tba
 from tba.apps.preference.options import RewardModelOptions
 from tba.apps.red_team.options import ClassifierOptions, RedTeamEvalOptions
-from tba.apps.red_team.world import WorldOptions
 from tba.command.collecting import SmoothingOptions
 from tba.command.options import (
     EvalOptions,
@@ -61,6 +60,7 @@ A recipe's code decides *which* task, model or objective it has; flags change th
 exists where the task is `Arithmetic`, and nowhere else. *Also*: the fields of a class that has a list of
 its own on this page.
 """
+OTHERS = "Those of the others, such as `tba red-team world`, are in their `--help`.\n"
 
 
 @dataclass(frozen=True)
@@ -115,11 +115,10 @@ COMMANDS: dict[str, type] = {
     "tba reward-model PAIRS": RewardModelOptions,
     "tba red-team eval RECIPE": RedTeamEvalOptions,
     "tba red-team classifier FILE": ClassifierOptions,
-    "tba red-team world": WorldOptions,
 }
 SLOT_OF = {slot.flag: slot for slot in SLOTS}
 BETA = "--objective.beta."
-LONG = 8  # words
+LONG, MOST = 8, 24  # words of a clause that is kept whole, and of a comment that says what choices are
 COLUMN = 46  # characters of a flag and its default, before what it means
 
 
@@ -152,7 +151,9 @@ class Settings:
             elif within is None and f.init and "by_code" not in f.metadata:
                 spelt = flag if is_plain(hints[f.name]) else f"{f.name} (in code only)"
                 given = f"{spelt} {default(f)}{choices(hints[f.name])}"
-                line = f"{given:<{COLUMN}}  {meaning(said.get(f.name, ''), f)}".rstrip()
+                comment = said.get(f.name, "")
+                whole = choices(hints[f.name]) and len(comment.split()) <= MOST
+                line = f"{given:<{COLUMN}}  {comment if whole else meaning(comment, f)}".rstrip()
                 if flag in FIRST and not flag.startswith(BETA) and kind not in COMMANDS.values():
                     self.first[flag] = line
                 else:
@@ -186,7 +187,7 @@ def settings(made: Settings) -> Iterator[str]:
     beta = f"{BETA + '*':<{COLUMN}}  below"
     most = list(dict.fromkeys(made.first.get(flag, beta) for flag in FIRST))
     yield from [HEAD, "## What is set most\n", *block(most), "## What every recipe has\n", *common]
-    yield from [CHOSEN, *chosen, "## Options of the commands\n", *options]
+    yield from [CHOSEN, *chosen, "## Options of the commands\n", *options, OTHERS]
 
 
 def names(explained: set[type]) -> Iterator[str]:
@@ -194,10 +195,11 @@ def names(explained: set[type]) -> Iterator[str]:
     yield "## Names of `import tba`\n"
     above = [name for name in tba.__all__ if getattr(tba, name) in explained]
     yield f"Explained above, with their fields: {', '.join(f'`{name}`' for name in above)}. The others:\n"
-    for name in (name for name in tba.__all__ if name not in above):
+    others = (name for name in tba.__all__ if name not in above)
+    for name in sorted(others, key=lambda name: getattr(tba, name).__module__ != "tba.api"):  # what one calls first
         thing = getattr(tba, name)
         yield f"- `tba.{name}{signature(thing)}`: {first_sentence(thing)}"
-        if inspect.isclass(thing):
+        if inspect.isclass(thing) and thing.__module__ in ("tba.api", "tba.types"):
             yield from (f"    - `{call}`: {first_sentence(member)}" for call, member in methods(thing))
     yield ""
 

@@ -19,7 +19,7 @@ from tba.apps.red_team.task import RedTeam
 from tba.apps.red_team.toxicity import WordClassifier
 from tba.apps.red_team.victim import ModelVictim
 from tba.recipes.red_team_smollm2 import recipe
-from tba.tasks.rows import read_rows
+from tba.tasks.problem_rows import read_rows
 
 
 def main() -> None:

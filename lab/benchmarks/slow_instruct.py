@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from tba.protocols import Reward
 from tba.recipes.instruct import recipe as instruct
-from tba.rewards.delayed import Delayed
 from tba.tasks.instruct import Instruct
+from tba_lab.delayed import Delayed
 
 
 @dataclass(frozen=True)

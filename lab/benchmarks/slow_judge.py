@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from tba.evaluation.accuracy import EvaluationSettings
 from tba.protocols import Reward
 from tba.recipes.quickstart import recipe as quickstart
-from tba.rewards.delayed import Delayed
 from tba.tasks.arithmetic import Arithmetic
+from tba_lab.delayed import Delayed
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Whatever a command is given that it cannot use, it says so in one sentence, ends with 2 and leaves nothing behind.
 
-Invariant: more than 300 wrong inputs, made of commands, fields, values, files and users' own code, go through `main`.
+Invariant: more than 600 wrong inputs, made of commands, fields, values, files and users' own code, go through `main`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 import shutil
 import tempfile
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,6 +71,7 @@ def commands() -> Iterator[Wrong]:
     yield wrong("model", "gpt5", "--out", "out", named="gpt5")
     yield wrong("model", "smollm2", "--out", "folder", named="folder")
     yield wrong("red-team", "plan")
+    yield wrong("example", "my_tusk")
 
 
 def values(field: Field) -> Iterator[str]:
@@ -394,7 +395,7 @@ def recipes() -> Iterator[Wrong]:
 
 
 TOY_FILE = "toy.py"
-CASES = list(dict.fromkeys([*commands(), *fields(), *options(), *files(), *models(), *recipes()]))
+KINDS = (commands, fields, options, files, models, recipes)
 
 
 @pytest.fixture(scope="module")
@@ -464,35 +465,34 @@ def children() -> set[int]:
     }
 
 
-@pytest.fixture
-def left(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a command leaves: of files there, in the folder of temporary files and in the cache, and of processes."""
+def test_there_are_more_than_600() -> None:
+    assert len({case.words for kind in KINDS for case in kind()}) >= 600
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_wrong_input_is_answered_in_one_sentence_and_leaves_no_file_and_no_process(
+    kind: Callable[[], Iterator[Wrong]],
+    place: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Files: in the place itself and in the folder of temporary files."""
     monkeypatch.chdir(place)
-    (tmp_path / "temporary").mkdir()
-    (tmp_path / "cache").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    folders, running = (place, tmp_path / "temporary"), children()
-    before = tree(*folders)
-    yield
-    now = tree(*folders)
-    try:
-        assert now == before
-    finally:  # so that the next one is judged by itself
-        for name in now.keys() - before.keys():
-            shutil.rmtree(name) if Path(name).is_dir() else Path(name).unlink(missing_ok=True)
-    assert children() == running
-
-
-def test_there_are_more_than_300() -> None:
-    assert len({case.words for case in CASES}) >= 600
-
-
-@pytest.mark.usefixtures("left")
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_wrong_input_is_answered_in_one_sentence(case: Wrong, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(case.words) == 2
-    said = capsys.readouterr().err
-    assert re.fullmatch(r"tba: [^\n]{20,1500}\n", said)
-    assert "Traceback" not in said
-    assert case.named in said
-    assert re.search(r"[:;,.?] |\?| needs ", said.removeprefix("tba: "))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before, running, wrong = tree(place, tmp_path), children(), []
+    for case in dict.fromkeys(kind()):
+        try:
+            code = main(case.words)
+        except Exception as error:
+            error.add_note(f"tba {case}")
+            raise
+        said = capsys.readouterr().err
+        sentence = re.fullmatch(r"tba: [^\n]{20,1500}\n", said) and re.search(r"[:;,.?] |\?| needs ", said[5:])
+        if code != 2 or not sentence or "Traceback" in said or case.named not in said:
+            wrong.append(f"tba {case}: {code}, {said[:400]}")
+        now = tree(place, tmp_path)
+        wrong += [f"tba {case}: changed {name}" for name in dict(now.items() ^ before.items())]
+        wrong += [f"tba {case}: left a process"] * (children() != running)
+        before, running = now, children()
+    assert not wrong, "\n".join(wrong)

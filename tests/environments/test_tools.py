@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+import account
 from chat_families import deepseek
 from chat_families import tokenizer as families_tokenizer
 from tba.engines.transformers import EngineSettings, TransformersEngine
@@ -33,22 +34,8 @@ from tba.training.tiny_models import ScratchModel, train_bpe_tokenizer
 from tba.types import Completion, Prompt, Sampling
 
 
-class Account:
-    """An account, and what its tools do to it."""
-
-    def reset(self, seed: int) -> str:
-        self.balance = seed
-        return f"There is {seed} in it."
-
-    def deposit(self, amount: int, note: str = "") -> str:
-        """Put money in.
-
-        Args:
-            amount: how much
-            note: what for
-        """
-        self.balance += amount
-        return f"{self.balance} now{note and f', {note}'}"
+class Account(account.Account):
+    """An account, and what more its tools do to it."""
 
     async def history(self, order: Literal["old", "new"]) -> list[int]:
         """Tell the balances.

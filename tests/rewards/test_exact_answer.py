@@ -217,43 +217,40 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("response", "answer"), RIGHT)
-def test_a_response_that_gives_the_answer_is_right(response: str, answer: str) -> None:
-    assert grade(response, answer)
+def test_a_response_that_gives_the_answer_is_right_and_one_that_does_not_is_wrong() -> None:
+    assert [case for case in RIGHT if not grade(*case)] == []
+    assert [case for case in WRONG if grade(*case)] == []
 
 
-@pytest.mark.parametrize(("response", "answer"), WRONG)
-def test_a_response_that_does_not_give_the_answer_is_wrong(response: str, answer: str) -> None:
-    assert not grade(response, answer)
+STRICT_RIGHT = [
+    ("#### 72", "72"),
+    ("####72.", "72"),
+    ("text\n#### 1,200\nmore 5", "1200"),
+    ("#### $72.00", "72"),
+    ("#### -5", "-5"),
+    ("#### - 5", "-5"),
+    ("####\n72", "72"),
+    ("#### The answer is 72", "72"),
+    ("#### \\boxed{72}", "72"),
+    ("#### 3\n#### 72", "72"),
+    ("#### Paris.", "paris"),
+]
+STRICT_WRONG = [
+    ("#### 72\n#### 3", "72"),
+    ("The answer is 72", "72"),
+    ("\\boxed{72}", "72"),
+    ("72 ####", "72"),
+    ("####", "72"),
+    ("#### none\n72", "72"),
+    ("### 72", "72"),
+    ("It is Paris", "paris"),
+    ("", "72"),
+]
 
 
-@pytest.mark.parametrize(
-    ("response", "answer", "right"),
-    [
-        ("#### 72", "72", True),
-        ("####72.", "72", True),
-        ("text\n#### 1,200\nmore 5", "1200", True),
-        ("#### $72.00", "72", True),
-        ("#### -5", "-5", True),
-        ("#### - 5", "-5", True),
-        ("####\n72", "72", True),
-        ("#### The answer is 72", "72", True),
-        ("#### \\boxed{72}", "72", True),
-        ("#### 3\n#### 72", "72", True),
-        ("#### Paris.", "paris", True),
-        ("#### 72\n#### 3", "72", False),
-        ("The answer is 72", "72", False),
-        ("\\boxed{72}", "72", False),
-        ("72 ####", "72", False),
-        ("####", "72", False),
-        ("#### none\n72", "72", False),
-        ("### 72", "72", False),
-        ("It is Paris", "paris", False),
-        ("", "72", False),
-    ],
-)
-def test_strict_reads_only_what_follows_the_last_mark(response: str, answer: str, right: bool) -> None:
-    assert grade(response, answer, strict=True) is right
+def test_strict_reads_only_what_follows_the_last_mark() -> None:
+    assert [case for case in STRICT_RIGHT if not grade(*case, strict=True)] == []
+    assert [case for case in STRICT_WRONG if grade(*case, strict=True)] == []
 
 
 def formatted(value: int) -> st.SearchStrategy[str]:

@@ -6,17 +6,17 @@ import functools
 import math
 import sys
 import threading
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
 from tba.errors import DeadlineExceeded, UserError
-from tba.rewards.delayed import Delayed
+from tba.protocols import Reward
 from tba.rewards.exact_answer import ExactAnswer, ExactText
 from tba.rewards.functions import FunctionReward, WeightedFunctions, check_fields
-from tba.types import Completion, Problem, Prompt, StopReason, Version
+from tba.types import Completion, Judgement, Problem, Prompt, StopReason, Version
 
 
 def completion(text: str, stop_reason: StopReason = StopReason.EOS) -> Completion:
@@ -241,13 +241,23 @@ def test_a_function_that_does_not_say_which_is_the_answer_is_refused_where_it_is
         FunctionReward(function)
 
 
+@dataclass(frozen=True)
+class Around:
+    """A reward around another."""
+
+    reward: Reward
+
+    def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
+        return [Judgement(-j.reward) for j in self.reward.judge(answered)]
+
+
 def test_fields_are_checked_before_a_run() -> None:
     with pytest.raises(UserError, match=r"'right' asks for the field 'answer', which problem 0 of task t "):
         check_fields(FunctionReward(right), [Problem("?", {"question": "?"})], "t")
     good = Problem("?", {"answer": "1"})
     check_fields(FunctionReward(right), [good], "t")
     check_fields(ExactAnswer(), [Problem("?")], "t")
-    for wrapped in (Delayed(FunctionReward(right)), Delayed(Delayed(WeightedFunctions(((right, 1.0),))))):
+    for wrapped in (Around(FunctionReward(right)), Around(Around(WeightedFunctions(((right, 1.0),))))):
         check_fields(wrapped, [good], "t")
         with pytest.raises(UserError, match="asks for the field 'answer', which problem 1 of task t does not have"):
             check_fields(wrapped, [good, Problem("?")], "t")
@@ -261,7 +271,6 @@ def test_fields_are_checked_before_a_run() -> None:
         (lambda: WeightedFunctions(((right, math.nan),)), "'right' has weight nan"),
         (lambda: FunctionReward(right, concurrency=0), "concurrency 0: give the number of calls at once"),
         (lambda: FunctionReward(right, deadline_seconds=0), "deadline_seconds 0: give seconds above 0"),
-        (lambda: Delayed(ExactText(), seconds=-1), "seconds -1: give the seconds of one answer"),
     ],
 )
 def test_a_reward_that_cannot_be_is_refused_where_it_is_made(make: Callable[[], object], sentence: str) -> None:
@@ -277,7 +286,6 @@ def test_judgements_keep_their_order_at_any_concurrency(concurrency: int) -> Non
 
 def test_no_answers_give_no_judgements() -> None:
     assert FunctionReward(length, 4).judge([]) == []
-    assert Delayed(ExactText()).judge([]) == []
 
 
 def test_as_many_calls_as_the_concurrency_wait_at_once() -> None:
@@ -319,20 +327,6 @@ def test_a_call_that_never_returns_ends_at_the_deadline_with_its_name() -> None:
             FunctionReward(hangs, concurrency=2, deadline_seconds=0.05).judge(asked)
     finally:
         released.set()
-
-
-@pytest.mark.parametrize("concurrency", [1, 16])
-def test_a_delayed_reward_judges_as_its_inner_reward(concurrency: int) -> None:
-    answered = [(prompt(i, answer=str(i % 3)), completion("1")) for i in range(40)]
-    delayed = Delayed(ExactText(), seconds=0.0, concurrency=concurrency)
-    assert delayed.judge(answered) == ExactText().judge(answered)
-
-
-def test_a_delayed_reward_waits_once_for_each_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr("tba.rewards.delayed.time.sleep", slept.append)
-    Delayed(ExactText(), seconds=0.2, concurrency=2).judge([(prompt(i, answer="1"), completion("1")) for i in range(5)])
-    assert slept == [0.2] * 5
 
 
 def test_exact_text_wants_every_character() -> None:

@@ -12,9 +12,8 @@ import pytest
 from tba.errors import UserError
 from tba.rewards.instructions import fulfilled
 from tba.tasks.ifeval import IfEval
-from tba.tasks.instruct import HELD_OUT, Instruct
+from tba.tasks.instruct import HELD_OUT, QUESTIONS, TOPICS, Instruct
 from tba.tasks.instruct_kinds import KINDS
-from tba.tasks.instruct_topics import QUESTIONS, TOPICS
 from tba.types import Problem
 
 

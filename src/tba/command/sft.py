@@ -26,7 +26,7 @@ from tba.record.terminal import terminal
 from tba.settings import find, override
 from tba.tables import is_file_of_rows
 from tba.tasks.jsonl import Jsonl
-from tba.tasks.rows import Row, read_rows
+from tba.tasks.problem_rows import Row, read_rows
 from tba.types import Json, Problem, Split
 from tba.weights.atomic_dir import atomic_folder
 

@@ -141,7 +141,7 @@ def check_fields(reward: Reward, problems: Sequence[Problem], task: str) -> None
 
 
 def _functions_in(reward: object) -> list[RewardFunction]:
-    """Returns the functions of a reward, and of those that are its fields (`Delayed(FunctionReward(f))`)."""
+    """Returns the functions of a reward, and of those that are its fields (`Scaled(FunctionReward(f))`)."""
     if isinstance(reward, FunctionReward):
         return [reward.function]
     if isinstance(reward, WeightedFunctions):

@@ -17,8 +17,7 @@ from tba.fields import as_declared
 from tba.rewards.exact_answer import MARK, ExactAnswer
 from tba.tables import file_in
 from tba.tasks.held_out import IN_BOTH, without
-from tba.tasks.hub import rows_from_hub
-from tba.tasks.rows import Row, read_rows
+from tba.tasks.problem_rows import Row, read_rows, rows_from_hub
 from tba.types import Problem, Split
 
 Style = Literal["tba", "vineppo"]

@@ -14,8 +14,7 @@ from tba.errors import UserError
 from tba.fields import as_declared
 from tba.foreign import check
 from tba.rewards.ifeval import IfEvalReward, known
-from tba.tasks.hub import rows_from_hub
-from tba.tasks.rows import Row, read_rows
+from tba.tasks.problem_rows import Row, read_rows, rows_from_hub
 from tba.types import Problem, Split
 
 _LOCAL = "the file input_data.jsonl of google-research/instruction_following_eval"

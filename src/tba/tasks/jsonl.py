@@ -34,7 +34,7 @@ from tba.rewards.exact_answer import ExactAnswer, marked
 from tba.rewards.functions import FunctionReward
 from tba.tables import Refusal, conversation, file_in, splits_of, tools_of
 from tba.tasks.held_out import IN_BOTH, check_share, is_held_out, without
-from tba.tasks.rows import Row, read_rows, unpacked
+from tba.tasks.problem_rows import Row, read_rows, unpacked
 from tba.types import Json, Message, Problem, Split
 
 _QUESTIONS = ("question", "problem")

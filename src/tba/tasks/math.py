@@ -20,8 +20,7 @@ from tba.rewards.math_answer import MathAnswer
 from tba.rewards.math_text import last_boxed
 from tba.tables import file_in
 from tba.tasks.held_out import IN_BOTH, without
-from tba.tasks.hub import rows_from_hub
-from tba.tasks.rows import Row, read_rows
+from tba.tasks.problem_rows import Row, read_rows, rows_from_hub
 from tba.types import Message, Problem, Split
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."

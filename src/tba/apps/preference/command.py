@@ -29,7 +29,7 @@ from tba.errors import UserError
 from tba.models.source import merged_if_adapter
 from tba.record.terminal import terminal
 from tba.settings import override
-from tba.tasks.hub import rows_from_hub
+from tba.tasks.problem_rows import rows_from_hub
 from tba.weights.atomic_dir import atomic_folder
 
 

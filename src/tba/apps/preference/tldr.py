@@ -23,8 +23,7 @@ from tba.apps.preference.similarity import sentences
 from tba.errors import UserError
 from tba.fields import as_declared
 from tba.tasks.held_out import check_share, is_held_out
-from tba.tasks.hub import rows_from_hub
-from tba.tasks.rows import Row, read_rows
+from tba.tasks.problem_rows import Row, read_rows, rows_from_hub
 from tba.types import Message, Problem, Split, is_text
 
 log = logging.getLogger("tba.task")

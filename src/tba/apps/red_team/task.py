@@ -28,7 +28,7 @@ from tba.apps.red_team.victim import ModelVictim, Victim
 from tba.errors import UserError
 from tba.fields import as_declared
 from tba.tasks.held_out import check_share, is_held_out
-from tba.tasks.rows import Row, read_rows
+from tba.tasks.problem_rows import Row, read_rows
 from tba.types import Problem, Split
 
 INSTRUCTION = "Write a prompt:"

@@ -1,20 +1,23 @@
-"""Reads a task's files of rows (`tba.tables`): fields by name, nested ones by dotted name (`extra_info.index`).
+"""Reads the rows that a task makes problems of, from a file (`tba.tables`) or a data set on the Hugging Face Hub.
 
-Invariant: what cannot be read ends in one sentence with the file and the row.
+Invariant: what cannot be read ends in one sentence with the file and the row, or the data set's name, why, and what to
+give instead. A field is named as it is, a nested one by a dotted name (`extra_info.index`).
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from tba.errors import UserError
-from tba.tables import DAMAGED, Refusal, read
+from tba.tables import DAMAGED, Refusal, is_file_of_rows, read
 from tba.types import Json, is_text
 
 _ABSENT = object()
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +81,27 @@ def read_rows(path: Path) -> list[Row]:
     if not rows:
         raise UserError(f"{path} is empty: give a file of rows with a problem each")
     return rows
+
+
+def rows_from_hub(task: str, name: str, split: str, local: str, configuration: str | None = None) -> list[Row]:
+    """Returns all rows of a split of the data set `name` (the extra `tba-rl[hub]`).
+
+    Raises `UserError` when it cannot be loaded; `local` says what the user can give instead of a Hub name.
+    """
+    if not _HUB_NAME.fullmatch(name) or is_file_of_rows(name):
+        raise UserError(f"{task} has path {name!r}, which does not exist: give a Hub name or {local}")
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            f"{task} has path {name!r}, which is no local folder or file, and a Hub name needs `pip install datasets`: "
+            f"install it, or give {local}"
+        ) from error
+    try:
+        rows = datasets.load_dataset(name, configuration, split=split)
+    except (OSError, ValueError) as error:  # no network, no such data set, no such configuration
+        raise UserError(
+            f"{task} could not load {name!r} from the Hub ({type(error).__name__}: {error}): check the name and the "
+            f"network, or give {local}"
+        ) from error
+    return [Row(dict(row), f"row {n} of {name} ({split})") for n, row in enumerate(rows)]

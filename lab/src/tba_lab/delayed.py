@@ -1,4 +1,4 @@
-"""A reward that takes time, as a remote judge does; used by the benchmark of asynchrony."""
+"""A reward that takes time, as a remote judge does: for benchmarks of what a slow one costs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Delayed:
             raise UserError(f"a delayed reward has seconds {self.seconds}: give the seconds of one answer, at least 0")
 
     def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
-        """One judgement for each, in order. Raises `DeadlineExceeded` when the batch takes too long."""
+        """Returns one judgement for each, in order. Raises `DeadlineExceeded` when the batch takes too long."""
         calls = [functools.partial(self._judge_one, prompt, completion) for prompt, completion in answered]
         return in_threads(
             calls,
