@@ -42,7 +42,7 @@ _SHOWN = re.compile(
 
 @dataclass(frozen=True)
 class Base:
-    """The model that a run began with, as far as it can be known without a network."""
+    """Describes the model that a run began with, as far as it can be known without a network."""
 
     hub: str | None  # its name on the Hub
     licence: str | None
@@ -215,7 +215,7 @@ def _is_shown(name: str) -> bool:
 
 
 def _is_cached(path: str) -> bool:
-    """Whether it is a model of the Hub that this machine has fetched."""
+    """Returns whether it is a model of the Hub that this machine has fetched."""
     from huggingface_hub import try_to_load_from_cache
 
     try:

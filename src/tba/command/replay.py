@@ -30,7 +30,7 @@ _JSON = ("fields", "reward_parts", "provenance")  # columns that are text in Par
 
 
 def show_replay(path: Path, options: ReplayOptions) -> int:
-    """`tba replay RUN`: print, query or export what the journal holds."""
+    """Print, query or export what the journal holds (`tba replay RUN`)."""
     run = RunDirectory.open(path)
     journal = run.journal_there()
     used, held = uses_of(run), held_by_journal(run)  # before the journal is read: a run in progress adds to it

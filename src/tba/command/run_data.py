@@ -307,7 +307,7 @@ def _fates(facts: Facts) -> dict[str, Json]:
 
 
 def _fate(facts: Facts) -> npt.NDArray[np.int8]:
-    """[N] Indices of `FATES`."""
+    """Returns [N] indices of `FATES`."""
     fate = np.where(facts.uses > 0, FATES.index("trained"), FATES.index("waiting")).astype(np.int8)
     for left, name in LEFT.items():
         fate[facts.uses == left] = FATES.index(name)

@@ -29,14 +29,14 @@ SAMPLED = "pass@1/sampled"
 
 
 def pass_k_metric(k: int) -> str:
-    """The name of the pass@K metric."""
+    """Returns the name of the pass@K metric."""
     return f"pass@{k}/sampled"
 
 
 @dataclass(frozen=True)
 @as_declared
 class EvaluationSettings:
-    """What is measured on the held-out split, and when. Raises `UserError` when a field makes no sense."""
+    """Says what is measured on the held-out split, and when. Raises `UserError` when a field makes no sense."""
 
     every: int = 0  # trainer steps between evaluations during the run; 0: only before and after
     problems: int = 200  # how many held-out problems, from the first; 0: all
@@ -76,13 +76,13 @@ class EvaluationSettings:
         return max(self.samples, self.pass_k)
 
     def during(self) -> EvaluationSettings:
-        """What is measured during the run."""
+        """Returns what is measured during the run."""
         if not self.problems_during:
             return self
         return replace(self, problems=self.problems_during, problems_during=0, pass_k=0)
 
     def due(self, step: int) -> bool:
-        """Whether step > 0 is one to evaluate during the run."""
+        """Returns whether step > 0 is one to evaluate during the run."""
         return self.every > 0 and step > 0 and step % self.every == 0
 
 
@@ -99,7 +99,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Assessment:
-    """All results of one evaluation of one version, and its cost."""
+    """Holds all results of one evaluation of one version, and its cost."""
 
     version: Version
     wall_seconds: float  # since the run began, when it was begun: the weights were this good by then
@@ -112,7 +112,7 @@ class Assessment:
     interrupted: bool = False
 
     def value(self, metric: str) -> float | None:
-        """The figure of a metric, or None when it was not measured."""
+        """Returns the figure of a metric, or None when it was not measured."""
         return next((e.value for e in self.evaluations if e.metric == metric), None)
 
 
@@ -188,7 +188,7 @@ class _Examiner:
     def draw(
         self, prompts: Sequence[Prompt], metric: str, count: int, sampling: Sampling
     ) -> npt.NDArray[np.bool_] | None:
-        """Which of `count` answers to each prompt are correct, [problems, draws]; None when it was interrupted."""
+        """Returns which of `count` answers to each prompt are correct, [problems, draws]; None where interrupted."""
         marks: list[list[bool]] = []
         show = 0 if self.answers else self.settings.shown
         for start in range(0, len(prompts), self.settings.chunk):

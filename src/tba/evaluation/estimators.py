@@ -22,7 +22,7 @@ Values = Sequence[float] | npt.NDArray[np.floating] | npt.NDArray[np.integer] | 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """An estimate with the bounds of its 95 % interval."""
+    """Holds an estimate and the bounds of its 95 % interval."""
 
     estimate: float
     low: float
@@ -33,7 +33,7 @@ class Interval:
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """The unbiased estimate of the probability that at least one of k samples is correct.
+    """Returns the unbiased estimate of the probability that at least one of k samples is correct.
 
     1 - C(n - c, k) / C(n, k) for c correct ones of n samples (Chen et al. 2021, arXiv 2107.03374, eq 1), in exact
     integers. Raises `ValueError` unless 0 <= correct <= samples and 1 <= k <= samples.
@@ -46,7 +46,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def wilson_interval(correct: float, n: int) -> Interval:
-    """The score interval of a proportion (Wilson 1927), which behaves at 0, at 1 and at small n.
+    """Returns the score interval of a proportion (Wilson 1927), which behaves at 0, at 1 and at small n.
 
     `correct` may be fractional (a mean over samples times n): the interval is then conservative.
     Raises `ValueError` unless n >= 1 and 0 <= correct <= n.
@@ -60,7 +60,7 @@ def wilson_interval(correct: float, n: int) -> Interval:
 
 
 def ratio_interval(totals: Values, counts: Values) -> Interval:
-    """The interval of sum(totals) / sum(counts) over clusters, [i] of both being one of them, by Student's t.
+    """Returns the interval of sum(totals) / sum(counts) over clusters, [i] of both being one of them, by Student's t.
 
     For shares of things that come in clusters, such as pairs of a document: t of what each cluster's total has above
     the ratio times its count (Cochran 1977, section 6.3). Clusters without any count do not matter. Raises `ValueError`
@@ -76,7 +76,7 @@ def ratio_interval(totals: Values, counts: Values) -> Interval:
 
 
 def auc_interval(positive: Values, negative: Values) -> Interval:
-    """The area under the ROC curve: how often a positive one has the higher score; equal scores are half right.
+    """Returns the area under the ROC curve: how often a positive one has the higher score; equal scores are half right.
 
     The interval is the normal one by the standard error of Hanley and McNeil (1982), cut at 0 and 1. Raises
     `ValueError` unless there are scores of both kinds.
@@ -93,7 +93,7 @@ def auc_interval(positive: Values, negative: Values) -> Interval:
 
 
 def mean_distance(similarity: npt.NDArray[np.floating]) -> Interval:
-    """The mean of 1 - similarity over all pairs of N different things, from their symmetric matrix [N, N].
+    """Returns the mean of 1 - similarity over all pairs of N different things, from their symmetric matrix [N, N].
 
     A U-statistic: the interval is the normal one by the jackknife over things (Arvesen 1969), since pairs that share
     one are not independent. Raises `ValueError` for fewer than 3.
@@ -111,7 +111,7 @@ def mean_distance(similarity: npt.NDArray[np.floating]) -> Interval:
 
 
 def paired_difference(before: Values, after: Values) -> Interval:
-    """The interval of mean(after - before), problem by problem, by Student's t: [i] of both is the same problem.
+    """Returns the interval of mean(after - before), by problem, by Student's t: [i] of both is the same problem.
 
     Pairing takes out how hard the problems are, which is most of the spread. Raises `ValueError` for unequal lengths.
     """
@@ -122,7 +122,7 @@ def paired_difference(before: Values, after: Values) -> Interval:
 
 
 def mean_interval(values: Values) -> Interval:
-    """The interval of a mean of independent values, one per seed or per problem, by Student's t.
+    """Returns the interval of a mean of independent values, one per seed or per problem, by Student's t.
 
     Average what belongs to one problem first. It holds what it promises from two values on as far as they are normal
     (a percentile bootstrap of three covers 76 % instead of 95); one value says nothing about spread, and its bounds are

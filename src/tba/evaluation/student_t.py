@@ -12,7 +12,7 @@ _TINY = 1e-300
 
 
 def quantile(p: float, freedom: float) -> float:
-    """The value below which a t variable with `freedom` degrees of freedom lies with probability `p`, 0 < p < 1.
+    """Returns the value below which a t variable of `freedom` degrees of freedom lies with probability `p`, 0 < p < 1.
 
     Raises `ValueError` for other probabilities and for degrees of freedom that are not above 0.
     """
@@ -33,7 +33,7 @@ def quantile(p: float, freedom: float) -> float:
 
 
 def cumulative(t: float, freedom: float) -> float:
-    """The probability that a t variable with `freedom` degrees of freedom is at most `t`."""
+    """Returns the probability that a t variable with `freedom` degrees of freedom is at most `t`."""
     if t * t < freedom:  # near the middle, where the tail's argument would be rounded to 1
         return 0.5 + math.copysign(regularised_beta(t * t / (freedom + t * t), 0.5, freedom / 2) / 2, t)
     beyond = regularised_beta(freedom / (freedom + t * t), freedom / 2, 0.5) / 2
@@ -41,7 +41,7 @@ def cumulative(t: float, freedom: float) -> float:
 
 
 def regularised_beta(x: float, a: float, b: float) -> float:
-    """I_x(a, b), the regularised incomplete beta function (Abramowitz and Stegun 26.5), 0 <= x <= 1 and a, b > 0."""
+    """Returns I_x(a, b), the regularised incomplete beta function (Abramowitz, Stegun 26.5); 0 <= x <= 1, a, b > 0."""
     if x <= 0 or x >= 1:
         return float(x >= 1)
     if x > (a + 1) / (a + b + 2):  # where the fraction converges slowly, by I_x(a, b) = 1 - I_(1-x)(b, a)
@@ -51,7 +51,7 @@ def regularised_beta(x: float, a: float, b: float) -> float:
 
 
 def _fraction(x: float, a: float, b: float) -> float:
-    """The continued fraction 1 + d1/(1 + d2/(1 + ...)) of 26.5.8, by Lentz's method."""
+    """Returns the continued fraction 1 + d1/(1 + d2/(1 + ...)) of 26.5.8, by Lentz's method."""
     c, d, value = 1.0, 0.0, 1.0
     for n in range(1, _TERMS):
         m = n // 2

@@ -25,7 +25,7 @@ _OWN = {"prompt", "messages", "tools", "reward", "source", *RESPONSE, *ENDED}
 
 @dataclass(frozen=True)
 class Answer:
-    """A prompt and an answer to it, as text."""
+    """Holds a prompt and an answer to it, as text."""
 
     prompt: str | tuple[Message, ...]  # text as the model is to see it, or the messages before the answer
     response: str

@@ -28,7 +28,7 @@ _HELD_OUT = Refusal("its prompt is held out for evaluation")
 
 @dataclass(frozen=True)
 class Encoded:
-    """An imported prompt and completion, and whether the prompt is one of the task's own."""
+    """Holds an imported prompt and completion, and whether the prompt is one of the task's own."""
 
     prompt: Prompt
     completion: Completion
@@ -36,7 +36,7 @@ class Encoded:
 
 
 class Known:
-    """A split's prompts, found by their tokens, their text or the question that they ask."""
+    """Finds a split's prompts by their tokens, their text or the question that they ask."""
 
     def __init__(self, prompts: Iterable[Prompt]) -> None:
         self._by_key: dict[str, Prompt] = {}
@@ -163,7 +163,7 @@ class Encoder:
 
     @cached_property
     def _forms(self) -> tuple[AssistantTurn, AssistantTurn]:
-        """How an answer to a text is written, and how one to a chat is."""
+        """Returns how an answer to a text is written, and how one to a chat is."""
         return assistant_turn(self.tokenizer, chat=False), assistant_turn(self.tokenizer)
 
     def _completion(self, answer: Answer, chat: bool) -> Completion | Refusal:

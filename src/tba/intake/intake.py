@@ -37,7 +37,7 @@ Entry: TypeAlias = tuple[int, Values | Refusal | Trajectory]
 
 @dataclass(frozen=True)
 class Candidate:
-    """An encoded answer that is not written yet: its line, the reward claimed and its source."""
+    """Holds an encoded answer that is not written yet: its line, the reward claimed and its source."""
 
     number: int
     uid: str

@@ -17,7 +17,7 @@ EXAMPLES = 3  # of each reason that are kept
 
 @dataclass
 class Rejected:
-    """How many lines one reason refused, and the first of them: (line, detail)."""
+    """Counts the lines that one reason refused, and keeps the first of them: (line, detail)."""
 
     count: int = 0
     examples: list[tuple[int, str]] = field(default_factory=list)
@@ -25,7 +25,7 @@ class Rejected:
 
 @dataclass
 class Rewards:
-    """The rewards of a prompt's answers."""
+    """Counts the rewards of a prompt's answers."""
 
     count: int = 0
     least: float = float("inf")
@@ -39,7 +39,7 @@ class Rewards:
 
 @dataclass
 class Report:
-    """The lines of one source; `source` is the name by which its trajectories are known."""
+    """Counts the lines of one source; `source` is the name by which its trajectories are known."""
 
     source: str
     lines: int = 0
@@ -53,12 +53,12 @@ class Report:
 
     @property
     def imported(self) -> int:
-        """How many trajectories were imported."""
+        """Returns how many trajectories were imported."""
         return sum(rewards.count for rewards in self.of.values())
 
     @property
     def refused(self) -> int:
-        """How many lines were not imported."""
+        """Returns how many lines were not imported."""
         return sum(rejected.count for rejected in self.rejected.values())
 
     @property

@@ -20,8 +20,9 @@ from tba.types import Evaluation, Json, Version
 
 @dataclass
 class Callbacks:
-    """Plain functions: of each optimizer step's metrics, and of each held-out figure. `look` calls them with what is
-    new. Raises `UserError` for whatever they raise.
+    """Calls a function with each optimizer step's metrics, another with each held-out figure, where these are given.
+
+    Raises `UserError` for whatever they raise.
     """
 
     on_step: Callable[[Mapping[str, Json]], object] | None = None

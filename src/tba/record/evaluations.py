@@ -23,7 +23,7 @@ ANSWERS_FILE = "answers.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class RecordedAnswer:
-    """An answer as `answers.jsonl` holds it."""
+    """Holds an answer to a held-out problem, a line of `answers.jsonl`."""
 
     version: Version
     wall_seconds: float
@@ -102,7 +102,7 @@ def read_answers(directory: Path) -> list[RecordedAnswer]:
 
 
 def evaluation_of(row: dict[str, Json]) -> Evaluation:
-    """The inverse of an evaluation's line, here or in a summary (which leaves its cost out).
+    """Reads an evaluation from a line of `evaluations.jsonl`, or of a summary, which leaves its cost out.
 
     Raises `ValueError`, `KeyError` or `TypeError` when it is none.
     """

@@ -19,7 +19,7 @@ FILE = "failure.json"
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What ended a run."""
+    """Says what ended a run."""
 
     kind: str  # the error's class: NonFiniteLoss, DeadlineExceeded, ...
     message: str

@@ -169,7 +169,7 @@ class NewLines:
 
 
 def read_last_line(path: Path, read: Callable[[dict[str, Json]], Any] = dict) -> Any | None:
-    """The last line that can be read, without reading those long before it; None when there is none."""
+    """Returns the last line that can be read, without reading those long before it; None when there is none."""
     if not path.exists():
         return None
     with path.open("rb") as file:

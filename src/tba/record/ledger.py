@@ -41,7 +41,7 @@ class Ledger:
 
     @classmethod
     def of_counters(cls, counters: Mapping[str, int], unit: Unit) -> Ledger:
-        """The same from counters named `generated_tokens`, `generated_trajectories`, `in_flight_tokens`, ..."""
+        """Returns the ledger of counters named `generated_tokens`, `generated_trajectories`, `in_flight_tokens`, ..."""
         ending = f"_{unit}"
         counts = {name.removesuffix(ending): count for name, count in counters.items() if name.endswith(ending)}
         if "in_flight" in counts:
@@ -50,7 +50,7 @@ class Ledger:
 
     @classmethod
     def gather(cls, owners: Mapping[str, Mapping[str, int]], unit: Unit) -> Ledger:
-        """The sum over the counters of all owners: {"searcher-0": {"generated_tokens": 812, ...}, "replay": ...}."""
+        """Returns the sum over all owners' counters: {"searcher-0": {"generated_tokens": 812, ...}, "replay": ...}."""
         return sum((cls.of_counters(counters, unit) for counters in owners.values()), cls())
 
     def __add__(self, other: Ledger) -> Ledger:
@@ -58,12 +58,12 @@ class Ledger:
 
     @property
     def written(self) -> int:
-        """All that was appended to the journal."""
+        """Returns all that was appended to the journal."""
         return self.generated + self.imported - self.rejected - self.in_flight_at_stop
 
     @property
     def accounted(self) -> int:
-        """All that is known to have become of what was generated and imported."""
+        """Returns all that is known to have become of what was generated and imported."""
         left = self.evicted + self.rejected + self.duplicate + self.damaged
         return self.trained_once + self.waiting + left + self.in_flight_at_stop
 
@@ -73,18 +73,18 @@ class Ledger:
         return self.generated + self.imported - self.accounted
 
     def closes(self) -> bool:
-        """Whether everything generated and imported is accounted for, once."""
+        """Returns whether everything generated and imported is accounted for, once."""
         return self.difference == 0
 
     @property
     def trained_share(self) -> float:
-        """The share of what was generated and imported that was trained on at least once, 0..1."""
+        """Returns the share of what was generated and imported that was trained on at least once, 0..1."""
         given = self.generated + self.imported
         return self.trained_once / given if given else 0.0
 
     @property
     def mean_uses(self) -> float:
-        """How often what was trained on was used, on average."""
+        """Returns how often what was trained on was used, on average."""
         return self.trained_total / self.trained_once if self.trained_once else 0.0
 
     @property

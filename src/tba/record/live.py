@@ -56,7 +56,7 @@ class Status:
 
 
 class LiveView:
-    """A context manager; give it a `Status` as often as you like."""
+    """Shows a run while it goes: a context manager, given a `Status` as often as you like."""
 
     def __init__(self, console: Console | None = None, every_seconds: float = 10.0, title: str = "") -> None:
         self.console = console or terminal()
@@ -121,7 +121,7 @@ def line(status: Status) -> str:
 
 
 def table(status: Status, title: str = "") -> Group:
-    """The same for a terminal of 80 columns; the figures of the batches are means of the newest 50 steps."""
+    """Returns a status as a table for 80 columns; its figures of batches are means of the newest 50 steps."""
     head = Table.grid(padding=(0, 2))
     head.add_row(
         Text(printable(title or status.phase, 24, newlines=False), style="bold"),
@@ -170,7 +170,7 @@ def _reward(status: Status, between: str) -> str:
 
 
 def _evaluating(status: Status) -> str:
-    """The share of the searchers' time, and whether one does so now."""
+    """Returns the share of the searchers' time, and whether one does so now."""
     share = _share(status.searcher_evaluating)
     return f"{share} of the time{', now too' if status.evaluating else ''}" if share != NOT_YET else NOT_YET
 
@@ -186,7 +186,7 @@ def _accuracy(status: Status, between: str) -> str:
 
 
 def _at(status: Status) -> str:
-    """Of which step's policy the accuracy is."""
+    """Returns of which step's policy the accuracy is."""
     return "" if status.evaluated is None else f" at step {status.evaluated}"
 
 

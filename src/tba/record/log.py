@@ -51,7 +51,7 @@ def set_up_log(run: Path, part: str) -> logging.FileHandler:
 
 
 class _LogFile(logging.FileHandler):
-    """A log file whose write errors on a full disk are ignored: the run itself reports them, once."""
+    """Writes a log and ignores errors of a full disk, which the run itself reports, once."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
@@ -85,7 +85,7 @@ def log_to(run: Path, part: str) -> Iterator[Path]:
 
 
 def tail(path: Path, lines: int = 30) -> str:
-    """The last lines of a log; empty when there is none."""
+    """Returns the last lines of a log; empty when there is none."""
     if not path.exists():
         return ""
     with path.open("rb") as file:

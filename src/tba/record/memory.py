@@ -24,7 +24,7 @@ GIVE_BACK = (
 
 
 def peak_memory_bytes() -> int:
-    """The most resident memory this process ever had, in bytes."""
+    """Returns the most resident memory this process ever had, in bytes."""
     found = _status_bytes("VmHWM")
     if found is not None:
         return found
@@ -71,7 +71,7 @@ class FreedMemory:
 
 
 def peak_gpu_memory_bytes() -> int | None:
-    """The most GPU memory torch ever held in this process, over all its GPUs; None when it has used none."""
+    """Returns the most GPU memory torch ever held in this process, over all its GPUs; None when it has used none."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return None
@@ -98,7 +98,7 @@ def machine_memory_bytes() -> int | None:
 
 
 def machine(gpus: Sequence[str] = ()) -> dict[str, Json]:
-    """A description of this machine, without its name: system, processor, cores, memory and GPUs, given by name."""
+    """Returns a description of this machine, without its name: system, processor, cores, memory, GPUs by name."""
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu_name(),
@@ -128,7 +128,7 @@ def _cpu_name() -> str:
 
 
 def _status_bytes(name: str) -> int | None:
-    """A `kB` line of /proc/self/status, in bytes."""
+    """Returns a `kB` line of /proc/self/status, in bytes."""
     for line in _text(Path("/proc/self/status")).splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
@@ -136,7 +136,7 @@ def _status_bytes(name: str) -> int | None:
 
 
 def _text(path: Path) -> str:
-    """What a file of the system says; empty where there is no such file."""
+    """Returns what a file of the system says; empty where there is no such file."""
     try:
         return path.read_text()
     except OSError:

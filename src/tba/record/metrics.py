@@ -73,17 +73,17 @@ class MetricsWriter:
 
 
 def read_metrics(directory: Path) -> list[dict[str, Json]]:
-    """A run's lines, in the order written; none when it has no metrics yet."""
+    """Returns a run's lines, in the order written; none when it has no metrics yet."""
     return read_lines(directory / FILE, step_of)
 
 
 def read_last(directory: Path) -> dict[str, Json] | None:
-    """The newest line of a run, without reading the others; None when it has no metrics yet."""
+    """Returns the newest line of a run, without reading the others; None when it has no metrics yet."""
     return read_last_line(directory / FILE, step_of)
 
 
 def step_of(row: dict[str, Json]) -> dict[str, Json]:
-    """The line itself. Raises `TypeError` when it does not say which step it is, and when."""
+    """Returns the line itself. Raises `TypeError` when it does not say which step it is, and when."""
     if not (isinstance(row["step"], int) and is_number(row["wall_seconds"])):
         raise TypeError("no line of a step")
     return row
@@ -92,7 +92,7 @@ def step_of(row: dict[str, Json]) -> dict[str, Json]:
 def column(
     rows: Sequence[Mapping[str, Json]], name: str, over: str = "wall_seconds"
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """(x, y) of one metric over another, of the rows that have both as finite numbers."""
+    """Returns (x, y) of one metric over another, of the rows that have both as finite numbers."""
     pairs = [(r[over], r[name]) for r in rows if is_number(r.get(over)) and is_number(r.get(name))]
     table = np.array(pairs, dtype=np.float64).reshape(-1, 2)
     return table[:, 0], table[:, 1]
@@ -109,7 +109,7 @@ def rates(rows: Sequence[Mapping[str, Json]]) -> dict[str, tuple[npt.NDArray[np.
 
 
 class RunningMetrics:
-    """A run's metrics for repeated reading: each call of `look` reads only what is new.
+    """Reads a run's metrics again and again: each call of `look` reads only what is new.
 
     A bounded number of points is kept, however many steps there are.
     """
@@ -165,7 +165,7 @@ class RunningMetrics:
 
 
 class _Total:
-    """A running total over wall-clock, as far back as its rate needs it."""
+    """Keeps a running total over wall-clock, as far back as its rate needs it."""
 
     def __init__(self) -> None:
         self._rises: deque[tuple[float, float]] = deque()  # (wall-clock, total): the first known, and where it rose
@@ -189,7 +189,7 @@ class _Total:
 def _rate(
     x: npt.NDArray[np.float64], total: npt.NDArray[np.float64]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """The slope of a running total at the middles of equal spans of x."""
+    """Returns the slope of a running total at the middles of equal spans of x."""
     if len(x) < 2 or x[-1] <= x[0]:
         return np.empty(0), np.empty(0)
     edges = np.linspace(x[0], x[-1], 1 + min(RATE_POINTS, max(1, len(x) // STEPS_PER_RATE_POINT)))
@@ -197,5 +197,5 @@ def _rate(
 
 
 def is_number(value: Json) -> TypeGuard[float]:
-    """Whether it is a finite number."""
+    """Returns whether it is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -37,7 +37,7 @@ LogPolicy: TypeAlias = Callable[[Sequence[Trajectory]], Sequence[Sequence[float]
 @dataclass(frozen=True)
 @as_declared
 class RecordSettings:
-    """What a run records besides `metrics.jsonl`. Raises `UserError` when a field makes no sense."""
+    """Says what a run records besides `metrics.jsonl`. Raises `UserError` when a field makes no sense."""
 
     samples_every: int = 20  # steps between trajectories written to samples.jsonl; 0: none
     samples: int = 4  # trajectories of the batch each time
@@ -52,11 +52,11 @@ class RecordSettings:
 
     @property
     def unused(self) -> Mapping[str, str]:
-        """The field without effect while no samples are written."""
+        """Returns the field without effect while no samples are written."""
         return {} if self.samples_every else {"samples": "samples_every"}
 
     def has_tensorboard(self) -> bool:
-        """Whether events are written. Raises `UserError` when they are asked for and TensorBoard is not installed."""
+        """Returns whether events are written. Raises `UserError` where they are asked for without TensorBoard."""
         there = find_spec("tensorboard") is not None
         if self.tensorboard and not there:
             raise UserError(
@@ -144,7 +144,7 @@ class SampleWriter:
     def write(
         self, step: int, trajectories: Sequence[Trajectory], log_policy: LogPolicy | None = None
     ) -> Sequence[Mapping[str, Json]]:
-        """The chosen ones of `trajectories`, the batch of optimizer step `step` (from 1), if it is its turn.
+        """Append the chosen ones of `trajectories`, the batch of optimizer step `step` (from 1), if it is its turn.
 
         Gives the lines written.
         """
@@ -181,7 +181,7 @@ class SampleWriter:
 
 
 def read_samples(directory: Path) -> list[dict[str, Json]]:
-    """A run's samples, in the order written; none when it has none yet."""
+    """Returns a run's samples, in the order written; none when it has none yet."""
     return read_lines(directory / SAMPLES)
 
 
@@ -200,7 +200,7 @@ class TensorBoardEvents:
         self._writer: Any = EventFileWriter(str(path), flush_secs=10)
 
     def write(self, step: int, seconds_since_epoch: float, metrics: Mapping[str, float]) -> None:
-        """The finite ones of `metrics` at an optimizer step."""
+        """Write the finite ones of `metrics` at an optimizer step."""
         values = [
             self._summary.Value(tag=name, simple_value=float(value))
             for name, value in metrics.items()
@@ -236,7 +236,7 @@ class WandbRun:
         self._unsent: int | None = None
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """`metrics` at an optimizer step."""
+        """Send `metrics` at an optimizer step."""
         self._run.log({**metrics, "step": step})
 
     def samples(self, step: int, lines: Sequence[Mapping[str, Json]]) -> None:
@@ -262,6 +262,6 @@ class WandbRun:
 
 
 def _row(line: Mapping[str, Json]) -> list[Json]:
-    """A column has one type in W&B, and parts may differ from prompt to prompt: they are one text."""
+    """Returns a row of the table: parts are one text, since a column of W&B has one type and parts differ by prompt."""
     parts = json.dumps(line["reward_parts"])
     return [line["step"], line["prompt"], line["completion"], line["reward"], parts]

@@ -26,7 +26,7 @@ SAMPLED = "pass@1/sampled"
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What one run has recorded so far."""
+    """Holds what one run has recorded so far."""
 
     directory: Path
     metrics: Sequence[dict[str, Json]]
@@ -40,7 +40,7 @@ class RunRecord:
 
     @classmethod
     def read(cls, directory: Path) -> RunRecord:
-        """The run in `directory`. Raises `UserError` when there is none."""
+        """Reads the run in `directory`. Raises `UserError` when there is none."""
         if not directory.is_dir():
             raise UserError(f"{directory}: there is no such run; give the directory of one, for example runs/NAME")
         if not any((directory / name).exists() for name in ("recipe.json", metrics.FILE, evaluations.FILE)):
@@ -77,7 +77,7 @@ class RunRecord:
         return float(x.max()) if len(x) else 0.0
 
     def latest(self, metric: str) -> float | None:
-        """The newest finite value of a metric, or None."""
+        """Returns the newest finite value of a metric, or None."""
         _, y = column(self.metrics, metric)
         return float(y[-1]) if len(y) else None
 
@@ -101,7 +101,7 @@ class RunRecord:
         )
 
     def answers_before_after(self) -> list[tuple[RecordedAnswer, RecordedAnswer]]:
-        """The shown problems, each as answered by the first version evaluated and by the last."""
+        """Returns the shown problems, each as answered by the first version evaluated and by the last."""
         if not self.answers:
             return []
         versions = [a.version for a in self.answers]

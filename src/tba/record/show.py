@@ -113,7 +113,7 @@ def closing_page(run: RunRecord) -> RenderableType:
 
 
 def accuracy(run: RunRecord) -> RenderableType:
-    """A row per metric: before, after, both with 95 % intervals, difference; whole on 80 columns."""
+    """Returns a row per metric: before, after, both with 95 % intervals, difference; whole on 80 columns."""
     if not (figures := run.figures()):
         return Text("not evaluated yet", style="dim")
     table = _table("metric", "before", "after", "points", "problems", gap=1)
@@ -153,7 +153,7 @@ def answers(both: Sequence[tuple[RecordedAnswer, RecordedAnswer]]) -> Renderable
 
 
 def ledger(summary: Summary) -> RenderableType:
-    """The account of tokens and of trajectories, and whether each closes."""
+    """Returns the account of tokens and of trajectories, and whether each closes."""
     table = _table("", "tokens", "trajectories")
     for name in TERMS:
         table.add_row(

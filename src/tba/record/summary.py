@@ -44,7 +44,7 @@ class Lag:
 
     @classmethod
     def of(cls, histogram: Mapping[int, int]) -> Lag:
-        """Of {lag: how many trajectories were used at it}; zeros when there were none."""
+        """Returns the lag of {lag: how many trajectories were used at it}; zeros when there were none."""
         total = sum(histogram.values())
         if total <= 0:
             return cls()
@@ -58,7 +58,7 @@ class Lag:
 
 @dataclass(frozen=True)
 class Summary:
-    """All of `summary.json`. Idle shares are of wall-clock after warm-up, 0..1."""
+    """Holds all of `summary.json`. Idle shares are of wall-clock after warm-up, 0..1."""
 
     recipe: str
     seed: int
@@ -88,7 +88,7 @@ class Summary:
 
     @property
     def slow_side(self) -> str:
-        """The side that the other had to wait for: `searchers`, `trainer` or `neither`.
+        """Returns the side that the other had to wait for: `searchers`, `trainer` or `neither`.
 
         Where neither waited, it is the side that could not have kept up a pace of one use for each trajectory.
         """
@@ -129,7 +129,7 @@ class Summary:
 
     @classmethod
     def read(cls, directory: Path) -> Summary | None:
-        """The summary of the run in `directory`; None when the run has none yet.
+        """Reads the summary of the run in `directory`; None when the run has none yet.
 
         Raises `UserError` when the file is not a summary.
         """

@@ -28,9 +28,7 @@ _WHY = "evaluate"
 
 @dataclass
 class Requests:
-    """Which versions the trainer wants evaluated: the first, one every so many steps, and the last. Each is kept until
-    it has been evaluated.
-    """
+    """Keeps the versions that are to be evaluated until they are: the first, one every so many steps, the last."""
 
     every: int  # steps; 0: the first and the last only
     steps: int  # of the run
@@ -92,7 +90,7 @@ class Requests:
 
 @dataclass
 class Examiner:
-    """What a searcher does between rounds when a version is to be evaluated."""
+    """Evaluates the versions that are wanted, between a searcher's rounds."""
 
     engine: Engine
     prompts: Sequence[Prompt]
@@ -174,7 +172,7 @@ class Examiner:
 
 
 def evaluated_to_the_end(directory: Path, steps: int) -> bool:
-    """Whether the version of a run's last step has been evaluated."""
+    """Returns whether the version of a run's last step has been evaluated."""
     return max((e.version.step for e in read_evaluations(directory)), default=0) >= steps
 
 

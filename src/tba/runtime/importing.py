@@ -175,7 +175,7 @@ def prepare(path: Path, name: str, overrides: list[str], recipe: Recipe) -> RunD
 
 
 def is_prepared(path: Path) -> bool:
-    """Whether there is a run that was made for imports and has not begun."""
+    """Returns whether there is a run that was made for imports and has not begun."""
     return (path / "recipe.json").is_file() and bool(RunDirectory.open(path).facts.get(PREPARED))
 
 

@@ -43,7 +43,7 @@ from tba.types import Json
 
 @dataclass(frozen=True)
 class Incarnation:
-    """What recipe.json says of one beginning of a run."""
+    """Holds what recipe.json says of one beginning of a run."""
 
     why: str
     program: str  # its version
@@ -65,7 +65,7 @@ IMPORTS = "import"  # the owner whose rows the journal may have before a run beg
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The paths of one run. Made by `create`, reopened by `open`."""
+    """Names the paths of one run. Made by `create`, reopened by `open`."""
 
     path: Path
     lock: int | None = field(default=None, compare=False)  # its descriptor, while it is held
@@ -336,7 +336,7 @@ def keep(run: Path) -> IO[str]:
 
 
 def is_held(run: Path) -> bool:
-    """Whether the run at `run` is going on: its driver, or a worker of it, lives."""
+    """Returns whether the run at `run` is going on: its driver, or a worker of it, lives."""
     try:
         with (run / _LOCK).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -348,7 +348,7 @@ def is_held(run: Path) -> bool:
 
 
 def driver_lives(run: Path) -> bool:
-    """Whether the process that last held the run as its driver is alive on this machine."""
+    """Returns whether the process that last held the run as its driver is alive on this machine."""
     try:
         os.kill(int((run / _LOCK).read_text()), 0)
     except (OSError, ValueError, OverflowError):
@@ -357,7 +357,7 @@ def driver_lives(run: Path) -> bool:
 
 
 def _let_go(run: Path) -> bool:
-    """Whether no worker keeps it any longer."""
+    """Returns whether no worker keeps it any longer."""
     if not (run / _PARTS).exists():
         return True
     with (run / _PARTS).open("a") as file:
@@ -365,7 +365,7 @@ def _let_go(run: Path) -> bool:
 
 
 def _locked(descriptor: int) -> bool:
-    """Whether the lock could be taken."""
+    """Returns whether the lock could be taken."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -39,7 +39,7 @@ def rewards_watched(recipe: Recipe, run: RunDirectory) -> Callable[[Sequence[tup
 
 
 class Watch:
-    """The evaluations of a run so far. Each call of `look` reads only new ones."""
+    """Watches the evaluations of a run. Each call of `look` reads only new ones."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
