@@ -22,7 +22,7 @@ from tba.command.table import COMMANDS
 from tba.errors import UserError
 from tba.fields import comments, fields_of, flags, help_of, without_effect
 from tba.recipe import Recipe, resolved
-from tba.runtime.run_dir import RunDirectory, new_path
+from tba.runtime.run_directory import RunDirectory, new_path
 from tba.schedules import WarmupCosine, WarmupStableDecay
 from tba.settings import FIRST, find, newest_of_each, override, with_config
 from tba.shipped import description_of, names

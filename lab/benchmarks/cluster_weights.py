@@ -33,7 +33,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tba.runtime.cluster.actors import ExchangeActor
 from tba.runtime.cluster.client import NAMESPACE, ActorContact
 from tba.runtime.cluster.remote import RemoteWeights
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_directory import RunDirectory
 from tba.settings import find
 from tba.training.optimizer import OptimizerSettings
 from tba.types import Version

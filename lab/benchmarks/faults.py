@@ -78,7 +78,8 @@ from tba.record.summary import Summary
 from tba.replay.pages import committed, wal_frames
 from tba.replay.schema import PAGE_BYTES
 from tba.runtime.checkpointing import held_by_journal
-from tba.runtime.run_dir import RunDirectory, is_held
+from tba.runtime.run_directory import RunDirectory
+from tba.runtime.run_lock import is_held
 
 SAMPLED = "pass@1/sampled"
 PROBLEMS = 500

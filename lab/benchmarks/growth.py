@@ -45,7 +45,7 @@ from tba.recipe import Recipe
 from tba.record.evaluations import EvaluationWriter
 from tba.record.metrics import MetricsWriter
 from tba.record.recorder import RecordSettings
-from tba.record.run import RunRecord
+from tba.record.run_record import RunRecord
 from tba.record.show import show
 from tba.replay.buffer import BufferSettings
 from tba.replay.follower import JournalFollower
@@ -55,9 +55,10 @@ from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
 from tba.runtime.elastic import Joined
 from tba.runtime.prompting import prompts_of
-from tba.runtime.run_dir import RunDirectory, is_held
+from tba.runtime.reporting import Progress
+from tba.runtime.run_directory import RunDirectory
+from tba.runtime.run_lock import is_held
 from tba.runtime.searcher_loop import SearcherLoop, start_searching
-from tba.runtime.summary import Progress
 from tba.runtime.trainer_loop import TrainerLoop, start_training
 from tba.schedules import Constant
 from tba.search.exploration import Fixed

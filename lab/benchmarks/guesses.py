@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from tba.environments.guess_number import BEST, GUESSES
-from tba.record.run import RunRecord
+from tba.record.run_record import RunRecord
 
 COLUMNS = ("variant", "step", "seconds", "numbers", "guesses", "low", "high", "not_found")
 

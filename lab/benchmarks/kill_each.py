@@ -24,7 +24,7 @@ from parts import parts_of
 
 from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
-from tba.runtime.run_dir import is_held
+from tba.runtime.run_lock import is_held
 
 PARTS = ("searcher-0", "trainer", "driver")
 SILENCE = 1800  # seconds until a run that makes no step has hung

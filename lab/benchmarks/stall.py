@@ -46,7 +46,7 @@ from tba.recipe import Recipe
 from tba.record.metrics import column, read_last, read_metrics
 from tba.record.summary import Summary
 from tba.runtime.prompting import prompts_of
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_directory import RunDirectory
 from tba.search.prompts import PromptStream
 from tba.search.searcher import Searcher
 from tba.settings import find, override

@@ -17,7 +17,7 @@ import numpy as np
 
 from tba.evaluation.accuracy import SAMPLED
 from tba.evaluation.estimators import mean_interval, paired_difference
-from tba.record.run import RunRecord
+from tba.record.run_record import RunRecord
 
 
 def wins(path: Path) -> tuple[dict[str, float], dict[str, float]]:

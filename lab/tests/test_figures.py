@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tba.record.failure import Failure
 from tba.record.metrics import MetricsWriter
-from tba.record.run import RunRecord
+from tba.record.run_record import RunRecord
 from tba.types import Version
 from tba_lab.figures import (
     COLUMNS,

@@ -22,9 +22,9 @@ from tba.command.weights import with_weights
 from tba.errors import UserError
 from tba.evaluation.estimators import mean_interval
 from tba.recipe import ClusterSettings, Recipe
-from tba.record.run import RunRecord
+from tba.record.run_record import RunRecord
 from tba.record.summary import Summary
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_directory import RunDirectory
 from tba.settings import find
 from tba.shipped import names
 from tba_lab import trial_process

@@ -35,7 +35,7 @@ class Run(Shown):
     path: Path  # its folder, such as runs/NAME
 
     def _shown(self) -> RenderableType:
-        from tba.record.run import RunRecord
+        from tba.record.run_record import RunRecord
         from tba.record.show import brief
 
         try:
@@ -53,7 +53,7 @@ class Run(Shown):
     @property
     def evaluations(self) -> Sequence[Evaluation]:
         """Held-out figures in the order they were made."""
-        from tba.record.run import RunRecord
+        from tba.record.run_record import RunRecord
 
         return RunRecord.read(self.path).evaluations
 
@@ -74,7 +74,7 @@ class Run(Shown):
     def trajectories(self) -> Iterator[Trajectory]:
         """Yields all trajectories that searchers have sent and that are still on disk, oldest first."""
         from tba.replay.follower import JournalFollower
-        from tba.runtime.run_dir import RunDirectory
+        from tba.runtime.run_directory import RunDirectory
 
         with JournalFollower(RunDirectory.open(self.path).journal_there(), create=False) as journal:
             while chunk := journal.drain(_AT_ONCE):
@@ -83,7 +83,7 @@ class Run(Shown):
 
 def open_run(path: str | Path) -> Run:
     """Opens the run in a folder. Raises `UserError` when there is none."""
-    from tba.runtime.run_dir import RunDirectory
+    from tba.runtime.run_directory import RunDirectory
 
     return Run(RunDirectory.open(Path(path)).path)
 
@@ -118,7 +118,7 @@ def train(
     from tba.command.train import carry_out, steps_in
     from tba.record.callbacks import Callbacks
     from tba.record.terminal import terminal
-    from tba.runtime.run_dir import new_path
+    from tba.runtime.run_directory import new_path
 
     if epochs is not None:
         if "steps" in fields:

@@ -19,9 +19,9 @@ from tba.__main__ import main
 from tba.apps.preference.pairs import read_pairs
 from tba.command.train import next_steps
 from tba.record.evaluations import read_evaluations
-from tba.record.run import RunRecord
+from tba.record.run_record import RunRecord
 from tba.record.summary import Summary
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_directory import RunDirectory
 from tba.settings import find
 from tba.shipped import names
 from tba.training.checkpoint import newest_checkpoint

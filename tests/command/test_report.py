@@ -16,11 +16,11 @@ from tests.runtime.runs import TOY
 
 from tba.__main__ import main
 from tba.command.report import report
-from tba.command.run_data import different, run_data
+from tba.command.report_data import different, report_data
 from tba.record.page import embedded
 from tba.record.summary import Summary
 from tba.replay.excerpt import Facts, chosen
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_directory import RunDirectory
 from tba.settings import find
 from written_run import ANSWERS, BEGAN, BETA, HOSTILE, STEPS, write
 
@@ -35,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def data(run: Path) -> dict[str, Any]:
-    return run_data(run, 50_000, 10_000_000)
+    return report_data(run, 50_000, 10_000_000)
 
 
 def test_the_fates_of_all_trajectories_are_the_summarys_account(run: Path, data: dict[str, Any]) -> None:
@@ -111,7 +111,7 @@ def test_the_clock_stands_still_while_a_run_is_left(tmp_path: Path) -> None:
     with (run / "faults.jsonl").open("a") as file:
         for kind, time in (("resumes", BEGAN + 1000), ("silences", BEGAN + 1004)):
             file.write(json.dumps({"kind": kind, "what": "", "time": time}) + "\n")
-    walls = {e["text"].split(":")[0]: e["wall"] for e in run_data(run, 10, 10_000)["events"] if e["kind"] == "fault"}
+    walls = {e["text"].split(":")[0]: e["wall"] for e in report_data(run, 10, 10_000)["events"] if e["kind"] == "fault"}
     assert walls == {"reward retries": 12.0, "resumes": 25.0, "silences": 29.0}
 
 
@@ -119,8 +119,8 @@ def test_of_many_steps_a_point_is_the_mean_of_some_and_the_last_of_their_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = write(tmp_path / "long", rounds=6)
-    monkeypatch.setattr("tba.command.run_data.POINTS", 14)
-    curves = run_data(run, 10, 10_000)["metrics"]
+    monkeypatch.setattr("tba.command.report_data.POINTS", 14)
+    curves = report_data(run, 10, 10_000)["metrics"]
     assert curves["steps_per_point"] == 3
     assert curves["columns"]["step"] == [*range(3, 40, 3), 40]
     assert curves["columns"]["reward"] == pytest.approx([*(s / STEPS for s in range(2, 39, 3)), 1.0])
@@ -129,14 +129,14 @@ def test_of_many_steps_a_point_is_the_mean_of_some_and_the_last_of_their_times(
 def test_a_sample_takes_whole_rounds_the_extremes_and_some_prompts_entirely_and_counts_stay_those_of_all(
     run: Path, data: dict[str, Any]
 ) -> None:
-    few = run_data(run, 90, 10_000_000)
+    few = report_data(run, 90, 10_000_000)
     assert few["fates"] == data["fates"]
     assert few["searchers"] == data["searchers"]
     shown = few["trajectories"]
     assert (shown["of"], shown["shown"]) == (ALL, len(shown["columns"]["place"]))
     assert 80 < shown["shown"] <= 90
     assert all(shown["columns"]["round"].count(r) == ANSWERS for r in set(shown["columns"]["round"]))
-    assert run_data(run, 90, 10_000_000)["trajectories"] == shown
+    assert report_data(run, 90, 10_000_000)["trajectories"] == shown
 
 
 def test_what_is_chosen_first_are_the_newest_best_worst_and_most_used() -> None:

@@ -11,7 +11,7 @@ from tests.runtime.runs import children, command, steps_of, until
 
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_directory import RunDirectory
 
 TOY = Path(__file__).with_name("turning_toy.py")
 SECONDS = 120.0

@@ -23,7 +23,7 @@ from tba.policy.lora import LoraSettings, saved_adapters
 from tba.record.metrics import read_metrics
 from tba.runtime.inline import Inline
 from tba.runtime.ranks.start import start_policy, start_ranks
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_directory import RunDirectory
 from tba.settings import find, override
 from tba.training.checkpoint import newest_checkpoint
 from tba.types import Group, Prompt, Sampling, Trajectory, Version

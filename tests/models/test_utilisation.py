@@ -14,7 +14,7 @@ from tba.models.arithmetic import passes, shape_of
 from tba.models.huggingface import HuggingFace
 from tba.models.memory import Shape
 from tba.protocols import Arithmetic
-from tba.runtime.summary import utilisation
+from tba.runtime.reporting import utilisation
 from tba.settings import find
 
 

@@ -30,7 +30,7 @@ from tba.record.falls import (
     noted_falls,
 )
 from tba.record.faults import count_faults
-from tba.record.run import RunRecord
+from tba.record.run_record import RunRecord
 from tba.types import Evaluation, Version
 
 SAMPLED = "pass@1/sampled"

@@ -11,7 +11,7 @@ from rich.console import Console
 from tba.errors import UserError
 from tba.record.failure import Failure
 from tba.record.live import LiveView, Status, line
-from tba.record.run import RunRecord
+from tba.record.run_record import RunRecord
 from tba.record.show import closing_page, comparison, course, show
 from tba.record.text import count, duration, printable, size
 from tba.types import Version

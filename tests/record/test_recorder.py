@@ -136,7 +136,7 @@ def test_recording_and_reading_a_run_load_neither_torch_nor_a_display(tmp_path: 
 import sys
 from pathlib import Path
 from tba import clock
-from tba.record import evaluations, ledger, live, log, memory, metrics, recorder, run, show, summary
+from tba.record import evaluations, ledger, live, log, memory, metrics, recorder, run_record, show, summary
 memory.machine(), memory.versions(), memory.peak_gpu_memory_bytes()
 recorder.RecordSettings().start(Path(sys.argv[1])).close()
 heavy = {"torch", "transformers", "tensorflow", "matplotlib.pyplot", "wandb"} & set(sys.modules)

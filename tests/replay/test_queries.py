@@ -22,7 +22,7 @@ from tba.replay.codec import pack_uses
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
 from tba.replay.queries import JournalQueries, Share
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_directory import RunDirectory
 from tba.tables import read
 from tba.types import ELSEWHERE
 

@@ -23,8 +23,8 @@ from tba.recipe import Recipe
 from tba.record.summary import Summary
 from tba.runtime.inline import Inline
 from tba.runtime.local.processes import Processes
-from tba.runtime.run_dir import RunDirectory
-from tba.runtime.summary import summarise
+from tba.runtime.reporting import summarise
+from tba.runtime.run_directory import RunDirectory
 from tba.settings import find, override
 from tba.training.checkpoint import newest_checkpoint
 from toy.policy import WEIGHT, TabularPolicy, TabularTask, distribution, ideal, total_variation

@@ -40,7 +40,7 @@ from test_resume import RUN, SECONDS, SHORT, assert_whole, uids_of
 
 import tba.__main__
 import tba.replay.journal
-import tba.runtime.run_dir
+import tba.runtime.run_directory
 import tba.training.checkpoint
 import tba.weights.atomic_dir
 import tba.weights.directory
@@ -54,7 +54,7 @@ from tba.replay.journal import JournalWriter
 from tba.runtime import searcher_loop
 from tba.runtime.disk import disk_full, outside_cause
 from tba.runtime.inline import Inline
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_directory import RunDirectory
 from tba.types import Version
 
 FAULTY = Path(__file__).with_name("faulty.py")
@@ -161,8 +161,8 @@ def test_a_run_killed_while_it_is_taken_up_is_taken_up_again(
     there = uids_of(path)
 
     def again() -> None:
-        patch = dying(tba.runtime.run_dir.write_json, nth)
-        monkeypatch.setattr(tba.runtime.run_dir, "write_json", patch)
+        patch = dying(tba.runtime.run_directory.write_json, nth)
+        monkeypatch.setattr(tba.runtime.run_directory, "write_json", patch)
         main(["resume", str(path), "--steps", "40"])
 
     assert ended(forked(again)) == -signal.SIGKILL
@@ -417,7 +417,7 @@ def test_other_errors_are_no_full_disk(tmp_path: Path) -> None:
 
 def faulty(path: Path, *overrides: str) -> Summary:
     recipe, run = made(path, *RUN, *overrides, source=FAULTY)
-    from tba.runtime.summary import summarise
+    from tba.runtime.reporting import summarise
 
     return summarise(recipe, run, ["searcher-0"], Inline(recipe, run, quiet).go(), 0.0)
 

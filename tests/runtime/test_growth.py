@@ -18,7 +18,7 @@ from tba.record.live import line
 from tba.record.metrics import MetricsWriter
 from tba.replay.journal import JournalWriter
 from tba.replay.pacing import Pacing
-from tba.runtime.summary import Progress
+from tba.runtime.reporting import Progress
 from tba.types import Evaluation, Version
 
 PAGE = 8192

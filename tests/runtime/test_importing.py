@@ -23,8 +23,8 @@ from tba.replay.follower import JournalFollower
 from tba.runtime.importing import intake_of, is_prepared, take_over
 from tba.runtime.inline import Inline
 from tba.runtime.local.processes import Processes
-from tba.runtime.run_dir import RunDirectory
-from tba.runtime.summary import summarise
+from tba.runtime.reporting import summarise
+from tba.runtime.run_directory import RunDirectory
 from tba.types import Trajectory, Version
 from toy.policy import WEIGHT, TabularPolicy, TabularTokenizer, distribution, ideal, total_variation
 

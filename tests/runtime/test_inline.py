@@ -22,13 +22,13 @@ from tba.generation import generate
 from tba.models.huggingface import HuggingFace
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipe import Recipe, RuntimeSettings
-from tba.record.run import RunRecord
+from tba.record.run_record import RunRecord
 from tba.replay.buffer import BufferSettings
 from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
 from tba.runtime.inline import Inline
-from tba.runtime.summary import summarise
+from tba.runtime.reporting import summarise
 from tba.runtime.supervisor import stop_requests
 from tba.schedules import Constant, WarmupConstant
 from tba.search.exploration import Fixed

@@ -22,7 +22,7 @@ from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
 from tba.replay.missing_rows import Held
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_directory import RunDirectory
 
 SECONDS = 120.0
 SHORT = ("--evaluation.problems", "1", "--samples-per-prompt", "8", "--group-size", "8", "--record.samples", "0")

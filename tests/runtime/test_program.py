@@ -18,7 +18,7 @@ from tba.__main__ import main
 from tba.errors import UserError
 from tba.runtime.cluster.remote import Visitors
 from tba.runtime.program import refuse_others, version, version_of
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_directory import RunDirectory
 
 SECONDS = 120.0  # that a busy machine may take for what takes a few
 

@@ -14,7 +14,7 @@ from runs import children, inline_again, made, quiet, steps_of, until
 
 from tba.errors import UserError
 from tba.runtime.local.processes import Processes
-from tba.runtime.summary import summarise
+from tba.runtime.reporting import summarise
 from tba.sharding import Sharding
 from tba.training.ranks.messages import RankSettings
 from toy.recipe import recipe

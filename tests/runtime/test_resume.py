@@ -43,7 +43,8 @@ from tba.replay.follower import JournalFollower
 from tba.replay.missing_rows import Held
 from tba.runtime.checkpointing import generators, set_generators
 from tba.runtime.inline import Inline
-from tba.runtime.run_dir import RunDirectory, driver_lives
+from tba.runtime.run_directory import RunDirectory
+from tba.runtime.run_lock import driver_lives
 from tba.runtime.trainer_loop import TrainerLoop, start_training
 from tba.search.exploration import Fixed
 from tba.tasks.arithmetic import Arithmetic

@@ -32,7 +32,7 @@ from tba.replay.buffer import BufferSettings
 from tba.runtime import sizing
 from tba.runtime.devices import USABLE
 from tba.runtime.needs import Need, kept_on_disk, needs, seconds_to_move
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_directory import RunDirectory
 from tba.runtime.sizing import Machine, places_on, refuse_what_cannot_fit, sized, too_much, unused
 from tba.settings import find, override
 from tba.training.ranks.messages import RankSettings

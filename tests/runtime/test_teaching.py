@@ -28,7 +28,7 @@ from tba.record.terminal import terminal
 from tba.replay.follower import JournalFollower
 from tba.runtime.needs import needs
 from tba.runtime.prompting import prompts_of
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_directory import RunDirectory
 from tba.runtime.teaching import reference_of, require_scorers, teachers_of
 from tba.schedules import Constant
 from tba.settings import find

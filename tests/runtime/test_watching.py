@@ -10,7 +10,7 @@ from runs import inline, inline_again, made
 from tba.record.evaluations import EvaluationWriter
 from tba.record.falls import ENTROPY_FALLS, LARGE_STEPS, LOST_SAMPLES, MISMATCHES
 from tba.record.faults import read_faults
-from tba.record.run import RunRecord
+from tba.record.run_record import RunRecord
 from tba.runtime.searcher_loop import start_searching
 from tba.runtime.trainer_loop import TrainerLoop, start_training
 from tba.training.checkpoint import Checkpoint, checkpoints_in, newest_checkpoint

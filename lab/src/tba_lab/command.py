@@ -23,7 +23,7 @@ from rich.console import Console
 
 from tba.command.check import validate
 from tba.errors import UserError
-from tba.record.run import RunRecord
+from tba.record.run_record import RunRecord
 from tba.record.terminal import terminal
 from tba.record.text import duration
 from tba.runtime.local.forkserver import prepare

@@ -13,7 +13,7 @@ import numpy as np
 
 from tba.foreign import read_json
 from tba.record import metrics
-from tba.record.run import RunRecord
+from tba.record.run_record import RunRecord
 from tba.record.text import count, percent
 from tba.types import Evaluation, Json
 

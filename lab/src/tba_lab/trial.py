@@ -21,10 +21,10 @@ from tba.recipe import Recipe, differences, resolved
 from tba.record.failure import Failure
 from tba.record.jsonl import plain
 from tba.record.log import tail
-from tba.record.run import RunRecord
+from tba.record.run_record import RunRecord
 from tba.record.summary import Summary
 from tba.runtime.local.forkserver import Program, start
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_directory import RunDirectory
 from tba_lab.comparison import Outcome
 from tba_lab.figures import DIVERGENCE_FILE, DIVERSITY_FILE, figures
 from tba_lab.study import Study

@@ -30,7 +30,7 @@ from tba.record.jsonl import write_json
 from tba.record.summary import Summary
 from tba.runtime.local.forkserver import prepare
 from tba.runtime.prompting import prompts_of
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_directory import RunDirectory
 from tba.settings import find, override
 from tba.types import Json, Prompt, Version
 from tba.weights.directory import WeightDirectory

@@ -19,7 +19,7 @@ from tba.recipe import Recipe
 from tba.replay.buffer import Near
 from tba.replay.codec import Stored
 from tba.replay.follower import JournalFollower
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_directory import RunDirectory
 from tba.training.supervised import Pair, SupervisedSettings
 from tba.turns import assistant_turn
 from tba.types import StopReason, Trajectory

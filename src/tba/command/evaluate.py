@@ -28,7 +28,7 @@ from tba.recipe import Recipe, differences, resolved
 from tba.record.jsonl import plain, write_json
 from tba.record.terminal import terminal
 from tba.runtime.prompting import engine_of, prompts_of, reward_of
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_directory import RunDirectory
 from tba.settings import find, override
 from tba.training.checkpoint import RUN as CHECKPOINT
 from tba.training.checkpoint import Checkpoint, newest_checkpoint

@@ -20,7 +20,7 @@ from tba.record.terminal import terminal
 from tba.record.text import printable
 from tba.runtime.checkpointing import loss_of
 from tba.runtime.importing import demonstrations, entries_of, intake_of, prepare
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_directory import RunDirectory
 from tba.settings import find, override
 
 FILE = "imports.jsonl"  # in the run's folder: one line for each source

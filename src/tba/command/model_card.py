@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tba.command.run_data import settings_of
+from tba.command.report_data import settings_of
 from tba.errors import UserError
 from tba.foreign import parsed, read_json
 from tba.policy.lora import CONFIG
 from tba.record.evaluations import figure
-from tba.record.run import RunRecord
+from tba.record.run_record import RunRecord
 from tba.record.text import count, duration, percent, printable
 from tba.shipped import MARK
 from tba.types import Json, Version

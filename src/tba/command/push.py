@@ -19,10 +19,10 @@ from rich.console import Console
 from tba.command.model_card import LICENCE, base_of, card, require_repo
 from tba.command.options import PushOptions
 from tba.errors import UserError
-from tba.record.run import RunRecord
+from tba.record.run_record import RunRecord
 from tba.record.terminal import terminal
 from tba.record.text import size
-from tba.runtime.run_dir import RunDirectory, setting
+from tba.runtime.run_directory import RunDirectory, setting
 from tba.training import checkpoint, optimizer
 from tba.training.checkpoint import Checkpoint, newest_sound
 from tba.weights.atomic_dir import atomic_folder

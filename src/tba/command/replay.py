@@ -22,7 +22,7 @@ from tba.record.text import count, printable, size
 from tba.replay.codec import unpack_uses
 from tba.replay.queries import JournalQueries, Share, written_out
 from tba.runtime.checkpointing import held_by_journal, missing_from
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_directory import RunDirectory
 from tba.training.checkpoint import newest_sound
 from tba.types import Json
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tba.command.options import ReportOptions
-from tba.command.run_data import different, run_data
+from tba.command.report_data import different, report_data
 from tba.errors import UserError
 from tba.record import metrics
 from tba.record.jsonl import replaced
@@ -114,7 +114,7 @@ def report(runs: Sequence[Path], largest: int = LARGEST) -> tuple[dict[str, Json
     """Returns the data of a report, and the page that shows them, of at most `largest` bytes."""
     budget = int(0.9 * largest) // len(runs)
     while True:
-        found = [run_data(path, MOST // len(runs), budget) for path in runs]
+        found = [report_data(path, MOST // len(runs), budget) for path in runs]
         data = {
             "made": time.time(),
             "runs": found,

@@ -31,7 +31,8 @@ from tba.runtime.checkpointing import loss_of, note_recoveries
 from tba.runtime.elastic import Joined
 from tba.runtime.local.forkserver import prepare
 from tba.runtime.program import version, version_of
-from tba.runtime.run_dir import RunDirectory, driver_lives
+from tba.runtime.run_directory import RunDirectory
+from tba.runtime.run_lock import driver_lives
 from tba.runtime.sizing import Machine, refuse_what_cannot_fit
 from tba.settings import find, override
 from tba.training.checkpoint import Checkpoint, newest_checkpoint

@@ -19,7 +19,7 @@ from tba.record.terminal import terminal
 from tba.runtime.cluster.remote import Visit, stand_in, through
 from tba.runtime.elastic import ASKED, Place, joined
 from tba.runtime.program import refuse_others, version
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_directory import RunDirectory
 from tba.runtime.searcher_loop import NICENESS, SearcherLoop, searcher_loop_at, start_searching
 from tba.runtime.supervisor import stop_requests
 

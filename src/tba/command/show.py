@@ -7,12 +7,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tba.command.run_data import different, settings_of
+from tba.command.report_data import different, settings_of
 from tba.errors import UserError
-from tba.record.run import RunRecord
+from tba.record.run_record import RunRecord
 from tba.record.show import comparison, listing, show
 from tba.record.terminal import terminal
-from tba.runtime.run_dir import RunDirectory, driver_lives
+from tba.runtime.run_directory import RunDirectory
+from tba.runtime.run_lock import driver_lives
 
 
 def show_run(path: Path) -> int:

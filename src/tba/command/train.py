@@ -25,7 +25,7 @@ from tba.record.callbacks import Callbacks
 from tba.record.failure import Failure
 from tba.record.live import STATUS_SECONDS, LiveView
 from tba.record.recorder import TensorBoardEvents
-from tba.record.run import RunRecord
+from tba.record.run_record import RunRecord
 from tba.record.show import closing_page
 from tba.record.summary import Summary
 from tba.record.terminal import terminal
@@ -36,9 +36,9 @@ from tba.runtime.importing import is_prepared, take_over
 from tba.runtime.inline import Inline
 from tba.runtime.local.forkserver import prepare
 from tba.runtime.local.processes import Processes
-from tba.runtime.run_dir import RunDirectory, new_path
+from tba.runtime.reporting import Progress, summarise
+from tba.runtime.run_directory import RunDirectory, new_path
 from tba.runtime.sizing import Machine, places_on, refuse_what_cannot_fit, sized, unused
-from tba.runtime.summary import Progress, summarise
 from tba.runtime.supervisor import Driver
 from tba.settings import find, newest_of_each, override
 

@@ -19,7 +19,7 @@ from tba.record import metrics
 from tba.record.evaluations import RecordedAnswer, figure
 from tba.record.ledger import TERMS, Ledger
 from tba.record.metrics import MEAN_STEPS, column
-from tba.record.run import SAMPLED, RunRecord
+from tba.record.run_record import SAMPLED, RunRecord
 from tba.record.summary import WAITED, Summary
 from tba.record.text import count, duration, frame_of, named, percent, printable, size, within
 from tba.types import Evaluation, Json

@@ -29,7 +29,7 @@ from tba.record.summary import Summary
 from tba.replay.database import rows_seen
 from tba.replay.follower import JournalFollower, Totals
 from tba.replay.missing_rows import Held, Loss, find_loss
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_directory import RunDirectory
 from tba.training.checkpoint import Checkpoint, newest_sound
 from tba.types import Json, Version
 from tba.weights.directory import WeightDirectory

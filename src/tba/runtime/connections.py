@@ -23,7 +23,7 @@ from tba.record.evaluations import EvaluationWriter
 from tba.record.faults import record_fault
 from tba.record.jsonl import write_json
 from tba.replay.journal import JournalWriter
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_directory import RunDirectory
 from tba.types import Evaluation, Json
 from tba.weights.directory import WeightDirectory
 

@@ -27,7 +27,8 @@ from tba.foreign import parsed, problems_of
 from tba.recipe import Recipe
 from tba.record.faults import record_fault
 from tba.replay.journal import JournalWriter
-from tba.runtime.run_dir import RunDirectory, is_held
+from tba.runtime.run_directory import RunDirectory
+from tba.runtime.run_lock import is_held
 
 ASKED = "Ctrl-C"  # why a searcher leaves that a signal asked to
 FIRST = 1000  # the number of the first that joins

@@ -27,7 +27,7 @@ from tba.record.jsonl import write_json
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
 from tba.runtime.prompting import reward_of, speech_of
-from tba.runtime.run_dir import IMPORTS, RunDirectory
+from tba.runtime.run_directory import IMPORTS, RunDirectory
 from tba.runtime.teaching import reference_of, teachers_of
 from tba.search.prompts import encode
 from tba.search.reward_retry import PatientReward

@@ -16,7 +16,7 @@ import torch
 from tba.recipe import Recipe
 from tba.record.log import log_to
 from tba.runtime.evaluation import evaluated_to_the_end
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_directory import RunDirectory
 from tba.runtime.searcher_loop import SearcherLoop, start_searching
 from tba.runtime.supervisor import stop_requests
 from tba.runtime.trainer_loop import TrainerLoop, start_training

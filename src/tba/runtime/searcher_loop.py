@@ -27,7 +27,7 @@ from tba.record.metrics import JOURNAL_ROWS
 from tba.runtime.connections import BackgroundJournal, Connections, on_disk
 from tba.runtime.evaluation import EVALUATION_DEADLINE, Examiner
 from tba.runtime.prompting import LEASE_SECONDS, Asked, asked_of, engine_of, prompt_source, reward_of, vine_of
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_directory import RunDirectory
 from tba.runtime.teaching import reference_of, teachers_of
 from tba.search.overlong import Overlong
 from tba.search.pipeline import Pipeline

@@ -28,7 +28,7 @@ from tba.record.faults import count_faults, record_fault
 from tba.record.metrics import read_last
 from tba.runtime.elastic import Joined
 from tba.runtime.evaluation import EVALUATION_DEADLINE, evaluated_to_the_end
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_directory import RunDirectory
 from tba.runtime.sizing import searchers_of
 from tba.types import Json
 

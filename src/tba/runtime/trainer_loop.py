@@ -43,7 +43,7 @@ from tba.runtime.checkpointing import TurnTaker, beginning, generators, set_gene
 from tba.runtime.evaluation import Requests
 from tba.runtime.ranks.start import start_policy, start_ranks
 from tba.runtime.reference import References
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_directory import RunDirectory
 from tba.runtime.watching import Watch, rewards_watched
 from tba.training.checkpoint import Checkpoint, save_checkpoint
 from tba.training.control import Controller

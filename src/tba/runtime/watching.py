@@ -16,7 +16,7 @@ from tba.recipe import Recipe
 from tba.record.evaluations import RunningEvaluations
 from tba.record.falls import REWARD, RewardWatch, by_version, note_falls
 from tba.record.faults import record_fault
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_directory import RunDirectory
 from tba.training.checkpoint import checkpoints_in
 from tba.types import Evaluation, Version
 

@@ -28,7 +28,7 @@ from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
 from tba.runtime.cluster.gateway import PLACES
 from tba.runtime.elastic import FIRST
-from tba.runtime.summary import summarise
+from tba.runtime.reporting import summarise
 from tba.types import Version
 from tba.weights.directory import WeightDirectory
 

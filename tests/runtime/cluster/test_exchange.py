@@ -35,7 +35,8 @@ from tba.runtime.cluster.remote import (
 )
 from tba.runtime.elastic import FIRST, Joined
 from tba.runtime.program import version
-from tba.runtime.run_dir import RunDirectory, keep
+from tba.runtime.run_directory import RunDirectory
+from tba.runtime.run_lock import keep
 from tba.runtime.searcher_loop import SearcherLoop, searcher_loop_at, start_searching
 from tba.runtime.trainer_loop import start_training
 from tba.training.checkpoint import Checkpoint

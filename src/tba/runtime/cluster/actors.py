@@ -32,7 +32,8 @@ from tba.runtime.devices import keep_to_share
 from tba.runtime.disk import outside_cause
 from tba.runtime.program import refuse_others
 from tba.runtime.ranks.store import ActorStore
-from tba.runtime.run_dir import RunDirectory, keep
+from tba.runtime.run_directory import RunDirectory
+from tba.runtime.run_lock import keep
 from tba.training.ranks.messages import Meeting
 from tba.types import Json, Version
 

@@ -32,7 +32,7 @@ from tba.runtime.cluster.placement import Node, Placed, plan, share_of_gpu
 from tba.runtime.cluster.remote import whole_facts
 from tba.runtime.ranks.store import KeyValueStore
 from tba.runtime.ranks.worker import RankedWorker
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_directory import RunDirectory
 from tba.runtime.supervisor import POLL, STOP_DEADLINE, Driver, Worker, failed
 from tba.training.ranks.messages import name_of_rank
 from tba.types import Json

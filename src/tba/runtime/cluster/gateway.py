@@ -19,7 +19,7 @@ from tba.record.jsonl import JsonLines
 from tba.replay.codec import packed
 from tba.replay.journal import JournalWriter
 from tba.runtime.connections import RunRecords
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_directory import RunDirectory
 from tba.types import Json, Version
 from tba.weights.chunks import Flat, flat, mapped, pieces
 from tba.weights.directory import WeightDirectory

@@ -32,7 +32,7 @@ from tba.runtime.cluster.gateway import JOURNAL, RECORDS, Offer
 from tba.runtime.connections import Connections
 from tba.runtime.elastic import Leaving, Place, enter
 from tba.runtime.program import refuse_others
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_directory import RunDirectory
 from tba.shipped import MARK
 from tba.training.checkpoint import Checkpoint
 from tba.types import Json, Version

@@ -26,7 +26,7 @@ from tba.runtime.local.heartbeat import Watch, heartbeat_file
 from tba.runtime.local.worker import NO_SPACE
 from tba.runtime.ranks.start import STORE
 from tba.runtime.ranks.worker import RankedWorker
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_directory import RunDirectory
 from tba.runtime.supervisor import Driver, Worker, failed
 from tba.training.ranks.messages import name_of_rank
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from tba.runtime.local.heartbeat import Heartbeat, heartbeat_file
 
 if TYPE_CHECKING:
-    from tba.runtime.run_dir import RunDirectory
+    from tba.runtime.run_directory import RunDirectory
 
 ORPHANED = 3  # exit code: its driver is gone
 NO_SPACE = 4  # exit code: the disk is full
@@ -69,7 +69,7 @@ def run(arguments: Sequence[str]) -> int:
     faulthandler.register(signal.SIGUSR1)  # writes a stack trace to its log
     from tba.record.log import set_up_log
     from tba.runtime.devices import keep_to_share
-    from tba.runtime.run_dir import RunDirectory
+    from tba.runtime.run_directory import RunDirectory
 
     directory = RunDirectory.open(path)
     set_up_log(path, worker)
@@ -113,7 +113,7 @@ def _body(worker: str) -> Callable[[object, Stop], None]:
 
 def _search(worker: str, run: object, stop: Stop) -> None:
     """Be a searcher, with connections to this disk."""
-    from tba.runtime.run_dir import RunDirectory
+    from tba.runtime.run_directory import RunDirectory
     from tba.runtime.searcher_loop import NICENESS, search, start_searching
 
     assert isinstance(run, RunDirectory)
@@ -126,7 +126,7 @@ def _search(worker: str, run: object, stop: Stop) -> None:
 def _follow(worker: str, run: object) -> None:
     """Be a further rank of the trainer: execute the commands of the first one, until that ends it."""
     from tba.runtime.ranks.start import follow
-    from tba.runtime.run_dir import RunDirectory
+    from tba.runtime.run_directory import RunDirectory
 
     assert isinstance(run, RunDirectory)
     follow(run, int(worker.removeprefix("trainer-")))
@@ -134,7 +134,7 @@ def _follow(worker: str, run: object) -> None:
 
 def _train(run: object, stop: Stop) -> None:
     """Be the trainer, until it is done or asked to stop."""
-    from tba.runtime.run_dir import RunDirectory
+    from tba.runtime.run_directory import RunDirectory
     from tba.runtime.trainer_loop import train
 
     assert isinstance(run, RunDirectory)

@@ -27,7 +27,7 @@ from tba.training.ranks.messages import Meeting, Ranks, name_of_rank
 from tba.training.ranks.policy import Follower, Rank0Optimizer, Rank0Policy
 
 if TYPE_CHECKING:
-    from tba.runtime.run_dir import RunDirectory
+    from tba.runtime.run_directory import RunDirectory
 
 _BEGINNING = 1 << 24  # bytes of a file that its fingerprint reads
 STORE = "TBA_RANKS"  # names the file through which the ranks of this machine find each other

@@ -30,7 +30,7 @@ from tba.replay.follower import JournalFollower
 from tba.replay.queries import rows_in
 from tba.runtime.checkpointing import loss_of
 from tba.runtime.elastic import Joined
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_directory import RunDirectory
 from tba.runtime.watching import Watch
 from tba.types import Json
 

@@ -6,18 +6,10 @@
 Invariant: `recipe.json` alone (a name or path, the overrides, the run's own facts) rebuilds the recipe in any process,
 and says which incarnation this is: each time the run is begun or resumed, or its trainer restarted, it gets another
 number. Each time it is begun or resumed it gets another mark too, which its journal has from then on.
-
-The run's lock is held by the driver and by every worker that it started, until the last of them ends:
-
-    lock          the driver's, which child processes inherit
-    lock-parts    of workers that cannot inherit it, because they are not its children
-
-Invariant: nobody else can hold a run while its driver or a worker of it lives.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import secrets
@@ -26,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import tba.settings
 from tba.errors import UserError
@@ -37,6 +29,7 @@ from tba.replay.database import rows_mark
 from tba.replay.follower import JournalFollower
 from tba.replay.missing_rows import leave_mark
 from tba.runtime.program import version
+from tba.runtime.run_lock import hold
 from tba.shipped import MARK
 from tba.types import Json
 
@@ -65,7 +58,7 @@ IMPORTS = "import"  # the owner whose rows the journal may have before a run beg
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Names the paths of one run. Made by `create`, reopened by `open`."""
+    """Names the paths of one run, for the processes that work on it. Made by `create`, reopened by `open`."""
 
     path: Path
     lock: int | None = field(default=None, compare=False)  # its descriptor, while it is held
@@ -297,79 +290,3 @@ def _digest(path: Path) -> str:
         return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
     except (OSError, ValueError) as error:
         raise UserError(f"the recipe's file {path} cannot be read ({error}): put it back") from error
-
-
-_LOCK, _PARTS = "lock", "lock-parts"
-_POLL = 0.05  # seconds between two attempts at the lock
-_PROBE = 0.5  # seconds to wait for a process that only probes whether a run is held
-
-
-@contextmanager
-def hold(run: Path, seconds: float) -> Iterator[int]:
-    """Inside, nobody else holds the run; yields the lock's descriptor. Raises `UserError` when others hold it for so
-    long.
-    """
-    with (run / _LOCK).open("a+") as file:
-        deadline = time.monotonic() + max(seconds, _PROBE)
-        while not (_locked(file.fileno()) and _let_go(run)):
-            if time.monotonic() >= deadline:
-                file.seek(0)
-                who = file.read().strip() or "unknown"
-                raise UserError(
-                    f"the run at {run} is still in progress (process {who} or a worker of it): "
-                    "let it end, or end it, before it is resumed"
-                )
-            time.sleep(_POLL)
-        file.truncate(0)
-        file.write(f"{os.getpid()}")
-        file.flush()
-        yield file.fileno()
-
-
-def keep(run: Path) -> IO[str]:
-    """Keep the run for a worker that has not inherited the lock: while the returned file is open, nobody else can hold
-    the run.
-    """
-    file = (run / _PARTS).open("a")
-    fcntl.flock(file, fcntl.LOCK_SH)
-    return file
-
-
-def is_held(run: Path) -> bool:
-    """Returns whether the run at `run` is going on: its driver, or a worker of it, lives."""
-    try:
-        with (run / _LOCK).open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
-
-
-def driver_lives(run: Path) -> bool:
-    """Returns whether the process that last held the run as its driver is alive on this machine."""
-    try:
-        os.kill(int((run / _LOCK).read_text()), 0)
-    except (OSError, ValueError, OverflowError):
-        return False
-    return True
-
-
-def _let_go(run: Path) -> bool:
-    """Returns whether no worker keeps it any longer."""
-    if not (run / _PARTS).exists():
-        return True
-    with (run / _PARTS).open("a") as file:
-        return _locked(file.fileno())
-
-
-def _locked(descriptor: int) -> bool:
-    """Returns whether the lock could be taken."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True  # a filesystem without locks: nobody can be kept out
-    return True

@@ -26,14 +26,14 @@ from tba.record.faults import read_faults
 from tba.record.jsonl import plain, read_lines
 from tba.record.metrics import column, is_number
 from tba.record.recorder import read_samples
-from tba.record.run import RunRecord
+from tba.record.run_record import RunRecord
 from tba.record.show import facts_of
 from tba.record.text import frame_of
 from tba.replay.buffer import LEFT
 from tba.replay.excerpt import Facts, chosen, read_bodies, read_facts
 from tba.replay.queries import JournalQueries
 from tba.runtime.checkpointing import held_by_journal, missing_from
-from tba.runtime.run_dir import RunDirectory, setting
+from tba.runtime.run_directory import RunDirectory, setting
 from tba.training.checkpoint import newest_sound
 from tba.types import Evaluation, Json, Sampling, Trajectory, is_text
 
@@ -47,7 +47,7 @@ FATES = ("trained", "waiting", "evicted", "duplicate", "damaged")
 _NOT_SETTINGS = ("class", "description")
 
 
-def run_data(path: Path, most: int, budget: int) -> dict[str, Json]:
+def report_data(path: Path, most: int, budget: int) -> dict[str, Json]:
     """Returns what is shown of the run: about `most` trajectories at most, whose JSON takes about `budget` bytes."""
     run, record = RunDirectory.open(path), RunRecord.read(path)
     facts = run.facts

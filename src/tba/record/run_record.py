@@ -26,7 +26,7 @@ SAMPLED = "pass@1/sampled"
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Holds what one run has recorded so far."""
+    """Holds what one run has recorded so far, all read at once, for those who look at it."""
 
     directory: Path
     metrics: Sequence[dict[str, Json]]
