@@ -185,7 +185,7 @@ def test_components_of_a_named_recipe_are_set_by_objects_beside_plain_fields() -
     made, name, flags = _found("quickstart", {"replay": {"selection": tba.RecencyReward(m=0.5)}, "steps": 3})
     begun = find("quickstart")
     assert made.replay == replace(begun.replay, selection=tba.RecencyReward(m=0.5))
-    assert (made.steps, name, flags) == (3, "", ["--steps", "3"])
+    assert (made.steps, name, flags) == (3, "", [])
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_components_of_a_named_recipe_are_set_by_objects_beside_plain_fields() -
         ({"model.nowhere.deep": tba.Constant(1.0)}, "no field --model.nowhere.deep"),
         ({"objective": "grpo"}, r"the recipe's objective is 'grpo': give an object, such as .* or tba.Grpo\(\)"),
         ({"objective": tba.Grpo}, r"the recipe's objective is the class Grpo: give one of it, Grpo\(...\)"),
-        ({"steps": "many"}, "--steps takes a whole number, not 'many'"),
+        ({"steps": "many"}, "Recipe's steps is 'many': give a whole number"),
     ],
 )
 def test_a_field_of_a_named_recipe_that_means_nothing_is_a_sentence(fields: dict[str, object], said: str) -> None:

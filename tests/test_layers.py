@@ -21,8 +21,9 @@ PARTS = {"search", "intake", "training", "replay", "weights", "evaluation", "rec
 CORE = SEAMS | LEAVES | PARTS | TENSORS
 CORE |= {"environments", "models", "objectives", "schedules", "clock", "recipe", "settings", "shipped", "runtime"}
 
-# What each part of the package may import of the others, below it. The core is all up to `command`; above it stand the
-# applications, each a folder of its own, then the recipes. The laboratory (lab/) stands above all.
+# What each part of the package may import of the others, below it. The core is all up to `runtime`; on `runs` stand the
+# commands, and beside them the functions for scripts and the applications, each a folder of its own, then the recipes.
+# The laboratory (lab/) stands above all.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "types": set(),
@@ -58,13 +59,14 @@ ALLOWED: dict[str, set[str]] = {
     "shipped": {"errors"},
     "settings": GROUND | {"recipe", "shipped"},  # recipes and studies by name, when they are asked for
     "runtime": SEAMS | PARTS | {"cards", "clock", "environments", "recipe", "settings", "shipped"},
-    "command": CORE,
-    "apps.preference": CORE | {"command"},
-    "apps.red_team": CORE | {"command"},
+    "runs": CORE,
+    "command": CORE | {"runs"},
+    "apps.preference": CORE | {"runs"},
+    "apps.red_team": CORE | {"runs"},
     "apps": set(),
     "recipes": CORE | {"apps.preference", "apps.red_team"},
-    "__main__": GROUND | {"command", "settings", "shipped", "record", "runtime", "apps.preference", "apps.red_team"},
-    "api": CORE | {"command", "recipe_source"},
+    "__main__": GROUND | {"command", "settings", "shipped", "record", "runtime"},
+    "api": CORE | {"runs", "recipe_source"},
     "recipe_source": GROUND | {"recipe", "settings"},
     "__init__": CORE | {"api"},  # names that it loads when they are used
 }
@@ -139,11 +141,22 @@ def test_the_rule_itself_has_no_cycle() -> None:
 
 def test_the_core_knows_neither_applications_nor_recipes_nor_the_laboratory() -> None:
     above = {"apps.preference", "apps.red_team", "recipes", "api", "__main__"}
-    core = [path for path in FILES if part_of(path) in CORE | {"command"}]
+    core = [path for path in FILES if part_of(path) in CORE | {"runs", "command"}]
     assert len(core) > 150
     for path in core:
         assert not {part_named(name) for name in inside(path)} & above, named(path)
     assert [named(path) for path in FILES if any(name.split(".")[0] == "tba_lab" for name in imported(path))] == []
+
+
+def test_runs_print_nothing_and_the_laboratory_calls_them_and_no_command() -> None:
+    for path in FILES:
+        if part_of(path) == "runs":
+            named_there = {node.id for node in ast.walk(tree(path)) if isinstance(node, ast.Name)}
+            assert not named_there & {"print", "Console", "terminal"}, named(path)
+    laboratory = list((ROOT.parents[1] / "lab" / "src").rglob("*.py"))
+    assert laboratory
+    for path in laboratory:
+        assert not any(name.startswith("tba.command") for name in imported(path)), path
 
 
 def test_no_two_modules_import_each_other_on_any_way_for_type_checkers_and_inside_functions_neither() -> None:

@@ -18,12 +18,12 @@ from PIL import Image
 from tests.runtime.runs import command
 
 from tba.__main__ import main as train_main
-from tba.command.weights import with_weights
 from tba.errors import UserError
 from tba.evaluation.estimators import mean_interval
 from tba.recipe import ClusterSettings, Recipe
 from tba.record.run_record import RunRecord
 from tba.record.summary import Summary
+from tba.runs.deciding import with_weights
 from tba.runtime.run_directory import RunDirectory
 from tba.settings import find
 from tba.shipped import names
@@ -247,7 +247,7 @@ def test_plots_are_drawn_of_what_varies(whole: Path) -> None:
 
 
 def test_what_a_run_finds_when_it_begins_and_what_has_no_effect_make_it_no_other_recipe(tmp_path: Path) -> None:
-    recipe, overrides = with_weights(find("quickstart"), "quickstart", [], lambda line: None)
+    recipe, overrides = with_weights(find("quickstart"), [], lambda line: None)
     assert "--model.dtype" in overrides
     begun = replace(recipe, cluster=ClusterSettings(searcher_gpus=0.0))  # as was the default once
     RunDirectory.create(tmp_path / "run", "quickstart", overrides, begun)
@@ -344,7 +344,7 @@ def test_where_a_variant_stands_is_its_recipes_field_or_what_was_measured() -> N
 
 @pytest.mark.parametrize("name", names(STUDIES))
 def test_every_variant_of_every_shipped_study_is_a_recipe_that_can_run(name: str) -> None:
-    from tba.command.check import validate
+    from tba.runs.validating import validate
 
     shipped = find_study(name)
     assert shipped.name == name

@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tba.errors import UserError
-from tba.fields import fields_of, replaced
+from tba.fields import fields_of, given
 from tba.recipe import Recipe
 from tba.recipe_source import write_recipe
 from tba.record.terminal import Shown
-from tba.settings import being_loaded, find, override
+from tba.settings import being_loaded, find, with_fields, words_of
 from tba.types import Evaluation, Json, Trajectory
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from tba.command.check import Estimate
     from tba.record.summary import Summary
+    from tba.runs.estimate import Estimate
 
 _AT_ONCE = 512  # trajectories in memory
 
@@ -114,10 +114,11 @@ def train(
 
     After Ctrl-C the run is left intact, with a checkpoint; `tba resume` continues it.
     """
-    from tba.command.check import validate
-    from tba.command.train import carry_out, steps_in
     from tba.record.callbacks import Callbacks
+    from tba.record.live import View
     from tba.record.terminal import terminal
+    from tba.runs.running import carry_out, steps_in
+    from tba.runs.validating import validate
     from tba.runtime.run_directory import new_path
 
     if epochs is not None:
@@ -126,12 +127,12 @@ def train(
         fields["steps"] = steps_in(_found(recipe, fields)[0], epochs)
     found, name, overrides = _found(recipe, fields)
     path = new_path(Path(runs), found.name, run_name)
-    console = terminal(quiet=quiet)
+    view = View(terminal(quiet=quiet))
     for warning in validate(found):
-        console.print(f"note: {warning}", style="yellow")
+        view.say(f"note: {warning}")
     if not name:
         name, overrides = _written(found, path), []
-    carry_out(found, name, overrides, path, console, callbacks=Callbacks(on_step, on_evaluation))
+    carry_out(found, name, overrides, path, view, callbacks=Callbacks(on_step, on_evaluation))
     return Run(path)
 
 
@@ -141,7 +142,8 @@ def check(recipe: Recipe | str, **fields: Any) -> Estimate:
     Raises `UserError` for what cannot run, and for a recipe of classes or functions that other processes cannot import,
     since searcher and trainer are measured in processes of their own. Takes a quarter of a minute for the quickstart.
     """
-    from tba.command.check import estimate, validate
+    from tba.runs.estimate import estimate
+    from tba.runs.validating import validate
 
     found, name, overrides = _found(recipe, fields)
     validate(found)
@@ -167,7 +169,7 @@ def evaluate(
     checkpoint: a folder in the Hugging Face layout, a run (its newest checkpoint) or a Hub name; None: the recipe's own
     model. split: `"eval"`, held out, or `"train"`. Raises `UserError` for what cannot be evaluated.
     """
-    from tba.command.evaluate import measured, with_checkpoint
+    from tba.runs.evaluating import measured, with_checkpoint
 
     found, _, _ = _found(recipe, fields)
     found = with_checkpoint(found, None if checkpoint is None else str(checkpoint))
@@ -175,9 +177,10 @@ def evaluate(
 
 
 def _found(recipe: Recipe | str, fields: Mapping[str, Any]) -> tuple[Recipe, str, list[str]]:
-    """Returns the recipe with the fields set; its name or path and the fields as on the command line, if these suffice.
+    """Returns the recipe with the fields set; its name or path and the fields as on a command line, if these suffice.
 
-    The name is empty for a recipe that they cannot express (an object, or one with a field set to an object).
+    The name is empty for a recipe that they cannot express (an object, or one with a field set to an object). Raises
+    `UserError` for a field that the recipe does not have.
     """
     if (file := being_loaded()) is not None:
         raise UserError(
@@ -185,33 +188,24 @@ def _found(recipe: Recipe | str, fields: Mapping[str, Any]) -> tuple[Recipe, str
             '`if __name__ == "__main__":`'
         )
     begun = find(recipe) if isinstance(recipe, str) else recipe
-    plain, objects = _sorted(begun, fields)
-    flags = [word for flag, value in plain.items() for word in _words(flag, value)]
-    # the caller is code, which may set fields that are for code
-    made = override(replaced(begun, objects), flags, "tba.train", recorded=True)
-    return made, recipe if isinstance(recipe, str) and not objects else "", flags
-
-
-def _sorted(recipe: Recipe, fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns, by flag, the values that a command line could spell, and those it could not (components, functions).
-
-    Raises `UserError` for a field that the recipe does not have.
-    """
-    known = {field.flag for field in fields_of(recipe, by_code=True)}
-    plain: dict[str, Any] = {}
-    objects: dict[str, Any] = {}
-    for given, value in _flat(fields):
-        name = given.replace("-", "_")
+    known = {field.flag for field in fields_of(begun, by_code=True)}
+    values = {}
+    for given_name, value in _flat(fields):
+        name = given_name.replace("-", "_")
         if (first := name.partition(".")[0]) not in (whole := Recipe.__dataclass_fields__):
             near = difflib.get_close_matches(first, whole, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(whole)}"
             raise UserError(f"a recipe has no field {first!r}: {hint}")
-        if name == "model" and isinstance(value, str | Path) and hasattr(recipe.model, "path"):
+        if name == "model" and isinstance(value, str | Path) and hasattr(begun.model, "path"):
             name = "model.path"  # a folder or a Hub name, with the recipe's other settings
         flag = f"--{name.replace('_', '-')}"
-        by_code = flag not in known and _has(recipe, name)  # what nothing has is refused with the command line's words
-        (objects if by_code else plain)[flag] = value
-    return plain, objects
+        if flag not in known and not _has(begun, name):
+            given([flag], begun, "tba.train", by_code=True)  # says that there is none, and what may be meant
+        values[flag] = value
+    made = with_fields(begun, list(values.items()))
+    if not isinstance(recipe, str) or values.keys() - known:
+        return made, "", []
+    return made, recipe, [word for flag, value in values.items() for word in words_of(flag, value)]
 
 
 def _flat(fields: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
@@ -230,14 +224,6 @@ def _has(recipe: Recipe, name: str) -> bool:
     for place in places:
         settings = getattr(settings, place, None)
     return is_dataclass(settings) and last in {f.name for f in dataclass_fields(settings)}
-
-
-def _words(flag: str, value: Any) -> list[str]:
-    """Returns the words of a command line that set a field."""
-    if isinstance(value, bool):
-        place, dot, name = flag.removeprefix("--").rpartition(".")
-        return [flag if value else f"--{place}{dot}no-{name}"]
-    return [flag, *map(str, value)] if isinstance(value, list | tuple) else [flag, str(value)]
 
 
 def _written(recipe: Recipe, folder: Path) -> str:

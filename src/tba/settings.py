@@ -13,14 +13,13 @@ import re
 import sys
 import tomllib
 import traceback
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
 from tba.errors import UserError
-from tba.fields import Field, fields_of, given, help_of, refuse_without_effect, replaced
+from tba.fields import fields_of, given, help_of, refuse_without_effect, replaced
 from tba.recipe import Recipe
 from tba.shipped import MARK, require_shipped
 
@@ -156,15 +155,32 @@ def override(default: T, arguments: Sequence[str], program: str, recorded: bool 
         return default
     asked = {"--help", "-h"} & set(arguments)
     found = given([a for a in arguments if a not in asked], default, program, by_code=recorded)
-    if isinstance(default, Recipe):
-        default = typing.cast(T, _lasting(default, found))
-    made: T = replaced(default, {field.flag: value for field, value in found})
+    made = with_fields(default, [(field.flag, value) for field, value in found])
     if asked:
         sys.stdout.write(f"{help_of(made, FIRST if isinstance(made, Recipe) else ())}\n")
         raise SystemExit(0)
     if not recorded:
         refuse_without_effect(made, (field.flag for field, _ in found), program)
     return made
+
+
+def with_fields(settings: T, values: Sequence[tuple[str, Any]]) -> T:
+    """Returns the settings with fields set: (flag, value), of a flag that comes more than once the last.
+
+    A learning-rate schedule becomes as long as the given `--steps`, unless the schedule is set itself: a run of fewer
+    steps is the beginning of the whole one.
+    """
+    begun = _lasting(settings, values) if isinstance(settings, Recipe) else settings
+    made: T = replaced(begun, dict(values))
+    return made
+
+
+def words_of(flag: str, value: Any) -> list[str]:
+    """Returns the words of a command line that set a field."""
+    if isinstance(value, bool):
+        place, dot, name = flag.removeprefix("--").rpartition(".")
+        return [flag if value else f"--{place}{dot}no-{name}"]
+    return [flag, *map(str, value)] if isinstance(value, list | tuple) else [flag, str(value)]
 
 
 def newest_of_each(words: Sequence[str]) -> list[str]:
@@ -185,16 +201,11 @@ def _field_named(argument: str) -> str:
     return re.sub(r"(^|\.)no_(?=[^.]*$)", r"\1", name[2:]) if argument.startswith("--") else ""
 
 
-def _lasting(recipe: Recipe, found: Sequence[tuple[Field, Any]]) -> Recipe:
-    """Returns the recipe with a learning-rate schedule as long as the given `--steps`, unless the schedule is set
-    itself.
-
-    A run of fewer steps is the beginning of the whole one.
-    """
+def _lasting(recipe: Recipe, values: Sequence[tuple[str, Any]]) -> Recipe:
     shape = recipe.optimizer.schedule
-    if shape.planned is None or any(field.flag.startswith("--optimizer.schedule") for field, _ in found):
+    if shape.planned is None or any(flag.startswith("--optimizer.schedule") for flag, _ in values):
         return recipe
-    steps = max((value for field, value in found if field.flag == "--steps"), default=0)
+    steps = max((int(v) for flag, v in values if flag == "--steps" and isinstance(v, int | float)), default=0)
     if steps <= shape.planned:
         return recipe
     return dataclasses.replace(recipe, optimizer=dataclasses.replace(recipe.optimizer, schedule=shape.lasting(steps)))

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tba.__main__ import main
-from tba.command.check import estimate, notes_on_prompts, validate
 from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
 from tba.models.memory import Shape
@@ -22,6 +21,8 @@ from tba.recipe import Recipe
 from tba.replay.buffer import BufferSettings
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
+from tba.runs.estimate import estimate
+from tba.runs.validating import notes_on_prompts, validate
 from tba.schedules import Constant
 from tba.search.exploration import Fixed, RandomPerRound
 from tba.settings import find

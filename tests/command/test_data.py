@@ -11,10 +11,10 @@ import pytest
 
 import tba
 from tba.__main__ import main
-from tba.command import check
-from tba.command.check import notes_on_data
 from tba.errors import UserError
 from tba.record.summary import Summary
+from tba.runs import estimate
+from tba.runs.validating import notes_on_data
 from tba.runtime.prompting import asked_of
 from tba.search.prompts import PromptSettings
 from tba.training.tiny_models import ScratchModel, character_tokenizer
@@ -93,7 +93,7 @@ Ran = Callable[..., str]
 def ran(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ran:
     """Runs a command on a recipe whose answers are marked by `marked_by`; returns what it printed, on one line."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(check, "_SECONDS", 0.0)
+    monkeypatch.setattr(estimate, "_SECONDS", 0.0)
 
     def run(command: str, *arguments: object, marked_by: str = "None", code: int = 0) -> str:
         path = tmp_path / "recipe.py"

@@ -13,7 +13,6 @@ import pytest
 from chat_families import tokenizer
 from tba.__main__ import main
 from tba.apps.red_team.near import NearDuplicates
-from tba.command.check import notes_on_prompts
 from tba.command.collecting import Collected, SmoothingOptions, collect
 from tba.environments.guess_number import GuessNumber
 from tba.environments.task import EnvironmentTask
@@ -24,6 +23,7 @@ from tba.recipe import InitialFill
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
+from tba.runs.validating import notes_on_prompts
 from tba.settings import find
 from tba.training.supervised import Pair
 from tba.training.tiny_models import character_tokenizer

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from tba.command.probe import LONG, ROUNDS, _enough, _timed
 from tba.models.huggingface import HuggingFace
+from tba.runs.probe import LONG, ROUNDS, _enough, _timed
 from tba.settings import find
 
 

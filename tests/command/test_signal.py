@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tba.command.signal import Signal
 from tba.errors import UserError
 from tba.record.terminal import terminal
 from tba.replay.buffer import BufferSettings
+from tba.runs.signal import Signal
 from tba.settings import find
 
 QUICKSTART = find("quickstart")

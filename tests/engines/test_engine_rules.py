@@ -9,13 +9,13 @@ import pytest
 import torch
 from engine_families import EOS, VOCABULARY, Letters, build, plain_log_probabilities, ragged_prompts
 
-from tba.command.check import validate
 from tba.engines.decoding import draw
 from tba.engines.rules import rules_of
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.errors import UserError
 from tba.generation import generate
 from tba.models.huggingface import HuggingFace
+from tba.runs.validating import validate
 from tba.search.vine import Vine
 from tba.settings import find
 from tba.types import Sampling, StopReason

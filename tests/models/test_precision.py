@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 
 import tba.recipes
 from tba.batch import collate
-from tba.command.weights import with_weights
 from tba.engines.transformers import EngineSettings
 from tba.generation import generate
 from tba.models.huggingface import HuggingFace
 from tba.models.precision import Precision, Wanted, precision
 from tba.policy.lora import LoraSettings, saved_adapters
 from tba.record.metrics import read_metrics
+from tba.runs.deciding import with_weights
 from tba.runtime.inline import Inline
 from tba.runtime.ranks.start import start_policy, start_ranks
 from tba.runtime.run_directory import RunDirectory
@@ -134,9 +134,9 @@ def test_a_run_in_bfloat16_begins_with_log_ratios_of_zero_and_again_after_a_rese
 
 
 def test_what_auto_means_is_recorded_with_the_run_for_parts_on_other_devices() -> None:
-    recipe, overrides = with_weights(find("quickstart"), "quickstart", ["--model.device", "cpu"], lambda line: None)
+    recipe, overrides = with_weights(find("quickstart"), ["--model.device", "cpu"], lambda line: None)
     assert overrides[-2:] == ["--model.dtype", "float32"]
     assert isinstance(recipe.model, HuggingFace)
     assert replace(recipe.model, device="cuda").compute == FULL  # a searcher that joins from a machine with a GPU
     asked = ["--model.device", "cpu", "--model.dtype", "bfloat16"]
-    assert with_weights(override(find("quickstart"), asked, ""), "quickstart", asked, lambda line: None)[1] == asked
+    assert with_weights(override(find("quickstart"), asked, ""), asked, lambda line: None)[1] == asked

@@ -9,11 +9,11 @@ import pytest
 
 from tba.apps.preference.tldr import Tldr
 from tba.apps.red_team.task import RedTeam
-from tba.command.check import validate
 from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
 from tba.recipes.quickstart import recipe as quickstart
 from tba.recipes.tldr_small import recipe as small
+from tba.runs.validating import validate
 from tba.search.exploration import Fixed
 from tba.settings import find
 from tba.shipped import names

@@ -17,7 +17,7 @@ from runs import command
 
 import tba.cards
 from tba.cards import GIVEN, VISIBLE, Cards, cards
-from tba.command.check import validate
+from tba.runs.validating import validate
 from tba.settings import find
 
 

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from runs import TASK, TOY, final_weights, inline, made, quiet
 
 from tba.__main__ import main
-from tba.command.importing import import_files, take_in
+from tba.command.importing import import_files
 from tba.command.options import ImportOptions
 from tba.errors import DeadlineExceeded, UserError
 from tba.recipe import Recipe, RuntimeSettings
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
+from tba.runs.importing import take_in
 from tba.runtime.importing import intake_of, is_prepared, take_over
 from tba.runtime.inline import Inline
 from tba.runtime.local.processes import Processes
@@ -54,7 +54,7 @@ def written(path: Path, lines: Iterable[Any]) -> Path:
 
 
 def imported(recipe: Recipe, run: RunDirectory, *files: Path) -> None:
-    take_in(recipe, run, files, ImportOptions(), Console(quiet=True))
+    take_in(recipe, run, files, lambda line: None)
 
 
 def offline(path: Path, runtime: type[Inline] | type[Processes], lines: list[Any], *more: str) -> Summary:

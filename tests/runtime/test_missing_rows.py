@@ -14,7 +14,6 @@ import pytest
 from runs import ended, forked, inline, inline_again, processes, steps_of, train, until
 
 from tba.__main__ import main
-from tba.command.train import _failure_recorded
 from tba.errors import UserError
 from tba.record.failure import Failure
 from tba.record.faults import count_faults
@@ -22,6 +21,7 @@ from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
 from tba.replay.missing_rows import Held
+from tba.runs.running import failure_recorded
 from tba.runtime.run_directory import RunDirectory
 
 SECONDS = 120.0
@@ -225,13 +225,13 @@ def test_an_error_that_a_damaged_journal_may_have_caused_is_told_as_that_and_oth
     """What a part reads in a file that another program writes into may be anything, and raise anything."""
     here = RunDirectory.open(run)
     recipe, strange = here.recipe(), AttributeError("'NoneType' object has no attribute 'split'")
-    with pytest.raises(AttributeError), _failure_recorded(recipe, here):
+    with pytest.raises(AttributeError), failure_recorded(recipe, here):
         raise strange
     journal = run / "journal.sqlite"
     with closing(sqlite3.connect(journal)) as connection, connection:
         connection.execute("UPDATE totals SET again = again + 1 WHERE name = 'rows'")
     damaged = r"was damaged while it was in use: .* could not be read"
-    with pytest.raises(UserError, match=damaged) as told, _failure_recorded(recipe, here):
+    with pytest.raises(UserError, match=damaged) as told, failure_recorded(recipe, here):
         raise strange
     assert str(told.value).endswith(f"continue with `tba resume {run}`")
 

@@ -11,7 +11,6 @@ import safetensors.torch
 import torch
 from runs import TASK, TOY, final_weights, inline
 
-from tba.command.check import validate
 from tba.errors import UserError
 from tba.objectives.correction import Correction
 from tba.objectives.grpo import Grpo, dr_grpo
@@ -25,6 +24,7 @@ from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.objectives.vine_ppo import VinePpo
 from tba.protocols import Objective
 from tba.record.metrics import read_metrics
+from tba.runs.validating import validate
 from tba.schedules import Constant
 from tba.search.exploration import Fixed
 from tba.search.vine import Vine

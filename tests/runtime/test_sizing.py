@@ -20,15 +20,15 @@ from tba.apps.red_team.task import RedTeam
 from tba.apps.red_team.toxicity import CausalJudge
 from tba.apps.red_team.victim import ModelVictim
 from tba.command import check
-from tba.command.check import fitted, of_disk, one_rank_fits
-from tba.command.resume import resumable
-from tba.command.train import with_sizes
+from tba.command.check import fitted, of_disk
 from tba.errors import UserError
 from tba.models.arithmetic import shape_of
 from tba.models.huggingface import HuggingFace
 from tba.recipe import Recipe
-from tba.record.terminal import terminal
 from tba.replay.buffer import BufferSettings
+from tba.runs.deciding import with_sizes
+from tba.runs.estimate import one_rank_fits
+from tba.runs.resuming import resumable
 from tba.runtime import sizing
 from tba.runtime.devices import USABLE
 from tba.runtime.needs import Need, kept_on_disk, needs, seconds_to_move
@@ -282,7 +282,7 @@ def test_training_asks_whether_it_fits_before_anything_is_loaded(at: Models, mon
 
     def on(gpus: Sequence[int]) -> tuple[Recipe, list[str]]:
         monkeypatch.setattr(sizing.Machine, "here", classmethod(lambda cls: machine(*gpus)))
-        return with_sizes(recipe_of("math", at(SEVEN)), "math", ["--steps", "3"], terminal(quiet=True))
+        return with_sizes(recipe_of("math", at(SEVEN)), ["--steps", "3"], print)
 
     recipe, flags = on([80] * 4)
     assert flags == ["--steps", "3", "--trainer.ranks", "2", "--searchers", "2"]

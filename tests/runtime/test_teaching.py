@@ -15,8 +15,6 @@ from runs import TASK, children, command, final_weights, inline, inline_again, s
 from test_resume import SECONDS, SHORT, Cut, PowerCut, assert_whole, uids_of
 from toy_taught import teachers, weights
 
-from tba.command.importing import take_in
-from tba.command.options import ImportOptions
 from tba.engines.transformers import EngineSettings
 from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
@@ -24,8 +22,8 @@ from tba.objectives.raft import Raft
 from tba.objectives.subtrajectory_balance import SubtrajectoryBalance
 from tba.recipe import Recipe
 from tba.record.summary import Summary
-from tba.record.terminal import terminal
 from tba.replay.follower import JournalFollower
+from tba.runs.importing import take_in
 from tba.runtime.needs import needs
 from tba.runtime.prompting import prompts_of
 from tba.runtime.run_directory import RunDirectory
@@ -117,7 +115,7 @@ def test_imported_answers_are_scored_by_the_teachers_too(tmp_path: Path, capsys:
     lines.write_text("".join(f'{{"prompt": "a", "response": "{said}"}}\n' for said in ("A", "BC", "D", "A")))
     inline(tmp_path / "run", *RUN, "--steps", "1", source=TAUGHT)
     run = RunDirectory.open(tmp_path / "run")
-    take_in(run.recipe(), run, [lines], ImportOptions(), terminal())
+    take_in(run.recipe(), run, [lines], print)
     assert "the teacher teaches on all of them" in " ".join(capsys.readouterr().out.split())
     found = [t for t in trajectories(tmp_path / "run") if t.imported]
     assert len(found) == 4

@@ -21,11 +21,11 @@ from typing import Literal
 import numpy as np
 from rich.console import Console
 
-from tba.command.check import validate
 from tba.errors import UserError
 from tba.record.run_record import RunRecord
 from tba.record.terminal import terminal
 from tba.record.text import duration
+from tba.runs.validating import validate
 from tba.runtime.local.forkserver import prepare
 from tba.runtime.supervisor import stop_requests
 from tba.settings import override

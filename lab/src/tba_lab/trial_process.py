@@ -20,14 +20,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from tba.command.options import TrainOptions
-from tba.command.train import run_recipe
 from tba.errors import TbaError, UserError
 from tba.evaluation.divergence import divergence
 from tba.protocols import Engine
 from tba.recipe import Recipe
 from tba.record.jsonl import write_json
+from tba.record.live import View
 from tba.record.summary import Summary
+from tba.record.terminal import terminal
+from tba.runs.running import carry_out as make_run
+from tba.runs.validating import validate
 from tba.runtime.local.forkserver import prepare
 from tba.runtime.prompting import prompts_of
 from tba.runtime.run_directory import RunDirectory
@@ -43,7 +45,10 @@ def carry_out(order: dict[str, Any]) -> int:
     source, overrides, path = order["source"], order["overrides"], Path(order["path"])
     try:
         if Summary.read(path) is None:
-            run_recipe(source, overrides, TrainOptions(run_name=path.name, runs=path.parent))
+            recipe, view = override(find(source), overrides, f"tba train {source}"), View(terminal())
+            for warning in validate(recipe):
+                view.say(f"note: {warning}")
+            make_run(recipe, source, overrides, path, view)
         summary = Summary.read(path)
         if summary is not None and not summary.faults.get("stopped"):
             recipe = override(find(source), overrides, f"tba train {source}")

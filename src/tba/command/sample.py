@@ -16,13 +16,13 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from tba.command.evaluate import recipe_of, with_checkpoint
 from tba.command.options import SampleOptions
 from tba.errors import UserError
 from tba.generation import generate
 from tba.protocols import Engine
 from tba.recipe import Recipe
 from tba.record.terminal import terminal
+from tba.runs.evaluating import recipe_of, with_checkpoint
 from tba.runtime.prompting import engine_of, prompts_of, reward_of
 from tba.types import Json, Prompt, Sampling, Version
 

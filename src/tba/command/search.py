@@ -11,11 +11,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tba.command.check import require_ray
 from tba.command.options import SearchOptions
 from tba.record.live import STATUS_SECONDS
 from tba.record.log import log_to
 from tba.record.terminal import terminal
+from tba.runs.validating import require_ray
 from tba.runtime.cluster.remote import Visit, stand_in, through
 from tba.runtime.elastic import ASKED, Place, joined
 from tba.runtime.program import refuse_others, version

@@ -18,11 +18,11 @@ from pathlib import Path
 from rich.console import Console
 
 from tba.command.collecting import SmoothingOptions, began_with, collect, is_run, run_recipe_of
-from tba.command.options import OutOptions
 from tba.errors import UserError
 from tba.models.huggingface import FACTS, HuggingFace, WarmStart, continued, taught, warm_started
 from tba.protocols import Reward, Task
 from tba.record.terminal import terminal
+from tba.runs.output import OutOptions
 from tba.settings import find, override
 from tba.tables import is_file_of_rows
 from tba.tasks.jsonl import Jsonl

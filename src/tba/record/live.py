@@ -6,6 +6,7 @@ Invariant: it shows snapshots that it is given and does not touch the run; a num
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -20,6 +21,7 @@ from tba.record.terminal import terminal
 from tba.record.text import count, duration, percent, printable
 
 NOT_YET = "-"
+_LOOK = 0.5  # seconds between two updates on a terminal
 STATUS_SECONDS = 10.0  # between two lines of progress when there is no terminal
 
 
@@ -56,7 +58,7 @@ class Status:
 
 
 class LiveView:
-    """Shows a run while it goes: a context manager, given a `Status` as often as you like."""
+    """Shows a run while it goes: a context manager, given a `Status` when one is due."""
 
     def __init__(self, console: Console | None = None, every_seconds: float = 10.0, title: str = "") -> None:
         self.console = console or terminal()
@@ -65,6 +67,7 @@ class LiveView:
         self._table: Live | None = None
         self._last: Status | None = None
         self._printed: Status | None = None
+        self._next = 0.0
 
     def __enter__(self) -> LiveView:
         if self.console.is_terminal:
@@ -78,6 +81,14 @@ class LiveView:
             self._table = None
         elif self._last is not None and self._last is not self._printed:
             self._print(self._last)
+
+    def due(self) -> bool:
+        """Whether to update it now: reading the run's files for a status costs more than a tiny step."""
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        self._next = now + (_LOOK if self.console.is_terminal else self.every_seconds / 4)
+        return True
 
     def update(self, status: Status) -> None:
         """Show `status`; without a terminal, only the first, each new phase, and one every `every_seconds`."""
@@ -96,6 +107,22 @@ class LiveView:
     def _print(self, status: Status) -> None:
         self._printed = status
         self.console.print(line(status), markup=False, highlight=False, soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class View:
+    """Shows the lines that are said of a run, and its state, on a console."""
+
+    console: Console
+
+    def say(self, line: str) -> None:
+        """Print a line for people, a note in yellow."""
+        style = "yellow" if line.startswith("note: ") else None
+        self.console.print(Text(printable(line)), style=style, soft_wrap=True)
+
+    def live(self, title: str) -> LiveView:
+        """Returns a view of a run's state, to enter."""
+        return LiveView(self.console, STATUS_SECONDS, title)
 
 
 def line(status: Status) -> str:

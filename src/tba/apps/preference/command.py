@@ -24,10 +24,10 @@ from tba.apps.preference.options import RewardModelOptions
 from tba.apps.preference.pairs import PairReport, PreferencePair, folds, pairs_of, read_pairs, share
 from tba.apps.preference.scoring import REPORT, RewardModel, S, Scorable
 from tba.apps.preference.training import ReadPair, fit
-from tba.command.options import OutOptions
 from tba.errors import UserError
 from tba.models.source import merged_if_adapter
 from tba.record.terminal import terminal
+from tba.runs.output import OutOptions
 from tba.settings import override
 from tba.tasks.problem_rows import rows_from_hub
 from tba.weights.atomic_dir import atomic_folder

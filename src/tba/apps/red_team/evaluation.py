@@ -25,8 +25,6 @@ from tba.apps.red_team.task import RedTeam
 from tba.apps.red_team.toxicity import Scoring, Toxicity
 from tba.apps.red_team.victim import ModelVictim, Victim
 from tba.apps.red_team.word_classifier import WordWeights
-from tba.command.evaluate import with_checkpoint
-from tba.command.options import OutOptions
 from tba.errors import UserError
 from tba.foreign import read_json
 from tba.generation import generate
@@ -35,6 +33,8 @@ from tba.recipe import Recipe
 from tba.record.jsonl import write_json
 from tba.record.terminal import terminal
 from tba.record.text import literal
+from tba.runs.evaluating import with_checkpoint
+from tba.runs.output import OutOptions
 from tba.runtime.prompting import prompts_of
 from tba.settings import find, override
 from tba.types import Json, Prompt, Sampling, Version

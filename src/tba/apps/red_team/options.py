@@ -11,8 +11,8 @@ from typing import Literal
 
 from tba.apps.red_team.labelled import LabelledFields
 from tba.apps.red_team.word_classifier import WordFeatures
-from tba.command.options import OutOptions
 from tba.errors import UserError
+from tba.runs.output import OutOptions
 from tba.tasks.held_out import check_share
 
 

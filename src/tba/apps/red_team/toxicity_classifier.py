@@ -19,10 +19,10 @@ from rich.console import Console
 from tba.apps.red_team.labelled import Labelled, read_labelled
 from tba.apps.red_team.options import ClassifierOptions
 from tba.apps.red_team.word_classifier import WordWeights
-from tba.command.options import OutOptions
 from tba.errors import UserError
 from tba.evaluation.estimators import Interval, auc_interval, wilson_interval
 from tba.record.terminal import terminal
+from tba.runs.output import OutOptions
 from tba.settings import override
 from tba.tasks.held_out import is_held_out
 from tba.types import Json

@@ -1,0 +1,265 @@
+"""Estimates the time and memory of a run from a few rounds and steps of the recipe's own searcher and trainer.
+
+Each is timed in a process of its own, both at the same time, as in a run (`tba.runs.probe`). Nothing is written or
+learnt.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from rich.console import Group, RenderableType
+
+from tba.errors import DeadlineExceeded, UserError
+from tba.models.arithmetic import passes
+from tba.models.huggingface import HuggingFace
+from tba.models.memory import Shape
+from tba.recipe import Recipe
+from tba.record.show import pairs, section
+from tba.record.terminal import Shown
+from tba.record.text import duration, size
+from tba.runs.signal import Signal
+from tba.runtime.devices import USABLE, environment_of, visible
+from tba.runtime.local.forkserver import Program, start
+from tba.runtime.needs import kept_on_disk, needs
+from tba.runtime.sizing import Machine, places_on
+from tba.training.ranks.messages import RankSettings
+
+_DEADLINE = 1800.0  # seconds for one probe
+_SECONDS = 3.0  # for which searcher and trainer are timed at least, at the same time
+_POLL = 0.02  # seconds between two checks whether a probe has ended
+
+
+@dataclass(frozen=True, repr=False)
+class Estimate(Shown):
+    """Seconds and bytes of a run, extrapolated from a few rounds and steps."""
+
+    start_seconds: float  # until both halves are up
+    round_seconds: float
+    step_seconds: float  # measured, or at least: its products alone, over all ranks
+    tokens_per_round: float
+    tokens_per_trajectory: float
+    trajectories_per_second: float  # of all searchers together
+    evaluation_seconds: float  # before and after; those in between overlap training
+    total_seconds: float
+    product_rates: dict[str, float]  # operations a second of a product of matrices, by precision
+    generation_seconds: float  # of a round, without its judgement and the reference
+    generation_operations: float | None  # of a round; None offline, or where the model's shape is unknown
+    step_operations: float | None  # of a step, forward and backward
+    uses: float | None  # None offline: what was imported decides
+    trainer_bytes: int
+    searcher_bytes: int
+    weights_bytes: int  # of one published version
+    log_ratio: float | None  # the largest of any token, between the trainer's weights and the reference at version 0
+    effective: float | None  # share of answers from before the first updates (`probe.UPDATES`) that still count after
+    signal: Signal  # whether there is anything to learn from
+    trainer_gpu_bytes: int | None  # of each rank; None: it uses no GPU
+    searcher_gpu_bytes: int | None
+    trainer_measured: bool = True  # otherwise what the trainer takes is computed
+
+    def _shown(self) -> RenderableType:
+        took = {
+            "time": f"{duration(self.total_seconds)}, of which start-up {duration(self.start_seconds)} and evaluations "
+            f"{duration(self.evaluation_seconds)}",
+            "searcher": f"a round takes {self.round_seconds:.3f} s, {self.tokens_per_round:,.0f} tokens of answers",
+            "trainer": f"a step takes {self.step_seconds:.3f} s",
+            "memory": f"trainer {size(self.trainer_bytes)}, each searcher {size(self.searcher_bytes)}",
+        }
+        learnt = section("What there is to learn from", pairs(self.signal.facts()))
+        return Group(learnt, section("What a run takes", pairs(took)))
+
+
+def estimate(
+    recipe: Recipe,
+    name: str,
+    overrides: list[str],
+    shape: Shape | None = None,
+    say: Callable[[str], object] = lambda line: None,
+) -> Estimate:
+    """Probes searcher and trainer at the same time, after a first probe of how long answers are.
+
+    Each sees the GPUs of its place and keeps to its share of them. A trainer that does not fit as one rank is computed.
+    say: is told what is being done.
+    """
+    machine = Machine.here()
+    where = _environments(recipe, machine)
+    with tempfile.TemporaryDirectory() as folder:
+        answers = Path(folder) / "answers.json"
+        say("sampling answers")
+        with _Probe("searcher", name, overrides, answers, at_least=0.0, seed=0, own=where["searcher-0"]) as looking:
+            first = looking.result()
+        answers.write_text(json.dumps(first["answers"]))
+        say("timing rounds of the searcher and steps of the trainer, at the same time")
+        with ExitStack() as ends:
+            searching = ends.enter_context(
+                _Probe("searcher", name, overrides, answers, at_least=_SECONDS, seed=1, own=where["searcher-0"])
+            )
+            training = None
+            if one_rank_fits(recipe, machine):
+                training = ends.enter_context(
+                    _Probe("trainer", name, overrides, answers, at_least=_SECONDS, own=where["trainer"])
+                )
+            searcher = searching.result()
+            trainer = _computed(recipe, shape, searcher) if training is None else training.result()
+    per_round = recipe.prompts_per_round * recipe.samples_per_prompt
+    per_step = recipe.groups_per_step * recipe.group_size
+    round_seconds, step_seconds = searcher["round_seconds"], trainer["step_seconds"]
+    start = searcher["seconds"] - searcher["timed_seconds"]
+    settings = recipe.evaluation
+    answers = searcher["held_out"] * (int(settings.greedy) + settings.draws)
+    evaluation = answers * searcher["generation_seconds"] / per_round
+    limit = recipe.replay.pacing.max_mean_uses
+    if recipe.offline:
+        rate, working = 0.0, recipe.steps * step_seconds
+    elif recipe.runtime == "inline":
+        turns = recipe.steps / recipe.sync_every * recipe.run.inline_rounds_per_sync
+        working = recipe.steps * step_seconds + turns * round_seconds
+        rate = turns * per_round / working
+    else:
+        rate = recipe.searcher_count * per_round / round_seconds
+        working = recipe.steps * max(step_seconds, per_step / limit / rate)
+    warm_up = recipe.replay.pacing.warm_up / rate if rate else 0.0
+    kept = min(recipe.replay.buffer.total, rate * working) if rate else recipe.replay.buffer.total
+    lengths = [len(tokens) for _, rows in first["answers"] for tokens, *_ in rows]
+    length = sum(lengths) / len(lengths)
+    generation_operations = step_operations = None
+    if shape is not None:
+        (read, generated), (asked, answered) = searcher["tokens"], trainer["tokens"]
+        if not recipe.offline:
+            generation_operations = shape.operations(read + generated, generated)
+        assert isinstance(recipe.model, HuggingFace)  # other models have no shape
+        step_operations = passes(recipe.model.lora.rank) * shape.operations(asked + answered, answered)
+    return Estimate(
+        start_seconds=start,
+        round_seconds=round_seconds,
+        step_seconds=step_seconds,
+        product_rates=trainer["product_rates"],
+        generation_seconds=searcher["generation_seconds"],
+        generation_operations=generation_operations,
+        step_operations=step_operations,
+        tokens_per_round=per_round * length,
+        tokens_per_trajectory=length,
+        trajectories_per_second=rate,
+        evaluation_seconds=2 * evaluation,
+        total_seconds=start + 2 * evaluation + warm_up + working,
+        uses=min(recipe.steps * per_step / (rate * working), limit) if rate else None,
+        trainer_bytes=trainer["peak_memory_bytes"] + int(kept * trainer["trajectory_bytes"]),
+        trainer_measured=training is not None,
+        searcher_bytes=searcher["peak_memory_bytes"],
+        weights_bytes=trainer["weights_bytes"],
+        log_ratio=trainer["log_ratio"],
+        effective=trainer["effective"],
+        signal=Signal.of([first, searcher]),
+        trainer_gpu_bytes=trainer["peak_gpu_bytes"],
+        searcher_gpu_bytes=searcher["peak_gpu_bytes"],
+    )
+
+
+def one_rank_fits(recipe: Recipe, machine: Machine) -> bool:
+    """Whether the trainer can be measured as one process: it is one, or would fit into the memory of one place."""
+    if recipe.trainer.count == 1:
+        return True
+    found = {need.part: need for need in needs(replace(recipe, trainer=RankSettings(1)))}
+    if not found:
+        return True
+    alone = found["trainer"]
+    there = USABLE * min(machine.gpus) if alone.device == "cuda" and machine.gpus else machine.memory
+    return there is None or alone.total <= there
+
+
+def _environments(recipe: Recipe, machine: Machine) -> dict[str, dict[str, str]]:
+    """Returns what a searcher's and the trainer's environment say of GPUs, as in a run."""
+    if recipe.runtime != "processes":
+        return {"trainer": {}, "searcher-0": {}}
+    return {worker: environment_of(place, visible()) for worker, place in places_on(recipe, machine).items()}
+
+
+def _computed(recipe: Recipe, shape: Shape | None, searcher: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the figures of a trainer over several ranks that was not measured, from its needs and the products of
+    matrices in a step; searcher: what was measured of one.
+    """
+    assert shape is not None  # else it is measured
+    assert isinstance(recipe.model, HuggingFace)
+    trainer = next(need for need in needs(recipe) if need.part == "trainer")
+    kept, (asked, _) = kept_on_disk(recipe), searcher["tokens"]
+    assert kept is not None
+    lengths = [len(tokens) for _, rows in searcher["answers"] for tokens, *_ in rows]
+    prompts = recipe.groups_per_step * asked / recipe.prompts_per_round
+    answers = recipe.groups_per_step * recipe.group_size * sum(lengths) / len(lengths)
+    operations = passes(recipe.model.lora.rank) * shape.operations(prompts + answers, answers)
+    rate = searcher["product_rates"][str(recipe.model.compute).removeprefix("torch.")]
+    on_gpu = trainer.device == "cuda"
+    return {
+        "step_seconds": operations / rate / recipe.trainer.count,
+        "tokens": [prompts, answers],
+        "product_rates": searcher["product_rates"],
+        "peak_memory_bytes": 0 if on_gpu else trainer.total,
+        "peak_gpu_bytes": trainer.total if on_gpu else None,
+        "trajectory_bytes": 0,
+        "weights_bytes": kept.version,
+        "log_ratio": None,
+        "effective": None,
+    }
+
+
+class _Probe:
+    """A searcher or a trainer in a process of its own (`tba.runs.probe`), which ends with the `with` block.
+
+    at_least: seconds for which it is timed, so that probes that are started together overlap. own: what its environment
+    has besides this process's.
+    """
+
+    def __init__(
+        self,
+        half: str,
+        name: str,
+        overrides: list[str],
+        answers: Path,
+        at_least: float,
+        own: Mapping[str, str],
+        seed: int = 0,
+    ) -> None:
+        self.half, self.name = half, name
+        self.began = time.perf_counter()
+        self.log = answers.with_name(f"{half}.log")
+        arguments = (half, name, json.dumps(overrides), str(at_least), str(seed), str(answers))
+        with self.log.open("wb") as log:
+            program = Program(half, "tba.runs.probe", arguments, ("tba.runs.probe",))
+            self.process = start(program, {**os.environ, **own}, log.fileno())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+
+    def result(self) -> dict[str, Any]:
+        """Returns what it measured; `seconds` is how long the process took in all."""
+        while (code := self.process.poll()) is None:
+            if time.perf_counter() - self.began > _DEADLINE:
+                raise DeadlineExceeded(f"the {self.half}'s probe had not ended after {_DEADLINE:g} s")
+            time.sleep(_POLL)
+        said = self.log.read_text(errors="replace").strip().splitlines()
+        last = said[-1] if said else f"exit code {code}"
+        if not code:
+            found: dict[str, Any] = json.loads(last)
+            return found | {"seconds": time.perf_counter() - self.began}
+        if "OutOfMemoryError" in last or code == -signal.SIGKILL:
+            raise UserError(
+                f"the {self.half} of {self.name} does not fit into this machine's memory by itself ({last}): it is "
+                "measured here, by one process of each half. Measure it with a smaller --model.path or "
+                "--max-tokens-per-pass; docs/scaling.md says what several ranks hold"
+            )
+        raise UserError(f"the {self.half} of {self.name} cannot be started: {last.partition(': ')[2] or last}")

@@ -1,0 +1,142 @@
+"""Imports answers from files or other runs into a run, and says what became of each line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tba.errors import UserError
+from tba.intake.intake import Entry
+from tba.intake.report import Report
+from tba.recipe import Recipe
+from tba.record.jsonl import JsonLines
+from tba.record.text import printable
+from tba.runs.deciding import Say
+from tba.runtime.importing import demonstrations, entries_of, intake_of
+from tba.runtime.run_directory import RunDirectory
+
+FILE = "imports.jsonl"  # in the run's folder: one line for each source
+_LOUD = 20_000  # lines between two progress messages
+
+
+def take_in(
+    recipe: Recipe,
+    run: RunDirectory,
+    files: Sequence[Path],
+    say: Say,
+    source: str | None = None,
+    believe: bool = False,
+    max_tokens: int | None = None,
+) -> None:
+    """Import each file into the run and report on it. Raises `UserError` when nothing in them could be imported.
+
+    source: that the trajectories are recorded under; None: the file's name. believe: take the rewards that lines claim.
+    max_tokens: of the longest answer; None: as many as the run's engine samples.
+    """
+    refuse(recipe, files)
+    sources = [(str(file), source or file.name, entries_of(file, run)) for file in files]
+    _take(recipe, run, sources, say, believe, max_tokens)
+
+
+def fill(recipe: Recipe, run: RunDirectory, say: Say) -> None:
+    """Import what the recipe's runs begin with (`--fill`). Raises `UserError` as `take_in` does."""
+    files, shown = recipe.fill.files, recipe.fill.demonstrations
+    refuse(recipe, files)
+    sources = [(str(file), file.name, entries_of(file, run)) for file in files]
+    if shown:
+        sources.append(("the task's demonstrations", "demonstrations", demonstrations(recipe, shown)))
+    if sources:
+        _take(recipe, run, sources, say)
+
+
+def _take(
+    recipe: Recipe,
+    run: RunDirectory,
+    sources: Sequence[tuple[str, str, Iterable[Entry]]],
+    say: Say,
+    believe: bool = False,
+    max_tokens: int | None = None,
+) -> None:
+    """Import each source: (its name for people, the name its trajectories are recorded under, its lines)."""
+    taken = 0
+    with (
+        intake_of(recipe, run, believe, max_tokens) as intake,
+        JsonLines(run.path / FILE) as records,
+    ):
+        for called, known_by, entries in sources:
+            report = intake.take(entries, known_by, Loud(called, say))
+            if recipe.record.hide_text:
+                report.hide()
+            records.append(report.to_json())
+            for line in lines_of(report, called, taught=recipe.teachers.count > 0):
+                say(line)
+            taken += report.imported + report.repeated
+    if not taken:
+        raise UserError(
+            f"none of {', '.join(called for called, _, _ in sources)} could be imported into {run.path}: the reasons "
+            f"are above, and in {run.path / FILE}"
+        )
+
+
+def refuse(recipe: Recipe, files: Sequence[Path]) -> None:
+    """Raises `UserError` for files that cannot be imported into a run of this recipe."""
+    if not files:
+        return
+    for file in files:
+        if not file.exists():
+            raise UserError(f"there is no {file}: give a JSON Lines, CSV or Parquet file, or the folder of a run")
+    if "step_value" in recipe.objective.needs:
+        raise UserError(
+            f"{type(recipe.objective).__name__} needs the values of an answer's steps, which only searchers estimate: "
+            "import into a run of another objective"
+        )
+    if "log_behavior" in recipe.objective.needs and not all(f.is_dir() or f.suffix == ".sqlite" for f in files):
+        raise UserError(
+            f"{type(recipe.objective).__name__} needs the log-probabilities of the policy that sampled an answer, and "
+            "answers from a file have none: import into a run of Trajectory Balance (or without a correction), or from "
+            "another run's folder, which has them"
+        )
+
+
+@dataclass
+class Loud:
+    """Says now and then how far it is."""
+
+    source: str
+    say: Say
+    _next: int = _LOUD
+
+    def __call__(self, lines: int) -> None:
+        if lines >= self._next:
+            self.say(f"{self.source}: {lines:,} lines")
+            self._next = lines + _LOUD
+
+
+def lines_of(report: Report, called: str, taught: bool = False) -> list[str]:
+    """Returns what became of one source's lines, for people. taught: the run has a teacher."""
+    lines = [
+        f"{called}: {report.lines:,} lines, {report.imported:,} imported ({report.tokens:,} tokens), "
+        f"{report.repeated:,} already imported, {report.refused:,} rejected"
+    ]
+    for reason, rejected in sorted(report.rejected.items(), key=lambda item: -item[1].count):
+        lines.append(f"  {rejected.count:,} rejected: {reason}")
+        lines += [f"    line {number}" + (f": {detail}" if detail else "") for number, detail in rejected.examples]
+    if report.imported:
+        lines.append(
+            f"  {len(report.of):,} prompts, {report.varied:,} of them with different rewards"
+            + ("; the teacher teaches on all of them" if taught else ": only these can teach the policy anything")
+        )
+    if report.unknown_prompts:
+        lines.append(
+            f"  {report.unknown_prompts:,} answer prompts that are none of the task's own: check that the prompts are "
+            "written as the task writes them"
+        )
+    if report.claimed:
+        lines.append(f"  {report.claimed:,} claimed a reward, {report.disagreed:,} another than the one recorded")
+    if report.imported:
+        lines.append(
+            "  note: imported answers need not cover all that the policy can say (full support): Trajectory Balance "
+            "determines it only where there are answers, and searchers fill the rest"
+        )
+    return [printable(line, 400) for line in lines]

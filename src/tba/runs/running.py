@@ -1,0 +1,159 @@
+"""Carries out a run, from what the recipe leaves open to its summary.
+
+Invariant: nothing is printed here: a `View` is told the lines for people, and shown the state of the run.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+from tba.errors import PartFailed, TbaError, UserError
+from tba.foreign import problems_of
+from tba.recipe import Recipe
+from tba.record.callbacks import Callbacks
+from tba.record.failure import Failure
+from tba.record.live import View
+from tba.record.recorder import TensorBoardEvents
+from tba.record.summary import Summary
+from tba.replay.database import suspect_mark
+from tba.runs.deciding import with_sizes, with_weights
+from tba.runs.importing import fill, refuse, take_in
+from tba.runs.validating import notes_on_data, notes_on_prompts
+from tba.runtime.checkpointing import loss_of, note_recoveries
+from tba.runtime.disk import outside_cause
+from tba.runtime.importing import is_prepared, take_over
+from tba.runtime.inline import Inline
+from tba.runtime.local.forkserver import prepare
+from tba.runtime.local.processes import Processes
+from tba.runtime.reporting import Progress, summarise
+from tba.runtime.run_directory import RunDirectory
+from tba.runtime.supervisor import Driver
+
+
+def carry_out(
+    recipe: Recipe,
+    name: str,
+    overrides: list[str],
+    path: Path,
+    view: View,
+    data: Path | None = None,
+    callbacks: Callbacks | None = None,
+) -> tuple[RunDirectory, Summary, int]:
+    """Makes one run, from the warm start to its summary; returns the run, the summary and the exit code.
+
+    It begins with what is imported from `data`, or has been imported to `path`. callbacks: are told what it records.
+    """
+    began = time.monotonic()
+    if recipe.runtime == "processes":
+        prepare()
+    said: list[str] = []  # a warm start that is made now says so
+
+    def say(line: str) -> None:
+        said.append(line)
+        view.say(line)
+
+    recipe, overrides = with_weights(recipe, overrides, say)
+    sft_seconds = time.monotonic() - began if said else 0.0
+    recipe, overrides = with_sizes(recipe, overrides, view.say)
+    for warning in [*notes_on_prompts(recipe), *notes_on_data(recipe, recipe.model.prepared(recipe.task))]:
+        view.say(f"note: {warning}")
+    refuse(recipe, [*recipe.fill.files, *([] if data is None else [data])])
+    if prepared := is_prepared(path):
+        take_over(path, recipe)
+    run = RunDirectory.create(path, name, overrides, recipe, began, sft_seconds)
+    view.say(f"run {run.path}")
+    with run.held(0.0) as held:
+        try:
+            with failure_recorded(recipe, run):
+                fill(recipe, run, view.say)
+                if data is not None:
+                    take_in(recipe, run, [data], view.say)
+        except UserError:
+            if not prepared:  # nothing of it is of use
+                shutil.rmtree(run.path)
+            raise
+        return run, *go(recipe, held, view, callbacks)
+
+
+def go(recipe: Recipe, run: RunDirectory, view: View, callbacks: Callbacks | None = None) -> tuple[Summary, int]:
+    """Returns the run's summary and the exit code. The run's folder is locked meanwhile."""
+    progress, callbacks = Progress(recipe, run), callbacks or Callbacks()
+    with view.live(recipe.name) as live:
+
+        def tell(phase: str, note: str) -> None:
+            callbacks.look(run.path)
+            if live.due():
+                live.update(progress.status(phase, note))
+
+        runtime = _runtime(recipe)(recipe, run, tell)
+        with failure_recorded(recipe, run):
+            faults = runtime.go()
+            callbacks.look(run.path)
+        with failure_recorded(recipe, run):
+            summary = summarise(recipe, run, runtime.searchers, faults, run.facts.get("sft_seconds", 0.0))
+    if recipe.record.has_tensorboard():  # the last evaluation came after the trainer had closed its events
+        with closing(TensorBoardEvents(run.path)) as events:
+            for e in summary.evaluations:
+                if e.version.step == summary.steps:
+                    events.write(e.version.step, time.time(), {f"eval/{e.metric}": e.value})
+    return summary, runtime.exit_code
+
+
+def steps_in(recipe: Recipe, epochs: float) -> int:
+    """Returns how many optimizer steps have as many groups as `epochs` passes over the training prompts."""
+    if not 0 < epochs < math.inf:
+        raise UserError(f"--epochs is {epochs}: give a number above 0")
+    prompts = len(problems_of(recipe.task, "train")[: recipe.prompts.limit])
+    return math.ceil(round(epochs * prompts / recipe.groups_per_step, 6))
+
+
+def _runtime(recipe: Recipe) -> type[Inline | Driver]:
+    """Returns the class of its runtime. Raises `UserError` when a library is missing."""
+    if recipe.runtime == "cluster":
+        from tba.runtime.cluster.driver import Cluster  # needs Ray
+
+        return Cluster
+    return Inline if recipe.runtime == "inline" else Processes
+
+
+@contextmanager
+def failure_recorded(recipe: Recipe, run: RunDirectory) -> Iterator[None]:
+    """Records an error that ends the run in its folder. A full disk becomes a `UserError`; a damaged journal is
+    recovered, and the error says what that gave.
+    """
+    try:
+        yield
+    except Exception as error:
+        moved = not (run.path / "recipe.json").exists()
+        told = outside_cause(error, run.path) or _recovered(recipe, run, error)
+        if told is None and not isinstance(error, TbaError):
+            raise
+        with suppress(OSError):  # there may be no room for it
+            if not moved:
+                Failure.record(run.path, told or error, explained=told is not None)
+        if told is None:
+            raise
+        raise told from error
+
+
+def _recovered(recipe: Recipe, run: RunDirectory, error: Exception) -> UserError | None:
+    """Returns what was recovered of a journal that was damaged while it was in use; None for other errors.
+
+    One that nobody has explained may come of it: what is read in a file that another program writes into is anything.
+    """
+    journal = run.journal(recipe)
+    explained = isinstance(error, TbaError) and not isinstance(error, PartFailed)
+    if explained and not suspect_mark(journal).exists():
+        return None
+    try:
+        found = "; ".join(str(what) for what in (*note_recoveries(run, journal), loss_of(run, journal)) if what)
+    except TbaError:  # it cannot be recovered, or somebody else has it open: the error stands
+        return None
+    again = f"continue with `tba resume {shlex.quote(str(run.path))}`"
+    return UserError(f"{journal} was damaged while it was in use: {found}; {again}") if found else None

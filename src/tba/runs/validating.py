@@ -1,0 +1,188 @@
+"""Says whether a recipe can run here, and what is odd about it, before anything is made."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+
+import numpy as np
+
+from tba.cards import cards
+from tba.engines.vllm import require_vllm
+from tba.errors import UserError
+from tba.foreign import problems_of
+from tba.objectives.grpo import Grpo
+from tba.objectives.policy_gradient import Reinforce
+from tba.protocols import Examined, Model
+from tba.recipe import Recipe
+from tba.replay.selection import RecencyReward
+from tba.rewards.functions import check_fields
+from tba.runtime.prompting import asked_of, reward_of
+from tba.runtime.sizing import Machine, places_on
+from tba.types import SPLITS, Sampling
+
+_DRAWS = 64  # of an exploration, to see how it samples
+
+
+def validate(recipe: Recipe) -> list[str]:
+    """Returns warnings. Raises `UserError` for a recipe that cannot run."""
+    warnings = []
+    if fault := cards().fault:
+        warnings.append(
+            f"the GPUs of this machine are left alone, since CUDA cannot be started ({fault}): install the build of "
+            "torch that suits their driver, which `python tools/preflight.py` names, or the CPU build (TORCH=cpu)"
+        )
+    recipe.record.has_tensorboard()
+    if recipe.runtime == "cluster":
+        require_ray()
+    elif getattr(getattr(recipe.model, "generation", None), "engine", "") == "vllm":
+        require_vllm()
+    if recipe.runtime == "processes":
+        places_on(recipe, Machine.here())
+    if not recipe.exploration.full_support:
+        warnings.append(
+            "no searcher's sampling has full support (top-p below 1, top-k, min-p or temperature 0): Trajectory "
+            "Balance determines the policy only on what can be sampled; set --exploration.top-p 1, and no top-k or "
+            "min-p, to determine it everywhere"
+        )
+    if recipe.model.never_sampled:
+        warnings.append(
+            f"no searcher samples {' or '.join(recipe.model.never_sampled)} (the engine's rules): Trajectory Balance "
+            "determines the policy only on what can be sampled; elsewhere it stays as it happens to be"
+        )
+    warnings += [*_on_sampling(recipe), *_on_groups(recipe), *_on_frequencies(recipe)]
+    if recipe.vine is not None and "step_value" not in recipe.objective.needs:
+        warnings.append(
+            "searchers continue answers from each step (the recipe's vine), but the objective uses no step values: "
+            "leave the vine out"
+        )
+    if recipe.trainer.count > 1:
+        warnings.append(
+            "over several ranks the trainer's figures below are those of one rank, or computed where one would not fit"
+        )
+    if recipe.runtime == "cluster" and recipe.cluster.searcher_gpus and recipe.cluster.trainer_gpus == 0:
+        warnings.append("searchers ask for GPUs and the trainer for none: set --cluster.trainer-gpus, or it has none")
+    parts = recipe.searcher_count + recipe.trainer.count
+    cores = os.cpu_count() or 1
+    if recipe.runtime == "processes" and parts * recipe.run.threads > cores and not cards():
+        warnings.append(f"{parts} processes share {cores} cores: they will slow each other down")
+    return warnings
+
+
+def _on_sampling(recipe: Recipe) -> list[str]:
+    """Returns a warning about an objective of ratios whose answers are not sampled as the policy has them."""
+    corrects = getattr(recipe.objective, "off_policy", "none") != "none"  # of Trajectory Balance, which can do without
+    if recipe.offline or not (corrects or "log_behavior" in recipe.objective.needs):
+        return []
+    rng, own = np.random.default_rng(0), recipe.policy_temperature
+    drawn = [recipe.exploration.draw(rng) for _ in range(_DRAWS)]
+    other = [sampling for sampling in drawn if sampling != Sampling(own)]
+    if not other:
+        return []
+    share = "answers are" if len(other) == len(drawn) else f"{len(other) / len(drawn):.0%} of the rounds are"
+    first = other[0]
+    how = f"temperature {first.temperature:g}" + (f" and top-p {first.top_p:g}" if first.top_p < 1 else "")
+    how += f" and top-k {first.top_k}" if first.top_k else ""
+    how += f" and min-p {first.min_p:g}" if first.min_p else ""
+    how += f" and a repetition penalty of {first.repetition_penalty:g}" if first.repetition_penalty != 1 else ""
+    return [
+        f"{share} sampled otherwise than from the policy that the objective takes their ratios to ({how}, the policy's "
+        f"is temperature {own:g} with all tokens): these ratios are then not 1 even when nothing is stale; sample with "
+        f"--exploration.temperature {own:g} --exploration.top-p 1 and no top-k, min-p or repetition penalty, or set "
+        "--policy-temperature to what is sampled at"
+    ]
+
+
+def _on_groups(recipe: Recipe) -> list[str]:
+    """Returns warnings about groups that a round does not fill."""
+    selection, sampled, fresh = recipe.replay.selection, recipe.samples_per_prompt, recipe.group_size
+    newest = False
+    if isinstance(selection, RecencyReward):
+        newest = selection.m == 1 and recipe.sync_every == 1
+        if selection.mix == "group":  # a part of each group is from memory
+            fresh = math.ceil(round(selection.m * fresh, 9))
+    warnings = []
+    if sampled < fresh:
+        warnings.append(
+            f"S = {sampled} samples per prompt are fewer than K = {recipe.group_size}: groups stay ragged until a "
+            "prompt comes round again; set --samples-per-prompt higher"
+        )
+    if newest and recipe.replay.buffer.distinct and sampled <= fresh:
+        warnings.append(
+            "all groups are to be of the newest round, but of equal answers one is kept, and older data fill a group "
+            "that has fewer than K: set --replay.buffer.no-distinct to be on-policy"
+        )
+    return warnings
+
+
+def _on_frequencies(recipe: Recipe) -> list[str]:
+    """Returns warnings where groups misrepresent how often an answer is sampled and the optimum depends on it
+    (docs/method.md).
+    """
+    match recipe.objective:
+        case Reinforce(baseline="none", beta=beta):
+            what, other = "REINFORCE without a baseline", "--objective.baseline leave_one_out"
+        case Grpo(penalty="loss", beta=beta):
+            what, other = "GRPO or Dr. GRPO with the divergence in the loss", "--objective.penalty reward"
+        case _:
+            return []
+    selection = recipe.replay.selection
+    causes = {}
+    if recipe.replay.buffer.distinct:
+        causes["of equal answers one is kept"] = "--replay.buffer.no-distinct"
+    if isinstance(selection, RecencyReward) and selection.inverse_temperature and selection.m < 1:
+        causes["groups are drawn by reward"] = "--replay.selection.inverse-temperature 0"
+    if not causes or not beta(1):
+        return []
+    return [
+        f"{' and '.join(causes)}, which moves the optimum of {what}, since that depends on how often an answer comes: "
+        f"set {' and '.join(causes.values())}, or {other}, whose optimum does not"
+    ]
+
+
+def notes_on_prompts(recipe: Recipe) -> list[str]:
+    """Returns more warnings, those that need the task's problems. Raises `UserError` for a task that has none."""
+    held_out, reward = problems_of(recipe.task, "eval"), reward_of(recipe.task)
+    problems, buffer = problems_of(recipe.task, "train")[: recipe.prompts.limit], recipe.replay.buffer
+    check_fields(reward, problems, recipe.task.name)
+    if not isinstance(recipe.task, Examined):  # else they are graded by another
+        check_fields(reward, held_out, f"{recipe.task.name} (held out)")
+    if getattr(recipe.model, "template_arguments", ()) and all(isinstance(p.prompt, str) for p in problems):
+        return ["--model.template-arguments has no effect: the prompts are texts, to which no template is applied"]
+    if buffer.per_prompt < buffer.total and len({(str(p.prompt), p.seed) for p in problems}) == 1:
+        return [
+            f"the task has one prompt, of which replay keeps {buffer.per_prompt:,} trajectories, though there is room "
+            f"for {buffer.total:,}: set --replay.buffer.per-prompt {buffer.total} to keep as many"
+        ]
+    return []
+
+
+def notes_on_data(recipe: Recipe, model: Model) -> list[str]:
+    """Returns more warnings, those that need the prompts as the prepared model reads them: what is left out, and what
+    is in both splits. Raises `UserError` where none are left, or the model has no room for them.
+    """
+    asked = {split: asked_of(recipe, model, split) for split in SPLITS}
+    found = [each.note for each in asked.values() if each.note]
+    train, held_out = ([(p.text.strip(), p.seed) for p in asked[split].prompts] for split in SPLITS)
+    known = set(train)
+    if (both := sum(one in known for one in held_out)) and len(known) > 1:
+        found.append(
+            f"{both:,} of {len(held_out):,} held-out problems are trained on too, so that their accuracy is not that "
+            "of new ones: keep the splits apart"
+        )
+    answers: dict[tuple[str, int | None], set[str]] = {}
+    for prompt in asked["train"].prompts:
+        answers.setdefault((prompt.key, prompt.seed), set()).add(repr(prompt.fields.get("answer")))
+    if several := sum(len(own) > 1 for own in answers.values()):
+        found.append(
+            f"{several:,} training prompts come more than once, with different right answers: the rewards of a prompt "
+            "contradict one another; keep one row of each"
+        )
+    return found
+
+
+def require_ray() -> None:
+    """Raises `UserError` when Ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise UserError("a cluster needs Ray, which is not installed: pip install -e '.[cluster]'")
