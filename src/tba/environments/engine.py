@@ -84,12 +84,12 @@ class Episodes:
 
     @property
     def submitted(self) -> int:
-        """How many prompts there have been."""
+        """Returns how many prompts there have been."""
         return self.flow.submitted
 
     @property
     def wanted(self) -> int:
-        """How many more prompts could begin to be answered now."""
+        """Returns how many more prompts could begin to be answered now."""
         return self.flow.wanted
 
     def submit(self, prompts: Sequence[Prompt]) -> None:
@@ -128,7 +128,7 @@ class Episodes:
             self._ask(turn.request, self.speech.said(turn.tokens, turn.text))
 
     def replies(self, wait: bool) -> Mapping[int, IntArray | None]:
-        """What the environments have said."""
+        """Returns what the environments have said."""
         self._listen(wait and not self._said)
         said, self._said = self._said, {}
         return said

@@ -26,7 +26,7 @@ class EpisodeFailed(TbaError):
 
 @dataclass(frozen=True)
 class Observation:
-    """What an environment says after a turn: a message of the user, or of the tools that the turn has called."""
+    """An environment's reply to a turn: a message of the user, or of the tools that the turn has called."""
 
     text: str
     results: tuple[tuple[str, str], ...] = ()  # by tool, in the order of the calls
@@ -110,7 +110,7 @@ class Episode:
 
     @property
     def turns(self) -> int:
-        """How many turns the environment was told."""
+        """Returns how many turns the environment was told."""
         return self._most - self._left
 
     def cut(self, text: str) -> None:

@@ -93,7 +93,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the environment makes of it."""
+    """An environment's reply to a turn."""
 
     said: Observation | None = None  # None: it is over
     judgement: Judgement | None = None  # given when it is over
@@ -301,7 +301,9 @@ class Hosts:
                 return
 
     def _is_own_failure(self, host: _Host) -> bool:
-        """Whether a start has failed of itself. With a nursery die all that are starting: only the first counts."""
+        """Returns whether a start has failed of itself. With a nursery die all that are starting: only the first
+        counts.
+        """
         nursery = self._started_by.pop(host.number)
         if nursery is self._nurseries[-1] and not nursery.has_ended():
             return True
@@ -416,7 +418,7 @@ class _Nursery:
         self._send({"kill": number})
 
     def has_ended(self) -> bool:
-        """Whether it is dead, which can be seen before the processes are that are killed with it."""
+        """Returns whether it is dead, which can be seen before the processes are that are killed with it."""
         if self.alive:
             try:
                 ended = os.waitid(os.P_PID, self.process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

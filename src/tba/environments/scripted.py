@@ -25,7 +25,7 @@ class Acting:
 
     @property
     def sampled(self) -> bool:
-        """Whether it is a turn."""
+        """Returns whether it is a turn."""
         return isinstance(self.said, str)
 
     @property

@@ -87,10 +87,12 @@ def _with(prompt: str | tuple[Message, ...], told: str) -> str | tuple[Message, 
 
 @dataclass(frozen=True)
 class EnvironmentReward:
-    """What the environment itself says of an episode."""
+    """Gives an episode the reward that its environment gave it."""
 
     def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
-        """One judgement for each (prompt, completion), in order. Raises `UserError` for one that was never acted."""
+        """Returns one judgement for each (prompt, completion), in order. Raises `UserError` for one that was never
+        acted.
+        """
         judgements = [completion.judgement for _, completion in answered]
         if None in judgements:
             raise UserError(

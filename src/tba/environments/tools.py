@@ -87,7 +87,7 @@ def _schema(environment: object, name: str, tool: Callable[..., Any]) -> Json:
 
 @dataclass(frozen=True)
 class Call:
-    """What a turn asks for: a tool by name, with its arguments; or what is wrong with it."""
+    """A call that a turn makes: a tool by name, with its arguments; or what is wrong with it."""
 
     name: str
     arguments: Json = None
@@ -169,7 +169,7 @@ def _whole(said: str) -> list[Call]:
 
 
 def _calls(value: Json) -> bool:
-    """Whether an object is meant as a call."""
+    """Returns whether an object is meant as a call."""
     if not isinstance(value, Mapping):
         return False
     named = "name" in value and (next(iter(value)) == "name" or bool({"arguments", "parameters"} & value.keys()))

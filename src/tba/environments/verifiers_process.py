@@ -224,7 +224,7 @@ class World:
             return {"failed": _told(error)}
 
     async def _task(self, index: int) -> Json:
-        """What task `index` asks its agent first; null after the last one."""
+        """Returns what task `index` asks its agent first; null after the last one."""
         if (task := self._at(index)) is None:
             return None
         content = task.data.model_dump(mode="json", exclude={"idx", "id", "name"})
@@ -278,7 +278,7 @@ class World:
         return self.tasks[index] if index < len(self.tasks) else None
 
     async def _completions(self, request: web.Request) -> web.Response:
-        """The endpoint: a turn of the policy."""
+        """Answer a request to the endpoint with a turn of the policy."""
         shown = request.headers.get("Authorization", "").encode()
         if not secrets.compare_digest(shown, f"Bearer {self.token}".encode()):
             return web.json_response({"error": {"message": "the token is missing"}}, status=401)
@@ -327,7 +327,7 @@ def _told(error: Exception) -> str:
 
 
 def main() -> None:
-    """The child: standard output is the parent's alone, whatever a library prints."""
+    """Run as the child: standard output is the parent's alone, whatever a library prints."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     warnings.simplefilter("ignore")

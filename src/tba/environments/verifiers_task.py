@@ -67,8 +67,8 @@ class VerifiersTask:
         return functools.partial(VerifiersEpisode, self)
 
     def problems(self, split: Split) -> list[Problem]:
-        """Each task as its agent is first asked; the seed is its place in the taskset. Raises `UserError` when the
-        package is missing, or the taskset cannot be played here.
+        """Returns each task as its agent is first asked; the seed is its place in the taskset. Raises `UserError` when
+        the package is missing, or the taskset cannot be played here.
         """
         _require_version()
         held_out = self._tasks(0, self.eval_problems)

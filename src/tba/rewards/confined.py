@@ -101,7 +101,7 @@ def confine() -> bool:
 
 @functools.cache
 def confines() -> bool:
-    """Whether this system can confine a process; tried out in a child."""
+    """Returns whether this system can confine a process; tried out in a child."""
     tried = subprocess.run([sys.executable, "-m", "tba.rewards.confined"], capture_output=True, timeout=120)
     return tried.returncode == 0
 

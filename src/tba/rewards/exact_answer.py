@@ -81,7 +81,7 @@ _GLUED_VARIABLE = re.compile(r"[A-Za-z](?![A-Za-z])|[√π]")
 
 
 def grade(response: str, answer: str, strict: bool = False) -> bool:
-    """Whether `response` gives `answer`. Never raises, whatever the texts."""
+    """Returns whether `response` gives `answer`. Never raises, whatever the texts."""
     place = _after_mark(response) if strict else _marked(response)
     right, (number, at) = _right(answer), _worded(answer)
     if right is None and number is None and at is None:
@@ -140,7 +140,7 @@ class ExactText:
 
 
 def right_answer(prompt: Prompt) -> str:
-    """The prompt's field `answer` as text. Raises `UserError` when it is missing or neither text nor number."""
+    """Returns the prompt's field `answer` as text. Raises `UserError` when it is missing or neither text nor number."""
     answer = prompt.fields.get("answer")
     if isinstance(answer, bool) or not isinstance(answer, str | int | float) or str(answer).strip() == "":
         raise UserError(
@@ -228,7 +228,7 @@ def _said(amount: Amount, before: str) -> Amount:
 
 
 def _is_point(text: str, amount: Amount) -> bool:
-    """Whether a number with commas is all that stands between brackets, and so may be a point: `(20,100)`."""
+    """Returns whether a number with commas is all that stands between brackets, and so may be a point: `(20,100)`."""
     return "," in text[amount.start : amount.end] and _POINT.fullmatch(text[: _LONGEST_FORM + 1]) is not None
 
 
@@ -266,7 +266,7 @@ def _same_text(place: _Place | None, response: str, answer: str, strict: bool) -
 
 
 def _is(text: str, answer: str, edges: str) -> bool:
-    """Whether a place's text is the answer, as words or by its form."""
+    """Returns whether a place's text is the answer, as words or by its form."""
     if _words(text, edges) == _words(answer, edges):
         return True
     if len(text) > 2 * len(answer) + _LONGEST_LABEL:
@@ -275,7 +275,7 @@ def _is(text: str, answer: str, edges: str) -> bool:
 
 
 def _is_one_of_several(before: str, wanted: str) -> bool:
-    """Whether a choice stands last in a list of choices: `A, B` or `A and B`."""
+    """Returns whether a choice stands last in a list of choices: `A, B` or `A and B`."""
     return len(wanted) == 1 and re.search(r"(?<![a-z])[a-z](?:,| and| &)\s?$", before[-8:]) is not None
 
 

@@ -205,7 +205,7 @@ class _Signature:
 
     @property
     def waits(self) -> bool:
-        """Whether it is async."""
+        """Returns whether it is async."""
         function = self.function.func if isinstance(self.function, functools.partial) else self.function
         return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 

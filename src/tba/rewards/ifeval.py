@@ -31,7 +31,7 @@ _BREAKS = (ValueError, IndexError, RecursionError)  # what a check raises for an
 
 
 def fulfils(kind: str, arguments: Mapping[str, Json], question: str, answer: str) -> bool:
-    """Whether `answer` fulfils the instruction of that kind; an empty one fulfils none, as in IFEval.
+    """Returns whether `answer` fulfils the instruction of that kind; an empty one fulfils none, as in IFEval.
 
     Raises `UserError` for a kind or arguments that IFEval does not have, and without the package.
     """
@@ -73,7 +73,7 @@ def _judgement(prompt: Prompt, answer: str) -> Judgement:
 
 
 def loose_forms(answer: str) -> list[str]:
-    """The forms of an answer of which one has to fulfil an instruction in IFEval's loose reading."""
+    """Returns the forms of an answer of which one has to fulfil an instruction in IFEval's loose reading."""
     lines = answer.split("\n")
     cut = [answer, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
     return [form for text in cut for form in (text, text.replace("*", ""))]
@@ -81,7 +81,7 @@ def loose_forms(answer: str) -> list[str]:
 
 @cache
 def _check(kind: str, arguments: str, question: str) -> Check:
-    """The check of an instruction; cached, because a prompt is answered many times."""
+    """Returns the check of an instruction; cached, because a prompt is answered many times."""
     own = _OWN.get(kind)
     given = {name: value for name, value in json.loads(arguments).items() if value is not None}
     if own is None and kind not in _kinds():

@@ -1,4 +1,4 @@
-"""Whether an answer does what it was told: instructions whose fulfilment a function can check.
+"""Checks whether an answer does what it was told: instructions whose fulfilment a function can check.
 
 Invariant: a check is a function of the answer's text and the instruction's arguments alone, in time linear in the text.
 
@@ -23,12 +23,12 @@ _MINOR = frozenset(
 
 
 def words(text: str) -> list[str]:
-    """The words of a text, as IFEval counts them: runs of letters, digits and underscores."""
+    """Returns the words of a text, as IFEval counts them: runs of letters, digits and underscores."""
     return re.findall(r"\w+", text)
 
 
 def sentences(text: str) -> int:
-    """How many sentences there are: ends of sentences, and one more for what stands after the last."""
+    """Returns how many sentences there are: ends of sentences, and one more for what stands after the last."""
     ends = list(_SENTENCE_END.finditer(text))
     rest = text[ends[-1].end() :] if ends else text
     return len(ends) + bool(words(rest))
@@ -62,7 +62,9 @@ CHECKS: Mapping[str, Callable[..., bool]] = {
 
 
 def fulfilled(instruction: Mapping[str, Json], question: str, answer: str) -> bool:
-    """Whether `answer` fulfils one instruction; an empty one fulfils none. Raises `UserError` for an unknown kind."""
+    """Returns whether `answer` fulfils one instruction; an empty one fulfils none. Raises `UserError` for an unknown
+    kind.
+    """
     kind, arguments = instruction["kind"], instruction["arguments"]
     if ":" in kind:
         return fulfils(kind, arguments, question, answer)

@@ -60,7 +60,7 @@ class MathAnswer:
         object.__setattr__(self, "children", Children(command, self.processes, self.seconds + _GRACE))
 
     def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
-        """One judgement for each, in order. Raises `UserError` for a prompt that has no answer."""
+        """Returns one judgement for each, in order. Raises `UserError` for a prompt that has no answer."""
         pairs = [(last_boxed(completion.text), right_answer(prompt)) for prompt, completion in answered]
         marks = self.grade(pairs)
         late = sum(mark is None for mark in marks)
@@ -69,7 +69,7 @@ class MathAnswer:
         return [Judgement(float(mark or 0), {"ungraded": float(mark is None)}) for mark in marks]
 
     def grade(self, pairs: Sequence[tuple[str | None, str]]) -> list[bool | None]:
-        """Whether each (boxed answer, right answer) are equal, in order; None: not compared in time."""
+        """Returns whether each (boxed answer, right answer) are equal, in order; None: not compared in time."""
         found = {pair: at_once(*pair) for pair in dict.fromkeys(pairs)}
         hard = [pair for pair, mark in found.items() if mark is None]
         if hard:
@@ -97,13 +97,13 @@ def at_once(answer: str | None, right: str) -> bool | None:
 
 
 def equal(answer: str, right: str) -> bool:
-    """Whether the two are equal, by their forms and math-verify. It may hang: call it in a child process."""
+    """Returns whether the two are equal, by their forms and math-verify. It may hang: call it in a child process."""
     verdict = same(answer, right, _by_algebra)
     return _by_algebra(canonical(answer), canonical(right)) if verdict is None else verdict
 
 
 def _by_algebra(answer: str, right: str) -> bool:
-    """Whether math-verify takes two canonical texts for equal, if need be with i for the imaginary unit."""
+    """Returns whether math-verify takes two canonical texts for equal, if need be with i for the imaginary unit."""
     known = spelled(answer, right)
     if known is not None:
         return known
@@ -123,7 +123,9 @@ def _by_algebra(answer: str, right: str) -> bool:
 
 
 def _differ_in_case(one: str, other: str) -> bool:
-    """Whether a variable is a capital in one text only (r, R): math-verify does not see it. A constant C may be c."""
+    """Returns whether a variable is a capital in one text only (r, R): math-verify does not see it. A constant C may be
+    c.
+    """
     letters = [set(_COMMAND.sub("", text)) for text in (one, other)]
     return any(
         (letter in a) != (letter in b) and (letter.swapcase() in a) != (letter.swapcase() in b)
@@ -144,7 +146,7 @@ def _complex(parsed: list[Any]) -> list[Any]:
 
 
 def _differ_though_tiny(a: Any, b: Any) -> bool:
-    """Whether two different numbers are so near 0 that math-verify takes them for equal (1/2004!, 1/2005!)."""
+    """Returns whether two different numbers are so near 0 that math-verify takes them for equal (1/2004!, 1/2005!)."""
     try:
         return bool(a.is_number and b.is_number and 0 < abs(a.evalf()) < _TINY and abs((b / a).evalf() - 1) > _TINY)
     except (AttributeError, TypeError, ValueError, ArithmeticError):
@@ -166,7 +168,7 @@ def _expire(number: int, frame: object) -> None:
 
 
 def serve(questions: IO[str], answers: IO[str], seconds: float) -> None:
-    """The child's loop: reads answer and right answer, writes true or false (null: gave up), until its input ends."""
+    """Read answer and right answer, write true or false (null: gave up), until the input ends: the child's loop."""
     logging.disable()  # math-verify tells of every expression that it cannot read
     signal.signal(signal.SIGALRM, _expire)
     _limit(resource.RLIMIT_AS, _MEMORY_BYTES)
@@ -200,7 +202,7 @@ def _limit(what: int, value: int) -> None:
 
 
 def main() -> None:
-    """The child: standard output is the parent's alone, whatever a library prints."""
+    """Run as the child: standard output is the parent's alone, whatever a library prints."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     serve(sys.stdin, answers, float(sys.argv[1]))

@@ -133,7 +133,9 @@ _REALS = _Interval("-\\infty", True, "\\infty", True)
 
 
 def same(given: str, wanted: str, leaf: Leaf) -> bool | None:
-    """Whether two answers are equal by their forms; what has none is compared by `leaf`. None: it could not tell."""
+    """Returns whether two answers are equal by their forms; what has none is compared by `leaf`. None: it could not
+    tell.
+    """
     one, other = (_unlabelled(canonical(_LETTERED.sub(r"\1)", text))) for text in (given, wanted))
     if one == other or {one, other} <= _NOTHING or _same_numeral(one, other):
         return True
@@ -158,14 +160,14 @@ def same(given: str, wanted: str, leaf: Leaf) -> bool | None:
 
 
 def _same_numeral(one: str, other: str) -> bool:
-    """Whether two numerals have the same digits, and one of them does not say its base: `2A_{16}` and `2A`."""
+    """Returns whether two numerals have the same digits, and one of them does not say its base: `2A_{16}` and `2A`."""
     found = base(one), base(other)
     digits = [numeral[0] if numeral else text.upper() for numeral, text in zip(found, (one, other), strict=True)]
     return found != (None, None) and digits[0] == digits[1] and (None in found or found[0] == found[1])
 
 
 def spelled(one: str, other: str) -> bool | None:
-    """Whether two canonical texts are equal as numbers or in words; None: that takes algebra."""
+    """Returns whether two canonical texts are equal as numbers or in words; None: that takes algebra."""
     if one == other:
         return True
     numbers = _number(one), _number(other)
@@ -215,13 +217,14 @@ def value(text: str) -> tuple[Fraction, bool] | None:
 
 
 def _is_exponent(match: re.Match[str]) -> bool:
-    """Whether the e of `1e-3` is a program's; `2e-1` may be 2e - 1, with Euler's number."""
+    """Returns whether the e of `1e-3` is a program's; `2e-1` may be 2e - 1, with Euler's number."""
     signed = match["e"][1] in "+-"
     return not signed or match["whole"] == "1" or "." in match["whole"] or len(match["e"]) > 3
 
 
 def same_value(given: tuple[Fraction, bool], wanted: tuple[Fraction, bool]) -> bool:
-    """Whether two numbers, each perhaps in percent, are equal: `50\\%` and 0.5; where only one says %, 50 and 50 too.
+    """Returns whether two numbers, each perhaps in percent, are equal: `50\\%` and 0.5; where only one says %, 50 and
+    50 too.
 
     Less than 1 is no number of percent that leaves out its sign: 0.35 % is not 0.35.
     """
@@ -378,7 +381,7 @@ def _vector(text: str) -> _Ordered | None:
 
 
 def _same(a: _Form, b: _Form, one: str, other: str, leaf: Leaf) -> bool | None:
-    """Whether two forms are equal; `one` and `other` are their texts."""
+    """Returns whether two forms are equal; `one` and `other` are their texts."""
 
     def each(left: Sequence[str], right: Sequence[str]) -> bool | None:
         return len(left) == len(right) and _all(_items_same(x, y, leaf) for x, y in zip(left, right, strict=True))
@@ -442,7 +445,7 @@ def _items_same(one: str, other: str, leaf: Leaf) -> bool | None:
 
 
 def _matched(left: Sequence[str], right: Sequence[str], leaf: Leaf) -> bool | None:
-    """Whether two lists have the same items, in any order."""
+    """Returns whether two lists have the same items, in any order."""
     if len(left) != len(right):
         return False
     rest, doubt = list(right), list[str]()
@@ -457,7 +460,7 @@ def _matched(left: Sequence[str], right: Sequence[str], leaf: Leaf) -> bool | No
 
 
 def _paired(left: Sequence[_T], right: Sequence[_T], alike: Callable[[_T, _T], bool | None]) -> bool | None:
-    """Whether each on the left has one of its own on the right that is like it. None: that could not be told."""
+    """Returns whether each on the left has one of its own on the right that is like it; None: it cannot be told."""
     rest, unsure = list(right), False
     for one in left:
         verdicts = [alike(one, other) for other in rest]

@@ -179,7 +179,7 @@ def words(answer: str) -> str | None:
 
 
 def other_base(answer: str, right: str) -> bool:
-    """Whether both are numerals with a base as subscript, and the bases differ."""
+    """Returns whether both are numerals with a base as subscript, and the bases differ."""
     given, wanted = (base(canonical(a)) for a in (answer, right))
     return given is not None and wanted is not None and given[1] != wanted[1]
 
@@ -194,7 +194,7 @@ def base(text: str) -> tuple[str, int] | None:
 
 
 def other_units(answer: str, right: str) -> bool:
-    r"""Whether both name units of measurement and these differ (`5\text{ cm}`, `5\text{ inches}`).
+    r"""Returns whether both name units of measurement and these differ (`5\text{ cm}`, `5\text{ inches}`).
 
     Where an answer is made of several (`6\text{ feet }2\text{ inches}`), whether any amount does. Nothing is converted.
     """

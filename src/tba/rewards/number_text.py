@@ -168,7 +168,7 @@ def quantity(text: str) -> Amount | None:
 
 
 def _only_words(text: str, at: int, after_number: bool) -> bool:
-    """Whether nothing but words and punctuation follows: no variable, no operation, no further number."""
+    """Returns whether nothing but words and punctuation follows: no variable, no operation, no further number."""
     if text[at : at + 1] == "!":
         return False
     while at < len(text):
@@ -185,7 +185,7 @@ def _only_words(text: str, at: int, after_number: bool) -> bool:
 
 
 def _is_word(word: str, glued: bool) -> bool:
-    """Whether letters are a word rather than variables; `glued`: right after a digit, as in `3xy`."""
+    """Returns whether letters are a word rather than variables; `glued`: right after a digit, as in `3xy`."""
     if len(word) > 3:
         return _VOWEL.search(word) is not None
     if glued or len(word) < 3:

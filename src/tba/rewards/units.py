@@ -208,7 +208,7 @@ def unit_after(text: str, at: int) -> tuple[str | None, int]:
 
 
 def differ(one: str | None, other: str | None) -> bool:
-    """Whether both are units, and not the same.
+    """Returns whether both are units, and not the same.
 
     A sign of `CURRENCIES` is the same as its currency per anything, a degree the same as one of a temperature, a unit
     the same as any, and square units the same as the square of any.
@@ -241,7 +241,7 @@ def _power(text: str | None) -> int | None:
 
 
 def _named(word: str) -> str | None:
-    """A single letter is a unit only as written (`m`, not `M`); a word in any case or number, if not by its case."""
+    """Returns the unit that a word names: a single letter as written (`m`, not `M`), others in any case or number."""
     found = _NAMES.get(word)
     if found is not None or len(word) == 1:
         return found

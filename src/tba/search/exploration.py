@@ -20,7 +20,7 @@ from tba.types import Sampling
 @dataclass(frozen=True)
 @as_declared
 class Fixed:
-    """The same settings in every round. Raises `UserError` for what is out of range."""
+    """Samples with equal settings in every round. Raises `UserError` for what is out of range."""
 
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0  # below 1 cuts support
@@ -58,7 +58,7 @@ class Fixed:
 @dataclass(frozen=True)
 @as_declared
 class RandomPerRound:
-    """The paper's off-policy decoding (its future work, off by default there): one draw for each round.
+    """Draws as the paper's off-policy decoding (its future work, off by default there): one draw for each round.
 
     With probability `p_temperature` the temperature is uniform in [`temperature_low`, `temperature_high`], else
     `temperature`; with probability `p_top_p` top-p is uniform in [`top_p_low`, 1], else 1. Raises `UserError` for what

@@ -23,7 +23,7 @@ class Overlong:
     longest: int = 1
 
     def drops(self, completion: Completion) -> bool:
-        """Whether the answer is not trained."""
+        """Returns whether the answer is not trained."""
         return self.penalty == "drop" and completion.stop_reason is StopReason.LENGTH
 
     def of(self, completion: Completion, judgement: Judgement) -> Judgement:

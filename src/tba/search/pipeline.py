@@ -141,7 +141,7 @@ class Pipeline:
         return len(found)
 
     def _between(self) -> bool:
-        """What is done between two tokens; returns whether generation is to stop."""
+        """Do what is due between two tokens; returns whether generation is to stop."""
         self._load()
         self._pass_on()
         interrupted = self.searcher.interrupted
@@ -200,9 +200,7 @@ class Pipeline:
         self.part = _Part(answered, finished, counts, judging, scoring)
 
     def _score(self, finished: Finished) -> list[Scores]:
-        """What the reference does with a part: become another one, if that is named, score older trajectories, and
-        these.
-        """
+        """Score a part; before it, load another reference if one is named, and score older trajectories."""
         self.searcher.refer()
         if self.searcher.rescorer is not None:
             self.searcher.rescorer.round()
@@ -254,7 +252,7 @@ def _beside(name: str, act: Callable[..., T], *given: Any) -> Future[T]:
 
 
 def _read(published: PublishedWeights) -> PublishedWeights:
-    """Returns the same once all of it is in memory, so that loading it is only copying."""
+    """Returns published weights once all of them are in memory, so that loading them is only copying."""
     weights = published.read()
     for tensor in weights.values():
         tensor.flatten()[::_PAGE].sum()

@@ -1,4 +1,4 @@
-"""Which prompts a searcher answers: a task's problems tokenised once, in shuffled epochs or chosen for each round.
+"""Prompts that a searcher answers: a task's problems tokenised once, in shuffled epochs or chosen for each round.
 
 Invariant: position -> prompt is a pure function of (prompts, seed), so any searcher on any machine, before or after a
 restart, gets the same prompt for the same position; only the leases settle who works on which position. In epochs a

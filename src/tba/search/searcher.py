@@ -63,8 +63,8 @@ class Answered:
     began: float  # when it was asked, by a monotonic clock
 
     def is_whole(self, count: int) -> bool:
-        """Whether the lease is given back: `count` completions are finished. Otherwise it runs out, and is leased
-        again.
+        """Returns whether the lease is given back: `count` completions are finished. Otherwise it runs out, and is
+        leased again.
         """
         return sum(c.stop_reason is not StopReason.INTERRUPTED for c in self.completions) == count
 
@@ -338,7 +338,7 @@ def _due(answered: Iterator[Answered], hold: float) -> Iterator[list[Answered]]:
 
 
 def _stamped(trajectories: Sequence[Trajectory], seconds: float) -> list[Trajectory]:
-    """Returns the same with the time of sending, and the seconds since the first was asked by a monotonic clock."""
+    """Returns trajectories with the time of sending, and the seconds since the first was asked (monotonic clock)."""
     now, seconds = time.time(), round(seconds, 3)
     stamped = {id(t.provenance): {**t.provenance, "seconds": seconds} for t in trajectories}  # shared, as before
     return [replace(t, created=now, provenance=stamped[id(t.provenance)]) for t in trajectories]

@@ -66,11 +66,11 @@ class Arithmetic:
 
     @property
     def alphabet(self) -> str:
-        """The characters of every prompt and answer (12 for sums: 14 tokens with EOS and padding)."""
+        """Returns the characters of every prompt and answer (12 for sums: 14 tokens with EOS and padding)."""
         return "0123456789" + self.operations + "="
 
     def problems(self, split: Split) -> list[Problem]:
-        """Distinct problems in an order fixed by `seed`. Raises `UserError` when there are not that many."""
+        """Returns distinct problems in an order fixed by `seed`. Raises `UserError` when there are not that many."""
         rng = np.random.default_rng([self.seed, split == "eval"])
         pairs = self._pairs(split, rng)
         drawn = rng.integers(len(self.operations), size=len(pairs))
@@ -114,6 +114,6 @@ class Arithmetic:
         return total + carry * 10**self.digits
 
     def written(self, result: int) -> str:
-        """A result as the answer spells it."""
+        """Returns a result as the answer spells it."""
         digits = str(abs(result))
         return ("-" if result < 0 else "") + (digits[::-1] if self.least_significant_first else digits)

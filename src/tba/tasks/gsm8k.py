@@ -48,7 +48,7 @@ class Gsm8k:
         return "gsm8k"
 
     def problems(self, split: Split) -> list[Problem]:
-        """All problems in the file's order; training leaves out what is also in the evaluation file.
+        """Returns all problems in the file's order; training leaves out what is also in the evaluation file.
 
         Raises `UserError` for a missing or malformed file, naming its line.
         """
@@ -102,11 +102,11 @@ class Gsm8k:
 
 
 def prompt_text(question: str, style: Style) -> str:
-    """The question as the model sees it."""
+    """Returns the question as the model sees it."""
     return _PROMPT[style].replace("{question}", question)
 
 
 def demonstration_text(reasoning: str, answer: str, style: Style) -> str:
-    """A worked solution as the model should write it; its last line is `#### answer`."""
+    """Returns a worked solution as the model should write it; its last line is `#### answer`."""
     lines = [reasoning.strip()] if reasoning.strip() else []
     return _BEFORE_SOLUTION[style] + "\n".join([*lines, f"{MARK} {answer}"])

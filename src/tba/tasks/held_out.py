@@ -17,7 +17,7 @@ IN_BOTH = "in the evaluation data too"  # why a problem is not trained on
 
 
 def is_held_out(problem: str, share: float) -> bool:
-    """Whether `problem` is among the `share` (0 to 1) held out."""
+    """Returns whether `problem` is among the `share` (0 to 1) held out."""
     digest = hashlib.blake2b(problem.encode(errors="surrogatepass"), digest_size=8, person=b"tba held out").digest()
     return int.from_bytes(digest, "little") < share * 2.0**64
 

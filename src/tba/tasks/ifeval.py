@@ -32,7 +32,7 @@ class IfEval:
         return "ifeval"
 
     def problems(self, split: Split) -> list[Problem]:
-        """All prompts in the file's order. Raises `UserError` for a malformed file, and for the training split."""
+        """Returns all prompts in the file's order. Raises `UserError` for a malformed file and for training."""
         if split == "train":
             raise UserError(
                 "ifeval has no training prompts: train on another task, such as instruct, and evaluate here"

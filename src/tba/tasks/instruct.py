@@ -81,7 +81,7 @@ class Instruct:
         return "instruct"
 
     def problems(self, split: Split) -> list[Problem]:
-        """Distinct problems. Raises `UserError` without the package if-verifiable."""
+        """Returns distinct problems. Raises `UserError` without the package if-verifiable."""
         known()  # says that the package is missing, before a run begins
         held_out = split == "eval" and self.kinds == "held_out"
         kinds = [kind for kind in KINDS if (kind.name in HELD_OUT) == held_out]

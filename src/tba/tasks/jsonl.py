@@ -73,7 +73,7 @@ class Jsonl:
         return self.train.stem
 
     def problems(self, split: Split) -> list[Problem]:
-        """Problems in the file's order; training leaves out what is also in the evaluation file.
+        """Returns problems in the file's order; training leaves out what is also in the evaluation file.
 
         Raises `UserError` for a missing or malformed file, naming its row, and for a split with nothing in it.
         """
@@ -140,7 +140,7 @@ class Jsonl:
         return Problem(prompt, fields, demonstration, tools=tools)
 
     def _prompt(self, row: Row) -> tuple[str | tuple[Message, ...], str | None]:
-        """The prompt, and the demonstration if the chat contains one."""
+        """Returns the prompt, and the demonstration if the chat contains one."""
         questions = _QUESTIONS if self.prompt_field == "prompt" else ()
         field = _first(row, self.prompt_field, (self.messages_field, *questions))
         if field is None:
@@ -157,7 +157,7 @@ class Jsonl:
         return (({"role": "user", "content": asked},) if field in questions else asked), None
 
     def _response(self, row: Row) -> str | None:
-        """The worked answer in a field of its own."""
+        """Returns the worked answer in a field of its own."""
         field = _first(row, self.response_field, ("completion",) if self.response_field == "response" else ())
         if field is None:
             return None
@@ -219,7 +219,7 @@ def _conversation(messages: list[Json], place: str, field: str) -> tuple[tuple[M
 
 
 def _identity(problem: Problem) -> str:
-    """What identifies a prompt: its text, or its messages and tools."""
+    """Returns what identifies a prompt: its text, or its messages and tools."""
     if isinstance(problem.prompt, str):
         return problem.prompt
     asked = json.dumps(problem.prompt, ensure_ascii=False)

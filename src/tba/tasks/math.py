@@ -49,7 +49,8 @@ class Math:
         return "math"
 
     def problems(self, split: Split) -> list[Problem]:
-        """All problems in the file's order; training leaves out those without an answer and those also in the test.
+        """Returns all problems in the file's order; training leaves out those without an answer and those also in the
+        test.
 
         Raises `UserError` for a missing or malformed file, naming its line.
         """

@@ -28,7 +28,7 @@ class Row:
     place: str  # "line 3 of data/train.jsonl"
 
     def has(self, field: str) -> bool:
-        """Whether there is a field of that name, dotted or not."""
+        """Returns whether there is a field of that name, dotted or not."""
         return self._at(field) is not _ABSENT
 
     def at(self, field: str) -> Json:

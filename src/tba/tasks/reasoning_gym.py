@@ -50,7 +50,7 @@ class ReasoningGym:
         return f"reasoning_gym/{self.dataset}"
 
     def problems(self, split: Split) -> list[Problem]:
-        """Distinct problems in the data set's order. Raises `UserError` when it does not offer that many."""
+        """Returns distinct problems in the data set's order. Raises `UserError` when it does not offer that many."""
         held_out = self._questions("eval", self.eval_problems, frozenset())
         if not self._as_gsm8k_asks:
             require_markable(self.dataset)  # before a run is started, not in its searchers
@@ -79,7 +79,7 @@ class ReasoningGym:
         return Source(self.dataset, self.parameters, seed, _draws(count))
 
     def _questions(self, split: Split, count: int, taken: frozenset[str]) -> dict[str, int]:
-        """The first `count` distinct questions that are not `taken`, and their indices."""
+        """Returns the first `count` distinct questions that are not `taken`, and their indices."""
         found: dict[str, int] = {}
         for index in range(_draws(count)):
             question = self.entry(split, index)["question"]

@@ -124,7 +124,7 @@ class ReasoningGymScore:
         object.__setattr__(self, "children", Children(command, self.processes, self.seconds))
 
     def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
-        """One judgement for each, in order."""
+        """Returns one judgement for each, in order."""
         asked = [(p.fields["split"], p.fields["index"], _answer(c.text)) for p, c in answered]
         readable = [_readable(self.sources[split].dataset, answer) for split, _, answer in asked]
         found = self.marks([(s, i, a if r else "") for (s, i, a), r in zip(asked, readable, strict=True)])
@@ -231,7 +231,7 @@ def _opened(dataset: str, parameters: str, seed: int, size: int) -> Any:
 
 
 def serve(questions: IO[str], answers: IO[str], sources: Mapping[str, Source], seconds: float) -> None:
-    """The child's loop: reads split, index and answer, writes the score (null: none), until its input ends."""
+    """Read split, index and answer, write the score (null: none), until the input ends: the child's loop."""
     warnings.simplefilter("ignore")  # one shows the line that it is about, from a file
     for source in sources.values():
         mark(source, 0, entry(source, 0)["answer"])  # opens and imports what it will need
@@ -256,7 +256,7 @@ def serve(questions: IO[str], answers: IO[str], sources: Mapping[str, Source], s
 
 
 def main() -> None:
-    """The child: standard output is the parent's alone, whatever a library prints."""
+    """Run as the child: standard output is the parent's alone, whatever a library prints."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     seconds, told = sys.argv[1:]

@@ -34,7 +34,7 @@ _THINGS = (
 
 
 class Numbers(NamedTuple):
-    """What a template draws."""
+    """Numbers that a template draws."""
 
     a: int
     b: int
@@ -187,7 +187,7 @@ class WordProblems:
         return "word_problems"
 
     def problems(self, split: Split) -> list[Problem]:
-        """Distinct problems, of one template after another."""
+        """Returns distinct problems, of one template after another."""
         never = held_out()
         new = split == "eval" and self.templates == "held_out"
         templates = [t for t in TEMPLATES if (t.text in never) == new]

@@ -37,7 +37,7 @@ class Agreement:
     calibration_error: float  # mean distance of the stated probability and the share that was right, over ten bins
 
     def lines(self) -> list[str]:
-        """The figures as sentences for people."""
+        """Returns the figures as sentences for people."""
 
         def percent(i: Interval) -> str:
             return f"{100 * i.estimate:.1f} % [{100 * i.low:.1f}, {100 * i.high:.1f}]"
@@ -86,8 +86,9 @@ def agreement(
 
 
 def calibration_error(difference_P: _Floats) -> float:
-    """The expected calibration error (Guo et al., arXiv 1706.04599) of sigmoid(|difference|) over bins of equal width
-    from 1/2 to 1: how sure the scores are of the answer that they prefer, against how often that is the chosen one.
+    """Returns the expected calibration error (Guo et al., arXiv 1706.04599) of sigmoid(|difference|) over bins of equal
+    width from 1/2 to 1: how sure the scores are of the answer that they prefer, against how often that is the chosen
+    one.
     """
     sure_P = 1 / (1 + np.exp(-np.abs(difference_P)))
     bin_P = np.minimum(((sure_P - 0.5) * 2 * BINS).astype(int), BINS - 1)

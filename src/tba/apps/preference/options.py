@@ -38,7 +38,7 @@ class PreferenceSettings:
 
 @dataclass(frozen=True)
 class RewardModelOptions:
-    """Which backbone is used, and how it is trained and measured."""
+    """Names the backbone, and says how it is trained and measured."""
 
     model: str = ""  # the backbone: a folder or a Hub name, causal or for sequence classification
     held_out: float = 0.1  # share of the documents that is held out to measure the model

@@ -46,7 +46,7 @@ class PreferencePair:
 
 @dataclass
 class PairReport:
-    """What became of a file's lines."""
+    """Counts what became of a file's lines."""
 
     lines: int = 0
     pairs: int = 0
@@ -69,7 +69,7 @@ def read_pairs(path: Path, score: str = "score") -> tuple[list[PreferencePair], 
 def pairs_of(
     lines: Iterable[tuple[int, Values | Refusal]], source: str, score: str = "score"
 ) -> tuple[list[PreferencePair], PairReport]:
-    """Returns the same from numbered lines of any source."""
+    """Returns all pairs of numbered lines of any source, in order, and the report on the lines."""
     pairs: list[PreferencePair] = []
     report = PairReport()
     for number, count, line in _gathered(lines):

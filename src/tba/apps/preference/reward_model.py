@@ -45,7 +45,7 @@ class ModelScore:
             raise UserError("the reward needs a reward model: give the folder that `tba reward-model --out` made")
 
     def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
-        """One judgement for each, in order. Raises `UserError` when the model cannot be loaded."""
+        """Returns one judgement for each, in order. Raises `UserError` when the model cannot be loaded."""
         scores = self.scores([(_document(prompt), completion.text) for prompt, completion in answered])
         return [self._mark(completion, score) for (_, completion), score in zip(answered, scores, strict=True)]
 
@@ -81,7 +81,7 @@ class OfLength:
     price: float
 
     def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
-        """One judgement for each, in order. Raises `UserError` when the model cannot be loaded."""
+        """Returns one judgement for each, in order. Raises `UserError` when the model cannot be loaded."""
         return [
             self._less(judged, len(completion.text.split()))
             for judged, (_, completion) in zip(self.score.judge(answered), answered, strict=True)
@@ -106,7 +106,7 @@ class Win:
     )
 
     def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
-        """One judgement for each, in order. Raises `UserError` for a prompt without a reference."""
+        """Returns one judgement for each, in order. Raises `UserError` for a prompt without a reference."""
         against = [(_document(prompt), _reference(prompt)) for prompt, _ in answered]
         new = [pair for pair in dict.fromkeys(against) if pair not in self._references]
         self._references.update(zip(new, self.model.scores(new) if new else [], strict=True))

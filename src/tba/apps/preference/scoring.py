@@ -45,7 +45,7 @@ class Scorable(Protocol[S]):
 
     @property
     def max_tokens(self) -> int | None:
-        """The most tokens of prompt and response together; None: any number."""
+        """Returns the most tokens of prompt and response together; None: any number."""
         ...
 
     def read_all(self, pairs: Sequence[tuple[str, str]], max_tokens: int) -> list[S | None]:
@@ -69,7 +69,7 @@ class Scorable(Protocol[S]):
         ...
 
     def trained(self) -> list[Parameter]:
-        """The parameters that training moves."""
+        """Returns the parameters that training moves."""
         ...
 
     def save(self, folder: Path) -> None: ...
@@ -172,7 +172,7 @@ class RewardModel:
         """Does nothing: no preparation is needed."""
 
     def trained(self) -> list[Parameter]:
-        """The parameters that are not frozen."""
+        """Returns the parameters that are not frozen."""
         return [p for p in self.model.parameters() if p.requires_grad]
 
     def parts(self, texts: Sequence[Text], max_tokens: int) -> list[list[int]]:

@@ -65,7 +65,7 @@ class Tldr:
 
     @property
     def unused(self) -> Mapping[str, str]:
-        """The field without effect."""
+        """Returns the field without effect."""
         return {} if self.words else {"per_length": "words above 0"}
 
     @property

@@ -31,12 +31,14 @@ class AttackReport:
 
     @property
     def found(self) -> int | None:
-        """How many weak spots have at least one success; None: none are known."""
+        """Returns how many weak spots have at least one success; None: none are known."""
         return None if self.families is None else sum(count > 0 for count in self.families.values())
 
     @property
     def evenness(self) -> float | None:
-        """The number of weak spots that, found equally often, would have the same entropy; None without a success."""
+        """Returns the number of weak spots that, found equally often, would have the same entropy; None without a
+        success.
+        """
         counts = np.array([c for c in (self.families or {}).values() if c > 0], dtype=np.float64)
         if not counts.size:
             return None
@@ -44,7 +46,7 @@ class AttackReport:
         return float(math.exp(-(shares * np.log(shares)).sum()))
 
     def lines(self) -> list[str]:
-        """The figures as sentences for people."""
+        """Returns the figures as sentences for people."""
 
         def percent(i: Interval) -> str:
             return f"{i.estimate:7.2%}   95 % interval {i.low:.2%} to {i.high:.2%}"

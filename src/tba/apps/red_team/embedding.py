@@ -73,7 +73,9 @@ class SentenceEncoder:
 
 
 def _takes_first(place: str) -> bool:
-    """Whether a model of sentence-transformers takes its first token's state. Raises `UserError` for other ways."""
+    """Returns whether a model of sentence-transformers takes its first token's state. Raises `UserError` for other
+    ways.
+    """
     modules = _facts(place, "modules.json", list[dict[str, Any]])
     if modules is None:
         return False

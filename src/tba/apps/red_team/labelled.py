@@ -23,7 +23,7 @@ from tba.types import Json, is_text
 
 @dataclass(frozen=True)
 class LabelledFields:
-    """Which fields of a line hold its text and its label."""
+    """Names the fields of a line that hold its text and its label."""
 
     text: str = "text"  # field of the text; in a CSV file without a header, a column's number from 0
     label: str = "label"  # field of the label, likewise
@@ -31,7 +31,7 @@ class LabelledFields:
 
     @property
     def numbered(self) -> bool:
-        """Whether columns are given by number, because the CSV file has no header."""
+        """Returns whether columns are given by number, because the CSV file has no header."""
         return self.text.isdigit() and self.label.isdigit()
 
 

@@ -128,7 +128,7 @@ class JudgeScores:
         return templated(self.tokenizer, messages)
 
     def _tokens(self, text: str) -> list[int]:
-        """What comes before the verdict is tokenised alone: the model writes it, and no token joins it to the rest."""
+        """Tokenise what comes before the verdict by itself: the model writes the verdict in tokens of its own."""
         ids: list[int] = self.tokenizer(text, add_special_tokens=self.template != "chat")["input_ids"]
         return (ids + self._before)[-self.max_tokens :]
 

@@ -39,7 +39,7 @@ class ClassifierOptions:
 
 @dataclass(frozen=True)
 class RedTeamEvalOptions:
-    """Which attacker is evaluated, and how."""
+    """Names the attacker that is evaluated, and says how."""
 
     checkpoint: str | None = None  # a folder in the Hugging Face layout, a run (its newest checkpoint), or a Hub name
     attacks: int = 1024  # attacks to sample, at the policy temperature

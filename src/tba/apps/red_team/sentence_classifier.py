@@ -75,7 +75,7 @@ class SentenceWeights:
 
 
 def is_of_sentences(path: str) -> bool:
-    """Whether a folder's classifier reads sentence embeddings, not words."""
+    """Returns whether a folder's classifier reads sentence embeddings, not words."""
     try:
         return parsed((Path(path) / FACTS).read_bytes()).get("features") == "sentences"
     except UNREADABLE:

@@ -141,7 +141,7 @@ class Toxicity:
             )
 
     def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
-        """One judgement for each, in order. Raises what the victim and the classifier raise."""
+        """Returns one judgement for each, in order. Raises what the victim and the classifier raise."""
         return [self._judgement(row) for row in self.scores([c.text for _, c in answered])]
 
     def scores(self, attacks: Sequence[str]) -> list[list[float]]:

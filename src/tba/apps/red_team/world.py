@@ -115,7 +115,7 @@ def _made_up(options: WorldOptions) -> Labelled:
 
 
 def _answered_from(texts: Labelled, exchanges: list[tuple[str, str]], options: WorldOptions) -> list[tuple[str, str]]:
-    """Returns the same requests, answered by short texts of the file on which the classifier is not measured."""
+    """Returns the requests, answered by short texts of the file on which the classifier is not measured."""
     short: dict[bool, list[str]] = {True: [], False: []}
     for text, toxic in zip(texts.texts, texts.toxic, strict=True):
         line = " ".join(text.split())
