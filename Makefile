@@ -108,8 +108,8 @@ wheel:
 	@$(EMPTY)/bin/python -m pip install -q --disable-pip-version-check $(INDEX) -c constraints.txt torch
 	@$(EMPTY)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt dist/*.whl
 	@set -e; export PATH="$(CURDIR)/$(EMPTY)/bin:$$PATH"; cd "$$(mktemp -d)"; tba --version; \
-	  tba train quickstart --steps 8 --run-name first; tba example my_task; tba train my_task.py --steps 4 --run-name own; \
-	  tba report runs/first runs/own
+	  few="--evaluation.every 0 --evaluation.problems 100"; tba train quickstart --steps 8 --run-name first $$few; \
+	  tba example my_task; tba train my_task.py --steps 4 --run-name own $$few; tba report runs/first runs/own
 
 smoke: $(VENV)/installed
 	@$(BIN)/tba train quickstart --steps 60 --evaluation.every 0 --evaluation.problems 300

@@ -32,6 +32,7 @@ import verifiers.v1 as vf
 from aiohttp import web
 from verifiers.v1.dialects.chat import message_to_wire
 
+from tba.rewards.children import own_output
 from tba.rewards.confined import limit_memory
 from tba.types import Json
 
@@ -327,9 +328,8 @@ def _told(error: Exception) -> str:
 
 
 def main() -> None:
-    """Run as the child: standard output is the parent's alone, whatever a library prints."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    """Run as the child."""
+    answers = own_output()
     warnings.simplefilter("ignore")
     limit_memory()
     for name in ("NO_PROXY", "no_proxy"):  # loopback is reached directly

@@ -230,6 +230,13 @@ class _Round:
         self.pool.drop(child)
 
 
+def own_output() -> IO[str]:
+    """Returns a child's standard output, from here on its parent's alone: what a library prints goes to the errors."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
+
+
 def _end_all(children: list[_Child]) -> None:
     """Ask all of them to end first, then wait for each."""
     for child in children:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
-import os
 import re
 import resource
 import signal
@@ -21,7 +20,8 @@ from string import ascii_letters
 from typing import IO, Any
 
 from tba.errors import UserError
-from tba.rewards.children import Children
+from tba.rewards.children import Children, own_output
+from tba.rewards.confined import limit_memory
 from tba.rewards.exact_answer import right_answer
 from tba.rewards.math_forms import same, spelled
 from tba.rewards.math_text import canonical, last_boxed, other_base, other_units, words
@@ -35,7 +35,6 @@ _COMMAND = re.compile(r"\\(?:text\{[^{}]*\}|begin\{[a-z]*\}|end\{[a-z]*\}|[A-Za-
 _DECIMALS = 12  # to which numbers have to agree
 _TINY = 1e-6
 _GRACE = 1.0  # seconds between a child's own limit, which is polite, and its end
-_MEMORY_BYTES = 4 << 30  # of address space, of a child
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,7 @@ def serve(questions: IO[str], answers: IO[str], seconds: float) -> None:
     """Read answer and right answer, write true or false (null: gave up), until the input ends: the child's loop."""
     logging.disable()  # math-verify tells of every expression that it cannot read
     signal.signal(signal.SIGALRM, _expire)
-    _limit(resource.RLIMIT_AS, _MEMORY_BYTES)
+    limit_memory()
     equal("x + 1", "2x")  # imports, and its own tables, before the clock matters
     print("ready", file=answers, flush=True)
     for line in questions:
@@ -191,21 +190,14 @@ def serve(questions: IO[str], answers: IO[str], seconds: float) -> None:
 
 def _bound_processor_seconds(seconds: float) -> None:
     """Limit processor time from here on, so that the system ends a child that hangs after its parent has died."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + seconds) + 1)
-
-
-def _limit(what: int, value: int) -> None:
-    """Set the soft limit of a resource, as far as the hard limit allows."""
-    hard = resource.getrlimit(what)[1]
-    resource.setrlimit(what, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+    used, hard = resource.getrusage(resource.RUSAGE_SELF), resource.getrlimit(resource.RLIMIT_CPU)[1]
+    value = int(used.ru_utime + used.ru_stime + seconds) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
 def main() -> None:
-    """Run as the child: standard output is the parent's alone, whatever a library prints."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    serve(sys.stdin, answers, float(sys.argv[1]))
+    """Run as the child."""
+    serve(sys.stdin, own_output(), float(sys.argv[1]))
 
 
 if __name__ == "__main__":

@@ -22,15 +22,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from threading import Thread
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tba.clock import Searching
 from tba.errors import DeadlineExceeded
 from tba.protocols import Concurrent, Flow, PublishedWeights
+from tba.search.reward_retry import beside
 from tba.search.searcher import GENERATING, Answered, Finished, Scores, Searcher
 from tba.types import Completion, Judgement, Prompt, Sampling
 
@@ -164,7 +164,7 @@ class Pipeline:
             if newest is not None:
                 searcher.manifest = newest.manifest
                 if newest.version > searcher.engine.version:
-                    self.reading = _beside("weights", _read, newest)
+                    self.reading = beside("weights", _read, newest)
 
     def _pass_on(self) -> None:
         """Send the part that is judged and scored, and make the next one of what has been answered since: a round, or
@@ -190,9 +190,9 @@ class Pipeline:
         searcher, answered = self.searcher, self.answered
         self._since, self.answered = time.perf_counter(), []
         finished, counts = searcher.sort(answered)
-        judging = _beside("reward", searcher.judge, finished)
+        judging = beside("reward", searcher.judge, finished)
         if isinstance(searcher.reference, Concurrent) and searcher.reference.concurrent:
-            scoring = _beside("reference", self._score, finished)
+            scoring = beside("reference", self._score, finished)
         else:
             with searcher.clock.state("reference"):
                 scoring = Future()
@@ -235,20 +235,6 @@ class Pipeline:
                 if self.searcher.interrupted is not None:
                     self.searcher.interrupted()  # a sign of life; a part that is begun is finished
         raise DeadlineExceeded(f"waited {self.deadline:g} s for the {name} of a searcher's answers")
-
-
-def _beside(name: str, act: Callable[..., T], *given: Any) -> Future[T]:
-    """Call in a thread of its own, which cannot keep the process alive."""
-    found: Future[T] = Future()
-
-    def call() -> None:
-        try:
-            found.set_result(act(*given))
-        except BaseException as error:  # noqa: BLE001 - raised again in the thread that asks
-            found.set_exception(error)
-
-    Thread(target=call, name=name, daemon=True).start()
-    return found
 
 
 def _read(published: PublishedWeights) -> PublishedWeights:

@@ -10,12 +10,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from tba.errors import DeadlineExceeded, UserError
 from tba.protocols import Reward
 from tba.types import Completion, Judgement, Prompt
 
+T = TypeVar("T")
 log = logging.getLogger("tba.searcher")
 _FIRST_PAUSE = 0.25  # seconds before a reward is asked again; doubled each time
 
@@ -45,23 +48,24 @@ class PatientReward:
 
     def _ask(self, answered: Sequence[tuple[Prompt, Completion]]) -> Sequence[Judgement]:
         """Make one call, in a thread, and wait for it at most until the deadline."""
-        found: list[Sequence[Judgement]] = []
-        raised: list[BaseException] = []
-
-        def call() -> None:
-            try:
-                found.append(self.reward.judge(answered))
-            except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
-                raised.append(error)
-
-        thread = threading.Thread(target=call, name="judge", daemon=True)
-        thread.start()
-        thread.join(self.deadline)
-        if raised:
-            raise raised[0]
-        if not found:
+        judging = beside("judge", self.reward.judge, answered)
+        if not wait([judging], self.deadline).done:
             raise DeadlineExceeded(
                 f"waited {self.deadline:g} s for the reward {type(self.reward).__name__} to judge {len(answered)} "
                 "answers: make it faster, or raise --run.reward-deadline"
             )
-        return found[0]
+        return judging.result()
+
+
+def beside(name: str, act: Callable[..., T], *given: Any) -> Future[T]:
+    """Call in a thread of its own, which cannot keep the process alive."""
+    found: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            found.set_result(act(*given))
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that asks
+            found.set_exception(error)
+
+    threading.Thread(target=call, name=name, daemon=True).start()
+    return found

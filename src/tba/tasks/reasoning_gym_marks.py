@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 from tba.errors import UserError
-from tba.rewards.children import Children
+from tba.rewards.children import Children, own_output
 from tba.rewards.confined import confine, confines, limit_memory
 from tba.types import Completion, Json, Judgement, Prompt
 
@@ -256,9 +256,8 @@ def serve(questions: IO[str], answers: IO[str], sources: Mapping[str, Source], s
 
 
 def main() -> None:
-    """Run as the child: standard output is the parent's alone, whatever a library prints."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    """Run as the child."""
+    answers = own_output()
     seconds, told = sys.argv[1:]
     sources = {split: Source(*source) for split, source in json.loads(told).items()}
     serve(sys.stdin, answers, sources, float(seconds) + 1)

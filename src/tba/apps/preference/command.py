@@ -101,7 +101,7 @@ def trained(
 def _trained(
     start: Callable[[], Scorable[S]], pairs: Sequence[PreferencePair], options: RewardModelOptions, console: Console
 ) -> tuple[Agreement, Scorable[S], dict[str, int]]:
-    """Returns the same, with models made by `start`."""
+    """Returns the report, the model and what could not be read, of models made by `start`."""
     documents = len({pair.document for pair in pairs})
     if documents < 2:
         raise UserError("all pairs are about one document, so that none can be held out: give pairs of at least two")
