@@ -113,7 +113,7 @@ def test_new_data_comes_in_at_once_or_only_at_syncs() -> None:
         pile.waiting += rows([1], 6)
         assert replay.ready(1, 2) is None
         assert replay.ledger()["received_trajectories"] == taken
-        replay.sync()
+        replay.drain()
         assert replay.ledger()["received_trajectories"] == 12
 
 
@@ -163,7 +163,7 @@ def test_however_long_a_round_takes_the_share_m_of_the_groups_is_of_the_newest_a
             sampled = max(0, step - length)
             pile.waiting += [trajectory(first + p, (step, i), sampled) for p in range(8) for i in range(size)]
         if step % k == 0:
-            replay.sync()
+            replay.drain()
         assert replay.ready(groups, size) is None
         ages += [step - t.version.step for g in replay.sample(groups, size) for t in g.trajectories]
     counts = replay.selector.counts
@@ -334,7 +334,7 @@ def test_one_thread_may_sample_while_another_asks_for_the_ledger() -> None:
 
 def used_by_uid(replay: Replay, there: Sequence[Trajectory]) -> Counter[str]:
     """What the record says of each; the places of a pile are the order in which it was taken in."""
-    used = replay.buffer.used()
+    used = replay.buffer.fates().clip(min=0)
     assert used[0] == 0
     return Counter({t.uid: int(n) for t, n in zip(there, used[1:], strict=True) if n})
 

@@ -353,7 +353,7 @@ def test_repeats_that_the_journal_has_deleted_still_count_after_a_resume() -> No
             rebuilt.add(Stored.of(trajectory(1, (i,)))._replace(place=6 + i))
     rebuilt.pass_over(Amount(60, 60), Amount())
     assert not rebuilt.thinned(prompt(1).key)
-    rebuilt.carry(whole.counts(), whole.used())
+    rebuilt.carry(whole.counts(), whole.fates().clip(min=0))
     assert (rebuilt.received, rebuilt.counts().duplicate) == (100, whole.counts().duplicate)
     assert whole.thinned(prompt(1).key)
     assert rebuilt.thinned(prompt(1).key)

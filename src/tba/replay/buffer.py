@@ -22,6 +22,7 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -131,15 +132,16 @@ class Amount:
 class Counts:
     """Counts what became of all that was added: received = trained_once + waiting + evicted + duplicate + damaged."""
 
-    received: Amount
-    trained_once: Amount
-    trained_total: Amount  # every use counted
-    waiting: Amount
-    evicted: Amount
-    duplicate: Amount
+    received: Amount = field(default_factory=Amount)
+    trained_once: Amount = field(default_factory=Amount)
+    trained_total: Amount = field(default_factory=Amount)  # every use counted
+    waiting: Amount = field(default_factory=Amount)
+    evicted: Amount = field(default_factory=Amount)
+    duplicate: Amount = field(default_factory=Amount)
     damaged: Amount = field(default_factory=Amount)
 
 
+_UNITS = ("trajectories", "tokens")
 _RARE = 0.01  # of all answers: fewer repeats than this do not change how often the others come
 
 
@@ -167,8 +169,7 @@ class Buffer:
         self._newest: dict[int, Newest] = {}  # group size -> the prompts that have as many recent rows, by arrival
         self._by_reference: Counter[Version] = Counter()
         self._used = array("i")  # uses by place, also of trajectories that have left; see `fates`
-        self._received, self._trained_once, self._trained_total = Amount(), Amount(), Amount()
-        self._waiting, self._evicted, self._duplicate, self._damaged = Amount(), Amount(), Amount(), Amount()
+        self._counts = Counts()
         # prompts of which answers were left out for what they say, and how many answers that were: see `thinned`
         self._thinned, self._left_out = set[str](), 0
         self._retired = False  # whether some of what was evicted had left by the source's own retention
@@ -195,8 +196,8 @@ class Buffer:
         if copy is not None:
             # one that arrived later but was sampled by older weights than its copy does not replace it
             if (incarnation, stored.version.step) < (rows.incarnation.item(copy), rows.step.item(copy)):
-                self._received.add(stored.length)
-                self._duplicate.add(stored.length)
+                self._counts.received.add(stored.length)
+                self._counts.duplicate.add(stored.length)
                 self._used[place] = -_DUPLICATE
                 self._leave_out(prompt)
                 return
@@ -204,8 +205,8 @@ class Buffer:
             self._remove(copy, _DUPLICATE)
         near = self._near_to(stored)
         row = rows.add(stored, place, incarnation)
-        self._received.add(stored.length)
-        self._waiting.add(stored.length)
+        self._counts.received.add(stored.length)
+        self._counts.waiting.add(stored.length)
         self._kept.add(prompt, row)
         if self._near is not None:
             self._near.add(row, stored)
@@ -269,8 +270,8 @@ class Buffer:
 
     def pass_over(self, evicted: Amount, damaged: Amount) -> None:
         """Count what the source has on record and could not give: deleted by its own retention, or unreadable."""
-        for own, more in ((self._evicted, evicted), (self._damaged, damaged)):
-            for amount in (own, self._received):
+        for own, more in ((self._counts.evicted, evicted), (self._counts.damaged, damaged)):
+            for amount in (own, self._counts.received):
                 amount.trajectories += more.trajectories
                 amount.tokens += more.tokens
         self._retired |= evicted.trajectories > 0
@@ -305,31 +306,16 @@ class Buffer:
         """
         for trajectory in trajectories:
             row = self._row(trajectory)
-            self._trained_total.add(trajectory.length, -1)
+            self._counts.trained_total.add(trajectory.length, -1)
             self._rows.uses[row] -= 1
             self._used[int(self._rows.arrival[row])] -= 1
             if not self._rows.uses[row]:
-                self._waiting.add(trajectory.length)
-                self._trained_once.add(trajectory.length, -1)
-
-    def uses(self, uid: str) -> int:
-        """Returns how often a trajectory in memory was used."""
-        row = self._rows.find(uid)
-        return 0 if row is None else int(self._rows.uses[row])
+                self._counts.waiting.add(trajectory.length)
+                self._counts.trained_once.add(trajectory.length, -1)
 
     def counts(self) -> Counts:
         """Returns a copy of the counts."""
-        amounts = (
-            *(self._received, self._trained_once, self._trained_total),
-            *(self._waiting, self._evicted, self._duplicate, self._damaged),
-        )
-        return Counts(*(Amount(a.trajectories, a.tokens) for a in amounts))
-
-    def used(self) -> npt.NDArray[np.int32]:
-        """[places + 1] Returns how often each trajectory that was ever added was used, by its place in the source (from
-        1).
-        """
-        return self.fates().clip(min=0)
+        return deepcopy(self._counts)
 
     def fates(self) -> npt.NDArray[np.int32]:
         """Returns [places + 1] how often each was used; negative where one has left unused (`LEFT` says how)."""
@@ -342,33 +328,32 @@ class Buffer:
         counts as damaged, and all else as it does here. What was deleted by the source's own retention counts as it
         did, or as evicted where it was waiting.
         """
-        trained = Amount(
-            counts.trained_once.trajectories - self._trained_once.trajectories,
-            counts.trained_once.tokens - self._trained_once.tokens,
-        )  # of what is no longer here
-        if self._damaged.trajectories > counts.damaged.trajectories and not self._retired:
-            self._damaged.trajectories -= trained.trajectories
-            self._damaged.tokens -= trained.tokens
+        here, duplicate = self._counts, self._counts.duplicate.trajectories
+        if here.damaged.trajectories > counts.damaged.trajectories and not self._retired:
+            for unit in _UNITS:  # of those that are no longer here, the trained ones are counted as such
+                gone = getattr(counts.trained_once, unit) - getattr(here.trained_once, unit)
+                setattr(here.damaged, unit, getattr(here.damaged, unit) - gone)
         else:
-            self._evicted, self._damaged = replace(counts.evicted), replace(counts.damaged)
-            for unit in ("trajectories", "tokens"):
-                lost = getattr(counts.waiting, unit) - getattr(self._waiting, unit)
-                setattr(self._evicted, unit, getattr(self._evicted, unit) + lost)
-            self._left_out += max(0, counts.duplicate.trajectories - self._duplicate.trajectories)
-            self._received, self._duplicate = replace(counts.received), replace(counts.duplicate)
-        self._trained_once, self._trained_total = replace(counts.trained_once), replace(counts.trained_total)
+            self._counts = replace(deepcopy(counts), waiting=here.waiting)
+            for unit in _UNITS:
+                lost = getattr(counts.waiting, unit) - getattr(here.waiting, unit)
+                setattr(self._counts.evicted, unit, getattr(counts.evicted, unit) + lost)
+            self._left_out += max(0, counts.duplicate.trajectories - duplicate)
+        self._counts = replace(
+            self._counts, trained_once=replace(counts.trained_once), trained_total=replace(counts.trained_total)
+        )
         self._used.extend([0] * (len(used) - len(self._used)))
         self._used[: len(used)] = array("i", used.tolist())
 
     @property
     def received(self) -> int:
         """Returns how many trajectories were ever added."""
-        return self._received.trajectories
+        return self._counts.received.trajectories
 
     @property
     def trained_total(self) -> int:
         """Returns the uses of all trajectories ever added."""
-        return self._trained_total.trajectories
+        return self._counts.trained_total.trajectories
 
     @property
     def now(self) -> Version:
@@ -476,10 +461,10 @@ class Buffer:
 
     def _use(self, row: int) -> None:
         length = self._rows.length.item(row)
-        self._trained_total.add(length)
+        self._counts.trained_total.add(length)
         if not self._rows.uses[row]:
-            self._waiting.add(length, -1)
-            self._trained_once.add(length)
+            self._counts.waiting.add(length, -1)
+            self._counts.trained_once.add(length)
         self._rows.uses[row] += 1
         place = self._rows.arrival.item(row)
         self._used[place] = max(0, self._used[place]) + 1
@@ -508,8 +493,9 @@ class Buffer:
             self._rows.is_recent[row] = False
             self._newest_change(self._key(row))
         if not self._rows.uses[row]:
-            self._waiting.add(length, -1)
-            {_DUPLICATE: self._duplicate, _DAMAGED: self._damaged}.get(how, self._evicted).add(length)
+            counts = self._counts
+            counts.waiting.add(length, -1)
+            {_DUPLICATE: counts.duplicate, _DAMAGED: counts.damaged}.get(how, counts.evicted).add(length)
             self._used[self._rows.arrival.item(row)] = -how
         self._rows.remove(row)
 

@@ -18,11 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tba.replay.follower import JournalFollower
-from tba.replay.recovery import count_put, free_name, open_journal, record_recovery
+from tba.replay.recovery import add_lost, count_put, free_name, open_journal, record_recovery
 from tba.replay.schema import add_to_totals, set_mark, set_totals
 from tba.types import Json
-
-_DEADLINE = 30.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,42 +100,31 @@ def find_loss(path: Path, held: Held, marks: Sequence[Sequence[int]] = ()) -> Lo
 
 def leave_mark(path: Path, mark: int) -> None:
     """Mark the journal as that of the incarnation that begins."""
-    database = open_journal(path, _DEADLINE, lambda: None)
-    try:
-        with database.transaction() as connection:
-            set_mark(connection, mark)
-    finally:
-        database.close()
+    with open_journal(path) as database, database.transaction() as connection:
+        set_mark(connection, mark)
 
 
 def accept(loss: Loss) -> None:
     """Continue with what is there. Another run's file is set aside under a new name."""
     path, held = loss.path, loss.held
     aside = _set_aside(path) if loss.other else ""
-    database = open_journal(path, _DEADLINE, lambda: None)
-    try:
-        with database.transaction() as connection:
-            ((last, rows, tokens, positions),) = connection.execute(
-                "SELECT (SELECT coalesce(max(seq), 0) FROM trajectories), "
-                "(SELECT value FROM totals WHERE name = 'rows'), (SELECT value FROM totals WHERE name = 'tokens'), "
-                "(SELECT value FROM totals WHERE name = 'positions')"
-            )
-            lost = range(last + 1, last + 1 + max(0, held.rows - rows))
-            lost_tokens = max(0, held.tokens - tokens) if lost else 0
-            connection.executemany(
-                "INSERT INTO trajectories VALUES (?, ?, '', 0, ?, 0, 0, NULL, NULL)",
-                ((seq, f"lost-{seq}", lost_tokens if seq == last + 1 else 0) for seq in lost),
-            )
-            more = {"rows": len(lost), "tokens": lost_tokens, "positions": max(0, held.positions - positions)}
-            add_to_totals(connection, more)
-            if held.identity:
-                set_totals(connection, {"identity": held.identity})
-            if loss.mark:
-                set_mark(connection, loss.mark)
-            count_put(connection, last)
-            record_recovery(connection, time.time(), aside, loss.why, rows, len(lost), lost_tokens)
-    finally:
-        database.close()
+    with open_journal(path) as database, database.transaction() as connection:
+        ((last, rows, tokens, positions),) = connection.execute(
+            "SELECT (SELECT coalesce(max(seq), 0) FROM trajectories), "
+            "(SELECT value FROM totals WHERE name = 'rows'), (SELECT value FROM totals WHERE name = 'tokens'), "
+            "(SELECT value FROM totals WHERE name = 'positions')"
+        )
+        lost = range(last + 1, last + 1 + max(0, held.rows - rows))
+        lost_tokens = max(0, held.tokens - tokens) if lost else 0
+        add_lost(connection, lost, lost_tokens)
+        more = {"rows": len(lost), "tokens": lost_tokens, "positions": max(0, held.positions - positions)}
+        add_to_totals(connection, more)
+        if held.identity:
+            set_totals(connection, {"identity": held.identity})
+        if loss.mark:
+            set_mark(connection, loss.mark)
+        count_put(connection, last)
+        record_recovery(connection, time.time(), aside, loss.why, rows, len(lost), lost_tokens)
 
 
 def _set_aside(path: Path) -> str:

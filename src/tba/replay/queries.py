@@ -57,7 +57,7 @@ def rows_in(journal: Path) -> int | None:
 class JournalQueries(AbstractContextManager["JournalQueries"]):
     """Answers questions about a journal, by a read-only connection.
 
-    used: [places + 1], see `Buffer.used`; fills the table `uses`, how often each trajectory was trained on.
+    used: [places + 1], how often the trajectory of each place was trained on; fills the table `uses`.
 
     A damaged journal that nobody has open is recovered first, as always when a journal is opened.
     """

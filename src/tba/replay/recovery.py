@@ -73,7 +73,9 @@ class Recovery:
         )
 
 
-def open_journal(path: Path, deadline_s: float, waiting: Callable[[], object], create: bool = True) -> Database:
+def open_journal(
+    path: Path, deadline_s: float = 30.0, waiting: Callable[[], object] = lambda: None, create: bool = True
+) -> Database:
     """Returns the journal, checked, with its tables; `create`: also where there was no file.
 
     Raises `UserError` on a network filesystem, and as `Database` does.
@@ -173,17 +175,13 @@ def _look(path: Path) -> None:
         Path(f"{path}{part}").unlink(missing_ok=True)
     if recovered.exists():
         _replace(path, recovered, free_name(path))
-    elif (why := damage(path) or _seen_in_use(path)) is not None:
+    elif why := damage(path) or ("SQLite met damage while it was in use" if suspect_mark(path).exists() else None):
         aside = free_name(path)
         recovery = _recover(path, Path(f"{path}.recovering"), why, aside.name)
         os.replace(f"{path}.recovering", recovered)
         _replace(path, recovered, aside)
         log.warning("%s: %s", path, recovery)
     suspect_mark(path).unlink(missing_ok=True)
-
-
-def _seen_in_use(path: Path) -> str | None:
-    return "SQLite met damage while it was in use" if suspect_mark(path).exists() else None
 
 
 def _replace(path: Path, recovered: Path, aside: Path) -> None:
@@ -326,7 +324,9 @@ def _account(connection: sqlite3.Connection, known: _Known) -> tuple[int, int]:
     retired = totals.get("retired_until", 0)
     owners = dict(connection.execute("SELECT seq, owner FROM facts"))
     for seq, prompt, tokens, body in connection.execute("SELECT seq, prompt, tokens, body FROM bodies"):
-        row = _described(seq, prompt, tokens, body, owners.get(seq, ""))
+        facts = facts_of(body)
+        owner = owners.get(seq) or str(facts["provenance"].get("searcher", ""))
+        row = (seq, facts["uid"], owner, prompt, tokens, *facts["versions"][:2], facts["reward"], facts["created"])
         connection.execute("INSERT OR IGNORE INTO trajectories VALUES (?,?,?,?,?,?,?,?,?)", row)
     connection.execute("DELETE FROM bodies WHERE seq NOT IN (SELECT seq FROM trajectories)")
     connection.execute("INSERT OR IGNORE INTO trajectories SELECT * FROM facts")
@@ -335,17 +335,8 @@ def _account(connection: sqlite3.Connection, known: _Known) -> tuple[int, int]:
         connection.execute(f"{_AMOUNT} {condition}", (retired,)).fetchone()
         for condition in ("seq > 0 OR ?", "seq > ? AND seq NOT IN (SELECT seq FROM bodies)", "seq <= ?")
     )
-    new = {
-        "rows": max(rows, totals.get("rows", 0)),
-        "tokens": max(tokens, totals.get("tokens", 0)),
-        "positions": totals.get("positions", 0),
-        "retired_until": retired,
-        "identity": totals.get("identity", 0),
-        "mark": totals.get("mark", 0),
-        "retired_rows": totals.get("retired_rows", old_rows),
-        "retired_tokens": totals.get("retired_tokens", old_tokens),
-    }
-    set_totals(connection, new)
+    new = dict.fromkeys(_TOTALS, 0) | {"retired_rows": old_rows, "retired_tokens": old_tokens} | totals
+    set_totals(connection, new | {"rows": max(rows, new["rows"]), "tokens": max(tokens, new["tokens"])})
     if known.counted is None:  # counts without the rows they count would be of no use
         _count_again(connection)
     elif rows > known.counted:  # of transactions that SQLite itself could not read
@@ -353,30 +344,26 @@ def _account(connection: sqlite3.Connection, known: _Known) -> tuple[int, int]:
     return lost_rows, lost_tokens
 
 
-def _described(seq: int, prompt: int, tokens: int, body: bytes, owner: str) -> tuple[object, ...]:
-    """Returns a row of `trajectories` from a whole body."""
-    facts = facts_of(body)
-    incarnation, step, *_ = facts["versions"]
-    made_by = owner or str(facts["provenance"].get("searcher", ""))
-    return seq, facts["uid"], made_by, prompt, tokens, incarnation, step, facts["reward"], facts["created"]
-
-
 _AMOUNT = "SELECT count(*), coalesce(sum(tokens), 0) FROM trajectories WHERE"
 
 
 def _fill_places(connection: sqlite3.Connection, totals: dict[str, int]) -> None:
-    """Insert rows without a body for lost trajectories, so that they keep their places; the first one gets the missing
-    tokens.
-    """
+    """Add what is lost, according to the totals."""
     retired = totals.get("retired_until", 0)
     (last, tokens) = connection.execute("SELECT coalesce(max(seq), 0), sum(tokens) FROM trajectories").fetchone()
     last = max(last, totals.get("rows", 0))
     there = {seq for (seq,) in connection.execute("SELECT seq FROM trajectories WHERE seq > ?", (retired,))}
     missing = [seq for seq in range(retired + 1, last + 1) if seq not in there]
     short = max(0, totals.get("tokens", 0) - totals.get("retired_tokens", 0) - (tokens or 0))
-    for n, seq in enumerate(missing):
-        row = (seq, f"lost-{seq}", "", 0, short if n == 0 else 0, 0, 0, None, None)
-        connection.execute("INSERT INTO trajectories VALUES (?,?,?,?,?,?,?,?,?)", row)
+    add_lost(connection, missing, short)
+
+
+def add_lost(connection: sqlite3.Connection, places: Iterable[int], tokens: int) -> None:
+    """Insert rows without a body for lost trajectories, so that they keep their places; the first gets the tokens."""
+    connection.executemany(
+        "INSERT INTO trajectories VALUES (?, ?, '', 0, ?, 0, 0, NULL, NULL)",
+        ((seq, f"lost-{seq}", 0 if n else tokens) for n, seq in enumerate(places)),
+    )
 
 
 def _count_again(connection: sqlite3.Connection) -> None:

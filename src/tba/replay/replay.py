@@ -167,10 +167,6 @@ class Replay:
             self._arrived = taken or self._arrived
         return taken
 
-    def sync(self) -> None:
-        """Note a weight sync: with `take_in = "sync"` this is when new data comes in."""
-        self.drain()
-
     def ready(self, groups: int, size: int) -> NotReady | None:
         """Returns why a batch of `groups` x `size` may not be drawn now, or None: it may.
 

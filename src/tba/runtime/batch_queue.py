@@ -138,7 +138,7 @@ class BatchQueue:
         began = time.monotonic()
         if self._synced != published:
             self._synced = published
-            self._replay.sync()
+            self._replay.drain()  # with `take_in = "sync"` this is when new data comes in
         self._replay.now = version
         while True:
             found = self._replay.sample_if_ready(self._groups_per_step, self._group_size)
