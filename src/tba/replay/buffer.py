@@ -127,6 +127,11 @@ class Amount:
         self.trajectories += times
         self.tokens += times * length
 
+    def plus(self, other: Amount, times: int = 1) -> None:
+        """Add another amount, `times` times."""
+        self.trajectories += times * other.trajectories
+        self.tokens += times * other.tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Counts:
@@ -141,7 +146,6 @@ class Counts:
     damaged: Amount = field(default_factory=Amount)
 
 
-_UNITS = ("trajectories", "tokens")
 _RARE = 0.01  # of all answers: fewer repeats than this do not change how often the others come
 
 
@@ -271,9 +275,8 @@ class Buffer:
     def pass_over(self, evicted: Amount, damaged: Amount) -> None:
         """Count what the source has on record and could not give: deleted by its own retention, or unreadable."""
         for own, more in ((self._counts.evicted, evicted), (self._counts.damaged, damaged)):
-            for amount in (own, self._counts.received):
-                amount.trajectories += more.trajectories
-                amount.tokens += more.tokens
+            own.plus(more)
+            self._counts.received.plus(more)
         self._retired |= evicted.trajectories > 0
 
     def score(self, score: Score) -> None:
@@ -330,14 +333,12 @@ class Buffer:
         """
         here, duplicate = self._counts, self._counts.duplicate.trajectories
         if here.damaged.trajectories > counts.damaged.trajectories and not self._retired:
-            for unit in _UNITS:  # of those that are no longer here, the trained ones are counted as such
-                gone = getattr(counts.trained_once, unit) - getattr(here.trained_once, unit)
-                setattr(here.damaged, unit, getattr(here.damaged, unit) - gone)
+            here.damaged.plus(counts.trained_once, -1)  # those that are no longer here and were trained count as such
+            here.damaged.plus(here.trained_once)
         else:
             self._counts = replace(deepcopy(counts), waiting=here.waiting)
-            for unit in _UNITS:
-                lost = getattr(counts.waiting, unit) - getattr(here.waiting, unit)
-                setattr(self._counts.evicted, unit, getattr(counts.evicted, unit) + lost)
+            self._counts.evicted.plus(counts.waiting)
+            self._counts.evicted.plus(here.waiting, -1)
             self._left_out += max(0, counts.duplicate.trajectories - duplicate)
         self._counts = replace(
             self._counts, trained_once=replace(counts.trained_once), trained_total=replace(counts.trained_total)
