@@ -4,8 +4,10 @@ The names that a recipe or a script usually needs are here: `import tba`, then `
 `tba.train`. Each name is loaded when it is first used, so that the import itself is light and loads no model library.
 """
 
+import ast
 import importlib
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # Whether there is a GPU is asked before parts are forked, and must not start CUDA: a fork could not use it then.
@@ -74,95 +76,16 @@ if TYPE_CHECKING:
     from tba.types import Sampling as Sampling
     from tba.types import Trajectory as Trajectory
 
-_NAMES: dict[str, tuple[str, ...]] = {  # by the module that has them
-    "tba.api": (
-        "Run",
-        "check",
-        "evaluate",
-        "open_run",
-        "train",
-    ),
-    "tba.engines.transformers": ("EngineSettings",),
-    "tba.environments.hosts": ("EpisodeLimits",),
-    "tba.environments.task": ("EnvironmentTask",),
-    "tba.environments.verifiers_task": ("VerifiersTask",),
-    "tba.errors": (
-        "TbaError",
-        "UserError",
-    ),
-    "tba.evaluation.accuracy": ("EvaluationSettings",),
-    "tba.models.huggingface": (
-        "HuggingFace",
-        "Lesson",
-        "WarmStart",
-    ),
-    "tba.objectives.correction": ("Correction",),
-    "tba.objectives.grpo": (
-        "Grpo",
-        "dr_grpo",
-    ),
-    "tba.objectives.online_dpo": ("OnlineDpo",),
-    "tba.objectives.policy_gradient": (
-        "Reinforce",
-        "proximal_rloo",
-    ),
-    "tba.objectives.ppo": ("Ppo",),
-    "tba.objectives.raft": ("Raft",),
-    "tba.objectives.tba_prime": ("TbaPrime",),
-    "tba.objectives.trajectory_balance": ("TrajectoryBalance",),
-    "tba.policy.lora": ("LoraSettings",),
-    "tba.recipe": (
-        "InitialFill",
-        "Recipe",
-        "RuntimeSettings",
-    ),
-    "tba.record.recorder": ("RecordSettings",),
-    "tba.replay.buffer": ("BufferSettings",),
-    "tba.replay.pacing": ("Pacing",),
-    "tba.replay.replay": ("ReplaySettings",),
-    "tba.replay.selection": ("RecencyReward",),
-    "tba.rewards.endpoint": ("Endpoint",),
-    "tba.rewards.exact_answer": ("ExactAnswer",),
-    "tba.rewards.functions": (
-        "FunctionReward",
-        "WeightedFunctions",
-    ),
-    "tba.schedules": (
-        "Constant",
-        "Linear",
-        "WarmupConstant",
-        "WarmupCosine",
-        "WarmupLinear",
-        "WarmupStableDecay",
-    ),
-    "tba.search.exploration": (
-        "Fixed",
-        "RandomPerRound",
-    ),
-    "tba.search.prompts": ("PromptSettings",),
-    "tba.tasks.arithmetic": ("Arithmetic",),
-    "tba.tasks.jsonl": ("Jsonl",),
-    "tba.training.optimizer": ("OptimizerSettings",),
-    "tba.training.supervised": ("SupervisedSettings",),
-    "tba.training.teacher": ("Teacher",),
-    "tba.training.tiny_models": ("ScratchModel",),
-    "tba.types": (
-        "Completion",
-        "Evaluation",
-        "Group",
-        "Judgement",
-        "Problem",
-        "Prompt",
-        "Sampling",
-        "Trajectory",
-    ),
+# of each name above the module that has it: a name stands once, where type checkers see it
+_NODES = ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
+_MODULE_OF = {
+    name.name: str(n.module) for n in _NODES if isinstance(n, ast.ImportFrom) for name in n.names if name.asname
 }
-_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, from its module."""
+    """Returns a public name, from its module."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'tba' has no attribute {name!r}")
     value = getattr(importlib.import_module(_MODULE_OF[name]), name)

@@ -30,7 +30,7 @@ _AT_ONCE = 512  # trajectories in memory
 
 @dataclass(frozen=True, repr=False)
 class Run(Shown):
-    """A run on disk, in progress or ended. Everything is read when it is asked for."""
+    """Gives access to a run on disk, in progress or ended. Everything is read when it is asked for."""
 
     path: Path  # its folder, such as runs/NAME
 
@@ -45,28 +45,28 @@ class Run(Shown):
 
     @property
     def summary(self) -> Summary | None:
-        """The run's results: held-out figures, seconds, shares, lag, faults. None before it has ended."""
+        """Returns the run's results: held-out figures, seconds, shares, lag, faults. None before it has ended."""
         from tba.record.summary import Summary
 
         return Summary.read(self.path)
 
     @property
     def evaluations(self) -> Sequence[Evaluation]:
-        """Held-out figures in the order they were made."""
+        """Returns the held-out figures in the order they were made."""
         from tba.record.run_record import RunRecord
 
         return RunRecord.read(self.path).evaluations
 
     @property
     def model(self) -> Path | None:
-        """The folder of the newest checkpoint, in the Hugging Face layout; None before the first."""
+        """Returns the folder of the newest checkpoint, in the Hugging Face layout; None before the first."""
         from tba.training.checkpoint import newest_checkpoint
 
         newest = newest_checkpoint(self.path / "checkpoints")
         return None if newest is None else newest.path
 
     def metrics(self) -> Sequence[Mapping[str, Json]]:
-        """One mapping for each optimizer step (docs/run.md says what is in it)."""
+        """Returns one mapping for each optimizer step (docs/run.md says what is in it)."""
         from tba.record.metrics import read_metrics
 
         return read_metrics(self.path)
@@ -218,7 +218,7 @@ def _flat(fields: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any
 
 
 def _has(recipe: Recipe, name: str) -> bool:
-    """Whether the recipe, or settings in it, have a field of that dotted name."""
+    """Returns whether the recipe, or settings in it, have a field of that dotted name."""
     *places, last = name.split(".")
     settings: Any = recipe
     for place in places:

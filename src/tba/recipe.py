@@ -35,7 +35,7 @@ from tba.weights.directory import PublishSettings
 @dataclass(frozen=True)
 @as_declared
 class RuntimeSettings:
-    """How the parts are run, and their deadlines. Raises `UserError` when a field makes no sense."""
+    """Says how the parts are run, and their deadlines. Raises `UserError` when a field makes no sense."""
 
     idle_deadline: float = 1800.0  # seconds the trainer may wait for one batch
     silence_deadline: float = 1800.0  # seconds a part may be without a heartbeat before it is killed and restarted
@@ -58,15 +58,15 @@ class RuntimeSettings:
 
     @property
     def first_sign_deadline(self) -> float:
-        """Seconds until a part must give its first heartbeat: it loads libraries and a model before, for which ranks of
-        the trainer wait as long for each other.
+        """Returns the seconds until a part must give its first heartbeat: it loads libraries and a model before, for
+        which ranks of the trainer wait as long for each other.
         """
         return max(self.silence_deadline, LOADING + 60.0)
 
     @property
     def journal_deadline(self) -> float:
-        """Seconds that a part waits for the journal's lock: a part that hangs while it holds the lock is killed
-        earlier.
+        """Returns the seconds that a part waits for the journal's lock: a part that hangs while it holds the lock is
+        killed earlier.
         """
         return max(self.silence_deadline, 120.0) + 30.0
 
@@ -74,7 +74,7 @@ class RuntimeSettings:
 @dataclass(frozen=True)
 @as_declared
 class ClusterSettings:
-    """What each part of a run asks of a Ray cluster (runtime cluster)."""
+    """Says what each part of a run asks of a Ray cluster (runtime cluster)."""
 
     searcher_cpus: float = 1.0  # cores reserved for a searcher; 0.02 lets many light searchers share a core
     searcher_gpus: float | None = None  # GPUs reserved for a searcher, or a part of one; None: one, or a share of few
@@ -107,8 +107,8 @@ _LEAST = {
 @dataclass(frozen=True)
 @as_declared
 class InitialFill:
-    """What is imported before a run begins, graded by the task and scored under the reference as `tba import` does.
-    Raises `UserError` when a field makes no sense.
+    """Says what is imported before a run begins, graded by the task and scored under the reference as `tba import`
+    does. Raises `UserError` when a field makes no sense.
     """
 
     demonstrations: int = 0  # how many of the task's own demonstrations, from the first; 0: none
@@ -123,8 +123,8 @@ class InitialFill:
 @dataclass(frozen=True)
 @as_declared
 class Recipe:
-    """The settings of one run. The paper's symbols: B prompts x K responses, S per prompt, k steps per sync. Raises
-    `UserError` when a field makes no sense.
+    """Holds the settings of one run. The paper's symbols: B prompts x K responses, S per prompt, k steps per sync.
+    Raises `UserError` when a field makes no sense.
     """
 
     task: Task
@@ -312,17 +312,18 @@ class Recipe:
 
     @property
     def teachers(self) -> Teacher:
-        """The teacher, or one without models."""
+        """Returns the teacher, or one without models."""
         return self.teacher or Teacher()
 
     @property
     def searcher_count(self) -> int:
-        """How many processes generate, as far as it is decided."""
+        """Returns how many processes generate, as far as it is decided."""
         return 1 if self.searchers is None else self.searchers
 
     @property
     def largest_reward(self) -> float:
-        """The largest |reward| that is trained on: divided by the smallest beta of the run, its square is still finite.
+        """Returns the largest |reward| that is trained on: divided by the smallest beta of the run, its square is still
+        finite.
 
         An objective without a beta, or whose beta reaches 0, is treated as if beta were 1.
         """

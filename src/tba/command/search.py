@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from tba.command.options import SearchOptions
+from tba.recipe import Recipe
 from tba.record.live import STATUS_SECONDS
 from tba.record.log import log_to
 from tba.record.terminal import terminal
@@ -35,30 +38,23 @@ def add_searcher(options: SearchOptions) -> int:
 
 
 def _join(path: Path) -> int:
-    import torch
-
     console = terminal()
     run = RunDirectory.open(path)
     refuse_others(run.facts, "a searcher that would join")
     recipe = run.recipe()
-    torch.set_num_threads(recipe.run.threads)
-    os.nice(NICENESS)
-    with stop_requests() as asked, joined(run, recipe, asked) as place, log_to(run.path, place.name) as log:
-        console.print(f"{place.name} joins {run.path}; its log is {log}; Ctrl-C ends it", highlight=False)
-        half = start_searching(recipe, run, place.number, 0, place.stop, background=True)
-        try:
-            _search(half, place, console)
-        finally:
-            half.journal.resume()  # what it held is for others
-            half.close()
-    console.print(f"{place.name} left after {half.searcher.rounds} rounds: {place.why}", highlight=False)
+    with stop_requests() as asked, joined(run, recipe, asked) as place:
+        _search(
+            place,
+            recipe,
+            run,
+            lambda log: start_searching(recipe, run, place.number, 0, place.stop, background=True),
+            console,
+        )
     return asked.exit_code if place.why == ASKED else 0
 
 
 def _visit(name: str, address: str) -> int:
     """Join the run of this name from any machine of its Ray cluster. Raises `UserError` when the run is not in it."""
-    import torch
-
     require_ray()
     from tba.runtime.cluster.actors import place_of, scratch
     from tba.runtime.cluster.client import connected, contact_with
@@ -70,32 +66,46 @@ def _visit(name: str, address: str) -> int:
         visit = Visit(number, asked, contact)
         run = stand_in(facts, scratch)
         recipe = run.recipe()
-        torch.set_num_threads(recipe.run.threads)
-        os.nice(NICENESS)
-        with log_to(run.path, visit.name) as log:
-            console.print(f"{visit.name} joins {name}; its log is {log}; Ctrl-C ends it", highlight=False)
+
+        def start(log: Path) -> SearcherLoop:
             here = place_of(visit.name, log)
-            half = searcher_loop_at(
+            return searcher_loop_at(
                 recipe, lambda: through(contact, visit.name, here), number, 0, visit.stop, background=True
             )
-            try:
-                _search(half, visit, console)
-            finally:
-                half.journal.resume()  # what it held is for others
-                half.close()
-                contact.call("leave", number, visit.why or "an error")
-    console.print(f"{visit.name} left after {half.searcher.rounds} rounds: {visit.why}", highlight=False)
+
+        try:
+            _search(visit, recipe, run, start, console)
+        finally:
+            contact.call("leave", number, visit.why or "an error")
     return asked.exit_code if visit.why == ASKED else 0
 
 
-def _search(half: SearcherLoop, place: Place | Visit, console: Console) -> None:
-    """Make rounds, each written in one piece. It does not evaluate: others would wait for a searcher that may leave."""
-    said = time.monotonic()
-    while not place.stop() and not half.told().get("stop"):
-        half.round()
-        if time.monotonic() - said > STATUS_SECONDS:
-            said = time.monotonic()
-            version = half.searcher.engine.version
-            console.print(f"{place.name}: {half.searcher.rounds} rounds, weights {version}", highlight=False)
-    half.drain(stop=True)
-    place.why = place.why or "the run ended"
+def _search(
+    place: Place | Visit,
+    recipe: Recipe,
+    run: RunDirectory,
+    start: Callable[[Path], SearcherLoop],
+    console: Console,
+) -> None:
+    """Make rounds, each written in one piece. It does not evaluate: others would wait for a searcher that may leave.
+
+    start: returns the loop, given the searcher's log.
+    """
+    torch.set_num_threads(recipe.run.threads)
+    os.nice(NICENESS)
+    with log_to(run.path, place.name) as log:
+        console.print(f"{place.name} joins {run.path}; its log is {log}; Ctrl-C ends it", highlight=False)
+        half, said = start(log), time.monotonic()
+        try:
+            while not place.stop() and not half.told().get("stop"):
+                half.round()
+                if time.monotonic() - said > STATUS_SECONDS:
+                    said = time.monotonic()
+                    now = half.searcher.engine.version
+                    console.print(f"{place.name}: {half.searcher.rounds} rounds, weights {now}", highlight=False)
+            half.drain(stop=True)
+            place.why = place.why or "the run ended"
+        finally:
+            half.journal.resume()  # what it held is for others
+            half.close()
+    console.print(f"{place.name} left after {half.searcher.rounds} rounds: {place.why}", highlight=False)

@@ -35,7 +35,7 @@ _NONE = sys.float_info.min  # a share above 0, as `Jsonl` wants it, and below an
 
 @dataclass(frozen=True)
 class SftOptions:
-    """Which model is trained on a file, and how."""
+    """Says which model is trained on a file, and how."""
 
     model: str = ""  # a folder or Hub name of the model to train further; empty: a new small one
     template_arguments: tuple[str, ...] = ()  # of its chat template, each name=value, such as enable_thinking=false
@@ -45,7 +45,7 @@ class SftOptions:
 
     @property
     def unused(self) -> Mapping[str, str]:
-        """The field without effect: a new small model has no chat template."""
+        """Names the field without effect: a new small model has no chat template."""
         return {} if self.model else {"template_arguments": "model"}
 
 
@@ -124,7 +124,7 @@ def _require_responses(rows: Sequence[Row], task: Jsonl) -> None:
 
 @dataclass(frozen=True)
 class _Better:
-    """A file's task, without the lines whose reward is low."""
+    """Leaves out of a file's task the lines whose reward is low."""
 
     of: Jsonl
     least: float

@@ -20,7 +20,7 @@ _COLUMN, _WIDTH = 44, 120  # of the usage: where the summaries begin, and where 
 
 @dataclass(frozen=True)
 class Command:
-    """One command of the command line.
+    """Describes one command of the command line.
 
     Its function is called with the words that it takes (paths for runs and files, a list for a word with dots), then
     the words that set fields, if it has `fields`, then its options, if it has some. It returns the exit code, or what
@@ -38,7 +38,7 @@ class Command:
 
     @property
     def synopsis(self) -> str:
-        """The command with the words that it takes."""
+        """Names the command with the words that it takes."""
         return f"tba {self.name} {self.takes}".rstrip()
 
     def loaded(self) -> Any:

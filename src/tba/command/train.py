@@ -104,7 +104,7 @@ def next_steps(recipe: Recipe, given: Sequence[str], run: RunDirectory, summary:
 
 
 def _is_a_recipe(words: Sequence[str]) -> bool:
-    """Whether a recipe's name and its settings can be given to `tba train` as they are."""
+    """Returns whether a recipe's name and its settings can be given to `tba train` as they are."""
     try:
         return override(find(words[0]), words[1:], "tba train") is not None
     except UserError:

@@ -41,7 +41,7 @@ _POLL = 0.02  # seconds between two checks whether a probe has ended
 
 @dataclass(frozen=True, repr=False)
 class Estimate(Shown):
-    """Seconds and bytes of a run, extrapolated from a few rounds and steps."""
+    """Holds seconds and bytes of a run, extrapolated from a few rounds and steps."""
 
     start_seconds: float  # until both halves are up
     round_seconds: float
@@ -131,6 +131,7 @@ def estimate(
     kept = min(recipe.replay.buffer.total, rate * working) if rate else recipe.replay.buffer.total
     lengths = [len(tokens) for _, rows in first["answers"] for tokens, *_ in rows]
     length = sum(lengths) / len(lengths)
+    buffered = sum(replace(recipe.replay.buffer, total=max(2, int(kept))).memory(round(length)).values())
     generation_operations = step_operations = None
     if shape is not None:
         (read, generated), (asked, answered) = searcher["tokens"], trainer["tokens"]
@@ -152,7 +153,7 @@ def estimate(
         evaluation_seconds=2 * evaluation,
         total_seconds=start + 2 * evaluation + warm_up + working,
         uses=min(recipe.steps * per_step / (rate * working), limit) if rate else None,
-        trainer_bytes=trainer["peak_memory_bytes"] + int(kept * trainer["trajectory_bytes"]),
+        trainer_bytes=trainer["peak_memory_bytes"] + (0 if training is None else buffered),
         trainer_measured=training is not None,
         searcher_bytes=searcher["peak_memory_bytes"],
         weights_bytes=trainer["weights_bytes"],
@@ -165,7 +166,7 @@ def estimate(
 
 
 def one_rank_fits(recipe: Recipe, machine: Machine) -> bool:
-    """Whether the trainer can be measured as one process: it is one, or would fit into the memory of one place."""
+    """Returns whether the trainer can be measured as one process: it is one, or would fit into one place's memory."""
     if recipe.trainer.count == 1:
         return True
     found = {need.part: need for need in needs(replace(recipe, trainer=RankSettings(1)))}
@@ -204,7 +205,6 @@ def _computed(recipe: Recipe, shape: Shape | None, searcher: Mapping[str, Any]) 
         "product_rates": searcher["product_rates"],
         "peak_memory_bytes": 0 if on_gpu else trainer.total,
         "peak_gpu_bytes": trainer.total if on_gpu else None,
-        "trajectory_bytes": 0,
         "weights_bytes": kept.version,
         "log_ratio": None,
         "effective": None,
@@ -212,7 +212,7 @@ def _computed(recipe: Recipe, shape: Shape | None, searcher: Mapping[str, Any]) 
 
 
 class _Probe:
-    """A searcher or a trainer in a process of its own (`tba.runs.probe`), which ends with the `with` block.
+    """Measures a searcher or a trainer in a process of its own (`tba.runs.probe`), which ends with the `with` block.
 
     at_least: seconds for which it is timed, so that probes that are started together overlap. own: what its environment
     has besides this process's.

@@ -1,4 +1,4 @@
-"""Where a command writes what it makes: an option of many commands, those of applications too.
+"""Says where a command writes what it makes: an option of many commands, those of applications too.
 
 Invariant: nothing heavy is imported here, so that `tba COMMAND --help` answers at once.
 """
@@ -13,7 +13,7 @@ from tba.errors import UserError
 
 @dataclass(frozen=True)
 class OutOptions:
-    """Where what is made is written."""
+    """Says where what is made is written."""
 
     out: Path | None = None  # the folder, or the picture, to write
 

@@ -1,4 +1,4 @@
-"""Times a recipe's searcher or trainer, in a process of its own that `tba check` starts as a run starts its parts.
+"""Times a recipe's searcher or trainer, in a process of its own that an estimate starts as a run starts its parts.
 
 It makes a few rounds or steps with the recipe's own parts and keeps nothing. It prints one line of JSON: seconds and
 peak memory.
@@ -29,9 +29,7 @@ from tba.models.arithmetic import product_rate
 from tba.models.huggingface import HuggingFace
 from tba.protocols import Model, Policy, Tokenizer
 from tba.recipe import Recipe
-from tba.record.memory import keep_few_kernels, peak_gpu_memory_bytes, peak_memory_bytes, resident_memory_bytes
-from tba.replay.buffer import Buffer
-from tba.replay.codec import decode_trajectory, encode_trajectory
+from tba.record.memory import keep_few_kernels, peak_gpu_memory_bytes, peak_memory_bytes
 from tba.runtime.devices import keep_to_share
 from tba.runtime.prompting import engine_of, prompts_of, reward_of, vine_of
 from tba.runtime.ranks.start import start_policy, start_ranks
@@ -51,7 +49,6 @@ _T = TypeVar("_T")
 _Answer: TypeAlias = tuple[list[int], list[float], float, list[list[float]]]
 _Answers: TypeAlias = tuple[int, list[_Answer]]  # the place of a prompt, and the answers to it
 _PROMPTS_SHOWN, _ANSWERS_SHOWN = 3, 2
-_KEPT = 10_000  # trajectories of which the memory is measured
 
 
 def search(recipe: Recipe, at_least: float, seed: int) -> dict[str, Json]:
@@ -65,48 +62,46 @@ def search(recipe: Recipe, at_least: float, seed: int) -> dict[str, Json]:
     begun = model.reference(recipe.policy_temperature, Version())
     others = [] if recipe.reference is None else [reference_of(recipe, model)]
     scorers = [begun, *others, *teachers_of(recipe, model)]
-    rng = np.random.default_rng(seed)
+    rng, tokenizer = np.random.default_rng(seed), model.tokenizer()
     seconds: list[float] = []
     generating: list[float] = []
     tokens: list[tuple[int, int]] = []  # of the prompts and the answers of each round
     answers: list[_Answers] = []
     groups: list[list[float]] = []  # rewards of each prompt's answers
     stopped: Counter[str] = Counter()
+    shown: list[Json] = []
     while not _enough(seconds, at_least, recipe):
-        chosen = rng.integers(len(prompts), size=recipe.prompts_per_round)
-        asked = [prompts[int(j)] for j in chosen]
+        chosen = rng.integers(len(prompts), size=recipe.prompts_per_round).tolist()
+        asked = [prompts[j] for j in chosen]
         began, sampling = time.perf_counter(), recipe.exploration.draw(rng)
         answered = generate(engine, asked, recipe.samples_per_prompt, sampling, rng)
         generating.append(time.perf_counter() - began)
-        tokens.append((sum(len(p.tokens) for p in asked), sum(len(c.tokens) for row in answered for c in row)))
         pairs = [(p, c) for p, row in zip(asked, answered, strict=True) for c in row]
-        marks = reward.judge(pairs)
-        of_prompt = iter(marks)
-        for row in answered:
-            own = [mark.reward for c, mark in zip(row, islice(of_prompt, len(row)), strict=True) if not _failed(c)]
-            stopped["failed"] += len(row) - len(own)
-            groups += [own] if own else []
-        stopped.update(c.stop_reason.value for _, c in pairs)
-        stopped["copies"] += sum(len(row) - len({c.digest for c in row}) for row in answered)
-        stopped["empty"] += sum(not c.text.strip() for _, c in pairs)
+        marks = iter(reward.judge(pairs))
+        marked = [list(islice(marks, len(row))) for row in answered]
         if vine is not None:
             unscored = [Trajectory("", p, c, 0.0, np.zeros(len(c.tokens), np.float32), Version()) for p, c in pairs]
             vine.grow(unscored, sampling, rng, Counter())
-        pairs_of_prompts = list(zip(asked, answered, strict=True))
-        scored = [scorer.log_probabilities_of(pairs_of_prompts) for scorer in scorers]
+        of_prompts = list(zip(asked, answered, strict=True))
+        scored = [scorer.log_probabilities_of(of_prompts) for scorer in scorers]
         seconds.append(time.perf_counter() - began)
-        if not answers:
-            shown = _shown(asked, answered, marks, model.tokenizer())
-        if len(answers) < ROUNDS * recipe.prompts_per_round:
-            of_answer = iter(marks)
-            for j, row, *scores in zip(chosen, answered, *scored, strict=True):
-                judged = zip(row, zip(*scores, strict=True), islice(of_answer, len(row)), strict=True)
+        tokens.append((sum(len(p.tokens) for p in asked), sum(len(c.tokens) for _, c in pairs)))
+        for j, row, own, *scores in zip(chosen, answered, marked, *scored, strict=True):
+            rewards = [mark.reward for c, mark in zip(row, own, strict=True) if not _failed(c)]
+            groups += [rewards] if rewards else []
+            stopped.update(c.stop_reason.value for c in row)
+            stopped["failed"] += len(row) - len(rewards)
+            stopped["copies"] += len(row) - len({c.digest for c in row})
+            stopped["empty"] += sum(not c.text.strip() for c in row)
+            if len(shown) < _PROMPTS_SHOWN:
+                shown.append(_shown(prompts[j], row, own, tokenizer))
+            if len(answers) < ROUNDS * recipe.prompts_per_round:
                 kept = [
-                    (c.tokens.tolist(), first.tolist(), m.reward, [log_T.tolist() for log_T in theirs])
-                    for c, (first, *theirs), m in judged
-                    if math.isfinite(m.reward)
+                    (c.tokens.tolist(), first.tolist(), mark.reward, [log_T.tolist() for log_T in theirs])
+                    for c, mark, first, *theirs in zip(row, own, *scores, strict=True)
+                    if math.isfinite(mark.reward)
                 ]
-                answers += [(int(j), kept)] if kept else []
+                answers += [(j, kept)] if kept else []
     return {
         "round_seconds": statistics.mean(_timed(seconds)),
         "generation_seconds": statistics.mean(_timed(generating)),
@@ -128,25 +123,15 @@ def search(recipe: Recipe, at_least: float, seed: int) -> dict[str, Json]:
     }
 
 
-def _shown(
-    asked: Sequence[Prompt],
-    answered: Sequence[Sequence[Completion]],
-    marks: Sequence[Judgement],
-    tokenizer: Tokenizer,
-) -> list[dict[str, Json]]:
-    """Returns the first prompts with their first answers, for people to read."""
-    found: list[dict[str, Json]] = []
-    start = 0
-    for prompt, row in zip(asked, answered, strict=True):
-        own = list(zip(row, marks[start : start + len(row)], strict=True))[:_ANSWERS_SHOWN]
-        start += len(row)
-        answers = [{"text": c.text, "mark": str(mark), "turns": _turns(c, tokenizer)} for c, mark in own]
-        found.append({"prompt": prompt.text, "answers": answers})
-    return found[:_PROMPTS_SHOWN]
+def _shown(prompt: Prompt, row: Sequence[Completion], marks: Sequence[Judgement], tokenizer: Tokenizer) -> Json:
+    """Returns a prompt with its first answers, for people to read."""
+    judged = list(zip(row, marks, strict=True))[:_ANSWERS_SHOWN]
+    answers = [{"text": c.text, "mark": str(mark), "turns": _turns(c, tokenizer)} for c, mark in judged]
+    return {"prompt": prompt.text, "answers": answers}
 
 
 def _failed(completion: Completion) -> bool:
-    """Whether there is no reward: the environment of the answer failed."""
+    """Returns whether there is no reward: the environment of the answer failed."""
     return completion.judgement is not None and math.isnan(completion.judgement.reward)
 
 
@@ -165,7 +150,7 @@ def _timed(rounds: list[_T]) -> list[_T]:
 
 
 def _enough(seconds: list[float], at_least: float, recipe: Recipe) -> bool:
-    """Whether enough rounds or steps were timed. A single long one is, unless a first one does much besides."""
+    """Returns whether enough rounds or steps were timed. A single long one is, unless a first one does much besides."""
     model = recipe.model
     slow_start = model.trainer_device.type != "cpu" or (isinstance(model, HuggingFace) and model.compiled)
     long = len(seconds) > slow_start and sum(seconds) > LONG
@@ -179,7 +164,7 @@ def train(recipe: Recipe, at_least: float, answers: list[_Answers]) -> dict[str,
     alone = replace(recipe, model=model, trainer=RankSettings())
     policy, optimizer = start_policy(alone, start_ranks(alone, 0), None)
     source = _Answered(recipe, prompts, answers, np.random.default_rng(0))
-    log_ratio = max(_log_ratio(policy, group) for group in source.groups())
+    log_ratio = max(float(_log_ratios(policy, group).abs().max()) for group in source.groups())
     seconds: list[float] = []
     tokens: list[tuple[int, int]] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -205,7 +190,8 @@ def train(recipe: Recipe, at_least: float, answers: list[_Answers]) -> dict[str,
                 trainer.publish()
             seconds.append(time.perf_counter() - began)
             if len(seconds) == UPDATES:
-                effective = _effective(policy, list(source.groups()))
+                drifted = torch.cat([_log_ratios(policy, group).sum(1) for group in source.groups()])
+                effective = float(effective_share(drifted))
             tokens.append((int(fetched.batch.prompt_length_G.sum()), int(fetched.batch.length_B.sum())))
     peak = peak_memory_bytes()
     return {
@@ -214,7 +200,6 @@ def train(recipe: Recipe, at_least: float, answers: list[_Answers]) -> dict[str,
         "product_rates": _product_rates(model),
         "peak_memory_bytes": peak,
         "peak_gpu_bytes": peak_gpu_memory_bytes(),
-        "trajectory_bytes": _trajectory_bytes(recipe, prompts, answers),
         "weights_bytes": weights_bytes,
         "log_ratio": log_ratio,
         "effective": effective,
@@ -227,16 +212,6 @@ def _product_rates(model: Model) -> dict[str, Json]:
     return {str(t).removeprefix("torch."): product_rate(t, model.trainer_device) for t in precisions}
 
 
-def _log_ratio(policy: Policy, group: Group) -> float:
-    """Returns the largest |log-ratio| of any token between the policy and the model that answered."""
-    return float(_log_ratios(policy, group).abs().max())
-
-
-def _effective(policy: Policy, groups: Sequence[Group]) -> float:
-    """Returns the effective sample size, as a share, of answers that the model gave."""
-    return float(effective_share(torch.cat([_log_ratios(policy, group).sum(1) for group in groups])))
-
-
 def _log_ratios(policy: Policy, group: Group) -> torch.Tensor:
     """Returns the log-ratios [B, T] between the policy and the model that answered, 0 behind an answer."""
     batch = collate([group]).to(next(iter(policy.parameters())).device)
@@ -245,21 +220,9 @@ def _log_ratios(policy: Policy, group: Group) -> torch.Tensor:
         return policy.evaluate(batch).log_policy_BT - batch.log_behavior_BT
 
 
-def _trajectory_bytes(recipe: Recipe, prompts: list[Prompt], answers: list[_Answers]) -> float:
-    """Returns the bytes that a trajectory takes in the trainer's memory, as it comes out of the journal."""
-    source = _Answered(recipe, prompts, answers, np.random.default_rng(1))
-    buffer = Buffer(replace(recipe.replay.buffer, distinct=False))
-    before = resident_memory_bytes() or 0
-    for i in range(_KEPT):
-        at, rows = answers[i % len(answers)]
-        trajectory = source.trajectory(prompts[at], rows[i // len(answers) % len(rows)])
-        buffer.add(decode_trajectory(encode_trajectory(trajectory), trajectory.prompt))
-    return max(0, (resident_memory_bytes() or 0) - before) / _KEPT
-
-
 @dataclass
 class _Answered:
-    """Batches of B prompts with K answers each, repeated as often as the searcher sampled them."""
+    """Draws batches of B prompts with K answers each, repeated as often as the searcher sampled them."""
 
     recipe: Recipe
     prompts: list[Prompt]

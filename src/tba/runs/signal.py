@@ -1,4 +1,4 @@
-"""Whether a recipe can learn: what `tba check` sees of its problems, answers and rewards, and what to change."""
+"""Says whether a recipe can learn: what `tba check` sees of its problems, answers and rewards, and what to change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FEW, MANY = 0.1, 0.3  # shares of prompts whose rewards vary below which, of ans
 
 @dataclass(frozen=True)
 class Signal:
-    """What a few rounds of the untrained model say of the problems and of the reward."""
+    """Holds what a few rounds of the untrained model say of the problems and of the reward."""
 
     train: int  # problems
     held_out: int
@@ -40,7 +40,7 @@ class Signal:
 
     @classmethod
     def of(cls, probes: Sequence[Json]) -> Signal:
-        """From what a searcher's probes found. Raises `UserError` when there is no answer with a reward."""
+        """Sums up what a searcher's probes found. Raises `UserError` when there is no answer with a reward."""
         groups = [np.array(rewards) for probe in probes for rewards in probe["groups"]]
         stopped, problems = Counter[str](), probes[0]["problems"]
         for probe in probes:
@@ -98,7 +98,7 @@ class Signal:
 
     @property
     def good(self) -> str:
-        """What to say where there is no advice."""
+        """Says where there is no advice."""
         return (
             f"Nothing stands in the way: rewards differ in {percent(self.varied)} of the groups, and few answers are "
             "cut off or empty."

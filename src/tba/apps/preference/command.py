@@ -170,7 +170,7 @@ def labelled(pairs: Sequence[PreferencePair], options: RewardModelOptions, conso
 
 
 class _Texts(Generic[S]):
-    """All texts, each once, as the model reads them."""
+    """Holds all texts, each once, as the model reads them."""
 
     def __init__(self, model: Scorable[S], pairs: Sequence[PreferencePair], options: RewardModelOptions) -> None:
         asked = list(dict.fromkeys((p.prompt, answer) for p in pairs for answer in (p.chosen, p.rejected)))
