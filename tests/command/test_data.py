@@ -184,7 +184,9 @@ def test_a_run_most_of_whose_prompts_are_too_long_says_so_where_it_begins_in_its
     assert f"warning: {note}" in checked
     assert "Nothing stands in the way" not in checked
     trained = ran("train", *given, "--run-name", "one")
-    counts = Summary.read(tmp_path / "runs" / "one").prompts  # type: ignore[union-attr]
+    summary = Summary.read(tmp_path / "runs" / "one")
+    assert summary is not None
+    counts = summary.prompts
     for split, what in (("train", "training"), ("eval", "held-out")):
         n, left = counts[split]["problems"], counts[split]["prompts"]
         assert counts[split] == {"problems": n, "prompts": left, "too_long": n - left}
@@ -203,7 +205,9 @@ def test_a_prompt_for_whose_answer_the_model_has_no_positions_is_dropped_before_
     given = ("--task.train", written(tmp_path, "long", "jsonl", LONG), "--model.generation.max-completion-tokens", "20")
     trained = ran("train", *given, "--run-name", "one")
     assert "leave less than --model.generation.max-completion-tokens 20 of the model's 96 positions" in trained
-    counts = Summary.read(tmp_path / "runs" / "one").prompts["train"]  # type: ignore[union-attr]
+    summary = Summary.read(tmp_path / "runs" / "one")
+    assert summary is not None
+    counts = summary.prompts["train"]
     assert counts == {"problems": counts["problems"], "prompts": counts["prompts"], "no_room": counts["no_room"]}
     assert counts["problems"] == counts["prompts"] + counts["no_room"]
     none = ran("check", *given[:2], "--model.generation.max-completion-tokens", "100", code=2)

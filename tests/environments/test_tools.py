@@ -568,5 +568,8 @@ def test_episodes_that_flow_in_processes_are_those_that_are_played_here_one_prom
     for i, row in enumerate(here):
         assert [c.tokens.tolist() for c in found[i]] == [c.tokens.tolist() for c in row]
         assert [c.judgement for c in found[i]] == [c.judgement for c in row]
-        assert all(c.mask is not None and c.judgement is not None for c in row)
-        assert [c.mask.tolist() for c in found[i]] == [c.mask.tolist() for c in row]  # type: ignore[union-attr]
+        assert all(c.judgement is not None for c in row)
+        for one, other in zip(found[i], row, strict=True):
+            assert one.mask is not None
+            assert other.mask is not None
+            assert one.mask.tolist() == other.mask.tolist()

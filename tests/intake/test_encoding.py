@@ -202,7 +202,9 @@ def test_a_trajectory_of_another_run_keeps_its_tokens_and_behaviour_but_not_its_
     assert found.completion.tokens.tolist() == old.completion.tokens.tolist()
     assert found.completion.log_behavior is old.completion.log_behavior
     assert found.completion.versions == (ELSEWHERE, ELSEWHERE)
-    assert "held out" in ENCODER.adopt(replace(old, prompt=HELD_OUT[0])).reason  # type: ignore[union-attr]
+    refused = ENCODER.adopt(replace(old, prompt=HELD_OUT[0]))
+    assert isinstance(refused, Refusal)
+    assert "held out" in refused.reason
 
 
 def test_a_trajectory_of_another_tokenizer_is_taken_by_its_text() -> None:
