@@ -7,7 +7,6 @@ architectures and quantisations can be read is transformers' affair, which does 
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from io import StringIO
@@ -19,7 +18,8 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.errors import UserError
-from tba.foreign import SAFE, UNREADABLE
+from tba.foreign import SAFE
+from tba.policy.loading import readable
 from tba.training.cache import cached_folder
 from tba.weights.atomic_dir import cache_folder
 
@@ -72,18 +72,11 @@ def write_folder(path: Path, folder: Path) -> None:
 
 
 def _read(path: Path) -> tuple[Any, Any]:
-    try:
-        place = {"gguf_file": path.name, **SAFE}
+    place = {"gguf_file": path.name, **SAFE}
+    other = "give one of an architecture and a quantisation that it can, or a Hugging Face folder"
+    with readable(f"transformers cannot read the GGUF file {path}", other):
         tokenizer = AutoTokenizer.from_pretrained(path.parent, **place)
-        model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **place)
-        plain = made_plain(model)
-    except (*UNREADABLE, NotImplementedError, struct.error) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise UserError(
-            f"transformers cannot read the GGUF file {path} ({reason}): give one of an architecture and a quantisation "
-            "that it can, or a Hugging Face folder"
-        ) from error
-    return plain, tokenizer
+        return made_plain(AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **place)), tokenizer
 
 
 def made_plain(model: Any) -> Any:

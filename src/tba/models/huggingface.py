@@ -30,7 +30,7 @@ from tba.environments.scripted import acted, written
 from tba.environments.speech import Speech
 from tba.errors import TbaError, UserError
 from tba.fields import BY_CODE, as_declared
-from tba.foreign import SAFE, UNREADABLE, as_beginning, problems_of, read_json, templated, with_arguments
+from tba.foreign import SAFE, as_beginning, problems_of, read_json, templated, with_arguments
 from tba.models import memory
 from tba.models.arithmetic import arithmetic_of, positions_of, shape_of
 from tba.models.memory import Sampling, Shape
@@ -39,7 +39,7 @@ from tba.models.precision import precision as precision_of
 from tba.models.serving import doubt
 from tba.models.source import merged_if_adapter, whole
 from tba.policy.causal import CausalPolicy
-from tba.policy.loading import load_model, load_unfilled, no_bars
+from tba.policy.loading import load_model, load_unfilled, no_bars, readable
 from tba.policy.lora import LoraSettings, add_adapters, copy_on_same_base, saved_adapters, switch_adapters
 from tba.policy.reference import FrozenReference
 from tba.protocols import HEADS, Acted, Arithmetic, Policy, SavedPolicy, Task, Work
@@ -70,8 +70,8 @@ class Lesson:
     prompts: bool = False  # the prompts' own tokens are learnt too: language, where answers are few and short
 
     def pairs(self, task: Task, tokenizer: Any) -> list[Pair]:
-        taught = replace(task, **self.task_fields) if self.task_fields else task  # type: ignore[type-var]
-        pairs = _taught(taught, tokenizer)
+        changed: Task = replace(cast(Any, task), **self.task_fields) if self.task_fields else task
+        pairs = _taught(changed, tokenizer)
         return [_with_prompt(pair) for pair in pairs] if self.prompts else pairs
 
 
@@ -151,13 +151,8 @@ class HuggingFace:
 
     def tokenizer(self) -> Any:
         """Returns the model's own tokenizer. Raises `UserError` when it cannot be loaded."""
-        try:
+        with readable(f"cannot load a tokenizer from '{self.path}'", "give a folder or a Hub name"):
             return with_arguments(AutoTokenizer.from_pretrained(self._whole, **SAFE), self.template_arguments)
-        except UNREADABLE as error:
-            reason = str(error).strip().split("\n")[0]
-            raise UserError(
-                f"cannot load a tokenizer from '{self.path}' ({reason}); give a folder or a Hub name"
-            ) from error
 
     def other(self, path: str) -> HuggingFace:
         """Returns another model that only scores, in the same place and precision."""

@@ -23,9 +23,9 @@ from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tba.errors import UserError
-from tba.foreign import SAFE, SAFE_MODEL, UNREADABLE, read_json
+from tba.foreign import SAFE, SAFE_MODEL, read_json
 from tba.models.gguf import SUFFIX, converted, made_plain, saved_once
-from tba.policy.loading import keep_softcap, no_bars
+from tba.policy.loading import keep_softcap, no_bars, readable
 from tba.policy.lora import CONFIG, WEIGHTS
 from tba.weights.atomic_dir import cache_folder
 
@@ -154,7 +154,8 @@ def _merge(folder: Path, base: str, revision: str | None, out: Path) -> None:
         from peft import PeftConfig, PeftModel
     except ModuleNotFoundError as error:
         raise UserError("to read an adapter, install the library peft: pip install 'tba-rl[lora]'") from error
-    try:
+    other = "give another adapter, or its own base, not quantized"
+    with readable(f"the adapter {folder} cannot be put on its base {base}", other):
         at = {"revision": revision} if revision else {}
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **SAFE_MODEL, **at)
         if quantized := getattr(model.config, "quantization_config", None) is not None:
@@ -163,35 +164,25 @@ def _merge(folder: Path, base: str, revision: str | None, out: Path) -> None:
         own = any((folder / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json"))
         tokenizer = AutoTokenizer.from_pretrained(folder if own else base, **SAFE, **({} if own else at))
         _resize(model, folder / WEIGHTS)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what they say of keys is an error below
+        with warnings.catch_warnings(action="ignore"):  # what they say of keys is an error below
             config = PeftConfig.from_pretrained(folder)
             config.inference_mode = True
             if config.is_prompt_learning or config.is_adaption_prompt:
                 raise ValueError(f"the kind {config.peft_type.value} cannot be merged; LoRA can")
             adapted = PeftModel(model, config)
             found = adapted.load_adapter(folder, "default", torch_device="cpu")
-    except UNREADABLE as error:
-        reason = str(error).strip().split("\n")[0]
-        raise UserError(
-            f"the adapter {folder} cannot be put on its base {base} ({reason}): give another adapter, or its own base, "
-            "not quantized"
-        ) from error
     saved_twice = [name for name in found.unexpected_keys if ".modules_to_save." in name]  # with save_embedding_layers
     if missing := [*found.missing_keys, *{*found.unexpected_keys}.difference(saved_twice)]:
         raise UserError(
             f"the adapter {folder} does not fit its base {base}: {len(missing)} weights have no counterpart, such as "
             f"{missing[0]}; give the base that it was trained on"
         )
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            _untie(adapted.base_model.model)
-            merged = adapted.merge_and_unload().eval()
-            _say_whether_tied(merged)
-            merged = made_plain(merged) if quantized else merged
-    except UNREADABLE as error:
-        raise UserError(f"the adapter {folder} cannot be merged into its base ({error}): give another one") from error
+    cannot = f"the adapter {folder} cannot be merged into its base"
+    with readable(cannot, "give another one"), warnings.catch_warnings(action="ignore"):
+        _untie(adapted.base_model.model)
+        merged = adapted.merge_and_unload().eval()
+        _say_whether_tied(merged)
+        merged = made_plain(merged) if quantized else merged
     merged.save_pretrained(out)
     tokenizer.save_pretrained(out)
 

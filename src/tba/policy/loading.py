@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def load_model(
     the matrices of its layers are held in NF4.
     Raises `UserError` when the model or its tokenizer is missing or unreadable.
     """
-    with _readable(path):
+    with _readable_model(path):
         if four_bit:
             placed = {"quantization_config": _nf4(torch.device(device), dtype), "device_map": {"": device}}
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **placed, **SAFE_MODEL)
@@ -136,7 +137,7 @@ def load_unfilled(path: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel
 
     None in the place of the files: they do not hold the parameters as they are, and the model is loaded, whole.
     """
-    with _readable(path):
+    with _readable_model(path):
         with _parameters_without_memory():
             config = AutoConfig.from_pretrained(path, **SAFE)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
@@ -209,13 +210,17 @@ def no_bars() -> Iterator[None]:
 
 
 @contextmanager
-def _readable(path: str | Path) -> Iterator[None]:
-    """Raises `UserError` for what transformers raises where a model cannot be read."""
+def readable(cannot: str, give: str) -> Iterator[None]:
+    """Inside, what transformers raises for files that it cannot read is a `UserError`: cannot (its reason): give."""
     try:
         yield
-    except UNREADABLE as error:
+    except (*UNREADABLE, NotImplementedError, struct.error) as error:  # the last two of GGUF files
         reason = str(error).strip().split("\n")[0]
-        raise UserError(
-            f"cannot load a causal language model and its tokenizer from '{path}' ({reason}); "
-            "give a folder that holds config.json, *.safetensors and tokenizer files, or a name on the Hugging Face Hub"
-        ) from error
+        raise UserError(f"{cannot} ({reason}): {give}") from error
+
+
+def _readable_model(path: str | Path) -> AbstractContextManager[None]:
+    return readable(
+        f"cannot load a causal language model and its tokenizer from '{path}'",
+        "give a folder that holds config.json, *.safetensors and tokenizer files, or a name on the Hugging Face Hub",
+    )

@@ -22,12 +22,13 @@ from tba.training.supervised import SupervisedSettings
 from tba.training.teacher import Teacher
 from tba.training.tiny_models import ScratchModel
 
+assert isinstance(quickstart.model, HuggingFace)
 recipe = replace(
     quickstart,
     name="distil",
     description="a small base that forgets carries learns from a teacher that does not, no reward, two CPU processes",
     task=Arithmetic(digits=3),
-    model=replace(quickstart.model, path=str(BASE), warm_start=None),  # type: ignore[type-var]
+    model=replace(quickstart.model, path=str(BASE), warm_start=None),
     teacher=Teacher(
         reward=False,
         models=(

@@ -13,7 +13,7 @@ sees (CUDA_VISIBLE_DEVICES), and the shares of memory on one GPU never add up to
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -129,14 +129,14 @@ def environment_of(place: Place, visible: str | None = None) -> dict[str, str]:
     return {VISIBLE: ",".join(numbers), GIVEN: f"{place.share:.4f}"}
 
 
-def visible(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The driver's own CUDA_VISIBLE_DEVICES."""
-    return environ.get(VISIBLE)
+def visible() -> str | None:
+    """Returns the driver's own CUDA_VISIBLE_DEVICES."""
+    return os.environ.get(VISIBLE)
 
 
-def keep_to_share(environ: Mapping[str, str] = os.environ) -> None:
-    """Holds this process to its share of its GPU's memory, if it has been given one."""
-    share = float(environ.get(GIVEN, "0"))
+def keep_to_share() -> None:
+    """Hold this process to its share of its GPU's memory, if it has been given one."""
+    share = float(os.environ.get(GIVEN, "0"))
     if 0 < share < USABLE and torch.cuda.is_available():
         for gpu in range(torch.cuda.device_count()):
             torch.cuda.set_per_process_memory_fraction(share, gpu)

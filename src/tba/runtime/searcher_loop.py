@@ -31,6 +31,7 @@ from tba.runtime.run_directory import RunDirectory
 from tba.runtime.teaching import reference_of, teachers_of
 from tba.search.overlong import Overlong
 from tba.search.pipeline import Pipeline
+from tba.search.prompts import PosteriorPrompts, UniformPrompts
 from tba.search.rescoring import Rescorer
 from tba.search.reward_retry import PatientReward
 from tba.search.searcher import Searcher
@@ -40,6 +41,7 @@ log = logging.getLogger("tba.searcher")
 HAND_DOWN = 0.25  # seconds of a round after which the answers that are there are sent to the trainer
 RETRIES = 2  # times a reward that failed is asked again: what fails for longer is better mended than waited for
 NICENESS = 5  # how far searchers give way to the trainer where they share cores (nice(1)): docs/scaling.md has its gain
+DRAWN = (UniformPrompts, PosteriorPrompts)  # sources of prompts that draw them
 _LOOK = 0.1  # seconds between two polls for weights to evaluate, where that is all there is to do
 _PAUSE = 0.05  # seconds between two checks whether more is wanted
 LONGEST_HELD_BACK = 60.0  # seconds, then a searcher makes a round all the same: it never waits for ever
@@ -141,18 +143,18 @@ class SearcherLoop:
 
     def state(self) -> Json:
         """Returns what `restore` takes: the generators and the count of rounds."""
-        prompts = getattr(self.searcher.prompts, "rng", None)
+        prompts = self.searcher.prompts
         return {
             "rng": self.searcher.rng.bit_generator.state,
-            "prompts_rng": None if prompts is None else prompts.bit_generator.state,
+            "prompts_rng": prompts.rng.bit_generator.state if isinstance(prompts, DRAWN) else None,
             "rounds": self.searcher.rounds,
         }
 
     def restore(self, state: Json) -> None:
         """Continue with the generators and the count of rounds that `state` gave."""
         self.searcher.rng.bit_generator.state = state["rng"]
-        if state["prompts_rng"] is not None:
-            self.searcher.prompts.rng.bit_generator.state = state["prompts_rng"]  # type: ignore[attr-defined]
+        if isinstance(self.searcher.prompts, DRAWN):
+            self.searcher.prompts.rng.bit_generator.state = state["prompts_rng"]
         self.searcher.rounds = state["rounds"]
 
     def close(self) -> None:

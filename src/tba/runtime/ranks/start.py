@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
 
 from tba.errors import UserError
 from tba.protocols import HEADS, Policy, SavedPolicy
@@ -52,8 +51,9 @@ def start_ranks(recipe: Recipe, rank: int, meeting: Meeting | None = None) -> Ra
 def _store_here(ranks: int) -> Any:
     if STORE not in os.environ:
         raise UserError(f"--trainer.ranks is {ranks}, but this trainer is one process: use processes or a cluster")
-    # exported only by builds of torch that have `distributed`
-    return dist.FileStore(os.environ[STORE], ranks)  # type: ignore[attr-defined]
+    from torch._C._distributed_c10d import FileStore  # which not every build of torch has
+
+    return FileStore(os.environ[STORE], ranks)
 
 
 def start_policy(recipe: Recipe, ranks: Ranks | None, saved: Path | None) -> tuple[Policy, Optimizer]:

@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 _POLL = 0.02  # seconds between two polls for a key
 
@@ -54,7 +55,7 @@ class KeyValueStore:
         return len(self._values)
 
 
-class ActorStore(dist.Store):  # type: ignore[name-defined] # exported by builds of torch that have `distributed`
+class ActorStore(Store):
     """The key-value store in the actor, as torch calls it. `call(method, ...)` reaches the actor; a wait ends after
     `patience` seconds.
     """
