@@ -51,7 +51,7 @@ class Batch:
         return int(self.prompt_GP.shape[0])
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on another device."""
+        """Returns the batch on another device."""
         tensors = {f.name: v for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)}
         return replace(self, **{name: moved(tensor, torch.device(device)) for name, tensor in tensors.items()})
 
@@ -112,7 +112,7 @@ def _copying(device: torch.device) -> torch.cuda.Stream:
 
 
 def distinct_rows(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Which rows to evaluate, and where each row then finds itself: (row indices [D], place among them [B]).
+    """Returns which rows to evaluate, and where each row then finds itself: (row indices [D], place among them [B]).
 
     Rows of one group with the same tokens and the same mask have the same log-probabilities under any policy, so the
     first of them stands for all. Those kept stay in order.
@@ -216,7 +216,7 @@ class _Pass:
     last_group: int = -1
 
     def joined_by(self, group: int, prompt: int, lengths: Sequence[int]) -> _Pass:
-        """The same with completions of these lengths to a group's prompt."""
+        """Returns an example with completions of these lengths to a group's prompt."""
         tokens = self.tokens + sum(lengths) + (0 if group == self.last_group else prompt)
         longest = max(self.longest, prompt + max(lengths))
         return _Pass(self.share_prompt, tokens, self.rows + len(lengths), longest, group)

@@ -65,7 +65,7 @@ class Reward(Protocol):
 
 @runtime_checkable
 class Task(Protocol):
-    """Where prompts come from and how an answer is graded. A frozen dataclass; light: its files are read on use."""
+    """Gives prompts, and grades answers. A frozen dataclass; light: its files are read on use."""
 
     @property
     def name(self) -> str: ...
@@ -103,7 +103,7 @@ class Selective(Protocol):
     """A task that does not train on all that its files hold."""
 
     def left_out(self) -> Mapping[str, int]:
-        """How many rows are no training problems, by the reason in words."""
+        """Returns how many rows are no training problems, by the reason in words."""
         ...
 
 
@@ -142,7 +142,7 @@ class Acted(Protocol):
 
     @property
     def turns(self) -> int:
-        """How many turns an episode has at most."""
+        """Returns how many turns an episode has at most."""
         ...
 
 
@@ -153,12 +153,12 @@ class Exploration(Protocol):
 
     @property
     def full_support(self) -> bool:
-        """Whether some draw has full support."""
+        """Returns whether some draw has full support."""
         ...
 
     @property
     def greedy(self) -> bool:
-        """Whether some draw is greedy (temperature 0), which leaves no log-probability to correct by."""
+        """Returns whether some draw is greedy (temperature 0), which leaves no log-probability to correct by."""
         ...
 
 
@@ -191,12 +191,12 @@ class Flow(Protocol):
 
     @property
     def submitted(self) -> int:
-        """How many prompts there have been."""
+        """Returns how many prompts there have been."""
         ...
 
     @property
     def wanted(self) -> int:
-        """How many more prompts could begin to be answered now."""
+        """Returns how many more prompts could begin to be answered now."""
         ...
 
     def submit(self, prompts: Sequence[Prompt]) -> None:
@@ -275,7 +275,7 @@ class Concurrent(Protocol):
 
     @property
     def concurrent(self) -> bool:
-        """Whether it is to do so: on an accelerator. On a processor the two would only share it."""
+        """Returns whether it is to do so: on an accelerator. On a processor the two would only share it."""
         ...
 
 
@@ -305,7 +305,7 @@ class Policy(Protocol):
 
     @property
     def share_prompt(self) -> bool:
-        """Whether it runs each prompt once per group; else once per row, and every row padded to the longest."""
+        """Returns whether each prompt is run once per group; else once per row, every row padded to the longest."""
         ...
 
     def evaluate(self, batch: Batch) -> PolicyOutput: ...
@@ -339,12 +339,12 @@ class Objective(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the batch (`log_behavior`, `step_value`) or the policy (`HEADS`) must give."""
+        """Returns what the batch (`log_behavior`, `step_value`) or the policy (`HEADS`) must give."""
         ...
 
     @property
     def by_group(self) -> bool:
-        """Whether the loss is a mean over rows of terms that need only their own group (exact on whole groups)."""
+        """Returns whether the loss is a mean over rows of terms that need their own group alone."""
         ...
 
     def __call__(
@@ -383,7 +383,7 @@ class PromptSource(Protocol):
 
 
 class Journal(Protocol):
-    """What a part that is not the trainer may ask of the journal, all of it in the name of one owner.
+    """Asks the journal, for a part that is not the trainer: all of it in the name of one owner.
 
     Every method may be called from another machine: the remote side is generated from these names, and the gateway on
     the trainer's machine answers to no others (`runtime/cluster/`). So arguments and results are plain values or the
@@ -469,7 +469,7 @@ class Answered(Protocol):
 
 
 class Records(Protocol):
-    """What a searcher leaves for people and for the summary, on its own machine or through the gateway."""
+    """Records what a searcher leaves for people and for the summary, on its own machine or through the gateway."""
 
     def write(self, evaluations: Sequence[Evaluation], answers: Sequence[Answered] = ()) -> None:
         """Writes the results of one evaluation of one version."""
@@ -494,13 +494,13 @@ class PublishedWeights:
 
 
 class WeightPublisher(Protocol):
-    """Where the trainer publishes its weights."""
+    """Takes the weights that the trainer publishes."""
 
     def publish(self, weights: Mapping[str, torch.Tensor], version: Version, manifest: Mapping[str, Json]) -> None: ...
 
 
 class WeightSource(Protocol):
-    """Where searchers find published weights."""
+    """Gives searchers the published weights."""
 
     def newer_than(self, version: Version | None) -> PublishedWeights | None:
         """The newest published version if it is newer than `version` (None: any), else None. Never waits."""
@@ -525,7 +525,7 @@ class KeptWeights(Protocol):
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What one token costs a policy, in floating-point operations of a forward, and what its device does at best."""
+    """Holds what a token costs a policy, in floating-point operations of a forward, and what its device does at best."""
 
     read: float  # of a token that the layers read
     scored: float  # of a token that goes through the head
@@ -539,7 +539,7 @@ class Arithmetic:
 
 @dataclass(frozen=True)
 class Work:
-    """What a run asks of its model, as far as the memory that it needs depends on it."""
+    """Holds what a run asks of its model, as far as the memory that it needs depends on it."""
 
     prompt_tokens: int  # of the longest prompt
     pass_tokens: int  # of one forward and backward pass, at most
@@ -561,17 +561,17 @@ class Model(Protocol):
 
     @property
     def heads(self) -> frozenset[str]:
-        """Which heads (`HEADS`) its policies can have."""
+        """Returns which heads (`HEADS`) its policies can have."""
         ...
 
     @property
     def max_completion_tokens(self) -> int:
-        """How many tokens an answer of its engines has at most, the end of text included."""
+        """Returns how many tokens an answer of its engines has at most, the end of text included."""
         ...
 
     @property
     def positions(self) -> int | None:
-        """How many tokens a prompt and its answer have together at most; None: no limit."""
+        """Returns how many tokens a prompt and its answer have together at most; None: no limit."""
         ...
 
     @property
@@ -603,11 +603,11 @@ class Model(Protocol):
 
     @property
     def trainer_device(self) -> torch.device:
-        """Where its policies are trained."""
+        """Returns where its policies are trained."""
         ...
 
     def arithmetic(self) -> Arithmetic | None:
-        """What its tokens cost, measured now; None where that is not known."""
+        """Returns what its tokens cost, measured now; None where that is not known."""
         ...
 
     @property

@@ -19,7 +19,7 @@ from tba.fields import as_declared
 @dataclass(frozen=True)
 @as_declared
 class Constant:
-    """The same value at every step."""
+    """Gives one value at every step."""
 
     value: float  # the value at every step
 
@@ -153,7 +153,7 @@ class WarmupLinear:
         return self.steps
 
     def lasting(self, steps: int) -> WarmupLinear:
-        """The same shape over another number of updates."""
+        """Returns the schedule's shape over another number of updates."""
         return replace(self, steps=steps, warmup=_share(self.warmup, self.steps, steps))
 
 
@@ -179,7 +179,7 @@ class WarmupCosine:
         return self.steps
 
     def lasting(self, steps: int) -> WarmupCosine:
-        """The same shape over another number of updates."""
+        """Returns the schedule's shape over another number of updates."""
         return replace(self, steps=steps, warmup=_share(self.warmup, self.steps, steps))
 
 
@@ -209,7 +209,7 @@ class WarmupStableDecay:
         return self.warmup + self.stable + self.decay
 
     def lasting(self, steps: int) -> WarmupStableDecay:
-        """The same shape over another number of updates."""
+        """Returns the schedule's shape over another number of updates."""
         warmup, held = (_share(n, self.planned, steps) for n in (self.warmup, self.warmup + self.stable))
         return replace(self, warmup=warmup, stable=held - warmup, decay=steps - held)
 

@@ -29,7 +29,7 @@ class Sharding:
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether it is a shard (a `DTensor`)."""
+    """Returns whether it is a shard (a `DTensor`)."""
     return hasattr(tensor, "device_mesh")
 
 

@@ -42,7 +42,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # inte
 
 @dataclass(frozen=True)
 class Change:
-    """What one tensor has become: all of it, or the elements that are other ones. It is cast when it is written."""
+    """Holds what a tensor has become: all of it, or the elements that are other ones. It is cast when it is written."""
 
     name: str
     values: Tensor
@@ -184,8 +184,8 @@ def index_type(numbers: int) -> torch.dtype:
 
 
 def smaller_whole(changed: int, numbers: int, kind: torch.dtype) -> bool:
-    """Whether so many changes, with their indices, take as many bytes as the whole tensor does, which can be written if
-    what follows it is aligned.
+    """Returns whether so many changes, with their indices, take as many bytes as the whole tensor does, which can be
+    written if what follows it is aligned.
     """
     return numbers % EVEN == 0 and changed * (index_type(numbers).itemsize + kind.itemsize) >= numbers * kind.itemsize
 

@@ -1,4 +1,4 @@
-"""How a model's chat template writes an assistant's turn: what begins it, and the token that ends it.
+"""Finds how a model's chat template writes an assistant's turn: what begins it, and the token that ends it.
 
 Invariant: all of it is read off what the template itself writes around an answer. Nothing here knows a family of
 models, and whoever needs the end of a turn (sampling, imports, supervised training, environments) asks here.
@@ -39,7 +39,7 @@ class End:
 
 @dataclass(frozen=True)
 class Frame:
-    """What a template writes around an answer."""
+    """Holds what a template writes around an answer."""
 
     opening: str = ""  # behind what begins the turn in a prompt: blanks, or thoughts for an answer that has none
     end: End | None = None
@@ -51,13 +51,14 @@ class Frame:
 
     @property
     def gap(self) -> str:
-        """What stands between the answer and its end."""
+        """Returns what stands between the answer and its end."""
         return "" if self.end is None else self.end.gap
 
 
 @dataclass(frozen=True)
 class AssistantTurn:
-    """How a template writes an assistant's turn: as the last one, before a user's message, before what tools give.
+    """Holds how a template writes an assistant's turn: as the last one, before a user's message, before what tools
+    give.
 
     Without a template an answer ends in the end-of-text token, if there is one.
     """
@@ -72,7 +73,7 @@ class AssistantTurn:
 
     @property
     def thinks(self) -> bool:
-        """Whether turns begin within a thought."""
+        """Returns whether turns begin within a thought."""
         return self.lead.rstrip().endswith(THOUGHT[0])
 
     @property

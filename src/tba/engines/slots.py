@@ -35,7 +35,7 @@ _NARROWEST = 128  # width of a step whose shapes do not change
 
 
 class AttentionPass(Protocol):
-    """What the attention function asks of the object handed through `model.forward(tba_slots=...)`."""
+    """Computes the attention of layers, as the object handed through `model.forward(tba_slots=...)`."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
         """[1 or R, heads, tokens, D] -> the same shape, having stored key and value."""
@@ -44,7 +44,7 @@ class AttentionPass(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttentionKind:
-    """What one layer asks of its attention."""
+    """Holds how one layer's attention is computed."""
 
     scale: float | None  # None: 1 / sqrt(D)
     window: int | None  # a query at p sees keys at p - window + 1 .. p; None: all up to p
@@ -138,7 +138,7 @@ class PackedPrompts:
 
     @property
     def takes_flash(self) -> bool:
-        """Whether the flash kernel could read such keys and values, once they were computed."""
+        """Returns whether the flash kernel could read such keys and values, once they were computed."""
         return takes_flash(self.keys_LHND, self.values_LHND) and not any(kind.softcap for kind in self.kinds.values())
 
     def run(self, model: PreTrainedModel) -> None:

@@ -42,13 +42,13 @@ def sizes_of(slots: int) -> tuple[int, ...]:
 
 
 class Graph(Protocol):
-    """What was captured, to be computed again over the same buffers."""
+    """Computes again what was captured, over the same buffers."""
 
     def replay(self) -> None: ...
 
 
 class Capture(Protocol):
-    """What captures: `CudaGraphs`, or on a CPU what stands for it in tests."""
+    """Captures a computation: `CudaGraphs`, or on a CPU what stands for it in tests."""
 
     def __call__(self, run: Callable[[], _T], warm_up: bool) -> tuple[Graph, _T]:
         """Returns the graph of `run`, and the tensors it will write to. `warm_up`: it may be run before."""
@@ -115,7 +115,7 @@ class Step:
 
     @property
     def captured(self) -> bool:
-        """Whether steps are captured."""
+        """Returns whether steps are captured."""
         return self._capture is not None
 
     def forget(self) -> None:
@@ -257,7 +257,7 @@ class _Waits(TorchDispatchMode):
 
 
 def _waits(func: Any, args: Sequence[Any], out: Any) -> bool:
-    """Whether an operation's result has a size, or a value on the host, that depends on data of the device."""
+    """Returns whether an operation's result has a size, or a value on the host, that depends on data of the device."""
     name = func._schema.name.split("::")[1]
     if name in ("index", "index_put", "index_put_"):  # by a mask or by places
         return any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in tree_leaves(args[1]))

@@ -1,4 +1,4 @@
-"""Where a completion ends: which tokens end it, and at which token a stop string is complete.
+"""Finds where a completion ends: which tokens end it, and at which token a stop string is complete.
 
 Invariant: whether there is a stop string is always decided from the decoded text of the whole completion; checking its
 last few tokens while it grows only saves computing.
@@ -71,11 +71,11 @@ class StopStrings:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def _find(self, text: str) -> int:
-        """Where the earliest stop string begins; -1 if there is none."""
+        """Returns where the earliest stop string begins; -1 if there is none."""
         return min((at for s in self.strings if (at := text.find(s)) >= 0), default=-1)
 
     def may_be_near(self, tokens: Sequence[int], new: int) -> bool:
-        """Whether a stop string appears to end within the `new` last tokens."""
+        """Returns whether a stop string appears to end within the `new` last tokens."""
         # A token is at least one byte, so this many reach back to the beginning of a stop string.
         reach = new + max(len(s.encode()) for s in self.strings)
         return self._find(self.text(tokens[-reach:])) >= 0
@@ -93,7 +93,7 @@ class StopStrings:
         return low, text[:at], True
 
     def ended(self, tokens: Sequence[int], eos: frozenset[int], interrupted: bool) -> tuple[int, str, StopReason]:
-        """Where a completion whose generation is over ends: (its tokens, its text, why)."""
+        """Returns where a completion whose generation is over ends: (its tokens, its text, why)."""
         ends = next((i + 1 for i, token in enumerate(tokens) if token in eos), None)
         n, text, stopped = self.cut(tokens[:ends])
         if stopped:

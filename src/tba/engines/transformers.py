@@ -51,8 +51,8 @@ _PROBE = 7  # tokens of the longest prompt of the self-test
 @dataclass(frozen=True)
 @as_declared
 class EngineSettings:
-    """How a searcher samples: how many completions grow at the same time, and where one ends. Raises `UserError` when a
-    field makes no sense.
+    """Sets how a searcher samples: how many completions grow at the same time, and where one ends. Raises `UserError`
+    when a field makes no sense.
     """
 
     engine: Literal["transformers", "vllm", "auto"] = "transformers"  # the sampling engine; vllm has settings of its
@@ -271,8 +271,9 @@ class Flow:
 
     @property
     def wanted(self) -> int:
-        """How many more prompts are to be submitted now: none while the queue can fill the rows that are free, then so
-        many that half of the slots' worth is left in it. They are read together, and rows are filled from them at once.
+        """Returns how many more prompts are to be submitted now: none while the queue can fill the rows that are free,
+        then so many that half of the slots' worth is left in it. They are read together, and rows are filled from them
+        at once.
         """
         slots = self.settings.slots
         free = slots - (self.extent - len(self.free)) - (self.total - self.next_request) - self._crowd
@@ -280,15 +281,15 @@ class Flow:
 
     @property
     def _crowd(self) -> int:
-        """How many rows those that are set aside will want: all that have been answered, and of the others as many as
-        are more than the slots, since what is aside has its keys and values.
+        """Returns how many rows those that are set aside will want: all that have been answered, and of the others as
+        many as are more than the slots, since what is aside has its keys and values.
         """
         answered = sum(mine.heard is not None for mine in self.aside.values())
         return max(answered, len(self.aside) - self.settings.slots)
 
     @property
     def total(self) -> int:
-        """How many requests there have been."""
+        """Returns how many requests there have been."""
         return self.submitted * self.count
 
     def next(

@@ -255,7 +255,7 @@ class VllmEngine:
 
     @property
     def growing(self) -> int:
-        """How many answers grow."""
+        """Returns how many answers grow."""
         return len(self._growing)
 
     def text(self, tokens: Sequence[int]) -> str:
@@ -327,8 +327,8 @@ class VllmFlow:
 
     @property
     def wanted(self) -> int:
-        """How many more prompts are to be submitted now: none while the queue can fill the slots that are free, then so
-        many that half of the slots' worth is left in it.
+        """Returns how many more prompts are to be submitted now: none while the queue can fill the slots that are free,
+        then so many that half of the slots' worth is left in it.
         """
         slots = self.engine.settings.slots
         crowd = max(0, len(self._asked) - slots)

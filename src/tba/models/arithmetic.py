@@ -1,4 +1,6 @@
-"""How much of what a processor can compute a run uses: the operations of its passes, against a product of matrices."""
+"""Counts how much of what a processor can compute a run uses: the operations of its passes, against a product of
+matrices.
+"""
 
 from __future__ import annotations
 

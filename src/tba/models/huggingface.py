@@ -406,7 +406,7 @@ class HuggingFace:
 
     @property
     def precision(self) -> Precision:
-        """In which precision it is held and computed with."""
+        """Returns in which precision it is held and computed with."""
         return precision_of(self.dtype, self._device.type, adapters=self.lora.rank > 0)
 
 

@@ -111,7 +111,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Pass:
-    """What the trainer's memory depends on besides the model's shape."""
+    """Holds what the trainer's memory depends on besides the model's shape."""
 
     tokens: int  # of one forward and backward pass (--max-tokens-per-pass, or fewer if a batch has fewer)
     precision: Precision
@@ -125,7 +125,7 @@ class Pass:
 
     @property
     def moves(self) -> bool:
-        """Whether moments go to the device and back."""
+        """Returns whether moments go to the device and back."""
         return self.moments_on_host and self.device != "cpu"
 
 
@@ -159,7 +159,7 @@ def trainer(shape: Shape, of: Pass) -> Bytes:
 
 @dataclass(frozen=True)
 class Sampling:
-    """What a searcher's memory depends on besides the model's shape."""
+    """Holds what a searcher's memory depends on besides the model's shape."""
 
     precision: Precision
     slots: int  # completions that grow at the same time
@@ -281,9 +281,9 @@ def _logits(shape: Shape, of: Pass, kept: int) -> tuple[int, int]:
 
 
 def _gathered(shape: Shape, of: Pass) -> Bytes:
-    """What is computed with besides the float32 weights: in one process copies in the compute type, and some layers'
-    gradients in it before they are cast; over ranks what is gathered of shards at a time, in the compute type, and
-    gradients before they are shards again.
+    """Returns what is computed with besides the float32 weights: in one process copies in the compute type, and some
+    layers' gradients in it before they are cast; over ranks what is gathered of shards at a time, in the compute type,
+    and gradients before they are shards again.
     """
     i = of.precision.compute.itemsize
     if of.ranks == 1:

@@ -1,4 +1,4 @@
-"""In which precision a model is held and computed with: one decision for searchers and trainer.
+"""Decides in which precision a model is held and computed with: one decision for searchers and trainer.
 
 Invariant: the trainer computes, the reference scores and the engine samples in one precision, which is also that of the
 published weights: at version 0 the three have the same weights to the bit, and every log-ratio to the reference is 0.
@@ -17,7 +17,7 @@ Wanted = Literal["auto", "float32", "bfloat16", "4-bit"]
 
 @dataclass(frozen=True)
 class Precision:
-    """What follows from the device, the setting and whether there are adapters."""
+    """Holds the types that follow from the device, the setting and whether there are adapters."""
 
     compute: torch.dtype  # of every forward and backward pass, of engine and reference, and of published weights
     held: torch.dtype  # of the weights that the trainer loads: the trained ones, or the frozen base of adapters

@@ -1,4 +1,4 @@
-"""Whether an engine samples from the policy: the self-test by which `--model.generation.engine auto` takes vLLM.
+"""Tests whether an engine samples from the policy: the self-test by which `--model.generation.engine auto` takes vLLM.
 
 Invariant: what is compared are log-probabilities of tokens that the engine has drawn, as it says them and as the
 policy's own forward gives them: with the weights that both began with, after an update of every weight, and after an

@@ -1,4 +1,4 @@
-"""What a model's path stands for: a folder, a name on the Hub, a GGUF file, or an adapter as PEFT saves it.
+"""Finds what a model's path stands for: a folder, a name on the Hub, a GGUF file, or an adapter as PEFT saves it.
 
 Invariant: what is loaded is a folder (or a name) of whole weights. A GGUF file and an adapter become one, once, in the
 cache: an adapter is merged into its base, in float32, so that engine, policy and reference begin with base + adapter

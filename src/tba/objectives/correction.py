@@ -1,4 +1,4 @@
-"""How an objective corrects for the difference between the policy and the behaviour policy that sampled a row.
+"""Corrects an objective for the difference between the policy and the behaviour policy that sampled a row.
 
 Invariant: where the policy equals the behaviour policy (rho = 1), every form has the gradient -A grad log pi. The form
 changes an estimate only as far as the data are off-policy.
@@ -26,7 +26,7 @@ _LARGEST = 20.0  # of a log-ratio: beyond it a ratio has no meaning, and its exp
 @dataclass(frozen=True)
 @as_declared
 class Correction:
-    """How the ratio rho = pi / mu of policy to behaviour policy enters a policy gradient with advantages A.
+    """Sets how the ratio rho = pi / mu of policy to behaviour policy enters a policy gradient with advantages A.
 
     With SG for stop-gradient, the loss of one token (or, by sequence, of one row, rho then being the product over the
     tokens that the policy sampled) is

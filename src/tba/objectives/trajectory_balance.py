@@ -197,7 +197,8 @@ class Asymmetric:
 
 
 class Memory:
-    """What the groups of earlier steps have shown, as running means; those of the present step are kept apart.
+    """Remembers what the groups of earlier steps have shown, as running means; those of the present step are kept
+    apart.
 
     They are sums on the policy's device, which is not waited for. What is not finite leaves no trace: the step that it
     was of is skipped, and the next batch has its number.
@@ -226,7 +227,7 @@ class Memory:
         return [self._step, *(None if t is None else t.tolist() for t in (self.means_2, self._sums_4))]
 
     def restore(self, state: Json) -> None:
-        """The inverse of `state`."""
+        """Continue with what `state` returned."""
         self._step, *tensors = state
         self.means_2, self._sums_4 = (None if t is None else torch.tensor(t, dtype=torch.float64) for t in tensors)
 
@@ -242,8 +243,8 @@ class Memory:
 
 
 def above_lowest(advantage_B: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row's group [B]: g, how far its mean is above its lowest; q, that over highest minus lowest (0 where
-    there is no spread); and whether there is one. `advantage_B` is what each row has above its group's mean.
+    """Returns of each row's group [B]: g, how far its mean is above its lowest; q, that over highest minus lowest (0
+    where there is no spread); and whether there is one. `advantage_B` is what each row has above its group's mean.
     """
     rows = (batch.group_B, batch.groups)
     low_B, high_B = group_max(-advantage_B, *rows), group_max(advantage_B, *rows)

@@ -258,7 +258,7 @@ def _probabilities(
 
 
 def _in_place(out_CV: Tensor) -> bool:
-    """Whether probabilities are made where the logits were, which on a CPU is faster.
+    """Returns whether probabilities are made where the logits were, which on a CPU is faster.
 
     Rounded to half precision they would not give the logarithm back, and whether one underflows a GPU is not asked.
     """

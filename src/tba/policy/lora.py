@@ -38,8 +38,8 @@ _PREFIX = "base_model.model."  # of names in peft's files
 @dataclass(frozen=True)
 @as_declared
 class LoraSettings:
-    """Which layers have adapters, and how large. Needs the extra `lora`. Raises `UserError` when a field makes no
-    sense.
+    """Sets which layers have adapters, and how large they are. Needs the extra `lora`. Raises `UserError` when a field
+    makes no sense.
     """
 
     rank: int = 0  # rank of each matrix's update; 0: no adapters, all weights are trained
@@ -225,7 +225,7 @@ def _make_adapters(model: PreTrainedModel) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a weight of this name belongs to an adapter."""
+    """Returns whether a weight of this name belongs to an adapter."""
     return ".lora_A." in name or ".lora_B." in name
 
 

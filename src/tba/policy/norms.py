@@ -41,7 +41,9 @@ def _normed(module: torch.nn.Module, written_out: Callable[[Tensor], Tensor], ep
 
 @torch.no_grad()
 def _is_plain(module: torch.nn.Module, eps: float) -> bool:
-    """Whether it gives the same with another weight, on the CPU: the model's own may be ones, or not be there yet."""
+    """Returns whether it gives the same with another weight, on the CPU: the model's own may be ones, or not be there
+    yet.
+    """
     like, width = copy(module), module.get_parameter("weight").shape[-1]
     weight_W, x_2W = ((torch.arange(n * width) * 7919 % 101 - 30).view(-1, width) / 50 for n in (1, 2))
     like._parameters = {"weight": torch.nn.Parameter(weight_W[0])}

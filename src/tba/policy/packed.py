@@ -36,7 +36,7 @@ ATTENTION = "tba_packed"  # the name the attention function has with transformer
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Which flat token belongs where; computed once per pack and used by every layer."""
+    """Maps flat tokens to their places; computed once per pack and used by every layer."""
 
     position_N: Tensor  # int64
     prompts: tuple[int, ...]  # the length of each group's prompt
@@ -309,7 +309,9 @@ def _probe(vocabulary: int) -> Batch:
 
 
 def _plain_hidden(body: PreTrainedModel, batch: Batch, device: torch.device) -> Tensor:
-    """What `packed_hidden` should give of a batch whose rows are in the order of groups, row by row: [N, hidden]."""
+    """Returns what `packed_hidden` should give of a batch whose rows are in the order of groups, row by row: [N,
+    hidden].
+    """
     prompts: dict[int, Tensor] = {}
     completions = []
     for row, group in enumerate(batch.group_B.tolist()):

@@ -41,7 +41,7 @@ class FrozenReference:
 
     @property
     def concurrent(self) -> bool:
-        """Whether it has a stream of its own, so that another thread can generate meanwhile."""
+        """Returns whether it has a stream of its own, so that another thread can generate meanwhile."""
         return self._policy.model.device.type == "cuda"
 
     @property

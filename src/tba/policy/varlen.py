@@ -34,7 +34,7 @@ _WIDEST = 256  # head that the kernel takes; it has to be a multiple of 8
 
 @dataclass(frozen=True)
 class Sequences:
-    """Of each sequence, in order: a run of rows of the queries, and a run of rows of the keys.
+    """Holds of each sequence, in order, a run of rows of the queries, and a run of rows of the keys.
 
     Causal: the last query sees all keys, the one before it all but the last, and so on; with a `window` of W each sees
     the last W of these.
@@ -68,7 +68,9 @@ class Sequences:
 
     @cached_property
     def calls(self) -> tuple[Call, ...]:
-        """What the stand-in computes at a time: buckets if each sequence attends to itself, else single sequences."""
+        """Returns what the stand-in computes at a time: buckets if each sequence attends to itself, else single
+        sequences.
+        """
         if self.causal and self.window is None and self.query_lengths == self.key_lengths:
             buckets = _bucketed([(run.start, run.stop - run.start) for run, _ in self.runs()], self.query_start.device)
             return tuple((bucket, bucket) for bucket in buckets)
@@ -143,11 +145,11 @@ class Attention:
         return query, key, value
 
     def _flash(self, query: Tensor, value: Tensor) -> bool:
-        """Whether the kernel of GPUs takes it."""
+        """Returns whether the kernel of GPUs takes it."""
         return self.softcap is None and takes_flash(query, value)
 
     def _fused(self, query_nHQD: Tensor, key_nJTD: Tensor, causal: bool, window: int | None) -> bool:
-        """Whether torch's kernel for CPUs takes it; its causal mask is that of equally many queries and keys."""
+        """Returns whether torch's kernel for CPUs takes it, whose causal mask is of equally many queries and keys."""
         square = query_nHQD.shape[2] == key_nJTD.shape[2]
         return query_nHQD.device.type == "cpu" and window is None and self.softcap is None and (square or not causal)
 
@@ -217,13 +219,13 @@ class Attention:
 
 
 def _computed(x: Tensor) -> Tensor:
-    """The same in float32 on a CPU, whose kernel takes three times as long for half precision, backward."""
+    """Compute attention in float32 on a CPU, whose kernel takes three times as long for half precision, backward."""
     return x.float() if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def takes_flash(key: Tensor, value: Tensor) -> bool:
-    """Whether the kernel of GPUs takes keys (or queries) and values like these, [..., D]; the meta device stands for
-    one that has it.
+    """Returns whether the kernel of GPUs takes keys (or queries) and values like these, [..., D]; the meta device
+    stands for one that has it.
     """
     width = key.shape[-1]
     if key.dtype not in (torch.bfloat16, torch.float16) or width > _WIDEST or width % 8 or value.shape[-1] != width:
@@ -233,7 +235,7 @@ def takes_flash(key: Tensor, value: Tensor) -> bool:
 
 @cache
 def _has_flash(device: int) -> bool:
-    """Whether this GPU runs the kernel."""
+    """Returns whether this GPU runs the kernel."""
     return torch.cuda.get_device_capability(device) >= (8, 0) and torch.backends.cuda.is_flash_attention_available()
 
 
@@ -275,7 +277,7 @@ class Run:
         return rows_ND[None, self.start : self.stop]
 
     def put(self, rows_ND: Tensor, taken_1TD: Tensor) -> None:
-        """The inverse of `take`, in place."""
+        """Put back what `take` took, in place."""
         rows_ND[self.start : self.stop] = taken_1TD[0]
 
     def clear_padding(self, taken_1TD: Tensor) -> Tensor:
@@ -296,14 +298,14 @@ class Bucket:
         return taken.view(*self.index_nT.shape, *taken.shape[1:])
 
     def put(self, rows_ND: Tensor, taken_nTD: Tensor) -> None:
-        """The inverse of `take`, in place; padding is dropped."""
+        """Put back what `take` took, in place; padding is dropped."""
         index, flat = self.index_nT.flatten(), taken_nTD.flatten(0, 1)
         if self.valid_nT is not None:
             index, flat = index[self.valid_nT], flat[self.valid_nT]
         rows_ND.index_copy_(0, index, flat)
 
     def clear_padding(self, taken_nTD: Tensor) -> Tensor:
-        """The same with zeros for padding, so that nothing flows back from it."""
+        """Put gradients back with zeros for padding, so that nothing flows back from it."""
         if self.valid_nT is None:
             return taken_nTD
         flat = taken_nTD.flatten(0, 1)

@@ -33,12 +33,12 @@ class Stopped(Exception):
 
 
 def pause() -> None:
-    """What to do while there is no batch, where other processes bring one: sleep briefly, then look again."""
+    """Sleep briefly: there is no batch, and other processes bring one."""
     time.sleep(_POLL)
 
 
 def nothing_more() -> None:
-    """What to do while there is no batch, where nobody will bring one. Raises `UserError`."""
+    """Raise `UserError`: there is no batch, and nobody will bring one."""
     raise UserError(
         "--offline there is no further batch to learn from, and no searcher brings one: set --replay.pacing."
         "max-mean-uses higher, import more, or train with searchers"

@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides the model and the optimizer, and how a later incarnation resumes from it.
+"""Saves what a checkpoint holds besides the model and the optimizer, and resumes a later incarnation from it.
 
 Invariant: all of the state belongs to the same step, that of the checkpoint's version. The journal is not part of the
 checkpoint: it only grows, and the state says how far it had come; trajectories after that point stay and are used as
@@ -135,7 +135,7 @@ def generators() -> dict[str, Json]:
 
 
 def set_generators(state: Json) -> None:
-    """The inverse of `generators`; devices that no longer exist are left out."""
+    """Set the generators to what `generators` returned; devices that no longer exist are left out."""
     torch.set_rng_state(_tensor(state["torch"]))
     if torch.cuda.is_initialized():
         for device, text in enumerate(state["cuda"][: torch.cuda.device_count()]):

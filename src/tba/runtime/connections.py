@@ -1,4 +1,4 @@
-"""How a searcher reaches the rest of its run: the journal, the weights, and the records of what it did.
+"""Connects a searcher with the rest of its run: the journal, the weights, and the records of what it did.
 
 Invariant: a searcher has these connections and no others, so it need not know whether they lead to its own disk (here)
 or to the gateway on a trainer's machine (`remote`), nor whether a round is written while it makes the next one
@@ -109,7 +109,7 @@ class BackgroundJournal:
         self._written = self._thread.submit(self._journal.put, *given, **named)
 
     def lease(self, count: int, seconds: float) -> list[int]:
-        """Like the journal's. In the background as many again are leased for the next call."""
+        """Lease prompts as the journal does. As many again are leased in the background, for the next call."""
         if time.monotonic() - self._leased_at > seconds / 2:  # the leases may run out before their prompts are answered
             self._leased, self._on_hand = None, []
         while len(self._on_hand) < count:
@@ -126,7 +126,7 @@ class BackgroundJournal:
         return self._thread.submit(self._journal.lease, count, seconds)
 
     def resume(self) -> None:
-        """Like the journal's, once what was put is written; what was leased ahead is given up too."""
+        """Give back what was leased, once what was put is written; what was leased ahead is given up too."""
         self._after(self._journal.resume)
         self._leased, self._on_hand = None, []
 

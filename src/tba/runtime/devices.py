@@ -1,4 +1,4 @@
-"""Which GPU of this machine each worker of a run gets, decided before anything starts.
+"""Assigns the GPUs of this machine to the workers of a run, before anything starts.
 
 Invariant: a pure function of what the workers need and the GPUs that there are. What a worker is given is all that it
 sees (CUDA_VISIBLE_DEVICES), and the shares of memory on one GPU never add up to more than `USABLE`.
@@ -118,7 +118,7 @@ def _trainer_share(recipe: Recipe, memory: int, searchers: int) -> float:
 
 
 def environment_of(place: Place, visible: str | None = None) -> dict[str, str]:
-    """What a worker's process is given so that it sees its own GPUs only; without any, none.
+    """Returns what a worker's process is given so that it sees its own GPUs only; without any, none.
 
     visible: the driver's own CUDA_VISIBLE_DEVICES, whose entries are what is counted; None: all of the machine's.
     """

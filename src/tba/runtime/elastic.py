@@ -53,7 +53,7 @@ class Leaving(ABC):
         return f"searcher-{self.number}"
 
     def stop(self) -> bool:
-        """Whether to leave; cheap, may be called often."""
+        """Returns whether to leave; cheap, may be called often."""
         if self.why is None and self.asked():
             self.why = ASKED
         if self.why is None and time.monotonic() - self._looked >= _LOOK:
@@ -238,7 +238,7 @@ def _how(there: bool) -> str:
 
 
 def _locked(file: IO[str]) -> bool:
-    """Whether the lock could be taken: then nobody else has it."""
+    """Returns whether the lock could be taken: then nobody else has it."""
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

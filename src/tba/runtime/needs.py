@@ -1,4 +1,4 @@
-"""What each part of a run needs of the memory of its device, computed from the recipe before anything is loaded.
+"""Computes what each part of a run needs of the memory of its device, from the recipe before anything is loaded.
 
 Invariant: a pure function of a recipe whose model is prepared (`Model.memory`). It is what tensors hold at the worst
 moment; an allocator holds a few percent more.
@@ -18,7 +18,7 @@ from tba.runtime.teaching import scorers_of
 
 @dataclass(frozen=True)
 class Need:
-    """What one part needs on its device."""
+    """Holds what one part needs on its device."""
 
     part: str  # trainer (each rank), host (what it has there besides), searcher, reference, rewards on ..., or replay
     device: str  # cpu, cuda or mps: the memory of the machine, or of a GPU
@@ -88,7 +88,7 @@ def seconds_to_move(recipe: Recipe) -> float:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a run keeps on the disk besides its journal, at most, in bytes."""
+    """Holds what a run keeps on the disk besides its journal, at most, in bytes."""
 
     checkpoint: int
     checkpoints: int  # of them, one of which is being written

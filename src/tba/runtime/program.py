@@ -1,4 +1,5 @@
-"""Which version of this program a run is made with: all processes that work on it at one time must have the same.
+"""Finds the version of this program with which a run is made: all processes that work on it at one time must have the
+same.
 
 Invariant: two processes have the same version exactly if every source file of the package is the same, byte for byte.
 """

@@ -37,7 +37,7 @@ class References:
         self._of_checkpoints = deque(maxlen=self.checkpoints)
 
     def due(self, version: Version) -> bool:
-        """Whether the reference is to become `version`."""
+        """Returns whether the reference is to become `version`."""
         return (
             0 < version.step < self.steps and self.every > 0 and version.step % self.every == 0 and self.now != version
         )

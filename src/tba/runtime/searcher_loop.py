@@ -96,7 +96,9 @@ class SearcherLoop:
         return {} if newest is None or newest.version.incarnation < self.incarnation else newest.manifest
 
     def ahead(self) -> bool:
-        """Whether there are as many trajectories as the trainer wants by now (`Pacing.wanted`); by default never."""
+        """Returns whether there are as many trajectories as the trainer wants by now (`Pacing.wanted`); by default
+        never.
+        """
         for newest in (False, True):  # the bound only rises: most often the one that is known already is enough
             wanted = self.searcher.manifest.get("wanted")
             if wanted is None or self.journal.rows() < wanted:

@@ -1,4 +1,4 @@
-"""Whether a run fits the machine that it begins on, decided before anything is loaded; how many workers it has, where
+"""Decides whether a run fits the machine that it begins on, before anything is loaded; how many workers it has, where
 the recipe leaves that open.
 
 Invariant: a pure function of a recipe whose model is prepared and the memory that there is. What is refused could not

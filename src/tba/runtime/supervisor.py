@@ -67,7 +67,7 @@ class Worker(Protocol):
 
     @property
     def heard(self) -> bool:
-        """Whether it has given a heartbeat since it was started: until then it loads libraries and a model."""
+        """Returns whether it has given a heartbeat since it was started: until then it loads libraries and a model."""
         ...
 
     def silence(self) -> float:

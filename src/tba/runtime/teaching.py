@@ -1,4 +1,4 @@
-"""Which models score an answer: the reference, which may be another than the policy's start, and the teachers.
+"""Finds the models that score an answer: the reference, which may be another than the policy's start, and the teachers.
 
 Invariant: whoever scores token by token has the policy's own tokenizer, which is checked before anything is scored, not
 assumed. A teacher with another one scores the text of an answer, as a whole.

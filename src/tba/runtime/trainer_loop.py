@@ -344,7 +344,9 @@ class TrainerLoop:
         self.replay.steer(self.controller.m, self.controller.sync_every)
 
     def _checkpoint_due(self) -> bool:
-        """Whether this is the first weight sync after every so many steps; a run that resumes begins with one too."""
+        """Returns whether this is the first weight sync after every so many steps; a run that resumes begins with one
+        too.
+        """
         version, every = self.trainer.version, self.recipe.run.checkpoint_every
         before = 0 if self.checkpointed is None else self.checkpointed.step
         return every > 0 and version == self.trainer.published and version.step // every > before // every

@@ -29,7 +29,7 @@ NOTCH = 0.1  # of m
 @dataclass(frozen=True)
 @as_declared
 class Control:
-    """Which signal is kept in which range by moving `sync_every` and `replay.selection.m`."""
+    """Sets which signal is kept in which range by moving `sync_every` and `replay.selection.m`."""
 
     signal: Signal = "none"  # the metric (of metrics.jsonl) that is kept in range; none: no control
     low: float = 0.5  # the signal's mean over a span is kept above this

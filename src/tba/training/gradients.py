@@ -34,7 +34,7 @@ See: TypeAlias = Callable[[PolicyOutput, Batch], None]  # is shown each row once
 
 
 def _nobody(output: PolicyOutput, batch: Batch) -> None:
-    """What is shown to nobody."""
+    """Show an output to nobody."""
 
 
 def backward(
@@ -141,7 +141,7 @@ class Slice:
         return cls(batch.select(rows_N), rows_N, torch.unique(batch.group_B[rows_N]))
 
     def place_BT(self, device: torch.device) -> tuple[Tensor, slice]:
-        """Where its rows lie in a tensor of shape [B, T] there."""
+        """Returns where its rows lie in a tensor of shape [B, T] there."""
         return moved(self.row_index, device), slice(0, self.batch.completion_BT.shape[1])
 
     def first_groups(self, derivative_G: Tensor, done_G: Tensor) -> Tensor:

@@ -172,7 +172,7 @@ class Optimizer:
         (folder / FACTS).write_text(json.dumps(self._facts()))
 
     def load(self, folder: Path) -> None:
-        """The inverse of `save`. Raises `UserError` when it is missing, damaged or of another model."""
+        """Load what `save` wrote. Raises `UserError` when it is missing, damaged or of another model."""
         try:
             facts = parsed((folder / FACTS).read_bytes())
             if facts != self._facts():

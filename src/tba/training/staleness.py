@@ -1,4 +1,4 @@
-"""How far the policy has moved from the behaviour policy of a batch, and how far the batch is from balance.
+"""Measures how far the policy has moved from the behaviour policy of a batch, and how far the batch is from balance.
 
 Invariant: no forward pass is made for it. The forward passes of the step pass their log-probabilities in, and the
 metrics are a few sums, left on the policy's device. Behaviour is what was stored when sampling, after temperature and

@@ -55,7 +55,7 @@ class Pair:
 @dataclass(frozen=True)
 @as_declared
 class SupervisedSettings:
-    """How a warm start is run. Raises `UserError` when a field makes no sense."""
+    """Sets how a warm start is run. Raises `UserError` when a field makes no sense."""
 
     epochs: float = 1.0  # passes over the pairs
     steps: int | None = None  # updates; None: as many as `epochs` gives

@@ -58,12 +58,12 @@ class Teacher:
 
     @property
     def count(self) -> int:
-        """How many teachers there are."""
+        """Returns how many teachers there are."""
         return len(self.paths or self.models)
 
     @property
     def is_target(self) -> bool:
-        """Whether the target is one teacher and nothing else."""
+        """Returns whether the target is one teacher and nothing else."""
         return self.count == 1 and not self.reward and self.shares(1) == [1.0] and isinstance(self.schedule, Constant)
 
     def shares(self, step: int) -> list[float]:

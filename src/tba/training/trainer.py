@@ -104,7 +104,7 @@ class Trainer:
 
     @property
     def due(self) -> bool:
-        """Whether weights are to be published: every `sync_every` updates, once per version."""
+        """Returns whether weights are to be published: every `sync_every` updates, once per version."""
         return self.version != self.published and self.version.step % self.sync_every == 0
 
     def backward(self, batch: Batch) -> Measured:
@@ -226,5 +226,5 @@ def save_batch(batch: Batch, path: Path) -> None:
 
 
 def load_batch(path: Path) -> Batch:
-    """The inverse of `save_batch`."""
+    """Load what `save_batch` wrote."""
     return Batch(**safetensors.torch.load_file(path))

@@ -69,8 +69,8 @@ def _write_header(file: BinaryIO, entries: Mapping[str, object], room: int) -> N
 
 
 class Restored(Streamed):
-    """What was published: a tensor that has changed is put together whenever it is asked for, any other is the base's
-    own. Whoever copies them one after the other holds one at a time.
+    """Reads what was published: a tensor that has changed is put together whenever it is asked for, any other is the
+    base's own. Whoever copies them one after the other holds one at a time.
     """
 
     def __init__(self, base: Mapping[str, Tensor], changes: Mapping[str, Tensor]) -> None:

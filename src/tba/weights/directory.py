@@ -48,7 +48,7 @@ NAME = re.compile(r"(\d+\.\d+a?)\.json")  # what is still being written begins w
 @dataclass(frozen=True)
 @as_declared
 class PublishSettings:
-    """How weights are written for searchers. It does not affect checkpoints."""
+    """Sets how weights are written for searchers. It does not affect checkpoints."""
 
     full_every: int = 1  # every so many versions one is full; the others hold only the numbers that changed
     in_memory: bool = False  # a version lies in /dev/shm where it has room, on the disk once it is pinned or at the end
@@ -64,7 +64,7 @@ class PublishSettings:
 
 
 def _age(version: Version) -> Version:
-    """What orders averages among themselves, and other versions likewise."""
+    """Returns what orders averages among themselves, and other versions likewise."""
     return version.average if version.is_average else version
 
 

@@ -76,7 +76,7 @@ class InMemory:
 
 
 def is_lost(path: Path) -> bool:
-    """Whether `path` is of a file that was in memory and is gone."""
+    """Returns whether `path` is of a file that was in memory and is gone."""
     return _target(path) is not None and not path.exists()
 
 

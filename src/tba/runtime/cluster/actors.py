@@ -127,7 +127,7 @@ class ExchangeActor:
 
 @dataclass
 class Told:
-    """Whether a stop was requested; every call also counts as a heartbeat."""
+    """Says whether a stop was requested; every call also counts as a heartbeat."""
 
     stopped: threading.Event = field(default_factory=threading.Event)
     beat: float | None = None  # the last heartbeat, by `time.monotonic`
@@ -139,7 +139,7 @@ class Told:
 
 @dataclass(frozen=True)
 class MeetAt:
-    """Where the ranks of one life of the trainer find each other."""
+    """Gives the ranks of one life of the trainer a place to find each other."""
 
     store: Any  # the actor that holds their key-value store
     spread: bool  # whether they are on more than one machine

@@ -62,7 +62,7 @@ class Cluster(Driver):
             return faults
 
     def _plan(self) -> list[Placed]:
-        """What a run that has just ended gives back is free a moment later: only then it is refused."""
+        """Wait a moment for what a run that has just ended gives back, and refuse the run only then."""
         deadline = time.monotonic() + _SETTLE
         while True:
             try:
@@ -206,7 +206,7 @@ class ActorWorker:
 
     @property
     def _searches(self) -> bool:
-        """Whether this is a searcher, which the run can do without."""
+        """Returns whether this is a searcher, which the run can do without."""
         return not self.name.startswith("trainer")
 
     @property

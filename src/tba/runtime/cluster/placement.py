@@ -1,4 +1,4 @@
-"""Where each worker of a run on a cluster will run, decided before anything starts.
+"""Places each worker of a run on a cluster, before anything starts.
 
 Invariant: the trainer (the first of its ranks) and the journal are on the machine of the driver, where the run's
 directory is; its other ranks are there too as far as they fit, then on nodes that have ranks already; each searcher is
@@ -44,7 +44,7 @@ class Node:
         self._each = [1.0] * whole + ([rest] if rest > _SLACK else [])
 
     def fits(self, asked: Mapping[str, float]) -> bool:
-        """Whether that much is left."""
+        """Returns whether that much is left."""
         return self.left["CPU"] - asked["CPU"] > -_SLACK and self._gpus(asked["GPU"]) is not None
 
     def take(self, asked: Mapping[str, float]) -> None:

@@ -74,14 +74,14 @@ def _users(folder: Path) -> list[int]:
 
 
 def _was_given(process: Path, folder: Path) -> bool:
-    """Whether its command line has `--SOME-OPTION=FOLDER...`, as that of Ray's own processes."""
+    """Returns whether its command line has `--SOME-OPTION=FOLDER...`, as that of Ray's own processes."""
     with suppress(OSError):
         return f"={folder}".encode() in (process / "cmdline").read_bytes()
     return False
 
 
 def _writes_into(process: Path, folder: Path) -> bool:
-    """Whether it has a file there open for writing: workers and agents rewrite their command lines."""
+    """Returns whether it has a file there open for writing: workers and agents rewrite their command lines."""
     with suppress(OSError):
         for descriptor in (process / "fd").iterdir():
             with suppress(OSError):

@@ -44,7 +44,7 @@ _FRESH = 0.05  # seconds for which the newest known version counts as the newest
 
 
 class Contact(Protocol):
-    """How a worker calls the gateway, each time within a deadline."""
+    """Calls the gateway for a worker, each time within a deadline."""
 
     def call(self, method: str, *arguments: Any, **named: Any) -> Any:
         """Call this method of the gateway and return its result."""

@@ -1,5 +1,4 @@
-"""How a worker of a run, or a run of a study, becomes a process: forked from a *forkserver*, which has loaded the
-libraries.
+"""Makes a worker of a run, or a run of a study, a process: forked from a *forkserver*, which has loaded the libraries.
 
 Importing torch and transformers takes seconds of a core. A forkserver does it once for all workers of a run, including
 those that are restarted after they died; each worker then begins in milliseconds. On systems where a process cannot be
@@ -64,8 +63,8 @@ class Child(Protocol):
 
 @dataclass(frozen=True)
 class Program:
-    """What a process is to run: `python -m MODULE ARGUMENTS`, by the module's `run(arguments)`, which returns its exit
-    code.
+    """Says what a process is to run: `python -m MODULE ARGUMENTS`, by the module's `run(arguments)`, which returns its
+    exit code.
     """
 
     name: str  # what `top` shows

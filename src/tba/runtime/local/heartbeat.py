@@ -54,7 +54,7 @@ class Watch:
 
     @property
     def heard(self) -> bool:
-        """Whether it has given a heartbeat since it was started: until then it loads libraries and a model."""
+        """Returns whether it has given a heartbeat since it was started: until then it loads libraries and a model."""
         return self._sign() != self._before
 
     def silence(self) -> float:

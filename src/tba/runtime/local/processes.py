@@ -47,7 +47,7 @@ class Processes(Driver):
         return Process(name, self.run, self.recipe.run.threads, attempt, own, loads)
 
     def gpus_of(self, name: str) -> dict[str, str]:
-        """What a worker's environment says of the GPUs that are its own."""
+        """Returns what a worker's environment says of the GPUs that are its own."""
         return environment_of(places(self.recipe, self.searchers, cards().memory)[name], visible())
 
     def _ranks(self, attempt: int, ends: ExitStack) -> list[Process]:

@@ -32,7 +32,7 @@ _GRACE = 5.0  # seconds an orphan has to end by itself
 
 
 class Stop:
-    """Whether a stop was requested: by the driver, by SIGTERM, or because the driver is gone. Every call is also a
+    """Says whether a stop was requested: by the driver, by SIGTERM, or because the driver is gone. Every call is also a
     heartbeat.
     """
 

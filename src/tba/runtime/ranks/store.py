@@ -1,4 +1,4 @@
-"""Where the ranks of a trainer find each other in a cluster: a key-value store in an actor, and torch's `Store`
+"""Lets the ranks of a trainer find each other in a cluster: a key-value store in an actor, and torch's `Store`
 interface to it.
 
 Invariant: a store belongs to one life of the trainer and holds what its ranks tell each other about themselves, nothing

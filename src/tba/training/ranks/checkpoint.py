@@ -10,63 +10,31 @@ A rank needs the memory of its share once more until its rows are written.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tba.errors import DeadlineExceeded, PartFailed
+from tba.errors import PartFailed
 from tba.protocols import SavedPolicy
 from tba.sharding import copied, own_rows
 from tba.streaming import write_rows
 from tba.training.optimizer import STATE, Optimizer
+from tba.training.ranks.background import Background
 from tba.training.ranks.messages import Ranks, name_of_rank
 
 MODEL = "model.safetensors"
 Rows = Mapping[str, tuple[int, Tensor]]
 
 
-@dataclass
-class Saving:
-    """A rank's side of the checkpoint that is under way."""
-
-    ranks: Ranks
-    _thread: threading.Thread | None = None
-    _failed: list[Exception] = field(default_factory=list)
-
-    def begin(self, act: Callable[[], object]) -> None:
-        """Run `act` in a thread, once the one before has ended."""
-        self.settle()
-
-        def run() -> None:
-            try:
-                act()
-            except Exception as error:  # noqa: BLE001 - raised where it is waited for
-                self._failed.append(error)
-
-        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
-        self._thread.start()
-
-    def look(self) -> None:
-        """Raise what has failed; returns at once."""
-        if self._failed:
-            raise self._failed.pop()
-
-    def settle(self) -> None:
-        """Wait until the checkpoint is on the disk. Raises what failed, and `DeadlineExceeded`."""
-        if self._thread is not None:
-            self._thread.join(2 * self.ranks.word_deadline)  # each wait in it has that of the ranks
-            if self._thread.is_alive():
-                raise DeadlineExceeded(
-                    f"{name_of_rank(self.ranks.rank)} waited {2 * self.ranks.word_deadline:g} s for a checkpoint to be "
-                    "on the disk"
-                )
-            self._thread = None
-        self.look()
+def saving(ranks: Ranks) -> Background:
+    """Returns a rank's thread for the checkpoint that is under way."""
+    seconds = 2 * ranks.word_deadline  # each wait in it has that of the ranks
+    what = f"{name_of_rank(ranks.rank)} waited {seconds:g} s for a checkpoint to be on the disk"
+    return Background("checkpoint", seconds, what)
 
 
 @dataclass

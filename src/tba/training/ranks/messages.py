@@ -52,7 +52,7 @@ class RankSettings:
 
     @property
     def count(self) -> int:
-        """How many there are, as far as it is decided."""
+        """Returns how many there are, as far as it is decided."""
         return 1 if self.ranks is None else self.ranks
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ def name_of_rank(rank: int) -> str:
 
 @dataclass(frozen=True)
 class Meeting:
-    """How the ranks of one life of the trainer find each other."""
+    """Holds how the ranks of one life of the trainer find each other."""
 
     store: Any  # a torch.distributed Store that all of them share
     address: str | None = None  # this machine's, at which the others reach it; None: all are on this one

@@ -27,36 +27,22 @@ from tba.batch import Batch, deal, moved, shortest_row
 from tba.errors import DeadlineExceeded
 from tba.host_copies import HostCopies
 from tba.protocols import PolicyOutput, SavedPolicy
-from tba.sharding import gathered, is_sharded, own_rows, rows_of
-from tba.streaming import (
-    SAFETENSORS_NAMES,
-    Change,
-    Streamed,
-    as_written,
-    changes_since,
-    differing,
-    index_type,
-    smaller_whole,
-)
+from tba.streaming import SAFETENSORS_NAMES, Change, Streamed, changes_since
 from tba.training.gradients import Slice, put_together
 from tba.training.optimizer import Optimizer, OptimizerSettings
-from tba.training.ranks.checkpoint import AllRows, ModelWithoutRows, Saving, Shards, lay_out
+from tba.training.ranks.background import Background
+from tba.training.ranks.checkpoint import AllRows, ModelWithoutRows, Shards, lay_out, saving
 from tba.training.ranks.messages import Message, Ranks
+from tba.training.ranks.weights import Leaving
 
 _LOOKS = "for the other ranks to look for the checkpoints"
-_PUBLISHES = "for the other ranks' part of the weights"
 _PROMPTS = ("prompt_GP", "prompt_length_G")  # these and the answers make a batch that can be evaluated
 _ANSWERS = ("completion_BT", "length_B", "mask_BT", "log_reference_BT", "reward_B", "group_B")
 
 
-def _read_in_place() -> bool:
-    """The `hold` of weights that are not copied."""
-    return False
-
-
 @dataclass(frozen=True)
 class _Share:
-    """What one rank evaluates of a batch: its rows, or one of them whose result is not used."""
+    """Holds what one rank evaluates of a batch: its rows, or one of them whose result is not used."""
 
     part: Slice
     used: bool
@@ -85,7 +71,7 @@ def _entropy_of(output: PolicyOutput) -> Tensor:
 
 
 def _output(tensors: Sequence[Tensor], heads: Sequence[str]) -> PolicyOutput:
-    """The inverse of `given`."""
+    """Returns the output whose `given` these tensors are."""
     rest = iter(tensors)
     log_policy_BT = next(rest)
     value_BT = next(rest) if "value" in heads else None
@@ -101,13 +87,13 @@ class Rank0Policy:
     max_tokens: int  # of one pass, on each rank
     published: torch.dtype = torch.float32  # in which `weights` are gathered: cast on each rank, before they travel
     copies: HostCopies = field(default_factory=HostCopies)  # of this rank's shards, for publication
-    saving: Saving = field(init=False)  # the checkpoint that is being written
+    saving: Background = field(init=False)  # the checkpoint that is being written
     # unset while the weights are being gathered for publication
     reading: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         self.reading.set()
-        self.saving = Saving(self.ranks)
+        self.saving = saving(self.ranks)
         self._anchor = torch.zeros((), device=self.ranks.device, requires_grad=True)
 
     @property
@@ -185,33 +171,27 @@ class Rank0Policy:
         self.reading.clear()
         dtype = None if everything else self.published
         self.ranks.say("weights", everything=everything, dtype=None if dtype is None else SAFETENSORS_NAMES[dtype])
-        shards = self.own.everything() if everything else self.own.weights()
-        rows, hold = _leaving(shards, None if everything else self.copies, dtype)
-        like = {
-            name: torch.empty(tuple(t.shape), dtype=as_written(t.dtype, dtype), device="meta")
-            for name, t in shards.items()
-        }
+        leaving = Leaving.of(self.own, self.ranks, everything, dtype, self.copies)
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             try:
-                _since(self.ranks, None)
-                yield from _streamed(shards, rows, self.ranks, dtype)
+                leaving.since(None)
+                yield from leaving.whole()
             finally:
                 self.reading.set()
 
         def changes(base: Path) -> Iterator[Change]:
             try:
-                since = _since(self.ranks, base)
+                since = leaving.since(base)
                 with safetensors.safe_open(base, framework="pt") as old:
                     if since is None:
-                        whole = Streamed(like, lambda: _streamed(shards, rows, self.ranks, dtype))
-                        yield from changes_since(old.get_tensor, whole)
+                        yield from changes_since(old.get_tensor, Streamed(leaving.like, leaving.whole))
                     else:
-                        yield from _changes(shards, rows, self.ranks, dtype, old)
+                        yield from leaving.changes(old)
             finally:
                 self.reading.set()
 
-        return Streamed(like, tensors, changes, hold)
+        return Streamed(leaving.like, tensors, changes, leaving.hold)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         self.ranks.say("load", weights)
@@ -278,13 +258,12 @@ class Follower:
     copies: HostCopies = field(default_factory=HostCopies)  # of this rank's shards, for publication
     _made: PolicyOutput | None = None
     _share: _Share | None = None
-    _sending: threading.Thread | None = None
-    _failed: list[BaseException] = field(default_factory=list)
-    _held: Callable[[], bool] = _read_in_place
-    _saving: Saving = field(init=False)
+    _held: Callable[[], bool] = lambda: False
+    _sending: Background = field(default_factory=lambda: Background("weights"))  # of which each wait has its deadline
+    _saving: Background = field(init=False)
 
     def __post_init__(self) -> None:
-        self._saving = Saving(self.ranks)
+        self._saving = saving(self.ranks)
 
     def follow(self) -> None:
         """Execute the messages of rank 0; it waits for nothing else."""
@@ -302,7 +281,7 @@ class Follower:
         while (message := self.ranks.hear()).word != "end":
             with self.ranks.inside(message.word):
                 acts[message.word](message)
-        self._settle()
+        self._sending.settle()
         self._saving.settle()
 
     def _evaluate(self, message: Message) -> None:
@@ -328,18 +307,18 @@ class Follower:
 
     def _step(self, message: Message) -> None:
         if not self._held():
-            self._settle()
-        self._look()
+            self._sending.settle()
+        self._sending.look()
         self._saving.look()
         self.optimizer.step(int(message.facts["step"]))
 
     def _swap(self, message: Message) -> None:
-        self._settle()
+        self._sending.settle()
         self.optimizer.swap()
 
     def _checkpoint(self, message: Message) -> None:
         """Copy this rank's rows, and write them while the next steps are computed."""
-        self._settle()
+        self._sending.settle()
         self._saving.settle()
         if self.ranks.shared(None, _LOOKS, self.ranks.saving) is not None:
             shards = Shards.of(self.own, self.optimizer)
@@ -347,37 +326,11 @@ class Follower:
 
     def _send_weights(self, message: Message) -> None:
         """Send the weights while the next step is computed; this ends before they change, unless it sends copies."""
-        self._settle()
-        everything = bool(message.facts["everything"])
-        shards = self.own.everything() if everything else self.own.weights()
+        self._sending.settle()
         dtype = next((dtype for dtype, name in SAFETENSORS_NAMES.items() if name == message.facts["dtype"]), None)
-        rows, self._held = _leaving(shards, None if everything else self.copies, dtype)
-
-        def send() -> None:
-            try:
-                since = _since(self.ranks, None)
-                if since is None:
-                    for _ in _streamed(shards, rows, self.ranks, dtype):
-                        pass
-                else:
-                    with safetensors.safe_open(since, framework="pt") as old:
-                        for _ in _changes(shards, rows, self.ranks, dtype, old):
-                            pass
-            except Exception as error:  # noqa: BLE001 - raised where it is waited for
-                self._failed.append(error)
-
-        self._sending = threading.Thread(target=send, name="weights", daemon=True)
-        self._sending.start()
-
-    def _settle(self) -> None:
-        if self._sending is not None:
-            self._sending.join()  # within the deadline of its process group
-            self._sending = None
-        self._look()
-
-    def _look(self) -> None:
-        if self._failed:
-            raise self._failed[0]
+        leaving = Leaving.of(self.own, self.ranks, bool(message.facts["everything"]), dtype, self.copies)
+        self._held = leaving.hold
+        self._sending.begin(leaving.send)
 
 
 class _Dealt(torch.autograd.Function):
@@ -406,68 +359,3 @@ def _whole(batch: Batch, made: Sequence[tuple[Slice, Sequence[Tensor]]]) -> list
         assert tensor is not None
         whole.append(tensor.detach())
     return whole
-
-
-def _leaving(
-    shards: Mapping[str, Tensor], copies: HostCopies | None, dtype: torch.dtype | None
-) -> tuple[Mapping[str, Tensor], Callable[[], bool]]:
-    """Returns this rank's rows of its shards, read by `items()`, and what the next update calls before it (`hold` of
-    `HostCopies`).
-    """
-    rows: Mapping[str, Tensor] = {name: own_rows(tensor) for name, tensor in shards.items()}
-    if copies is not None:
-        rows = copies.of(rows, dtype)
-    return rows, rows.hold if isinstance(rows, Streamed) else _read_in_place
-
-
-def _streamed(
-    shards: Mapping[str, Tensor], rows: Mapping[str, Tensor], ranks: Ranks, dtype: torch.dtype | None
-) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, whole tensor) on rank 0; the others send their `rows`, cast to `dtype` if one is given."""
-    for (name, own), tensor in zip(rows.items(), shards.values(), strict=True):
-        cast = own.to(as_written(own.dtype, dtype))  # on its device: half as much leaves it
-        if not is_sharded(tensor):
-            yield name, cast
-            continue
-        whole = gathered(cast.cpu(), tensor.shape, ranks.weights)
-        if whole is not None:
-            yield name, whole
-
-
-def _since(ranks: Ranks, base: Path | None) -> Path | None:
-    """Returns the file of the weights since which only changes are sent, None where everything is. Every rank calls it;
-    what rank 0 gives counts, and a file that another rank does not see is none.
-    """
-    name = ranks.tell("" if base is None else base.name, _PUBLISHES, ranks.weights).strip()
-    if not name:
-        return None
-    folder = ranks.shared(None if base is None else base.parent, _PUBLISHES, ranks.weights)
-    return None if folder is None else folder / name
-
-
-def _changes(
-    shards: Mapping[str, Tensor], rows: Mapping[str, Tensor], ranks: Ranks, dtype: torch.dtype | None, old: Any
-) -> Iterator[Change]:
-    """Yields what differs from an open file on rank 0; the others send what differs in their `rows`, which each rank
-    compares by itself. Where many differ, the whole tensor travels and is written.
-    """
-    for (name, own), tensor in zip(rows.items(), shards.values(), strict=True):
-        if not is_sharded(tensor):
-            if ranks.rank == 0:
-                yield from changes_since(old.get_tensor, {name: own}, dtype)
-            continue
-        kind, numbers = as_written(own.dtype, dtype), tensor.numel()
-        first, last = rows_of(len(tensor), ranks.rank, ranks.count)
-        flat = own.reshape(-1)
-        at = differing(flat, old.get_slice(name)[first:last].reshape(-1), kind)
-        counts = ranks.counts(len(at), _PUBLISHES, ranks.weights)
-        if smaller_whole(sum(counts), numbers, kind):
-            whole = gathered(own.to(kind).cpu(), tensor.shape, ranks.weights)
-            if whole is not None:
-                yield Change(name, whole)
-        elif any(counts):
-            values = flat[at.to(flat.device)].to("cpu", kind)
-            at = (at + first * (numbers // len(tensor))).to(index_type(numbers))
-            all_at, all_values = (ranks.brought(part, counts, _PUBLISHES, ranks.weights) for part in (at, values))
-            if all_values is not None:
-                yield Change(name, all_values, all_at)
