@@ -525,7 +525,7 @@ class KeptWeights(Protocol):
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Holds what a token costs a policy, in floating-point operations of a forward, and what its device does at best."""
+    """Holds what a token costs a policy, in floating-point operations of a forward, and what its device does."""
 
     read: float  # of a token that the layers read
     scored: float  # of a token that goes through the head
