@@ -24,7 +24,7 @@ def _few_prompts_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
 def flowed(engine: TransformersEngine, prompts: list[Prompt], count: int, sampling: Sampling) -> list[list[Completion]]:
     """The completions of all prompts, each of which is submitted as soon as one is wanted."""
     flow, left, found = engine.flow(count, sampling, np.random.default_rng(0)), list(prompts), {}
-    while left or flow.prompts:
+    while left or flow.queue.prompts:
         wanted, left = left[: flow.wanted], left[flow.wanted :]
         flow.submit(wanted)
         found.update(flow.next(until_wanted=bool(left)))
@@ -73,7 +73,7 @@ def test_weights_that_are_loaded_in_between_sample_from_there_on_and_an_answer_s
     first = flow.next(until_wanted=False)
     engine.load(dict(other.state_dict()), Version(0, 4))
     rest: list[tuple[int, list[Completion]]] = []
-    while flow.prompts:
+    while flow.queue.prompts:
         rest += flow.next(until_wanted=False)
     model.load_state_dict(before)
     of = {(Version(0, 3), Version(0, 3)): model, (Version(0, 4), Version(0, 4)): other}
@@ -96,5 +96,5 @@ def test_a_flow_that_is_told_to_stop_hands_out_all_it_has() -> None:
     found = dict(flow.next(lambda: True))
     assert sorted(found) == [0, 1]
     assert {c.stop_reason for completions in found.values() for c in completions} == {StopReason.INTERRUPTED}
-    assert not flow.prompts
+    assert not flow.queue.prompts
     assert flow.next() == []

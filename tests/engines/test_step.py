@@ -186,7 +186,7 @@ def test_a_cache_that_grows_has_other_graphs() -> None:
         flow.submit(ragged_prompts(3, 2, 4))
         of_flow = dict(flow.next(until_wanted=False))
         flow.submit(ragged_prompts(40, 3, seed=1))  # while rows are growing
-        while flow.prompts:
+        while flow.queue.prompts:
             of_flow |= dict(flow.next(until_wanted=False))
         found.append(of_flow)
     for i in range(5):

@@ -190,6 +190,55 @@ class _Asked:
     completions: dict[int, Completion]  # those that are finished, by sample
 
 
+class _Queue:
+    """Prompts with `count` completions each, in the order in which they were submitted.
+
+    Request i is sample i % count of prompt i // count.
+    """
+
+    def __init__(self, count: int, room: Room) -> None:
+        self.count, self.room = count, room
+        self.submitted = 0  # prompts
+        self.prompts: dict[int, _Asked] = {}
+        self.done: list[int] = []  # those whose completions are all finished
+        self.next_request = 0
+        self.positions = 0  # of the longest prompt with the longest completion
+
+    @property
+    def left(self) -> int:
+        """Returns how many requests have not begun."""
+        return self.submitted * self.count - self.next_request
+
+    def submit(self, prompts: Sequence[Prompt]) -> None:
+        """Add prompts. Raises `UserError` for one that is too long or empty, and then adds none."""
+        for prompt in prompts:
+            self.room.check(prompt)
+        for number, prompt in enumerate(prompts, self.submitted):
+            self.prompts[number] = _Asked(prompt, {})
+            self.done += [number] if self.count <= 0 else []
+            self.positions = max(self.positions, len(prompt.tokens) + self.room.of(prompt))
+        self.submitted += len(prompts)
+
+    def asked(self, request: int) -> Prompt:
+        """Returns the prompt of a request."""
+        return self.prompts[request // self.count].prompt
+
+    def finish(self, request: int, completion: Completion) -> None:
+        """Take the completion of a request."""
+        number, sample = divmod(request, self.count)
+        completions = self.prompts[number].completions
+        completions[sample] = completion
+        if len(completions) == self.count:
+            self.done.append(number)
+
+    def handed_out(self, everything: bool) -> list[tuple[int, list[Completion]]]:
+        """Returns the prompts that are finished, or all of them with what they have; they are here no longer."""
+        numbers = dict.fromkeys([*self.done, *self.prompts]) if everything else self.done
+        found = [(i, self.prompts.pop(i).completions) for i in numbers]
+        self.done = []
+        return [(i, [completions[j] for j in sorted(completions)]) for i, completions in found]
+
+
 @dataclass(frozen=True)
 class _Read:
     """The prompts first .. end - 1, which were run through the model together."""
@@ -223,9 +272,8 @@ class Flow:
     """A queue of prompts, the rows of the engine in which their completions grow, and those that are aside: whose
     partner has not answered yet, or that wait for a row. See `protocols.Flow`.
 
-    Rows 0 .. extent - 1 are in use, but for those in `free`. Request i is sample i % count of prompt i // count, in the
-    order in which prompts were submitted. Rows that are growing when the engine loads newer weights keep the keys and
-    values of the older ones.
+    Rows 0 .. extent - 1 are in use, but for those in `free`. Rows that are growing when the engine loads newer weights
+    keep the keys and values of the older ones.
     """
 
     def __init__(
@@ -237,14 +285,9 @@ class Flow:
         partner: Partner | None = None,
     ) -> None:
         self.engine, self.settings, self.rows = engine, engine.settings, engine._rows
-        self.count, self.sampling, self.rng, self.partner = count, sampling, rng, partner
-        # the queue
-        self.submitted = 0  # prompts
-        self.prompts: dict[int, _Asked] = {}
-        self.done: list[int] = []  # those whose completions are all finished
-        self.next_request = 0
+        self.sampling, self.rng, self.partner = sampling, rng, partner
+        self.queue = _Queue(count, engine.room)
         self.read: _Read | None = None  # where the next request's prompt is, or was the last one's
-        self.positions = 0  # of the longest prompt with the longest completion
         # the rows, as they are known without waiting for the device
         slots = self.settings.slots
         self.extent = 0
@@ -259,15 +302,14 @@ class Flow:
         self.stride = 1 if looks_are_cheap else _STEPS_BETWEEN_LOOKS
         self.steps = _STEPS_BETWEEN_ASKING  # since `interrupted` was asked
 
+    @property
+    def submitted(self) -> int:
+        """Returns how many prompts there have been."""
+        return self.queue.submitted
+
     def submit(self, prompts: Sequence[Prompt]) -> None:
-        """Adds prompts to the queue. Raises `UserError` for one that is too long or empty, and then adds none."""
-        for prompt in prompts:
-            self.engine.room.check(prompt)
-        for number, prompt in enumerate(prompts, self.submitted):
-            self.prompts[number] = _Asked(prompt, {})
-            self.done += [number] if self.count <= 0 else []
-            self.positions = max(self.positions, len(prompt.tokens) + self.engine.room.of(prompt))
-        self.submitted += len(prompts)
+        """Add prompts to the queue. Raises `UserError` for one that is too long or empty, and then adds none."""
+        self.queue.submit(prompts)
 
     @property
     def wanted(self) -> int:
@@ -276,8 +318,8 @@ class Flow:
         at once.
         """
         slots = self.settings.slots
-        free = slots - (self.extent - len(self.free)) - (self.total - self.next_request) - self._crowd
-        return -(-(free + slots // 2) // self.count) if free > 0 else 0
+        free = slots - (self.extent - len(self.free)) - self.queue.left - self._crowd
+        return -(-(free + slots // 2) // self.queue.count) if free > 0 else 0
 
     @property
     def _crowd(self) -> int:
@@ -287,11 +329,6 @@ class Flow:
         answered = sum(mine.heard is not None for mine in self.aside.values())
         return max(answered, len(self.aside) - self.settings.slots)
 
-    @property
-    def total(self) -> int:
-        """Returns how many requests there have been."""
-        return self.submitted * self.count
-
     def next(
         self, interrupted: Callable[[], bool] | None = None, until_wanted: bool = True
     ) -> list[tuple[int, list[Completion]]]:
@@ -299,24 +336,23 @@ class Flow:
         number in the order of submission. Once `interrupted()` they are all of them, with what they had.
         """
         with torch.inference_mode(), slot_attention(self.engine.model):
-            going_on = not self.prompts or self._run(interrupted, until_wanted)
-        done, self.done = self.done, []
-        found = [(i, self.prompts.pop(i)) for i in (done if going_on else dict.fromkeys([*done, *self.prompts]))]
-        return [(i, [asked.completions[j] for j in sorted(asked.completions)]) for i, asked in found]
+            going_on = not self.queue.prompts or self._run(interrupted, until_wanted)
+        return self.queue.handed_out(everything=not going_on)
 
     def _run(self, interrupted: Callable[[], bool] | None, until_wanted: bool) -> bool:
         """Consumes the queue until further prompts are finished; returns whether there is more to do.
 
         There is none when no row is left, or when `interrupted` says so.
         """
-        if self.done:
+        queue = self.queue
+        if queue.done:
             return True
-        while self.next_request < self.total or len(self.free) < self.extent or self.aside:
+        while queue.left or len(self.free) < self.extent or self.aside:
             if self.aside:
                 self._listen()
             self._fill()
             retired = self._retire(self._finished())
-            if self.done or (until_wanted and self.wanted):
+            if queue.done or (until_wanted and self.wanted):
                 return True
             if retired:
                 continue  # a first token can be the last: fill again before computing
@@ -328,7 +364,7 @@ class Flow:
                         mine.reason = StopReason.INTERRUPTED
                         self._finish(mine)
                     self.aside.clear()
-                    self.next_request = self.total  # the others are not begun
+                    queue.next_request += queue.left  # the others are not begun
                     return False
             self.steps += self._grow() if self.extent else _STEPS_BETWEEN_ASKING
         return False
@@ -337,14 +373,15 @@ class Flow:
         """Give free rows to the next requests; when there are none, close the gaps."""
         if self.aside:
             self._take_back()
-        if (more := self.total - self.next_request - len(self.free)) > 0 and self.extent < self.settings.slots:
+        queue = self.queue
+        if (more := queue.left - len(self.free)) > 0 and self.extent < self.settings.slots:
             more = min(more, self.settings.slots - self.extent)
             self.free, self.extent = [*self.free, *range(self.extent, self.extent + more)], self.extent + more
-        while self.free and self.next_request < self.total:
+        while self.free and queue.left:
             read = self.read
-            if read is None or self.next_request >= read.end * self.count:
+            if read is None or queue.next_request >= read.end * queue.count:
                 read = self._read_more()
-            n = min(len(self.free), read.end * self.count - self.next_request)
+            n = min(len(self.free), read.end * queue.count - queue.next_request)
             admitted, self.free = self.free[:n], self.free[n:]
             self._admit(admitted, read)
         if self.free:
@@ -352,36 +389,38 @@ class Flow:
 
     def _read_more(self) -> _Read:
         """Run the next prompts through the model."""
-        first = end = self.next_request // self.count
+        queue = self.queue
+        first = end = queue.next_request // queue.count
         self.read = None  # its prompts have all been taken: before its successor is made
         tokens = 0
-        while end < self.submitted:
-            tokens += len(self.prompts[end].prompt.tokens)
+        while end < queue.submitted:
+            tokens += len(queue.prompts[end].prompt.tokens)
             if tokens > PREFILL_TOKENS and end > first:
                 break
             end += 1
-        packed = self.engine.read([self.prompts[i].prompt for i in range(first, end)])
+        packed = self.engine.read([queue.prompts[i].prompt for i in range(first, end)])
         self.read = _Read(first, end, packed, self.engine.version)
-        self.cache = self.engine.cache(packed, self.positions, self.extent if len(self.free) < self.extent else 0)
+        self.cache = self.engine.cache(packed, queue.positions, self.extent if len(self.free) < self.extent else 0)
         return self.read
 
     def _admit(self, rows: list[int], read: _Read) -> None:
         """Start the next requests in `rows` (ascending), all of prompts that were read."""
-        requests = np.arange(self.next_request, self.next_request + len(rows))
-        self.next_request += len(rows)
-        prompts = requests // self.count
+        queue = self.queue
+        requests = np.arange(queue.next_request, queue.next_request + len(rows))
+        queue.next_request += len(rows)
+        prompts = requests // queue.count
         for p in range(prompts[0], prompts[-1] + 1):
             mine = [row for row, prompt in zip(rows, prompts, strict=True) if prompt == p]
             self.cache.fill(mine, read.packed, p - read.first)
-            self.prompt_R[mine] = len(self.prompts[p].prompt.tokens)
-            self.limit_R[mine] = self.engine.room.of(self.prompts[p].prompt)
+            self.prompt_R[mine] = len(queue.prompts[p].prompt.tokens)
+            self.limit_R[mine] = queue.room.of(queue.prompts[p].prompt)
         for row, request in zip(rows, requests.tolist(), strict=True):
             self.request_R[row] = _Request(request, read.version, row)
         self.count_R[rows] = 1
         shape = (len(rows), self.settings.max_completion_tokens)
         uniform = np.zeros(shape, np.float32) if self.sampling.temperature == 0 else self.rng.random(shape, np.float32)
         if self.sampling.repetition_penalty != 1:
-            self.rows.read(rows, [torch.from_numpy(self.prompts[p].prompt.tokens).long() for p in prompts.tolist()])
+            self.rows.read(rows, [torch.from_numpy(queue.prompts[p].prompt.tokens).long() for p in prompts.tolist()])
         self.rows.admit(
             torch.tensor(rows, device=self.device),
             torch.from_numpy(self.prompt_R[rows]).to(self.device),
@@ -489,22 +528,19 @@ class Flow:
         )
         if self.partner is not None:
             completion = self.partner.ended(mine.number, completion)
-        number, sample = divmod(mine.number, self.count)
-        self.prompts[number].completions[sample] = completion
-        if len(self.prompts[number].completions) == self.count:
-            self.done.append(number)
+        self.queue.finish(mine.number, completion)
 
     def _listen(self) -> list[_Request]:
         """Take in what the partner has answered: what is at its end is finished. Returns the requests that go on and
         still have a row, which are aside no longer.
         """
         assert self.partner is not None
-        idle = self.extent == len(self.free) and self.next_request == self.total
+        idle = self.extent == len(self.free) and not self.queue.left
         waits = idle and not any(mine.heard is not None for mine in self.aside.values())
         going_on = []
         for request, tokens in self.partner.replies(wait=waits).items():
             mine = self.aside[request]
-            limit = self.engine.room.of(self.prompts[request // self.count].prompt)
+            limit = self.queue.room.of(self.queue.asked(request))
             if tokens is not None and len(mine.ids) + len(tokens) < limit:
                 mine.heard = tokens
                 if mine.state is not None:
@@ -569,7 +605,7 @@ class Flow:
         of_rows = torch.from_numpy(np.stack([rows, end, self.prompt_R[rows]])).to(self.device)
         of_tokens = torch.from_numpy(np.stack([row_N, at_N, np.concatenate(heard)])).to(self.device)
         if self.sampling.repetition_penalty != 1:  # anew: a row may have drawn more behind the end of its turn
-            asked = [self.prompts[mine.number // self.count].prompt.tokens for mine in answered]
+            asked = [self.queue.asked(mine.number).tokens for mine in answered]
             known = [np.concatenate([p, mine.ids, new]) for p, mine, new in zip(asked, answered, heard, strict=True)]
             self.rows.read(rows, [torch.from_numpy(tokens).long() for tokens in known])
         self.rows.hear(of_rows[0], of_rows[1], Heard(*of_tokens), of_rows[2], logits, self.sampling)
