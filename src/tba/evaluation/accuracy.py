@@ -28,11 +28,6 @@ GREEDY = "pass@1/greedy"
 SAMPLED = "pass@1/sampled"
 
 
-def pass_k_metric(k: int) -> str:
-    """Returns the name of the pass@K metric."""
-    return f"pass@{k}/sampled"
-
-
 @dataclass(frozen=True)
 @as_declared
 class EvaluationSettings:
@@ -234,5 +229,5 @@ def _scores(
         scores[metric] = correct.mean(axis=1)
     if metric == SAMPLED and settings.pass_k:
         n, k = correct.shape[1], settings.pass_k
-        scores[pass_k_metric(k)] = np.array([pass_at_k(n, int(c), k) for c in correct.sum(axis=1)])
+        scores[f"pass@{k}/sampled"] = np.array([pass_at_k(n, int(c), k) for c in correct.sum(axis=1)])
     return scores

@@ -24,20 +24,6 @@ class Rejected:
 
 
 @dataclass
-class Rewards:
-    """Counts the rewards of a prompt's answers."""
-
-    count: int = 0
-    least: float = float("inf")
-    most: float = -float("inf")
-
-    def add(self, reward: float) -> None:
-        """Count the reward of one more answer."""
-        self.count += 1
-        self.least, self.most = min(self.least, reward), max(self.most, reward)
-
-
-@dataclass
 class Report:
     """Counts the lines of one source; `source` is the name by which its trajectories are known."""
 
@@ -49,12 +35,12 @@ class Report:
     claimed: int = 0  # trajectories that came with a reward
     disagreed: int = 0  # of these, how many claimed another reward than the task's own
     rejected: dict[str, Rejected] = field(default_factory=dict)
-    of: dict[str, Rewards] = field(default_factory=dict)  # by prompt key
+    rewards: dict[str, list[float]] = field(default_factory=dict)  # of what was imported, by prompt key
 
     @property
     def imported(self) -> int:
         """Returns how many trajectories were imported."""
-        return sum(rewards.count for rewards in self.of.values())
+        return sum(map(len, self.rewards.values()))
 
     @property
     def refused(self) -> int:
@@ -64,7 +50,7 @@ class Report:
     @property
     def varied(self) -> int:
         """Prompts with different rewards: only from these is there something to learn."""
-        return sum(rewards.most > rewards.least for rewards in self.of.values())
+        return sum(max(own) > min(own) for own in self.rewards.values())
 
     def refuse(self, number: int, refusal: Refusal) -> None:
         """Count line `number` as refused."""
@@ -82,7 +68,7 @@ class Report:
         """Count one more trajectory in the journal."""
         self.tokens += trajectory.length
         self.unknown_prompts += not known
-        self.of.setdefault(trajectory.prompt.key, Rewards()).add(trajectory.reward)
+        self.rewards.setdefault(trajectory.prompt.key, []).append(trajectory.reward)
 
     def to_json(self) -> Mapping[str, Json]:
         """Returns a line of `imports.jsonl`."""
@@ -96,7 +82,7 @@ class Report:
                 reason: {"count": r.count, "first": [[number, detail] for number, detail in r.examples]}
                 for reason, r in self.rejected.items()
             },
-            "prompts": len(self.of),
+            "prompts": len(self.rewards),
             "prompts_varied": self.varied,
             "unknown_prompts": self.unknown_prompts,
             "claimed": self.claimed,

@@ -7,7 +7,7 @@ Invariant: it shows snapshots that it is given and does not touch the run; a num
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -126,97 +126,64 @@ class View:
 
 
 def line(status: Status) -> str:
-    """One short line of what is known by now."""
-    known = [
-        f"{duration(status.elapsed_seconds):>8}",
-        f"step {status.step}/{status.steps}",
-        "" if status.phase == "training" else status.phase,
-        _if_known("reward", _reward(status, ", ")),
-        _if_known("accuracy", _accuracy(status, ", "), _at(status)),
-        _if_known("log-ratio", _number(status.log_ratio, 2)),
-        _if_known("lag", _number(status.lag, 1)),
-        _if_known("ESS", _share(status.ess)),
-        _if_known("generated", _rate(status.generated_rate), " tok/s"),
-        _if_known("trained", _rate(status.trained_rate), " tok/s"),
-        _if_known("trainer idle", _share(status.trainer_idle)),
-        _if_known("paced", _share(status.trainer_paced)),
-        _if_known("evaluating", _evaluating(status)),
-        _if_known("ETA", _eta(status)),
-        status.note,
-    ]
-    return " | ".join(part for part in known if part)
+    """Returns one short line of what is known by now."""
+    known = [f"{name} {text}" for name, text in _texts(status, ", ", _at(status)).items() if text != NOT_YET]
+    head = [f"{duration(status.elapsed_seconds):>8}", f"step {status.step}/{status.steps}"]
+    phase = "" if status.phase == "training" else status.phase
+    return " | ".join(part for part in (*head, phase, *known, status.note) if part)
 
 
 def table(status: Status, title: str = "") -> Group:
     """Returns a status as a table for 80 columns; its figures of batches are means of the newest 50 steps."""
+    text = _texts(status, "   ")
     head = Table.grid(padding=(0, 2))
     head.add_row(
         Text(printable(title or status.phase, 24, newlines=False), style="bold"),
         ProgressBar(total=max(1, status.steps), completed=status.step, width=16),
         Text(f"step {status.step}/{status.steps}"),
-        Text(f"{duration(status.elapsed_seconds)}, {status.phase}, ETA {_eta(status)}", style="dim"),
+        Text(f"{duration(status.elapsed_seconds)}, {status.phase}, ETA {text['ETA']}", style="dim"),
     )
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
-    ratio, lag = f"log-ratio {_number(status.log_ratio, 2)}", f"lag {_number(status.lag, 1)}"
-    grid.add_row("accuracy", Text.assemble((_accuracy(status, "   "), "bold"), ("  " + _at(status), "dim")))
-    grid.add_row("reward", _reward(status, "   "))
-    grid.add_row("batches", f"{ratio}   {lag}   ESS {_share(status.ess)}")
-    grid.add_row("searchers", f"{_rate(status.generated_rate)} tok/s   evaluating {_evaluating(status)}")
-    grid.add_row(
-        "trainer",
-        f"{_rate(status.trained_rate)} tok/s   idle {_share(status.trainer_idle)}   "
-        f"paced {_share(status.trainer_paced)}",
-    )
-    parts: list[Table | Text] = [head, grid]
-    if status.note:
-        parts.append(Text(status.note, style="yellow"))
-    return Group(*parts)
+    grid.add_row("accuracy", Text.assemble((text["accuracy"], "bold"), (" " + _at(status), "dim")))
+    grid.add_row("reward", text["reward"])
+    grid.add_row("batches", f"log-ratio {text['log-ratio']}   lag {text['lag']}   ESS {text['ESS']}")
+    grid.add_row("searchers", f"{text['generated']}   evaluating {text['evaluating']}")
+    grid.add_row("trainer", f"{text['trained']}   idle {text['trainer idle']}   paced {text['paced']}")
+    return Group(head, grid, *([Text(status.note, style="yellow")] if status.note else []))
 
 
-def _number(value: float | None, digits: int = 3) -> str:
-    return NOT_YET if value is None else f"{value:.{digits}f}"
+def _texts(status: Status, between: str, at: str = "") -> dict[str, str]:
+    """Returns each figure as text, by its name; `-` for what is not known yet. at: what follows the accuracy."""
 
+    def text(value: float | None, form: Callable[[float], str]) -> str:
+        return NOT_YET if value is None else form(value)
 
-def _rate(value: float | None) -> str:
-    return NOT_YET if value is None else count(value)
+    def rate(tokens: float) -> str:
+        return f"{count(tokens)} tok/s"
 
-
-def _share(value: float | None) -> str:
-    return NOT_YET if value is None else percent(value)
-
-
-def _if_known(name: str, value: str, unit: str = "") -> str:
-    return "" if value == NOT_YET else f"{name} {value}{unit}"
-
-
-def _reward(status: Status, between: str) -> str:
     parts = [f"{printable(name, 40, newlines=False)} {value:.3f}" for name, value in status.parts.items()]
-    return between.join([_number(status.reward), *parts])
-
-
-def _evaluating(status: Status) -> str:
-    """Returns the share of the searchers' time, and whether one does so now."""
-    share = _share(status.searcher_evaluating)
-    return f"{share} of the time{', now too' if status.evaluating else ''}" if share != NOT_YET else NOT_YET
-
-
-def _accuracy(status: Status, between: str) -> str:
-    return (
-        between.join(
-            f"{printable(name, 60, newlines=False).removeprefix('pass@1/')} {percent(value)}"
-            for name, value in status.accuracy.items()
-        )
-        or NOT_YET
-    )
+    accuracy = [
+        f"{printable(name, 60, newlines=False).removeprefix('pass@1/')} {percent(value)}"
+        for name, value in status.accuracy.items()
+    ]
+    now = " of the time, now too" if status.evaluating else " of the time"
+    return {
+        "reward": between.join([text(status.reward, "{:.3f}".format), *parts]),
+        "accuracy": between.join(accuracy) + at if accuracy else NOT_YET,
+        "log-ratio": text(status.log_ratio, "{:.2f}".format),
+        "lag": text(status.lag, "{:.1f}".format),
+        "ESS": text(status.ess, percent),
+        "generated": text(status.generated_rate, rate),
+        "trained": text(status.trained_rate, rate),
+        "trainer idle": text(status.trainer_idle, percent),
+        "paced": text(status.trainer_paced, percent),
+        "evaluating": text(status.searcher_evaluating, lambda share: percent(share) + now),
+        "ETA": text(status.eta_seconds, duration),
+    }
 
 
 def _at(status: Status) -> str:
     """Returns of which step's policy the accuracy is."""
     return "" if status.evaluated is None else f" at step {status.evaluated}"
-
-
-def _eta(status: Status) -> str:
-    eta = status.eta_seconds
-    return NOT_YET if eta is None else duration(eta)

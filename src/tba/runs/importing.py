@@ -124,7 +124,7 @@ def lines_of(report: Report, called: str, taught: bool = False) -> list[str]:
         lines += [f"    line {number}" + (f": {detail}" if detail else "") for number, detail in rejected.examples]
     if report.imported:
         lines.append(
-            f"  {len(report.of):,} prompts, {report.varied:,} of them with different rewards"
+            f"  {len(report.rewards):,} prompts, {report.varied:,} of them with different rewards"
             + ("; the teacher teaches on all of them" if taught else ": only these can teach the policy anything")
         )
     if report.unknown_prompts:
