@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import BPE
 
-from tba.evaluation.accuracy import GREEDY, Answer
+from tba.evaluation.accuracy import Answer
+from tba.evaluation.estimators import GREEDY
 from tba.record.evaluations import EvaluationWriter
 from tba.record.faults import record_fault
 from tba.record.ledger import Ledger

@@ -33,8 +33,8 @@ from pathlib import Path
 from statistics import fmean
 
 import tba
-from tba.evaluation.accuracy import SAMPLED, EvaluationSettings
-from tba.evaluation.estimators import mean_interval
+from tba.evaluation.accuracy import EvaluationSettings
+from tba.evaluation.estimators import SAMPLED, mean_interval
 from tba.objectives.grpo import Grpo
 from tba.objectives.raft import Raft
 from tba.objectives.trajectory_balance import TrajectoryBalance

@@ -23,7 +23,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from tba.evaluation.accuracy import SAMPLED
+from tba.evaluation.estimators import SAMPLED
 
 TARGET = 0.6
 EVALUATE = [sys.executable, "-m", "tba", "red-team", "eval", "red_team_small"]

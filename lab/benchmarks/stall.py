@@ -41,7 +41,8 @@ from parts import parts_of
 
 from tba.batch import Fetched, collate
 from tba.command.replay import uses_of
-from tba.evaluation.accuracy import SAMPLED, EvaluationSettings, evaluate
+from tba.evaluation.accuracy import EvaluationSettings, evaluate
+from tba.evaluation.estimators import SAMPLED
 from tba.recipe import Recipe
 from tba.record.metrics import column, read_last, read_metrics
 from tba.record.summary import Summary

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tba.evaluation.accuracy import SAMPLED
-from tba.evaluation.estimators import mean_interval, paired_difference
+from tba.evaluation.estimators import SAMPLED, mean_interval, paired_difference
 from tba.record.run_record import RunRecord
 
 

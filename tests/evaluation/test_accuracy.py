@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tba.errors import UserError
-from tba.evaluation.accuracy import GREEDY, SAMPLED, Assessment, EvaluationSettings, evaluate
+from tba.evaluation.accuracy import Assessment, EvaluationSettings, evaluate
+from tba.evaluation.estimators import GREEDY, SAMPLED
 from tba.types import Completion, Judgement, Prompt, Sampling, Version
 from toy.engine import TabularEngine, log_behavior, tabular_prompts
 from toy.policy import EOS, TabularTask

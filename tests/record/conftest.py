@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tba.evaluation.accuracy import GREEDY, SAMPLED, Answer
+from tba.evaluation.accuracy import Answer
+from tba.evaluation.estimators import GREEDY, SAMPLED
 from tba.record.evaluations import EvaluationWriter
 from tba.record.ledger import Ledger
 from tba.record.metrics import MetricsWriter

@@ -30,7 +30,7 @@ ROWS = [{"step": i, "text": f"zeile {i}\nä\u2028 end", "reward": i / 3} for i i
 
 
 def written(path: Path) -> bytes:
-    with JsonLines(path) as lines:
+    with closing(JsonLines(path)) as lines:
         for row in ROWS:
             lines.append(row)
     return path.read_bytes()
@@ -42,7 +42,7 @@ def test_what_was_appended_is_read_back(tmp_path: Path) -> None:
 
 
 def test_a_line_is_on_disk_before_the_file_is_closed(tmp_path: Path) -> None:
-    with JsonLines(tmp_path / "a.jsonl") as lines:
+    with closing(JsonLines(tmp_path / "a.jsonl")) as lines:
         lines.append(ROWS[0])
         assert read_lines(tmp_path / "a.jsonl") == ROWS[:1]
 
@@ -55,7 +55,7 @@ def test_a_file_cut_at_any_byte_reads_as_its_whole_lines_and_goes_on_after_them(
         kept = ROWS[: whole[:end].count(b"\n")]
         assert read_lines(path) == kept
         assert read_last_line(path) == (kept[-1] if kept else None)
-        with JsonLines(path) as lines:
+        with closing(JsonLines(path)) as lines:
             lines.append({"after": end})
         assert read_lines(path) == [*kept, {"after": end}]
 
@@ -63,14 +63,14 @@ def test_a_file_cut_at_any_byte_reads_as_its_whole_lines_and_goes_on_after_them(
 def test_a_torn_line_longer_than_a_block_is_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"a": 1}\n{"b": "' + b"x" * 200_000)
-    with JsonLines(path) as lines:
+    with closing(JsonLines(path)) as lines:
         lines.append({"c": 2})
     assert path.read_bytes() == b'{"a": 1}\n{"c": 2}\n'
 
 
 def test_a_line_torn_by_one_writer_is_cut_off_by_another_that_was_open_already(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    with JsonLines(path) as one:
+    with closing(JsonLines(path)) as one:
         one.append({"a": 1})
         with path.open("ab") as killed:
             killed.write(b'{"torn": ')
@@ -79,7 +79,7 @@ def test_a_line_torn_by_one_writer_is_cut_off_by_another_that_was_open_already(t
 
 
 def _append_many(path: Path, writer: int) -> None:
-    with JsonLines(path) as lines:
+    with closing(JsonLines(path)) as lines:
         for i in range(200):
             lines.append({"writer": writer, "i": i, "text": "x" * (i * 7 % 300)})
 
@@ -172,7 +172,7 @@ def test_lines_that_are_read_as_they_come_are_those_of_the_file(
 
 
 def test_the_last_line_is_found_though_it_is_longer_than_a_block(tmp_path: Path) -> None:
-    with JsonLines(tmp_path / "a.jsonl") as lines:
+    with closing(JsonLines(tmp_path / "a.jsonl")) as lines:
         lines.append({"a": 1})
         lines.append({"b": "x" * 200_000})
     assert read_last_line(tmp_path / "a.jsonl") == {"b": "x" * 200_000}

@@ -6,6 +6,7 @@ import platform
 import subprocess
 import sys
 import warnings
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_a_step_reaches_every_file_under_the_same_names(tmp_path: Path) -> None:
-    with RecordSettings(samples_every=2, samples=3).start(tmp_path) as recorder:
+    with closing(RecordSettings(samples_every=2, samples=3).start(tmp_path)) as recorder:
         for step in range(1, 5):
             recorder.step(Version(0, step), 0.5 * step, {"reward": step / 4, "grad_norm": float("nan")}, batch())
         recorder.evaluation(Evaluation(Version(0, 2), 1.0, "pass@1/greedy", 0.5, 100))
@@ -52,7 +53,7 @@ def test_a_step_reaches_every_file_under_the_same_names(tmp_path: Path) -> None:
 
 def test_samples_are_what_was_trained_on_spread_over_the_batch(tmp_path: Path) -> None:
     trajectories = batch()
-    with RecordSettings(samples=4, tensorboard=False).start(tmp_path) as recorder:
+    with closing(RecordSettings(samples=4, tensorboard=False).start(tmp_path)) as recorder:
         recorder.step(Version(0, 1), 1.0, {}, trajectories)
     rows = read_samples(tmp_path)
     assert [row["uid"] for row in rows] == [trajectories[i].uid for i in (0, 3, 6, 9)]
@@ -65,7 +66,7 @@ def test_samples_are_what_was_trained_on_spread_over_the_batch(tmp_path: Path) -
 
 
 def test_hidden_text_is_written_nowhere(tmp_path: Path) -> None:
-    with RecordSettings(hide_text=True, tensorboard=False).start(tmp_path) as recorder:
+    with closing(RecordSettings(hide_text=True, tensorboard=False).start(tmp_path)) as recorder:
         recorder.step(Version(0, 1), 1.0, {"reward": 1.0}, batch())
     rows = read_samples(tmp_path)
     assert len(rows) == 4
@@ -74,7 +75,7 @@ def test_hidden_text_is_written_nowhere(tmp_path: Path) -> None:
 
 
 def test_what_was_not_asked_for_is_not_there(tmp_path: Path) -> None:
-    with RecordSettings(samples_every=0, tensorboard=False).start(tmp_path) as recorder:
+    with closing(RecordSettings(samples_every=0, tensorboard=False).start(tmp_path)) as recorder:
         recorder.step(Version(0, 1), 1.0, {"reward": 1.0}, batch())
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -83,7 +84,7 @@ def test_tensorboard_that_is_not_installed_is_left_out_unless_it_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with RecordSettings().start(tmp_path) as recorder:
+    with closing(RecordSettings().start(tmp_path)) as recorder:
         recorder.step(Version(0, 1), 1.0, {"reward": 0.5}, batch())
     assert not (tmp_path / "tensorboard").exists()
     with pytest.raises(UserError, match=r"tensorboard is not installed; run `pip install tensorboard`"):
@@ -112,7 +113,7 @@ def test_wandb_gets_a_bounded_table_of_samples_and_none_of_hidden_ones(
     for name, hidden in (("seen", False), ("hidden", True)):
         (tmp_path / name).mkdir()
         settings = RecordSettings(samples_every=2, samples=12, tensorboard=False, wandb="tried", hide_text=hidden)
-        with settings.start(tmp_path / name) as recorder:
+        with closing(settings.start(tmp_path / name)) as recorder:
             for step in range(1, 45):
                 recorder.step(Version(0, step), float(step), {"reward": 0.5}, trajectories)
     tables = wandb_tables(tmp_path / "seen")

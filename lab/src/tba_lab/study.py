@@ -18,7 +18,7 @@ from typing import TypeAlias
 import numpy as np
 
 from tba.errors import UserError
-from tba.evaluation.accuracy import SAMPLED
+from tba.evaluation.estimators import SAMPLED
 from tba.foreign import is_name
 from tba.recipe import Recipe, resolved
 from tba.settings import defined, override

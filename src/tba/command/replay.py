@@ -17,6 +17,7 @@ from rich.table import Table
 from tba.command.options import ReplayOptions
 from tba.errors import UserError
 from tba.record.jsonl import plain, replaced
+from tba.record.show import table_of
 from tba.record.terminal import terminal
 from tba.record.text import count, printable, size
 from tba.replay.codec import unpack_uses
@@ -110,10 +111,7 @@ def _show(console: Console, path: Path, journal: Path, reader: JournalQueries, l
 
 
 def _table(title: str, shares: Sequence[Share]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="dim")
-    table.add_column(title)
-    for name in ("trajectories", "tokens", "mean reward"):
-        table.add_column(name, justify="right")
+    table = table_of(title, "trajectories", "tokens", "mean reward")
     for share in shares:
         reward = "-" if share.reward is None else f"{share.reward:.4g}"
         table.add_row(printable(share.name, 40) or "-", f"{share.trajectories:,}", f"{share.tokens:,}", reward)

@@ -18,14 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from tba.errors import UserError
-from tba.evaluation.estimators import pass_at_k
+from tba.evaluation.estimators import GREEDY, SAMPLED, pass_at_k
 from tba.fields import BY_CODE, as_declared
 from tba.generation import generate
 from tba.protocols import Engine, Reward
 from tba.types import Completion, Evaluation, Prompt, Sampling, StopReason, Version
-
-GREEDY = "pass@1/greedy"
-SAMPLED = "pass@1/sampled"
 
 
 @dataclass(frozen=True)

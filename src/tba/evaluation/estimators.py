@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from tba.evaluation.student_t import quantile
 
+GREEDY, SAMPLED = "pass@1/greedy", "pass@1/sampled"  # names of figures; the third is pass@K/sampled
 Z_95 = NormalDist().inv_cdf(0.975)  # of the normal distribution: all intervals here are of 95 %
 Values = Sequence[float] | npt.NDArray[np.floating] | npt.NDArray[np.integer] | npt.NDArray[np.bool_]
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tba.evaluation.estimators import GREEDY, SAMPLED
 from tba.record.faults import read_faults, record_fault
 from tba.record.metrics import (
     DRIFT,
@@ -50,7 +51,7 @@ LEAST_ENTROPY = 0.05  # nats a token: halves of less are noise
 MOST_APART, FEWEST_TOKENS = 0.1, 100  # nats a token of one set of weights, over at least so many
 FEWEST_SAMPLES = 0.1  # effective sample size, as a share
 MOST_DRIFT = 0.05  # nats a token and update
-_FIGURES = ("pass@1/sampled", "pass@1/greedy")  # by which of them checkpoints are compared
+_FIGURES = (SAMPLED, GREEDY)  # by which of them checkpoints are compared
 
 
 def falls(evaluations: Iterable[Evaluation]) -> list[str]:

@@ -18,7 +18,6 @@ from contextlib import contextmanager, suppress
 from enum import Enum
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -76,12 +75,6 @@ class JsonLines:
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> JsonLines:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
 
 def _cut_torn_line(file: FileIO) -> None:

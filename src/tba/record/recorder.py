@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeAlias
 
 from tba.errors import UserError
@@ -124,12 +123,6 @@ class Recorder:
         for part in (self.metrics, self.samples, self.tensorboard, self.wandb):
             if part is not None:
                 part.close()
-
-    def __enter__(self) -> Recorder:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
 
 class SampleWriter:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tba.errors import UserError
+from tba.evaluation.estimators import GREEDY, SAMPLED
 from tba.record import evaluations, metrics
 from tba.record.evaluations import RecordedAnswer, read_answers, read_evaluations
 from tba.record.failure import Failure
@@ -19,9 +20,6 @@ from tba.record.metrics import column, read_metrics
 from tba.record.summary import Summary
 from tba.record.text import percent
 from tba.types import Evaluation, Json, Version
-
-GREEDY = "pass@1/greedy"
-SAMPLED = "pass@1/sampled"
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from tba.evaluation.estimators import SAMPLED
 from tba.record import metrics
 from tba.record.evaluations import RecordedAnswer, figure
 from tba.record.ledger import TERMS, Ledger
 from tba.record.metrics import MEAN_STEPS, column
-from tba.record.run_record import SAMPLED, RunRecord
+from tba.record.run_record import RunRecord
 from tba.record.summary import WAITED, Summary
 from tba.record.text import count, duration, frame_of, named, percent, printable, size, within
 from tba.types import Evaluation, Json
@@ -69,7 +70,7 @@ def comparison(runs: Sequence[RunRecord], settings: Mapping[str, Sequence[str]])
 
 
 def _columns(runs: Sequence[RunRecord], rows: Mapping[str, Sequence[str]]) -> Table:
-    table = _table("", *(printable(run.name, 40) for run in runs), gap=1)
+    table = table_of("", *(printable(run.name, 40) for run in runs), gap=1)
     for name, values in rows.items():
         table.add_row(name, *(printable(value, 200) for value in values))
     return table
@@ -81,7 +82,7 @@ def _short(evaluation: Evaluation | None) -> str:
 
 def listing(runs: Sequence[RunRecord], living: Sequence[bool]) -> RenderableType:
     """Returns a row for each run: how it ended or that it goes on, how far it came, and its newest held-out figure."""
-    table = _table("run", "state", "steps", "time", "held out", justify="left")
+    table = table_of("run", "state", "steps", "time", "held out", justify="left")
     for run, lives in zip(runs, living, strict=True):
         newest = max(run.evaluations, key=lambda e: e.version, default=None)
         figure = "-" if newest is None else f"{newest.metric} {_short(newest)}"
@@ -116,7 +117,7 @@ def accuracy(run: RunRecord) -> RenderableType:
     """Returns a row per metric: before, after, both with 95 % intervals, difference; whole on 80 columns."""
     if not (figures := run.figures()):
         return Text("not evaluated yet", style="dim")
-    table = _table("metric", "before", "after", "points", "problems", gap=1)
+    table = table_of("metric", "before", "after", "points", "problems", gap=1)
     for name, (before, after) in figures.items():
         change = f"{100 * (after.value - before.value):+.1f}" if after else "-"
         table.add_row(printable(name, 60), figure(before), figure(after), change, str(before.n))
@@ -128,7 +129,7 @@ def course(run: RunRecord) -> RenderableType:
     names, spans = run.figures(), min(SPANS, run.steps + 1)
     accuracy = SAMPLED if SAMPLED in names else next(iter(names), "")
     held_out = [(e.version.step, e.value) for e in run.evaluations if e.metric == accuracy]
-    table = _table("", f"steps 0 to {run.steps}", "lowest", "highest", gap=1)
+    table = table_of("", f"steps 0 to {run.steps}", "lowest", "highest", gap=1)
     for label, (step, value), shown in (
         ("reward", column(run.metrics, metrics.REWARD, "step"), _number),
         (printable(accuracy, 40), np.array(held_out).reshape(-1, 2).T, percent),
@@ -145,7 +146,7 @@ def course(run: RunRecord) -> RenderableType:
 
 def answers(both: Sequence[tuple[RecordedAnswer, RecordedAnswer]]) -> RenderableType:
     """Returns a row per problem: the question, the answer before and the answer after, each with its grade."""
-    table = _table("problem", "before", "after", justify="left")
+    table = table_of("problem", "before", "after", justify="left")
     frame = frame_of(before.prompt for before, _ in both)
     for before, after in both:
         table.add_row(Text(printable(within(frame, before.prompt), 300).strip()), _marked(before), _marked(after))
@@ -154,7 +155,7 @@ def answers(both: Sequence[tuple[RecordedAnswer, RecordedAnswer]]) -> Renderable
 
 def ledger(summary: Summary) -> RenderableType:
     """Returns the account of tokens and of trajectories, and whether each closes."""
-    table = _table("", "tokens", "trajectories")
+    table = table_of("", "tokens", "trajectories")
     for name in TERMS:
         table.add_row(
             name.replace("_", " "),
@@ -200,7 +201,7 @@ def _so_far(run: RunRecord) -> RenderableType:
 def health(run: RunRecord) -> RenderableType:
     """Returns by what a run that goes wrong can be told, at its beginning and now: means of as many steps."""
     steps = max(1, min(MEAN_STEPS, len(run.metrics) // 2))
-    table = _table("", f"first {steps} steps", f"last {steps}", gap=2)
+    table = table_of("", f"first {steps} steps", f"last {steps}", gap=2)
     for name, label, shown in _HEALTH:
         _, values = column(run.metrics, name)
         if len(values):
@@ -348,9 +349,10 @@ def section(title: str, body: RenderableType) -> RenderableType:
     return Padding(Group(Text(title, style="bold"), Padding(body, (0, 0, 0, 2))), (1, 0, 0, 0))
 
 
-def _table(*columns: str, justify: str = "right", gap: int = 2) -> Table:
+def table_of(*names: str, justify: str = "right", gap: int = 2) -> Table:
+    """Returns an empty table with these columns; the first is to the left."""
     table = Table(box=None, pad_edge=False, padding=(0, gap), header_style="dim")
-    for i, name in enumerate(columns):
+    for i, name in enumerate(names):
         table.add_column(name, justify="left" if i == 0 or justify == "left" else "right", overflow="fold")
     return table
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def _take(
     taken = 0
     with (
         intake_of(recipe, run, believe, max_tokens) as intake,
-        JsonLines(run.path / FILE) as records,
+        closing(JsonLines(run.path / FILE)) as records,
     ):
         for called, known_by, entries in sources:
             report = intake.take(entries, known_by, Loud(called, say))

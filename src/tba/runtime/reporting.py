@@ -110,6 +110,7 @@ def summarise(
         waiting = Ledger.of({"waiting": undrained[unit]})
         ledgers[unit] = own + replayed + waiting
     note_unreadable(run.path)
+    clocks = [result["clock"] for result in results.values()]
     evaluations = read_evaluations(run.path)
     Watch(run).look()  # the last evaluations came after the trainer had ended
     summary = Summary(
@@ -126,10 +127,10 @@ def summarise(
         evaluations=evaluations,
         trainer_idle=share_of([trainer["clock"]], "idle"),
         trainer_paced=share_of([trainer["clock"]], "paced"),
-        searcher_idle=share_of([result["clock"] for result in results.values()], "idle"),
-        searcher_paced=share_of([result["clock"] for result in results.values()], "paced"),
-        searcher_evaluating=share_of([result["clock"] for result in results.values()], "eval"),
-        searcher_time=_searchers_time([result["clock"] for result in results.values()]),
+        searcher_idle=share_of(clocks, "idle"),
+        searcher_paced=share_of(clocks, "paced"),
+        searcher_evaluating=share_of(clocks, "eval"),
+        searcher_time=_searchers_time(clocks),
         tokens=ledgers["tokens"],
         trajectories=ledgers["trajectories"],
         lag=Lag.of({int(lag): count for lag, count in trainer["lags"].items()}),

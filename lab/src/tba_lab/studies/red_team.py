@@ -16,7 +16,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tba.apps.red_team.near import NearDuplicates
-from tba.evaluation.accuracy import SAMPLED, EvaluationSettings
+from tba.evaluation.accuracy import EvaluationSettings
+from tba.evaluation.estimators import SAMPLED
 from tba.objectives.policy_gradient import Reinforce
 from tba.objectives.ppo import Ppo
 from tba.objectives.trajectory_balance import TrajectoryBalance

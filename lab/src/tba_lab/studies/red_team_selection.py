@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tba.evaluation.accuracy import SAMPLED
+from tba.evaluation.estimators import SAMPLED
 from tba.recipe import Recipe
 from tba.replay.pacing import Pacing
 from tba.replay.selection import RecencyReward

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tba.evaluation.accuracy import SAMPLED
+from tba.evaluation.estimators import SAMPLED
 from tba_lab.studies._base import with_rate
 from tba_lab.studies.red_team import RATES, base, synchronous
 from tba_lab.study import Against, Study, Variant

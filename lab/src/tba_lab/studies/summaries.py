@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tba.evaluation.accuracy import SAMPLED
+from tba.evaluation.estimators import SAMPLED
 from tba.recipe import Recipe
 from tba.recipes.tldr_small import recipe
 from tba.replay.pacing import Pacing

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tba.evaluation.accuracy import SAMPLED
+from tba.evaluation.estimators import SAMPLED
 from tba.recipe import Recipe
 from tba_lab.studies._base import synchronous
 from tba_lab.studies.summaries import COMPARED, base, off_policy, trained_by
