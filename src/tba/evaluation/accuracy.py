@@ -73,14 +73,10 @@ class EvaluationSettings:
             return self
         return replace(self, problems=self.problems_during, problems_during=0, pass_k=0)
 
-    def due(self, step: int) -> bool:
-        """Returns whether step > 0 is one to evaluate during the run."""
-        return self.every > 0 and step > 0 and step % self.every == 0
-
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One problem and its answer, for people to read."""
+    """Holds one problem and its answer, for people to read."""
 
     prompt: str
     completion: str
@@ -102,10 +98,6 @@ class Assessment:
     tokens: int  # generated, those of unfinished answers included: the ledger's `evaluation`
     trajectories: int
     interrupted: bool = False
-
-    def value(self, metric: str) -> float | None:
-        """Returns the figure of a metric, or None when it was not measured."""
-        return next((e.value for e in self.evaluations if e.metric == metric), None)
 
 
 def evaluate(
