@@ -186,10 +186,12 @@ class Intake:
         ]
 
     def _judged(self, asked: Sequence[Candidate]) -> list[Judgement | Refusal]:
-        return _each(asked, lambda some: self.reward.judge([c.pair for c in some]), "the task's reward cannot grade it")
+        return _in_parts(
+            asked, lambda some: self.reward.judge([c.pair for c in some]), "the task's reward cannot grade it"
+        )
 
     def _scores(self, candidates: Sequence[Candidate]) -> list[tuple[FloatArray, ...] | Refusal]:
-        return _each(candidates, self._scored, f"{self._scorers} cannot score it")
+        return _in_parts(candidates, self._scored, f"{self._scorers} cannot score it")
 
     def _scored(self, candidates: Sequence[Candidate]) -> list[tuple[FloatArray, ...]]:
         """Returns the log-probabilities of each under the reference and every teacher, in order, prompt by prompt.
@@ -216,7 +218,7 @@ class Intake:
             report.disagreed += not math.isclose(claimed, trajectory.reward, rel_tol=1e-6, abs_tol=1e-9)
 
 
-def _each(items: Sequence[S], act: Callable[[Sequence[S]], Sequence[T]], reason: str) -> list[T | Refusal]:
+def _in_parts(items: Sequence[S], act: Callable[[Sequence[S]], Sequence[T]], reason: str) -> list[T | Refusal]:
     """Calls `act` on all at once; where that fails, on ever smaller parts.
 
     Raises `DeadlineExceeded` as it does: what hangs would hang again.
@@ -233,7 +235,7 @@ def _each(items: Sequence[S], act: Callable[[Sequence[S]], Sequence[T]], reason:
         if len(items) == 1:
             return [Refusal(reason, _one_line(error))]
         half = len(items) // 2
-        return _each(items[:half], act, reason) + _each(items[half:], act, reason)
+        return _in_parts(items[:half], act, reason) + _in_parts(items[half:], act, reason)
     return [*done]
 
 

@@ -37,18 +37,18 @@ class Callbacks:
             for row in self._new(run, metrics.FILE, metrics.step_of):
                 if row["step"] > self._step:
                     self._step = row["step"]
-                    _told("on_step", self.on_step, row)
+                    _call("on_step", self.on_step, row)
         if self.on_evaluation is not None:
             for figure in self._new(run, evaluations.FILE, evaluations.evaluation_of):
                 if (figure.version, figure.metric) not in self._figures:
                     self._figures.add((figure.version, figure.metric))
-                    _told("on_evaluation", self.on_evaluation, figure)
+                    _call("on_evaluation", self.on_evaluation, figure)
 
     def _new(self, run: Path, file: str, read: Callable[[dict[str, Json]], Any]) -> list[Any]:
         return self._lines.setdefault(file, NewLines(run / file, read)).read()[1]
 
 
-def _told(name: str, function: Callable[[Any], object], what: Any) -> None:
+def _call(name: str, function: Callable[[Any], object], what: Any) -> None:
     try:
         function(what)
     except TbaError:

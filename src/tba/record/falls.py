@@ -98,7 +98,7 @@ class RewardWatch:
     """Watches the rewards that arrive, by prompt, and reports when their mean has fallen."""
 
     # answers that belong to the mean that is not complete yet
-    _open: dict[str, list[float]] = field(default_factory=dict)
+    _rewards: dict[str, list[float]] = field(default_factory=dict)
     _first: tuple[float, float] | None = None  # mean, standard error
     _best: tuple[float, float] | None = None
     _fallen: bool = False
@@ -107,10 +107,10 @@ class RewardWatch:
         """Takes (prompt, reward) of each new answer; returns a sentence for each fall that they show."""
         found = []
         for prompt, reward in rewards:
-            if len(self._open) == PROMPTS and prompt not in self._open:
-                found += self._compare([sum(own) / len(own) for own in self._open.values()])
-                self._open = {}
-            self._open.setdefault(prompt, []).append(reward)
+            if len(self._rewards) == PROMPTS and prompt not in self._rewards:
+                found += self._compare([sum(own) / len(own) for own in self._rewards.values()])
+                self._rewards = {}
+            self._rewards.setdefault(prompt, []).append(reward)
         return found
 
     def _compare(self, means: Sequence[float]) -> list[str]:
@@ -144,8 +144,8 @@ class StalenessWatch:
     def see(self, step: int, figures: Mapping[str, float | None]) -> list[str]:
         """Takes a step's metrics; returns a sentence for each figure with which the data have become stale."""
         found = []
-        share = self._left(ESS, figures, lambda mean, room: mean < LEAST_ESS * room)
-        nats = self._left(OFF_POLICY, figures, lambda mean, room: mean > MOST_OFF_POLICY / room)
+        share = self._crossed(ESS, figures, lambda mean, room: mean < LEAST_ESS * room)
+        nats = self._crossed(OFF_POLICY, figures, lambda mean, room: mean > MOST_OFF_POLICY / room)
         if share is not None:
             found.append(f"the effective sample size was {percent(share)} of a batch")
         if nats is not None:
@@ -158,7 +158,7 @@ class StalenessWatch:
             remedies += " (--replay.buffer.no-distinct keeps them)"
         return [f"data are stale: {what} over steps {step - STEPS + 1} to {step}. {remedies}" for what in found]
 
-    def _left(
+    def _crossed(
         self, name: str, figures: Mapping[str, float | None], beyond: Callable[[float, float], bool]
     ) -> float | None:
         """Returns the mean of the newest steps if it has just gone beyond its limit; it comes back with a tenth to
@@ -187,7 +187,7 @@ class SignalWatch:
 
     _varied: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS))
     _truncated: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS))
-    _told: set[str] = field(default_factory=set)
+    _reported: set[str] = field(default_factory=set)
 
     def see(self, step: int, varied: float, truncated: float, copies: float = 0.0) -> dict[str, str]:
         """Takes a step's share of groups whose rewards differ, and of answers that were cut off, and of all answers so
@@ -202,7 +202,7 @@ class SignalWatch:
                 "never used: sample more varied answers (--exploration.temperature), or keep them all "
                 "(--replay.buffer.no-distinct)"
             )
-        return _first_time(found | (self._of_span(step) if len(self._varied) == STEPS else {}), self._told)
+        return _first_time(found | (self._of_span(step) if len(self._varied) == STEPS else {}), self._reported)
 
     def _of_span(self, step: int) -> dict[str, str]:
         """Returns what is to be said of the last 50 steps."""
@@ -234,7 +234,7 @@ class CollapseWatch:
     _entropy: deque[float] = field(default_factory=lambda: deque(maxlen=2 * FEW_STEPS))
     _ess: deque[float] = field(default_factory=lambda: deque(maxlen=2 * FEW_STEPS))
     _drift: deque[float] = field(default_factory=lambda: deque(maxlen=FEW_STEPS))
-    _told: set[str] = field(default_factory=set)
+    _reported: set[str] = field(default_factory=set)
 
     def see(self, step: int, figures: Mapping[str, float | None]) -> dict[str, str]:
         """Takes a step's metrics; returns a sentence by its kind."""
@@ -243,14 +243,14 @@ class CollapseWatch:
             if value is not None and math.isfinite(value):
                 newest.append(value)
         found = {
-            ENTROPY_FALLS: self._fallen(step),
-            MISMATCHES: self._apart(step, figures),
-            LOST_SAMPLES: self._lost(step),
-            LARGE_STEPS: self._far(step),
+            ENTROPY_FALLS: self._entropy_fall(step),
+            MISMATCHES: self._mismatch(step, figures),
+            LOST_SAMPLES: self._lost_samples(step),
+            LARGE_STEPS: self._large_step(step),
         }
-        return _first_time(found, self._told)
+        return _first_time(found, self._reported)
 
-    def _fallen(self, step: int) -> str | None:
+    def _entropy_fall(self, step: int) -> str | None:
         values = list(self._entropy)
         before, now = (sum(part) / FEW_STEPS for part in (values[:FEW_STEPS], values[FEW_STEPS:]))
         if len(values) < 2 * FEW_STEPS or before < LEAST_ENTROPY or now > before / 2:
@@ -260,7 +260,7 @@ class CollapseWatch:
             "answers become one. Lower the rate (--optimizer.lr), or hold it nearer to the reference (--objective.beta)"
         )
 
-    def _apart(self, step: int, figures: Mapping[str, float | None]) -> str | None:
+    def _mismatch(self, step: int, figures: Mapping[str, float | None]) -> str | None:
         apart, answer = figures.get(MISMATCH), figures.get(MISMATCH_ANSWER)
         tokens = (figures.get(FRESH) or 0.0) * (figures.get(TRAINED_TOKENS) or 0.0)
         if apart is None or answer is None or not apart > MOST_APART or tokens < FEWEST_TOKENS:
@@ -272,7 +272,7 @@ class CollapseWatch:
             "(docs/objectives.md)"
         )
 
-    def _lost(self, step: int) -> str | None:
+    def _lost_samples(self, step: int) -> str | None:
         if len(self._ess) < 2 * FEW_STEPS or max(self._ess) >= FEWEST_SAMPLES:
             return None
         return (
@@ -281,7 +281,7 @@ class CollapseWatch:
             "(--replay.selection.m), or lower the rate (--optimizer.lr)"
         )
 
-    def _far(self, step: int) -> str | None:
+    def _large_step(self, step: int) -> str | None:
         drift = sum(self._drift) / FEW_STEPS
         if len(self._drift) < FEW_STEPS or drift <= MOST_DRIFT:
             return None

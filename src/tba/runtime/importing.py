@@ -57,7 +57,7 @@ def intake_of(recipe: Recipe, run: RunDirectory, believe: bool, max_tokens: int 
     model = recipe.model.prepared(recipe.task)
     tokenizer = model.tokenizer()
     path = run.journal(recipe)
-    with JournalWriter(path, IMPORTS) as journal, _alone(Path(f"{path}-import"), run):
+    with JournalWriter(path, IMPORTS) as journal, _import_lock(Path(f"{path}-import"), run):
         train = _prompts(recipe, tokenizer, "train")
         # a prompt on both sides (in a task with a single prompt, that one) is not held out
         both = {prompt.key for prompt in train}
@@ -155,7 +155,7 @@ def _reference(recipe: Recipe, run: RunDirectory) -> Reference:
 
 
 @contextmanager
-def _alone(path: Path, run: RunDirectory) -> Iterator[None]:
+def _import_lock(path: Path, run: RunDirectory) -> Iterator[None]:
     with path.open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -30,7 +30,7 @@ def hold(run: Path, seconds: float) -> Iterator[int]:
     """
     with (run / _LOCK).open("a+") as file:
         deadline = time.monotonic() + max(seconds, _PROBE)
-        while not (_locked(file.fileno()) and _let_go(run)):
+        while not (_locked(file.fileno()) and _parts_let_go(run)):
             if time.monotonic() >= deadline:
                 file.seek(0)
                 who = file.read().strip() or "unknown"
@@ -75,7 +75,7 @@ def driver_lives(run: Path) -> bool:
     return True
 
 
-def _let_go(run: Path) -> bool:
+def _parts_let_go(run: Path) -> bool:
     """Returns whether no worker keeps it any longer."""
     if not (run / _PARTS).exists():
         return True
