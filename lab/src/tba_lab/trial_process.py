@@ -26,6 +26,8 @@ from tba.protocols import Engine
 from tba.recipe import Recipe
 from tba.record.jsonl import write_json
 from tba.record.live import View
+from tba.record.run_record import RunRecord
+from tba.record.show import closing_page
 from tba.record.summary import Summary
 from tba.record.terminal import terminal
 from tba.runs.running import carry_out as make_run
@@ -49,6 +51,7 @@ def carry_out(order: dict[str, Any]) -> int:
             for warning in validate(recipe):
                 view.say(f"note: {warning}")
             make_run(recipe, source, overrides, path, view)
+            view.console.print(closing_page(RunRecord.read(path)))
         summary = Summary.read(path)
         if summary is not None and not summary.faults.get("stopped"):
             recipe = override(find(source), overrides, f"tba train {source}")
