@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tba.errors import TbaError as TbaError
     from tba.errors import UserError as UserError
     from tba.evaluation.accuracy import EvaluationSettings as EvaluationSettings
+    from tba.models.endpoint_teacher import EndpointTeacher as EndpointTeacher
     from tba.models.huggingface import HuggingFace as HuggingFace
     from tba.models.huggingface import Lesson as Lesson
     from tba.models.huggingface import WarmStart as WarmStart

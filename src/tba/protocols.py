@@ -550,14 +550,38 @@ class Work:
     averaged: bool = False  # weights, by the optimizer
 
 
-class Model(Protocol):
+class ScoringModel(Protocol):
+    """A model that need only score answers: a teacher."""
+
+    def prepared(self, task: Task, log: Any = ...) -> ScoringModel:
+        """Returns the same, with its weights ready (a supervised warm start is run, or found in the cache)."""
+        ...
+
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def positions(self) -> int | None:
+        """Returns how many tokens a prompt and its answer have together at most; None: no limit."""
+        ...
+
+    def memory(self, work: Work) -> Mapping[str, Mapping[str, int]] | None:
+        """Returns the bytes that a rank of the trainer (`trainer`; `host`: besides, on the host), an engine
+        (`searcher`) and a `reference` need at most, by part, and those of a `checkpoint` and of published `weights` on
+        the disk; None where that is unknown, or nothing is needed here.
+
+        It has to be `prepared`; nothing is loaded.
+        """
+        ...
+
+    def reference(self, temperature: float, version: Version) -> Reference: ...
+
+
+class Model(ScoringModel, Protocol):
     """The weights a run begins with, and how searchers and the trainer use them."""
 
     def prepared(self, task: Task, log: Any = ...) -> Model:
         """Returns the same, with its weights ready (a supervised warm start is run, or found in the cache)."""
         ...
-
-    def tokenizer(self) -> Tokenizer: ...
 
     @property
     def heads(self) -> frozenset[str]:
@@ -567,11 +591,6 @@ class Model(Protocol):
     @property
     def max_completion_tokens(self) -> int:
         """Returns how many tokens an answer of its engines has at most, the end of text included."""
-        ...
-
-    @property
-    def positions(self) -> int | None:
-        """Returns how many tokens a prompt and its answer have together at most; None: no limit."""
         ...
 
     @property
@@ -615,20 +634,9 @@ class Model(Protocol):
         """Over how many GPUs one searcher's engine is spread; 0 where the model runs on none."""
         ...
 
-    def memory(self, work: Work) -> Mapping[str, Mapping[str, int]] | None:
-        """Returns the bytes that a rank of the trainer (`trainer`; `host`: besides, on the host), an engine
-        (`searcher`) and a `reference` need at most, by part, and those of a `checkpoint` and of published `weights` on
-        the disk; None where that is unknown.
-
-        It has to be `prepared`; nothing is loaded.
-        """
-        ...
-
     def engine(self, version: Version, longest_prompt: int = ...) -> Engine:
         """Returns what samples; it may refuse a prompt of more tokens than `longest_prompt`."""
         ...
-
-    def reference(self, temperature: float, version: Version) -> Reference: ...
 
     def save(self, policy: Policy, path: Path) -> None:
         """Saves the policy in the Hugging Face layout, with its tokenizer."""

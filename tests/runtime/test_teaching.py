@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import toy_taught
-from counting_teacher import SCORED
+from counting_teacher import FILE, SCORED
 from runs import TASK, children, command, final_weights, inline, inline_again, steps_of, until
 from test_resume import SECONDS, SHORT, Cut, PowerCut, assert_whole, uids_of
 from toy_taught import teachers, weights
@@ -74,8 +75,7 @@ def test_a_run_with_teachers_that_is_cut_off_scores_nothing_twice_loses_nothing_
     assert_whole(path, summary, there)
     found = trajectories(path)
     assert_scored(found)
-    rounds = {(t.uid[:24], t.prompt.key, t.completion.digest) for t in found}  # an answer is scored once in a round
-    assert len(SCORED) == len(teachers) * len(rounds)
+    assert len(SCORED) == len(teachers) * scored_once_a_round(found).total()
     logs = [distribution(TabularPolicy(task, 1.0, torch.float64)).log() for task in (TASK, *teachers)]
     reward = torch.from_numpy(TASK.rewards_QO) / 0.5
     wanted = ((1 - sum(weights)) * logs[0] + weights[0] * logs[1] + weights[1] * logs[2] + reward).softmax(1)
@@ -84,9 +84,18 @@ def test_a_run_with_teachers_that_is_cut_off_scores_nothing_twice_loses_nothing_
     assert float(total_variation(distribution(policy), wanted)[: TASK.prompts].max()) <= 0.02
 
 
-def test_a_run_in_processes_with_teachers_that_is_killed_goes_on_with_all_that_was_scored(tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    run = (*SHORT, "--replay.pacing.warm-up", "32", "--run.checkpoint-every", "20", "--steps", "1000000")
+def scored_once_a_round(found: list[Trajectory]) -> Counter[tuple[str, str]]:
+    """How often each answer to a prompt has been scored by a teacher, if that was once in each round."""
+    rounds = {(t.uid[:24], t.prompt.key, t.completion.digest) for t in found}
+    return Counter((key, digest) for _, key, digest in rounds)
+
+
+def test_a_run_in_processes_with_teachers_that_is_killed_scores_nothing_twice_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, scored = tmp_path / "run", tmp_path / "scored"
+    monkeypatch.setenv(FILE, str(scored))
+    run = (*SHORT, *RUN, "--run.rounds", "--steps", "1000000")  # in a round no prompt is asked twice
     driver = command("train", str(TAUGHT), "--runs", str(path.parent), "--run-name", path.name, *run)
     try:
         until(lambda: steps_of(path) > 45, SECONDS, "steps")
@@ -107,7 +116,14 @@ def test_a_run_in_processes_with_teachers_that_is_killed_goes_on_with_all_that_w
     summary = Summary.read(path)
     assert summary is not None
     assert_whole(path, summary, there)
-    assert_scored(trajectories(path))
+    found = trajectories(path)
+    assert_scored(found)
+    counted = Counter((key, digest) for key, digest in map(str.split, scored.read_text().splitlines()))
+    wanted = Counter({one: len(teachers) * times for one, times in scored_once_a_round(found).items()})
+    assert wanted <= counted
+    lost = 2 * len(teachers) * 2 * 32  # of each end a round, of two prompts with 32 answers: scored and not sent
+    again_at_least = len(teachers) * scored_once_a_round([t for t in found if t.uid in set(there)]).total()
+    assert (counted - wanted).total() <= lost < again_at_least
 
 
 def test_imported_answers_are_scored_by_the_teachers_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,5 @@
-"""A model behind an OpenAI-compatible HTTP endpoint, `chat/completions` or `completions`: one that judges answers, or
-one that is attacked. Standard library only.
+"""A model behind an OpenAI-compatible HTTP endpoint, `chat/completions` or `completions`: one that judges answers, is
+attacked, or teaches. Standard library only.
 
 Invariant: every wait has a deadline. A call that the server refuses temporarily (429, 5xx), that times out or whose
 connection breaks is repeated a bounded number of times; any other refusal is an error at once. Neither what is asked
@@ -15,7 +15,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
@@ -179,11 +179,17 @@ class EndpointClient:
         raise Refused(f"{self} gave {len(found)} of {count} answers")
 
     def _ask(self, message: str, count: int) -> list[str]:
-        body = json.dumps(self._question(message, count)).encode()
+        return self._texts(self.ask(self._question(message, count)))
+
+    def ask(self, question: Mapping[str, Any]) -> bytes:
+        """Returns the reply to a question, both JSON. Raises `UserError` for a refusal, `Refused` when no call
+        succeeds.
+        """
+        body = json.dumps(question).encode()
         for attempt in range(self.settings.retries + 1):
             time.sleep(self._rate.turn())
             try:
-                return self._texts(self._post(body))
+                return self._post(body)
             except urllib.error.HTTPError as error:
                 with error:
                     said, pause = _reason(error), _retry_after(error)

@@ -47,7 +47,9 @@ def needs(recipe: Recipe) -> list[Need]:
     for name, scorer in scorers_of(recipe, recipe.model).items():
         if (other := scorer.memory(work_of(recipe))) is not None:
             halves = [need for need in halves if need.part != name]
-            halves.append(Need(name, scorer.trainer_device.type, other["reference"]))
+            halves.append(
+                Need(name, getattr(scorer, "trainer_device", recipe.model.trainer_device).type, other["reference"])
+            )
     halves += [Need("host", "cpu", found["host"])] if found["host"] else []
     if isinstance(recipe.task, JudgedByModels):
         halves += [Need(f"rewards on {where}", where, parts) for where, parts in recipe.task.memory().items()]

@@ -17,7 +17,7 @@ import numpy as np
 
 from tba.errors import UserError
 from tba.foreign import problems_of, prompt_tokens, templated
-from tba.protocols import Acted, Model, Reference, Task
+from tba.protocols import Acted, Model, Reference, ScoringModel, Task
 from tba.recipe import Recipe
 from tba.turns import AssistantTurn, Frame, assistant_turn
 from tba.types import Completion, FloatArray, Prompt, StopReason, Version
@@ -48,11 +48,11 @@ def teachers_of(recipe: Recipe, model: Model) -> list[Reference]:
     return [_teaching(recipe, model, teacher) for teacher in _teachers(recipe, model)]
 
 
-def scorers_of(recipe: Recipe, model: Model, say: Callable[[str], None] = _nothing) -> dict[str, Model]:
+def scorers_of(recipe: Recipe, model: Model, say: Callable[[str], None] = _nothing) -> dict[str, ScoringModel]:
     """Returns the models that score answers besides the policy's own, prepared, by what they are called: `reference`,
     `teacher 1`, ... `say` is called when one is made now. Raises `UserError` for one that is not there.
     """
-    found = {}
+    found: dict[str, ScoringModel] = {}
     if recipe.reference is not None:
         found["reference"] = _other(recipe, model, recipe.reference, "--reference", say)
     return found | {f"teacher {i}": one for i, one in enumerate(_teachers(recipe, model, say), start=1)}
@@ -147,14 +147,14 @@ def _at_end(total: float, completion: Completion) -> FloatArray:
     return log_T
 
 
-def _teachers(recipe: Recipe, model: Model, say: Callable[[str], None] = _nothing) -> Iterator[Model]:
+def _teachers(recipe: Recipe, model: Model, say: Callable[[str], None] = _nothing) -> Iterator[ScoringModel]:
     for path in recipe.teachers.paths:
         yield _other(recipe, model, path, "--teacher.paths", say)
     for one in () if recipe.teachers.paths else recipe.teachers.models:
         yield one.prepared(recipe.task, say)
 
 
-def _teaching(recipe: Recipe, model: Model, teacher: Model) -> Reference:
+def _teaching(recipe: Recipe, model: Model, teacher: ScoringModel) -> Reference:
     differs = _difference(recipe.task, model, teacher)
     if differs:
         _require_sums(recipe, teacher, differs)
@@ -174,7 +174,7 @@ def _other(recipe: Recipe, model: Model, path: str, flag: str, say: Callable[[st
     return found
 
 
-def _require_same_tokenizer(task: Task, model: Model, other: Model) -> None:
+def _require_same_tokenizer(task: Task, model: Model, other: ScoringModel) -> None:
     """Raises `UserError` for a reference with another tokenizer."""
     if differs := _difference(task, model, other):
         raise UserError(
@@ -183,7 +183,7 @@ def _require_same_tokenizer(task: Task, model: Model, other: Model) -> None:
         )
 
 
-def _require_sums(recipe: Recipe, teacher: Model, differs: str) -> None:
+def _require_sums(recipe: Recipe, teacher: ScoringModel, differs: str) -> None:
     """Raises `UserError` where a teacher with another tokenizer cannot score a recipe's answers."""
     first = next(iter(problems_of(recipe.task, "train")))
     because = None
@@ -204,11 +204,11 @@ def _is_chat(task: Task) -> bool:
     return not isinstance(next(iter(problems_of(task, "train"))).prompt, str)
 
 
-def _name(model: Model) -> str:
+def _name(model: ScoringModel) -> str:
     return str(getattr(model, "path", "") or model)
 
 
-def _difference(task: Task, model: Model, other: Model) -> str:
+def _difference(task: Task, model: Model, other: ScoringModel) -> str:
     """Returns how two models' tokenizers differ, in words; empty where both write the same tokens: one tokenizer, or
     equal vocabularies, ends and encodings of some texts.
     """

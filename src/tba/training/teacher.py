@@ -17,7 +17,7 @@ import torch
 from tba.batch import Batch
 from tba.errors import UserError
 from tba.fields import BY_CODE, as_declared
-from tba.protocols import Model
+from tba.protocols import ScoringModel
 from tba.schedules import Constant, Schedule
 
 
@@ -38,7 +38,9 @@ class Teacher:
     weights: tuple[float, ...] = ()  # of each teacher in the target; empty: they share 1 evenly
     schedule: Schedule = Constant(1.0)  # by step, what all weights are multiplied by
     reward: bool = True  # whether the target contains the reward; if not, it is recorded and evaluated only
-    models: tuple[Model, ...] = field(default=(), metadata=BY_CODE)  # teachers that code makes; `paths` replace them
+    models: tuple[ScoringModel, ...] = field(
+        default=(), metadata=BY_CODE
+    )  # teachers that code makes; `paths` replace them
 
     def __post_init__(self) -> None:
         if self.weights and len(self.weights) != self.count:

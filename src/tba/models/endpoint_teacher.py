@@ -1,0 +1,118 @@
+"""A teacher on a server: an OpenAI-compatible endpoint that gives the log-probabilities of tokens it is sent.
+
+Invariant: tokens are sent, never texts, so that what is scored is what was said. A score is asked for once, and stored
+beside the answer by whoever asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+
+from tba.errors import UserError
+from tba.fields import as_declared
+from tba.foreign import parsed
+from tba.models.huggingface import HuggingFace
+from tba.protocols import Task, Work
+from tba.rewards.endpoint import Endpoint, EndpointClient
+from tba.rewards.threads import in_threads
+from tba.types import Completion, FloatArray, Prompt, Version
+
+
+@dataclass(frozen=True)
+@as_declared
+class EndpointTeacher:
+    """A teacher behind an OpenAI-compatible endpoint whose `completions` take token ids and score them, as vLLM's do.
+
+    Give it to `Teacher(models=...)`. Its tokenizer is read here; the weights are not.
+    """
+
+    endpoint: Endpoint = field(default_factory=Endpoint)  # where it is; of its fields those of sampling have no effect
+    path: str = ""  # its tokenizer: a folder, or a name on the Hub
+    scores: Literal["prompt_logprobs", "echo"] = "prompt_logprobs"  # what asks for the scores: of vLLM; of others
+    positions: int | None = None  # tokens of a prompt and its answer that the server takes; None: any number
+    concurrency: int = 8  # simultaneous calls of one searcher
+    deadline: float = 600.0  # seconds for all answers of a round
+
+    def __post_init__(self) -> None:
+        if self.concurrency < 1 or not self.deadline > 0:
+            raise UserError(
+                f"the teacher's concurrency is {self.concurrency} and its deadline {self.deadline}: give 1 or more "
+                "calls at once, and seconds above 0"
+            )
+
+    def prepared(self, task: Task, log: Callable[[str], None] = lambda line: None) -> EndpointTeacher:
+        """Returns itself: there is nothing to make. Raises `UserError` without a tokenizer."""
+        if not self.path:
+            raise UserError("a teacher behind an endpoint needs path, its tokenizer: give a folder or a Hub name")
+        return self
+
+    def tokenizer(self) -> Any:
+        """Returns the teacher's own tokenizer. Raises `UserError` when it cannot be loaded."""
+        return HuggingFace(self.path).tokenizer()
+
+    def memory(self, work: Work) -> None:
+        """Returns nothing: the server has its own memory."""
+
+    def reference(self, temperature: float, version: Version) -> EndpointReference:
+        """Returns what asks the server; no call is made yet. Raises `UserError` for a policy temperature other than 1,
+        at which servers do not score.
+        """
+        if temperature != 1:
+            raise UserError(
+                f"--policy-temperature is {temperature}, but a teacher behind an endpoint scores at temperature 1: set "
+                "it to 1"
+            )
+        return EndpointReference(self, version)
+
+
+class EndpointReference:
+    """Log-probabilities of answers under a model that a server runs."""
+
+    def __init__(self, settings: EndpointTeacher, version: Version) -> None:
+        self.version = version
+        self._settings = settings
+        self._client = EndpointClient(replace(settings.endpoint, api="completions"))
+        one = {"model": settings.endpoint.model, "max_tokens": 1, "temperature": 0}
+        self._asked = one | ({"echo": True, "logprobs": 1} if settings.scores == "echo" else {"prompt_logprobs": 1})
+
+    def log_probabilities_of(self, answered: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[FloatArray]]:
+        """Score completions of several prompts, each by one call: [i][j] is of the i-th prompt's j-th completion,
+        float32 [T]; 0 where the policy did not sample.
+
+        Raises `UserError` for a refusal, `Refused` when no call succeeds, `DeadlineExceeded` when it takes too long.
+        """
+        calls = [partial(self._score, prompt, c) for prompt, completions in answered for c in completions]
+        if not calls:
+            return [[] for _ in answered]
+        settings, where = self._settings, str(self._client)
+        rows = iter(in_threads(calls, settings.concurrency, settings.deadline, lambda _: where, "`deadline`"))
+        return [[next(rows) for _ in completions] for _, completions in answered]
+
+    def load(self, weights: Mapping[str, Any], version: Version) -> None:
+        """Raises `UserError`: the server's weights are its own."""
+        raise UserError(f"{self._client} cannot be given weights: a reference that is reset has to be a model here")
+
+    def _score(self, prompt: Prompt, completion: Completion) -> FloatArray:
+        tokens = [*prompt.tokens.tolist(), *completion.tokens.tolist()]
+        reply = self._client.ask({**self._asked, "prompt": tokens})
+        try:
+            choice = parsed(reply, choices=list[dict[str, Any]])["choices"][0]
+            if self._settings.scores == "echo":
+                scores = choice["logprobs"]["token_logprobs"][: len(tokens)]
+            else:
+                of = zip(tokens, choice["prompt_logprobs"], strict=True)
+                scores = [None if entry is None else entry[str(token)]["logprob"] for token, entry in of]
+            found = np.array([float(score) for score in scores[len(prompt.tokens) :]], np.float32)
+        except (ValueError, KeyError, TypeError, IndexError):
+            found = np.zeros(0, np.float32)
+        if len(found) != len(completion.tokens):
+            raise UserError(
+                f"{self._client} does not give the log-probabilities of the tokens it was sent "
+                f"({self._settings.scores}): take a server that does, such as vLLM's, or another `scores`"
+            )
+        return found if completion.mask is None else np.where(completion.mask, found, np.float32(0))
