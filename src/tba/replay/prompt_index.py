@@ -12,23 +12,20 @@ from __future__ import annotations
 import heapq
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from typing import overload
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 
-class Listing(Sequence[str]):
+class Listing(Collection[str]):
     """Keeps prompt keys in no particular order, and reports recent additions."""
 
     def __init__(self) -> None:
-        self._keys: list[str] = []
-        self._place: dict[str, int] = {}
+        self._keys: dict[str, None] = {}
         self._added: list[str] = []  # the newest additions, in order; keys may have left since
         self._forgotten = 0  # how many earlier additions are no longer in `_added`
 
     def add(self, key: str) -> None:
         """Add `key`, which must not be in it."""
-        self._place[key] = len(self._keys)
-        self._keys.append(key)
+        self._keys[key] = None
         self._added.append(key)
         if len(self._added) > 2 * len(self._keys) + 64:
             half = len(self._added) // 2
@@ -36,25 +33,15 @@ class Listing(Sequence[str]):
             self._forgotten += half
 
     def remove(self, key: str) -> None:
-        """Remove `key`, which must be in it; the last one takes its position."""
-        place, last = self._place.pop(key), self._keys.pop()
-        if last != key:
-            self._keys[place] = last
-            self._place[last] = place
+        """Remove `key`, which must be in it."""
+        del self._keys[key]
 
-    def since(self, cursor: int) -> tuple[int, Sequence[str]]:
+    def since(self, cursor: int) -> tuple[int, Collection[str]]:
         """Returns (new cursor, the keys added since `cursor`, possibly more); begin with 0."""
         end = self._forgotten + len(self._added)
         if cursor < self._forgotten:
             return end, self._keys
         return end, self._added[cursor - self._forgotten :]
-
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        return self._keys[index]
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -63,7 +50,7 @@ class Listing(Sequence[str]):
         return iter(self._keys)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._place
+        return key in self._keys
 
 
 class PromptIndex:

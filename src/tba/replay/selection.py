@@ -339,10 +339,10 @@ class Deck:
     def __init__(self) -> None:
         self._undrawn: list[str] = []
         self._seen: set[str] = set()  # in this epoch: drawn, or in `_undrawn`
-        self._listing: Sequence[str] | None = None
+        self._listing: Collection[str] | None = None
         self._cursor = 0
 
-    def refresh(self, prompts: Sequence[str]) -> None:
+    def refresh(self, prompts: Collection[str]) -> None:
         """Let those that arrived since the last time join the epoch."""
         if prompts is not self._listing:
             self._listing, self._cursor = prompts, 0
@@ -360,7 +360,7 @@ class Deck:
 
     def draw(
         self,
-        prompts: Sequence[str],
+        prompts: Collection[str],
         there: Callable[[str], bool],
         avoid: Collection[str],
         rng: np.random.Generator,
