@@ -475,7 +475,7 @@ def test_while_prompts_come_and_go_no_epoch_draws_one_twice_and_none_is_forgotte
     for number, draws in changes:
         key = str(number)
         if draws:
-            got = deck.draw(listing, listing.__contains__, (), rng)
+            got = deck.draw(listing, (), rng)
             assert (got is None) == (len(listing) == 0)
             if got is not None:
                 assert got in listing
@@ -489,7 +489,7 @@ def test_while_prompts_come_and_go_no_epoch_draws_one_twice_and_none_is_forgotte
             listing.add(key)
     # all that are there and not drawn yet come before any other comes again
     left = set(listing) - drawn
-    assert {deck.draw(listing, listing.__contains__, (), rng) for _ in left} == left
+    assert {deck.draw(listing, (), rng) for _ in left} == left
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -499,18 +499,20 @@ def test_a_prompt_that_left_before_its_turn_and_came_back_still_has_its_turn(see
         listing.add(key)
     deck.refresh(listing)
     listing.remove("a")
-    assert {deck.draw(listing, listing.__contains__, (), rng) for _ in range(2)} == {"b", "c"}
+    assert {deck.draw(listing, (), rng) for _ in range(2)} == {"b", "c"}
     listing.add("a")
-    assert deck.draw(listing, listing.__contains__, (), rng) == "a"
+    assert deck.draw(listing, (), rng) == "a"
 
 
 def test_draws_do_not_depend_on_the_process_or_on_the_order_of_arrival() -> None:
     code = (
         "import numpy as np\n"
+        "from tba.replay.prompt_index import Listing\n"
         "from tba.replay.selection import Deck\n"
-        "deck, rng = Deck(), np.random.default_rng(0)\n"
-        "keys = [f'prompt {i}' for i in range(50)][::%d]\n"
-        "print([deck.draw(keys, keys.__contains__, (), rng) for _ in range(120)])"
+        "deck, listing, rng = Deck(), Listing(), np.random.default_rng(0)\n"
+        "for i in range(50)[::%d]:\n"
+        "    listing.add(f'prompt {i}')\n"
+        "print([deck.draw(listing, (), rng) for _ in range(120)])"
     )
     printed = {
         subprocess.run(
@@ -531,9 +533,9 @@ def test_each_prompt_is_equally_likely_to_come_first_also_when_it_arrived_late()
         deck, listing = Deck(), Listing()
         for number in range(4):
             listing.add(str(number))
-        deck.draw(listing, listing.__contains__, ("0", "1", "2"), rng)  # draws 3
+        deck.draw(listing, ("0", "1", "2"), rng)  # draws 3
         listing.add("late")
-        counts[deck.draw(listing, listing.__contains__, (), rng)] += 1
+        counts[deck.draw(listing, (), rng)] += 1
     assert set(counts) == {"0", "1", "2", "late"}
     assert all(abs(n / 3000 - 0.25) <= 5 * np.sqrt(0.1875 / 3000) for n in counts.values())
 
@@ -545,6 +547,6 @@ def test_an_epoch_of_endlessly_new_prompts_does_not_grow_without_bound() -> None
         if number >= 10:
             listing.remove(str(number - 10))
         if number % 4 == 0:
-            assert deck.draw(listing, listing.__contains__, (), rng) in listing
+            assert deck.draw(listing, (), rng) in listing
     state = deck.state()
     assert len(state["undrawn"]) + len(state["drawn"]) <= 1200

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -239,8 +239,7 @@ class RecencyRewardSelector:
                 left = [prompt for prompt in turns(least) if again or prompt not in batch]
                 if left:
                     return min(left, key=batch.__getitem__), True
-            listed, avoid = store.prompts(SMALLEST_GROUP), () if again else batch
-            drawn = self._all.draw(listed, lambda p: len(store.of(p)) >= SMALLEST_GROUP, avoid, rng)
+            drawn = self._all.draw(store.prompts(SMALLEST_GROUP), () if again else batch, rng)
             if drawn is not None:
                 return drawn, False
         raise ValueError(f"no prompt has {SMALLEST_GROUP} distinct trajectories to make a group of")
@@ -339,18 +338,15 @@ class Deck:
     def __init__(self) -> None:
         self._undrawn: list[str] = []
         self._seen: set[str] = set()  # in this epoch: drawn, or in `_undrawn`
-        self._listing: Collection[str] | None = None
+        self._listing: Listing | None = None
         self._cursor = 0
 
-    def refresh(self, prompts: Collection[str]) -> None:
+    def refresh(self, prompts: Listing) -> None:
         """Let those that arrived since the last time join the epoch."""
         if prompts is not self._listing:
             self._listing, self._cursor = prompts, 0
-        arrived: Iterable[str] = prompts
-        if isinstance(prompts, Listing):
-            self._cursor, added = prompts.since(self._cursor)
-            arrived = (prompt for prompt in added if prompt in prompts)
-        new = sorted({prompt for prompt in arrived if prompt not in self._seen})
+        self._cursor, added = prompts.since(self._cursor)
+        new = sorted({prompt for prompt in added if prompt in prompts and prompt not in self._seen})
         self._seen.update(new)
         self._undrawn += new
         if len(self._seen) > 4 * len(prompts) + 1024:  # most have left: an epoch of endless new prompts never ends
@@ -358,24 +354,18 @@ class Deck:
             self._undrawn = [prompt for prompt in self._undrawn if prompt in present]
             self._seen &= present
 
-    def draw(
-        self,
-        prompts: Collection[str],
-        there: Callable[[str], bool],
-        avoid: Collection[str],
-        rng: np.random.Generator,
-    ) -> str | None:
-        """Draws one prompt that is `there` and not in `avoid`; None when there is none. A new epoch begins when
+    def draw(self, prompts: Listing, avoid: Collection[str], rng: np.random.Generator) -> str | None:
+        """Draws one prompt of a listing that is not in `avoid`; None when there is none. A new epoch begins when
         necessary.
 
-        `prompts` lists exactly those that are there. A prompt that is avoided can still be drawn later in the epoch.
+        A prompt that is avoided can still be drawn later in the epoch.
         """
         self.refresh(prompts)
-        drawn = self._take(there, avoid, rng)
+        drawn = self._take(prompts, avoid, rng)
         if drawn is None and any(prompt not in avoid for prompt in prompts):
             self._undrawn = sorted(prompts)
             self._seen = set(prompts)
-            drawn = self._take(there, avoid, rng)
+            drawn = self._take(prompts, avoid, rng)
         return drawn
 
     def state(self) -> Json:
@@ -388,13 +378,13 @@ class Deck:
         self._seen = {*state["undrawn"], *state["drawn"]}
         self._listing = None
 
-    def _take(self, there: Callable[[str], bool], avoid: Collection[str], rng: np.random.Generator) -> str | None:
+    def _take(self, prompts: Listing, avoid: Collection[str], rng: np.random.Generator) -> str | None:
         undrawn, kept, drawn = self._undrawn, [], None
         while undrawn and drawn is None:
             place = int(rng.integers(len(undrawn)))
             undrawn[place], undrawn[-1] = undrawn[-1], undrawn[place]
             prompt = undrawn.pop()
-            if not there(prompt):
+            if prompt not in prompts:
                 self._seen.discard(prompt)  # it joins again if it comes back
             elif prompt in avoid:
                 kept.append(prompt)
