@@ -13,7 +13,8 @@ import pytest
 from runs import made
 
 from tba.errors import DeadlineExceeded
-from tba.record.evaluations import read_answers, read_evaluations
+from tba.record.evaluations import read_evaluations
+from tba.record.run_record import RunRecord
 from tba.replay.codec import Gone
 from tba.replay.follower import JournalFollower
 from tba.runtime.searcher_loop import SearcherLoop, start_searching
@@ -249,7 +250,7 @@ def test_hidden_text_is_written_nowhere_but_in_the_journal(start: Start, hidden:
     written = [p.read_text() for p in train.run.path.glob("*.jsonl")]
     shown = {text for text in texts if any(f'"{text}"' in file for file in written)}
     assert bool(shown) is not hidden
-    assert bool(read_answers(train.run.path)) is not hidden
+    assert bool(RunRecord.read(train.run.path).answers) is not hidden
 
 
 def test_lag_is_counted_before_the_update_so_that_fresh_samples_have_none(start: Start) -> None:

@@ -96,11 +96,6 @@ class RunningEvaluations:
         return bool(new)
 
 
-def read_answers(directory: Path) -> list[RecordedAnswer]:
-    """Returns a run's shown answers, in the order written; none when it has none yet."""
-    return read_lines(directory / ANSWERS_FILE, answer_of)
-
-
 def evaluation_of(row: dict[str, Json]) -> Evaluation:
     """Reads an evaluation from a line of `evaluations.jsonl`, or of a summary, which leaves its cost out.
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from tba.record import evaluations, metrics
 from tba.record.evaluations import answer_of, evaluation_of
@@ -65,22 +66,21 @@ def read_faults(directory: Path) -> list[dict[str, Json]]:
     return read_lines(directory / FILE, _fault)
 
 
-def unreadable(directory: Path) -> dict[str, list[int]]:
-    """Returns the files of records that have lines which cannot be read, and the numbers of these lines."""
+def records(directory: Path) -> dict[str, tuple[list[Any], list[int]]]:
+    """Returns, by the name of each file of records, what can be read of it, and the numbers of the other lines."""
     files: tuple[tuple[str, Callable[[dict[str, Json]], object]], ...] = (
         (metrics.FILE, metrics.step_of),
         (evaluations.FILE, evaluation_of),
         (evaluations.ANSWERS_FILE, answer_of),
         (FILE, _fault),
     )
-    found = {name: lines_of(directory / name, read)[1] for name, read in files}
-    return {name: bad for name, bad in found.items() if bad}
+    return {name: lines_of(directory / name, read) for name, read in files}
 
 
 def note_unreadable(directory: Path) -> list[str]:
     """Record each line that cannot be read as a fault, once; returns a sentence for each file that has such lines."""
     told = {line["what"] for line in read_faults(directory) if line["kind"] == "unreadable_lines"}
-    found = unreadable(directory)
+    found = {name: bad for name, (_, bad) in records(directory).items() if bad}
     for what in [f"{name}, line {number}" for name, bad in found.items() for number in bad]:
         if what not in told:
             record_fault(directory, "unreadable_lines", what)

@@ -12,11 +12,11 @@ from pathlib import Path
 from tba.errors import UserError
 from tba.evaluation.estimators import GREEDY, SAMPLED
 from tba.record import evaluations, metrics
-from tba.record.evaluations import RecordedAnswer, read_answers, read_evaluations
+from tba.record.evaluations import RecordedAnswer
 from tba.record.failure import Failure
 from tba.record.falls import by_version, noted_falls
-from tba.record.faults import left_out, unreadable
-from tba.record.metrics import column, read_metrics
+from tba.record.faults import left_out, records
+from tba.record.metrics import column
 from tba.record.summary import Summary
 from tba.record.text import percent
 from tba.types import Evaluation, Json, Version
@@ -43,16 +43,16 @@ class RunRecord:
             raise UserError(f"{directory}: there is no such run; give the directory of one, for example runs/NAME")
         if not any((directory / name).exists() for name in ("recipe.json", metrics.FILE, evaluations.FILE)):
             raise UserError(f"{directory}: wanted a run's directory, but it holds neither recipe nor metrics.")
-        summary = Summary.read(directory)
-        found = read_evaluations(directory)
+        summary, lines = Summary.read(directory), records(directory)
+        found = lines[evaluations.FILE][0]
         return cls(
             directory=directory,
-            metrics=read_metrics(directory),
+            metrics=lines[metrics.FILE][0],
             evaluations=found or (summary.evaluations if summary else ()),
-            answers=read_answers(directory),
+            answers=lines[evaluations.ANSWERS_FILE][0],
             summary=summary,
             failure=Failure.read(directory),
-            unreadable=[left_out(name, bad) for name, bad in unreadable(directory).items()],
+            unreadable=[left_out(name, bad) for name, (_, bad) in lines.items() if bad],
             falls=noted_falls(directory),
             best=_best(directory, found),
         )

@@ -28,8 +28,9 @@ from tests.runtime.runs import (
 
 from tba.__main__ import main
 from tba.errors import DeadlineExceeded, PartFailed, UserError
-from tba.record.evaluations import read_answers, read_evaluations
+from tba.record.evaluations import read_evaluations
 from tba.record.metrics import read_metrics
+from tba.record.run_record import RunRecord
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
 from tba.runtime.local.processes import Processes
@@ -101,7 +102,7 @@ def test_a_run_leaves_its_last_checkpoints_and_weights_and_a_log_of_every_part(o
 
 
 def test_hidden_text_stays_hidden(oracle: Finished) -> None:
-    assert read_answers(oracle.path) == []
+    assert RunRecord.read(oracle.path).answers == []
     logs = "".join(p.read_text() for p in (oracle.path / "logs").glob("*.log"))
     assert not re.search(r"\b[A-D]{2,3}\b", logs)
 
