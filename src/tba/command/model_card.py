@@ -160,7 +160,9 @@ def _training(record: RunRecord, resolved: Mapping[str, Json]) -> str:
         ]
     else:
         said.append("- The run had not ended when this was written.")
-    rows = [(f"`{name}`", escaped(str(value))) for name, value in settings_of(resolved).items() if _is_shown(name)]
+    rows = [
+        (f"`{name}`", escaped(str(value))) for name, value in settings_of(resolved).items() if _SHOWN.fullmatch(name)
+    ]
     table = _table(("setting", "value"), rows)
     return "\n".join(said) + f"\n\n<details><summary>Settings</summary>\n\n{table}\n\n</details>"
 
@@ -208,10 +210,6 @@ def _marked(answer: str, correct: bool) -> str:
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _is_shown(name: str) -> bool:
-    return _SHOWN.fullmatch(name) is not None
 
 
 def _is_cached(path: str) -> bool:

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
-
-from rich.console import Console
 
 from tba.command.model_card import LICENCE, base_of, card, require_repo
 from tba.command.options import PushOptions
 from tba.errors import UserError
+from tba.record.live import View
 from tba.record.run_record import RunRecord
 from tba.record.terminal import terminal
 from tba.record.text import size
 from tba.runtime.run_directory import RunDirectory, setting
+from tba.search.reward_retry import beside
 from tba.training import checkpoint, optimizer
 from tba.training.checkpoint import Checkpoint, newest_sound
 from tba.weights.atomic_dir import atomic_folder
@@ -47,26 +45,26 @@ def push_run(path: Path, repo: str, options: PushOptions) -> int:
         raise UserError(
             f"--licence is {options.licence!r}: give the Hub's name of one, such as apache-2.0, mit or other"
         )
-    console = terminal()
+    view = View(terminal())
     run, chosen = RunDirectory.open(path), _chosen(path, options.best)
     if options.out is not None:
         if options.out.exists() and not (options.out.is_dir() and not any(options.out.iterdir())):
             raise UserError(f"{options.out} is there already: choose another --out, or remove it")
         try:
             with atomic_folder(options.out) as folder:
-                _fill(folder, run, chosen, repo, options, console)
+                _fill(folder, run, chosen, repo, options, view)
         except OSError as error:
             raise UserError(f"{options.out} cannot be written ({error.strerror}): choose another --out") from error
         found = [file.stat().st_size for file in options.out.iterdir()]
-        _say(console, f"{options.out}: {len(found)} files, {size(sum(found))}; nothing was uploaded")
+        view.say(f"{options.out}: {len(found)} files, {size(sum(found))}; nothing was uploaded")
         return 0
     token = _token()
     _within(_ANSWER_S, "answer", lambda: _hub(token).whoami())
     with tempfile.TemporaryDirectory(prefix=".push-", dir=path) as place:
-        _fill(Path(place), run, chosen, repo, options, console)
+        _fill(Path(place), run, chosen, repo, options, view)
         said = f"Step {chosen.version.step} of a run by tba"
         _within(_UPLOAD_S, "take the upload", lambda: _upload(token, repo, Path(place), options.private, said))
-    _say(console, f"{_hub(token).endpoint}/{repo}: step {chosen.version.step} of {path}")
+    view.say(f"{_hub(token).endpoint}/{repo}: step {chosen.version.step} of {path}")
     return 0
 
 
@@ -88,9 +86,7 @@ def _chosen(path: Path, best: bool) -> Checkpoint:
     return newest
 
 
-def _fill(
-    folder: Path, run: RunDirectory, chosen: Checkpoint, repo: str, options: PushOptions, console: Console
-) -> None:
+def _fill(folder: Path, run: RunDirectory, chosen: Checkpoint, repo: str, options: PushOptions, view: View) -> None:
     """Write the model, its base's licence and its card into `folder`."""
     for file in sorted(chosen.path.iterdir()):
         if file.name not in _NOT_MODEL and file.suffix in _ENDINGS and file.is_file() and not file.is_symlink():
@@ -107,12 +103,11 @@ def _fill(
     text = card(repo, record, chosen.version, facts, base, hidden, files)
     (folder / "README.md").write_text(text, encoding="utf-8", errors="replace")
     if base.hub is None and model.get("path"):
-        _say(
-            console,
+        view.say(
             "note: the base's name on the Hub is not known, so the card does not link it: give --base OWNER/NAME",
         )
     if base.licence is None:
-        _say(console, "note: the base's licence is not known, so the card states none: give --licence")
+        view.say("note: the base's licence is not known, so the card states none: give --licence")
 
 
 def _token() -> str:
@@ -145,15 +140,7 @@ def _within(seconds: float, what: str, ask: Callable[[], T]) -> T:
 
     It is asked in a thread, because looking up an address and connecting to it know no deadline.
     """
-    answer: Future[T] = Future()
-
-    def asking() -> None:
-        try:
-            answer.set_result(ask())
-        except BaseException as error:  # noqa: BLE001 - raised below, by who waits for the answer
-            answer.set_exception(error)
-
-    threading.Thread(target=asking, daemon=True).start()
+    answer = beside("hub", ask)
     try:
         return answer.result(seconds)
     except Exception as error:  # of whichever library it speaks HTTP by
@@ -164,7 +151,3 @@ def _within(seconds: float, what: str, ask: Callable[[], T]) -> T:
             f"the Hub did not {what} ({why[:200]}): check network, token and name, or give --out DIR, which "
             "needs none of them"
         ) from error
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -12,6 +12,7 @@ from tba.command.report_data import different, report_data
 from tba.errors import UserError
 from tba.record import metrics
 from tba.record.jsonl import replaced
+from tba.record.live import View
 from tba.record.page import page
 from tba.record.terminal import terminal
 from tba.types import Json
@@ -100,13 +101,10 @@ def report_runs(runs: Sequence[Path], options: ReportOptions) -> int:
                 temporary.write_bytes(written)
     except OSError as error:
         raise UserError(f"{options.out} cannot be written ({error.strerror}): give another --out") from error
-    console = terminal()
+    view = View(terminal())
     for run in data["runs"]:
-        console.print(f"{run['name']}: {said_of_sample(run)}", highlight=False, markup=False)
-    console.print(
-        f"{options.out} ({len(content) / 1e6:.1f} MB; open it in a browser), its data in {beside}",
-        highlight=False, markup=False, soft_wrap=True,
-    )  # fmt: skip
+        view.say(f"{run['name']}: {said_of_sample(run)}")
+    view.say(f"{options.out} ({len(content) / 1e6:.1f} MB; open it in a browser), its data in {beside}")
     return 0
 
 
