@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from tba.evaluation.estimators import paired_difference, wilson_interval
 from tba.foreign import read_json
 from tba.protocols import Engine
 from tba.recipe import Recipe, differences, resolved
-from tba.record.jsonl import plain, write_json
+from tba.record.jsonl import plain, replaced, write_json
 from tba.record.terminal import terminal
 from tba.runs.evaluating import measured, recipe_of, with_checkpoint
 from tba.runtime.prompting import reward_of
@@ -138,9 +137,8 @@ def _write_texts(path: Path, answers: Sequence[Answer], console: Console) -> Non
         for a in answers
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    os.replace(temporary, path)
+    with replaced(path) as temporary:
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     words = np.mean([len(a.completion.split()) for a in answers]) if answers else 0.0
     console.print(f"{len(answers):,} answers of {words:.1f} words on average in {path}", highlight=False)
 

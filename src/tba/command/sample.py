@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator
 
 import numpy as np
@@ -21,6 +20,7 @@ from tba.errors import UserError
 from tba.generation import generate
 from tba.protocols import Engine
 from tba.recipe import Recipe
+from tba.record.jsonl import replaced
 from tba.record.terminal import terminal
 from tba.runs.evaluating import recipe_of, with_checkpoint
 from tba.runtime.prompting import engine_of, prompts_of, reward_of
@@ -41,16 +41,11 @@ def sample_answers(name: str, overrides: list[str], options: SampleOptions) -> i
     prompts = prompts_of(recipe, model, "train" if options.split == "train" else "eval")
     asked = prompts[: options.prompts] if options.prompts else prompts
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = options.out.with_name(f".{options.out.name}.{os.getpid()}")
     rewards: list[float] = []
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            for line in _lines(recipe, engine_of(recipe, model, Version()), asked, options.samples):
-                rewards += [] if line["reward"] is None else [line["reward"]]
-                file.write(json.dumps(line) + "\n")
-        os.replace(temporary, options.out)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replaced(options.out) as temporary, temporary.open("w", encoding="utf-8") as file:
+        for line in _lines(recipe, engine_of(recipe, model, Version()), asked, options.samples):
+            rewards += [] if line["reward"] is None else [line["reward"]]
+            file.write(json.dumps(line) + "\n")
     mean, spread = (float(np.mean(rewards)), float(np.std(rewards))) if rewards else (math.nan, math.nan)
     terminal().print(
         f"{options.samples} answers to each of {len(asked):,} prompts in {options.out}: reward {mean:.3f} "

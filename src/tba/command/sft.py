@@ -20,7 +20,7 @@ from rich.console import Console
 from tba.command.collecting import SmoothingOptions, began_with, collect, is_run, run_recipe_of
 from tba.errors import UserError
 from tba.models.huggingface import FACTS, HuggingFace, WarmStart, continued, taught, warm_started
-from tba.protocols import Reward, Task
+from tba.protocols import Task
 from tba.record.terminal import terminal
 from tba.runs.output import OutOptions
 from tba.settings import find, override
@@ -107,7 +107,7 @@ def _from_file(name: str, overrides: list[str], console: Console) -> tuple[Task,
     console.print(f"{len(rows):,} lines, {held_out:,} held out (--held-out)", highlight=False)
     if options.min_reward is None:
         return task, options.warm_start, model
-    better = _Better(task, options.min_reward)
+    better = _Better(train=task.train, eval_fraction=task.eval_fraction, least=options.min_reward)
     learnt = len(better.problems("train"))
     console.print(f"{learnt:,} of the others have a reward of at least {options.min_reward:g}", highlight=False)
     return better, options.warm_start, model
@@ -123,30 +123,20 @@ def _require_responses(rows: Sequence[Row], task: Jsonl) -> None:
 
 
 @dataclass(frozen=True)
-class _Better:
-    """Leaves out of a file's task the lines whose reward is low."""
+class _Better(Jsonl):
+    """Leaves out of a file's problems those whose reward is low."""
 
-    of: Jsonl
-    least: float
-
-    @property
-    def name(self) -> str:
-        return self.of.name
+    least: float = 0.0
 
     def problems(self, split: Split) -> list[Problem]:
-        kept = [p for p in self.of.problems(split) if self._is_good(p)]
+        kept = [p for p in super().problems(split) if self._is_good(p.fields.get("reward"))]
         if not kept and split == "train":
             raise UserError(
-                f"{self.of.train} has no line to learn with a reward of at least {self.least:g}: give a lower "
-                "--min-reward"
+                f"{self.train} has no line to learn with a reward of at least {self.least:g}: give a lower --min-reward"
             )
         return kept
 
-    def reward(self) -> Reward:
-        return self.of.reward()
-
-    def _is_good(self, problem: Problem) -> bool:
-        reward = problem.fields.get("reward")
+    def _is_good(self, reward: Json) -> bool:
         return isinstance(reward, int | float) and reward >= self.least
 
 
