@@ -1,0 +1,27 @@
+"""SmolLM2-135M-Instruct learns from a teacher, on questions with instructions, without a reward, on two CPU cores.
+
+    tba model smollm2 --out smollm2
+    tba train distil_smollm2 --model.path smollm2 --teacher.paths runs/NAME/checkpoints/step-180
+
+The teacher is here what a run of the recipe `instruct` has trained. Any model is one: with the tokenizer of SmolLM2,
+such as SmolLM2-1.7B-Instruct, or with another, which then scores the text of answers. Without `--teacher.paths` it is
+SmolLM2-360M-Instruct of the Hub. The reward is evaluated and recorded, and not learnt from. It has not been run at
+length. docs/distillation.md says what is learnt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.recipes.instruct import recipe as instruct
+from tba.schedules import Constant
+from tba.training.teacher import Teacher
+
+recipe = replace(
+    instruct,
+    name="distil_smollm2",
+    description="SmolLM2-135M-Instruct learns from a larger model or a trained one, no reward, two CPU processes",
+    teacher=Teacher(("HuggingFaceTB/SmolLM2-360M-Instruct",), reward=False),
+    objective=TrajectoryBalance(beta=Constant(1.0)),
+)
