@@ -66,8 +66,6 @@ def resumable(
         if name.startswith(_KEPT) and name != "reference_reset":
             raise UserError(f"a run keeps its {name}, which is {was!r}: start a new run for {now!r}")
     checkpoint = newest_checkpoint(run.checkpoints)
-    if checkpoint is not None and "uses" not in checkpoint.state.get("replay", {}):
-        raise UserError(f"{checkpoint.path} was made by an earlier version of this program: start a new run")
     _refuse_finished(run, recipe, checkpoint)
     prepared = replace(recipe, model=recipe.model.prepared(recipe.task))
     refuse_what_cannot_fit(prepared, Machine.here(), resumed=True)
