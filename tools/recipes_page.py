@@ -40,7 +40,7 @@ def row(name: str, recipe: Recipe) -> str:
     """The recipe's line in the table."""
     model = recipe.model
     named = model.path if isinstance(model, HuggingFace) else ""
-    own = "its own warm start" if isinstance(model, HuggingFace) and model.warm_start else "yours: `--model.path`"
+    own = "its own, shipped or made" if isinstance(model, HuggingFace) and model.warm_start else "yours: `--model.path`"
     path = f"`{named}`" if named else own
     if Path(named).is_absolute():
         path = "shipped"  # in the package, wherever that is

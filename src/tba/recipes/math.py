@@ -6,7 +6,7 @@ Departures from the paper and its code, each with the field that undoes it:
 - the ratio is to the log-probabilities stored when sampling, not to a snapshot's, recomputed           (stays)
 - kl and its mean are both of the current policy, where the code takes the mean of the snapshot         (stays)
 - searchers compute the reference log-probabilities: the trainer holds one model, not three             (stays)
-- the trained weights and AdamW's state are float32; for 7B that is about 120 GB      `--model.path` of a smaller one
+- the trained weights and AdamW's state are float32, 120 GB for 7B                 `--model.path` of a smaller one
 - the prompt is one sentence of instruction after the problem; chat models: `--task.style chat`
 - answers are graded by math-verify, where the paper's code compares strings and by sympy              (stays)
 - evaluated on MATH-500, greedily, every 50 steps; on all 5,000 test problems: `--task.evaluate-on test`
