@@ -59,11 +59,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Warm starts are cached for this session only: for all of its workers, and the processes that tests start."""
+    """Warm starts, and what torch compiles, are cached for this session only: for all of its workers, and the processes
+    that tests start. Headers are compiled once, and nothing is of another processor.
+    """
     own = tmp_path_factory.getbasetemp()
     session = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TBA_CACHE", str(session / "cache"))
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(session / "compiled"))
         yield
 
 

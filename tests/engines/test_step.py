@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -108,8 +107,13 @@ def require_equal(found: list[Completion], expected: list[Completion]) -> None:
         np.testing.assert_allclose(one.log_behavior, other.log_behavior, atol=3e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize(
+    ("family", "sampling"),
+    [
+        *(("llama", sampling) for sampling in SAMPLINGS),
+        *((family, sampling) for family in FAMILIES if family != "llama" for sampling in (SAMPLINGS[0], SAMPLINGS[-1])),
+    ],
+)
 def test_replayed_steps_draw_what_eager_ones_do(family: str, sampling: Sampling) -> None:
     model = build(family)
     engine = engine_of(model, recorded=True)
@@ -403,10 +407,7 @@ def test_replayed_steps_through_the_kernel_are_eager_ones_through_it(family: str
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
-def test_compiled_layers_give_the_same_in_fewer_kernels_for_any_number_of_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # none of another processor
+def test_compiled_layers_give_the_same_in_fewer_kernels_for_any_number_of_rows() -> None:
     model = build("llama")
     engine = engine_of(model, recorded=False)
     step = Step(model, engine._rows, None, compiled=True)

@@ -86,8 +86,13 @@ def settled(objective: Objective, of: Teacher, source: str) -> float:
     return float(total_variation(distribution(policy), target(of))[0])
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("weights", [(0.5,), (1.0,), (1.5,), (0.2, 0.3), (0.4, 0.6), (0.9, 0.6)])
+@pytest.mark.parametrize(
+    ("source", "weights"),
+    [
+        *zip(SOURCES, ((0.5,), (1.0,), (1.5,), (0.5,), (1.0,)), strict=True),
+        *zip(SOURCES, ((0.2, 0.3), (0.4, 0.6), (0.9, 0.6), (0.4, 0.6), (0.9, 0.6)), strict=True),
+    ],
+)
 def test_whoever_sampled_the_answers_and_when_what_is_learnt_is_the_target_with_teachers(
     source: str, weights: tuple[float, ...]
 ) -> None:
