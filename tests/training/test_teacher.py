@@ -182,4 +182,10 @@ def test_with_a_teacher_answers_of_equal_rewards_are_no_lack_of_signal_and_rewar
         trainer = trainer_of(TabularPolicy(TASK), TrajectoryBalance(Constant(BETA)), tmp_path, teacher=of)
         metrics = trainer.step(Fetched([alike], collate([alike])))
         assert metrics["without_signal"] == without
+        if of.count:  # the policy is still the reference: at no distance from it, and as far from the teacher
+            apart = [float(t.log_reference.sum() - t.arrays[TEACHER].sum()) for t in alike.trajectories]
+            assert metrics["log_ratio_reference"] == pytest.approx(0, abs=1e-5)
+            assert metrics["log_ratio"] == pytest.approx(np.mean(apart), abs=1e-5)
+        else:
+            assert "log_ratio_reference" not in metrics
         assert metrics["reward"] == 0.25

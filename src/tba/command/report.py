@@ -33,6 +33,7 @@ PANELS = (
         "Log-ratio to the reference",
         "log(policy / reference) of a trained completion, mean, nats",
         (metrics.LOG_RATIO, "log-ratio"),
+        (metrics.LOG_RATIO_ALONE, "without teachers"),
     ),
     _panel("Lag", "trainer updates since sampling", (metrics.LAG, "mean"), (metrics.LAG_MAX, "largest")),
     _panel(

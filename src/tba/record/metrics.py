@@ -24,6 +24,7 @@ FILE = "metrics.jsonl"
 REWARD = "reward"  # mean over the batch
 PART = "reward/"  # prefix of the mean of each part of the reward, where it has several
 LOG_RATIO = "log_ratio"  # mean over rows of log pi - log pi_ref summed over tokens; the KL only where rows are fresh
+LOG_RATIO_ALONE = "log_ratio_reference"  # to the run's reference alone, where that above is to teachers, too
 LAG = "lag"  # trainer updates since the weights that sampled the batch, mean over rows
 LAG_MAX = "lag_max"
 IN_FLIGHT = "in_flight_seconds"  # from the beginning of a trajectory's round to the journal, mean over rows

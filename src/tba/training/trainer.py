@@ -84,7 +84,10 @@ class Trainer:
         if any(self.teacher.shares(step)):
             counts["without_signal"] = 0.0  # a teacher tells answers of the same reward apart
         target = self.teacher.mixed(batch, step)
-        return counts | self.update(target, self.backward(target)) | {"reward": counts["reward"]}
+        taught = self.update(target, self.backward(target))
+        moved_BT = torch.where(batch.mask_BT, target.log_reference_BT - batch.log_reference_BT, 0.0)
+        alone = {"log_ratio_reference": taught["log_ratio"] + float(moved_BT.sum()) / batch.rows}
+        return counts | taught | alone | {"reward": counts["reward"]}
 
     def log_policy(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
         """Returns the log-probability of each token of these, which were in the last step's batch, under the policy as
