@@ -99,7 +99,7 @@ def search(recipe: Recipe, at_least: float, seed: int) -> dict[str, Json]:
                 kept = [
                     (c.tokens.tolist(), first.tolist(), mark.reward, [log_T.tolist() for log_T in theirs])
                     for c, mark, first, *theirs in zip(row, own, *scores, strict=True)
-                    if math.isfinite(mark.reward)
+                    if math.isfinite(mark.reward) and all(np.isfinite(log_T).all() for log_T in theirs)
                 ]
                 answers += [(j, kept)] if kept else []
     return {
