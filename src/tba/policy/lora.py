@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 
 FOLDER = "adapter"  # in a checkpoint, beside the merged model: as peft reads it, and where training resumes from
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_BEFORE = "adapters.safetensors"  # what a checkpoint of an earlier version has in place of the folder
 _NAME = "default"  # peft's, of the one adapter of each layer
 _PREFIX = "base_model.model."  # of names in peft's files
 
@@ -269,8 +268,6 @@ def saved_adapters(checkpoint: Path) -> dict[str, Tensor]:
 
     Raises what safetensors does where there are none.
     """
-    if (before := checkpoint / _BEFORE).exists():
-        return safetensors.torch.load_file(before)
     found = safetensors.torch.load_file(checkpoint / FOLDER / WEIGHTS)
     ends = f".{_NAME}.weight"
     return {name.removeprefix(_PREFIX).removesuffix(".weight") + ends: tensor for name, tensor in found.items()}

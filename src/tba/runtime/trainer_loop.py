@@ -236,7 +236,7 @@ class TrainerLoop:
         checkpoint.load_heads(self.trainer.policy.heads)
         self.trainer.optimizer.load(checkpoint.path)
         self.trainer.skipped = state["skipped"]
-        if isinstance(self.trainer.objective, Remembering) and state.get("objective") is not None:
+        if isinstance(self.trainer.objective, Remembering) and state["objective"] is not None:
             self.trainer.objective.restore(state["objective"])
         self.references.restore(state["references"])
         self.requests.restore(state["evaluations"])
@@ -244,7 +244,7 @@ class TrainerLoop:
             self.controller.restore(state["steering"])
             self._apply_control()
         self.lags = Counter(dict(state["lags"]))
-        self.computed = Counter(state.get("computed", {}))
+        self.computed = Counter(state["computed"])
         self.clock.carry(state["clock"])
         self.began_training, self.ended_training = state["began_training"], state["ended_training"]
         self.checkpointed = self.trainer.version
@@ -403,17 +403,17 @@ def start_training(
     )
     try:
         journal.lead(_OTHERS)
+        watched = rewards_watched(recipe, run)
+        resets = recipe.reference_reset > 0
+        replay = Replay(journal, recipe.replay, recipe.sync_every, seed=recipe.seed, resets=resets, arrived=watched)
+        replay.now = version
+        if checkpoint is not None:
+            replay.restore(checkpoint.state["replay"], version)
+        if recipe.offline:
+            require_enough(recipe, replay)
     except BaseException:
         journal.close()
         raise
-    watched = rewards_watched(recipe, run)
-    resets = recipe.reference_reset > 0
-    replay = Replay(journal, recipe.replay, recipe.sync_every, seed=recipe.seed, resets=resets, arrived=watched)
-    replay.now = version
-    if checkpoint is not None:
-        replay.restore(checkpoint.state["replay"], version)
-    if recipe.offline:
-        require_enough(recipe, replay, journal)
     directory = WeightDirectory(run.weights, settings=recipe.publish, dtype=recipe.model.compute)
     if version.incarnation:
         directory.clean()  # before anything is asked of what was published: a crash, or a disk, may have damaged it
@@ -481,17 +481,9 @@ def _parts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return {f"{PART}{name}": sum(own) / len(own) for name, own in values.items()}
 
 
-def require_enough(recipe: Recipe, replay: Replay, journal: JournalFollower) -> None:
-    """Take in what there is. Raises `UserError`, with the journal closed, when that is too little for all steps."""
-    try:
-        replay.drain()
-        _require_enough(recipe, replay)
-    except UserError:
-        journal.close()
-        raise
-
-
-def _require_enough(recipe: Recipe, replay: Replay) -> None:
+def require_enough(recipe: Recipe, replay: Replay) -> None:
+    """Take in what there is. Raises `UserError` when that is too little for all steps."""
+    replay.drain()
     received = replay.buffer.received
     if not replay.buffer.prompts(SMALLEST_GROUP):
         raise UserError(

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,7 +75,7 @@ def run(arguments: Sequence[str]) -> int:
     set_up_log(path, worker)
     keep_to_share()
     try:
-        _body(worker)(directory, stop)
+        _live(worker, directory, stop)
     except BaseException as error:  # noqa: BLE001 - the process ends here; the driver shows the error as its own
         return _left(directory, worker, error)
     return 0
@@ -103,42 +103,23 @@ def _left(run: RunDirectory, worker: str, error: BaseException) -> int:
     return 2 if isinstance(error, UserError) else 1
 
 
-def _body(worker: str) -> Callable[[object, Stop], None]:
+def _live(worker: str, run: RunDirectory, stop: Stop) -> None:
+    """Be the trainer, one of its further ranks, or a searcher with connections to this disk, until it is done."""
+    number = int(worker.partition("-")[2] or 0)
     if worker == "trainer":
-        return _train
-    if worker.startswith("trainer-"):
-        return lambda run, stop: _follow(worker, run)
-    return lambda run, stop: _search(worker, run, stop)
+        from tba.runtime.trainer_loop import train
 
+        train(run.recipe(), run, stop)
+    elif worker.startswith("trainer-"):
+        from tba.runtime.ranks.start import follow
 
-def _search(worker: str, run: object, stop: Stop) -> None:
-    """Be a searcher, with connections to this disk."""
-    from tba.runtime.run_directory import RunDirectory
-    from tba.runtime.searcher_loop import NICENESS, search, start_searching
+        follow(run, number)
+    else:
+        from tba.runtime.searcher_loop import NICENESS, search, start_searching
 
-    assert isinstance(run, RunDirectory)
-    recipe, attempt = run.recipe(), int(os.environ.get("TBA_ATTEMPT", "0"))
-    number = int(worker.removeprefix("searcher-"))
-    os.nice(NICENESS)
-    search(recipe, lambda: start_searching(recipe, run, number, attempt, stop, background=True), stop)
-
-
-def _follow(worker: str, run: object) -> None:
-    """Be a further rank of the trainer: execute the commands of the first one, until that ends it."""
-    from tba.runtime.ranks.start import follow
-    from tba.runtime.run_directory import RunDirectory
-
-    assert isinstance(run, RunDirectory)
-    follow(run, int(worker.removeprefix("trainer-")))
-
-
-def _train(run: object, stop: Stop) -> None:
-    """Be the trainer, until it is done or asked to stop."""
-    from tba.runtime.run_directory import RunDirectory
-    from tba.runtime.trainer_loop import train
-
-    assert isinstance(run, RunDirectory)
-    train(run.recipe(), run, stop)
+        recipe, attempt = run.recipe(), int(os.environ.get("TBA_ATTEMPT", "0"))
+        os.nice(NICENESS)
+        search(recipe, lambda: start_searching(recipe, run, number, attempt, stop, background=True), stop)
 
 
 if __name__ == "__main__":
