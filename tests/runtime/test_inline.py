@@ -29,7 +29,7 @@ from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
 from tba.runtime.inline import Inline
 from tba.runtime.reporting import summarise
-from tba.runtime.supervisor import stop_requests
+from tba.runtime.stop_requests import stop_requests
 from tba.schedules import Constant, WarmupConstant
 from tba.search.exploration import Fixed
 from tba.search.prompts import encode

@@ -27,7 +27,7 @@ from tba.record.terminal import terminal
 from tba.record.text import duration
 from tba.runs.validating import validate
 from tba.runtime.local.forkserver import prepare
-from tba.runtime.supervisor import stop_requests
+from tba.runtime.stop_requests import stop_requests
 from tba.settings import override
 from tba.shipped import MARK
 from tba_lab.comparison import Outcome

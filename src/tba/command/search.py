@@ -24,7 +24,7 @@ from tba.runtime.elastic import ASKED, Place, joined
 from tba.runtime.program import refuse_others, version
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.searcher_loop import NICENESS, SearcherLoop, searcher_loop_at, start_searching
-from tba.runtime.supervisor import stop_requests
+from tba.runtime.stop_requests import stop_requests
 
 _PATIENCE = 60.0  # seconds that the gateway may take to answer
 

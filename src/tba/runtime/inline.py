@@ -18,7 +18,7 @@ from tba.record.log import log_to
 from tba.runtime.evaluation import evaluated_to_the_end
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.searcher_loop import SearcherLoop, start_searching
-from tba.runtime.supervisor import stop_requests
+from tba.runtime.stop_requests import stop_requests
 from tba.runtime.trainer_loop import TrainerLoop, start_training
 
 

@@ -3,21 +3,14 @@
 Invariant: its loop consumes how workers end and their heartbeats, and waits for nothing else; a worker that dies is
 restarted a bounded number of times (the trainer resumes from its newest checkpoint, as another incarnation), one that
 raises ends the run; every phase has a deadline that names what it waits for.
-
-Ctrl-C is a request: what is under way is ended where it is whole.
-
-Invariant: inside `stop_requests` the first Ctrl-C (or SIGTERM) changes only what the function answers; a second one is
-a KeyboardInterrupt wherever the program is. The signal's number is kept for the exit code.
 """
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -30,6 +23,7 @@ from tba.runtime.elastic import Joined
 from tba.runtime.evaluation import EVALUATION_DEADLINE, evaluated_to_the_end
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.sizing import searchers_of
+from tba.runtime.stop_requests import stop_requests
 from tba.types import Json
 
 POLL = 0.05  # seconds between two looks at the workers
@@ -265,47 +259,3 @@ class Driver(ABC):
         last = read_last(self.run.path)
         mean = float(last["wall_seconds"]) / max(1, int(last["step"])) if last else 0.0
         return max(STOP_DEADLINE, _STEPS_TO_STOP * mean)
-
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-class StopRequest:
-    """Calling it says whether a stop was requested."""
-
-    def __init__(self) -> None:
-        self.number = 0  # of the signal that requested it
-        self._asked = threading.Event()
-
-    def __call__(self) -> bool:
-        return self._asked.is_set()
-
-    def ask(self, number: int) -> None:
-        self.number = number
-        self._asked.set()
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code of what this signal ended: 130 for Ctrl-C, 143 for SIGTERM, like in shells."""
-        return 128 + (self.number or signal.SIGINT)
-
-
-@contextmanager
-def stop_requests() -> Iterator[StopRequest]:
-    """Yields a function that says whether a stop was requested. Outside the main thread no signal is handled."""
-    asked = StopRequest()
-
-    def ask(number: int, frame: object) -> None:
-        if asked():
-            raise KeyboardInterrupt
-        asked.ask(number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
-    before = [signal.signal(number, ask) for number in _SIGNALS]
-    try:
-        yield asked
-    finally:
-        for number, former in zip(_SIGNALS, before, strict=True):
-            signal.signal(number, former)
