@@ -18,7 +18,7 @@ from tba import foreign
 from tba.__main__ import main
 from tba.errors import UserError
 from tba.foreign import check, is_name, parsed, prompt_tokens, templated, with_arguments
-from tba.models.huggingface import pairs_of
+from tba.models.warm_start import pairs_of
 from tba.policy.loading import load_model
 from tba.record.jsonl import write_json
 from tba.record.metrics import read_metrics

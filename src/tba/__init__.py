@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from tba.evaluation.accuracy import EvaluationSettings as EvaluationSettings
     from tba.models.endpoint_teacher import EndpointTeacher as EndpointTeacher
     from tba.models.huggingface import HuggingFace as HuggingFace
-    from tba.models.huggingface import Lesson as Lesson
-    from tba.models.huggingface import WarmStart as WarmStart
+    from tba.models.warm_start import Lesson as Lesson
+    from tba.models.warm_start import WarmStart as WarmStart
     from tba.objectives.correction import Correction as Correction
     from tba.objectives.grpo import Grpo as Grpo
     from tba.objectives.grpo import dr_grpo as dr_grpo

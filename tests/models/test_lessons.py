@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tba.models.huggingface import Lesson, pairs_of
+from tba.models.warm_start import Lesson, pairs_of
 from tba.tasks.arithmetic import Arithmetic
 from tba.training.supervised import SupervisedSettings
 from tba.training.tiny_models import character_tokenizer

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from tba.engines.transformers import EngineSettings
 from tba.generation import generate
-from tba.models.huggingface import HuggingFace, WarmStart, warm_started
+from tba.models.huggingface import HuggingFace
+from tba.models.warm_start import WarmStart, warm_started
 from tba.recipes.calculator import recipe as calculator
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower

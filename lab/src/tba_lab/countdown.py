@@ -35,7 +35,8 @@ from tba.engines.transformers import EngineSettings
 from tba.errors import UserError
 from tba.evaluation.accuracy import EvaluationSettings
 from tba.fields import as_declared
-from tba.models.huggingface import HuggingFace, Lesson, WarmStart
+from tba.models.huggingface import HuggingFace
+from tba.models.warm_start import Lesson, WarmStart
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipe import Recipe
 from tba.replay.buffer import BufferSettings

@@ -19,7 +19,8 @@ from rich.console import Console
 
 from tba.command.collecting import SmoothingOptions, began_with, collect, is_run, run_recipe_of
 from tba.errors import UserError
-from tba.models.huggingface import FACTS, HuggingFace, WarmStart, continued, taught, warm_started
+from tba.models.huggingface import HuggingFace
+from tba.models.warm_start import FACTS, WarmStart, continued, taught, warm_started
 from tba.protocols import Task
 from tba.record.terminal import terminal
 from tba.runs.output import OutOptions

@@ -8,11 +8,9 @@ setting (cached).
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,11 +24,9 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 from tba.cards import GIVEN, cards
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.engines.vllm import REFUSALS, VllmEngine, VllmSettings
-from tba.environments.scripted import acted, written
-from tba.environments.speech import Speech
 from tba.errors import TbaError, UserError
-from tba.fields import BY_CODE, as_declared
-from tba.foreign import SAFE, as_beginning, problems_of, read_json, templated, with_arguments
+from tba.fields import as_declared
+from tba.foreign import SAFE, with_arguments
 from tba.models import memory
 from tba.models.arithmetic import arithmetic_of, positions_of, shape_of
 from tba.models.memory import Sampling, Shape
@@ -38,59 +34,21 @@ from tba.models.precision import Precision, Wanted
 from tba.models.precision import precision as precision_of
 from tba.models.serving import doubt
 from tba.models.source import merged_if_adapter, whole
+from tba.models.warm_start import WarmStart, folder_of_results, warm_started
 from tba.policy.causal import CausalPolicy
 from tba.policy.loading import load_model, load_unfilled, no_bars, readable
 from tba.policy.lora import LoraSettings, add_adapters, copy_on_same_base, saved_adapters, switch_adapters
 from tba.policy.reference import FrozenReference
-from tba.protocols import HEADS, Acted, Arithmetic, Policy, SavedPolicy, Task, Work
+from tba.protocols import HEADS, Arithmetic, Policy, SavedPolicy, Task, Work
 from tba.sharding import Sharding
-from tba.training.cache import cached_folder, supervised_key
-from tba.training.supervised import Pair, SupervisedSettings, supervise
-from tba.training.tiny_models import ScratchModel, character_tokenizer, train_bpe_tokenizer
-from tba.turns import add_ends, assistant_turn
-from tba.types import Json, Problem, Version
-from tba.weights.atomic_dir import cache_folder
+from tba.types import Version
 
 log = logging.getLogger("tba.searcher")
-FACTS = "warm_start.json"
 _USABLE = 0.95  # of what a process may take of its GPU: its allocator loses some
 _ENGINES: WeakValueDictionary[str, PreTrainedModel] = WeakValueDictionary()  # with adapters: their bases are shared
 # found by this process: finding means building and encoding all problems. The task's class is part of the key, since a
 # notebook defines it again
 _FOUND: dict[tuple[str, type, str, str], Path] = {}
-
-
-@dataclass(frozen=True)
-@as_declared
-class Lesson:
-    """One part of a warm start: the task's demonstrations, possibly with some of its fields changed."""
-
-    settings: SupervisedSettings
-    task_fields: Mapping[str, Json] = field(default_factory=dict)  # the task's fields that differ here
-    prompts: bool = False  # the prompts' own tokens are learnt too: language, where answers are few and short
-
-    def pairs(self, task: Task, tokenizer: Any) -> list[Pair]:
-        changed: Task = replace(cast(Any, task), **self.task_fields) if self.task_fields else task
-        pairs = _taught(changed, tokenizer)
-        return [_with_prompt(pair) for pair in pairs] if self.prompts else pairs
-
-
-@dataclass(frozen=True)
-@as_declared
-class WarmStart:
-    """A small model, made untrained and then taught the task's own demonstrations."""
-
-    scratch: ScratchModel = field(default_factory=ScratchModel)
-    tokenizer: Literal["characters", "bpe"] = "bpe"  # the task's characters, or byte-level BPE trained on its texts
-    vocab_size: int = 2048  # vocabulary of the BPE tokenizer
-    sft: SupervisedSettings = field(default_factory=SupervisedSettings)
-    before: tuple[Lesson, ...] = ()  # lessons that precede `sft`
-    shipped: Path | None = field(default=None, metadata=BY_CODE)  # a folder that may hold the result already
-
-    @property
-    def unused(self) -> Mapping[str, str]:
-        """The field without effect: the characters of a task are as many as they are."""
-        return {"vocab_size": "tokenizer bpe"} if self.tokenizer == "characters" else {}
 
 
 @dataclass(frozen=True)
@@ -139,7 +97,7 @@ class HuggingFace:
             return replace(self, path=whole(self.path, log))
         if self.warm_start is None:
             raise UserError("the recipe has no model: give --model.path a folder or a Hugging Face Hub name")
-        known = (repr(self.warm_start), type(task), repr(task), str(_cache()))
+        known = (repr(self.warm_start), type(task), repr(task), str(folder_of_results()))
         if known not in _FOUND or not _FOUND[known].is_dir():
             _FOUND[known] = warm_started(self.warm_start, task, log)
         return replace(self, path=str(_FOUND[known]))
@@ -394,7 +352,7 @@ class HuggingFace:
 
     def _load(self, path: str, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
         self._allow_tf32()
-        return _loaded(path, device, dtype, self.precision.four_bit)
+        return load_model(path, device, dtype, four_bit=self.precision.four_bit)
 
     def _allow_tf32(self) -> None:
         if self.precision.tf32:
@@ -410,167 +368,6 @@ class HuggingFace:
         return precision_of(self.dtype, self._device.type, adapters=self.lora.rank > 0)
 
 
-def warm_started(start: WarmStart, task: Task, log: Callable[[str], None]) -> Path:
-    """Returns the folder of the warm start's result for this task: shipped, cached, or made now."""
-    tokenizer = tokenizer_for(start, _demonstrated(task), task)
-    lessons = [(lesson.settings, lesson.pairs(task, tokenizer)) for lesson in (*start.before, Lesson(start.sft))]
-    settings = [start.scratch, tokenizer.get_vocab(), *(settings for settings, _ in lessons)]
-    key = supervised_key(settings, [pair for _, pairs in lessons for pair in pairs])
-    if start.shipped is not None and _is_result_of(start.shipped, key):
-        return start.shipped
-    folder = _cache()
-    if not (folder / key).is_dir():
-        log(f"supervised warm start on the demonstrations of {task.name}, once for these settings: {folder / key}")
-
-    def make(path: Path) -> None:
-        teach(start.scratch.start(tokenizer), tokenizer, lessons, key, path, log)
-
-    return cached_folder(folder, key, make)
-
-
-def _demonstrated(task: Task) -> list[Problem]:
-    problems = [p for p in problems_of(task, "train") if p.demonstration is not None]
-    if not problems:
-        raise UserError(f"task {task.name} has no demonstrations to start from: give --model.path a trained model")
-    return problems
-
-
-def _cache() -> Path:
-    return cache_folder("warm-starts")
-
-
-def continued(
-    path: str, settings: SupervisedSettings, task: Task, log: Callable[[str], None], arguments: Sequence[str] = ()
-) -> Path:
-    """Returns the model at `path` taught the task's demonstrations: cached, or made now."""
-    return taught(path, settings, lambda tokenizer: _taught(task, tokenizer), log, arguments)
-
-
-def taught(
-    path: str,
-    settings: SupervisedSettings,
-    pairs_in: Callable[[Any], list[Pair]],
-    log: Callable[[str], None],
-    arguments: Sequence[str] = (),
-) -> Path:
-    """Returns the model at `path` taught what `pairs_in` makes of its tokenizer: cached, or made now. The tokenizer's
-    template has the arguments from then on.
-    """
-    model, tokenizer = _loaded(whole(path, log), "cpu", torch.float32)
-    pairs = pairs_in(with_arguments(tokenizer, arguments))
-    key = supervised_key([settings, *arguments], pairs, dict(model.state_dict()))
-    return cached_folder(_cache(), key, lambda out: teach(model, tokenizer, [(settings, pairs)], key, out, log))
-
-
-def teach(
-    model: Any,
-    tokenizer: Any,
-    lessons: Sequence[tuple[SupervisedSettings, list[Pair]]],
-    key: str,
-    path: Path,
-    log: Callable[[str], None],
-) -> None:
-    """Train, lesson by lesson, and save into `path`, with the key of what it was made from."""
-
-    def progress(step: int, steps: int, loss: float) -> None:
-        if step % max(1, steps // 10) == 0:
-            log(f"sft step {step} of {steps}, loss {loss:.3f}")
-
-    found = [supervise(model, tokenizer, pairs, settings, progress) for settings, pairs in lessons]
-    add_ends(model.generation_config, tokenizer)
-    with no_bars():
-        model.save_pretrained(path)
-        tokenizer.save_pretrained(path)
-    last = found[-1]
-    facts = {"key": key, "loss": last.steps[-1], "held_out_loss": last.held_out, "too_long": last.too_long}
-    (path / FACTS).write_text(json.dumps(facts) + "\n")
-
-
-def _loaded(path: str, device: torch.device | str, dtype: torch.dtype, four_bit: bool = False) -> tuple[Any, Any]:
-    """Returns a model and its tokenizer; a download from the Hub shows its progress."""
-    with no_bars() if Path(path).is_dir() else nullcontext():
-        return load_model(path, device, dtype, four_bit=four_bit)
-
-
-def tokenizer_for(start: WarmStart, problems: list[Problem], task: Task) -> Any:
-    """Returns a tokenizer of the characters that occur, or BPE trained on the texts."""
-    texts = [text for p in problems for text in (str(p.prompt), _text_of(p, task))]
-    if start.tokenizer == "characters":
-        return character_tokenizer("".join(sorted(set("".join(texts)))))
-    return train_bpe_tokenizer(texts, start.vocab_size)
-
-
-def pairs_of(problems: list[Problem], tokenizer: Any) -> Iterator[Pair]:
-    """Yields problems as (prompt, response) token ids; encoded all at once, which is several times faster."""
-    if not problems:
-        return
-    texts, chats = [_text(p, tokenizer) for p in problems], [_is_chat(p) for p in problems]
-    forms = {chat: assistant_turn(tokenizer, chat) for chat in {*chats}}
-    turns = [forms[chat] for chat in chats]
-    answers = [
-        turn.text(p.demonstration) + turn.last.gap if isinstance(p.demonstration, str) else ""
-        for p, turn in zip(problems, turns, strict=True)
-    ]
-
-    def encoded(texts: list[str], special: bool = False) -> list[list[int]]:
-        tokens = tokenizer(texts, add_special_tokens=special, return_attention_mask=False) if texts else {}
-        return list(tokens.get("input_ids", ()))
-
-    of = {
-        chat: iter(encoded([t for t, own in zip(texts, chats, strict=True) if own is chat], not chat)) for chat in forms
-    }
-    led = encoded([turn.lead + answer for turn, answer in zip(turns, answers, strict=True)])
-    for text, chat, answer, tokens, turn in zip(texts, chats, answers, led, turns, strict=True):
-        prompt = next(of[chat])
-        response = turn.behind_lead(tokens, answer, lambda text: encoded([text])[0])
-        end = _unless_eos(turn.last.token, tokenizer)
-        yield Pair(prompt if chat else as_beginning(tokenizer, text, prompt), response, end=end)
-
-
-def _is_chat(problem: Problem) -> bool:
-    return not isinstance(problem.prompt, str)
-
-
-def _unless_eos(end: int | None, tokenizer: Any) -> int | None:
-    """Returns the token that ends a response as `Pair` has it."""
-    return None if end == tokenizer.eos_token_id else end
-
-
-def _taught(task: Task, tokenizer: Any) -> list[Pair]:
-    """Returns a task's demonstrations as (prompt, response) token ids; of episodes the policy's turns are learnt."""
-    problems = _demonstrated(task)
-    if not isinstance(task, Acted):
-        return list(pairs_of(problems, tokenizer))
-    speech = Speech(tokenizer, _is_chat(problems[0]), problems[0].tools)
-    pairs = []
-    for problem, asked in zip(problems, pairs_of(problems, tokenizer), strict=True):
-        completion = written(*acted(task, problem, _text(problem, tokenizer)), speech)
-        pair = Pair.of(asked.prompt, completion, completion.tokens[-1:].tolist())
-        pairs.append(replace(pair, end=_unless_eos(pair.end, tokenizer)))
-    return pairs
-
-
-def _with_prompt(pair: Pair) -> Pair:
-    """Returns the pair whose prompt is learnt, too, but for its first token."""
-    moved = len(pair.prompt) - 1
-    observed = tuple((begin + moved, end + moved) for begin, end in pair.observed)
-    return replace(pair, prompt=pair.prompt[:1], response=[*pair.prompt[1:], *pair.response], observed=observed)
-
-
-def _text(problem: Problem, tokenizer: Any) -> str:
-    if isinstance(problem.prompt, str):
-        return problem.prompt
-    return templated(tokenizer, problem.prompt, problem.tools)
-
-
-def _text_of(problem: Problem, task: Task) -> str:
-    """Returns the text of a demonstration; of an episode all that is said in it."""
-    if not isinstance(task, Acted):
-        return problem.demonstration if isinstance(problem.demonstration, str) else ""
-    parts, _ = acted(task, problem, str(problem.prompt))
-    return "".join(part.text for part in parts)
-
-
 def adapters_in(folder: Path) -> dict[str, torch.Tensor]:
     """Returns the adapters that `save` left next to the merged model. Raises `UserError` when there are none."""
     try:
@@ -579,8 +376,3 @@ def adapters_in(folder: Path) -> dict[str, torch.Tensor]:
         raise UserError(
             f"the checkpoint at {folder} has no adapters ({error}): use the --model.lora.rank it was made with"
         ) from error
-
-
-def _is_result_of(folder: Path, key: str) -> bool:
-    facts = folder / FACTS
-    return facts.is_file() and read_json(facts, "remove it", key=str)["key"] == key

@@ -12,7 +12,7 @@ import importlib.util
 import logging
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,9 +53,10 @@ def load_model(
 
     With a `seed` the weights are drawn at random from the configuration, whatever weights are there. With `four_bit`
     the matrices of its layers are held in NF4.
-    Raises `UserError` when the model or its tokenizer is missing or unreadable.
+    A download from the Hub shows its progress. Raises `UserError` when the model or its tokenizer is missing or
+    unreadable.
     """
-    with _readable_model(path):
+    with no_bars() if Path(path).is_dir() else nullcontext(), _readable_model(path):
         if four_bit:
             placed = {"quantization_config": _nf4(torch.device(device), dtype), "device_map": {"": device}}
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **placed, **SAFE_MODEL)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tba.models.huggingface import HuggingFace, WarmStart
+from tba.models.huggingface import HuggingFace
+from tba.models.warm_start import WarmStart
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipes.quickstart import BASE
 from tba.recipes.quickstart import recipe as quickstart

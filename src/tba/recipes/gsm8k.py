@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from tba.engines.transformers import EngineSettings
 from tba.evaluation.accuracy import EvaluationSettings
-from tba.models.huggingface import HuggingFace, WarmStart
+from tba.models.huggingface import HuggingFace
+from tba.models.warm_start import WarmStart
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipe import Recipe
 from tba.replay.pacing import Pacing

@@ -12,7 +12,8 @@ from tba.engines.transformers import EngineSettings
 from tba.environments.guess_number import GUESSES, GuessNumber, timid
 from tba.environments.task import EnvironmentTask
 from tba.evaluation.accuracy import EvaluationSettings
-from tba.models.huggingface import HuggingFace, WarmStart
+from tba.models.huggingface import HuggingFace
+from tba.models.warm_start import WarmStart
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipe import Recipe
 from tba.replay.buffer import BufferSettings

@@ -16,7 +16,8 @@ from tba.apps.red_team.toxicity import WordClassifier
 from tba.apps.red_team.victim import ModelVictim
 from tba.engines.transformers import EngineSettings
 from tba.evaluation.accuracy import EvaluationSettings
-from tba.models.huggingface import HuggingFace, WarmStart
+from tba.models.huggingface import HuggingFace
+from tba.models.warm_start import WarmStart
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipe import Recipe
 from tba.record.recorder import RecordSettings

@@ -13,7 +13,8 @@ from __future__ import annotations
 from tba.apps.preference.tldr import Tldr
 from tba.engines.transformers import EngineSettings
 from tba.evaluation.accuracy import EvaluationSettings
-from tba.models.huggingface import HuggingFace, Lesson, WarmStart
+from tba.models.huggingface import HuggingFace
+from tba.models.warm_start import Lesson, WarmStart
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipe import Recipe
 from tba.record.recorder import RecordSettings

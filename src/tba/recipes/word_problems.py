@@ -16,7 +16,8 @@ from dataclasses import replace
 
 from tba.engines.transformers import EngineSettings
 from tba.evaluation.accuracy import EvaluationSettings
-from tba.models.huggingface import HuggingFace, WarmStart
+from tba.models.huggingface import HuggingFace
+from tba.models.warm_start import WarmStart
 from tba.recipes.instruct import recipe as instruct
 from tba.replay.buffer import BufferSettings
 from tba.tasks.word_problems import WordProblems

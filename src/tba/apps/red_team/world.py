@@ -23,7 +23,7 @@ from tba.apps.red_team.toxicity_classifier import tell, trained
 from tba.apps.red_team.trigger_world import TriggerWorld
 from tba.apps.red_team.word_classifier import WordFeatures
 from tba.errors import UserError
-from tba.models.huggingface import pairs_of, teach
+from tba.models.warm_start import pairs_of, teach
 from tba.record.terminal import terminal
 from tba.settings import override
 from tba.tasks.held_out import is_held_out
