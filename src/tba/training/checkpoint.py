@@ -40,11 +40,11 @@ HEADS = "heads.safetensors"
 MODEL = "model.safetensors"
 STEP = re.compile(r"step-\d+")
 _BLOCK = 1 << 22  # bytes read at a time
-_MANIFEST = {  # `digest`: of the other fields
+_MANIFEST = {  # `digest`: of the other fields, if there is one
     "version": Version,
     "state": dict[str, Any],
     "files": dict[str, tuple[int, int]],  # bytes and CRC-32 of each
-    "digest": str,
+    "digest": str | None,
 }
 _UNKNOWN = Version(-1)  # of a checkpoint whose manifest cannot be read
 
@@ -203,10 +203,15 @@ def _version(path: Path) -> Version:
 def _manifest(path: Path) -> dict[str, Any]:
     """Returns the manifest of the checkpoint at `path`. Raises `UserError` when there is none, or it is not what was
     written.
+
+    One that was written by hand, without a digest, has exactly the other fields.
     """
     try:
         run: dict[str, Any] = parsed((path / RUN).read_bytes(), **_MANIFEST)
-        if run.pop("digest") != _digest(run):
+        digest = run.pop("digest", None)
+        if digest is None and run.keys() != _MANIFEST.keys() - {"digest"}:
+            raise ValueError("its digest is missing")
+        if digest is not None and digest != _digest(run):
             raise ValueError("its digest differs")
         return run
     except FileNotFoundError as error:
