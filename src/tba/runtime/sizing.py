@@ -130,7 +130,7 @@ def _too_much(recipe: Recipe, machine: Machine) -> tuple[str, str] | None:
         for gpu, memory in enumerate(machine.gpus):
             on = _needed_of(gpu, where, bytes_of)
             if sum(on.values()) > USABLE * memory:
-                return _told(gpu, on, memory)
+                return _shortage(gpu, on, memory)
     copies = {"trainer": recipe.trainer.count, "host": recipe.trainer.count, "replay": 1}
     each = {
         part: need.total * copies.get(part, recipe.searcher_count)
@@ -157,7 +157,8 @@ def _needed_of(gpu: int, where: Mapping[str, Place], found: Mapping[str, int]) -
     return on
 
 
-def _told(gpu: int, on: Mapping[str, int], memory: int) -> tuple[str, str]:
+def _shortage(gpu: int, on: Mapping[str, int], memory: int) -> tuple[str, str]:
+    """Returns who needs more than a GPU has (trainer, searcher, both), and how much, in words."""
     trained = any(worker.startswith("trainer") for worker in on)
     usable, needed = size(int(USABLE * memory)), size(sum(on.values()))
     if len(on) == 1:

@@ -213,11 +213,11 @@ class Forkserver:
                 if not block:
                     self._gone()
                     break
-                self._told(**json.loads(block))
+                self._note_child(**json.loads(block))
                 self.channel.settimeout(0.0)
             self.channel.settimeout(_WAIT)
 
-    def _told(self, number: int, pid: int, code: int | None) -> None:
+    def _note_child(self, number: int, pid: int, code: int | None) -> None:
         child = self._children[number]
         child.pid, child.code = pid, code
         if code is not None:

@@ -77,11 +77,11 @@ def run(arguments: Sequence[str]) -> int:
     try:
         _live(worker, directory, stop)
     except BaseException as error:  # noqa: BLE001 - the process ends here; the driver shows the error as its own
-        return _left(directory, worker, error)
+        return _leave_error(directory, worker, error)
     return 0
 
 
-def _left(run: RunDirectory, worker: str, error: BaseException) -> int:
+def _leave_error(run: RunDirectory, worker: str, error: BaseException) -> int:
     """Leave the error for the driver, as far as the disk takes it; returns the exit code."""
     from tba.errors import UserError
     from tba.record.jsonl import write_json
