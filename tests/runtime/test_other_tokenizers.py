@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 from pair_teacher import PairTeacher
-from test_teaching import model_at, of_models
+from runs import inline
+from test_teaching import model_at, of_models, trajectories
 from tests.chat_families import FAMILIES, tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -198,3 +199,17 @@ def test_where_tokens_are_scored_or_messages_are_unknown_another_tokenizer_is_re
     scorer = ScoredByText(Reading(), None, None, chat=True)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="needs the messages of a chat"):
         scores_of(scorer, PROMPT, [completion(0)])
+
+
+def test_a_run_with_a_teacher_of_other_tokens_keeps_one_score_for_each_answer(tmp_path: Path) -> None:
+    own = model_at(tmp_path / "own", 0)
+    recipe = replace(of_models(own), teacher=Teacher((renamed(own, tmp_path / "other"),), reward=False))
+    changes: dict[str, Any] = {name: getattr(recipe, name) for name in ("task", "model", "teacher")}
+    inline(tmp_path / "run", "--steps", "4", "--replay.pacing.warm-up", "32", **changes)
+    found = trajectories(tmp_path / "run")
+    assert len(found) >= 64
+    assert {t.completion.stop_reason for t in found} == {StopReason.EOS, StopReason.LENGTH}
+    for t in found:  # the teacher is the policy's start, which is the reference
+        (log_T,) = t.arrays[TEACHER]
+        assert not log_T[:-1].any()
+        assert float(log_T[-1]) == pytest.approx(float(t.log_reference.sum()), abs=1e-4)
