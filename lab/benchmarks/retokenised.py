@@ -2,8 +2,9 @@
 
 A teacher with another tokenizer scores the text of an answer, written in its own tokens (`runtime/teaching.py`). Were
 the teacher the sampler itself, that would differ only where it samples a text in other tokens than its tokenizer
-writes. This samples answers to prompts from a file, scores each by its sampled tokens and by its text, and prints the
-differences; and for the file's own texts whether they read back as they were written.
+writes, for which the reference is asked besides (not here). This samples answers to prompts from a file, scores each by
+its sampled tokens and by its text alone, and prints the differences; and for the file's own texts whether they read
+back as they were written.
 
     python lab/benchmarks/retokenised.py MODEL FILE [--field question] [--chat] [--prompts 64] [--tokens 128]
 
@@ -26,7 +27,7 @@ from tba.models.huggingface import HuggingFace
 from tba.runtime.teaching import ScoredByText
 from tba.search.prompts import PromptSettings, encode
 from tba.tasks.arithmetic import Arithmetic
-from tba.types import Problem, Sampling, StopReason, Version
+from tba.types import Completion, Problem, Prompt, Sampling, StopReason, Version
 
 AT_ONCE = 16  # prompts that are answered and scored together
 BEGINNING = 20  # characters of a line of plain text that are a prompt
@@ -58,7 +59,7 @@ def main() -> None:
     ]
     prompts = encode(problems, "retokenised", tokenizer, PromptSettings(max_tokens=512, overlong="drop")).prompts
     engine, reference = model.engine(Version(), 512), model.reference(1.0, Version())
-    by_text = ScoredByText(reference, tokenizer, tokenizer, given.chat)
+    by_text = ScoredByText(reference, Alike(), tokenizer, tokenizer, given.chat)  # type: ignore[arg-type]
     rng = np.random.default_rng(given.seed)
     rows = []
     for start in range(0, len(prompts), AT_ONCE):
@@ -74,6 +75,13 @@ def main() -> None:
         if some := [row[1:] for row in rows if row[0] == ended]:
             length, own, whole = np.array(some).T
             print(f"{name}: {summary(length, whole - own)}")
+
+
+class Alike:
+    """A reference to which all ways to write a text are alike, so that the text's own score is left."""
+
+    def log_probabilities_of(self, answered: list[tuple[Prompt, list[Completion]]]) -> list[list[np.ndarray]]:
+        return [[np.zeros(len(c.tokens), np.float32) for c in completions] for _, completions in answered]
 
 
 def summary(length: np.ndarray, more: np.ndarray) -> str:

@@ -25,7 +25,7 @@ from tba.protocols import Reference
 from tba.recipe import Recipe
 from tba.runtime.needs import needs
 from tba.runtime.prompting import prompts_of
-from tba.runtime.teaching import ScoredByText, require_scorers, teachers_of
+from tba.runtime.teaching import ScoredByText, reference_of, require_scorers, teachers_of
 from tba.schedules import Constant
 from tba.training.teacher import Teacher
 from tba.types import TEACHER, Completion, Prompt, StopReason, Version
@@ -83,7 +83,7 @@ def test_a_server_s_teacher_scores_token_by_token_as_the_model_itself_does(
     require_scorers(recipe, recipe.model, lambda line: None)
     scoring = server.script
     server.script = lambda n, asked: scoring(n, asked) if n else (503, {}, b"{}")  # the first is asked again
-    (teacher,) = teachers_of(recipe, recipe.model)
+    (teacher,) = teachers_of(recipe, recipe.model, reference_of(recipe, recipe.model))
     pairs = answers(recipe)
     found = [row for rows in teacher.log_probabilities_of(pairs) for row in rows]
     model = HuggingFace(str(tmp_path / "theirs"), device="cpu").reference(1.0, Version())
@@ -99,7 +99,7 @@ def test_a_server_s_teacher_scores_token_by_token_as_the_model_itself_does(
 def test_a_server_s_teacher_with_another_tokenizer_scores_texts(server: Server, tmp_path: Path) -> None:
     own = model_at(tmp_path / "own", 0)
     recipe = replace(taught(server, own, renamed(own, tmp_path / "other")), objective=TrajectoryBalance(Constant(1.0)))
-    (teacher,) = teachers_of(recipe, recipe.model)
+    (teacher,) = teachers_of(recipe, recipe.model, reference_of(recipe, recipe.model))
     assert isinstance(teacher, ScoredByText)
     pairs = answers(recipe)
     expected = recipe.model.reference(1.0, Version()).log_probabilities_of(pairs)
@@ -126,7 +126,7 @@ def test_a_run_that_is_cut_off_asks_the_server_for_no_answer_twice(server: Serve
 def test_what_a_server_cannot_give_ends_in_a_sentence(server: Server, tmp_path: Path) -> None:
     own = model_at(tmp_path / "own", 0)
     recipe = taught(server, own, own)
-    (teacher,) = teachers_of(recipe, recipe.model)
+    (teacher,) = teachers_of(recipe, recipe.model, reference_of(recipe, recipe.model))
     replies: list[tuple[Reply, str]] = [
         ((200, {}, b'{"choices": [{"text": "?"}]}'), "does not give the log-probabilities of the tokens it was sent"),
         ((200, {}, b'{"choices": [{"prompt_logprobs": [null]}]}'), "does not give the log-probabilities"),
@@ -138,7 +138,7 @@ def test_what_a_server_cannot_give_ends_in_a_sentence(server: Server, tmp_path: 
         with pytest.raises(TbaError, match=said):
             teacher.log_probabilities_of(answers(recipe))
     with pytest.raises(UserError, match="scores at temperature 1"):
-        teachers_of(replace(recipe, policy_temperature=0.7), recipe.model)
+        teachers_of(replace(recipe, policy_temperature=0.7), recipe.model, teacher)
     with pytest.raises(UserError, match="needs path, its tokenizer"):
         tba.EndpointTeacher().prepared(recipe.task)
     with pytest.raises(UserError, match="concurrency is 0"):

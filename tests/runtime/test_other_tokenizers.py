@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import numpy as np
@@ -25,14 +26,21 @@ from tba.objectives.subtrajectory_balance import SubtrajectoryBalance
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipe import Recipe
 from tba.runtime.prompting import prompts_of
-from tba.runtime.teaching import ScoredByText, require_scorers, teachers_of
+from tba.runtime.teaching import ScoredByText, reference_of, require_scorers, teachers_of
 from tba.schedules import Constant
 from tba.tasks.arithmetic import Arithmetic
 from tba.training.teacher import Teacher
 from tba.types import TEACHER, Completion, FloatArray, Group, Prompt, Sampling, StopReason, Version
 from toy.engine import TabularEngine, sample_groups, tabular_prompts
 from toy.model import TabularModel
-from toy.policy import TabularPolicy, TabularTask, distribution, total_variation
+from toy.policy import (
+    TabularPolicy,
+    TabularReference,
+    TabularTask,
+    TabularTokenizer,
+    distribution,
+    total_variation,
+)
 from toy.recipe import recipe as toy
 
 TASK = TabularTask(symbols=2, length=4, prompts=1)  # 31 outcomes, the cut ones of two whole pairs
@@ -71,7 +79,7 @@ def sampled(engine: TabularEngine, scorer: Any, rng: np.random.Generator, temper
 
 
 def test_characters_learnt_from_pairs_of_characters_have_every_text_s_odds_once() -> None:
-    (scorer,) = teachers_of(taught(1.0, False), TabularModel(TASK))
+    (scorer,) = teachers_of(taught(1.0, False), TabularModel(TASK), TabularReference(TASK))
     assert isinstance(scorer, ScoredByText)
     assert float(log_teacher(scorer).exp().sum()) == pytest.approx(1, abs=1e-6)
     (of_aab,) = scores_of(scorer, PROMPT, [completion(TASK.outcome([1, 1, 2]))])
@@ -89,7 +97,7 @@ def test_whoever_sampled_the_answers_a_teacher_of_other_tokens_is_learnt(
     source: str, weight: float, reward: bool
 ) -> None:
     recipe = taught(weight, reward)
-    (scorer,) = teachers_of(recipe, recipe.model)
+    (scorer,) = teachers_of(recipe, recipe.model, reference_of(recipe, recipe.model))
     start = distribution(TabularPolicy(TASK, 1.0, torch.float64)).log()[0]
     energy = (1 - weight) * start + weight * log_teacher(scorer) + reward * torch.from_numpy(TASK.rewards_QO[0]) / BETA
     policy, theirs, rng = TabularPolicy(TASK), TabularPolicy(TASK), np.random.default_rng(0)
@@ -134,7 +142,7 @@ def test_a_model_with_renamed_tokens_scores_a_text_as_the_policy_s_own_does_toke
     require_scorers(recipe, recipe.model, said.append)
     assert said == ["teacher 1 has another tokenizer than the policy (the vocabularies differ): it scores the text of "
                     "each answer"]  # fmt: skip
-    (scorer,) = teachers_of(recipe, recipe.model)
+    (scorer,) = teachers_of(recipe, recipe.model, reference_of(recipe, recipe.model))
     asked, digits = prompts_of(recipe, recipe.model, "train")[:2], recipe.model.tokenizer().encode("1427")
     end = recipe.model.tokenizer().eos_token_id
     assert end is not None
@@ -172,7 +180,7 @@ class Reading:
 def test_a_chat_is_read_as_the_teacher_s_own_template_writes_it_and_a_cut_answer_has_no_end(name: str) -> None:
     family, theirs, own = FAMILIES[name], tokenizer(name, "chat"), tokenizer("smollm2", "chat")
     teacher, messages = Reading(), [{"role": "user", "content": "There is a note: what is in it?"}]
-    scorer = ScoredByText(teacher, own, theirs, chat=True)  # type: ignore[arg-type]
+    scorer = ScoredByText(teacher, Reading(), own, theirs, chat=True)  # type: ignore[arg-type]
     text = templated(own, messages)
     prompt = Prompt("t", np.array(own.encode(text, add_special_tokens=False), np.int32), text, messages=tuple(messages))
     said = "It is rent, caf\u00e9"
@@ -196,7 +204,7 @@ def test_where_tokens_are_scored_or_messages_are_unknown_another_tokenizer_is_re
     by_token = replace(alone, objective=SubtrajectoryBalance(Constant(1.0), flow="one"))
     with pytest.raises(UserError, match="the objective needs the log-probability of each token"):
         require_scorers(by_token, by_token.model, lambda line: None)
-    scorer = ScoredByText(Reading(), None, None, chat=True)  # type: ignore[arg-type]
+    scorer = ScoredByText(Reading(), Reading(), None, None, chat=True)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="needs the messages of a chat"):
         scores_of(scorer, PROMPT, [completion(0)])
 
@@ -209,7 +217,47 @@ def test_a_run_with_a_teacher_of_other_tokens_keeps_one_score_for_each_answer(tm
     found = trajectories(tmp_path / "run")
     assert len(found) >= 64
     assert {t.completion.stop_reason for t in found} == {StopReason.EOS, StopReason.LENGTH}
-    for t in found:  # the teacher is the policy's start, which is the reference
+    # the teacher is the policy's start, which is the reference: also of answers with padding, that no text shows
+    assert any(recipe.model.tokenizer().pad_token_id in t.completion.tokens for t in found)  # type: ignore[attr-defined]
+    for t in found:
         (log_T,) = t.arrays[TEACHER]
         assert not log_T[:-1].any()
         assert float(log_T[-1]) == pytest.approx(float(t.log_reference.sum()), abs=1e-4)
+
+
+class Ways(TabularTokenizer):
+    """Writes "A" or "AA" at a time: "AAA" can be A, AA as well as the usual AA, A."""
+
+    texts = ("$", "A", "AA")
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        if text in ascii_lowercase:
+            return super().encode(text)
+        return [2] * (len(text) // 2) + [1] * (len(text) % 2)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        ids = [i for i in token_ids if i or not skip_special_tokens]
+        return "".join(self.texts[i] if i < 3 else super(Ways, self).decode([i]) for i in ids)
+
+
+def test_of_the_ways_to_write_a_text_the_reference_decides_and_of_texts_the_teacher() -> None:
+    """Were every way as likely as its text, a policy would learn the most numerous ones."""
+    short, letters = TabularTask(symbols=2, length=2, prompts=1), TabularTask(symbols=1, length=4, prompts=1, seed=7)
+    own, teacher = TabularReference(short), TabularReference(letters)
+    scorer = ScoredByText(teacher, own, Ways(2), TabularTokenizer(1), chat=False)
+    (mine,), (theirs,) = tabular_prompts(short), tabular_prompts(letters)
+
+    def log_of(reference: Any, prompt: Prompt, *tokens: int) -> float:
+        whole = Completion(np.array(tokens, np.int32), "", StopReason.LENGTH, (Version(), Version()))
+        return float(scores_of(reference, prompt, [whole])[0].sum())
+
+    for tokens, usual, text in (
+        ([2, 0], [2, 0], [1, 1, 0]),
+        ([2, 1], [2, 1], [1, 1, 1]),
+        ([1, 2], [2, 1], [1, 1, 1]),
+        ([1, 1], [2], [1, 1]),
+    ):
+        expected = log_of(teacher, theirs, *text) + log_of(own, mine, *tokens) - log_of(own, mine, *usual)
+        reason = StopReason.EOS if tokens[-1] == 0 else StopReason.LENGTH
+        said = Completion(np.array(tokens, np.int32), "", reason, (Version(), Version()))
+        assert float(scores_of(scorer, mine, [said])[0].sum()) == pytest.approx(expected, abs=1e-5)

@@ -167,7 +167,10 @@ def test_another_reference_and_a_teacher_score_as_the_models_at_their_paths_do_a
         replace(recipe.model, path=path).reference(1.0, Version()).log_probabilities_of([(prompt, [completion])])[0][0]
         for path in (other, own)
     ]
-    scorers = [reference_of(recipe, recipe.model), *teachers_of(recipe, recipe.model)]
+    scorers = [
+        reference_of(recipe, recipe.model),
+        *teachers_of(recipe, recipe.model, reference_of(recipe, recipe.model)),
+    ]
     found = [scorer.log_probabilities_of([(prompt, [completion])])[0][0] for scorer in scorers]
     assert all(np.array_equal(a, b) for a, b in zip(found, [expected[0], *expected], strict=True))
     assert not np.array_equal(*expected)
@@ -198,4 +201,4 @@ def test_what_cannot_go_together_is_refused() -> None:
             replace(taught, objective=by_token, teacher=wrong)
     assert replace(taught, objective=by_token, teacher=alone).teacher.is_target
     with pytest.raises(UserError, match="does not load a model from a path"):
-        teachers_of(replace(taught, teacher=Teacher(("a",))), taught.model)
+        teachers_of(replace(taught, teacher=Teacher(("a",))), taught.model, reference_of(taught, taught.model))

@@ -61,7 +61,7 @@ def search(recipe: Recipe, at_least: float, seed: int) -> dict[str, Json]:
     vine = vine_of(recipe, model, engine, reward)
     begun = model.reference(recipe.policy_temperature, Version())
     others = [] if recipe.reference is None else [reference_of(recipe, model)]
-    scorers = [begun, *others, *teachers_of(recipe, model)]
+    scorers = [begun, *others, *teachers_of(recipe, model, (others or [begun])[0])]
     rng, tokenizer = np.random.default_rng(seed), model.tokenizer()
     seconds: list[float] = []
     generating: list[float] = []

@@ -71,12 +71,13 @@ def intake_of(recipe: Recipe, run: RunDirectory, believe: bool, max_tokens: int 
             max_tokens=max_tokens or model.max_completion_tokens,
             positions=model.positions,
         )
+        reference = _reference(replace(recipe, model=model), run)
         yield Intake(
             encoder=encoder,
             reward=PatientReward(reward_of(recipe.task), recipe.run.reward_deadline, retries=0, told=lambda _: None),
-            reference=_reference(replace(recipe, model=model), run),
+            reference=reference,
             journal=journal,
-            teachers=teachers_of(recipe, model),
+            teachers=teachers_of(recipe, model, reference),
             believe=believe,
             needs_behavior="log_behavior" in recipe.objective.needs,
             largest_reward=recipe.largest_reward,

@@ -248,7 +248,7 @@ def _loop_of(
         prompts_per_round=recipe.prompts_per_round,
         rng=np.random.default_rng(seeds),
         interrupted=interrupted,
-        teachers=teachers_of(recipe, model),
+        teachers=teachers_of(recipe, model, reference),
         vine=vine_of(recipe, model, engine, reward),
         rescorer=rescorer if recipe.reference_reset else None,
         largest_reward=recipe.largest_reward,

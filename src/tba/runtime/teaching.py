@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import islice
-from typing import Any
+from itertools import groupby, islice
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from tba.recipe import Recipe
 from tba.turns import AssistantTurn, Frame, assistant_turn
 from tba.types import Completion, FloatArray, Prompt, StopReason, Version
 
+_Pairs: TypeAlias = "list[tuple[Prompt, Completion]]"
 _CHARACTERS = 256  # tokens of a vocabulary up to which it may be one of a task's characters, and write no others
 _PROMPTS = 20  # of the task whose encodings are compared
 _BEFORE = 4  # tokens of a prompt with which its answer is decoded: some tokenizers leave out a text's first blank
@@ -41,11 +42,11 @@ def reference_of(recipe: Recipe, model: Model) -> Reference:
     return other.reference(recipe.policy_temperature, Version())
 
 
-def teachers_of(recipe: Recipe, model: Model) -> list[Reference]:
-    """Returns the recipe's teachers, in order; one with another tokenizer as a `ScoredByText`. Raises `UserError` where
-    the recipe needs the log-probability of each token.
+def teachers_of(recipe: Recipe, model: Model, reference: Reference) -> list[Reference]:
+    """Returns the recipe's teachers, in order; one with another tokenizer as a `ScoredByText`, which needs the run's
+    reference. Raises `UserError` where the recipe needs the log-probability of each token.
     """
-    return [_teaching(recipe, model, teacher) for teacher in _teachers(recipe, model)]
+    return [_teaching(recipe, model, reference, teacher) for teacher in _teachers(recipe, model)]
 
 
 def scorers_of(recipe: Recipe, model: Model, say: Callable[[str], None] = _nothing) -> dict[str, ScoringModel]:
@@ -78,9 +79,14 @@ class ScoredByText:
     The prompt is written by the teacher's own chat template. An answer that has ended is followed by the teacher's end
     of a turn; one that was cut off by nothing, as under the policy, so that the probability is that of a text that
     begins so. To leave it out would teach nothing about long answers. One that is too long for the teacher is NaN.
+
+    A policy can write a text in many ways, only one of which its tokenizer does. Were each as likely as the text, the
+    unusual ones would be learnt. Another way has the text's log-probability plus log(pi_ref of it / pi_ref of the usual
+    one): the teacher decides among texts, the reference among the ways to write one.
     """
 
     teacher: Reference
+    reference: Reference  # of the policy
     own: Any  # the policy's tokenizer
     theirs: Any  # the teacher's
     chat: bool  # prompts are chats
@@ -96,15 +102,28 @@ class ScoredByText:
 
         Raises `UserError` for a chat of which only the student's text is known.
         """
-        texts = []
+        texts: _Pairs = []  # as the teacher writes them
+        unusual: list[tuple[int, Prompt, Completion, Completion]] = []  # the place, as sampled, as is usual
         for prompt, completions in answered:
             asked = self._asked(prompt)
-            texts.append((asked, [self._written(prompt, asked, c) for c in completions]))
-        kept = [(asked, [c for c in said if isinstance(c, Completion)]) for asked, said in texts]
-        scores = self.teacher.log_probabilities_of([(asked, said) for asked, said in kept if said])
-        scored = (float(log_T.sum(dtype=float)) for rows in scores for log_T in rows)
-        totals = (c if isinstance(c, float) else next(scored) for _, said in texts for c in said)
-        return [[_at_end(next(totals), c) for c in completions] for _, completions in answered]
+            for completion in completions:
+                text, ended = self._text(prompt, completion)
+                usual = self._usual(prompt, text, ended, completion)
+                if not np.array_equal(usual.tokens, completion.tokens):
+                    unusual.append((len(texts), prompt, completion, usual))
+                texts.append((asked, self._written(asked, text, ended, completion)))
+        totals = self._totals(texts)
+        ways = _sums(self.reference, [(prompt, c) for _, prompt, *two in unusual for c in two])
+        for (place, *_), sampled, usual_way in zip(unusual, ways[::2], ways[1::2], strict=True):
+            totals[place] += sampled - usual_way
+        found = iter(totals)
+        return [[_at_end(next(found), c) for c in completions] for _, completions in answered]
+
+    def _totals(self, texts: _Pairs) -> list[float]:
+        """Returns the score of each text."""
+        fits = [self.positions is None or len(p.tokens) + len(c.tokens) <= self.positions for p, c in texts]
+        scores = iter(_sums(self.teacher, [pair for pair, fit in zip(texts, fits, strict=True) if fit]))
+        return [next(scores) if fit else math.nan for fit in fits]
 
     def load(self, weights: Mapping[str, Any], version: Version) -> None:
         """Become another teacher, in place. Raises `KeyError` or `ValueError` on a name or shape mismatch."""
@@ -116,29 +135,41 @@ class ScoredByText:
         text = prompt.text if prompt.messages is None else templated(self.theirs, prompt.messages)
         return replace(prompt, tokens=np.array(prompt_tokens(self.theirs, text, self.chat), np.int32), text=text)
 
-    def _written(self, prompt: Prompt, asked: Prompt, completion: Completion) -> Completion | float:
-        """Returns an answer in the teacher's tokens, or its score where that needs no model."""
+    def _text(self, prompt: Prompt, completion: Completion) -> tuple[str, bool]:
+        """Returns an answer's text, and whether it has ended."""
         before, tokens = prompt.tokens[-_BEFORE:].tolist(), completion.tokens.tolist()
         begin, text = (self.own.decode(ids, skip_special_tokens=True) for ids in (before, [*before, *tokens]))
         text = text[len(begin) :] if text.startswith(begin) else self.own.decode(tokens, skip_special_tokens=True)
-        turns, ends = self._turns
-        turns = turns if self.chat else replace(turns, lead=asked.text)
-        ended = completion.stop_reason is StopReason.EOS or tokens[-1] in ends
-        encode = partial(self.theirs.encode, add_special_tokens=False)
-        if ended:
-            written = turns.tokens(text, encode)
-        else:
-            text = text.rstrip("\ufffd")  # the first bytes of a character whose others were cut off
-            written = turns.tokens(text, encode, Frame(turns.last.opening)) if text else []
-        if self.positions is not None and len(asked.tokens) + len(written) > self.positions:
-            return math.nan
-        return replace(completion, tokens=np.array(written, np.int32), text=text) if written else 0.0
+        ended = completion.stop_reason is StopReason.EOS or tokens[-1] in self._turns[0].ends | {self.own.eos_token_id}
+        return text if ended else text.rstrip("\ufffd"), ended  # the first bytes of a character that was cut off
+
+    def _written(self, asked: Prompt, text: str, ended: bool, completion: Completion) -> Completion:
+        """Returns an answer in the teacher's tokens; without any where nothing is said."""
+        turn = self._turns[1] if self.chat else replace(self._turns[1], lead=asked.text)
+        encode, frame = partial(self.theirs.encode, add_special_tokens=False), Frame(turn.last.opening)
+        tokens = turn.tokens(text, encode, None if ended else frame) if ended or text else []
+        return replace(completion, tokens=np.array(tokens, np.int32), text=text)
+
+    def _usual(self, prompt: Prompt, text: str, ended: bool, completion: Completion) -> Completion:
+        """Returns an answer as the policy's tokenizer writes it, with the end that it has."""
+        turn = self._turns[0] if self.chat else replace(self._turns[0], lead=prompt.text)
+        encode = partial(self.own.encode, add_special_tokens=False)
+        tokens = turn.behind_lead(encode(turn.lead + text), text, encode) if text else []
+        end = completion.tokens[-1:].tolist() if ended else []
+        return replace(completion, tokens=np.array([*tokens, *end], np.int32), text=text)
 
     @cached_property
-    def _turns(self) -> tuple[AssistantTurn, frozenset[int]]:
-        """Returns how the teacher's turns are written, and which tokens end the policy's."""
-        ends = {self.own.eos_token_id, *assistant_turn(self.own, self.chat).ends} - {None}
-        return assistant_turn(self.theirs, self.chat), frozenset(ends)
+    def _turns(self) -> tuple[AssistantTurn, AssistantTurn]:
+        """Returns how the policy's turns are written, and the teacher's."""
+        return assistant_turn(self.own, self.chat), assistant_turn(self.theirs, self.chat)
+
+
+def _sums(scorer: Reference, pairs: _Pairs) -> list[float]:
+    """Returns the log-probability of each whole answer; 0 of one without tokens."""
+    said = [pair for pair in pairs if len(pair[1].tokens)]
+    asked = [(some[0][0], [c for _, c in some]) for some in (list(g) for _, g in groupby(said, lambda p: id(p[0])))]
+    scores = (float(log_T.sum(dtype=float)) for rows in scorer.log_probabilities_of(asked) for log_T in rows)
+    return [next(scores) if len(c.tokens) else 0.0 for _, c in pairs]
 
 
 def _at_end(total: float, completion: Completion) -> FloatArray:
@@ -154,14 +185,15 @@ def _teachers(recipe: Recipe, model: Model, say: Callable[[str], None] = _nothin
         yield one.prepared(recipe.task, say)
 
 
-def _teaching(recipe: Recipe, model: Model, teacher: ScoringModel) -> Reference:
+def _teaching(recipe: Recipe, model: Model, reference: Reference, teacher: ScoringModel) -> Reference:
     differs = _difference(recipe.task, model, teacher)
     if differs:
         _require_sums(recipe, teacher, differs)
     scorer = teacher.reference(recipe.policy_temperature, Version())
     if not differs:
         return scorer
-    return ScoredByText(scorer, model.tokenizer(), teacher.tokenizer(), _is_chat(recipe.task), teacher.positions)
+    tokenizers = model.tokenizer(), teacher.tokenizer()
+    return ScoredByText(scorer, reference, *tokenizers, _is_chat(recipe.task), teacher.positions)
 
 
 def _other(recipe: Recipe, model: Model, path: str, flag: str, say: Callable[[str], None] = _nothing) -> Model:
