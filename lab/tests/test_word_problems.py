@@ -9,8 +9,8 @@ import pytest
 
 from tba.errors import UserError
 from tba.rewards.exact_answer import grade
-from tba.tasks.word_problems import TEMPLATES, WordProblems, held_out
 from tba.types import Problem
+from tba_lab.word_problems import TEMPLATES, WordProblems, held_out
 
 EVALUATED = {"+": Fraction.__add__, "-": Fraction.__sub__, "*": Fraction.__mul__, "/": Fraction.__truediv__}
 
