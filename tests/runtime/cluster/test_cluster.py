@@ -322,7 +322,7 @@ def test_the_quickstart_learns_in_the_cluster_what_it_learns_elsewhere(tmp_path:
     assert summary.tokens.closes(), summary.tokens
     sampled = {e.version.step: e.value for e in summary.evaluations if e.metric == "pass@1/sampled"}
     assert sampled[0] < 0.45
-    assert sampled[600] > 0.88
+    assert sampled[400] > 0.88
 
 
 @takes_minutes
