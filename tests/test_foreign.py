@@ -23,8 +23,8 @@ from tba.policy.loading import load_model
 from tba.record.jsonl import write_json
 from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
+from tba.rollout.prompts import PromptSettings, encode
 from tba.runtime.run_directory import RunDirectory, new_path
-from tba.search.prompts import PromptSettings, encode
 from tba.training.checkpoint import Checkpoint, newest_checkpoint
 from tba.training.tiny_models import ScratchModel, character_tokenizer
 from tba.types import Problem, Version

@@ -16,7 +16,7 @@ GROUND = {"errors", "types", "fields", "foreign", "tables", "turns"}
 TENSORS = {"sharding", "streaming", "host_copies", "cards"}  # torch alone
 SEAMS = GROUND | {"protocols", "generation", "batch"}
 LEAVES = {"engines", "policy", "rewards", "tasks"}
-PARTS = {"search", "intake", "training", "replay", "weights", "evaluation", "record"}
+PARTS = {"rollout", "intake", "training", "replay", "weights", "evaluation", "record"}
 
 CORE = SEAMS | LEAVES | PARTS | TENSORS
 CORE |= {"environments", "models", "objectives", "schedules", "clock", "recipe", "settings", "shipped", "runtime"}
@@ -50,7 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     "weights": GROUND | {"protocols", "streaming", "host_copies"},
     "evaluation": GROUND | {"protocols", "generation"},
     "record": GROUND | {"protocols", "evaluation"},  # of evaluate the estimators, see below
-    "search": SEAMS | {"clock"},
+    "rollout": SEAMS | {"clock"},
     "intake": SEAMS,
     "training": SEAMS | TENSORS | {"schedules", "weights"},  # of weights what writes a folder beside its place
     # the same of weights; of environments how demonstrations of episodes become tokens
@@ -212,7 +212,7 @@ def test_record_takes_nothing_but_estimators_from_evaluation_and_training_nothin
 
 
 def test_replay_search_and_all_below_them_name_no_model_library_anywhere() -> None:
-    light = ("types", "errors", "schedules", "replay", "search", "intake", "rewards")
+    light = ("types", "errors", "schedules", "replay", "rollout", "intake", "rewards")
     for path in FILES:
         if part_of(path) in light:
             assert not {n.split(".")[0] for n in imported(path)} & {"torch", "transformers"}, named(path)

@@ -30,7 +30,7 @@ from tba.generation import generate
 from tba.intake.answers import Answer, answer_of
 from tba.intake.encoding import Encoded, Encoder, Known
 from tba.models.warm_start import pairs_of
-from tba.search.prompts import PromptSettings, encode
+from tba.rollout.prompts import PromptSettings, encode
 from tba.tables import Refusal
 from tba.training.supervised import Pair
 from tba.turns import assistant_turn

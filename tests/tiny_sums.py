@@ -10,8 +10,8 @@ from tba.record.recorder import RecordSettings
 from tba.replay.buffer import BufferSettings
 from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
+from tba.rollout.exploration import Fixed
 from tba.schedules import Constant
-from tba.search.exploration import Fixed
 from tba.tasks.arithmetic import Arithmetic
 from tba.training.optimizer import OptimizerSettings
 from tba.training.supervised import SupervisedSettings

@@ -92,7 +92,7 @@ SLOTS = (
     Slot("--objective", "Objectives", "tba.objectives", ("needs", "by_group"), _LOSSES, named=True),
     Slot("--objective.beta", "Schedules of beta and of temperatures", "tba.schedules", ("last",), _TEMPERATURES),
     Slot("--objective.correction", "Corrections of an objective", "tba.objectives.correction", ("form", "level")),
-    Slot("--exploration", "Exploration", "tba.search.exploration", ("draw", "full_support")),
+    Slot("--exploration", "Exploration", "tba.rollout.exploration", ("draw", "full_support")),
     Slot("--replay.selection", "Selection from replay", "tba.replay.selection", ("m", "start")),
     Slot("--optimizer.schedule", "Schedules of the learning rate", "tba.schedules", ("warmup", "__call__")),
     Slot("--replay.buffer.near", "Near duplicates", "tba.apps.red_team.near", ("start", "keep")),

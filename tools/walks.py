@@ -25,7 +25,7 @@ from tba.__main__ import main as command
 
 ROOT = Path(tba.__file__).parent
 WATCHING = {("runtime/supervisor.py", "_train"), ("runtime/driving.py", "_train")}  # the driver has started all parts
-ROUND = {("search/searcher.py", "round")}
+ROUND = {("rollout/searcher.py", "round")}
 STEP = {("runtime/trainer_loop.py", "step"), ("runtime/training.py", "step")}
 STEPS = 4  # the step that is looked at is the last of them
 WAYS = ("command line to a searcher's loop", "one round into the journal", "one step of the trainer")

@@ -39,8 +39,8 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import tba.search.pipeline
-import tba.search.searcher
+import tba.rollout.pipeline
+import tba.rollout.searcher
 from tba.clock import ShareClock
 from tba.engines.slots import SlotCache
 from tba.engines.transformers import EngineSettings, TransformersEngine
@@ -52,10 +52,10 @@ from tba.recipes.math import recipe as math_recipe
 from tba.recipes.red_team_gpt2 import recipe as red_team_gpt2
 from tba.recipes.tldr import recipe as tldr
 from tba.replay.journal import JournalWriter
-from tba.search.exploration import Fixed
-from tba.search.pipeline import Pipeline
-from tba.search.prompts import PromptStream
-from tba.search.searcher import Searcher
+from tba.rollout.exploration import Fixed
+from tba.rollout.pipeline import Pipeline
+from tba.rollout.prompts import PromptStream
+from tba.rollout.searcher import Searcher
 from tba.types import Completion, FloatArray, Judgement, Prompt, Version
 
 TOKEN, REWARD, REFERENCE, READING, PUBLISHED = 0.010, 1.0, 20e-6, 2.0, 5.0  # seconds
@@ -238,9 +238,9 @@ def measure(lengths: Lengths, flows: bool, seconds: float, folder: Path) -> tupl
     """Returns the share of slots that were busy, and the shares of the searcher's clock."""
     time = VirtualTime()
     clocked = SimpleNamespace(perf_counter=lambda: time.now, monotonic=lambda: time.now, time=lambda: time.now)
-    tba.search.searcher.time = tba.search.pipeline.time = clocked  # type: ignore[attr-defined]
-    tba.search.pipeline._BEAT = 0.0
-    tba.search.pipeline.Thread = _settling(time)  # type: ignore[misc]
+    tba.rollout.searcher.time = tba.rollout.pipeline.time = clocked  # type: ignore[attr-defined]
+    tba.rollout.pipeline._BEAT = 0.0
+    tba.rollout.pipeline.Thread = _settling(time)  # type: ignore[misc]
     table = Table(time, lengths)
     model = table.model()
     settings = EngineSettings(slots=lengths.slots, max_completion_tokens=lengths.longest)

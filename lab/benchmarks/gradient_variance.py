@@ -44,8 +44,8 @@ from tba.policy.loading import load_model
 from tba.protocols import Objective
 from tba.recipes.quickstart import recipe
 from tba.rewards.exact_answer import ExactText
+from tba.rollout.prompts import PromptSettings, encode
 from tba.schedules import Constant
-from tba.search.prompts import PromptSettings, encode
 from tba.types import Completion, Group, Prompt, Sampling, Trajectory, Version
 from tba_lab.intervals import relative_variance
 from tba_lab.plot_style import COLOURS, GREY, STYLES, frame, save_figure

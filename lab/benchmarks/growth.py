@@ -53,6 +53,8 @@ from tba.replay.journal import JournalWriter
 from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
+from tba.rollout.exploration import Fixed
+from tba.rollout.prompts import PromptSettings
 from tba.runtime.elastic import Joined
 from tba.runtime.prompting import prompts_of
 from tba.runtime.reporting import Progress
@@ -61,8 +63,6 @@ from tba.runtime.run_lock import is_held
 from tba.runtime.searcher_loop import SearcherLoop, start_searching
 from tba.runtime.trainer_loop import TrainerLoop, start_training
 from tba.schedules import Constant
-from tba.search.exploration import Fixed
-from tba.search.prompts import PromptSettings
 from tba.training.optimizer import OptimizerSettings
 from tba.types import Completion, Evaluation, StopReason, Trajectory, Version
 

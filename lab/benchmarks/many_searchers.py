@@ -39,8 +39,8 @@ from tba.replay.follower import JournalFollower
 from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
+from tba.rollout.exploration import Fixed
 from tba.schedules import Constant
-from tba.search.exploration import Fixed
 from tba.training.optimizer import OptimizerSettings
 from tba.types import Completion, Prompt, Sampling, Version
 

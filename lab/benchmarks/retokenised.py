@@ -24,8 +24,8 @@ import numpy as np
 from tba.engines.transformers import EngineSettings
 from tba.generation import generate
 from tba.models.huggingface import HuggingFace
+from tba.rollout.prompts import PromptSettings, encode
 from tba.runtime.teaching import ScoredByText
-from tba.search.prompts import PromptSettings, encode
 from tba.tasks.arithmetic import Arithmetic
 from tba.types import Completion, Problem, Prompt, Sampling, StopReason, Version
 

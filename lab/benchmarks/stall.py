@@ -46,10 +46,10 @@ from tba.evaluation.estimators import SAMPLED
 from tba.recipe import Recipe
 from tba.record.metrics import column, read_last, read_metrics
 from tba.record.summary import Summary
+from tba.rollout.prompts import PromptStream
+from tba.rollout.searcher import Searcher
 from tba.runtime.prompting import prompts_of
 from tba.runtime.run_directory import RunDirectory
-from tba.search.prompts import PromptStream
-from tba.search.searcher import Searcher
 from tba.settings import find, override
 from tba.training.checkpoint import Checkpoint, save_checkpoint
 from tba.training.trainer import Trainer

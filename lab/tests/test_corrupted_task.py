@@ -9,7 +9,7 @@ import pytest
 from tba.errors import UserError
 from tba.generation import generate
 from tba.rewards.exact_answer import ExactText
-from tba.search.prompts import PromptSettings, encode
+from tba.rollout.prompts import PromptSettings, encode
 from tba.tasks.arithmetic import Arithmetic
 from tba.types import Completion, Prompt, Sampling, StopReason, Version
 from tba_lab.corrupted_task import Corrupted, CorruptedReward

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tba.errors import UserError
-from tba.search.prompts import PromptSettings, encode
+from tba.rollout.prompts import PromptSettings, encode
 from tba.types import Version
 from tba_lab.diversity import chance_to_differ, diversity, diversity_of
 from toy.engine import TabularEngine

@@ -53,15 +53,15 @@ if TYPE_CHECKING:
     from tba.rewards.exact_answer import ExactAnswer as ExactAnswer
     from tba.rewards.functions import FunctionReward as FunctionReward
     from tba.rewards.functions import WeightedFunctions as WeightedFunctions
+    from tba.rollout.exploration import Fixed as Fixed
+    from tba.rollout.exploration import RandomPerRound as RandomPerRound
+    from tba.rollout.prompts import PromptSettings as PromptSettings
     from tba.schedules import Constant as Constant
     from tba.schedules import Linear as Linear
     from tba.schedules import WarmupConstant as WarmupConstant
     from tba.schedules import WarmupCosine as WarmupCosine
     from tba.schedules import WarmupLinear as WarmupLinear
     from tba.schedules import WarmupStableDecay as WarmupStableDecay
-    from tba.search.exploration import Fixed as Fixed
-    from tba.search.exploration import RandomPerRound as RandomPerRound
-    from tba.search.prompts import PromptSettings as PromptSettings
     from tba.tasks.arithmetic import Arithmetic as Arithmetic
     from tba.tasks.jsonl import Jsonl as Jsonl
     from tba.training.optimizer import OptimizerSettings as OptimizerSettings

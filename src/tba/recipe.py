@@ -21,9 +21,9 @@ from tba.fields import BY_CODE, as_declared
 from tba.protocols import HEADS, Acted, Exploration, Model, Objective, Task
 from tba.record.recorder import RecordSettings
 from tba.replay.replay import ReplaySettings
-from tba.search.exploration import Fixed
-from tba.search.prompts import PromptSettings
-from tba.search.vine import Vine
+from tba.rollout.exploration import Fixed
+from tba.rollout.prompts import PromptSettings
+from tba.rollout.vine import Vine
 from tba.training.control import Control
 from tba.training.optimizer import OptimizerSettings
 from tba.training.ranks.messages import LOADING, RankSettings

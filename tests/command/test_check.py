@@ -21,10 +21,10 @@ from tba.recipe import Recipe
 from tba.replay.buffer import BufferSettings
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
+from tba.rollout.exploration import Fixed, RandomPerRound
 from tba.runs.estimate import estimate
 from tba.runs.validating import notes_on_prompts, validate
 from tba.schedules import Constant
-from tba.search.exploration import Fixed, RandomPerRound
 from tba.settings import find
 from tba.training.ranks.messages import RankSettings
 

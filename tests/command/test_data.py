@@ -13,10 +13,10 @@ import tba
 from tba.__main__ import main
 from tba.errors import UserError
 from tba.record.summary import Summary
+from tba.rollout.prompts import PromptSettings
 from tba.runs import estimate
 from tba.runs.validating import notes_on_data
 from tba.runtime.prompting import asked_of
-from tba.search.prompts import PromptSettings
 from tba.training.tiny_models import ScratchModel, character_tokenizer
 from tba.types import Json, Problem, Split
 from toy.model import TabularModel

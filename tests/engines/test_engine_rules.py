@@ -15,8 +15,8 @@ from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.errors import UserError
 from tba.generation import generate
 from tba.models.huggingface import HuggingFace
+from tba.rollout.vine import Vine
 from tba.runs.validating import validate
-from tba.search.vine import Vine
 from tba.settings import find
 from tba.types import Sampling, StopReason
 

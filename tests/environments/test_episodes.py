@@ -22,7 +22,7 @@ from tba.environments.task import EnvironmentReward, EnvironmentTask, Player
 from tba.errors import UserError
 from tba.generation import generate
 from tba.protocols import Environment, Turn
-from tba.search.prompts import PromptSettings, encode
+from tba.rollout.prompts import PromptSettings, encode
 from tba.types import Completion, Judgement, Sampling, StopReason, Version
 from toy.engine import TabularEngine
 from toy.policy import TabularTokenizer

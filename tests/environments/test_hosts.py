@@ -24,7 +24,7 @@ from tba.environments.speech import Speech
 from tba.errors import UserError
 from tba.generation import generate
 from tba.protocols import Environment
-from tba.search.prompts import PromptSettings, encode
+from tba.rollout.prompts import PromptSettings, encode
 from tba.types import Judgement, Sampling, StopReason
 from toy.engine import TabularEngine
 from toy.policy import TabularTokenizer

@@ -29,7 +29,7 @@ from tba.errors import UserError
 from tba.foreign import templated
 from tba.generation import generate
 from tba.protocols import Environment
-from tba.search.prompts import PromptSettings, encode
+from tba.rollout.prompts import PromptSettings, encode
 from tba.training.tiny_models import ScratchModel, train_bpe_tokenizer
 from tba.types import Completion, Prompt, Sampling
 

@@ -28,9 +28,9 @@ from tba.generation import generate
 from tba.record.summary import Summary
 from tba.replay.codec import decode_prompt, encode_prompt
 from tba.replay.follower import JournalFollower
+from tba.rollout.prompts import PromptSettings, encode
+from tba.rollout.vine import Vine
 from tba.runtime.run_directory import RunDirectory
-from tba.search.prompts import PromptSettings, encode
-from tba.search.vine import Vine
 from tba.types import Completion, Sampling, StopReason, Trajectory, Version
 from toy.engine import TabularEngine, tabular_prompts
 from toy.policy import WEIGHT, TabularPolicy, TabularTokenizer

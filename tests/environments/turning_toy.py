@@ -25,8 +25,8 @@ from tba.replay.buffer import BufferSettings
 from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
+from tba.rollout.exploration import Fixed
 from tba.schedules import Constant, WarmupCosine
-from tba.search.exploration import Fixed
 from tba.training.optimizer import OptimizerSettings
 from tba.types import Problem, Split
 from toy.model import TabularModel

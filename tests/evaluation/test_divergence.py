@@ -8,7 +8,7 @@ import torch
 
 from tba.errors import UserError
 from tba.evaluation.divergence import divergence
-from tba.search.prompts import PromptSettings, encode
+from tba.rollout.prompts import PromptSettings, encode
 from tba.types import Version
 from toy.engine import TabularEngine
 from toy.policy import TabularPolicy, TabularReference, TabularTask, TabularTokenizer, distribution, ideal

@@ -21,7 +21,7 @@ from tba.protocols import Reward
 from tba.record.ledger import Ledger
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
-from tba.search.prompts import PromptSettings, encode
+from tba.rollout.prompts import PromptSettings, encode
 from tba.tables import Values, read
 from tba.types import ELSEWHERE, Completion, Judgement, Prompt, Sampling, Trajectory, Version
 from toy.engine import TabularEngine

@@ -13,8 +13,8 @@ from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
 from tba.recipes.quickstart import recipe as quickstart
 from tba.recipes.tldr_small import recipe as small
+from tba.rollout.exploration import Fixed
 from tba.runs.validating import validate
-from tba.search.exploration import Fixed
 from tba.settings import find
 from tba.shipped import names
 from tba.training.tiny_models import train_bpe_tokenizer

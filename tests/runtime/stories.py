@@ -12,8 +12,8 @@ from tba.recipe import Recipe
 from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
 from tba.rewards.functions import FunctionReward
+from tba.rollout.exploration import Fixed
 from tba.schedules import Constant
-from tba.search.exploration import Fixed
 from tba.tasks.jsonl import Jsonl
 from tba.training.optimizer import OptimizerSettings
 

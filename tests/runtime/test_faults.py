@@ -524,7 +524,7 @@ def test_a_dead_part_is_given_up_after_so_many_restarts_and_the_run_can_be_taken
 
 
 def test_user_errors_of_a_reward_are_not_asked_again(tmp_path: Path) -> None:
-    from tba.search.reward_retry import PatientReward
+    from tba.rollout.reward_retry import PatientReward
 
     class Wrong:
         def judge(self, answered: Any) -> Any:

@@ -27,12 +27,12 @@ from tba.replay.buffer import BufferSettings
 from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
+from tba.rollout.exploration import Fixed
+from tba.rollout.prompts import encode
 from tba.runtime.inline import Inline
 from tba.runtime.reporting import summarise
 from tba.runtime.stop_requests import stop_requests
 from tba.schedules import Constant, WarmupConstant
-from tba.search.exploration import Fixed
-from tba.search.prompts import encode
 from tba.tasks.arithmetic import Arithmetic
 from tba.training.optimizer import OptimizerSettings
 from tba.training.tiny_models import ScratchModel, character_tokenizer

@@ -24,10 +24,10 @@ from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.objectives.vine_ppo import VinePpo
 from tba.protocols import Objective
 from tba.record.metrics import read_metrics
+from tba.rollout.exploration import Fixed
+from tba.rollout.vine import Vine
 from tba.runs.validating import validate
 from tba.schedules import Constant
-from tba.search.exploration import Fixed
-from tba.search.vine import Vine
 from tba.settings import find
 from tba.training.checkpoint import newest_checkpoint
 from toy.model import TabularModel

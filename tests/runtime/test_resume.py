@@ -41,12 +41,12 @@ from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
 from tba.replay.missing_rows import Held
+from tba.rollout.exploration import Fixed
 from tba.runtime.checkpointing import generators, set_generators
 from tba.runtime.inline import Inline
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.run_lock import driver_lives
 from tba.runtime.trainer_loop import TrainerLoop, start_training
-from tba.search.exploration import Fixed
 from tba.tasks.arithmetic import Arithmetic
 from tba.training.checkpoint import newest_checkpoint, newest_sound
 from tba.training.tiny_models import ScratchModel, character_tokenizer

@@ -16,7 +16,7 @@ from tba.errors import UserError
 from tba.protocols import Task
 from tba.rewards.exact_answer import ExactAnswer
 from tba.rewards.functions import FunctionReward
-from tba.search.prompts import PromptSettings, encode
+from tba.rollout.prompts import PromptSettings, encode
 from tba.tasks.jsonl import Jsonl
 from tba.training.tiny_models import character_tokenizer
 from tba.types import Completion, Problem, Prompt, StopReason, Version

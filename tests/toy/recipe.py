@@ -7,8 +7,8 @@ from tba.record.recorder import RecordSettings
 from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
+from tba.rollout.exploration import Fixed
 from tba.schedules import Constant, WarmupCosine
-from tba.search.exploration import Fixed
 from tba.training.optimizer import OptimizerSettings
 from toy.model import TabularModel
 from toy.policy import TabularTask

@@ -43,8 +43,8 @@ from tba.replay.buffer import BufferSettings
 from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
+from tba.rollout.exploration import Fixed
 from tba.schedules import Constant, WarmupStableDecay
-from tba.search.exploration import Fixed
 from tba.tasks.held_out import check_share, is_held_out
 from tba.training.optimizer import OptimizerSettings
 from tba.training.supervised import SupervisedSettings

@@ -19,8 +19,8 @@ from tba.record.live import View
 from tba.record.run_record import RunRecord
 from tba.record.terminal import terminal
 from tba.record.text import size
+from tba.rollout.reward_retry import beside
 from tba.runtime.run_directory import RunDirectory, setting
-from tba.search.reward_retry import beside
 from tba.training import checkpoint, optimizer
 from tba.training.checkpoint import Checkpoint, newest_sound
 from tba.weights.atomic_dir import atomic_folder

@@ -28,7 +28,7 @@ class VinePpo:
         A_i = r_i + V(s_(i+1)) - V(s_i),     r_i = r at the last step, else 0,     V(whole answer) = 0
 
     V(s_i), the value of the answer's first i steps, is the mean reward of rollouts that a searcher continued from there
-    (`search/vine.py`). rho = pi / mu of the token. Source: arXiv 2410.01679.
+    (`rollout/vine.py`). rho = pi / mu of the token. Source: arXiv 2410.01679.
     """
 
     beta: Schedule = Constant(1e-4)  # weight of the divergence from the reference, as k3 in the loss

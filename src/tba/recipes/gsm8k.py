@@ -24,9 +24,9 @@ from tba.recipe import Recipe
 from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
+from tba.rollout.exploration import Fixed
+from tba.rollout.prompts import PromptSettings
 from tba.schedules import WarmupStableDecay, gsm8k_anneal
-from tba.search.exploration import Fixed
-from tba.search.prompts import PromptSettings
 from tba.tasks.gsm8k import Gsm8k
 from tba.training.optimizer import OptimizerSettings
 from tba.training.supervised import SupervisedSettings

@@ -11,7 +11,7 @@ from tba.engines.transformers import EngineSettings
 from tba.evaluation.accuracy import EvaluationSettings
 from tba.models.huggingface import HuggingFace
 from tba.recipes.instruct import recipe as instruct
-from tba.search.prompts import PromptSettings
+from tba.rollout.prompts import PromptSettings
 from tba.tasks.ifeval import IfEval
 
 recipe = replace(

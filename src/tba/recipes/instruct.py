@@ -19,9 +19,9 @@ from tba.recipe import Recipe, RuntimeSettings
 from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
+from tba.rollout.exploration import Fixed
+from tba.rollout.prompts import PromptSettings
 from tba.schedules import Constant, WarmupStableDecay
-from tba.search.exploration import Fixed
-from tba.search.prompts import PromptSettings
 from tba.tasks.instruct import Instruct
 from tba.training.optimizer import OptimizerSettings
 

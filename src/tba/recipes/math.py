@@ -26,9 +26,9 @@ from tba.recipe import Recipe
 from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
+from tba.rollout.exploration import Fixed
+from tba.rollout.prompts import PromptSettings
 from tba.schedules import Constant, WarmupConstant
-from tba.search.exploration import Fixed
-from tba.search.prompts import PromptSettings
 from tba.tasks.math import Math
 from tba.training.optimizer import OptimizerSettings
 from tba.training.supervised import SupervisedSettings

@@ -22,8 +22,8 @@ from tba.replay.buffer import BufferSettings
 from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
+from tba.rollout.exploration import Fixed
 from tba.schedules import Constant, WarmupStableDecay
-from tba.search.exploration import Fixed
 from tba.tasks.arithmetic import Arithmetic
 from tba.training.optimizer import OptimizerSettings
 from tba.training.supervised import SupervisedSettings

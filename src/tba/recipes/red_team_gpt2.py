@@ -32,8 +32,8 @@ from tba.replay.buffer import BufferSettings
 from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
+from tba.rollout.exploration import RandomPerRound
 from tba.schedules import Constant, Linear, WarmupConstant
-from tba.search.exploration import RandomPerRound
 from tba.training.optimizer import OptimizerSettings
 
 recipe = Recipe(

@@ -20,8 +20,8 @@ from tba.models.huggingface import HuggingFace
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipes.red_team_gpt2 import recipe as small
 from tba.replay.buffer import BufferSettings
+from tba.rollout.exploration import RandomPerRound
 from tba.schedules import Constant, Linear
-from tba.search.exploration import RandomPerRound
 
 recipe = replace(
     small,

@@ -19,8 +19,8 @@ from tba.evaluation.accuracy import EvaluationSettings
 from tba.models.huggingface import HuggingFace
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipes.instruct import recipe as instruct
+from tba.rollout.prompts import PromptSettings
 from tba.schedules import Constant, WarmupStableDecay
-from tba.search.prompts import PromptSettings
 from tba.training.optimizer import OptimizerSettings
 
 assert isinstance(instruct.model, HuggingFace)

@@ -21,9 +21,9 @@ from tba.record.recorder import RecordSettings
 from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
+from tba.rollout.exploration import Fixed
+from tba.rollout.prompts import PromptSettings
 from tba.schedules import Constant, WarmupLinear
-from tba.search.exploration import Fixed
-from tba.search.prompts import PromptSettings
 from tba.training.optimizer import OptimizerSettings
 from tba.training.supervised import SupervisedSettings
 from tba.training.tiny_models import ScratchModel

@@ -20,8 +20,8 @@ from tba.evaluation.accuracy import EvaluationSettings
 from tba.models.huggingface import HuggingFace
 from tba.recipes.instruct import recipe as instruct
 from tba.replay.buffer import BufferSettings
+from tba.rollout.prompts import PromptSettings
 from tba.schedules import WarmupStableDecay
-from tba.search.prompts import PromptSettings
 
 assert isinstance(instruct.model, HuggingFace)
 recipe = replace(

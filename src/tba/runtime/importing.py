@@ -26,11 +26,11 @@ from tba.recipe import Recipe, differences, resolved
 from tba.record.jsonl import write_json
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
+from tba.rollout.prompts import encode
+from tba.rollout.reward_retry import PatientReward
 from tba.runtime.prompting import reward_of, speech_of
 from tba.runtime.run_directory import IMPORTS, RunDirectory
 from tba.runtime.teaching import reference_of, teachers_of
-from tba.search.prompts import encode
-from tba.search.reward_retry import PatientReward
 from tba.tables import STATE, Refusal, read
 from tba.types import Json, Prompt, Split, Trajectory, Version
 from tba.weights.directory import WeightDirectory

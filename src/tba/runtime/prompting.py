@@ -19,8 +19,8 @@ from tba.errors import UserError
 from tba.foreign import failed, problems_of
 from tba.protocols import Acted, Engine, Journal, Model, PromptSource, Reward, Selective, Task, Tokenizer
 from tba.recipe import Recipe
-from tba.search.prompts import Encoded, PosteriorPrompts, PromptStream, UniformPrompts, encode
-from tba.search.vine import VineRollouts
+from tba.rollout.prompts import Encoded, PosteriorPrompts, PromptStream, UniformPrompts, encode
+from tba.rollout.vine import VineRollouts
 from tba.types import Prompt, Split, Version
 
 # a prompt not answered by then is handed out again; this is longer than a round of long answers takes

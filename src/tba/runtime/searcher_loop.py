@@ -24,17 +24,17 @@ from tba.protocols import Examined, Journal, Model, Records, Reward, WeightSourc
 from tba.recipe import Recipe
 from tba.record.memory import FreedMemory, keep_few_kernels, peak_memory_bytes
 from tba.record.metrics import JOURNAL_ROWS
+from tba.rollout.overlong import Overlong
+from tba.rollout.pipeline import Pipeline
+from tba.rollout.prompts import PosteriorPrompts, UniformPrompts
+from tba.rollout.rescoring import Rescorer
+from tba.rollout.reward_retry import PatientReward
+from tba.rollout.searcher import Searcher
 from tba.runtime.connections import BackgroundJournal, Connections, on_disk
 from tba.runtime.evaluation import EVALUATION_DEADLINE, Examiner
 from tba.runtime.prompting import LEASE_SECONDS, Asked, asked_of, engine_of, prompt_source, reward_of, vine_of
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.teaching import reference_of, teachers_of
-from tba.search.overlong import Overlong
-from tba.search.pipeline import Pipeline
-from tba.search.prompts import PosteriorPrompts, UniformPrompts
-from tba.search.rescoring import Rescorer
-from tba.search.reward_retry import PatientReward
-from tba.search.searcher import Searcher
 from tba.types import SPLITS, Json, Split, Version
 
 log = logging.getLogger("tba.searcher")

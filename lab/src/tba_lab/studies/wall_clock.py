@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from tba.objectives.vine_ppo import VinePpo
 from tba.recipe import Recipe
+from tba.rollout.vine import Vine
 from tba.schedules import Constant, WarmupStableDecay
-from tba.search.vine import Vine
 from tba_lab.studies._base import (
     BETA,
     RATES,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tba.errors import UserError
-from tba.search.vine import Vine
+from tba.rollout.vine import Vine
 from tba.training.tiny_models import character_tokenizer
 from tba.types import Completion, Judgement, Prompt, Sampling, StopReason, Trajectory, Version
 from toy.engine import TabularEngine, TabularFlow, sample_groups, tabular_prompts

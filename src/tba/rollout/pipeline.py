@@ -30,8 +30,8 @@ from typing import TypeVar
 from tba.clock import Searching
 from tba.errors import DeadlineExceeded
 from tba.protocols import Concurrent, Flow, PublishedWeights
-from tba.search.reward_retry import beside
-from tba.search.searcher import GENERATING, Answered, Finished, Scores, Searcher
+from tba.rollout.reward_retry import beside
+from tba.rollout.searcher import GENERATING, Answered, Finished, Scores, Searcher
 from tba.types import Completion, Judgement, Prompt, Sampling
 
 T = TypeVar("T")

@@ -10,8 +10,8 @@ import pytest
 from tba.batch import collate
 from tba.errors import UserError
 from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.rollout.exploration import Fixed, RandomPerRound
 from tba.schedules import Constant
-from tba.search.exploration import Fixed, RandomPerRound
 from tba.types import Group, Sampling
 from toy.engine import sample_groups, tabular_prompts
 from toy.policy import TabularPolicy, TabularTask

@@ -19,11 +19,11 @@ from tba.errors import DeadlineExceeded
 from tba.protocols import PublishedWeights, Reward
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
-from tba.search import pipeline as pipelines
-from tba.search.exploration import Fixed, RandomPerRound
-from tba.search.pipeline import Pipeline
-from tba.search.prompts import PromptStream
-from tba.search.searcher import Searcher
+from tba.rollout import pipeline as pipelines
+from tba.rollout.exploration import Fixed, RandomPerRound
+from tba.rollout.pipeline import Pipeline
+from tba.rollout.prompts import PromptStream
+from tba.rollout.searcher import Searcher
 from tba.types import Completion, FloatArray, Judgement, Prompt, StopReason, Version
 from tba.weights.directory import WeightDirectory
 from toy.engine import TabularEngine, tabular_prompts

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tba.errors import UserError
 from tba.protocols import PromptSource
 from tba.replay.journal import JournalWriter
-from tba.search.posterior import Posterior, PosteriorSettings
-from tba.search.prompts import PosteriorPrompts, PromptSettings, UniformPrompts
+from tba.rollout.posterior import Posterior, PosteriorSettings
+from tba.rollout.prompts import PosteriorPrompts, PromptSettings, UniformPrompts
 from tba.types import Prompt
 
 S = 16  # answers to a prompt each time

@@ -25,10 +25,10 @@ from tba.clock import SEARCHERS_TIME, ShareClock
 from tba.errors import UserError
 from tba.generation import generate, stream
 from tba.protocols import Engine, Exploration, Journal, PromptSource, Reference, Reward, WeightSource
-from tba.search.overlong import Overlong
-from tba.search.rescoring import Rescorer
-from tba.search.reward_retry import PatientReward
-from tba.search.vine import VineRollouts
+from tba.rollout.overlong import Overlong
+from tba.rollout.rescoring import Rescorer
+from tba.rollout.reward_retry import PatientReward
+from tba.rollout.vine import VineRollouts
 from tba.types import (
     TEACHER,
     Completion,

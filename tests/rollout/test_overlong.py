@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tba.search.overlong import Overlong
+from tba.rollout.overlong import Overlong
 from tba.types import Completion, Judgement, StopReason, Version
 
 

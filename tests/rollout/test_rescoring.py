@@ -12,7 +12,7 @@ from tba.generation import generate
 from tba.models.huggingface import HuggingFace
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
-from tba.search.rescoring import Rescorer
+from tba.rollout.rescoring import Rescorer
 from tba.training.tiny_models import ScratchModel, character_tokenizer
 from tba.types import Prompt, Sampling, Trajectory, Version
 

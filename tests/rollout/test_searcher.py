@@ -20,9 +20,9 @@ from tba.models.huggingface import HuggingFace
 from tba.protocols import Reward
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
-from tba.search.exploration import Fixed, RandomPerRound
-from tba.search.prompts import PromptStream
-from tba.search.searcher import Searcher
+from tba.rollout.exploration import Fixed, RandomPerRound
+from tba.rollout.prompts import PromptStream
+from tba.rollout.searcher import Searcher
 from tba.training.tiny_models import ScratchModel, character_tokenizer
 from tba.types import Completion, Group, Judgement, Prompt, Sampling, StopReason, Trajectory, Version
 from tba.weights.directory import WeightDirectory

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tba.errors import UserError
 from tba.replay.journal import JournalWriter
-from tba.search.prompts import PromptSettings, PromptStream, encode
+from tba.rollout.prompts import PromptSettings, PromptStream, encode
 from tba.types import Problem, Prompt
 from toy.engine import tabular_prompts
 from toy.policy import TabularTask, TabularTokenizer

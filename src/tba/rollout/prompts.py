@@ -17,7 +17,7 @@ from tba.errors import UserError
 from tba.fields import as_declared
 from tba.foreign import prompt_tokens, templated
 from tba.protocols import Tokenizer
-from tba.search.posterior import Posterior, PosteriorSettings
+from tba.rollout.posterior import Posterior, PosteriorSettings
 from tba.types import Outcome, Problem, Prompt, quoted
 
 Lease = Callable[[int], list[int]]
