@@ -5,6 +5,8 @@ sums only; it is made on first use, in a minute or two. Each answer of the stude
 Trajectory Balance with the teacher in the reference's place makes the student the teacher (docs/distillation.md). The
 reward is evaluated and recorded, and not learnt from (`--teacher.no-reward`).
 
+The rate is the quickstart's; three times as much ruins the student (docs/distillation.md).
+
 `--teacher.paths DIR` takes a teacher of your own in its place; `--teacher.reward` learns from the reward, too.
 """
 
