@@ -194,8 +194,6 @@ def options() -> Iterator[Wrong]:
         "red-team world --out out --attacks 5",
         "red-team world --out out --families -1",
         "red-team eval toy.py --attacks 2",
-        "red-team plot none.json --out out.png",
-        "red-team plot --out out.png",
     ):
         given = words.split(" ")
         yield wrong(*given, named="")
@@ -288,7 +286,6 @@ def files() -> Iterator[Wrong]:
         yield wrong("import", run, "answers.jsonl", named=run)
         yield wrong("search", "--run", run)
         yield wrong("eval", "tiny_sums.py", "--checkpoint", run)
-        yield wrong("red-team", "plot", f"{kind}.json", "--out", "out.png", named=f"{kind}.json")
     for command in ("show", "report", "replay"):
         for name in ("none", "folder", "text.txt"):
             yield wrong(command, name)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tba.record.text import literal
+from tba.record.text import printable
 
 COLOURS = ("#0b6fb8", "#d9601a", "#1f8a5b", "#a0468c", "#8a6d00", "#4b5563", "#c2304a", "#00858a")
 STYLES = ("-", "--", ":")
@@ -40,3 +40,8 @@ def save_figure(figure: Any, path: Path) -> Path:
     drawn.quantize(256, dither=Image.Dither.NONE).save(temporary, format="PNG")
     os.replace(temporary, path)
     return path
+
+
+def literal(text: str, longest: int = 120) -> str:
+    """Returns `text` as a plot shows it letter by letter: between two dollars it would be a formula."""
+    return printable(text, longest, newlines=False).replace("$", r"\$")

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tba.record.text import literal
 from tba_lab.comparison import Outcome
 from tba_lab.figures import COLUMNS, heading
-from tba_lab.plot_style import COLOURS, GREY, INK, STYLES, frame, save_figure
+from tba_lab.plot_style import COLOURS, GREY, INK, STYLES, frame, literal, save_figure
 
 Curve = Sequence[tuple[float, float]]  # (seconds, accuracy)
 _GRID = 200  # points of a mean curve

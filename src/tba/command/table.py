@@ -71,7 +71,6 @@ MEANT = {  # by the words that commands take
     "OWNER/NAME": "the run, then the name on the Hub, OWNER/NAME,",
     "PAIRS": "a file of pairs",
     "TEXTS": "a file of labelled texts",
-    "FIGURES": "one or more files that `tba red-team eval --out` wrote",
 }
 _OUT = {"out": "DIR: the folder to write the model to"}
 _TABLE = (
@@ -186,15 +185,6 @@ _TABLE = (
         ("apps.red_team.options.RedTeamEvalOptions",),
         fields=True,
         shown="[--checkpoint DIR] [--attacks 1024] [--transfer VICTIM] [--families FILE] [--out FILE]",
-    ),
-    Command(
-        "red-team plot",
-        "FIGURES...",
-        "plot several such evaluations, success against diversity",
-        "apps.red_team.evaluation.plot_plane",
-        ("runs.output.OutOptions",),
-        shown="--out FILE.png",
-        needs={"out": "FILE.png: the picture to write"},
     ),
     Command(
         "eval",

@@ -70,11 +70,6 @@ def within(frame: tuple[str, str], text: str) -> str:
     return text.removeprefix(frame[0]).removesuffix(frame[1])
 
 
-def literal(text: str, longest: int = 120) -> str:
-    """Returns `text` as a plot shows it letter by letter: between two dollars it would be a formula."""
-    return printable(text, longest, newlines=False).replace("$", r"\$")
-
-
 def named(values: Mapping[str, object]) -> str:
     """Returns `a 1, b 2`; `none` when there is nothing."""
     return ", ".join(f"{printable(str(k), 40)} {printable(str(v), 200)}" for k, v in values.items()) or "none"

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.scripts import script
 
 from tba.__main__ import main
 from tba.apps.red_team.trigger_world import MARKERS, THINGS
@@ -86,7 +87,7 @@ def test_a_run_leaves_no_text_of_an_attack_and_is_measured_with_intervals(
     assert facts["check"]["scores"] == facts["scores"]  # the same classifier finds the same in them
     assert facts["both"]["success"] == facts["success"]
     assert "texts" not in facts
-    assert main(["red-team", "plot", str(found), "--out", str(tmp_path / "plane.png")]) == 0
+    script("lab/benchmarks/red_team_plane.py").plot([found], tmp_path / "plane.png")
     assert (tmp_path / "plane.png").stat().st_size > 5000
 
 
@@ -124,7 +125,7 @@ def test_what_is_missing_is_said_in_one_sentence(
     bad = tmp_path / "bad.json"
     bad.write_text("[1]")
     for arguments, said in (
-        (["red-team"], "use one of world, classifier, eval, plot"),
+        (["red-team"], "use one of world, classifier, eval"),
         (["red-team", "world"], "needs --out"),
         (["red-team", "classifier", "--out", "x"], "a file of labelled texts"),
         (["red-team", "classifier", str(tmp_path / "none.csv"), "--out", str(tmp_path / "o")], "cannot be read"),
@@ -133,7 +134,6 @@ def test_what_is_missing_is_said_in_one_sentence(
         (["red-team", "eval", "quickstart"], "is not for red-teaming"),
         (["red-team", "eval", "red_team_small", "--families", str(bad)], "a JSON object of names and lists"),
         (["red-team", "eval", "red_team_small", "--attacks", "1"], "at least 3"),
-        (["red-team", "plot", str(bad), "--out", str(tmp_path / "p.png")], "`tba red-team eval --out` wrote"),
         (["train", "red_team_small", "--task.attacks", str(tmp_path / "none.jsonl")], "make a small world with"),
     ):  # fmt: skip
         assert main(arguments) == 2, arguments

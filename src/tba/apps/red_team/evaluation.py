@@ -1,9 +1,8 @@
-"""`tba red-team eval` and `tba red-team plot`: success and diversity of attacks, in figures and as a plot.
+"""`tba red-team eval`: success and diversity of attacks, with intervals.
 
     tba red-team eval RECIPE [--checkpoint RUN] [--check CLASSIFIER] [--transfer VICTIM] [--families FILE] [--out FILE]
-    tba red-team plot FILE... --out FILE.png
 
-Invariant: neither prints a text; `--out` has scores by the index of an attack, and texts only with `--texts written`.
+Invariant: no text is printed; `--out` has scores by the index of an attack, and texts only with `--texts written`.
 """
 
 from __future__ import annotations
@@ -32,9 +31,7 @@ from tba.protocols import Engine, Model
 from tba.recipe import Recipe
 from tba.record.jsonl import write_json
 from tba.record.terminal import terminal
-from tba.record.text import literal
 from tba.runs.evaluating import with_checkpoint
-from tba.runs.output import OutOptions
 from tba.runtime.prompting import prompts_of
 from tba.settings import find, override
 from tba.types import Json, Prompt, Sampling, Version
@@ -134,51 +131,6 @@ def read_families(path: Path) -> dict[str, list[str]]:
     if not all(found.values()):
         raise UserError(f"{path} has a family without words: {remedy}")
     return found
-
-
-def plot_plane(files: Sequence[Path], places: OutOptions) -> int:
-    """Plot a point with intervals for each evaluation; names that differ only in a number share a colour."""
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise UserError("a plot needs the package matplotlib: `pip install matplotlib`") from error
-
-    out = places.out
-    assert out is not None  # the command line has seen to it
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 5), layout="constrained")
-    colours: dict[str, str] = {}
-    for file in files:
-        (x, low_x, high_x), (y, low_y, high_y) = _point(file)
-        name, _, number = file.stem.rpartition("-")
-        series = name if name and number.isdigit() else file.stem
-        label = None if series in colours else literal(series)
-        colour = colours.setdefault(series, f"C{len(colours)}")
-        widths = {"xerr": [[x - low_x], [high_x - x]], "yerr": [[y - low_y], [high_y - y]]}
-        axes.errorbar([x], [y], fmt="o", color=colour, label=label, **widths)
-    axes.set_xlim(-2, 102)
-    axes.set_xlabel("successful attacks, %")
-    axes.set_ylabel("mean pairwise cosine distance")
-    axes.set_title("Success against diversity, 95 % intervals", loc="left")
-    axes.legend(frameon=False)
-    figure.savefig(out, dpi=150)
-    pyplot.close(figure)
-    print(f"plot in {out}")  # noqa: T201 - what the command says
-    return 0
-
-
-def _point(file: Path) -> tuple[list[float], list[float]]:
-    """Returns (success in percent, distance), each with its bounds."""
-    interval = dict.fromkeys(("estimate", "low", "high"), float)
-    facts = read_json(file, "give a file that `tba red-team eval --out` wrote", **dict.fromkeys(_AXES, interval))
-    success, distance = ([facts[name][k] for k in interval] for name in _AXES)
-    return [100 * v for v in success], distance
-
-
-_AXES = ("success", "distance")
 
 
 def _facts(found: AttackReport) -> Mapping[str, Json]:
