@@ -28,7 +28,7 @@ class PartFailed(TbaError):
 
 
 class HandedOutLost(TbaError):
-    """What was offered to be fetched is gone with the process that held it; the caller can ask for another offer."""
+    """Says that what was offered to be fetched is gone with the process that held it: ask for another offer."""
 
 
 class NonFiniteLoss(TbaError):

@@ -60,7 +60,7 @@ class Field:
 
     @property
     def is_switch(self) -> bool:
-        """Whether it is on or off, or decided by the program where neither is said (None)."""
+        """Returns whether it is on or off, or decided by the program where neither is said (None)."""
         return self.hint in (bool, bool | None)
 
     @property
@@ -121,7 +121,7 @@ def _dashed(name: str) -> str:
 
 
 def is_plain(hint: Any) -> bool:
-    """Whether a command line can spell values of this type."""
+    """Returns whether a command line can spell values of this type."""
     if typing.get_origin(hint) is Literal or hint is Ellipsis:
         return True
     inner = typing.get_args(hint)

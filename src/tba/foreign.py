@@ -58,7 +58,7 @@ def parsed(text: str | bytes, kind: Any = None, /, **fields_there: Any) -> Any:
 
 
 def is_name(text: str) -> bool:
-    """Whether it can be the name of a file or folder: no path, not hidden, and no option where it is an argument."""
+    """Returns whether it can name a file or folder: no path, not hidden, and no option where it is an argument."""
     return re.fullmatch(r"\w[\w.+=-]*", text) is not None and len(text.encode(errors="replace")) <= _LONGEST_NAME
 
 
@@ -98,7 +98,7 @@ def check(value: Json, kind: Any, what: str) -> None:
 
 
 def _is_of(value: Json, kind: Any) -> bool:
-    """Whether the value itself is of the kind, whatever it contains."""
+    """Returns whether the value itself is of the kind, whatever it contains."""
     origin = typing.get_origin(kind) or kind
     if origin is Any:
         return True
@@ -143,7 +143,7 @@ def _name(kind: Any) -> str:
 
 
 def _deeper(value: Json, most: int) -> bool:
-    """Whether lists and objects are nested more than `most` levels deep."""
+    """Returns whether lists and objects are nested more than `most` levels deep."""
     level = [value]
     for _ in range(most):
         level = [

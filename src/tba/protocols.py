@@ -554,7 +554,7 @@ class ScoringModel(Protocol):
     """A model that need only score answers: a teacher."""
 
     def prepared(self, task: Task, log: Any = ...) -> ScoringModel:
-        """Returns the same, with its weights ready (a supervised warm start is run, or found in the cache)."""
+        """Returns the model, with its weights ready (a supervised warm start is run, or found in the cache)."""
         ...
 
     def tokenizer(self) -> Tokenizer: ...
@@ -580,7 +580,7 @@ class Model(ScoringModel, Protocol):
     """The weights a run begins with, and how searchers and the trainer use them."""
 
     def prepared(self, task: Task, log: Any = ...) -> Model:
-        """Returns the same, with its weights ready (a supervised warm start is run, or found in the cache)."""
+        """Returns the model, with its weights ready (a supervised warm start is run, or found in the cache)."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""What a run is made of: one frozen value, written as code.
+"""Describes a run by one frozen value, written as code.
 
 A recipe file defines `recipe = Recipe(...)` and imports what it uses: no registry, no string that names a class. The
 command line sets its fields by dotted name (`--steps 100 --task.digits 4`). `recipe.json` in the run's directory holds

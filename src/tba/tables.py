@@ -60,7 +60,7 @@ def read(path: Path, longest: int = LONGEST) -> Rows:
 
 
 def is_file_of_rows(name: str) -> bool:
-    """Whether a name is, by its ending, that of a file that `read` can read."""
+    """Returns whether a name is, by its ending, that of a file that `read` can read."""
     return _suffix(Path(name)) in _SUFFIXES
 
 

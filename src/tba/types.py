@@ -25,7 +25,7 @@ Json: TypeAlias = Any  # what json.dumps takes: None, bool, int, float, str, lis
 
 
 def is_text(text: str) -> bool:
-    """Whether it can be written at all: JSON can spell halves of surrogate pairs, which are no characters."""
+    """Returns whether it can be written at all: JSON can spell halves of surrogate pairs, which are no characters."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -154,12 +154,12 @@ class Sampling:
 
     @property
     def cuts(self) -> bool:
-        """Whether only some of the tokens are drawn from."""
+        """Returns whether only some of the tokens are drawn from."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
     @property
     def full_support(self) -> bool:
-        """Whether every sequence keeps a positive probability (Trajectory Balance determines nothing elsewhere)."""
+        """Returns whether every sequence keeps a chance above 0 (Trajectory Balance determines nothing elsewhere)."""
         return self.temperature > 0 and not self.cuts
 
     def __str__(self) -> str:
@@ -220,7 +220,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What a reward says of one completion: the number, and the parts it was made of.
+    """Holds what a reward says of one completion: the number, and the parts it was made of.
 
     Objectives see `reward` alone; parts are recorded for people.
     """
@@ -266,7 +266,7 @@ class Trajectory:
 
     @property
     def imported(self) -> bool:
-        """Whether it came from elsewhere: its lag behind the trainer means nothing."""
+        """Returns whether it came from elsewhere: its lag behind the trainer means nothing."""
         return self.version == ELSEWHERE
 
     @property

@@ -63,7 +63,7 @@ def uses_of(run: RunDirectory) -> npt.NDArray[np.int32]:
 
 
 def fates_of(run: RunDirectory) -> npt.NDArray[np.int32]:
-    """Returns the same with a negative number where one has left that was never trained on (`replay.buffer.LEFT`)."""
+    """Returns the uses, with a negative number where one has left that was never trained on (`replay.buffer.LEFT`)."""
     checkpoint, _ = newest_sound(run.checkpoints, verify=False)
     if checkpoint is None:
         return np.zeros(0, dtype=np.int32)

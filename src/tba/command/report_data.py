@@ -1,4 +1,4 @@
-"""What a report shows of one run, as plain JSON: settings, figures, curves, events, the account, and trajectories.
+"""Collects what a report shows of a run, as JSON: settings, figures, curves, events, the account, and trajectories.
 
 Invariant: nothing of the run is changed or executed, and the journal is read as a stream. Counts are of all
 trajectories, however few of them are shown. A run that was recorded with `record.hide_text` gives keys and numbers

@@ -1,4 +1,4 @@
-"""What a line of a file says: a prompt, an answer to it, and the reward that it claims.
+"""Reads a line of a file: a prompt, an answer to it, and the reward that it claims.
 
 Invariant: any object gives an `Answer` or a `Refusal`, never an error. Nothing is believed here: a claimed reward is
 kept as claimed.

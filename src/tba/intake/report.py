@@ -1,4 +1,4 @@
-"""What became of the lines of one import: imported, already there, or refused, and why.
+"""Counts what became of the lines of one import: imported, already there, or refused, and why.
 
 Invariant: every line is in exactly one of the three: lines = imported + repeated + rejected.
 """

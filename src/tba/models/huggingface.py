@@ -89,7 +89,7 @@ class HuggingFace:
         return found | ({"warm_start": 'path ""'} if self.path and self.warm_start is not None else {})
 
     def prepared(self, task: Task, log: Callable[[str], None] = lambda line: None) -> HuggingFace:
-        """Returns the same with a path: given, shipped, cached, or trained now.
+        """Returns the model with a path: given, shipped, cached, or trained now.
 
         Raises `UserError` when there is neither a path nor a warm start, or no demonstrations to start from.
         """

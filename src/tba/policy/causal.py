@@ -237,7 +237,7 @@ class CausalPolicy:
         return {name: tensor for name, tensor in everything.items() if not self.adapted or is_adapter(name)}
 
     def everything(self) -> Mapping[str, Tensor]:
-        """Returns the same with the base of adapters."""
+        """Returns all weights by name, under adapters those of their base too."""
         if self._sharded is not None:
             self._sharded.let_go()
         return untied(self.model) if self._low is None else self._low.named(untied(self.model))

@@ -83,7 +83,7 @@ class LiveView:
             self._print(self._last)
 
     def due(self) -> bool:
-        """Whether to update it now: reading the run's files for a status costs more than a tiny step."""
+        """Returns whether to update it now: reading the run's files for a status costs more than a tiny step."""
         now = time.monotonic()
         if now < self._next:
             return False

@@ -1,4 +1,4 @@
-"""What a process used and what it ran on.
+"""Reads what a process used and what it ran on.
 
 Invariant: nothing here loads torch or starts a GPU; a figure that the system does not give is None, never a guess.
 """

@@ -154,7 +154,7 @@ class RunningMetrics:
         return sum(values) / len(values) if values else None
 
     def parts(self) -> dict[str, float]:
-        """Returns the same of each part of the reward, by its name."""
+        """Returns the mean of each part of the reward over the newest 50 steps, by its name."""
         names = [name.removeprefix(PART) for name in self.newest if name.startswith(PART)]
         return {name: mean for name in names if (mean := self.mean(PART + name)) is not None}
 

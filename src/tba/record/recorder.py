@@ -1,4 +1,4 @@
-"""What a run records step by step: `metrics.jsonl`, `samples.jsonl`, TensorBoard events and, if asked for, W&B.
+"""Records a run step by step: `metrics.jsonl`, `samples.jsonl`, TensorBoard events and, if asked for, W&B.
 
 Invariant: `metrics.jsonl` is always written, and first; TensorBoard and W&B get the same numbers under the same names,
 by optimizer step, W&B also a table of the samples, of at most `TABLE_ROWS` rows. A sample is what was trained on,

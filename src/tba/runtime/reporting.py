@@ -1,4 +1,4 @@
-"""What is reported about a run: the summary at its end, the status while it goes.
+"""Reports on a run: the summary at its end, the status while it goes.
 
 Invariant: every figure of the summary was counted where it arose (searchers and journal: the journal's counters; replay
 and trainer: their result files); nothing here is found by subtraction.

@@ -1,4 +1,4 @@
-"""What is watched while a run goes: figures that fall far below their best, and which checkpoint is the best.
+"""Watches a run while it goes: figures that fall far below their best, and which checkpoint is the best.
 
 Invariant: `best`, in the folder of the run, links to the checkpoint with the highest held-out figure of all that exist
 and were evaluated; it does not change which one is the newest, which `tba resume` and `tba eval` take. A fall is a

@@ -149,7 +149,7 @@ def whereabouts(placed: Sequence[Placed]) -> list[str]:
 
 
 def table(placed: Sequence[Placed], trainer_bytes: int, searcher_bytes: int, weights_bytes: int) -> list[str]:
-    """Returns the same with the memory that it needs. Raises `UserError` when there is less.
+    """Returns a line for each node, with the memory that it needs. Raises `UserError` when there is less.
 
     `trainer_bytes` is the sum over all ranks (each has about its share), `weights_bytes` the size of one version, of
     which the trainer's node keeps several in its object store, and the other nodes the newest two.
