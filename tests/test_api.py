@@ -197,6 +197,7 @@ def test_components_of_a_named_recipe_are_set_by_objects_beside_plain_fields() -
         ({"model.nowhere.deep": tba.Constant(1.0)}, "no field --model.nowhere.deep"),
         ({"objective": "grpo"}, r"the recipe's objective is 'grpo': give an object, such as .* or tba.Grpo\(\)"),
         ({"objective": tba.Grpo}, r"the recipe's objective is the class Grpo: give one of it, Grpo\(...\)"),
+        ({"steps": 1e3}, "--steps takes a whole number, not '1000.0'"),
         ({"steps": "many"}, "Recipe's steps is 'many': give a whole number"),
     ],
 )

@@ -200,7 +200,7 @@ def _taken(command: Command, arguments: list[str]) -> tuple[list[Any], list[str]
         own, words = (words, []) if many else (words[:1], words[1:])
         for word in own:
             _refuse_missing(kind, word, command)
-        read = [Path(word) for word in own] if kind in ("RUN", "FILE", "FIGURES") else own
+        read = [Path(word) for word in own] if kind in ("RUN", "FILE") else own
         found += [read] if many else read
     return found, [*words, *arguments[end:]]
 

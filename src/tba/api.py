@@ -16,7 +16,7 @@ from tba.fields import fields_of, given
 from tba.recipe import Recipe
 from tba.recipe_source import write_recipe
 from tba.record.terminal import Shown
-from tba.settings import being_loaded, find, with_fields, words_of
+from tba.settings import being_loaded, find, override, with_fields, words_of
 from tba.types import Evaluation, Json, Trajectory
 
 if TYPE_CHECKING:
@@ -205,7 +205,9 @@ def _found(recipe: Recipe | str, fields: Mapping[str, Any]) -> tuple[Recipe, str
     made = with_fields(begun, list(values.items()))
     if not isinstance(recipe, str) or values.keys() - known:
         return made, "", []
-    return made, recipe, [word for flag, value in values.items() for word in words_of(flag, value)]
+    words = [word for flag, value in values.items() for word in words_of(flag, value)]
+    override(begun, words, "tba.train")  # what resumes the run reads these: it is refused here or nowhere
+    return made, recipe, words
 
 
 def _flat(fields: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:

@@ -139,6 +139,11 @@ def test_what_a_server_cannot_give_ends_in_a_sentence(server: Server, tmp_path: 
             teacher.log_probabilities_of(answers(recipe))
     with pytest.raises(UserError, match="scores at temperature 1"):
         teachers_of(replace(recipe, policy_temperature=0.7), recipe.model, teacher)
+    with pytest.raises(UserError, match="scores at temperature 1"):  # before there is a run
+        require_scorers(replace(recipe, policy_temperature=0.7), recipe.model, lambda line: None)
+    short = replace(recipe, teacher=Teacher(models=(replace(recipe.teachers.models[0], positions=1),), reward=False))
+    (teacher,) = teachers_of(short, recipe.model, reference_of(recipe, recipe.model))
+    assert all(np.isnan(row).all() for rows in teacher.log_probabilities_of(answers(recipe)) for row in rows)
     with pytest.raises(UserError, match="needs path, its tokenizer"):
         tba.EndpointTeacher().prepared(recipe.task)
     with pytest.raises(UserError, match="concurrency is 0"):

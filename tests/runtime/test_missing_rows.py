@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -59,14 +59,15 @@ def run(stopped: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def gone(run: Path) -> None:
-    for part in PARTS:
+def gone(run: Path, parts: Sequence[str] = PARTS) -> None:
+    for part in parts:
         (run / f"journal.sqlite{part}").unlink(missing_ok=True)
 
 
 def emptied(run: Path) -> None:
-    gone(run)
-    (run / "journal.sqlite").touch()
+    (run / "nothing").touch()
+    os.replace(run / "nothing", run / "journal.sqlite")  # at no moment is there none
+    gone(run, PARTS[1:])
 
 
 def an_earlier_copy(run: Path) -> None:

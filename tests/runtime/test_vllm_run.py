@@ -27,7 +27,8 @@ from tba.types import Sampling, Trajectory, Version
 pytestmark = pytest.mark.vllm
 DATA = Path(__file__).parents[1] / "fixtures" / "gsm8k"
 STEPS, EVERY = 20, 2
-HARMLESS = re.compile(r"Warning: NUMA binding")  # which its CPU build writes past all settings
+# what its CPU build writes past all settings; that sums of small numbers have few answers is the task's
+HARMLESS = re.compile(r"Warning: NUMA binding|dropped as copies of others")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A teacher on a server: an OpenAI-compatible endpoint that gives the log-probabilities of tokens it is sent.
 
-Invariant: tokens are sent, never texts, so that what is scored is what was said. A score is asked for once, and stored
-beside the answer by whoever asked.
+Invariant: tokens are sent, never texts, so that what is scored is what was said. A score that came is stored
+beside the answer by whoever asked, and not asked for again.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class EndpointTeacher:
         """Returns itself: there is nothing to make. Raises `UserError` without a tokenizer."""
         if not self.path:
             raise UserError("a teacher behind an endpoint needs path, its tokenizer: give a folder or a Hub name")
+        EndpointClient(self.endpoint)  # says what it lacks
         return self
 
     def tokenizer(self) -> Any:
@@ -99,6 +100,8 @@ class EndpointReference:
 
     def _score(self, prompt: Prompt, completion: Completion) -> FloatArray:
         tokens = [*prompt.tokens.tolist(), *completion.tokens.tolist()]
+        if self._settings.positions is not None and len(tokens) >= self._settings.positions:
+            return np.full(len(completion.tokens), np.nan, np.float32)  # what is no number is rejected, and counted
         reply = self._client.ask({**self._asked, "prompt": tokens})
         try:
             choice = parsed(reply, choices=list[dict[str, Any]])["choices"][0]

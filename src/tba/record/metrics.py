@@ -180,11 +180,11 @@ class _Total:
             self._rises.popleft()
 
     def rate(self) -> float | None:
-        """Returns the rise per second since the oldest point that is kept; None where it has not risen."""
+        """Returns the rise per second since the oldest point that is kept; None without a rise, or in no time."""
         if len(self._rises) < 2:
             return None
         (since, before), (now, total) = self._rises[0], self._newest
-        return (total - before) / (now - since)
+        return (total - before) / (now - since) if now > since else None
 
 
 def _rate(

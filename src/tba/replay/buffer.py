@@ -97,7 +97,7 @@ class BufferSettings:
     def unused(self) -> Mapping[str, str]:
         """Returns the fields without effect: where only the oldest leave, nothing recent does."""
         leaves = self.evict == "lowest_reward" or self.near is not None
-        return {} if leaves or self.keep_recent else {"keep_recent": "evict lowest_reward, or --replay.buffer.near"}
+        return {} if leaves or self.keep_recent else {"keep_recent": "evict lowest_reward, or near, in code"}
 
     def __post_init__(self) -> None:
         for name in ("per_prompt", "total"):

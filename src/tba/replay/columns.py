@@ -86,7 +86,6 @@ class Rows:
         )
         self.passing[row], self._standing[row] = 0, stored.reward
         self._digest[row], self._uids[row], self._bodies[row] = stored.digest, stored.uid, stored.body
-        self._prompts[row] = self._one_of(stored.prompt)
         self._held += len(stored.body)
         self._by_uid[stored.uid] = self._by_answer[hash((stored.prompt.key, stored.digest))] = row
         self._kept[row] = None

@@ -15,7 +15,7 @@ from tba.errors import UserError
 class OutOptions:
     """Says where what is made is written."""
 
-    out: Path | None = None  # the folder, or the picture, to write
+    out: Path | None = None  # the folder to write
 
     def place(self) -> Path:
         """Returns the folder to write. Raises `UserError` when something is there."""
