@@ -27,7 +27,7 @@ def test_commands_recipes_and_what_else_a_command_takes_are_completed() -> None:
     assert completed("check", "") == names()
     assert completed("model", "") == ["smollm2"]
     assert completed("reward-model", "") == completed("search", "") == []
-    assert completed("red-team", "") == ["world", "classifier", "eval", "plot"]
+    assert completed("red-team", "") == ["world", "classifier", "eval"]
     assert completed("completion", "z") == ["zsh"]
     assert completed("train", "no-such") == completed("train", "my.py", "") == completed("no-such", "") == []
 
