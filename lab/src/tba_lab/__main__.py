@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -26,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if command == "studies":
             known = names(STUDIES)
             print("\n".join(f"{name:{max(map(len, known))}}  {description_of(name, STUDIES)}" for name in known))
+            sys.stdout.flush()
             return 0
         if {"--help", "-h", "help"} & {command, *rest}:
             print(USAGE, *rows(list(fields_of(StudyOptions()))), sep="\n")
@@ -36,6 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError("`tba-lab study STUDY` needs a study's name or a path to a .py file first")
         options, fields = split_options(StudyOptions(), with_config(rest[1:]), "tba-lab study")
         return run_study(rest[0], options, fields)
+    except BrokenPipeError:  # the reader has closed the pipe (`tba-lab studies | head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that flushing at exit does not fail
+        return 0
     except TbaError as error:
         print(f"tba-lab: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
