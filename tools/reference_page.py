@@ -215,15 +215,15 @@ def signature(thing: object) -> str:
         return ""
     assert callable(thing)
     found = inspect.signature(thing)
-    shown = [p.replace(annotation=p.empty, default=Shown(p.default)) for p in found.parameters.values()]
+    shown = [
+        p.replace(annotation=p.empty, default=p.default if p.default is p.empty else Shown(p.default))
+        for p in found.parameters.values()
+    ]
     return str(found.replace(parameters=shown, return_annotation=found.empty))
 
 
 class Shown:
     """A default as one would write it."""
-
-    def __new__(cls, value: object) -> Shown:
-        return value if value is inspect.Parameter.empty else super().__new__(cls)  # type: ignore[return-value]
 
     def __init__(self, value: object) -> None:
         self.value = value

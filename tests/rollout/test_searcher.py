@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_llama import small_llama
 
 from tba.batch import collate
-from tba.engines.transformers import EngineSettings
 from tba.models.huggingface import HuggingFace
 from tba.protocols import Reward
 from tba.replay.follower import JournalFollower
@@ -23,7 +23,6 @@ from tba.replay.journal import JournalWriter
 from tba.rollout.exploration import Fixed, RandomPerRound
 from tba.rollout.prompts import PromptStream
 from tba.rollout.searcher import Searcher
-from tba.training.tiny_models import ScratchModel, character_tokenizer
 from tba.types import Completion, Group, Judgement, Prompt, Sampling, StopReason, Trajectory, Version
 from tba.weights.directory import WeightDirectory
 from toy.engine import TabularEngine, tabular_prompts
@@ -241,19 +240,6 @@ class Sent:
     def put(self, trajectories: Sequence[Trajectory], *rest: Any) -> None:
         self.sizes.append(len(trajectories))
         self.journal.put(trajectories, *rest)
-
-
-def small_llama(folder: Path) -> HuggingFace:
-    """A random Llama of 16 characters whose next tokens are far from equally likely."""
-    tokenizer = character_tokenizer("0123456789+=. ")
-    model = ScratchModel(hidden_size=32, layers=2, heads=2, ff_size=48, max_positions=32).start(tokenizer)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.mul_(6.0)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return HuggingFace(str(folder), device="cpu", generation=EngineSettings(slots=7, max_completion_tokens=10))
 
 
 @pytest.mark.parametrize(("seconds", "puts"), [(0.0, 3), (math.inf, 1), (1e6, 1)])

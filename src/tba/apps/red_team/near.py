@@ -13,6 +13,7 @@ longest of them, D dimensions of an embedding.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -154,7 +155,7 @@ class _Sheet:
         return int(self._row_N[place])
 
 
-class _Index:
+class _Index(ABC):
     """The rows in memory by prompt, each with the features by which it is compared."""
 
     def __init__(self) -> None:
@@ -184,13 +185,13 @@ class _Index:
         if not sheet.size:
             del self._sheets[prompt]
 
+    @abstractmethod
     def _features(self, stored: Stored) -> npt.NDArray[Any]:
         """Returns [F], what is kept of an answer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _near(self, sheet: _Sheet, stored: Stored) -> npt.NDArray[Any]:
         """Returns the indexes of a sheet that are near."""
-        raise NotImplementedError
 
 
 class Edits(_Index):
