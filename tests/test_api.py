@@ -49,7 +49,7 @@ def test_every_public_name_is_there_and_says_what_it_is() -> None:
         assert tba.__getattr__(name) is thing
     assert set(tba.__all__) <= set(dir(tba))
     with pytest.raises(AttributeError, match="module 'tba' has no attribute 'Trainr'"):
-        tba.Trainr  # type: ignore[attr-defined] # noqa: B018
+        tba.Trainr  # noqa: B018
 
 
 LIGHT = "import sys, tba; tba.RecencyReward, tba.Problem; print({'torch', 'transformers', 'ray'} & set(sys.modules))"
@@ -115,7 +115,7 @@ def test_what_other_processes_cannot_make_is_refused_before_anything_is_made_and
         """As in a notebook."""
 
     recipe = toy()
-    local = replace(recipe, task=Cell(), model=replace(recipe.model, task=Cell()))  # type: ignore[type-var]
+    local = replace(recipe, task=Cell(), model=replace(recipe.model, task=Cell()))
     with pytest.raises(UserError, match=r"made within a function or a lambda.*runtime=\"inline\""):
         tba.train(local, runs=tmp_path, run_name="a", quiet=True, **QUICK)
     assert not (tmp_path / "a").exists()
@@ -315,13 +315,13 @@ def right(completion: str, answer: str) -> float:
 def test_what_a_first_script_writes_is_taken_where_its_meaning_is_plain(tmp_path: Path) -> None:
     (tmp_path / "sums.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 3)
     path = tmp_path / "sums.jsonl"
-    task = tba.Jsonl(train=str(path), eval_fraction="0.5", marked_by=right)  # type: ignore[arg-type]
+    task = tba.Jsonl(train=str(path), eval_fraction="0.5", marked_by=right)
     assert task == tba.Jsonl(train=path, eval_fraction=0.5, marked_by=tba.FunctionReward(right))
-    assert tba.HuggingFace(path=BASE) == tba.HuggingFace(path=str(BASE))  # type: ignore[arg-type]
-    objective = tba.TrajectoryBalance(beta=0.05)  # type: ignore[arg-type]
+    assert tba.HuggingFace(path=BASE) == tba.HuggingFace(path=str(BASE))
+    objective = tba.TrajectoryBalance(beta=0.05)
     assert objective == tba.TrajectoryBalance(beta=tba.Constant(0.05))
     for model in (BASE, str(BASE)):
-        recipe = tba.Recipe(task=task, model=model, objective=objective, steps=1e2)  # type: ignore[arg-type]
+        recipe = tba.Recipe(task=task, model=model, objective=objective, steps=1e2)
         assert (recipe.model, recipe.steps) == (tba.HuggingFace(path=str(BASE)), 100)
 
 

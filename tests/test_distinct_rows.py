@@ -80,7 +80,7 @@ def test_the_gradient_is_that_of_all_rows_and_repeats_cost_nothing(max_tokens: i
     (expected,) = torch.autograd.grad(loss, policy.logits_QNV)
 
     rows = Rows(policy)
-    found, _ = backward(rows, objective, batch, 1, max_tokens)  # type: ignore[arg-type]
+    found, _ = backward(rows, objective, batch, 1, max_tokens)
     assert found == pytest.approx(loss.item(), rel=1e-5)
     assert policy.logits_QNV.grad is not None
     torch.testing.assert_close(policy.logits_QNV.grad, expected, rtol=1e-5, atol=1e-6)

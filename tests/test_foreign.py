@@ -437,7 +437,7 @@ def test_a_name_is_no_path_no_option_and_not_hidden(name: str, tmp_path: Path, c
     assert "--run-name is" in refused(capsys, "train", TOY, "--runs", tmp_path, f"--run-name={name}")
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(UserError, match="a study is named"):
-        Study(name=name, recipe=None, variants={"a": ()})  # type: ignore[arg-type]
+        Study(name=name, recipe=None, variants={"a": ()})
     with pytest.raises(UserError, match="the recipe is named"):
         new_path(tmp_path, name, None)
 

@@ -255,7 +255,7 @@ def test_an_imported_answer_that_calls_a_tool_is_what_the_template_writes(name: 
     assert tokens == made(whole[: whole.rindex(end) + len(end)], add_special_tokens=False)["input_ids"]
     (asked,) = calls_in(Speech(made, True, PROBLEM.tools).said(found.completion.tokens[:-1].tolist()))
     assert asked.name == "deposit"
-    nameless = replace(answer, calling={"role": "assistant", "content": "Yes.", "tool_calls": [{}]})  # type: ignore[dict-item]
+    nameless = replace(answer, calling={"role": "assistant", "content": "Yes.", "tool_calls": [{}]})
     assert isinstance(encoder.encode(nameless), Refusal)
 
 

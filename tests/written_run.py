@@ -87,7 +87,7 @@ def write(
 
 def asdict_of(counts: object) -> dict[str, Amount]:
     """The amounts by name."""
-    return {name: Amount(**amount) for name, amount in asdict(counts).items()}  # type: ignore[call-overload]
+    return {name: Amount(**amount) for name, amount in asdict(counts).items()}
 
 
 def _round(number: int, rng: np.random.Generator, around: tuple[str, str]) -> Sequence[Trajectory]:

@@ -117,7 +117,7 @@ def main() -> None:
             code = command(["train", recipe, "--runs", folder, "--run-name", "run", *short, *fields])
         finally:
             sys.settrace(None)
-            threading.settrace(None)  # type: ignore[arg-type]
+            threading.settrace(None)
         if code:
             raise SystemExit(code)
         print(f"| way | files | their lines | functions called |\n{'|---' * 4}|")

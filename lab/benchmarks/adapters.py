@@ -65,7 +65,7 @@ def as_peft_does(policy: CausalPolicy) -> CausalPolicy:
     """The same policy, its layers with the forward of their class."""
     for module in policy.model.modules():
         if hasattr(module, "lora_A"):
-            module.forward = MethodType(type(module).forward, module)  # type: ignore[method-assign]
+            module.forward = MethodType(type(module).forward, module)
     return policy
 
 

@@ -289,7 +289,7 @@ def resume(run: Run) -> None:
     for attempt in range(2):
         facts, process = RunDirectory.open(run.path).facts, run.resume()
         if attempt:  # once it has begun its incarnation
-            run.until(lambda facts=facts: RunDirectory.open(run.path).facts != facts)  # type: ignore[misc]
+            run.until(lambda facts=facts: RunDirectory.open(run.path).facts != facts)
         time.sleep(run.rng.uniform(0.0, 5.0))
         process.kill()
         run.ended()

@@ -238,9 +238,9 @@ def measure(lengths: Lengths, flows: bool, seconds: float, folder: Path) -> tupl
     """Returns the share of slots that were busy, and the shares of the searcher's clock."""
     time = VirtualTime()
     clocked = SimpleNamespace(perf_counter=lambda: time.now, monotonic=lambda: time.now, time=lambda: time.now)
-    tba.rollout.searcher.time = tba.rollout.pipeline.time = clocked  # type: ignore[attr-defined]
+    tba.rollout.searcher.time = tba.rollout.pipeline.time = clocked
     tba.rollout.pipeline._BEAT = 0.0
-    tba.rollout.pipeline.Thread = _settling(time)  # type: ignore[misc]
+    tba.rollout.pipeline.Thread = _settling(time)
     table = Table(time, lengths)
     model = table.model()
     settings = EngineSettings(slots=lengths.slots, max_completion_tokens=lengths.longest)

@@ -113,7 +113,7 @@ class Counting:
         self._connect, self._loads = sqlite3.connect, json.loads
 
     def __enter__(self) -> Counting:
-        sqlite3.connect, json.loads = self._connected, self._loaded  # type: ignore[assignment]
+        sqlite3.connect, json.loads = self._connected, self._loaded
         return self
 
     def __exit__(self, *_: object) -> None:

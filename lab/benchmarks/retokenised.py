@@ -59,7 +59,7 @@ def main() -> None:
     ]
     prompts = encode(problems, "retokenised", tokenizer, PromptSettings(max_tokens=512, overlong="drop")).prompts
     engine, reference = model.engine(Version(), 512), model.reference(1.0, Version())
-    by_text = ScoredByText(reference, Alike(), tokenizer, tokenizer, given.chat)  # type: ignore[arg-type]
+    by_text = ScoredByText(reference, Alike(), tokenizer, tokenizer, given.chat)
     rng = np.random.default_rng(given.seed)
     rows = []
     for start in range(0, len(prompts), AT_ONCE):

@@ -184,7 +184,7 @@ def timed(environment: type[Slow], processes: int, model: Path, seconds: float) 
                 found += completions
 
     def over() -> bool:
-        growing.append(flow.flow.extent - len(flow.flow.free))  # type: ignore[attr-defined]
+        growing.append(flow.flow.extent - len(flow.flow.free))
         return time.perf_counter() - began > seconds
 
     play(lambda: len(found) >= (64 if processes else 1))

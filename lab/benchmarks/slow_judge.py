@@ -18,7 +18,7 @@ class SlowlyJudged(Arithmetic):
     seconds: float = 0.2
     concurrency: int = 16
 
-    def reward(self) -> Reward:  # type: ignore[override]
+    def reward(self) -> Reward:
         return Delayed(super().reward(), self.seconds, self.concurrency)
 
 

@@ -28,7 +28,7 @@ def completion(text: str, reason: StopReason = StopReason.EOS) -> Completion:
 def prompts(task: Corrupted, split: str) -> list[Prompt]:
     return [
         Prompt(task.name, np.frombuffer(str(p.prompt).encode(), np.uint8).astype(np.int32), str(p.prompt), p.fields)
-        for p in task.problems(split)  # type: ignore[arg-type]
+        for p in task.problems(split)
     ]
 
 

@@ -214,7 +214,7 @@ def test_two_halves_that_take_turns_keep_as_much_as_their_times_leave(one_gpu: A
 
     clock = [0.0]
 
-    class Made(one_gpu_halves.Half):  # type: ignore[misc, name-defined]
+    class Made(one_gpu_halves.Half):
         def __init__(self, seconds: float, done: int) -> None:
             self.seconds, self.done = seconds, done
 

@@ -310,7 +310,7 @@ def quick() -> Recipe:
 )
 def test_a_study_that_does_not_fit_together_is_refused(changes: dict[str, object], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
-        Study(**{"name": "it", "recipe": quick(), "variants": {"a": ()}, **changes})  # type: ignore[arg-type]
+        Study(**{"name": "it", "recipe": quick(), "variants": {"a": ()}, **changes})
 
 
 @pytest.mark.parametrize(

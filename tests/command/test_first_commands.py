@@ -89,12 +89,12 @@ def jsonl(train: Any) -> str:
 WRITTEN = (
     Written(lambda: jsonl("sums.jsonl"), "AttributeError: 'str' object has no attribute 'stem'", "sums"),
     Written(
-        lambda: tba.HuggingFace(path=BASE).path,  # type: ignore[arg-type]
+        lambda: tba.HuggingFace(path=BASE).path,
         "AttributeError: 'PosixPath' object has no attribute 'startswith'",
         str(BASE),
     ),
     Written(
-        lambda: tba.TrajectoryBalance(beta=0.05).beta,  # type: ignore[arg-type]
+        lambda: tba.TrajectoryBalance(beta=0.05).beta,
         "TypeError: 'float' object is not callable",
         tba.Constant(0.05),
     ),
@@ -109,12 +109,12 @@ WRITTEN = (
         "the recipe's objective is 'grpo': give an object, such as .* or tba.Grpo",
     ),
     Written(
-        lambda: tba.OptimizerSettings(lr="1e-5").lr,  # type: ignore[arg-type]
+        lambda: tba.OptimizerSettings(lr="1e-5").lr,
         "TypeError: must be real number, not str",
         1e-5,
     ),
     Written(
-        lambda: tba.OptimizerSettings(lr="fast"),  # type: ignore[arg-type]
+        lambda: tba.OptimizerSettings(lr="fast"),
         "TypeError: must be real number, not str",
         "OptimizerSettings's lr is 'fast': give a number",
     ),

@@ -84,7 +84,7 @@ def test_the_largest_uniform_never_draws_what_is_forbidden() -> None:
 )
 def test_rules_that_cannot_be_kept_are_refused(settings: dict[str, tuple[str, ...]], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        TransformersEngine(build("llama"), Letters(), EngineSettings(**settings))  # type: ignore[arg-type]
+        TransformersEngine(build("llama"), Letters(), EngineSettings(**settings))
 
 
 def test_a_least_length_that_leaves_no_room_is_refused() -> None:

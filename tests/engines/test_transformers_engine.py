@@ -58,7 +58,7 @@ def never_ending(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class NoEnd(Letters):
-    eos_token_id = None  # type: ignore[assignment]
+    eos_token_id = None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -419,7 +419,7 @@ def test_a_prompt_that_is_too_long_or_empty_is_refused_with_its_length() -> None
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        EngineSettings(**settings)  # type: ignore[arg-type]
+        EngineSettings(**settings)
 
 
 def recurrent() -> PreTrainedModel:

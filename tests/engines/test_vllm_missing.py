@@ -38,7 +38,7 @@ def test_what_the_engine_cannot_do_is_said_when_the_recipe_is_made() -> None:
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, float], what: str) -> None:
     with pytest.raises(UserError, match=what):
-        VllmSettings(**settings)  # type: ignore[arg-type]
+        VllmSettings(**settings)
 
 
 def test_weights_that_go_through_a_file_take_the_first_folder_that_has_room(tmp_path: Path) -> None:

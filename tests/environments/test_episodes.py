@@ -126,7 +126,7 @@ def test_an_environment_that_draws_without_its_seed_is_refused() -> None:
     class Random(Turning):
         drawn = 0
 
-        def reset(self, seed: int) -> str:  # type: ignore[override]
+        def reset(self, seed: int) -> str:
             Random.drawn += 1
             super().reset(seed)
             return f"{Random.drawn}"
@@ -166,7 +166,7 @@ def test_a_seed_decides_the_number_and_training_shares_none_with_evaluation() ->
 def test_an_environment_whose_reward_is_no_number_is_refused_while_the_player_shows_it() -> None:
     class Silent(GuessNumber):
         def get_reward(self) -> float:
-            return None  # type: ignore[return-value]
+            return None
 
     made = EnvironmentTask(Silent, "silent", turns=GUESSES, worlds=1, held_out=1, player=halving)
     with pytest.raises(UserError, match=r"of task silent fails: get_reward\(\) of Silent gave the reward None"):

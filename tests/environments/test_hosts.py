@@ -187,7 +187,7 @@ def test_where_all_that_play_wait_for_those_that_do_not_there_are_more_processes
 
 
 def test_an_environment_that_is_none_ends_what_asks_for_it(worlds: Hosts) -> None:
-    nothing = Hosts(Playing(dict), EpisodeLimits(1))  # type: ignore[arg-type]
+    nothing = Hosts(Playing(dict), EpisodeLimits(1))
     nothing.ask(0, Question(Beginning({}, 0, ""), "hello"))
     with pytest.raises(UserError, match="has no reset"):
         answered(nothing, 1)

@@ -30,7 +30,7 @@ def test_a_run_outlives_its_environments_its_searcher_and_its_trainer(tmp_path: 
     try:
         for victim in ("an environment", "a nursery", "searcher-0", "trainer"):
             wanted = steps_of(path) + 25
-            until(lambda wanted=wanted: steps_of(path) > wanted or driver.poll() is not None, SECONDS, "steps")  # type: ignore[misc]
+            until(lambda wanted=wanted: steps_of(path) > wanted or driver.poll() is not None, SECONDS, "steps")
             assert driver.returncode is None, (victim, driver.communicate(1.0)[1][-2000:])
             there = uids_of(path)
             parts = until(

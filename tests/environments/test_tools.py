@@ -389,7 +389,7 @@ def test_tools_are_public_methods_and_one_that_cannot_be_described_is_refused() 
     }
 
     class Untyped(Account):
-        def deposit(self, amount):  # type: ignore[no-untyped-def, override]
+        def deposit(self, amount):
             """Put money in."""
 
     with pytest.raises(UserError, match=r"Untyped\.deposit cannot be described as a tool"):

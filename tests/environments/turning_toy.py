@@ -75,7 +75,7 @@ class TurningTask(TabularTask):
         played = [Problem(p.prompt, {}, self._played(rng), p.seed) for _ in range(self.shown) for p in plain]
         return played or plain
 
-    def reward(self) -> EnvironmentReward:  # type: ignore[override]
+    def reward(self) -> EnvironmentReward:
         return EnvironmentReward()
 
     def _played(self, rng: np.random.Generator) -> tuple[str, ...]:
@@ -107,7 +107,7 @@ def plays(make: Callable[[], Environment], seed: int, turns: tuple[int, ...] = (
         tokens += [turn, *heard]
         mask += [True, *[False] * len(heard)]
     if over:
-        yield Play(tuple(tokens), tuple(mask), environment.get_reward())  # type: ignore[attr-defined]
+        yield Play(tuple(tokens), tuple(mask), environment.get_reward())
         return
     for turn in range(5):
         yield from plays(make, seed, (*turns, turn))

@@ -169,4 +169,4 @@ def test_an_empty_held_out_split_is_said_in_one_sentence() -> None:
 )
 def test_settings_that_make_no_sense_are_refused(fields: dict[str, float]) -> None:
     with pytest.raises(UserError, match="evaluation: "):
-        EvaluationSettings(**fields)  # type: ignore[arg-type]
+        EvaluationSettings(**fields)

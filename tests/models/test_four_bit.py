@@ -70,8 +70,8 @@ def test_trainer_and_reference_agree_to_the_bit_and_adapters_alone_are_trained_a
         own_T = found[row, : len(completion.tokens)].detach()
         np.testing.assert_allclose(own_T, completion.log_behavior, atol=0.5)  # logits up to 16, rounded to 8 bits
 
-    found.sum().backward()  # type: ignore[no-untyped-call]
-    named = dict(policy.model.named_parameters())  # type: ignore[attr-defined]
+    found.sum().backward()
+    named = dict(policy.model.named_parameters())
     assert {name for name, p in named.items() if p.grad is not None} == set(filter(is_adapter, named))
     assert any(bool(p.grad.any()) for p in named.values() if p.grad is not None)
     assert {p.dtype for p in policy.parameters()} == {torch.float32}

@@ -50,7 +50,7 @@ def ratios(batch: Batch, log_policy_BT: Tensor, level: str) -> np.ndarray:
 @pytest.mark.parametrize("form", FORMS)
 def test_the_slope_is_the_factor_of_the_equation_times_the_advantage(form: str, level: str) -> None:
     batch, log_policy_BT = random_batch()
-    correction = Correction(form, level, CAP, CLIP)  # type: ignore[arg-type]
+    correction = Correction(form, level, CAP, CLIP)
     found, _ = slopes(Reinforce(Constant(0.0), "none", correction=correction), batch, log_policy_BT)
     rho = ratios(batch, log_policy_BT, level)
     expected, factors = torch.zeros_like(found), []
@@ -100,7 +100,7 @@ def test_on_policy_every_form_has_the_plain_gradient(form: str, level: str) -> N
     batch, _ = random_batch()
     assert batch.log_behavior_BT is not None
     plain, _ = slopes(Reinforce(), batch, batch.log_behavior_BT)
-    ours, _ = slopes(Reinforce(correction=Correction(form, level)), batch, batch.log_behavior_BT)  # type: ignore[arg-type]
+    ours, _ = slopes(Reinforce(correction=Correction(form, level)), batch, batch.log_behavior_BT)
     torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-15)
     assert plain.abs().max() > 0.01
 
@@ -110,7 +110,7 @@ def test_the_metrics_say_what_share_was_cut_and_how_far_the_rows_are_from_the_po
     batch, log_policy_BT = random_batch()
     assert batch.log_behavior_BT is not None
     rho = ratios(batch, log_policy_BT, level)
-    correction = Correction("clamp", level, CAP)  # type: ignore[arg-type]
+    correction = Correction("clamp", level, CAP)
     _, columns = correction.terms(log_policy_BT, batch.reward_B, batch)
     for b, positions in enumerate(per_row(batch)):
         assert float(columns["cut"][b]) == pytest.approx(np.mean([rho[b, t] > CAP for t in positions]))

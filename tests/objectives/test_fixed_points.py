@@ -89,7 +89,7 @@ def expected_gradient(objective: Objective, policy: TabularPolicy, batch: Batch,
     weight_B = (chance_G * len(chance_G))[batch.group_B]
     (parameter,) = policy.parameters()
     parameter.grad = None
-    (weight_B[:, None] * slope_BT * output.log_policy_BT).sum().backward()  # type: ignore[no-untyped-call]
+    (weight_B[:, None] * slope_BT * output.log_policy_BT).sum().backward()
     assert parameter.grad is not None
     return float(parameter.grad.abs().max())
 

@@ -90,7 +90,7 @@ def test_value_and_gradient_are_those_of_the_formula(form: str, times: float, kn
             unknown_B1 = torch.arange(batch.rows)[:, None] % (3 if known == "some" else 1) == 0
             there_BT = batch.log_behavior_BT.masked_fill(unknown_B1, torch.nan) if known == "some" else None
             batch = replace(batch, log_behavior_BT=None, some_behavior_BT=there_BT)
-        objective = TrajectoryBalance(BETA, off_policy=form)  # type: ignore[arg-type]
+        objective = TrajectoryBalance(BETA, off_policy=form)
         loss, metrics = objective(PolicyOutput(log_policy_BT), batch, 1)
         expected_loss, expected_BT, size = 0.0, torch.zeros_like(log_policy_BT), 0.0
         for group in groups_of(batch, log_policy_BT):
@@ -158,7 +158,7 @@ def test_neither_rows_of_unknown_behaviour_nor_groups_that_are_not_as_sampled_ar
 def test_the_raw_form_is_pushed_by_as_much_more_as_all_of_it_is() -> None:
     found = []
     for form in ("advantage", "raw"):
-        objective = TrajectoryBalance(BETA, form, off_policy="asymmetric").start()  # type: ignore[arg-type]
+        objective = TrajectoryBalance(BETA, form, off_policy="asymmetric").start()
         _slopes(objective, *far(0, 1.0), 1)
         found.append(_slopes(objective, *far(1, 1.0), 2)[0])
     torch.testing.assert_close(found[0] * 2 / beta, found[1], rtol=1e-12, atol=0)

@@ -34,7 +34,7 @@ def test_the_slope_is_the_equations_with_and_without_the_two_divisions(form: str
     batch, log_policy_BT = random_batch()
     cap = 1.3
     objective = dr_grpo(NO_PENALTY) if doctored else Grpo(NO_PENALTY)
-    objective = replace(objective, correction=Correction(form, cap=cap))  # type: ignore[arg-type]
+    objective = replace(objective, correction=Correction(form, cap=cap))
     found, _ = slopes(objective, batch, log_policy_BT)
     assert batch.log_behavior_BT is not None
     rho_BT = (log_policy_BT - batch.log_behavior_BT).exp()

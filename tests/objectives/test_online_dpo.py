@@ -26,7 +26,7 @@ def log_ratios(log_policy_BT: Tensor, reference_BT: Tensor) -> list[float]:
 def test_the_best_of_a_group_is_raised_and_the_worst_lowered_by_the_equation(loss: str) -> None:
     """-log sigmoid(beta d) has the slope -beta sigmoid(-beta d) at the best; the square 2 (d - 1 / (2 beta))."""
     batch, log_policy_BT = random_batch()
-    found, _ = slopes(OnlineDpo(Constant(STEEP), loss), batch, log_policy_BT)  # type: ignore[arg-type]
+    found, _ = slopes(OnlineDpo(Constant(STEEP), loss), batch, log_policy_BT)
     ratio, expected = log_ratios(log_policy_BT, batch.log_reference_BT), torch.zeros_like(found)
     for g in range(3):
         rows = [b for b in range(batch.rows) if b % 3 == g]
@@ -44,7 +44,7 @@ def test_the_best_of_a_group_is_raised_and_the_worst_lowered_by_the_equation(los
 def test_the_gradient_agrees_with_finite_differences() -> None:
     policy, batch = perturbed(), sampled(perturbed(1), [5, 2, 7], 1.5)
     for loss in ("dpo", "ipo"):
-        numeric, analytic = finite_differences(OnlineDpo(loss=loss), policy, batch, 4)  # type: ignore[arg-type]
+        numeric, analytic = finite_differences(OnlineDpo(loss=loss), policy, batch, 4)
         assert numeric == pytest.approx(analytic, rel=1e-6)
         assert abs(analytic) > 1e-3
 

@@ -35,7 +35,7 @@ def test_the_slope_is_minus_ratio_times_advantage_and_zero_where_the_ratio_is_cu
             rho = float(rho_BT[b, t])
             cut += rho > 8
             expected[b, t] = 0.0 if rho > 8 else -rho * advantage[b] / divisor
-    found, _ = slopes(TbaPrime(BETA, per=per), batch, log_policy_BT)  # type: ignore[arg-type]
+    found, _ = slopes(TbaPrime(BETA, per=per), batch, log_policy_BT)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
     assert cut == 2
     assert float((log_policy_BT - batch.log_reference_BT).max()) > 10

@@ -69,7 +69,7 @@ def test_on_a_cpu_a_norm_is_the_models_own_to_the_bit_and_on_a_gpu_it_is_that_bu
         assert weight.grad is not None
         return [out.detach(), of.grad, weight.grad]
 
-    one = gradients(lambda of: rms_norm(of, plain.get_parameter("weight"), plain.variance_epsilon))  # type: ignore[arg-type]
+    one = gradients(lambda of: rms_norm(of, plain.get_parameter("weight"), plain.variance_epsilon))
     for ours, theirs in zip(one, gradients(plain), strict=True):
         # each number is rounded a few times on either way; the weight's gradient is a sum of 64
         assert float((ours - theirs).abs().max()) <= 8 * torch.finfo(dtype).eps * float(theirs.abs().max())

@@ -108,7 +108,7 @@ def test_the_kernel_of_gpus_is_called_where_it_can_be_and_then_never_sees_all_pa
     names = []
 
     class Names(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             names.append(func._schema.name)
             return func(*args, **(kwargs or {}))
 

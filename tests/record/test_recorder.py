@@ -129,7 +129,7 @@ def test_wandb_gets_a_bounded_table_of_samples_and_none_of_hidden_ones(
 @pytest.mark.parametrize("fields", [{"samples": -1}, {"samples_every": -2}])
 def test_settings_that_make_no_sense_are_refused(fields: dict[str, float]) -> None:
     with pytest.raises(UserError, match="record: "):
-        RecordSettings(**fields)  # type: ignore[arg-type]
+        RecordSettings(**fields)
 
 
 def test_recording_and_reading_a_run_load_neither_torch_nor_a_display(tmp_path: Path) -> None:

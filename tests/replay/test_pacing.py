@@ -135,4 +135,4 @@ def test_whoever_is_faster_the_balance_stays_in_its_band(turns: list[bool], uses
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, float], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        Pacing(**settings)  # type: ignore[arg-type]
+        Pacing(**settings)

@@ -35,7 +35,7 @@ def rows(prompts: Sequence[int], each: int, version: int = 0, first: int = 0) ->
 
 
 def settings_of(warm_up: int = 0, max_mean_uses: float = 8.0, **rest: object) -> ReplaySettings:
-    return replace(ReplaySettings(pacing=Pacing(warm_up, max_mean_uses)), **rest)  # type: ignore[arg-type]
+    return replace(ReplaySettings(pacing=Pacing(warm_up, max_mean_uses)), **rest)
 
 
 def uids(groups: list[Group]) -> list[str]:

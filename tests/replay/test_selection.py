@@ -295,7 +295,7 @@ def test_the_part_of_a_group_that_goes_by_reward_is_the_softmax_over_what_the_ot
 @pytest.mark.parametrize("mix", ["chance", "batch", "group"])
 def test_groups_of_one_prompt_in_one_batch_share_nothing_where_that_is_asked_and_there_are_enough(mix: str) -> None:
     buffer = store([60], recent=[30], rewards=[float(i % 7) for i in range(60)])
-    selector = RecencyReward(m=0.5, inverse_temperature=0.5, mix=mix, disjoint=True).start()  # type: ignore[arg-type]
+    selector = RecencyReward(m=0.5, inverse_temperature=0.5, mix=mix, disjoint=True).start()
     rng = np.random.default_rng(0)
     for _ in range(20):
         chosen = selector.select(buffer, BatchRequest(5, 6), rng)

@@ -76,10 +76,10 @@ def test_a_child_that_hangs_or_crashes_costs_its_own_answer_only() -> None:
 
 def test_a_child_that_died_between_two_calls_is_replaced_without_losing_an_answer() -> None:
     pool = Children(COMMAND, 1, 60.0)
-    ((_, pid),) = pool.ask([1])  # type: ignore[misc]
+    ((_, pid),) = pool.ask([1])
     os.kill(pid, signal.SIGKILL)
     until(lambda: not alive(pid), "the child's end")
-    ((answer, other),) = pool.ask([2])  # type: ignore[misc]
+    ((answer, other),) = pool.ask([2])
     assert (answer, other != pid) == (2, True)
     assert pool.counts["crashed"] == 0
     pool.close()
@@ -93,7 +93,7 @@ def test_a_command_that_cannot_start_is_an_error_and_not_an_endless_loop() -> No
 
 def test_a_pool_that_is_dropped_ends_its_children() -> None:
     pool = Children(COMMAND, 2, 60.0)
-    pids = {pid for _, pid in pool.ask([1, 2, 3])}  # type: ignore[misc]
+    pids = {pid for _, pid in pool.ask([1, 2, 3])}
     del pool
     assert not [pid for pid in pids if alive(pid)]
 
@@ -144,11 +144,11 @@ def test_several_threads_may_ask_at_once() -> None:
 def test_a_child_that_says_what_is_no_answer_is_replaced(says: str) -> None:
     code = CHILD.replace("os._exit(7)", says + "; continue")
     pool = Children((sys.executable, "-c", code), 1, 60.0)
-    ((first, pid),) = pool.ask(["a"])  # type: ignore[misc]
+    ((first, pid),) = pool.ask(["a"])
     assert pool.ask(["crash"]) == [None]
     (answer,) = pool.ask(["b"])  # None where what it said twice is read with this question: that costs it, no more
     assert first == "a"
-    assert answer is None or (answer[0] == "b" and answer[1] != pid)  # type: ignore[index]
-    ((last, other),) = pool.ask(["c"])  # type: ignore[misc]
+    assert answer is None or (answer[0] == "b" and answer[1] != pid)
+    ((last, other),) = pool.ask(["c"])
     assert (last, other != pid) == ("c", True)
     pool.close()

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from re import _parser  # type: ignore[attr-defined]  # the tree of an expression: nothing public gives it
+from re import _parser  # the tree of an expression: nothing public gives it
 from types import FrameType, ModuleType
 from typing import Any
 

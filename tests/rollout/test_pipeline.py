@@ -212,7 +212,7 @@ def test_generation_goes_on_while_a_reference_on_an_accelerator_scores_and_it_be
     while not reference.went_on:
         pipeline.round()
     other = torch.from_numpy(TASK.reference_logits_QNV) * 2
-    pipeline.searcher.weights.publish({WEIGHT: other}, Version(0, 2), {"reference": "0.2"})  # type: ignore[attr-defined]
+    pipeline.searcher.weights.publish({WEIGHT: other}, Version(0, 2), {"reference": "0.2"})
     while reference.version == Version():
         pipeline.round()
     pipeline.drain()

@@ -110,8 +110,8 @@ def prompts_of(count: int) -> list[Prompt]:
 def source(selection: str, prompts: int, seed: int, journal: Journal) -> PromptSource:
     rng, lease = np.random.default_rng([seed, 1]), journal.lease
     if selection == "uniform":
-        return UniformPrompts(prompts_of(prompts), rng, lease)  # type: ignore[arg-type]
-    return PosteriorPrompts(prompts_of(prompts), rng, lease, journal.after, PosteriorSettings())  # type: ignore[arg-type]
+        return UniformPrompts(prompts_of(prompts), rng, lease)
+    return PosteriorPrompts(prompts_of(prompts), rng, lease, journal.after, PosteriorSettings())
 
 
 def play(selection: str, rates: Rates, rounds: int, seed: int, each: int = 5) -> tuple[list[float], list[list[int]]]:
@@ -207,7 +207,7 @@ def chooser(
     rng, prompts = np.random.default_rng(len(name)), prompts_of(count)
 
     def lease(order: object, wanted: int) -> list[int]:
-        return journal.lease_first(order, wanted, 10.0)  # type: ignore[arg-type]
+        return journal.lease_first(order, wanted, 10.0)
 
     if selection == "uniform":
         return UniformPrompts(prompts, rng, lease), journal

@@ -30,14 +30,14 @@ class Counted:
     asked: list[tuple[Prompt, int]] = field(default_factory=list)
 
     def flow(self, count: int, *rest: object) -> TabularFlow:
-        flow = self.engine.flow(count, *rest)  # type: ignore[arg-type]
+        flow = self.engine.flow(count, *rest)
         submit = flow.submit
 
         def remembering(prompts: Sequence[Prompt]) -> None:
             self.asked += [(prompt, count) for prompt in prompts]
             submit(prompts)
 
-        flow.submit = remembering  # type: ignore[method-assign]
+        flow.submit = remembering
         return flow
 
 
@@ -146,7 +146,7 @@ def test_each_distinct_prefix_is_continued_once_and_all_of_it_is_counted_as_auxi
     engine, counts = Counted(TabularEngine(TASK)), Counter[str]()
     vine = replace(SPLIT_AT_B, rollouts=3)
     trajectories = judged(30)
-    grown = vine.start(engine, TASK.reward(), TOKENIZER).grow(  # type: ignore[arg-type]
+    grown = vine.start(engine, TASK.reward(), TOKENIZER).grow(
         trajectories, Sampling(), np.random.default_rng(1), counts
     )
     prefixes = {
@@ -184,12 +184,12 @@ def test_beyond_the_last_step_that_is_estimated_the_value_is_the_reward_and_noth
     prompt = Prompt("letters", np.array([1], np.int32))
     t = Trajectory("t", prompt, completion, 0.9, np.zeros(len(completion.tokens), np.float32), Version())
     for limit, values in ((2, [0.1, 0.2, 0.3, 0.9, 0.9]), (None, [0.1, 0.2, 0.3, 0.4, 0.5])):
-        rollouts = Vine(2, max_steps=limit).start(engine, Length(), tokenizer)  # type: ignore[arg-type]
+        rollouts = Vine(2, max_steps=limit).start(engine, Length(), tokenizer)
         (grown,) = rollouts.grow([t], Sampling(), np.random.default_rng(0), Counter())
         assert grown.arrays["step_start"].tolist() == [0, 2, 4, 6, 8]
         assert grown.arrays["step_value"].tolist() == pytest.approx(values)
         assert engine.asked == (3 if limit else 5)
-    cut = Vine(2, max_steps=None, max_tokens=3).start(engine, Length(), tokenizer)  # type: ignore[arg-type]
+    cut = Vine(2, max_steps=None, max_tokens=3).start(engine, Length(), tokenizer)
     (grown,) = cut.grow([t], Sampling(), np.random.default_rng(0), Counter())
     assert grown.arrays["step_value"].tolist() == pytest.approx([0.1, 0.2, 0.2, 0.2, 0.2])  # "a\nb" of each
 
@@ -210,7 +210,7 @@ def test_what_a_stop_string_removed_is_not_in_the_text_that_is_marked() -> None:
     completion = Completion(tokens, "a\nb", StopReason.EOS, (Version(),) * 2)
     prompt = Prompt("letters", np.array([1], np.int32))
     t = Trajectory("t", prompt, completion, 0.0, np.zeros(3, np.float32), Version())
-    rollouts = Vine(1).start(stopped, Seen(), tokenizer)  # type: ignore[arg-type]
+    rollouts = Vine(1).start(stopped, Seen(), tokenizer)
     rollouts.grow([t], Sampling(), np.random.default_rng(0), Counter())
     assert [c.text for c in seen] == ["c", "a\nc"]
     assert [c.stop_reason for c in seen] == [StopReason.STOP_STRING] * 2
@@ -248,4 +248,4 @@ def test_settings_that_cannot_work_are_refused() -> None:
         ({"max_tokens": 0}, "max_tokens is 0"),
     ):
         with pytest.raises(UserError, match=said):
-            Vine(**changes)  # type: ignore[arg-type]
+            Vine(**changes)

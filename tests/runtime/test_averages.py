@@ -59,7 +59,7 @@ def test_what_is_evaluated_is_the_average_and_the_next_round_is_of_the_weights(t
         loaded.append((version, weights[WEIGHT].clone()))
         load(weights, version)
 
-    search.searcher.engine.load = told  # type: ignore[method-assign]
+    search.searcher.engine.load = told
     try:
         while train.trainer.version.step < 10:
             train.step()

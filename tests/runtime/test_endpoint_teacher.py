@@ -134,7 +134,7 @@ def test_what_a_server_cannot_give_ends_in_a_sentence(server: Server, tmp_path: 
         ((503, {}, b"{}"), "did not answer in 3 calls"),
     ]
     for reply, said in replies:
-        server.script = lambda n, asked, reply=reply: reply  # type: ignore[misc]
+        server.script = lambda n, asked, reply=reply: reply
         with pytest.raises(TbaError, match=said):
             teacher.log_probabilities_of(answers(recipe))
     with pytest.raises(UserError, match="scores at temperature 1"):

@@ -104,13 +104,13 @@ def mid_manifest(patch: pytest.MonkeyPatch, nth: int) -> None:
 
     def half(path: Path, text: str, *rest: Any) -> int:
         if path.name.startswith(".") and path.name.endswith(".json") and path.parent.name == "weights":
-            mid_manifest.calls -= 1  # type: ignore[attr-defined]
-            if mid_manifest.calls == 0:  # type: ignore[attr-defined]
+            mid_manifest.calls -= 1
+            if mid_manifest.calls == 0:
                 path.write_bytes(text.encode()[: len(text) // 2])
                 die()
         return path.write_bytes(text.encode())
 
-    mid_manifest.calls = nth  # type: ignore[attr-defined]
+    mid_manifest.calls = nth
     patch.setattr(Path, "write_text", half)
 
 
@@ -196,7 +196,7 @@ def test_parts_killed_at_random_moments_are_started_again_and_the_trainer_goes_o
     try:
         for part in ("searcher-0", "trainer", "searcher-1", "trainer"):
             wanted = steps_of(path) + int(rng.integers(25, 60))
-            until(lambda wanted=wanted: steps_of(path) > wanted, SECONDS, "steps")  # type: ignore[misc]
+            until(lambda wanted=wanted: steps_of(path) > wanted, SECONDS, "steps")
             there = uids_of(path)
             victim = children(driver.pid)[part]
             os.kill(victim, signal.SIGKILL)

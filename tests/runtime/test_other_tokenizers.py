@@ -116,7 +116,7 @@ def test_whoever_sampled_the_answers_a_teacher_of_other_tokens_is_learnt(
         batch = recipe.teachers.mixed(collate([drawn]), step)
         optimizer.param_groups[0]["lr"] = 0.15 * 0.5 * (1 + math.cos(math.pi * step / STEPS))
         optimizer.zero_grad()
-        objective(policy.evaluate(batch), batch, step)[0].backward()  # type: ignore[no-untyped-call]
+        objective(policy.evaluate(batch), batch, step)[0].backward()
         optimizer.step()
     found = distribution(policy)[:1]
     assert float(total_variation(found, energy.softmax(0)[None])[0]) <= 0.02
@@ -180,7 +180,7 @@ class Reading:
 def test_a_chat_is_read_as_the_teacher_s_own_template_writes_it_and_a_cut_answer_has_no_end(name: str) -> None:
     family, theirs, own = FAMILIES[name], tokenizer(name, "chat"), tokenizer("smollm2", "chat")
     teacher, messages = Reading(), [{"role": "user", "content": "There is a note: what is in it?"}]
-    scorer = ScoredByText(teacher, Reading(), own, theirs, chat=True)  # type: ignore[arg-type]
+    scorer = ScoredByText(teacher, Reading(), own, theirs, chat=True)
     text = templated(own, messages)
     prompt = Prompt("t", np.array(own.encode(text, add_special_tokens=False), np.int32), text, messages=tuple(messages))
     said = "It is rent, caf\u00e9"
@@ -204,7 +204,7 @@ def test_where_tokens_are_scored_or_messages_are_unknown_another_tokenizer_is_re
     by_token = replace(alone, objective=SubtrajectoryBalance(Constant(1.0), flow="one"))
     with pytest.raises(UserError, match="the objective needs the log-probability of each token"):
         require_scorers(by_token, by_token.model, lambda line: None)
-    scorer = ScoredByText(Reading(), Reading(), None, None, chat=True)  # type: ignore[arg-type]
+    scorer = ScoredByText(Reading(), Reading(), None, None, chat=True)
     with pytest.raises(UserError, match="needs the messages of a chat"):
         scores_of(scorer, PROMPT, [completion(0)])
 
@@ -218,7 +218,7 @@ def test_a_run_with_a_teacher_of_other_tokens_keeps_one_score_for_each_answer(tm
     assert len(found) >= 64
     assert {t.completion.stop_reason for t in found} == {StopReason.EOS, StopReason.LENGTH}
     # the teacher is the policy's start, which is the reference: also of answers with padding, that no text shows
-    assert any(recipe.model.tokenizer().pad_token_id in t.completion.tokens for t in found)  # type: ignore[attr-defined]
+    assert any(recipe.model.tokenizer().pad_token_id in t.completion.tokens for t in found)
     for t in found:
         (log_T,) = t.arrays[TEACHER]
         assert not log_T[:-1].any()

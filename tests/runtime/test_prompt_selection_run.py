@@ -48,9 +48,9 @@ def test_two_searchers_never_hold_one_prompt_and_each_learns_from_both(tmp_path:
     train.replay.drain()
     with JournalFollower(run.journal(recipe)) as journal:
         sums = Counter[int]()
-        positions = {key: i for i, key in enumerate(p.key for p in halves[0].searcher.prompts.prompts)}  # type: ignore[attr-defined]
+        positions = {key: i for i, key in enumerate(p.key for p in halves[0].searcher.prompts.prompts)}
         for t in journal.drain():
-            sums[positions[t.prompt.key]] += t.reward  # type: ignore[assignment]
+            sums[positions[t.prompt.key]] += t.reward
     for position, total in sums.items():
         assert sum(s for _, p, s, _ in outcomes if p == position) == pytest.approx(total)
     for half in halves:

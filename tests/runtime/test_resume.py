@@ -215,7 +215,7 @@ def test_killed_at_random_moments_again_and_again_a_run_loses_nothing_and_arrive
     seen: list[str] = []
     for _ in range(10):
         lines = steps_of(path) + int(rng.integers(12, 40))
-        until(lambda lines=lines: steps_of(path) >= lines, SECONDS, "some steps")  # type: ignore[misc]
+        until(lambda lines=lines: steps_of(path) >= lines, SECONDS, "some steps")
         os.kill(child, signal.SIGKILL)
         assert ended(child) == -signal.SIGKILL
         now = uids_of(path)

@@ -106,7 +106,7 @@ def test_a_move_holds_for_the_trainer_and_the_replay_and_after_a_resume(start: S
     assert (train.trainer.sync_every, train.replay.sync_every, train.replay.m) == (16, 16, 0.5)
     train.checkpoint()
     train.close()  # a run has one trainer
-    train.close = lambda: None  # type: ignore[method-assign]
+    train.close = lambda: None
     train.run.begin_again("resumed")
     again = start_training(train.recipe, train.run, stop=lambda: False, ahead=False)
     assert (again.trainer.sync_every, again.replay.sync_every, again.replay.m) == (16, 16, 0.5)
@@ -126,7 +126,7 @@ def test_a_selection_without_an_m_cannot_be_controlled(tmp_path: Path) -> None:
             return []
 
     recipe, _ = made(tmp_path / "run")
-    odd = replace(recipe.replay, selection=Oldest())  # type: ignore[arg-type]
+    odd = replace(recipe.replay, selection=Oldest())
     with pytest.raises(UserError, match="Oldest has no m to adjust"):
         replace(recipe, replay=odd, control=replace(recipe.control, signal="ess"))
 

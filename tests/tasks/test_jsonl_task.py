@@ -149,7 +149,7 @@ def test_a_row_of_another_trainer_is_a_chat_with_its_right_answer_and_all_its_fi
     assert problem.prompt == (USER,)
     asked = ("prompt", "messages")
     assert problem.fields == {**{k: v for k, v in row.items() if k not in asked}, "answer": "24"}
-    assert problem.tools == tuple(row.get("tools", ()))  # type: ignore[call-overload]
+    assert problem.tools == tuple(row.get("tools", ()))
 
 
 def test_nested_columns_have_dotted_names_also_in_a_text_of_json(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def questions(task: Math, split: str) -> list[int]:
-    return [int(p.fields["question"].split()[-1].rstrip("$?")) for p in task.problems(split)]  # type: ignore[arg-type]
+    return [int(p.fields["question"].split()[-1].rstrip("$?")) for p in task.problems(split)]
 
 
 def test_problems_without_an_answer_and_those_of_the_test_are_left_out_of_training(folder: Path) -> None:

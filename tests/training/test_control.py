@@ -99,7 +99,7 @@ def test_one_that_goes_on_from_its_state_does_what_it_would_have_done(values: li
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, float], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        Control("ess", **settings)  # type: ignore[arg-type]
+        Control("ess", **settings)
 
 
 def test_a_recipe_that_begins_out_of_bounds_is_refused() -> None:

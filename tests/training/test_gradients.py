@@ -41,7 +41,7 @@ def gradient(policy: Policy, objective: Objective, batch: Batch, max_tokens: int
     for parameter in policy.parameters():
         parameter.grad = None
     counted = Counted(policy)
-    loss, _ = backward(counted, objective, batch, 1, max_tokens)  # type: ignore[arg-type]
+    loss, _ = backward(counted, objective, batch, 1, max_tokens)
     return float(loss), torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]), counted.passes
 
 

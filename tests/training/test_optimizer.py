@@ -173,7 +173,7 @@ def test_a_state_that_is_missing_damaged_or_of_another_model_is_refused_in_one_s
 )
 def test_settings_that_cannot_work_are_refused(field: str, value: object) -> None:
     with pytest.raises(UserError, match=field):
-        OptimizerSettings(**{field: value})  # type: ignore[arg-type]
+        OptimizerSettings(**{field: value})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

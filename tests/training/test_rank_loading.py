@@ -109,7 +109,7 @@ def test_a_sharded_policy_has_the_weights_and_the_forward_of_the_whole_model(fam
         assert all(is_sharded(p) for p in policy.parameters())  # nothing is left gathered
         found = policy.evaluate(batch).log_policy_BT
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-        found.sum().backward()  # type: ignore[no-untyped-call]
+        found.sum().backward()
         assert all(p.grad is not None for p in policy.parameters() if p.requires_grad)
 
 

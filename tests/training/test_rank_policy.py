@@ -51,7 +51,7 @@ SIZES = [5, 1, 8, 3, 6, 4, 2]  # B = 7, ragged
 
 def trainer_of(policy: object, optimizer: Optimizer, objective: Objective, path: Path, limit: int) -> ByHand:
     return ByHand(
-        policy=policy,  # type: ignore[arg-type]
+        policy=policy,
         objective=objective,
         batches=Sampled(Recycled(groups_of(SIZES * 3)), len(SIZES), 5),
         weights=Published(),
@@ -137,7 +137,7 @@ def step_both(one: Trainer, several: Trainer, steps: int) -> None:
 def checkpoint(trainer: Trainer, folder: Path) -> Checkpoint:
     policy = trainer.policy
     return save_checkpoint(
-        folder, trainer.version, policy.save, trainer.optimizer, heads=policy.heads  # type: ignore[attr-defined]
+        folder, trainer.version, policy.save, trainer.optimizer, heads=policy.heads
     )  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def test_two_ranks_are_one_for_any_objective_and_what_they_saved_goes_on_with_on
         one, two = alone(balance, tmp_path), spread(ranks, balance, tmp_path, WHOLE)
         step_both(one, two, 10)
         assert difference(one, two) < rounding(one, 10)
-        mine, its = one.weights.sent[-1][1], two.weights.sent[-1][1]  # type: ignore[attr-defined]
+        mine, its = one.weights.sent[-1][1], two.weights.sent[-1][1]
         assert max(float((mine[name] - its[name]).abs().max()) for name in mine) < rounding(one, 10)  # as published
         saved = checkpoint(two, folder)
         saved.verify()
@@ -211,7 +211,7 @@ def test_adapters_over_two_ranks_are_those_of_one_and_are_saved_merged(tmp_path:
         two = trainer_of(Rank0Policy(own, ranks, WHOLE), optimizer, balance, tmp_path, WHOLE)
         step_both(one, two, 3)
         assert difference(one, two) < rounding(one, 3)
-        two.policy.save(tmp_path / "two")  # type: ignore[attr-defined]
+        two.policy.save(tmp_path / "two")
         ranks.say("end")
     policy.save(tmp_path / "one")
     for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
@@ -281,7 +281,7 @@ def test_of_changes_ranks_send_what_is_written_and_the_file_is_the_one_that_gath
         return load_file(directories[to].file(Version(0, step)))
 
     kinds = {"dtype": torch.bfloat16, "settings": PublishSettings(full_every=2)}
-    directories = {to: WeightDirectory(tmp_path / to, **kinds) for to in ("ranks", "one")}  # type: ignore[arg-type]
+    directories = {to: WeightDirectory(tmp_path / to, **kinds) for to in ("ranks", "one")}
     before = llama_policy().weights()
     torch.manual_seed(1)
     after = {name: torch.where(torch.rand(t.shape) < share, t + 1, t) for name, t in before.items()}
@@ -321,7 +321,7 @@ def test_one_process_in_bfloat16_is_one_rank_of_shards_to_the_bit(limit: int, tm
         sharded = spread(ranks, balance, tmp_path, limit, compute=torch.bfloat16)
         for _ in range(4):
             assert one.go()["grad_norm"] == sharded.go()["grad_norm"]
-        theirs = dict(sharded.policy._sent(everything=True).items())  # type: ignore[attr-defined]
+        theirs = dict(sharded.policy._sent(everything=True).items())
     ours = one.policy.weights()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) and tensor.dtype == torch.float32 for name, tensor in ours.items())

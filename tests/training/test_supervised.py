@@ -202,7 +202,7 @@ def test_what_cannot_be_trained_on_is_refused_in_one_sentence() -> None:
         supervise(llama(), Ids(), pairs_of(2), SupervisedSettings(max_length=2))
     for field, value in (("epochs", 0.0), ("steps", 0), ("batch_size", 0), ("held_out", 1.0), ("warmup", -0.1)):
         with pytest.raises(UserError):
-            SupervisedSettings(**{field: value})  # type: ignore[arg-type]
+            SupervisedSettings(**{field: value})
 
 
 def test_a_loss_that_is_not_finite_ends_the_warm_start() -> None:
@@ -215,7 +215,7 @@ def test_a_loss_that_is_not_finite_ends_the_warm_start() -> None:
 
 def test_the_rate_rises_over_the_warm_up_and_falls_to_nothing() -> None:
     for schedule, middle in (("constant", 1.0), ("linear", 0.5), ("cosine", 0.5)):
-        settings = SupervisedSettings(lr=2.0, warmup=0.1, schedule=schedule)  # type: ignore[arg-type]
+        settings = SupervisedSettings(lr=2.0, warmup=0.1, schedule=schedule)
         rates = settings.optimizer(100).schedule
         assert rates(5) == pytest.approx(0.5)
         assert rates(56) == pytest.approx(middle, abs=0.01)

@@ -81,7 +81,7 @@ def settled(objective: Objective, of: Teacher, source: str) -> float:
         batch = of.mixed(collate([drawn]), step)
         optimizer.param_groups[0]["lr"] = 0.15 * 0.5 * (1 + math.cos(math.pi * step / STEPS))
         optimizer.zero_grad()
-        objective(policy.evaluate(batch), batch, step)[0].backward()  # type: ignore[no-untyped-call]
+        objective(policy.evaluate(batch), batch, step)[0].backward()
         optimizer.step()
     return float(total_variation(distribution(policy), target(of))[0])
 

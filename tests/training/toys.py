@@ -209,7 +209,7 @@ def trainer_of(policy: Policy, objective: Objective, tmp_path: object, **changes
         "max_tokens_per_pass": 10**6,
         "directory": tmp_path,
     }
-    return ByHand(**{**given, **changes})  # type: ignore[arg-type]
+    return ByHand(**{**given, **changes})
 
 
 BETA = Constant(0.5)

@@ -115,7 +115,7 @@ def test_the_same_answers_weights_and_evaluations_come_through_the_exchange_as_f
         train.step()
         train.publish()
         assert search.evaluate()
-        weights = search.searcher.engine.logits_QNV.copy()  # type: ignore[attr-defined]
+        weights = search.searcher.engine.logits_QNV.copy()
         search.close()
         train.close()
         if exchange is not None:
