@@ -1,0 +1,403 @@
+"""Distillation of a real model beside TRL's: seconds, CPU seconds, answers and tokens to equal KL to the teacher.
+
+    python lab/benchmarks/distil_against_trl.py --model STUDENT --teacher TEACHER --out rows.jsonl --folder RUNS
+        [--ways trl by-token tb] [--updates 40] [--every 8] [--rates 2e-4 1e-3] [--seeds 1] [--problems 64]
+        [--threads 2] [--table]
+
+The student is SmolLM2-135M-Instruct, the teacher a folder with its tokenizer, such as a checkpoint of the recipe
+`instruct`; the prompts are that recipe's. Theirs is TRL's `DistillationTrainer` at beta 1, which its documentation has
+for distillation on-policy since `GKDTrainer` became experimental: reverse KL by the whole vocabulary on the student's
+own answers, one process of two threads. Ours is the recipe `distil_smollm2` in two processes of one thread,
+asynchronous: token by token (`by-token`), and Trajectory Balance of whole answers (`tb`). TRL comes into an environment
+of its own (`against_trl.py`).
+
+Alike: 16 answers an update of at most 64 tokens at temperature 1, LoRA on all linear layers, AdamW without decay, a
+rise of five updates, the gradient's clip, float32. Other: TRL takes 16 prompts an update, ours four with four answers
+each, since log Z needs several of a prompt. Each way has its rate of --rates, by the KL at the end on a seed of its
+own; with one rate nothing is tuned.
+
+Adapters are written during a run and measured after it, by the same code (`Judge`): KL(student || teacher) per answer
+on the student's answers to held-out prompts, and KL(teacher || student) on the teacher's, each exact in the next token
+and summed over an answer. The clocks begin when all is loaded: TRL's at its first update, without its writing of
+adapters; ours before the first answer is sampled, with the writing of checkpoints, which are whole models. CPU seconds
+are those of all of a run's processes (Linux). Ours counts what was sampled, used or not. A row is written as it is
+measured; after a stop the same command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from against_trl import ROOT, environment
+from torch import Tensor
+
+from tba.engines.transformers import EngineSettings
+from tba.evaluation.accuracy import EvaluationSettings
+from tba.generation import generate
+from tba.models.huggingface import HuggingFace
+from tba.objectives.subtrajectory_balance import SubtrajectoryBalance
+from tba.recipes.distil_smollm2 import recipe as distil
+from tba.replay.pacing import Pacing
+from tba.rollout.exploration import Fixed
+from tba.runtime.prompting import prompts_of
+from tba.schedules import Constant, WarmupConstant
+from tba.types import Prompt, Sampling, Version
+from tba_lab.gkd import kl
+from tba_lab.study import Study
+
+PROMPTS, ANSWERS = 4, 4  # of an update
+TOKENS = 64  # of an answer, at most
+TUNED_ON = 100
+START = "start"  # the way of a student that has learnt nothing
+_AT_ONCE = 16  # answers whose logits are made together
+_LOOK = 0.2  # seconds between two looks at how far a run is
+_DEADLINE = 7200  # seconds of one run
+
+assert isinstance(distil.model, HuggingFace)
+recipe = replace(
+    distil,
+    model=replace(distil.model, generation=EngineSettings(slots=32, max_completion_tokens=TOKENS)),
+    policy_temperature=1.0,
+    exploration=Fixed(temperature=1.0),
+    optimizer=replace(distil.optimizer, schedule=WarmupConstant(5)),
+    replay=replace(distil.replay, pacing=Pacing(warm_up=PROMPTS * ANSWERS, max_mean_uses=2.0)),
+    evaluation=EvaluationSettings(problems=1, greedy=False),
+    run=replace(distil.run, checkpoints=1000),
+    groups_per_step=PROMPTS,
+    group_size=ANSWERS,
+    samples_per_prompt=ANSWERS,
+    prompts_per_round=PROMPTS,
+)
+study = Study(
+    name="distil_against_trl",
+    description="Ways to learn from a teacher that is the whole target.",
+    recipe=recipe,
+    variants={
+        "tb": recipe,
+        "by-token": replace(recipe, objective=SubtrajectoryBalance(beta=Constant(1.0), flow="one")),
+    },
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a student was after some updates."""
+
+    way: str
+    rate: float
+    seed: int
+    update: int
+    wall: float  # seconds
+    cpu: float  # seconds, of all processes
+    answers: int  # sampled by then
+    tokens: int  # of these
+    kl: float  # of the student to the teacher, nats an answer
+    kl_error: float  # standard error of its mean
+    kl_back: float  # of the teacher to the student
+    length: float  # mean tokens of the student's answers
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Measures how far a student is from the teacher."""
+
+    student: str
+    teacher: str
+    problems: int
+
+    @cached_property
+    def base(self) -> HuggingFace:
+        assert isinstance(recipe.model, HuggingFace)
+        found = replace(recipe.model, path=self.student, lora=replace(recipe.model.lora, rank=0))
+        return replace(found, generation=EngineSettings(slots=self.problems, max_completion_tokens=TOKENS))
+
+    @cached_property
+    def prompts(self) -> list[Prompt]:
+        return prompts_of(replace(recipe, evaluation=EvaluationSettings(problems=self.problems)), self.base, "eval")
+
+    @cached_property
+    def engine(self) -> Any:
+        return self.base.engine(Version(), 256)
+
+    @cached_property
+    def taught(self) -> tuple[Any, list[list[int]], list[Tensor]]:
+        """The teacher, its answers, and its last states before each of their tokens."""
+        model = loaded(self.teacher)
+        answers = self.answers(model)
+        return model, answers, self.states(model, answers)
+
+    def answers(self, model: Any) -> list[list[int]]:
+        """Returns a model's sampled answer to each prompt, as tokens: the same of the same weights."""
+        self.engine.load(dict(model.named_parameters()), Version(0, 1))
+        answered = generate(self.engine, self.prompts, 1, Sampling(), np.random.default_rng(0))
+        return [[int(token) for token in own.tokens] for (own,) in answered]
+
+    @torch.inference_mode()
+    def states(self, model: Any, answers: list[list[int]]) -> list[Tensor]:
+        """Returns a model's last states [T, H] before each token of every answer."""
+        found = []
+        for first in range(0, len(answers), _AT_ONCE):
+            part = list(zip(self.prompts[first:], answers[first : first + _AT_ONCE], strict=False))
+            rows = [torch.tensor([*prompt.tokens.tolist(), *answer]) for prompt, answer in part]
+            read = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # behind, where nothing before sees it
+            states = model.model(input_ids=read, use_cache=False).last_hidden_state
+            for (prompt, answer), row in zip(part, states, strict=True):
+                found.append(row[len(prompt.tokens) - 1 :][: len(answer)].clone())
+        return found
+
+    def measured(self, adapter: Path | None) -> dict[str, Any]:
+        """Returns what a row says of the student with an adapter."""
+        student = loaded(self.student, adapter)
+        teacher, theirs, taught = self.taught
+        own = self.answers(student)
+        heads = student.get_output_embeddings(), teacher.get_output_embeddings()
+        away = per_answer((heads[0], self.states(student, own)), (heads[1], self.states(teacher, own)))
+        back = per_answer((heads[1], taught), (heads[0], self.states(student, theirs)))
+        return {
+            "kl": statistics.mean(away),
+            "kl_error": statistics.stdev(away) / len(away) ** 0.5,
+            "kl_back": statistics.mean(back),
+            "length": statistics.mean(map(len, own)),
+        }
+
+
+def loaded(folder: str, adapter: Path | None = None) -> Any:
+    """Returns a model in float32, with an adapter of PEFT merged into it."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    return model.eval().requires_grad_(False)
+
+
+@torch.inference_mode()
+def per_answer(p: tuple[Any, list[Tensor]], q: tuple[Any, list[Tensor]]) -> list[float]:
+    """Returns for each answer the sum over its tokens of KL(p || q), each a head and states [T, H] of answers."""
+    found = []
+    for own, other in zip(p[1], q[1], strict=True):
+        log_p, log_q = p[0](own).log_softmax(-1), q[0](other).log_softmax(-1)
+        found.append(float(kl(log_p, log_q).double().sum()))
+    return found
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Trains students, each in a folder that outlasts a stop of this command."""
+
+    model: str
+    teacher: str
+    updates: int
+    every: int
+    folder: Path
+    threads: int  # of TRL
+
+    def curve(self, way: str, rate: float, seed: int) -> tuple[Path, list[dict[str, float]]]:
+        """Returns the folder of a run's `step-N/adapter` and its costs by then; trains it unless it is there."""
+        path = self.folder / f"{way}-{rate:g}-{seed}"
+        kept = path / "curve.json"
+        if not kept.exists():
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir(parents=True)
+            found = self.theirs(path, rate, seed) if way == "trl" else self.ours(path, way, rate, seed)
+            kept.write_text(json.dumps(found) + "\n")
+        return path / ("" if way == "trl" else "run/checkpoints"), json.loads(kept.read_text())
+
+    def theirs(self, path: Path, rate: float, seed: int) -> list[dict[str, float]]:
+        """Trains by TRL; returns its curve."""
+        python = environment()
+        assert isinstance(recipe.model, HuggingFace)
+        settings = {
+            "model": self.model,
+            "teacher": self.teacher,
+            "prompts": [problem.prompt for problem in recipe.task.problems("train")],
+            "updates": self.updates,
+            "every": self.every,
+            "rate": rate,
+            "seed": seed,
+            "warm_up": 5,
+            "clip": recipe.optimizer.clip_norm,
+            "batch": PROMPTS * ANSWERS,
+            "max_completion": TOKENS,
+            "rank": recipe.model.lora.rank,
+            "threads": self.threads,
+            "folder": str(path),
+            "out": str(path / "out.json"),
+        }
+        (path / "settings.json").write_text(json.dumps(settings))
+        command = [str(python), str(Path(__file__).parent / "trl_distil_side.py"), str(path / "settings.json")]
+        with (path / "log").open("w") as log:
+            subprocess.run(command, check=True, stdout=log, stderr=log, timeout=_DEADLINE)
+        found = json.loads((path / "out.json").read_text())
+        print(f"TRL took {found['peak_gb']:.1f} GB", file=sys.stderr)
+        curve: list[dict[str, float]] = found["curve"]
+        return curve
+
+    def ours(self, path: Path, way: str, rate: float, seed: int) -> list[dict[str, float]]:
+        """Trains by `tba train`, and watches what it has cost as it goes."""
+        command = [sys.executable, "-m", "tba", "train", f"{__file__}::{way}", "--model.path", self.model]
+        command += ["--teacher.paths", self.teacher, "--runs", str(path), "--run-name", "run"]
+        command += ["--steps", str(self.updates), "--run.checkpoint-every", str(self.every)]
+        command += ["--optimizer.lr", str(rate), "--seed", str(seed)]
+        paths = os.pathsep.join(str(ROOT / part) for part in ("src", "lab/src", "lab/benchmarks"))
+        with (path / "log").open("w") as log:
+            run = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths}, stdout=log, stderr=log)
+            try:
+                curve = list(self.watched(run, path / "run"))
+            finally:
+                if run.poll() is None:
+                    run.terminate()
+                    run.wait(60)
+        if run.returncode or len(curve) < self.updates // self.every:
+            raise SystemExit(f"{' '.join(command)}\n{(path / 'log').read_text()[-3000:]}")
+        return curve
+
+    def watched(self, run: subprocess.Popen[bytes], path: Path) -> Iterator[dict[str, float]]:
+        """Yields the costs of each update that is measured, as it ends."""
+        deadline, due = time.monotonic() + _DEADLINE, self.every
+        while not (path / "evaluations.jsonl").exists() and run.poll() is None:  # of the first weights: all is loaded
+            time.sleep(_LOOK)
+        began, cpu = time.perf_counter(), cpu_seconds(run.pid)
+        while run.poll() is None and time.monotonic() < deadline:
+            time.sleep(_LOOK)
+            lines = (path / "metrics.jsonl").read_text().splitlines(keepends=True)
+            for step in (json.loads(line) for line in lines if line.endswith("\n")):
+                if step["step"] == due:
+                    costs = {"wall": time.perf_counter() - began, "cpu": cpu_seconds(run.pid) - cpu}
+                    sampled = {"answers": step["journal_rows"], "tokens": int(step["generated_tokens"])}
+                    yield {"update": due, **costs, **sampled}
+                    due += self.every
+
+
+def cpu_seconds(root: int) -> float:
+    """Returns the CPU seconds of a process and of all that came from it, by /proc."""
+    parent, ticks = {}, {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        pid = int(stat.parent.name)
+        parent[pid], ticks[pid] = int(fields[1]), sum(map(int, fields[11:15]))  # its own, and of children that ended
+
+    def within(pid: int) -> bool:
+        while pid != root and pid in parent:
+            pid = parent[pid]
+        return pid == root
+
+    return sum(spent for pid, spent in ticks.items() if within(pid)) / os.sysconf("SC_CLK_TCK")
+
+
+def wanted(done: Callable[[], list[Row]], given: argparse.Namespace) -> Iterator[tuple[str, float, int, list[int]]]:
+    """Yields runs with the updates that are to be measured: of each way its rates, then the seeds at the best one."""
+    last = given.updates - given.updates % given.every
+    rates = [(way, rate) for way in given.ways for rate in given.rates]
+    if len(given.rates) > 1:
+        yield from ((way, rate, TUNED_ON, [last]) for way, rate in rates)
+    for seed in range(given.seeds):
+        for way in given.ways:
+            yield way, best_rate(done(), way, given.rates), seed, list(range(given.every, last + 1, given.every))
+
+
+def best_rate(done: Sequence[Row], way: str, rates: Sequence[float]) -> float:
+    """Returns the rate whose student was nearest to the teacher, on the seed that rates are chosen on."""
+    tried = [row for row in done if row.way == way and row.seed == TUNED_ON]
+    return min(tried, key=lambda row: row.kl).rate if tried else rates[0]
+
+
+def first_at(rows: Sequence[Row], target: float, what: str) -> float | None:
+    """Returns when the KL to the teacher first was at most `target`, by `what` it cost, linear between measurements;
+    None: never. The first row is the start.
+    """
+    for before, after in itertools.pairwise(rows):
+        if after.kl <= target:
+            share = (before.kl - target) / (before.kl - after.kl)
+            return float(getattr(before, what) + share * (getattr(after, what) - getattr(before, what)))
+    return None
+
+
+def table(done: Sequence[Row], shares: Sequence[float]) -> str:
+    """Returns a line for each way, share of the KL that is left, and seed."""
+    start = next((row for row in done if row.way == START), None)
+    if start is None:
+        return "nothing is measured yet"
+    lines = [
+        f"at the start: {start.kl:.3f} +- {start.kl_error:.3f} nats an answer to the teacher, {start.kl_back:.3f} back",
+        "",
+        "| way | rate | seed | KL left | wall s | cpu s | answers | tokens | at the end: KL, back | cpu s an update |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for way, rate, seed in sorted({(r.way, r.rate, r.seed) for r in done if r.way != START and r.seed != TUNED_ON}):
+        rows = sorted((r for r in done if (r.way, r.rate, r.seed) == (way, rate, seed)), key=lambda row: row.update)
+        last = rows[-1]
+        for share in shares:
+            costs = [first_at([start, *rows], share * start.kl, what) for what in ("wall", "cpu", "answers", "tokens")]
+            cells = " | ".join("never" if cost is None else f"{cost:,.0f}" for cost in costs)
+            end = f"{last.kl:.3f} +- {last.kl_error:.3f}, {last.kl_back:.3f}"
+            lines.append(f"| {way} | {rate:g} | {seed} | {share:g} | {cells} | {end} | {last.cpu / last.update:.1f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """The command line above."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="the student's folder")
+    parser.add_argument("--teacher", required=True, help="the teacher's folder")
+    parser.add_argument("--out", type=Path, required=True, help="rows are added to it")
+    parser.add_argument("--folder", type=Path, required=True, help="of runs and adapters")
+    parser.add_argument("--ways", nargs="+", default=["trl", "by-token"], choices=["trl", "by-token", "tb"])
+    parser.add_argument("--updates", type=int, default=40)
+    parser.add_argument("--every", type=int, default=8, help="updates between two measurements")
+    parser.add_argument("--rates", type=float, nargs="+", default=[2e-4, 1e-3])
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--problems", type=int, default=64, help="held-out prompts")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.25], help="of the first KL, to reach")
+    parser.add_argument("--threads", type=int, default=2, help="of TRL and of the measurements")
+    parser.add_argument("--table", action="store_true", help="only print the table of what there is")
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    judge = Judge(given.model, given.teacher, given.problems)
+    runs = Runs(given.model, given.teacher, given.updates, given.every, given.folder, given.threads)
+
+    def done() -> list[Row]:
+        lines = given.out.read_text().splitlines() if given.out.exists() else []
+        return [Row(**json.loads(line)) for line in lines]
+
+    def measure(way: str, rate: float, seed: int, costs: dict[str, Any], adapter: Path | None) -> None:
+        row = Row(way=way, rate=rate, seed=seed, **costs, **judge.measured(adapter))
+        with given.out.open("a") as file:
+            file.write(json.dumps(asdict(row)) + "\n")
+        print(row, file=sys.stderr, flush=True)
+
+    if not given.table:
+        if not done():
+            measure(START, 0.0, 0, dict.fromkeys(("update", "wall", "cpu", "answers", "tokens"), 0), None)
+        for way, rate, seed, updates in wanted(done, given):
+            have = {row.update for row in done() if (row.way, row.rate, row.seed) == (way, rate, seed)}
+            if have.issuperset(updates):
+                continue
+            folder, curve = runs.curve(way, rate, seed)
+            for costs in curve:
+                if costs["update"] in updates and costs["update"] not in have:
+                    measure(way, rate, seed, costs, folder / f"step-{costs['update']}" / "adapter")
+    print(table(done(), given.shares))
+
+
+if __name__ == "__main__":
+    main()
