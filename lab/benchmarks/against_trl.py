@@ -38,7 +38,8 @@ from tba.recipes.quickstart import recipe
 TRL = "trl==1.16.0"
 RATES = (3e-5, 1e-4, 3e-4)
 ROOT = Path(__file__).resolve().parents[2]
-OURS = {"quickstart": "quickstart", "tba-prime": "wall_clock::tba-prime-async"}  # name -> what `tba train` runs
+STUDY = ROOT / "lab" / "src" / "tba_lab" / "studies" / "wall_clock.py"
+OURS = {"quickstart": "quickstart", "tba-prime": f"{STUDY}::tba-prime-async"}  # name -> what `tba train` runs
 _DEADLINE = 3600  # seconds for one run of TRL
 
 

@@ -251,11 +251,12 @@ class Runs:
 
     def ours(self, path: Path, way: str, rate: float, seed: int) -> list[dict[str, float]]:
         """Trains by `tba train`, and watches what it has cost as it goes."""
-        command = [sys.executable, "-m", "tba", "train", f"{__file__}::{way}", "--model.path", self.model]
-        command += ["--teacher.paths", self.teacher, "--runs", str(path), "--run-name", "run"]
+        command = [sys.executable, "-m", "tba", "train", f"{Path(__file__).resolve()}::{way}"]
+        command += ["--model.path", self.model, "--teacher.paths", self.teacher]
+        command += ["--runs", str(path), "--run-name", "run"]
         command += ["--steps", str(self.updates), "--run.checkpoint-every", str(self.every)]
         command += ["--optimizer.lr", str(rate), "--seed", str(seed)]
-        paths = os.pathsep.join(str(ROOT / part) for part in ("src", "lab/src", "lab/benchmarks"))
+        paths = os.pathsep.join(str(ROOT / part) for part in ("src", "lab/src"))
         with (path / "log").open("w") as log:
             run = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths}, stdout=log, stderr=log)
             try:
