@@ -1,20 +1,20 @@
 """Distillation of a real model beside TRL's: seconds, CPU seconds, answers and tokens to equal KL to the teacher.
 
     python lab/benchmarks/distil_against_trl.py --model STUDENT --teacher TEACHER --out rows.jsonl --folder RUNS
-        [--ways trl by-token tb] [--updates 40] [--every 8] [--rates 2e-4 1e-3] [--seeds 1] [--problems 64]
-        [--threads 2] [--table]
+        [--ways trl by-token tb] [--updates 30] [--every 10] [--rates 2e-4 1e-3] [--tuning 15] [--seeds 1]
+        [--problems 64] [--threads 2] [--table]
 
 The student is SmolLM2-135M-Instruct, the teacher a folder with its tokenizer, such as a checkpoint of the recipe
-`instruct`; the prompts are that recipe's. Theirs is TRL's `DistillationTrainer` at beta 1, which its documentation has
-for distillation on-policy since `GKDTrainer` became experimental: reverse KL by the whole vocabulary on the student's
+`instruct`; the prompts are that recipe's. Theirs is TRL's `DistillationTrainer` at beta 1, its one trainer for
+distillation on-policy that is not experimental (`GKDTrainer` is): reverse KL by the whole vocabulary on the student's
 own answers, one process of two threads. Ours is the recipe `distil_smollm2` in two processes of one thread,
 asynchronous: token by token (`by-token`), and Trajectory Balance of whole answers (`tb`). TRL comes into an environment
 of its own (`against_trl.py`).
 
 Alike: 16 answers an update of at most 64 tokens at temperature 1, LoRA on all linear layers, AdamW without decay, a
 rise of five updates, the gradient's clip, float32. Other: TRL takes 16 prompts an update, ours four with four answers
-each, since log Z needs several of a prompt. Each way has its rate of --rates, by the KL at the end on a seed of its
-own; with one rate nothing is tuned.
+each, since log Z needs several of a prompt. Each way has its rate of --rates, by the KL after --tuning updates on a
+seed of its own; with one rate nothing is tuned.
 
 Adapters are written during a run and measured after it, by the same code (`Judge`): KL(student || teacher) per answer
 on the student's answers to held-out prompts, and KL(teacher || student) on the teacher's, each exact in the next token
@@ -71,7 +71,7 @@ _DEADLINE = 7200  # seconds of one run
 assert isinstance(distil.model, HuggingFace)
 recipe = replace(
     distil,
-    model=replace(distil.model, generation=EngineSettings(slots=32, max_completion_tokens=TOKENS)),
+    model=replace(distil.model, generation=EngineSettings(slots=PROMPTS * ANSWERS, max_completion_tokens=TOKENS)),
     policy_temperature=1.0,
     exploration=Fixed(temperature=1.0),
     optimizer=replace(distil.optimizer, schedule=WarmupConstant(5)),
@@ -203,23 +203,24 @@ class Runs:
 
     model: str
     teacher: str
-    updates: int
-    every: int
     folder: Path
     threads: int  # of TRL
 
-    def curve(self, way: str, rate: float, seed: int) -> tuple[Path, list[dict[str, float]]]:
-        """Returns the folder of a run's `step-N/adapter` and its costs by then; trains it unless it is there."""
+    def curve(self, way: str, rate: float, seed: int, measured: Sequence[int]) -> tuple[Path, list[dict[str, float]]]:
+        """Returns the folder of a run's `step-N/adapter` and its costs by then; trains it unless it is there. The
+        updates that are measured are multiples of the first one, the last is the run's last.
+        """
         path = self.folder / f"{way}-{rate:g}-{seed}"
         kept = path / "curve.json"
         if not kept.exists():
             shutil.rmtree(path, ignore_errors=True)
             path.mkdir(parents=True)
-            found = self.theirs(path, rate, seed) if way == "trl" else self.ours(path, way, rate, seed)
+            train = self.theirs if way == "trl" else self.ours
+            found = train(path, way, rate, seed, measured)
             kept.write_text(json.dumps(found) + "\n")
         return path / ("" if way == "trl" else "run/checkpoints"), json.loads(kept.read_text())
 
-    def theirs(self, path: Path, rate: float, seed: int) -> list[dict[str, float]]:
+    def theirs(self, path: Path, way: str, rate: float, seed: int, measured: Sequence[int]) -> list[dict[str, float]]:
         """Trains by TRL; returns its curve."""
         python = environment()
         assert isinstance(recipe.model, HuggingFace)
@@ -227,8 +228,8 @@ class Runs:
             "model": self.model,
             "teacher": self.teacher,
             "prompts": [problem.prompt for problem in recipe.task.problems("train")],
-            "updates": self.updates,
-            "every": self.every,
+            "updates": measured[-1],
+            "every": measured[0],
             "rate": rate,
             "seed": seed,
             "warm_up": 5,
@@ -249,41 +250,42 @@ class Runs:
         curve: list[dict[str, float]] = found["curve"]
         return curve
 
-    def ours(self, path: Path, way: str, rate: float, seed: int) -> list[dict[str, float]]:
+    def ours(self, path: Path, way: str, rate: float, seed: int, measured: Sequence[int]) -> list[dict[str, float]]:
         """Trains by `tba train`, and watches what it has cost as it goes."""
         command = [sys.executable, "-m", "tba", "train", f"{Path(__file__).resolve()}::{way}"]
         command += ["--model.path", self.model, "--teacher.paths", self.teacher]
         command += ["--runs", str(path), "--run-name", "run"]
-        command += ["--steps", str(self.updates), "--run.checkpoint-every", str(self.every)]
+        command += ["--steps", str(measured[-1]), "--run.checkpoint-every", str(measured[0])]
         command += ["--optimizer.lr", str(rate), "--seed", str(seed)]
         paths = os.pathsep.join(str(ROOT / part) for part in ("src", "lab/src"))
         with (path / "log").open("w") as log:
             run = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths}, stdout=log, stderr=log)
             try:
-                curve = list(self.watched(run, path / "run"))
+                curve = list(self.watched(run, path / "run", measured))
+                run.wait(_DEADLINE)
             finally:
                 if run.poll() is None:
                     run.terminate()
                     run.wait(60)
-        if run.returncode or len(curve) < self.updates // self.every:
+        if run.returncode or len(curve) < len(measured):
             raise SystemExit(f"{' '.join(command)}\n{(path / 'log').read_text()[-3000:]}")
         return curve
 
-    def watched(self, run: subprocess.Popen[bytes], path: Path) -> Iterator[dict[str, float]]:
+    def watched(self, run: subprocess.Popen[bytes], path: Path, measured: Sequence[int]) -> Iterator[dict[str, float]]:
         """Yields the costs of each update that is measured, as it ends."""
-        deadline, due = time.monotonic() + _DEADLINE, self.every
+        deadline, left = time.monotonic() + _DEADLINE, list(measured)
         while not (path / "evaluations.jsonl").exists() and run.poll() is None:  # of the first weights: all is loaded
             time.sleep(_LOOK)
         began, cpu = time.perf_counter(), cpu_seconds(run.pid)
-        while run.poll() is None and time.monotonic() < deadline:
+        while left and run.poll() is None and time.monotonic() < deadline:
             time.sleep(_LOOK)
             lines = (path / "metrics.jsonl").read_text().splitlines(keepends=True)
             for step in (json.loads(line) for line in lines if line.endswith("\n")):
-                if step["step"] == due:
+                if step["step"] in left:
+                    left.remove(step["step"])
                     costs = {"wall": time.perf_counter() - began, "cpu": cpu_seconds(run.pid) - cpu}
-                    sampled = {"answers": step["journal_rows"], "tokens": int(step["generated_tokens"])}
-                    yield {"update": due, **costs, **sampled}
-                    due += self.every
+                    sampled = {"answers": int(step["journal_rows"]), "tokens": int(step["generated_tokens"])}
+                    yield {"update": step["step"], **costs, **sampled}
 
 
 def cpu_seconds(root: int) -> float:
@@ -307,13 +309,12 @@ def cpu_seconds(root: int) -> float:
 
 def wanted(done: Callable[[], list[Row]], given: argparse.Namespace) -> Iterator[tuple[str, float, int, list[int]]]:
     """Yields runs with the updates that are to be measured: of each way its rates, then the seeds at the best one."""
-    last = given.updates - given.updates % given.every
-    rates = [(way, rate) for way in given.ways for rate in given.rates]
+    measured = list(range(given.every, given.updates + 1, given.every))
     if len(given.rates) > 1:
-        yield from ((way, rate, TUNED_ON, [last]) for way, rate in rates)
+        yield from ((way, rate, TUNED_ON, [given.tuning]) for way in given.ways for rate in given.rates)
     for seed in range(given.seeds):
         for way in given.ways:
-            yield way, best_rate(done(), way, given.rates), seed, list(range(given.every, last + 1, given.every))
+            yield way, best_rate(done(), way, given.rates), seed, measured
 
 
 def best_rate(done: Sequence[Row], way: str, rates: Sequence[float]) -> float:
@@ -363,8 +364,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="rows are added to it")
     parser.add_argument("--folder", type=Path, required=True, help="of runs and adapters")
     parser.add_argument("--ways", nargs="+", default=["trl", "by-token"], choices=["trl", "by-token", "tb"])
-    parser.add_argument("--updates", type=int, default=40)
-    parser.add_argument("--every", type=int, default=8, help="updates between two measurements")
+    parser.add_argument("--updates", type=int, default=30)
+    parser.add_argument("--every", type=int, default=10, help="updates between two measurements")
+    parser.add_argument("--tuning", type=int, default=15, help="updates by which a rate is chosen, of several")
     parser.add_argument("--rates", type=float, nargs="+", default=[2e-4, 1e-3])
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--problems", type=int, default=64, help="held-out prompts")
@@ -374,7 +376,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     judge = Judge(given.model, given.teacher, given.problems)
-    runs = Runs(given.model, given.teacher, given.updates, given.every, given.folder, given.threads)
+    runs = Runs(given.model, given.teacher, given.folder, given.threads)
 
     def done() -> list[Row]:
         lines = given.out.read_text().splitlines() if given.out.exists() else []
@@ -393,7 +395,7 @@ def main() -> None:
             have = {row.update for row in done() if (row.way, row.rate, row.seed) == (way, rate, seed)}
             if have.issuperset(updates):
                 continue
-            folder, curve = runs.curve(way, rate, seed)
+            folder, curve = runs.curve(way, rate, seed, updates)
             for costs in curve:
                 if costs["update"] in updates and costs["update"] not in have:
                     measure(way, rate, seed, costs, folder / f"step-{costs['update']}" / "adapter")
