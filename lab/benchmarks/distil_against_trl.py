@@ -1,7 +1,7 @@
 """Distillation of a real model beside TRL's: seconds, CPU seconds, answers and tokens to equal KL to the teacher.
 
     python lab/benchmarks/distil_against_trl.py --model STUDENT --teacher TEACHER --out rows.jsonl --folder RUNS
-        [--ways trl by-token tb] [--updates 30] [--every 10] [--rates 2e-4 1e-3] [--tuning 15] [--seeds 1]
+        [--ways trl by-token tb] [--updates 3 6 12 24] [--rates 5e-4 1.5e-3] [--tuning 12] [--seeds 1]
         [--problems 64] [--threads 2] [--table]
 
 The student is SmolLM2-135M-Instruct, the teacher a folder with its tokenizer, such as a checkpoint of the recipe
@@ -29,6 +29,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import shutil
 import statistics
@@ -207,8 +208,8 @@ class Runs:
     threads: int  # of TRL
 
     def curve(self, way: str, rate: float, seed: int, measured: Sequence[int]) -> tuple[Path, list[dict[str, float]]]:
-        """Returns the folder of a run's `step-N/adapter` and its costs by then; trains it unless it is there. The
-        updates that are measured are multiples of the first one, the last is the run's last.
+        """Returns the folder of a run's `step-N/adapter` and its costs by then; trains it unless it is there. It is
+        `measured` after these updates, of which the last ends it.
         """
         path = self.folder / f"{way}-{rate:g}-{seed}"
         kept = path / "curve.json"
@@ -229,7 +230,7 @@ class Runs:
             "teacher": self.teacher,
             "prompts": [problem.prompt for problem in recipe.task.problems("train")],
             "updates": measured[-1],
-            "every": measured[0],
+            "every": math.gcd(*measured),
             "rate": rate,
             "seed": seed,
             "warm_up": 5,
@@ -255,7 +256,7 @@ class Runs:
         command = [sys.executable, "-m", "tba", "train", f"{Path(__file__).resolve()}::{way}"]
         command += ["--model.path", self.model, "--teacher.paths", self.teacher]
         command += ["--runs", str(path), "--run-name", "run"]
-        command += ["--steps", str(measured[-1]), "--run.checkpoint-every", str(measured[0])]
+        command += ["--steps", str(measured[-1]), "--run.checkpoint-every", str(math.gcd(*measured))]
         command += ["--optimizer.lr", str(rate), "--seed", str(seed)]
         paths = os.pathsep.join(str(ROOT / part) for part in ("src", "lab/src"))
         with (path / "log").open("w") as log:
@@ -309,12 +310,11 @@ def cpu_seconds(root: int) -> float:
 
 def wanted(done: Callable[[], list[Row]], given: argparse.Namespace) -> Iterator[tuple[str, float, int, list[int]]]:
     """Yields runs with the updates that are to be measured: of each way its rates, then the seeds at the best one."""
-    measured = list(range(given.every, given.updates + 1, given.every))
     if len(given.rates) > 1:
         yield from ((way, rate, TUNED_ON, [given.tuning]) for way in given.ways for rate in given.rates)
     for seed in range(given.seeds):
         for way in given.ways:
-            yield way, best_rate(done(), way, given.rates), seed, measured
+            yield way, best_rate(done(), way, given.rates), seed, given.updates
 
 
 def best_rate(done: Sequence[Row], way: str, rates: Sequence[float]) -> float:
@@ -364,13 +364,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="rows are added to it")
     parser.add_argument("--folder", type=Path, required=True, help="of runs and adapters")
     parser.add_argument("--ways", nargs="+", default=["trl", "by-token"], choices=["trl", "by-token", "tb"])
-    parser.add_argument("--updates", type=int, default=30)
-    parser.add_argument("--every", type=int, default=10, help="updates between two measurements")
-    parser.add_argument("--tuning", type=int, default=15, help="updates by which a rate is chosen, of several")
-    parser.add_argument("--rates", type=float, nargs="+", default=[2e-4, 1e-3])
+    parser.add_argument("--updates", type=int, nargs="+", default=[3, 6, 12, 24], help="measured, the last one trained")
+    parser.add_argument("--tuning", type=int, default=12, help="updates by which a rate is chosen, of several")
+    parser.add_argument("--rates", type=float, nargs="+", default=[5e-4, 1.5e-3])
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--problems", type=int, default=64, help="held-out prompts")
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.25], help="of the first KL, to reach")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.25, 0.125], help="of the first KL, to reach")
     parser.add_argument("--threads", type=int, default=2, help="of TRL and of the measurements")
     parser.add_argument("--table", action="store_true", help="only print the table of what there is")
     given = parser.parse_args()
