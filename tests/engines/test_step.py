@@ -20,7 +20,7 @@ from engine_families import EOS, FAMILIES, VOCABULARY, WINDOW, Letters, build, r
 from talker import Talker
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tba.engines.decoding import Rows
@@ -43,26 +43,39 @@ SAMPLINGS = [
 class Tape(TorchDispatchMode):
     """While it is entered: the operations that are computed, and what of. `replay` computes them again."""
 
-    operations: list[tuple[Any, Any, Any]] = field(default_factory=list)
+    operations: list[tuple[Any, list[Any], dict[str, Any], list[tuple[Any, Any, int]], Any]] = field(
+        default_factory=list
+    )
+    made: dict[int, Tensor] = field(default_factory=dict)
     out: Tensor | None = None
 
     def __post_init__(self) -> None:
         super().__init__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
         with self:
-            out = func.decompose(*args, **(kwargs or {}))
+            out = func.decompose(*args, **kwargs)
         if out is NotImplemented:
-            out = func(*args, **(kwargs or {}))
-            self.operations.append((func, (args, kwargs or {}), out))
+            given = [list(x) if isinstance(x, list | tuple) else x for x in args]
+            items = [(holder, i, x) for holder in (given, *given) if type(holder) is list for i, x in enumerate(holder)]
+            items += [(kwargs, name, x) for name, x in kwargs.items()]
+            computed = [(holder, at, id(x)) for holder, at, x in items if id(x) in self.made]
+            out = func(*args, **kwargs)
+            self.made.update((id(x), x) for x in tree_leaves(out))
+            self.operations.append((func, given, kwargs, computed, out))
         return out
 
     def replay(self) -> None:
         now: dict[int, Tensor] = {}
-        for func, given, out in self.operations:
-            args, kwargs = tree_map_only(Tensor, lambda x: now.get(id(x), x), given)
-            for known, new in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True):
-                now[id(known)] = new
+        for func, given, kwargs, computed, out in self.operations:
+            for holder, at, known in computed:
+                holder[at] = now[known]
+            new = func(*given, **kwargs)
+            if isinstance(out, Tensor):
+                now[id(out)] = new
+            else:
+                now.update((id(x), y) for x, y in zip(tree_leaves(out), tree_leaves(new), strict=True))
         if self.out is not None:
             self.out.copy_(now[id(self.out)])
 
