@@ -30,7 +30,6 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 import torch
-from torch import Tensor
 
 from tba.batch import Batch
 from tba.objectives.trajectory_balance import TrajectoryBalance
@@ -149,7 +148,12 @@ def main() -> int:
             last = [curve.last for curve in curves]
             first = median(curve.first() for curve in curves)
             told = f"{first:.0f}" if math.isfinite(first) else "-"
-            cells = (f"{100 * fmean(last):.1f}", f"{100 * min(last):.1f}", told, f"{100 * max(c.fall() for c in curves):.1f}")
+            cells = (
+                f"{100 * fmean(last):.1f}",
+                f"{100 * min(last):.1f}",
+                told,
+                f"{100 * max(c.fall() for c in curves):.1f}",
+            )
             print(f"| {what} | {length:,} | {form} | {' | '.join(cells)} |", flush=True)
     return 0
 

@@ -36,7 +36,7 @@ class Toy:
     def __init__(self, merged: bool, generator: torch.Generator) -> None:
         lengths = range(5) if merged else (0, 2, 4)
         texts = ["".join(text) for n in lengths for text in itertools.product("ab", repeat=n)]
-        tokens = [re.findall("ab|a|b" if merged else "..", text) + [END] for text in texts]
+        tokens = [[*re.findall("ab|a|b" if merged else "..", text), END] for text in texts]
         odds: dict[tuple[str, ...], dict[str, float]] = {}
         for row in tokens:
             for n, token in enumerate(row):
