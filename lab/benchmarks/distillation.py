@@ -8,11 +8,12 @@ token, reverse KL and the Jensen-Shannon divergence by the whole vocabulary as T
 which is the student of up to 64 updates ago, and half of each batch older; a log of the base's answers, offline; SFT
 has a log of the teacher's. No reward is learnt from.
 
-Each cell (way, source) has its learning rate of --rates, by the KL divergence to the teacher on a seed of its own,
-then the seeds. All are trained on as many tokens, 17 prompts x 8 answers an update. Measured on held-out prompts, by
-answers sampled at temperature 1: accuracy, and the KL divergence per answer from the student to the teacher, on the
-student's answers, and back, on the teacher's, each exact in the next token. A cell's row is written as it ends; after
-a stop the same command goes on. `cpu` is the seconds of processor time of one run; one thread.
+Each cell (way, source) has its learning rate of --rates, by the KL divergence to the teacher on a seed of its own (a
+best rate at the edge is followed by the next beyond it), then the seeds. All are trained on as many tokens, 17
+prompts x 8 answers an update. Measured on held-out prompts, by answers sampled at temperature 1: accuracy, and the KL
+divergence per answer from the student to the teacher, on the student's answers, and back, on the teacher's, each
+exact in the next token. A cell's row is written as it ends; after a stop the same command goes on. `cpu` is the
+seconds of processor time of one run; one thread.
 """
 
 from __future__ import annotations
@@ -231,12 +232,21 @@ def shape(progress: float) -> float:
 def wanted(done: list[Row], seeds: int, rates: list[float]) -> Iterator[tuple[str, str, float, int]]:
     """Yields the runs that are missing: of each cell its rates, then of all cells the seeds at the best rate."""
     have = {(row.way, row.source, row.rate, row.seed) for row in done}
-    tuning = [(*cell, rate, TUNED_ON) for cell in CELLS for rate in rates]
-    missing = [run for run in tuning if run not in have]
+    missing = [(*cell, rate, TUNED_ON) for cell in CELLS for rate in untried(done, cell, rates)]
     if not missing:
         best = {cell: best_rate(done, cell) for cell in CELLS}
         missing = [(*c, best[c], seed) for seed in range(seeds) for c in CELLS if (*c, best[c], seed) not in have]
     yield from missing
+
+
+def untried(done: list[Row], cell: tuple[str, str], rates: list[float]) -> list[float]:
+    """Returns the rates that a cell has yet to be tried at: those given, and the next beyond a best one at the edge."""
+    tried = {row.rate for row in done if (row.way, row.source) == cell and row.seed == TUNED_ON}
+    if missing := [rate for rate in rates if rate not in tried]:
+        return missing
+    best = best_rate(done, cell)
+    beyond = best * 0.3 if best == min(tried) else best * 3 if best == max(tried) else None
+    return [] if beyond is None or len(rates) == 1 or len(tried) > len(rates) + 1 else [float(f"{beyond:.6g}")]
 
 
 def best_rate(done: list[Row], cell: tuple[str, str]) -> float:
@@ -252,8 +262,9 @@ def table(done: list[Row]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for cell in CELLS:
-        rows = [row for row in done if (row.way, row.source) == cell and row.seed != TUNED_ON]
-        if rows:
+        counted = [row for row in done if (row.way, row.source) == cell and row.seed != TUNED_ON]
+        if counted:
+            rows = [row for row in counted if row.rate == best_rate(done, cell)] or counted
             right, away, back, cpu = ([getattr(r, n) for r in rows] for n in ("accuracy", "kl", "kl_back", "cpu"))
             lines.append(
                 f"| {cell[0]} | {cell[1]} | {rows[0].rate:g} | {len(rows)} "

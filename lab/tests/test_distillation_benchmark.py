@@ -26,7 +26,9 @@ def row(benchmark: Any, cell: tuple[str, str], rate: float, seed: int, kl: float
     return benchmark.Row(*cell, rate, seed, 1, 700, accuracy=1 - kl, kl=kl, kl_back=kl / 2, cpu=3.0)
 
 
-def test_rates_come_first_then_seeds_of_all_cells_at_the_rate_that_came_nearest_to_the_teacher(benchmark: Any) -> None:
+def test_rates_come_first_and_one_beyond_the_edge_then_seeds_of_all_cells_at_the_best_rate(
+    benchmark: Any,
+) -> None:
     done: list[Any] = []
     order = []
     while run := next(benchmark.wanted(done, 2, [1e-4, 1e-3]), None):
@@ -34,7 +36,8 @@ def test_rates_come_first_then_seeds_of_all_cells_at_the_rate_that_came_nearest_
         order.append(run)
         done.append(row(benchmark, (way, source), rate, seed, 0.1 if rate == 1e-3 else 0.2))
     cells = len(benchmark.CELLS)
-    assert [seed for *_, seed in order] == [benchmark.TUNED_ON] * 2 * cells + [0] * cells + [1] * cells
+    assert [seed for *_, seed in order] == [benchmark.TUNED_ON] * 3 * cells + [0] * cells + [1] * cells
+    assert [rate for *_, rate, seed in order[:3]] == [1e-4, 1e-3, 3e-3]
     assert {rate for *_, rate, seed in order if seed != benchmark.TUNED_ON} == {1e-3}
     assert "| tb | on-policy | 0.001 | 2 | 90.0 (90.0) | 0.100 (0.100) | 0.050 (0.050) | 3 |" in benchmark.table(done)
 
