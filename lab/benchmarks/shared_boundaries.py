@@ -1,6 +1,6 @@
 """Credit at the boundaries that two tokenizers share, and a whole answer's: where each leads, on an enumerable toy.
 
-    python lab/benchmarks/shared_boundaries.py [--teachers 20]
+    python lab/benchmarks/shared_boundaries.py [--teachers 5]
 
 The student writes the characters a and b one by one, at most four, and an end. The teacher's tokens are
 
@@ -92,7 +92,7 @@ class Toy:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--teachers", type=int, default=20)
+    parser.add_argument("--teachers", type=int, default=5)
     given = parser.parse_args()
     print(f"total variation to the teacher, mean (worst) of {given.teachers} teachers\n")
     print("| teacher's tokens | credit | " + " | ".join(DATA) + " |\n" + "|---" * (2 + len(DATA)) + "|")
