@@ -413,10 +413,8 @@ def test_a_prompt_begins_as_the_tokenizer_begins_texts_and_does_not_end_as_they_
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=[begin, end])
     a = tokenizer.convert_tokens_to_ids("a")
     assert tokenizer("aa")["input_ids"] == [begin[1], a, a, *([end[1]] if after else [])]
-    assert prompt_tokens(tokenizer, "aa") == [begin[1], a, a]
-    assert prompt_tokens(tokenizer, "<s>aa") == [begin[1], a, a]
-    assert prompt_tokens(tokenizer, "aa", chat=True) == [a, a]
-    assert prompt_tokens(tokenizer, "<s>aa", chat=True) == [begin[1], a, a]
+    assert prompt_tokens(tokenizer, ["aa", "<s>aa"]) == [[begin[1], a, a]] * 2
+    assert prompt_tokens(tokenizer, ["aa", "<s>aa"], chat=True) == [[a, a], [begin[1], a, a]]
     chat = ({"role": "user", "content": "a"},)
     tokenizer.chat_template = "{{ bos_token }}{{ messages[0]['content'] }}"
     problems = [Problem("ab", demonstration="a"), Problem(chat, demonstration="a"), Problem("a", demonstration="b")]

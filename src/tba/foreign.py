@@ -321,22 +321,24 @@ def _as_jinja(value: str) -> str:
     return "none" if read is None else json.dumps(read)
 
 
-def prompt_tokens(tokenizer: Any, text: str, chat: bool = False) -> list[int]:
-    """Returns the tokens of a prompt: a text of its own begins as the tokenizer begins texts (often with a token for
-    that), while a chat is begun by its template. Neither ends as a text does: it is continued.
+def prompt_tokens(tokenizer: Any, texts: Sequence[str], chat: bool = False) -> list[list[int]]:
+    """Returns the tokens of prompts: a text of its own begins as the tokenizer begins texts (often with a token for
+    that, once where the text spells it out too), while a chat is begun by its template. Neither ends as a text does: it
+    is continued. Many texts at once are several times faster than one by one.
     """
-    tokens: list[int] = list(tokenizer.encode(text, add_special_tokens=not chat))
-    return tokens if chat else as_beginning(tokenizer, text, tokens)
-
-
-def as_beginning(tokenizer: Any, text: str, tokens: list[int]) -> list[int]:
-    """Returns the tokens of a text without the end that the tokenizer gave it, and with one beginning where the text
-    spells it out.
-    """
+    rows: list[list[int]]
+    if callable(tokenizer) and texts:
+        rows = tokenizer(list(texts), add_special_tokens=not chat, return_attention_mask=False)["input_ids"]
+    else:
+        rows = [list(tokenizer.encode(text, add_special_tokens=not chat)) for text in texts]
+    if chat:
+        return rows
     begin, end = getattr(tokenizer, "bos_token_id", None), tokenizer.eos_token_id
-    if end is not None and tokens[-1:] == [end] and not text.endswith(str(getattr(tokenizer, "eos_token", ""))):
-        tokens = tokens[:-1]
-    return tokens[1:] if begin is not None and tokens[:2] == [begin, begin] else tokens
+    word = str(getattr(tokenizer, "eos_token", ""))
+    if end is not None:
+        pairs = zip(texts, rows, strict=True)
+        rows = [row[:-1] if row[-1:] == [end] and not text.endswith(word) else row for text, row in pairs]
+    return [row[1:] if begin is not None and row[:2] == [begin, begin] else row for row in rows]
 
 
 def _described(messages: Sequence[Mapping[str, Any]], tools: Sequence[Json]) -> list[Mapping[str, Any]]:

@@ -129,7 +129,7 @@ class Encoder:
             return Refusal(f"a prompt longer than {self.max_prompt_tokens} tokens", f"{len(texts[0])} characters")
         chats = self.chat or not isinstance(answer.prompt, str)
         chats = chats and bool(getattr(self.tokenizer, "chat_template", None))
-        tokens = self._tokens(lambda: prompt_tokens(self.tokenizer, texts[0], chats))
+        tokens = self._tokens(lambda: prompt_tokens(self.tokenizer, texts[:1], chats)[0])
         if not tokens:
             return Refusal("a prompt that the tokenizer cannot write")
         if len(tokens) > self.max_prompt_tokens:

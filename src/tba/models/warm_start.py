@@ -18,7 +18,7 @@ from tba.environments.scripted import acted, written
 from tba.environments.speech import Speech
 from tba.errors import UserError
 from tba.fields import BY_CODE, as_declared
-from tba.foreign import as_beginning, problems_of, read_json, templated, with_arguments
+from tba.foreign import problems_of, prompt_tokens, read_json, templated, with_arguments
 from tba.models.source import whole
 from tba.policy.loading import load_model, no_bars
 from tba.protocols import Acted, Task
@@ -146,7 +146,8 @@ def teach(
 
 def tokenizer_for(start: WarmStart, problems: list[Problem], task: Task) -> Any:
     """Returns a tokenizer of the characters that occur, or BPE trained on the texts."""
-    texts = [text for p in problems for text in (str(p.prompt), _text_of(p, task))]
+    acting = task if isinstance(task, Acted) else None
+    texts = [text for p in problems for text in (str(p.prompt), _text_of(p, acting))]
     if start.tokenizer == "characters":
         return character_tokenizer("".join(sorted(set("".join(texts)))))
     return train_bpe_tokenizer(texts, start.vocab_size)
@@ -164,28 +165,27 @@ def pairs_of(problems: list[Problem], tokenizer: Any) -> Iterator[Pair]:
         for p, turn in zip(problems, turns, strict=True)
     ]
 
-    def encoded(texts: list[str], special: bool = False) -> list[list[int]]:
-        tokens = tokenizer(texts, add_special_tokens=special, return_attention_mask=False) if texts else {}
-        return list(tokens.get("input_ids", ()))
+    def encoded(texts: list[str]) -> list[list[int]]:
+        return list(tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"])
 
     of = {
-        chat: iter(encoded([t for t, own in zip(texts, chats, strict=True) if own is chat], not chat)) for chat in forms
+        chat: iter(prompt_tokens(tokenizer, [t for t, own in zip(texts, chats, strict=True) if own is chat], chat))
+        for chat in forms
     }
     led = encoded([turn.lead + answer for turn, answer in zip(turns, answers, strict=True)])
-    for text, chat, answer, tokens, turn in zip(texts, chats, answers, led, turns, strict=True):
-        prompt = next(of[chat])
+    eos = tokenizer.eos_token_id
+    for chat, answer, tokens, turn in zip(chats, answers, led, turns, strict=True):
         response = turn.behind_lead(tokens, answer, lambda text: encoded([text])[0])
-        end = _unless_eos(turn.last.token, tokenizer)
-        yield Pair(prompt if chat else as_beginning(tokenizer, text, prompt), response, end=end)
+        yield Pair(next(of[chat]), response, end=_unless(eos, turn.last.token))
 
 
 def _is_chat(problem: Problem) -> bool:
     return not isinstance(problem.prompt, str)
 
 
-def _unless_eos(end: int | None, tokenizer: Any) -> int | None:
+def _unless(eos: int | None, end: int | None) -> int | None:
     """Returns the token that ends a response as `Pair` has it."""
-    return None if end == tokenizer.eos_token_id else end
+    return None if end == eos else end
 
 
 def _taught(task: Task, tokenizer: Any) -> list[Pair]:
@@ -198,7 +198,7 @@ def _taught(task: Task, tokenizer: Any) -> list[Pair]:
     for problem, asked in zip(problems, pairs_of(problems, tokenizer), strict=True):
         completion = written(*acted(task, problem, _text(problem, tokenizer)), speech)
         pair = Pair.of(asked.prompt, completion, completion.tokens[-1:].tolist())
-        pairs.append(replace(pair, end=_unless_eos(pair.end, tokenizer)))
+        pairs.append(replace(pair, end=_unless(tokenizer.eos_token_id, pair.end)))
     return pairs
 
 
@@ -215,9 +215,9 @@ def _text(problem: Problem, tokenizer: Any) -> str:
     return templated(tokenizer, problem.prompt, problem.tools)
 
 
-def _text_of(problem: Problem, task: Task) -> str:
+def _text_of(problem: Problem, task: Acted | None) -> str:
     """Returns the text of a demonstration; of an episode all that is said in it."""
-    if not isinstance(task, Acted):
+    if task is None:
         return problem.demonstration if isinstance(problem.demonstration, str) else ""
     parts, _ = acted(task, problem, str(problem.prompt))
     return "".join(part.text for part in parts)

@@ -7,8 +7,9 @@ position is an index in an endless sequence; where prompts are chosen it is the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +20,8 @@ from tba.foreign import prompt_tokens, templated
 from tba.protocols import Tokenizer
 from tba.rollout.posterior import Posterior, PosteriorSettings
 from tba.types import Outcome, Problem, Prompt, quoted
+
+_AT_ONCE = 1000  # prompts that are tokenised together
 
 Lease = Callable[[int], list[int]]
 # leases up to so many of these positions, the first that nobody holds
@@ -73,9 +76,9 @@ def encode(
     prompts: list[Prompt] = []
     dropped = no_room = truncated = most = 0
     limit = settings.max_tokens if room is None else min(settings.max_tokens, room)
-    for problem in problems:
-        text = problem.prompt if isinstance(problem.prompt, str) else _chat(problem, tokenizer)
-        tokens = _tokens(tokenizer, text, task, chat=not isinstance(problem.prompt, str))
+    chats = [not isinstance(p.prompt, str) for p in problems]
+    texts = [p.prompt if isinstance(p.prompt, str) else _chat(p, tokenizer) for p in problems]
+    for problem, text, tokens in zip(problems, texts, _tokens(tokenizer, texts, chats, task), strict=True):
         most = max(most, len(tokens))
         if len(tokens) > limit:
             if settings.overlong == "error":
@@ -113,14 +116,20 @@ def _remedy(settings: PromptSettings, room: int | None) -> str:
     )
 
 
-def _tokens(tokenizer: Tokenizer, text: str, task: str, chat: bool) -> list[int]:
-    try:
-        return prompt_tokens(tokenizer, text, chat)
-    except Exception as error:  # tokenizers of the Rust library raise nothing more precise
-        raise UserError(
-            f"the model's tokenizer cannot write the prompt {quoted(text)} of task {task} ({error}): give prompts of "
-            "the characters that it knows, or another model (--model.path)"
-        ) from error
+def _tokens(tokenizer: Tokenizer, texts: Sequence[str], chats: Sequence[bool], task: str) -> Iterator[list[int]]:
+    """Yields the tokens of each prompt. Raises `UserError` for the first that the tokenizer cannot write."""
+    for chat, own in groupby(range(len(texts)), lambda i: (chats[i], i // _AT_ONCE)):
+        block = [texts[i] for i in own]
+        try:
+            rows = prompt_tokens(tokenizer, block, chat[0])
+        except Exception as error:  # tokenizers of the Rust library raise nothing more precise
+            if len(block) == 1:
+                raise UserError(
+                    f"the model's tokenizer cannot write the prompt {quoted(block[0])} of task {task} ({error}): give "
+                    "prompts of the characters that it knows, or another model (--model.path)"
+                ) from error
+            rows = [row for text in block for row in _tokens(tokenizer, [text], chat[:1], task)]
+        yield from rows
 
 
 def _chat(problem: Problem, tokenizer: Any) -> str:

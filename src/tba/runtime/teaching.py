@@ -135,7 +135,7 @@ class ScoredByText:
         if self.chat and prompt.messages is None:
             raise UserError("a teacher with another tokenizer needs the messages of a chat: give them, not their text")
         text = prompt.text if prompt.messages is None else templated(self.theirs, prompt.messages)
-        return replace(prompt, tokens=np.array(prompt_tokens(self.theirs, text, self.chat), np.int32), text=text)
+        return replace(prompt, tokens=np.array(prompt_tokens(self.theirs, [text], self.chat)[0], np.int32), text=text)
 
     def _text(self, prompt: Prompt, completion: Completion) -> tuple[str, bool]:
         """Returns an answer's text, and whether it has ended."""

@@ -13,6 +13,7 @@ has to break. The field `answer`, and with it the reward, is always right.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -71,10 +72,18 @@ class Arithmetic:
 
     def problems(self, split: Split) -> list[Problem]:
         """Returns distinct problems in an order fixed by `seed`. Raises `UserError` when there are not that many."""
-        rng = np.random.default_rng([self.seed, split == "eval"])
-        pairs = self._pairs(split, rng)
-        drawn = rng.integers(len(self.operations), size=len(pairs))
-        return [self._problem(a, self.operations[o], b, rng) for (a, b), o in zip(pairs, drawn, strict=True)]
+        if split not in self._made:
+            rng = np.random.default_rng([self.seed, split == "eval"])
+            pairs = self._pairs(split, rng)
+            drawn = rng.integers(len(self.operations), size=len(pairs))
+            problems = zip(pairs, drawn, strict=True)
+            self._made[split] = [self._problem(a, self.operations[o], b, rng) for (a, b), o in problems]
+        return list(self._made[split])
+
+    @cached_property
+    def _made(self) -> dict[Split, list[Problem]]:
+        """Keeps the problems of each split: a command asks for them many times."""
+        return {}
 
     def reward(self) -> ExactText:
         return ExactText()
