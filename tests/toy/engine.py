@@ -101,7 +101,7 @@ class TabularFlow:
     def _grow(self, rows: Sequence[_Growing]) -> None:
         nodes = [row.question for row in rows], [row.node for row in rows]
         log_p_RV = log_behavior(self._engine.logits_QNV[nodes], self._sampling)
-        for row, token, log_p_V in zip(rows, _draw(np.exp(log_p_RV), self._rng).tolist(), log_p_RV, strict=True):
+        for row, token, log_p_V in zip(rows, drawn(np.exp(log_p_RV), self._rng).tolist(), log_p_RV, strict=True):
             row.sample(token, log_p_V[token], self._engine)
         heard: dict[int, IntArray | None] = {}
         if self._partner is not None:
@@ -216,6 +216,7 @@ def sample_groups(
     rng: np.random.Generator,
     engine: Engine | None = None,
     reference: Reference | None = None,
+    interrupted: Callable[[], bool] | None = None,
 ) -> list[Group]:
     """One judged group of `count` trajectories for each prompt: a searcher's round in its plainest form.
 
@@ -223,8 +224,8 @@ def sample_groups(
     """
     engine = TabularEngine(task) if engine is None else engine
     reference = TabularReference(task) if reference is None else reference
-    groups = []
-    for prompt, completions in zip(prompts, generate(engine, prompts, count, sampling, rng), strict=True):
+    groups, answered = [], generate(engine, prompts, count, sampling, rng, interrupted=interrupted)
+    for prompt, completions in zip(prompts, answered, strict=True):
         (log_references,) = reference.log_probabilities_of([(prompt, completions)])
         judgements = task.reward().judge([(prompt, c) for c in completions])
         groups.append(
@@ -238,12 +239,12 @@ def sample_groups(
     return groups
 
 
-def _draw(p_BV: Table, rng: np.random.Generator) -> npt.NDArray[np.int64]:
+def drawn(p_BV: Table, rng: np.random.Generator) -> npt.NDArray[np.int64]:
     """One token of each row, by inverting its cumulative distribution; never one of probability 0."""
     cumulative_BV = np.cumsum(p_BV, 1)
     below_B1 = rng.random((len(p_BV), 1)) * cumulative_BV[:, -1:]
-    drawn: npt.NDArray[np.int64] = (cumulative_BV > below_B1).argmax(1)
-    return drawn
+    token_B: npt.NDArray[np.int64] = (cumulative_BV > below_B1).argmax(1)
+    return token_B
 
 
 def _log_softmax(logits: Table) -> Table:
