@@ -93,6 +93,6 @@ def test_attention_is_linear_in_memory_from_8k_to_32k_tokens() -> None:
 
 
 def test_attention_that_is_written_out_is_linear_in_memory_too() -> None:
-    short, long = (counts.counted(counts.attention_alone(n, softcap=50.0)).peak for n in (8192, 32_768))
+    short, long = (counts.counted(counts.attention_alone(n, softcap=50.0)).peak for n in (4096, 16_384))
     assert long <= 4.5 * short
-    assert long <= 8e9
+    assert long <= 4e9

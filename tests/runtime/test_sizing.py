@@ -235,9 +235,9 @@ def test_every_proposal_of_a_refusal_fits(at: Models) -> None:
     for name, config in (("gsm8k", RHO), ("math", SEVEN), ("tldr", PYTHIA)):
         for there in (machine(*[gb] * count) for gb in (24, 48, 80) for count in (1, 2, 4)):
             made = decided(recipe_of(name, at(config)), there)
-            if too_much(made, there) is None or "with which it fits" not in refusal(made, there):
+            if too_much(made, there) is None or "with which it fits" not in (said := refusal(made, there)):
                 continue
-            flags = refusal(made, there).partition(": set ")[2].removesuffix(", with which it fits").split()
+            flags = said.partition(": set ")[2].removesuffix(", with which it fits").split()
             assert too_much(override(made, flags, "", recorded=True), there) is None
             proposed += 1
     assert proposed > 10

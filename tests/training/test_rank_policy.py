@@ -147,15 +147,15 @@ def test_two_ranks_are_one_for_any_objective_and_what_they_saved_goes_on_with_on
     def life(ranks: Ranks) -> None:
         for limit in (WHOLE, BY_GROUPS, BY_SLICES):
             follow(ranks, limit)
-        follow(ranks, WHOLE, Checkpoint.load(folder / "step-10"))
+        follow(ranks, WHOLE, Checkpoint.load(folder / "step-5"))
 
     with ranks_of(2, tmp_path / "store", life) as ranks:
         balance = TrajectoryBalance(BETA)
         one, two = alone(balance, tmp_path), spread(ranks, balance, tmp_path, WHOLE)
-        step_both(one, two, 10)
-        assert difference(one, two) < rounding(one, 10)
+        step_both(one, two, 5)
+        assert difference(one, two) < rounding(one, 5)
         mine, its = one.weights.sent[-1][1], two.weights.sent[-1][1]
-        assert max(float((mine[name] - its[name]).abs().max()) for name in mine) < rounding(one, 10)  # as published
+        assert max(float((mine[name] - its[name]).abs().max()) for name in mine) < rounding(one, 5)  # as published
         saved = checkpoint(two, folder)
         saved.verify()
         ranks.say("end")
@@ -253,8 +253,7 @@ def test_weights_are_cast_before_they_are_gathered_and_have_the_bits_of_casting_
     assert whole / 2 <= sum(sent) <= whole / 2 + max(t[:1].nbytes for t in expected.values())  # this rank's half
 
 
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize(("share", "whole"), [(0.01, False), (0.9, True)], ids=["few", "most"])
+@pytest.mark.parametrize(("count", "share", "whole"), [(3, 0.01, False), (2, 0.9, True)], ids=["few", "most"])
 def test_of_changes_ranks_send_what_is_written_and_the_file_is_the_one_that_gathering_all_gave(
     count: int, share: float, whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,7 +318,7 @@ def test_one_process_in_bfloat16_is_one_rank_of_shards_to_the_bit(limit: int, tm
     one = trainer_of(low, SETTINGS.start(low.parameters(), list(low.heads.parameters())), balance, tmp_path, limit)
     with ranks_of(1, tmp_path / "store", lambda ranks: None) as ranks:
         sharded = spread(ranks, balance, tmp_path, limit, compute=torch.bfloat16)
-        for _ in range(4):
+        for _ in range(2):
             assert one.go()["grad_norm"] == sharded.go()["grad_norm"]
         theirs = dict(sharded.policy._sent(everything=True).items())
     ours = one.policy.weights()
@@ -336,8 +335,7 @@ def test_one_process_in_bfloat16_is_one_rank_of_shards_to_the_bit(limit: int, tm
     assert torch.equal(again.evaluate(batch).log_policy_BT, low.evaluate(batch).log_policy_BT)
 
 
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("full_every", [1, 2], ids=["whole", "changes"])
+@pytest.mark.parametrize(("count", "full_every"), [(2, 1), (2, 2), (1, 2)], ids=["whole", "changes", "one rank"])
 def test_ranks_that_copy_their_rows_go_on_while_the_files_are_written_which_are_those_of_one(
     count: int, full_every: int, tmp_path: Path
 ) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -51,6 +53,11 @@ def groups_of(sizes: Sequence[int], seed: int = 0, versions: Sequence[Version] =
 
 
 def llama(seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return copy.deepcopy(_llama(seed, dtype))
+
+
+@cache
+def _llama(seed: int, dtype: torch.dtype) -> PreTrainedModel:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
