@@ -35,4 +35,4 @@ def test_compiled_layers_give_the_same_log_probabilities_and_gradients() -> None
         for one, other in zip(ours[1], theirs[1], strict=True):
             assert float((one - other).abs().max()) <= 1e-4 * float(other.abs().max())
     made = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert 0 < made <= 8  # a norm and a feed-forward layer: no new ones for every batch
+    assert 0 < made <= 4  # a norm and a feed-forward layer: no new ones for every batch
