@@ -223,7 +223,9 @@ def test_evaluate_gives_the_recipes_figures_the_version_it_measured_and_its_own_
     assert max(e.wall_seconds for e in measured) < time.perf_counter() - begun
 
 
-def test_a_run_and_an_estimate_show_their_figures_in_a_prompt_and_in_a_notebook(tmp_path: Path) -> None:
+def test_a_run_and_an_estimate_show_their_figures_in_a_prompt_and_in_a_notebook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = tba.Run(written_run(tmp_path / "written"))
     first = min(run.evaluations, key=lambda e: e.version)
     for shown in (repr(run), run._repr_html_()):
@@ -231,8 +233,9 @@ def test_a_run_and_an_estimate_show_their_figures_in_a_prompt_and_in_a_notebook(
         assert first.metric in shown
         assert f"{100 * first.value:.1f} %" in shown
         assert all(line == line.rstrip() for line in repr(run).splitlines())
-    estimate = repr(tba.check("quickstart"))
-    for figure in ("20,000 to train on", "What a run takes", "a step takes", "a round takes"):
+    monkeypatch.setattr("tba.runs.estimate._SECONDS", 0.0)
+    estimate = repr(tba.check("quickstart", model=BASE, task={"train_problems": 1_000, "eval_problems": 100}))
+    for figure in ("1,000 to train on", "What a run takes", "a step takes", "a round takes"):
         assert figure in estimate
     assert f"{tmp_path / 'removed'}: there is no such run" in " ".join(repr(tba.Run(tmp_path / "removed")).split())
 

@@ -18,6 +18,7 @@ from tba.objectives.tba_prime import TbaPrime
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.protocols import Objective
 from tba.recipe import Recipe
+from tba.recipes.quickstart import BASE
 from tba.replay.buffer import BufferSettings
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
@@ -150,7 +151,8 @@ def test_a_rate_at_which_the_policy_leaves_its_data_within_six_updates_is_warned
     rate: str, runs_away: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("tba.runs.estimate._SECONDS", 0.0)
-    assert main(["check", "quickstart", "--optimizer.lr", rate]) == 0
+    few = ["--model.path", str(BASE), "--task.train-problems", "1000", "--task.eval-problems", "100"]
+    assert main(["check", "quickstart", *few, "--optimizer.lr", rate]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "after 6 updates the answers from before them have an effective sample size of" in said
     assert ("within 6 updates the policy has left the answers that it began with" in said) == runs_away
