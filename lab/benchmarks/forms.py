@@ -45,6 +45,7 @@ from tba.replay.buffer import BufferSettings
 from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
+from tba.runtime.local.forkserver import Child, Program, start
 from tba.schedules import Constant, WarmupStableDecay
 from tba.tasks.instruct import Instruct
 from tba.training.optimizer import OptimizerSettings
@@ -152,7 +153,7 @@ class Bench:
 
     def go(self, at_once: int, seeds: Sequence[int]) -> bool:
         """Make what is missing; whether all of it could be made. What is running is ended by an exception."""
-        running: dict[Cell, subprocess.Popen[bytes]] = {}
+        running: dict[Cell, Child] = {}
         failed: set[Cell] = set()
         try:
             while True:
@@ -164,23 +165,24 @@ class Bench:
                     return not failed
                 time.sleep(0.2)
                 for cell, process in list(running.items()):
-                    if process.poll() is None:
+                    if (code := process.poll()) is None:
                         continue
-                    del running[cell]
-                    if process.returncode:
+                    _let_go(running.pop(cell))
+                    if code:
                         failed.add(cell)
                         print(f"{cell.name} failed: see {self.folder / cell.name}.log", flush=True)
                     else:
                         self._keep(cell)
         finally:
             for process in running.values():
-                process.terminate()
-                process.wait(60)
+                process.kill()
+                process.wait()
+                _let_go(process)
 
-    def _start(self, cell: Cell) -> subprocess.Popen[bytes]:
+    def _start(self, cell: Cell) -> Child:
         self.folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(self.folder / cell.name, ignore_errors=True)
-        command = [sys.executable, "-m", "tba", "train", f"{Path(__file__).resolve()}::{cell.form}"]
+        command = ["train", f"{Path(__file__).resolve()}::{cell.form}"]
         command += ["--runs", str(self.folder), "--run-name", cell.name, "--seed", str(cell.seed)]
         command += [
             "--sync-every",
@@ -192,7 +194,7 @@ class Bench:
         ]
         with (self.folder / f"{cell.name}.log").open("wb") as log:
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            return subprocess.Popen([*command, *self.fixed], stdout=log, stderr=log, env=environment)
+            return start(Program("run", "tba.__main__", (*command, *self.fixed)), environment, log.fileno())
 
     def _keep(self, cell: Cell) -> None:
         run = tba.open_run(self.folder / cell.name)
@@ -205,6 +207,12 @@ class Bench:
         write(self.rows, [*read(self.rows), row])
         print(f"{cell.name}: {row.before:.1%} -> {row.after:.1%}, ess {row.ess:.2f}, lag {row.lag:.1f}", flush=True)
         shutil.rmtree(run.path)
+
+
+def _let_go(process: Child) -> None:
+    """Close our end of the input of a process that has ended."""
+    if process.stdin is not None:
+        process.stdin.close()
 
 
 def wanted(done: Sequence[Row], seeds: Sequence[int]) -> list[Cell]:
