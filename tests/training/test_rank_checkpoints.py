@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import resource
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,8 @@ BALANCE = TrajectoryBalance(BETA)
 FILES = ("model.safetensors", "optimizer.safetensors", "optimizer.json", "config.json", "heads.safetensors")
 
 
-def begin(trainer: ByHand, folder: Path) -> None:
-    """Begin a checkpoint of all ranks, as the trainer's loop does."""
+def begin(trainer: ByHand, folder: Path, when: threading.Event | None = None) -> None:
+    """Begin a checkpoint of all ranks, as the trainer's loop does. when: before that nothing is written."""
     policy = trainer.policy
     assert isinstance(policy, Rank0Policy)
     laid_out = policy.lay_out(trainer.optimizer, folder)
@@ -39,7 +40,12 @@ def begin(trainer: ByHand, folder: Path) -> None:
     model, rows = laid_out
     version, heads = trainer.version, llama_policy(heads=("log_z", "value")).heads
     heads.load_state_dict(policy.heads.state_dict())
-    policy.saving.begin(lambda: save_checkpoint(folder, version, model.save, rows, heads=heads))
+
+    def save() -> None:
+        assert when is None or when.wait(60.0)
+        save_checkpoint(folder, version, model.save, rows, heads=heads)
+
+    policy.saving.begin(save)
 
 
 def written(trainer: ByHand) -> None:
@@ -69,9 +75,10 @@ def test_ranks_write_the_bytes_that_gathering_would_and_any_number_of_ranks_goes
         for _ in range(3):
             trainer.go()
         checkpoint(trainer, gathered)
-        begin(trainer, mine)
+        begin(trainer, mine, stepped := threading.Event())
         asked = trainer.batches.replay.asked
         expected = [trainer.go()["loss"] for _ in range(2)]
+        stepped.set()
         written(trainer)
         ranks.say("end")
         saved = Checkpoint.load(mine / "step-3")
