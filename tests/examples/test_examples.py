@@ -112,7 +112,8 @@ def test_an_environments_episodes_are_trained_turn_by_turn(tmp_path: Path) -> No
     assert episode.letter not in {"a", "p"}
     assert [episode.step(text) for text in ("a", "no letter", "p", episode.letter)] == ["b-p?", "b-p?", "b-o?", None]
     assert episode.get_reward() == pytest.approx(0.7)
-    run = trained("my_environment", tmp_path, "--model.warm-start.sft.steps", "60")
+    few = ["--task.worlds", "300", "--model.warm-start.sft.steps", "60", "--model.warm-start.sft.batch-size", "32"]
+    run = trained("my_environment", tmp_path, *few)
     assert run.summary is not None
     assert 0 < run.summary.tokens.observed < run.summary.tokens.generated
     assert {len(t.completion.mask) == t.length for t in run.trajectories() if t.completion.mask is not None} == {True}
