@@ -114,7 +114,8 @@ def test_it_does_so_from_a_scripted_agents_plays_alone(tmp_path: Path) -> None:
     given = (
         *("train", str(TOY), "--runtime", "inline", "--runs", str(tmp_path), "--run-name", "run", "--offline"),
         *("--task.shown", "1000", "--model.task.shown", "1000", "--fill.demonstrations", "2000"),
-        *("--replay.pacing.max-mean-uses", "inf", "--replay.buffer.distinct", "--group-size", "32"),
+        *("--replay.pacing.max-mean-uses", "inf", "--replay.buffer.distinct", "--evaluation.problems", "1"),
+        *("--steps", "150", "--optimizer.schedule.steps", "150"),
     )
     assert main(given) == 0
     summary = Summary.read(tmp_path / "run")

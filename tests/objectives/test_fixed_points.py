@@ -35,6 +35,7 @@ TASK = TabularTask(symbols=6, length=1, prompts=1)
 BETA = 0.25
 K = 3
 OUTCOMES = range(TASK.outcomes)
+REPEATING, DIFFERENT = list(combinations_with_replacement(OUTCOMES, K)), list(combinations(OUTCOMES, K))
 
 TB, TBA_PRIME, RLOO = TrajectoryBalance(Constant(BETA)), TbaPrime(Constant(BETA)), Reinforce(Constant(BETA))
 REINFORCE, GRPO, DR_GRPO = Reinforce(Constant(BETA), "none"), Grpo(Constant(BETA)), dr_grpo(Constant(BETA))
@@ -52,17 +53,15 @@ def one_thread() -> Iterator[None]:
 
 
 def fresh(pi_O: Tensor) -> tuple[list[tuple[int, ...]], Tensor]:
-    groups = list(combinations_with_replacement(OUTCOMES, K))
-    orders = [factorial(K) // prod(factorial(g.count(o)) for o in set(g)) for g in groups]
-    return groups, pi_O[torch.tensor(groups)].prod(1) * torch.tensor(orders)
+    orders_G = [factorial(K) // prod(factorial(g.count(o)) for o in set(g)) for g in REPEATING]
+    return REPEATING, pi_O[torch.tensor(REPEATING)].prod(1) * torch.tensor(orders_G)
 
 
 def distinct(pi_O: Tensor) -> tuple[list[tuple[int, ...]], Tensor]:
-    groups = list(combinations(OUTCOMES, K))
-    orders_GPK = torch.tensor([list(permutations(g)) for g in groups])
+    orders_GPK = torch.tensor([list(permutations(g)) for g in DIFFERENT])
     p_GPK = pi_O[orders_GPK]
     left_GPK = 1 - (p_GPK.cumsum(-1) - p_GPK)
-    return groups, (p_GPK / left_GPK).prod(-1).sum(-1)
+    return DIFFERENT, (p_GPK / left_GPK).prod(-1).sum(-1)
 
 
 def by_reward(pi_O: Tensor) -> tuple[list[tuple[int, ...]], Tensor]:

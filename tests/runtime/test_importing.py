@@ -82,7 +82,7 @@ def shares(probability_QO: torch.Tensor) -> torch.Tensor:
 def test_from_imported_answers_alone_their_shares_become_those_of_the_ideal_policy(tmp_path: Path) -> None:
     """The empty answer, which no line has, keeps whatever share it comes to have: it is outside the support."""
     lines = every_answer()
-    long = ("--steps", "800", "--optimizer.lr", "0.1", "--optimizer.schedule.steps", "800", "--group-size", "32")
+    long = ("--steps", "200", "--optimizer.lr", "0.1", "--optimizer.schedule.steps", "200", "--group-size", "64")
     summary = offline(tmp_path / "run", Inline, lines, *long, "--replay.pacing.max-mean-uses", "inf")
     policy = TabularPolicy(TASK)
     start, wanted = shares(distribution(policy)), shares(ideal(TASK, BETA))
@@ -94,7 +94,7 @@ def test_from_imported_answers_alone_their_shares_become_those_of_the_ideal_poli
     assert summary.trajectories.trained_once == len(lines)
     assert summary.lag.max == 0  # nothing of it has a lag
     assert closes(summary)
-    assert {e.version for e in summary.evaluations} == {Version(0, 0), Version(0, 800)}
+    assert {e.version for e in summary.evaluations} == {Version(0, 0), Version(0, 200)}
 
 
 def test_processes_learn_offline_too_and_evaluate_before_and_after(tmp_path: Path) -> None:

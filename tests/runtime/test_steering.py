@@ -31,7 +31,7 @@ SMALL = (
     "--group-size",
     "8",
 )  # batches of 16, rounds of 64
-STALE = (*SMALL, "--steps", "120", "--sync-every", "8", "--replay.selection.m", "0.5", "--control.every", "5")
+STALE = (*SMALL, "--steps", "60", "--sync-every", "8", "--replay.selection.m", "0.5", "--control.every", "5")
 LAG = ("--control.signal", "lag", "--control.low", "4", "--control.high", "6")
 ESS = ("--control.signal", "ess", "--control.low", "0.97", "--control.high", "0.995")
 

@@ -39,6 +39,7 @@ from toy.policy import WEIGHT, TabularPolicy, TabularReference, distribution, to
 
 TAUGHT = Path(toy_taught.__file__)
 RUN = ("--replay.pacing.warm-up", "32", "--run.checkpoint-every", "20")
+FAST = (*("--steps", "250", "--optimizer.schedule.steps", "250", "--optimizer.lr", "0.1", "--groups-per-step", "4"),)
 
 
 def trajectories(path: Path) -> list[Trajectory]:
@@ -66,10 +67,10 @@ def test_a_run_with_teachers_that_is_cut_off_scores_nothing_twice_loses_nothing_
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "run"
-    exploration = Anything(path, 130, [])
+    exploration = Anything(path, 50, [])
     SCORED.clear()
     with pytest.raises(PowerCut):
-        inline(path, *RUN, "--steps", "600", source=TAUGHT, exploration=exploration)
+        inline(path, *RUN, *FAST, source=TAUGHT, exploration=exploration)
     there = uids_of(path)
     summary = inline_again(path, exploration=exploration)
     assert_whole(path, summary, there)

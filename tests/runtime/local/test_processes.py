@@ -49,20 +49,20 @@ class Finished:
 
 @pytest.fixture(scope="module")
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """800 steps on uniformly random answers, two searchers, weights sent up every 20 steps."""
+    """300 steps on uniformly random answers, two searchers, weights sent up every 20 steps."""
     path = tmp_path_factory.mktemp("oracle") / "run"
     overrides = (
-        *("--objective.beta.value", "0.25", "--optimizer.lr", "0.1", "--optimizer.schedule.steps", "800"),
-        *("--steps", "800", "--sync-every", "20", "--groups-per-step", "4", "--group-size", "8"),
-        *("--samples-per-prompt", "16", "--exploration.temperature", "1e6", "--searchers", "2"),
+        *("--objective.beta.value", "0.25", "--optimizer.lr", "0.1", "--optimizer.schedule.steps", "300"),
+        *("--steps", "300", "--sync-every", "20", "--groups-per-step", "4", "--group-size", "16"),
+        *("--samples-per-prompt", "32", "--exploration.temperature", "1e6", "--searchers", "2"),
         *(
             "--evaluation.every",
-            "300",
+            "100",
             "--evaluation.problems",
             "1",
             "--record.hide-text",
             "--run.checkpoint-every",
-            "500",
+            "200",
         ),
     )
     return Finished(path, processes(path, *overrides))
@@ -81,21 +81,21 @@ def test_it_reaches_the_ideal_policy_of_the_toy_from_random_answers_of_two_searc
 def test_every_token_and_trajectory_is_accounted_for(oracle: Finished) -> None:
     for ledger in (oracle.summary.tokens, oracle.summary.trajectories):
         assert ledger.closes(), ledger
-    assert oracle.summary.trajectories.trained_total == 800 * 4 * 8
+    assert oracle.summary.trajectories.trained_total == 300 * 4 * 16
     assert oracle.summary.trajectories.evaluation == 2 * 4  # greedy and sampled, at 4 versions
     assert oracle.summary.faults["searcher_restarts"] == 0
 
 
 def test_each_version_asked_for_is_evaluated_exactly_once_by_one_of_the_two(oracle: Finished) -> None:
     versions = [e.version for e in read_evaluations(oracle.path) if e.metric == "pass@1/greedy"]
-    assert sorted(versions) == [Version(0, step) for step in (0, 300, 600, 800)]
+    assert sorted(versions) == [Version(0, step) for step in (0, 100, 200, 300)]
     with JournalFollower(oracle.path / "journal.sqlite") as journal:
         assert all(journal.job_done(f"evaluate {version}") for version in versions)
 
 
 def test_a_run_leaves_its_last_checkpoints_and_weights_and_a_log_of_every_part(oracle: Finished) -> None:
-    assert {p.name for p in (oracle.path / "checkpoints").iterdir()} == {"step-500", "step-800"}
-    assert {p.name for p in (oracle.path / "weights").glob("*.safetensors")} >= {"0.800.safetensors"}
+    assert {p.name for p in (oracle.path / "checkpoints").iterdir()} == {"step-200", "step-300"}
+    assert {p.name for p in (oracle.path / "weights").glob("*.safetensors")} >= {"0.300.safetensors"}
     for part in ("trainer", "searcher-0", "searcher-1"):
         assert f"{part} starts as process" in (oracle.path / "logs" / f"{part}.log").read_text()
         assert oracle.summary.peak_memory_bytes[part] > 0
