@@ -100,13 +100,13 @@ def test_equal_seeds_give_equal_weights_through_resets_and_a_fresh_optimizer_giv
 @pytest.mark.parametrize("flows", [("--run.rounds",), ()], ids=["rounds", "flow"])
 def test_processes_sharpen_alike_and_their_account_closes(tmp_path: Path, flows: tuple[str, ...]) -> None:
     path = tmp_path / "run"
-    summary = processes(path, *ORACLE, "--steps", "200", "--reference-reset", "100", "--searchers", "2", *flows)
-    assert distance_at(path, Version(0, 100), BETA) <= 0.02
+    summary = processes(path, *ORACLE, "--steps", "300", "--reference-reset", "150", "--searchers", "2", *flows)
+    assert distance_at(path, Version(0, 150), BETA) <= 0.02
     assert distance(path, BETA / 2) <= 0.02
-    assert [r["step"] for r in summary.reference_resets] == [100]
+    assert [r["step"] for r in summary.reference_resets] == [150]
     for ledger in (summary.tokens, summary.trajectories):
         assert ledger.closes(), ledger
-    assert_scored_afresh(path, [Version(0, 100)])
+    assert_scored_afresh(path, [Version(0, 150)])
 
 
 Start = Callable[..., tuple[SearcherLoop, TrainerLoop]]
