@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tba.errors import UserError
 from tba.replay.journal import JournalWriter
 from tba.rollout.prompts import PromptSettings, PromptStream, encode
+from tba.training.tiny_models import character_tokenizer
 from tba.types import Problem, Prompt
 from toy.engine import tabular_prompts
 from toy.policy import TabularTask, TabularTokenizer
@@ -130,6 +131,15 @@ def test_a_searcher_that_is_started_again_takes_up_what_its_former_self_had_at_o
     assert again.lease(3, 10.0) == [0, 1, 4]
     assert again.claim("evaluate 0.0", 10.0)
     assert not other.claim("evaluate 0.0", 10.0)
+
+
+def test_of_many_prompts_that_are_tokenised_at_once_the_one_that_cannot_be_written_is_named() -> None:
+    tokenizer = character_tokenizer("0123456789+=")
+    good = [Problem(f"{n}+{n}=") for n in range(30)]
+    written = encode(good, "t", tokenizer, PromptSettings()).prompts
+    assert [p.tokens.tolist() for p in written] == [tokenizer.encode(p.prompt) for p in good]
+    with pytest.raises(UserError, match=r"cannot write the prompt .?1\?.? of task t"):
+        encode([*good, Problem("1?"), *good], "t", tokenizer, PromptSettings())
 
 
 def test_problems_become_prompts_in_their_order_with_their_fields() -> None:

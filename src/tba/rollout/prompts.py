@@ -118,17 +118,17 @@ def _remedy(settings: PromptSettings, room: int | None) -> str:
 
 def _tokens(tokenizer: Tokenizer, texts: Sequence[str], chats: Sequence[bool], task: str) -> Iterator[list[int]]:
     """Yields the tokens of each prompt. Raises `UserError` for the first that the tokenizer cannot write."""
-    for chat, own in groupby(range(len(texts)), lambda i: (chats[i], i // _AT_ONCE)):
+    for (chat, _), own in groupby(range(len(texts)), lambda i: (chats[i], i // _AT_ONCE)):
         block = [texts[i] for i in own]
         try:
-            rows = prompt_tokens(tokenizer, block, chat[0])
+            rows = prompt_tokens(tokenizer, block, chat)
         except Exception as error:  # tokenizers of the Rust library raise nothing more precise
             if len(block) == 1:
                 raise UserError(
                     f"the model's tokenizer cannot write the prompt {quoted(block[0])} of task {task} ({error}): give "
                     "prompts of the characters that it knows, or another model (--model.path)"
                 ) from error
-            rows = [row for text in block for row in _tokens(tokenizer, [text], chat[:1], task)]
+            rows = [row for text in block for row in _tokens(tokenizer, [text], [chat], task)]
         yield from rows
 
 
