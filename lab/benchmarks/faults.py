@@ -9,7 +9,7 @@ ended; runs that it has already are not repeated. The kinds:
     none                                 undisturbed
     searcher, trainer, driver            killed
     searcher-stopped, trainer-stopped    stopped for some seconds (SIGSTOP), and continued
-    searcher-hangs, trainer-hangs        stopped for good: until the silence deadline
+    searcher-hangs, trainer-hangs        stopped for good after a sign of life: until the silence deadline
     evaluation                           searcher, trainer or driver killed while a version is evaluated
     resume                               driver killed, and killed twice more while the run is resumed
     bits                                 a few bits of the journal flipped while nothing runs
@@ -78,6 +78,7 @@ from tba.record.summary import Summary
 from tba.replay.pages import committed, wal_frames
 from tba.replay.schema import PAGE_BYTES
 from tba.runtime.checkpointing import held_by_journal
+from tba.runtime.local.heartbeat import heartbeat_file
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.run_lock import is_held
 
@@ -264,6 +265,7 @@ def hangs(part: str) -> Callable[[Run], None]:
     def disturb(run: Run) -> None:
         run.begin("--run.silence-deadline", str(SILENCE))
         run.at_some_step()
+        run.until(heartbeat_file(run.path, part).exists)  # before, it may load a model for an hour
         victim = run.the(part)
         run.acknowledged = rows_of(run.path / "journal.sqlite")
         os.kill(victim, signal.SIGSTOP)

@@ -348,7 +348,9 @@ def test_every_variant_of_every_shipped_study_is_a_recipe_that_can_run(name: str
     assert shipped.name == name
     assert shipped.description
     assert len(shipped.seeds) >= (1 if "tuning" in name else 3)  # a choice, or a comparison
-    resolved = [find(f"{STUDIES / name}.py::{variant}") for variant in shipped.variants]
+    resolved = [shipped.recipe_of(variant) for variant in shipped.variants]
+    last = list(shipped.variants)[-1]
+    assert find(f"{STUDIES / name}.py::{last}").name == resolved[-1].name
     for recipe in resolved:
         validate(recipe)
     unnamed = [replace(recipe, name="") for recipe in resolved]
