@@ -14,8 +14,6 @@ import pytest
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it
-# kernels of torch.compile are scalar: which vectors the C++ compiler knows is else tried out, for seconds of a core
-os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 # processes that tests start find the toy (`tests/toy`) of their recipes
 os.environ.update(
     PYTHONPATH=os.pathsep.join(filter(None, [str(Path(__file__).parent / "tests"), os.environ.get("PYTHONPATH")]))

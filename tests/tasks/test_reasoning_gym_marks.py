@@ -204,7 +204,7 @@ def test_honest_answers_score_in_a_child_as_they_do_in_the_package(
             texts = ["", "1", "I do not know", "R U", "F+1", "[[1, 0], [0, 1]]", "['A', 'B']"]
             if answer is not None:
                 texts += [answer, f"{answer} + 1", answer.replace("1", "2"), str(answer.split())]
-            if dataset in FORMULAS and not index:
+            if dataset in FORMULAS:
                 texts += ["sin(x)*exp(x)/sqrt(x + 1) + C", "-x**2/2 + 3*log(abs(x)) + 0.5", "(x, 1)", "y"]
             for text, judgement in zip(texts, judged(away[dataset], [(dataset, index, t) for t in texts]), strict=True):
                 assert (dataset, text, judgement.reward) == (dataset, text, quietly(dataset, index, text.strip()) or 0)

@@ -115,7 +115,8 @@ LARGE = {  # 14 M parameters: 56 MB, and 167 MB with two moments; 13 MB of it ar
 }
 
 
-def test_a_checkpoint_raises_a_rank_by_its_share_and_at_most_a_layer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_checkpoint_raises_a_rank_by_its_share_and_at_most_a_layer(count: int, tmp_path: Path) -> None:
     """The rise of the largest resident memory of each forked rank, until its rows are on the disk."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**LARGE))
@@ -143,7 +144,7 @@ def test_a_checkpoint_raises_a_rank_by_its_share_and_at_most_a_layer(tmp_path: P
         own = sum(rows.nbytes for part in (copies.model, copies.optimizer) for _, rows in part.values())
         assert own < found < own + layer
 
-    with ranks_of(3, tmp_path / "store", life) as ranks:
+    with ranks_of(count, tmp_path / "store", life) as ranks:
         policy, optimizer = stepped(ranks)
         led = Rank0Policy(policy, ranks, WHOLE)
         laid_out = led.lay_out(optimizer, tmp_path / "checkpoints")

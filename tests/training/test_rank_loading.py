@@ -204,9 +204,9 @@ LARGE = {  # 25 M parameters: 101 MB in float32, 13 MB in a layer, 8.4 MB in the
 }
 
 
-def test_a_rank_never_holds_more_than_its_share_and_one_layer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_rank_never_holds_more_than_its_share_and_one_layer(count: int, tmp_path: Path) -> None:
     """The rise of the largest resident memory of each forked rank, pages of mapped files included."""
-    count = 3
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**LARGE))
     sizes = {name: p.nbytes for name, p in model.named_parameters()}

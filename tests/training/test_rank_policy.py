@@ -253,7 +253,8 @@ def test_weights_are_cast_before_they_are_gathered_and_have_the_bits_of_casting_
     assert whole / 2 <= sum(sent) <= whole / 2 + max(t[:1].nbytes for t in expected.values())  # this rank's half
 
 
-@pytest.mark.parametrize(("count", "share", "whole"), [(3, 0.01, False), (2, 0.9, True)], ids=["few", "most"])
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(("share", "whole"), [(0.01, False), (0.9, True)], ids=["few", "most"])
 def test_of_changes_ranks_send_what_is_written_and_the_file_is_the_one_that_gathering_all_gave(
     count: int, share: float, whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,7 +336,8 @@ def test_one_process_in_bfloat16_is_one_rank_of_shards_to_the_bit(limit: int, tm
     assert torch.equal(again.evaluate(batch).log_policy_BT, low.evaluate(batch).log_policy_BT)
 
 
-@pytest.mark.parametrize(("count", "full_every"), [(2, 1), (2, 2), (1, 2)], ids=["whole", "changes", "one rank"])
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("full_every", [1, 2], ids=["whole", "changes"])
 def test_ranks_that_copy_their_rows_go_on_while_the_files_are_written_which_are_those_of_one(
     count: int, full_every: int, tmp_path: Path
 ) -> None:

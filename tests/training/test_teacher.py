@@ -90,7 +90,7 @@ def settled(objective: Objective, of: Teacher, source: str) -> float:
     ("source", "weights"),
     [
         *zip(SOURCES, ((0.5,), (1.0,), (1.5,), (0.5,), (1.0,)), strict=True),
-        *(("mixed", weights) for weights in ((0.2, 0.3), (0.4, 0.6), (0.9, 0.6))),
+        *zip(SOURCES, ((0.2, 0.3), (0.4, 0.6), (0.9, 0.6), (0.4, 0.6), (0.9, 0.6)), strict=True),
     ],
 )
 def test_whoever_sampled_the_answers_and_when_what_is_learnt_is_the_target_with_teachers(

@@ -31,11 +31,7 @@ OBJECTIVES: dict[str, Objective] = {
     "learned log Z": TrajectoryBalance(BETA, log_z="learned"),
 }
 WHOLE, BY_GROUPS, BY_SLICES = 10**6, 60, 12  # tokens of a pass
-CASES = [
-    *(("trajectory balance in a run", limit) for limit in (WHOLE, BY_GROUPS, BY_SLICES)),
-    ("trajectory balance", WHOLE),
-    *(("learned log Z", limit) for limit in (WHOLE, BY_SLICES)),
-]
+CASES = [(objective, limit) for objective in OBJECTIVES for limit in (WHOLE, BY_GROUPS, BY_SLICES)]
 
 
 def fetched() -> Fetched:
