@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl import DistillationConfig, DistillationTrainer
 
 
-class Counting(DistillationTrainer):  # type: ignore[misc]
+class Counting(DistillationTrainer):
     """TRL's trainer, which counts what it samples, and whose rate rises as ours: transformers' would begin at 0."""
 
     answers = tokens = 0
@@ -39,7 +39,7 @@ class Counting(DistillationTrainer):  # type: ignore[misc]
         return made
 
 
-class Saving(TrainerCallback):  # type: ignore[misc]
+class Saving(TrainerCallback):
     """Writes the adapter every so many updates, while both clocks stand still."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
