@@ -388,6 +388,7 @@ def main() -> None:
         print(row, file=sys.stderr, flush=True)
 
     if not given.table:
+        given.out.parent.mkdir(parents=True, exist_ok=True)
         if not done():
             measure(START, 0.0, 0, dict.fromkeys(("update", "wall", "cpu", "answers", "tokens"), 0), None)
         for way, rate, seed, updates in wanted(done, given):

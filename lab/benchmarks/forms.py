@@ -6,8 +6,8 @@
 
 A run is 90 updates of 48 answers with adapters of rank 16 in one process that alternates between a round and an update,
 so that the data's age depends on the settings alone: k = 16 with half of the groups old, and k = 1 with m = 0.95.
-Repeats are kept. 500 held-out prompts are answered once before and after. On a CPU each run has one thread, and equal
-seeds give equal rows; `--at-once` runs several at a time.
+Repeats are kept. 500 held-out prompts are answered once before and after, on a GPU, where that costs little, four times.
+On a CPU each run has one thread, and equal seeds give equal rows; `--at-once` runs several at a time.
 
 Order: at k = 16 the rates of `none`, `exact`, `asymmetric` and `lowered` are chosen among three on seed 100, which is
 counted nowhere (a best rate at the edge is followed by the next beyond it), then come the counted seeds, one after the
@@ -50,13 +50,14 @@ from tba.schedules import Constant, WarmupStableDecay
 from tba.tasks.instruct import Instruct
 from tba.training.optimizer import OptimizerSettings
 from tba_lab.study import Study, Variant
-from tba_lab.tb_forms import lowered
+from tba_lab.tb_forms import SpreadBalance, lowered
 
 RATES = (1e-4, 2e-4, 4e-4)
 TUNED_ON = 100  # the seed on which rates are chosen
 STALE, FRESH = (16, 0.5), (1, 0.95)  # k, m
 TIERS = (("none", "exact", "asymmetric", "lowered"), ("grpo", "raft"))
-ON_GPU = ("--model.device", "cuda", "--max-tokens-per-pass", "8192", "--model.generation.slots", "500")
+ON_GPU = ("--model.device", "cuda", "--max-tokens-per-pass", "8192", "--model.generation.slots", "500",
+          "--evaluation.samples", "4")  # fmt: skip
 
 _beta = Constant(0.02)
 base = replace(
@@ -81,6 +82,8 @@ OBJECTIVES = {
     "exact": TrajectoryBalance(_beta, off_policy="exact"),
     "asymmetric": TrajectoryBalance(_beta, off_policy="asymmetric"),
     "lowered": lowered(_beta),
+    "spread-half": SpreadBalance(_beta, spread=0.5),
+    "spread-one": SpreadBalance(_beta, spread=1.0),
     "grpo": Grpo(_beta),
     "raft": Raft(),
 }

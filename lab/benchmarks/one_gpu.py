@@ -12,8 +12,8 @@ beside it has what they said.
 
 - *environment*: microseconds to launch a kernel, and a kernel's share of a captured graph; GB/s from and to pinned and
   pageable memory; the rate of a large product of matrices.
-- *engine*, *engine-256*: the transformers engine with 72 and with 256 slots. A token step of all slots, first and
-  later: milliseconds, launches, kernels and their milliseconds (the difference of two runs that end a few tokens apart,
+- *engine*, *engine-256*: the transformers engine with 72 and with 256 slots. A token step of all slots, but the first:
+  milliseconds, launches, kernels and their milliseconds (the difference of two runs that end a few tokens apart,
   so that prompts do not count). A round of answers of geometric lengths, cold and the same again; the same as flow.
   Peak memory, and what `tba.models.memory` computes.
 - *trainer*, *trainer-checkpointed*: a step of the trainer as `start_policy` builds it, 3 groups of 20 answers of 200
@@ -78,6 +78,7 @@ from one_gpu_sharing import BY_DEFAULT, OTHERS, arranged
 
 from tba.__main__ import main as tba
 from tba.batch import collate
+from tba.cards import cards
 from tba.engines.transformers import EngineSettings
 from tba.generation import generate
 from tba.models.arithmetic import passes, product_rate
@@ -171,7 +172,7 @@ def engine_part(given: Given, note: Note, slots: int) -> None:
     del half
     recipe = recipe_of(given.folder / "endless", device, shape, generation=settings)
     half = SearcherHalf(recipe, shape)
-    note(first_milliseconds_a_step=1e3 * a_token(half, slots, device))
+    a_token(half, slots, device)  # makes what is made once
     note(milliseconds_a_step=1e3 * min(a_token(half, slots, device) for _ in range(3)))
     del half
     ready_to_count(device)
@@ -473,7 +474,7 @@ def prepare(given: Given, note: Note, model: bool) -> None:
     if given.device == "cuda" and not torch.cuda.is_available():
         print("this machine shows no GPU: --device cpu --small proves the script without one")
         raise SystemExit(2)
-    note(machine=machine(), versions=versions())
+    note(machine=machine(cards().names), versions=versions())
     if model:
         models_in(given.folder, given.shape)
 

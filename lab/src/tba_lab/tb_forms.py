@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from tba.batch import Batch
 from tba.objectives.correction import Correction, log_ratio_to_behavior
 from tba.objectives.reduce import group_max, group_mean, group_sizes, masked_sum, row_means
+from tba.objectives.trajectory_balance import CAP, TrajectoryBalance
 from tba.protocols import Measured, PolicyOutput
 from tba.schedules import Constant, Schedule
 from tba.training.optimizer import Optimizer, OptimizerSettings
@@ -146,6 +147,26 @@ def lowered(beta: Schedule) -> WeightedBalance:
     Where rewards are noisy its optimum is another one: the group's lowest contains the answer's own luck.
     """
     return WeightedBalance(beta, "ratio", cap=8.0, spread=2.0, normalised=True, lowest=0.5)
+
+
+@dataclass(frozen=True)
+class SpreadBalance(TrajectoryBalance):
+    """`asymmetric` with weights whose log spreads by at most `spread` within a group: 0 is the paper's form, w = 1, with
+    the push up; 2 is `asymmetric` itself.
+    """
+
+    spread: float = 0.0  # nats
+
+    def weight_B(self, gap_B: Tensor, log_rho_B: Tensor | None, batch: Batch) -> Tensor:
+        """[B] positive weights of mean 1 in each group."""
+        if log_rho_B is None or not self.spread:
+            return torch.ones_like(gap_B)
+        rows = (batch.group_B, batch.groups)
+        log_rho_B = log_rho_B.nan_to_num(nan=0.0)
+        spread_B = group_mean((log_rho_B - group_mean(log_rho_B, *rows)).square(), *rows).sqrt()
+        log_weight_B = (log_rho_B * (self.spread / spread_B.clamp(min=self.spread))).clamp(max=math.log(CAP))
+        weight_B = (log_weight_B - group_max(log_weight_B, *rows)).exp()
+        return weight_B / group_mean(weight_B, *rows)
 
 
 @dataclass(frozen=True)

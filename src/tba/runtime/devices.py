@@ -5,8 +5,8 @@ sees (CUDA_VISIBLE_DEVICES), and the shares of memory on one GPU never add up to
 
 - Enough GPUs: each rank of the trainer has one, each searcher one (several for an engine that is spread over them).
 - Fewer: the trainer's ranks keep one each, and searchers share those that are left.
-- One GPU, one rank: all workers share it. The trainer has what it needs and `SLACK` more, the searchers the rest; where
-  they would lack something then, less slack.
+- One GPU, one rank: all workers share it. The trainer has what it needs and `SLACK` or `LOST` more, the searchers the
+  rest; where they would lack something then, less.
 - No GPU: everything runs on the CPU.
 """
 
@@ -27,6 +27,7 @@ from tba.training.ranks.messages import name_of_rank
 USABLE = 0.95  # of a GPU's memory: the rest is each process's context and what the driver holds
 TRAINER = 0.5  # of it, where searchers are on the same GPU and nobody knows what the trainer needs
 SLACK = 0.15  # of what is computed, for what an allocator loses
+LOST = 2 << 30  # bytes, if there are as many: of a small model's passes of unequal lengths it loses a larger share
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def _trainer_share(recipe: Recipe, memory: int, searchers: int) -> float:
         return _trainer_share(least, memory, searchers)
     if own + others > USABLE * memory:  # which is refused; a run that is started all the same shares what there is
         return USABLE * own / (own + others)
-    return min((1 + SLACK) * own, USABLE * memory - others) / memory
+    return min(own + max(SLACK * own, LOST), USABLE * memory - others) / memory
 
 
 def environment_of(place: Place, visible: str | None = None) -> dict[str, str]:

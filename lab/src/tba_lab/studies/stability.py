@@ -20,7 +20,7 @@ from tba_lab.studies._base import (
     task,
 )
 from tba_lab.study import Against, Study
-from tba_lab.tb_forms import WeightedBalance
+from tba_lab.tb_forms import SpreadBalance, WeightedBalance
 
 RATE = 1e-4
 NAMES = (
@@ -51,6 +51,7 @@ FORMS = {  # that estimate log Z low: by standard deviations of the group's gaps
         )
         for a in (1.0, 2.0)
     },
+    **{f"tb-spread-{a:g}": SpreadBalance(Constant(BETA), spread=a) for a in (0.0, 0.5, 1.0)},
 }
 
 _objectives = {name: objectives()[name] for name in NAMES} | FORMS
