@@ -6,12 +6,16 @@
 
 A run is 90 updates of 48 answers with adapters of rank 16 in one process that alternates between a round and an update,
 so that the data's age depends on the settings alone: k = 16 with half of the groups old, and k = 1 with m = 0.95.
-Repeats are kept. 500 held-out prompts are answered once before and after, on a GPU, where that costs little, four times.
-On a CPU each run has one thread, and equal seeds give equal rows; `--at-once` runs several at a time.
+Repeats are kept. 500 held-out prompts are answered before and after, once, on a GPU, four times.
+Everything is computed in bfloat16. On a CPU each run has one thread, and equal seeds give equal rows; `--at-once` runs
+several at a time.
 
 Order: at k = 16 the rates of `none`, `exact`, `asymmetric` and `lowered` are chosen among three on seed 100, which is
 counted nowhere (a best rate at the edge is followed by the next beyond it), then come the counted seeds, one after the
 other; GRPO and RAFT likewise; then all at k = 1, each at the rate that it had at k = 16.
+
+`--cells asymmetric:4e-4:0 ...` makes these runs alone, form, rate and seed, at k = 16; forms that are in no table of
+this order are `spread-half` and `spread-one`, whose weights are between those of `none` and of `asymmetric`.
 
 Every run that ends is a row; the file is written beside and renamed. The same command goes on after a stop: runs that
 were cut off are made again. The table has Student's 95 % intervals over seeds, and differences paired by seed.
@@ -27,8 +31,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -58,6 +63,7 @@ STALE, FRESH = (16, 0.5), (1, 0.95)  # k, m
 TIERS = (("none", "exact", "asymmetric", "lowered"), ("grpo", "raft"))
 ON_GPU = ("--model.device", "cuda", "--max-tokens-per-pass", "8192", "--model.generation.slots", "500",
           "--evaluation.samples", "4")  # fmt: skip
+ON_CPU = ("--model.device", "cpu", "--model.dtype", "bfloat16")  # a third of the time where a CPU multiplies in it
 
 _beta = Constant(0.02)
 base = replace(
@@ -130,16 +136,18 @@ def main() -> int:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--at-once", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--cells", nargs="+", default=[], metavar="FORM:RATE:SEED", help="only these, at k = 16")
     parser.add_argument("--folder", type=Path, help="of the runs while they are made; default: beside the rows")
     given, overrides = parser.parse_known_args()
     if not given.table:
         if given.model is None:
             parser.error("--model is missing: a folder, as `tba model smollm2 --out FOLDER` writes it")
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-        on_gpu = ON_GPU if given.device == "cuda" else ("--model.device", "cpu")
-        fixed = ["--model.path", given.model, *on_gpu, *overrides]
+        fixed = ["--model.path", given.model, *(ON_GPU if given.device == "cuda" else ON_CPU), *overrides]
         bench = Bench(given.rows, given.folder or given.rows.parent / "runs", given.device, fixed)
-        if not bench.go(given.at_once, range(given.seeds)):
+        parts = [cell.split(":") for cell in given.cells]
+        asked = [Cell(form, *STALE, float(rate), int(seed)) for form, rate, seed in parts]
+        if not bench.go(given.at_once, partial(left, asked) if asked else partial(wanted, seeds=range(given.seeds))):
             return 1
     print(table(read(given.rows)))
     return 0
@@ -154,14 +162,14 @@ class Bench:
     device: str
     fixed: Sequence[str]  # fields of every run
 
-    def go(self, at_once: int, seeds: Sequence[int]) -> bool:
-        """Make what is missing; whether all of it could be made. What is running is ended by an exception."""
+    def go(self, at_once: int, missing: Callable[[Sequence[Row]], list[Cell]]) -> bool:
+        """Make what is missing beside the rows; whether all could be made. What is running is ended by an exception."""
         running: dict[Cell, Child] = {}
         failed: set[Cell] = set()
         try:
             while True:
                 done = read(self.rows)
-                ready = [c for c in wanted(done, seeds) if c not in running and c not in failed]
+                ready = [c for c in missing(done) if c not in running and c not in failed]
                 for cell in ready[: at_once - len(running)]:
                     running[cell] = self._start(cell)
                 if not running:
@@ -218,9 +226,14 @@ def _let_go(process: Child) -> None:
         process.stdin.close()
 
 
+def left(asked: Sequence[Cell], done: Sequence[Row]) -> list[Cell]:
+    """The runs of these that are not there."""
+    there = {(r.form, r.k, r.rate, r.seed) for r in done}
+    return [c for c in asked if (c.form, c.k, c.rate, c.seed) not in there]
+
+
 def wanted(done: Sequence[Row], seeds: Sequence[int]) -> list[Cell]:
     """The runs that can be made next and are not there, in order."""
-    there = {(r.form, r.k, r.rate, r.seed) for r in done}
     cells: list[Cell] = []
     chosen: dict[str, float] = {}
     for tier in TIERS:
@@ -231,7 +244,7 @@ def wanted(done: Sequence[Row], seeds: Sequence[int]) -> list[Cell]:
                 chosen[form] = best
         cells += [Cell(form, *STALE, chosen[form], seed) for seed in seeds for form in tier if form in chosen]
     cells += [Cell(form, *FRESH, rate, seed) for seed in seeds for form, rate in chosen.items()]
-    return [c for c in cells if (c.form, c.k, c.rate, c.seed) not in there]
+    return left(cells, done)
 
 
 def tried(form: str, done: Sequence[Row]) -> tuple[list[float], float | None]:

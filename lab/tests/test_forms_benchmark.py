@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def test_runs_are_made_and_kept_and_equal_when_made_again(
     monkeypatch.setattr(forms, "wanted", lambda done, seeds: [] if done else [cell])
     for name in ("a", "b"):
         rows = tmp_path / f"{name}.csv"
-        assert forms.Bench(rows, tmp_path / name, "cpu", fixed).go(1, range(1))
+        assert forms.Bench(rows, tmp_path / name, "cpu", fixed).go(1, partial(forms.wanted, seeds=range(1)))
         made += forms.read(rows)
         assert [p.name for p in (tmp_path / name).iterdir()] == [f"{cell.name}.log"]
     assert [r.name for r in made] == [cell.name] * 2
