@@ -71,15 +71,12 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_runs_are_made_and_kept_and_equal_when_made_again(
-    tmp_path: Path, model: Path, forms: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_are_made_and_kept_and_equal_when_made_again(tmp_path: Path, model: Path, forms: Any) -> None:
     fixed = ["--model.path", str(model), "--model.device", "cpu", "--prompts.max-tokens", "1000", *SMALL]
     cell, made = forms.Cell("asymmetric", 16, 0.5, 1e-4, 0), []
-    monkeypatch.setattr(forms, "wanted", lambda done, seeds: [] if done else [cell])
     for name in ("a", "b"):
         rows = tmp_path / f"{name}.csv"
-        assert forms.Bench(rows, tmp_path / name, "cpu", fixed).go(1, partial(forms.wanted, seeds=range(1)))
+        assert forms.Bench(rows, tmp_path / name, "cpu", fixed).go(1, partial(forms.left, [cell]))
         made += forms.read(rows)
         assert [p.name for p in (tmp_path / name).iterdir()] == [f"{cell.name}.log"]
     assert [r.name for r in made] == [cell.name] * 2
