@@ -61,9 +61,9 @@ check` decide, and a test keeps it up to date. What the formulas were compared w
 
 ## One GPU
 
-All parts share the GPU: the trainer has what it needs and {slack:.0%}, at least 2 GiB, more, the searcher (engine and reference) the
-rest of {usable:.0%}; CUDA and the driver have {rest:.0%}. The table is `tba train
-gsm8k` (prompts and answers of up to 512 tokens each) with Qwen2.5's shapes, bfloat16, the transformers engine.
+All parts share the GPU: the trainer has what it needs and {slack:.0%}, at least 2 GiB, more, the searcher (engine and
+reference) the rest of {usable:.0%}; CUDA and the driver have {rest:.0%}. The table is `tba train gsm8k` (prompts and
+answers of up to 512 tokens each) with Qwen2.5's shapes, bfloat16, the transformers engine.
 A cell says `--max-tokens-per-pass`, *c* with `--model.gradient-checkpointing`, and in brackets the GB of trainer and
 searcher. It has as many slots as fit ({slots}, unless it says otherwise), then the largest pass, checkpointed where
 {plain} tokens do not fit without.
