@@ -151,8 +151,8 @@ def lowered(beta: Schedule) -> WeightedBalance:
 
 @dataclass(frozen=True)
 class SpreadBalance(TrajectoryBalance):
-    """`asymmetric` with weights whose log spreads by at most `spread` within a group: with 0 they are 1 as in the paper's
-    form, which is then pushed up; with 2 it is `asymmetric` itself.
+    """`asymmetric` with weights whose log spreads by at most `spread` within a group: with 0 they are 1 as in the
+    paper's form, which is then pushed up; with 2 it is `asymmetric` itself.
     """
 
     spread: float = 0.0  # nats
