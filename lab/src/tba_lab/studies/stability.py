@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tba.evaluation.accuracy import EvaluationSettings
+from tba.protocols import Objective
 from tba.schedules import Constant, WarmupStableDecay
 from tba_lab.studies._base import (
     BETA,
@@ -39,7 +40,7 @@ NAMES = (
     *("online-dpo", "reinforce", "raft"),
 )
 
-FORMS = {  # that estimate log Z low: by standard deviations of the group's gaps
+FORMS: dict[str, Objective] = {  # that estimate log Z low: by standard deviations of the group's gaps
     "tb-weighted-low": WeightedBalance(
         Constant(BETA), "ratio", cap=8.0, normalised=True, spread=2.0, shift=Constant(2.0)
     ),
