@@ -5,8 +5,8 @@
 
 The teacher is here what a run of the recipe `instruct` has trained. Any model is one: with the tokenizer of SmolLM2,
 such as SmolLM2-1.7B-Instruct, or with another, which then scores the text of answers. Without `--teacher.paths` it is
-SmolLM2-360M-Instruct of the Hub. The reward is evaluated and recorded, and not learnt from. It has not been run at
-length. docs/distillation.md says what is learnt.
+SmolLM2-360M-Instruct of the Hub. The reward is evaluated and recorded, and not learnt from.
+docs/distillation.md says what is learnt, and what came of it.
 """
 
 from __future__ import annotations
