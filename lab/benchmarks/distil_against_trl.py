@@ -51,7 +51,7 @@ from tba.engines.transformers import EngineSettings
 from tba.evaluation.accuracy import EvaluationSettings
 from tba.generation import generate
 from tba.models.huggingface import HuggingFace
-from tba.objectives.subtrajectory_balance import SubtrajectoryBalance
+from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipes.distil_smollm2 import recipe as distil
 from tba.replay.pacing import Pacing
 from tba.rollout.exploration import Fixed
@@ -89,8 +89,8 @@ study = Study(
     description="Ways to learn from a teacher that is the whole target.",
     recipe=recipe,
     variants={
-        "tb": recipe,
-        "by-token": replace(recipe, objective=SubtrajectoryBalance(beta=Constant(1.0), flow="one")),
+        "tb": replace(recipe, objective=TrajectoryBalance(beta=Constant(1.0))),
+        "by-token": recipe,
     },
 )
 

@@ -3,9 +3,9 @@
     tba model smollm2 --out smollm2
     tba train distil_smollm2 --model.path smollm2 --teacher.paths runs/NAME/checkpoints/step-180
 
-The teacher is here what a run of the recipe `instruct` has trained. Any model is one: with the tokenizer of SmolLM2,
-such as SmolLM2-1.7B-Instruct, or with another, which then scores the text of answers. Without `--teacher.paths` it is
-SmolLM2-360M-Instruct of the Hub. The reward is evaluated and recorded, and not learnt from.
+The teacher is here what a run of the recipe `instruct` has trained. Any model with the tokenizer of SmolLM2 is one, such
+as SmolLM2-1.7B-Instruct; for one with another tokenizer give the recipe the objective of `distil`. Without
+`--teacher.paths` it is SmolLM2-360M-Instruct of the Hub. The reward is evaluated and recorded, and not learnt from.
 docs/distillation.md says what is learnt, and what came of it.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.objectives.subtrajectory_balance import SubtrajectoryBalance
 from tba.recipes.instruct import recipe as instruct
 from tba.schedules import Constant
 from tba.training.teacher import Teacher
@@ -23,5 +23,5 @@ recipe = replace(
     name="distil_smollm2",
     description="SmolLM2-135M-Instruct learns from a larger model or a trained one, no reward, two CPU processes",
     teacher=Teacher(("HuggingFaceTB/SmolLM2-360M-Instruct",), reward=False),
-    objective=TrajectoryBalance(beta=Constant(1.0)),
+    objective=SubtrajectoryBalance(beta=Constant(1.0), flow="one"),  # token by token
 )
