@@ -3,8 +3,8 @@
     tba model smollm2 --out smollm2
     tba train distil_smollm2 --model.path smollm2 --teacher.paths runs/NAME/checkpoints/step-180
 
-The teacher is here what a run of the recipe `instruct` has trained. Any model with the tokenizer of SmolLM2 is one, such
-as SmolLM2-1.7B-Instruct; for one with another tokenizer give the recipe the objective of `distil`. Without
+The teacher is here what a run of the recipe `instruct` has trained. Any model with the tokenizer of SmolLM2 is one,
+such as SmolLM2-1.7B-Instruct; for one with another tokenizer give the recipe the objective of `distil`. Without
 `--teacher.paths` it is SmolLM2-360M-Instruct of the Hub. The reward is evaluated and recorded, and not learnt from.
 docs/distillation.md says what is learnt, and what came of it.
 """
