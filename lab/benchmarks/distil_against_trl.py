@@ -12,9 +12,9 @@ asynchronous: token by token (`by-token`), and Trajectory Balance of whole answe
 of its own (`against_trl.py`).
 
 Alike: 16 answers an update of at most 64 tokens at temperature 1, LoRA on all linear layers, AdamW without decay, a
-rise of five updates, the gradient's clip, float32. Other: TRL takes 16 prompts an update, ours four with four answers
-each, since log Z needs several of a prompt. Each way has its rate of --rates, by the KL after --tuning updates on a
-seed of its own; with one rate nothing is tuned.
+rise of five updates, the gradient's clip, --dtype (rows and runs of each have a file and a folder of their own). Other:
+TRL takes 16 prompts an update, ours four with four answers each, since log Z needs several of a prompt. Each way has
+its rate of --rates, by the KL after --tuning updates on a seed of its own; with one rate nothing is tuned.
 
 Adapters are written during a run and measured after it, by the same code (`Judge`): KL(student || teacher) per answer
 on the student's answers to held-out prompts, and KL(teacher || student) on the teacher's, each exact in the next token
@@ -206,6 +206,7 @@ class Runs:
     teacher: str
     folder: Path
     threads: int  # of TRL
+    dtype: str  # in which models compute
 
     def curve(self, way: str, rate: float, seed: int, measured: Sequence[int]) -> tuple[Path, list[dict[str, float]]]:
         """Returns the folder of a run's `step-N/adapter` and its costs by then; trains it unless it is there. It is
@@ -233,6 +234,7 @@ class Runs:
             "every": math.gcd(*measured),
             "rate": rate,
             "seed": seed,
+            "dtype": self.dtype,
             "warm_up": 5,
             "clip": recipe.optimizer.clip_norm,
             "batch": PROMPTS * ANSWERS,
@@ -257,7 +259,7 @@ class Runs:
         command += ["--model.path", self.model, "--teacher.paths", self.teacher]
         command += ["--runs", str(path), "--run-name", "run"]
         command += ["--steps", str(measured[-1]), "--run.checkpoint-every", str(math.gcd(*measured))]
-        command += ["--optimizer.lr", str(rate), "--seed", str(seed)]
+        command += ["--optimizer.lr", str(rate), "--seed", str(seed), "--model.dtype", self.dtype]
         paths = os.pathsep.join(str(ROOT / part) for part in ("src", "lab/src"))
         with (path / "log").open("w") as log:
             run = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths}, stdout=log, stderr=log)
@@ -370,12 +372,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--problems", type=int, default=64, help="held-out prompts")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.25, 0.125], help="of the first KL, to reach")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="measured in float32")
     parser.add_argument("--threads", type=int, default=2, help="of TRL and of the measurements")
     parser.add_argument("--table", action="store_true", help="only print the table of what there is")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     judge = Judge(given.model, given.teacher, given.problems)
-    runs = Runs(given.model, given.teacher, given.folder, given.threads)
+    runs = Runs(given.model, given.teacher, given.folder, given.threads, given.dtype)
 
     def done() -> list[Row]:
         lines = given.out.read_text().splitlines() if given.out.exists() else []

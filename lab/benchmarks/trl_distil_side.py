@@ -94,8 +94,8 @@ def main(path: Path) -> None:
         temperature=1.0,
         top_k=0,
         beta=1.0,
-        model_init_kwargs={"dtype": "float32"},
-        teacher_model_init_kwargs={"dtype": "float32"},
+        model_init_kwargs={"dtype": settings["dtype"]},
+        teacher_model_init_kwargs={"dtype": settings["dtype"]},
     )
     saving = Saving(settings)
     rank = settings["rank"]
