@@ -6,9 +6,8 @@
 
 A run is 90 updates of 48 answers with adapters of rank 16 in one process that alternates between a round and an update,
 so that the data's age depends on the settings alone: k = 16 with half of the groups old, and k = 1 with m = 0.95.
-Repeats are kept. 500 held-out prompts are answered before and after, once, on a GPU, four times.
-Everything is computed in bfloat16. On a CPU each run has one thread, and equal seeds give equal rows; `--at-once` runs
-several at a time.
+Repeats are kept. 500 held-out prompts are answered before and after, on a GPU four times each. Everything is computed
+in bfloat16. On a CPU each run has one thread, and equal seeds give equal rows; `--at-once` runs several at a time.
 
 Order: at k = 16 the rates of `none`, `exact`, `asymmetric` and `lowered` are chosen among three on seed 100, which is
 counted nowhere (a best rate at the edge is followed by the next beyond it), then come the counted seeds, one after the
@@ -63,7 +62,7 @@ STALE, FRESH = (16, 0.5), (1, 0.95)  # k, m
 TIERS = (("none", "exact", "asymmetric", "lowered"), ("grpo", "raft"))
 ON_GPU = ("--model.device", "cuda", "--max-tokens-per-pass", "8192", "--model.generation.slots", "500",
           "--evaluation.samples", "4")  # fmt: skip
-ON_CPU = ("--model.device", "cpu", "--model.dtype", "bfloat16")  # a third of the time where a CPU multiplies in it
+ON_CPU = ("--model.device", "cpu", "--model.dtype", "bfloat16")  # half of the time where a CPU multiplies in it
 
 _beta = Constant(0.02)
 base = replace(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba_lab.tb_forms import WeightedBalance
+from tba_lab.tb_forms import SpreadBalance, WeightedBalance
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "objectives"))
 from objective_cases import BETA, random_batch, slopes
@@ -66,3 +66,13 @@ def test_the_core_is_among_these_forms() -> None:
     for own in (TrajectoryBalance(BETA, off_policy="exact"), TrajectoryBalance(BETA)):  # nothing was seen before
         ours, theirs = (slopes(o, batch, far_BT)[0] for o in (exact, own))
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.5, 1.0, 2.0])
+def test_between_the_papers_form_and_the_default_weights_spread_by_at_most_so_much(spread: float) -> None:
+    batch, log_policy_BT = random_batch(6)
+    assert batch.log_behavior_BT is not None
+    far_BT = batch.log_behavior_BT + 4 * (log_policy_BT - batch.log_behavior_BT)
+    alike = WeightedBalance(BETA, "ratio", cap=8.0, normalised=True, spread=spread) if spread else WeightedBalance(BETA)
+    ours, theirs = (slopes(o, batch, far_BT)[0] for o in (SpreadBalance(BETA, spread=spread), alike))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)

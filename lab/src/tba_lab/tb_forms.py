@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from tba.batch import Batch
 from tba.objectives.correction import Correction, log_ratio_to_behavior
 from tba.objectives.reduce import group_max, group_mean, group_sizes, masked_sum, row_means
-from tba.objectives.trajectory_balance import CAP, TrajectoryBalance
+from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.protocols import Measured, PolicyOutput
 from tba.schedules import Constant, Schedule
 from tba.training.optimizer import Optimizer, OptimizerSettings
@@ -164,9 +164,7 @@ class SpreadBalance(TrajectoryBalance):
         rows = (batch.group_B, batch.groups)
         log_rho_B = log_rho_B.nan_to_num(nan=0.0)
         spread_B = group_mean((log_rho_B - group_mean(log_rho_B, *rows)).square(), *rows).sqrt()
-        log_weight_B = (log_rho_B * (self.spread / spread_B.clamp(min=self.spread))).clamp(max=math.log(CAP))
-        weight_B = (log_weight_B - group_max(log_weight_B, *rows)).exp()
-        return weight_B / group_mean(weight_B, *rows)
+        return super().weight_B(gap_B, log_rho_B * (self.spread / spread_B.clamp(min=self.spread)), batch)
 
 
 @dataclass(frozen=True)
