@@ -16,6 +16,7 @@ from tba.record.recorder import RecordSettings
 from tba.replay.pacing import Pacing
 from tba.schedules import WarmupStableDecay
 from tba_lab.studies._base import by_rate, by_staleness, objectives
+from tba_lab.studies.stability import FORMS
 from tba_lab.study import Study
 
 assert isinstance(calculator.task, EnvironmentTask)
@@ -38,7 +39,7 @@ _base = replace(
     replay=replace(calculator.replay, pacing=Pacing(warm_up=280)),
 )
 NAMES = ("tb", "tb-weighted", "tb-robust", "tb-asymmetric", "tba-prime", "grpo", "ppo", "reinforce", "raft")
-_objectives = {name: objectives()[name] for name in NAMES}
+_objectives = {name: objectives()[name] for name in NAMES} | {"tb-spread-1": FORMS["tb-spread-1"]}
 
 study = Study(
     name="stability_calculator",
