@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import math
 import os
 import signal
@@ -116,6 +117,29 @@ def test_what_raises_ends_crashes_or_takes_too_much_costs_its_own_episode_and_no
     assert found[7].said.text == "7: 2"
     worlds.ask(7, Question(None, None))  # cut off, and judged as it stands
     assert answered(worlds, 1) == {7: Answer(judgement=Judgement(2.0, {"turns": 2.0}))}
+
+
+class Waiting:
+    """Waits, when it is collected in another process, for a thread that is not there: as a gloo group does."""
+
+    def __init__(self) -> None:
+        self.own, self.cycle = os.getpid(), self
+
+    def __del__(self) -> None:
+        if os.getpid() != self.own:
+            threading.Event().wait()
+
+
+def test_garbage_of_this_process_is_not_collected_in_those_that_it_forks() -> None:
+    gc.disable()
+    try:
+        Waiting()
+        made = hosts(1)
+    finally:
+        gc.enable()
+    begin(made, 1)
+    assert answered(made, 1).keys() == {0}
+    made.end()
 
 
 class Till:

@@ -397,6 +397,7 @@ class _Nursery:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sys.stdout.flush()  # otherwise buffered text would be written twice
         sys.stderr.flush()
+        gc.collect()  # here: a destructor that waits for one of our threads would wait for ever in the copy
         with warnings.catch_warnings():
             # about threads: they are a matrix library's or write a journal, and nothing of them is used after the fork
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -450,9 +451,8 @@ def _be_a_nursery(channel: socket.socket, task: Acted, limits: EpisodeLimits) ->
     """Serve, in a forked process. Does not return, and runs nothing of what its parent has still to do."""
     code = 1
     try:
-        _enter("tba-nursery", channel.fileno())
-        gc.collect()
         gc.freeze()  # pages that are shared stay shared
+        _enter("tba-nursery", channel.fileno())
         _fork_hosts(channel, task, limits)
         code = 0
     except BaseException:  # noqa: BLE001 - the process ends here
