@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba_lab.tb_forms import SpreadBalance, WeightedBalance
+from tba_lab.tb_forms import RemediedBalance, SpreadBalance, WeightedBalance
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "objectives"))
 from objective_cases import BETA, random_batch, slopes
@@ -21,6 +22,8 @@ FORMS = {
     "bound": WeightedBalance(BETA, bound=0.5),
     "huber": WeightedBalance(BETA, "ratio", huber=1.0),
     "by-ess": WeightedBalance(BETA, "ratio", by_ess=True),
+    "clip": RemediedBalance(BETA, clip=0.2),
+    "steps-by-ess": RemediedBalance(BETA, by_ess=True),
 }
 
 
@@ -76,3 +79,26 @@ def test_between_the_papers_form_and_the_default_weights_spread_by_at_most_so_mu
     alike = WeightedBalance(BETA, "ratio", cap=8.0, normalised=True, spread=spread) if spread else WeightedBalance(BETA)
     ours, theirs = (slopes(o, batch, far_BT)[0] for o in (SpreadBalance(BETA, spread=spread), alike))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_a_clipped_answer_has_no_say_in_its_group() -> None:
+    batch, log_policy_BT = random_batch(6)
+    assert batch.log_behavior_BT is not None
+    far_BT = batch.log_behavior_BT + 4 * (log_policy_BT - batch.log_behavior_BT)
+    clipped, plain = (slopes(RemediedBalance(BETA, clip=c), batch, far_BT)[0][:, 0] for c in (0.2, math.inf))
+    rho_B = ((far_BT - batch.log_behavior_BT) * batch.mask_BT).sum(1).exp()
+    up_B = plain < 0  # the slope of a loss
+    out_B = torch.where(up_B, rho_B > 1.2, rho_B < 0.8)
+    assert bool(out_B.any())
+    assert not bool(out_B.all())
+    assert float(clipped[out_B].abs().max()) == 0
+    assert bool((clipped[~out_B] != 0).any())
+
+
+def test_a_pull_to_the_weights_that_sampled_adds_the_log_ratio_to_the_slope() -> None:
+    batch, log_policy_BT = random_batch(7)
+    assert batch.log_behavior_BT is not None
+    pulled, plain = (slopes(RemediedBalance(BETA, trust=t), batch, log_policy_BT)[0] for t in (0.1, 0.0))
+    log_rho_B = ((log_policy_BT - batch.log_behavior_BT) * batch.mask_BT).sum(1)
+    added_BT = 0.1 * log_rho_B[:, None] * batch.mask_BT / batch.rows
+    torch.testing.assert_close(pulled - plain, added_BT.expand_as(pulled), rtol=0, atol=1e-12)

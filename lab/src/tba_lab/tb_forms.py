@@ -21,8 +21,8 @@ from torch.nn import Parameter
 from tba.batch import Batch
 from tba.objectives.correction import Correction, log_ratio_to_behavior
 from tba.objectives.reduce import group_max, group_mean, group_sizes, masked_sum, row_means
-from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.protocols import Measured, PolicyOutput
+from tba.objectives.trajectory_balance import Asymmetric, Memory, TrajectoryBalance
+from tba.protocols import Measured, Objective, PolicyOutput
 from tba.schedules import Constant, Schedule
 from tba.training.optimizer import Optimizer, OptimizerSettings
 from tba.training.staleness import effective_share
@@ -165,6 +165,65 @@ class SpreadBalance(TrajectoryBalance):
         log_rho_B = log_rho_B.nan_to_num(nan=0.0)
         spread_B = group_mean((log_rho_B - group_mean(log_rho_B, *rows)).square(), *rows).sqrt()
         return super().weight_B(gap_B, log_rho_B * (self.spread / spread_B.clamp(min=self.spread)), batch)
+
+
+@dataclass(frozen=True)
+class RemediedBalance(TrajectoryBalance):
+    """`asymmetric` joined with another remedy for stale data.
+
+    by_ess: the loss is multiplied by the root of the batch's effective sample size, as a share (VCPO, arXiv 2602.17616)
+    clip: answers whose rho has passed 1 + clip and that would be pushed up, or 1 - clip and down, weigh 0, in log Z too
+    trust: this times log(pi / mu)^2 / 2 of a whole answer is added to its loss, which pulls to the weights that sampled
+        it; mu is where the answer's log-probabilities are known
+    """
+
+    by_ess: bool = False
+    clip: float = math.inf
+    trust: float = 0.0
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"log_behavior"})
+
+    @property
+    def by_group(self) -> bool:
+        return not self.by_ess
+
+    def start(self) -> Objective:
+        """The objective of one run, with a memory of its batches."""
+        return _Remedied(self)
+
+    def __call__(
+        self, output: PolicyOutput, batch: Batch, step: int, memory: Memory | None = None
+    ) -> tuple[Tensor, Measured]:
+        """The scalar to minimise at optimizer step `step` (from 1), and its metrics."""
+        loss, metrics = super().__call__(output, batch, step, memory)
+        log_rho_B = masked_sum(log_ratio_to_behavior(output.log_policy_BT, batch), batch.mask_BT)
+        if self.by_ess:
+            loss = loss * effective_share(log_rho_B.detach()).sqrt()
+        if self.trust:
+            loss = loss + self.trust * (log_rho_B.square() / 2).mean()
+        return loss, metrics
+
+    def weight_B(self, gap_B: Tensor, log_rho_B: Tensor | None, batch: Batch) -> Tensor:
+        """[B] weights: 0 where an answer is clipped, else those of `asymmetric`."""
+        weight_B = super().weight_B(gap_B, log_rho_B, batch)
+        if log_rho_B is None or math.isinf(self.clip):
+            return weight_B
+        better_B = gap_B > group_mean(weight_B * gap_B, batch.group_B, batch.groups)
+        rho_B = log_rho_B.nan_to_num(nan=0.0).exp()
+        return weight_B.where(torch.where(better_B, rho_B <= 1 + self.clip, rho_B >= 1 - self.clip), 0.0)
+
+    def _log_z_B(self, gap_B: Tensor, weight_B: Tensor, output: PolicyOutput, batch: Batch) -> Tensor:
+        rows = (batch.group_B, batch.groups)  # what is left of a group has no longer a mean weight of 1
+        return group_mean(weight_B * gap_B, *rows) / group_mean(weight_B, *rows).clamp(min=1e-12)
+
+
+@dataclass(frozen=True)
+class _Remedied(Asymmetric):
+    @property
+    def by_group(self) -> bool:
+        return self.settings.by_group
 
 
 @dataclass(frozen=True)
