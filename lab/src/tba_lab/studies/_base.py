@@ -40,7 +40,7 @@ assert isinstance(quickstart.model, HuggingFace)
 task, model = replace(quickstart.task, eval_problems=5000), quickstart.model
 
 # The quickstart in fewer steps, in the shape that it had when these studies began (7 prompts x 20 answers, a rate of
-# 3e-5), evaluated on 5,000 problems before and after, on 500 every 50 steps: one answer each.
+# 3e-5, no averaged weights), evaluated on 5,000 problems before and after, on 500 every 50 steps: one answer each.
 base = replace(
     quickstart,
     task=task,
@@ -50,7 +50,7 @@ base = replace(
     group_size=20,
     samples_per_prompt=20,
     prompts_per_round=7,
-    optimizer=replace(quickstart.optimizer, lr=3e-5, schedule=WarmupStableDecay(20, 130, 50)),
+    optimizer=replace(quickstart.optimizer, lr=3e-5, schedule=WarmupStableDecay(20, 130, 50), averaged=False),
     evaluation=EvaluationSettings(every=50, problems=5000, problems_during=500, greedy=False, pass_k=0, chunk=500),
     record=RecordSettings(tensorboard=False, samples=0),
     replay=replace(quickstart.replay, pacing=Pacing(warm_up=280)),  # what is made before the clock starts is a gift
