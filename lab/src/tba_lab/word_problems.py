@@ -32,9 +32,10 @@ from tba.models.huggingface import HuggingFace
 from tba.models.warm_start import WarmStart
 from tba.protocols import Reward
 from tba.recipes.instruct import recipe as instruct
-from tba.replay.buffer import BufferSettings
 from tba.rewards.exact_answer import ExactAnswer
+from tba.schedules import WarmupStableDecay
 from tba.tasks.held_out import is_held_out
+from tba.training.optimizer import OptimizerSettings
 from tba.training.supervised import SupervisedSettings
 from tba.types import Problem, Split
 
@@ -260,6 +261,8 @@ recipe = replace(
         generation=EngineSettings(slots=64, max_completion_tokens=48),
         warm_start=WarmStart(sft=SupervisedSettings(steps=60, batch_size=16, lr=1e-4)),  # of `tba sft`
     ),
-    replay=replace(instruct.replay, buffer=BufferSettings(distinct=False)),  # most answers are a number alone
+    optimizer=OptimizerSettings(lr=2e-4, schedule=WarmupStableDecay(5, 120, 55, final=0.1)),
     evaluation=EvaluationSettings(every=40, problems=200, problems_during=200, greedy=False, chunk=64, shown=1000),
+    steps=180,
+    groups_per_step=8,
 )

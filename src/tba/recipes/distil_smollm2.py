@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct learns from a teacher, on questions with instructions, without a reward, on two CPU cores.
 
     tba model smollm2 --out smollm2
-    tba train distil_smollm2 --model.path smollm2 --teacher.paths runs/NAME/checkpoints/step-180
+    tba train distil_smollm2 --model.path smollm2 --teacher.paths runs/NAME/checkpoints/step-90
 
 The teacher is here what a run of the recipe `instruct` has trained. Any model with the tokenizer of SmolLM2 is one,
 such as SmolLM2-1.7B-Instruct; for one with another tokenizer give the recipe the objective of `distil`. Without
@@ -15,7 +15,8 @@ from dataclasses import replace
 
 from tba.objectives.subtrajectory_balance import SubtrajectoryBalance
 from tba.recipes.instruct import recipe as instruct
-from tba.schedules import Constant
+from tba.schedules import Constant, WarmupStableDecay
+from tba.training.optimizer import OptimizerSettings
 from tba.training.teacher import Teacher
 
 recipe = replace(
@@ -24,4 +25,7 @@ recipe = replace(
     description="SmolLM2-135M-Instruct learns from a larger model or a trained one, no reward, two CPU processes",
     teacher=Teacher(("HuggingFaceTB/SmolLM2-360M-Instruct",), reward=False),
     objective=SubtrajectoryBalance(beta=Constant(1.0), flow="one"),  # token by token
+    optimizer=OptimizerSettings(lr=2e-4, schedule=WarmupStableDecay(5, 120, 55, final=0.1)),
+    steps=180,
+    groups_per_step=8,
 )

@@ -16,6 +16,7 @@ from tba.models.huggingface import HuggingFace
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.lora import LoraSettings
 from tba.recipe import Recipe, RuntimeSettings
+from tba.replay.buffer import BufferSettings
 from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
@@ -37,14 +38,18 @@ recipe = Recipe(
     objective=TrajectoryBalance(beta=Constant(0.02)),
     policy_temperature=0.7,  # at 1 this base writes partly nonsense
     exploration=Fixed(temperature=0.7),
-    optimizer=OptimizerSettings(lr=2e-4, schedule=WarmupStableDecay(5, 120, 55, final=0.1)),
-    replay=ReplaySettings(selection=RecencyReward(m=0.95), pacing=Pacing(warm_up=32, max_mean_uses=2.0)),
-    evaluation=EvaluationSettings(every=40, problems=100, problems_during=100, greedy=False, chunk=64, shown=1000),
+    optimizer=OptimizerSettings(lr=8e-4, schedule=WarmupStableDecay(5, 60, 25, final=0.1)),
+    replay=ReplaySettings(
+        selection=RecencyReward(m=0.95),
+        pacing=Pacing(warm_up=48, max_mean_uses=2.0),
+        buffer=BufferSettings(distinct=False),  # answers get short: without repeated ones data would grow old
+    ),
+    evaluation=EvaluationSettings(every=30, problems=100, problems_during=100, greedy=False, chunk=64, shown=1000),
     prompts=PromptSettings(max_tokens=192),
     run=RuntimeSettings(checkpoint_every=20),  # 20 steps take some four minutes
-    steps=180,
+    steps=90,
     max_tokens_per_pass=1024,  # a group of eight at a time: less memory, at the same speed
-    groups_per_step=8,
+    groups_per_step=6,
     group_size=8,
     samples_per_prompt=8,
     prompts_per_round=8,
