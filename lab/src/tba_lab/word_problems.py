@@ -264,5 +264,4 @@ recipe = replace(
     optimizer=OptimizerSettings(lr=2e-4, schedule=WarmupStableDecay(5, 120, 55, final=0.1)),
     evaluation=EvaluationSettings(every=40, problems=200, problems_during=200, greedy=False, chunk=64, shown=1000),
     steps=180,
-    groups_per_step=8,
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -224,20 +225,17 @@ def _is_cached(path: str) -> bool:
 
 def _origin(folder: Path) -> str | None:
     """Returns the name on the Hub of a model that `tba model` has written."""
-    try:
+    with suppress(OSError, ValueError):
         return str(parsed((folder / "origin.json").read_bytes(), hub=str)["hub"])
-    except (OSError, ValueError):
-        return None
+    return None
 
 
 def _licence(folder: Path) -> str | None:
     """Returns the licence that a folder says its model has: in its own card, or where `tba model` noted it."""
-    try:
+    with suppress(OSError, ValueError):
         noted = parsed((folder / "origin.json").read_bytes(), spdx=str | None).get("spdx")
         if isinstance(noted, str) and LICENCE.fullmatch(noted):
             return noted
-    except (OSError, ValueError):
-        pass
     try:
         found = _FRONT.match((folder / "README.md").read_text(encoding="utf-8", errors="replace"))
     except OSError:

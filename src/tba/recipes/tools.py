@@ -21,7 +21,6 @@ from tba.models.huggingface import HuggingFace
 from tba.recipes.instruct import recipe as instruct
 from tba.rollout.prompts import PromptSettings
 from tba.schedules import WarmupStableDecay
-from tba.training.optimizer import OptimizerSettings
 
 assert isinstance(instruct.model, HuggingFace)
 recipe = replace(
@@ -30,9 +29,8 @@ recipe = replace(
     description="SmolLM2-135M-Instruct learns to call a tool by its chat template, two CPU processes",
     task=EnvironmentTask(Multiplication, "tools", EXAMPLE, turns=3, worlds=4000, held_out=500),
     model=replace(instruct.model, generation=EngineSettings(slots=64, max_completion_tokens=112)),
-    optimizer=OptimizerSettings(lr=2e-4, schedule=WarmupStableDecay(5, 20, 15, final=0.1)),
+    optimizer=replace(instruct.optimizer, lr=2e-4, schedule=WarmupStableDecay(5, 20, 15, final=0.1)),
     evaluation=EvaluationSettings(every=10, problems=200, problems_during=64, greedy=False, chunk=64, shown=1000),
     prompts=PromptSettings(max_tokens=384),
     steps=40,
-    groups_per_step=8,
 )

@@ -26,6 +26,7 @@ import logging
 import math
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from types import TracebackType
 from typing import Any
@@ -258,19 +259,16 @@ class _Signature:
 
         by_name: dict[str, Any] = {}
         for name in names:
-            try:
+            with suppress(KeyError):
                 by_name[name] = value(name)
-            except KeyError:
-                continue  # it has a default
         if self.batched:
             by_name = {n: v for n, v in by_name.items() if n in self.required or any(x is not None for x in v)}
         return [value(name) for name in self.by_position if name in self.required], by_name
 
     def _or_none(self, name: str, row: Answered) -> Any:
-        try:
+        with suppress(KeyError):
             return self.given(name, row)
-        except KeyError:
-            return None
+        return None
 
 
 def _gold(fields: Mapping[str, Any]) -> Any:
