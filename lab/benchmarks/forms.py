@@ -13,8 +13,9 @@ Order: at k = 16 the rates of `none`, `exact`, `asymmetric` and `lowered` are ch
 counted nowhere (a best rate at the edge is followed by the next beyond it), then come the counted seeds, one after the
 other; GRPO and RAFT likewise; then all at k = 1, each at the rate that it had at k = 16.
 
-`--cells asymmetric:4e-4:0 ...` makes these runs alone, form, rate and seed, at k = 16; forms that are in no table of
-this order are `spread-half` and `spread-one`, whose weights are between those of `none` and of `asymmetric`.
+`--cells asymmetric:4e-4:0 ...` makes these runs alone, form, rate and seed, at k = 16, or with `--fresh` at k = 1;
+forms that are in no table of this order are `spread-half` and `spread-one`, whose weights are between those of `none`
+and of `asymmetric`.
 
 Every run that ends is a row; the file is written beside and renamed. The same command goes on after a stop: runs that
 were cut off are made again. The table has Student's 95 % intervals over seeds, and differences paired by seed.
@@ -135,7 +136,8 @@ def main() -> int:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--at-once", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--cells", nargs="+", default=[], metavar="FORM:RATE:SEED", help="only these, at k = 16")
+    parser.add_argument("--cells", nargs="+", default=[], metavar="FORM:RATE:SEED", help="only these")
+    parser.add_argument("--fresh", action="store_true", help="the cells at k = 1")
     parser.add_argument("--folder", type=Path, help="of the runs while they are made; default: beside the rows")
     given, overrides = parser.parse_known_args()
     if not given.table:
@@ -145,7 +147,7 @@ def main() -> int:
         fixed = ["--model.path", given.model, *(ON_GPU if given.device == "cuda" else ON_CPU), *overrides]
         bench = Bench(given.rows, given.folder or given.rows.parent / "runs", given.device, fixed)
         parts = [cell.split(":") for cell in given.cells]
-        asked = [Cell(form, *STALE, float(rate), int(seed)) for form, rate, seed in parts]
+        asked = [Cell(form, *(FRESH if given.fresh else STALE), float(rate), int(seed)) for form, rate, seed in parts]
         if not bench.go(given.at_once, partial(left, asked) if asked else partial(wanted, seeds=range(given.seeds))):
             return 1
     print(table(read(given.rows)))
@@ -286,8 +288,9 @@ def table(rows: Sequence[Row]) -> str:
             ]
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
-    tuning = [r for r in rows if r.seed == TUNED_ON]
-    lines += ["Rates on the seed that is not counted, after, %: " + _of_rates(tuning)]
+    for k, _ in (STALE, FRESH):
+        if tuning := [r for r in rows if r.seed == TUNED_ON and r.k == k]:
+            lines.append(f"Rates on the seed that is not counted, k = {k}: {_of_rates(tuning)}")
     return "\n".join(lines)
 
 
