@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct learns from a teacher, on questions with instructions, without a reward, on two CPU cores.
 
     tba model smollm2 --out smollm2
-    tba train distil_smollm2 --model.path smollm2 --teacher.paths runs/NAME/checkpoints/step-90
+    tba train distil_smollm2 --model.path smollm2 --teacher.paths runs/NAME/checkpoints/step-120
 
 The teacher is here what a run of the recipe `instruct` has trained. Any model with the tokenizer of SmolLM2 is one,
 such as SmolLM2-1.7B-Instruct; for one with another tokenizer give the recipe the objective of `distil`. Without

@@ -38,7 +38,7 @@ recipe = Recipe(
     objective=TrajectoryBalance(beta=Constant(0.02)),
     policy_temperature=0.7,  # at 1 this base writes partly nonsense
     exploration=Fixed(temperature=0.7),
-    optimizer=OptimizerSettings(lr=8e-4, schedule=WarmupStableDecay(5, 60, 25, final=0.1)),
+    optimizer=OptimizerSettings(lr=4e-4, schedule=WarmupStableDecay(10, 75, 35, final=0.1)),
     replay=ReplaySettings(
         selection=RecencyReward(m=0.95),
         pacing=Pacing(warm_up=32, max_mean_uses=2.0),
@@ -46,8 +46,8 @@ recipe = Recipe(
     ),
     evaluation=EvaluationSettings(every=30, problems=100, problems_during=100, greedy=False, chunk=64, shown=1000),
     prompts=PromptSettings(max_tokens=192),
-    run=RuntimeSettings(checkpoint_every=20),  # 20 steps take some four minutes
-    steps=90,
+    run=RuntimeSettings(checkpoint_every=20),  # 20 steps take two to three minutes
+    steps=120,
     max_tokens_per_pass=1024,  # a group of eight at a time: less memory, at the same speed
     groups_per_step=8,
     group_size=8,
