@@ -140,6 +140,8 @@ def main() -> int:
     parser.add_argument("--fresh", action="store_true", help="the cells at k = 1")
     parser.add_argument("--folder", type=Path, help="of the runs while they are made; default: beside the rows")
     given, overrides = parser.parse_known_args()
+    if given.fresh and not given.cells:
+        parser.error("--fresh is of --cells: say which")
     if not given.table:
         if given.model is None:
             parser.error("--model is missing: a folder, as `tba model smollm2 --out FOLDER` writes it")

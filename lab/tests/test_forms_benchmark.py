@@ -56,9 +56,10 @@ def test_a_best_rate_at_the_edge_is_followed_beyond_it(forms: Any) -> None:
 def test_the_table_pairs_seeds_and_leaves_out_the_seed_of_the_choice(forms: Any) -> None:
     rows = [row(forms, "none", 2e-4, s, x) for s, x in enumerate((0.30, 0.20, 0.25))]
     rows += [row(forms, "exact", 2e-4, s, x) for s, x in enumerate((0.33, 0.23, 0.28))]
-    said = forms.table([*rows, row(forms, "exact", 2e-4, forms.TUNED_ON, 0.99)])
+    said = forms.table([*rows, *(row(forms, "exact", 2e-4, forms.TUNED_ON, x, k) for k, x in ((16, 0.99), (1, 0.5)))])
     assert "| exact | 0.0002 | 3 | 28.0 [15.6, 40.4] | 0.50 | 9.0 | 3.0 [3.0, 3.0] |" in said
-    assert "exact 0.0002: 99.0%" in said
+    assert "k = 16: exact 0.0002: 99.0%" in said
+    assert "k = 1: exact 0.0002: 50.0%" in said
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from torch.nn import Parameter
 from tba.batch import Batch
 from tba.objectives.correction import Correction, log_ratio_to_behavior
 from tba.objectives.reduce import group_max, group_mean, group_sizes, masked_sum, row_means
-from tba.objectives.trajectory_balance import Asymmetric, Memory, TrajectoryBalance
-from tba.protocols import Measured, Objective, PolicyOutput
+from tba.objectives.trajectory_balance import Memory, TrajectoryBalance
+from tba.protocols import Measured, PolicyOutput
 from tba.schedules import Constant, Schedule
 from tba.training.optimizer import Optimizer, OptimizerSettings
 from tba.training.staleness import effective_share
@@ -189,16 +189,12 @@ class RemediedBalance(TrajectoryBalance):
     def by_group(self) -> bool:
         return not self.by_ess
 
-    def start(self) -> Objective:
-        """The objective of one run, with a memory of its batches."""
-        return _Remedied(self)
-
     def __call__(
         self, output: PolicyOutput, batch: Batch, step: int, memory: Memory | None = None
     ) -> tuple[Tensor, Measured]:
         """The scalar to minimise at optimizer step `step` (from 1), and its metrics."""
         loss, metrics = super().__call__(output, batch, step, memory)
-        log_rho_B = masked_sum(log_ratio_to_behavior(output.log_policy_BT, batch), batch.mask_BT)
+        log_rho_B = log_ratio_to_behavior(output.log_policy_BT, batch).sum(1)
         if self.by_ess:
             loss = loss * effective_share(log_rho_B.detach()).sqrt()
         if self.trust:
@@ -217,13 +213,6 @@ class RemediedBalance(TrajectoryBalance):
     def _log_z_B(self, gap_B: Tensor, weight_B: Tensor, output: PolicyOutput, batch: Batch) -> Tensor:
         rows = (batch.group_B, batch.groups)  # what is left of a group has no longer a mean weight of 1
         return group_mean(weight_B * gap_B, *rows) / group_mean(weight_B, *rows).clamp(min=1e-12)
-
-
-@dataclass(frozen=True)
-class _Remedied(Asymmetric):
-    @property
-    def by_group(self) -> bool:
-        return self.settings.by_group
 
 
 @dataclass(frozen=True)

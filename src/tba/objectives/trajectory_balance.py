@@ -181,7 +181,7 @@ class Asymmetric:
 
     @property
     def by_group(self) -> bool:
-        return True
+        return self.settings.by_group
 
     def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, Measured]:
         """The scalar to minimise at optimizer step `step` (from 1), and its metrics."""
