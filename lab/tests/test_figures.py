@@ -16,12 +16,13 @@ from tba_lab.figures import (
     COLUMNS,
     DATA,
     MACHINE,
+    accuracy_by_updates,
     accuracy_curve,
     end_mean,
     figures,
     heading,
     largest_fall,
-    seconds_to,
+    reached,
     shown,
 )
 
@@ -34,6 +35,7 @@ def test_the_figures_of_a_run_are_those_it_recorded(make_run: Callable[..., Path
         {
             "pass@1/greedy": 0.9, "pass@1/sampled": 0.8, "fall": 0.0,
             "seconds_to_target": 10.0,  # 40 % at 0 s and 80 % at 20 s after the first step
+            "updates_to_target": 20.0,  # of 40
             "seconds": 20.0, "seconds_in_all": 33.0, "steps": 40.0,
             "log_ratio": 2 * 38.5 / 40,  # steps 37 to 40
             "lag": 5.0, "ess": 0.75, "uses": 2_400 / 1_000, "tokens_generated": 10_000.0, "tokens_trained": 24_000.0,
@@ -68,16 +70,18 @@ def test_what_a_run_does_not_have_is_not_there(make_run: Callable[..., Path]) ->
 
 
 def test_an_accuracy_curve_begins_with_the_first_step(make_run: Callable[..., Path]) -> None:
-    assert accuracy_curve(RunRecord.read(make_run()), "pass@1/greedy") == [(0.0, 0.5), (20.0, 0.9)]
+    run = RunRecord.read(make_run())
+    assert accuracy_curve(run, "pass@1/greedy") == [(0.0, 0.5), (20.0, 0.9)]
+    assert accuracy_by_updates(run, "pass@1/greedy") == [(0.0, 0.5), (40.0, 0.9)]
 
 
-def test_the_time_to_a_target_lies_on_the_line_between_two_evaluations() -> None:
+def test_a_target_is_reached_on_the_line_between_two_evaluations() -> None:
     curve = [(0.0, 0.2), (10.0, 0.4), (20.0, 0.3), (40.0, 0.8)]
-    assert seconds_to(curve, 0.3) == pytest.approx(5.0)
-    assert seconds_to(curve, 0.5) == pytest.approx(28.0)
-    assert seconds_to(curve, 0.1) == 0.0
-    assert seconds_to(curve, 0.9) is None
-    assert seconds_to([], 0.9) is None
+    assert reached(curve, 0.3) == pytest.approx(5.0)
+    assert reached(curve, 0.5) == pytest.approx(28.0)
+    assert reached(curve, 0.1) == 0.0
+    assert reached(curve, 0.9) is None
+    assert reached([], 0.9) is None
 
 
 def test_the_largest_fall_is_below_the_best_so_far() -> None:

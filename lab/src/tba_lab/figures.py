@@ -56,6 +56,7 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "differ": ("two right ones differ, %", _points),
     "differ_before": ("two differ before, %", _points),
     "seconds_to_target": ("s to target", _seconds),  # since the first step
+    "updates_to_target": ("updates to target", _decimals(0)),
     "seconds": ("s training", _seconds),  # from the first step to the last
     "seconds_in_all": ("s in all", _seconds),  # start-up and evaluations too
     "steps": ("steps", _decimals(0)),
@@ -89,7 +90,9 @@ def figures(run: RunRecord, metric: str, target: float | None = None) -> dict[st
         found[name] = after.value if after else None
     curve = accuracy_curve(run, metric)
     found["fall"] = largest_fall([value for _, value in curve]) if curve else None
-    found["seconds_to_target"] = seconds_to(curve, target) if target is not None else None
+    if target is not None:
+        found["seconds_to_target"] = reached(curve, target)
+        found["updates_to_target"] = reached(accuracy_by_updates(run, metric), target)
     wall, tokens, parts = summary.wall_seconds, summary.tokens, summary.peak_memory_bytes
     searchers = [size for part, size in parts.items() if part != "trainer"]
     found |= {
@@ -131,12 +134,20 @@ def began(run: RunRecord) -> float:
 
 def accuracy_curve(run: RunRecord, metric: str) -> list[tuple[float, float]]:
     """Returns (seconds since the first step, accuracy) of each evaluation, by version; earlier ones are at 0."""
-    found: Sequence[Evaluation] = sorted((e for e in run.evaluations if e.metric == metric), key=lambda e: e.version)
-    return [(max(0.0, e.wall_seconds - began(run)), e.value) for e in found]
+    return [(max(0.0, e.wall_seconds - began(run)), e.value) for e in _by_version(run, metric)]
 
 
-def seconds_to(curve: Sequence[tuple[float, float]], target: float) -> float | None:
-    """Returns when the curve first reaches `target`, by linear interpolation; None if it never does."""
+def accuracy_by_updates(run: RunRecord, metric: str) -> list[tuple[float, float]]:
+    """Returns (updates of the weights, accuracy) of each evaluation, by version."""
+    return [(float(e.version.step), e.value) for e in _by_version(run, metric)]
+
+
+def _by_version(run: RunRecord, metric: str) -> list[Evaluation]:
+    return sorted((e for e in run.evaluations if e.metric == metric), key=lambda e: e.version)
+
+
+def reached(curve: Sequence[tuple[float, float]], target: float) -> float | None:
+    """Returns where the curve first reaches `target`, by linear interpolation; None if it never does."""
     if curve and curve[0][1] >= target:
         return curve[0][0]
     for (x0, y0), (x1, y1) in itertools.pairwise(curve):
