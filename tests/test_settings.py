@@ -20,7 +20,7 @@ from tba.__main__ import main
 from tba.apps.red_team.endpoint import EndpointVictim
 from tba.command.table import COMMANDS
 from tba.errors import UserError
-from tba.fields import comments, fields_of, flags, help_of, without_effect
+from tba.fields import _ELSEWHERE, comments, fields_of, flags, help_of, without_effect
 from tba.recipe import Recipe, resolved
 from tba.runtime.run_directory import RunDirectory, new_path
 from tba.schedules import WarmupCosine, WarmupStableDecay
@@ -112,6 +112,9 @@ WRONG = [
     (["train", "quickstart", "--steps", "many"], "--steps takes a whole number, not 'many'"),
     (["train", "quickstart", "--optimizer.lr", "low"], "--optimizer.lr takes a number, not 'low'"),
     (["train", "quickstart", "--lr", "1e-4"], "did you mean --optimizer.lr?"),
+    (["train", "quickstart", "--batch-size", "8"], "did you mean --groups-per-step?"),
+    (["train", "quickstart", "--temperature", "1"], "did you mean --exploration.temperature?"),
+    (["train", "quickstart", "--resume-from-checkpoint", "1"], "did you mean `tba resume RUN`?"),
     (["train", "quickstart", "--objective.policy", "none"], "did you mean --objective.off-policy?"),
     (["train", "quickstart", "--objective.gamma", "0.9"], "there is --objective.form, "),
     (["train", "quickstart", "--record.tensorboard", "false"], "--record.no-tensorboard to switch it off"),
@@ -482,3 +485,8 @@ print(sorted({"torch", "numpy", "transformers", "tba.recipe"} & set(sys.modules)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
     assert "--out" in done.stdout
+
+
+@pytest.mark.parametrize("ours", sorted(set(_ELSEWHERE.values())))
+def test_what_a_name_from_elsewhere_is_called_here_is_there(ours: str) -> None:
+    assert ours.startswith("`") or ours in {field.flag for field in fields_of(QUICKSTART)}

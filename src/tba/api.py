@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -192,10 +191,6 @@ def _found(recipe: Recipe | str, fields: Mapping[str, Any]) -> tuple[Recipe, str
     values = {}
     for given_name, value in _flat(fields):
         name = given_name.replace("-", "_")
-        if (first := name.partition(".")[0]) not in (whole := Recipe.__dataclass_fields__):
-            near = difflib.get_close_matches(first, whole, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(whole)}"
-            raise UserError(f"a recipe has no field {first!r}: {hint}")
         if name == "model" and isinstance(value, str | Path) and hasattr(begun.model, "path"):
             name = "model.path"  # a folder or a Hub name, with the recipe's other settings
         flag = f"--{name.replace('_', '-')}"

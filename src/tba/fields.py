@@ -340,10 +340,24 @@ def _wrapped_in(value: Any, kind: type) -> Any:
     return kind(*(_meant(value, hint) for hint in hints.values()))
 
 
+_ELSEWHERE = {  # what TRL, verl and prime-rl call it
+    "learning-rate": "--optimizer.lr", "num-generations": "--group-size", "batch-size": "--groups-per-step",
+    "per-device-train-batch-size": "--max-tokens-per-pass", "max-prompt-length": "--prompts.max-tokens",
+    "max-completion-length": "--model.generation.max-completion-tokens", "use-vllm": "--model.generation.engine",
+    "beta": "--objective.beta.value", "temperature": "--exploration.temperature", "lora-rank": "--model.lora.rank",
+    "save-steps": "--run.checkpoint-every", "eval-steps": "--evaluation.every", "report-to": "--record.wandb",
+    "output-dir": "`--runs DIR`", "resume": "`tba resume RUN`", "resume-from-checkpoint": "`tba resume RUN`",
+}  # fmt: skip
+
+
 def _nearest(flag: str, known: Iterable[Field], program: str) -> str:
-    """Returns what may have been meant: a field of that name elsewhere, or a similar name in the same place."""
+    """Returns what may have been meant: what other libraries call so, a field of that name elsewhere, or a similar name
+    in the same place.
+    """
     place, _, name = flag.rpartition(".") if "." in flag else ("-", "", flag.lstrip("-"))
     last = {field.flag: field.flag.lstrip("-").rpartition(".")[2] for field in known}
+    if (ours := _ELSEWHERE.get(flag.lstrip("-"), "")) in last or ours.startswith("`"):
+        return f"did you mean {ours}?"
     same = {last[field.flag]: field.flag for field in known if field.place == place}
     near = [same[n] for n in difflib.get_close_matches(name, same, n=1, cutoff=0.6)]
     near = near or sorted((k for k in last if last[k] == name), key=len)[:1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
@@ -15,7 +16,7 @@ from tests.environments.turning_toy import Turning, task
 
 from tba.environments.engine import EpisodeEngine
 from tba.environments.episode import Episode, EpisodeFailed, Observation
-from tba.environments.guess_number import BEST, GUESSES, GuessNumber, halving, timid
+from tba.environments.guess_number import BEST, GUESSES, GuessNumber, timid
 from tba.environments.scripted import acted
 from tba.environments.speech import Speech
 from tba.environments.task import EnvironmentReward, EnvironmentTask, Player
@@ -142,6 +143,12 @@ def test_what_was_never_acted_is_not_graded() -> None:
     ((completion,), _) = generate(TabularEngine(task), prompts, 1, Sampling(), np.random.default_rng(0))
     with pytest.raises(UserError, match="graded by acting"):
         EnvironmentReward().judge([(prompts[0], completion)])
+
+
+def halving(told: list[str], rng: random.Random) -> str:
+    """Guess as the best player does: the middle."""
+    low, high = map(int, told[-1].removesuffix("?").split("-"))
+    return f"{(low + high) // 2:03}"
 
 
 @pytest.mark.parametrize(("player", "mean"), [(halving, BEST), (timid, 12.9)])

@@ -46,9 +46,3 @@ def timid(told: list[str], rng: random.Random) -> str:
     """Guess as a scripted player: most often the lowest number of the range, else the middle."""
     low, high = map(int, told[-1].removesuffix("?").split("-"))
     return f"{low if rng.random() < LOWEST else (low + high) // 2:03}"
-
-
-def halving(told: list[str], rng: random.Random) -> str:
-    """Guess as the best player does: the middle."""
-    low, high = map(int, told[-1].removesuffix("?").split("-"))
-    return f"{(low + high) // 2:03}"
