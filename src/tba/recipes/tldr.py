@@ -42,7 +42,7 @@ recipe = Recipe(
     model=HuggingFace(
         path="mnoukhov/pythia410m-sft-tldr", generation=EngineSettings(slots=160, max_completion_tokens=128)
     ),
-    objective=TrajectoryBalance(beta=tldr_anneal(STEPS), off_policy="exact"),
+    objective=TrajectoryBalance(beta=tldr_anneal(STEPS)),
     exploration=Fixed(temperature=0.7),
     optimizer=OptimizerSettings(lr=3e-6, schedule=WarmupLinear(STEPS, 0)),
     replay=ReplaySettings(selection=RecencyReward(m=0.5, inverse_temperature=1.0), pacing=Pacing(warm_up=10_000)),

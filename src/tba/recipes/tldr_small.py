@@ -64,7 +64,7 @@ recipe = Recipe(
     ),
     # Marks differ by some 3 between answers to a post. A sixth of that as beta, and old answers weighed, keep it within
     # a few nats of where it began; at twice the rate, or without weights, it wanders off first.
-    objective=TrajectoryBalance(beta=Constant(0.5), off_policy="exact"),
+    objective=TrajectoryBalance(beta=Constant(0.5)),
     exploration=Fixed(temperature=0.7),
     optimizer=OptimizerSettings(lr=1e-4, schedule=WarmupLinear(STEPS, 10)),
     replay=ReplaySettings(
