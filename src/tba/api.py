@@ -195,7 +195,8 @@ def _found(recipe: Recipe | str, fields: Mapping[str, Any]) -> tuple[Recipe, str
             name = "model.path"  # a folder or a Hub name, with the recipe's other settings
         flag = f"--{name.replace('_', '-')}"
         if flag not in known and not _has(begun, name):
-            given([flag], begun, "tba.train", by_code=True)  # says that there is none, and what may be meant
+            # this says that there is none, and what may be meant
+            given([flag], begun, f"tba train {recipe if isinstance(recipe, str) else 'RECIPE'}", by_code=True)
         values[flag] = value
     made = with_fields(begun, list(values.items()))
     if not isinstance(recipe, str) or values.keys() - known:
