@@ -340,7 +340,7 @@ def _wrapped_in(value: Any, kind: type) -> Any:
     return kind(*(_meant(value, hint) for hint in hints.values()))
 
 
-_ELSEWHERE = {  # what TRL, verl and prime-rl call it
+_THEIR_NAMES = {  # what TRL, verl and prime-rl call it
     "learning-rate": "--optimizer.lr", "num-generations": "--group-size", "batch-size": "--groups-per-step",
     "per-device-train-batch-size": "--max-tokens-per-pass", "max-prompt-length": "--prompts.max-tokens",
     "max-completion-length": "--model.generation.max-completion-tokens", "use-vllm": "--model.generation.engine",
@@ -356,7 +356,7 @@ def _nearest(flag: str, known: Iterable[Field], program: str) -> str:
     """
     place, _, name = flag.rpartition(".") if "." in flag else ("-", "", flag.lstrip("-"))
     last = {field.flag: field.flag.lstrip("-").rpartition(".")[2] for field in known}
-    if (ours := _ELSEWHERE.get(flag.lstrip("-"), "")) in last or ours.startswith("`"):
+    if (ours := _THEIR_NAMES.get(flag.lstrip("-"), "")) in last or ours.startswith("`"):
         return f"did you mean {ours}?"
     same = {last[field.flag]: field.flag for field in known if field.place == place}
     near = [same[n] for n in difflib.get_close_matches(name, same, n=1, cutoff=0.6)]
