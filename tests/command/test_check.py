@@ -155,4 +155,5 @@ def test_a_rate_at_which_the_policy_leaves_its_data_within_six_updates_is_warned
     assert main(["check", "quickstart", *few, "--optimizer.lr", rate]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "after 6 updates the answers from before them have an effective sample size of" in said
+    assert "not measured" not in said
     assert ("within 6 updates the policy has left the answers that it began with" in said) == runs_away

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 import subprocess
@@ -387,6 +388,31 @@ def test_groups_without_signal_are_passed_over_while_there_are_others_where_that
     plain, counts = select(buffer, 10, 4, m=m)
     assert set(keys(plain)) != varied
     assert "passed_over" not in counts
+
+
+@pytest.mark.parametrize("sync_every", [1, 16])
+def test_what_was_passed_over_comes_after_all_others_until_something_new_of_it_arrives(sync_every: int) -> None:
+    """However many batches count as recent, those passed over do not pile up before what can be learnt from."""
+    buffer, rng = store([0] * 160), np.random.default_rng(0)
+    selector = RecencyReward(m=0.95, refill=True).start()
+    without_signal = []
+    for step in range(40):
+        for p in range(4 * step, 4 * step + 4):  # two of four have none
+            for i in range(4):
+                buffer.add(trajectory(p, (1, i), version=10, reward=float(p % 2 and i % 2)))
+        if step == 20:  # a resumed run draws the same
+            state = json.loads(json.dumps(selector.state()))
+            selector = RecencyReward(m=0.95, refill=True).start()
+            selector.restore(state)
+        chosen = selector.select(buffer, BatchRequest(4, 4, 16, sync_every), rng)
+        buffer.use([t for group in chosen for t in group.trajectories])
+        without_signal += [len({t.reward for t in group.trajectories}) == 1 for group in chosen]
+    assert sum(without_signal[8:]) == 0  # the first two batches have no others
+    again = next(iter(selector.state()["passed"]))
+    number = next(p for p in range(160) if prompt(p).key == again)
+    for i in range(4):
+        buffer.add(trajectory(number, (2, i), version=11, reward=float(i % 2)))
+    assert again in keys(selector.select(buffer, BatchRequest(4, 4, 16, sync_every), rng))
 
 
 def test_no_more_than_ten_groups_without_signal_are_passed_over_for_one_of_a_batch() -> None:

@@ -27,10 +27,8 @@ def test_it_is_the_line_of_dapo_between_16384_and_20480_tokens() -> None:
 def test_what_is_taken_off_is_among_the_parts_which_still_add_up(tokens: int, reward: float, penalty: float) -> None:
     judged = Overlong(penalty, 100).of(answer(tokens), Judgement(reward))
     assert judged.reward <= reward
-    if judged.parts:
-        assert sum(judged.parts.values()) == pytest.approx(judged.reward)
-    else:
-        assert judged.reward == reward
+    assert set(judged.parts) == ({"task", "overlong"} if penalty else set())  # of every answer: means are over all
+    assert sum(judged.parts.values() if penalty else [reward]) == pytest.approx(judged.reward)
 
 
 def test_without_a_penalty_a_judgement_stays_the_same_object() -> None:

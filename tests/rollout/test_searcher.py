@@ -18,12 +18,13 @@ from small_llama import small_llama
 from tba.batch import collate
 from tba.models.huggingface import HuggingFace
 from tba.protocols import Reward
+from tba.replay.buffer import Buffer, BufferSettings
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
 from tba.rollout.exploration import Fixed, RandomPerRound
 from tba.rollout.prompts import PromptStream
 from tba.rollout.searcher import Searcher
-from tba.types import Completion, Group, Judgement, Prompt, Sampling, StopReason, Trajectory, Version
+from tba.types import LEFT_OUT, Completion, Group, Judgement, Prompt, Sampling, StopReason, Trajectory, Version
 from tba.weights.directory import WeightDirectory
 from toy.engine import TabularEngine, tabular_prompts
 from toy.policy import TabularReference, TabularTask
@@ -136,6 +137,15 @@ def test_an_answer_whose_mark_is_not_finite_is_rejected_and_counted(bench: Calla
     assert counts["generated_trajectories"] == 4 * 3 * S == len(sent) + counts["rejected_trajectories"]
     assert counts["generated_tokens"] == sum(t.length for t in sent) + counts["rejected_tokens"]
     assert b.journal.lease(1, 60.0) == [12]  # a rejected answer is an answer
+    buffer, rejecting = (
+        Buffer(BufferSettings(distinct=False)),
+        {t.prompt.key for t in sent if t.provenance.get(LEFT_OUT)},
+    )
+    for t in sent:
+        buffer.add(t)
+    kept = Counter((t.prompt.key, t.provenance["round"]) for t in sent)
+    assert rejecting == {key for (key, _), n in kept.items() if n < S}  # each prompt was asked for S answers at a time
+    assert all(buffer.thinned(key) for key in rejecting)  # what is left of its answers is a choice by what they say
 
 
 @pytest.mark.parametrize("asked", [1, 2])

@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from runs import TASK, inline, inline_again, made, quiet
 
@@ -20,7 +21,7 @@ from tba.rewards.functions import FunctionReward
 from tba.runtime.inline import Inline
 from tba.schedules import Constant, Linear, LinearThenCut
 from tba.settings import find
-from tba.types import Problem, Split, StopReason, Version
+from tba.types import LEFT_OUT, Problem, Split, StopReason, Version
 
 TOY = find(str(Path(__file__).parents[1] / "toy" / "recipe.py"))
 
@@ -144,7 +145,10 @@ def test_long_answers_are_trained_with_a_penalty_and_evaluated_without(tmp_path:
         (own,) = reward.judge([(t.prompt, t.completion)])
         share = 1.0 if t.completion.stop_reason is StopReason.LENGTH else max(0.0, t.length / most - 0.8) / 0.2
         assert t.reward == pytest.approx(own.reward - 0.5 * share)
-    assert len({t.reward_parts.get("overlong") for t in found}) == 2  # there are long answers and short ones
+    assert len({t.reward_parts["overlong"] for t in found}) == 2  # there are long answers and short ones
+    assert np.mean([t.reward for t in found]) == pytest.approx(
+        sum(np.mean([t.reward_parts[part] for t in found]) for part in ("task", "overlong"))
+    )  # so do the run's metrics of the parts: means over all
     plain = inline(tmp_path / "plain", *SMALL, *measured)
     before, same = ({e.metric: e.value for e in s.evaluations if e.version == Version()} for s in (penalised, plain))
     assert before == same
@@ -158,7 +162,9 @@ def test_answers_that_are_cut_off_are_left_out_and_counted_where_that_is_asked_f
     found = {}
     for name in ("run", "plain"):
         with JournalFollower(tmp_path / name / "journal.sqlite") as journal:
-            found[name] = [t.completion.stop_reason is StopReason.LENGTH for t in journal.drain()]
+            answers = journal.drain()
+        found[name] = [t.completion.stop_reason is StopReason.LENGTH for t in answers]
+        assert any(t.provenance.get(LEFT_OUT) for t in answers) == (name == "run")
     assert not any(found["run"])
     assert any(found["plain"])
     account = dropped.trajectories

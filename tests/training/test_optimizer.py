@@ -103,6 +103,7 @@ def test_the_rate_rises_with_the_updates_that_the_moments_are_of(tmp_path: Path,
         before, parameter.grad = parameter.item(), torch.ones(1)
         optimizer.step(step)
         taken.append(before - parameter.item())
+        assert optimizer.rate(step) == pytest.approx(taken[-1], rel=1e-5)  # the first steps of AdamW are as long
     assert taken == pytest.approx([0.01, 0.02, 0.03, 0.04, 0.01, 0.02], rel=1e-5)
 
 

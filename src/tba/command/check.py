@@ -132,6 +132,8 @@ def _figures(recipe: Recipe, e: Estimate, own: int | None) -> dict[str, str]:
         else f"before any update the trainer and the reference differ by at most {e.log_ratio:.1g} in a token's "
         f"log-probability ({compute})",
         "drift": ""
+        if e.log_ratio is None
+        else f"not measured: {UPDATES} updates take {duration(UPDATES * e.step_seconds)}"
         if e.effective is None
         else f"after {UPDATES} updates the answers from before them have an effective sample size of "
         f"{percent(e.effective)}",

@@ -74,7 +74,7 @@ class TrajectoryBalance:
     Every metric is a mean over rows, so those of micro-batches combine by their numbers of rows. `log_ratio` estimates
     KL(policy || reference) only as far as the rows are on-policy; `residual` is absolute; `weight_ess` is the effective
     sample size of w within groups, as a share; `degenerate` is the share of rows that are alone in their group; `push`
-    is c; `cut` is the share of rows whose rho is above 8, where `exact` and `asymmetric` cut it.
+    is c; `cut` is the share of rows whose rho is above 8, where c cuts it; w does when its spread is 2 at most.
     """
 
     beta: Schedule  # strength of the pull to the reference, in units of reward; positive

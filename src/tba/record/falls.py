@@ -268,8 +268,8 @@ class CollapseWatch:
         return (
             f"engine and trainer differ: at step {step} equal weights gave a token {apart:.2g} nats more or less, an "
             f"answer {answer:.2g}, and by that much ratios to what was sampled are wrong. Compute in float32 "
-            "(--model.dtype float32), sample with the other engine (--model.generation.engine), or mask ratios "
-            "(docs/objectives.md)"
+            "(--model.dtype float32), sample with the other engine (--model.generation.engine), or leave ratios out or "
+            "mask them, as the objective can (docs/objectives.md)"
         )
 
     def _lost_samples(self, step: int) -> str | None:

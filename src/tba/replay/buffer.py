@@ -196,6 +196,8 @@ class Buffer:
         incarnation = stored.version.incarnation if incarnation is None else incarnation
         place = stored.place or self.received + 1
         self._used.extend([0] * (place + 1 - len(self._used)))
+        if stored.left_out:
+            self._leave_out(prompt)
         copy = rows.copy_of(prompt, stored.digest) if self._settings.distinct else None
         if copy is not None:
             # one that arrived later but was sampled by older weights than its copy does not replace it
@@ -226,8 +228,9 @@ class Buffer:
         self._keep_to_capacity(prompt)
 
     def thinned(self, prompt: str) -> bool:
-        """Returns whether an answer to `prompt` was ever left out for what it says: a copy, nearly one, or the
-        lowest reward over capacity. What is left comes less often, or more, than policies sampled it.
+        """Returns whether an answer to `prompt` was ever left out for what it says: a copy, nearly one, the lowest
+        reward over capacity, or one that a searcher rejected (`LEFT_OUT`). What is left comes less often, or more, than
+        policies sampled it.
 
         So are all prompts where this befell more than one in a hundred answers: those that happen to have no repeat
         among many repeats do not represent what was sampled either.
@@ -433,12 +436,16 @@ class Buffer:
         all comes first, and of several the one with the newest. Then the next newest.
         """
         if size not in self._newest:
-            self._newest[size] = Newest(self._recent.prompts(size), self._newest_arrival)
+            self._newest[size] = Newest(self._recent.prompts(size), self.newest_arrival)
         last = len(self._used) - within
         turns = self._newest[size].first(count, last)
         return sorted(
-            turns, key=lambda p: self._uses_of_next(p, size, within) if self._newest_arrival(p) >= last else math.inf
+            turns, key=lambda p: self._uses_of_next(p, size, within) if self.newest_arrival(p) >= last else math.inf
         )
+
+    def newest_arrival(self, prompt: str) -> int:
+        """Returns when the newest recent trajectory of `prompt` arrived, as its place among all."""
+        return self._rows.arrival.item(self._recent.of(prompt)[-1])
 
     def numbered(self, numbers: Iterable[int]) -> list[Trajectory]:
         """Returns the trajectories of these numbers, oldest first."""
@@ -526,9 +533,6 @@ class Buffer:
     def _newest_change(self, prompt: str) -> None:
         for newest in self._newest.values():
             newest.changed(prompt)
-
-    def _newest_arrival(self, prompt: str) -> int:
-        return self._rows.arrival.item(self._recent.of(prompt)[-1])
 
     def _among_last(self, rows: npt.NDArray[np.intp], within: int) -> npt.NDArray[np.bool_]:
         return self._rows.arrival[rows] >= len(self._used) - within

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tba.types import Completion, FloatArray, IntArray, Prompt, Sampling, StopReason, Trajectory, Version
+from tba.types import LEFT_OUT, Completion, FloatArray, IntArray, Prompt, Sampling, StopReason, Trajectory, Version
 
 _TOKENS = np.dtype("<i4")
 _LOGS = np.dtype("<f4")
@@ -197,6 +197,7 @@ class Stored(NamedTuple):
     version: Version  # the oldest weights that sampled a part of it
     reference: Version
     digest: int  # of the completion's tokens, 64 bits
+    left_out: bool  # whether an answer of its round to this prompt was not stored, for what it says
     place: int = 0  # its number in the journal, from 1 on; 0: it is in none
 
     @classmethod
@@ -213,6 +214,7 @@ class Stored(NamedTuple):
         return cls(
             *(prompt, body, facts["uid"], facts["length"], facts["reward"], version, reference),
             int.from_bytes(digest, "little"),
+            bool(facts["provenance"].get(LEFT_OUT)),
         )
 
     @property

@@ -120,6 +120,7 @@ class RecencyRewardSelector:
         self._m = settings.m  # of this batch
         self._within = 0  # arrivals that count as the newest, in this batch
         self._all = Deck()
+        self._passed: dict[str, int] = {}  # prompts whose newest group was passed over, and its newest arrival
 
     def select(self, store: Buffer, wanted: BatchRequest, rng: np.random.Generator) -> list[Group]:
         """Draws groups of K distinct trajectories each; fewer (at least 2) where a prompt has no more.
@@ -135,7 +136,7 @@ class RecencyRewardSelector:
         least = size if self.settings.mix != "group" else max(SMALLEST_GROUP, math.ceil(round(self._m * size, 9)))
         self._within = 2 * max(wanted.sync_every * groups * least, wanted.arrived)
         most = PASSED_OVER * groups if self.settings.refill else 0  # groups without signal that are passed over
-        turns = functools.cache(lambda least: store.newest_prompts(least, self._within, groups + most))
+        turns = functools.cache(lambda least: self._in_turn(store, least, groups + most))
 
         def draw(recent: bool) -> tuple[Group, bool, bool]:
             """Returns a group, whether it is recent, and whether the batch had its prompt before."""
@@ -159,7 +160,18 @@ class RecencyRewardSelector:
             chosen.append(replace(group, as_sampled=False) if self.settings.refill else group)
         if passed:
             self.counts["passed_over"] += len(passed)
+        self._passed |= {
+            group.prompt.key: store.newest_arrival(group.prompt.key) for group, recent, _ in passed if recent
+        }
         return chosen
+
+    def _in_turn(self, store: Buffer, least: int, count: int) -> list[str]:
+        """Returns the prompts of recent groups in the order in which they are to be drawn: those that were passed over
+        come last, until something new of theirs arrives. They are never used, and would come first in every batch.
+        """
+        turns = store.newest_prompts(least, self._within, count)
+        self._passed = {p: self._passed[p] for p in turns if self._passed.get(p) == store.newest_arrival(p)}
+        return sorted(turns, key=self._passed.__contains__)
 
     def _halves(self, groups: int, rng: np.random.Generator) -> list[bool]:
         """Returns for each group whether it is to be recent (with `mix = "group"`: whether a part of it is)."""
@@ -217,12 +229,13 @@ class RecencyRewardSelector:
 
     def state(self) -> Json:
         """Returns the selector's state as JSON, which `restore` takes."""
-        return {"all": self._all.state(), "counts": dict(self.counts)}
+        return {"all": self._all.state(), "counts": dict(self.counts), "passed": self._passed}
 
     def restore(self, state: Json) -> None:
         """Continue with the draws and counts that `state` gave."""
         self._all.restore(state["all"])
         self.counts = Counter(state["counts"])
+        self._passed = state.get("passed", {})
 
     def _prompt(
         self, store: Buffer, size: int, recent: bool, turns: Callable[[int], Sequence[str]],

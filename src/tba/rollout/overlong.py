@@ -1,7 +1,7 @@
 """The soft penalty for overlong answers of DAPO (Yu et al. 2025, arXiv 2503.14476, equation 13), on what is trained; or
 leaving out those that are cut off.
 
-Invariant: an answer of at most four fifths of the longest keeps its judgement; one that is cut off loses all of the
+Invariant: an answer of at most four fifths of the longest keeps its reward; one that is cut off loses all of the
 penalty. It is taken off once, when searchers judge: evaluations do not see it.
 """
 
@@ -28,11 +28,11 @@ class Overlong:
 
     def of(self, completion: Completion, judgement: Judgement) -> Judgement:
         """Returns the judgement with which the answer is trained."""
+        if not self.penalty or self.penalty == "drop":
+            return judgement
         share = (len(completion.tokens) / self.longest - FREE) / (1 - FREE)
         if completion.stop_reason is StopReason.LENGTH:
             share = 1.0
-        if not self.penalty or self.penalty == "drop" or share <= 0:
-            return judgement
-        off = self.penalty * min(share, 1.0)
+        off = self.penalty * min(max(share, 0.0), 1.0)
         parts = judgement.parts or {"task": judgement.reward}
-        return Judgement(judgement.reward - off, {**parts, "overlong": -off})
+        return Judgement(judgement.reward - off, {**parts, "overlong": 0.0 - off})

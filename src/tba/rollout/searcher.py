@@ -30,6 +30,7 @@ from tba.rollout.rescoring import Rescorer
 from tba.rollout.reward_retry import PatientReward
 from tba.rollout.vine import VineRollouts
 from tba.types import (
+    LEFT_OUT,
     TEACHER,
     Completion,
     FloatArray,
@@ -148,7 +149,11 @@ class Searcher:
     ) -> None:
         """Write trajectories, the leases that are given back and what was counted, in one transaction."""
         outcomes = self._outcomes({a.position: a.prompt for a in answered}, leases, trajectories)
-        trajectories = _stamped(trajectories, time.perf_counter() - min(a.began for a in answered))
+        finished = Counter(
+            a.prompt.key for a in answered for c in a.completions if c.stop_reason is not StopReason.INTERRUPTED
+        )
+        left_out = finished - Counter(t.prompt.key for t in trajectories)
+        trajectories = _stamped(trajectories, time.perf_counter() - min(a.began for a in answered), left_out)
         self._count_time(counts)
         self.journal.put(trajectories, leases, counts, outcomes)
 
@@ -337,11 +342,15 @@ def _due(answered: Iterator[Answered], hold: float) -> Iterator[list[Answered]]:
         yield done
 
 
-def _stamped(trajectories: Sequence[Trajectory], seconds: float) -> list[Trajectory]:
-    """Returns trajectories with the time of sending, and the seconds since the first was asked (monotonic clock)."""
-    now, seconds = time.time(), round(seconds, 3)
-    stamped = {id(t.provenance): {**t.provenance, "seconds": seconds} for t in trajectories}  # shared, as before
-    return [replace(t, created=now, provenance=stamped[id(t.provenance)]) for t in trajectories]
+def _stamped(trajectories: Sequence[Trajectory], seconds: float, left_out: Counter[str]) -> list[Trajectory]:
+    """Returns trajectories with the time of sending, the seconds since the first was asked (monotonic clock), and
+    whether another answer to the prompt was rejected.
+    """
+    now, own = time.time(), {"seconds": round(seconds, 3)}
+    whole = {id(t.provenance): {**t.provenance, **own} for t in trajectories}  # shared, as before
+    rest = {i: {**provenance, LEFT_OUT: True} for i, provenance in whole.items()} if left_out else {}
+    chosen = [(rest if left_out[t.prompt.key] else whole)[id(t.provenance)] for t in trajectories]
+    return [replace(t, created=now, provenance=own) for t, own in zip(trajectories, chosen, strict=True)]
 
 
 def _count(counts: Counter[str], name: str, completion: Completion) -> None:

@@ -27,7 +27,7 @@ from tba.batch import Fetched, collate
 from tba.generation import generate
 from tba.models.arithmetic import product_rate
 from tba.models.huggingface import HuggingFace
-from tba.protocols import Model, Policy, Tokenizer
+from tba.protocols import Model, Policy, Startable, Tokenizer
 from tba.recipe import Recipe
 from tba.record.memory import keep_few_kernels, peak_gpu_memory_bytes, peak_memory_bytes
 from tba.runtime.devices import keep_to_share
@@ -44,6 +44,7 @@ from tba.weights.directory import WeightDirectory
 ROUNDS = 5  # timed rounds or steps at least, after one to warm up
 UPDATES = 6  # after which the effective sample size is measured
 LONG = 15.0  # seconds after which fewer are enough: whoever checks a large model waits for them
+_PATIENCE = 60.0  # seconds in which those updates are made at most; else it is not measured
 _T = TypeVar("_T")
 # its tokens, log-probabilities under the model, reward, log-probabilities under another reference and each teacher
 _Answer: TypeAlias = tuple[list[int], list[float], float, list[list[float]]]
@@ -171,7 +172,7 @@ def train(recipe: Recipe, at_least: float, answers: list[_Answers]) -> dict[str,
         weights = WeightDirectory(Path(scratch) / "weights", dtype=model.compute)
         trainer = Trainer(
             policy=policy,
-            objective=recipe.objective,
+            objective=recipe.objective.start() if isinstance(recipe.objective, Startable) else recipe.objective,
             weights=weights,
             optimizer=optimizer,
             sync_every=recipe.sync_every,
@@ -182,7 +183,9 @@ def train(recipe: Recipe, at_least: float, answers: list[_Answers]) -> dict[str,
         trainer.publish()
         effective = None
         weights_bytes = weights.file(trainer.version).stat().st_size
-        while not _enough(seconds, at_least, recipe):
+        while not _enough(seconds, at_least, recipe) or (
+            len(seconds) < UPDATES and UPDATES * statistics.mean(seconds) < _PATIENCE
+        ):
             fetched = source.next()  # a run samples its batches ahead
             began = time.perf_counter()
             trainer.step(fetched)

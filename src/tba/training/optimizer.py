@@ -115,8 +115,13 @@ class Optimizer:
         self._made = 0
 
     def rate(self, step: int) -> float:
-        """Returns the learning rate of update `step` (heads may have another)."""
-        return self.settings.lr * self.settings.schedule(step)
+        """Returns the learning rate of update `step`, when it has been made (heads may have another)."""
+        return self.settings.lr * self._shape(step)
+
+    def _shape(self, step: int) -> float:
+        """Returns the share of the peak rate: by the schedule, and warmed up again since moments were reset."""
+        schedule = self.settings.schedule
+        return min(schedule(step), warm(max(self._made, 1), schedule.warmup))
 
     @contextmanager
     def averages(self) -> Iterator[None]:
@@ -289,10 +294,8 @@ class Optimizer:
         if clip is not None and norm_value > clip:
             torch.nn.utils.clip_grads_with_norm_(self._masters, clip, norm)
         self._made += 1
-        schedule = self.settings.schedule
-        shape = min(schedule(step), warm(self._made, schedule.warmup))
         for group in self._adamw.param_groups:
-            group["lr"] = group["peak"] * shape
+            group["lr"] = group["peak"] * self._shape(step)
         if self.settings.moments_on_host:
             self._update_one_by_one()
         else:
