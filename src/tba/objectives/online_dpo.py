@@ -9,7 +9,7 @@ Shape legend: B rows (one completion each), T completion positions, N pairs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -35,19 +35,13 @@ class OnlineDpo:
     says which share of the rows this concerns. In a ragged batch larger groups weigh more.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset()
+    by_group: ClassVar[bool] = True
     beta: Schedule = Constant(0.1)  # of the logistic (or of the square's target), not in units of reward; positive
     loss: Literal["dpo", "ipo"] = "dpo"  # logistic loss, or squared
 
     def __post_init__(self) -> None:
         require_positive(self.beta, "Online DPO")
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return frozenset()
-
-    @property
-    def by_group(self) -> bool:
-        return True
 
     def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, Measured]:
         """The scalar to minimise, and metrics, which are row means; `margin` is d, `ranked` the share with d > 0."""

@@ -9,7 +9,7 @@ Shape legend: B rows (one completion each), T completion positions.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -32,6 +32,7 @@ class Reinforce:
     A row alone in its group contributes zero, except with baseline `none`.
     """
 
+    by_group: ClassVar[bool] = True
     beta: Schedule = Constant(0.0)  # weight of the KL penalty in the reward
     baseline: Literal["mean", "leave_one_out", "none"] = "leave_one_out"  # computed over the row's own group
     penalised: Penalised = "policy"  # whose distance to the reference is penalised
@@ -40,10 +41,6 @@ class Reinforce:
     @property
     def needs(self) -> frozenset[str]:
         return self.correction.needs | frozenset({"log_behavior"} if self.penalised == "behavior" else ())
-
-    @property
-    def by_group(self) -> bool:
-        return True
 
     def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, Measured]:
         """The scalar whose gradient is the estimate (its value means nothing), and metrics, which are row means."""

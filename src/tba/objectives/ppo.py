@@ -9,6 +9,7 @@ Shape legend: B rows (one completion each), T completion positions.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ class Ppo:
     Raises `UserError` when a field makes no sense.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset({"log_behavior", "value"})
     beta: Schedule = Constant(0.05)  # weight of the KL penalty in each token's reward
     clip: float = 0.2  # how far from 1 a ratio still has a gradient
     gamma: float = 1.0  # discount per token
@@ -57,10 +59,6 @@ class Ppo:
                 f"PPO's value_weight is {self.value_weight} and its value_clip {self.value_clip}, but the one must not "
                 "be negative and the other has to be positive or None."
             )
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return frozenset({"log_behavior", "value"})
 
     @property
     def by_group(self) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -47,6 +47,7 @@ class SubtrajectoryBalance:
     the teacher at each prefix; on other data it has the same optimum.
     """
 
+    by_group: ClassVar[bool] = True
     beta: Schedule  # strength of the pull to the reference, in units of reward; positive
     lam: float = 1.0  # a stretch of n tokens weighs lam^n; above 0, at most 1
     flow: Literal["learned", "one"] = "learned"  # one: V is 0, for a teacher that is the whole target
@@ -64,10 +65,6 @@ class SubtrajectoryBalance:
     def unused(self) -> Mapping[str, str]:
         """The field without effect: where single tokens are balanced, no stretches are weighed."""
         return {} if self.flow == "learned" else {"lam": "flow learned"}
-
-    @property
-    def by_group(self) -> bool:
-        return True
 
     def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, Measured]:
         """The scalar to minimise, and metrics, which are row means; `residual` is the mean |d| from start to end."""

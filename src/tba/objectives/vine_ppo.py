@@ -8,6 +8,7 @@ Shape legend: B rows (one completion each), T completion positions, S steps.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ class VinePpo:
     (`rollout/vine.py`). rho = pi / mu of the token. Source: arXiv 2410.01679.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset({"log_behavior", "step_value"})
     beta: Schedule = Constant(1e-4)  # weight of the divergence from the reference, as k3 in the loss
     clip: float = 0.2  # how far from 1 a ratio still has a gradient
     whiten: bool = True  # advantages of mean 0 and variance 1 over the batch's tokens
@@ -38,10 +40,6 @@ class VinePpo:
 
     def __post_init__(self) -> None:
         require_clip(self.clip)
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return frozenset({"log_behavior", "step_value"})
 
     @property
     def by_group(self) -> bool:

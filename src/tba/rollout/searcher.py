@@ -261,7 +261,7 @@ class Searcher:
         pairs = _pairs(finished)
         trajectories: list[Trajectory] = []
         series, before = b"", counts["rejected_trajectories"]
-        provenance = {"searcher": self.name, "round": self.rounds}  # one for all: encoded once
+        provenance = {"searcher": self.name, "round": self.rounds}
         for (prompt, completion), judgement, scored in zip(pairs, judgements, scores, strict=True):
             known = all(np.isfinite(log_T).all() for log_T in scored)
             if not (known and abs(judgement.reward) <= self.largest_reward):  # NaN fails this comparison too
@@ -347,10 +347,10 @@ def _stamped(trajectories: Sequence[Trajectory], seconds: float, left_out: Count
     whether another answer to the prompt was rejected.
     """
     now, own = time.time(), {"seconds": round(seconds, 3)}
-    whole = {id(t.provenance): {**t.provenance, **own} for t in trajectories}  # shared, as before
-    rest = {i: {**provenance, LEFT_OUT: True} for i, provenance in whole.items()} if left_out else {}
-    chosen = [(rest if left_out[t.prompt.key] else whole)[id(t.provenance)] for t in trajectories]
-    return [replace(t, created=now, provenance=own) for t, own in zip(trajectories, chosen, strict=True)]
+    stamps = {False: own, True: own | {LEFT_OUT: True}}
+    return [
+        replace(t, created=now, provenance={**t.provenance, **stamps[t.prompt.key in left_out]}) for t in trajectories
+    ]
 
 
 def _count(counts: Counter[str], name: str, completion: Completion) -> None:
