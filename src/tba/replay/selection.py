@@ -170,7 +170,8 @@ class RecencyRewardSelector:
         come last, until something new of theirs arrives. They are never used, and would come first in every batch.
         """
         turns = store.newest_prompts(least, self._within, count)
-        self._passed = {p: self._passed[p] for p in turns if self._passed.get(p) == store.newest_arrival(p)}
+        there = set(turns)
+        self._passed = {p: at for p, at in self._passed.items() if p in there and at == store.newest_arrival(p)}
         return sorted(turns, key=self._passed.__contains__)
 
     def _halves(self, groups: int, rng: np.random.Generator) -> list[bool]:
