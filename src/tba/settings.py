@@ -62,7 +62,9 @@ def with_config(arguments: Sequence[str]) -> list[str]:
     for argument in left:
         flag, mark, value = argument.partition("=")
         if flag == "--config":
-            made += _flags_of(Path(value if mark else next(left, "")))
+            if not (name := value if mark else next(left, "")):
+                raise UserError("--config needs the name of a TOML file of fields, such as steps = 200")
+            made += _flags_of(Path(name))
         else:
             made.append(argument)
     return made

@@ -96,8 +96,26 @@ def conversation(messages: Sequence[Json]) -> tuple[Message, ...] | Refusal:
     return tuple(said)
 
 
+def unpacked(value: Json) -> Json:
+    """Returns the object or list that a text of JSON holds, as columns of many shapes are published; else the value."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def chat_of(value: Json) -> Json:
+    """Returns the chat that a text of JSON holds, since a cell of CSV holds no list; else the value."""
+    said = unpacked(value)
+    is_chat = isinstance(said, list) and bool(said) and all(isinstance(m, dict) and "role" in m for m in said)
+    return said if is_chat else value
+
+
 def tools_of(value: Json) -> tuple[Json, ...] | Refusal:
-    """Returns the schemas of the tools that may be called; None is none."""
+    """Returns the schemas of the tools that may be called, also from a text of JSON; None is none."""
+    value = unpacked(value)
     if not isinstance(value, list | None) or not all(isinstance(tool, dict) for tool in value or ()):
         return Refusal("tools that are no list of schemas", f"{value!r:.200}")
     return tuple(_without_null(tool) for tool in value or ())
@@ -219,7 +237,7 @@ def _separated(path: Path, separator: str, longest: int) -> Rows:
                 continue
             number += 1
             if len(cells) == len(header):
-                yield number, dict(zip(header, cells, strict=True))
+                yield number, {name: cell or None for name, cell in zip(header, cells, strict=True)}
             else:
                 yield (
                     number,
@@ -277,12 +295,29 @@ def _pyarrow(path: Path) -> tuple[Any, Any]:
     return pyarrow, parquet
 
 
+def _as_spelt(batch: Any, pyarrow: Any) -> Any:
+    """Returns a batch whose float32 columns have the float64 that is spelt as they are: 0.1, not 0.10000000149."""
+    for i, column in enumerate(batch.schema):
+        if column.type == pyarrow.float32():
+            spelt = batch.column(i).cast(pyarrow.string()).cast(pyarrow.float64())
+            batch = batch.set_column(i, column.name, spelt)
+    return batch
+
+
+def _text(value: object) -> str:
+    """Returns a date or a decimal as text, and bytes as the text that they are in UTF-8."""
+    try:
+        return value.decode() if isinstance(value, bytes) else str(value)
+    except UnicodeDecodeError:
+        return str(value)
+
+
 def _batches(batches: Any, pyarrow: Any) -> Rows:
     number = 0
     try:
         for batch in batches:
-            for row in batch.to_pylist():
+            for row in _as_spelt(batch, pyarrow).to_pylist():
                 number += 1
-                yield number, json.loads(json.dumps(row, default=str))  # dates, decimals and bytes as text
+                yield number, json.loads(json.dumps(row, default=_text))
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         yield number + 1, Refusal(DAMAGED, str(error).partition("\n")[0])

@@ -90,7 +90,7 @@ class Version:
 
 
 TEACHER = "log_teacher"  # the array of a trajectory with its log-probabilities under N teachers, [N, T] float32
-LEFT_OUT = "left_out"  # in the provenance: another answer to its prompt was rejected, so that these are a choice
+LEFT_OUT = "left_out"  # in the provenance: answers to its prompt that were rejected, for each that was not
 ELSEWHERE = Version(-1, 0)  # of what no weights of this run sampled: before every incarnation, so it is never recent
 
 

@@ -137,14 +137,14 @@ def test_what_is_collected_is_the_best_of_each_and_what_is_left_out_is_counted_b
     options = SmoothingOptions(min_reward=0.7, min_log_reference=-100.0)
     found = collect(journal, options)
     assert [t.reward for t in found.trajectories] == [1.0, 0.9, 0.75]
-    assert found.pairs(character_tokenizer("abc"))[0].response == [1, 2, 7, 4]
-    assert found.pairs(character_tokenizer("abc"))[0].prompt == [5, 6]
+    assert found.pairs(character_tokenizer("abc"), chat=False)[0].response == [1, 2, 7, 4]
+    assert found.pairs(character_tokenizer("abc"), chat=False)[0].prompt == [5, 6]
     reasons = {"repeats another": 1, "below --min-reward": 1, "below --min-log-reference": 1, "cut off": 1}
     assert +found.left_out == Counter(reasons)
     apart = collect(journal, replace(options, truncated=True), NearDuplicates("edit", 0.2))
     assert [t.completion.tokens[0] for t in apart.trajectories] == [1, 6, 8]
     assert apart.left_out["near another"] == 1
-    assert apart.pairs(character_tokenizer("abc"))[1].response == [6, 6, 6]
+    assert apart.pairs(character_tokenizer("abc"), chat=False)[1].response == [6, 6, 6]
     assert [t.reward for t in collect(journal, replace(options, most=1)).trajectories] == [1.0]
     by_part = collect(journal, SmoothingOptions(min_reward=0.45, part="toxic"))
     assert {t.reward for t in by_part.trajectories} == {1.0, 0.9}
@@ -161,15 +161,14 @@ def test_what_is_collected_ends_as_it_ended_and_what_was_heard_is_not_learnt(fam
     made = tokenizer(family, "base")
     end, eos = assistant_turn(made).last.token, made.eos_token_id
     assert end != eos
-    chat = Prompt("toy", np.array([5], np.int32), messages=({"role": "user", "content": "."},))
-    text = Prompt("toy", np.array([5], np.int32))
+    chat, text, prompt = True, False, Prompt("toy", np.array([5], np.int32))
 
-    def pair(prompt: Prompt, *tokens: int | None, stop: StopReason, mask: str = "") -> Pair:
+    def pair(form: bool, *tokens: int | None, stop: StopReason, mask: str = "") -> Pair:
         said = np.array(tokens, np.int32)
         heard = np.array([one == "1" for one in mask]) if mask else None
         completion = Completion(said, "", stop, (Version(), Version()), mask=heard)
         found = Trajectory("t", prompt, completion, 1.0, np.zeros(len(said), np.float32), Version())
-        (made_of,) = Collected([found], Counter()).pairs(made)
+        (made_of,) = Collected([found], Counter()).pairs(made, form)
         return made_of
 
     assert pair(chat, 1, 2, end, stop=StopReason.EOS) == Pair([5], [1, 2], end=end)

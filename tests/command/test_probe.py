@@ -9,14 +9,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tba.models.huggingface import HuggingFace
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.protocols import Objective
-from tba.runs.probe import LONG, ROUNDS, UPDATES, _enough, _timed, search, train
+from tba.runs.probe import LONG, ROUNDS, UPDATES, _Answered, _enough, _timed, search, train
 from tba.schedules import Constant
 from tba.settings import find
+from tba.types import Completion, Prompt, StopReason, Version
 
 
 @pytest.mark.parametrize(
@@ -73,5 +75,14 @@ def test_the_steps_are_of_a_run_and_as_many_as_show_the_drift_unless_they_take_m
     monkeypatch.setattr("tba.runs.probe._enough", enough)
     found = train(recipe, 0.0, answers)
     assert found["step_seconds"] == slow
+    tokens, _, *rest = answers[0][1][0]
+    only = Completion(
+        np.array(tokens), "", StopReason.EOS, (Version(), Version()), mask=np.arange(len(tokens)) % 2 == 0
+    )
+    kept = _Answered(recipe, [Prompt("t", np.array([1], np.int32), "")], answers, np.random.default_rng(0))
+    again = kept.trajectory(
+        kept.prompts[0], (tokens, only.mask.tolist(), *rest)
+    )  # what an environment said is not trained
+    np.testing.assert_array_equal(again.completion.mask, only.mask)
     assert asked == list(range(updates + 1))
     assert (found["effective"] is None) == (updates < UPDATES)

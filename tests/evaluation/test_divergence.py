@@ -1,6 +1,7 @@
 """The measured distance to the reference against the exact one of the enumerable toy."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 from tba.errors import UserError
 from tba.evaluation.divergence import divergence
 from tba.rollout.prompts import PromptSettings, encode
-from tba.types import Version
+from tba.types import Completion, Judgement, StopReason, Version
 from toy.engine import TabularEngine
 from toy.policy import TabularPolicy, TabularReference, TabularTask, TabularTokenizer, distribution, ideal
 
@@ -58,6 +59,30 @@ def test_it_is_0_at_the_reference_answer_by_answer() -> None:
         engine_of(TabularPolicy(TASK)), TabularReference(TASK), TASK.reward(), PROMPTS, 50, np.random.default_rng(1)
     )
     assert (found.kl, found.kl_error) == pytest.approx((0.0, 0.0), abs=1e-6)
+
+
+def test_what_an_environment_said_counts_as_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tokens of log-ratio 1 and log pi_ref -2 among ten: 1 nat a token, not a fifth of it."""
+    mask = np.arange(10) % 5 == 0
+    said = Completion(
+        np.ones(10, np.int32), "", StopReason.EOS, (Version(), Version()), log_behavior=-np.float32(mask), mask=mask
+    )
+    monkeypatch.setattr(
+        "tba.evaluation.divergence.generate", lambda _, asked, count, *__: [[said] * count for _ in asked]
+    )
+
+    class Reference(TabularReference):
+        def log_probabilities_of(self, asked: Any) -> Any:
+            return [[-2 * np.float32(mask) for _ in row] for _, row in asked]
+
+    class Reward:
+        def judge(self, answered: Any) -> list[Judgement]:
+            return [Judgement(0.0) for _ in answered]
+
+    ours = (engine_of(TabularPolicy(TASK)), Reference(TASK), Reward())
+    found = divergence(*ours, PROMPTS, 3, np.random.default_rng(0))
+    assert (found.kl, found.kl_per_token, found.tokens) == pytest.approx((2.0, 1.0, 2.0))
+    assert math.log(found.perplexity) == pytest.approx(2.0)
 
 
 def test_one_prompt_has_no_error_to_speak_of_and_none_is_refused() -> None:

@@ -1,5 +1,6 @@
 """What a line says: prompts and answers as people and other programs write them."""
 
+import json
 import math
 from typing import Any
 
@@ -51,6 +52,8 @@ def test_any_object_is_an_answer_of_text_or_refused_with_a_reason(values: dict[s
         {"prompt": "6*7?", "completion": "42", "messages": None},
         {"prompt": [USER], "response": "42"},
         {"messages": [USER, ANSWER]},
+        {"messages": json.dumps([USER, ANSWER]), "tools": None},  # a cell of CSV holds no list
+        {"prompt": json.dumps([USER]), "response": "42"},
         {"messages": [USER], "response": "42"},
         {
             "messages": [
@@ -84,6 +87,9 @@ def test_what_is_claimed_and_where_it_ended_is_kept_apart_from_the_fields_of_the
     line = {"prompt": "p", "response": "r", "reward": 1, "source": "me", "finish_reason": "length", "answer": "9"}
     found = answer_of(line)
     assert found == Answer("p", "r", truncated=True, claimed=1.0, source="me", fields={"answer": "9"})
+    cell = answer_of({**line, "reward": "0.5"})
+    assert isinstance(cell, Answer)
+    assert cell.claimed == 0.5
     odd = answer_of({**line, "reward": "much"})
     assert isinstance(odd, Answer)
     assert odd.claimed is not None
@@ -94,6 +100,7 @@ def test_fields_of_the_problem_may_stand_apart_from_what_else_a_line_says() -> N
     found = answer_of({"prompt": "p", "response": "r", "uid": "7", "uses": 3, "fields": {"answer": "9", "prompt": "q"}})
     assert isinstance(found, Answer)
     assert found.fields == {"answer": "9", "prompt": "q"}
+    assert answer_of({"prompt": "p", "response": "r", "fields": '{"answer": "9", "prompt": "q"}'}) == found
 
 
 @pytest.mark.parametrize(

@@ -390,6 +390,21 @@ def test_groups_without_signal_are_passed_over_while_there_are_others_where_that
     assert "passed_over" not in counts
 
 
+@pytest.mark.parametrize("answers", [4, 3])
+def test_groups_without_signal_are_passed_over_once_also_where_they_are_ragged(answers: int) -> None:
+    buffer, rng = Buffer(BufferSettings()), np.random.default_rng(0)
+    for p in range(100):  # those with signal are older
+        for i in range(answers):
+            buffer.add(trajectory(p, (1, i), version=10, reward=float(p < 20 and i % 2)))
+    selector = RecencyReward(m=1.0, refill=True).start()
+    found = []
+    for _ in range(5):
+        chosen = selector.select(buffer, BatchRequest(4, 4, 400), rng)
+        buffer.use([t for group in chosen for t in group.trajectories])
+        found.append(sum(len({t.reward for t in group.trajectories}) > 1 for group in chosen))
+    assert found[2:] == [4, 4, 4]
+
+
 @pytest.mark.parametrize("sync_every", [1, 16])
 def test_what_was_passed_over_comes_after_all_others_until_something_new_of_it_arrives(sync_every: int) -> None:
     """However many batches count as recent, those passed over do not pile up before what can be learnt from."""

@@ -152,3 +152,20 @@ def test_a_child_that_says_what_is_no_answer_is_replaced(says: str) -> None:
     ((last, other),) = pool.ask(["c"])
     assert (last, other != pid) == ("c", True)
     pool.close()
+
+
+def test_after_a_call_that_raised_nobody_is_given_an_answer_to_its_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Children(COMMAND, 2, 60.0)
+    pool.ask(["warm"])
+
+    def full(*_: object, **__: object) -> None:
+        raise BlockingIOError("no process can be started")
+
+    with monkeypatch.context() as once:
+        once.setattr(subprocess, "Popen", full)
+        with pytest.raises(BlockingIOError):
+            pool.ask(["hang", "b"])  # the one child is at work on the first
+    answers = pool.ask(["x"])
+    assert isinstance(answers[0], list)
+    assert answers[0][0] == "x"
+    pool.close()

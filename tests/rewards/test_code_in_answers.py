@@ -52,7 +52,7 @@ def answers(file: Path) -> list[str]:
 
 def rewards(reward: Reward, file: Path) -> list[float]:
     tokens = np.array([1], dtype=np.int32)
-    prompt = Prompt("a task", tokens, "", {"answer": "17", "digits": "2357", "target": 17})
+    prompt = Prompt("a task", tokens, "", {"answer": "0.375", "digits": "2357", "target": 17})
     versions = (Version(), Version())
     return [
         judgement.reward

@@ -13,6 +13,24 @@ from tba.rewards.number_text import MAX_DIGITS, numbers, plain, quantity
 from tba.types import Completion, Prompt, StopReason, Version
 
 RIGHT = [
+    ("\\boxed{-\\left(\\frac{1}{2}\\right)}", "-1/2"),
+    ("The answer is $-\\mathbf{3}$.", "-3"),
+    ("The profit is -**$20**.", "-20"),
+    ("- **3**", "3"),  # an item of a list
+    ("\\boxed{-(3)}", "-3"),
+    ("\\boxed{3 - (5) = -2}", "-2"),
+    ("\\boxed{10²}", "100"),
+    ("\\boxed{5 cm²}", "5"),
+    ("#### 10⁻³", "0.001"),
+    ("\\boxed{f(2)=6}", "6"),
+    ("\\boxed{a_5 = 32}", "32"),
+    ("#### 3 apples + 4 apples = 7 apples", "7"),
+    ("#### 72 (with x = 3)", "72"),
+    ("#### 72 apples where x = 3", "72"),
+    ("\\boxed{\\frac{3}{-4}}", "-0.75"),
+    ("\\boxed{\\frac{-1}{-2}}", "0.5"),
+    ("\\boxed{5 N \\cdot m}", "5"),
+    ("**5**", "5"),
     ("The answer is 72.", "72"),
     ("72", "72"),
     ("72...", "72"),
@@ -155,6 +173,23 @@ RIGHT = [
 ]
 
 WRONG = [
+    ("\\boxed{-\\left(\\frac{1}{2}\\right)}", "1/2"),
+    ("The answer is $-\\mathbf{3}$.", "3"),
+    ("\\boxed{-(3)}", "3"),
+    ("\\boxed{5 \\times 6}", "5"),
+    ("#### 5*6", "5"),
+    ("\\boxed{3 \\cdot 2^5}", "3"),
+    ("\\boxed{10²}", "10"),
+    ("It isn\u2019t 5", "5"),
+    ("The answer is B, it isn\u2019t A", "A"),
+    ("The statement isn\u2019t true", "true"),
+    ("\\boxed{12,345,6}", "12"),
+    ("\\boxed{1,2345}", "1"),
+    ("\\boxed{log(5)}", "5"),
+    ("\\boxed{5_{8}}", "5"),
+    ("\\boxed{5 \\neq 6}", "5"),
+    ("#### 3 apples + 4 apples = 7 apples", "3"),
+    ("\\boxed{x=5, y=6}", "6"),
     ("", "72"),
     ("I do not know.", "72"),
     ("seventy-three", "72"),

@@ -145,6 +145,7 @@ def test_an_answer_whose_mark_is_not_finite_is_rejected_and_counted(bench: Calla
         buffer.add(t)
     kept = Counter((t.prompt.key, t.provenance["round"]) for t in sent)
     assert rejecting == {key for (key, _), n in kept.items() if n < S}  # each prompt was asked for S answers at a time
+    assert sum(t.provenance.get(LEFT_OUT, 0) for t in sent) == pytest.approx(counts["rejected_trajectories"])
     assert all(buffer.thinned(key) for key in rejecting)  # what is left of its answers is a choice by what they say
 
 

@@ -48,17 +48,16 @@ class Collected:
     trajectories: list[Trajectory]
     left_out: Counter[str]
 
-    def pairs(self, tokenizer: Any) -> list[Pair]:
-        """Returns prompts and answers, each with the token that ended it; one that had none ends as its prompt's
-        answers do.
+    def pairs(self, tokenizer: Any, chat: bool) -> list[Pair]:
+        """Returns prompts and answers, each with the token that ended it; one that had none ends as a turn of a `chat`
+        does, or a text.
         """
-        chat, text = assistant_turn(tokenizer), assistant_turn(tokenizer, chat=False)
-        ends = {chat: chat.ends | text.ends, text: text.ends}
+        text = assistant_turn(tokenizer, chat=False)
+        form = assistant_turn(tokenizer) if chat else text
         pairs = []
         for t in self.trajectories:
-            form = text if t.prompt.messages is None else chat
             by_token = t.completion.stop_reason is StopReason.EOS
-            known = set(t.completion.tokens[-1:].tolist()) if by_token else ends[form]
+            known = set(t.completion.tokens[-1:].tolist()) if by_token else form.ends | text.ends
             pairs.append(Pair.of(t.prompt.tokens.tolist(), t.completion, known, form.last.token))
         return pairs
 

@@ -39,6 +39,9 @@ def evaluate_model(name: str, overrides: list[str], options: EvalOptions) -> int
     if distance < 0:
         raise UserError(f"--distance is {distance}: give the number of prompts to measure it on, 0 for none")
     before = None if options.against is None else _scores_in(options.against)
+    for file in (out, options.texts):
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
     begun, checkpoint = recipe_of(name, overrides, f"tba eval {name}", checkpoint)
     recipe = with_checkpoint(begun, checkpoint)
     console = terminal()
@@ -46,7 +49,7 @@ def evaluate_model(name: str, overrides: list[str], options: EvalOptions) -> int
         console.print(line, style="yellow", highlight=False)
     found, engine, prompts = measured(recipe, split, _shown(recipe, options), _Progress())
     for e in found.evaluations:
-        interval = wilson_interval(round(e.value * e.n), e.n)
+        interval = wilson_interval(e.value * e.n, e.n)
         console.print(
             f"{e.metric:16} {e.value:7.2%}   95 % interval {interval.low:.2%} to {interval.high:.2%}   "
             f"{e.n} {split} problems",
@@ -136,9 +139,8 @@ def _write_texts(path: Path, answers: Sequence[Answer], console: Console) -> Non
         {"prompt": a.prompt, "response": a.completion, "reward": a.reward, "correct": a.correct, "metric": a.metric}
         for a in answers
     ]
-    path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as temporary:
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        temporary.write_text("".join(json.dumps(plain(line)) + "\n" for line in lines), encoding="utf-8")
     words = np.mean([len(a.completion.split()) for a in answers]) if answers else 0.0
     console.print(f"{len(answers):,} answers of {words:.1f} words on average in {path}", highlight=False)
 

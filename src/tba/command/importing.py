@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from tba.settings import find, override
 
 def import_files(path: Path, files: Sequence[Path], overrides: list[str], options: ImportOptions) -> int:
     """Returns exit code 0. Raises `UserError` when nothing in the files could be imported."""
+    if options.max_tokens is not None and options.max_tokens < 1:
+        raise UserError(f"--max-tokens is {options.max_tokens}, it must be at least 1")
     console = terminal()
     view = View(console)
     if options.recipe is not None:
@@ -34,9 +37,12 @@ def import_files(path: Path, files: Sequence[Path], overrides: list[str], option
         refuse(recipe, files)
         if (loss := loss_of(run, run.journal(recipe))) is not None:
             raise UserError(f"{loss}; put it back if there is a copy, or resume with --accept-lost-rows first")
-    if options.max_tokens is not None and options.max_tokens < 1:
-        raise UserError(f"--max-tokens is {options.max_tokens}, it must be at least 1")
-    take_in(recipe, run, files, view.say, options.source, options.rewards == "claimed", options.max_tokens)
+    try:
+        take_in(recipe, run, files, view.say, options.source, options.rewards == "claimed", options.max_tokens)
+    except UserError:
+        if options.recipe is not None:  # nothing was imported: the same command can be given again
+            shutil.rmtree(path)
+        raise
     if options.recipe is not None:
         console.print(
             f"start it with: tba train {options.recipe} --runs {path.parent} --run-name {path.name} [--offline]",

@@ -24,6 +24,7 @@ from tba.models.warm_start import FACTS, WarmStart, continued, taught, warm_star
 from tba.protocols import Task
 from tba.record.terminal import terminal
 from tba.runs.output import OutOptions
+from tba.runtime.teaching import is_chat
 from tba.settings import find, override
 from tba.tables import is_file_of_rows
 from tba.tasks.jsonl import Jsonl
@@ -92,7 +93,7 @@ def _from_run(path: Path, overrides: list[str], console: Console) -> Path:
     collected = collect(journal, options, recipe.replay.buffer.near)
     left_out = "".join(f", {count:,} {reason}" for reason, count in collected.left_out.items() if count)
     console.print(f"{len(collected.trajectories):,} answers to learn{left_out}", highlight=False, soft_wrap=True)
-    pairs = collected.pairs(tokenizer)
+    pairs = collected.pairs(tokenizer, is_chat(recipe.task))
     return taught(model, options.sft, lambda _: pairs, console.print, arguments)
 
 

@@ -30,9 +30,15 @@ from tba.types import Json, is_text, quoted
 _NO_TOOLS = {"reset", "step", "get_reward", "close"}
 _THOUGHTS = (THOUGHT, ("[THINK]", "[/THINK]"))
 _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)  # Qwen, SmolLM2, Hermes, GLM
-_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)  # GLM
-_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)  # Qwen3-Coder, Llama 3.1
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+# no begin is read beyond the next one, so that a turn that repeats itself is read in linear time
+_PAIR = re.compile(  # GLM
+    r"<arg_key>((?>(?:(?!</?arg_key>).)*))</arg_key>\s*+<arg_value>((?>(?:(?!<arg_key>|</arg_value>).)*))</arg_value>",
+    re.DOTALL,
+)
+_FUNCTION = re.compile(r"<function=([^<>\n]++)>(.*?)(?:</function>|\Z)", re.DOTALL)  # Qwen3-Coder, Llama 3.1
+_PARAMETER = re.compile(
+    r"<parameter=([^<>\n]++)>\n?((?>(?:(?!\n?</parameter>|<parameter=).)*))\n?</parameter>", re.DOTALL
+)
 _BEGIN, _SEP, _END = (
     "<\uff5ctool\u2581call\u2581begin\uff5c>",
     "<\uff5ctool\u2581sep\uff5c>",

@@ -69,8 +69,8 @@ def divergence(
                 log_prior = float(log_reference_T.sum(dtype=np.float64))
                 ratios.append(log_policy - log_prior)
                 log_policy_sum, log_reference_sum = log_policy_sum + log_policy, log_reference_sum + log_prior
-                tokens += len(completion.tokens)
-                prompt_tokens += len(prompt.tokens)
+                tokens += len(completion.tokens) - completion.observed
+                prompt_tokens += len(prompt.tokens) + completion.observed
             kl_P.append(float(np.mean(ratios)))
             reward_P.append(float(np.mean([next(judged).reward for _ in row])))
     return Divergence(

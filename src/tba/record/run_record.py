@@ -63,8 +63,8 @@ class RunRecord:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps so far."""
-        return max((int(row["step"]) for row in self.metrics), default=0)
+        """Optimizer steps so far: what a resumed run lost and makes again counts once."""
+        return int(self.metrics[-1]["step"]) if self.metrics else 0
 
     @property
     def wall_seconds(self) -> float:

@@ -175,7 +175,7 @@ class Buffer:
         self._used = array("i")  # uses by place, also of trajectories that have left; see `fates`
         self._counts = Counts()
         # prompts of which answers were left out for what they say, and how many answers that were: see `thinned`
-        self._thinned, self._left_out = set[str](), 0
+        self._thinned, self._left_out = set[str](), 0.0
         self._retired = False  # whether some of what was evicted had left by the source's own retention
 
     def __len__(self) -> int:
@@ -197,7 +197,7 @@ class Buffer:
         place = stored.place or self.received + 1
         self._used.extend([0] * (place + 1 - len(self._used)))
         if stored.left_out:
-            self._leave_out(prompt)
+            self._leave_out(prompt, stored.left_out)
         copy = rows.copy_of(prompt, stored.digest) if self._settings.distinct else None
         if copy is not None:
             # one that arrived later but was sampled by older weights than its copy does not replace it
@@ -237,9 +237,9 @@ class Buffer:
         """
         return prompt in self._thinned or self._left_out > _RARE * self.received
 
-    def _leave_out(self, prompt: str) -> None:
+    def _leave_out(self, prompt: str, answers: float = 1) -> None:
         self._thinned.add(prompt)
-        self._left_out += 1
+        self._left_out += answers
 
     def _near_to(self, stored: Stored) -> npt.NDArray[np.intp] | None:
         """Returns the rows that it nearly equals."""

@@ -197,7 +197,7 @@ class Stored(NamedTuple):
     version: Version  # the oldest weights that sampled a part of it
     reference: Version
     digest: int  # of the completion's tokens, 64 bits
-    left_out: bool  # whether an answer of its round to this prompt was not stored, for what it says
+    left_out: float  # answers to its prompt that were not stored, for what they say, for each that was
     place: int = 0  # its number in the journal, from 1 on; 0: it is in none
 
     @classmethod
@@ -214,7 +214,7 @@ class Stored(NamedTuple):
         return cls(
             *(prompt, body, facts["uid"], facts["length"], facts["reward"], version, reference),
             int.from_bytes(digest, "little"),
-            bool(facts["provenance"].get(LEFT_OUT)),
+            float(facts["provenance"].get(LEFT_OUT, 0)),
         )
 
     @property

@@ -170,8 +170,10 @@ class RecencyRewardSelector:
         come last, until something new of theirs arrives. They are never used, and would come first in every batch.
         """
         turns = store.newest_prompts(least, self._within, count)
-        there = set(turns)
-        self._passed = {p: at for p, at in self._passed.items() if p in there and at == store.newest_arrival(p)}
+        there, few = set(turns), len(self._passed) < 4 * count  # those that are not there may be in the next listing
+        self._passed = {
+            p: at for p, at in self._passed.items() if (at == store.newest_arrival(p) if p in there else few)
+        }
         return sorted(turns, key=self._passed.__contains__)
 
     def _halves(self, groups: int, rng: np.random.Generator) -> list[bool]:

@@ -146,10 +146,15 @@ class _Round:
         with selectors.DefaultSelector() as self.selector:
             for child in self.pool.idle:
                 self.selector.register(child.of, selectors.EVENT_READ, child)
-            while len(self.found) < len(self.questions):
-                self._hand_out()
-                self._wait()
-                self._end_late()
+            try:
+                while len(self.found) < len(self.questions):
+                    self._hand_out()
+                    self._wait()
+                    self._end_late()
+            except BaseException:
+                for child in [c for c in self.pool.idle if c.index is not None]:
+                    self.pool.drop(child)  # its answer would be taken for one to a question of the next call
+                raise
         return [self.found[i] for i in range(len(self.questions))]
 
     def _hand_out(self) -> None:

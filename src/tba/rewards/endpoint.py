@@ -279,6 +279,8 @@ def _reason(error: urllib.error.HTTPError) -> str:
 def _is_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
+        host = (parts.hostname or "").encode("idna")  # raises for what is no name, as `port` does for what is no port
+        plain = url.isascii() and len(url.split()) == 1
+        return parts.scheme in ("http", "https") and bool(host) and parts.port != 0 and plain
     except ValueError:
         return False
-    return parts.scheme in ("http", "https") and bool(parts.hostname)

@@ -31,6 +31,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import islice
 from typing import NamedTuple
 
 from tba.errors import UserError
@@ -49,7 +50,7 @@ _ANNOUNCED = re.compile(r"(?:answer[*_ ]*+(?:(?:is|would be|=)(?![A-Za-z])|:)|�
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)|[。！？\n]")
 _RETRACTED = re.compile(
     r"(?<![a-z])(?:wait|no(?=[,.:;!])|actually|sorry|correction|mistake|instead|rather|should|however|oops|scratch"
-    r"|(?:that|this|it)(?:'s| is| was) (?:wrong|not|incorrect))(?![a-z])",
+    r"|(?:that|this|it)(?:['’]s| is| was) (?:wrong|not|incorrect))(?![a-z])",
     re.IGNORECASE,
 )
 _FORMATTING = re.compile(r"\\(?:text|textbf|mathrm|mathbf|left|right|displaystyle|boxed)(?![A-Za-z])|\\[,!;: ]")
@@ -61,17 +62,19 @@ _BEFORE_LAST_WORDS = frozenset(" :=.!?\"'*_`$([{>—：。是")
 _LONGEST_LABEL = 60  # characters that may stand before or after an answer in its place
 _LONGEST_FORM = 300  # characters of a place that is compared by its form
 _NEAR = 24  # characters before a number that say what it belongs to
-_UNSAID = re.compile(r"(?:\bnot|n't|\bnor|\bneither)[\s\"'*_$(]*$", re.IGNORECASE)
+_UNSAID = re.compile(r"(?:\bnot|n['’]t|\bnor|\bneither)[\s\"'*_$(]*$", re.IGNORECASE)
 _OR = re.compile(r"\bor[\s$*_]*$")
 _ONE_OF_TWO = re.compile(r"[0-9][^.;\n]{0,12}\bor[\s$*_]*$", re.IGNORECASE)
 _COMPARED = re.compile(r"(?:[0-9A-Za-z)}\]]\s*[<>]|[≤≥≠±^√])\s*\$?\s*$")
 _POINT = re.compile(r"[ $\n]{0,9}[(\[][^()\[\]]{1,300}[)\]][ $.\n]{0,9}")
+_OF_NUMBER = re.compile(r"\b(?:log|ln|exp|sin|cos|tan)\s?\($")
+_MORE_SAID = re.compile(r",(?![0-9]{3})|;|\b(?:and|or|where|with|if|when|for|since|because)\b", re.IGNORECASE)
 _NEGATIVE = re.compile(r"(?<![0-9] )\b(?:negative|minus) $", re.IGNORECASE)
 _TAG = re.compile(r"</?[A-Za-z_]{1,20}>\s*$")
 _BEFORE_ONE = re.compile(r"(?:^|[A-Za-z]{2}[\s:.,;]*|[:.,;≈~。：\u3000-\u9fff]|\b[aA]\s)[\s({\[*'\"`~$€£¥₹_-]*$")
 _AFTER_ONE = re.compile(
-    rf"""[\s){{}}\]*'"`$_~]*+(?:
-        [+*^<>≤≥±√π|:!={UNKNOWN}] | /(?![A-Za-z]{{3}}) | -\s?(?![A-Za-z]{{2}}|\s)
+    rf"""[ ]?\*[ ]?(?=[0-9(]) | _\{{?[0-9] | [\s){{}}\]*'"`$_~]*+(?:
+        [+×·*^<>≤≥≠±√π|:!={UNKNOWN}] | /(?![A-Za-z]{{3}}) | -\s?(?![A-Za-z]{{2}}|\s)
       | (?:[,;&]|and\b|or\b|to\b)[\s$(\[{{}}]*+(?:[-+]?[0-9.]|[{UNKNOWN}√]|[A-Za-z](?![A-Za-z]))
       | (?![aAI]\s[A-Za-z])[A-Za-z](?![A-Za-z'.)]) )""",
     re.VERBOSE,
@@ -212,11 +215,15 @@ def _marked_amount(place: str) -> Amount | None:
     kinds = {"letter" if m[0].isalpha() else "digit" for m in _LETTER_OR_DIGIT.finditer(left)}
     if equals and kinds != {"letter", "digit"}:  # `x = 72` and `6 * 12 = 72`, but not `72 (with x = 3)`
         place = right if any(c.isdigit() for c in right) else left
-    first = next(amounts(place), None)
-    if first is None or _BEFORE_ONE.search(place[max(0, first.start - _NEAR) : first.start]) is None:
+    elif equals and left.count("(") == left.count(")") and not _MORE_SAID.search(left):  # `f(2) = 6`
+        return quantity(right)
+    first, second = [*islice(amounts(place), 2), None, None][:2]
+    if first is None or (second is not None and second.start == first.start):  # 1,2 is a list
+        return None
+    if _BEFORE_ONE.search(place[max(0, first.start - _NEAR) : first.start]) is None:
         return None
     before = place[max(0, first.start - _NEAR) : first.start]
-    unsaid = _UNSAID.search(before) or _OR.search(before) or _is_point(place, first)
+    unsaid = _UNSAID.search(before) or _OR.search(before) or _OF_NUMBER.search(before) or _is_point(place, first)
     return None if unsaid or _AFTER_ONE.match(place, first.end) else _said(first, before)
 
 

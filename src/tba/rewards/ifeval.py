@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -91,7 +92,9 @@ def _check(kind: str, arguments: str, question: str) -> Check:
             return own(**given)
         checker = _kinds()[kind](kind)
         checker.build_description(**given)
-    except (TypeError, ValueError, re.error) as error:
+        with suppress(*_BREAKS):
+            checker.check_following("a word")  # what the package does not look at before
+    except (AttributeError, TypeError, ValueError, re.error) as error:
         raise UserError(f"IFEval's instruction {kind} does not take {arguments} ({error})") from error
     if "prompt" in (checker.get_instruction_args() or {}):
         checker.build_description(prompt=question)

@@ -49,10 +49,12 @@ _MACRO = re.compile(r"\\[A-Za-z]++")
 _CURRENCY = re.compile(
     r"(?P<signed>(?<=[-+])[ ]?)?(?P<sign>\\?[$€£¥₹])[ ]?(?P<amount>(?=[0-9][0-9.,]*+(?![ ]?[$\\^+*/=-])))?"
 )
-_DETACHED_SIGN = re.compile(r"(?:^|(?<=[=:(]))[ \t]*+([-+])[ \t]++(?=[0-9.])")
+_DETACHED_SIGN = re.compile(r"(?:^|(?<=[=:({$])|(?<=\bis ))[ \t$]*+([-+])(?:\*\*[ \t{($]*+|[ \t{($]++)(?=[0-9.])")
+_RAISED = re.compile("(?<=[0-9])[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]++")
+_LOWERED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _SYMBOLS = {
-    r"\times": "*",
-    r"\cdot": "*",
+    r"\times": "\u00d7",
+    r"\cdot": "\u00b7",
     r"\sqrt": "√",
     r"\pi": "π",
     r"\circ": "°",
@@ -103,7 +105,7 @@ def plain(text: str) -> str:
     `$` or operation follows, since it may begin or end mathematics. A command that is not known becomes `UNKNOWN`.
     """
     if not text.isascii():
-        text = text.translate(_PLAIN)
+        text = _RAISED.sub(lambda m: "^" + m[0].translate(_LOWERED), text).translate(_PLAIN)
     text = _FRACTION.sub(_inline_fraction, text)
     text = _GROUP_SPACE.sub(",", text).replace("\\!", "")
     text = _SPACED.sub(lambda m: m[0].replace(" ", ",") if " 0" in m[0] or m[0].count(" ") > 1 else m[0], text)
@@ -196,6 +198,8 @@ def _is_word(word: str, glued: bool) -> bool:
 
 def _inline_fraction(match: re.Match[str]) -> str:
     top, bottom = (match[1], match[2]) if match[1] else (match[3], match[4])
+    if bottom.startswith("-"):
+        top, bottom = top[1:] if top.startswith("-") else f"-{top}", bottom[1:]
     after_digit = match.start() > 0 and match.string[match.start() - 1].isdigit()  # 1\frac{1}{2}: a mixed number
     if _LETTER.search(top + bottom):
         top, bottom = f"({top})", f"({bottom})"  # 1/(4m) is no quarter of a meter

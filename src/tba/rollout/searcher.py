@@ -152,7 +152,8 @@ class Searcher:
         finished = Counter(
             a.prompt.key for a in answered for c in a.completions if c.stop_reason is not StopReason.INTERRUPTED
         )
-        left_out = finished - Counter(t.prompt.key for t in trajectories)
+        stored = Counter(t.prompt.key for t in trajectories)
+        left_out = {key: (finished[key] - kept) / kept for key, kept in stored.items() if kept < finished[key]}
         trajectories = _stamped(trajectories, time.perf_counter() - min(a.began for a in answered), left_out)
         self._count_time(counts)
         self.journal.put(trajectories, leases, counts, outcomes)
@@ -342,15 +343,13 @@ def _due(answered: Iterator[Answered], hold: float) -> Iterator[list[Answered]]:
         yield done
 
 
-def _stamped(trajectories: Sequence[Trajectory], seconds: float, left_out: Counter[str]) -> list[Trajectory]:
+def _stamped(trajectories: Sequence[Trajectory], seconds: float, left_out: Mapping[str, float]) -> list[Trajectory]:
     """Returns trajectories with the time of sending, the seconds since the first was asked (monotonic clock), and
-    whether another answer to the prompt was rejected.
+    the answers to its prompt that were rejected, for each that was not.
     """
     now, own = time.time(), {"seconds": round(seconds, 3)}
-    stamps = {False: own, True: own | {LEFT_OUT: True}}
-    return [
-        replace(t, created=now, provenance={**t.provenance, **stamps[t.prompt.key in left_out]}) for t in trajectories
-    ]
+    stamps = {key: own | {LEFT_OUT: share} for key, share in left_out.items()}
+    return [replace(t, created=now, provenance={**t.provenance, **stamps.get(t.prompt.key, own)}) for t in trajectories]
 
 
 def _count(counts: Counter[str], name: str, completion: Completion) -> None:

@@ -97,6 +97,7 @@ def estimate(
         say("sampling answers")
         with _Probe("searcher", name, overrides, answers, at_least=0.0, seed=0, own=where["searcher-0"]) as looking:
             first = looking.result()
+        Signal.of([first])  # says where no answer has a reward
         answers.write_text(json.dumps(first["answers"]))
         say("timing rounds of the searcher and steps of the trainer, at the same time")
         with ExitStack() as ends:

@@ -46,8 +46,8 @@ UPDATES = 6  # after which the effective sample size is measured
 LONG = 15.0  # seconds after which fewer are enough: whoever checks a large model waits for them
 _PATIENCE = 60.0  # seconds in which those updates are made at most; else it is not measured
 _T = TypeVar("_T")
-# its tokens, log-probabilities under the model, reward, log-probabilities under another reference and each teacher
-_Answer: TypeAlias = tuple[list[int], list[float], float, list[list[float]]]
+# its tokens, mask, log-probabilities under the model, reward, and those under another reference and each teacher
+_Answer: TypeAlias = tuple[list[int], list[bool] | None, list[float], float, list[list[float]]]
 _Answers: TypeAlias = tuple[int, list[_Answer]]  # the place of a prompt, and the answers to it
 _PROMPTS_SHOWN, _ANSWERS_SHOWN = 3, 2
 
@@ -98,7 +98,13 @@ def search(recipe: Recipe, at_least: float, seed: int) -> dict[str, Json]:
                 shown.append(_shown(prompts[j], row, own, tokenizer))
             if len(answers) < ROUNDS * recipe.prompts_per_round:
                 kept = [
-                    (c.tokens.tolist(), first.tolist(), mark.reward, [log_T.tolist() for log_T in theirs])
+                    (
+                        c.tokens.tolist(),
+                        None if c.mask is None else c.mask.tolist(),
+                        first.tolist(),
+                        mark.reward,
+                        [log_T.tolist() for log_T in theirs],
+                    )
                     for c, mark, first, *theirs in zip(row, own, *scores, strict=True)
                     if math.isfinite(mark.reward) and all(np.isfinite(log_T).all() for log_T in theirs)
                 ]
@@ -249,10 +255,11 @@ class _Answered:
             yield Group.of([self.trajectory(self.prompts[at], answer) for answer in rows[:fitting]])
 
     def trajectory(self, prompt: Prompt, answer: _Answer) -> Trajectory:
-        tokens, own, reward = np.array(answer[0], np.int32), np.array(answer[1], np.float32), answer[2]
-        teachers = [np.array(log_T, np.float32) for log_T in answer[3]]
+        tokens, own, reward = np.array(answer[0], np.int32), np.array(answer[2], np.float32), answer[3]
+        mask = None if answer[1] is None else np.array(answer[1])
+        teachers = [np.array(log_T, np.float32) for log_T in answer[4]]
         log_reference = own if self.recipe.reference is None else teachers.pop(0)
-        completion = Completion(tokens, "", StopReason.EXTERNAL, (Version(), Version()), log_behavior=own)
+        completion = Completion(tokens, "", StopReason.EXTERNAL, (Version(), Version()), log_behavior=own, mask=mask)
         uid, value = self.rng.bytes(16).hex(), np.ones(1, np.float32)
         steps: dict[str, npt.NDArray[Any]] = {"step_start": np.zeros(1, np.int64), "step_value": value}
         arrays = steps if "step_value" in self.recipe.objective.needs else {}

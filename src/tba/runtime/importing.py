@@ -29,13 +29,12 @@ from tba.replay.journal import JournalWriter
 from tba.rollout.prompts import encode
 from tba.rollout.reward_retry import PatientReward
 from tba.runtime.prompting import reward_of, speech_of
-from tba.runtime.run_directory import IMPORTS, RunDirectory
+from tba.runtime.run_directory import IMPORTS, PREPARED, RunDirectory
 from tba.runtime.teaching import reference_of, teachers_of
 from tba.tables import STATE, Refusal, read
 from tba.types import Json, Prompt, Split, Trajectory, Version
 from tba.weights.directory import WeightDirectory
 
-PREPARED = "prepared"  # in recipe.json: the run was made for imports, and has not begun
 _DECIDES = (
     "task",
     "model",

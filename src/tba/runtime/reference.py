@@ -39,7 +39,10 @@ class References:
     def due(self, version: Version) -> bool:
         """Returns whether the reference is to become `version`."""
         return (
-            0 < version.step < self.steps and self.every > 0 and version.step % self.every == 0 and self.now != version
+            0 < version.step < self.steps
+            and self.every > 0
+            and version.step % self.every == 0
+            and self.now.step != version.step
         )
 
     @property

@@ -53,6 +53,7 @@ _FACTS: dict[str, Any] = {  # that every recipe.json has
     "incarnations": list[Incarnation],
     "resolved": dict[str, Any],
 }
+PREPARED = "prepared"  # in recipe.json: the run was made for imports, and has not begun
 IMPORTS = "import"  # the owner whose rows the journal may have before a run begins
 
 
@@ -170,6 +171,7 @@ class RunDirectory:
         keeps its mark).
         """
         facts, marks = self.facts, self.marks[-1]
+        facts.pop(PREPARED, None)
         facts["overrides"] = [*facts["overrides"], *overrides]
         now = {"why": why, "program": version(), "marks": marks if before is None else [*marks, _mark()]}
         facts["incarnations"] = [*facts["incarnations"], now]

@@ -195,7 +195,7 @@ def _teaching(recipe: Recipe, model: Model, reference: Reference, teacher: Scori
     if not differs:
         return scorer
     tokenizers = model.tokenizer(), teacher.tokenizer()
-    return ScoredByText(scorer, reference, *tokenizers, _is_chat(recipe.task), teacher.positions)
+    return ScoredByText(scorer, reference, *tokenizers, is_chat(recipe.task), teacher.positions)
 
 
 def _other(recipe: Recipe, model: Model, path: str, flag: str, say: Callable[[str], None] = _nothing) -> Model:
@@ -234,7 +234,8 @@ def _require_sums(recipe: Recipe, teacher: ScoringModel, differs: str) -> None:
         templated(teacher.tokenizer(), first.prompt)
 
 
-def _is_chat(task: Task) -> bool:
+def is_chat(task: Task) -> bool:
+    """Returns whether a task asks in chats."""
     return not isinstance(next(iter(problems_of(task, "train"))).prompt, str)
 
 

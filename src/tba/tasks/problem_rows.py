@@ -6,14 +6,13 @@ give instead. A field is named as it is, a nested one by a dotted name (`extra_i
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from tba.errors import UserError
-from tba.tables import DAMAGED, Refusal, is_file_of_rows, read
+from tba.tables import DAMAGED, Refusal, is_file_of_rows, read, unpacked
 from tba.types import Json, is_text
 
 _ABSENT = object()
@@ -55,16 +54,6 @@ class Row:
             if not isinstance(value, Mapping) or name not in value:
                 return _ABSENT
             value = value[name]
-        return value
-
-
-def unpacked(value: Json) -> Json:
-    """Returns the object or list that a text of JSON holds, as columns of many shapes are published; else the value."""
-    if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
         return value
 
 

@@ -94,7 +94,7 @@ def _lines(path: Path) -> Iterator[Mapping[str, Json] | Refusal]:
 def _csv(path: Path, fields: LabelledFields) -> Iterator[Mapping[str, Json] | Refusal]:
     try:
         whole = path.read_bytes()
-        text = (gzip.decompress(whole) if path.suffix == ".gz" else whole).decode("utf-8", "replace")
+        text = (gzip.decompress(whole) if path.suffix == ".gz" else whole).decode("utf-8-sig", "replace")
         rows = list(csv.reader(io.StringIO(text)))
     except (OSError, EOFError, zlib.error, csv.Error) as error:
         why = getattr(error, "strerror", None) or str(error)
