@@ -266,7 +266,7 @@ def test_a_prepared_run_that_is_resumed_has_begun_and_one_that_took_nothing_in_i
     nothing = written(tmp_path / "nothing.jsonl", [3])
     with pytest.raises(UserError, match=r"none of .* could be imported"):
         import_files(other, [nothing], [], ImportOptions(recipe=str(TOY)))
-    assert not other.exists()
+    assert not (other / "recipe.json").exists()
     assert import_files(other, [lines], [], ImportOptions(recipe=str(TOY))) == 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from tba.command.options import ImportOptions
 from tba.errors import UserError
 from tba.record.live import View
 from tba.record.terminal import terminal
+from tba.replay.follower import JournalFollower
 from tba.runs.deciding import with_weights
 from tba.runs.importing import refuse, take_in
 from tba.runtime.checkpointing import loss_of
@@ -40,8 +40,10 @@ def import_files(path: Path, files: Sequence[Path], overrides: list[str], option
     try:
         take_in(recipe, run, files, view.say, options.source, options.rewards == "claimed", options.max_tokens)
     except UserError:
-        if options.recipe is not None:  # nothing was imported: the same command can be given again
-            shutil.rmtree(path)
+        if options.recipe is not None:
+            with JournalFollower(run.journal(recipe)) as journal:
+                if not journal.totals().rows:  # nothing was imported: the same command can be given again
+                    (path / "recipe.json").unlink()
         raise
     if options.recipe is not None:
         console.print(
