@@ -368,6 +368,11 @@ class Startable(Protocol):
     def start(self) -> Objective: ...
 
 
+def started(objective: Objective) -> Objective:
+    """Returns what one run trains with: what settings start, or an objective that needs no start itself."""
+    return objective.start() if isinstance(objective, Startable) else objective
+
+
 class PromptSource(Protocol):
     """The source of the prompts that a searcher answers."""
 

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tba.batch import collate
 from tba.models.huggingface import HuggingFace
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.protocols import Objective
 from tba.runs.probe import LONG, ROUNDS, UPDATES, _Answered, _enough, _timed, search, train
 from tba.schedules import Constant
 from tba.settings import find
-from tba.types import Completion, Prompt, StopReason, Version
+from tba.types import Group, Prompt
 
 
 @pytest.mark.parametrize(
@@ -75,14 +76,16 @@ def test_the_steps_are_of_a_run_and_as_many_as_show_the_drift_unless_they_take_m
     monkeypatch.setattr("tba.runs.probe._enough", enough)
     found = train(recipe, 0.0, answers)
     assert found["step_seconds"] == slow
-    tokens, _, *rest = answers[0][1][0]
-    only = Completion(
-        np.array(tokens), "", StopReason.EOS, (Version(), Version()), mask=np.arange(len(tokens)) % 2 == 0
-    )
-    kept = _Answered(recipe, [Prompt("t", np.array([1], np.int32), "")], answers, np.random.default_rng(0))
-    again = kept.trajectory(
-        kept.prompts[0], (tokens, only.mask.tolist(), *rest)
-    )  # what an environment said is not trained
-    np.testing.assert_array_equal(again.completion.mask, only.mask)
     assert asked == list(range(updates + 1))
     assert (found["effective"] is None) == (updates < UPDATES)
+
+
+def test_what_an_environment_said_is_read_and_not_trained() -> None:
+    recipe: Any = find(str(Path(__file__).parents[1] / "tiny_sums.py"))
+    prompts = [Prompt("t", np.array([1], np.int32), "")]
+    mask = [True, False, False, True]
+    answered = _Answered(recipe, prompts, [], np.random.default_rng(0))
+    found = answered.trajectory(prompts[0], ([1, 2, 3, 4], mask, [-1.0, 0.0, 0.0, -1.0], 1.0, []))
+    assert found.completion.mask is not None
+    assert found.completion.mask.tolist() == mask
+    assert collate([Group.of([found])]).mask_BT.tolist() == [mask]

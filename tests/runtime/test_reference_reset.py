@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from tba.errors import UserError
 from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
-from tba.runtime.reference import References
 from tba.runtime.searcher_loop import SearcherLoop, start_searching
 from tba.runtime.trainer_loop import TrainerLoop, start_training
 from tba.training.checkpoint import newest_checkpoint
@@ -247,9 +245,11 @@ def test_what_a_searcher_scored_again_is_counted_apart(start: Start) -> None:
 
 def test_a_reference_that_the_run_began_again_with_is_not_due_once_more(start: Start) -> None:
     """A first step after the resume that is skipped leaves the version as it was published."""
-    references = References(10, 30, 2, SimpleNamespace(reference=Version(0, 10)), None)  # type: ignore[arg-type]
-    assert not references.due(Version(1, 10))
-    assert references.due(Version(1, 20))
+    _, train = start("--steps", "100")
+    steps(train, 3)
+    assert train.references.now == Version(0, 3)
+    assert not train.references.due(Version(1, 3))
+    assert train.references.due(Version(1, 6))
 
 
 def test_settings_that_no_reset_could_keep_are_refused(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tba.batch import Batch, Fetched, collate
 from tba.errors import UserError
 from tba.objectives.subtrajectory_balance import SubtrajectoryBalance
 from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.protocols import Objective, Startable
+from tba.protocols import Objective, started
 from tba.schedules import Constant, Linear
 from tba.training.teacher import Teacher
 from tba.types import TEACHER, Group, Sampling, Version
@@ -68,7 +68,7 @@ def settled(objective: Objective, of: Teacher, source: str) -> float:
     """How far (total variation) the policy is from the target after training on that source's data."""
     rng, policy, engine = np.random.default_rng(0), TabularPolicy(TASK), TabularEngine(TASK)
     taught, optimizer = TabularEngine(TEACHERS[0]), torch.optim.Adam(policy.parameters())
-    objective = objective.start() if isinstance(objective, Startable) else objective
+    objective = started(objective)
     for step in range(1, STEPS + 1):
         if source == "on-policy" or (source in ("stale", "mixed") and step % 25 == 0):
             engine.load({name: tensor.clone() for name, tensor in policy.weights().items()}, Version(0, step))

@@ -31,7 +31,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import islice
 from typing import NamedTuple
 
 from tba.errors import UserError
@@ -217,7 +216,8 @@ def _marked_amount(place: str) -> Amount | None:
         place = right if any(c.isdigit() for c in right) else left
     elif equals and left.count("(") == left.count(")") and not _MORE_SAID.search(left):  # `f(2) = 6`
         return quantity(right)
-    first, second = [*islice(amounts(place), 2), None, None][:2]
+    found = amounts(place)
+    first, second = next(found, None), next(found, None)
     if first is None or (second is not None and second.start == first.start):  # 1,2 is a list
         return None
     if _BEFORE_ONE.search(place[max(0, first.start - _NEAR) : first.start]) is None:

@@ -19,7 +19,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import NamedTuple
 
-from tba.rewards.unicode_text import FRACTIONS, WIDE
+from tba.rewards.unicode_text import FRACTIONS, WIDE, with_powers
 from tba.rewards.units import CURRENCIES, unit_after
 
 MAX_DIGITS = 1000  # a longer number or a larger exponent has no value: exact arithmetic stays cheap
@@ -50,8 +50,6 @@ _CURRENCY = re.compile(
     r"(?P<signed>(?<=[-+])[ ]?)?(?P<sign>\\?[$€£¥₹])[ ]?(?P<amount>(?=[0-9][0-9.,]*+(?![ ]?[$\\^+*/=-])))?"
 )
 _DETACHED_SIGN = re.compile(r"(?:^|(?<=[=:({$])|(?<=\bis ))[ \t$]*+([-+])(?:\*\*[ \t{($]*+|[ \t{($]++)(?=[0-9.])")
-_RAISED = re.compile("(?<=[0-9])[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]++")
-_LOWERED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _SYMBOLS = {
     r"\times": "\u00d7",
     r"\cdot": "\u00b7",
@@ -105,7 +103,7 @@ def plain(text: str) -> str:
     `$` or operation follows, since it may begin or end mathematics. A command that is not known becomes `UNKNOWN`.
     """
     if not text.isascii():
-        text = _RAISED.sub(lambda m: "^" + m[0].translate(_LOWERED), text).translate(_PLAIN)
+        text = with_powers(text).translate(_PLAIN)
     text = _FRACTION.sub(_inline_fraction, text)
     text = _GROUP_SPACE.sub(",", text).replace("\\!", "")
     text = _SPACED.sub(lambda m: m[0].replace(" ", ",") if " 0" in m[0] or m[0].count(" ") > 1 else m[0], text)

@@ -57,8 +57,14 @@ _LATEX = str.maketrans(
 )
 _ROOT = re.compile(r"([√∛])\s{0,9}(?:\(([^()]{1,99})\)|([0-9]{1,30}))")
 _HIGH = re.compile(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]++")
+_POWER = re.compile(r"(?<=[0-9])[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]++")
 _LOW = re.compile(r"[₀₁₂₃₄₅₆₇₈₉₊₋]++")
 _LEVEL = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ₀₁₂₃₄₅₆₇₈₉₊₋", "0123456789+-n0123456789+-")
+
+
+def with_powers(text: str) -> str:
+    """Returns the text with raised digits behind a digit as a power: `10²` as `10^2`, but `cm²` as it is."""
+    return _POWER.sub(lambda m: f"^{m[0].translate(_LEVEL)}", text)
 
 
 def latex(text: str) -> str:

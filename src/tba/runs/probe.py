@@ -27,7 +27,7 @@ from tba.batch import Fetched, collate
 from tba.generation import generate
 from tba.models.arithmetic import product_rate
 from tba.models.huggingface import HuggingFace
-from tba.protocols import Model, Policy, Startable, Tokenizer
+from tba.protocols import Model, Policy, Tokenizer, started
 from tba.recipe import Recipe
 from tba.record.memory import keep_few_kernels, peak_gpu_memory_bytes, peak_memory_bytes
 from tba.runtime.devices import keep_to_share
@@ -178,7 +178,7 @@ def train(recipe: Recipe, at_least: float, answers: list[_Answers]) -> dict[str,
         weights = WeightDirectory(Path(scratch) / "weights", dtype=model.compute)
         trainer = Trainer(
             policy=policy,
-            objective=recipe.objective.start() if isinstance(recipe.objective, Startable) else recipe.objective,
+            objective=started(recipe.objective),
             weights=weights,
             optimizer=optimizer,
             sync_every=recipe.sync_every,

@@ -26,7 +26,7 @@ import torch
 from tba.batch import Batch, Fetched, distinct_rows
 from tba.clock import SEARCHERS_TIME, ShareClock
 from tba.errors import UserError
-from tba.protocols import Arithmetic, Policy, Remembering, Startable
+from tba.protocols import Arithmetic, Policy, Remembering, started
 from tba.recipe import Recipe
 from tba.record.falls import STALE, CollapseWatch, SignalWatch, StalenessWatch
 from tba.record.faults import record_fault
@@ -426,7 +426,7 @@ def start_training(
         run=run,
         trainer=Trainer(
             policy=policy,
-            objective=recipe.objective.start() if isinstance(recipe.objective, Startable) else recipe.objective,
+            objective=started(recipe.objective),
             weights=weights,
             optimizer=optimizer,
             sync_every=recipe.sync_every,

@@ -294,8 +294,9 @@ class Optimizer:
         if clip is not None and norm_value > clip:
             torch.nn.utils.clip_grads_with_norm_(self._masters, clip, norm)
         self._made += 1
+        shape = self._shape(step)
         for group in self._adamw.param_groups:
-            group["lr"] = group["peak"] * self._shape(step)
+            group["lr"] = group["peak"] * shape
         if self.settings.moments_on_host:
             self._update_one_by_one()
         else:
