@@ -35,7 +35,6 @@ bfloat16: no network, no download.
   and weights left beside the step. Its log-ratios are of 12 updates without a gradient, of answers of 200 tokens; the
   trainer of its run was checkpointed.
 - *After*: {after}.
-  Of 17 tests one failed by its own fault, was mended, and has not been run again.
 """
 LACKING = "\nNot measured: {lacking}."
 SHARED = """\
@@ -79,6 +78,10 @@ def number(value: float) -> str:
 
 def gigabytes(value: float) -> str:
     return f"{value / GB:.1f} GB"
+
+
+def passed(value: float) -> str:
+    return "all" if value else "**not all**"
 
 
 OF_ENGINE, OF_REFERENCE = "trainer_against_engine.", "trainer_against_reference."
@@ -139,6 +142,7 @@ FIGURES: tuple[tuple[str, str, str, str, Callable[[float], str]], ...] = (
     ("both", "the longest step, s", "longest_step_seconds", "", number),
     ("both", "updates a second", "updates_per_second", "", number),
     ("sharing", "updates a second, of the slower half's alone", "processes.of_the_slower_half", "0.7", number),
+    ("tests", "of `tests/test_gpu.py` passed", "passed", "all", passed),
     ("quickstart", "seconds of training", "wall_seconds.train", "", number),
     ("quickstart", "`pass@1/sampled`", "evaluations.pass@1/sampled", "", percent),
     ("1.5 B", "a step of 1.5 B parameters, checkpointed: peak memory", "peak_bytes", "", gigabytes),

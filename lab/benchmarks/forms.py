@@ -7,7 +7,8 @@
 A run is 90 updates of 48 answers with adapters of rank 16 in one process that alternates between a round and an update,
 so that the data's age depends on the settings alone: k = 16 with half of the groups old, and k = 1 with m = 0.95.
 Repeats are kept. 500 held-out prompts are answered before and after, on a GPU four times each. Everything is computed
-in bfloat16. On a CPU each run has one thread, and equal seeds give equal rows; `--at-once` runs several at a time.
+in bfloat16. On a CPU each run has one thread, and equal seeds give equal rows; `--at-once` runs several at a time: on
+an H200 twelve under MPS in 130 to 150 s, and no more in its 140 GB.
 
 Order: at k = 16 the rates of `none`, `exact`, `asymmetric` and `lowered` are chosen among three on seed 100, which is
 counted nowhere (a best rate at the edge is followed by the next beyond it), then come the counted seeds, one after the
@@ -18,13 +19,15 @@ forms that are in no table of this order are `spread-half` and `spread-one`, who
 and of `asymmetric`.
 
 Every run that ends is a row; the file is written beside and renamed. The same command goes on after a stop: runs that
-were cut off are made again. The table has Student's 95 % intervals over seeds, and differences paired by seed.
+were cut off are made again. The table has each form at its best rate, Student's 95 % intervals over seeds, and
+differences paired by seed.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import math
 import os
 import shutil
 import signal
@@ -35,7 +38,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, variance
 
 import tba
 from tba.evaluation.accuracy import EvaluationSettings
@@ -54,6 +57,7 @@ from tba.runtime.local.forkserver import Child, Program, start
 from tba.schedules import Constant, WarmupStableDecay
 from tba.tasks.instruct import Instruct
 from tba.training.optimizer import OptimizerSettings
+from tba_lab.intervals import difference_of_means
 from tba_lab.study import Study, Variant
 from tba_lab.tb_forms import SpreadBalance, lowered
 
@@ -263,37 +267,60 @@ def tried(form: str, done: Sequence[Row]) -> tuple[list[float], float | None]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The counted runs by k and form: means with intervals, and differences from the paper's form, paired by seed."""
+    """The counted runs by k and form: means with intervals, and differences paired by seed."""
+    rows = [r for r in rows if r.seed == TUNED_ON or _at_its_rate(r, rows)]
     lines = []
     for k, m in (STALE, FRESH):
-        counted = [r for r in rows if r.k == k and r.seed != TUNED_ON]
         lines += [
             f"k = {k}, m = {m:g}",
             "",
-            "| form | rate | seeds | after, % | ESS | lag | less `none`, points |",
-            "|---" * 7 + "|",
+            "| form | rate | seeds | after, % | worst | ESS | lag | less `none`, points | less `asymmetric` |",
+            "|---" * 9 + "|",
         ]
-        paper = {r.seed: r.after for r in counted if r.form == "none"}
         for form in OBJECTIVES:
-            own = [r for r in counted if r.form == form]
+            own = [r for r in rows if (r.form, r.k) == (form, k) and r.seed != TUNED_ON]
             if not own:
                 continue
-            gained = [100 * (r.after - paper[r.seed]) for r in own if r.seed in paper]
+            gained = [paired(rows, form, other, k) if form != other else [] for other in ("none", "asymmetric")]
             cells = [
                 form,
                 ", ".join(sorted({f"{r.rate:g}" for r in own})),
                 str(len(own)),
                 interval([100 * r.after for r in own]),
+                f"{100 * min(r.after for r in own):.1f}",
                 f"{fmean(r.ess for r in own):.2f}",
                 f"{fmean(r.lag for r in own):.1f}",
-                interval(gained) if gained and form != "none" else "",
+                *(interval(x) if x else "" for x in gained),
             ]
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
+    for form in OBJECTIVES:
+        stale, fresh = (paired(rows, form, "none", k) for k, _ in (STALE, FRESH))
+        if form != "none" and min(len(stale), len(fresh)) > 1:
+            lines.append(f"{form} less none, both regimes alike: {joined(stale, fresh)}")
     for k, _ in (STALE, FRESH):
         if tuning := [r for r in rows if r.seed == TUNED_ON and r.k == k]:
             lines.append(f"Rates on the seed that is not counted, k = {k}: {_of_rates(tuning)}")
     return "\n".join(lines)
+
+
+def _at_its_rate(row: Row, rows: Sequence[Row]) -> bool:
+    """Whether a row is of its form's best rate on the seed of the choice, where there is one."""
+    found = {r.rate: r.after for r in rows if (r.form, r.k, r.seed) == (row.form, STALE[0], TUNED_ON)}
+    return not found or row.rate == max(sorted(found), key=lambda rate: found[rate])
+
+
+def paired(rows: Sequence[Row], form: str, other: str, k: int) -> list[float]:
+    """What a form has above another in points, by seed."""
+    after = {f: {r.seed: 100 * r.after for r in rows if (r.form, r.k) == (f, k)} for f in (form, other)}
+    return [x - after[other][s] for s, x in sorted(after[form].items()) if s in after[other] and s != TUNED_ON]
+
+
+def joined(stale: Sequence[float], fresh: Sequence[float]) -> str:
+    """The mean of the two regimes' means, with Welch's 95 % interval and its standard error."""
+    found = difference_of_means([-x / 2 for x in fresh], [x / 2 for x in stale])
+    error = math.sqrt(sum(variance(x) / len(x) for x in (stale, fresh))) / 2
+    return f"{found.estimate:.1f} [{found.low:.1f}, {found.high:.1f}], standard error {error:.1f}"
 
 
 def _of_rates(tuning: Sequence[Row]) -> str:

@@ -57,9 +57,23 @@ def test_the_table_pairs_seeds_and_leaves_out_the_seed_of_the_choice(forms: Any)
     rows = [row(forms, "none", 2e-4, s, x) for s, x in enumerate((0.30, 0.20, 0.25))]
     rows += [row(forms, "exact", 2e-4, s, x) for s, x in enumerate((0.33, 0.23, 0.28))]
     said = forms.table([*rows, *(row(forms, "exact", 2e-4, forms.TUNED_ON, x, k) for k, x in ((16, 0.99), (1, 0.5)))])
-    assert "| exact | 0.0002 | 3 | 28.0 [15.6, 40.4] | 0.50 | 9.0 | 3.0 [3.0, 3.0] |" in said
+    assert "| exact | 0.0002 | 3 | 28.0 [15.6, 40.4] | 23.0 | 0.50 | 9.0 | 3.0 [3.0, 3.0] |  |" in said
     assert "k = 16: exact 0.0002: 99.0%" in said
     assert "k = 1: exact 0.0002: 50.0%" in said
+
+
+def test_the_table_has_a_form_at_its_best_rate_alone(forms: Any) -> None:
+    tuning = [row(forms, "grpo", rate, forms.TUNED_ON, x) for rate, x in ((4e-4, 0.3), (8e-4, 0.4), (16e-4, 0.4))]
+    counted = [row(forms, "grpo", rate, 0, x) for rate, x in ((4e-4, 0.9), (8e-4, 0.2))]
+    assert "| grpo | 0.0008 | 1 | 20.0 | 20.0 |" in forms.table([*tuning, *counted])
+
+
+def test_both_regimes_weigh_half_whatever_the_number_of_their_seeds(forms: Any) -> None:
+    assert forms.joined([1.0, 3.0], [-4.0] * 4) == "-1.0 [-7.4, 5.4], standard error 0.5"
+    rows = [row(forms, "none", 2e-4, s, 0.2, k) for s in range(3) for k in (16, 1)]
+    rows += [row(forms, "exact", 2e-4, s, 0.23, 16) for s in range(3)]
+    rows += [row(forms, "exact", 2e-4, s, 0.21, 1) for s in range(2)]
+    assert "exact less none, both regimes alike: 2.0 [" in forms.table(rows)
 
 
 @pytest.fixture
