@@ -279,7 +279,7 @@ def fillings(slot: Slot) -> list[type]:
         classes = [c for _, c in inspect.getmembers(module, inspect.isclass) if c.__module__ == module.__name__]
         classes.sort(key=lambda c: inspect.getsourcelines(c)[1])
         found += [c for c in classes if dataclasses.is_dataclass(c) and all(hasattr(c, name) for name in slot.can)]
-    return found
+    return [c for c in found if not hasattr(c, "restore")]  # that is the state of a run, which settings start
 
 
 def modules(name: str) -> Iterator[ModuleType]:

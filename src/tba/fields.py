@@ -245,7 +245,8 @@ def _kind(hint: Any) -> str:
 
 def as_declared(kind: type[T]) -> type[T]:
     """Lets a class of settings take, for a field, what can mean only one value of the type that the field declares: a
-    text for a path or a number, a number for a schedule, a list for a tuple. It stands below `@dataclass`.
+    text for a path or a number, a number for a schedule, a list for a tuple, and what stands alone for a tuple of one.
+    It stands below `@dataclass`.
 
     Anything else that the type excludes raises a `UserError` naming class and field. Of protocols and functions nothing
     is known here.
@@ -283,7 +284,7 @@ def _meant(value: Any, hint: Any) -> Any:
     if origin in (Union, UnionType):
         return _meant_first(value, inner)
     if origin is tuple:
-        if isinstance(value, str | Path) and Ellipsis in inner:
+        if Ellipsis in inner and isinstance(value, str | Path | numbers.Real):
             value = (value,)
         if not isinstance(value, list | tuple):
             raise ValueError

@@ -149,9 +149,9 @@ class Recipe:
     reset_optimizer: bool = False  # reset the optimizer's moments at each reset of the reference
     rescored_per_round: int = 512  # older trajectories that a searcher scores under a new reference between two rounds
     policy_temperature: float = 1.0  # temperature of the policy and the reference in the objective
-    overlong_penalty: float | Literal["drop"] = 0.0  # taken off the reward of an answer that is cut off, and in
-    # proportion off those beyond four fifths of the longest (DAPO: 1); held-out answers and demonstrations keep theirs;
-    # 0: nothing; drop: what is cut off is not trained, and counted as rejected (TRL's mask_truncated_completions)
+    overlong_penalty: float | Literal["drop"] = 0.0  # taken off rewards of answers cut off, or drop; in proportion off
+    # those beyond four fifths of the longest (DAPO: 1); held-out answers and demonstrations keep theirs; 0: nothing;
+    # drop: what is cut off is not trained, and counted as rejected (TRL's mask_truncated_completions)
     max_tokens_per_pass: int = 16384  # tokens of one forward and backward pass; larger batches are split
     searchers: int | None = None  # processes that generate; inline: exactly one; None: one, or one for each GPU of this
     # machine that the trainer leaves
