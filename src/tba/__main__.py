@@ -43,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"tba {version()}")
             code = 0
         else:
+            for argument in arguments:
+                if any("\ud800" <= letter <= "\udfff" for letter in argument):
+                    raise UserError(f"the argument {argument!r} is not valid UTF-8: give names that are")
             code = run(arguments)
         sys.stdout.flush()
         return code
@@ -172,7 +175,7 @@ def _called(command: Command, arguments: list[str]) -> Any:
 
         found, rest = split_options(command.option_classes()[0](), rest, f"tba {command.name}")
         for name, what in command.needs.items():
-            if getattr(found, name) is None:
+            if getattr(found, name) is None and not HELP & set(rest):
                 raise UserError(f"tba {command.name} needs --{name} {what}")
         options = [found]
     if command.fields:

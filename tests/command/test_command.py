@@ -242,6 +242,51 @@ def test_eval_of_a_folder_and_of_the_training_problems(run: Path, said: Said, tm
     assert main(["eval", SUMS, *map(str, which), "--texts", str(texts), "--record.hide-text"]) == 2
 
 
+def test_evaluations_of_other_problems_are_not_compared_and_files_do_not_replace_each_other(
+    run: Path, said: Said, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few, held_out = ("--evaluation.problems", "5"), str(tmp_path / "held_out.json")
+    said("eval", run, *few, "--out", held_out)
+    assert main(["eval", str(run), *few, "--split", "train", "--against", held_out]) == 2
+    assert "is of eval problems, and this evaluation of train" in capsys.readouterr().err
+    assert main(["eval", str(run), *few, "--out", str(tmp_path)]) == 2
+    assert main(["eval", str(run), *few, "--out", f"{tmp_path}/a", "--texts", f"{tmp_path}/b/../a"]) == 2
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("command", ["sample", "sft"])
+def test_the_fields_of_a_recipe_are_listed_whatever_else_the_command_needs(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, SUMS, "--help"])
+    assert ended.value.code == 0
+    assert "--policy-temperature" in capsys.readouterr().out
+
+
+def test_of_a_field_that_is_set_twice_the_last_counts_for_the_rate_too(said: Said, tmp_path: Path) -> None:
+    words = ("--steps", "900", "--steps", "2", "--runs", tmp_path, "--run-name", "twice")
+    said("train", SUMS, "--runtime", "inline", *words)
+    assert RunDirectory.open(tmp_path / "twice").facts["overrides"].count("--steps") == 1
+
+
+def test_an_argument_that_is_no_text_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "r\udce9c.py"]) == 2
+    assert "is not valid UTF-8" in capsys.readouterr().err
+
+
+def test_an_import_ends_with_the_command_that_begins_its_run(said: Said, tmp_path: Path) -> None:
+    (tmp_path / "answers.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n')
+    words = [str(tmp_path / "imported"), str(tmp_path / "answers.jsonl"), "--recipe", SUMS, "--steps", "2"]
+    assert f"tba train {SUMS} --runs {tmp_path} --run-name imported --steps 2 [--offline]" in said("import", *words)
+    assert main(["import", str(tmp_path / "my run"), *words[1:]]) == 2
+
+
+def test_at_least_one_answer_is_learnt(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sft", str(run), "--out", str(tmp_path / "a"), "--min-reward", "0", "--most", "-1", "--trust"]) == 2
+    assert "--most is -1: give" in capsys.readouterr().err
+
+
 def test_sft_makes_a_recipes_model_once_and_then_copies_it(said: Said, tmp_path: Path) -> None:
     arguments = ("--model.warm-start.sft.steps", "3", "--model.warm-start.sft.seed", "8")
     first = said("sft", SUMS, "--out", tmp_path / "a", *arguments)

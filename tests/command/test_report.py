@@ -115,6 +115,41 @@ def test_the_clock_stands_still_while_a_run_is_left(tmp_path: Path) -> None:
     assert walls == {"reward retries": 12.0, "resumes": 25.0, "silences": 29.0}
 
 
+def test_the_clock_knows_which_incarnations_a_restarted_trainer_began(tmp_path: Path) -> None:
+    run = write(tmp_path / "left")
+    facts = json.loads((run / "recipe.json").read_text())
+    facts["clock"] = {"began": 0.0, "before": 200.0}
+    whys = ("started", "the trainer was killed", "resumed: it had failed", "resumed: it had ended")
+    facts["incarnations"] = [{**facts["incarnations"][0], "why": why} for why in whys]
+    (run / "recipe.json").write_text(json.dumps(facts))
+    rows = ((0, 1, 40.0), (1, 2, 100.0), (2, 3, 200.0), (None, 4, 210.0))
+    (run / "metrics.jsonl").write_text(
+        "".join(
+            json.dumps({"step": step, "version": i if i is None else f"{i}.{step}", "wall_seconds": wall}) + "\n"
+            for i, step, wall in rows
+        )
+    )
+    (run / "faults.jsonl").write_text(
+        "".join(
+            json.dumps({"kind": kind, "what": "", "time": BEGAN + time}) + "\n"
+            for kind, time in (("resumes", 1000), ("silences", 1050), ("resumes", 2000))
+        )
+    )
+    walls = {e["text"].split(":")[0]: e["wall"] for e in report_data(run, 10, 10_000)["events"] if e["kind"] == "fault"}
+    assert walls == {"resumes": 200.0, "silences": 150.0}
+
+
+def test_a_report_replaces_an_earlier_one_and_no_other_file(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        assert main(["report", str(run), "--out", str(tmp_path / "report.html")]) == 0
+    before = (run / "recipe.json").read_bytes()
+    assert main(["report", str(run), "--out", str(run / "recipe.html")]) == 2
+    assert "would replace" in capsys.readouterr().err
+    assert (run / "recipe.json").read_bytes() == before
+
+
 def test_of_many_steps_a_point_is_the_mean_of_some_and_the_last_of_their_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

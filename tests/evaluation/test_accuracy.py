@@ -165,7 +165,14 @@ def test_an_empty_held_out_split_is_said_in_one_sentence() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"samples": -1}, {"pass_k": 1}, {"chunk": 0}, {"temperature": 0.0}, {"greedy": False, "samples": 0}],
+    [
+        {"samples": -1},
+        {"pass_k": 1},
+        {"chunk": 0},
+        {"temperature": 0.0},
+        {"greedy": False, "samples": 0},
+        {"greedy": False, "samples": 0, "pass_k": 4, "every": 2, "problems_during": 5},
+    ],
 )
 def test_settings_that_make_no_sense_are_refused(fields: dict[str, float]) -> None:
     with pytest.raises(UserError, match="evaluation: "):

@@ -36,6 +36,11 @@ def written(path: Path) -> bytes:
     return path.read_bytes()
 
 
+def test_half_a_surrogate_pair_is_written_as_a_question_mark(tmp_path: Path) -> None:
+    write_json(tmp_path / "failure.json", {"message": "cannot grade \ud83d"})
+    assert json.loads((tmp_path / "failure.json").read_text()) == {"message": "cannot grade ?"}
+
+
 def test_what_was_appended_is_read_back(tmp_path: Path) -> None:
     written(tmp_path / "a.jsonl")
     assert read_lines(tmp_path / "a.jsonl") == ROWS

@@ -1,18 +1,22 @@
 """What is seen of a run while it goes, and after."""
 
 import io
+import json
 import re
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from tba.command.show import show_run
 from tba.errors import UserError
 from tba.record.failure import Failure
 from tba.record.live import LiveView, Status, line
 from tba.record.run_record import RunRecord
-from tba.record.show import closing_page, comparison, course, show
+from tba.record.show import accuracy, closing_page, comparison, course, show
 from tba.record.text import count, duration, printable, size
 from tba.types import Version
 
@@ -190,6 +194,41 @@ def test_before_is_the_first_version_and_after_the_last_however_they_were_writte
     assert after is not None
     assert (before.version, after.version) == (Version(0, 0), Version(0, 40))
     assert all(not a.correct or a.prompt == "6+1=" for a, _ in turned.answers_before_after())
+
+
+def test_what_a_restart_has_thrown_away_is_not_what_the_run_came_to(make_run: MakeRun) -> None:
+    run = RunRecord.read(make_run())  # evaluated at 0.0 and 0.40
+    rows = [*run.metrics, {"step": 31, "version": "1.31", "wall_seconds": 50.0}]
+    resumed = replace(run, metrics=rows)
+    before, after = resumed.figures()["pass@1/sampled"]
+    assert (before.version, after) == (Version(0, 0), None)
+    assert resumed.answers_before_after() == []
+    earlier = replace(run, metrics=[*run.metrics, {"step": 41, "version": "1.41", "wall_seconds": 50.0}])
+    assert earlier.figures() == run.figures()
+
+
+def test_figures_over_other_problems_have_no_difference(make_run: MakeRun) -> None:
+    run = RunRecord.read(make_run())
+    fewer = [replace(e, n=20) if e.version.step else e for e in run.evaluations]
+    text = rendered(accuracy(replace(run, evaluations=fewer)), 80)
+    assert "- 500, 20" in text
+    assert "+40.0 500" in rendered(accuracy(run), 80)
+
+
+def test_a_run_that_cannot_be_read_does_not_hide_the_others(make_run: MakeRun, tmp_path: Path) -> None:
+    make_run("whole")
+    damaged = make_run("damaged") / "summary.json"
+    for path in (tmp_path / "whole", tmp_path / "damaged"):
+        (path / "recipe.json").write_text("{}")
+    facts = json.loads(damaged.read_text())
+    facts["evaluations"][0]["value"] = 1.5
+    damaged.write_text(json.dumps(facts))
+    with pytest.raises(UserError, match="has unexpected contents"):
+        RunRecord.read(damaged.parent)
+    with redirect_stdout(io.StringIO()) as out:
+        assert show_run(tmp_path) == 0
+    assert re.search(r"damaged +cannot be read", out.getvalue())
+    assert re.search(r"whole +ended +40", out.getvalue())
 
 
 def test_what_is_no_run_is_said_in_one_sentence(tmp_path: Path) -> None:

@@ -73,6 +73,8 @@ def collect(journal: Path, options: SmoothingOptions, near: Near | None = None) 
     Raises `UserError` when the options leave nothing, or there is no such journal or part of the reward."""
     if options.min_reward is None:
         raise UserError("`tba sft RUN` needs --min-reward: the least reward of an answer that is learnt")
+    if options.most is not None and options.most < 1:
+        raise UserError(f"--most is {options.most}: give the number of answers to learn at most, 1 or more")
     if not journal.is_file():
         raise UserError(f"there is no journal at {journal}: give the folder of a run that has one")
     left_out: Counter[str] = Counter()

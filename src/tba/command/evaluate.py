@@ -38,10 +38,14 @@ def evaluate_model(name: str, overrides: list[str], options: EvalOptions) -> int
     split, checkpoint, out, distance = options.split, options.checkpoint, options.out, options.distance
     if distance < 0:
         raise UserError(f"--distance is {distance}: give the number of prompts to measure it on, 0 for none")
-    before = None if options.against is None else _scores_in(options.against)
-    for file in (out, options.texts):
+    before = None if options.against is None else _scores_in(options.against, split)
+    for flag, file in (("out", out), ("texts", options.texts)):
+        if file is not None and file.is_dir():
+            raise UserError(f"--{flag} is {file}, a folder: give the name of a file")
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
+    if out is not None and options.texts is not None and out.resolve() == options.texts.resolve():
+        raise UserError(f"--out and --texts are both {out}: give two names")
     begun, checkpoint = recipe_of(name, overrides, f"tba eval {name}", checkpoint)
     recipe = with_checkpoint(begun, checkpoint)
     console = terminal()
@@ -81,8 +85,10 @@ def _unlike(recipe: Recipe, run: Path) -> Iterator[str]:
             yield f"unlike the run at {run}: {name} is {now!r} here, {then!r} there"
 
 
-def _scores_in(path: Path) -> Scores:
+def _scores_in(path: Path, split: str) -> Scores:
     facts = read_json(path, "give a file that `tba eval --out` wrote", scores=dict[str, list[float]])
+    if facts.get("split", split) != split:
+        raise UserError(f"{path} is of {facts['split']} problems, and this evaluation of {split}: give one of the same")
     scores: Scores = facts["scores"]
     return scores
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tba.runs.deciding import with_weights
 from tba.runs.importing import refuse, take_in
 from tba.runtime.checkpointing import loss_of
 from tba.runtime.importing import prepare
-from tba.runtime.run_directory import RunDirectory
+from tba.runtime.run_directory import RunDirectory, new_path
 from tba.settings import find, override
 
 
@@ -25,10 +26,11 @@ def import_files(path: Path, files: Sequence[Path], overrides: list[str], option
     console = terminal()
     view = View(console)
     if options.recipe is not None:
+        new_path(path.parent, options.recipe, path.name)  # refuses a name that `tba train` would
         recipe = override(find(options.recipe), overrides, f"tba import {path} --recipe {options.recipe}")
         refuse(recipe, files)
-        recipe, overrides = with_weights(recipe, overrides, view.say)
-        run = prepare(path, options.recipe, overrides, recipe)
+        recipe, decided = with_weights(recipe, overrides, view.say)
+        run = prepare(path, options.recipe, decided, recipe)
     elif overrides:
         raise UserError(f"tba import takes fields such as {overrides[0]} for a new run only: give --recipe NAME too")
     else:
@@ -46,9 +48,6 @@ def import_files(path: Path, files: Sequence[Path], overrides: list[str], option
                     (path / "recipe.json").unlink()
         raise
     if options.recipe is not None:
-        console.print(
-            f"start it with: tba train {options.recipe} --runs {path.parent} --run-name {path.name} [--offline]",
-            highlight=False,
-            soft_wrap=True,
-        )
+        words = ["tba", "train", options.recipe, "--runs", str(path.parent), "--run-name", path.name, *overrides]
+        console.print(f"start it with: {shlex.join(words)} [--offline]", highlight=False, soft_wrap=True, markup=False)
     return 0

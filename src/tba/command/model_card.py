@@ -105,7 +105,15 @@ def escaped(text: str, longest: int = _LONGEST) -> str:
 def accuracy(record: RunRecord, version: Version) -> str:
     """Returns the table of held-out figures, of the first version and of the last one until `version`, the weights'."""
     figures = record.figures()
-    rows = [[escaped(name), figure(e), figure(after), f"{e.n:,}"] for name, (e, after) in figures.items()]
+    rows = [
+        [
+            escaped(name),
+            figure(e),
+            figure(after),
+            f"{e.n:,}" + (f", then {after.n:,}" if after and after.n != e.n else ""),
+        ]
+        for name, (e, after) in figures.items()
+    ]
     if not rows:
         return "It was not evaluated."
     text = _table(("metric", "before", "after", "problems"), rows)

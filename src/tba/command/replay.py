@@ -18,7 +18,7 @@ from tba.command.options import ReplayOptions
 from tba.errors import UserError
 from tba.record.jsonl import plain, replaced
 from tba.record.show import table_of
-from tba.record.terminal import terminal
+from tba.record.terminal import LossyOutput, terminal
 from tba.record.text import count, printable, size
 from tba.replay.codec import unpack_uses
 from tba.replay.queries import JournalQueries, Share, written_out
@@ -75,9 +75,9 @@ def fates_of(run: RunDirectory) -> npt.NDArray[np.int32]:
 
 def _answer(names: Sequence[str], rows: Iterator[tuple[Any, ...]]) -> None:
     """Print columns separated by tabs, for other programs to read."""
-    print("\t".join(names))  # noqa: T201
-    for row in rows:
-        print("\t".join(map(_cell, row)))  # noqa: T201
+    out = LossyOutput()
+    for row in (names, *rows):
+        out.write("\t".join(map(_cell, row)) + "\n")
 
 
 def _cell(value: object) -> str:

@@ -19,6 +19,7 @@ from tba.types import Json
 
 MOST = 50_000  # trajectories of all runs together; of more a sample is shown
 LARGEST = 20_000_000  # bytes of the page
+_OPENING = b'{"made": '  # of its data
 
 
 def _panel(title: str, note: str, *series: tuple[str, str], percent: bool = False, kind: str = "metrics") -> Json:
@@ -93,8 +94,10 @@ def report_runs(runs: Sequence[Path], options: ReportOptions) -> int:
         )
     if options.out.is_dir():
         raise UserError(f"--out is {options.out}, a folder: give another name")
-    data, content = report(runs)
     beside = options.out.with_suffix(".json")
+    if beside.exists() and not _is_ours(beside):
+        raise UserError(f"--out is {options.out}, whose data would replace {beside}: give another name")
+    data, content = report(runs)
     try:
         text = json.dumps(data, ensure_ascii=False, allow_nan=False) + "\n"
         for path, written in ((beside, text.encode(errors="replace")), (options.out, content)):
@@ -107,6 +110,14 @@ def report_runs(runs: Sequence[Path], options: ReportOptions) -> int:
         view.say(f"{run['name']}: {said_of_sample(run)}")
     view.say(f"{options.out} ({len(content) / 1e6:.1f} MB; open it in a browser), its data in {beside}")
     return 0
+
+
+def _is_ours(path: Path) -> bool:
+    """Returns whether it is the data of an earlier report."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(_OPENING)) == _OPENING
 
 
 def report(runs: Sequence[Path], largest: int = LARGEST) -> tuple[dict[str, Json], bytes]:

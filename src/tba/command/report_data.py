@@ -102,10 +102,14 @@ class _Clock:
         resumed = [fault["time"] for fault in read_faults(path) if fault["kind"] == "resumes"]
         last: dict[int, float] = {}  # wall-clock of each incarnation's last step
         for row in record.metrics:
-            last[int(str(row.get("version", "0")).partition(".")[0])] = float(row["wall_seconds"])
-        # how far the run had come each time that it was resumed: known of the last, of earlier ones from their steps
-        before = facts["clock"]["before"]
-        ends = [*list(last.values())[: len(resumed) - 1], *[before] * len(resumed)][: len(resumed)]
+            incarnation = str(row.get("version", "0")).partition(".")[0]
+            if incarnation.isdecimal():
+                last[int(incarnation)] = float(row["wall_seconds"])
+        # how far the run had come each time that it was resumed: known of the last, of earlier ones from the steps of
+        # the incarnations before; a trainer that was restarted began one too
+        begun = [i for i, made in enumerate(facts["incarnations"]) if str(made.get("why")).startswith("resumed")]
+        ends = [max((wall for i, wall in last.items() if i < first), default=0.0) for first in begun]
+        ends = [*ends[: len(resumed)][:-1], *[facts["clock"]["before"]] * len(resumed)][: len(resumed)]
         self._begins = [facts["started"], *resumed]
         self._walls = [0.0, *ends]
 

@@ -31,11 +31,11 @@ def sample_answers(name: str, overrides: list[str], options: SampleOptions) -> i
     """Writes the answers; their file appears once it is complete. Raises `UserError` when it exists already, or no
     --out is given.
     """
+    recipe = with_checkpoint(*recipe_of(name, overrides, f"tba sample {name}", options.checkpoint))
     if options.out is None:
         raise UserError("tba sample needs --out FILE: where the answers go, as JSON Lines")
     if options.out.exists():
         raise UserError(f"{options.out} is there already: choose another --out, or remove it")
-    recipe = with_checkpoint(*recipe_of(name, overrides, f"tba sample {name}", options.checkpoint))
     torch.set_num_threads(recipe.run.threads)
     model = recipe.model.prepared(recipe.task)
     prompts = prompts_of(recipe, model, "train" if options.split == "train" else "eval")

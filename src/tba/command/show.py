@@ -13,17 +13,24 @@ from tba.record.run_record import RunRecord
 from tba.record.show import comparison, listing, show
 from tba.record.terminal import terminal
 from tba.runtime.run_directory import RunDirectory
-from tba.runtime.run_lock import driver_lives
+from tba.runtime.run_lock import is_held
 
 
 def show_run(path: Path) -> int:
     """Print a run so far, or its summary; of a folder of runs, a line for each."""
     console = terminal()
     if found := sorted(inner.parent for inner in path.glob("*/recipe.json")):
-        console.print(listing([RunRecord.read(run) for run in found], [driver_lives(run) for run in found]))
+        console.print(listing([_read(run) for run in found], [is_held(run) for run in found]))
     else:
         console.print(show(RunRecord.read(path)))
     return 0
+
+
+def _read(run: Path) -> RunRecord | Path:
+    try:
+        return RunRecord.read(run)
+    except UserError:  # one damaged file does not hide the other runs
+        return run
 
 
 def show_runs(paths: Sequence[Path]) -> int:

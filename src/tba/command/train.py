@@ -31,6 +31,7 @@ def run_recipe(name: str, overrides: list[str], options: TrainOptions) -> int:
     """Returns exit code 0 when the run has made all its steps, 130 or 143 when Ctrl-C or SIGTERM ended it before."""
     console, data = terminal(), options.data
     view = View(console)
+    overrides = newest_of_each(overrides)  # the rate is to last as long as the last --steps
     recipe = override(find(name), overrides, f"tba train {name}")
     if options.epochs is not None:
         if "--steps" in {word.partition("=")[0] for word in overrides}:

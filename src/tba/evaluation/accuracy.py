@@ -55,6 +55,8 @@ class EvaluationSettings:
             raise UserError(f"evaluation: threshold is {self.threshold}: give the least reward of a correct answer.")
         if not self.greedy and self.draws == 0:
             raise UserError("evaluation: nothing to measure; set greedy, samples or pass_k.")
+        if self.every and self.problems_during and not self.greedy and not self.samples:
+            raise UserError("evaluation: of problems_during pass@K is not measured; set greedy or samples too.")
 
     @property
     def unused(self) -> Mapping[str, str]:

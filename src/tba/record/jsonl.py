@@ -191,7 +191,7 @@ def write_json(path: Path, value: object) -> None:
     """
     text = json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)
     path.parent.mkdir(exist_ok=True)  # not its parents: a run that was moved away is not made anew
-    with replaced(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+    with replaced(path) as temporary, temporary.open("w", encoding="utf-8", errors="replace") as file:
         file.write(f"{text}\n")
         file.flush()
         os.fsync(file.fileno())

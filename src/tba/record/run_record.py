@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from tba.errors import UserError
@@ -82,11 +83,12 @@ class RunRecord:
     def figures(self) -> dict[str, tuple[Evaluation, Evaluation | None]]:
         """Returns each held-out figure of the first version evaluated and of the last; None while there is but one.
 
-        By metric: greedy, sampled, then pass@K by K.
+        By metric: greedy, sampled, then pass@K by K. Versions that a restart has thrown away do not count.
         """
         own: dict[str, list[Evaluation]] = {}
         for e in sorted(self.evaluations, key=lambda e: e.version):
-            own.setdefault(e.metric, []).append(e)
+            if not self._lost(e.version):
+                own.setdefault(e.metric, []).append(e)
         order = sorted(own, key=lambda name: (name != GREEDY, name != SAMPLED, len(name), name))
         return {name: (own[name][0], _later(own[name])) for name in order}
 
@@ -100,15 +102,29 @@ class RunRecord:
 
     def answers_before_after(self) -> list[tuple[RecordedAnswer, RecordedAnswer]]:
         """Returns the shown problems, each as answered by the first version evaluated and by the last."""
-        if not self.answers:
+        versions = [a.version for a in self.answers if not self._lost(a.version)]
+        if not versions:
             return []
-        versions = [a.version for a in self.answers]
         first, last = min(versions), max(versions)
         if first == last:
             return []
         before = {a.prompt: a for a in self.answers if a.version == first}
         after = {a.prompt: a for a in self.answers if a.version == last}
         return [(before[prompt], after[prompt]) for prompt in before if prompt in after]
+
+    @cached_property
+    def _first_steps(self) -> dict[int, int]:
+        """Returns the first step that each incarnation made."""
+        first: dict[int, int] = {}
+        for row in self.metrics:
+            incarnation = str(row.get("version")).partition(".")[0]
+            if incarnation.isdecimal():
+                first.setdefault(int(incarnation), int(row["step"]))
+        return first
+
+    def _lost(self, version: Version) -> bool:
+        """Returns whether a later incarnation went on from before that version."""
+        return any(i > version.incarnation and step <= version.step for i, step in self._first_steps.items())
 
 
 def _later(figures: Sequence[Evaluation]) -> Evaluation | None:

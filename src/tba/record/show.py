@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 from rich.console import Group, RenderableType
@@ -80,10 +81,15 @@ def _short(evaluation: Evaluation | None) -> str:
     return "-" if evaluation is None else percent(evaluation.value)
 
 
-def listing(runs: Sequence[RunRecord], living: Sequence[bool]) -> RenderableType:
-    """Returns a row for each run: how it ended or that it goes on, how far it came, and its newest held-out figure."""
+def listing(runs: Sequence[RunRecord | Path], living: Sequence[bool]) -> RenderableType:
+    """Returns a row for each run: how it ended or that it goes on, how far it came, and its newest held-out figure; of
+    one that cannot be read only the folder is given.
+    """
     table = table_of("run", "state", "steps", "time", "held out", justify="left")
     for run, lives in zip(runs, living, strict=True):
+        if isinstance(run, Path):
+            table.add_row(printable(run.name, 80), "cannot be read", "-", "-", "-")
+            continue
         newest = max(run.evaluations, key=lambda e: e.version, default=None)
         figure = "-" if newest is None else f"{newest.metric} {_short(newest)}"
         how = (_state(run, lives), f"{run.steps}", duration(run.wall_seconds), printable(figure, 80))
@@ -119,8 +125,10 @@ def accuracy(run: RunRecord) -> RenderableType:
         return Text("not evaluated yet", style="dim")
     table = table_of("metric", "before", "after", "points", "problems", gap=1)
     for name, (before, after) in figures.items():
-        change = f"{100 * (after.value - before.value):+.1f}" if after else "-"
-        table.add_row(printable(name, 60), figure(before), figure(after), change, str(before.n))
+        alike = after is not None and after.n == before.n  # during a run there may be fewer
+        change = f"{100 * (after.value - before.value):+.1f}" if after and alike else "-"
+        problems = f"{before.n}" if after is None or alike else f"{before.n}, {after.n}"
+        table.add_row(printable(name, 60), figure(before), figure(after), change, problems)
     return table
 
 

@@ -142,13 +142,14 @@ class Summary:
             row.pop(follows, None)
         try:
             check(row, cls, "it")
-        except ValueError as error:
+            measured = tuple(evaluation_of(e) for e in row["evaluations"])
+        except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} has unexpected contents ({error}): {remedy}") from error
         return cls(
             **{
                 **row,
                 "wall_seconds": WallSeconds(**row["wall_seconds"]),
-                "evaluations": tuple(evaluation_of(e) for e in row["evaluations"]),
+                "evaluations": measured,
                 "tokens": Ledger(**row["tokens"]),
                 "trajectories": Ledger(**row["trajectories"]),
                 "lag": Lag(**row["lag"]),

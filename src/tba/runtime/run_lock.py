@@ -63,6 +63,8 @@ def is_held(run: Path) -> bool:
         return False
     except BlockingIOError:
         return True
+    except OSError:  # a filesystem without locks
+        return driver_lives(run)
     return False
 
 

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from tba.evaluation.estimators import wilson_interval
 from tba.recipe import Recipe
 from tba.record.evaluations import RunningEvaluations
 from tba.record.falls import REWARD, RewardWatch, by_version, note_falls
@@ -71,7 +72,14 @@ class Watch:
         return {*pending, *([] if best is None else [best[1].version])}
 
     def _best(self) -> tuple[Path, Evaluation] | None:
-        """Returns the folder of the best checkpoint and its figure; None while no checkpoint was evaluated."""
+        """Returns the folder of the best checkpoint and its figure; None while no checkpoint was evaluated.
+
+        The best is the one whose 95 % interval has the highest lower end: over more problems a figure counts for more.
+        """
         figures = by_version(self._evaluations.found)
         there = [(path, figures[v]) for path, v in checkpoints_in(self._run.checkpoints) if v in figures]
-        return max(there, key=lambda found: (found[1].value, found[1].version), default=None)
+        return max(there, key=lambda found: (_at_least(found[1]), found[1].version), default=None)
+
+
+def _at_least(e: Evaluation) -> float:
+    return wilson_interval(e.value * e.n, e.n).low

@@ -213,8 +213,8 @@
         all.map(([one, { metric, before, after }]) => h("tr", null,
           data.runs.length > 1 && h("td", null, dot(one.index), one.name),
           h("td", null, metric), cell(measured(before)), cell(measured(after)),
-          cell(before && after ? `${after.value >= before.value ? "+" : ""}${tenths(after.value - before.value)} points` : "–"),
-          h("td", null, range(one, before, after)), cell(number((after || before).n)))),
+          cell(before && after && before.n === after.n ? `${after.value >= before.value ? "+" : ""}${tenths(after.value - before.value)} points` : "–"),
+          h("td", null, range(one, before, after)), cell(after && after.n !== before.n ? `${number(before.n)}, ${number(after.n)}` : number(before.n)))),
       ) : h("p", { className: "note" }, "Not evaluated yet."),
     );
     const two = h("div", { className: "charts" });
