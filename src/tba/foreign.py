@@ -358,3 +358,18 @@ def _described(messages: Sequence[Mapping[str, Any]], tools: Sequence[Json]) -> 
     if messages[0]["role"] != "system":
         return [{"role": "system", "content": described}, *messages]
     return [{**messages[0], "content": f"{messages[0]['content']}\n\n{described}"}, *messages[1:]]
+
+
+def most_positions(config: Any) -> int | None:
+    """Returns how many positions of a causal model can be used; None where it has no limit.
+
+    With `longrope` (Phi-3 of 128k) all sequences of a pass are rotated otherwise as soon as one is longer than the
+    model was first trained for: up to there every sequence is what it is alone.
+    """
+    text = config.get_text_config()
+    most: int | None = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return most
+    first = rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+    return min((n for n in (most, first) if n), default=None)

@@ -24,6 +24,7 @@ from tba.errors import UserError
 from tba.generation import generate
 from tba.policy.causal import CausalPolicy
 from tba.settings import find, override
+from tba.training.tiny_models import train_bpe_tokenizer
 from tba.turns import assistant_turn
 from tba.types import Prompt, Sampling, StopReason
 
@@ -167,3 +168,12 @@ def test_a_model_that_is_saved_says_where_its_answers_end(
     CausalPolicy(LlamaForCausalLM(config(made))).save(tmp_path / "model", made)
     found = GenerationConfig.from_pretrained(tmp_path / "model").eos_token_id
     assert found == (made.convert_tokens_to_ids(ends) if isinstance(ends, str) else sorted(map(made.vocab.get, ends)))
+
+
+def test_a_token_that_ends_an_answer_is_no_part_of_its_text_whether_it_is_special_or_not() -> None:
+    made = train_bpe_tokenizer(["12+34=46"], 270)
+    made.add_tokens([AddedToken("<|im_end|>", special=False, normalized=False)])
+    end = made.convert_tokens_to_ids("<|im_end|>")
+    _, strings = ends_of((), made, config(made))
+    tokens = [*made.encode("46", add_special_tokens=False), end]
+    assert strings.ended(tokens, frozenset({end}), interrupted=False) == (len(tokens), "46", StopReason.EOS)

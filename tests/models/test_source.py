@@ -29,12 +29,14 @@ from tba.generation import generate
 from tba.models.arithmetic import shape_of
 from tba.models.huggingface import HuggingFace
 from tba.models.source import whole
+from tba.models.warm_start import taught
 from tba.policy.causal import CausalPolicy
 from tba.policy.lora import LoraSettings, is_adapter
 from tba.protocols import Work
 from tba.record.metrics import read_metrics
 from tba.tasks.arithmetic import Arithmetic
 from tba.training.checkpoint import newest_checkpoint
+from tba.training.supervised import Pair, SupervisedSettings
 from tba.training.tiny_models import ScratchModel, train_bpe_tokenizer
 from tba.types import Completion, Group, Prompt, Sampling, StopReason, Trajectory, Version
 
@@ -209,8 +211,25 @@ def test_an_adapter_is_merged_once_and_again_only_when_it_or_its_base_has_change
     adapter_in(adapter, base, lora(lora_alpha=12))
     second = whole(str(adapter), said.append)
     base_in(base, tied=False)
-    assert len({first, second, whole(str(adapter), said.append)}) == 3
-    assert len(list((cache / "merged").iterdir())) == 3
+    assert len({first, second, third := whole(str(adapter), said.append)}) == 3
+    (base / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    assert whole(str(adapter), said.append) not in {first, second, third}
+    assert len(list((cache / "merged").iterdir())) == 4
+
+
+def test_a_model_is_taught_again_when_what_is_saved_with_its_weights_has_changed(tmp_path: Path, cache: Path) -> None:
+    base = base_in(tmp_path / "base")
+
+    def made() -> Path:
+        return taught(str(base), SupervisedSettings(steps=1), lambda _: [Pair([5], [6])], str)
+
+    first = made()
+    assert made() == first
+    (base / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    second = made()
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+    assert len({first, second, made()}) == 3
 
 
 def test_an_adapter_on_an_adapter_starts_from_both_and_one_beside_its_base_finds_it(tmp_path: Path) -> None:

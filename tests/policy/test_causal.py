@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +12,22 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Phi3Config,
+    PreTrainedTokenizerFast,
+)
 
 from tba.batch import collate
 from tba.errors import UserError
+from tba.foreign import most_positions
 from tba.policy.causal import CausalPolicy
-from tba.policy.loading import load_model
+from tba.policy.loading import load_model, make_writable
+from tba.policy.packed import _probe
 from tba.policy.reference import FrozenReference
 from tba.types import Completion, Group, Prompt, StopReason, Trajectory, Version
 
@@ -196,3 +207,37 @@ def test_tied_parameters_are_given_to_the_optimizer_once() -> None:
     parameters = CausalPolicy(llama(tied=True)).parameters()
     assert len({id(p) for p in parameters}) == len(parameters)
     assert sum(p.numel() for p in parameters) == sum(p.numel() for p in llama(tied=True).parameters())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_layer_that_drops_out_by_itself_does_not(checkpointing: bool) -> None:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = OPTForCausalLM(
+        OPTConfig(vocab_size=32, word_embed_proj_dim=16, max_position_embeddings=64, dropout=0.5, **shape)
+    )
+    policy = CausalPolicy(model.eval(), 1.0, gradient_checkpointing=checkpointing)
+    batch = _probe(32)
+    first, second = (policy.evaluate(batch).log_policy_BT for _ in range(2))
+    assert torch.equal(first, second)
+    first.sum().backward()
+
+
+@pytest.mark.parametrize("said", [{"temperature": 0.6, "top_p": 0.9}, {"early_stopping": True, "eos_token_id": [1, 2]}])
+def test_a_generation_config_that_transformers_only_reads_is_written_too(said: dict[str, Any], tmp_path: Path) -> None:
+    model = OPTForCausalLM(
+        OPTConfig(vocab_size=32, hidden_size=16, ffn_dim=16, num_hidden_layers=1, num_attention_heads=2)
+    )
+    model.generation_config = GenerationConfig(**said)
+    make_writable(model)
+    model.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "generation_config.json").read_text())
+    assert written.get("temperature") == said.get("temperature")
+    assert written.get("eos_token_id") == said.get("eos_token_id")
+
+
+def test_of_positions_that_change_what_shorter_sequences_are_those_before_them_are_used() -> None:
+    rope = {"rope_type": "longrope", "long_factor": [2.0] * 4, "short_factor": [1.0] * 4, "rope_theta": 1e4}
+    shape = {"hidden_size": 16, "num_attention_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0}
+    assert most_positions(Phi3Config(**shape, original_max_position_embeddings=16, rope_parameters=rope)) == 16
+    assert most_positions(Phi3Config(**shape)) == 128

@@ -69,6 +69,26 @@ def test_the_last_assistant_message_is_the_demonstration_and_no_part_of_the_prom
     assert [p.fields for p in problems] == [{"answer": "4"}, {"answer": "4"}, {"answer": "6"}, {"answer": "4"}]
 
 
+def test_a_thought_in_a_field_of_its_own_is_part_of_the_demonstration(tmp_path: Path) -> None:
+    asked, said = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
+    rows = [
+        {"messages": [asked, said | {"reasoning_content": " one more "}]},
+        {"prompt": [asked | {"content": "2"}], "completion": [said | {"thinking": "I add."}]},
+    ]
+    task = Jsonl(
+        write(tmp_path / "chats.jsonl", rows), write(tmp_path / "eval.jsonl", sums(1)), marked_by=ExactAnswer()
+    )
+    found = [p.demonstration for p in task.problems("train")]
+    assert found == ["<think>\none more\n</think>\n\n2", "<think>\nI add.\n</think>\n\n2"]
+
+
+@pytest.mark.parametrize("field", ["response", "completion"])
+def test_a_row_without_a_worked_answer_has_no_demonstration(field: str, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}+1=", "answer": "1", field: None if i else "1"} for i in range(4)]
+    task = Jsonl(write(tmp_path / "some.jsonl", rows), write(tmp_path / "eval.jsonl", sums(1, start=9)))
+    assert [p.demonstration for p in task.problems("train")] == ["1", None, None, None]
+
+
 def test_the_fields_of_a_file_may_have_any_names(tmp_path: Path) -> None:
     rows = [{"question": "2+2=", "gold": "4", "worked": "2+2 is 4"}]
     path = write(tmp_path / "t.jsonl", rows)

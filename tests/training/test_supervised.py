@@ -205,6 +205,16 @@ def test_what_cannot_be_trained_on_is_refused_in_one_sentence() -> None:
             SupervisedSettings(**{field: value})
 
 
+def test_pairs_longer_than_the_model_has_positions_for_are_left_out_and_tokens_that_it_does_not_know_refused() -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=1, n_head=2, bos_token_id=None))
+    long = Pair([5] * 4, [6] * 4)  # with its end 9 tokens
+    assert supervise(model, Ids(), [long, Pair([5] * 3, [6] * 4)], SupervisedSettings(steps=1)).too_long == 1
+    with pytest.raises(UserError, match="at most 8 tokens"):
+        supervise(model, Ids(), [long], SupervisedSettings(steps=1))
+    with pytest.raises(UserError, match="the token 32, and the model has embeddings of 32"):
+        supervise(model, Ids(), [Pair([5], [32])], SupervisedSettings(steps=1))
+
+
 def test_a_loss_that_is_not_finite_ends_the_warm_start() -> None:
     model = llama()
     with torch.no_grad():

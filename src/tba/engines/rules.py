@@ -12,10 +12,12 @@ weights are those of a model before any of them is copied.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -80,6 +82,7 @@ class Room:
     max_completion_tokens: int
     max_prompt_tokens: int | None
     positions: int | None  # None: the model has no limit
+    embeddings: int = sys.maxsize  # tokens that the model knows
 
     def check(self, prompt: Prompt) -> None:
         """Raises `UserError` for a prompt that is empty or too long."""
@@ -89,6 +92,11 @@ class Room:
         if limit is not None and n > limit:
             raise UserError(
                 f"a prompt has {n} tokens, and this engine was made for {limit}: drop it, or raise --prompts.max-tokens"
+            )
+        if (largest := int(np.max(prompt.tokens))) >= self.embeddings:
+            raise UserError(
+                f"a prompt has the token {largest}, and the model embeddings of {self.embeddings}: resize the model's "
+                "(resize_token_embeddings) and save it, or give its own tokenizer"
             )
         if positions is not None and n >= positions:
             raise UserError(

@@ -100,6 +100,6 @@ class StopStrings:
             return n, text, StopReason.STOP_STRING
         if ends is not None and tokens[ends - 1] in self.ids:
             return n, self.text(tokens[: ends - 1]), StopReason.STOP_STRING
-        if ends is not None:
-            return n, text, StopReason.EOS
+        if ends is not None:  # a token that was added without being special would be part of the text
+            return n, self.text(tokens[: ends - 1]), StopReason.EOS
         return n, text, StopReason.INTERRUPTED if interrupted else StopReason.LENGTH

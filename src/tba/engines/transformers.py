@@ -34,6 +34,7 @@ from tba.engines.step import CudaGraphs, Step, unlike
 from tba.engines.stopping import ends_of
 from tba.errors import TbaError, UserError
 from tba.fields import BY_CODE, as_declared
+from tba.foreign import most_positions
 from tba.policy.lora import has_adapters, is_adapter
 from tba.policy.norms import fuse_norms
 from tba.protocols import Partner, Tokenizer, Turn
@@ -118,8 +119,9 @@ class TransformersEngine:
         self.settings = settings
         self._version = Version() if version is None else version
         self._eos, self._stop = ends_of(settings.stop_strings, tokenizer, model.config, model.generation_config)
-        positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        self.room = Room(settings.max_completion_tokens, None, positions)
+        positions = most_positions(model.config)
+        embeddings = len(model.get_input_embeddings().weight)
+        self.room = Room(settings.max_completion_tokens, None, positions, embeddings)
         self._cache: SlotCache | None = None
         longest = min(longest_prompt + settings.max_completion_tokens, positions or sys.maxsize)
         self._least = 0 if model.device.type == "cpu" else longest

@@ -36,7 +36,7 @@ from tba.engines.stopping import ends_of
 from tba.engines.transformers import PREFILL_TOKENS, EngineSettings
 from tba.errors import TbaError, UserError
 from tba.fields import as_declared
-from tba.foreign import SAFE
+from tba.foreign import SAFE, most_positions
 from tba.policy.loading import load_model
 from tba.policy.lora import is_adapter, merged_with
 from tba.protocols import Partner, Tokenizer, Turn
@@ -108,8 +108,9 @@ class VllmEngine:
                 "on a CPU vllm cannot share a model with tied embeddings: set --model.vllm.tensor-parallel 1"
             )
         self._names = _names(self._shapes, untied)
-        positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-        self.room = Room(settings.max_completion_tokens, longest_prompt, positions)
+        positions = most_positions(config)
+        embeddings = len(self._shapes.get_input_embeddings().weight)
+        self.room = Room(settings.max_completion_tokens, longest_prompt, positions, embeddings)
         self._eos, self._stop = ends_of(settings.stop_strings, tokenizer, config, _generation_config(path))
         longest = min(longest_prompt + settings.max_completion_tokens, positions or sys.maxsize)
         whole = device.type == "cpu"  # prompts in parts and seeds of requests do not work together there

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from tba.engines.step import sizes_of
 from tba.engines.transformers import PREFILL_TOKENS
+from tba.foreign import most_positions
 from tba.models.precision import Precision
 from tba.policy.causal import KEPT_BYTES, chunk_of
 
@@ -83,7 +84,7 @@ class Shape:
             gated=any("gate" in name for name in linear),
             layer=layer,
             outside=parameters - layers * layer,
-            positions=getattr(text, "max_position_embeddings", None) or sys.maxsize,
+            positions=most_positions(text) or sys.maxsize,
             tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
             linear=linear,
         )

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from tba.errors import UserError
 from tba.foreign import SAFE, SAFE_MODEL, read_json
 from tba.models.gguf import SUFFIX, converted, made_plain, saved_once
-from tba.policy.loading import keep_softcap, no_bars, readable
+from tba.policy.loading import keep_softcap, make_writable, no_bars, readable
 from tba.policy.lora import CONFIG, WEIGHTS
 from tba.weights.atomic_dir import cache_folder
 
@@ -142,7 +142,7 @@ def _key(folder: Path, base: str, revision: str | None) -> str:
     cached = try_to_load_from_cache(base, "config.json", revision=revision) if not Path(base).is_dir() else None
     files = Path(base) if Path(base).is_dir() else Path(cached).parent if isinstance(cached, str) else None
     for file in sorted(files.glob("*.*")) if files is not None else ():
-        if file.suffix in (".json", ".safetensors"):
+        if file.suffix in (".json", ".safetensors", ".jinja", ".txt", ".model"):
             at = file.stat()
             digest.update(f"{file.name} {at.st_size} {at.st_mtime_ns}\n".encode())
     return digest.hexdigest()
@@ -183,7 +183,12 @@ def _merge(folder: Path, base: str, revision: str | None, out: Path) -> None:
         merged = adapted.merge_and_unload().eval()
         _say_whether_tied(merged)
         merged = made_plain(merged) if quantized else merged
-    merged.save_pretrained(out)
+    make_writable(merged)
+    try:
+        merged.save_pretrained(out)
+    except RuntimeError as error:  # such as layers that are copies of others
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(f"{cannot} ({reason}): give another one") from error
     tokenizer.save_pretrained(out)
 
 

@@ -114,10 +114,19 @@ def taught(
     """
     model, tokenizer = load_model(whole(path, log), "cpu", torch.float32)
     pairs = pairs_in(with_arguments(tokenizer, arguments))
-    key = supervised_key([settings, *arguments], pairs, dict(model.state_dict()))
+    beside = [json.loads(model.config.to_json_string()), model.generation_config.to_dict(), *_written_out(tokenizer)]
+    key = supervised_key([settings, *arguments, *beside], pairs, dict(model.state_dict()))
     return cached_folder(
         folder_of_results(), key, lambda out: teach(model, tokenizer, [(settings, pairs)], key, out, log)
     )
+
+
+def _written_out(tokenizer: Any) -> Iterator[Json]:
+    """Yields what a tokenizer's files say, of which the taught model's are made."""
+    yield tokenizer.chat_template
+    yield {name: str(value) for name, value in tokenizer.special_tokens_map.items()}
+    if tokenizer.is_fast:
+        yield tokenizer.backend_tokenizer.to_str()
 
 
 def teach(

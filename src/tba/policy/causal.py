@@ -358,10 +358,12 @@ def _layers_checkpointed(model: PreTrainedModel, wanted: bool) -> Iterator[None]
     """Gradient checkpointing for one forward.
 
     Transformers checkpoints layers in training mode only; that mode is given to the layers themselves and not to
-    what is in them, so that dropout stays off.
+    what is in them, so that dropout stays off; what a layer drops out itself (OPT) is set to nothing.
     """
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)] if wanted else []
     for layer in layers:
+        for name in [n for n, value in vars(layer).items() if "dropout" in n and isinstance(value, float)]:
+            setattr(layer, name, 0.0)
         layer.training = True
     try:
         yield

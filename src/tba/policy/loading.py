@@ -26,6 +26,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -68,6 +69,7 @@ def load_model(
                 model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, **SAFE), dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(path, **SAFE)
     keep_softcap(model)
+    make_writable(model)
     return (model if four_bit else model.to(device)).eval(), tokenizer
 
 
@@ -78,6 +80,27 @@ def keep_softcap(model: PreTrainedModel) -> None:
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
         model.set_attn_implementation("eager")
         model.config.attn_implementation = "eager"  # in config.json, where `from_pretrained` looks
+
+
+def make_writable(model: PreTrainedModel) -> None:
+    """Has a model's generation config be one that transformers writes: of some that it reads (a temperature without
+    `do_sample`) it says so only when the model is saved, after the training.
+    """
+    config = model.generation_config
+    if config is None or _is_valid(config):
+        return
+    config.do_sample = True
+    if not _is_valid(config):
+        ids = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        model.generation_config = GenerationConfig(**ids)
+
+
+def _is_valid(config: GenerationConfig) -> bool:
+    try:
+        config.validate(strict=True)
+    except ValueError:
+        return False
+    return True
 
 
 def _nf4(device: torch.device, dtype: torch.dtype) -> Any:
@@ -143,6 +166,7 @@ def load_unfilled(path: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel
             config = AutoConfig.from_pretrained(path, **SAFE)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         keep_softcap(model)
+        make_writable(model)
         if (fault := _converted(model)) is None:
             files = WeightFiles.of(path, model)
             missing = (n for n, t in untied(model).items() if t.is_meta and not files.has(n, t.shape))
@@ -152,6 +176,7 @@ def load_unfilled(path: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel
         log.warning("each rank reads all of %s: %s", path, fault)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **SAFE_MODEL).eval()
         keep_softcap(model)
+        make_writable(model)
         return model, None
 
 

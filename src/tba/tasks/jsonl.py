@@ -37,6 +37,7 @@ from tba.tasks.held_out import IN_BOTH, check_share, is_held_out, without
 from tba.tasks.problem_rows import Row, read_rows
 from tba.types import Json, Message, Problem, Split
 
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # of a message, apart from its text
 _QUESTIONS = ("question", "problem")
 _ANSWERS = ("ground_truth", "reward_model.ground_truth", "verification_info.ground_truth", "solution")
 _HELD_OUT = ("test", "validation", "eval")  # of a folder of splits or files: the first that is there
@@ -160,11 +161,13 @@ class Jsonl:
         if field is None:
             return None
         said = row.at(field)
+        if said is None:
+            return None
         if field != self.response_field and isinstance(said, list):
             said = conversation(said)
             if isinstance(said, Refusal) or len(said) != 1:
                 raise UserError(f"{row.place} has no single message as its {field!r}: give a text, or {_MESSAGE}")
-            return str(said[0]["content"])
+            return _said(said[0])
         return row.text(field)
 
 
@@ -205,11 +208,18 @@ def _conversation(messages: list[Json], place: str, field: str) -> tuple[tuple[M
         raise UserError(f"{place} has {asked.detail} among its {field!r}: write each message as {_MESSAGE}")
     demonstration = None
     if asked and asked[-1]["role"] == "assistant":
-        demonstration = None if "tool_calls" in asked[-1] else str(asked[-1]["content"])  # calls are more than a text
+        demonstration = None if "tool_calls" in asked[-1] else _said(asked[-1])  # calls are more than a text
         asked = asked[:-1]
     if not any(m["role"] == "user" for m in asked):
         raise UserError(f"{place} has no user message to answer among its {field!r}: give it one")
     return asked, demonstration
+
+
+def _said(message: Message) -> str:
+    """Returns what a model is to say: the text, after the thought where that has a field of its own."""
+    content = str(message["content"])
+    thought = next((message[name] for name in _THOUGHTS if message.get(name)), None)
+    return content if thought is None else f"<think>\n{str(thought).strip()}\n</think>\n\n{content}"
 
 
 def _identity(problem: Problem) -> str:

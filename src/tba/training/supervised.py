@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from tba.errors import NonFiniteLoss, UserError
 from tba.fields import as_declared
+from tba.foreign import most_positions
 from tba.protocols import Tokenizer
 from tba.schedules import RateShape, WarmupConstant, WarmupCosine, WarmupLinear
 from tba.training.optimizer import OptimizerSettings
@@ -141,15 +142,22 @@ def supervise(
         for p, end in zip(pairs, ends, strict=True)
         if p.prompt and end is not None
     ]
-    rows = [_Row(*fitted) for fitted in fitting if len(fitted[1]) <= settings.max_length]
+    known = len(model.get_input_embeddings().weight)
+    if (largest := max((max(ids) for _, ids, _ in fitting), default=0)) >= known:
+        raise UserError(
+            f"the tokenizer writes the token {largest}, and the model has embeddings of {known}: resize the model's "
+            "(resize_token_embeddings) and save it, or give its own tokenizer"
+        )
+    longest = min(settings.max_length, most_positions(model.config) or settings.max_length)
+    rows = [_Row(*fitted) for fitted in fitting if len(fitted[1]) <= longest]
     rng = np.random.default_rng(settings.seed)
     order = rng.permutation(len(rows))
     held = [rows[i] for i in order[: round(settings.held_out * len(rows))]]
     trained = [rows[i] for i in order[len(held) :]]
     if not trained:
         raise UserError(
-            f"none of the {len(pairs)} pairs can be trained on: each needs a prompt and at most {settings.max_length} "
-            "tokens; give other pairs or raise max_length"
+            f"none of the {len(pairs)} pairs can be trained on: each needs a prompt and at most {longest} tokens "
+            "(max_length, and the model's positions); give other pairs"
         )
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(settings.seed)
