@@ -95,11 +95,12 @@ class StopStrings:
     def ended(self, tokens: Sequence[int], eos: frozenset[int], interrupted: bool) -> tuple[int, str, StopReason]:
         """Returns where a completion whose generation is over ends: (its tokens, its text, why)."""
         ends = next((i + 1 for i, token in enumerate(tokens) if token in eos), None)
-        n, text, stopped = self.cut(tokens[:ends])
-        if stopped:
-            return n, text, StopReason.STOP_STRING
-        if ends is not None and tokens[ends - 1] in self.ids:
-            return n, self.text(tokens[: ends - 1]), StopReason.STOP_STRING
-        if ends is not None:  # a token that was added without being special would be part of the text
-            return n, self.text(tokens[: ends - 1]), StopReason.EOS
-        return n, text, StopReason.INTERRUPTED if interrupted else StopReason.LENGTH
+        if self.strings or ends is None:
+            n, text, stopped = self.cut(tokens[:ends])
+            if stopped:
+                return n, text, StopReason.STOP_STRING
+            if ends is None:
+                return n, text, StopReason.INTERRUPTED if interrupted else StopReason.LENGTH
+        # the token that ends it may have been added without being special, and is no part of the text
+        reason = StopReason.STOP_STRING if tokens[ends - 1] in self.ids else StopReason.EOS
+        return ends, self.text(tokens[: ends - 1]), reason
