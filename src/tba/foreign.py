@@ -373,3 +373,12 @@ def most_positions(config: Any) -> int | None:
         return most
     first = rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
     return min((n for n in (most, first) if n), default=None)
+
+
+def require_embedded(token: int, embeddings: int) -> None:
+    """Raises `UserError` for a token that a model has no embedding for."""
+    if token >= embeddings:
+        raise UserError(
+            f"the tokenizer writes the token {token}, and the model has embeddings of {embeddings}: resize the model's "
+            "(resize_token_embeddings) and save it, or give its own tokenizer"
+        )

@@ -102,9 +102,8 @@ class _Clock:
         resumed = [fault["time"] for fault in read_faults(path) if fault["kind"] == "resumes"]
         last: dict[int, float] = {}  # wall-clock of each incarnation's last step
         for row in record.metrics:
-            incarnation = str(row.get("version", "0")).partition(".")[0]
-            if incarnation.isdecimal():
-                last[int(incarnation)] = float(row["wall_seconds"])
+            if (incarnation := metrics.incarnation_of(row)) is not None:
+                last[incarnation] = float(row["wall_seconds"])
         # how far the run had come each time that it was resumed: known of the last, of earlier ones from the steps of
         # the incarnations before; a trainer that was restarted began one too
         begun = [i for i, made in enumerate(facts["incarnations"]) if str(made.get("why")).startswith("resumed")]

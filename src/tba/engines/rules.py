@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from tba.errors import UserError
+from tba.foreign import require_embedded
 from tba.protocols import Tokenizer
 from tba.types import Prompt
 
@@ -93,11 +94,7 @@ class Room:
             raise UserError(
                 f"a prompt has {n} tokens, and this engine was made for {limit}: drop it, or raise --prompts.max-tokens"
             )
-        if (largest := int(np.max(prompt.tokens))) >= self.embeddings:
-            raise UserError(
-                f"a prompt has the token {largest}, and the model embeddings of {self.embeddings}: resize the model's "
-                "(resize_token_embeddings) and save it, or give its own tokenizer"
-            )
+        require_embedded(int(np.max(prompt.tokens)), self.embeddings)
         if positions is not None and n >= positions:
             raise UserError(
                 f"a prompt has {n} tokens, which leaves no room for an answer in the model's {positions} positions"

@@ -95,6 +95,7 @@ class CausalPolicy:
         self._checkpointed = gradient_checkpointing
         if gradient_checkpointing is not False:
             model.gradient_checkpointing_enable({"use_reentrant": False})
+            _drop_nothing(model)
         self._body = model.get_decoder()
         width = model.get_output_embeddings().weight.shape[-1]
         self.heads = linear_heads(heads, width, torch.device("cpu") if unfilled else model.device)
@@ -353,17 +354,22 @@ def _compile_layers(model: PreTrainedModel) -> None:
                     part.compile(dynamic=True)
 
 
+def _drop_nothing(model: PreTrainedModel) -> None:
+    """Sets to 0 what layers that can be checkpointed drop out by themselves (OPT), not by a module in them."""
+    for layer in (m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)):
+        for name in [n for n, value in vars(layer).items() if "dropout" in n and isinstance(value, float)]:
+            setattr(layer, name, 0.0)
+
+
 @contextmanager
 def _layers_checkpointed(model: PreTrainedModel, wanted: bool) -> Iterator[None]:
     """Gradient checkpointing for one forward.
 
     Transformers checkpoints layers in training mode only; that mode is given to the layers themselves and not to
-    what is in them, so that dropout stays off; what a layer drops out itself (OPT) is set to nothing.
+    what is in them, so that dropout stays off (`_drop_nothing`).
     """
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)] if wanted else []
     for layer in layers:
-        for name in [n for n, value in vars(layer).items() if "dropout" in n and isinstance(value, float)]:
-            setattr(layer, name, 0.0)
         layer.training = True
     try:
         yield

@@ -83,6 +83,12 @@ def read_last(directory: Path) -> dict[str, Json] | None:
     return read_last_line(directory / FILE, step_of)
 
 
+def incarnation_of(row: dict[str, Json]) -> int | None:
+    """Returns which incarnation of the run made the step of a line; None where the line does not say."""
+    first = str(row.get("version", "0")).partition(".")[0]
+    return int(first) if first.isdecimal() else None
+
+
 def step_of(row: dict[str, Json]) -> dict[str, Json]:
     """Returns the line itself. Raises `TypeError` when it does not say which step it is, and when."""
     if not (isinstance(row["step"], int) and is_number(row["wall_seconds"])):

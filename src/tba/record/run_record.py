@@ -117,9 +117,8 @@ class RunRecord:
         """Returns the first step that each incarnation made."""
         first: dict[int, int] = {}
         for row in self.metrics:
-            incarnation = str(row.get("version")).partition(".")[0]
-            if incarnation.isdecimal():
-                first.setdefault(int(incarnation), int(row["step"]))
+            if (incarnation := metrics.incarnation_of(row)) is not None:
+                first.setdefault(incarnation, int(row["step"]))
         return first
 
     def _lost(self, version: Version) -> bool:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from tba.errors import NonFiniteLoss, UserError
 from tba.fields import as_declared
-from tba.foreign import most_positions
+from tba.foreign import most_positions, require_embedded
 from tba.protocols import Tokenizer
 from tba.schedules import RateShape, WarmupConstant, WarmupCosine, WarmupLinear
 from tba.training.optimizer import OptimizerSettings
@@ -142,12 +142,8 @@ def supervise(
         for p, end in zip(pairs, ends, strict=True)
         if p.prompt and end is not None
     ]
-    known = len(model.get_input_embeddings().weight)
-    if (largest := max((max(ids) for _, ids, _ in fitting), default=0)) >= known:
-        raise UserError(
-            f"the tokenizer writes the token {largest}, and the model has embeddings of {known}: resize the model's "
-            "(resize_token_embeddings) and save it, or give its own tokenizer"
-        )
+    largest = max((max(ids) for _, ids, _ in fitting), default=0)
+    require_embedded(largest, len(model.get_input_embeddings().weight))
     longest = min(settings.max_length, most_positions(model.config) or settings.max_length)
     rows = [_Row(*fitted) for fitted in fitting if len(fitted[1]) <= longest]
     rng = np.random.default_rng(settings.seed)
