@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
@@ -60,6 +60,35 @@ class Reward(Protocol):
 
     def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> Sequence[Judgement]:
         """One judgement for each (prompt, completion), in order."""
+        ...
+
+
+@dataclass(frozen=True)
+class GradingCalls:
+    """Says how answers are given to one part of a reward, and how many calls may be under way at once."""
+
+    name: str  # for messages and reports
+    grade: Callable[[Sequence[tuple[Prompt, Completion]]], Any]  # returns one value for each answer; an awaitable of
+    # these values where it is `asynchronous`
+    unit: Literal["answer", "group", "waiting"] = "waiting"  # what one call gets: one answer, all answers to a prompt,
+    # or all answers that wait
+    concurrency: int = 1  # calls under way at once, of all searchers of a run together
+    asynchronous: bool = False  # all calls run in one event loop
+
+
+@runtime_checkable
+class Separable(Protocol):
+    """A reward whose parts are called answer by answer, group by group, or several calls at once.
+
+    A reward without these methods is called by `judge`: one call at a time, about all answers that wait.
+    """
+
+    def calls(self) -> Sequence[GradingCalls]:
+        """Returns how each part is called."""
+        ...
+
+    def judgement(self, values: Sequence[Any]) -> Judgement:
+        """Returns the judgement of one answer, from the value that each part gave it, in the order of `calls`."""
         ...
 
 
