@@ -14,7 +14,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 GROUND = {"errors", "types", "fields", "foreign", "tables", "turns"}
 TENSORS = {"sharding", "streaming", "host_copies", "cards"}  # torch alone
-SEAMS = GROUND | {"protocols", "generation", "batch"}
+SEAMS = GROUND | {"protocols", "generation", "grading", "batch"}
 LEAVES = {"engines", "policy", "rewards", "tasks"}
 PARTS = {"rollout", "intake", "training", "replay", "weights", "evaluation", "record"}
 
@@ -35,6 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "batch": {"types"},
     "protocols": {"types", "batch", "sharding"},  # the last two for type checkers only
     "generation": {"types", "protocols"},
+    "grading": {"errors", "types", "protocols"},
     "schedules": {"errors", "fields"},
     "sharding": set(),
     "streaming": set(),

@@ -36,10 +36,11 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch reads it
 
 import numpy as np
+import tba.rollout.pipeline
 import torch
+from tba.rollout.pipeline import Pipeline
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import tba.rollout.pipeline
 import tba.rollout.searcher
 from tba.clock import ShareClock
 from tba.engines.slots import SlotCache
@@ -53,7 +54,6 @@ from tba.recipes.red_team_gpt2 import recipe as red_team_gpt2
 from tba.recipes.tldr import recipe as tldr
 from tba.replay.journal import JournalWriter
 from tba.rollout.exploration import Fixed
-from tba.rollout.pipeline import Pipeline
 from tba.rollout.prompts import PromptStream
 from tba.rollout.searcher import Searcher
 from tba.types import Completion, FloatArray, Judgement, Prompt, Version

@@ -438,6 +438,20 @@ class Journal(Protocol):
         """
         ...
 
+    def stage(
+        self,
+        trajectories: Sequence[Trajectory],
+        positions: Sequence[int],
+        samples: int,
+        counters: Mapping[str, int] | None = None,
+    ) -> None:
+        """Returns once graded answers to prompts whose other answers are not graded yet are on disk. They are put by
+        the `put` that names them, or, after a crash, by `resume`; until then nobody is given them.
+
+        positions: the leased position of each trajectory. samples: answers that a group has.
+        """
+        ...
+
     def known(self, uids: Sequence[str]) -> set[str]:
         """Returns which of these were ever put."""
         ...
@@ -479,7 +493,7 @@ class Journal(Protocol):
         ...
 
     def resume(self) -> None:
-        """Lets everything expire that an earlier process of this name held."""
+        """Lets everything expire that an earlier process of this name held, and puts what it has staged."""
         ...
 
     def close(self) -> None:

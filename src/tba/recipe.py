@@ -39,7 +39,11 @@ class RuntimeSettings:
 
     idle_deadline: float = 1800.0  # seconds the trainer may wait for one batch
     silence_deadline: float = 1800.0  # seconds a part may be without a heartbeat before it is killed and restarted
-    reward_deadline: float = 600.0  # seconds the reward may take over a round's answers
+    reward_deadline: float = (
+        120.0  # seconds that one call of the reward may take; the answer of a longer one is rejected
+    )
+    # (a call about a batch has as long for each 64 answers)
+    grading_lag: float = 8.0  # updates that an answer may wait for its grade, before searchers generate no further ones
     restarts: int = 3  # how often each part that dies is restarted; the trainer resumes from its newest checkpoint
     inline_rounds_per_sync: int = 1  # searcher rounds between two weight syncs in the inline runtime
     journal_dir: Path | None = None  # folder of the journal; needed if the run's folder is on a network filesystem
@@ -54,7 +58,7 @@ class RuntimeSettings:
                 raise UserError(f"--run.{name.replace('_', '-')} is {getattr(self, name)}, it must be at least {least}")
         for name in _SECONDS:
             if not getattr(self, name) > 0:
-                raise UserError(f"--run.{name.replace('_', '-')} is {getattr(self, name)}, give seconds above 0")
+                raise UserError(f"--run.{name.replace('_', '-')} is {getattr(self, name)}, give a number above 0")
 
     @property
     def first_sign_deadline(self) -> float:
@@ -94,7 +98,7 @@ class ClusterSettings:
                 )
 
 
-_SECONDS = ("idle_deadline", "silence_deadline", "reward_deadline")
+_SECONDS = ("idle_deadline", "silence_deadline", "reward_deadline", "grading_lag")
 _LEAST = {
     "restarts": 0,
     "inline_rounds_per_sync": 1,
@@ -319,6 +323,11 @@ class Recipe:
     def searcher_count(self) -> int:
         """Returns how many processes generate, as far as it is decided."""
         return 1 if self.searchers is None else self.searchers
+
+    @property
+    def warm_up(self) -> int:
+        """Returns the trajectories before the first update: no more than the run trains on."""
+        return min(self.replay.pacing.warm_up, self.steps * self.groups_per_step * self.group_size)
 
     @property
     def largest_reward(self) -> float:

@@ -16,6 +16,7 @@ import torch
 from small_llama import small_llama
 
 from tba.batch import collate
+from tba.grading import Grader
 from tba.models.huggingface import HuggingFace
 from tba.protocols import Reward
 from tba.replay.buffer import Buffer, BufferSettings
@@ -59,7 +60,7 @@ def bench(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
                 "name": "searcher-0",
                 "engine": TabularEngine(TASK),
                 "reference": TabularReference(TASK, 0.7),
-                "reward": TASK.reward(),
+                "grader": Grader(changes.pop("reward", TASK.reward())),
                 "exploration": Fixed(),
                 "prompts": PromptStream(tabular_prompts(TASK), 0, lambda count: journal.lease(count, 60.0)),
                 "journal": journal,
@@ -248,6 +249,9 @@ class Sent:
     journal: JournalWriter
     sizes: list[int] = field(default_factory=list)
 
+    def __getattr__(self, verb: str) -> Any:
+        return getattr(self.journal, verb)
+
     def put(self, trajectories: Sequence[Trajectory], *rest: Any) -> None:
         self.sizes.append(len(trajectories))
         self.journal.put(trajectories, *rest)
@@ -298,7 +302,7 @@ def searcher_of(model: HuggingFace, tmp_path: Path, temperature: float, explorat
         name="searcher-0",
         engine=model.engine(Version()),
         reference=model.reference(temperature, Version()),
-        reward=Indifferent(),
+        grader=Grader(Indifferent()),
         exploration=exploration,
         prompts=PromptStream(prompts, 0, lambda count: list(range(count))),
         journal=journal,

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, TypeVar
 from tba.command.model_card import LICENCE, base_of, card, require_repo
 from tba.command.options import PushOptions
 from tba.errors import UserError
+from tba.grading import in_thread
 from tba.record.live import View
 from tba.record.run_record import RunRecord
 from tba.record.terminal import terminal
 from tba.record.text import size
-from tba.rollout.reward_retry import beside
 from tba.runtime.run_directory import RunDirectory, setting
 from tba.training import checkpoint, optimizer
 from tba.training.checkpoint import Checkpoint, newest_sound
@@ -140,7 +140,7 @@ def _within(seconds: float, what: str, ask: Callable[[], T]) -> T:
 
     It is asked in a thread, because looking up an address and connecting to it know no deadline.
     """
-    answer = beside("hub", ask)
+    answer = in_thread("hub", ask)
     try:
         return answer.result(seconds)
     except Exception as error:  # of whichever library it speaks HTTP by

@@ -103,7 +103,7 @@ def _search(
                     said = time.monotonic()
                     now = half.searcher.engine.version
                     console.print(f"{place.name}: {half.searcher.rounds} rounds, weights {now}", highlight=False)
-            half.drain(stop=True)
+            half.searcher.drain(stop=True)
             place.why = place.why or "the run ended"
         finally:
             half.journal.resume()  # what it held is for others

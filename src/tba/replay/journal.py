@@ -13,14 +13,15 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from tba.replay.codec import Encoded, Row, decode_prompt, decode_trajectory, encode_logs, encoded
+from tba.replay.codec import Damaged, Encoded, Row, decode_prompt, decode_trajectory, encode_logs, encoded
 from tba.replay.recovery import open_journal
-from tba.replay.schema import ROWS, add_to_totals, keep_prompts
-from tba.types import Evaluation, Outcome, Score, Trajectory, Version
+from tba.replay.schema import ROWS, STAGED, add_to_totals, has_staged, keep_prompts
+from tba.types import LEFT_OUT, Evaluation, Outcome, Score, Trajectory, Version
 
 _AT_ONCE = 500  # parameters of one query, of which old versions of SQLite allow 999
 _PUT_AT_ONCE = 100  # rows of 8 parameters
@@ -47,6 +48,7 @@ class JournalWriter(AbstractContextManager["JournalWriter"]):
         self.owner = owner
         self._clock = clock
         self._scored_before = False
+        self._staged: set[str] = set()  # names of what this writer has staged
         self._database = open_journal(path, deadline_s, waiting, create)
 
     def put(
@@ -66,17 +68,44 @@ class JournalWriter(AbstractContextManager["JournalWriter"]):
         rows = given.rows
         with self._database.transaction() as connection:
             keep_prompts(connection, given.prompts.items())
-            parts = [rows[i : i + _PUT_AT_ONCE] for i in range(0, len(rows), _PUT_AT_ONCE)]
-            tokens = [row.tokens for part in parts for row in self._append(connection, part)]
+            tokens = self._append_all(connection, rows)
             connection.executemany(
                 "DELETE FROM leases WHERE position = ? AND owner = ?", [(position, self.owner) for position in leases]
             )
-            add_to_totals(connection, {"rows": len(tokens), "tokens": sum(tokens)})
+            if staged := self._staged.intersection(row.uid for row in rows):
+                connection.executemany("DELETE FROM staged WHERE uid = ?", [(uid,) for uid in staged])
+                self._staged -= staged
             if tokens or not rows:
                 self._count(connection, counters or {})
                 connection.executemany(
                     "INSERT INTO outcomes (position, successes, failures) VALUES (?, ?, ?)", outcomes
                 )
+
+    def stage(
+        self,
+        trajectories: Sequence[Trajectory] | Encoded,
+        positions: Sequence[int],
+        samples: int,
+        counters: Mapping[str, int] | None = None,
+    ) -> None:
+        """Write graded answers to prompts whose other answers are not graded yet, and add the counters, in one
+        transaction. `put` with the same names takes them over, and `resume` puts those that nobody has taken over.
+
+        positions: the leased position of each. samples: answers that a group has. Raises as `put`.
+        """
+        given = encoded(trajectories)
+        with self._database.transaction() as connection:
+            connection.execute(STAGED)
+            keep_prompts(connection, given.prompts.items())
+            connection.executemany(
+                "INSERT OR IGNORE INTO staged VALUES (?, ?, ?, ?, ?, ?)",
+                [
+                    (row.uid, self.owner, position, samples, row.prompt, row.body)
+                    for row, position in zip(given.rows, positions, strict=True)
+                ],
+            )
+            self._count(connection, counters or {})
+        self._staged.update(row.uid for row in given.rows)
 
     def known(self, uids: Sequence[str]) -> set[str]:
         """Returns which of these were ever put, also those that retention has deleted since."""
@@ -221,12 +250,55 @@ class JournalWriter(AbstractContextManager["JournalWriter"]):
 
     def resume(self) -> None:
         """Let everything expire that an earlier process under this owner's name held: prompts, unfinished jobs,
-        trajectories to score.
+        trajectories to score. Put what it has staged, and count what was being graded as in flight.
+
+        A group that is put so is marked as having left something out: what it lacks took longest to grade.
         """
         with self._database.transaction() as connection:
             connection.execute("UPDATE leases SET seconds = 0 WHERE owner = ?", (self.owner,))
             connection.execute("UPDATE jobs SET seconds = 0 WHERE owner = ? AND NOT done", (self.owner,))
             connection.execute("UPDATE unscored SET seconds = 0 WHERE owner = ?", (self.owner,))
+            self._put_staged(connection)
+            for unit in ("trajectories", "tokens"):
+                self._leave(connection, unit)
+        self._staged.clear()
+
+    def _put_staged(self, connection: sqlite3.Connection) -> None:
+        """Append what this owner has staged; each group is marked with what it lacks."""
+        if not has_staged(connection):
+            return
+        groups: dict[int, list[Trajectory]] = {}
+        samples: dict[int, int] = {}
+        query = (
+            "SELECT position, samples, prompts.body, staged.body FROM staged JOIN prompts ON prompts.id = prompt "
+            "WHERE owner = ? ORDER BY staged.rowid"
+        )
+        for position, count, prompt, body in connection.execute(query, (self.owner,)).fetchall():
+            with suppress(Damaged):
+                groups.setdefault(position, []).append(decode_trajectory(body, decode_prompt(prompt)))
+                samples[position] = count
+        marked = [
+            replace(t, provenance={**t.provenance, LEFT_OUT: max(0, samples[position] - len(group)) / len(group)})
+            for position, group in groups.items()
+            for t in group
+        ]
+        self._append_all(connection, encoded(marked).rows)
+        connection.execute("DELETE FROM staged WHERE owner = ?", (self.owner,))
+
+    def _leave(self, connection: sqlite3.Connection, unit: str) -> None:
+        """Count as in flight what an earlier process of this name was grading."""
+        grading = connection.execute(
+            "SELECT value FROM counters WHERE owner = ? AND name = ?", (self.owner, f"grading_{unit}")
+        ).fetchone()
+        if grading is not None and grading[0]:
+            self._count(connection, {f"in_flight_{unit}": grading[0], f"grading_{unit}": -grading[0]})
+
+    def _append_all(self, connection: sqlite3.Connection, rows: Sequence[Row]) -> list[int]:
+        """Append rows, and add those that were new to the totals; returns the tokens of each that was."""
+        parts = [rows[i : i + _PUT_AT_ONCE] for i in range(0, len(rows), _PUT_AT_ONCE)]
+        tokens = [row.tokens for part in parts for row in self._append(connection, part)]
+        add_to_totals(connection, {"rows": len(tokens), "tokens": sum(tokens)})
+        return tokens
 
     def _append(self, connection: sqlite3.Connection, rows: Sequence[Row]) -> Sequence[Row]:
         """Append rows; returns those that were new. Uids outlive bodies, so a repeat is recognised after retention.

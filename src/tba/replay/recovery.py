@@ -41,7 +41,7 @@ from tba.replay.pages import (
     torn,
     wal_frames,
 )
-from tba.replay.schema import KIND, TABLES, VERSION, keep_prompts, set_totals
+from tba.replay.schema import KIND, STAGED, TABLES, VERSION, has_staged, keep_prompts, set_totals
 
 log = logging.getLogger("tba.journal")
 _DEADLINE = 1800.0  # seconds that checking and recovering a large file may take
@@ -259,6 +259,10 @@ def _copy_tables(path: Path, connection: sqlite3.Connection) -> _Known:
         old.execute("PRAGMA writable_schema = ON")  # with it SQLite reads as far as a truncated file goes
         known.ours = old.execute("PRAGMA application_id").fetchone()[0] == KIND
         whole = {table for table in _PLAIN if _copy_table(old, connection, table)}
+        with suppress(*UNREADABLE):
+            if has_staged(old):
+                connection.execute(STAGED)
+                _copy_table(old, connection, "staged")
         with suppress(*UNREADABLE):
             known.believe(old.execute("SELECT name, value, again FROM totals"))
             known.counted = known.totals.get("rows") if "counters" in whole else None

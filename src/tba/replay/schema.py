@@ -18,6 +18,8 @@
     unscored        the scores that the trainer requests, all under one reference, the newest; leased newest first, so
                     that no two searchers score the same, and removed in the transaction that writes the score
     leases, outcomes, jobs, evaluations, counters
+    staged          graded answers to prompts whose other answers are not graded yet; only where there ever were any, so
+                    that files of earlier programs are as they were
 
 Invariant: a file with this version's number in its header has exactly these tables. One of another version is refused
 by `Database`, and nothing in it is changed.
@@ -71,6 +73,18 @@ CREATE TABLE scores (
     UNIQUE (uid, reference)
 )
 """
+
+STAGED = """
+CREATE TABLE IF NOT EXISTS staged (
+    uid TEXT PRIMARY KEY, owner TEXT NOT NULL, position INTEGER NOT NULL, samples INTEGER NOT NULL,
+    prompt INTEGER NOT NULL, body BLOB NOT NULL
+)
+"""
+
+
+def has_staged(connection: sqlite3.Connection) -> bool:
+    """Returns whether the file has the table of staged answers."""
+    return connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'staged'").fetchone() is not None
 
 
 def keep_prompts(connection: sqlite3.Connection, prompts: Iterable[tuple[int, bytes]]) -> None:

@@ -25,19 +25,22 @@ import inspect
 import logging
 import math
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from tba.errors import TbaError, UserError
 from tba.fields import as_declared
-from tba.protocols import Reward
-from tba.rewards.threads import in_threads
+from tba.grading import event_loop
+from tba.protocols import GradingCalls, Reward
 from tba.types import Completion, Judgement, Problem, Prompt, quoted
 
+T = TypeVar("T")
 log = logging.getLogger("tba.reward")
+ABSTAINED = "abstained"  # the part of a judgement that says how many functions gave an answer None
+ASYNC_CONCURRENCY = 64  # calls of an async function at once, where nothing else is said
 
 RewardFunction = Callable[..., Any]
 Answered = tuple[Prompt, Completion]
@@ -61,8 +64,8 @@ class WeightedFunctions:
     """
 
     functions: tuple[tuple[RewardFunction, float], ...]  # (function, weight) pairs
-    concurrency: int = 1  # calls at once, in threads or, of async ones, in one loop: for functions that wait
-    deadline_seconds: float = 600.0  # for one batch of answers, when several calls run at once
+    concurrency: int | None = None  # calls of a function of one answer that run at once, of all searchers of a run
+    # together: in threads, or of an async function in one loop; None: 1, of an async function 64
 
     def __post_init__(self) -> None:
         for pair in self.functions:
@@ -76,37 +79,38 @@ class WeightedFunctions:
         for name, (_, weight) in zip(names, self.functions, strict=True):
             if not math.isfinite(weight):
                 raise UserError(f"reward function {name!r} has weight {weight}: give a finite number")
-        check_waiting(self.concurrency, self.deadline_seconds)
+        if self.concurrency is not None:
+            check_concurrency(self.concurrency)
         for f, _ in self.functions:
             _Signature.of(f)
 
+    def calls(self) -> Sequence[GradingCalls]:
+        """Returns how each function is called, and how many of its calls may be under way at once."""
+        return [_calls(_Signature.of(f), self.concurrency) for f, _ in self.functions]
+
+    def judgement(self, values: Sequence[float | None]) -> Judgement:
+        """Returns the weighted sum of what each function gave one answer."""
+        pairs = zip(self.functions, values, strict=True)
+        given = [(f, weight, v) for (f, weight), v in pairs if v is not None]
+        parts = {name_of(f): value for f, _, value in given}
+        if len(given) < len(values):
+            parts[ABSTAINED] = float(len(values) - len(given))
+        return Judgement(sum((weight * value for _, weight, value in given), 0.0), parts)
+
     def judge(self, answered: Sequence[Answered]) -> list[Judgement]:
-        """Raises `UserError` when a function raises, misses a field, or gives no finite number."""
-        calls = [call for f, _ in self.functions for call in _calls(_Signature.of(f), answered, self.concurrency)]
-        found = in_threads(
-            [call.values for call in calls],
-            self.concurrency,
-            self.deadline_seconds,
-            lambda i: f"reward function {name_of(calls[i].signature.function)!r} on prompt {calls[i].rows[0][0].key}",
-        )
-        flat = [value for values in found for value in values]
-        count = len(answered)
-        by_function = [flat[i * count : (i + 1) * count] for i in range(len(self.functions))]
+        """Judges answers, one call after another. Raises `UserError` when a function raises, misses a field, or gives
+        no finite number.
+        """
+        by_function = [_called(part, answered) for part in self.calls()]
         for (f, _), values in zip(self.functions, by_function, strict=True):
             if abstained := values.count(None):
-                log.info("reward function %r abstained from %d of %d answers", name_of(f), abstained, count)
-        if count > 1 and not any(value is not None for value in flat):
+                log.info("reward function %r abstained from %d of %d answers", name_of(f), abstained, len(answered))
+        if len(answered) > 1 and not any(value is not None for values in by_function for value in values):
             names = ", ".join(repr(name_of(f)) for f, _ in self.functions)
-            raise UserError(f"reward function {names} gave None for all of {count} answers: return a number for some")
-        counted = any(None in values for values in by_function)
-        return [self._judgement(values, counted) for values in zip(*by_function, strict=True)]
-
-    def _judgement(self, values: Sequence[float | None], counted: bool) -> Judgement:
-        given = [(f, weight, v) for (f, weight), v in zip(self.functions, values, strict=True) if v is not None]
-        parts = {name_of(f): value for f, _, value in given}
-        if counted:
-            parts["abstained"] = float(len(values) - len(given))
-        return Judgement(sum((weight * value for _, weight, value in given), 0.0), parts)
+            raise UserError(
+                f"reward function {names} gave None for all of {len(answered)} answers: return a number for some"
+            )
+        return [self.judgement(values) for values in zip(*by_function, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -115,19 +119,29 @@ class FunctionReward:
     """One plain function as a reward, with weight 1."""
 
     function: RewardFunction  # (prompt, completion, **fields) -> float, or a batch's form: see `rewards/functions.py`
-    concurrency: int = 1  # calls at once, in threads or, of an async one, in one loop: for a function that waits
-    deadline_seconds: float = 600.0  # for one batch of answers, when several calls run at once
+    concurrency: int | None = None  # calls of a function of one answer that run at once, of all searchers of a run
+    # together: in threads, or of an async function in one loop; None: 1, of an async function 64
 
     def __post_init__(self) -> None:
         self.weighted()
 
     def judge(self, answered: Sequence[Answered]) -> list[Judgement]:
-        """Raises `UserError` when the function raises, misses a field, or gives no finite number."""
+        """Judges answers, one call after another. Raises `UserError` when the function raises, misses a field, or
+        gives no finite number.
+        """
         return self.weighted().judge(answered)
+
+    def calls(self) -> Sequence[GradingCalls]:
+        """Returns how the function is called, and how many of its calls may be under way at once."""
+        return self.weighted().calls()
+
+    def judgement(self, values: Sequence[float | None]) -> Judgement:
+        """Returns the judgement of what the function gave one answer."""
+        return self.weighted().judgement(values)
 
     def weighted(self) -> WeightedFunctions:
         """Returns it as a sum of one."""
-        return WeightedFunctions(((self.function, 1.0),), self.concurrency, self.deadline_seconds)
+        return WeightedFunctions(((self.function, 1.0),), self.concurrency)
 
 
 def check_fields(reward: Reward, problems: Sequence[Problem], task: str) -> None:
@@ -158,12 +172,10 @@ def name_of(function: RewardFunction) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-def check_waiting(concurrency: int, deadline_seconds: float) -> None:
-    """Raises `UserError` for an impossible concurrency or deadline."""
+def check_concurrency(concurrency: int) -> None:
+    """Raises `UserError` for an impossible number of calls at once."""
     if concurrency < 1:
         raise UserError(f"a reward has concurrency {concurrency}: give the number of calls at once, at least 1")
-    if not deadline_seconds > 0:
-        raise UserError(f"a reward has deadline_seconds {deadline_seconds}: give seconds above 0")
 
 
 @dataclass(frozen=True)
@@ -286,77 +298,72 @@ def _asks(signature: _Signature, missing: str, what: str, fields: Mapping[str, A
     )
 
 
-@dataclass(frozen=True)
-class _Call:
-    """One call of a function in one thread: for one answer, for a batch, or of an async one for several at once."""
-
-    signature: _Signature
-    rows: Sequence[Answered]
-    at_once: int
-
-    def values(self) -> list[float | None]:
-        if self.signature.batched:
-            return self._of_batch(_awaited(self._invoke, self.rows))
-        if not self.signature.waits:
-            return [_number(_awaited(self._invoke, self.rows), self.signature.function, self.rows[0])]
-        return _in_a_loop(self._several())
-
-    def _invoke(self, rows: Sequence[Answered]) -> Any:
-        positional, named = self.signature.arguments(rows)
-        with _Naming(self.signature.function, rows):
-            return self.signature.function(*positional, **named)
-
-    async def _several(self) -> list[float | None]:
-        free = asyncio.Semaphore(self.at_once)
-
-        async def one(row: Answered) -> float | None:
-            async with free:
-                coroutine = self._invoke([row])
-                with _Naming(self.signature.function, [row]):
-                    value = await coroutine
-            return _number(value, self.signature.function, row)
-
-        return list(await asyncio.gather(*(one(row) for row in self.rows)))
-
-    def _of_batch(self, found: Any) -> list[float | None]:
-        found = found.tolist() if hasattr(found, "tolist") else found
-        name = name_of(self.signature.function)
-        if not isinstance(found, list | tuple) or len(found) != len(self.rows):
-            what = f"{len(found)} rewards" if isinstance(found, list | tuple) else f"{quoted(repr(found)[:200])}"
-            raise UserError(
-                f"reward function {name!r} gave {what} for {len(self.rows)} answers: since it takes "
-                f"{self.signature.answer!r}, return a list with a number for each"
-            )
-        return [_number(value, self.signature.function, row) for value, row in zip(found, self.rows, strict=True)]
+def _calls(signature: _Signature, concurrency: int | None) -> GradingCalls:
+    """Returns how a function is called."""
+    name = f"reward function {name_of(signature.function)!r}"
+    if signature.batched:
+        return GradingCalls(name, functools.partial(_of_batch, signature))
+    if signature.waits:
+        many = ASYNC_CONCURRENCY if concurrency is None else concurrency
+        return GradingCalls(name, functools.partial(_awaited_one, signature), "answer", many, asynchronous=True)
+    return GradingCalls(name, functools.partial(_of_one, signature), "answer", concurrency or 1)
 
 
-def _calls(signature: _Signature, answered: Sequence[Answered], concurrency: int) -> list[_Call]:
-    """Returns the calls that give one function's values, in order."""
-    if not answered:
-        return []
-    if signature.batched or signature.waits:
-        return [_Call(signature, answered, concurrency)]
-    return [_Call(signature, [row], concurrency) for row in answered]
+def _called(part: GradingCalls, answered: Sequence[Answered]) -> list[float | None]:
+    """Returns the values that a function gives, one call after another."""
+    rows = [[row] for row in answered] if part.unit == "answer" else [answered] * bool(answered)
+    values = [part.grade(row) for row in rows]
+    return [value for row in values for value in (_in_a_loop(row) if part.asynchronous else row)]
 
 
-def _awaited(invoke: Callable[[Sequence[Answered]], Any], rows: Sequence[Answered]) -> Any:
+def _of_one(signature: _Signature, rows: Sequence[Answered]) -> list[float | None]:
+    """Returns what a function of one answer gives it."""
+    return [_number(_awaited(_invoked(signature, rows), signature.function, rows), signature.function, rows[0])]
+
+
+def _of_batch(signature: _Signature, rows: Sequence[Answered]) -> list[float | None]:
+    """Returns what a function of a batch gives each answer."""
+    values = _awaited(_invoked(signature, rows), signature.function, rows)
+    values = values.tolist() if hasattr(values, "tolist") else values
+    name = name_of(signature.function)
+    if not isinstance(values, list | tuple) or len(values) != len(rows):
+        what = f"{len(values)} rewards" if isinstance(values, list | tuple) else f"{quoted(repr(values)[:200])}"
+        raise UserError(
+            f"reward function {name!r} gave {what} for {len(rows)} answers: since it takes "
+            f"{signature.answer!r}, return a list with a number for each"
+        )
+    return [_number(value, signature.function, row) for value, row in zip(values, rows, strict=True)]
+
+
+async def _awaited_one(signature: _Signature, rows: Sequence[Answered]) -> list[float | None]:
+    """Returns what an async function of one answer gives it."""
+    coroutine = _invoked(signature, rows)
+    with _Naming(signature.function, rows):
+        value = await coroutine
+    return [_number(value, signature.function, rows[0])]
+
+
+def _invoked(signature: _Signature, rows: Sequence[Answered]) -> Any:
+    positional, named = signature.arguments(rows)
+    with _Naming(signature.function, rows):
+        return signature.function(*positional, **named)
+
+
+def _awaited(value: Any, function: RewardFunction, rows: Sequence[Answered]) -> Any:
     """Returns what a call gives, waiting for it where it has to be awaited."""
-    value = invoke(rows)
-    return _in_a_loop(_of(value)) if inspect.isawaitable(value) else value
+    if not inspect.isawaitable(value):
+        return value
+    with _Naming(function, rows):
+        return _in_a_loop(_of(value))
 
 
 async def _of(value: Awaitable[Any]) -> Any:
     return await value
 
 
-def _in_a_loop(coroutine: Any) -> Any:
-    """Runs a coroutine to its end; in a thread of its own where this one, a notebook's, runs a loop already."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(coroutine)
-    run = functools.partial(asyncio.run, coroutine)
-    return in_threads([run], 1, math.inf, lambda _: "an async reward function", here=False)[0]
+def _in_a_loop(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine to its end, in the loop in which all asynchronous user code runs."""
+    return asyncio.run_coroutine_threadsafe(coroutine, event_loop()).result()
 
 
 class _Naming:

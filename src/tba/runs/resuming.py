@@ -38,6 +38,8 @@ _KEPT = (  # what a run is about
     *("reference", "teacher.paths", "teacher.models"),
 )
 
+_REMOVED = ("deadline_seconds",)  # fields of earlier programs that change nothing of what a run learns
+
 
 def resumable(
     run: RunDirectory, overrides: Sequence[str], accept_lost_rows: bool = False
@@ -50,7 +52,7 @@ def resumable(
     then = run.recipe()
     made, known = facts["resolved"], plain(resolved(then))
     for name, was, now in differences(made, known):
-        if was is not None and now is not None:
+        if was is not None and now is not None and not name.startswith("run."):  # how it is run may change
             raise UserError(
                 f"recipe {facts['recipe']} has changed since the run at {run.path} began ({name} was {was!r} and is "
                 f"{now!r}): start a new run, or set it back"
@@ -76,9 +78,9 @@ def resumable(
 def _unknown(made: Mapping[str, Json], known: Mapping[str, Json], place: str = "") -> Iterator[str]:
     """Yields the dotted names of fields that a resolved recipe has and another lacks."""
     for name, value in made.items():
-        if name not in known:
+        if name not in known and name not in _REMOVED:
             yield f"{place}{name}"
-        elif isinstance(value, Mapping) and isinstance(known[name], Mapping):
+        elif isinstance(value, Mapping) and isinstance(known.get(name), Mapping):
             yield from _unknown(value, known[name], f"{place}{name}.")
 
 

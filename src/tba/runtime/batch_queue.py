@@ -125,17 +125,19 @@ class BatchQueue:
         """Returns the batch that was drawn ahead, or draws one now. The wait is put on the clock."""
         asked, self._ahead = self._ahead or thread.submit(self._sampled, version, published), None
         if not asked.done():
-            began = time.monotonic()
+            began, received = time.monotonic(), self._replay.buffer.received
             with self._clock.state("idle"):
                 while wait([asked], _LOOK).not_done:
                     self._clock.reclassify("paced" if self._reason == "paced" else "idle")
+                    if self._replay.buffer.received > received:
+                        began, received = time.monotonic(), self._replay.buffer.received
                     if time.monotonic() - began > 2 * self._deadline:  # the thread's own deadline comes earlier
                         raise DeadlineExceeded(f"replay gave no batch and no reason in {2 * self._deadline:g} s")
         return asked.result()
 
     def _sampled(self, version: Version, published: Version | None) -> Fetched:
         """Draws a batch as soon as replay allows it."""
-        began = time.monotonic()
+        began, received = time.monotonic(), self._replay.buffer.received
         if self._synced != published:
             self._synced = published
             self._replay.drain()  # with `take_in = "sync"` this is when new data comes in
@@ -146,6 +148,8 @@ class BatchQueue:
                 self._reason = None
                 return Fetched(found, collate(found))
             self._reason = found
+            if self._replay.buffer.received > received:  # searchers bring trajectories, however slowly
+                began, received = time.monotonic(), self._replay.buffer.received
             if self._closed or self._stop():
                 raise Stopped
             if time.monotonic() - began > self._deadline:

@@ -6,6 +6,7 @@ and trainer: their result files); nothing here is found by subtraction.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,8 +27,11 @@ from tba.record.live import Status
 from tba.record.memory import machine
 from tba.record.metrics import RunningMetrics
 from tba.record.summary import Lag, Summary, WallSeconds
+from tba.record.text import duration
 from tba.replay.follower import JournalFollower
+from tba.replay.journal import JournalWriter
 from tba.replay.queries import rows_in
+from tba.rollout.rates import Rate
 from tba.runtime.checkpointing import loss_of
 from tba.runtime.elastic import Joined
 from tba.runtime.run_directory import RunDirectory
@@ -46,6 +50,7 @@ class Progress:
     run: RunDirectory
     metrics: RunningMetrics = field(init=False)
     evaluations: RunningEvaluations = field(init=False)
+    _arrivals: Rate = field(default_factory=Rate)  # of answers, during the warm-up
 
     def __post_init__(self) -> None:
         self.metrics = RunningMetrics(self.run.path)
@@ -84,10 +89,18 @@ class Progress:
         )
 
     def _awaited(self) -> str:
-        """Returns how many of the answers that the first step waits for have arrived; nothing when all have."""
-        wanted = self.recipe.replay.pacing.warm_up
-        there = rows_in(self.run.journal(self.recipe)) if wanted else None
-        return "" if there is None or there >= wanted else f"{there:,} of {wanted:,} answers"
+        """Returns how many of the answers that the first step waits for have arrived, and how long the others take at
+        the rate so far; nothing when all have.
+        """
+        total = self.recipe.warm_up
+        arrived = rows_in(self.run.journal(self.recipe)) if total else None
+        if arrived is None or arrived >= total:
+            return ""
+        now = time.monotonic()
+        self._arrivals.see(now, arrived)
+        rate = self._arrivals.per_second(now)
+        remaining = f", {duration((total - arrived) / rate)} left" if rate else ""
+        return f"{arrived:,} of {total:,} answers{remaining}"
 
 
 def summarise(
@@ -100,6 +113,9 @@ def summarise(
     joined = Joined(run).record()
     names = [*searchers, *(searcher["name"] for searcher in joined)]
     results = {name: read_json(run.result(name), GO_ON, **_SEARCHER) for name in names if run.result(name).exists()}
+    for name in names:  # one that was killed may have left graded answers
+        with JournalWriter(run.journal(recipe), name, create=False) as former:
+            former.resume()
     with JournalFollower(run.journal(recipe), position=trainer["position"], create=False) as journal:
         owners = journal.counters()
         undrained = journal.undrained()

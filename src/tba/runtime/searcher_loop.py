@@ -20,15 +20,14 @@ import numpy as np
 import torch
 
 from tba.clock import ShareClock
+from tba.grading import Grader
 from tba.protocols import Examined, Journal, Model, Records, Reward, WeightSource
 from tba.recipe import Recipe
 from tba.record.memory import FreedMemory, keep_few_kernels, peak_memory_bytes
 from tba.record.metrics import JOURNAL_ROWS
 from tba.rollout.overlong import Overlong
-from tba.rollout.pipeline import Pipeline
 from tba.rollout.prompts import PosteriorPrompts, UniformPrompts
 from tba.rollout.rescoring import Rescorer
-from tba.rollout.reward_retry import PatientReward
 from tba.rollout.searcher import Searcher
 from tba.runtime.connections import BackgroundJournal, Connections, on_disk
 from tba.runtime.evaluation import EVALUATION_DEADLINE, Examiner
@@ -39,7 +38,6 @@ from tba.types import SPLITS, Json, Split, Version
 
 log = logging.getLogger("tba.searcher")
 HAND_DOWN = 0.25  # seconds of a round after which the answers that are there are sent to the trainer
-RETRIES = 2  # times a reward that failed is asked again: what fails for longer is better mended than waited for
 NICENESS = 5  # how far searchers give way to the trainer where they share cores (nice(1)): docs/scaling.md has its gain
 DRAWN = (UniformPrompts, PosteriorPrompts)  # sources of prompts that draw them
 _LOOK = 0.1  # seconds between two polls for weights to evaluate, where that is all there is to do
@@ -59,7 +57,7 @@ def search(recipe: Recipe, start: Callable[[], SearcherLoop], stop: Callable[[],
                 time.sleep(_LOOK)
             else:
                 loop.round()
-        loop.drain(stop=True)
+        loop.searcher.drain(stop=True)
     finally:
         loop.close()
 
@@ -77,7 +75,6 @@ class SearcherLoop:
     incarnation: int = 0  # in which it was started
     memory: FreedMemory = field(default_factory=FreedMemory)
     held_back_since: float | None = None  # since when it has been held back, by a monotonic clock; None: it is not
-    pipeline: Pipeline | None = None  # makes its rounds flow into one another; None: they do not
     # by split, how many problems there are and which of them are not asked (`runtime/prompting.py`)
     prompts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
@@ -87,7 +84,8 @@ class SearcherLoop:
         """
         asked = self.told()
         stop = bool(asked.get("stop"))
-        self.examiner.answer(asked, partial(self.drain, stop), between)
+        before = partial(self.searcher.drain, stop=True) if stop else self.searcher.free_engine
+        self.examiner.answer(asked, before, between)
         return stop
 
     def told(self) -> Mapping[str, Json]:
@@ -96,16 +94,14 @@ class SearcherLoop:
         return {} if newest is None or newest.version.incarnation < self.incarnation else newest.manifest
 
     def ahead(self) -> bool:
-        """Returns whether there are as many trajectories as the trainer wants by now (`Pacing.wanted`); by default
-        never.
+        """Returns whether there are as many trajectories as the trainer wants by now (`Pacing.wanted`), those that are
+        being graded included; by default never.
         """
         for newest in (False, True):  # the bound only rises: most often the one that is known already is enough
             wanted = self.searcher.manifest.get("wanted")
-            if wanted is None or self.journal.rows() < wanted:
+            if wanted is None or self.journal.rows() + self.searcher.waiting < wanted:
                 return False
             if not newest:
-                if self.pipeline is not None:
-                    self.pipeline.settle()
                 self.searcher.pull()
         return True
 
@@ -117,19 +113,15 @@ class SearcherLoop:
         held_back = 0.0 if self.held_back_since is None else time.monotonic() - self.held_back_since
         if not self.ahead() or held_back > LONGEST_HELD_BACK:
             self.held_back_since = None
-            (self.pipeline or self.searcher).round()
+            self.searcher.round()
             self.memory.give_back()
             return
         if self.held_back_since is None:
             self.held_back_since = time.monotonic()
+        self.searcher.tend()
         self.searcher.rescore()
         with self.clock.state("paced"):
             time.sleep(_PAUSE)
-
-    def drain(self, stop: bool = False) -> None:
-        """Finish what flows from one round into the next; stop: what is being generated is left, as in flight."""
-        if self.pipeline is not None:
-            self.pipeline.drain(stop)
 
     def turn(self, trainer: ShareClock) -> None:
         """Make a round where trainer and searcher take turns; the trainer's clock counts it as idle: it is what
@@ -164,6 +156,7 @@ class SearcherLoop:
         try:
             rows = self.journal.rows()
         finally:
+            self.searcher.grader.close()
             self.journal.close()
         result = {
             JOURNAL_ROWS: rows,
@@ -186,7 +179,8 @@ def start_searching(
     """Build the loop of searcher number `index` of the run at `run`; `attempt` counts its restarts, so that no two
     share a seed.
 
-    background: a round is written in the background while the next one is made.
+    background: its rounds flow into one another, and what it sends is written in the background. Otherwise each round
+    is finished before the next begins, and nothing depends on how long anything takes.
     """
     ends = partial(on_disk, recipe, run, f"searcher-{index}", interrupted)
     return searcher_loop_at(recipe, ends, index, attempt, interrupted, background)
@@ -211,7 +205,7 @@ def searcher_loop_at(
         in_background = BackgroundJournal(ends.journal, 2 * recipe.run.journal_deadline, clock)
         ends = replace(ends, journal=cast(Journal, in_background))  # which it implements by forwarding
     try:
-        loop = _loop_of(ends, clock, recipe, model, prompts, index, attempt, interrupted)
+        loop = _loop_of(ends, clock, recipe, model, prompts, index, attempt, interrupted, background)
     except BaseException:
         ends.journal.close()
         raise
@@ -228,18 +222,23 @@ def _loop_of(
     index: int,
     attempt: int,
     interrupted: Callable[[], bool] | None,
+    background: bool,
 ) -> SearcherLoop:
     name = f"searcher-{index}"
     journal, weights = ends.journal, ends.weights
-    engine, reward = engine_of(recipe, model, Version(), clock), _patient(recipe, ends.records, reward_of(recipe.task))
+    engine, grader = (
+        engine_of(recipe, model, Version(), clock),
+        _grader(recipe, ends.records, reward_of(recipe.task), index),
+    )
     reference = reference_of(recipe, model)
     rescorer = Rescorer(reference, journal, recipe.rescored_per_round, LEASE_SECONDS)
+    in_rounds = recipe.run.rounds or not background or recipe.vine is not None
     seeds = [recipe.seed, 1 + index, attempt, *([ends.incarnation] if ends.incarnation else [])]
     searcher = Searcher(
         name=name,
         engine=engine,
         reference=reference,
-        reward=reward,
+        grader=grader,
         exploration=recipe.exploration,
         prompts=prompt_source(recipe, prompts["train"].prompts, journal, np.random.default_rng([*seeds, 0x9E])),
         journal=journal,
@@ -249,19 +248,21 @@ def _loop_of(
         rng=np.random.default_rng(seeds),
         interrupted=interrupted,
         teachers=teachers_of(recipe, model, reference),
-        vine=vine_of(recipe, model, engine, reward),
+        flows=not in_rounds,
+        vine=vine_of(recipe, model, engine, grader),
         rescorer=rescorer if recipe.reference_reset else None,
         largest_reward=recipe.largest_reward,
         overlong=Overlong(recipe.overlong_penalty, model.max_completion_tokens),
         hide_text=recipe.record.hide_text,
-        hand_down_seconds=math.inf if recipe.runtime == "inline" or recipe.vine else HAND_DOWN,
+        hand_down_seconds=HAND_DOWN if background and recipe.vine is None else math.inf,
+        grading_lag=recipe.run.grading_lag,
+        warm_up=recipe.warm_up,
         clock=clock,
     )
-    in_rounds = recipe.run.rounds or recipe.runtime == "inline" or recipe.vine is not None
     examiner = Examiner(
         engine=engine,
         prompts=prompts["eval"].prompts,
-        reward=_examination(recipe, ends.records) or reward,
+        reward=_examination(recipe, ends.records, index) or grader,
         settings=recipe.evaluation,
         policy_temperature=recipe.policy_temperature,
         journal=journal,
@@ -280,27 +281,21 @@ def _loop_of(
         clock,
         ends.records,
         ends.incarnation,
-        pipeline=None if in_rounds else Pipeline(searcher, _stage_deadline(recipe)),
         prompts={split: asked.counts for split, asked in prompts.items()},
     )
 
 
-def _stage_deadline(recipe: Recipe) -> float:
-    """Returns the seconds after which a stage is taken to hang: more than a reward has with its retries."""
-    return max(recipe.run.silence_deadline, (RETRIES + 1) * recipe.run.reward_deadline + 60.0)
-
-
-def _patient(recipe: Recipe, records: Records, reward: Reward) -> PatientReward:
-    """Returns a reward of the task, with a deadline and retries when it fails."""
-    return PatientReward(
+def _grader(recipe: Recipe, records: Records, reward: Reward, index: int) -> Grader:
+    """Returns what grades by a reward of the task; the run's searchers share its calls."""
+    return Grader(
         reward,
         recipe.run.reward_deadline,
-        RETRIES,
-        told=lambda what: records.fault("reward_retries", what),
+        share=(index, recipe.searcher_count),
+        report=lambda what: records.fault("reward_retries", what),
     )
 
 
-def _examination(recipe: Recipe, records: Records) -> PatientReward | None:
-    """Returns the reward that evaluates, where that is another one than is trained on."""
+def _examination(recipe: Recipe, records: Records, index: int) -> Grader | None:
+    """Returns what grades in evaluations, where that is another reward than is trained on."""
     task = recipe.task
-    return _patient(recipe, records, task.examination()) if isinstance(task, Examined) else None
+    return _grader(recipe, records, task.examination(), index) if isinstance(task, Examined) else None

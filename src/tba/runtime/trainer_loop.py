@@ -405,7 +405,8 @@ def start_training(
         journal.lead(_OTHERS)
         watched = rewards_watched(recipe, run)
         resets = recipe.reference_reset > 0
-        replay = Replay(journal, recipe.replay, recipe.sync_every, seed=recipe.seed, resets=resets, arrived=watched)
+        settings = replace(recipe.replay, pacing=replace(recipe.replay.pacing, warm_up=recipe.warm_up))
+        replay = Replay(journal, settings, recipe.sync_every, seed=recipe.seed, resets=resets, arrived=watched)
         replay.now = version
         if checkpoint is not None:
             replay.restore(checkpoint.state["replay"], version)
@@ -491,10 +492,10 @@ def require_enough(recipe: Recipe, replay: Replay) -> None:
             f"no {SMALLEST_GROUP} answer the same prompt: import several answers to each"
         )
     pacing = recipe.replay.pacing
-    if received < pacing.warm_up:
+    if received < recipe.warm_up:
         raise UserError(
             f"--offline there are {received} trajectories and no more will come, but --replay.pacing.warm-up is "
-            f"{pacing.warm_up}: set it to 0, or import more"
+            f"{recipe.warm_up}: set it to 0, or import more"
         )
     batch = recipe.groups_per_step * recipe.group_size
     uses = recipe.steps * batch / received

@@ -15,23 +15,21 @@ import pytest
 import torch
 from test_searcher import TASK, Sent, searcher_of, small_llama
 
-from tba.errors import DeadlineExceeded
-from tba.protocols import PublishedWeights, Reward
+from tba.grading import Grader
+from tba.protocols import GradingCalls, PublishedWeights, Reward
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
-from tba.rollout import pipeline as pipelines
 from tba.rollout.exploration import Fixed, RandomPerRound
-from tba.rollout.pipeline import Pipeline
 from tba.rollout.prompts import PromptStream
 from tba.rollout.searcher import Searcher
-from tba.types import Completion, FloatArray, Judgement, Prompt, StopReason, Version
+from tba.types import LEFT_OUT, Completion, FloatArray, Judgement, Prompt, StopReason, Version
 from tba.weights.directory import WeightDirectory
 from toy.engine import TabularEngine, tabular_prompts
 from toy.policy import WEIGHT, TabularReference
 
 S = 4
 LONG = 60.0  # seconds for what happens at once
-Begin = Callable[..., tuple[Pipeline, "Counted", JournalFollower]]
+Begin = Callable[..., tuple[Searcher, "Counted", JournalFollower]]
 
 
 @dataclass
@@ -60,7 +58,7 @@ class Counted:
 def begin(tmp_path: Path) -> Iterator[Begin]:
     with ExitStack() as ends:
 
-        def make(deadline: float = LONG, **changes: Any) -> tuple[Pipeline, Counted, JournalFollower]:
+        def make(deadline: float = LONG, **changes: Any) -> tuple[Searcher, Counted, JournalFollower]:
             journal = ends.enter_context(JournalWriter(tmp_path / "journal.sqlite", "searcher-0"))
             follower = ends.enter_context(JournalFollower(tmp_path / "journal.sqlite"))
             counted = Counted(journal)
@@ -68,7 +66,7 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
                 "name": "searcher-0",
                 "engine": TabularEngine(TASK),
                 "reference": TabularReference(TASK, 0.7),
-                "reward": TASK.reward(),
+                "grader": Grader(changes.pop("reward", TASK.reward()), deadline),
                 "exploration": Fixed(),
                 "prompts": PromptStream(tabular_prompts(TASK), 0, counted.lease),
                 "journal": journal,
@@ -77,8 +75,10 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
                 "prompts_per_round": 3,
                 "rng": np.random.default_rng(0),
                 "hand_down_seconds": 0.0,
+                "flows": True,
+                "warm_up": 10**6,
             }
-            return Pipeline(Searcher(**{**parts, **changes}), deadline), counted, follower
+            return Searcher(**{**parts, **changes}), counted, follower
 
         yield make
 
@@ -103,13 +103,13 @@ def test_generation_goes_on_while_the_reward_is_asked_and_it_is_asked_about_all_
     begin: Begin,
 ) -> None:
     slow = Slow(TASK.reward(), 20)
-    pipeline, slow.counted, follower = begin(reward=slow)
+    searcher, slow.counted, follower = begin(reward=slow)
     while len(slow.went_on) < 3:
-        pipeline.round()
-    pipeline.drain()
+        searcher.round()
+    searcher.drain()
     assert slow.went_on == [True] * 3
     sent, counts = follower.drain(), follower.counters()["searcher-0"]
-    assert len(sent) == pipeline.sent == counts["generated_trajectories"] == slow.counted.begun * S
+    assert len(sent) == searcher.sent == counts["generated_trajectories"] == slow.counted.begun * S
     for t in sent:
         assert t.reward == TASK.rewards_QO[TASK.question(t.prompt), TASK.outcome(t.completion.tokens)]
         np.testing.assert_array_equal(
@@ -118,19 +118,16 @@ def test_generation_goes_on_while_the_reward_is_asked_and_it_is_asked_about_all_
 
 
 def test_a_rounds_worth_of_answers_is_sent_without_delay_and_less_is_held_for_a_while(begin: Begin) -> None:
-    pipeline, counted, follower = begin(hand_down_seconds=math.inf)
-    pipeline.searcher.journal = sent = Sent(counted.journal)
+    searcher, counted, follower = begin(hand_down_seconds=math.inf)
+    searcher.journal = sent = Sent(counted.journal)
     while len(sent.sizes) < 20:
-        pipeline.round()
+        searcher.round()
     assert min(sent.sizes) >= 3 * S
-    pipeline.drain()  # the rest, however little
+    searcher.drain()  # the rest, however little
     assert sum(sent.sizes) == len(follower.drain()) == counted.begun * S
 
 
-def test_generation_waits_once_many_rounds_of_answers_wait_for_the_reward(
-    begin: Begin, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pipelines, "_BEAT", 0.001)
+def test_generation_waits_once_as_many_answers_wait_for_the_reward_as_the_warm_up_lacks(begin: Begin) -> None:
     given, waited = threading.Event(), list[int]()
 
     class Held:
@@ -138,23 +135,17 @@ def test_generation_waits_once_many_rounds_of_answers_wait_for_the_reward(
             assert given.wait(LONG)
             return TASK.reward().judge(answered)
 
-    def interrupted() -> bool:
-        if pipeline.searcher.clock.present == "reward":  # it gives a sign of life while it waits
+    searcher, counted, follower = begin(reward=Held(), warm_up=200)
+    while len(waited) < 5:
+        searcher.round()
+        if searcher.clock.seconds().get("reward", 0.0) > 0:
             waited.append(counted.begun)
-            if len(waited) == 5:
-                given.set()
-        return False
-
-    pipeline, counted, follower = begin(reward=Held(), interrupted=interrupted)
-    while not given.is_set():
-        pipeline.round()
-    growing = 64 // S  # prompts that the engine holds; at most as many are in the part that is judged
-    assert len(waited) >= 5
+    given.set()
+    growing = 64 // S  # prompts that the engine holds
     assert len(set(waited)) == 1
-    assert 16 * 3 <= waited[0] <= 16 * 3 + 3 * growing
-    pipeline.drain()
+    assert 200 // S <= waited[0] <= 200 // S + 3 * growing
+    searcher.drain()
     assert len(follower.drain()) == counted.begun * S
-    assert pipeline.searcher.clock.seconds()["reward"] > 0
 
 
 @dataclass
@@ -180,11 +171,11 @@ class SlowWeights:
 
 def test_generation_goes_on_while_weights_are_read_and_they_continue_answers_that_are_begun(begin: Begin) -> None:
     weights = SlowWeights(20)
-    pipeline, weights.counted, follower = begin(weights=weights)
-    while pipeline.searcher.engine.version == Version():
-        pipeline.round()
+    searcher, weights.counted, follower = begin(weights=weights)
+    while searcher.engine.version == Version():
+        searcher.round()
     assert weights.went_on
-    pipeline.drain()
+    searcher.drain()
     spans = {t.completion.versions for t in follower.drain()}
     assert spans == {(Version(), Version()), (Version(), Version(0, 2)), (Version(0, 2), Version(0, 2))}
 
@@ -208,14 +199,14 @@ def test_generation_goes_on_while_a_reference_on_an_accelerator_scores_and_it_be
     begin: Begin,
 ) -> None:
     reference = OnAnAccelerator(TASK, 0.7)
-    pipeline, reference.counted, follower = begin(reference=reference)
+    searcher, reference.counted, follower = begin(reference=reference)
     while not reference.went_on:
-        pipeline.round()
+        searcher.round()
     other = torch.from_numpy(TASK.reference_logits_QNV) * 2
-    pipeline.searcher.weights.publish({WEIGHT: other}, Version(0, 2), {"reference": "0.2"})
+    searcher.weights.publish({WEIGHT: other}, Version(0, 2), {"reference": "0.2"})
     while reference.version == Version():
-        pipeline.round()
-    pipeline.drain()
+        searcher.round()
+    searcher.drain()
     later = TabularReference(TASK, 0.7)
     later.load({WEIGHT: other}, Version(0, 2))
     by = {Version(): TabularReference(TASK, 0.7), Version(0, 2): later}
@@ -229,10 +220,10 @@ class Broken(Exception):
     pass
 
 
-def rounds(pipeline: Pipeline) -> None:
+def rounds(searcher: Searcher) -> None:
     """More of them than a stage that is broken can let pass."""
     for _ in range(1000):
-        pipeline.round()
+        searcher.round()
 
 
 @dataclass(frozen=True)
@@ -273,42 +264,66 @@ class BrokenReference(TabularReference):
 def test_what_a_stage_raises_is_raised_by_the_round_with_the_stages_traceback(
     begin: Begin, changes: dict[str, Any], where: str
 ) -> None:
-    pipeline, _, follower = begin(**changes)
+    searcher, _, follower = begin(**changes)
     with pytest.raises(Broken) as raised:
-        rounds(pipeline)
+        rounds(searcher)
     assert raised.traceback[-1].name == where
     assert follower.drain() == []
 
 
 def test_so_is_what_reading_weights_raises(begin: Begin) -> None:
     weights = BrokenWeights()
-    pipeline, _, _ = begin(weights=weights)
-    pipeline.round()
+    searcher, _, _ = begin(weights=weights)
+    searcher.round()
     weights.newest = Version(0, 4)
     with pytest.raises(Broken, match="in reading"):
-        rounds(pipeline)
+        rounds(searcher)
 
 
-def test_a_stage_that_hangs_is_named_once_its_time_is_over(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipelines, "_BEAT", 0.001)
-    over = threading.Event()
+@dataclass
+class HangsOnce:
+    """A reward that never judges one answer, and all others at once."""
 
-    class Hangs:
-        def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> Sequence[Judgement]:
-            over.wait(LONG)
-            return []
+    released: threading.Event
+    concurrency: int = 2
+    hung: list[Completion] = field(default_factory=list)
 
-    pipeline, _, _ = begin(deadline=0.05, reward=Hangs())
-    with pytest.raises(DeadlineExceeded, match=r"waited 0\.05 s for the reward of a searcher's answers"):
-        rounds(pipeline)
-    over.set()
+    def calls(self) -> Sequence[GradingCalls]:
+        return [GradingCalls("the hanging reward", self.judge, "answer", self.concurrency)]
+
+    def judgement(self, values: Sequence[Judgement]) -> Judgement:
+        return values[0]
+
+    def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> Sequence[Judgement]:
+        if not self.hung:
+            self.hung.append(answered[0][1])
+            self.released.wait(LONG)
+        return TASK.reward().judge(answered)
+
+
+def test_an_answer_whose_call_hangs_is_rejected_counted_and_held_against_its_group_only(begin: Begin) -> None:
+    hangs = HangsOnce(threading.Event())
+    searcher, counted, follower = begin(deadline=0.5, reward=hangs)
+    while searcher.rejected == 0:
+        searcher.round()
+    searcher.drain()
+    hangs.released.set()
+    sent, counts = follower.drain(), follower.counters()["searcher-0"]
+    assert counts["expired_trajectories"] == counts["rejected_trajectories"] == 1
+    assert counts["rejected_tokens"] == len(hangs.hung[0].tokens)
+    assert len(sent) == counted.begun * S - 1
+    assert counts["grading_trajectories"] == counts["grading_tokens"] == 0
+    marked = [t for t in sent if LEFT_OUT in t.provenance]
+    assert len(marked) == S - 1
+    assert {t.provenance[LEFT_OUT] for t in marked} == {1 / (S - 1)}
+    assert len({t.prompt.key for t in marked}) == 1
 
 
 def test_another_way_of_sampling_begins_once_the_answers_of_the_one_before_are_finished(begin: Begin) -> None:
-    pipeline, counted, follower = begin(exploration=RandomPerRound(p_temperature=1.0, p_top_p=0.5))
+    searcher, counted, follower = begin(exploration=RandomPerRound(p_temperature=1.0, p_top_p=0.5))
     for _ in range(6):
-        pipeline.round()
-    pipeline.drain()
+        searcher.round()
+    searcher.drain()
     sent = follower.drain()
     assert len(sent) == counted.begun * S
     by_prompt: dict[int, set[Any]] = {}
@@ -323,21 +338,20 @@ def test_rounds_that_flow_into_one_another_lose_nothing_and_leave_the_rest_in_fl
     with JournalWriter(tmp_path / "journal.sqlite", "searcher-0") as journal:
         searcher = searcher_of(model, tmp_path, 0.7, Fixed(temperature=0.7), Sent(journal))
         searcher.prompts = PromptStream(searcher.prompts.prompts, 0, lambda count: journal.lease(count, 60.0))
-        searcher.hand_down_seconds = 0.0
-        pipeline = Pipeline(searcher, LONG)
+        searcher.hand_down_seconds, searcher.flows, searcher.warm_up = 0.0, True, 10**6
         for _ in range(3):
-            pipeline.round()
-        pipeline.drain()
+            searcher.round()
+        searcher.drain()
         begun = journal.rows()
         assert begun >= 3 * 36
         assert journal.lease(1, 60.0) == [begun // 12]  # all that were begun are finished and given back
-        pipeline.round()
-        pipeline.drain(stop=True)
+        searcher.round()
+        searcher.drain(stop=True)
         rows = journal.rows()
     with JournalFollower(tmp_path / "journal.sqlite") as follower:
         kept = follower.drain()
         told = follower.counters()["searcher-0"]
-    assert len(kept) == rows == pipeline.sent > begun  # those of a prompt that were finished are sent
+    assert len(kept) == rows == searcher.sent > begun  # those of a prompt that were finished are sent
     assert told["generated_trajectories"] == len(kept) + told["in_flight_trajectories"]
     assert told["generated_tokens"] == sum(t.length for t in kept) + told["in_flight_tokens"]
     assert told["in_flight_trajectories"] > 0
@@ -349,13 +363,13 @@ def test_rounds_that_flow_into_one_another_lose_nothing_and_leave_the_rest_in_fl
 
 def test_the_time_of_a_searcher_is_counted_by_what_it_was_spent_on_and_adds_up(begin: Begin) -> None:
     for flows in (False, True):
-        pipeline, _, follower = begin()
+        searcher, _, follower = begin(flows=flows)
         for _ in range(20):
-            (pipeline if flows else pipeline.searcher).round()
-        pipeline.drain()
+            searcher.round()
+        searcher.drain()
         counts = follower.counters()["searcher-0"]
         counted = sum(n for name, n in counts.items() if name.endswith("_milliseconds"))
-        clock = sum(pipeline.searcher.clock.seconds().values())
-        told = sum(pipeline.searcher._told.values())
+        clock = sum(searcher.clock.seconds().values())
+        told = sum(searcher._counted.values())
         assert told <= 1000 * clock + 4  # each of its states is rounded
         assert counted >= told

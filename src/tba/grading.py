@@ -1,0 +1,437 @@
+"""Grading: each answer is graded by its own call, in a window of calls that go on while answers are generated.
+
+A reward has one or more parts (`GradingCalls`); one without `calls` is a single part that is called by `judge`, about
+all answers that wait. Each part has a window: at most `concurrency` of its calls run at once, in threads, or in one
+event loop if they are asynchronous. An answer is graded once every part has given it a value. A slow call holds up the
+answers that it is about, and no others.
+
+Invariant: each answer that is submitted comes back once: graded, or without a judgement because a call about it took
+longer than the deadline. Such a call is not repeated, and its place in the window is free again; its thread is
+abandoned, and is a daemon, so that it cannot keep the process alive. A call that raises is repeated, alone, a bounded
+number of times; what it raises last is raised by `poll`, after all that is graded has come back. One thread submits and
+polls; every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import groupby
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+from tba.errors import DeadlineExceeded, PartFailed, UserError
+from tba.protocols import GradingCalls, Reward, Separable
+from tba.types import Completion, Judgement, Prompt
+
+T = TypeVar("T")
+log = logging.getLogger("tba.reward")
+DEADLINE = 120.0  # seconds of one call
+RETRIES = 2  # repetitions of a call that raised: what fails for longer is better mended than waited for
+MOST_ABANDONED = 16  # threads of expired calls that may go on for ever
+_FIRST_PAUSE = 0.25  # seconds before a call is repeated; doubled each time
+_MOST_IN_BATCH = 1024  # answers of a call about all that wait
+_PER_DEADLINE = 64  # answers of such a call for which it has the deadline once
+_LOOP_GRACE = 10.0  # seconds beyond the deadline after which the event loop itself must hang
+_BEAT = 0.5  # seconds between two checks for expired calls while there is nothing else to do
+
+
+@dataclass(eq=False, slots=True)
+class Grade:
+    """One answer on its way through the windows. `judgement` stays None for an answer whose call expired."""
+
+    prompt: Prompt
+    completion: Completion
+    finished: list[Grade]  # where it is put when it comes back
+    values: list[Any]  # of each part
+    missing: int  # parts that have not given their value
+    judgement: Judgement | None = None
+    expired: bool = False
+    seconds: float = 0.0  # of the longest call about it
+
+    @property
+    def answer(self) -> tuple[Prompt, Completion]:
+        return self.prompt, self.completion
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """A call that is under way about some answers."""
+
+    grades: Sequence[Grade]
+    started: float
+    attempt: int = 0
+    values: Sequence[Any] | None = None
+    error: BaseException | None = None
+    expired: bool = False
+    seconds: float = 0.0
+
+
+class Grader:
+    """Grades answers by a reward. Make one where answers are graded, and `close` it at the end.
+
+    deadline: seconds of one call. share: (index, count) of this searcher among those that share the windows' limits.
+    report: called with a sentence before a call is repeated. isolate: makes the reward of a child process, for a part
+    that cannot go on in threads; None: there is none.
+    """
+
+    def __init__(
+        self,
+        reward: Reward,
+        deadline: float = DEADLINE,
+        retries: int = RETRIES,
+        share: tuple[int, int] = (0, 1),
+        report: Callable[[str], None] = lambda what: None,
+    ) -> None:
+        self.reward = reward
+        self.deadline = deadline
+        parts = reward.calls() if isinstance(reward, Separable) else [_whole(reward)]
+        self._judgement = reward.judgement if isinstance(reward, Separable) else _only
+        self._returned: SimpleQueue[tuple[_Window, _Call]] = SimpleQueue()
+        self._windows = [
+            _Window(part, i, share_of(part.concurrency, *share), deadline, retries, self._returned, report)
+            for i, part in enumerate(parts)
+        ]
+        self._error: BaseException | None = None
+        self.unfinished = 0  # answers that have not come back
+
+    @property
+    def limit(self) -> int:
+        """Returns how many calls are under way at once, at most."""
+        return max(window.limit for window in self._windows)
+
+    @property
+    def batched(self) -> bool:
+        """Returns whether some part is called about all answers that wait."""
+        return any(window.part.unit == "waiting" for window in self._windows)
+
+    def submit(
+        self,
+        answers: Sequence[tuple[Prompt, Sequence[Completion]]],
+        finished: list[Grade],
+        first: bool = False,
+    ) -> list[list[Grade]]:
+        """Hand in prompts, each with answers to it; each answer is added to `finished` by the `poll` after it has been
+        graded. Returns [i][j], of the j-th answer to the i-th prompt.
+
+        first: before all others that wait.
+        """
+        parts = len(self._windows)
+        grades = [
+            [Grade(prompt, c, finished, [None] * parts, parts) for c in completions] for prompt, completions in answers
+        ]
+        self.unfinished += sum(map(len, grades))
+        for window in self._windows:
+            window.submit([group for group in grades if group], first)
+        return grades
+
+    def poll(self) -> None:
+        """Take in what has been graded, and give up calls that have expired. Raises what a call raised, once nothing
+        else comes back.
+        """
+        graded = self._take_in()
+        for window in self._windows:
+            window.expire()
+        if not self._take_in() and not graded and self._error is not None:
+            raise self._error
+
+    def wait(self, seconds: float) -> None:
+        """Wait until an answer comes back, at most so long; then `poll`."""
+        if self.unfinished and self._error is None:
+            try:
+                self._receive(*self._returned.get(timeout=min(seconds, _BEAT)))
+            except Empty:
+                pass
+        self.poll()
+
+    def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
+        """Returns the judgement of every answer, in order, before any other that waits; its reward is NaN where a call
+        about it expired.
+        """
+        groups = [list(pairs) for _, pairs in groupby(answered, key=lambda pair: pair[0].key)]
+        finished: list[Grade] = []
+        grades = self.submit([(group[0][0], [c for _, c in group]) for group in groups], finished, first=True)
+        while len(finished) < len(answered):
+            self.wait(_BEAT)
+        return [grade.judgement or Judgement(math.nan) for group in grades for grade in group]
+
+    def close(self) -> None:
+        """End the threads that are idle; those of unfinished calls are abandoned."""
+        for window in self._windows:
+            window.close()
+
+    def _take_in(self) -> int:
+        count = 0
+        while True:
+            try:
+                window, call = self._returned.get_nowait()
+            except Empty:
+                return count
+            count += self._receive(window, call)
+
+    def _receive(self, window: _Window, call: _Call) -> int:
+        """Take in one call; returns how many answers came back by it."""
+        if call.error is not None:
+            self._error = self._error or call.error
+            return 0
+        count = 0
+        for i, grade in enumerate(call.grades):
+            grade.seconds = max(grade.seconds, call.seconds)
+            grade.missing -= 1
+            grade.expired |= call.expired
+            if call.values is not None:
+                grade.values[window.index] = call.values[i]
+            if grade.missing:
+                continue
+            if not grade.expired:
+                grade.judgement = self._judgement(grade.values)
+            grade.finished.append(grade)
+            self.unfinished -= 1
+            count += 1
+        return count
+
+
+class _Window:
+    """The calls of one part of a reward: those that wait, and at most `limit` that run."""
+
+    def __init__(
+        self,
+        part: GradingCalls,
+        index: int,
+        limit: int,
+        deadline: float,
+        retries: int,
+        returned: SimpleQueue[tuple[_Window, _Call]],
+        report: Callable[[str], None],
+    ) -> None:
+        self.part, self.index, self.limit = part, index, limit
+        self._deadline, self._retries, self._report = deadline, retries, report
+        self._returned = returned
+        self._changed = threading.Condition()
+        self._waiting: deque[Sequence[Grade]] = deque()
+        self._running: dict[_Call, None] = {}  # the oldest first
+        self._idle = self._workers = self._abandoned = 0  # threads
+        self._closed = False
+
+    def submit(self, groups: Sequence[Sequence[Grade]], first: bool) -> None:
+        """Let the answers of these prompts wait for a call; calls begin as far as the limit allows."""
+        entries: list[Sequence[Grade]] = list(groups)
+        if self.part.unit == "answer":
+            entries = [[grade] for group in groups for grade in group]
+        with self._changed:
+            if first:
+                self._waiting.extendleft(reversed(entries))
+            else:
+                self._waiting.extend(entries)
+            if self.part.asynchronous:
+                self._begin_tasks()
+                return
+            while self._workers < self.limit and self._idle < len(self._waiting):
+                self._begin_thread()
+            self._changed.notify(len(entries))
+
+    def _begin_thread(self) -> None:
+        self._workers, self._idle = self._workers + 1, self._idle + 1
+        threading.Thread(target=self._work, name="reward", daemon=True).start()
+
+    def expire(self) -> None:
+        """Give up the calls that run for longer than the deadline."""
+        now = time.monotonic() - (_LOOP_GRACE if self.part.asynchronous else 0.0)
+        with self._changed:
+            late = [call for call in self._oldest() if now - call.started > self._allowed(call)]
+            for call in late:
+                if self.part.asynchronous:
+                    raise DeadlineExceeded(
+                        f"the event loop has not come back from {self.part.name} for {self._deadline + _LOOP_GRACE:g} "
+                        "s: an async function must not block; await what waits, or make it a plain function"
+                    )
+                del self._running[call]
+                self._abandoned += 1
+                self._workers -= 1
+                if self._abandoned > MOST_ABANDONED:
+                    raise PartFailed(
+                        f"{self._abandoned} calls of {self.part.name} hang for more than {self._deadline:g} s each: "
+                        "give what it waits for a timeout of its own, or raise --run.reward-deadline"
+                    )
+                self._mark_expired(call)
+                self._returned.put((self, call))
+                if self._waiting and not self._idle:
+                    self._begin_thread()
+
+    def _oldest(self) -> Sequence[_Call]:
+        """Returns the calls that may be late: none of 500 that were begun just now is looked at."""
+        calls = self._running
+        if not calls or time.monotonic() - next(iter(calls)).started <= self._deadline:
+            return ()
+        return list(calls)
+
+    def _allowed(self, call: _Call) -> float:
+        """Returns the seconds that a call may take: the deadline, of a large batch a multiple of it."""
+        if self.part.unit != "waiting":
+            return self._deadline
+        return self._deadline * math.ceil(len(call.grades) / _PER_DEADLINE)
+
+    def close(self) -> None:
+        """End idle threads; nothing more is called."""
+        with self._changed:
+            self._closed = True
+            self._waiting.clear()
+            self._changed.notify_all()
+
+    def _mark_expired(self, call: _Call) -> None:
+        call.expired, call.seconds = True, self._deadline
+        log.warning("%s did not grade %d answers within %g s", self.part.name, len(call.grades), self._deadline)
+
+    def _work(self) -> None:
+        """Make calls, one after another, until the window is closed or a call has expired."""
+        while (call := self._next()) is not None:
+            while not self._attempt(call):
+                pass
+            with self._changed:
+                if call not in self._running:  # expired: another thread has taken this one's place
+                    self._abandoned -= 1
+                    return
+                del self._running[call]
+                self._idle += 1
+            self._returned.put((self, call))
+
+    def _next(self) -> _Call | None:
+        """Returns the next call, which counts as running; waits for one. None: the window is closed."""
+        with self._changed:
+            while not self._waiting and not self._closed:
+                self._changed.wait()
+            self._idle -= 1
+            if self._closed:
+                self._workers -= 1
+                return None
+            return self._started()
+
+    def _started(self) -> _Call:
+        """Take what waits longest; for a part that takes all that waits, up to a batch."""
+        grades = self._waiting.popleft()
+        if self.part.unit == "waiting":
+            grades = list(grades)
+            while self._waiting and len(grades) + len(self._waiting[0]) <= _MOST_IN_BATCH:
+                grades += self._waiting.popleft()
+        call = _Call(grades, time.monotonic())
+        self._running[call] = None
+        return call
+
+    def _attempt(self, call: _Call) -> bool:
+        """Make a call once; returns whether that was its last attempt."""
+        began = time.monotonic()
+        try:
+            self._accept(call, self.part.grade([grade.answer for grade in call.grades]))
+        except BaseException as error:  # noqa: BLE001 - raised again by `poll`
+            pause = None if call not in self._running else self._pause(call, error)
+            if pause is None:
+                return True
+            threading.Event().wait(pause)
+            with self._changed:
+                if call not in self._running:
+                    return True
+                del self._running[call]
+                call.started = time.monotonic()
+                self._running[call] = None
+            return False
+        call.seconds = time.monotonic() - began
+        return True
+
+    def _accept(self, call: _Call, values: Sequence[Any]) -> None:
+        if len(values) != len(call.grades):
+            raise UserError(f"{self.part.name} gave {len(values)} values for {len(call.grades)} answers")
+        call.values = values
+
+    def _pause(self, call: _Call, error: BaseException) -> float | None:
+        """Returns the seconds until a call that raised is repeated; None: it is not, and its error stands."""
+        bad_input = isinstance(error, UserError) and error.__cause__ is None
+        if call.attempt >= self._retries or bad_input or not isinstance(error, Exception):
+            call.error = error
+            return None
+        what = f"{self.part.name}: {type(error).__name__}: {error}"
+        log.warning("%s; retrying", what)
+        self._report(what)
+        call.attempt += 1
+        return _FIRST_PAUSE * 2.0 ** (call.attempt - 1)
+
+    def _begin_tasks(self) -> None:
+        """Begin asynchronous calls, as many as the limit allows."""
+        while self._waiting and len(self._running) < self.limit and not self._closed:
+            asyncio.run_coroutine_threadsafe(self._task(self._started()), event_loop())
+
+    async def _task(self, call: _Call) -> None:
+        while not await self._awaited(call):
+            pass
+        with self._changed:
+            self._running.pop(call, None)
+            self._begin_tasks()
+        self._returned.put((self, call))
+
+    async def _awaited(self, call: _Call) -> bool:
+        """Make an asynchronous call once; returns whether that was its last attempt."""
+        began = call.started = time.monotonic()
+        try:
+            async with asyncio.timeout(self._deadline) as limit:
+                self._accept(call, await self.part.grade([grade.answer for grade in call.grades]))
+        except BaseException as error:  # noqa: BLE001 - raised again by `poll`
+            if limit.expired():
+                self._mark_expired(call)
+                return True
+            pause = self._pause(call, error)
+            if pause is not None:
+                await asyncio.sleep(pause)
+            return pause is None
+        call.seconds = time.monotonic() - began
+        return True
+
+
+def share_of(limit: int, index: int, count: int) -> int:
+    """Returns how many of `limit` calls the searcher of this index may have under way, of `count` that share them."""
+    return max(1, limit // count + (index < limit % count))
+
+
+def _whole(reward: Reward) -> GradingCalls:
+    """Returns a reward that is called by `judge` as its only part."""
+    return GradingCalls(f"the reward {type(reward).__name__}", reward.judge)
+
+
+def _only(values: Sequence[Any]) -> Judgement:
+    judgement: Judgement = values[0]
+    return judgement
+
+
+_loop: asyncio.AbstractEventLoop | None = None
+_loop_lock = threading.Lock()
+
+
+def event_loop() -> asyncio.AbstractEventLoop:
+    """Returns the event loop in which all asynchronous user code of this process runs, in a daemon thread: clients that
+    keep connections open, such as those of HTTP libraries, work in one loop only.
+    """
+    global _loop
+    with _loop_lock:
+        if _loop is None or _loop.is_closed():
+            _loop = asyncio.new_event_loop()
+            threading.Thread(target=_loop.run_forever, name="reward loop", daemon=True).start()
+        return _loop
+
+
+def in_thread(name: str, act: Callable[..., T], *arguments: Any) -> Future[T]:
+    """Call in a thread of its own, which cannot keep the process alive."""
+    future: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(act(*arguments))
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that asks
+            future.set_exception(error)
+
+    threading.Thread(target=call, name=name, daemon=True).start()
+    return future

@@ -1,0 +1,137 @@
+"""The stages between an answer that is generated and a trajectory that is sent: sort, judge, score, build, stamp.
+
+Each is a function of what it is given: it keeps nothing, waits for nothing and draws no random number. The loop that
+calls them is the searcher's (`searcher.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+
+from tba.protocols import Reference
+from tba.rollout.overlong import Overlong
+from tba.types import (
+    LEFT_OUT,
+    TEACHER,
+    Completion,
+    FloatArray,
+    Json,
+    Judgement,
+    Prompt,
+    StopReason,
+    Trajectory,
+    Version,
+    quoted,
+)
+
+Scores: TypeAlias = "tuple[FloatArray, ...]"  # log-probabilities [T] under the reference, then under each teacher
+Answers: TypeAlias = "Sequence[tuple[Prompt, Sequence[Completion]]]"  # prompts, each with answers to it
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Says which answers are rejected, and how a rejected one is described."""
+
+    largest_reward: float  # an answer whose |reward| is beyond it is rejected
+    reward_name: str
+    scorers: str  # "the reference", or "the reference or a teacher"
+    hide_text: bool = False  # describe an answer by its prompt's key, its digest and its length
+
+
+def sort(
+    prompt: Prompt, completions: Sequence[Completion], overlong: Overlong
+) -> tuple[list[Completion], Counter[str]]:
+    """Returns which answers go on to be judged, and the counts of all that was generated for a prompt."""
+    counts = Counter(asked_tokens=len(prompt.tokens))
+    judged = []
+    for completion in completions:
+        count(counts, "generated", completion)
+        if completion.mask is not None:
+            counts["observed_tokens"] += completion.observed
+        if completion.stop_reason is StopReason.INTERRUPTED:
+            count(counts, "in_flight", completion)
+        elif overlong.drops(completion):
+            count(counts, "rejected", completion)
+        else:
+            judged.append(completion)
+    return judged, counts
+
+
+def score(scorers: Sequence[Reference], answers: Answers) -> list[list[Scores]]:
+    """Returns the log-probabilities of each answer under each scorer, by prompt and answer; an answer that was sampled
+    twice for a prompt is scored once.
+    """
+    distinct = [(prompt, list({c.digest: c for c in completions}.values())) for prompt, completions in answers]
+    by_scorer = [scorer.log_probabilities_of(distinct) for scorer in scorers]
+    scores = []
+    for i, (_, completions) in enumerate(answers):
+        places = {c.digest: place for place, c in enumerate(distinct[i][1])}
+        scores.append([tuple(rows[i][places[c.digest]] for rows in by_scorer) for c in completions])
+    return scores
+
+
+def unusable(
+    prompt: Prompt, completion: Completion, judgement: Judgement, scores: Scores, limits: Limits
+) -> str | None:
+    """Returns why an answer cannot be trained on; None: it can."""
+    known = all(np.isfinite(log_T).all() for log_T in scores)
+    if known and abs(judgement.reward) <= limits.largest_reward:  # NaN fails this comparison too
+        return None
+    because = "" if known else f", and its log-probability under {limits.scorers} is not finite"
+    answer, question = quoted(completion.text), quoted(prompt.text)
+    if limits.hide_text:
+        answer, question = f"{completion.digest} of {len(completion.tokens)} tokens", prompt.key
+    return f"{limits.reward_name} gave {judgement} for the answer {answer} to the prompt {question}{because}"
+
+
+def trajectory(
+    uid: str,
+    prompt: Prompt,
+    completion: Completion,
+    judgement: Judgement,
+    scores: Scores,
+    reference: Version,
+    provenance: Mapping[str, Json],
+) -> Trajectory:
+    """Returns the trajectory that an answer makes with its judgement and its log-probabilities."""
+    return Trajectory(
+        uid=uid,
+        prompt=prompt,
+        completion=completion if completion.judgement is None else replace(completion, judgement=None),
+        reward=float(judgement.reward),
+        reward_parts=judgement.parts,
+        log_reference=scores[0],
+        reference=reference,
+        arrays={TEACHER: np.stack(scores[1:])} if len(scores) > 1 else {},
+        provenance=provenance,
+    )
+
+
+def stamped(
+    trajectories: Sequence[Trajectory], created: float, seconds: float, left_out: float = 0.0
+) -> list[Trajectory]:
+    """Returns trajectories with the time of sending, since the epoch, and the seconds since the first was begun.
+
+    left_out: answers to the prompt that are rejected or missing for what they say, for each that is sent.
+    """
+    stamps: dict[str, Json] = {"seconds": round(seconds, 3)}
+    if left_out:
+        stamps[LEFT_OUT] = left_out
+    return [replace(t, created=created, provenance={**t.provenance, **stamps}) for t in trajectories]
+
+
+def failed(completion: Completion) -> bool:
+    """Returns whether an answer has no reward because its environment failed."""
+    return completion.judgement is not None and math.isnan(completion.judgement.reward)
+
+
+def count(counts: Counter[str], name: str, completion: Completion, times: int = 1) -> None:
+    """Count an answer and its tokens."""
+    counts[f"{name}_tokens"] += times * len(completion.tokens)
+    counts[f"{name}_trajectories"] += times
