@@ -188,7 +188,7 @@ def test_an_entropy_that_halves_within_ten_steps_is_told_once_and_a_slow_fall_ne
     ((at, what),) = told(sudden).items()
     # five steps of which n have 0.25 and the others 0.8 are below 0.4, half of the five before them, from n = 4 on
     assert at == (24, ENTROPY_FALLS)
-    assert what.startswith("the policy's entropy fell from 0.8 to 0.36 nats a token in the ten steps to 24")
+    assert what.startswith("the policy's entropy fell from 0.8 to 0.36 nats a token in the 10 steps to 24")
     assert told([{"entropy": math.exp(-0.13 * step)} for step in range(60)]) == {}  # exp(-.65) in five steps
     assert told([{"entropy": value} for value in [0.049] * 5 + [0.001] * 5]) == {}
 
@@ -206,7 +206,7 @@ def test_ten_batches_in_a_row_below_a_tenth_are_told_and_nine_are_not() -> None:
     assert told([{"ess": 0.09}] * 9 + [{"ess": 0.1}] + [{"ess": 0.09}] * 9) == {}
     ((at, what),) = told([{"ess": 0.5}] + [{"ess": 0.08}] * 9 + [{"ess": 0.09}] * 5).items()
     assert at == (11, LOST_SAMPLES)
-    assert what.startswith("in the ten batches to step 11 the effective sample size was at most 9.0 %")
+    assert what.startswith("in the 10 batches to step 11 the effective sample size was at most 9.0 %")
 
 
 def test_updates_are_large_when_five_batches_drifted_by_a_twentieth_of_a_nat_a_token_and_update() -> None:
@@ -222,3 +222,95 @@ def test_answers_that_leave_as_copies_are_reported_early_and_once() -> None:
     assert [(step, list(said)) for step, said in found.items() if said] == [(10, [COPIES])]
     assert found[10][COPIES].startswith("90.0 % of the answers so far were dropped as copies of others")
     assert not any(SignalWatch().see(step, 1.0, 0.0, 0.5) for step in range(200))
+
+
+@pytest.mark.parametrize("steps", [3, 6, 49])
+def test_a_run_shorter_than_the_window_is_told_at_its_end_that_nothing_could_be_learnt(steps: int) -> None:
+    watch = SignalWatch()
+    assert not any(watch.see(step, 0.0, 1.0) for step in range(1, steps + 1))
+    report = watch.finish(steps)
+    assert list(report) == [NO_SIGNAL, TRUNCATED]
+    assert f"in steps 1 to {steps} all answers to a prompt got the same reward" in report[NO_SIGNAL]
+    assert report[TRUNCATED].startswith(f"100.0 % of the answers of steps 1 to {steps} were cut off")
+    assert watch.finish(steps) == {}
+
+
+def test_the_end_of_a_run_says_nothing_of_two_steps_of_one_group_that_differed_or_twice() -> None:
+    few = SignalWatch()
+    assert not any(few.see(step, 0.0, 1.0, 0.9) for step in (1, 2))
+    assert few.finish(2) == {}
+    varied = SignalWatch()
+    for step in range(1, 7):
+        varied.see(step, float(step == 1), 0.5, 0.5)
+    assert varied.finish(6) == {}
+    long = SignalWatch()
+    assert sum(len(long.see(step, 0.0, 0.0)) for step in range(1, 81)) == 1
+    assert long.finish(80) == {}
+
+
+def test_copies_are_told_of_at_the_end_of_a_run_of_fewer_than_ten_steps() -> None:
+    watch = SignalWatch()
+    assert not any(watch.see(step, 1.0, 0.0, 0.9) for step in range(1, 7))
+    assert list(watch.finish(6)) == [COPIES]
+
+
+def test_stale_data_of_a_short_run_are_told_of_at_its_end_over_the_steps_there_were() -> None:
+    watch = StalenessWatch(sync_every=2)
+    assert not any(watch.see(step, {"ess": 0.2, "off_policy": 2.0}) for step in range(1, 7))
+    share, nats = watch.finish(6)
+    assert "was 20.0 % of a batch over steps 1 to 6" in share
+    assert "2 nats likelier under the weights that sampled them than now over steps 1 to 6" in nats
+    assert watch.finish(6) == []
+    few = StalenessWatch(sync_every=2)
+    assert [*few.see(1, {"ess": 0.2}), *few.see(2, {"ess": 0.2}), *few.finish(2)] == []
+    long = StalenessWatch(sync_every=2)
+    assert sum(len(long.see(step, {"ess": 0.2})) for step in range(1, 61)) == 1
+    assert long.finish(60) == []
+
+
+@pytest.mark.parametrize(
+    ("figures", "kind", "what"),
+    [
+        ([{"entropy": value} for value in (0.8, 0.8, 0.8, 0.3, 0.3, 0.3)], ENTROPY_FALLS, "in the 6 steps to 6"),
+        ([{"ess": 0.05}] * 4, LOST_SAMPLES, "in the 4 batches to step 4"),
+        ([{"drift": 0.2}] * 3, LARGE_STEPS, "by step 3 each moved"),
+    ],
+)
+def test_what_a_collapse_begins_with_is_told_at_the_end_of_a_run_of_a_few_steps(
+    figures: list[dict[str, float]], kind: str, what: str
+) -> None:
+    watch = CollapseWatch()
+    assert not any(watch.see(step, row) for step, row in enumerate(figures, start=1))
+    report = watch.finish(len(figures))
+    assert list(report) == [kind]
+    assert what in report[kind]
+    assert watch.finish(len(figures)) == {}
+    fewer = CollapseWatch()
+    for step, row in enumerate(figures[:2], start=1):
+        fewer.see(step, row)
+    assert fewer.finish(2) == {}
+
+
+def test_a_mean_reward_that_fell_within_a_short_run_is_told_of_at_its_end() -> None:
+    high, low = answers([0.9], 0), answers([0.3], 1)
+    watch = RewardWatch()
+    assert watch.see([*high[: 20 * 40], *((f"later {prompt}", r) for prompt, r in low[: 20 * 40])]) == []
+    (fall,) = watch.finish()
+    assert fall.startswith("the mean reward of new answers is 0.2")
+    assert watch.finish() == []
+    few = RewardWatch()
+    few.see([*high[: 20 * 19], *((f"later {prompt}", r) for prompt, r in low[: 20 * 19])])
+    assert few.finish() == []
+    longer = RewardWatch()
+    assert longer.see([*high, *((f"later {prompt}", r) for prompt, r in low[: 20 * 30])]) == []
+    assert len(longer.finish()) == 1
+
+
+def test_fewer_than_one_short_run_in_a_hundred_is_told_of_a_fall_by_chance_alone() -> None:
+    rng = np.random.default_rng(4)
+    fallen = 0
+    for prompts in rng.integers(40, 200, size=500).tolist():
+        watch = RewardWatch()
+        watch.see((str(i), reward) for i, reward in enumerate(rng.binomial(1, 0.9, prompts).astype(float).tolist()))
+        fallen += bool(watch.finish())
+    assert fallen < 5

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from runs import inline, inline_again, made
 
 from tba.recipes.quickstart import BASE
 from tba.record.evaluations import EvaluationWriter
-from tba.record.falls import ENTROPY_FALLS, LARGE_STEPS, LOST_SAMPLES, MISMATCHES
+from tba.record.falls import ENTROPY_FALLS, LARGE_STEPS, LOST_SAMPLES, MISMATCHES, NO_SIGNAL
 from tba.record.faults import read_faults
 from tba.record.run_record import RunRecord
 from tba.runtime.searcher_loop import start_searching
 from tba.runtime.trainer_loop import TrainerLoop, start_training
 from tba.training.checkpoint import Checkpoint, checkpoints_in, newest_checkpoint
-from tba.types import Evaluation, Version
+from tba.types import Completion, Evaluation, Judgement, Problem, Prompt, Split, Version
+from toy.policy import TabularTask
 
 SETTINGS = (
     *("--steps", "60", "--run.checkpoint-every", "10", "--evaluation.every", "10", "--replay.pacing.warm-up", "64"),
@@ -108,3 +111,33 @@ def test_thirty_times_the_rate_is_warned_of_before_half_of_the_accuracy_is_lost_
     assert warned[0] < min(lost)
     calm = inline(tmp_path / "one", *few, *quietly, "--evaluation.problems", "1", source=quickstart)
     assert not any(calm.faults[kind] for kind in (LARGE_STEPS, ENTROPY_FALLS, LOST_SAMPLES, MISMATCHES))
+
+
+class Nothing:
+    """Gives every answer the same reward."""
+
+    def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
+        return [Judgement(0.0) for _ in answered]
+
+
+@dataclass(frozen=True)
+class NothingToLearn:
+    """Asks what the toy asks; all answers are worth nothing."""
+
+    name: str = "tabular"
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        return TabularTask().problems(split)
+
+    def reward(self) -> Nothing:
+        return Nothing()
+
+
+def test_a_run_of_six_steps_says_at_its_end_that_all_rewards_were_equal(tmp_path: Path) -> None:
+    summary = inline(tmp_path / "run", "--steps", "6", task=NothingToLearn())
+    assert summary.steps == 6
+    assert [what for what in RunRecord.read(tmp_path / "run").falls if "nothing can be learnt" in what] == [
+        "nothing can be learnt: in steps 1 to 6 all answers to a prompt got the same reward. `tba check` shows answers "
+        "with their rewards, and what to change"
+    ]
+    assert not inline(tmp_path / "other", "--steps", "6").faults[NO_SIGNAL]

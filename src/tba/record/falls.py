@@ -7,13 +7,16 @@ more than 6 standard errors (of the difference of two means over prompts) below 
 all that had been gained since the beginning is lost. The thresholds are that high because the best of many figures is
 partly luck: with a hundred figures that differ by chance alone, fewer than one run in a hundred reports a fall. A fall
 is reported once, and the next one only when the figure had recovered in between.
+
+Each watcher has a window of steps or prompts, and looks again at the end of a run (`finish`) over those there were, if
+they are a few: a run that is shorter than the window is told of, too.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,6 +39,7 @@ from tba.types import Evaluation, Version
 POINTS, ERRORS = 0.05, 5.0  # of a held-out figure
 REWARD_ERRORS, LOST = 6.0, 0.5  # of the mean reward, of which there are many more
 PROMPTS = 100  # whose answers make one mean of the reward
+FEWEST_PROMPTS = 20  # that make one at the end of a run
 HELD_OUT, REWARD, STALE = "held_out_falls", "reward_falls", "stale_data"  # kinds of faults.jsonl
 NO_SIGNAL, TRUNCATED, COPIES = "no_signal", "truncated_answers", "copied_answers"
 ENTROPY_FALLS, MISMATCHES, LOST_SAMPLES = "entropy_falls", "mismatches", "lost_samples"
@@ -44,6 +48,7 @@ _NOTED = (HELD_OUT, REWARD, STALE, NO_SIGNAL, TRUNCATED, COPIES, ENTROPY_FALLS, 
 MOST_COPIES, EARLY = 0.5, 10  # of all answers so far, from that step on
 MOST_TRUNCATED = 0.5  # of the answers of 50 steps
 STEPS = 50  # make one mean
+FEWEST_STEPS = 3  # that make one at the end of a run
 MOST_REPEATED = 1 / 3  # of all that arrived: beyond, what is new is not enough to keep batches fresh
 LEAST_ESS, MOST_OFF_POLICY = 0.5, 1.5  # a share, nats: beyond which mean data count as stale (docs/objectives.md)
 FEW_STEPS = 5
@@ -113,6 +118,16 @@ class RewardWatch:
             self._rewards.setdefault(prompt, []).append(reward)
         return found
 
+    def finish(self) -> list[str]:
+        """Compares the prompts of the mean that is not complete at the end of a run; where none ever was, their later
+        half with the earlier one.
+        """
+        means = [sum(rewards) / len(rewards) for rewards in self._rewards.values()]
+        self._rewards = {}
+        half = len(means) // 2
+        parts = [means] if self._best is not None else [means[:half], means[half:]]
+        return [what for part in parts if len(part) >= FEWEST_PROMPTS for what in self._compare(part)]
+
     def _compare(self, means: Sequence[float]) -> list[str]:
         """Compare one more mean over prompts with the best; returns a sentence if it is a fall."""
         mean = sum(means) / len(means)
@@ -139,39 +154,57 @@ class StalenessWatch:
 
     sync_every: int  # updates between two published weights
     _newest: dict[str, deque[float]] = field(default_factory=dict)
+    _repeated: float = 0.0
     _stale: set[str] = field(default_factory=set)
 
     def see(self, step: int, figures: Mapping[str, float | None]) -> list[str]:
         """Takes a step's metrics; returns a sentence for each figure with which the data have become stale."""
-        found = []
-        share = self._crossed(ESS, figures, lambda mean, room: mean < LEAST_ESS * room)
-        nats = self._crossed(OFF_POLICY, figures, lambda mean, room: mean > MOST_OFF_POLICY / room)
+        for name in (ESS, OFF_POLICY):
+            value = figures.get(name)
+            if value is not None and math.isfinite(value):
+                self._newest.setdefault(name, deque(maxlen=STEPS)).append(value)
+        self._repeated = figures.get(REPEATED) or 0.0
+        return self._sentences(step, {name for name in (ESS, OFF_POLICY) if figures.get(name) is not None}, STEPS)
+
+    def finish(self, step: int) -> list[str]:
+        """Looks at the steps there were, at the end of a run that had fewer than 50."""
+        return self._sentences(
+            step, {name for name, values in self._newest.items() if len(values) < STEPS}, FEWEST_STEPS
+        )
+
+    def _sentences(self, step: int, names: Set[str], fewest: int) -> list[str]:
+        """Returns a sentence for each of these figures that has crossed its limit."""
+        share = nats = None
+        if ESS in names:
+            share = self._crossed(ESS, lambda mean, room: mean < LEAST_ESS * room, fewest)
+        if OFF_POLICY in names:
+            nats = self._crossed(OFF_POLICY, lambda mean, room: mean > MOST_OFF_POLICY / room, fewest)
+        sentences = []
         if share is not None:
-            found.append(f"the effective sample size was {percent(share)} of a batch")
+            sentences.append((ESS, f"the effective sample size was {percent(share)} of a batch"))
         if nats is not None:
-            found.append(f"answers are {nats:.2g} nats likelier under the weights that sampled them than now")
+            sentences.append(
+                (OFF_POLICY, f"answers are {nats:.2g} nats likelier under the weights that sampled them than now")
+            )
         remedies = "Lower the rate (--optimizer.lr), draw newer data (--replay.selection.m) or make the answers shorter"
         if self.sync_every > 1:
             remedies += f"; weights are published every {self.sync_every} updates (--sync-every)"
-        if (repeated := figures.get(REPEATED) or 0.0) > MOST_REPEATED:
-            remedies += f"; {percent(repeated)} of the answers left as copies of others"
+        if self._repeated > MOST_REPEATED:
+            remedies += f"; {percent(self._repeated)} of the answers left as copies of others"
             remedies += " (--replay.buffer.no-distinct keeps them)"
-        return [f"data are stale: {what} over steps {step - STEPS + 1} to {step}. {remedies}" for what in found]
+        return [
+            f"data are stale: {what} over steps {step - len(self._newest[name]) + 1} to {step}. {remedies}"
+            for name, what in sentences
+        ]
 
-    def _crossed(
-        self, name: str, figures: Mapping[str, float | None], beyond: Callable[[float, float], bool]
-    ) -> float | None:
-        """Returns the mean of the newest steps if it has just gone beyond its limit; it comes back with a tenth to
-        spare.
+    def _crossed(self, name: str, beyond: Callable[[float, float], bool], fewest: int) -> float | None:
+        """Returns the mean of the newest steps, at least `fewest`, if it has just gone beyond its limit; it comes back
+        with a tenth to spare.
         """
-        value = figures.get(name)
-        if value is None or not math.isfinite(value):
+        newest = self._newest.get(name, ())
+        if len(newest) < fewest:
             return None
-        newest = self._newest.setdefault(name, deque(maxlen=STEPS))
-        newest.append(value)
-        if len(newest) < STEPS:
-            return None
-        mean, was = sum(newest) / STEPS, name in self._stale
+        mean, was = sum(newest) / len(newest), name in self._stale
         if not beyond(mean, 1.1 if was else 1.0):
             self._stale.discard(name)
             return None
@@ -187,6 +220,7 @@ class SignalWatch:
 
     _varied: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS))
     _truncated: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS))
+    _copies: float = 0.0
     _reported: set[str] = field(default_factory=set)
 
     def see(self, step: int, varied: float, truncated: float, copies: float = 0.0) -> dict[str, str]:
@@ -195,24 +229,36 @@ class SignalWatch:
         """
         self._varied.append(varied)
         self._truncated.append(truncated)
-        found = {}
-        if copies > MOST_COPIES and step >= EARLY:
-            found[COPIES] = (
-                f"{percent(copies)} of the answers so far were dropped as copies of others to the same prompt, and "
-                "never used: sample more varied answers (--exploration.temperature), or keep them all "
-                "(--replay.buffer.no-distinct)"
-            )
-        return _first_time(found | (self._of_span(step) if len(self._varied) == STEPS else {}), self._reported)
+        self._copies = copies
+        dropped = self._dropped() if step >= EARLY else {}
+        return _first_time(dropped | (self._of_span(step) if len(self._varied) == STEPS else {}), self._reported)
+
+    def finish(self, step: int) -> dict[str, str]:
+        """Looks at the steps there were, at the end of a run that had fewer than 50."""
+        if len(self._varied) < FEWEST_STEPS:
+            return {}
+        return _first_time(self._dropped() | self._of_span(step), self._reported)
+
+    def _dropped(self) -> dict[str, str]:
+        """Returns what is to be said of answers that left as copies."""
+        if self._copies <= MOST_COPIES:
+            return {}
+        return {
+            COPIES: f"{percent(self._copies)} of the answers so far were dropped as copies of others to the same "
+            "prompt, and never used: sample more varied answers (--exploration.temperature), or keep them all "
+            "(--replay.buffer.no-distinct)"
+        }
 
     def _of_span(self, step: int) -> dict[str, str]:
-        """Returns what is to be said of the last 50 steps."""
-        span, found = f"steps {step - STEPS + 1} to {step}", {}
+        """Returns what is to be said of the newest steps, 50 but at the end of a shorter run."""
+        count = len(self._varied)
+        span, found = f"steps {step - count + 1} to {step}", {}
         if not any(self._varied):
             found[NO_SIGNAL] = (
                 f"nothing can be learnt: in {span} all answers to a prompt got the same reward. `tba check` shows "
                 "answers with their rewards, and what to change"
             )
-        if (share := sum(self._truncated) / STEPS) > MOST_TRUNCATED:
+        if (share := sum(self._truncated) / count) > MOST_TRUNCATED:
             found[TRUNCATED] = (
                 f"{percent(share)} of the answers of {span} were cut off: set --model.generation.max-completion-tokens "
                 "higher, or ask for short answers"
@@ -242,22 +288,32 @@ class CollapseWatch:
             value = figures.get(name)
             if value is not None and math.isfinite(value):
                 newest.append(value)
-        found = {
-            ENTROPY_FALLS: self._entropy_fall(step),
-            MISMATCHES: self._mismatch(step, figures),
-            LOST_SAMPLES: self._lost_samples(step),
-            LARGE_STEPS: self._large_step(step),
-        }
-        return _first_time(found, self._reported)
+        mismatch = {MISMATCHES: self._mismatch(step, figures)}
+        return _first_time(mismatch | self._of_spans(step, FEW_STEPS), self._reported)
 
-    def _entropy_fall(self, step: int) -> str | None:
-        values = list(self._entropy)
-        before, now = (sum(part) / FEW_STEPS for part in (values[:FEW_STEPS], values[FEW_STEPS:]))
-        if len(values) < 2 * FEW_STEPS or before < LEAST_ENTROPY or now > before / 2:
+    def finish(self, step: int) -> dict[str, str]:
+        """Looks at the steps there were, at the end of a run that had fewer than five or ten."""
+        return _first_time(self._of_spans(step, FEWEST_STEPS), self._reported)
+
+    def _of_spans(self, step: int, fewest: int) -> dict[str, str | None]:
+        """Returns what is to be said of the newest steps; fewest: those that make a mean."""
+        return {
+            ENTROPY_FALLS: self._entropy_fall(step, fewest),
+            LOST_SAMPLES: self._lost_samples(step, fewest),
+            LARGE_STEPS: self._large_step(step, fewest),
+        }
+
+    def _entropy_fall(self, step: int, fewest: int) -> str | None:
+        values, half = list(self._entropy), len(self._entropy) // 2
+        if half < fewest:
+            return None
+        before, now = (sum(part) / half for part in (values[:half], values[-half:]))
+        if before < LEAST_ENTROPY or now > before / 2:
             return None
         return (
-            f"the policy's entropy fell from {before:.2g} to {now:.2g} nats a token in the ten steps to {step}: its "
-            "answers become one. Lower the rate (--optimizer.lr), or hold it nearer to the reference (--objective.beta)"
+            f"the policy's entropy fell from {before:.2g} to {now:.2g} nats a token in the {len(values)} steps to "
+            f"{step}: its answers become one. Lower the rate (--optimizer.lr), or hold it nearer to the reference "
+            "(--objective.beta)"
         )
 
     def _mismatch(self, step: int, figures: Mapping[str, float | None]) -> str | None:
@@ -272,18 +328,19 @@ class CollapseWatch:
             "mask them, as the objective can (docs/objectives.md)"
         )
 
-    def _lost_samples(self, step: int) -> str | None:
-        if len(self._ess) < 2 * FEW_STEPS or max(self._ess) >= FEWEST_SAMPLES:
+    def _lost_samples(self, step: int, fewest: int) -> str | None:
+        least = 2 * FEW_STEPS if fewest == FEW_STEPS else fewest
+        if len(self._ess) < least or max(self._ess) >= FEWEST_SAMPLES:
             return None
+        most = percent(max(self._ess))
         return (
-            f"in the ten batches to step {step} the effective sample size was at most {percent(max(self._ess))}: a few "
+            f"in the {len(self._ess)} batches to step {step} the effective sample size was at most {most}: a few "
             "answers decide each update. Publish weights more often (--sync-every), draw newer data "
             "(--replay.selection.m), or lower the rate (--optimizer.lr)"
         )
 
-    def _large_step(self, step: int) -> str | None:
-        drift = sum(self._drift) / FEW_STEPS
-        if len(self._drift) < FEW_STEPS or drift <= MOST_DRIFT:
+    def _large_step(self, step: int, fewest: int) -> str | None:
+        if len(self._drift) < fewest or (drift := sum(self._drift) / len(self._drift)) <= MOST_DRIFT:
             return None
         return (
             f"updates are large: by step {step} each moved the distribution of a token by {drift:.2g} nats (above "

@@ -44,7 +44,7 @@ from tba.runtime.evaluation import Requests
 from tba.runtime.ranks.start import start_policy, start_ranks
 from tba.runtime.reference import References
 from tba.runtime.run_directory import RunDirectory
-from tba.runtime.watching import Watch, rewards_watched
+from tba.runtime.watching import ArrivingRewards, Watch, rewards_watched
 from tba.training.checkpoint import Checkpoint, save_checkpoint
 from tba.training.control import Controller
 from tba.training.ranks.messages import Meeting, Ranks
@@ -100,6 +100,7 @@ class TrainerLoop:
     computed: Counter[str] = field(default_factory=Counter)  # in all steps: tokens `read` and `scored`, milliseconds
     signal: SignalWatch = field(default_factory=SignalWatch)
     collapse: CollapseWatch = field(default_factory=CollapseWatch)
+    rewards: ArrivingRewards | None = None
     memory: FreedMemory = field(default_factory=FreedMemory)
     began_training: float | None = None
     ended_training: float = 0.0
@@ -182,7 +183,8 @@ class TrainerLoop:
             self.recipe.model.save(self.trainer.policy, path)
 
     def finish(self) -> None:
-        """Publish the last version, and write a checkpoint of it."""
+        """Publish the last version, write a checkpoint of it, and report what a run as short as this has shown."""
+        self._look_back()
         if self.trainer.published != self.trainer.version:
             self.publish()
         if self.checkpointed != self.trainer.version:
@@ -297,9 +299,7 @@ class TrainerLoop:
         told = [(STALE, what) for what in self.staleness.see(step, metrics | replay)]
         copies = replay.get(REPEATED, 0.0)
         signal = self.signal.see(step, 1 - metrics["without_signal"], metrics["truncated"], copies)
-        for kind, what in (*told, *signal.items(), *self.collapse.see(step, metrics).items()):
-            log.warning("%s", what)
-            record_fault(self.run.path, kind, what)
+        self._report([*told, *signal.items(), *self.collapse.see(step, metrics).items()])
         self._look()
         own = {
             "trainer_idle": self.clock.share("idle"),
@@ -313,6 +313,19 @@ class TrainerLoop:
         }
         version, log_policy = self.trainer.version, self.trainer.log_policy
         self.recorder.step(version, self.ended_training, metrics | own, trajectories, log_policy)
+
+    def _look_back(self) -> None:
+        """Let every watcher look again: a run may be shorter than its window."""
+        step = self.trainer.version.step
+        stale = [(STALE, what) for what in self.staleness.finish(step)]
+        self._report([*stale, *self.signal.finish(step).items(), *self.collapse.finish(step).items()])
+        if self.rewards is not None:
+            self.rewards.finish()
+
+    def _report(self, faults: Sequence[tuple[str, str]]) -> None:
+        for kind, what in faults:
+            log.warning("%s", what)
+            record_fault(self.run.path, kind, what)
 
     def _count(self, batch: Batch, seconds: float) -> None:
         """Count what the policy has computed: a prompt once for its group, and so each of equal answers."""
@@ -404,9 +417,10 @@ def start_training(
     try:
         journal.lead(_OTHERS)
         watched = rewards_watched(recipe, run)
+        arrived = None if watched is None else watched.see
         resets = recipe.reference_reset > 0
         settings = replace(recipe.replay, pacing=replace(recipe.replay.pacing, warm_up=recipe.warm_up))
-        replay = Replay(journal, settings, recipe.sync_every, seed=recipe.seed, resets=resets, arrived=watched)
+        replay = Replay(journal, settings, recipe.sync_every, seed=recipe.seed, resets=resets, arrived=arrived)
         replay.now = version
         if checkpoint is not None:
             replay.restore(checkpoint.state["replay"], version)
@@ -460,6 +474,7 @@ def start_training(
         staleness=StalenessWatch(recipe.sync_every),
         recorder=recipe.record.start(run.path, run.facts["resolved"]),
         watch=Watch(run),
+        rewards=watched,
         clock=clock,
         elapsed=elapsed or run.clock(),
         resumed=None if checkpoint is None else checkpoint.state,

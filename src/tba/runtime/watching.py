@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tba.evaluation.estimators import wilson_interval
@@ -25,18 +26,32 @@ log = logging.getLogger("tba.trainer")
 NAME = "best"
 
 
-def rewards_watched(recipe: Recipe, run: RunDirectory) -> Callable[[Sequence[tuple[str, float]]], None] | None:
-    """Returns a function to which replay passes (prompt, reward) of all that comes; None where prompts are chosen by
-    their rewards, whose mean then says nothing.
-    """
-    watch = RewardWatch()
+@dataclass
+class ArrivingRewards:
+    """Watches the rewards of a run, which replay passes to `see`, and reports when their mean has fallen."""
 
-    def see(rewards: Sequence[tuple[str, float]]) -> None:
-        for what in watch.see(rewards):
+    run: RunDirectory
+    watch: RewardWatch = field(default_factory=RewardWatch)
+
+    def see(self, rewards: Sequence[tuple[str, float]]) -> None:
+        """Takes (prompt, reward) of each answer that came."""
+        self._report(self.watch.see(rewards))
+
+    def finish(self) -> None:
+        """Looks once more at the end of the run."""
+        self._report(self.watch.finish())
+
+    def _report(self, falls: Sequence[str]) -> None:
+        for what in falls:
             log.warning("%s", what)
-            record_fault(run.path, REWARD, what)
+            record_fault(self.run.path, REWARD, what)
 
-    return None if recipe.prompts.selection == "posterior" else see
+
+def rewards_watched(recipe: Recipe, run: RunDirectory) -> ArrivingRewards | None:
+    """Returns what watches the rewards of a run; None where prompts are chosen by their rewards, whose mean then says
+    nothing.
+    """
+    return None if recipe.prompts.selection == "posterior" else ArrivingRewards(run)
 
 
 class Watch:
