@@ -62,7 +62,9 @@ def check_recipe(name: str, overrides: list[str]) -> int:
         for line in whereabouts(placed):
             console.print(f"on {line}", highlight=False)
         raise
-    console.print(section("What there is to learn from", pairs(e.signal.facts(any(recipe.teachers.shares(1))))))
+    console.print(
+        section("What there is to learn from", pairs(e.signal.facts(any(recipe.teachers.shares(1)), recipe.group_size)))
+    )
     if not recipe.record.hide_text:
         console.print(section("Prompts and answers", e.signal.examples()))
     own = machine_memory_bytes()
@@ -82,6 +84,8 @@ def check_recipe(name: str, overrides: list[str]) -> int:
         )
     advice = [*warnings, *e.signal.advice(recipe)]
     lines = [Text(f"warning: {printable(line)}", style="yellow") for line in advice]
+    if not recipe.offline and (faster := e.round_time.advice()):
+        console.print(section("What slows it", Group(*(Text(printable(line), style="yellow") for line in faster))))
     good = _TAUGHT if any(recipe.teachers.shares(1)) else e.signal.good
     console.print(section("Will it learn?", Group(*lines or [Text(good)])))
     total = e.trainer_bytes + recipe.searcher_count * e.searcher_bytes
@@ -116,8 +120,10 @@ def _figures(recipe: Recipe, e: Estimate, own: int | None) -> dict[str, str]:
     found = {
         "searcher": f"{e.tokens_per_round:,.0f} tokens of answers in a round of {e.round_seconds:.3f} s: "
         f"{count(answered)} tokens/s each",
+        "round": e.round_time.facts(recipe.runtime == "inline"),
         "trainer": f"a step takes {at_least}{e.step_seconds:.3f} s: {count(trained)} tokens/s"
         + ("" if e.trainer_measured else f" (computed: its products alone, over {recipe.trainer.count} ranks)"),
+        "measured": e.smaller,
         "moments": _of_moments(recipe),
         "processor": _of_products(e, compute),
         "uses": f"{e.uses or 0:.1f} per trajectory on average (limit {recipe.replay.pacing.max_mean_uses:g})",
@@ -140,7 +146,7 @@ def _figures(recipe: Recipe, e: Estimate, own: int | None) -> dict[str, str]:
         f"{percent(e.effective)}",
     }
     if recipe.offline:
-        del found["searcher"], found["uses"]
+        del found["searcher"], found["round"], found["uses"]
     return {name: value for name, value in found.items() if value}
 
 

@@ -1,5 +1,8 @@
 """Estimates the time and memory of a run from a few rounds and steps of the recipe's own searcher and trainer.
 
+Where a model is slow on a processor, rounds and steps are smaller ones, and the figures are extrapolated by answers and
+tokens: `Estimate.smaller` says from what.
+
 Each is timed in a process of its own, both at the same time, as in a run (`tba.runs.probe`). Nothing is written or
 learnt.
 """
@@ -12,7 +15,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -23,10 +26,13 @@ from tba.errors import DeadlineExceeded, UserError
 from tba.models.arithmetic import passes
 from tba.models.huggingface import HuggingFace
 from tba.models.memory import Shape
+from tba.protocols import Acted, Examined
 from tba.recipe import Recipe
 from tba.record.show import pairs, section
 from tba.record.terminal import Shown
 from tba.record.text import duration, size
+from tba.runs.probe import PROGRESS
+from tba.runs.reward_time import PartTime, RoundTime
 from tba.runs.signal import Signal
 from tba.runtime.devices import USABLE, environment_of, visible
 from tba.runtime.local.forkserver import Program, start
@@ -53,6 +59,7 @@ class Estimate(Shown):
     total_seconds: float
     product_rates: dict[str, float]  # operations a second of a product of matrices, by precision
     generation_seconds: float  # of a round, without its judgement and the reference
+    round_time: RoundTime  # by stage
     generation_operations: float | None  # of a round; None offline, or where the model's shape is unknown
     step_operations: float | None  # of a step, forward and backward
     uses: float | None  # None offline: what was imported decides
@@ -65,15 +72,19 @@ class Estimate(Shown):
     trainer_gpu_bytes: int | None  # of each rank; None: it uses no GPU
     searcher_gpu_bytes: int | None
     trainer_measured: bool = True  # otherwise what the trainer takes is computed
+    smaller: str = ""  # what figures are extrapolated from, in words; empty: whole rounds and steps were timed
 
     def _shown(self) -> RenderableType:
         took = {
             "time": f"{duration(self.total_seconds)}, of which start-up {duration(self.start_seconds)} and evaluations "
             f"{duration(self.evaluation_seconds)}",
             "searcher": f"a round takes {self.round_seconds:.3f} s, {self.tokens_per_round:,.0f} tokens of answers",
+            "round": self.round_time.facts(),
             "trainer": f"a step takes {self.step_seconds:.3f} s",
             "memory": f"trainer {size(self.trainer_bytes)}, each searcher {size(self.searcher_bytes)}",
+            "measured": self.smaller,
         }
+        took = {name: value for name, value in took.items() if value}
         learnt = section("What there is to learn from", pairs(self.signal.facts()))
         return Group(learnt, section("What a run takes", pairs(took)))
 
@@ -94,44 +105,55 @@ def estimate(
     where = _environments(recipe, machine)
     with tempfile.TemporaryDirectory() as folder:
         answers = Path(folder) / "answers.json"
+
+        def probe(half: str, place: str, at_least: float = 0.0, seed: int = 0) -> _Probe:
+            return _Probe(half, name, overrides, answers, at_least=at_least, own=where[place], seed=seed)
+
         say("sampling answers")
-        with _Probe("searcher", name, overrides, answers, at_least=0.0, seed=0, own=where["searcher-0"]) as looking:
-            first = looking.result()
-        Signal.of([first])  # says where no answer has a reward
-        answers.write_text(json.dumps(first["answers"]))
+        with probe("look", "searcher-0") as looking:
+            sample = looking.result(say)
+        signal_of_answers = Signal.of([sample])  # says where no answer has a reward
+        length = sample["tokens"][1] / recipe.prompts_per_round / recipe.samples_per_prompt
+        answers.write_text(json.dumps({"answers": sample["answers"], "length": length}))
+        flowing = sample["small"] and recipe.runtime != "inline" and not isinstance(recipe.task, Acted)
         say("timing rounds of the searcher and steps of the trainer, at the same time")
         with ExitStack() as ends:
-            searching = ends.enter_context(
-                _Probe("searcher", name, overrides, answers, at_least=_SECONDS, seed=1, own=where["searcher-0"])
-            )
-            training = None
+            searching = training = None
+            if flowing or not sample["small"]:
+                half = "flow" if flowing else "searcher"
+                searching = ends.enter_context(probe(half, "searcher-0", at_least=_SECONDS, seed=1))
             if one_rank_fits(recipe, machine):
-                training = ends.enter_context(
-                    _Probe("trainer", name, overrides, answers, at_least=_SECONDS, own=where["trainer"])
-                )
-            searcher = searching.result()
-            trainer = _computed(recipe, shape, searcher) if training is None else training.result()
+                training = ends.enter_context(probe("trainer", "trainer", at_least=_SECONDS))
+            timing = sample if searching is None else searching.result(say)
+            searcher = sample | timing | {"stages": _stages(sample, timing)}
+            trainer = _computed(recipe, shape, searcher) if training is None else training.result(say)
+    peaks = [part["peak_memory_bytes"] for part in (sample, timing)]
+    gpu_peaks = [part["peak_gpu_bytes"] for part in (sample, timing) if part["peak_gpu_bytes"] is not None]
     per_round = recipe.prompts_per_round * recipe.samples_per_prompt
     per_step = recipe.groups_per_step * recipe.group_size
-    round_seconds, step_seconds = searcher["round_seconds"], trainer["step_seconds"]
-    start = searcher["seconds"] - searcher["timed_seconds"]
+    parts = [PartTime.of(part) for part in sample["reward"]]
+    round_time = RoundTime(per_round, searcher["stages"], parts, recipe.searcher_count)
+    round_seconds, step_seconds = round_time.seconds, trainer["step_seconds"]
+    generation_seconds = round_time.stages["generation"] + round_time.stages["environment"]
+    start = timing["seconds"] - timing["timed_seconds"]
     settings = recipe.evaluation
-    answers = searcher["held_out"] * (int(settings.greedy) + settings.draws)
-    evaluation = answers * searcher["generation_seconds"] / per_round
+    evaluated = sample["held_out"] * (int(settings.greedy) + settings.draws)
+    grading = 0.0 if isinstance(recipe.task, Examined) else round_time.grading  # else another reward grades them
+    evaluation = evaluated * max(generation_seconds, grading) / per_round
     limit = recipe.replay.pacing.max_mean_uses
     if recipe.offline:
         rate, working = 0.0, recipe.steps * step_seconds
     elif recipe.runtime == "inline":
         turns = recipe.steps / recipe.sync_every * recipe.run.inline_rounds_per_sync
+        round_seconds = round_time.one_by_one
         working = recipe.steps * step_seconds + turns * round_seconds
         rate = turns * per_round / working
     else:
-        rate = recipe.searcher_count * per_round / round_seconds
+        rate = round_time.rate
         working = recipe.steps * max(step_seconds, per_step / limit / rate)
     warm_up = recipe.replay.pacing.warm_up / rate if rate else 0.0
     kept = min(recipe.replay.buffer.total, rate * working) if rate else recipe.replay.buffer.total
-    lengths = [len(tokens) for _, rows in first["answers"] for tokens, *_ in rows]
-    length = sum(lengths) / len(lengths)
+    length = searcher["tokens"][1] / per_round
     buffered = sum(replace(recipe.replay.buffer, total=max(2, int(kept))).memory(round(length)).values())
     generation_operations = step_operations = None
     if shape is not None:
@@ -145,7 +167,8 @@ def estimate(
         round_seconds=round_seconds,
         step_seconds=step_seconds,
         product_rates=trainer["product_rates"],
-        generation_seconds=searcher["generation_seconds"],
+        generation_seconds=generation_seconds,
+        round_time=round_time,
         generation_operations=generation_operations,
         step_operations=step_operations,
         tokens_per_round=per_round * length,
@@ -154,16 +177,49 @@ def estimate(
         evaluation_seconds=2 * evaluation,
         total_seconds=start + 2 * evaluation + warm_up + working,
         uses=min(recipe.steps * per_step / (rate * working), limit) if rate else None,
-        trainer_bytes=trainer["peak_memory_bytes"] + (0 if training is None else buffered),
+        trainer_bytes=_trainer_bytes(recipe, trainer) + (0 if training is None else buffered),
         trainer_measured=training is not None,
-        searcher_bytes=searcher["peak_memory_bytes"],
+        searcher_bytes=max(peaks),
         weights_bytes=trainer["weights_bytes"],
         log_ratio=trainer["log_ratio"],
         effective=trainer["effective"],
-        signal=Signal.of([first, searcher]),
+        signal=signal_of_answers,
         trainer_gpu_bytes=trainer["peak_gpu_bytes"],
-        searcher_gpu_bytes=searcher["peak_gpu_bytes"],
+        searcher_gpu_bytes=max(gpu_peaks, default=None),
+        smaller=_smaller(sample, timing, trainer, per_round, per_step),
     )
+
+
+def _stages(sample: Mapping[str, Any], timing: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the seconds of each stage of a whole round: as they were timed again, or from what a token takes in full
+    slots.
+    """
+    stages: dict[str, float] = dict(sample["stages"])
+    if "token_seconds" in timing:
+        reading, writing = sample["prompts"] * timing["prompt_seconds"], sample["tokens"][1] * timing["token_seconds"]
+        return stages | {"generation": reading + writing}
+    return stages | dict(timing["stages"])
+
+
+def _trainer_bytes(recipe: Recipe, trainer: Mapping[str, Any]) -> int:
+    """Returns the trainer's peak; after small steps what it needs at most, since a whole pass was never made."""
+    peak: int = trainer["peak_memory_bytes"]
+    if not trainer.get("small"):
+        return peak
+    return max([peak, *(need.total for need in needs(recipe) if need.part == "trainer")])
+
+
+def _smaller(
+    sample: Mapping[str, Any], timing: Mapping[str, Any], trainer: Mapping[str, Any], per_round: int, per_step: int
+) -> str:
+    """Returns what the figures are extrapolated from, in words; empty where whole rounds and steps were timed."""
+    sources = []
+    if sample["small"]:
+        full = " and a few token steps of full slots" if "token_seconds" in timing else ""
+        sources.append(f"a round of {per_round} answers from one of {sample['small']}{full}")
+    if trainer.get("small"):
+        sources.append(f"a step of {per_step} answers from steps of {trainer['small']}; its memory is computed")
+    return "extrapolated, since the model is slow here: " + "; ".join(sources) if sources else ""
 
 
 def one_rank_fits(recipe: Recipe, machine: Machine) -> bool:
@@ -194,9 +250,9 @@ def _computed(recipe: Recipe, shape: Shape | None, searcher: Mapping[str, Any]) 
     trainer = next(need for need in needs(recipe) if need.part == "trainer")
     kept, (asked, _) = kept_on_disk(recipe), searcher["tokens"]
     assert kept is not None
-    lengths = [len(tokens) for _, rows in searcher["answers"] for tokens, *_ in rows]
+    length = searcher["tokens"][1] / recipe.prompts_per_round / recipe.samples_per_prompt
     prompts = recipe.groups_per_step * asked / recipe.prompts_per_round
-    answers = recipe.groups_per_step * recipe.group_size * sum(lengths) / len(lengths)
+    answers = recipe.groups_per_step * recipe.group_size * length
     operations = passes(recipe.model.lora.rank) * shape.operations(prompts + answers, answers)
     rate = searcher["product_rates"][str(recipe.model.compute).removeprefix("torch.")]
     on_gpu = trainer.device == "cuda"
@@ -246,17 +302,20 @@ class _Probe:
         if self.process.stdin is not None:
             self.process.stdin.close()
 
-    def result(self) -> dict[str, Any]:
-        """Returns what it measured; `seconds` is how long the process took in all."""
+    def result(self, say: Callable[[str], object]) -> dict[str, Any]:
+        """Returns what it measured; `seconds` is how long the process took in all. say: is told of its progress."""
+        position = 0
         while (code := self.process.poll()) is None:
             if time.perf_counter() - self.began > _DEADLINE:
                 raise DeadlineExceeded(f"the {self.half}'s probe had not ended after {_DEADLINE:g} s")
             time.sleep(_POLL)
-        said = self.log.read_text(errors="replace").strip().splitlines()
-        last = said[-1] if said else f"exit code {code}"
+            position = self._tell(position, say)
+        seconds = time.perf_counter() - self.began
+        lines = self.log.read_text(errors="replace").strip().splitlines()
+        last = lines[-1] if lines else f"exit code {code}"
         if not code:
-            found: dict[str, Any] = json.loads(last)
-            return found | {"seconds": time.perf_counter() - self.began}
+            figures: dict[str, Any] = json.loads(last)
+            return figures | {"seconds": seconds}
         if "OutOfMemoryError" in last or code == -signal.SIGKILL:
             raise UserError(
                 f"the {self.half} of {self.name} does not fit into this machine's memory by itself ({last}): it is "
@@ -264,3 +323,16 @@ class _Probe:
                 "--max-tokens-per-pass; docs/scaling.md says what several ranks hold"
             )
         raise UserError(f"the {self.half} of {self.name} cannot be started: {last.partition(': ')[2] or last}")
+
+    def _tell(self, position: int, say: Callable[[str], object]) -> int:
+        """Tell of the progress in whole lines of the log from a position on; returns the next position."""
+        with self.log.open("rb") as log:
+            log.seek(position)
+            block = log.read()
+        end = block.rfind(b"\n") + 1
+        for line in block[:end].splitlines():
+            with suppress(ValueError):
+                state = json.loads(line)
+                if isinstance(state, dict) and state.keys() == {PROGRESS}:
+                    say(str(state[PROGRESS]))
+        return position + end

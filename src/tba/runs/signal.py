@@ -29,6 +29,8 @@ class Signal:
     held_out: int
     both: int  # held-out problems whose prompt is one of training too
     answers: int  # sampled here
+    groups: int  # of answers to one prompt
+    size: int  # answers of the largest
     reward: float  # mean
     varied: float  # share of prompts whose answers got different rewards: the others teach nothing
     best: float  # share of the prompts all of whose answers got the highest reward seen
@@ -56,6 +58,8 @@ class Signal:
             held_out=problems["eval"],
             both=problems["both"],
             answers=answers,
+            groups=len(groups),
+            size=max(map(len, groups)),
             reward=float(rewards.mean()),
             varied=float(np.mean([np.ptp(own) > 0 for own in groups])),
             best=float(np.mean([own.min() == rewards.max() for own in groups])),
@@ -66,16 +70,20 @@ class Signal:
             shown=probes[0]["shown"],
         )
 
-    def facts(self, taught: bool = False) -> dict[str, str]:
-        """Returns what was seen, by name. taught: by teachers, for whom rewards need not differ."""
+    def facts(self, taught: bool = False, group_size: int = 0) -> dict[str, str]:
+        """Returns what was seen, by name. taught: by teachers, for whom rewards need not differ. group_size: answers
+        to each prompt of a batch.
+        """
+        larger = f"; a batch's have {group_size}, in which they differ at least as often" * (group_size > self.size)
         shared = f", of which {self.both:,} are among the former" if self.both else ""
         return {
             "problems": f"{self.train:,} to train on, {self.held_out:,} held out{shared}",
             "answers": f"{self.answers:,} sampled: mean reward {self.reward:.3g}, {percent(self.truncated)} cut off, "
             f"{percent(self.empty)} empty, {percent(self.copies)} copies of others"
             + (f", {percent(self.failed)} failed in their environments" if self.failed else ""),
-            "groups": f"in {percent(self.varied)} of them rewards differ"
-            + ("; the teacher teaches in all of them" if taught else "; only these teach something"),
+            "groups": f"{self.groups:,} of at most {self.size} answers: in {percent(self.varied)} rewards differ"
+            + ("; the teacher teaches in all of them" if taught else "; only these teach something")
+            + larger,
         }
 
     def examples(self) -> RenderableType:
