@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,13 +44,23 @@ class Server:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http = _Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}/v1"
 
 
-def said(texts: list[str | None], chat: bool = True) -> Reply:
-    choices = [{"message": {"content": t}} if chat else {"text": t} for t in texts]
-    return 200, {}, json.dumps({"choices": choices}).encode()
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 128  # connections that wait to be accepted: none is to be slow for that
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # a client that no longer waits
+            super().handle_error(request, client_address)
+
+
+def said(texts: list[str | None], chat: bool = True, usage: tuple[int, int] | None = None, end: str = "stop") -> Reply:
+    ends = {"finish_reason": end}
+    choices = [{"message": {"content": t}, **ends} if chat else {"text": t, **ends} for t in texts]
+    stated = {} if usage is None else {"usage": {"prompt_tokens": usage[0], "completion_tokens": usage[1]}}
+    return 200, {}, json.dumps({"choices": choices, **stated}).encode()
 
 
 @contextmanager

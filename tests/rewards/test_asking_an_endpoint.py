@@ -14,7 +14,7 @@ import tba
 from tba.apps.red_team.endpoint import EndpointVictim
 from tba.errors import TbaError, UserError
 from tba.fields import comments
-from tba.rewards.endpoint import Rate
+from tba.rewards.endpoint import Rate, Refused, Usage
 from tba.rewards.threads import in_threads
 
 
@@ -78,3 +78,84 @@ def test_a_rate_gives_turns_at_equal_distances_and_none_is_saved_up() -> None:
     now[0] = 200.0
     assert [rate.turn() for _ in range(2)] == [0.0, 0.5]
     assert [Rate(None).turn() for _ in range(3)] == [0.0] * 3
+
+
+def test_what_calls_cost_is_counted_once_and_who_gets_a_remembered_reply_pays_nothing(server: Server) -> None:
+    replies = [said(["7"], usage=(100, 3)), said(["8"]), said(["9"], usage=(-1, 3))]
+    server.script = lambda n, asked: replies[n]
+    ask = tba.Endpoint(url=server.url, model="m").start()
+    bill = [ask.reply(message) for message in "aab"]
+    assert [(r.text, r.usage.tokens, r.usage.calls, r.usage.unstated) for r in bill] == [
+        ("7", 103, 1, 0),
+        ("7", 0, 0, 0),
+        ("8", 0, 1, 1),
+    ]
+    ask("c")
+    assert ask.usage == Usage(calls=3, prompt_tokens=100, completion_tokens=3, unstated=2)
+
+
+def test_those_who_wait_for_an_equal_message_get_its_failure_too_and_the_next_one_is_sent_again(server: Server) -> None:
+    waiting = threading.Event()
+
+    def reply(n: int, asked: dict[str, Any]) -> Reply:
+        assert waiting.wait(10)
+        return said(["7"]) if n else (503, {}, b"{}")
+
+    server.script = reply
+    ask = tba.Endpoint(url=server.url, model="m", retries=0).start()
+    errors: list[Exception] = []
+
+    def call() -> None:
+        try:
+            ask("a")
+        except TbaError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    (promised,) = _eventually(lambda: list(ask._remembered.values()))
+    _eventually(lambda: promised._condition._waiters and len(promised._condition._waiters) == 3)
+    waiting.set()
+    for thread in threads:
+        thread.join(10)
+    assert (len(errors), len(server.asked)) == (4, 1)
+    assert [ask("a"), ask("a"), len(server.asked)] == ["7", "7", 2]
+
+
+def _eventually(look: Any) -> Any:
+    for _ in range(10_000):
+        if seen := look():
+            return seen
+        threading.Event().wait(0.001)
+    raise AssertionError
+
+
+def test_the_reply_that_was_not_used_for_longest_is_forgotten(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tba.rewards.endpoint._REMEMBERED", 2)
+    server.script = lambda n, asked: said([f"{n}"])
+    ask = tba.Endpoint(url=server.url, model="m").start()
+    assert [ask(message) for message in "abacaba"] == ["0", "1", "0", "2", "0", "3", "0"]
+
+
+def test_a_refused_call_waits_as_long_as_the_server_says_and_halves_the_calls_at_once(server: Server) -> None:
+    replies = [(429, {"Retry-After": "0"}, b"{}"), (500, {}, b"{}"), said(["7"])]
+    server.script = lambda n, asked: replies[n]
+    ask = tba.Endpoint(url=server.url, model="m", pause=0.0).start()
+    assert ask("a") == "7"
+    assert (ask._gate.limit.calls, ask._gate.limit.halvings, ask._gate.busy) == (8, 1, 0)
+
+
+def test_a_call_that_times_out_halves_the_calls_at_once(server: Server) -> None:
+    ended = threading.Event()
+
+    def reply(n: int, asked: dict[str, Any]) -> Reply:
+        assert ended.wait(10)
+        return said(["7"])
+
+    server.script = reply
+    ask = tba.Endpoint(url=server.url, model="m", timeout=0.05, retries=0).start()
+    with pytest.raises(Refused, match="TimeoutError"):
+        ask("a")
+    ended.set()
+    assert ask._gate.limit.calls == 8

@@ -31,7 +31,7 @@ class EndpointTeacher:
     Give it to `Teacher(models=...)`. Its tokenizer is read here; the weights are not.
     """
 
-    endpoint: Endpoint = field(default_factory=Endpoint)  # where it is; of its fields those of sampling have no effect
+    endpoint: Endpoint = field(default_factory=Endpoint)  # where it is; its `concurrency` and sampling have no effect
     path: str = ""  # its tokenizer: a folder, or a name on the Hub
     scores: Literal["prompt_logprobs", "echo"] = "prompt_logprobs"  # what asks for the scores: of vLLM; of others
     positions: int | None = None  # tokens of a prompt and its answer that the server takes; None: any number
@@ -77,7 +77,7 @@ class EndpointReference:
     def __init__(self, settings: EndpointTeacher, version: Version) -> None:
         self.version = version
         self._settings = settings
-        self._client = EndpointClient(replace(settings.endpoint, api="completions"))
+        self._client = EndpointClient(replace(settings.endpoint, api="completions", concurrency=settings.concurrency))
         one = {"model": settings.endpoint.model, "max_tokens": 1, "temperature": 0}
         self._asked = one | ({"echo": True, "logprobs": 1} if settings.scores == "echo" else {"prompt_logprobs": 1})
 

@@ -1,13 +1,15 @@
 """A model behind an OpenAI-compatible HTTP endpoint, `chat/completions` or `completions`: one that judges answers, is
 attacked, or teaches. Standard library only.
 
-Invariant: every wait has a deadline. A call that the server refuses temporarily (429, 5xx), that times out or whose
+Invariant: every wait has a deadline. At most `concurrency` calls are under way at once, and fewer while the server
+refuses or slows down (`gate`). A call that the server refuses temporarily (429, 5xx), that times out or whose
 connection breaks is repeated a bounded number of times; any other refusal is an error at once. Neither what is asked
 nor what is replied ever appears in an error or a log.
 """
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import json
 import os
@@ -15,19 +17,25 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from tba.errors import TbaError, UserError
 from tba.fields import as_declared
 from tba.foreign import parsed
+from tba.rewards.gate import Gate
 
 _FOR_THE_MOMENT = (408, 409, 425, 429, 500, 502, 503, 504, 529)
+_OVERLOADED = (408, 429, 503, 504, 529)  # those that fewer calls at once help against
 _LONGEST_PAUSE = 60.0  # seconds
 _LARGEST = 1 << 24  # bytes of a reply: an endpoint is not trusted to end
 _REMEMBERED = 1 << 16  # replies
+_PATIENCE = 600.0  # seconds that a call waits for its turn, or for an equal one that is under way
+_MOST_TOKENS = 1 << 32  # that the usage of one call is believed to have
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,8 @@ class Endpoint:
     remembers replies of its own.
 
     `start()` returns a function from a message to the reply; call it from a reward function, and give the reward a
-    `concurrency` to have several calls under way at once. Raises `UserError` when a field makes no sense.
+    `concurrency` to have several calls under way at once. Those that the server takes adapt: they grow by one while it
+    keeps up, and halve when it refuses (429, 503) or times out. Raises `UserError` when a field makes no sense.
     """
 
     url: str = ""  # base URL including the version, such as http://127.0.0.1:8000/v1
@@ -52,6 +61,7 @@ class Endpoint:
     retries: int = 5  # repetitions of a call that was refused temporarily, timed out or broke off
     pause: float = 1.0  # seconds before the first repetition, doubled each time; Retry-After is respected
     calls_per_second: float | None = None  # rate limit of one searcher; None: no limit
+    concurrency: int = 64  # most calls of one searcher at once; fewer while the server refuses or slows down
 
     called: ClassVar[str] = "endpoint"  # what errors call it
     option: ClassVar[str] = "its {}"  # what they call a setting
@@ -62,6 +72,10 @@ class Endpoint:
             raise UserError(f"the {self.called}'s url is {self.url!r}: give one such as http://127.0.0.1:8000/v1")
         if self.retries < 0:
             raise UserError(f"the {self.called}'s retries is {self.retries}: give 0 or more")
+        if self.concurrency < 1:
+            raise UserError(
+                f"the {self.called}'s concurrency is {self.concurrency}: give the number of calls at once, at least 1"
+            )
         for name in ("timeout", "calls_per_second"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -122,12 +136,36 @@ def _token(variable: str) -> str:
     return token
 
 
-@dataclass
-class _Reply:
-    """The reply to a message, once it is there; whoever asks for it holds the lock."""
+@dataclass(frozen=True)
+class Usage:
+    """Counts what calls cost, in tokens as the server states them."""
 
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    text: str | None = None
+    calls: int = 0  # that were answered
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    unstated: int = 0  # calls of whose tokens the server says nothing
+
+    @property
+    def tokens(self) -> int:
+        """Returns those of prompts and replies together."""
+        return self.prompt_tokens + self.completion_tokens
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            self.calls + other.calls,
+            self.prompt_tokens + other.prompt_tokens,
+            self.completion_tokens + other.completion_tokens,
+            self.unstated + other.unstated,
+        )
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A reply to a message."""
+
+    text: str
+    cut: bool = False  # it ended at `max_tokens`
+    usage: Usage = Usage()  # of the call that gave it; nothing where the reply was remembered
 
 
 class EndpointClient:
@@ -146,40 +184,82 @@ class EndpointClient:
         own = urlsplit(self._url).hostname in ("127.0.0.1", "localhost", "::1")
         self._opener = urllib.request.build_opener(_NoRedirects(), *([urllib.request.ProxyHandler({})] if own else []))
         self._token = _token(settings.token_variable)
-        self._replies: dict[str, _Reply] = {}  # oldest first
-        self._lock = threading.Lock()  # of what is remembered
+        self._gate = Gate(str(self), settings.concurrency)
+        self._remembered: OrderedDict[bytes, Future[Reply]] = OrderedDict()  # by message, the last used last
+        self._usage = Usage()
+        self._lock = threading.Lock()  # of what is remembered and counted
 
     def __str__(self) -> str:
         return f"the {self.settings.called} at {self._url}"
+
+    @property
+    def usage(self) -> Usage:
+        """Returns what all messages cost so far, those included whose reply was of no use."""
+        with self._lock:
+            return self._usage
 
     def __call__(self, message: str) -> str:
         """Returns the reply; at temperature 0 a message is sent once, and its reply remembered.
 
         Raises `UserError` for a refusal, and `Refused` when no call succeeds.
         """
+        return self.reply(message).text
+
+    def reply(self, message: str) -> Reply:
+        """Returns the reply with what it cost, as `__call__` does: who gets a reply that was remembered, or waits for
+        a call under way, pays nothing.
+        """
         if self.settings.temperature > 0:
-            return self.replies(message, 1)[0]
+            return self._sampled(message, 1)[0]
+        key, begun = _digest(message), False
         with self._lock:
-            reply = self._replies.setdefault(message, _Reply())
-            if len(self._replies) > _REMEMBERED:
-                del self._replies[next(iter(self._replies))]
-        with reply.lock:  # whoever asks for the same meanwhile waits for this call, which has its deadlines
-            if reply.text is None:
-                reply.text = self.replies(message, 1)[0]
-            return reply.text
+            if (reply := self._remembered.get(key)) is None:
+                reply, begun = self._remembered.setdefault(key, Future()), True
+            self._remembered.move_to_end(key)
+            if len(self._remembered) > _REMEMBERED:
+                self._remembered.popitem(last=False)
+        return self._fetched(message, reply) if begun else self._awaited(reply)
+
+    def _fetched(self, message: str, promised: Future[Reply]) -> Reply:
+        """Returns the reply, also to all who wait for it; one that failed is not remembered."""
+        try:
+            reply = self._sampled(message, 1)[0]
+        except BaseException as error:
+            self.forget(message)
+            promised.set_exception(error if isinstance(error, Exception) else Refused(f"the call of {self} was ended"))
+            raise
+        promised.set_result(replace(reply, usage=Usage()))
+        return reply
+
+    def _awaited(self, promised: Future[Reply]) -> Reply:
+        try:
+            return promised.result(_PATIENCE)
+        except TimeoutError:
+            raise Refused(f"{self} did not answer an equal message in {_PATIENCE:g} s; see that it is up") from None
+
+    def forget(self, message: str) -> None:
+        """Sends the message again when it is next asked, as is right after a reply of no use."""
+        with self._lock:
+            self._remembered.pop(_digest(message), None)
 
     def replies(self, message: str, count: int) -> list[str]:
         """Returns `count` replies; a server that gives fewer is asked for the rest."""
-        greedy = self.settings.temperature == 0  # all alike, and servers refuse to sample several greedily
-        found: list[str] = []
-        for _ in range(count):
-            found += self._ask(message, 1)[:1] * count if greedy else self._ask(message, count - len(found))
-            if len(found) >= count:
-                return found[:count]
-        raise Refused(f"{self} gave {len(found)} of {count} answers")
+        return [reply.text for reply in self._sampled(message, count)]
 
-    def _ask(self, message: str, count: int) -> list[str]:
-        return self._texts(self.ask(self._question(message, count)))
+    def _sampled(self, message: str, count: int) -> list[Reply]:
+        greedy = self.settings.temperature == 0  # all alike, and servers refuse to sample several greedily
+        replies: list[Reply] = []
+        for _ in range(count):
+            if greedy:
+                replies += self._call(message, 1)[:1] * count
+            else:
+                replies += self._call(message, count - len(replies))
+            if len(replies) >= count:
+                return replies[:count]
+        raise Refused(f"{self} gave {len(replies)} of {count} answers")
+
+    def _call(self, message: str, count: int) -> list[Reply]:
+        return self._replies_in(self.ask(self._question(message, count)))
 
     def ask(self, question: Mapping[str, Any]) -> bytes:
         """Returns the reply to a question, both JSON. Raises `UserError` for a refusal, `Refused` when no call
@@ -187,16 +267,24 @@ class EndpointClient:
         """
         body = json.dumps(question).encode()
         for attempt in range(self.settings.retries + 1):
-            time.sleep(self._rate.turn())
-            try:
-                return self._post(body)
-            except urllib.error.HTTPError as error:
-                with error:
-                    said, pause = _reason(error), _retry_after(error)
-                if error.code not in _FOR_THE_MOMENT:
-                    raise UserError(self._refusal(error.code, said)) from None
-            except (OSError, http.client.HTTPException) as error:  # refused, broken off, timed out
-                said, pause = f"{type(error).__name__}: {getattr(error, 'reason', error)}", None
+            with self._gate.turn(_PATIENCE) as turn:
+                time.sleep(self._rate.turn())
+                begun = time.monotonic()
+                try:
+                    reply = self._post(body)
+                    turn.seconds = time.monotonic() - begun
+                    return reply
+                except urllib.error.HTTPError as error:
+                    with error:
+                        said, pause = _reason(error), _retry_after(error)
+                    if error.code not in _FOR_THE_MOMENT:
+                        raise UserError(self._refusal(error.code, said)) from None
+                    turn.refused = error.code in _OVERLOADED
+                    turn.pause = min(_LONGEST_PAUSE, pause or 0.0)
+                except (OSError, http.client.HTTPException) as error:  # refused, broken off, timed out
+                    reason = getattr(error, "reason", error)
+                    said, pause = f"{type(error).__name__}: {reason}", None
+                    turn.refused = isinstance(reason, TimeoutError)
             if attempt < self.settings.retries:
                 time.sleep(min(_LONGEST_PAUSE, self.settings.pause * 2**attempt if pause is None else pause))
         slower, more = self.settings.named("calls_per_second"), self.settings.named("retries")
@@ -234,18 +322,26 @@ class EndpointClient:
                     raise TimeoutError(f"no end of the reply in {self.settings.timeout:g} s and {size} bytes")
         return b"".join(parts)
 
-    def _texts(self, reply: bytes) -> list[str]:
+    def _replies_in(self, answer: bytes) -> list[Reply]:
+        """Returns the replies of one call, whose cost is the first one's."""
+        chat = self.settings.api == "chat"
         try:
-            choices = parsed(reply, choices=list[dict[str, Any]])["choices"]
-            said = [c["message"]["content"] if self.settings.api == "chat" else c["text"] for c in choices]
+            fields = parsed(answer, choices=list[dict[str, Any]])
+            choices = fields["choices"]
+            texts = [choice["message"]["content"] if chat else choice["text"] for choice in choices]
         except (ValueError, KeyError, TypeError):
             raise UserError(
                 f"{self} does not reply as an OpenAI-compatible endpoint does: check {self.settings.named('url')} and "
                 f"{self.settings.named('model')}"
             ) from None
-        if not all(text is None or isinstance(text, str) for text in said):
+        if not all(text is None or isinstance(text, str) for text in texts):
             raise UserError(f"{self} replied with something that is no text: check its model")
-        return [text or "" for text in said]
+        usage = _usage_in(fields.get("usage"))
+        with self._lock:
+            self._usage += usage
+        cuts = [choice.get("finish_reason") == "length" for choice in choices]
+        replies = [Reply(text or "", cut) for text, cut in zip(texts, cuts, strict=True)]
+        return [replace(replies[0], usage=usage), *replies[1:]] if replies else []
 
     def _refusal(self, code: int, said: str) -> str:
         s = self.settings
@@ -256,6 +352,17 @@ class EndpointClient:
             404: f"check {s.named('url')} and {s.named('model')}",
         }.get(code, f"check the settings of the {s.called}")
         return f"{self} refuses the call ({code}{said and f', {said}'}): {what}"
+
+
+def _digest(message: str) -> bytes:
+    return hashlib.blake2b(message.encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+def _usage_in(stated: object) -> Usage:
+    """Returns what one call cost, by what the server states of it, which may be nothing or nonsense."""
+    counts = [stated.get(name) for name in ("prompt_tokens", "completion_tokens")] if isinstance(stated, dict) else []
+    tokens = [count for count in counts if type(count) is int and 0 <= count < _MOST_TOKENS]
+    return Usage(1, tokens[0], tokens[1]) if len(tokens) == 2 else Usage(1, unstated=1)
 
 
 def _retry_after(error: urllib.error.HTTPError) -> float | None:

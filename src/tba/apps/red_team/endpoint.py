@@ -26,8 +26,6 @@ class EndpointVictim(Endpoint):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.concurrency < 1:
-            raise UserError(f"the victim's concurrency is {self.concurrency}: give 1 or more calls at once")
         if not self.deadline > 0:
             raise UserError(f"the victim's deadline is {self.deadline}, it must be above 0")
 
