@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from tba.rewards.exact_answer import ExactAnswer as ExactAnswer
     from tba.rewards.functions import FunctionReward as FunctionReward
     from tba.rewards.functions import WeightedFunctions as WeightedFunctions
+    from tba.rewards.judges import RankingJudge as RankingJudge
+    from tba.rewards.judges import RubricJudge as RubricJudge
     from tba.rollout.exploration import Fixed as Fixed
     from tba.rollout.exploration import RandomPerRound as RandomPerRound
     from tba.rollout.prompts import PromptSettings as PromptSettings

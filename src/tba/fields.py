@@ -443,7 +443,9 @@ def _own_comments(kind: type) -> dict[str, str]:
     fields = [
         (s.lineno, s.target.id) for s in body.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)
     ]
-    ends = [line - 1 for line, _ in fields[1:]] + [max((line for line, _ in fields), default=0)]
+    if not fields:
+        return {}  # it only inherits
+    ends = [line - 1 for line, _ in fields[1:]] + [max(line for line, _ in fields)]
     by_line = {
         t.start[0]: _COMMENT.sub("", t.string, count=1).strip()
         for t in tokenize.generate_tokens(StringIO(source).readline)

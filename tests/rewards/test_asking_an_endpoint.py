@@ -69,6 +69,7 @@ def test_inherited_settings_are_explained_by_the_class_they_come_from() -> None:
     own, inherited = comments(EndpointVictim), comments(tba.Endpoint)
     assert own["retries"] == inherited["retries"] != ""
     assert own["concurrency"]
+    assert comments(tba.RankingJudge)["rubric"] == comments(tba.RubricJudge)["rubric"] != ""  # one has no field itself
 
 
 def test_a_rate_gives_turns_at_equal_distances_and_none_is_saved_up() -> None:
@@ -82,7 +83,7 @@ def test_a_rate_gives_turns_at_equal_distances_and_none_is_saved_up() -> None:
 
 def test_what_calls_cost_is_counted_once_and_who_gets_a_remembered_reply_pays_nothing(server: Server) -> None:
     replies = [said(["7"], usage=(100, 3)), said(["8"]), said(["9"], usage=(-1, 3))]
-    server.script = lambda n, asked: replies[n]
+    server.script = lambda n, body: replies[n]
     ask = tba.Endpoint(url=server.url, model="m").start()
     bill = [ask.reply(message) for message in "aab"]
     assert [(r.text, r.usage.tokens, r.usage.calls, r.usage.unstated) for r in bill] == [
@@ -97,7 +98,7 @@ def test_what_calls_cost_is_counted_once_and_who_gets_a_remembered_reply_pays_no
 def test_those_who_wait_for_an_equal_message_get_its_failure_too_and_the_next_one_is_sent_again(server: Server) -> None:
     waiting = threading.Event()
 
-    def reply(n: int, asked: dict[str, Any]) -> Reply:
+    def reply(n: int, body: dict[str, Any]) -> Reply:
         assert waiting.wait(10)
         return said(["7"]) if n else (503, {}, b"{}")
 
@@ -133,14 +134,14 @@ def _eventually(look: Any) -> Any:
 
 def test_the_reply_that_was_not_used_for_longest_is_forgotten(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tba.rewards.endpoint._REMEMBERED", 2)
-    server.script = lambda n, asked: said([f"{n}"])
+    server.script = lambda n, body: said([f"{n}"])
     ask = tba.Endpoint(url=server.url, model="m").start()
     assert [ask(message) for message in "abacaba"] == ["0", "1", "0", "2", "0", "3", "0"]
 
 
 def test_a_refused_call_waits_as_long_as_the_server_says_and_halves_the_calls_at_once(server: Server) -> None:
     replies = [(429, {"Retry-After": "0"}, b"{}"), (500, {}, b"{}"), said(["7"])]
-    server.script = lambda n, asked: replies[n]
+    server.script = lambda n, body: replies[n]
     ask = tba.Endpoint(url=server.url, model="m", pause=0.0).start()
     assert ask("a") == "7"
     assert (ask._gate.limit.calls, ask._gate.limit.halvings, ask._gate.busy) == (8, 1, 0)
@@ -149,7 +150,7 @@ def test_a_refused_call_waits_as_long_as_the_server_says_and_halves_the_calls_at
 def test_a_call_that_times_out_halves_the_calls_at_once(server: Server) -> None:
     ended = threading.Event()
 
-    def reply(n: int, asked: dict[str, Any]) -> Reply:
+    def reply(n: int, body: dict[str, Any]) -> Reply:
         assert ended.wait(10)
         return said(["7"])
 

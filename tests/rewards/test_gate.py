@@ -109,7 +109,7 @@ def test_calls_pass_in_the_order_in_which_they_come_and_one_that_gives_up_holds_
 
 @pytest.mark.parametrize("takes", [1, 5, 20, 40])
 def test_a_server_that_refuses_beyond_a_number_is_used_to_most_of_it_and_refuses_few(takes: int) -> None:
-    """Simulated: each call takes a second, refusals none; there is always a call that wants to begin."""
+    """Simulates a server whose calls take a second and refusals no time; there is always a call that waits to begin."""
     now, ends, refused, finished, number = 0.0, [], 0, 0, 0
     gate = Gate("a server", 64, now=lambda: now)
     while now < 300:
@@ -134,7 +134,7 @@ def test_a_server_on_loopback_that_limits_parallel_calls_refuses_few_and_is_kept
     under_way: list[int] = []  # when each call that was taken began, itself included
     busy, refused = 0, 0
 
-    def reply(n: int, asked: dict[str, Any]) -> Reply:
+    def reply(n: int, body: dict[str, Any]) -> Reply:
         nonlocal busy, refused
         with lock:
             if busy >= takes:
@@ -145,7 +145,7 @@ def test_a_server_on_loopback_that_limits_parallel_calls_refuses_few_and_is_kept
         threading.Event().wait(0.03)
         with lock:
             busy -= 1
-        return said([asked["messages"][-1]["content"]])
+        return said([body["messages"][-1]["content"]])
 
     with serving() as server:
         server.script = reply
