@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from queue import Empty, SimpleQueue
@@ -29,7 +30,7 @@ from typing import Any, TypeVar
 
 from tba.errors import DeadlineExceeded, PartFailed, UserError
 from tba.protocols import GradingCalls, Reward, Separable
-from tba.types import Completion, Judgement, Prompt
+from tba.types import Completion, Judgement, Prompt, handed_out
 
 T = TypeVar("T")
 log = logging.getLogger("tba.reward")
@@ -145,10 +146,8 @@ class Grader:
     def wait(self, seconds: float) -> None:
         """Wait until an answer comes back, at most so long; then `poll`."""
         if self.unfinished and self._error is None:
-            try:
+            with suppress(Empty):
                 self._receive(*self._returned.get(timeout=min(seconds, _BEAT)))
-            except Empty:
-                pass
         self.poll()
 
     def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
@@ -399,7 +398,7 @@ def share_of(limit: int, index: int, count: int) -> int:
 
 def _whole(reward: Reward) -> GradingCalls:
     """Returns a reward that is called by `judge` as its only part."""
-    return GradingCalls(f"the reward {type(reward).__name__}", reward.judge)
+    return GradingCalls(f"the reward {type(reward).__name__}", lambda answered: reward.judge(handed_out(answered)))
 
 
 def _only(values: Sequence[Any]) -> Judgement:

@@ -8,9 +8,10 @@ Shape legend: P prompt tokens, T completion tokens.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
@@ -22,6 +23,27 @@ IntArray: TypeAlias = npt.NDArray[np.int32]
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 Json: TypeAlias = Any  # what json.dumps takes: None, bool, int, float, str, lists and dicts of these
+
+
+_SCALARS = frozenset({str, int, float, bool, type(None)})
+
+
+def copied(value: Json) -> Json:
+    """Returns a copy as deep as its lists and dictionaries, for code of a user, which may change what it gets.
+
+    What cannot be copied, such as an open connection, is handed out itself.
+    """
+    kind = type(value)
+    if kind in _SCALARS:
+        return value
+    if kind is list:
+        return [copied(inner) for inner in value]
+    if kind is dict:
+        return {key: copied(inner) for key, inner in value.items()}
+    try:
+        return copy.deepcopy(value)
+    except TypeError:
+        return value
 
 
 def is_text(text: str) -> bool:
@@ -239,6 +261,27 @@ def _brief(value: float) -> str:
         return f"{value:g}"
     except OverflowError:  # an int, which may have any number of digits
         return "an integer of more than 300 digits"
+
+
+def handed_out(answered: Sequence[tuple[Prompt, Completion]]) -> list[tuple[Prompt, Completion]]:
+    """Returns copies of all that can be changed, for a reward's `judge`: the next one gets what this one got."""
+    return [(_copy_of_prompt(prompt), _copy_of_completion(completion)) for prompt, completion in answered]
+
+
+def _copy_of_prompt(prompt: Prompt) -> Prompt:
+    messages = None if prompt.messages is None else tuple(copied(dict(message)) for message in prompt.messages)
+    return replace(prompt, tokens=prompt.tokens.copy(), fields=copied(dict(prompt.fields)), messages=messages)
+
+
+def _copy_of_completion(completion: Completion) -> Completion:
+    log_behavior, mask, judgement = completion.log_behavior, completion.mask, completion.judgement
+    return replace(
+        completion,
+        tokens=completion.tokens.copy(),
+        log_behavior=None if log_behavior is None else log_behavior.copy(),
+        mask=None if mask is None else mask.copy(),
+        judgement=None if judgement is None else replace(judgement, parts=dict(judgement.parts)),
+    )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 from tba.environments.tools import Call, bound, calls_in, schemas_of, tools_of, written
 from tba.errors import TbaError, UserError
 from tba.protocols import Environment
-from tba.types import Json, Judgement, quoted
+from tba.types import Json, Judgement, copied, quoted
 
 
 class EpisodeFailed(TbaError):
@@ -51,7 +51,7 @@ class Episode:
         self._step, self._tools = self._method("step"), tools_of(self._environment)
         if self._step is None and not self._tools:
             raise UserError(f"{name} has no step() and no tools: give it a method step(self, text), or public methods")
-        first = self._called("reset()", reset, **_accepted(reset, {**fields, "seed": seed}))
+        first = self._called("reset()", reset, **_accepted(reset, {**copied(dict(fields)), "seed": seed}))
         self.first = self._text("reset()", first)  # what the policy is told first
 
     @property

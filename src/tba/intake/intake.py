@@ -187,7 +187,9 @@ class Intake:
 
     def _judged(self, asked: Sequence[Candidate]) -> list[Judgement | Refusal]:
         return _in_parts(
-            asked, lambda some: self.reward.judge([c.pair for c in some]), "the task's reward cannot grade it"
+            asked,
+            lambda some: self.reward.judge([c.pair for c in some]),
+            "the task's reward cannot grade it",
         )
 
     def _scores(self, candidates: Sequence[Candidate]) -> list[tuple[FloatArray, ...] | Refusal]:

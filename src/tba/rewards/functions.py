@@ -2,7 +2,7 @@
 
 Invariant: what a function is given depends on the names of its parameters only, never on their order, and is settled
 before the first answer; it must return a finite number, or None to abstain; anything else is an error that names the
-function and the prompt.
+function and the prompt. Each call gets copies of its own: what a function does to them, no other call sees.
 
 | a function of | is called for | and returns |
 |---|---|---|
@@ -35,7 +35,7 @@ from tba.errors import TbaError, UserError
 from tba.fields import as_declared
 from tba.grading import event_loop
 from tba.protocols import GradingCalls, Reward
-from tba.types import Completion, Judgement, Problem, Prompt, quoted
+from tba.types import Completion, Judgement, Problem, Prompt, copied, quoted
 
 T = TypeVar("T")
 log = logging.getLogger("tba.reward")
@@ -267,7 +267,8 @@ class _Signature:
             names += ["prompts"] if self.batched and "prompts" not in names else []
 
         def value(name: str) -> Any:
-            return [self._or_none(name, row) for row in rows] if self.batched else self.given(name, rows[0])
+            values = [self._or_none(name, row) for row in rows] if self.batched else self.given(name, rows[0])
+            return copied(values)  # a function may change what it gets
 
         by_name: dict[str, Any] = {}
         for name in names:
