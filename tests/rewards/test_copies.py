@@ -148,9 +148,9 @@ def test_an_environment_that_empties_its_fields_begins_the_next_episode_with_the
 def test_a_copy_is_equal_and_shares_nothing_and_what_cannot_be_copied_is_handed_out_itself() -> None:
     twice = [[1, 2.5, None, True, "text"]] * 2
     value = {"twice": twice, "pair": ([1], {"a": [2]}), "lock": threading.Lock()}
-    found = copied(value)
-    assert found == value
-    found["twice"][0].append("more")
-    found["pair"][1]["a"].clear()
+    copy_of_it = copied(value)
+    assert copy_of_it == value
+    copy_of_it["twice"][0].append("more")
+    copy_of_it["pair"][1]["a"].clear()
     assert value["twice"] == twice == [[1, 2.5, None, True, "text"]] * 2
-    assert (found["twice"][1], value["pair"]) == (twice[0], ([1], {"a": [2]}))
+    assert (copy_of_it["twice"][1], value["pair"]) == (twice[0], ([1], {"a": [2]}))

@@ -2,7 +2,7 @@
 
 Only a process's main thread can set a handler; elsewhere `signal.signal` raises `ValueError`, which grading libraries
 catch as if the answer were at fault (a time limit by `signal.alarm` begins with it). So the value of a call that tried
-to is not to be trusted: such a function has to run in a main thread (`rewards/isolated.py`).
+to is not to be trusted: such a function has to run in a main thread (`runtime/isolated.py`).
 
 Invariant: within `watching_signals` an attempt in another than the main thread is noted, however the function came by
 `signal.signal`, since that looks `_signal.signal` up with each call. `alarm` and `setitimer` would end the process, or
@@ -40,8 +40,9 @@ _patched: set[str] = set()
 @contextmanager
 def watching_signals() -> Iterator[Watch]:
     """Yields what says, at the end, whether this thread or task tried to use signals and could not."""
-    with _begins:
-        _patch()
+    if not _patched:
+        with _begins:
+            _patch()
     watch = Watch()
     before = _present.set(watch)
     try:
