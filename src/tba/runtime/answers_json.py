@@ -1,0 +1,143 @@
+"""Prompts and completions as JSON, for a process that grades them: nothing is pickled.
+
+Invariant: `read_answers(json.loads(json.dumps(write_answers(answered))))` is equal to `answered`, floats to the last
+bit, and so is each value: tuples stay tuples, and keys of dictionaries what they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tba.errors import UserError
+from tba.types import Completion, Json, Judgement, Prompt, Sampling, StopReason, Version
+
+Answered = tuple[Prompt, Completion]
+_SCALARS = (str, int, float, bool, type(None))
+
+
+def write_answers(answered: Sequence[Answered]) -> Json:
+    """Returns answers as JSON; a prompt that several have stands once. Raises `UserError` for a field of another
+    kind.
+    """
+    places: dict[int, int] = {}
+    prompts: list[Json] = []
+    for prompt, _ in answered:
+        if id(prompt) not in places:
+            places[id(prompt)] = len(prompts)
+            prompts.append(_write_prompt(prompt))
+    return {"prompts": prompts, "rows": [[places[id(p)], _write_completion(c)] for p, c in answered]}
+
+
+def read_answers(value: Json) -> list[Answered]:
+    """Returns what `write_answers` was given."""
+    prompts = [_read_prompt(prompt) for prompt in value["prompts"]]
+    return [(prompts[place], _read_completion(completion)) for place, completion in value["rows"]]
+
+
+def write_values(values: Iterable[Any]) -> Json:
+    """Returns what a reward gave as JSON: judgements, numbers, None. Raises `UserError` for a value of another kind."""
+    return [
+        {"reward": _number(value.reward), "parts": {name: _number(part) for name, part in value.parts.items()}}
+        if isinstance(value, Judgement)
+        else [_written(_number(value), "a value")]
+        for value in values
+    ]
+
+
+def read_values(values: Json) -> list[Any]:
+    """Returns what `write_values` was given; numbers of numpy and of torch as Python's."""
+    return [Judgement(v["reward"], v["parts"]) if isinstance(v, dict) else _read(v[0]) for v in values]
+
+
+def _number(value: Any) -> Any:
+    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+
+
+def _write_prompt(prompt: Prompt) -> Json:
+    where, messages = f"a prompt of task {prompt.task}", prompt.messages
+    return {
+        "task": prompt.task,
+        "tokens": prompt.tokens.tolist(),
+        "text": prompt.text,
+        "fields": [[name, _written(value, f"the field {name!r} of {where}")] for name, value in prompt.fields.items()],
+        "seed": prompt.seed,
+        "said": list(prompt.said),
+        "messages": None if messages is None else [_written(m, f"a message of {where}") for m in messages],
+    }
+
+
+def _read_prompt(value: Json) -> Prompt:
+    messages = value["messages"]
+    return Prompt(
+        value["task"],
+        np.array(value["tokens"], np.int32),
+        value["text"],
+        {name: _read(inner) for name, inner in value["fields"]},
+        value["seed"],
+        tuple(value["said"]),
+        None if messages is None else tuple(_read(message) for message in messages),
+    )
+
+
+def _write_completion(completion: Completion) -> Json:
+    judgement, sampling = completion.judgement, completion.sampling
+    return {
+        "tokens": completion.tokens.tolist(),
+        "text": completion.text,
+        "stop_reason": completion.stop_reason.value,
+        "versions": [[version.incarnation, version.step] for version in completion.versions],
+        "sampling": None if sampling is None else list(astuple(sampling)),
+        "log_behavior": _listed(completion.log_behavior),
+        "mask": _listed(completion.mask),
+        "judgement": None if judgement is None else write_values([judgement])[0],
+    }
+
+
+def _read_completion(value: Json) -> Completion:
+    begun, ended = (Version(*version) for version in value["versions"])
+    log_behavior, mask, judgement = value["log_behavior"], value["mask"], value["judgement"]
+    return Completion(
+        np.array(value["tokens"], np.int32),
+        value["text"],
+        StopReason(value["stop_reason"]),
+        (begun, ended),
+        None if value["sampling"] is None else Sampling(*value["sampling"]),
+        None if log_behavior is None else np.array(log_behavior, np.float32),
+        None if mask is None else np.array(mask, np.bool_),
+        None if judgement is None else read_values([judgement])[0],
+    )
+
+
+def _listed(array: npt.NDArray[Any] | None) -> list[Any] | None:
+    return None if array is None else array.tolist()
+
+
+def _written(value: Any, name: str) -> Json:
+    """Returns a value with tuples and dictionaries marked as such: JSON would make lists of them, and texts of keys."""
+    if isinstance(value, _SCALARS):
+        return value
+    if isinstance(value, list):
+        return [_written(inner, name) for inner in value]
+    if isinstance(value, tuple):
+        return {"tuple": [_written(inner, name) for inner in value]}
+    if isinstance(value, Mapping):
+        return {"dict": [[_written(key, name), _written(inner, name)] for key, inner in value.items()]}
+    raise UserError(
+        f"{name} is of the type {type(value).__name__}, which cannot be given to another process, where its reward has "
+        "to run: make it of texts, numbers, lists and dictionaries"
+    )
+
+
+def _read(value: Json) -> Any:
+    if isinstance(value, list):
+        return [_read(inner) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    if "tuple" in value:
+        return tuple(_read(inner) for inner in value["tuple"])
+    return {_read(key): _read(inner) for key, inner in value["dict"]}
