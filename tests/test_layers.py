@@ -35,7 +35,8 @@ ALLOWED: dict[str, set[str]] = {
     "batch": {"types"},
     "protocols": {"types", "batch", "sharding"},  # the last two for type checkers only
     "generation": {"types", "protocols"},
-    "grading": {"errors", "types", "protocols"},
+    "grading": {"errors", "types", "protocols", "signals"},
+    "signals": set(),
     "schedules": {"errors", "fields"},
     "sharding": set(),
     "streaming": set(),

@@ -26,17 +26,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from tba.errors import DeadlineExceeded, PartFailed, UserError
 from tba.protocols import GradingCalls, Reward, Separable
+from tba.signals import watching_signals
 from tba.types import Completion, Judgement, Prompt, handed_out
 
 T = TypeVar("T")
 log = logging.getLogger("tba.reward")
 DEADLINE = 120.0  # seconds of one call
 RETRIES = 2  # repetitions of a call that raised: what fails for longer is better mended than waited for
-MOST_ABANDONED = 16  # threads of expired calls that may go on for ever
+MOST_ABANDONED = 16  # threads of expired calls that may go on for ever; then calls run in processes of their own
+MOST_PROCESSES = 32  # of such
 _FIRST_PAUSE = 0.25  # seconds before a call is repeated; doubled each time
 _MOST_IN_BATCH = 1024  # answers of a call about all that wait
 _PER_DEADLINE = 64  # answers of such a call for which it has the deadline once
@@ -79,8 +81,8 @@ class Grader:
     """Grades answers by a reward. Make one where answers are graded, and `close` it at the end.
 
     deadline: seconds of one call. share: (index, count) of this searcher among those that share the windows' limits.
-    report: called with a sentence before a call is repeated. isolate: makes the reward of a child process, for a part
-    that cannot go on in threads; None: there is none.
+    report: called with a sentence before a call is repeated. isolate: makes what grades in a process of its own, for a
+    part that uses signals or does not end; None: that cannot be. now: by which a call's seconds are measured.
     """
 
     def __init__(
@@ -90,18 +92,23 @@ class Grader:
         retries: int = RETRIES,
         share: tuple[int, int] = (0, 1),
         report: Callable[[str], None] = lambda what: None,
+        isolate: Callable[[], Isolated] | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.reward = reward
         self.deadline = deadline
-        parts = reward.calls() if isinstance(reward, Separable) else [_whole(reward)]
+        separable = isinstance(reward, Separable)
+        parts = reward.calls() if isinstance(reward, Separable) else [whole(reward)]
         self._judgement = reward.judgement if isinstance(reward, Separable) else _only
         self._returned: SimpleQueue[tuple[_Window, _Call]] = SimpleQueue()
+        settings = _Settings(deadline, retries, report, isolate, now)
         self._windows = [
-            _Window(part, i, share_of(part.concurrency, *share), deadline, retries, self._returned, report)
+            _Window(part, i if separable else None, share_of(part.concurrency, *share), settings, self._returned)
             for i, part in enumerate(parts)
         ]
         self._error: BaseException | None = None
         self.unfinished = 0  # answers that have not come back
+        self.call_seconds = 0.0  # of all calls, each by itself
 
     @property
     def limit(self) -> int:
@@ -155,11 +162,16 @@ class Grader:
         about it expired.
         """
         groups = [list(pairs) for _, pairs in groupby(answered, key=lambda pair: pair[0].key)]
-        finished: list[Grade] = []
-        grades = self.submit([(group[0][0], [c for _, c in group]) for group in groups], finished, first=True)
-        while len(finished) < len(answered):
-            self.wait(_BEAT)
+        grades = self.grade([(group[0][0], [c for _, c in group]) for group in groups])
         return [grade.judgement or Judgement(math.nan) for group in grades for grade in group]
+
+    def grade(self, answers: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[Grade]]:
+        """Returns what `submit` does, once all are graded, before any other that waits."""
+        finished: list[Grade] = []
+        grades = self.submit(answers, finished, first=True)
+        while len(finished) < sum(map(len, grades)):
+            self.wait(_BEAT)
+        return grades
 
     def close(self) -> None:
         """End the threads that are idle; those of unfinished calls are abandoned."""
@@ -181,12 +193,13 @@ class Grader:
             self._error = self._error or call.error
             return 0
         count = 0
+        self.call_seconds += call.seconds
         for i, grade in enumerate(call.grades):
             grade.seconds = max(grade.seconds, call.seconds)
             grade.missing -= 1
             grade.expired |= call.expired
             if call.values is not None:
-                grade.values[window.index] = call.values[i]
+                grade.values[window.index or 0] = call.values[i]
             if grade.missing:
                 continue
             if not grade.expired:
@@ -197,21 +210,46 @@ class Grader:
         return count
 
 
+class Isolated(Protocol):
+    """Grades answers in a process of its own, whose main thread calls the reward."""
+
+    def grade(self, answered: Sequence[tuple[Prompt, Completion]], part: int | None = None) -> Sequence[Any]:
+        """Returns the values of a part (`calls`), or the judgements. Raises `DeadlineExceeded` when the call took too
+        long and was killed.
+        """
+        ...
+
+    def close(self) -> None:
+        """End the process."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What all windows of a grader have in common."""
+
+    deadline: float
+    retries: int
+    report: Callable[[str], None]
+    isolate: Callable[[], Isolated] | None
+    now: Callable[[], float]  # by which a call's seconds are measured
+
+
 class _Window:
     """The calls of one part of a reward: those that wait, and at most `limit` that run."""
 
     def __init__(
         self,
         part: GradingCalls,
-        index: int,
+        index: int | None,
         limit: int,
-        deadline: float,
-        retries: int,
+        settings: _Settings,
         returned: SimpleQueue[tuple[_Window, _Call]],
-        report: Callable[[str], None],
     ) -> None:
         self.part, self.index, self.limit = part, index, limit
-        self._deadline, self._retries, self._report = deadline, retries, report
+        self._settings, self._deadline = settings, settings.deadline
+        self._isolated = False  # calls run in processes of their own
+        self._own = threading.local()  # the process of each thread
         self._returned = returned
         self._changed = threading.Condition()
         self._waiting: deque[Sequence[Grade]] = deque()
@@ -255,10 +293,7 @@ class _Window:
                 self._abandoned += 1
                 self._workers -= 1
                 if self._abandoned > MOST_ABANDONED:
-                    raise PartFailed(
-                        f"{self._abandoned} calls of {self.part.name} hang for more than {self._deadline:g} s each: "
-                        "give what it waits for a timeout of its own, or raise --run.reward-deadline"
-                    )
+                    self._isolate(f"{self._abandoned} of its calls hang for more than {self._deadline:g} s each")
                 self._mark_expired(call)
                 self._returned.put((self, call))
                 if self._waiting and not self._idle:
@@ -267,6 +302,8 @@ class _Window:
     def _oldest(self) -> Sequence[_Call]:
         """Returns the calls that may be late: none of 500 that were begun just now is looked at."""
         calls = self._running
+        if self._isolated:  # the process is killed in time, and its thread comes back
+            return ()
         if not calls or time.monotonic() - next(iter(calls)).started <= self._deadline:
             return ()
         return list(calls)
@@ -288,8 +325,27 @@ class _Window:
         call.expired, call.seconds = True, self._deadline
         log.warning("%s did not grade %d answers within %g s", self.part.name, len(call.grades), self._deadline)
 
+    def _isolate(self, why: str) -> None:
+        """From here on make all calls in processes of their own. Raises `PartFailed` where there can be none."""
+        if self._settings.isolate is None:
+            raise PartFailed(
+                f"{self.part.name} has to run in processes of its own, but cannot here ({why}): give what it waits for "
+                "a timeout of its own, and use no signals"
+            )
+        if not self._isolated:
+            log.warning("%s runs in processes of its own from here on: %s", self.part.name, why)
+            self._settings.report(f"{self.part.name} runs in processes of its own: {why}")
+            self._isolated, self.limit = True, min(self.limit, MOST_PROCESSES)
+
     def _work(self) -> None:
         """Make calls, one after another, until the window is closed or a call has expired."""
+        try:
+            self._calls()
+        finally:
+            if (process := getattr(self._own, "process", None)) is not None:
+                process.close()
+
+    def _calls(self) -> None:
         while (call := self._next()) is not None:
             while not self._attempt(call):
                 pass
@@ -325,10 +381,13 @@ class _Window:
 
     def _attempt(self, call: _Call) -> bool:
         """Make a call once; returns whether that was its last attempt."""
-        began = time.monotonic()
+        began = self._settings.now()
         try:
-            self._accept(call, self.part.grade([grade.answer for grade in call.grades]))
+            self._accept(call, self._values([grade.answer for grade in call.grades]))
         except BaseException as error:  # noqa: BLE001 - raised again by `poll`
+            if self._isolated and isinstance(error, DeadlineExceeded):
+                self._mark_expired(call)
+                return True
             pause = None if call not in self._running else self._pause(call, error)
             if pause is None:
                 return True
@@ -340,8 +399,33 @@ class _Window:
                 call.started = time.monotonic()
                 self._running[call] = None
             return False
-        call.seconds = time.monotonic() - began
+        call.seconds = self._settings.now() - began
         return True
+
+    def _values(self, answered: Sequence[tuple[Prompt, Completion]]) -> Sequence[Any]:
+        """Make a call, here or in this thread's process: there if it tries to use signals here, since the error that it
+        gets may become its value.
+        """
+        if not self._isolated:
+            values: Sequence[Any] = ()
+            with watching_signals() as watch:
+                try:
+                    values = self.part.grade(answered)
+                except Exception:
+                    if not watch.tried:
+                        raise
+            if not watch.tried:
+                return values
+            self._isolate("it uses signals, which work in the main thread of a process only")
+        return self._in_process(answered)
+
+    def _in_process(self, answered: Sequence[tuple[Prompt, Completion]]) -> Sequence[Any]:
+        """Make a call in this thread's process."""
+        assert self._settings.isolate is not None
+        if not hasattr(self._own, "process"):
+            self._own.process = self._settings.isolate()
+        process: Isolated = self._own.process
+        return process.grade(answered, self.index)
 
     def _accept(self, call: _Call, values: Sequence[Any]) -> None:
         if len(values) != len(call.grades):
@@ -351,12 +435,12 @@ class _Window:
     def _pause(self, call: _Call, error: BaseException) -> float | None:
         """Returns the seconds until a call that raised is repeated; None: it is not, and its error stands."""
         bad_input = isinstance(error, UserError) and error.__cause__ is None
-        if call.attempt >= self._retries or bad_input or not isinstance(error, Exception):
+        if call.attempt >= self._settings.retries or bad_input or not isinstance(error, Exception):
             call.error = error
             return None
         what = f"{self.part.name}: {type(error).__name__}: {error}"
         log.warning("%s; retrying", what)
-        self._report(what)
+        self._settings.report(what)
         call.attempt += 1
         return _FIRST_PAUSE * 2.0 ** (call.attempt - 1)
 
@@ -375,7 +459,7 @@ class _Window:
 
     async def _awaited(self, call: _Call) -> bool:
         """Make an asynchronous call once; returns whether that was its last attempt."""
-        began = call.started = time.monotonic()
+        call.started, began = time.monotonic(), self._settings.now()
         try:
             async with asyncio.timeout(self._deadline) as limit:
                 self._accept(call, await self.part.grade([grade.answer for grade in call.grades]))
@@ -387,7 +471,7 @@ class _Window:
             if pause is not None:
                 await asyncio.sleep(pause)
             return pause is None
-        call.seconds = time.monotonic() - began
+        call.seconds = self._settings.now() - began
         return True
 
 
@@ -396,7 +480,7 @@ def share_of(limit: int, index: int, count: int) -> int:
     return max(1, limit // count + (index < limit % count))
 
 
-def _whole(reward: Reward) -> GradingCalls:
+def whole(reward: Reward) -> GradingCalls:
     """Returns a reward that is called by `judge` as its only part."""
     return GradingCalls(f"the reward {type(reward).__name__}", lambda answered: reward.judge(handed_out(answered)))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tba.rewards.signals import watching_signals
+from tba.signals import watching_signals
 
 
 def in_a_thread(act: Callable[[], Any]) -> Any:

@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tba.errors import DeadlineExceeded, PartFailed, UserError
-from tba.rewards.signals import watching_signals
 from tba.runtime.answers_json import read_answers, write_answers
 from tba.runtime.isolated import Graders, Raised
+from tba.signals import watching_signals
 from tba.types import Completion, Judgement, Prompt, Sampling, StopReason, Version
 
 PROGRAM = str(Path(__file__).parent / "grading_rewards.py")

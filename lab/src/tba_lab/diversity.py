@@ -17,6 +17,7 @@ import numpy as np
 from tba.errors import UserError
 from tba.evaluation.estimators import pass_at_k
 from tba.generation import generate
+from tba.grading import Grader
 from tba.protocols import Engine, Reward
 from tba.types import Prompt, Sampling
 
@@ -51,10 +52,11 @@ def diversity(
     if not prompts or samples < 1:
         raise UserError(f"the diversity was asked of {len(prompts)} prompts and {samples} samples: give at least 1")
     right: list[list[str]] = []
+    grader = Grader(reward)
     for start in range(0, len(prompts), chunk):
         asked = prompts[start : start + chunk]
         answered = generate(engine, asked, samples, Sampling(policy_temperature), rng)
-        judged = iter(reward.judge([(p, c) for p, row in zip(asked, answered, strict=True) for c in row]))
+        judged = iter(grader.judge([(p, c) for p, row in zip(asked, answered, strict=True) for c in row]))
         for row in answered:
             marks = islice(judged, len(row))
             right.append([c.text for c, mark in zip(row, marks, strict=True) if mark.reward >= threshold])

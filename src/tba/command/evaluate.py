@@ -24,7 +24,8 @@ from tba.recipe import Recipe, differences, resolved
 from tba.record.jsonl import plain, replaced, write_json
 from tba.record.terminal import terminal
 from tba.runs.evaluating import measured, recipe_of, with_checkpoint
-from tba.runtime.prompting import reward_of
+from tba.runtime.isolation import Rebuilt
+from tba.runtime.prompting import grader_of
 from tba.runtime.run_directory import RunDirectory
 from tba.types import Prompt, Version
 
@@ -51,7 +52,8 @@ def evaluate_model(name: str, overrides: list[str], options: EvalOptions) -> int
     console = terminal()
     for line in [] if checkpoint is None else _unlike(begun, Path(checkpoint)):
         console.print(line, style="yellow", highlight=False)
-    found, engine, prompts = measured(recipe, split, _shown(recipe, options), _Progress())
+    source = Rebuilt(name, overrides)
+    found, engine, prompts = measured(recipe, split, _shown(recipe, options), _Progress(), source)
     for e in found.evaluations:
         interval = wilson_interval(e.value * e.n, e.n)
         console.print(
@@ -64,7 +66,7 @@ def evaluate_model(name: str, overrides: list[str], options: EvalOptions) -> int
     scores = {metric: [float(v) for v in values] for metric, values in found.scores.items()}
     facts = {"recipe": name, "overrides": overrides, "checkpoint": checkpoint, "split": split, "scores": scores}
     if distance:
-        far = _distance(begun, engine, recipe, prompts[:distance])
+        far = _distance(begun, engine, recipe, prompts[:distance], source)
         _tell_distance(console, far)
         facts["distance"] = asdict(far)
     if out is not None:
@@ -151,12 +153,12 @@ def _write_texts(path: Path, answers: Sequence[Answer], console: Console) -> Non
     console.print(f"{len(answers):,} answers of {words:.1f} words on average in {path}", highlight=False)
 
 
-def _distance(begun: Recipe, engine: Engine, recipe: Recipe, prompts: Sequence[Prompt]) -> Divergence:
+def _distance(begun: Recipe, engine: Engine, recipe: Recipe, prompts: Sequence[Prompt], source: Rebuilt) -> Divergence:
     """Print the distance to the recipe's initial model, from one answer to each prompt at the policy temperature."""
     return divergence(
         engine,
         begun.model.prepared(begun.task).reference(recipe.policy_temperature, Version()),
-        reward_of(recipe.task),
+        grader_of(recipe, source),
         prompts,
         1,
         np.random.default_rng([recipe.seed, 11]),

@@ -18,12 +18,14 @@ import torch
 from tba.command.options import SampleOptions
 from tba.errors import UserError
 from tba.generation import generate
+from tba.grading import Grader
 from tba.protocols import Engine
 from tba.recipe import Recipe
 from tba.record.jsonl import replaced
 from tba.record.terminal import terminal
 from tba.runs.evaluating import recipe_of, with_checkpoint
-from tba.runtime.prompting import engine_of, prompts_of, reward_of
+from tba.runtime.isolation import Rebuilt
+from tba.runtime.prompting import engine_of, grader_of, prompts_of
 from tba.types import Json, Prompt, Sampling, Version
 
 
@@ -43,7 +45,8 @@ def sample_answers(name: str, overrides: list[str], options: SampleOptions) -> i
     options.out.parent.mkdir(parents=True, exist_ok=True)
     rewards: list[float] = []
     with replaced(options.out) as temporary, temporary.open("w", encoding="utf-8") as file:
-        for line in _lines(recipe, engine_of(recipe, model, Version()), asked, options.samples):
+        grader = grader_of(recipe, Rebuilt(name, overrides))
+        for line in _lines(recipe, grader, engine_of(recipe, model, Version()), asked, options.samples):
             rewards += [] if line["reward"] is None else [line["reward"]]
             file.write(json.dumps(line) + "\n")
     mean, spread = (float(np.mean(rewards)), float(np.std(rewards))) if rewards else (math.nan, math.nan)
@@ -55,13 +58,15 @@ def sample_answers(name: str, overrides: list[str], options: SampleOptions) -> i
     return 0
 
 
-def _lines(recipe: Recipe, engine: Engine, prompts: list[Prompt], samples: int) -> Iterator[dict[str, Json]]:
+def _lines(
+    recipe: Recipe, grader: Grader, engine: Engine, prompts: list[Prompt], samples: int
+) -> Iterator[dict[str, Json]]:
     """Yields one line per answer, prompt by prompt in order; a reward that is not finite is null."""
-    reward, rng = reward_of(recipe.task), np.random.default_rng([recipe.seed, 13])
+    rng = np.random.default_rng([recipe.seed, 13])
     for start in range(0, len(prompts), recipe.evaluation.chunk):
         part = prompts[start : start + recipe.evaluation.chunk]
         answered = generate(engine, part, samples, Sampling(recipe.policy_temperature), rng)
-        marks = iter(reward.judge([(p, c) for p, row in zip(part, answered, strict=True) for c in row]))
+        marks = iter(grader.judge([(p, c) for p, row in zip(part, answered, strict=True) for c in row]))
         for prompt, row in zip(part, answered, strict=True):
             for completion in row:
                 mark = next(marks).reward

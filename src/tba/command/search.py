@@ -70,7 +70,7 @@ def _visit(name: str, address: str) -> int:
         def start(log: Path) -> SearcherLoop:
             here = place_of(visit.name, log)
             return searcher_loop_at(
-                recipe, lambda: through(contact, visit.name, here), number, 0, visit.stop, background=True
+                recipe, lambda: through(contact, visit.name, here), number, 0, visit.stop, background=True, run=run
             )
 
         try:

@@ -200,9 +200,7 @@ class _Examiner:
     def _mark(
         self, prompts: Sequence[Prompt], answered: Sequence[Sequence[Completion]], metric: str
     ) -> list[list[Answer]]:
-        judged = iter(
-            self.reward.judge([(p, c) for p, row in zip(prompts, answered, strict=True) for c in row])
-        )
+        judged = iter(self.reward.judge([(p, c) for p, row in zip(prompts, answered, strict=True) for c in row]))
         least = self.settings.threshold
         return [
             [

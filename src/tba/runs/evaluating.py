@@ -14,9 +14,10 @@ from tba.errors import UserError
 from tba.evaluation.accuracy import Assessment, EvaluationSettings, evaluate
 from tba.models.huggingface import HuggingFace
 from tba.models.source import refuse_missing_model
-from tba.protocols import Engine, Examined
+from tba.protocols import Engine
 from tba.recipe import Recipe
-from tba.runtime.prompting import engine_of, prompts_of, reward_of
+from tba.runtime.isolation import Rebuilt
+from tba.runtime.prompting import engine_of, grader_of, prompts_of
 from tba.runtime.run_directory import RunDirectory
 from tba.settings import find, override
 from tba.training.checkpoint import RUN as CHECKPOINT
@@ -48,11 +49,16 @@ def with_checkpoint(recipe: Recipe, checkpoint: str | None) -> Recipe:
 
 
 def measured(
-    recipe: Recipe, split: str, settings: EvaluationSettings, done: Callable[[int, int], object] = lambda done, of: None
+    recipe: Recipe,
+    split: str,
+    settings: EvaluationSettings,
+    done: Callable[[int, int], object] = lambda done, of: None,
+    source: Rebuilt | None = None,
 ) -> tuple[Assessment, Engine, list[Prompt]]:
     """Returns the figures of a recipe's model on a split, the engine that answered, and the prompts.
 
-    done: is called between two batches with how many questions of how many have been answered.
+    done: is called between two batches with how many questions of how many have been answered. source: what rebuilds
+    the recipe in another process, should its reward have to run there.
     """
     if split not in ("train", "eval"):
         raise UserError(f"--split is {split!r}: give train or eval")
@@ -60,11 +66,11 @@ def measured(
     model = recipe.model.prepared(recipe.task)
     prompts = prompts_of(recipe, model, "train" if split == "train" else "eval")
     engine = engine_of(recipe, model, _version_at(getattr(model, "path", "")))
-    began = time.monotonic()
+    grader, began = grader_of(recipe, source, "eval"), time.monotonic()
     found = evaluate(
         engine,
         prompts,
-        recipe.task.examination() if isinstance(recipe.task, Examined) else reward_of(recipe.task),
+        grader,
         settings,
         np.random.default_rng([recipe.seed, 7]),
         now=lambda: time.monotonic() - began,

@@ -26,6 +26,7 @@ import torch
 from tba.batch import Fetched, collate
 from tba.clock import ShareClock
 from tba.generation import stream
+from tba.grading import Grader, Isolated
 from tba.models.arithmetic import product_rate
 from tba.models.huggingface import HuggingFace
 from tba.protocols import Model, Policy, Tokenizer, started
@@ -33,6 +34,7 @@ from tba.recipe import Recipe
 from tba.record.memory import keep_few_kernels, peak_gpu_memory_bytes, peak_memory_bytes
 from tba.runs.reward_time import TimedReward
 from tba.runtime.devices import keep_to_share
+from tba.runtime.isolation import Rebuilt, isolated_reward
 from tba.runtime.prompting import engine_of, prompts_of, reward_of, vine_of
 from tba.runtime.ranks.start import start_policy, start_ranks
 from tba.runtime.teaching import reference_of, teachers_of
@@ -106,7 +108,7 @@ class Searching:
         self.clock = ShareClock()
         self.engine = engine_of(recipe, self.model, Version(), self.clock)
         self.reward = reward_of(recipe.task)
-        self.vine = vine_of(recipe, self.model, self.engine, self.reward)
+        self.vine = vine_of(recipe, self.model, self.engine, Grader(self.reward, recipe.run.reward_deadline))
         initial = self.model.reference(recipe.policy_temperature, Version())
         references = [initial] if recipe.reference is None else [initial, reference_of(recipe, self.model)]
         teachers = teachers_of(recipe, self.model, references[-1])
@@ -156,7 +158,12 @@ class Searching:
         return self.clock.seconds().get("environment", 0.0)
 
 
-def look(recipe: Recipe, seed: int, say: _Say = lambda line: None) -> dict[str, Json]:
+def look(
+    recipe: Recipe,
+    seed: int,
+    say: _Say = lambda line: None,
+    isolate: Callable[[], Isolated] | None = None,
+) -> dict[str, Json]:
     """Sample and grade answers: what there is to learn from, how long answers are and what grading them takes.
 
     On a processor the first round is a small one; where that is slow it is the only one, and stands for a whole.
@@ -164,7 +171,7 @@ def look(recipe: Recipe, seed: int, say: _Say = lambda line: None) -> dict[str, 
     searching = Searching(recipe, seed, say)
     held_out = prompts_of(recipe, searching.model, "eval")
     both = {prompt.key for prompt in searching.prompts} & {prompt.key for prompt in held_out}
-    reward, tokenizer = TimedReward(searching.reward), searching.model.tokenizer()
+    reward, tokenizer = TimedReward(searching.reward, isolate=isolate), searching.model.tokenizer()
     rounds: list[Round] = []
     answers: list[_Answers] = []
     groups: list[list[float]] = []  # rewards of each prompt's answers
@@ -540,7 +547,8 @@ def run(arguments: Sequence[str]) -> int:
     keep_to_share()
     say = Progress()
     if half == "look":
-        figures = look(recipe, int(seed), say)
+        isolate = isolated_reward(Rebuilt(name, json.loads(overrides)), recipe.run.reward_deadline)
+        figures = look(recipe, int(seed), say, isolate)
     elif half == "flow":
         figures = flow(recipe, int(seed))
     elif half == "searcher":

@@ -11,18 +11,16 @@ Invariant: whether a call waits or computes is measured, by the processor's time
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tba.grading import Grader, Isolated, whole
 from tba.protocols import GradingCalls, Reward, Separable
-from tba.rewards.threads import in_threads
 from tba.types import Completion, Json, Judgement, Prompt
 
-_DEADLINE = 600.0  # seconds for the answers to a prompt, where several calls run at once
 _SLOWER = 1.25  # times what the searcher is busy for, from which on a reward is said to hold up a round
 _COMPUTES = 0.5  # share of the time of its calls in which a reward computes, from which on threads do not help
 _MUCH = 0.3  # share of a searcher's time from which on it is said that the reward computes
@@ -65,31 +63,40 @@ class PartTime:
 
 
 class TimedReward:
-    """Calls a reward as a run does, and times its calls. The first group of answers warms it up."""
+    """Calls a reward as a run does, and times its calls. The first group of answers warms it up.
+
+    isolate: as `Grader` has it.
+    """
 
     def __init__(
         self,
         reward: Reward,
         now: Callable[[], float] = time.perf_counter,
         processor: Callable[[], float] = time.process_time,
+        isolate: Callable[[], Isolated] | None = None,
     ) -> None:
         self._now, self._processor = now, processor
         separable = reward if isinstance(reward, Separable) else None
         self._judgement = None if separable is None else separable.judgement
-        whole = GradingCalls(f"the reward {type(reward).__name__}", reward.judge)
-        self._parts = [whole] if separable is None else list(separable.calls())
+        self._parts = [whole(reward)] if separable is None else list(separable.calls())
+        self._graders = [Grader(_OfPart(part), isolate=isolate, now=now) for part in self._parts]
         self._times: list[list[tuple[int, float, float]]] = [[] for _ in self._parts]
-        self._loop: asyncio.AbstractEventLoop | None = None
         self.seconds = 0.0  # for which it was waited so far
 
     def judge(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Judgement]:
-        """Returns the judgements of the answers to one prompt."""
-        answers, began = [(prompt, completion) for completion in completions], self._now()
-        values = [self._graded(part, answers, times) for part, times in zip(self._parts, self._times, strict=True)]
+        """Returns the judgements of the answers to one prompt; the reward of one is NaN where its call expired."""
+        began, by_part, expired = self._now(), [], [False] * len(completions)
+        for grader, times in zip(self._graders, self._times, strict=True):
+            computed, spent = self._processor(), grader.call_seconds
+            (grades,) = grader.grade([(prompt, completions)])
+            times.append((len(grades), grader.call_seconds - spent, self._processor() - computed))
+            by_part.append([grade.values[0] for grade in grades])
+            expired = [was or grade.expired for was, grade in zip(expired, grades, strict=True)]
         self.seconds += self._now() - began
-        if self._judgement is None:
-            return list(values[0])
-        return [self._judgement(row) for row in zip(*values, strict=True)]
+        return [
+            Judgement(math.nan) if late else values[0] if self._judgement is None else self._judgement(values)
+            for late, values in zip(expired, zip(*by_part, strict=True), strict=True)
+        ]
 
     def times(self) -> list[PartTime]:
         """Returns what each part's calls took."""
@@ -102,43 +109,25 @@ class TimedReward:
         return parts
 
     def close(self) -> None:
-        """Close the loop of asynchronous calls."""
-        if self._loop is not None:
-            self._loop.close()
+        """End the threads of its calls."""
+        for grader in self._graders:
+            grader.close()
 
-    def _graded(self, part: GradingCalls, answers: list[Answer], times: list[tuple[int, float, float]]) -> list[Any]:
-        """Returns what a part gives each answer."""
-        if not answers:
-            return []
-        rows = [[answer] for answer in answers] if part.unit == "answer" else [answers]
-        began = self._processor()
-        if part.asynchronous:
-            self._loop = self._loop or asyncio.new_event_loop()
-            results = self._loop.run_until_complete(self._gathered(part, rows))
-        else:
-            results = in_threads(
-                [lambda row=row: self._called(part, row) for row in rows],  # type: ignore[misc]
-                part.concurrency,
-                _DEADLINE,
-                lambda i: part.name,
-            )
-        times.append((len(answers), sum(took for _, took in results), self._processor() - began))
-        return [value for values, _ in results for value in values]
 
-    def _called(self, part: GradingCalls, row: Sequence[Answer]) -> tuple[Sequence[Any], float]:
-        began = self._now()
-        return part.grade(row), self._now() - began
+@dataclass(frozen=True)
+class _OfPart:
+    """One part of a reward, as a reward."""
 
-    async def _gathered(self, part: GradingCalls, rows: Sequence[list[Answer]]) -> list[tuple[Sequence[Any], float]]:
-        window = asyncio.Semaphore(part.concurrency)
+    part: GradingCalls
 
-        async def call(row: list[Answer]) -> tuple[Sequence[Any], float]:
-            async with window:
-                began = self._now()
-                return await part.grade(row), self._now() - began
+    def calls(self) -> list[GradingCalls]:
+        return [self.part]
 
-        calls: list[Coroutine[Any, Any, tuple[Sequence[Any], float]]] = [call(row) for row in rows]
-        return list(await asyncio.gather(*calls))
+    def judgement(self, values: Sequence[Any]) -> Judgement:
+        return Judgement(0.0)
+
+    def judge(self, answered: Sequence[Answer]) -> list[Judgement]:
+        raise NotImplementedError("a part is called by `calls`")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,10 +17,13 @@ from tba.environments.hosts import CAN_FORK, EpisodeLimits, Here, Hosts
 from tba.environments.speech import Speech
 from tba.errors import UserError
 from tba.foreign import failed, problems_of
-from tba.protocols import Acted, Engine, Journal, Model, PromptSource, Reward, Selective, Task, Tokenizer
+from tba.grading import RETRIES, Grader
+from tba.protocols import Acted, Engine, Examined, Journal, Model, PromptSource, Reward, Selective, Task, Tokenizer
 from tba.recipe import Recipe
 from tba.rollout.prompts import Encoded, PosteriorPrompts, PromptStream, UniformPrompts, encode
 from tba.rollout.vine import VineRollouts
+from tba.runtime.isolation import Rebuilt, isolated_reward
+from tba.runtime.run_directory import RunDirectory
 from tba.types import Prompt, Split, Version
 
 # a prompt not answered by then is handed out again; this is longer than a round of long answers takes
@@ -129,6 +132,26 @@ def reward_of(task: Task) -> Reward:
             "tba.WeightedFunctions(((function, 1.0),))"
         )
     return reward
+
+
+def grader_of(
+    recipe: Recipe,
+    source: RunDirectory | Rebuilt | None,
+    split: Split = "train",
+    *,
+    retries: int = RETRIES,
+    share: tuple[int, int] = (0, 1),
+    report: Callable[[str], None] = lambda what: None,
+) -> Grader:
+    """Returns what grades by a task's reward, as all commands and runs do.
+
+    source: what rebuilds the recipe in another process, should the reward have to run there. split: `eval` takes the
+    reward that evaluates, where the task has another one for that. The rest is as `Grader` has it.
+    """
+    task, deadline = recipe.task, recipe.run.reward_deadline
+    reward = task.examination() if split == "eval" and isinstance(task, Examined) else reward_of(task)
+    isolate = isolated_reward(source, deadline, split, f"the reward of task {task.name}")
+    return Grader(reward, deadline, retries, share, report, isolate)
 
 
 def engine_of(recipe: Recipe, model: Model, version: Version, clock: ShareClock | None = None) -> Engine:

@@ -20,8 +20,7 @@ import numpy as np
 import torch
 
 from tba.clock import ShareClock
-from tba.grading import Grader
-from tba.protocols import Examined, Journal, Model, Records, Reward, WeightSource
+from tba.protocols import Examined, Journal, Model, Records, WeightSource
 from tba.recipe import Recipe
 from tba.record.memory import FreedMemory, keep_few_kernels, peak_memory_bytes
 from tba.record.metrics import JOURNAL_ROWS
@@ -31,7 +30,7 @@ from tba.rollout.rescoring import Rescorer
 from tba.rollout.searcher import Searcher
 from tba.runtime.connections import BackgroundJournal, Connections, on_disk
 from tba.runtime.evaluation import EVALUATION_DEADLINE, Examiner
-from tba.runtime.prompting import LEASE_SECONDS, Asked, asked_of, engine_of, prompt_source, reward_of, vine_of
+from tba.runtime.prompting import LEASE_SECONDS, Asked, asked_of, engine_of, grader_of, prompt_source, vine_of
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.teaching import reference_of, teachers_of
 from tba.types import SPLITS, Json, Split, Version
@@ -134,6 +133,7 @@ class SearcherLoop:
         """Make a round between two chunks of an evaluation, unless the trainer is done or wants no more yet."""
         if not self.told().get("stop") and not self.ahead():
             self.searcher.round()
+            self.searcher.free_engine()
 
     def state(self) -> Json:
         """Returns what `restore` takes: the generators and the count of rounds."""
@@ -183,7 +183,7 @@ def start_searching(
     is finished before the next begins, and nothing depends on how long anything takes.
     """
     ends = partial(on_disk, recipe, run, f"searcher-{index}", interrupted)
-    return searcher_loop_at(recipe, ends, index, attempt, interrupted, background)
+    return searcher_loop_at(recipe, ends, index, attempt, interrupted, background, run)
 
 
 def searcher_loop_at(
@@ -193,8 +193,11 @@ def searcher_loop_at(
     attempt: int,
     interrupted: Callable[[], bool] | None,
     background: bool = False,
+    run: RunDirectory | None = None,
 ) -> SearcherLoop:
-    """Build the same with other connections, which are opened once the model and the prompts are loaded."""
+    """Build the same with other connections, which are opened once the model and the prompts are loaded. run: what
+    rebuilds the recipe in another process, should the reward have to run there.
+    """
     keep_few_kernels()
     model = recipe.model.prepared(recipe.task)
     prompts = {split: asked_of(recipe, model, split) for split in SPLITS}
@@ -205,7 +208,7 @@ def searcher_loop_at(
         in_background = BackgroundJournal(ends.journal, 2 * recipe.run.journal_deadline, clock)
         ends = replace(ends, journal=cast(Journal, in_background))  # which it implements by forwarding
     try:
-        loop = _loop_of(ends, clock, recipe, model, prompts, index, attempt, interrupted, background)
+        loop = _loop_of(ends, clock, recipe, model, prompts, index, attempt, interrupted, background, run)
     except BaseException:
         ends.journal.close()
         raise
@@ -223,13 +226,18 @@ def _loop_of(
     attempt: int,
     interrupted: Callable[[], bool] | None,
     background: bool,
+    run: RunDirectory | None,
 ) -> SearcherLoop:
     name = f"searcher-{index}"
     journal, weights = ends.journal, ends.weights
-    engine, grader = (
-        engine_of(recipe, model, Version(), clock),
-        _grader(recipe, ends.records, reward_of(recipe.task), index),
+    grading = partial(
+        grader_of,
+        recipe,
+        run,
+        share=(index, recipe.searcher_count),
+        report=partial(ends.records.fault, "reward_retries"),
     )
+    engine, grader = engine_of(recipe, model, Version(), clock), grading("train")
     reference = reference_of(recipe, model)
     rescorer = Rescorer(reference, journal, recipe.rescored_per_round, LEASE_SECONDS)
     in_rounds = recipe.run.rounds or not background or recipe.vine is not None
@@ -262,7 +270,7 @@ def _loop_of(
     examiner = Examiner(
         engine=engine,
         prompts=prompts["eval"].prompts,
-        reward=_examination(recipe, ends.records, index) or grader,
+        reward=grading("eval") if isinstance(recipe.task, Examined) else grader,
         settings=recipe.evaluation,
         policy_temperature=recipe.policy_temperature,
         journal=journal,
@@ -283,19 +291,3 @@ def _loop_of(
         ends.incarnation,
         prompts={split: asked.counts for split, asked in prompts.items()},
     )
-
-
-def _grader(recipe: Recipe, records: Records, reward: Reward, index: int) -> Grader:
-    """Returns what grades by a reward of the task; the run's searchers share its calls."""
-    return Grader(
-        reward,
-        recipe.run.reward_deadline,
-        share=(index, recipe.searcher_count),
-        report=lambda what: records.fault("reward_retries", what),
-    )
-
-
-def _examination(recipe: Recipe, records: Records, index: int) -> Grader | None:
-    """Returns what grades in evaluations, where that is another reward than is trained on."""
-    task = recipe.task
-    return _grader(recipe, records, task.examination(), index) if isinstance(task, Examined) else None

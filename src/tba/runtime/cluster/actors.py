@@ -185,7 +185,7 @@ class PartActor:
                 elif meeting is not None:
                     _follow(run, contact, place, meeting)
                 else:
-                    _search(recipe, contact, place, attempt, self._told)
+                    _search(recipe, run, contact, place, attempt, self._told)
         except (ray.exceptions.RayError, PartFailed, HandedOutLost):
             raise  # it lost contact with its run, and is treated as dead
         except BaseException as error:  # noqa: BLE001 - the actor ends here; the driver shows the error as its own
@@ -210,7 +210,9 @@ def _follow(run: RunDirectory, contact: ActorContact, place: Json, meeting: Meet
     follow(run, rank, meeting, lambda there: checkpoint_through(contact, contact.worker, there, run.checkpoints))
 
 
-def _search(recipe: Recipe, contact: ActorContact, place: Json, attempt: int, told: Callable[[], bool]) -> None:
+def _search(
+    recipe: Recipe, run: RunDirectory, contact: ActorContact, place: Json, attempt: int, told: Callable[[], bool]
+) -> None:
     from tba.runtime.searcher_loop import NICENESS, search, searcher_loop_at
 
     os.nice(NICENESS)
@@ -224,6 +226,7 @@ def _search(recipe: Recipe, contact: ActorContact, place: Json, attempt: int, to
             attempt,
             told,
             background=True,
+            run=run,
         ),
         told,
     )
