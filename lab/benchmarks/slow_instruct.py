@@ -1,29 +1,40 @@
-"""The recipe `instruct` with a slow judge: 2 s for each answer, 16 at once per searcher. A recipe."""
+"""The recipe `instruct` behind a slow judge: 2 s for each answer, 16 at once. A recipe."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from tba.protocols import Reward
 from tba.recipes.instruct import recipe as instruct
+from tba.rewards.instructions import ShareFulfilled, fulfilled
 from tba.tasks.instruct import Instruct
-from tba_lab.delayed import Delayed
+from tba_lab.judge import Judge
+
+
+def share(answer: str, fields: Mapping[str, Any]) -> float:
+    """Returns the share of the instructions that the answer fulfils, as `ShareFulfilled` does."""
+    instructions = fields["instructions"]
+    return sum(fulfilled(one, fields["question"], answer) for one in instructions) / len(instructions)
 
 
 @dataclass(frozen=True)
-class SlowlyJudged(Instruct):
-    """Instructions behind a judge that takes its time, as a model or a person would."""
+class JudgedInstruct(Instruct):
+    """Instructions behind a judge that takes its time, as a model or a person would; held-out answers never wait."""
 
-    seconds: float = 2.0
-    concurrency: int = 16
+    judge: Judge = field(default_factory=lambda: Judge(seconds=2.0, concurrency=16))
 
     def reward(self) -> Reward:
-        return Delayed(super().reward(), self.seconds, self.concurrency)
+        return self.judge.reward(share)
+
+    def examination(self) -> Reward:
+        return ShareFulfilled()
 
 
 recipe = replace(
     instruct,
     name="slow_instruct",
     description="instruct with a judge that takes 2 s per answer",
-    task=SlowlyJudged(),
+    task=JudgedInstruct(),
 )
