@@ -56,8 +56,13 @@ def environment() -> Path:
     return folder / "bin" / "python"
 
 
-def trl_run(python: Path, trainer: str, lr: float, seed: int, steps: int, folder: Path) -> dict[str, Any]:
-    """One run of lab/benchmarks/trl_side.py: its curve [(seconds, accuracy)] and seconds per step."""
+def trl_run(
+    python: Path, trainer: str, lr: float, seed: int, steps: int, folder: Path, **more: object
+) -> dict[str, Any]:
+    """One run of lab/benchmarks/trl_side.py: its curve [(seconds, accuracy)] and seconds per step.
+
+    more: other settings of the script.
+    """
     task, model = recipe.task, recipe.model
     assert isinstance(model, HuggingFace)
     assert model.warm_start is not None
@@ -78,6 +83,7 @@ def trl_run(python: Path, trainer: str, lr: float, seed: int, steps: int, folder
         "eval": problems["eval"][:500],
         "folder": str(folder / f"{trainer}-{seed}"),
         "out": str(out),
+        **more,
     }
     path = out.with_suffix(".settings")
     path.write_text(json.dumps(settings))

@@ -63,13 +63,13 @@ class JudgedRun:
             command = [sys.executable, "-m", "tba", *arguments]
             self.processes.append(subprocess.Popen(command, stdout=file, stderr=file))
 
-    def end(self, seconds: float, reached: Callable[[], bool] = lambda: False) -> int:
-        """Wait until it has ended; stop it in order after so many seconds, or once `reached()`. Returns its exit code;
-        that of a run that does not obey is -9.
+    def end(self, seconds: float, reached: Callable[[], bool] = lambda: False, look: float = 0.1) -> int:
+        """Wait until it has ended; stop it in order after so many seconds, or once `reached()`, which is asked every
+        `look` seconds. Returns its exit code; that of a run that does not obey is -9.
         """
         limit = time.monotonic() + seconds
         while self.processes[-1].poll() is None and time.monotonic() < limit and not reached():
-            time.sleep(_LOOK)
+            time.sleep(look)
         self.stopped = time.monotonic()
         if self.processes[-1].poll() is None:
             self.processes[-1].send_signal(signal.SIGINT)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,10 @@ class Examination(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % self.settings["every"] == 0:
             self.examine()
+        target, deadline = self.settings.get("stop_at"), self.settings.get("deadline")
+        reached = target is not None and self.curve[-1][1] >= target
+        if reached or (deadline is not None and self.curve[-1][0] > deadline):
+            control.should_training_stop = True
 
     def examine(self) -> None:
         now = time.perf_counter()
@@ -90,8 +95,15 @@ def trainer_of(settings: dict[str, Any], model: Any, tokenizer: Any, folder: str
     }
     batch, k = settings["batch"], settings["group_size"]
 
+    judge = settings.get("judge", {"seconds": 0.0, "concurrency": 1})
+    threads = ThreadPoolExecutor(judge["concurrency"])  # as many calls at once as on our side
+
+    def grade(text: str, answer: str) -> float:
+        time.sleep(judge["seconds"])
+        return float(text == answer)
+
     def right(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
-        return [float(text == wanted) for text, wanted in zip(completions, answer, strict=True)]
+        return list(threads.map(grade, completions, answer))
 
     kind = settings["trainer"]
     if kind == "online_dpo":
@@ -133,9 +145,8 @@ def main(path: Path) -> None:
     trainer.add_callback(examination)
     trainer.train()
     seconds = time.perf_counter() - examination.began - examination.out
-    Path(settings["out"]).write_text(
-        json.dumps({"curve": examination.curve, "seconds_per_step": seconds / settings["steps"]}) + "\n"
-    )
+    each = seconds / max(1, trainer.state.global_step)
+    Path(settings["out"]).write_text(json.dumps({"curve": examination.curve, "seconds_per_step": each}) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,432 @@
+"""When asynchrony pays: seconds to 80, 90 and 95 % of held-out accuracy, behind judges of several speeds.
+
+    python lab/benchmarks/when_async_pays.py --tune                    # rates and batches, on seed 100
+    python lab/benchmarks/when_async_pays.py --seeds 0 1 2 3 4         # the counted runs, each side at its best
+    python lab/benchmarks/when_async_pays.py --table
+    python lab/benchmarks/when_async_pays.py --plot
+
+Rows go to `--rows` (lab/results/when_async_pays.csv) as runs end, and runs that are there are not repeated, so that a
+command goes on where it was stopped. `--judges`, `--objectives` and `--sides` make a part of them.
+
+The task is the quickstart's. Synchronous is the inline runtime: a round of one batch, an update, in turns (k = 1, m =
+1); its evaluations stop the clock. Asynchronous is the quickstart in two processes of one thread; its searcher
+evaluates, and its clock does not stop. Judges take 0, 0.2 and 4 s for an answer, and in `tail` one of 500 takes 60 s,
+the others 0.2 s; 256 at once on both sides. Held-out answers are graded at once. Objectives: the default, and GRPO with
+truncated importance weights by token. The rate rises for 20 updates and stays; averaged weights are evaluated; 1,000
+problems, one sampled answer each, every 340 answers synchronously, every 3,400 asynchronously. Seconds count from the
+first call of the judge, are linear between evaluations, and end at the first that is not below the target. A run is
+stopped when it has reached 95 % or its seconds are over.
+
+`--tune` tries all pairs of RATES and GROUPS for each side, objective and judge; the best has the fewest seconds to the
+highest target that any pair reaches. A pair is given up at 1.25 times the best pair's seconds to 95 %. A best pair at
+an edge of the grid is reported: extend the grid by `--rates` and `--groups`.
+
+`--at-once 2` makes two runs at a time. They share the cores: use it where the judge is nearly all of the time, and
+compare a few rows first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import math
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple, dataclass, fields, replace
+from pathlib import Path
+from statistics import fmean, geometric_mean
+from typing import Any
+
+import numpy as np
+from judged_runs import JudgedRun
+
+from tba.evaluation.accuracy import EvaluationSettings
+from tba.evaluation.estimators import SAMPLED, mean_interval
+from tba.objectives.correction import Correction
+from tba.objectives.grpo import Grpo
+from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.recipe import Recipe, RuntimeSettings
+from tba.recipes.quickstart import recipe as quickstart
+from tba.record.evaluations import read_evaluations
+from tba.record.metrics import read_last, read_metrics
+from tba.record.recorder import RecordSettings
+from tba.replay.pacing import Pacing
+from tba.replay.selection import RecencyReward
+from tba.runtime.run_directory import RunDirectory
+from tba.schedules import Constant, WarmupConstant
+from tba.types import Evaluation
+from tba_lab.judge import Judge, JudgedSums, read_calls
+from tba_lab.plot_style import COLOURS, GREY, INK, frame, save_figure
+from tba_lab.study import Study, Variant
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = ROOT / "lab" / "results" / "when_async_pays.csv"
+PLOT = ROOT / "docs" / "results" / "when_async_pays.png"
+TARGETS = (0.80, 0.90, 0.95)
+TUNED_ON = 100  # the seed on which rates and batches are chosen
+RATES = (1e-4, 2e-4, 4e-4)
+GROUPS = (8, 17, 34, 68)  # prompts of a batch, eight answers each
+AT_ONCE = 256  # calls of the judge
+SIDES = ("synchronous", "asynchronous")
+EVERY = {"synchronous": 340, "asynchronous": 3400}  # answers trained from one evaluation to the next
+JUDGES = {  # by name: the judge, and the seconds after which a run ends
+    "0 s": (Judge(concurrency=AT_ONCE), 120.0),
+    "0.2 s": (Judge(seconds=0.2, concurrency=AT_ONCE), 180.0),
+    "4 s": (Judge(seconds=4.0, concurrency=AT_ONCE), 900.0),
+    "tail": (Judge(seconds=0.2, tail_every=500, tail_seconds=60.0, concurrency=AT_ONCE), 1800.0),
+}
+OBJECTIVES = {
+    "balance": TrajectoryBalance(Constant(0.05)),
+    "grpo": Grpo(Constant(0.05), correction=Correction("truncate")),
+}
+LABELS = {"balance": "Trajectory Balance (the default)", "grpo": "GRPO, truncated weights"}
+
+base = replace(
+    quickstart,
+    task=JudgedSums(digits=3, forgotten_carries=0.55),
+    optimizer=replace(quickstart.optimizer, schedule=WarmupConstant(20)),
+    evaluation=EvaluationSettings(every=10, problems=1000, greedy=False, chunk=500, shown=0),
+    record=RecordSettings(tensorboard=False, samples=0),
+    run=RuntimeSettings(checkpoint_every=0),
+    steps=1_000_000,  # until it is stopped
+)
+
+
+def synchronous(recipe: Recipe) -> Recipe:
+    """Returns the recipe on-policy in one process: each batch is a round that the weights it updates have sampled."""
+    replay = replace(recipe.replay, selection=RecencyReward(m=1.0), pacing=Pacing(warm_up=0))
+    return replace(recipe, runtime="inline", sync_every=1, replay=replay)
+
+
+def variant(side: str, objective: str) -> Recipe:
+    recipe = replace(base, objective=OBJECTIVES[objective])
+    return synchronous(recipe) if side == "synchronous" else recipe
+
+
+study = Study(  # for `tba train lab/benchmarks/when_async_pays.py::synchronous-grpo`
+    name="when_async_pays",
+    recipe=base,
+    variants={f"{s}-{o}": Variant(variant(s, o), s) for s, o in itertools.product(SIDES, OBJECTIVES)},
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run."""
+
+    side: str
+    objective: str
+    judge: str
+    rate: float
+    groups: int
+    seed: int
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What has a best rate and batch of its own."""
+        return self.side, self.objective, self.judge
+
+    @property
+    def name(self) -> str:
+        judge = self.judge.replace(" ", "")
+        return f"{self.side}-{self.objective}-{judge}-{self.rate:g}-{self.groups}-{self.seed}"
+
+
+@dataclass(frozen=True)
+class Row(Cell):
+    """What came of it. Seconds are NaN for a target that was never reached."""
+
+    to_80: float
+    to_90: float
+    to_95: float
+    best: float  # highest accuracy
+    seconds: float  # after which it ended
+    updates: int
+    lag: float
+
+    @property
+    def reached(self) -> tuple[float, float, float]:
+        return self.to_80, self.to_90, self.to_95
+
+    @property
+    def rank(self) -> tuple[float, ...]:
+        """Smaller is better: by the seconds to the highest target, then to those below it."""
+        return (*(math.inf if math.isnan(s) else s for s in reversed(self.reached)), -self.best)
+
+
+def main() -> int:
+    """The command line above."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=Path, default=ROWS)
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[])
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--plot", action="store_true")
+    parser.add_argument("--plot-to", type=Path, default=PLOT)
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
+    parser.add_argument("--objectives", nargs="+", choices=[*OBJECTIVES], default=[*OBJECTIVES])
+    parser.add_argument("--judges", nargs="+", choices=[*JUDGES], default=[*JUDGES])
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES)
+    parser.add_argument("--groups", type=int, nargs="+", default=GROUPS)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of a run at most, if less than its judge's")
+    parser.add_argument("--threads", type=int, default=1, help="of the synchronous side")
+    parser.add_argument("--at-once", type=int, default=1)
+    parser.add_argument("--keep", type=Path, help="folder in which the runs are kept")
+    given = parser.parse_args()
+    keys = list(itertools.product(given.judges, given.objectives, given.sides))
+    with tempfile.TemporaryDirectory() as temporary:
+        bench = Bench(given.rows, given.keep or Path(temporary), given.seconds, given.threads, given.keep is not None)
+        with ThreadPoolExecutor(given.at_once) as pool:
+            if given.tune:
+                grid = list(itertools.product(given.groups, given.rates))
+                list(pool.map(lambda key: bench.tune(Cell(key[2], key[1], key[0], 0.0, 0, TUNED_ON), grid), keys))
+            chosen = best_cells(read(given.rows))
+            for key in keys if given.seeds else ():
+                if (key[2], key[1], key[0]) not in chosen:
+                    parser.error(f"{' '.join(key)} has no rate and batch yet: use --tune")
+            counted = [replace(chosen[s, o, j], seed=seed) for seed in given.seeds for j, o, s in keys]
+            list(pool.map(bench.make, counted))
+    rows = read(given.rows)
+    if given.table or given.tune or given.seeds:
+        print(table(rows))
+    if given.plot:
+        print(plot(rows, given.plot_to))
+    return 0
+
+
+@dataclass
+class Bench:
+    """Makes runs and keeps their rows."""
+
+    rows: Path
+    folder: Path
+    seconds: float
+    threads: int
+    keep: bool
+
+    def tune(self, cell: Cell, grid: Sequence[tuple[int, float]]) -> None:
+        """Make a run of each pair; later ones are given up where they cannot be the best."""
+        for groups, rate in grid:
+            own = [r for r in read(self.rows) if (*r.key, r.seed) == (*cell.key, TUNED_ON)]
+            fastest = min((r.to_95 for r in own if not math.isnan(r.to_95)), default=math.inf)
+            self.make(replace(cell, groups=groups, rate=rate), 1.25 * fastest)
+
+    def make(self, cell: Cell, seconds: float = math.inf) -> None:
+        """Make a run, unless its row is there."""
+        if any(cell_of(r) == cell for r in read(self.rows)):
+            return
+        run = JudgedRun(self.folder / cell.name)
+        for path in (run.path, run.log):
+            shutil.rmtree(path, ignore_errors=True)
+        most = min(seconds, self.seconds, JUDGES[cell.judge][1])
+        run.train(*arguments(cell, self.threads), recipe=f"{Path(__file__).resolve()}::{cell.side}-{cell.objective}")
+        watch = Watch(run, cell.side == "synchronous")
+        code = run.end(most + 120, lambda: watch.seconds() > most or watch.reached(TARGETS[-1]), look=1.0)
+        if code not in (0, 130):
+            sys.exit(f"{cell.name} ended with {code}: see {run.output}\n{run.output.read_text()[-2000:]}")
+        row = watch.row(cell)
+        append(self.rows, row)
+        print(f"{cell.name}: {', '.join(map(shown, row.reached))} s, best {row.best:.1%}, {row.updates} updates, "
+              f"lag {row.lag:.1f}, {row.seconds:.0f} s", flush=True)  # fmt: skip
+        if not self.keep:
+            shutil.rmtree(run.path)
+            shutil.rmtree(run.log)
+
+
+def arguments(cell: Cell, threads: int) -> list[str]:
+    """Returns the fields of a run."""
+    judge, _ = JUDGES[cell.judge]
+    words = ["--seed", str(cell.seed), "--optimizer.lr", f"{cell.rate:g}", "--groups-per-step", str(cell.groups)]
+    for f in fields(judge):
+        if f.name not in ("log", "coroutine"):
+            words += [f"--task.judge.{f.name.replace('_', '-')}", f"{getattr(judge, f.name):g}"]
+    words += ["--evaluation.every", str(max(1, round(EVERY[cell.side] / (8 * cell.groups))))]
+    if cell.side == "synchronous":
+        words += ["--prompts-per-round", str(cell.groups), "--run.threads", str(threads)]
+    return words
+
+
+@dataclass
+class Watch:
+    """Reads a run's held-out accuracy while it goes on; its zero is the first call of the judge."""
+
+    run: JudgedRun
+    stands_still: bool  # the clock, while the run evaluates
+    began: float | None = None  # of the first call, in seconds of the run
+
+    def evaluations(self) -> list[Evaluation]:
+        found = read_evaluations(self.run.path) if self.run.path.exists() else []
+        return [e for e in found if e.metric == SAMPLED]
+
+    def seconds(self) -> float:
+        """Returns how long it has been learning, as far as it has written."""
+        last = read_last(self.run.path) if self.run.path.exists() else None
+        return last["wall_seconds"] - self.zero() if last else 0.0
+
+    def zero(self) -> float:
+        """Returns the seconds of the run at the first call."""
+        if self.began is None:
+            clock = RunDirectory.open(self.run.path).facts["clock"]
+            before = sum(e.seconds for e in self.evaluations() if e.version.step == 0) if self.stands_still else 0.0
+            self.began = read_calls(self.run.log)[0].began - clock["began"] - before
+        return self.began
+
+    def curve(self) -> list[tuple[float, float]]:
+        """Returns accuracy by seconds."""
+        return [(max(0.0, e.wall_seconds - self.zero()), e.value) for e in self.evaluations()]
+
+    def reached(self, target: float) -> bool:
+        return any(e.value >= target for e in self.evaluations())
+
+    def row(self, cell: Cell) -> Row:
+        curve, metrics = self.curve(), read_metrics(self.run.path)
+        return Row(
+            *astuple(cell),
+            *(seconds_to(curve, target) for target in TARGETS),
+            best=max(y for _, y in curve),
+            seconds=self.seconds(),
+            updates=len(metrics),
+            lag=fmean(m["lag"] for m in metrics) if metrics else math.nan,
+        )
+
+
+def seconds_to(curve: Sequence[tuple[float, float]], target: float) -> float:
+    """Returns the seconds to a target, linear between evaluations; NaN: never."""
+    for (x0, y0), (x1, y1) in itertools.pairwise(curve):
+        if y1 >= target:
+            return x0 + (x1 - x0) * max(0.0, target - y0) / max(y1 - y0, 1e-9)
+    return math.nan
+
+
+def cell_of(row: Row) -> Cell:
+    return Cell(**{f.name: getattr(row, f.name) for f in fields(Cell)})
+
+
+def best_cells(rows: Sequence[Row]) -> dict[tuple[str, str, str], Cell]:
+    """Returns the best rate and batch of each side, objective and judge."""
+    tuned = [r for r in rows if r.seed == TUNED_ON]
+    keys = dict.fromkeys(r.key for r in tuned)
+    return {key: cell_of(min((r for r in tuned if r.key == key), key=lambda r: r.rank)) for key in keys}
+
+
+def read(path: Path) -> list[Row]:
+    """Returns the rows of a file; none if it is not there."""
+    if not path.exists():
+        return []
+    kinds: dict[str, Any] = {"str": str, "int": int, "float": float}
+    with path.open(newline="") as file:
+        return [Row(**{f.name: kinds[str(f.type)](line[f.name]) for f in fields(Row)}) for line in csv.DictReader(file)]
+
+
+def append(path: Path, row: Row) -> None:
+    """Write a row more."""
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        if new:
+            writer.writerow([f.name for f in fields(Row)])
+        writer.writerow([f"{x:.6g}" if isinstance(x, float) else x for x in astuple(row)])
+
+
+def counted(rows: Sequence[Row], judge: str, objective: str, side: str) -> list[Row]:
+    """Returns the counted runs at the best rate and batch, by seed."""
+    best = best_cells(rows).get((side, objective, judge))
+    found = [r for r in rows if best is not None and cell_of(r) == replace(best, seed=r.seed) and r.seed != TUNED_ON]
+    return sorted(found, key=lambda r: r.seed)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Returns means with Student's 95 % intervals, ratios paired by seed, and the rates and batches that were tried."""
+    lines = ["| judge | objective | target | synchronous, s | asynchronous, s | synchronous / asynchronous |"]
+    lines.append("|---" * 6 + "|")
+    for judge, objective in itertools.product(JUDGES, OBJECTIVES):
+        sides = [counted(rows, judge, objective, side) for side in SIDES]
+        for i, target in enumerate(TARGETS if any(sides) else ()):
+            cells = [spread([r.reached[i] for r in side]) for side in sides]
+            ratio = ratios(*sides, i)
+            lines.append(f"| {judge} | {LABELS[objective]} | {target:.0%} | {' | '.join(cells)} | {ratio} |")
+    lines += ["", "Rates and batches on the seed that is not counted: seconds to 80, 90, 95 % (the best in bold)", ""]
+    for key, best in best_cells(rows).items():
+        tuned = [r for r in rows if (*r.key, r.seed) == (*key, TUNED_ON)]
+        edge = [name for name in ("rate", "groups") if len(values := {getattr(r, name) for r in tuned}) > 1
+                and getattr(best, name) in (min(values), max(values))]  # fmt: skip
+        tried = "; ".join(
+            f"{'**' if cell_of(r) == best else ''}{r.rate:g} x {r.groups}: {', '.join(map(shown, r.reached))}"
+            f"{'**' if cell_of(r) == best else ''}"
+            for r in sorted(tuned, key=lambda r: (r.groups, r.rate))
+        )
+        lines.append(f"- {' '.join(key)}: {tried}{f' (at an edge: {edge})' if edge else ''}")
+    return "\n".join(lines)
+
+
+def spread(values: Sequence[float]) -> str:
+    """Returns the mean and its interval of what was reached, and how many runs never did."""
+    known = [v for v in values if not math.isnan(v)]
+    never = f", never in {len(values) - len(known)} of {len(values)}" if len(known) < len(values) else ""
+    if not known:
+        return f"never in {len(values)} of {len(values)}" if values else "not measured"
+    found = mean_interval(known)
+    between = f" [{found.low:.1f}, {found.high:.1f}]" if len(known) > 1 else ""
+    return f"{found.estimate:.1f}{between}{never}"
+
+
+def ratios(synchronous: Sequence[Row], asynchronous: Sequence[Row], i: int) -> str:
+    """Returns the geometric mean of the ratios by seed, with the interval of its logarithm."""
+    seconds = {r.seed: r.reached[i] for r in asynchronous}
+    pairs = [r.reached[i] / seconds[r.seed] for r in synchronous if r.seed in seconds]
+    known = [x for x in pairs if not math.isnan(x)]
+    if not known:
+        return ""
+    found = mean_interval(np.log(known))
+    between = f" [{math.exp(found.low):.2f}, {math.exp(found.high):.2f}]" if len(known) > 1 else ""
+    return f"{geometric_mean(known):.2f}{between}{f' ({len(known)} of {len(pairs)} seeds)' if known != pairs else ''}"
+
+
+def plot(rows: Sequence[Row], path: Path) -> Path:
+    """Draw seconds to each target by judge, a panel for each objective and target."""
+    from matplotlib.figure import Figure  # a second to load
+
+    figure = Figure(figsize=(11.0, 6.8), facecolor="white", layout="constrained")
+    grid = figure.subplots(len(OBJECTIVES), len(TARGETS), squeeze=False, sharex=True, sharey=True)
+    for (n, objective), (i, target) in itertools.product(enumerate(OBJECTIVES), enumerate(TARGETS)):
+        axes = grid[n][i]
+        frame(axes, f"{target:.0%}: {LABELS[objective]}", "seconds, each seed, mean and 95 % interval")
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        for s, side in enumerate(SIDES):
+            for x, judge in enumerate(JUDGES):
+                points = [r.reached[i] for r in counted(rows, judge, objective, side)]
+                draw(axes, x + (s - 0.5) * 0.3, points, COLOURS[1 - s])
+        axes.set_xticks(range(len(JUDGES)), [*JUDGES])
+        axes.set_xlim(-0.6, len(JUDGES) - 0.4)
+        axes.set_xlabel("judge of an answer", color=GREY, fontsize=9)
+    for s, side in enumerate(SIDES):
+        grid[0][0].plot([], [], "o", ms=6, color=COLOURS[1 - s], label=side)
+    grid[0][0].legend(frameon=False, fontsize=8, labelcolor=INK)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return save_figure(figure, path)
+
+
+def draw(axes: Any, x: float, points: Sequence[float], colour: str) -> None:
+    """Draw the runs of one side; a cross at the top stands for those that never got there."""
+    known = [p for p in points if not math.isnan(p)]
+    axes.plot([x] * len(known), known, "o", ms=3, color=colour, alpha=0.35)
+    if known:
+        found = mean_interval(known)
+        low = max(found.low, min(known) / 2)  # an interval may reach below 0, which this axis lacks
+        error = [[found.estimate - low], [found.high - found.estimate]] if len(known) > 1 else None
+        axes.errorbar([x], [found.estimate], error, fmt="o", ms=6, color=colour, capsize=3)
+    if len(known) < len(points):
+        axes.plot([x], [0.97], "x", transform=axes.get_xaxis_transform(), color=colour)
+
+
+def shown(seconds: float) -> str:
+    return "never" if math.isnan(seconds) else f"{seconds:.1f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
