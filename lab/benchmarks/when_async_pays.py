@@ -182,7 +182,7 @@ def main() -> int:
         bench = Bench(given.rows, given.keep or Path(temporary), given.seconds, given.threads, given.keep is not None)
         with ThreadPoolExecutor(given.at_once) as pool:
             if given.tune:
-                grid = list(itertools.product(given.groups, given.rates))
+                grid = sorted(itertools.product(given.groups, given.rates), key=from_the_middle)
                 list(pool.map(lambda key: bench.tune(Cell(key[2], key[1], key[0], 0.0, 0, TUNED_ON), grid), keys))
             chosen = best_cells(read(given.rows))
             for key in keys if given.seeds else ():
@@ -302,6 +302,11 @@ def seconds_to(curve: Sequence[tuple[float, float]], target: float) -> float:
     return math.nan
 
 
+def from_the_middle(pair: tuple[int, float]) -> float:
+    """Returns how far from the likely best a batch and a rate are: what is tried later is given up sooner."""
+    return abs(math.log(pair[0] / 34)) + abs(math.log(pair[1] / 2e-4))
+
+
 def cell_of(row: Row) -> Cell:
     return Cell(**{f.name: getattr(row, f.name) for f in fields(Cell)})
 
@@ -389,6 +394,7 @@ def ratios(synchronous: Sequence[Row], asynchronous: Sequence[Row], i: int) -> s
 def plot(rows: Sequence[Row], path: Path) -> Path:
     """Draw seconds to each target by judge, a panel for each objective and target."""
     from matplotlib.figure import Figure  # a second to load
+    from matplotlib.ticker import LogLocator
 
     figure = Figure(figsize=(11.0, 6.8), facecolor="white", layout="constrained")
     grid = figure.subplots(len(OBJECTIVES), len(TARGETS), squeeze=False, sharex=True, sharey=True)
@@ -396,7 +402,9 @@ def plot(rows: Sequence[Row], path: Path) -> Path:
         axes = grid[n][i]
         frame(axes, f"{target:.0%}: {LABELS[objective]}", "seconds, each seed, mean and 95 % interval")
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
         for s, side in enumerate(SIDES):
             for x, judge in enumerate(JUDGES):
                 points = [r.reached[i] for r in counted(rows, judge, objective, side)]
