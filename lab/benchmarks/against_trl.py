@@ -57,11 +57,11 @@ def environment() -> Path:
 
 
 def trl_run(
-    python: Path, trainer: str, lr: float, seed: int, steps: int, folder: Path, **more: object
+    python: Path, trainer: str, lr: float, seed: int, steps: int, folder: Path, **settings_beside: object
 ) -> dict[str, Any]:
     """One run of lab/benchmarks/trl_side.py: its curve [(seconds, accuracy)] and seconds per step.
 
-    more: other settings of the script.
+    settings_beside: other settings of the script.
     """
     task, model = recipe.task, recipe.model
     assert isinstance(model, HuggingFace)
@@ -83,7 +83,7 @@ def trl_run(
         "eval": problems["eval"][:500],
         "folder": str(folder / f"{trainer}-{seed}"),
         "out": str(out),
-        **more,
+        **settings_beside,
     }
     path = out.with_suffix(".settings")
     path.write_text(json.dumps(settings))

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from against_trl import RATES, environment, trl_run
 from judged_runs import JudgedRun
-from when_async_pays import TARGETS, Watch, seconds_to, shown, spread
+from when_async_pays import TARGETS, Watch, in_words, seconds_to, spread
 
 import tba
 from tba.evaluation.accuracy import EvaluationSettings
@@ -66,41 +66,42 @@ def main() -> int:
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="of TRL")
     parser.add_argument("--seconds", type=float, default=300.0, help="of a run, at most")
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    python, rows = environment(), read(given.out)
+    options = parser.parse_args()
+    python, rows = environment(), read(options.out)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
 
         def make(side: str, judge: float, rate: float, seed: int) -> Row:
-            there = [r for r in rows if (r.side, r.judge, r.rate, r.seed) == (side, judge, rate, seed)]
-            if there:
-                return there[0]
+            earlier = [r for r in rows if (r.side, r.judge, r.rate, r.seed) == (side, judge, rate, seed)]
+            if earlier:
+                return earlier[0]
             if side == "TRL":
-                settings = {"judge": {"seconds": judge, "concurrency": AT_ONCE}, "stop_at": TARGETS[-1]}
-                curve = trl_run(python, "grpo", rate, seed, 100_000, folder, deadline=given.seconds, **settings)[
-                    "curve"
-                ]
+                delay = {"seconds": judge, "concurrency": AT_ONCE}
+                limits = {"judge": delay, "stop_at": TARGETS[-1], "deadline": options.seconds}
+                curve = trl_run(python, "grpo", rate, seed, 100_000, folder, **limits)["curve"]
             else:
-                curve = ours(judge, seed, folder, given.seconds)
+                curve = train(judge, seed, folder, options.seconds)
             seconds = tuple(None if math.isnan(s := seconds_to(curve, t)) else s for t in TARGETS)
             row = Row(side, judge, rate, seed, seconds, max(y for _, y in curve))
             print(row, flush=True)
-            if given.out is not None:
-                with given.out.open("a") as file:
+            if options.out is not None:
+                with options.out.open("a") as file:
                     file.write(f"{json.dumps(asdict(row))}\n")
             rows.append(row)
             return row
 
-        best = {j: min((make("TRL", j, r, TUNED_ON) for r in given.rates), key=lambda x: x.rank) for j in given.judges}
-        for seed in given.seeds:
-            for judge in given.judges:
+        best: dict[float, Row] = {}
+        for judge in options.judges:
+            best[judge] = min((make("TRL", judge, rate, TUNED_ON) for rate in options.rates), key=lambda row: row.rank)
+        for seed in options.seeds:
+            for judge in options.judges:
                 make("tba", judge, quickstart.optimizer.lr, seed)
                 make("TRL", judge, best[judge].rate, seed)
     print(table(rows, {judge: row.rate for judge, row in best.items()}))
     return 0
 
 
-def ours(judge: float, seed: int, folder: Path, most: float) -> Sequence[tuple[float, float]]:
+def train(judge: float, seed: int, folder: Path, most: float) -> Sequence[tuple[float, float]]:
     """Train by `tba.train`; returns accuracy by seconds."""
     run = JudgedRun(folder / f"tba-{judge:g}-{seed}")
     task = JudgedSums(digits=3, forgotten_carries=0.55, judge=Judge(seconds=judge, concurrency=AT_ONCE, log=run.log))
@@ -150,7 +151,7 @@ def table(rows: Sequence[Row], rates: Mapping[float, float]) -> str:
             cells = [spread([s[i] for s in seconds]) for i in range(len(TARGETS))]
             lines.append(f"| {judge:g} | {side} | {rate:g} | {' | '.join(cells)} |")
     for row in (r for r in rows if r.seed == TUNED_ON):
-        tried = ", ".join(shown(math.nan if s is None else s) for s in row.seconds)
+        tried = ", ".join(in_words(math.nan if s is None else s) for s in row.seconds)
         lines.append(f"TRL, judge {row.judge:g} s, rate {row.rate:g}, not counted: {tried} s")
     return "\n".join(lines)
 

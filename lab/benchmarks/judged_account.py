@@ -45,7 +45,7 @@ TICK = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
-class Asked:
+class Demands:
     """What the command asks for."""
 
     answers: int
@@ -74,21 +74,28 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3, help="of `calls`, each side")
     parser.add_argument("--span", type=float, default=60.0, help="seconds over which `calls` measures CPU time")
     parser.add_argument("--keep", type=Path, help="folder in which the runs are kept")
-    given = parser.parse_args()
-    more = ("--task.judge.spread", f"{given.spread}", "--task.judge.raises", f"{given.raises}")
-    fails = judge(given.seconds, CONCURRENCY, *more, "--task.judge.hangs", f"{given.hangs}")
-    asked = Asked(
-        given.answers, given.kills, given.deadline, fails, given.seed, given.minutes, given.repeats, given.span
+    options = parser.parse_args()
+    failures = ("--task.judge.spread", f"{options.spread}", "--task.judge.raises", f"{options.raises}")
+    fails = judge(options.seconds, CONCURRENCY, *failures, "--task.judge.hangs", f"{options.hangs}")
+    demands = Demands(
+        options.answers,
+        options.kills,
+        options.deadline,
+        fails,
+        options.seed,
+        options.minutes,
+        options.repeats,
+        options.span,
     )
     right = True
     with tempfile.TemporaryDirectory() as temporary:
-        folder = given.keep or Path(temporary)
-        for part in given.parts:
-            right &= {"whole": whole, "killed": killed, "calls": calls}[part](folder, asked)
+        folder = options.keep or Path(temporary)
+        for part in options.parts:
+            right &= {"whole": whole, "killed": killed, "calls": calls}[part](folder, demands)
     return 0 if right else 1
 
 
-def begun(folder: Path, name: str, *arguments: str) -> JudgedRun:
+def start(folder: Path, name: str, *arguments: str) -> JudgedRun:
     """Start a run under a name; an earlier one is removed."""
     run = JudgedRun(folder / name)
     for path in (run.path, run.log):
@@ -97,17 +104,17 @@ def begun(folder: Path, name: str, *arguments: str) -> JudgedRun:
     return run
 
 
-def whole(folder: Path, asked: Asked) -> bool:
-    run = begun(folder, "whole", *asked.judge, "--run.reward-deadline", f"{asked.deadline:g}")
-    code = run.end(60 * asked.minutes, lambda: run.rows() >= asked.answers)
-    return checked("whole", run, code, asked.deadline, [])
+def whole(folder: Path, demands: Demands) -> bool:
+    run = start(folder, "whole", *demands.judge, "--run.reward-deadline", f"{demands.deadline:g}")
+    code = run.end(60 * demands.minutes, lambda: run.rows() >= demands.answers)
+    return checked("whole", run, code, demands.deadline, [])
 
 
-def killed(folder: Path, asked: Asked) -> bool:
-    rng = random.Random(asked.seed)
-    run = begun(folder, "killed", *asked.judge, "--run.reward-deadline", f"{asked.deadline:g}")
-    limit, ends = time.monotonic() + 60 * asked.minutes, list[tuple[float, float]]()
-    moments = sorted(rng.uniform(0.05, 0.95) * asked.answers for _ in range(asked.kills))
+def killed(folder: Path, demands: Demands) -> bool:
+    rng = random.Random(demands.seed)
+    run = start(folder, "killed", *demands.judge, "--run.reward-deadline", f"{demands.deadline:g}")
+    limit, spans = time.monotonic() + 60 * demands.minutes, list[tuple[float, float]]()
+    moments = sorted(rng.uniform(0.05, 0.95) * demands.answers for _ in range(demands.kills))
     for number, moment in enumerate(moments):
         target = max(moment, run.rows() + 1)  # something has to come of each resume before the next kill
         while run.rows() < target and run.processes[-1].poll() is None and time.monotonic() < limit:
@@ -117,10 +124,10 @@ def killed(folder: Path, asked: Asked) -> bool:
         if code is not None or time.monotonic() >= limit:
             print(f"killed: ended with {code} before kill {number}, at {run.rows():,} answers: see {run.output}")
             return False
-        ends.append(kill(run, VICTIMS[number % len(VICTIMS)]))
-    last = max(asked.answers, run.rows() + 1)
+        spans.append(kill(run, VICTIMS[number % len(VICTIMS)]))
+    last = max(demands.answers, run.rows() + 1)
     code = run.end(max(0.0, limit - time.monotonic()), lambda: run.rows() >= last)
-    return checked("killed", run, code, asked.deadline, ends)
+    return checked("killed", run, code, demands.deadline, spans)
 
 
 def kill(run: JudgedRun, victim: str) -> tuple[float, float]:
@@ -143,10 +150,10 @@ def kill(run: JudgedRun, victim: str) -> tuple[float, float]:
     return span
 
 
-def checked(name: str, run: JudgedRun, code: int, deadline: float, ends: list[tuple[float, float]]) -> bool:
+def checked(name: str, run: JudgedRun, code: int, deadline: float, spans: list[tuple[float, float]]) -> bool:
     """Print the account of a run, and whether it is as required."""
     counts, summary = run.counts(), Summary.read(run.path)
-    done = account(run.answers(), run.calls(), deadline, [*ends, (run.stopped - JUST_BEFORE, float("inf"))])
+    done = account(run.answers(), run.calls(), deadline, [*spans, (run.stopped - JUST_BEFORE, float("inf"))])
     accounted = done.rows + counts["rejected"] + counts["in_flight"]
     requirements = {
         "it ended in order": code in (0, 130),
@@ -166,13 +173,13 @@ def checked(name: str, run: JudgedRun, code: int, deadline: float, ends: list[tu
     return all(requirements.values())
 
 
-def calls(folder: Path, asked: Asked) -> bool:
+def calls(folder: Path, demands: Demands) -> bool:
     """Print the ratio of a searcher's CPU time for an answer, with about 500 calls in flight and with none."""
     cost: dict[str, list[float]] = {"none": [], "many": []}
-    latency, seconds = 0.0, asked.span
-    for number in range(asked.repeats):
+    latency, seconds = 0.0, demands.span
+    for number in range(demands.repeats):
         for side in cost:
-            run = begun(folder, f"{side}-{number}", *judge(latency if side == "many" else 0.0, CONCURRENCY))
+            run = start(folder, f"{side}-{number}", *judge(latency if side == "many" else 0.0, CONCURRENCY))
             cpu, answers = searcher_cpu(run, seconds)
             cost[side].append(1000 * cpu / answers)
             latency = latency or CONCURRENCY * seconds / answers  # so that about 500 are under way at this rate
@@ -210,10 +217,10 @@ def cpu_seconds(pid: int) -> float:
 
 def in_flight(run: JudgedRun) -> list[int]:
     """Returns how many calls were under way, at a hundred moments of the second half of the run."""
-    there = run.calls()
-    begin, end = there[len(there) // 2].began, run.stopped
+    log = run.calls()
+    begin, end = log[len(log) // 2].began, run.stopped
     moments = [begin + (end - begin) * i / 100 for i in range(100)]
-    return [sum(c.began <= at and (c.ended is None or c.ended > at) for c in there) for at in moments]
+    return [sum(c.began <= at and (c.ended is None or c.ended > at) for c in log) for at in moments]
 
 
 if __name__ == "__main__":

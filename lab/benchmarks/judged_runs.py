@@ -110,10 +110,10 @@ class JudgedRun:
         counters.
         """
         if (summary := Summary.read(self.path)) is not None:
-            made = summary.trajectories
-            return {"generated": made.generated, "rejected": made.rejected, "in_flight": made.in_flight_at_stop}
-        there = dict(some(self.journal, "SELECT name, sum(value) FROM counters GROUP BY name"))
-        return {name: int(there.get(f"{name}_trajectories", 0)) for name in ("generated", "rejected", "in_flight")}
+            ledger = summary.trajectories
+            return {"generated": ledger.generated, "rejected": ledger.rejected, "in_flight": ledger.in_flight_at_stop}
+        counters = dict(some(self.journal, "SELECT name, sum(value) FROM counters GROUP BY name"))
+        return {name: int(counters.get(f"{name}_trajectories", 0)) for name in ("generated", "rejected", "in_flight")}
 
     def calls(self) -> list[Call]:
         return read_calls(self.log)
@@ -128,7 +128,7 @@ class JudgedRun:
 
 
 def descendants(pid: int) -> list[int]:
-    """Returns the processes that a process has made, and those that these have made."""
+    """Returns the processes that a process has made, and those that these have ledger."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         try:
@@ -143,6 +143,6 @@ def descendants(pid: int) -> list[int]:
     return below
 
 
-def judge(seconds: float, concurrency: int, *more: str) -> tuple[str, ...]:
+def judge(seconds: float, concurrency: int, *fields: str) -> tuple[str, ...]:
     """Returns the fields of a judge."""
-    return ("--task.judge.seconds", f"{seconds:g}", "--task.judge.concurrency", str(concurrency), *more)
+    return ("--task.judge.seconds", f"{seconds:g}", "--task.judge.concurrency", str(concurrency), *fields)

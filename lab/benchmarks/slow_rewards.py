@@ -125,22 +125,22 @@ def measured(row: Row, run: JudgedRun, code: int) -> Outcome:
     if not run.log.is_dir():
         sys.exit(f"{row.name} made no call: see {run.output}\n{run.output.read_text()[-2000:]}")
     calls, counts, updates = run.calls(), run.counts(), run.updates()
-    done = account(run.answers(), calls, ends=[(run.stopped - 0.1, float("inf"))])
+    done = account(run.answers(), calls, spans=[(run.stopped - 0.1, float("inf"))])
     began = calls[0].began
-    made = [u["at"] for u in updates if u["at"] <= run.stopped]
-    since = made[0] if made else began
+    moments = [u["at"] for u in updates if u["at"] <= run.stopped]
+    since = moments[0] if moments else began
     times = [call.ended for call in calls if call.graded and call.ended is not None]
     return Outcome(
         row=row.name,
         code=code,
-        first_update=made[0] - began if made else None,
+        first_update=moments[0] - began if moments else None,
         expected=None if row.possible is None else WARM_UP / row.possible,
         rate=sum(since <= at <= run.stopped for at in times) / (run.stopped - since),
         possible=row.possible,
         at_once=most_at_once(calls),
-        updates=len(made),
+        updates=len(moments),
         lag=fmean(u["lag"] for u in updates) if updates else float("nan"),
-        gap=max((b - a for a, b in itertools.pairwise([*made, run.stopped])), default=float("nan")),
+        gap=max((b - a for a, b in itertools.pairwise([*moments, run.stopped])), default=float("nan")),
         generated=counts["generated"],
         rejected=counts["rejected"],
         rows=done.rows,
@@ -165,10 +165,10 @@ def table(outcomes: Sequence[Outcome]) -> str:
     ]
     for o in outcomes:
         possible = min(free, o.possible or free)
-        first = "never" if o.first_update is None else f"{o.first_update:.1f}"
+        wait = "never" if o.first_update is None else f"{o.first_update:.1f}"
         expected = "" if o.expected is None else f" ({max(o.expected, WARM_UP / free):.1f})"
         lines.append(
-            f"| {o.row} | {o.code} | {first}{expected} | {o.rate:.1f} ({o.rate / possible:.2f}) | {o.at_once} "
+            f"| {o.row} | {o.code} | {wait}{expected} | {o.rate:.1f} ({o.rate / possible:.2f}) | {o.at_once} "
             f"| {o.updates} | {o.lag:.1f} | {o.gap:.1f} | {100 * o.rejected / max(1, o.generated):.2f} "
             f"| {o.verdicts:,} | {o.rows:,} | {o.lost:,} |"
         )

@@ -13,7 +13,7 @@ The task is the quickstart's. Synchronous is the inline runtime: a round of one 
 evaluates, and its clock does not stop. Judges take 0, 0.2 and 4 s for an answer, and in `tail` one of 500 takes 60 s,
 the others 0.2 s; 256 at once on both sides. Held-out answers are graded at once. Objectives: the default, and GRPO with
 truncated importance weights by token. The rate rises for 20 updates and stays; averaged weights are evaluated; 1,000
-problems, one sampled answer each, every 340 answers synchronously, every 3,400 asynchronously. Seconds count from the
+problems, one sampled answer each, every 680 answers synchronously, every 3,400 asynchronously. Seconds count from the
 first call of the judge, are linear between evaluations, and end at the first that is not below the target. A run is
 stopped when it has reached 95 % or its seconds are over.
 
@@ -72,7 +72,7 @@ RATES = (1e-4, 2e-4, 4e-4)
 GROUPS = (8, 17, 34, 68)  # prompts of a batch, eight answers each
 AT_ONCE = 256  # calls of the judge
 SIDES = ("synchronous", "asynchronous")
-EVERY = {"synchronous": 340, "asynchronous": 3400}  # answers trained from one evaluation to the next
+EVERY = {"synchronous": 680, "asynchronous": 3400}  # answers trained from one evaluation to the next
 JUDGES = {  # by name: the judge, and the seconds after which a run ends
     "0 s": (Judge(concurrency=AT_ONCE), 120.0),
     "0.2 s": (Judge(seconds=0.2, concurrency=AT_ONCE), 180.0),
@@ -127,7 +127,7 @@ class Cell:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What has a best rate and batch of its own."""
+        """What has a rate and a batch that are best for it."""
         return self.side, self.objective, self.judge
 
     @property
@@ -176,25 +176,27 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1, help="of the synchronous side")
     parser.add_argument("--at-once", type=int, default=1)
     parser.add_argument("--keep", type=Path, help="folder in which the runs are kept")
-    given = parser.parse_args()
-    keys = list(itertools.product(given.judges, given.objectives, given.sides))
+    options = parser.parse_args()
+    keys = list(itertools.product(options.judges, options.objectives, options.sides))
     with tempfile.TemporaryDirectory() as temporary:
-        bench = Bench(given.rows, given.keep or Path(temporary), given.seconds, given.threads, given.keep is not None)
-        with ThreadPoolExecutor(given.at_once) as pool:
-            if given.tune:
-                grid = sorted(itertools.product(given.groups, given.rates), key=from_the_middle)
+        bench = Bench(
+            options.rows, options.keep or Path(temporary), options.seconds, options.threads, options.keep is not None
+        )
+        with ThreadPoolExecutor(options.at_once) as pool:
+            if options.tune:
+                grid = sorted(itertools.product(options.groups, options.rates), key=from_the_middle)
                 list(pool.map(lambda key: bench.tune(Cell(key[2], key[1], key[0], 0.0, 0, TUNED_ON), grid), keys))
-            chosen = best_cells(read(given.rows))
-            for key in keys if given.seeds else ():
+            chosen = best_cells(read(options.rows))
+            for key in keys if options.seeds else ():
                 if (key[2], key[1], key[0]) not in chosen:
                     parser.error(f"{' '.join(key)} has no rate and batch yet: use --tune")
-            counted = [replace(chosen[s, o, j], seed=seed) for seed in given.seeds for j, o, s in keys]
+            counted = [replace(chosen[s, o, j], seed=seed) for seed in options.seeds for j, o, s in keys]
             list(pool.map(bench.make, counted))
-    rows = read(given.rows)
-    if given.table or given.tune or given.seeds:
+    rows = read(options.rows)
+    if options.table or options.tune or options.seeds:
         print(table(rows))
-    if given.plot:
-        print(plot(rows, given.plot_to))
+    if options.plot:
+        print(plot(rows, options.plot_to))
     return 0
 
 
@@ -211,8 +213,8 @@ class Bench:
     def tune(self, cell: Cell, grid: Sequence[tuple[int, float]]) -> None:
         """Make a run of each pair; later ones are given up where they cannot be the best."""
         for groups, rate in grid:
-            own = [r for r in read(self.rows) if (*r.key, r.seed) == (*cell.key, TUNED_ON)]
-            fastest = min((r.to_95 for r in own if not math.isnan(r.to_95)), default=math.inf)
+            tried = [r for r in read(self.rows) if (*r.key, r.seed) == (*cell.key, TUNED_ON)]
+            fastest = min((r.to_95 for r in tried if not math.isnan(r.to_95)), default=math.inf)
             self.make(replace(cell, groups=groups, rate=rate), 1.25 * fastest)
 
     def make(self, cell: Cell, seconds: float = math.inf) -> None:
@@ -225,12 +227,12 @@ class Bench:
         most = min(seconds, self.seconds, JUDGES[cell.judge][1])
         run.train(*arguments(cell, self.threads), recipe=f"{Path(__file__).resolve()}::{cell.side}-{cell.objective}")
         watch = Watch(run, cell.side == "synchronous")
-        code = run.end(most + 120, lambda: watch.seconds() > most or watch.reached(TARGETS[-1]), look=1.0)
+        code = run.end(6 * most + 120, lambda: watch.seconds() > most or watch.reached(TARGETS[-1]), look=1.0)
         if code not in (0, 130):
             sys.exit(f"{cell.name} ended with {code}: see {run.output}\n{run.output.read_text()[-2000:]}")
         row = watch.row(cell)
         append(self.rows, row)
-        print(f"{cell.name}: {', '.join(map(shown, row.reached))} s, best {row.best:.1%}, {row.updates} updates, "
+        print(f"{cell.name}: {', '.join(map(in_words, row.reached))} s, best {row.best:.1%}, {row.updates} updates, "
               f"lag {row.lag:.1f}, {row.seconds:.0f} s", flush=True)  # fmt: skip
         if not self.keep:
             shutil.rmtree(run.path)
@@ -259,8 +261,8 @@ class Watch:
     began: float | None = None  # of the first call, in seconds of the run
 
     def evaluations(self) -> list[Evaluation]:
-        found = read_evaluations(self.run.path) if self.run.path.exists() else []
-        return [e for e in found if e.metric == SAMPLED]
+        figures = read_evaluations(self.run.path) if self.run.path.exists() else []
+        return [e for e in figures if e.metric == SAMPLED]
 
     def seconds(self) -> float:
         """Returns how long it has been learning, as far as it has written."""
@@ -340,8 +342,8 @@ def append(path: Path, row: Row) -> None:
 def counted(rows: Sequence[Row], judge: str, objective: str, side: str) -> list[Row]:
     """Returns the counted runs at the best rate and batch, by seed."""
     best = best_cells(rows).get((side, objective, judge))
-    found = [r for r in rows if best is not None and cell_of(r) == replace(best, seed=r.seed) and r.seed != TUNED_ON]
-    return sorted(found, key=lambda r: r.seed)
+    runs = [r for r in rows if best is not None and cell_of(r) == replace(best, seed=r.seed) and r.seed != TUNED_ON]
+    return sorted(runs, key=lambda r: r.seed)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -360,7 +362,7 @@ def table(rows: Sequence[Row]) -> str:
         edge = [name for name in ("rate", "groups") if len(values := {getattr(r, name) for r in tuned}) > 1
                 and getattr(best, name) in (min(values), max(values))]  # fmt: skip
         tried = "; ".join(
-            f"{'**' if cell_of(r) == best else ''}{r.rate:g} x {r.groups}: {', '.join(map(shown, r.reached))}"
+            f"{'**' if cell_of(r) == best else ''}{r.rate:g} x {r.groups}: {', '.join(map(in_words, r.reached))}"
             f"{'**' if cell_of(r) == best else ''}"
             for r in sorted(tuned, key=lambda r: (r.groups, r.rate))
         )
@@ -370,25 +372,26 @@ def table(rows: Sequence[Row]) -> str:
 
 def spread(values: Sequence[float]) -> str:
     """Returns the mean and its interval of what was reached, and how many runs never did."""
-    known = [v for v in values if not math.isnan(v)]
-    never = f", never in {len(values) - len(known)} of {len(values)}" if len(known) < len(values) else ""
-    if not known:
+    numbers = [v for v in values if not math.isnan(v)]
+    never = f", never in {len(values) - len(numbers)} of {len(values)}" if len(numbers) < len(values) else ""
+    if not numbers:
         return f"never in {len(values)} of {len(values)}" if values else "not measured"
-    found = mean_interval(known)
-    between = f" [{found.low:.1f}, {found.high:.1f}]" if len(known) > 1 else ""
-    return f"{found.estimate:.1f}{between}{never}"
+    interval = mean_interval(numbers)
+    between = f" [{interval.low:.1f}, {interval.high:.1f}]" if len(numbers) > 1 else ""
+    return f"{interval.estimate:.1f}{between}{never}"
 
 
 def ratios(synchronous: Sequence[Row], asynchronous: Sequence[Row], i: int) -> str:
     """Returns the geometric mean of the ratios by seed, with the interval of its logarithm."""
     seconds = {r.seed: r.reached[i] for r in asynchronous}
     pairs = [r.reached[i] / seconds[r.seed] for r in synchronous if r.seed in seconds]
-    known = [x for x in pairs if not math.isnan(x)]
-    if not known:
+    numbers = [x for x in pairs if not math.isnan(x)]
+    if not numbers:
         return ""
-    found = mean_interval(np.log(known))
-    between = f" [{math.exp(found.low):.2f}, {math.exp(found.high):.2f}]" if len(known) > 1 else ""
-    return f"{geometric_mean(known):.2f}{between}{f' ({len(known)} of {len(pairs)} seeds)' if known != pairs else ''}"
+    interval = mean_interval(np.log(numbers))
+    between = f" [{math.exp(interval.low):.2f}, {math.exp(interval.high):.2f}]" if len(numbers) > 1 else ""
+    count = f" ({len(numbers)} of {len(pairs)} seeds)" if len(numbers) < len(pairs) else ""
+    return f"{geometric_mean(numbers):.2f}{between}{count}"
 
 
 def plot(rows: Sequence[Row], path: Path) -> Path:
@@ -421,18 +424,18 @@ def plot(rows: Sequence[Row], path: Path) -> Path:
 
 def draw(axes: Any, x: float, points: Sequence[float], colour: str) -> None:
     """Draw the runs of one side; a cross at the top stands for those that never got there."""
-    known = [p for p in points if not math.isnan(p)]
-    axes.plot([x] * len(known), known, "o", ms=3, color=colour, alpha=0.35)
-    if known:
-        found = mean_interval(known)
-        low = max(found.low, min(known) / 2)  # an interval may reach below 0, which this axis lacks
-        error = [[found.estimate - low], [found.high - found.estimate]] if len(known) > 1 else None
-        axes.errorbar([x], [found.estimate], error, fmt="o", ms=6, color=colour, capsize=3)
-    if len(known) < len(points):
+    numbers = [p for p in points if not math.isnan(p)]
+    axes.plot([x] * len(numbers), numbers, "o", ms=3, color=colour, alpha=0.35)
+    if numbers:
+        interval = mean_interval(numbers)
+        low = max(interval.low, min(numbers) / 2)  # an interval may reach below 0, which this axis lacks
+        error = [[interval.estimate - low], [interval.high - interval.estimate]] if len(numbers) > 1 else None
+        axes.errorbar([x], [interval.estimate], error, fmt="o", ms=6, color=colour, capsize=3)
+    if len(numbers) < len(points):
         axes.plot([x], [0.97], "x", transform=axes.get_xaxis_transform(), color=colour)
 
 
-def shown(seconds: float) -> str:
+def in_words(seconds: float) -> str:
     return "never" if math.isnan(seconds) else f"{seconds:.1f}"
 
 

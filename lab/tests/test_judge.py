@@ -69,8 +69,8 @@ def test_verdicts_without_a_row_are_lost_unless_the_run_ended_just_then() -> Non
         replace(call, ended=50.0),
         replace(call, end="hangs", ended=None, value=None),
     ]
-    found = account(Counter({("1+2=", "3"): 1}), calls, deadline=30.0)
-    assert (found.verdicts, found.lost, found.interrupted, found.late, found.hung) == (2, 1, 0, 1, 1)
-    found = account(Counter({("1+2=", "3"): 1}), calls, deadline=30.0, ends=[(1.9, 2.0)])
-    assert (found.lost, found.interrupted) == (0, 1)
+    sums = account(Counter({("1+2=", "3"): 1}), calls, deadline=30.0)
+    assert (sums.verdicts, sums.lost, sums.interrupted, sums.late, sums.hung) == (2, 1, 0, 1, 1)
+    sums = account(Counter({("1+2=", "3"): 1}), calls, deadline=30.0, spans=[(1.9, 2.0)])
+    assert (sums.lost, sums.interrupted) == (0, 1)
     assert account(Counter({("1+2=", "4"): 1}), calls).invented == 1

@@ -153,16 +153,18 @@ class Call:
 
 def read_calls(folder: Path) -> list[Call]:
     """Returns the calls of all processes, in the order in which they began."""
-    begun: dict[str, tuple[float, End, str, str]] = {}
-    ends: dict[str, tuple[float, float | None]] = {}
+    starts: dict[str, tuple[float, End, str, str]] = {}
+    closings: dict[str, tuple[float, float | None]] = {}
     for file in folder.glob("*.jsonl"):
         for line in file.read_text(encoding="utf-8").splitlines():
             name, *values = json.loads(line)
             if len(values) == 4:
-                begun[name] = (values[0], values[1], values[2], values[3])
+                starts[name] = (values[0], values[1], values[2], values[3])
             else:
-                ends[name] = (values[0], values[1])
-    calls = [Call(prompt, answer, end, at, *ends.get(name, ())) for name, (at, end, prompt, answer) in begun.items()]
+                closings[name] = (values[0], values[1])
+    calls = [
+        Call(prompt, answer, end, at, *closings.get(name, ())) for name, (at, end, prompt, answer) in starts.items()
+    ]
     return sorted(calls, key=lambda call: call.began)
 
 
@@ -186,12 +188,12 @@ def account(
     rows: Counter[tuple[str, str]],
     calls: Sequence[Call],
     deadline: float = math.inf,
-    ends: Sequence[tuple[float, float]] = (),
+    spans: Sequence[tuple[float, float]] = (),
 ) -> Account:
     """Compares the journal's answers, by prompt and text, with the judge's calls.
 
     An answer that is asked about again after its verdict has a verdict without a row, as one that is missing has.
-    ends: spans of time in which a process ended, so that a verdict may not have reached the journal.
+    spans: of time, in which a process ended, so that a verdict may not have reached the journal.
     """
     verdicts: dict[tuple[str, str], list[float]] = defaultdict(list)
     late = 0
@@ -204,7 +206,7 @@ def account(
     lost = interrupted = 0
     for answer, times in verdicts.items():
         surplus = max(0, len(times) - rows[answer])
-        excused = min(surplus, sum(any(low <= at <= high for low, high in ends) for at in times))
+        excused = min(surplus, sum(any(low <= at <= high for low, high in spans) for at in times))
         lost, interrupted = lost + surplus - excused, interrupted + excused
     last = max((call.ended or call.began for call in calls), default=0.0)
     cut = [c for c in calls if c.ended is None and c.end != "hangs"]
@@ -218,5 +220,5 @@ def account(
         late=late,
         failed=sum(call.end == "error" and call.ended is not None for call in calls),
         hung=sum(call.end == "hangs" for call in calls),
-        cut_off=sum(min([*(high for _, high in ends if high > c.began), last]) - c.began <= deadline for c in cut),
+        cut_off=sum(min([*(high for _, high in spans if high > c.began), last]) - c.began <= deadline for c in cut),
     )
