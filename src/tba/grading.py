@@ -19,6 +19,7 @@ import logging
 import math
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -106,6 +107,7 @@ class Grader:
             _Window(part, i if separable else None, share_of(part.concurrency, *share), settings, self._returned)
             for i, part in enumerate(parts)
         ]
+        self.close = weakref.finalize(self, _close, self._windows)  # ends the threads, at the latest with this object
         self._error: BaseException | None = None
         self.unfinished = 0  # answers that have not come back
         self.call_seconds = 0.0  # of all calls, each by itself
@@ -172,11 +174,6 @@ class Grader:
         while len(finished) < sum(map(len, grades)):
             self.wait(_BEAT)
         return grades
-
-    def close(self) -> None:
-        """End the threads that are idle; those of unfinished calls are abandoned."""
-        for window in self._windows:
-            window.close()
 
     def _take_in(self) -> int:
         count = 0
@@ -473,6 +470,12 @@ class _Window:
             return pause is None
         call.seconds = self._settings.now() - began
         return True
+
+
+def _close(windows: Sequence[_Window]) -> None:
+    """End the threads that are idle; those of unfinished calls are abandoned."""
+    for window in windows:
+        window.close()
 
 
 def share_of(limit: int, index: int, count: int) -> int:

@@ -5,14 +5,14 @@ import asyncio
 import functools
 import math
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
-from tba.errors import DeadlineExceeded, UserError
+from tba.errors import UserError
+from tba.grading import Grader
 from tba.protocols import Reward
 from tba.rewards.exact_answer import ExactAnswer, ExactText
 from tba.rewards.functions import FunctionReward, WeightedFunctions, check_fields
@@ -199,7 +199,9 @@ def test_async_functions_are_awaited_at_most_so_many_at_once(concurrency: int) -
 
     asked = [(prompt(i), completion("x" * i)) for i in range(9)]
     for function in (slow, together, lambda completion: slow("", completion)):
-        assert [j.reward for j in FunctionReward(function, concurrency).judge(asked)] == list(range(9))
+        reward = FunctionReward(function, concurrency)
+        for judged in (Grader(reward).judge(asked), reward.judge(asked)):
+            assert [j.reward for j in judged] == list(range(9))
     assert most == concurrency
 
 
@@ -210,7 +212,7 @@ def test_none_abstains_and_is_counted() -> None:
     asked = [(prompt(), completion("?")), (prompt(), completion("abc"))]
     first, second = WeightedFunctions(((unsure, 2.0), (length, 1.0))).judge(asked)
     assert (first.reward, first.parts) == (1.0, {"length": 1.0, "abstained": 1.0})
-    assert (second.reward, second.parts) == (5.0, {"unsure": 1.0, "length": 3.0, "abstained": 0.0})
+    assert (second.reward, second.parts) == (5.0, {"unsure": 1.0, "length": 3.0})
     assert FunctionReward(unsure).judge(asked[:1])[0].reward == 0.0
 
 
@@ -270,7 +272,6 @@ def test_fields_are_checked_before_a_run() -> None:
         (lambda: WeightedFunctions(((right, 1.0), (right, 2.0))), "both named 'right'"),
         (lambda: WeightedFunctions(((right, math.nan),)), "'right' has weight nan"),
         (lambda: FunctionReward(right, concurrency=0), "concurrency 0: give the number of calls at once"),
-        (lambda: FunctionReward(right, deadline_seconds=0), "deadline_seconds 0: give seconds above 0"),
     ],
 )
 def test_a_reward_that_cannot_be_is_refused_where_it_is_made(make: Callable[[], object], sentence: str) -> None:
@@ -281,52 +282,11 @@ def test_a_reward_that_cannot_be_is_refused_where_it_is_made(make: Callable[[], 
 @pytest.mark.parametrize("concurrency", [1, 3, 50])
 def test_judgements_keep_their_order_at_any_concurrency(concurrency: int) -> None:
     answered = [(prompt(i), completion("x" * i)) for i in range(20)]
-    assert [j.reward for j in FunctionReward(length, concurrency).judge(answered)] == list(range(20))
+    assert [j.reward for j in Grader(FunctionReward(length, concurrency)).judge(answered)] == list(range(20))
 
 
 def test_no_answers_give_no_judgements() -> None:
-    assert FunctionReward(length, 4).judge([]) == []
-
-
-def test_as_many_calls_as_the_concurrency_wait_at_once() -> None:
-    meeting = threading.Barrier(4, timeout=30)  # breaks, and with it the test, unless four calls are in it together
-
-    def meets(prompt: str, completion: str) -> float:
-        return float(meeting.wait() >= 0)
-
-    answered = [(prompt(i), completion("x")) for i in range(8)]
-    assert [j.reward for j in FunctionReward(meets, concurrency=4).judge(answered)] == [1.0] * 8
-
-
-def test_never_more_calls_than_the_concurrency_run_at_once() -> None:
-    running, most, lock = 0, 0, threading.Lock()
-
-    def counted(prompt: str, completion: str) -> float:
-        nonlocal running, most
-        with lock:
-            running += 1
-            most = max(most, running)
-        with lock:
-            running -= 1
-        return 0.0
-
-    FunctionReward(counted, concurrency=3).judge([(prompt(i), completion("x")) for i in range(200)])
-    assert 1 <= most <= 3
-
-
-def test_a_call_that_never_returns_ends_at_the_deadline_with_its_name() -> None:
-    released = threading.Event()
-
-    def hangs(prompt: str, completion: str) -> float:
-        released.wait()
-        return 0.0
-
-    asked = [(prompt(i), completion("x")) for i in range(3)]
-    try:
-        with pytest.raises(DeadlineExceeded, match=f"'hangs' on prompt {asked[0][0].key}: 3 of 3 calls are unfinished"):
-            FunctionReward(hangs, concurrency=2, deadline_seconds=0.05).judge(asked)
-    finally:
-        released.set()
+    assert FunctionReward(length, 4).judge([]) == Grader(FunctionReward(length, 4)).judge([]) == []
 
 
 def test_exact_text_wants_every_character() -> None:

@@ -523,20 +523,6 @@ def test_a_dead_part_is_given_up_after_so_many_restarts_and_the_run_can_be_taken
     assert (tmp_path / "run" / "checkpoints" / "step-0").is_dir()
 
 
-def test_user_errors_of_a_reward_are_not_asked_again(tmp_path: Path) -> None:
-    from tba.rollout.reward_retry import PatientReward
-
-    class Wrong:
-        def judge(self, answered: Any) -> Any:
-            calls.append(1)
-            raise UserError("the answer key has no such problem")
-
-    calls: list[int] = []
-    with pytest.raises(UserError, match="no such problem"):
-        PatientReward(Wrong(), 5.0, 3, told=lambda what: None).judge([])
-    assert calls == [1]
-
-
 def test_a_run_whose_output_has_nowhere_to_go_trains_to_its_end(tmp_path: Path) -> None:
     few = ("--runtime", "inline", *SHORT, "--steps", "3")
     for name, said in (("full", "standard output cannot be written (No space left on device)"), ("closed", "")):
