@@ -32,7 +32,7 @@ from typing import Any, Protocol, TypeVar
 from tba.errors import DeadlineExceeded, PartFailed, UserError
 from tba.protocols import GradingCalls, Reward, Separable
 from tba.signals import watching_signals
-from tba.types import Completion, Judgement, Prompt, handed_out
+from tba.types import Completion, FloatArray, Judgement, Prompt, handed_out
 
 T = TypeVar("T")
 log = logging.getLogger("tba.reward")
@@ -57,6 +57,7 @@ class Grade:
     values: list[Any]  # of each part
     missing: int  # parts that have not given their value
     judgement: Judgement | None = None
+    scores: tuple[FloatArray, ...] = ()  # log-probabilities [T] under each scorer
     expired: bool = False
     seconds: float = 0.0  # of the longest call about it
 
@@ -83,7 +84,8 @@ class Grader:
 
     deadline: seconds of one call. share: (index, count) of this searcher among those that share the windows' limits.
     report: called with a sentence before a call is repeated. isolate: makes what grades in a process of its own, for a
-    part that uses signals or does not end; None: that cannot be. now: by which a call's seconds are measured.
+    part that uses signals or does not end; None: that cannot be. now: by which a call's seconds are measured. scorers:
+    further calls about each answer, whose values come back with its judgement (`Grade.scores`).
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Grader:
         report: Callable[[str], None] = lambda what: None,
         isolate: Callable[[], Isolated] | None = None,
         now: Callable[[], float] = time.monotonic,
+        scorers: Sequence[GradingCalls] = (),
     ) -> None:
         self.reward = reward
         self.deadline = deadline
@@ -102,10 +105,16 @@ class Grader:
         parts = reward.calls() if isinstance(reward, Separable) else [whole(reward)]
         self._judgement = reward.judgement if isinstance(reward, Separable) else _only
         self._returned: SimpleQueue[tuple[_Window, _Call]] = SimpleQueue()
+        self._parts = len(parts)
         settings = _Settings(deadline, retries, report, isolate, now)
+        alone = _Settings(deadline, retries, report, None, now)
+        windows = [(part, settings, i if separable else None) for i, part in enumerate(parts)]
+        windows += [(part, alone, None) for part in scorers]
         self._windows = [
-            _Window(part, i if separable else None, share_of(part.concurrency, *share), settings, self._returned)
-            for i, part in enumerate(parts)
+            _Window(
+                part, place, index, share_of(part.concurrency, *share), of_part, place >= len(parts), self._returned
+            )
+            for place, (part, of_part, index) in enumerate(windows)
         ]
         self.close = weakref.finalize(self, _close, self._windows)  # ends the threads, at the latest with this object
         self._error: BaseException | None = None
@@ -127,18 +136,20 @@ class Grader:
         answers: Sequence[tuple[Prompt, Sequence[Completion]]],
         finished: list[Grade],
         first: bool = False,
+        scored: bool = True,
     ) -> list[list[Grade]]:
         """Hand in prompts, each with answers to it; each answer is added to `finished` by the `poll` after it has been
         graded. Returns [i][j], of the j-th answer to the i-th prompt.
 
-        first: before all others that wait.
+        first: before all others that wait. scored: by the scorers too.
         """
-        parts = len(self._windows)
+        windows = self._windows if scored else self._windows[: self._parts]
+        parts = len(windows)
         grades = [
             [Grade(prompt, c, finished, [None] * parts, parts) for c in completions] for prompt, completions in answers
         ]
         self.unfinished += sum(map(len, grades))
-        for window in self._windows:
+        for window in windows:
             window.submit([group for group in grades if group], first)
         return grades
 
@@ -168,9 +179,9 @@ class Grader:
         return [grade.judgement or Judgement(math.nan) for group in grades for grade in group]
 
     def grade(self, answers: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[Grade]]:
-        """Returns what `submit` does, once all are graded, before any other that waits."""
+        """Returns what `submit` does, once all are graded by the reward alone, before any other that waits."""
         finished: list[Grade] = []
-        grades = self.submit(answers, finished, first=True)
+        grades = self.submit(answers, finished, first=True, scored=False)
         while len(finished) < sum(map(len, grades)):
             self.wait(_BEAT)
         return grades
@@ -196,11 +207,12 @@ class Grader:
             grade.missing -= 1
             grade.expired |= call.expired
             if call.values is not None:
-                grade.values[window.index or 0] = call.values[i]
+                grade.values[window.place] = call.values[i]
             if grade.missing:
                 continue
             if not grade.expired:
-                grade.judgement = self._judgement(grade.values)
+                grade.judgement = self._judgement(grade.values[: self._parts])
+                grade.scores = tuple(grade.values[self._parts :])
             grade.finished.append(grade)
             self.unfinished -= 1
             count += 1
@@ -238,13 +250,16 @@ class _Window:
     def __init__(
         self,
         part: GradingCalls,
+        place: int,
         index: int | None,
         limit: int,
         settings: _Settings,
+        scores: bool,
         returned: SimpleQueue[tuple[_Window, _Call]],
     ) -> None:
-        self.part, self.index, self.limit = part, index, limit
+        self.part, self.place, self.index, self.limit = part, place, index, limit
         self._settings, self._deadline = settings, settings.deadline
+        self._scores = scores  # values depend on the tokens alone
         self._isolated = False  # calls run in processes of their own
         self._own = threading.local()  # the process of each thread
         self._returned = returned
@@ -258,7 +273,7 @@ class _Window:
         """Let the answers of these prompts wait for a call; calls begin as far as the limit allows."""
         entries: list[Sequence[Grade]] = list(groups)
         if self.part.unit == "answer":
-            entries = [[grade] for group in groups for grade in group]
+            entries = [entry for group in groups for entry in self._entries(group)]
         with self._changed:
             if first:
                 self._waiting.extendleft(reversed(entries))
@@ -270,6 +285,15 @@ class _Window:
             while self._workers < self.limit and self._idle < len(self._waiting):
                 self._begin_thread()
             self._changed.notify(len(entries))
+
+    def _entries(self, group: Sequence[Grade]) -> list[list[Grade]]:
+        """Returns what a call each is about; equal answers to a prompt are scored once."""
+        if not self._scores:
+            return [[grade] for grade in group]
+        by_digest: dict[str, list[Grade]] = {}
+        for grade in group:
+            by_digest.setdefault(grade.completion.digest, []).append(grade)
+        return list(by_digest.values())
 
     def _begin_thread(self) -> None:
         self._workers, self._idle = self._workers + 1, self._idle + 1
@@ -380,7 +404,9 @@ class _Window:
         """Make a call once; returns whether that was its last attempt."""
         began = self._settings.now()
         try:
-            self._accept(call, self._values([grade.answer for grade in call.grades]))
+            answers = [grade.answer for grade in call.grades]
+            values = self._values(answers[:1] if self._scores else answers)
+            self._accept(call, [*values] * len(answers) if self._scores else values)
         except BaseException as error:  # noqa: BLE001 - raised again by `poll`
             if self._isolated and isinstance(error, DeadlineExceeded):
                 self._mark_expired(call)

@@ -299,6 +299,18 @@ class Reference(Protocol):
 
 
 @runtime_checkable
+class ScoredByCalls(Protocol):
+    """A reference that waits for somebody else, such as a server: its answers are scored by calls in a window, beside
+    those of the reward.
+    """
+
+    @property
+    def scoring(self) -> GradingCalls:
+        """Returns how it is called; its values are log-probabilities, float32 [T]."""
+        ...
+
+
+@runtime_checkable
 class Concurrent(Protocol):
     """A reference that can score in one thread while an engine samples in another."""
 

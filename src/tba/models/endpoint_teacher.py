@@ -17,7 +17,7 @@ from tba.errors import UserError
 from tba.fields import as_declared
 from tba.foreign import parsed
 from tba.models.huggingface import HuggingFace
-from tba.protocols import Task, Work
+from tba.protocols import GradingCalls, Task, Work
 from tba.rewards.endpoint import Endpoint, EndpointClient
 from tba.rewards.threads import in_threads
 from tba.types import Completion, FloatArray, Prompt, Version
@@ -93,6 +93,14 @@ class EndpointReference:
         settings, where = self._settings, str(self._client)
         rows = iter(in_threads(calls, settings.concurrency, settings.deadline, lambda _: where, "`deadline`"))
         return [[next(rows) for _ in completions] for _, completions in answered]
+
+    @property
+    def scoring(self) -> GradingCalls:
+        """Returns that each answer is scored by its own call, which searchers make beside those of the reward."""
+        return GradingCalls(str(self._client), self._scores, "answer", self._settings.concurrency)
+
+    def _scores(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[FloatArray]:
+        return [self._score(prompt, completion) for prompt, completion in answered]
 
     def load(self, weights: Mapping[str, Any], version: Version) -> None:
         """Raises `UserError`: the server's weights are its own."""

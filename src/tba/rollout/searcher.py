@@ -49,6 +49,7 @@ from tba.protocols import (
     PromptSource,
     PublishedWeights,
     Reference,
+    ScoredByCalls,
     WeightSource,
 )
 from tba.rollout.overlong import Overlong
@@ -56,7 +57,7 @@ from tba.rollout.rates import Rate
 from tba.rollout.rescoring import Rescorer
 from tba.rollout.stages import Limits, Scores, count, failed, score, sort, stamped, trajectory, unusable
 from tba.rollout.vine import VineRollouts
-from tba.types import Completion, Json, Outcome, Prompt, Sampling, StopReason, Trajectory, Version
+from tba.types import Completion, FloatArray, Json, Outcome, Prompt, Sampling, StopReason, Trajectory, Version
 
 log = logging.getLogger("tba.searcher")
 COSTLY = 0.25  # seconds of a call, beyond which a grade is put on the disk without delay
@@ -439,7 +440,7 @@ class Searcher:
             if self.rescorer is not None:
                 self.rescorer.round()
         answers = [(group.prompt, [a.completion for a in group.answers]) for group in groups]
-        return self.reference.version, score((self.reference, *self.teachers), answers)
+        return self.reference.version, score((self.reference, *self._scored_here), answers)
 
     def _collect_scores(self, wait: bool = False) -> None:
         """Take in the scores of the reference's thread, if they are there."""
@@ -498,7 +499,8 @@ class Searcher:
             why: str | None = f"{self._limits.reward_name} did not grade an answer within {self.grader.deadline:g} s"
         else:
             judgement = self.overlong.of(completion, grade.judgement)
-            why = unusable(group.prompt, completion, judgement, answer.scores, self._limits)
+            scores = (answer.scores[0], *self._of_teachers(answer.scores[1:], grade.scores))
+            why = unusable(group.prompt, completion, judgement, scores, self._limits)
         if why is not None:
             count(self._counts, "rejected", completion)
             if failed(completion):
@@ -507,9 +509,7 @@ class Searcher:
             return
         provenance = {"searcher": self.name, "round": self.rounds}
         uid = self._uid()
-        answer.trajectory = trajectory(
-            uid, group.prompt, completion, judgement, answer.scores, answer.reference, provenance
-        )
+        answer.trajectory = trajectory(uid, group.prompt, completion, judgement, scores, answer.reference, provenance)
 
     def _uid(self) -> str:
         """Returns a new name. Names increase with the rounds, so that inserts touch the index page just written."""
@@ -519,6 +519,16 @@ class Searcher:
         number, series, index = self._series
         self._series = number, series, index + 1
         return (series + index.to_bytes(4, "big")).hex()
+
+    @property
+    def _scored_here(self) -> list[Reference]:
+        """Returns the teachers that are no servers, for which answers wait in windows."""
+        return [teacher for teacher in self.teachers if not isinstance(teacher, ScoredByCalls)]
+
+    def _of_teachers(self, here: Iterable[FloatArray], by_calls: Iterable[FloatArray]) -> list[FloatArray]:
+        """Returns the log-probabilities under each teacher, in their order."""
+        local, remote = iter(here), iter(by_calls)
+        return [next(remote if isinstance(teacher, ScoredByCalls) else local) for teacher in self.teachers]
 
     @property
     def _limits(self) -> Limits:

@@ -18,7 +18,20 @@ from tba.environments.speech import Speech
 from tba.errors import UserError
 from tba.foreign import failed, problems_of
 from tba.grading import RETRIES, Grader
-from tba.protocols import Acted, Engine, Examined, Journal, Model, PromptSource, Reward, Selective, Task, Tokenizer
+from tba.protocols import (
+    Acted,
+    Engine,
+    Examined,
+    Journal,
+    Model,
+    PromptSource,
+    Reference,
+    Reward,
+    ScoredByCalls,
+    Selective,
+    Task,
+    Tokenizer,
+)
 from tba.recipe import Recipe
 from tba.rollout.prompts import Encoded, PosteriorPrompts, PromptStream, UniformPrompts, encode
 from tba.rollout.vine import VineRollouts
@@ -142,16 +155,19 @@ def grader_of(
     retries: int = RETRIES,
     share: tuple[int, int] = (0, 1),
     report: Callable[[str], None] = lambda what: None,
+    teachers: Sequence[Reference] = (),
 ) -> Grader:
     """Returns what grades by a task's reward, as all commands and runs do.
 
     source: what rebuilds the recipe in another process, should the reward have to run there. split: `eval` takes the
-    reward that evaluates, where the task has another one for that. The rest is as `Grader` has it.
+    reward that evaluates, where the task has another one for that. teachers: those that are servers score the answers
+    beside it. The rest is as `Grader` has it.
     """
     task, deadline = recipe.task, recipe.run.reward_deadline
     reward = task.examination() if split == "eval" and isinstance(task, Examined) else reward_of(task)
     isolate = isolated_reward(source, deadline, split, f"the reward of task {task.name}")
-    return Grader(reward, deadline, retries, share, report, isolate)
+    scorers = [teacher.scoring for teacher in teachers if isinstance(teacher, ScoredByCalls)]
+    return Grader(reward, deadline, retries, share, report, isolate, scorers=scorers)
 
 
 def engine_of(recipe: Recipe, model: Model, version: Version, clock: ShareClock | None = None) -> Engine:

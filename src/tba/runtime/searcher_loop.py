@@ -237,8 +237,10 @@ def _loop_of(
         share=(index, recipe.searcher_count),
         report=partial(ends.records.fault, "reward_retries"),
     )
-    engine, grader = engine_of(recipe, model, Version(), clock), grading("train")
+    engine = engine_of(recipe, model, Version(), clock)
     reference = reference_of(recipe, model)
+    teachers = teachers_of(recipe, model, reference)
+    grader = grading("train", teachers=teachers)
     rescorer = Rescorer(reference, journal, recipe.rescored_per_round, LEASE_SECONDS)
     in_rounds = recipe.run.rounds or not background or recipe.vine is not None
     seeds = [recipe.seed, 1 + index, attempt, *([ends.incarnation] if ends.incarnation else [])]
@@ -255,7 +257,7 @@ def _loop_of(
         prompts_per_round=recipe.prompts_per_round,
         rng=np.random.default_rng(seeds),
         interrupted=interrupted,
-        teachers=teachers_of(recipe, model, reference),
+        teachers=teachers,
         flows=not in_rounds,
         vine=vine_of(recipe, model, engine, grader),
         rescorer=rescorer if recipe.reference_reset else None,
