@@ -94,7 +94,7 @@ class Grader:
         deadline: float = DEADLINE,
         retries: int = RETRIES,
         share: tuple[int, int] = (0, 1),
-        report: Callable[[str], None] = lambda what: None,
+        report: Callable[[str], None] = lambda message: None,
         isolate: Callable[[], Isolated] | None = None,
         now: Callable[[], float] = time.monotonic,
         scorers: Sequence[GradingCalls] = (),
@@ -135,13 +135,13 @@ class Grader:
         self,
         answers: Sequence[tuple[Prompt, Sequence[Completion]]],
         finished: list[Grade],
-        first: bool = False,
+        urgent: bool = False,
         scored: bool = True,
     ) -> list[list[Grade]]:
         """Hand in prompts, each with answers to it; each answer is added to `finished` by the `poll` after it has been
         graded. Returns [i][j], of the j-th answer to the i-th prompt.
 
-        first: before all others that wait. scored: by the scorers too.
+        urgent: before all others that wait. scored: by the scorers too.
         """
         windows = self._windows if scored else self._windows[: self._parts]
         parts = len(windows)
@@ -150,7 +150,7 @@ class Grader:
         ]
         self.unfinished += sum(map(len, grades))
         for window in windows:
-            window.submit([group for group in grades if group], first)
+            window.submit([group for group in grades if group], urgent)
         return grades
 
     def poll(self) -> None:
@@ -181,7 +181,7 @@ class Grader:
     def grade(self, answers: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[Grade]]:
         """Returns what `submit` does, once all are graded by the reward alone, before any other that waits."""
         finished: list[Grade] = []
-        grades = self.submit(answers, finished, first=True, scored=False)
+        grades = self.submit(answers, finished, urgent=True, scored=False)
         while len(finished) < sum(map(len, grades)):
             self.wait(_BEAT)
         return grades
@@ -269,13 +269,13 @@ class _Window:
         self._idle = self._workers = self._abandoned = 0  # threads
         self._closed = False
 
-    def submit(self, groups: Sequence[Sequence[Grade]], first: bool) -> None:
+    def submit(self, groups: Sequence[Sequence[Grade]], urgent: bool) -> None:
         """Let the answers of these prompts wait for a call; calls begin as far as the limit allows."""
         entries: list[Sequence[Grade]] = list(groups)
         if self.part.unit == "answer":
             entries = [entry for group in groups for entry in self._entries(group)]
         with self._changed:
-            if first:
+            if urgent:
                 self._waiting.extendleft(reversed(entries))
             else:
                 self._waiting.extend(entries)
@@ -461,9 +461,9 @@ class _Window:
         if call.attempt >= self._settings.retries or bad_input or not isinstance(error, Exception):
             call.error = error
             return None
-        what = f"{self.part.name}: {type(error).__name__}: {error}"
-        log.warning("%s; retrying", what)
-        self._settings.report(what)
+        message = f"{self.part.name}: {type(error).__name__}: {error}"
+        log.warning("%s; retrying", message)
+        self._settings.report(message)
         call.attempt += 1
         return _FIRST_PAUSE * 2.0 ** (call.attempt - 1)
 

@@ -126,8 +126,8 @@ class Scale:
         if alone := re.fullmatch(self._pattern, line, re.IGNORECASE):
             return None if cut else self._value(alone)
         keyed = _last(_KEY + r"(?:[:=]|is\b)" + _OPENS + self._pattern, text)
-        begun = _last(_KEY + "[:=]", text)
-        if keyed is None or (begun is not None and begun.start() > keyed.start()):
+        opening = _last(_KEY + "[:=]", text)
+        if keyed is None or (opening is not None and opening.start() > keyed.start()):
             return None  # `Score: 3 or 4` is no score, and neither is an earlier one that it quotes
         return None if cut and keyed.end() == len(text) else self._value(keyed)
 

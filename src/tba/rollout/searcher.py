@@ -198,8 +198,8 @@ class Searcher:
         self._empty(stop)
         self._hand_over()
         self._score()
-        left = self._wait_for_grades(_STOP_SECONDS if stop else math.inf)
-        self._settle(left=left)
+        unfinished = self._wait_for_grades(_STOP_SECONDS if stop else math.inf)
+        self._settle(give_up=unfinished)
 
     def pull(self) -> Version:
         """Load newer weights, and another reference if they name one, in place.
@@ -229,11 +229,11 @@ class Searcher:
             with self.clock.state("reference"):
                 self.rescorer.round()
 
-    def require_use(self, kept: int, rejected: int) -> None:
+    def require_use(self, usable: int, rejected: int) -> None:
         """Raises `UserError` where the first rounds bring nothing but answers that are rejected: the run would never
         end.
         """
-        if kept:
+        if usable:
             self.rounds_without_use = None
         if self.rounds_without_use is None or not rejected:
             return
@@ -269,8 +269,8 @@ class Searcher:
         self._flow = None
         self._hand_over()
         self._score()
-        left = self._wait_for_grades()
-        self._settle(sampling if self.vine is not None else None, left)
+        unfinished = self._wait_for_grades()
+        self._settle(sampling if self.vine is not None else None, unfinished)
 
     def _flow_on(self) -> None:
         """Generate until as many prompts are answered as a round has, while all other stages go on."""
@@ -333,19 +333,19 @@ class Searcher:
             position, prompt, began = self._generating.pop(number)
             generated = sum(c.stop_reason is not StopReason.INTERRUPTED for c in completions)
             group = OpenGroup(position, prompt, began, generated)
-            kept, counts = sort(prompt, completions, self.overlong)
+            judged, counts = sort(prompt, completions, self.overlong)
             self._counts.update(counts)
             if dropped := counts["rejected_trajectories"]:
                 self.rejected += dropped
                 longest = max(len(c.tokens) for c in completions)
                 self.rejection = f"an answer was cut off at {longest} tokens (--overlong-penalty drop)"
-            group.answers = [OpenAnswer(group, c) for c in kept]
-            group.open = len(kept)
-            for completion in kept:
+            group.answers = [OpenAnswer(group, c) for c in judged]
+            group.open = len(judged)
+            for completion in judged:
                 count(self._counts, "grading", completion)
             self._open[group] = None
             self._generated.append(group)
-            if not kept:
+            if not judged:
                 self._changed[group] = None
         return len(finished)
 
@@ -584,7 +584,7 @@ class Searcher:
                     return True
         return False
 
-    def _await(self, future: Future[Any], what: str) -> None:
+    def _await(self, future: Future[Any], stage: str) -> None:
         """Wait for a thread of this searcher, with signs of life."""
         end = time.monotonic() + _READ_SECONDS
         while not future.done():
@@ -593,7 +593,7 @@ class Searcher:
             if self.interrupted is not None:
                 self.interrupted()
             if time.monotonic() > end:
-                raise DeadlineExceeded(f"waited {_READ_SECONDS:g} s for {what} of {self.name}'s answers")
+                raise DeadlineExceeded(f"waited {_READ_SECONDS:g} s for {stage} of {self.name}'s answers")
 
     # Sending
 
@@ -603,10 +603,10 @@ class Searcher:
             self.grader.poll()
         with suppress(Exception):
             self._score()
-            self._settle(left=True)
+            self._settle(give_up=True)
 
-    def _settle(self, sampling: Sampling | None = None, left: bool = False) -> None:
-        """Send all open groups, in the order of generation. left: answers that are not graded are in flight.
+    def _settle(self, sampling: Sampling | None = None, give_up: bool = False) -> None:
+        """Send all open groups, in the order of generation. give_up: answers that are not graded are in flight.
 
         sampling: estimate the values of the answers' steps first, by rollouts that are sampled so.
         """
@@ -616,10 +616,10 @@ class Searcher:
         for answer in answers:
             if answer.ready:
                 self._complete(answer)
-            elif left:
+            elif give_up:
                 count(self._counts, "grading", answer.completion, -1)
                 count(self._counts, "in_flight", answer.completion)
-        if left:
+        if give_up:
             self._by_grade.clear()
             self._in_order.clear()
         self._write(list(self._open), sampling)

@@ -80,10 +80,10 @@ def unusable(
     prompt: Prompt, completion: Completion, judgement: Judgement, scores: Scores, limits: Limits
 ) -> str | None:
     """Returns why an answer cannot be trained on; None: it can."""
-    known = all(np.isfinite(log_T).all() for log_T in scores)
-    if known and abs(judgement.reward) <= limits.largest_reward:  # NaN fails this comparison too
+    finite = all(np.isfinite(log_T).all() for log_T in scores)
+    if finite and abs(judgement.reward) <= limits.largest_reward:  # NaN fails this comparison too
         return None
-    because = "" if known else f", and its log-probability under {limits.scorers} is not finite"
+    because = "" if finite else f", and its log-probability under {limits.scorers} is not finite"
     answer, question = quoted(completion.text), quoted(prompt.text)
     if limits.hide_text:
         answer, question = f"{completion.digest} of {len(completion.tokens)} tokens", prompt.key

@@ -99,13 +99,13 @@ def _write_completion(completion: Completion) -> Json:
 
 
 def _read_completion(value: Json) -> Completion:
-    begun, ended = (Version(*version) for version in value["versions"])
+    oldest, newest = (Version(*version) for version in value["versions"])
     log_behavior, mask, judgement = value["log_behavior"], value["mask"], value["judgement"]
     return Completion(
         np.array(value["tokens"], np.int32),
         value["text"],
         StopReason(value["stop_reason"]),
-        (begun, ended),
+        (oldest, newest),
         None if value["sampling"] is None else Sampling(*value["sampling"]),
         None if log_behavior is None else np.array(log_behavior, np.float32),
         None if mask is None else np.array(mask, np.bool_),

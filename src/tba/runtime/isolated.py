@@ -322,8 +322,8 @@ class _Nursery:
     """The parent's side of the process that forks the others."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.process = _execute(command, "nursery", self.channel, theirs)
+        self.channel, remote_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.process = _execute(command, "nursery", self.channel, remote_end)
         self._count, self._parent = 0, os.getpid()
         self._sends = threading.Lock()
 
@@ -342,15 +342,15 @@ class _Nursery:
 
     def start(self) -> _Process:
         self._count += 1
-        ours, theirs = socket.socketpair()
+        local_end, remote_end = socket.socketpair()
         number = self._count
         try:
-            with theirs:
-                self._send({"start": number}, [theirs.fileno()])
+            with remote_end:
+                self._send({"start": number}, [remote_end.fileno()])
         except OSError:
-            ours.close()
+            local_end.close()
             raise
-        return _Process(ours, lambda: self.kill(number))
+        return _Process(local_end, lambda: self.kill(number))
 
     def kill(self, number: int) -> None:
         with suppress(OSError):  # it is dead, and so are those that it forked
@@ -377,32 +377,34 @@ def _end_all(nurseries: list[_Nursery]) -> None:
         nurseries.pop().end()
 
 
-def _execute(command: Sequence[str], how: str, ours: socket.socket, theirs: socket.socket) -> subprocess.Popen[bytes]:
+def _execute(
+    command: Sequence[str], how: str, local_end: socket.socket, remote_end: socket.socket
+) -> subprocess.Popen[bytes]:
     """Start the command with one end of a channel as its input; where that fails, the other end is closed too."""
     try:
-        with theirs:
+        with remote_end:
             return subprocess.Popen(  # noqa: S603 - our own command
                 [*command, how],
-                stdin=theirs.fileno(),
+                stdin=remote_end.fileno(),
                 stdout=2,
                 start_new_session=True,  # Ctrl-C is the parent's business
             )
     except BaseException:
-        ours.close()
+        local_end.close()
         raise
 
 
 def _started_alone(command: Sequence[str]) -> _Process:
     """Start the command as a grader itself."""
-    ours, theirs = socket.socketpair()
-    process, parent = _execute(command, "alone", ours, theirs), os.getpid()
+    local_end, remote_end = socket.socketpair()
+    process, parent = _execute(command, "alone", local_end, remote_end), os.getpid()
 
     def kill() -> None:
         if os.getpid() == parent:
             _kill(process.pid)
             process.wait()
 
-    return _Process(ours, kill, process)
+    return _Process(local_end, kill, process)
 
 
 def _kill(process: int) -> None:

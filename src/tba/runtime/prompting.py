@@ -154,7 +154,7 @@ def grader_of(
     *,
     retries: int = RETRIES,
     share: tuple[int, int] = (0, 1),
-    report: Callable[[str], None] = lambda what: None,
+    report: Callable[[str], None] = lambda message: None,
     teachers: Sequence[Reference] = (),
 ) -> Grader:
     """Returns what grades by a task's reward, as all commands and runs do.
