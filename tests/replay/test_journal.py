@@ -23,7 +23,7 @@ from tba.replay.codec import Gone
 from tba.replay.database import network_filesystem, rows_seen
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
-from tba.types import Evaluation, Score, Trajectory, Version
+from tba.types import LEFT_OUT, Evaluation, Score, Trajectory, Version
 
 
 @pytest.fixture
@@ -102,6 +102,58 @@ def test_prompts_with_the_same_tokens_keep_their_own_text(writer: JournalWriter,
     assert one.prompt.key == other.prompt.key
     writer.put([one, other])
     assert [t.prompt.text for t in follower.drain()] == [one.prompt.text, "asked otherwise"]
+
+
+def test_staged_answers_are_on_the_disk_and_given_to_nobody_before_their_group_is_put(
+    path: Path, writer: JournalWriter, follower: JournalFollower
+) -> None:
+    rows = [trajectory(0, (i, 5)) for i in range(4)]
+    writer.stage(rows[:2], [7, 7], 4, {"grading_trajectories": 4})
+    writer.stage(rows[2:3], [7], 4, {"grading_trajectories": -1})
+    assert follower.drain() == []
+    assert writer.rows() == 0
+    with closing(sqlite3.connect(path)) as file:
+        assert file.execute("SELECT count(*) FROM staged").fetchone() == (3,)
+    writer.put(rows, [7])
+    assert uids(follower.drain()) == uids(rows)
+    with closing(sqlite3.connect(path)) as file:
+        assert file.execute("SELECT count(*) FROM staged").fetchone() == (0,)
+    writer.resume()
+    assert follower.drain() == []
+
+
+def test_what_a_killed_writer_had_staged_is_put_by_the_next_of_its_name_marked_with_what_each_group_lacks(
+    path: Path, writer: JournalWriter, follower: JournalFollower
+) -> None:
+    rows = [trajectory(0, (i, 5)) for i in range(4)]
+    writer.stage(rows[:3], [7, 7, 8], 4, {"grading_trajectories": 5, "grading_tokens": 10, "generated_tokens": 16})
+    with JournalWriter(path, "searcher-1") as other:
+        other.stage(rows[3:], [9], 4)
+        other.resume()
+        assert uids(follower.drain()) == uids(rows[3:])
+    with JournalWriter(path, "searcher-0") as again:
+        again.resume()
+        again.resume()
+        assert again.rows() == 4
+    drained = follower.drain()
+    assert uids(drained) == uids(rows[:3])
+    assert [t.provenance[LEFT_OUT] for t in drained] == [1.0, 1.0, 3.0]  # each group was to have 4
+    assert all(same(replace(t, provenance=row.provenance), row) for t, row in zip(drained, rows, strict=False))
+    counts = follower.counters()["searcher-0"]
+    assert (counts["in_flight_trajectories"], counts["in_flight_tokens"]) == (5, 10)
+    assert (counts["grading_trajectories"], counts["grading_tokens"]) == (0, 0)
+
+
+def test_staged_answers_survive_a_damaged_file(path: Path) -> None:
+    rows = [trajectory(0, (i, 5)) for i in range(3)]
+    with JournalWriter(path, "searcher-0") as writer:
+        writer.put(rows[:1])
+        writer.stage(rows[1:], [7, 7], 4)
+    Path(f"{path}-suspect").touch()  # as after damage that a process met
+    with JournalWriter(path, "searcher-0") as again:
+        again.resume()
+    with JournalFollower(path) as follower:
+        assert uids(follower.drain()) == uids(rows)
 
 
 def test_a_repeated_put_changes_nothing(writer: JournalWriter, follower: JournalFollower) -> None:

@@ -44,7 +44,20 @@ HELD_OUT, REWARD, STALE = "held_out_falls", "reward_falls", "stale_data"  # kind
 NO_SIGNAL, TRUNCATED, COPIES = "no_signal", "truncated_answers", "copied_answers"
 ENTROPY_FALLS, MISMATCHES, LOST_SAMPLES = "entropy_falls", "mismatches", "lost_samples"
 LARGE_STEPS = "large_steps"
-_NOTED = (HELD_OUT, REWARD, STALE, NO_SIGNAL, TRUNCATED, COPIES, ENTROPY_FALLS, MISMATCHES, LOST_SAMPLES, LARGE_STEPS)
+SLOW_REWARD = "slow_reward"
+_NOTED = (
+    HELD_OUT,
+    REWARD,
+    STALE,
+    NO_SIGNAL,
+    TRUNCATED,
+    COPIES,
+    ENTROPY_FALLS,
+    MISMATCHES,
+    LOST_SAMPLES,
+    LARGE_STEPS,
+    SLOW_REWARD,
+)
 MOST_COPIES, EARLY = 0.5, 10  # of all answers so far, from that step on
 MOST_TRUNCATED = 0.5  # of the answers of 50 steps
 STEPS = 50  # make one mean
@@ -55,6 +68,7 @@ FEW_STEPS = 5
 LEAST_ENTROPY = 0.05  # nats a token: halves of less are noise
 MOST_APART, FEWEST_TOKENS = 0.1, 100  # nats a token of one set of weights, over at least so many
 FEWEST_SAMPLES = 0.1  # effective sample size, as a share
+MOST_WAITING = 0.25  # share of the searchers' time that they stood still for the reward
 MOST_DRIFT = 0.05  # nats a token and update
 _FIGURES = (SAMPLED, GREEDY)  # by which of them checkpoints are compared
 
@@ -89,6 +103,23 @@ def note_falls(directory: Path, evaluations: Iterable[Evaluation]) -> list[str]:
 def noted_falls(directory: Path) -> list[str]:
     """Returns all that were recorded, oldest first."""
     return [str(line["what"]) for line in read_faults(directory) if line["kind"] in _NOTED]
+
+
+def note_slow_reward(directory: Path, share: float, expired: int, judged: int) -> None:
+    """Record that the reward held up a run, where it did. share: of the searchers' time that they waited for it."""
+    messages = []
+    if share > MOST_WAITING:
+        messages.append(
+            f"the reward held up the run: searchers waited for it {percent(share)} of their time. `tba check` says how "
+            "long its calls take, and what `concurrency` would gain"
+        )
+    if expired:
+        messages.append(
+            f"{expired:,} of {judged:,} answers were not graded within --run.reward-deadline and are rejected: slow "
+            "answers are one kind of answer, so give the reward more time, or make it faster"
+        )
+    for message in messages:
+        record_fault(directory, SLOW_REWARD, message)
 
 
 def by_version(evaluations: Sequence[Evaluation]) -> Mapping[Version, Evaluation]:

@@ -3,7 +3,7 @@
 Invariant: generated + imported = trained at least once + waiting + evicted + rejected + duplicate + damaged + in flight
 at stop, exactly. Each term is counted where it arises (searcher, journal, replay, trainer) and none by subtraction, so
 `closes` is a check and not a definition. `trained_total` counts every use; `evaluation` and `auxiliary` are reported
-apart and are in neither side; `observed` and `failed` are parts of other terms.
+apart and are in neither side; `observed`, `failed` and `expired` are parts of other terms.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Ledger:
     evaluation: int = 0  # generated to evaluate; reported apart
     observed: int = 0  # of those generated, what environments said: read by the policy, not sampled, never trained
     failed: int = 0  # of those rejected, episodes whose environment failed
+    expired: int = 0  # of those rejected, answers that were not graded within the deadline
     auxiliary: int = 0  # continued from prefixes of answers, for the values of steps; reported apart
 
     @classmethod

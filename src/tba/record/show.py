@@ -298,10 +298,15 @@ def _utilisation(summary: Summary) -> str:
     return shares and f"{shares} of the rate of a large product of matrices"
 
 
+_WORTH_SAYING = 0.005  # share of a searcher's time
+
+
 def _waiting(summary: Summary) -> str:
     trainer = f"trainer idle {percent(summary.trainer_idle)}, paced {percent(summary.trainer_paced)}"
     evaluating = percent(summary.searcher_evaluating)
-    return f"{trainer}; searchers idle {percent(summary.searcher_idle)}, evaluating {evaluating}"
+    judge = summary.searcher_time.get("reward", 0.0)
+    for_judge = f", waiting for the judge {percent(judge)}" if judge >= _WORTH_SAYING else ""
+    return f"{trainer}; searchers idle {percent(summary.searcher_idle)}, evaluating {evaluating}{for_judge}"
 
 
 def _slow_side(summary: Summary) -> str:

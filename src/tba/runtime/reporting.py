@@ -20,7 +20,7 @@ from tba.protocols import Arithmetic
 from tba.recipe import Recipe
 from tba.record import metrics
 from tba.record.evaluations import RunningEvaluations, read_evaluations
-from tba.record.falls import noted_falls
+from tba.record.falls import note_slow_reward, noted_falls
 from tba.record.faults import count_faults, note_unreadable
 from tba.record.ledger import Ledger
 from tba.record.live import Status
@@ -127,6 +127,8 @@ def summarise(
         ledgers[unit] = own + replayed + waiting
     note_unreadable(run.path)
     clocks = [result["clock"] for result in results.values()]
+    answers = ledgers["trajectories"]
+    note_slow_reward(run.path, share_of(clocks, "reward"), answers.expired, answers.generated)
     evaluations = read_evaluations(run.path)
     Watch(run).look()  # the last evaluations came after the trainer had ended
     summary = Summary(
