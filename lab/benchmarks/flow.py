@@ -2,7 +2,7 @@
 
     python lab/benchmarks/flow.py [--seconds 120]
 
-The searcher, the pipeline, the engine with its slots and the journal are those of a run; what is made up is what takes
+The searcher, the engine with its slots and the journal are those of a run; what is made up is what takes
 time, and time itself, which is virtual: it passes where something below takes it, so that the figures do not depend on
 the machine.
 
@@ -36,15 +36,15 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch reads it
 
 import numpy as np
-import tba.rollout.pipeline
 import torch
-from tba.rollout.pipeline import Pipeline
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import tba.grading
 import tba.rollout.searcher
 from tba.clock import ShareClock
 from tba.engines.slots import SlotCache
 from tba.engines.transformers import EngineSettings, TransformersEngine
+from tba.grading import Grader
 from tba.models.huggingface import HuggingFace
 from tba.protocols import Exploration, PublishedWeights
 from tba.recipe import Recipe
@@ -110,7 +110,7 @@ class VirtualTime:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def spend(self, seconds: float) -> None:
-        """Sleep. A stage's thread does so once, and ends afterwards."""
+        """Sleep. A thread that is woken has a millisecond to hand in what it waited for."""
         me = threading.current_thread()
         if me is not threading.main_thread():
             woken = threading.Event()
@@ -126,7 +126,7 @@ class VirtualTime:
                     break
                 self.now, woken = self.asleep.pop(due)
             woken.set()
-            due.join(3600)
+            due.join(0.001)
         self.now = end
 
 
@@ -238,9 +238,7 @@ def measure(lengths: Lengths, flows: bool, seconds: float, folder: Path) -> tupl
     """Returns the share of slots that were busy, and the shares of the searcher's clock."""
     time = VirtualTime()
     clocked = SimpleNamespace(perf_counter=lambda: time.now, monotonic=lambda: time.now, time=lambda: time.now)
-    tba.rollout.searcher.time = tba.rollout.pipeline.time = clocked
-    tba.rollout.pipeline._BEAT = 0.0
-    tba.rollout.pipeline.Thread = _settling(time)
+    tba.rollout.searcher.time = clocked
     table = Table(time, lengths)
     model = table.model()
     settings = EngineSettings(slots=lengths.slots, max_completion_tokens=lengths.longest)
@@ -259,7 +257,7 @@ def measure(lengths: Lengths, flows: bool, seconds: float, folder: Path) -> tupl
             name="searcher-0",
             engine=engine,
             reference=Scores(time, flows),
-            reward=Judge(time),
+            grader=Waiting(Judge(time), time),
             exploration=lengths.exploration,
             prompts=PromptStream(prompts, 0, lambda count: journal.lease(count, 1e9)),
             journal=journal,
@@ -269,25 +267,27 @@ def measure(lengths: Lengths, flows: bool, seconds: float, folder: Path) -> tupl
             rng=np.random.default_rng(0),
             interrupted=interrupted,
             hand_down_seconds=0.25,
+            flows=flows,
+            warm_up=10**9,  # nobody trains, so that answers do not age
             clock=clock,
         )
-        maker = Pipeline(searcher, 3600.0) if flows else searcher
         while time.now < seconds:
-            maker.round()
+            searcher.round()
     spent = clock.seconds()
     return table.busy(seconds), {state: s / sum(spent.values()) for state, s in spent.items()}
 
 
-def _settling(time: VirtualTime) -> type[threading.Thread]:
-    """Threads that have begun to take their time when they have started."""
+class Waiting(Grader):
+    """A grader whose waits take virtual time: nothing else makes it pass."""
 
-    class Settling(threading.Thread):
-        def start(self) -> None:
-            super().start()
-            while self.is_alive() and self not in time.asleep:
-                self.join(0.0001)
+    def __init__(self, judge: Judge, virtual: VirtualTime) -> None:
+        super().__init__(judge, 3600.0)
+        self._virtual = virtual
 
-    return Settling
+    def wait(self, seconds: float) -> None:
+        """Let the time of a token pass, then poll."""
+        self._virtual.spend(TOKEN)
+        self.poll()
 
 
 def main() -> int:

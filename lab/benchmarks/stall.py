@@ -43,6 +43,7 @@ from tba.batch import Fetched, collate
 from tba.command.replay import uses_of
 from tba.evaluation.accuracy import EvaluationSettings, evaluate
 from tba.evaluation.estimators import SAMPLED
+from tba.grading import Grader
 from tba.recipe import Recipe
 from tba.record.metrics import column, read_last, read_metrics
 from tba.record.summary import Summary
@@ -230,7 +231,7 @@ class Synchronous:
             name="searcher-0",
             engine=self.model.engine(Version()),
             reference=self.model.reference(recipe.policy_temperature, Version()),
-            reward=recipe.task.reward(),
+            grader=Grader(recipe.task.reward()),
             exploration=recipe.exploration,
             prompts=PromptStream(prompts_of(recipe, self.model, "train"), recipe.seed, self.lease),
             journal=self,
