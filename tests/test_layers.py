@@ -50,7 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     "objectives": SEAMS | {"schedules"},
     "replay": GROUND | {"protocols"},
     "weights": GROUND | {"protocols", "streaming", "host_copies"},
-    "evaluation": GROUND | {"protocols", "generation"},
+    "evaluation": GROUND | {"protocols", "generation", "grading"},
     "record": GROUND | {"protocols", "evaluation"},  # of evaluate the estimators, see below
     "rollout": SEAMS | {"clock"},
     "intake": SEAMS,

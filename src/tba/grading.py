@@ -40,6 +40,7 @@ DEADLINE = 120.0  # seconds of one call
 RETRIES = 2  # repetitions of a call that raised: what fails for longer is better mended than waited for
 MOST_ABANDONED = 16  # threads of expired calls that may go on for ever; then calls run in processes of their own
 MOST_PROCESSES = 32  # of such
+MOST_ABSTENTIONS = 64  # first answers that may get no value from any part
 _FIRST_PAUSE = 0.25  # seconds before a call is repeated; doubled each time
 _MOST_IN_BATCH = 1024  # answers of a call about all that wait
 _PER_DEADLINE = 64  # answers of such a call for which it has the deadline once
@@ -59,6 +60,7 @@ class Grade:
     judgement: Judgement | None = None
     scores: tuple[FloatArray, ...] = ()  # log-probabilities [T] under each scorer
     expired: bool = False
+    failed: bool = False  # a call about it raised: it does not come back
     seconds: float = 0.0  # of the longest call about it
 
     @property
@@ -119,6 +121,7 @@ class Grader:
         self.close = weakref.finalize(self, _close, self._windows)  # ends the threads, at the latest with this object
         self._error: BaseException | None = None
         self.unfinished = 0  # answers that have not come back
+        self._abstained: int | None = 0  # of the first answers; None: one has a value
         self.call_seconds = 0.0  # of all calls, each by itself
 
     @property
@@ -161,7 +164,8 @@ class Grader:
         for window in self._windows:
             window.expire()
         if not self._take_in() and not graded and self._error is not None:
-            raise self._error
+            error, self._error = self._error, None
+            raise error
 
     def wait(self, seconds: float) -> None:
         """Wait until an answer comes back, at most so long; then `poll`."""
@@ -176,6 +180,8 @@ class Grader:
         """
         groups = [list(pairs) for _, pairs in groupby(answered, key=lambda pair: pair[0].key)]
         grades = self.grade([(group[0][0], [c for _, c in group]) for group in groups])
+        if len(answered) > 1 and len(answered) == self._abstained:
+            raise UserError(_abstains(self._windows[: self._parts], len(answered)))
         return [grade.judgement or Judgement(math.nan) for group in grades for grade in group]
 
     def grade(self, answers: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[Grade]]:
@@ -185,6 +191,16 @@ class Grader:
         while len(finished) < sum(map(len, grades)):
             self.wait(_BEAT)
         return grades
+
+    def _see_abstention(self, values: Sequence[Any]) -> None:
+        """Raises `UserError` where the first answers get no value from any part: there would be nothing to learn."""
+        if self._abstained is None:
+            return
+        self._abstained += 1
+        if any(value is not None for value in values):
+            self._abstained = None
+        elif self._abstained == MOST_ABSTENTIONS:
+            raise UserError(_abstains(self._windows[: self._parts], self._abstained))
 
     def _take_in(self) -> int:
         count = 0
@@ -199,11 +215,16 @@ class Grader:
         """Take in one call; returns how many answers came back by it."""
         if call.error is not None:
             self._error = self._error or call.error
+            for grade in call.grades:
+                self.unfinished -= not grade.failed
+                grade.failed = True
             return 0
         count = 0
         self.call_seconds += call.seconds
         for i, grade in enumerate(call.grades):
             grade.seconds = max(grade.seconds, call.seconds)
+            if grade.failed:
+                continue
             grade.missing -= 1
             grade.expired |= call.expired
             if call.values is not None:
@@ -211,6 +232,7 @@ class Grader:
             if grade.missing:
                 continue
             if not grade.expired:
+                self._see_abstention(grade.values[: self._parts])
                 grade.judgement = self._judgement(grade.values[: self._parts])
                 grade.scores = tuple(grade.values[self._parts :])
             grade.finished.append(grade)
@@ -496,6 +518,11 @@ class _Window:
             return pause is None
         call.seconds = self._settings.now() - began
         return True
+
+
+def _abstains(windows: Sequence[_Window], count: int) -> str:
+    names = ", ".join(window.part.name for window in windows)
+    return f"{names} gave None for all of {count} answers: return a number for some"
 
 
 def _close(windows: Sequence[_Window]) -> None:

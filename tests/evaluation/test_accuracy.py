@@ -154,7 +154,7 @@ def test_a_reward_that_leaves_answers_unmarked_is_an_error() -> None:
         def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
             return [Judgement(1.0)] * (len(answered) - 1)
 
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(UserError, match="the reward Lazy gave 12 values for 13 answers"):
         evaluate(TabularEngine(TASK), PROMPTS, Lazy(), EvaluationSettings(), np.random.default_rng(0), now=lambda: 0.0)
 
 

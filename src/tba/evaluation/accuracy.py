@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +20,11 @@ from tba.errors import UserError
 from tba.evaluation.estimators import GREEDY, SAMPLED, pass_at_k
 from tba.fields import BY_CODE, as_declared
 from tba.generation import generate
+from tba.grading import Grade, Grader
 from tba.protocols import Engine, Reward
 from tba.types import Completion, Evaluation, Prompt, Sampling, StopReason, Version
+
+_FAST, _WAIT = 0.001, 0.5  # seconds
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,8 @@ def evaluate(
     plan = [(GREEDY, 1, Sampling(0.0))] if settings.greedy else []
     if settings.draws:
         plan.append((SAMPLED, settings.draws, Sampling(temperature)))
-    examiner = _Examiner(engine, reward, settings, rng, now, interrupted, between)
+    grader = reward if isinstance(reward, Grader) else Grader(reward)
+    examiner = _Examiner(engine, grader, settings, rng, now, interrupted, between)
     scores: dict[str, npt.NDArray[np.float64]] = {}
     evaluations: list[Evaluation] = []
     for metric, count, sampling in plan:
@@ -159,7 +162,7 @@ class _Examiner:
     """Gives problems to an engine, grades the answers and counts what that cost."""
 
     engine: Engine
-    reward: Reward
+    grader: Grader
     settings: EvaluationSettings
     rng: np.random.Generator
     now: Callable[[], float]
@@ -170,12 +173,17 @@ class _Examiner:
     tokens: int = 0
     trajectories: int = 0
     stopped: bool = False
+    graded: list[Grade] = field(default_factory=list)  # those that have come back
+    submitted: int = 0
 
     def draw(
         self, prompts: Sequence[Prompt], metric: str, count: int, sampling: Sampling
     ) -> npt.NDArray[np.bool_] | None:
-        """Returns which of `count` answers to each prompt are correct, [problems, draws]; None where interrupted."""
-        marks: list[list[bool]] = []
+        """Returns which of `count` answers to each prompt are correct, [problems, draws]; None where interrupted.
+
+        Chunks are graded while the next ones are generated, and while `between` does something else.
+        """
+        chunks: list[tuple[Sequence[Prompt], list[list[Completion]], list[list[Grade]]]] = []
         show = 0 if self.answers else self.settings.shown
         for start in range(0, len(prompts), self.settings.chunk):
             if self.between is not None and self.trajectories:
@@ -183,32 +191,62 @@ class _Examiner:
             began = self.now()
             if self.interrupted is not None and self.interrupted():
                 self.stopped = True
-                break
+                return None
             chunk = prompts[start : start + self.settings.chunk]
             answered = generate(self.engine, chunk, count, sampling, self.rng, self.interrupted)
             self.tokens += sum(len(c.tokens) for row in answered for c in row)
             self.trajectories += sum(len(row) for row in answered)
             if any(len(row) < count or any(c.stop_reason is StopReason.INTERRUPTED for c in row) for row in answered):
                 self.stopped = True
-                break
-            answers = self._mark(chunk, answered, metric)
-            marks += [[a.correct for a in row] for row in answers]
-            self.answers += [row[0] for row in answers[: max(0, show - start)]]
+                return None
+            chunks.append((chunk, answered, self._submit(chunk, answered)))
             self.seconds += self.now() - began
-        return None if self.stopped else np.array(marks, dtype=np.bool_)
+        if not self._all_graded():
+            return None
+        marks: list[list[bool]] = []
+        for chunk, answered, grades in chunks:
+            answers = self._answers(chunk, answered, grades, metric)
+            self.answers += [row[0] for row in answers[: max(0, show - len(marks))]]
+            marks += [[answer.correct for answer in row] for row in answers]
+        return np.array(marks, dtype=np.bool_)
 
-    def _mark(
-        self, prompts: Sequence[Prompt], answered: Sequence[Sequence[Completion]], metric: str
+    def _submit(self, prompts: Sequence[Prompt], answered: Sequence[Sequence[Completion]]) -> list[list[Grade]]:
+        grades = self.grader.submit(list(zip(prompts, answered, strict=True)), self.graded, urgent=True, scored=False)
+        self.submitted += sum(map(len, grades))
+        self.grader.wait(_FAST)  # most rewards are done by then
+        return grades
+
+    def _all_graded(self) -> bool:
+        """Wait until all is graded; returns False where that is interrupted."""
+        while len(self.graded) < self.submitted:
+            began = self.now()
+            if self.interrupted is not None and self.interrupted():
+                self.stopped = True
+                return False
+            self.grader.wait(_WAIT)
+            self.seconds += self.now() - began
+            if self.between is not None and len(self.graded) < self.submitted:
+                self.between()
+        return True
+
+    def _answers(
+        self,
+        prompts: Sequence[Prompt],
+        answered: Sequence[Sequence[Completion]],
+        grades: Sequence[Sequence[Grade]],
+        metric: str,
     ) -> list[list[Answer]]:
-        judged = iter(self.reward.judge([(p, c) for p, row in zip(prompts, answered, strict=True) for c in row]))
-        least = self.settings.threshold
-        return [
-            [
-                Answer(prompt.text, c.text, float(j.reward), bool(j.reward >= least), metric)
-                for c, j in zip(row, islice(judged, len(row)), strict=True)
-            ]
-            for prompt, row in zip(prompts, answered, strict=True)
-        ]
+        """Returns answers with their rewards; one that was not graded in time has none, and is not correct."""
+        rows = []
+        for prompt, completions, row in zip(prompts, answered, grades, strict=True):
+            rewards = [math.nan if g.judgement is None else float(g.judgement.reward) for g in row]
+            rows.append(
+                [
+                    Answer(prompt.text, c.text, reward, reward >= self.settings.threshold, metric)
+                    for c, reward in zip(completions, rewards, strict=True)
+                ]
+            )
+        return rows
 
 
 def _scores(

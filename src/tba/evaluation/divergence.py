@@ -14,6 +14,7 @@ import numpy as np
 
 from tba.errors import UserError
 from tba.generation import generate
+from tba.grading import Grader
 from tba.protocols import Engine, Reference, Reward
 from tba.types import Prompt, Sampling
 
@@ -56,11 +57,12 @@ def divergence(
     reward_P: list[float] = []
     tokens = prompt_tokens = 0
     log_policy_sum = log_reference_sum = 0.0
+    grader = reward if isinstance(reward, Grader) else Grader(reward)
     for start in range(0, len(prompts), chunk):
         asked = prompts[start : start + chunk]
         answered = generate(engine, asked, samples, sampling, rng)
         log_reference = reference.log_probabilities_of(list(zip(asked, answered, strict=True)))
-        judged = iter(reward.judge([(p, c) for p, row in zip(asked, answered, strict=True) for c in row]))
+        judged = iter(grader.judge([(p, c) for p, row in zip(asked, answered, strict=True) for c in row]))
         for prompt, row, scored in zip(asked, answered, log_reference, strict=True):
             ratios = []
             for completion, log_reference_T in zip(row, scored, strict=True):

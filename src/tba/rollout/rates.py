@@ -25,10 +25,10 @@ class Rate:
             self._counts.append((now, total))
 
     def per_second(self, now: float) -> float:
-        """Returns the growth per second up to now; 0 while there is none."""
+        """Returns the growth per second up to now; 0 while there is none, and for the first moments."""
         while len(self._counts) > 1 and now - self._counts[1][0] > _SPAN:
             self._counts.popleft()
-        if not self._counts or now <= self._counts[0][0]:
+        if not self._counts or now - self._counts[0][0] < _GAP:
             return 0.0
         since, before = self._counts[0]
         return max(0.0, self.total - before) / (now - since)

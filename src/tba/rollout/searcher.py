@@ -62,6 +62,7 @@ from tba.types import Completion, FloatArray, Json, Outcome, Prompt, Sampling, S
 log = logging.getLogger("tba.searcher")
 COSTLY = 0.25  # seconds of a call, beyond which a grade is put on the disk without delay
 GENERATING = 8  # generate this many times as long as scoring or sending what is there takes, before doing it again
+MOST_ROUNDS = 4  # rounds of answers, which are scored or sent at once however long that takes
 _ROUNDS_WITHOUT_USE = 10  # first rounds without a usable answer, after which no further one is expected to bring any
 _POLL = 0.05  # seconds between two polls for newer weights, and of a wait for grades or prompts
 _WAIT = 1.0  # seconds that a round waits for grades before it ends, so that other duties get their turn
@@ -159,6 +160,7 @@ class Searcher:
     _written: float = field(default_factory=time.perf_counter)  # when something was written last
     _write_seconds: float = 0.0
     _costly: bool = False  # an answer that is not written was slow to grade
+    _all_expired: bool = False  # the newest rejected answer was not graded in time
     _rejections: int = 0  # that no warning has named yet
     _series: tuple[int, bytes, int] | None = None  # the round, the beginning of its names, how many there are
     _judged: Rate = field(default_factory=Rate)
@@ -243,9 +245,16 @@ class Searcher:
                 f"all answers of the first {_ROUNDS_WITHOUT_USE} rounds are rejected: there is nothing to learn from; "
                 f"the last: {self.rejection}; what can be used has a reward from {-self.largest_reward:g} to "
                 f"{self.largest_reward:g} and finite log-probabilities: "
-                + ("allow longer answers" if self.overlong.penalty == "drop" else "fix the reward")
+                + self._remedy
                 + ", then start again, or resume"
             )
+
+    @property
+    def _remedy(self) -> str:
+        """Returns what to do about answers that are all rejected."""
+        if self._all_expired:
+            return "make the reward faster, or give a call more time (--run.reward-deadline)"
+        return "allow longer answers" if self.overlong.penalty == "drop" else "fix the reward"
 
     @property
     def waiting(self) -> int:
@@ -412,8 +421,10 @@ class Searcher:
         """Returns whether answers are scored now: a round of them, or fewer after `hand_down_seconds`."""
         if not self._unscored or self._scoring is not None:
             return False
-        hold = 0.0 if len(self._unscored) >= self.prompts_per_round else self.hand_down_seconds
-        return time.perf_counter() - self._scored >= max(hold, GENERATING * self._score_seconds)
+        rounds = len(self._unscored) / self.prompts_per_round
+        hold = 0.0 if rounds >= 1 else self.hand_down_seconds
+        seconds = time.perf_counter() - self._scored
+        return rounds >= MOST_ROUNDS or seconds >= max(hold, GENERATING * self._score_seconds)
 
     def _score(self, background: bool = False) -> None:
         """Score all that is to be scored, under the reference that the newest weights name; in a thread of its own
@@ -496,6 +507,7 @@ class Searcher:
         self._costly |= grade.seconds > COSTLY
         if grade.judgement is None:
             count(self._counts, "expired", completion)
+            self._all_expired = True
             why: str | None = f"{self._limits.reward_name} did not grade an answer within {self.grader.deadline:g} s"
         else:
             judgement = self.overlong.of(completion, grade.judgement)
@@ -632,9 +644,9 @@ class Searcher:
         if not self._changed:
             return bool(self._counts) and since >= _COUNTED
         ready = sum(len(group.answers) - group.open - group.staged for group in self._changed)
-        full = self._costly or ready >= self.prompts_per_round * self.samples_per_prompt
-        hold = 0.0 if full else self.hand_down_seconds
-        return since >= max(hold, GENERATING * self._write_seconds)
+        rounds = ready / (self.prompts_per_round * self.samples_per_prompt)
+        hold = 0.0 if self._costly or rounds >= 1 else self.hand_down_seconds
+        return rounds >= MOST_ROUNDS or since >= max(hold, GENERATING * self._write_seconds)
 
     def _write(self, groups: Iterable[OpenGroup] | None = None, sampling: Sampling | None = None) -> None:
         """Write the groups that are complete, with their leases, in one transaction; graded answers of the others are

@@ -506,7 +506,7 @@ def require_enough(recipe: Recipe, replay: Replay) -> None:
             f"--offline learns from groups of answers to one prompt, but of the {received} trajectories that are there "
             f"no {SMALLEST_GROUP} answer the same prompt: import several answers to each"
         )
-    pacing = recipe.replay.pacing
+    pacing = replace(recipe.replay.pacing, warm_up=recipe.warm_up)
     if received < recipe.warm_up:
         raise UserError(
             f"--offline there are {received} trajectories and no more will come, but --replay.pacing.warm-up is "

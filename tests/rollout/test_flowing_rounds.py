@@ -118,7 +118,7 @@ def test_generation_goes_on_while_the_reward_is_asked_and_it_is_asked_about_all_
 
 
 def test_a_rounds_worth_of_answers_is_sent_without_delay_and_less_is_held_for_a_while(begin: Begin) -> None:
-    searcher, counted, follower = begin(hand_down_seconds=math.inf)
+    searcher, counted, follower = begin(hand_down_seconds=math.inf, warm_up=0)
     searcher.journal = sent = Sent(counted.journal)
     while len(sent.sizes) < 20:
         searcher.round()
