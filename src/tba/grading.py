@@ -60,7 +60,7 @@ class Grade:
     judgement: Judgement | None = None
     scores: tuple[FloatArray, ...] = ()  # log-probabilities [T] under each scorer
     expired: bool = False
-    failed: bool = False  # a call about it raised: it does not come back
+    failed: bool = False  # a call about it raised, or is not made: it does not come back
     seconds: float = 0.0  # of the longest call about it
 
     @property
@@ -173,6 +173,13 @@ class Grader:
             with suppress(Empty):
                 self._receive(*self._returned.get(timeout=min(seconds, _BEAT)))
         self.poll()
+
+    def cancel(self) -> None:
+        """Begin no further call: answers that wait for one do not come back."""
+        for window in self._windows:
+            for grade in window.cancel():
+                self.unfinished -= not grade.failed
+                grade.failed = True
 
     def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
         """Returns the judgement of every answer, in order, before any other that waits; its reward is NaN where a call
@@ -356,6 +363,13 @@ class _Window:
         if self.part.unit != "waiting":
             return self._deadline
         return self._deadline * math.ceil(len(call.grades) / _PER_DEADLINE)
+
+    def cancel(self) -> list[Grade]:
+        """Returns the answers that wait, which wait no longer."""
+        with self._changed:
+            grades = [grade for entry in self._waiting for grade in entry]
+            self._waiting.clear()
+        return grades
 
     def close(self) -> None:
         """End idle threads; nothing more is called."""

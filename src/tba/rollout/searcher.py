@@ -62,11 +62,12 @@ from tba.types import Completion, FloatArray, Json, Outcome, Prompt, Sampling, S
 log = logging.getLogger("tba.searcher")
 COSTLY = 0.25  # seconds of a call, beyond which a grade is put on the disk without delay
 GENERATING = 8  # generate this many times as long as scoring or sending what is there takes, before doing it again
-MOST_ROUNDS = 4  # rounds of answers, which are scored or sent at once however long that takes
+MOST_ROUNDS = 4  # rounds of answers, which are sent at once however long that takes
 _ROUNDS_WITHOUT_USE = 10  # first rounds without a usable answer, after which no further one is expected to bring any
 _POLL = 0.05  # seconds between two polls for newer weights, and of a wait for grades or prompts
 _WAIT = 1.0  # seconds that a round waits for grades before it ends, so that other duties get their turn
 _COUNTED = 1.0  # seconds after which counts are written though there is no trajectory to write them with
+_SOON = 0.1  # seconds at a stop in which quick rewards grade all that waits
 _STOP_SECONDS = 1.0  # that calls which are under way have at a stop
 _READ_SECONDS = 1800.0  # that reading weights may take
 _PAGE = 1024  # of so many numbers in a row one is read, which brings all of them into memory
@@ -195,13 +196,19 @@ class Searcher:
     def drain(self, stop: bool = False) -> None:
         """Finish what is being generated, graded and scored, and send it.
 
-        stop: leave what is being generated, and what has not been graded within a second, as in flight.
+        stop: leave what is being generated, and what is not graded soon, as in flight. No further call begins, and
+        those that are under way have a second.
         """
         self._empty(stop)
         self._hand_over()
         self._score()
-        unfinished = self._wait_for_grades(_STOP_SECONDS if stop else math.inf)
-        self._settle(give_up=unfinished)
+        if not stop:
+            self._settle(give_up=self._wait_for_grades())
+            return
+        if self._wait_for_grades(_SOON):
+            self.grader.cancel()
+            self._wait_for_grades(_STOP_SECONDS)
+        self._settle(give_up=True)
 
     def pull(self) -> Version:
         """Load newer weights, and another reference if they name one, in place.
@@ -421,10 +428,10 @@ class Searcher:
         """Returns whether answers are scored now: a round of them, or fewer after `hand_down_seconds`."""
         if not self._unscored or self._scoring is not None:
             return False
-        rounds = len(self._unscored) / self.prompts_per_round
-        hold = 0.0 if rounds >= 1 else self.hand_down_seconds
+        if len(self._unscored) >= self.prompts_per_round:
+            return True
         seconds = time.perf_counter() - self._scored
-        return rounds >= MOST_ROUNDS or seconds >= max(hold, GENERATING * self._score_seconds)
+        return seconds >= max(self.hand_down_seconds, GENERATING * self._score_seconds)
 
     def _score(self, background: bool = False) -> None:
         """Score all that is to be scored, under the reference that the newest weights name; in a thread of its own
@@ -591,10 +598,11 @@ class Searcher:
                 if now - polled >= _POLL and self.interrupted is not None:
                     polled = now
                     if self.interrupted() and not stop:
+                        self.grader.cancel()
                         stop, end = True, min(end, now + _STOP_SECONDS)
                 if now > end:
                     return True
-        return False
+        return stop
 
     def _await(self, future: Future[Any], stage: str) -> None:
         """Wait for a thread of this searcher, with signs of life."""
