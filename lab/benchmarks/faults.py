@@ -90,6 +90,10 @@ SHORT = [
     *("--evaluation.no-greedy", "--run.checkpoint-every", str(EVERY), "--record.no-tensorboard"),
     *("--record.samples", "0", "--replay.pacing.warm-up", "700"),
 ]
+JUDGE = [
+    *("--task.judge.seconds", "0.1", "--task.judge.spread", "1.0", "--task.judge.concurrency", "64"),
+    *("--task.judge.raises", "0.01", "--task.judge.hangs", "0.001", "--run.reward-deadline", "5"),
+]
 SILENCE = 20  # seconds until a part that hangs is killed
 DISK = 96  # megabytes
 DEADLINE = 600.0  # seconds for anything
@@ -152,9 +156,9 @@ class Run:
     known: int | None = None  # trajectories that anything but the journal knows of, if that is gone
     wrong: list[str] = field(default_factory=list)
 
-    def begin(self, *overrides: str) -> None:
+    def begin(self, *overrides: str, recipe: str = "quickstart") -> None:
         name = ("--runs", str(self.path.parent), "--run-name", self.path.name, "--seed", str(self.number))
-        self.start("train", "quickstart", *name, "--steps", str(self.steps), *SHORT, *overrides)
+        self.start("train", recipe, *name, "--steps", str(self.steps), *SHORT, *overrides)
 
     def start(self, *arguments: str, **more: str) -> subprocess.Popen[bytes]:
         said = self.scratch / f"said-{len(self.begun)}.txt"
@@ -239,6 +243,17 @@ class Run:
 def killed(part: str) -> Callable[[Run], None]:
     def disturb(run: Run) -> None:
         run.begin()
+        run.at_some_step()
+        run.kill(part)
+
+    return disturb
+
+
+def killed_while_grading(part: str) -> Callable[[Run], None]:
+    """Behind a judge of 0.1 s, log-normal, whose calls raise and hang now and then."""
+
+    def disturb(run: Run) -> None:
+        run.begin(*JUDGE, recipe=str(Path(__file__).with_name("slow_judge.py")))
         run.at_some_step()
         run.kill(part)
 
@@ -555,6 +570,8 @@ KINDS: dict[str, Callable[[Run], None]] = {
     "searcher": killed("searcher-0"),
     "trainer": killed("trainer"),
     "driver": killed("driver"),
+    "searcher-grading": killed_while_grading("searcher-0"),
+    "driver-grading": killed_while_grading("driver"),
     "searcher-stopped": stopped("searcher-0"),
     "trainer-stopped": stopped("trainer"),
     "searcher-hangs": hangs("searcher-0"),

@@ -43,7 +43,7 @@ class RuntimeSettings:
         120.0  # seconds that one call of the reward may take; the answer of a longer one is rejected
     )
     # (a call about a batch has as long for each 64 answers)
-    grading_lag: float = 8.0  # updates that an answer may wait for its grade, before searchers generate no further ones
+    grading_lag: float = 2.0  # updates that an answer may wait for its grade, before searchers generate no further ones
     restarts: int = 3  # how often each part that dies is restarted; the trainer resumes from its newest checkpoint
     inline_rounds_per_sync: int = 1  # searcher rounds between two weight syncs in the inline runtime
     journal_dir: Path | None = None  # folder of the journal; needed if the run's folder is on a network filesystem
@@ -56,7 +56,7 @@ class RuntimeSettings:
         for name, least in _LEAST.items():
             if not getattr(self, name) >= least:
                 raise UserError(f"--run.{name.replace('_', '-')} is {getattr(self, name)}, it must be at least {least}")
-        for name in _SECONDS:
+        for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise UserError(f"--run.{name.replace('_', '-')} is {getattr(self, name)}, give a number above 0")
 
@@ -98,7 +98,7 @@ class ClusterSettings:
                 )
 
 
-_SECONDS = ("idle_deadline", "silence_deadline", "reward_deadline", "grading_lag")
+_POSITIVE = ("idle_deadline", "silence_deadline", "reward_deadline", "grading_lag")
 _LEAST = {
     "restarts": 0,
     "inline_rounds_per_sync": 1,

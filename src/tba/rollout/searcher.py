@@ -102,6 +102,7 @@ class OpenGroup:
     answers: list[OpenAnswer] = field(default_factory=list)  # those to be graded
     open: int = 0  # of these
     staged: int = 0  # trajectories that are on the disk already
+    since: float = 0.0  # when the first answer was completed that is not on the disk, by a monotonic clock
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -132,7 +133,7 @@ class Searcher:
     overlong: Overlong = Overlong()  # what is taken off the reward of long answers
     hide_text: bool = False  # name a rejected answer by its prompt's key, its digest and its length
     hand_down_seconds: float = math.inf  # after which less than a round's answers are sent, in the middle of a round
-    grading_lag: float = 8.0  # trainer updates that an answer may wait for its grade before generation stands still
+    grading_lag: float = 2.0  # trainer updates that an answer may wait for its grade before generation stands still
     warm_up: int = 0  # trajectories before the trainer's first update, until when answers do not age
     rounds: int = 0
     sent: int = 0  # trajectories
@@ -510,7 +511,8 @@ class Searcher:
         answer.done = True
         count(self._counts, "grading", completion, -1)
         group.open -= 1
-        self._changed[group] = None
+        if group not in self._changed:
+            self._changed[group], group.since = None, time.perf_counter()
         self._costly |= grade.seconds > COSTLY
         if grade.judgement is None:
             count(self._counts, "expired", completion)
@@ -649,21 +651,30 @@ class Searcher:
         grade took longer than that, or counts alone.
         """
         since = time.perf_counter() - self._written
-        if not self._changed:
+        groups = self._writable
+        if not groups:
             return bool(self._counts) and since >= _COUNTED
-        ready = sum(len(group.answers) - group.open - group.staged for group in self._changed)
+        ready = sum(len(group.answers) - group.open - group.staged for group in groups)
         rounds = ready / (self.prompts_per_round * self.samples_per_prompt)
         hold = 0.0 if self._costly or rounds >= 1 else self.hand_down_seconds
         return rounds >= MOST_ROUNDS or since >= max(hold, GENERATING * self._write_seconds)
+
+    @property
+    def _writable(self) -> list[OpenGroup]:
+        """Returns the groups of which there is something to write: those that are complete, and others whose graded
+        answers were costly, or have waited for the rest for as long.
+        """
+        now = time.perf_counter()
+        return [g for g in self._changed if not g.open or self._costly or now - g.since >= COSTLY]
 
     def _write(self, groups: Iterable[OpenGroup] | None = None, sampling: Sampling | None = None) -> None:
         """Write the groups that are complete, with their leases, in one transaction; graded answers of the others are
         staged. groups: write these, complete or not.
         """
         began = time.perf_counter()
-        changed = list(self._changed)
-        complete = [group for group in changed if not group.open] if groups is None else list(groups)
-        partial = [group for group in changed if group.open] if groups is None else []
+        writable = self._writable if groups is None else list(groups)
+        complete = [group for group in writable if not group.open or groups is not None]
+        partial = [group for group in writable if group.open and groups is None]
         if self._rejections:
             log.warning(
                 "%d answers are rejected (a reward is a number from %g to %g), the last: %s",
@@ -676,7 +687,8 @@ class Searcher:
             self._put(complete, sampling)
         elif self._counts:
             self.journal.count(**self._take_counts())
-        self._changed.clear()
+        for group in writable:
+            self._changed.pop(group, None)
         self._costly = False
         self._written = time.perf_counter()
         self._write_seconds = self._written - began
