@@ -164,10 +164,13 @@ def test_a_call_that_raises_is_repeated_alone_and_what_it_raises_last_is_raised_
 
     grader, finished = Grader(FunctionReward(broken), retries=0), list[Grade]()
     grader.submit([(prompt(0), [completion("x" * i) for i in range(4)])], finished)
-    while len(finished) < 3:
-        grader.wait(LONG)
+
+    def to_the_end() -> None:
+        while grader.unfinished:
+            grader.wait(LONG)
+
     with pytest.raises(UserError, match="OSError: never"):
-        grader.judge(answers(1))
+        to_the_end()
     assert sorted(len(grade.completion.text) for grade in finished) == [0, 2, 3]
 
 

@@ -21,9 +21,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from queue import Empty, SimpleQueue
@@ -77,6 +77,8 @@ class _Call:
     attempt: int = 0
     values: Sequence[Any] | None = None
     error: BaseException | None = None
+    paused: bool = False  # its deadline rests
+    isolated: bool = False  # it runs in a process, which is killed in time
     expired: bool = False
     seconds: float = 0.0
 
@@ -120,14 +122,16 @@ class Grader:
         ]
         self.close = weakref.finalize(self, _close, self._windows)  # ends the threads, at the latest with this object
         self._error: BaseException | None = None
+        self.alive: Callable[[], object] = lambda: None  # called now and then by `grade` while it waits
         self.unfinished = 0  # answers that have not come back
         self._abstained: int | None = 0  # of the first answers; None: one has a value
         self.call_seconds = 0.0  # of all calls, each by itself
 
-    @property
-    def limit(self) -> int:
-        """Returns how many calls are under way at once, at most."""
-        return max(window.limit for window in self._windows)
+    def busy(self, samples: int) -> int:
+        """Returns how many answers the calls are about that are under way at once, at most, with so many answers to a
+        prompt; a call about all that wait counts as one.
+        """
+        return max(w.limit * (samples if w.part.unit == "group" else 1) for w in self._windows)
 
     @property
     def batched(self) -> bool:
@@ -163,7 +167,8 @@ class Grader:
         graded = self._take_in()
         for window in self._windows:
             window.expire()
-        if not self._take_in() and not graded and self._error is not None:
+        came = self._take_in() + graded
+        if self._error is not None and (not came or not self.unfinished):
             error, self._error = self._error, None
             raise error
 
@@ -177,9 +182,7 @@ class Grader:
     def cancel(self) -> None:
         """Begin no further call: answers that wait for one do not come back."""
         for window in self._windows:
-            for grade in window.cancel():
-                self.unfinished -= not grade.failed
-                grade.failed = True
+            self._fail(window.cancel())
 
     def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
         """Returns the judgement of every answer, in order, before any other that waits; its reward is NaN where a call
@@ -195,9 +198,21 @@ class Grader:
         """Returns what `submit` does, once all are graded by the reward alone, before any other that waits."""
         finished: list[Grade] = []
         grades = self.submit(answers, finished, urgent=True, scored=False)
-        while len(finished) < sum(map(len, grades)):
-            self.wait(_BEAT)
+        try:
+            while len(finished) < sum(map(len, grades)):
+                self.wait(_BEAT)
+                self.alive()
+        except BaseException:
+            returned = set(map(id, finished))
+            self._fail([grade for row in grades for grade in row if id(grade) not in returned])
+            raise
         return grades
+
+    def _fail(self, grades: Sequence[Grade]) -> None:
+        """Give up answers: they do not come back."""
+        for grade in grades:
+            self.unfinished -= not grade.failed
+            grade.failed = True
 
     def _see_abstention(self, values: Sequence[Any]) -> None:
         """Raises `UserError` where the first answers get no value from any part: there would be nothing to learn."""
@@ -221,10 +236,9 @@ class Grader:
     def _receive(self, window: _Window, call: _Call) -> int:
         """Take in one call; returns how many answers came back by it."""
         if call.error is not None:
-            self._error = self._error or call.error
-            for grade in call.grades:
-                self.unfinished -= not grade.failed
-                grade.failed = True
+            if not all(grade.failed for grade in call.grades):  # else nobody waits for it any more
+                self._error = self._error or call.error
+            self._fail(call.grades)
             return 0
         count = 0
         self.call_seconds += call.seconds
@@ -239,8 +253,13 @@ class Grader:
             if grade.missing:
                 continue
             if not grade.expired:
-                self._see_abstention(grade.values[: self._parts])
-                grade.judgement = self._judgement(grade.values[: self._parts])
+                try:
+                    self._see_abstention(grade.values[: self._parts])
+                    grade.judgement = self._judgement(grade.values[: self._parts])
+                except Exception as error:  # noqa: BLE001 - of the user's reward; raised by `poll`
+                    self._error = self._error or error
+                    self._fail([grade])
+                    continue
                 grade.scores = tuple(grade.values[self._parts :])
             grade.finished.append(grade)
             self.unfinished -= 1
@@ -250,6 +269,8 @@ class Grader:
 
 class Isolated(Protocol):
     """Grades answers in a process of its own, whose main thread calls the reward."""
+
+    seconds: float  # that a call may take
 
     def grade(self, answered: Sequence[tuple[Prompt, Completion]], part: int | None = None) -> Sequence[Any]:
         """Returns the values of a part (`calls`), or the judgements. Raises `DeadlineExceeded` when the call took too
@@ -295,7 +316,8 @@ class _Window:
         self._changed = threading.Condition()
         self._waiting: deque[Sequence[Grade]] = deque()
         self._running: dict[_Call, None] = {}  # the oldest first
-        self._idle = self._workers = self._abandoned = 0  # threads
+        self._idle = self._workers = 0  # threads
+        self._abandoned: dict[_Call, float] = {}  # expired calls whose threads go on, and since when
         self._closed = False
 
     def submit(self, groups: Sequence[Sequence[Grade]], urgent: bool) -> None:
@@ -340,23 +362,25 @@ class _Window:
                         "s: an async function must not block; await what waits, or make it a plain function"
                     )
                 del self._running[call]
-                self._abandoned += 1
+                self._abandoned[call] = time.monotonic()
                 self._workers -= 1
-                if self._abandoned > MOST_ABANDONED:
-                    self._isolate(f"{self._abandoned} of its calls hang for more than {self._deadline:g} s each")
                 self._mark_expired(call)
                 self._returned.put((self, call))
-                if self._waiting and not self._idle:
-                    self._begin_thread()
+            if self.part.asynchronous:
+                return
+            while self._workers < self.limit and self._idle < len(self._waiting):
+                self._begin_thread()
+            # a server that stalls lets its calls end in time; what hangs twice as long is taken to hang for ever
+            hanging = sum(time.monotonic() - since > self._deadline for since in self._abandoned.values())
+            if hanging > MOST_ABANDONED and not self._isolated:
+                self._isolate(f"{hanging} of its calls hang for more than {2 * self._deadline:g} s each")
 
     def _oldest(self) -> Sequence[_Call]:
         """Returns the calls that may be late: none of 500 that were begun just now is looked at."""
         calls = self._running
-        if self._isolated:  # the process is killed in time, and its thread comes back
-            return ()
         if not calls or time.monotonic() - next(iter(calls)).started <= self._deadline:
             return ()
-        return list(calls)
+        return [call for call in calls if not call.isolated]
 
     def _allowed(self, call: _Call) -> float:
         """Returns the seconds that a call may take: the deadline, of a large batch a multiple of it."""
@@ -382,6 +406,20 @@ class _Window:
         call.expired, call.seconds = True, self._deadline
         log.warning("%s did not grade %d answers within %g s", self.part.name, len(call.grades), self._deadline)
 
+    def pause(self, call: _Call) -> None:
+        """Let a call's deadline rest."""
+        with self._changed:
+            if call in self._running:
+                del self._running[call]
+                call.paused = True
+
+    def proceed(self, call: _Call) -> None:
+        """Let a call's deadline begin."""
+        with self._changed:
+            if call.paused:
+                call.paused, call.started = False, time.monotonic()
+                self._running[call] = None
+
     def _isolate(self, why: str) -> None:
         """From here on make all calls in processes of their own. Raises `PartFailed` where there can be none."""
         if self._settings.isolate is None:
@@ -391,7 +429,7 @@ class _Window:
             )
         if not self._isolated:
             log.warning("%s runs in processes of its own from here on: %s", self.part.name, why)
-            self._settings.report(f"{self.part.name} runs in processes of its own: {why}")
+            self._report(f"{self.part.name} runs in processes of its own: {why}")
             self._isolated, self.limit = True, min(self.limit, MOST_PROCESSES)
 
     def _work(self) -> None:
@@ -408,7 +446,7 @@ class _Window:
                 pass
             with self._changed:
                 if call not in self._running:  # expired: another thread has taken this one's place
-                    self._abandoned -= 1
+                    self._abandoned.pop(call, None)
                     return
                 del self._running[call]
                 self._idle += 1
@@ -417,10 +455,10 @@ class _Window:
     def _next(self) -> _Call | None:
         """Returns the next call, which counts as running; waits for one. None: the window is closed."""
         with self._changed:
-            while not self._waiting and not self._closed:
+            while not self._waiting and not self._closed and self._workers <= self.limit:
                 self._changed.wait()
             self._idle -= 1
-            if self._closed:
+            if self._closed or self._workers > self.limit:
                 self._workers -= 1
                 return None
             return self._started()
@@ -438,10 +476,10 @@ class _Window:
 
     def _attempt(self, call: _Call) -> bool:
         """Make a call once; returns whether that was its last attempt."""
-        began = self._settings.now()
+        began, _present.call = self._settings.now(), (self, call)
         try:
             answers = [grade.answer for grade in call.grades]
-            values = self._values(answers[:1] if self._scores else answers)
+            values = self._values(call, answers[:1] if self._scores else answers)
             self._accept(call, [*values] * len(answers) if self._scores else values)
         except BaseException as error:  # noqa: BLE001 - raised again by `poll`
             if self._isolated and isinstance(error, DeadlineExceeded):
@@ -461,7 +499,7 @@ class _Window:
         call.seconds = self._settings.now() - began
         return True
 
-    def _values(self, answered: Sequence[tuple[Prompt, Completion]]) -> Sequence[Any]:
+    def _values(self, call: _Call, answered: Sequence[tuple[Prompt, Completion]]) -> Sequence[Any]:
         """Make a call, here or in this thread's process: there if it tries to use signals here, since the error that it
         gets may become its value.
         """
@@ -476,14 +514,19 @@ class _Window:
             if not watch.tried:
                 return values
             self._isolate("it uses signals, which work in the main thread of a process only")
-        return self._in_process(answered)
+        with self._changed:
+            if call not in self._running:
+                return ()
+            call.isolated = True
+        return self._in_process(call, answered)
 
-    def _in_process(self, answered: Sequence[tuple[Prompt, Completion]]) -> Sequence[Any]:
+    def _in_process(self, call: _Call, answered: Sequence[tuple[Prompt, Completion]]) -> Sequence[Any]:
         """Make a call in this thread's process."""
         assert self._settings.isolate is not None
         if not hasattr(self._own, "process"):
             self._own.process = self._settings.isolate()
         process: Isolated = self._own.process
+        process.seconds = self._allowed(call)
         return process.grade(answered, self.index)
 
     def _accept(self, call: _Call, values: Sequence[Any]) -> None:
@@ -499,9 +542,14 @@ class _Window:
             return None
         message = f"{self.part.name}: {type(error).__name__}: {error}"
         log.warning("%s; retrying", message)
-        self._settings.report(message)
+        self._report(message)
         call.attempt += 1
         return _FIRST_PAUSE * 2.0 ** (call.attempt - 1)
+
+    def _report(self, message: str) -> None:
+        """Record a fault; that it cannot be recorded is no fault of the call."""
+        with suppress(Exception):
+            self._settings.report(message)
 
     def _begin_tasks(self) -> None:
         """Begin asynchronous calls, as many as the limit allows."""
@@ -521,7 +569,14 @@ class _Window:
         call.started, began = time.monotonic(), self._settings.now()
         try:
             async with asyncio.timeout(self._deadline) as limit:
-                self._accept(call, await self.part.grade([grade.answer for grade in call.grades]))
+                with watching_signals() as watch:
+                    values = await self.part.grade([grade.answer for grade in call.grades])
+                if watch.tried:
+                    raise UserError(
+                        f"{self.part.name} is async and uses signals, which work in the main thread of a process only: "
+                        "make it a plain function"
+                    )
+                self._accept(call, values)
         except BaseException as error:  # noqa: BLE001 - raised again by `poll`
             if limit.expired():
                 self._mark_expired(call)
@@ -543,6 +598,26 @@ def _close(windows: Sequence[_Window]) -> None:
     """End the threads that are idle; those of unfinished calls are abandoned."""
     for window in windows:
         window.close()
+
+
+_present = threading.local()  # the call that a thread makes
+
+
+@contextmanager
+def queueing() -> Iterator[None]:
+    """Inside, the deadline of the call that this thread makes does not run: it waits for its turn at a server that is
+    shared with other calls, which has a deadline of its own.
+    """
+    present: tuple[_Window, _Call] | None = getattr(_present, "call", None)
+    if present is None:
+        yield
+        return
+    window, call = present
+    window.pause(call)
+    try:
+        yield
+    finally:
+        window.proceed(call)
 
 
 def share_of(limit: int, index: int, count: int) -> int:

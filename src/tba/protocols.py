@@ -442,25 +442,16 @@ class Journal(Protocol):
         leases: Sequence[int] = (),
         counters: Mapping[str, int] | None = None,
         outcomes: Sequence[Outcome] = (),
+        staged: Sequence[Trajectory] = (),
+        positions: Sequence[int] = (),
+        samples: int = 0,
     ) -> None:
         """Returns once the trajectories are on disk. In the same transaction the leases are given back as done, and the
-        owner's counters and the prompts' outcomes are added.
+        owner's counters and the prompts' outcomes are added. A repeated call changes nothing.
 
-        A repeated call changes nothing.
-        """
-        ...
-
-    def stage(
-        self,
-        trajectories: Sequence[Trajectory],
-        positions: Sequence[int],
-        samples: int,
-        counters: Mapping[str, int] | None = None,
-    ) -> None:
-        """Returns once graded answers to prompts whose other answers are not graded yet are on disk. They are put by
-        the `put` that names them, or, after a crash, by `resume`; until then nobody is given them.
-
-        positions: the leased position of each trajectory. samples: answers that a group has.
+        staged: graded answers to prompts whose other answers are not graded yet, which are on disk too then. They are
+        given to nobody before they are put, by a later call or, after a crash, by `resume`. positions: the leased
+        position of each of these. samples: answers that a group has.
         """
         ...
 

@@ -108,8 +108,10 @@ def test_staged_answers_are_on_the_disk_and_given_to_nobody_before_their_group_i
     path: Path, writer: JournalWriter, follower: JournalFollower
 ) -> None:
     rows = [trajectory(0, (i, 5)) for i in range(4)]
-    writer.stage(rows[:2], [7, 7], 4, {"grading_trajectories": 4})
-    writer.stage(rows[2:3], [7], 4, {"grading_trajectories": -1})
+    writer.put([], [], {"grading_trajectories": 4}, [], rows[:2], [7, 7], 4)
+    writer.put([], [], {"grading_trajectories": -1}, [], rows[2:3], [7], 4)
+    writer.put([], [], {"grading_trajectories": -1}, [], rows[2:3], [7], 4)  # repeated: it changes nothing
+    assert follower.counters()["searcher-0"]["grading_trajectories"] == 3
     assert follower.drain() == []
     assert writer.rows() == 0
     with closing(sqlite3.connect(path)) as file:
@@ -126,9 +128,10 @@ def test_what_a_killed_writer_had_staged_is_put_by_the_next_of_its_name_marked_w
     path: Path, writer: JournalWriter, follower: JournalFollower
 ) -> None:
     rows = [trajectory(0, (i, 5)) for i in range(4)]
-    writer.stage(rows[:3], [7, 7, 8], 4, {"grading_trajectories": 5, "grading_tokens": 10, "generated_tokens": 16})
+    counted = {"grading_trajectories": 5, "grading_tokens": 10, "generated_tokens": 16}
+    writer.put([], [], counted, [], rows[:3], [7, 7, 8], 4)
     with JournalWriter(path, "searcher-1") as other:
-        other.stage(rows[3:], [9], 4)
+        other.put([], staged=rows[3:], positions=[9], samples=4)
         other.resume()
         assert uids(follower.drain()) == uids(rows[3:])
     with JournalWriter(path, "searcher-0") as again:
@@ -148,7 +151,7 @@ def test_staged_answers_survive_a_damaged_file(path: Path) -> None:
     rows = [trajectory(0, (i, 5)) for i in range(3)]
     with JournalWriter(path, "searcher-0") as writer:
         writer.put(rows[:1])
-        writer.stage(rows[1:], [7, 7], 4)
+        writer.put([], staged=rows[1:], positions=[7, 7], samples=4)
     Path(f"{path}-suspect").touch()  # as after damage that a process met
     with JournalWriter(path, "searcher-0") as again:
         again.resume()

@@ -105,6 +105,9 @@ def _search(
                     console.print(f"{place.name}: {half.searcher.rounds} rounds, weights {now}", highlight=False)
             half.searcher.drain(stop=True)
             place.why = place.why or "the run ended"
+        except BaseException:
+            half.searcher.save()
+            raise
         finally:
             half.journal.resume()  # what it held is for others
             half.close()

@@ -48,7 +48,6 @@ class JournalWriter(AbstractContextManager["JournalWriter"]):
         self.owner = owner
         self._clock = clock
         self._scored_before = False
-        self._staged: set[str] = set()  # names of what this writer has staged
         self._database = open_journal(path, deadline_s, waiting, create)
 
     def put(
@@ -57,55 +56,51 @@ class JournalWriter(AbstractContextManager["JournalWriter"]):
         leases: Sequence[int] = (),
         counters: Mapping[str, int] | None = None,
         outcomes: Sequence[Outcome] = (),
+        staged: Sequence[Trajectory] | Encoded = (),
+        positions: Sequence[int] = (),
+        samples: int = 0,
     ) -> None:
         """Append the trajectories (possibly encoded already, on another machine), give the leases back as done, and add
         the counters and the outcomes of what was leased, in one transaction.
 
+        staged: graded answers to prompts whose other answers are not graded yet. A later `put` with the same names
+        takes them over, and `resume` puts those that nobody has taken over. positions: the leased position of each of
+        these. samples: answers that a group has.
+
         A repeated call changes nothing: a uid that is there already is ignored, and when all of them are, so are the
         counters and outcomes. Raises `ValueError` for arrays that do not fit their completion.
         """
-        given = encoded(trajectories)
-        rows = given.rows
+        rows, waiting = encoded(trajectories), encoded(staged)
         with self._database.transaction() as connection:
-            keep_prompts(connection, given.prompts.items())
-            tokens = self._append_all(connection, rows)
+            keep_prompts(connection, [*rows.prompts.items(), *waiting.prompts.items()])
+            tokens = self._append_all(connection, rows.rows)
             connection.executemany(
                 "DELETE FROM leases WHERE position = ? AND owner = ?", [(position, self.owner) for position in leases]
             )
-            if staged := self._staged.intersection(row.uid for row in rows):
-                connection.executemany("DELETE FROM staged WHERE uid = ?", [(uid,) for uid in staged])
-                self._staged -= staged
-            if tokens or not rows:
+            new = len(tokens) + self._stage(connection, waiting.rows, positions, samples)
+            if has_staged(connection):
+                connection.executemany("DELETE FROM staged WHERE uid = ?", [(row.uid,) for row in rows.rows])
+            if new or not (rows.rows or waiting.rows):
                 self._count(connection, counters or {})
                 connection.executemany(
                     "INSERT INTO outcomes (position, successes, failures) VALUES (?, ?, ?)", outcomes
                 )
 
-    def stage(
-        self,
-        trajectories: Sequence[Trajectory] | Encoded,
-        positions: Sequence[int],
-        samples: int,
-        counters: Mapping[str, int] | None = None,
-    ) -> None:
-        """Write graded answers to prompts whose other answers are not graded yet, and add the counters, in one
-        transaction. `put` with the same names takes them over, and `resume` puts those that nobody has taken over.
-
-        positions: the leased position of each. samples: answers that a group has. Raises as `put`.
-        """
-        given = encoded(trajectories)
-        with self._database.transaction() as connection:
-            connection.execute(STAGED)
-            keep_prompts(connection, given.prompts.items())
-            connection.executemany(
-                "INSERT OR IGNORE INTO staged VALUES (?, ?, ?, ?, ?, ?)",
-                [
-                    (row.uid, self.owner, position, samples, row.prompt, row.body)
-                    for row, position in zip(given.rows, positions, strict=True)
-                ],
-            )
-            self._count(connection, counters or {})
-        self._staged.update(row.uid for row in given.rows)
+    def _stage(
+        self, connection: sqlite3.Connection, rows: Sequence[Row], positions: Sequence[int], samples: int
+    ) -> int:
+        """Keep graded answers of incomplete groups; returns how many were new."""
+        if not rows:
+            return 0
+        connection.execute(STAGED)
+        new = 0
+        for row, position in zip(rows, positions, strict=True):
+            if connection.execute("SELECT 1 FROM trajectories WHERE uid = ?", (row.uid,)).fetchone() is None:
+                new += connection.execute(
+                    "INSERT OR IGNORE INTO staged VALUES (?, ?, ?, ?, ?, ?)",
+                    (row.uid, self.owner, position, samples, row.prompt, row.body),
+                ).rowcount
+        return new
 
     def known(self, uids: Sequence[str]) -> set[str]:
         """Returns which of these were ever put, also those that retention has deleted since."""
@@ -261,7 +256,6 @@ class JournalWriter(AbstractContextManager["JournalWriter"]):
             self._put_staged(connection)
             for unit in ("trajectories", "tokens"):
                 self._leave(connection, unit)
-        self._staged.clear()
 
     def _put_staged(self, connection: sqlite3.Connection) -> None:
         """Append what this owner has staged; each group is marked with what it lacks."""

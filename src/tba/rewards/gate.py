@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tba.errors import DeadlineExceeded
+from tba.grading import queueing
 
 _START = 16  # calls at once before anything is known of a server
 _SLOWER = 3.0  # times the best mean duration, beyond which more calls at once are no gain
@@ -76,7 +77,8 @@ class Gate:
     @contextmanager
     def turn(self, patience: float) -> Iterator[Turn]:
         """Waits for a turn, and ends it. Raises `DeadlineExceeded` after `patience` seconds."""
-        turn = self.enter(patience)
+        with queueing():
+            turn = self.enter(patience)
         try:
             yield turn
         finally:

@@ -12,7 +12,7 @@ reference, takes in what is graded and sends it. Rows that are being generated k
 weights. Without `flows` (inline) the same stages follow one another: a round is generated, graded, scored and sent
 before the next begins, with weights that are loaded between rounds.
 
-Each graded answer is on the disk at once (`Journal.stage`) and can be drawn when the last answer to its prompt is
+Each graded answer is on the disk at once (staged, `Journal.put`) and can be drawn when the last answer to its prompt is
 there, with which the prompt's lease is given back: answers that are quick to grade are not preferred. An answer whose
 call expired is rejected, and its group is marked as having left something out.
 
@@ -84,6 +84,7 @@ class OpenAnswer:
     reference: Version | None = None  # under which it was scored
     trajectory: Trajectory | None = None
     done: bool = False  # it is a trajectory, or rejected
+    staged: bool = False  # the trajectory is on the disk already
 
     @property
     def ready(self) -> bool:
@@ -101,12 +102,17 @@ class OpenGroup:
     generated: int  # answers that were not interrupted
     answers: list[OpenAnswer] = field(default_factory=list)  # those to be graded
     open: int = 0  # of these
-    staged: int = 0  # trajectories that are on the disk already
+    counts: Counter[str] = field(default_factory=Counter)  # of its answers that are done, not written yet
     since: float = 0.0  # when the first answer was completed that is not on the disk, by a monotonic clock
 
     @property
     def trajectories(self) -> list[Trajectory]:
         return [a.trajectory for a in self.answers if a.trajectory is not None]
+
+    @property
+    def unstaged(self) -> list[OpenAnswer]:
+        """Returns those that are trajectories and not on the disk."""
+        return [a for a in self.answers if a.trajectory is not None and not a.staged]
 
 
 @dataclass
@@ -135,6 +141,7 @@ class Searcher:
     hand_down_seconds: float = math.inf  # after which less than a round's answers are sent, in the middle of a round
     grading_lag: float = 2.0  # trainer updates that an answer may wait for its grade before generation stands still
     warm_up: int = 0  # trajectories before the trainer's first update, until when answers do not age
+    searchers: int = 1  # that share the warm-up
     rounds: int = 0
     sent: int = 0  # trajectories
     rejected: int = 0  # answers
@@ -156,6 +163,7 @@ class Searcher:
     _counted: Counter[str] = field(default_factory=Counter)  # milliseconds of the clock that have been written
     _reading: Future[PublishedWeights] | None = None  # newer weights
     _in_order: deque[OpenAnswer] = field(default_factory=deque)  # without `flows`: those that are not done yet
+    _remaining: int = 0  # prompts that the round lacks which has waited for grades
     _polled: float = -_POLL  # when newer weights were looked for
     _scored: float = field(default_factory=time.perf_counter)  # when scoring began last
     _score_seconds: float = 0.0
@@ -180,10 +188,10 @@ class Searcher:
             else:
                 self._one_round()
         except BaseException:
-            self._save()
+            self.save()
             raise
         self.rounds += 1
-        self.require_use(self.sent - sent, self.rejected - rejected)
+        self.require_use(self.rejected - rejected)
         return self.sent - sent
 
     def tend(self) -> None:
@@ -239,16 +247,15 @@ class Searcher:
             with self.clock.state("reference"):
                 self.rescorer.round()
 
-    def require_use(self, usable: int, rejected: int) -> None:
+    def require_use(self, rejected: int) -> None:
         """Raises `UserError` where the first rounds bring nothing but answers that are rejected: the run would never
-        end.
+        end. rejected: answers of the newest round.
         """
-        if usable:
-            self.rounds_without_use = None
         if self.rounds_without_use is None or not rejected:
             return
         self.rounds_without_use += 1
-        if self.rounds_without_use == _ROUNDS_WITHOUT_USE:
+        answers = _ROUNDS_WITHOUT_USE * self.prompts_per_round * self.samples_per_prompt
+        if self.rounds_without_use >= _ROUNDS_WITHOUT_USE and self.rejected >= answers:
             raise UserError(
                 f"all answers of the first {_ROUNDS_WITHOUT_USE} rounds are rejected: there is nothing to learn from; "
                 f"the last: {self.rejection}; what can be used has a reward from {-self.largest_reward:g} to "
@@ -263,6 +270,11 @@ class Searcher:
         if self._all_expired:
             return "make the reward faster, or give a call more time (--run.reward-deadline)"
         return "allow longer answers" if self.overlong.penalty == "drop" else "fix the reward"
+
+    @property
+    def unsent(self) -> int:
+        """Returns how many answers are generated and neither sent nor rejected."""
+        return sum(len(group.answers) for group in self._open)
 
     @property
     def waiting(self) -> int:
@@ -291,9 +303,12 @@ class Searcher:
 
     def _flow_on(self) -> None:
         """Generate until as many prompts are answered as a round has, while all other stages go on."""
-        flow, remaining = self._flowing(), self.prompts_per_round
-        waited = 0.0
-        while remaining > 0 and waited < _WAIT:
+        if self._remaining <= 0 or self._flow is None:  # else the round before has waited for grades
+            self._flowing()
+            self._remaining = self.prompts_per_round
+        assert self._flow is not None
+        flow, waited = self._flow[0], 0.0
+        while self._remaining > 0 and waited < _WAIT:
             if self._between():
                 self.drain(stop=True)
                 return
@@ -301,7 +316,7 @@ class Searcher:
                 waited += self._wait("reward")
                 continue
             finished = self._generate(flow)
-            remaining -= finished
+            self._remaining -= finished
             if not self._generating:  # all prompts are leased, or generation was told to stop
                 if not finished:
                     self._wait("reward" if self.waiting else "paced")
@@ -509,27 +524,27 @@ class Searcher:
         if answer.done:
             return
         answer.done = True
-        count(self._counts, "grading", completion, -1)
+        count(group.counts, "grading", completion, -1)
         group.open -= 1
         if group not in self._changed:
             self._changed[group], group.since = None, time.perf_counter()
         self._costly |= grade.seconds > COSTLY
         if grade.judgement is None:
-            count(self._counts, "expired", completion)
-            self._all_expired = True
+            count(group.counts, "expired", completion)
             why: str | None = f"{self._limits.reward_name} did not grade an answer within {self.grader.deadline:g} s"
         else:
             judgement = self.overlong.of(completion, grade.judgement)
             scores = (answer.scores[0], *self._of_teachers(answer.scores[1:], grade.scores))
             why = unusable(group.prompt, completion, judgement, scores, self._limits)
         if why is not None:
-            count(self._counts, "rejected", completion)
+            count(group.counts, "rejected", completion)
             if failed(completion):
-                count(self._counts, "failed", completion)
+                count(group.counts, "failed", completion)
+            self._all_expired = grade.judgement is None
             self.rejected, self._rejections, self.rejection = self.rejected + 1, self._rejections + 1, why
             return
         provenance = {"searcher": self.name, "round": self.rounds}
-        uid = self._uid()
+        uid, self.rounds_without_use = self._uid(), None
         answer.trajectory = trajectory(uid, group.prompt, completion, judgement, scores, answer.reference, provenance)
 
     def _uid(self) -> str:
@@ -567,13 +582,13 @@ class Searcher:
         that no place in the window is ever empty. Before the first update answers do not age: all that the warm-up
         lacks may wait.
         """
-        now, least = time.monotonic(), self.grader.limit + 2 * self.samples_per_prompt
+        now, least = time.monotonic(), self.grader.busy(self.samples_per_prompt) + 2 * self.samples_per_prompt
         if self.grader.batched:  # one round is graded while the next waits
-            least = 2 * self.prompts_per_round * self.samples_per_prompt
+            least = max(least, 2 * self.prompts_per_round * self.samples_per_prompt)
         if updates := self._updates.per_second(now):
             return max(least, self.grading_lag * self._judged.per_second(now) / updates)
         if now - self._missing[0] > _COUNTED:
-            self._missing = now, self.warm_up - self.journal.rows()
+            self._missing = now, (self.warm_up - self.journal.rows()) // self.searchers
         return max(least, self._missing[1])
 
     def _wait(self, state: State) -> float:
@@ -619,13 +634,13 @@ class Searcher:
 
     # Sending
 
-    def _save(self) -> None:
+    def save(self) -> None:
         """After an error: send what is graded, as far as that is possible."""
-        with suppress(Exception):
-            self.grader.poll()
-        with suppress(Exception):
-            self._score()
-            self._settle(give_up=True)
+        if self.vine is not None:  # what its rollouts have not valued cannot be trained on
+            return
+        for step in (self.grader.poll, self._score, lambda: self._settle(give_up=True)):
+            with suppress(Exception):
+                step()
 
     def _settle(self, sampling: Sampling | None = None, give_up: bool = False) -> None:
         """Send all open groups, in the order of generation. give_up: answers that are not graded are in flight.
@@ -639,8 +654,8 @@ class Searcher:
             if answer.ready:
                 self._complete(answer)
             elif give_up:
-                count(self._counts, "grading", answer.completion, -1)
-                count(self._counts, "in_flight", answer.completion)
+                answer.group.counts.update(grading_trajectories=-1, grading_tokens=-len(answer.completion.tokens))
+                count(answer.group.counts, "in_flight", answer.completion)
         if give_up:
             self._by_grade.clear()
             self._in_order.clear()
@@ -654,7 +669,7 @@ class Searcher:
         groups = self._writable
         if not groups:
             return bool(self._counts) and since >= _COUNTED
-        ready = sum(len(group.answers) - group.open - group.staged for group in groups)
+        ready = sum(len(group.unstaged) for group in groups)
         rounds = ready / (self.prompts_per_round * self.samples_per_prompt)
         hold = 0.0 if self._costly or rounds >= 1 else self.hand_down_seconds
         return rounds >= MOST_ROUNDS or since >= max(hold, GENERATING * self._write_seconds)
@@ -681,10 +696,8 @@ class Searcher:
                 self._rejections, -self.largest_reward, self.largest_reward, self.rejection,
             )  # fmt: skip
             self._rejections = 0
-        if partial:
-            self._stage(partial)
-        if complete:
-            self._put(complete, sampling)
+        if writable:
+            self._put(complete, partial, sampling)
         elif self._counts:
             self.journal.count(**self._take_counts())
         for group in writable:
@@ -693,38 +706,47 @@ class Searcher:
         self._written = time.perf_counter()
         self._write_seconds = self._written - began
 
-    def _put(self, groups: Sequence[OpenGroup], sampling: Sampling | None) -> None:
-        """Send groups, whose leases are given back where all their answers are there."""
+    def _put(self, groups: Sequence[OpenGroup], partial: Sequence[OpenGroup], sampling: Sampling | None) -> None:
+        """Send groups, whose leases are given back where all their answers are there, and stage the graded answers of
+        others, all in one transaction with their counts.
+        """
         whole = [group for group in groups if group.generated == self.samples_per_prompt and not group.open]
         leases = [group.position for group in whole]
-        trajectories: list[Trajectory] = []
-        now, seconds = time.time(), time.perf_counter() - min((group.began for group in groups), default=0.0)
-        for group in groups:
-            graded = group.trajectories
-            if graded:
-                trajectories += stamped(graded, now, seconds, (group.generated - len(graded)) / len(graded))
+        by_group = [(group, group.trajectories) for group in groups]
+        for group in (*groups, *partial):
+            self._counts.update(group.counts)
+            group.counts = Counter()
         if sampling is not None and self.vine is not None:
-            in_flight = self._counts["in_flight_trajectories"]
-            trajectories = self.vine.grow(trajectories, sampling, self.rng, self._counts, self.interrupted)
-            leases = leases if self._counts["in_flight_trajectories"] == in_flight else []
+            before = self._counts["in_flight_trajectories"], self._counts["rejected_trajectories"]
+            graded = [t for _, trajectories in by_group for t in trajectories]
+            grown = {t.uid: t for t in self.vine.grow(graded, sampling, self.rng, self._counts, self.interrupted)}
+            by_group = [(group, [grown[t.uid] for t in graded if t.uid in grown]) for group, graded in by_group]
+            leases = leases if self._counts["in_flight_trajectories"] == before[0] else []
+            self.rejected += self._counts["rejected_trajectories"] - before[1]
+        now, seconds = time.time(), time.perf_counter() - min((g.began for g in (*groups, *partial)), default=0.0)
+        trajectories = [
+            t
+            for group, graded in by_group
+            for t in stamped(graded, now, seconds, (group.generated - len(graded)) / max(1, len(graded)))
+        ]
+        answers = [answer for group in partial for answer in group.unstaged]
+        staged = stamped([a.trajectory for a in answers if a.trajectory is not None], now, seconds)
         outcomes = self._outcomes({group.position: group.prompt for group in whole}, leases, trajectories)
-        self.journal.put(trajectories, leases, self._take_counts(), outcomes)
+        more: dict[str, Any] = {}
+        if staged:
+            more = {"staged": staged, "positions": [a.group.position for a in answers]}
+            more["samples"] = self.samples_per_prompt
+        counts = self._take_counts()
+        try:
+            self.journal.put(trajectories, leases, counts, outcomes, **more)
+        except BaseException:
+            self._counts.update(counts)
+            raise
+        for answer in answers:
+            answer.staged = True
         for group in groups:
             self._open.pop(group, None)
         self.sent += len(trajectories)
-
-    def _stage(self, groups: Sequence[OpenGroup]) -> None:
-        """Put the graded answers of incomplete groups on the disk."""
-        trajectories: list[Trajectory] = []
-        positions: list[int] = []
-        for group in groups:
-            seconds = time.perf_counter() - group.began
-            graded = group.trajectories[group.staged :]
-            trajectories += stamped(graded, time.time(), seconds)
-            positions += [group.position] * len(graded)
-            group.staged += len(graded)
-        if trajectories:
-            self.journal.stage(trajectories, positions, self.samples_per_prompt, self._take_counts())
 
     def _outcomes(
         self, prompts: Mapping[int, Prompt], leases: Sequence[int], trajectories: Sequence[Trajectory]

@@ -79,7 +79,10 @@ class TimedReward:
         separable = reward if isinstance(reward, Separable) else None
         self._judgement = None if separable is None else separable.judgement
         self._parts = [whole(reward)] if separable is None else list(separable.calls())
-        self._graders = [Grader(_OfPart(part), isolate=isolate, now=now) for part in self._parts]
+        self._graders = [
+            Grader(_OfPart(part), isolate=_of_part(isolate, None if separable is None else i), now=now)
+            for i, part in enumerate(self._parts)
+        ]
         self._times: list[list[tuple[int, float, float]]] = [[] for _ in self._parts]
         self.seconds = 0.0  # for which it was waited so far
 
@@ -112,6 +115,26 @@ class TimedReward:
         """End the threads of its calls."""
         for grader in self._graders:
             grader.close()
+
+
+@dataclass
+class _IsolatedPart:
+    """Grades by one part of a reward in a process of its own."""
+
+    process: Isolated
+    part: int | None  # None: by its `judge`
+    seconds: float = 0.0
+
+    def grade(self, answered: Sequence[Answer], part: int | None = None) -> Sequence[Any]:
+        self.process.seconds = self.seconds
+        return self.process.grade(answered, self.part)
+
+    def close(self) -> None:
+        self.process.close()
+
+
+def _of_part(isolate: Callable[[], Isolated] | None, part: int | None) -> Callable[[], Isolated] | None:
+    return None if isolate is None else lambda: _IsolatedPart(isolate(), part)
 
 
 @dataclass(frozen=True)

@@ -108,11 +108,6 @@ class BackgroundJournal:
         self._settle()
         self._written = self._thread.submit(self._journal.put, *given, **named)
 
-    def stage(self, *given: Any, **named: Any) -> None:
-        """Write in the background, as `put` does."""
-        self._settle()
-        self._written = self._thread.submit(self._journal.stage, *given, **named)
-
     def lease(self, count: int, seconds: float) -> list[int]:
         """Lease prompts as the journal does. As many again are leased in the background, for the next call."""
         if time.monotonic() - self._leased_at > seconds / 2:  # the leases may run out before their prompts are answered

@@ -19,7 +19,6 @@ from tba.environments.episode import EpisodeFailed
 from tba.environments.scripted import acted, written
 from tba.errors import UserError
 from tba.foreign import problems_of
-from tba.grading import Grader
 from tba.intake.encoding import Encoder, Known
 from tba.intake.intake import Entry, Intake
 from tba.protocols import Acted, Reference, Tokenizer
@@ -28,7 +27,7 @@ from tba.record.jsonl import write_json
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
 from tba.rollout.prompts import encode
-from tba.runtime.prompting import reward_of, speech_of
+from tba.runtime.prompting import grader_of, speech_of
 from tba.runtime.run_directory import IMPORTS, PREPARED, RunDirectory
 from tba.runtime.teaching import reference_of, teachers_of
 from tba.tables import STATE, Refusal, read
@@ -73,7 +72,7 @@ def intake_of(recipe: Recipe, run: RunDirectory, believe: bool, max_tokens: int 
         reference = _reference(replace(recipe, model=model), run)
         yield Intake(
             encoder=encoder,
-            reward=Grader(reward_of(recipe.task), recipe.run.reward_deadline, retries=0),
+            reward=grader_of(recipe, run, retries=0),
             reference=reference,
             journal=journal,
             teachers=teachers_of(recipe, model, reference),

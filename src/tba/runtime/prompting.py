@@ -39,8 +39,8 @@ from tba.runtime.isolation import Rebuilt, isolated_reward
 from tba.runtime.run_directory import RunDirectory
 from tba.types import Prompt, Split, Version
 
-# a prompt not answered by then is handed out again; this is longer than a round of long answers takes
-LEASE_SECONDS = 1800.0
+# a prompt not answered by then is handed out again; this is longer than long answers and their grades take
+LEASE_SECONDS = 7200.0
 
 log = logging.getLogger("tba.searcher")
 

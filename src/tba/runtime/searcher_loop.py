@@ -57,6 +57,9 @@ def search(recipe: Recipe, start: Callable[[], SearcherLoop], stop: Callable[[],
             else:
                 loop.round()
         loop.searcher.drain(stop=True)
+    except BaseException:
+        loop.searcher.save()
+        raise
     finally:
         loop.close()
 
@@ -98,7 +101,7 @@ class SearcherLoop:
         """
         for newest in (False, True):  # the bound only rises: most often the one that is known already is enough
             wanted = self.searcher.manifest.get("wanted")
-            if wanted is None or self.journal.rows() + self.searcher.waiting < wanted:
+            if wanted is None or self.journal.rows() + self.searcher.unsent < wanted:
                 return False
             if not newest:
                 self.searcher.pull()
@@ -241,6 +244,7 @@ def _loop_of(
     reference = reference_of(recipe, model)
     teachers = teachers_of(recipe, model, reference)
     grader = grading("train", teachers=teachers)
+    grader.alive = interrupted or grader.alive
     rescorer = Rescorer(reference, journal, recipe.rescored_per_round, LEASE_SECONDS)
     in_rounds = recipe.run.rounds or not background or recipe.vine is not None
     seeds = [recipe.seed, 1 + index, attempt, *([ends.incarnation] if ends.incarnation else [])]
@@ -267,6 +271,7 @@ def _loop_of(
         hand_down_seconds=HAND_DOWN if background and recipe.vine is None else math.inf,
         grading_lag=recipe.run.grading_lag,
         warm_up=recipe.warm_up,
+        searchers=recipe.searcher_count,
         clock=clock,
     )
     examiner = Examiner(
