@@ -29,7 +29,7 @@ SUMMARY = Summary(
     peak_memory_bytes={"searcher-0": 1 << 28, "trainer": 1 << 29},
 )
 LEDGER_KEYS = {
-    "generated", "observed", "failed", "trained_once", "trained_total", "waiting", "evicted", "rejected",
+    "generated", "observed", "failed", "expired", "trained_once", "trained_total", "waiting", "evicted", "rejected",
     "duplicate", "damaged", "in_flight_at_stop", "evaluation", "auxiliary", "imported",
 }  # fmt: skip
 

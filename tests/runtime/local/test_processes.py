@@ -207,9 +207,10 @@ def test_a_recipe_file_that_changed_is_refused_by_every_part_in_one_sentence(tmp
 
 
 def test_a_trainer_that_waits_too_long_is_named_with_its_process_and_its_log(tmp_path: Path) -> None:
-    impossible = ("--replay.pacing.warm-up", "1000000000", "--run.idle-deadline", "0.5")
+    (tmp_path / "hangs").write_text("99")  # a reward that never comes back: nothing arrives
+    hangs = ("--task.hangs", str(tmp_path / "hangs"), "--run.idle-deadline", "0.5")
     with pytest.raises(DeadlineExceeded) as error:
-        processes(tmp_path / "run", *impossible)
+        processes(tmp_path / "run", *hangs, source=Path(__file__).parents[1] / "faulty.py")
     assert re.match(
         r"trainer \(process \d+\): the trainer waited 0\.5 s for a batch \(warm_up\).*; its log is .*trainer\.log$",
         str(error.value),
