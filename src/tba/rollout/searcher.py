@@ -62,6 +62,7 @@ from tba.types import Completion, FloatArray, Json, Outcome, Prompt, Sampling, S
 log = logging.getLogger("tba.searcher")
 COSTLY = 0.25  # seconds of a call, beyond which a grade is put on the disk without delay
 GENERATING = 8  # generate this many times as long as scoring or sending what is there takes, before doing it again
+_PROMPT = 0.05  # seconds for which grades that were costly are held at most: a kill takes them
 MOST_ROUNDS = 4  # rounds of answers, which are sent at once however long that takes
 _ROUNDS_WITHOUT_USE = 10  # first rounds without a usable answer, after which no further one is expected to bring any
 _POLL = 0.05  # seconds between two polls for newer weights, and of a wait for grades or prompts
@@ -671,16 +672,18 @@ class Searcher:
             return bool(self._counts) and since >= _COUNTED
         ready = sum(len(group.unstaged) for group in groups)
         rounds = ready / (self.prompts_per_round * self.samples_per_prompt)
-        hold = 0.0 if self._costly or rounds >= 1 else self.hand_down_seconds
+        if self._costly:
+            return since >= max(_PROMPT, 2 * self._write_seconds)
+        hold = 0.0 if rounds >= 1 else self.hand_down_seconds
         return rounds >= MOST_ROUNDS or since >= max(hold, GENERATING * self._write_seconds)
 
     @property
     def _writable(self) -> list[OpenGroup]:
         """Returns the groups of which there is something to write: those that are complete, and others whose graded
-        answers were costly, or have waited for the rest for as long.
+        answers have waited for the rest for a while, which is short where grades are costly.
         """
-        now = time.perf_counter()
-        return [g for g in self._changed if not g.open or self._costly or now - g.since >= COSTLY]
+        before = time.perf_counter() - (_PROMPT if self._costly else COSTLY)
+        return [g for g in self._changed if not g.open or g.since <= before]
 
     def _write(self, groups: Iterable[OpenGroup] | None = None, sampling: Sampling | None = None) -> None:
         """Write the groups that are complete, with their leases, in one transaction; graded answers of the others are
@@ -702,7 +705,7 @@ class Searcher:
             self.journal.count(**self._take_counts())
         for group in writable:
             self._changed.pop(group, None)
-        self._costly = False
+        self._costly = self._costly and bool(self._changed)
         self._written = time.perf_counter()
         self._write_seconds = self._written - began
 
