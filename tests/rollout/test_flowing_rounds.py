@@ -303,7 +303,7 @@ class HangsOnce:
 
 def test_an_answer_whose_call_hangs_is_rejected_counted_and_held_against_its_group_only(begin: Begin) -> None:
     hangs = HangsOnce(threading.Event())
-    searcher, counted, follower = begin(deadline=0.5, reward=hangs)
+    searcher, counted, follower = begin(deadline=2.0, reward=hangs)
     while searcher.rejected == 0:
         searcher.round()
     searcher.drain()
