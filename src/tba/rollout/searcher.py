@@ -200,8 +200,16 @@ class Searcher:
         self._between()
 
     def free_engine(self) -> None:
-        """Finish what is being generated, so that the engine can be used otherwise; grading goes on."""
+        """Finish what is being generated, so that the engine can be used otherwise. What is graded quickly is sent:
+        else it would wait until this searcher generates again. Slower grading goes on.
+        """
         self._empty()
+        self._hand_over()
+        self._score()
+        self._wait_for_grades(_SOON)
+        self._collect_grades()
+        if self._writable:
+            self._write()
 
     def drain(self, stop: bool = False) -> None:
         """Finish what is being generated, graded and scored, and send it.
