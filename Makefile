@@ -8,7 +8,7 @@
 # make test-gpu     on a machine with a GPU: tests, a run, speed and memory of a 0.5 B model, in under 8 minutes
 # make docs         the docs as a site that opens offline, build/docs/index.html; fails on a broken link
 # make wheel        sdist and wheel in dist/, and a first hour with the wheel alone, outside the clone
-# make faults       does what can go wrong to short runs, 132 times, and holds them to what is promised (an hour)
+# make faults       does what can go wrong to short runs, 140 times, and holds them to what is promised (an hour)
 #
 # PYTHON=python3.12     another Python (3.11 to 3.13)
 # TORCH=cpu             Linux without a GPU: the CPU build of torch (about 0.2 GB instead of 3 GB)

@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import groupby
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
@@ -94,7 +93,7 @@ class Grader:
 
     def __init__(
         self,
-        reward: Reward,
+        reward: Reward | Separable,
         deadline: float = DEADLINE,
         retries: int = RETRIES,
         share: tuple[int, int] = (0, 1),
@@ -106,8 +105,11 @@ class Grader:
         self.reward = reward
         self.deadline = deadline
         separable = isinstance(reward, Separable)
-        parts = reward.calls() if isinstance(reward, Separable) else [whole(reward)]
-        self._judgement = reward.judgement if isinstance(reward, Separable) else _only
+        parts: Sequence[GradingCalls]
+        if isinstance(reward, Separable):
+            parts, self._judgement = reward.calls(), reward.judgement
+        else:
+            parts, self._judgement = [whole(reward)], _only
         self._returned: SimpleQueue[tuple[_Window, _Call]] = SimpleQueue()
         self._parts = len(parts)
         settings = _Settings(deadline, retries, report, isolate, now)
@@ -188,11 +190,17 @@ class Grader:
         """Returns the judgement of every answer, in order, before any other that waits; its reward is NaN where a call
         about it expired.
         """
-        groups = [list(pairs) for _, pairs in groupby(answered, key=lambda pair: pair[0].key)]
-        grades = self.grade([(group[0][0], [c for _, c in group]) for group in groups])
+        places: dict[str, list[int]] = {}  # of the answers to each prompt
+        for i, (prompt, _) in enumerate(answered):
+            places.setdefault(prompt.key, []).append(i)
+        grades = self.grade([(answered[row[0]][0], [answered[i][1] for i in row]) for row in places.values()])
         if len(answered) > 1 and len(answered) == self._abstained:
             raise UserError(_abstains(self._windows[: self._parts], len(answered)))
-        return [grade.judgement or Judgement(math.nan) for group in grades for grade in group]
+        judgements = [Judgement(math.nan)] * len(answered)
+        for row, group in zip(places.values(), grades, strict=True):
+            for i, grade in zip(row, group, strict=True):
+                judgements[i] = grade.judgement or judgements[i]
+        return judgements
 
     def grade(self, answers: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[Grade]]:
         """Returns what `submit` does, once all are graded by the reward alone, before any other that waits."""
@@ -508,7 +516,7 @@ class _Window:
             with watching_signals() as watch:
                 try:
                     values = self.part.grade(answered)
-                except Exception:
+                except Exception:  # of a call that tried to use signals none counts: it is made again, in a process
                     if not watch.tried:
                         raise
             if not watch.tried:

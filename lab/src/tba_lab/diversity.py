@@ -56,9 +56,9 @@ def diversity(
     for start in range(0, len(prompts), chunk):
         asked = prompts[start : start + chunk]
         answered = generate(engine, asked, samples, Sampling(policy_temperature), rng)
-        judged = iter(grader.judge([(p, c) for p, row in zip(asked, answered, strict=True) for c in row]))
+        judgements = iter(grader.judge([(p, c) for p, row in zip(asked, answered, strict=True) for c in row]))
         for row in answered:
-            marks = islice(judged, len(row))
+            marks = islice(judgements, len(row))
             right.append([c.text for c, mark in zip(row, marks, strict=True) if mark.reward >= threshold])
     return diversity_of(right, samples)
 

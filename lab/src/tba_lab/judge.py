@@ -85,7 +85,7 @@ class JudgedSums(Arithmetic):
 
     judge: Judge = field(default_factory=Judge)
 
-    def reward(self) -> FunctionReward:  # type: ignore[override]
+    def reward(self) -> FunctionReward:
         return self.judge.reward(exact)
 
     def examination(self) -> ExactText:

@@ -53,17 +53,17 @@ def evaluate_model(name: str, overrides: list[str], options: EvalOptions) -> int
     for line in [] if checkpoint is None else _unlike(begun, Path(checkpoint)):
         console.print(line, style="yellow", highlight=False)
     source = Rebuilt(name, overrides)
-    found, engine, prompts = measured(recipe, split, _shown(recipe, options), _Progress(), source)
-    for e in found.evaluations:
+    assessment, engine, prompts = measured(recipe, split, _shown(recipe, options), _Progress(), source)
+    for e in assessment.evaluations:
         interval = wilson_interval(e.value * e.n, e.n)
         console.print(
             f"{e.metric:16} {e.value:7.2%}   95 % interval {interval.low:.2%} to {interval.high:.2%}   "
             f"{e.n} {split} problems",
             highlight=False,
         )
-    of = f"version {found.version}: " if found.version.step else ""
-    console.print(f"{of}{found.tokens} tokens in {found.seconds:.1f} s", highlight=False)
-    scores = {metric: [float(v) for v in values] for metric, values in found.scores.items()}
+    of = f"version {assessment.version}: " if assessment.version.step else ""
+    console.print(f"{of}{assessment.tokens} tokens in {assessment.seconds:.1f} s", highlight=False)
+    scores = {metric: [float(v) for v in values] for metric, values in assessment.scores.items()}
     facts = {"recipe": name, "overrides": overrides, "checkpoint": checkpoint, "split": split, "scores": scores}
     if distance:
         far = _distance(begun, engine, recipe, prompts[:distance], source)
@@ -72,9 +72,9 @@ def evaluate_model(name: str, overrides: list[str], options: EvalOptions) -> int
     if out is not None:
         write_json(out, facts)
     if options.texts is not None:
-        _write_texts(options.texts, found.answers, console)
+        _write_texts(options.texts, assessment.answers, console)
     if before is not None:  # last: what cannot be compared has been written all the same
-        _tell_difference(console, before, found, options.against)
+        _tell_difference(console, before, assessment, options.against)
     return 0
 
 

@@ -62,7 +62,7 @@ def divergence(
         asked = prompts[start : start + chunk]
         answered = generate(engine, asked, samples, sampling, rng)
         log_reference = reference.log_probabilities_of(list(zip(asked, answered, strict=True)))
-        judged = iter(grader.judge([(p, c) for p, row in zip(asked, answered, strict=True) for c in row]))
+        judgements = iter(grader.judge([(p, c) for p, row in zip(asked, answered, strict=True) for c in row]))
         for prompt, row, scored in zip(asked, answered, log_reference, strict=True):
             ratios = []
             for completion, log_reference_T in zip(row, scored, strict=True):
@@ -74,7 +74,7 @@ def divergence(
                 tokens += len(completion.tokens) - completion.observed
                 prompt_tokens += len(prompt.tokens) + completion.observed
             kl_P.append(float(np.mean(ratios)))
-            reward_P.append(float(np.mean([next(judged).reward for _ in row])))
+            reward_P.append(float(np.mean([next(judgements).reward for _ in row])))
     return Divergence(
         kl=float(np.mean(kl_P)),
         kl_error=_error(kl_P),

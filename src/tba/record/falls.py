@@ -283,18 +283,18 @@ class SignalWatch:
     def _of_span(self, step: int) -> dict[str, str]:
         """Returns what is to be said of the newest steps, 50 but at the end of a shorter run."""
         count = len(self._varied)
-        span, found = f"steps {step - count + 1} to {step}", {}
+        span, sentences = f"steps {step - count + 1} to {step}", {}
         if not any(self._varied):
-            found[NO_SIGNAL] = (
+            sentences[NO_SIGNAL] = (
                 f"nothing can be learnt: in {span} all answers to a prompt got the same reward. `tba check` shows "
                 "answers with their rewards, and what to change"
             )
         if (share := sum(self._truncated) / count) > MOST_TRUNCATED:
-            found[TRUNCATED] = (
+            sentences[TRUNCATED] = (
                 f"{percent(share)} of the answers of {span} were cut off: set --model.generation.max-completion-tokens "
                 "higher, or ask for short answers"
             )
-        return found
+        return sentences
 
 
 @dataclass

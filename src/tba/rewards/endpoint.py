@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 from tba.errors import TbaError, UserError
 from tba.fields import as_declared
 from tba.foreign import parsed
+from tba.grading import queueing
 from tba.rewards.gate import Gate
 
 _FOR_THE_MOMENT = (408, 409, 425, 429, 500, 502, 503, 504, 529)
@@ -211,14 +212,14 @@ class EndpointClient:
         """
         if self.settings.temperature > 0:
             return self._sampled(message, 1)[0]
-        key, begun = _digest(message), False
+        key, is_new = _digest(message), False
         with self._lock:
             if (reply := self._remembered.get(key)) is None:
-                reply, begun = self._remembered.setdefault(key, Future()), True
+                reply, is_new = self._remembered.setdefault(key, Future()), True
             self._remembered.move_to_end(key)
             if len(self._remembered) > _REMEMBERED:
                 self._remembered.popitem(last=False)
-        return self._fetched(message, reply) if begun else self._awaited(reply)
+        return self._fetched(message, reply) if is_new else self._awaited(reply)
 
     def _fetched(self, message: str, promised: Future[Reply]) -> Reply:
         """Returns the reply, also to all who wait for it; one that failed is not remembered."""
@@ -233,7 +234,8 @@ class EndpointClient:
 
     def _awaited(self, promised: Future[Reply]) -> Reply:
         try:
-            return promised.result(_PATIENCE)
+            with queueing():
+                return promised.result(_PATIENCE)
         except TimeoutError:
             raise Refused(f"{self} did not answer an equal message in {_PATIENCE:g} s; see that it is up") from None
 
@@ -268,29 +270,31 @@ class EndpointClient:
         body = json.dumps(question).encode()
         for attempt in range(self.settings.retries + 1):
             with self._gate.turn(_PATIENCE) as turn:
-                time.sleep(self._rate.turn())
-                begun = time.monotonic()
+                with queueing():
+                    time.sleep(self._rate.turn())
+                started = time.monotonic()
                 try:
                     reply = self._post(body)
-                    turn.seconds = time.monotonic() - begun
+                    turn.seconds = time.monotonic() - started
                     return reply
                 except urllib.error.HTTPError as error:
                     with error:
-                        said, pause = _reason(error), _retry_after(error)
+                        failure, pause = _reason(error), _retry_after(error)
                     if error.code not in _FOR_THE_MOMENT:
-                        raise UserError(self._refusal(error.code, said)) from None
+                        raise UserError(self._refusal(error.code, failure)) from None
                     turn.refused = error.code in _OVERLOADED
                     turn.pause = min(_LONGEST_PAUSE, pause or 0.0)
                 except (OSError, http.client.HTTPException) as error:  # refused, broken off, timed out
                     reason = getattr(error, "reason", error)
-                    said, pause = f"{type(error).__name__}: {reason}", None
+                    failure, pause = f"{type(error).__name__}: {reason}", None
                     turn.refused = isinstance(reason, TimeoutError)
             if attempt < self.settings.retries:
-                time.sleep(min(_LONGEST_PAUSE, self.settings.pause * 2**attempt if pause is None else pause))
+                with queueing():
+                    time.sleep(min(_LONGEST_PAUSE, self.settings.pause * 2**attempt if pause is None else pause))
         slower, more = self.settings.named("calls_per_second"), self.settings.named("retries")
         raise Refused(
-            f"{self} did not answer in {self.settings.retries + 1} calls, the last: {said}; see that it is up, lower "
-            f"{slower}, or raise {more}"
+            f"{self} did not answer in {self.settings.retries + 1} calls, the last: {failure}; see that it is up, "
+            f"lower {slower}, or raise {more}"
         )
 
     def _question(self, message: str, count: int) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Invariant: what a function is given depends on the names of its parameters only, never on their order, and is settled
 before the first answer; it must return a finite number, or None to abstain; anything else is an error that names the
-function and the prompt. Each call gets copies of its own: what a function does to them, no other call sees.
+function and the prompt. Each call gets its own copies, so that no other call sees what a function does to them.
 
 | a function of | is called for | and returns |
 |---|---|---|
@@ -91,11 +91,11 @@ class WeightedFunctions:
     def judgement(self, values: Sequence[float | None]) -> Judgement:
         """Returns the weighted sum of what each function gave one answer."""
         pairs = zip(self.functions, values, strict=True)
-        given = [(f, weight, v) for (f, weight), v in pairs if v is not None]
-        parts = {name_of(f): value for f, _, value in given}
-        if len(given) < len(values):
-            parts[ABSTAINED] = float(len(values) - len(given))
-        return Judgement(sum((weight * value for _, weight, value in given), 0.0), parts)
+        weighted = [(f, weight, v) for (f, weight), v in pairs if v is not None]
+        parts = {name_of(f): value for f, _, value in weighted}
+        if len(weighted) < len(values):
+            parts[ABSTAINED] = float(len(values) - len(weighted))
+        return Judgement(sum((weight * value for _, weight, value in weighted), 0.0), parts)
 
     def judge(self, answered: Sequence[Answered]) -> list[Judgement]:
         """Judges answers, one call after another. Raises `UserError` when a function raises, misses a field, or gives

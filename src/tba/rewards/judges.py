@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 
 from tba.errors import TbaError, UserError
 from tba.fields import as_declared
+from tba.grading import Grader
 from tba.protocols import GradingCalls
 from tba.rewards.endpoint import Endpoint, EndpointClient, Usage
 from tba.rewards.judge_text import Fences, Scale, problem_text, read_ranking, standing
-from tba.rewards.threads import in_threads
 from tba.types import Completion, Judgement, Prompt
 
 Answered = tuple[Prompt, Completion]
@@ -95,10 +95,9 @@ class _Judge:
     def _parts(self, mark: Mark) -> dict[str, float]:
         return {} if mark.tokens is None else {f"{self.name}_tokens": mark.tokens}
 
-    def _at_once(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        where = str(self.client)
-        setting = "its `concurrency`"
-        return in_threads(calls, self.endpoint.concurrency, _DEADLINE, lambda _: where, setting) if calls else []
+    def judge(self, answered: Sequence[Answered]) -> list[Judgement]:
+        """Returns one judgement for each, in order, several calls at once. Raises what `grade` raises."""
+        return Grader(self, _DEADLINE, retries=0).judge(answered)
 
 
 @dataclass(frozen=True)
@@ -136,11 +135,6 @@ class RubricJudge(_Judge):
         return Judgement(
             Scale.of(self.scale).reward(mark.value), {f"{self.name}_score": mark.value, **self._parts(mark)}
         )
-
-    def judge(self, answered: Sequence[Answered]) -> list[Judgement]:
-        """Returns one judgement for each, in order, several calls at once. Raises what `grade` raises."""
-        marks = self._at_once([partial(self._graded, prompt, completion) for prompt, completion in answered])
-        return [self.judgement([mark]) for mark in marks]
 
     def question(self, prompt: Prompt, completion: Completion) -> str:
         """Returns what the judge is asked about an answer."""
@@ -186,11 +180,6 @@ class RankingJudge(_Judge):
         """Returns the judgement of one answer, whose mark is the only value."""
         (mark,) = values
         return Judgement(mark.value, self._parts(mark))
-
-    def judge(self, answered: Sequence[Answered]) -> list[Judgement]:
-        """Returns one judgement for each, in order, several prompts at once. Raises what `grade` raises."""
-        marks = self._at_once([partial(self._ranked, group) for group in _groups(answered).values()])
-        return [self.judgement([mark]) for mark in self._scattered(answered, marks)]
 
     def question(self, prompt: Prompt, texts: Sequence[str]) -> str:
         """Returns what the judge is asked about answers, which are numbered from 1 as they come."""

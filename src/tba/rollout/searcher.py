@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,7 @@ from tba.rollout.vine import VineRollouts
 from tba.types import Completion, FloatArray, Json, Outcome, Prompt, Sampling, StopReason, Trajectory, Version
 
 log = logging.getLogger("tba.searcher")
-COSTLY = 0.25  # seconds of a call, beyond which a grade is put on the disk without delay
+COSTLY = 0.25  # seconds of a call, beyond which a grade is put on the disk with little delay
 GENERATING = 8  # generate this many times as long as scoring or sending what is there takes, before doing it again
 _PROMPT = 0.05  # seconds for which grades that were costly are held at most: a kill takes them
 MOST_ROUNDS = 4  # rounds of answers, which are sent at once however long that takes
@@ -171,7 +172,7 @@ class Searcher:
     _written: float = field(default_factory=time.perf_counter)  # when something was written last
     _write_seconds: float = 0.0
     _costly: bool = False  # an answer that is not written was slow to grade
-    _all_expired: bool = False  # the newest rejected answer was not graded in time
+    _newest_expired: bool = False  # the newest rejected answer was not graded in time
     _rejections: int = 0  # that no warning has named yet
     _series: tuple[int, bytes, int] | None = None  # the round, the beginning of its names, how many there are
     _judged: Rate = field(default_factory=Rate)
@@ -276,7 +277,7 @@ class Searcher:
     @property
     def _remedy(self) -> str:
         """Returns what to do about answers that are all rejected."""
-        if self._all_expired:
+        if self._newest_expired:
             return "make the reward faster, or give a call more time (--run.reward-deadline)"
         return "allow longer answers" if self.overlong.penalty == "drop" else "fix the reward"
 
@@ -549,7 +550,7 @@ class Searcher:
             count(group.counts, "rejected", completion)
             if failed(completion):
                 count(group.counts, "failed", completion)
-            self._all_expired = grade.judgement is None
+            self._newest_expired = grade.judgement is None
             self.rejected, self._rejections, self.rejection = self.rejected + 1, self._rejections + 1, why
             return
         provenance = {"searcher": self.name, "round": self.rounds}
@@ -565,7 +566,7 @@ class Searcher:
         self._series = number, series, index + 1
         return (series + index.to_bytes(4, "big")).hex()
 
-    @property
+    @cached_property
     def _scored_here(self) -> list[Reference]:
         """Returns the teachers that are no servers, for which answers wait in windows."""
         return [teacher for teacher in self.teachers if not isinstance(teacher, ScoredByCalls)]
@@ -575,7 +576,7 @@ class Searcher:
         local, remote = iter(here), iter(by_calls)
         return [next(remote if isinstance(teacher, ScoredByCalls) else local) for teacher in self.teachers]
 
-    @property
+    @cached_property
     def _limits(self) -> Limits:
         scorers = "the reference or a teacher" if self.teachers else "the reference"
         return Limits(self.largest_reward, type(self.grader.reward).__name__, scorers, self.hide_text)

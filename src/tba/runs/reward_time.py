@@ -139,7 +139,7 @@ def _of_part(isolate: Callable[[], Isolated] | None, part: int | None) -> Callab
 
 @dataclass(frozen=True)
 class _OfPart:
-    """One part of a reward, as a reward."""
+    """One part of a reward, so that its calls are timed apart from those of others."""
 
     part: GradingCalls
 
@@ -148,9 +148,6 @@ class _OfPart:
 
     def judgement(self, values: Sequence[Any]) -> Judgement:
         return Judgement(0.0)
-
-    def judge(self, answered: Sequence[Answer]) -> list[Judgement]:
-        raise NotImplementedError("a part is called by `calls`")
 
 
 @dataclass(frozen=True)

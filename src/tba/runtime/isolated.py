@@ -422,14 +422,23 @@ def be_nursery(load: Callable[[], Callable[[], Reward]], how: str) -> NoReturn:
 
     `load` imports all that the reward is made of; what it returns makes the reward, in each process that grades.
     """
-    code = 1
-    try:
+
+    def serve() -> None:
         channel = _own_channel()
         if how == "alone":
             threading.Thread(target=_end_with, args=(channel,), daemon=True).start()
             _grade(channel, lambda: load()())
         else:
             _serve(channel, load)
+
+    _end_after(serve)
+
+
+def _end_after(act: Callable[[], None]) -> NoReturn:
+    """End this process after an act, with 1 and a traceback where that raised, and run nothing else in it."""
+    code = 1
+    try:
+        act()
         code = 0
     except BaseException:  # noqa: BLE001 - the process ends here
         with suppress(OSError):
@@ -530,25 +539,23 @@ def _reap(graders: dict[int, tuple[int, socket.socket]]) -> None:
 
 def _be_grader(line: socket.socket, make: Callable[[], Reward], to_close: Sequence[int | socket.socket]) -> NoReturn:
     """Grade, in a forked process. Does not return, and runs nothing of what its nursery has still to do."""
-    code, nursery = 1, os.getppid()
-    try:
+    nursery = os.getppid()
+
+    def grade() -> None:
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-        if os.getppid() == nursery:
-            os.setsid()
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for end in to_close:
-                os.close(end) if isinstance(end, int) else end.close()
-            random.seed()
-            if (numpy_random := sys.modules.get("numpy.random")) is not None:
-                numpy_random.seed()
-            _grade(line, make)
-            code = 0
-    except BaseException:  # noqa: BLE001 - the process ends here
-        with suppress(OSError):
-            traceback.print_exc()
-    finally:
-        _exit(code)
+        if os.getppid() != nursery:
+            return
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for end in to_close:
+            os.close(end) if isinstance(end, int) else end.close()
+        random.seed()
+        if (numpy_random := sys.modules.get("numpy.random")) is not None:
+            numpy_random.seed()
+        _grade(line, make)
+
+    _end_after(grade)
 
 
 def _grade(channel: socket.socket, make: Callable[[], Reward]) -> None:

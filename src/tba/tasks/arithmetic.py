@@ -19,6 +19,7 @@ import numpy as np
 
 from tba.errors import UserError
 from tba.fields import as_declared
+from tba.protocols import Reward
 from tba.rewards.exact_answer import ExactText
 from tba.tasks.held_out import check_share, is_held_out
 from tba.types import Problem, Split
@@ -85,7 +86,7 @@ class Arithmetic:
         """Keeps the problems of each split: a command asks for them many times."""
         return {}
 
-    def reward(self) -> ExactText:
+    def reward(self) -> Reward:
         return ExactText()
 
     def _pairs(self, split: Split, rng: np.random.Generator) -> list[tuple[int, int]]:
