@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeAlias
 
 from tba.errors import UserError
 from tba.fields import as_declared
-from tba.rewards.exact_answer import ExactText
+from tba.protocols import Reward
 from tba.rewards.functions import FunctionReward
 from tba.tasks.arithmetic import Arithmetic
 
@@ -88,7 +88,7 @@ class JudgedSums(Arithmetic):
     def reward(self) -> FunctionReward:
         return self.judge.reward(exact)
 
-    def examination(self) -> ExactText:
+    def examination(self) -> Reward:
         """Returns the reward of held-out answers."""
         return super().reward()
 
