@@ -515,7 +515,7 @@ class _Window:
             values: Sequence[Any] = ()
             with watching_signals() as watch:
                 try:
-                    values = self.part.grade(answered)
+                    values = self.part.grade(self._handed_out(answered))
                 except Exception:  # of a call that tried to use signals none counts: it is made again, in a process
                     if not watch.tried:
                         raise
@@ -527,6 +527,10 @@ class _Window:
                 return ()
             call.isolated = True
         return self._in_process(call, answered)
+
+    def _handed_out(self, answered: Sequence[tuple[Prompt, Completion]]) -> Sequence[tuple[Prompt, Completion]]:
+        """Returns what a call gets."""
+        return handed_out(answered) if self.part.copies else answered
 
     def _in_process(self, call: _Call, answered: Sequence[tuple[Prompt, Completion]]) -> Sequence[Any]:
         """Make a call in this thread's process."""
@@ -578,7 +582,7 @@ class _Window:
         try:
             async with asyncio.timeout(self._deadline) as limit:
                 with watching_signals() as watch:
-                    values = await self.part.grade([grade.answer for grade in call.grades])
+                    values = await self.part.grade(self._handed_out([grade.answer for grade in call.grades]))
                 if watch.tried:
                     raise UserError(
                         f"{self.part.name} is async and uses signals, which work in the main thread of a process only: "
@@ -635,7 +639,7 @@ def share_of(limit: int, index: int, count: int) -> int:
 
 def whole(reward: Reward) -> GradingCalls:
     """Returns a reward that is called by `judge` as its only part."""
-    return GradingCalls(f"the reward {type(reward).__name__}", lambda answered: reward.judge(handed_out(answered)))
+    return GradingCalls(f"the reward {type(reward).__name__}", reward.judge)
 
 
 def _only(values: Sequence[Any]) -> Judgement:

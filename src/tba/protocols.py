@@ -74,6 +74,8 @@ class GradingCalls:
     # or all answers that wait
     concurrency: int = 1  # calls under way at once, of all searchers of a run together
     asynchronous: bool = False  # all calls run in one event loop
+    copies: bool = True  # each call gets copies of prompts and completions, so that no other sees what it changes; a
+    # part that changes nothing, or copies what it hands on, needs none
 
 
 @runtime_checkable

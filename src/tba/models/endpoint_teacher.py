@@ -97,7 +97,7 @@ class EndpointReference:
     @property
     def scoring(self) -> GradingCalls:
         """Returns that each answer is scored by its own call, which searchers make beside those of the reward."""
-        return GradingCalls(str(self._client), self._scores, "answer", self._settings.concurrency)
+        return GradingCalls(str(self._client), self._scores, "answer", self._settings.concurrency, copies=False)
 
     def _scores(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[FloatArray]:
         return [self._score(prompt, completion) for prompt, completion in answered]

@@ -303,11 +303,13 @@ def _calls(signature: _Signature, concurrency: int | None) -> GradingCalls:
     """Returns how a function is called."""
     name = f"reward function {name_of(signature.function)!r}"
     if signature.batched:
-        return GradingCalls(name, functools.partial(_of_batch, signature))
+        return GradingCalls(name, functools.partial(_of_batch, signature), copies=False)
     if signature.waits:
         many = ASYNC_CONCURRENCY if concurrency is None else concurrency
-        return GradingCalls(name, functools.partial(_awaited_one, signature), "answer", many, asynchronous=True)
-    return GradingCalls(name, functools.partial(_of_one, signature), "answer", concurrency or 1)
+        return GradingCalls(
+            name, functools.partial(_awaited_one, signature), "answer", many, asynchronous=True, copies=False
+        )
+    return GradingCalls(name, functools.partial(_of_one, signature), "answer", concurrency or 1, copies=False)
 
 
 def _called(part: GradingCalls, answered: Sequence[Answered]) -> list[float | None]:

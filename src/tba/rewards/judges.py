@@ -120,7 +120,7 @@ class RubricJudge(_Judge):
     def calls(self) -> list[GradingCalls]:
         """Returns one call for each answer, as many at once as the endpoint's `concurrency`."""
         _ = self.client  # made here, before threads share it
-        return [GradingCalls(self.name, self.grade, "answer", self.endpoint.concurrency)]
+        return [GradingCalls(self.name, self.grade, "answer", self.endpoint.concurrency, copies=False)]
 
     def grade(self, answered: Sequence[Answered]) -> list[Mark]:
         """Returns the score of each answer, one after another.
@@ -167,7 +167,7 @@ class RankingJudge(_Judge):
     def calls(self) -> list[GradingCalls]:
         """Returns one call for each group, as many at once as the endpoint's `concurrency`."""
         _ = self.client  # made here, before threads share it
-        return [GradingCalls(self.name, self.grade, "group", self.endpoint.concurrency)]
+        return [GradingCalls(self.name, self.grade, "group", self.endpoint.concurrency, copies=False)]
 
     def grade(self, answered: Sequence[Answered]) -> list[Mark]:
         """Returns the standing of each answer among all of the same prompt, one prompt after another.

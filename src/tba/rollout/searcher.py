@@ -666,6 +666,7 @@ class Searcher:
             elif give_up:
                 answer.group.counts.update(grading_trajectories=-1, grading_tokens=-len(answer.completion.tokens))
                 count(answer.group.counts, "in_flight", answer.completion)
+                answer.done = True
         if give_up:
             self._by_grade.clear()
             self._in_order.clear()

@@ -154,8 +154,8 @@ class Toxicity:
         """
         calls: int | None = getattr(self.victim, "concurrency", None)
         if calls is None:
-            return [GradingCalls("the victim and the classifier", self.judge)]
-        return [GradingCalls("the victim", self.judge, "answer", calls)]
+            return [GradingCalls("the victim and the classifier", self.judge, copies=False)]
+        return [GradingCalls("the victim", self.judge, "answer", calls, copies=False)]
 
     def judgement(self, values: Sequence[Judgement]) -> Judgement:
         """Returns the judgement of one attack."""
