@@ -17,12 +17,14 @@ problems, one sampled answer each, every 680 answers synchronously, every 3,400 
 first call of the judge, are linear between evaluations, and end at the first that is not below the target. A run is
 stopped when it has reached 95 % or its seconds are over.
 
-`--tune` tries all pairs of RATES and GROUPS for each side, objective and judge; the best has the fewest seconds to the
-highest target that any pair reaches. A pair is given up at 1.25 times the best pair's seconds to 95 %. A best pair at
-an edge of the grid is reported: extend the grid by `--rates` and `--groups`.
+`--tune` tries all settings in RATES, GROUPS and USES for each side, objective and judge; the best has the fewest
+seconds to the highest target that any setting reaches. An asynchronous setting is given up at 1.25 times the best
+seconds to 95 %. A best rate or batch at an edge of the grid is reported: extend the grid by `--rates`, `--groups` and
+`--uses`. The updates of a synchronous run do not depend on the judge's speed. So that side is tuned with the free judge
+only, and for another judge its seconds are those plus, for each update, the seconds that the judge takes for a batch.
 
-`--at-once 2` makes two runs at a time. They share the cores: use it where the judge is nearly all of the time, and
-compare a few rows first.
+`--at-once 2` makes two runs at a time. They share the cores: use it where the judge is nearly all of the time, or where
+each run has one thread, and compare a few rows first.
 """
 
 from __future__ import annotations
@@ -69,15 +71,17 @@ PLOT = ROOT / "docs" / "results" / "when_async_pays.png"
 TARGETS = (0.80, 0.90, 0.95)
 TUNED_ON = 100  # the seed on which rates and batches are chosen
 RATES = (1e-4, 2e-4, 4e-4)
-GROUPS = (8, 17, 34, 68)  # prompts of a batch, eight answers each
+GROUPS = (8, 16, 32, 64)  # prompts of a batch, eight answers each
+USES = (2.0, 8.0)  # of each answer at most, asynchronously; synchronously each is used once
 AT_ONCE = 256  # calls of the judge
+FREE = "0 s"  # the judge that costs nothing
 SIDES = ("synchronous", "asynchronous")
 EVERY = {"synchronous": 680, "asynchronous": 3400}  # answers trained from one evaluation to the next
 JUDGES = {  # by name: the judge, and the seconds after which a run ends
     "0 s": (Judge(concurrency=AT_ONCE), 120.0),
     "0.2 s": (Judge(seconds=0.2, concurrency=AT_ONCE), 180.0),
     "4 s": (Judge(seconds=4.0, concurrency=AT_ONCE), 900.0),
-    "tail": (Judge(seconds=0.2, tail_every=500, tail_seconds=60.0, concurrency=AT_ONCE), 1800.0),
+    "tail": (Judge(seconds=0.2, tail_every=500, tail_seconds=60.0, concurrency=AT_ONCE), 3600.0),
 }
 OBJECTIVES = {
     "balance": TrajectoryBalance(Constant(0.05)),
@@ -123,6 +127,7 @@ class Cell:
     judge: str
     rate: float
     groups: int
+    uses: float
     seed: int
 
     @property
@@ -147,15 +152,25 @@ class Row(Cell):
     seconds: float  # after which it ended
     updates: int
     lag: float
+    updates_to_80: float
+    updates_to_90: float
+    updates_to_95: float
 
     @property
     def reached(self) -> tuple[float, float, float]:
         return self.to_80, self.to_90, self.to_95
 
-    @property
-    def rank(self) -> tuple[float, ...]:
-        """Smaller is better: by the seconds to the highest target, then to those below it."""
-        return (*(math.inf if math.isnan(s) else s for s in reversed(self.reached)), -self.best)
+    def rank(self, judge: str) -> tuple[float, ...]:
+        """Smaller is better behind a judge: by the seconds to the highest target, then to those below it."""
+        return (*(math.inf if math.isnan(s) else s for s in reversed(self.reached_behind(judge))), -self.best)
+
+    def reached_behind(self, judge: str) -> tuple[float, ...]:
+        """Returns the seconds to each target; those of a synchronous run with the free judge are moved to another."""
+        if judge == self.judge:
+            return self.reached
+        updates = (self.updates_to_80, self.updates_to_90, self.updates_to_95)
+        wait = seconds_of_batch(JUDGES[judge][0], 8 * self.groups)
+        return tuple(s + u * wait for s, u in zip(self.reached, updates, strict=True))
 
 
 def main() -> int:
@@ -172,6 +187,7 @@ def main() -> int:
     parser.add_argument("--judges", nargs="+", choices=[*JUDGES], default=[*JUDGES])
     parser.add_argument("--rates", type=float, nargs="+", default=RATES)
     parser.add_argument("--groups", type=int, nargs="+", default=GROUPS)
+    parser.add_argument("--uses", type=float, nargs="+", default=USES)
     parser.add_argument("--seconds", type=float, default=math.inf, help="of a run at most, if less than its judge's")
     parser.add_argument("--threads", type=int, default=1, help="of the synchronous side")
     parser.add_argument("--at-once", type=int, default=1)
@@ -185,11 +201,18 @@ def main() -> int:
         with ThreadPoolExecutor(options.at_once) as pool:
             if options.tune:
                 grid = sorted(itertools.product(options.groups, options.rates), key=from_the_middle)
-                list(pool.map(lambda key: bench.tune(Cell(key[2], key[1], key[0], 0.0, 0, TUNED_ON), grid), keys))
+                cells = [
+                    Cell(side, objective, judge, rate, groups, uses, TUNED_ON)
+                    for groups, rate in grid
+                    for judge, objective, side in keys
+                    if side == "asynchronous" or judge == FREE
+                    for uses in (options.uses if side == "asynchronous" else (1.0,))
+                ]
+                list(pool.map(bench.tune, cells))
             chosen = best_cells(read(options.rows))
             for key in keys if options.seeds else ():
                 if (key[2], key[1], key[0]) not in chosen:
-                    parser.error(f"{' '.join(key)} has no rate and batch yet: use --tune")
+                    parser.error(f"{' '.join(key)} has no settings yet: use --tune")
             counted = [replace(chosen[s, o, j], seed=seed) for seed in options.seeds for j, o, s in keys]
             list(pool.map(bench.make, counted))
     rows = read(options.rows)
@@ -210,12 +233,11 @@ class Bench:
     threads: int
     keep: bool
 
-    def tune(self, cell: Cell, grid: Sequence[tuple[int, float]]) -> None:
-        """Make a run of each pair; later ones are given up where they cannot be the best."""
-        for groups, rate in grid:
-            tried = [r for r in read(self.rows) if (*r.key, r.seed) == (*cell.key, TUNED_ON)]
-            fastest = min((r.to_95 for r in tried if not math.isnan(r.to_95)), default=math.inf)
-            self.make(replace(cell, groups=groups, rate=rate), 1.25 * fastest)
+    def tune(self, cell: Cell) -> None:
+        """Make a run to choose by; an asynchronous one is given up where it cannot be the best."""
+        tried = [r for r in read(self.rows) if (*r.key, r.seed) == (*cell.key, TUNED_ON)]
+        fastest = min((r.to_95 for r in tried if not math.isnan(r.to_95)), default=math.inf)
+        self.make(cell, 1.25 * fastest if cell.side == "asynchronous" else math.inf)
 
     def make(self, cell: Cell, seconds: float = math.inf) -> None:
         """Make a run, unless its row is there."""
@@ -249,6 +271,8 @@ def arguments(cell: Cell, threads: int) -> list[str]:
     words += ["--evaluation.every", str(max(1, round(EVERY[cell.side] / (8 * cell.groups))))]
     if cell.side == "synchronous":
         words += ["--prompts-per-round", str(cell.groups), "--run.threads", str(threads)]
+    else:
+        words += ["--replay.pacing.max-mean-uses", f"{cell.uses:g}"]
     return words
 
 
@@ -281,6 +305,9 @@ class Watch:
         """Returns accuracy by seconds."""
         return [(max(0.0, e.wall_seconds - self.zero()), e.value) for e in self.evaluations()]
 
+    def curve_by_updates(self) -> list[tuple[float, float]]:
+        return [(e.version.step, e.value) for e in self.evaluations()]
+
     def reached(self, target: float) -> bool:
         return any(e.value >= target for e in self.evaluations())
 
@@ -288,16 +315,23 @@ class Watch:
         curve, metrics = self.curve(), read_metrics(self.run.path)
         return Row(
             *astuple(cell),
-            *(seconds_to(curve, target) for target in TARGETS),
-            best=max(y for _, y in curve),
-            seconds=self.seconds(),
-            updates=len(metrics),
-            lag=fmean(m["lag"] for m in metrics) if metrics else math.nan,
+            *(reached_at(curve, target) for target in TARGETS),
+            max(y for _, y in curve),
+            self.seconds(),
+            len(metrics),
+            fmean(m["lag"] for m in metrics) if metrics else math.nan,
+            *(reached_at(self.curve_by_updates(), target) for target in TARGETS),
         )
 
 
-def seconds_to(curve: Sequence[tuple[float, float]], target: float) -> float:
-    """Returns the seconds to a target, linear between evaluations; NaN: never."""
+def seconds_of_batch(judge: Judge, answers: int) -> float:
+    """Returns the seconds that a judge takes for a batch, in the mean."""
+    slow = 1 - (1 - 1 / judge.tail_every) ** answers if judge.tail_every else 0.0
+    return math.ceil(answers / judge.concurrency) * judge.seconds + slow * judge.tail_seconds
+
+
+def reached_at(curve: Sequence[tuple[float, float]], target: float) -> float:
+    """Returns the seconds or updates to a target, linear between evaluations; NaN: never."""
     for (x0, y0), (x1, y1) in itertools.pairwise(curve):
         if y1 >= target:
             return x0 + (x1 - x0) * max(0.0, target - y0) / max(y1 - y0, 1e-9)
@@ -306,7 +340,7 @@ def seconds_to(curve: Sequence[tuple[float, float]], target: float) -> float:
 
 def from_the_middle(pair: tuple[int, float]) -> float:
     """Returns how far from the likely best a batch and a rate are: what is tried later is given up sooner."""
-    return abs(math.log(pair[0] / 34)) + abs(math.log(pair[1] / 2e-4))
+    return abs(math.log(pair[0] / 32)) + abs(math.log(pair[1] / 2e-4))
 
 
 def cell_of(row: Row) -> Cell:
@@ -314,10 +348,19 @@ def cell_of(row: Row) -> Cell:
 
 
 def best_cells(rows: Sequence[Row]) -> dict[tuple[str, str, str], Cell]:
-    """Returns the best rate and batch of each side, objective and judge."""
-    tuned = [r for r in rows if r.seed == TUNED_ON]
-    keys = dict.fromkeys(r.key for r in tuned)
-    return {key: cell_of(min((r for r in tuned if r.key == key), key=lambda r: r.rank)) for key in keys}
+    """Returns the best setting of each side, objective and judge."""
+    best = {}
+    for side, objective, judge in itertools.product(SIDES, OBJECTIVES, JUDGES):
+        if runs := tuned(rows, side, objective, judge):
+            fastest = cell_of(min(runs, key=lambda row: row.rank(judge)))
+            best[side, objective, judge] = replace(fastest, judge=judge)
+    return best
+
+
+def tuned(rows: Sequence[Row], side: str, objective: str, judge: str) -> list[Row]:
+    """Returns the runs by which a setting is chosen."""
+    key = (side, objective, FREE if side == "synchronous" else judge)
+    return [r for r in rows if r.seed == TUNED_ON and r.key == key]
 
 
 def read(path: Path) -> list[Row]:
@@ -356,16 +399,21 @@ def table(rows: Sequence[Row]) -> str:
             cells = [spread([r.reached[i] for r in side]) for side in sides]
             ratio = ratios(*sides, i)
             lines.append(f"| {judge} | {LABELS[objective]} | {target:.0%} | {' | '.join(cells)} | {ratio} |")
-    lines += ["", "Rates and batches on the seed that is not counted: seconds to 80, 90, 95 % (the best in bold)", ""]
+    lines += [
+        "",
+        "Rate x prompts of a batch x uses, on a seed that is not counted: seconds to 80, 90, 95 % (best in bold)",
+        "",
+    ]
     for key, best in best_cells(rows).items():
-        tuned = [r for r in rows if (*r.key, r.seed) == (*key, TUNED_ON)]
-        edge = [name for name in ("rate", "groups") if len(values := {getattr(r, name) for r in tuned}) > 1
+        runs = tuned(rows, *key)
+        edge = [name for name in ("rate", "groups") if len(values := {getattr(r, name) for r in runs}) > 1
                 and getattr(best, name) in (min(values), max(values))]  # fmt: skip
-        tried = "; ".join(
-            f"{'**' if cell_of(r) == best else ''}{r.rate:g} x {r.groups}: {', '.join(map(in_words, r.reached))}"
-            f"{'**' if cell_of(r) == best else ''}"
-            for r in sorted(tuned, key=lambda r: (r.groups, r.rate))
-        )
+        texts = []
+        for row in sorted(runs, key=lambda r: (r.groups, r.rate, r.uses)):
+            bold = "**" if replace(cell_of(row), judge=key[2]) == best else ""
+            reached = ", ".join(map(in_words, row.reached_behind(key[2])))
+            texts.append(f"{bold}{row.rate:g} x {row.groups} x {row.uses:g}: {reached}{bold}")
+        tried = "; ".join(texts)
         lines.append(f"- {' '.join(key)}: {tried}{f' (at an edge: {edge})' if edge else ''}")
     return "\n".join(lines)
 
