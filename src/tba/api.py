@@ -73,9 +73,11 @@ class Run(Shown):
     def trajectories(self) -> Iterator[Trajectory]:
         """Yields all trajectories that searchers have sent and that are still on disk, oldest first."""
         from tba.replay.follower import JournalFollower
+        from tba.replay.reading import JournalFile
         from tba.runtime.run_directory import RunDirectory
 
-        with JournalFollower(RunDirectory.open(self.path).journal_there(), create=False) as journal:
+        path = RunDirectory.open(self.path).journal_there()
+        with JournalFile(path) as file, JournalFollower(path, file=file) as journal:
             while chunk := journal.drain(_AT_ONCE):
                 yield from chunk
 

@@ -20,9 +20,10 @@ from trajectory_cases import same, trajectory
 import tba.replay.recovery
 from tba.errors import DeadlineExceeded, UserError
 from tba.replay.codec import Gone
-from tba.replay.database import network_filesystem, rows_seen
+from tba.replay.database import network_filesystem
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
+from tba.replay.missing_rows import acknowledged
 from tba.types import LEFT_OUT, Evaluation, Score, Trajectory, Version
 
 
@@ -587,9 +588,9 @@ def test_a_journal_that_is_set_back_to_an_older_copy_is_refused_by_the_number_of
                 act()
     with JournalFollower(path) as follower:
         assert len(follower.drain()) == 5  # and nothing was added to it
-    assert rows_seen(path) == 12  # what was seen last stays known
-    Path(f"{path}-rows").write_text("twelve")
-    assert rows_seen(path) == 0
+    assert acknowledged(path).rows == 12  # what was put last stays known
+    Path(f"{path}-acknowledged", "searcher-0").write_text("twelve")
+    assert acknowledged(path).rows == 0
 
 
 def test_a_journal_that_is_written_over_by_another_program_is_noticed_by_its_follower(path: Path) -> None:

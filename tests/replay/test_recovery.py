@@ -18,12 +18,13 @@ from trajectory_cases import same, trajectory
 
 import tba.replay.recovery
 from tba.errors import UserError
+from tba.replay.checks import damage
 from tba.replay.codec import Gone
 from tba.replay.database import suspect_mark
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
 from tba.replay.pages import Frame, torn, wal_frames
-from tba.replay.recovery import damage, look_over
+from tba.replay.recovery import look_over
 from tba.types import Trajectory
 
 ROWS = 120
@@ -84,7 +85,7 @@ def test_a_whole_journal_is_not_touched(whole: tuple[Path, list[Trajectory]], tm
     assert path.read_bytes() == before
     assert len(assert_accounted(path, whole[1])) == ROWS
     assert {p.name for p in tmp_path.iterdir()} <= {
-        *("journal.sqlite", "journal.sqlite-open", "journal.sqlite-follower"),
+        *("journal.sqlite", "journal.sqlite-open", "journal.sqlite-in-use", "journal.sqlite-follower"),
         *("journal.sqlite-wal", "journal.sqlite-shm"),
     }
 
@@ -453,3 +454,68 @@ def test_a_sqlite_file_of_somebody_elses_is_never_set_aside(tmp_path: Path) -> N
     with pytest.raises(UserError, match="something else"):
         JournalFollower(path)
     assert path.read_bytes() == before
+
+
+def test_a_body_in_another_trajectorys_place_is_damage_and_is_never_read(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    rows = [trajectory(i, range(4), uid=f"t{i}") for i in range(6)]
+    with JournalWriter(path, "searcher-0") as writer:
+        writer.put(rows)
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE bodies SET body = (SELECT body FROM bodies WHERE seq = 2) WHERE seq = 3")
+        ((first,), (second,)) = connection.execute(
+            "SELECT body FROM bodies WHERE seq IN (5, 6) ORDER BY seq"
+        ).fetchall()
+        connection.executemany("UPDATE bodies SET body = ? WHERE seq = ?", [(first, 6), (second, 5)])
+    reports: list[str] = []
+    with JournalFollower(path, damaged=reports.append) as follower:
+        assert [t.uid for t in follower.drain()] == ["t0", "t1", "t3"]
+        assert follower.take_gone().damaged_trajectories == 3
+    assert len(reports) == 3
+    assert reports[0].endswith(
+        "trajectory 3 of " + f"{path} is damaged and left out (its content is that of trajectory 't1')"
+    )
+    with JournalFollower(path) as follower:  # they are taken out, once and for all
+        assert [t.uid for t in follower.drain()] == ["t0", "t1", "t3"]
+
+
+def test_recovery_drops_a_body_that_is_in_another_trajectorys_place(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    with JournalWriter(path, "searcher-0") as writer:
+        writer.put([trajectory(i, range(4), uid=f"t{i}") for i in range(6)])
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE bodies SET body = (SELECT body FROM bodies WHERE seq = 2) WHERE seq = 3")
+    suspect_mark(path).touch()
+    drained, gone, follower = opened(path)
+    with follower:
+        assert [t.uid for t in drained] == ["t0", "t1", "t3", "t4", "t5"]
+        assert gone.damaged_trajectories == 1
+
+
+def test_a_row_that_sql_has_removed_is_counted_as_lost(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    rows = [trajectory(i, range(4), uid=f"t{i}") for i in range(6)]
+    counts = {"generated_trajectories": 6, "generated_tokens": 24}
+    with JournalWriter(path, "searcher-0") as writer:
+        writer.put(rows, counters=counts)
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("DELETE FROM trajectories WHERE seq = 6")
+        connection.execute("DELETE FROM bodies WHERE seq = 6")
+    assert damage(path) == "it has 5 rows, and 6 were put into it"
+    assert len(assert_accounted(path, rows)) == 5
+    with JournalFollower(path) as follower:
+        (recovery,) = follower.recoveries()
+        assert (recovery.lost_rows, follower.totals().rows) == (1, 6)
+
+
+def test_bodies_that_sql_has_removed_are_reported(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    with JournalWriter(path, "searcher-0") as writer:
+        writer.put([trajectory(i, range(4), uid=f"t{i}") for i in range(6)])
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("DELETE FROM bodies WHERE seq IN (3, 4)")
+    reports: list[str] = []
+    with JournalFollower(path, damaged=reports.append) as follower:
+        assert [t.uid for t in follower.drain()] == ["t0", "t1", "t4", "t5"]
+        assert follower.take_gone() == Gone(damaged_trajectories=2, damaged_tokens=8)
+    assert reports == [f"2 trajectories of {path} have lost their content (between 1 and 6) and are left out"]

@@ -19,6 +19,7 @@ from tba.recipe import Recipe
 from tba.replay.buffer import Near
 from tba.replay.codec import Stored
 from tba.replay.follower import JournalFollower
+from tba.replay.reading import JournalFile
 from tba.runtime.run_directory import RunDirectory
 from tba.training.supervised import Pair, SupervisedSettings
 from tba.turns import assistant_turn
@@ -116,7 +117,7 @@ def run_recipe_of(path: Path, trusted: bool) -> tuple[Recipe, Path]:
 
 
 def _trajectories(journal: Path) -> Iterator[Trajectory]:
-    with JournalFollower(journal) as follower:
+    with JournalFile(journal) as file, JournalFollower(journal, file=file) as follower:
         while chunk := follower.drain(_AT_ONCE):
             yield from chunk
 

@@ -177,13 +177,22 @@ def header_of(body: bytes) -> dict[str, Any]:
     return header
 
 
-def intact(body: bytes) -> bytes:
-    """Returns the body of a trajectory. Raises `Damaged` when these are not the bytes that were written."""
+def intact(body: bytes, uid: str | None = None) -> bytes:
+    """Returns the body of a trajectory. Raises `Damaged` when these are not the bytes that were written, or those of
+    another trajectory than `uid`.
+    """
     if not _is_sealed(body) or zlib.crc32(memoryview(body)[:-_CRC_BYTES]) != int.from_bytes(
         body[-_CRC_BYTES:], "little"
     ):
         raise Damaged("a trajectory's checksum differs from what was written")
+    if uid is not None:
+        _require_uid(_header(body)[0], uid)
     return body
+
+
+def _require_uid(header: Mapping[str, Any], uid: str) -> None:
+    if header["uid"] != uid:
+        raise Damaged(f"its content is that of trajectory {str(header['uid'])[:80]!r}")
 
 
 class Stored(NamedTuple):
@@ -206,9 +215,13 @@ class Stored(NamedTuple):
         return cls.read(trajectory.prompt, encode_trajectory(trajectory))
 
     @classmethod
-    def read(cls, prompt: Prompt, body: bytes) -> Stored:
-        """Reads the facts from an encoded body. Raises `Damaged` when these are not the bytes that were written."""
+    def read(cls, prompt: Prompt, body: bytes, uid: str | None = None) -> Stored:
+        """Reads the facts from an encoded body. Raises `Damaged` when these are not the bytes that were written, or
+        those of another trajectory than `uid`.
+        """
         facts = facts_of(body)
+        if uid is not None:
+            _require_uid(facts, uid)
         version, reference = Version(*facts["versions"][:2]), Version(*facts["reference"])
         digest = hashlib.blake2b(tokens_of(body, facts["length"]).data, digest_size=8).digest()
         return cls(

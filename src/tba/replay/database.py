@@ -12,12 +12,12 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tba.errors import DeadlineExceeded, UserError
-from tba.replay.schema import KIND, PAGE_BYTES, ROWS, TABLES, VERSION
+from tba.replay.schema import KIND, PAGE_BYTES, ROWS, TABLES, VERSION, draw_link
 
 T = TypeVar("T")
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL}
@@ -45,26 +45,26 @@ def suspect_mark(path: Path) -> Path:
     return Path(f"{path}-suspect")
 
 
-def rows_seen(path: Path) -> int:
-    """Returns the most rows that a process had seen in one of our files before it found it gone or damaged."""
-    try:
-        return int(rows_mark(path).read_text())
-    except (OSError, ValueError):
-        return 0
+def in_use_mark(path: Path) -> Path:
+    """Returns the file, next to one of our files, that everybody locks who may write it."""
+    return Path(f"{path}-in-use")
 
 
-def rows_mark(path: Path) -> Path:
-    """Returns the file, next to one of ours, in which `rows_seen` is."""
-    return Path(f"{path}-rows")
+def acknowledged_folder(path: Path) -> Path:
+    """Returns the folder, next to a journal, in which each owner leaves how many rows were in it at its last `put`."""
+    return Path(f"{path}-acknowledged")
 
 
 class FileLock:
-    """A lock on a file of its own. It is released when it is closed or garbage-collected, or with its process."""
+    """A lock on a file of its own. It is released when it is closed or garbage-collected, or with its process.
+
+    create: make the file; else `FileNotFoundError` where there is none, and nothing is written.
+    """
 
     _descriptor = -1  # it is not open
 
-    def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    def __init__(self, path: Path, create: bool = True) -> None:
+        self._descriptor = os.open(path, (os.O_RDWR | os.O_CREAT if create else os.O_RDONLY) | os.O_CLOEXEC, 0o666)
 
     def take(self, how: int) -> bool:
         """Returns whether this process could take it: `LOCK_SH` or `LOCK_EX`."""
@@ -89,19 +89,21 @@ class Database(AbstractContextManager["Database"]):
     Raises `UserError` when the file is something else or of another schema version, `DeadlineExceeded` when others keep
     it locked for longer than `deadline_s` seconds.
 
-    create: whether a file that is not there is made; else `UserError` says that it is gone. lock: closed with the
-    connection. waiting: called now and then while it waits for others, who may hang and hold the file.
+    create: whether a file that is not there is made; else `UserError` says that it is gone. locks: closed with the
+    connection. waiting: called now and then while it waits for others, who may hang and hold the file. uri: SQLite's
+    name of a file that is only read, by which it is opened in the place of `path`.
     """
 
     def __init__(
         self,
         path: Path,
         deadline_s: float = 30.0,
-        lock: FileLock | None = None,
+        locks: ExitStack | None = None,
         waiting: Callable[[], object] = lambda: None,
         create: bool = True,
+        uri: str | None = None,
     ) -> None:
-        self._held = lock
+        self._locks = locks
         self._while_waiting = waiting
         self.path = Path(path)
         self.deadline_s = deadline_s
@@ -116,22 +118,29 @@ class Database(AbstractContextManager["Database"]):
             raise UserError(f"{self.path} is gone: put it back; what it held is in no other file")
         with self._explained():
             self._connection = sqlite3.connect(
-                self.path, timeout=min(_AT_A_TIME, deadline_s), isolation_level=None, check_same_thread=False
+                uri or self.path,
+                timeout=min(_AT_A_TIME, deadline_s),
+                isolation_level=None,
+                check_same_thread=False,
+                uri=uri is not None,
             )
         try:
             with self._explained():
-                self._waiting(lambda: self._prepare())
-            self._file, self._bytes, _ = self._file_there()
+                self._waiting(lambda: self._prepare(uri is None))
+            if uri is None:
+                self._file, self._bytes, _ = self._file_there()
         except BaseException:
             self._connection.close()
             raise
 
-    def _prepare(self) -> None:
+    def _prepare(self, to_write: bool) -> None:
         self._connection.execute("BEGIN")  # one snapshot: another process may be creating the tables
         try:
             self._refuse_others()  # before anything is changed
         finally:
             self._roll_back()
+        if not to_write:
+            return
         # for a new file; an existing one keeps its own
         self._connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         self._connection.execute("PRAGMA journal_mode = WAL")  # may be refused while another process does the same
@@ -166,11 +175,13 @@ class Database(AbstractContextManager["Database"]):
         """Runs the block between BEGIN IMMEDIATE and COMMIT; rolls back when it raises."""
         with self.lock, self._explained():
             self._waiting(lambda: self._connection.execute("BEGIN IMMEDIATE"))
-            before = self._rows
+            before, changes = self._rows, self._connection.total_changes
             try:
                 self.require_file()
                 before = self._rows
                 yield self._connection
+                if self._connection.total_changes != changes:
+                    draw_link(self._connection)
                 if self._file is not None:
                     self._require_rows()  # which are more now
                 self._waiting(lambda: self._connection.execute("COMMIT"))
@@ -218,7 +229,6 @@ class Database(AbstractContextManager["Database"]):
             elif self._written not in (None, written):
                 how = "written over by another program"
             if how:
-                self._note_rows()
                 with suppress(OSError):
                     suspect_mark(self.path).touch()
                 raise UserError(
@@ -227,12 +237,6 @@ class Database(AbstractContextManager["Database"]):
                 )
             self._bytes = size
             self._require_rows()
-
-    def _note_rows(self) -> None:
-        """Leave the number of rows that this process has seen: it may be the only one that saw the last of them."""
-        if self._rows > rows_seen(self.path):
-            with suppress(OSError):
-                rows_mark(self.path).write_text(str(self._rows))
 
     def _refuse_other(self, gone: bool) -> None:
         ((rows,),) = self._connection.execute(ROWS).fetchall()
@@ -246,7 +250,6 @@ class Database(AbstractContextManager["Database"]):
         """Raises `UserError` when there were more rows before: no program of ours takes any away."""
         ((rows,),) = self.rows(ROWS)
         if rows < self._rows:
-            self._note_rows()
             raise UserError(
                 f"{self.path} was set back to an older copy while it was in use: it has {rows:,} rows and had "
                 f"{self._rows:,}, so at least {self._rows - rows:,} are missing: put the newer file back if there is a "
@@ -312,7 +315,6 @@ class Database(AbstractContextManager["Database"]):
             remedy = _REMEDIES.get(code)
             if remedy is None:
                 raise
-            self._note_rows()
             if code == sqlite3.SQLITE_CORRUPT:
                 with suppress(OSError):
                     suspect_mark(self.path).touch()
@@ -322,8 +324,8 @@ class Database(AbstractContextManager["Database"]):
         """Close it for good; what was committed stays."""
         with self.lock:
             self._connection.close()
-            if self._held is not None:
-                self._held.close()
+            if self._locks is not None:
+                self._locks.close()
 
     def __exit__(self, *failure: object) -> None:
         self.close()

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tba.replay.codec import Damaged, decode_prompt, decode_trajectory
+from tba.replay.codec import Damaged, decode_prompt, decode_trajectory, intact
 from tba.replay.queries import JournalQueries
 from tba.types import Prompt, Trajectory
 
@@ -107,14 +107,16 @@ def read_bodies(
     """Yields the rows with their trajectories, in the order given; None where the body was deleted or is damaged."""
     prompt_of = _prompts(reader)
     for row in rows.tolist():
-        found = reader.query("SELECT body FROM bodies WHERE seq = ?", facts.place.item(row))[1]
-        (body,) = next(found, (None,))
-        yield row, _decoded(body, prompt_of(facts.prompt.item(row)))
+        query = "SELECT body, uid FROM bodies JOIN trajectories USING (seq) WHERE seq = ?"
+        body, uid = next(reader.query(query, facts.place.item(row))[1], (None, ""))
+        yield row, _decoded(body, uid, prompt_of(facts.prompt.item(row)))
 
 
-def _decoded(body: object, prompt: Prompt | None) -> Trajectory | None:
+def _decoded(body: object, uid: str, prompt: Prompt | None) -> Trajectory | None:
+    if not isinstance(body, bytes) or prompt is None:
+        return None
     try:
-        return decode_trajectory(body, prompt) if isinstance(body, bytes) and prompt is not None else None
+        return decode_trajectory(intact(body, uid), prompt, compare=False)
     except Damaged:
         return None
 

@@ -19,7 +19,8 @@ from typing import Any, TypeAlias
 
 from tba.errors import DeadlineExceeded, UserError
 from tba.replay.codec import Damaged, Gone, Stored, decode_logs, decode_prompt, intact, prompt_id
-from tba.replay.database import FileLock
+from tba.replay.database import Database, FileLock
+from tba.replay.reading import JournalFile
 from tba.replay.recovery import Recovery, open_journal
 from tba.replay.schema import add_to_totals, set_totals
 from tba.types import Evaluation, Prompt, Score, Trajectory, Version
@@ -51,7 +52,8 @@ class JournalFollower(AbstractContextManager["JournalFollower"]):
     keep_bytes: while the file holds more, the oldest bodies that have been drained are deleted, up to `needed_from`
     (settable; None: any), and counted (None: all are kept). Only one follower deletes and checkpoints, the first that
     is open; any other just reads. wal_bytes: the write-ahead log is truncated when it is larger than this. waiting:
-    called now and then while others keep the file locked. create: make the file where there is none.
+    called now and then while others keep the file locked. create: make the file where there is none. file: what is read
+    in the place of `path`, without changing anything.
     """
 
     def __init__(
@@ -64,14 +66,18 @@ class JournalFollower(AbstractContextManager["JournalFollower"]):
         waiting: Callable[[], object] = lambda: None,
         create: bool = True,
         damaged: Callable[[str], object] = lambda what: None,
+        file: JournalFile | None = None,
     ) -> None:
         self.position = position
         self.score_position = 0
         self.needed_from: int | None = None
         self._keep_bytes = keep_bytes
         self._wal_bytes = wal_bytes
-        self._database = open_journal(path, deadline_s, waiting, create)
-        self._lock = FileLock(Path(f"{path}-follower"))
+        if file is None:
+            self._database = open_journal(path, deadline_s, waiting, create)
+        else:
+            self._database = Database(path, deadline_s, waiting=waiting, create=False, uri=file.uri)
+        self._lock = FileLock(Path(f"{path}-follower")) if file is None else None
         self._prompts: dict[int, Prompt] = {}
         self._evaluation = 0
         self._gone = Gone()
@@ -87,22 +93,22 @@ class JournalFollower(AbstractContextManager["JournalFollower"]):
 
     def drain_stored(self, limit: int | None = None, until: int | None = None) -> list[Stored]:
         """Returns what `drain` does as bytes, at half the cost."""
-        found: list[Stored] = []
-        while not found and (rows := self._bodies(limit, until)):
-            for seq, prompt, body in rows:
+        stored: list[Stored] = []
+        while not stored and (rows := self._bodies(limit, until)):
+            for seq, uid, prompt, body in rows:
                 try:
-                    found.append(Stored.read(self._prompt(prompt), body)._replace(place=seq))
+                    stored.append(Stored.read(self._prompt(prompt), body, uid)._replace(place=seq))
                 except Damaged as error:
                     self._gone += self._give_up(seq, str(error))
-        return found
+        return stored
 
     def body(self, place: int) -> bytes:
         """Returns the body at a place that was drained before. Raises `Damaged` when it cannot be read any more."""
-        bodies = self._database.rows("SELECT body FROM bodies WHERE seq = ?", place)
+        bodies = self._database.rows("SELECT body, uid FROM bodies JOIN trajectories USING (seq) WHERE seq = ?", place)
         if not bodies:
             raise Damaged(f"trajectory {place} is not in {self._database.path} any more")
         try:
-            return intact(bodies[0][0])
+            return intact(*bodies[0])
         except Damaged as error:
             self._give_up(place, str(error))
             raise
@@ -113,7 +119,7 @@ class JournalFollower(AbstractContextManager["JournalFollower"]):
         return gone
 
     def _bodies(self, limit: int | None, until: int | None) -> list[_Row]:
-        """Returns (seq, prompt, body) of the next rows, and advances the position past them."""
+        """Returns (seq, uid, prompt, body) of the next rows, and advances the position past them."""
         self._database.require_file()
         ((last,),) = self._database.rows(
             "SELECT coalesce(max(seq), 0) FROM trajectories WHERE seq <= ?", _LAST if until is None else until
@@ -121,7 +127,8 @@ class JournalFollower(AbstractContextManager["JournalFollower"]):
         if last <= self.position:
             return []
         rows: list[_Row] = self._database.rows(
-            "SELECT seq, prompt, body FROM bodies WHERE seq > ? AND seq <= ? ORDER BY seq LIMIT ?",
+            "SELECT seq, uid, b.prompt, body FROM bodies b JOIN trajectories USING (seq) WHERE seq > ? AND seq <= ? "
+            "ORDER BY seq LIMIT ?",
             *(self.position, last, -1 if limit is None else limit),
         )
         end = rows[-1][0] if len(rows) == limit else last
@@ -129,7 +136,13 @@ class JournalFollower(AbstractContextManager["JournalFollower"]):
             "SELECT count(*) FROM trajectories WHERE seq > ? AND seq <= ?", self.position, end
         )
         if known != len(rows):
-            self._gone += self._without_body(self.position, end)
+            gone = self._without_body(self.position, end)
+            if gone.damaged_trajectories:
+                self._report(
+                    f"{gone.damaged_trajectories} trajectories of {self._database.path} have lost their content "
+                    f"(between {self.position + 1} and {end}) and are left out"
+                )
+            self._gone += gone
         self.position = end
         self._retire()
         self._truncate()
@@ -148,13 +161,16 @@ class JournalFollower(AbstractContextManager["JournalFollower"]):
     def _give_up(self, seq: int, why: str) -> Gone:
         """Delete a body that is not what was written; its facts stay."""
         ((tokens,),) = self._database.rows("SELECT tokens FROM trajectories WHERE seq = ?", seq)
-        what = f"trajectory {seq} of {self._database.path} is damaged and left out ({why})"
-        log.warning("%s", what)
+        self._report(f"trajectory {seq} of {self._database.path} is damaged and left out ({why})")
         if self._holds_lock():
-            self._damaged(what)
             with self._database.transaction() as connection:
                 connection.execute("DELETE FROM bodies WHERE seq = ?", (seq,))
         return Gone(damaged_trajectories=1, damaged_tokens=tokens)
+
+    def _report(self, what: str) -> None:
+        log.warning("%s", what)
+        if self._holds_lock():
+            self._damaged(what)
 
     def ask(self, reference: Version, uids: Sequence[str]) -> None:
         """Request that searchers score these trajectories under `reference`, as far as they have not been; requests for
@@ -195,8 +211,8 @@ class JournalFollower(AbstractContextManager["JournalFollower"]):
     def totals(self) -> Totals:
         """Returns what was ever appended and deleted."""
         self._database.require_file()
-        values = dict(self._database.rows("SELECT name, value FROM totals WHERE name <> 'retired_until'"))
-        return Totals(**values)
+        values = dict(self._database.rows("SELECT name, value FROM totals"))
+        return Totals(**{name: values[name] for name in Totals.__slots__ if name in values})
 
     def recoveries(self) -> list[Recovery]:
         """Returns each time that a damaged file was set aside, the first first."""
@@ -308,7 +324,7 @@ class JournalFollower(AbstractContextManager["JournalFollower"]):
             time.sleep(_PAUSE)
 
     def _holds_lock(self) -> bool:
-        return self._lock.take(fcntl.LOCK_EX)
+        return self._lock is not None and self._lock.take(fcntl.LOCK_EX)
 
     def close(self) -> None:
         """Truncate the log if no other process prevents it, and close. Rows stay."""
@@ -316,7 +332,8 @@ class JournalFollower(AbstractContextManager["JournalFollower"]):
             self.checkpoint()  # may fail, on a full disk
         finally:
             self._database.close()
-            self._lock.close()
+            if self._lock is not None:
+                self._lock.close()
 
     def __exit__(self, *failure: object) -> None:
         self.close()

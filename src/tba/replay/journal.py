@@ -10,6 +10,7 @@ what they count.
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,10 +18,12 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from urllib.parse import quote
 
 from tba.replay.codec import Damaged, Encoded, Row, decode_prompt, decode_trajectory, encode_logs, encoded
+from tba.replay.database import acknowledged_folder
 from tba.replay.recovery import open_journal
-from tba.replay.schema import ROWS, STAGED, add_to_totals, has_staged, keep_prompts
+from tba.replay.schema import AMOUNTS, ROWS, STAGED, add_to_totals, has_staged, keep_prompts
 from tba.types import LEFT_OUT, Evaluation, Outcome, Score, Trajectory, Version
 
 _AT_ONCE = 500  # parameters of one query, of which old versions of SQLite allow 999
@@ -49,6 +52,7 @@ class JournalWriter(AbstractContextManager["JournalWriter"]):
         self._clock = clock
         self._scored_before = False
         self._database = open_journal(path, deadline_s, waiting, create)
+        self._acknowledged = -1  # the open file that says how many rows there were at the last `put`
 
     def put(
         self,
@@ -85,6 +89,19 @@ class JournalWriter(AbstractContextManager["JournalWriter"]):
                 connection.executemany(
                     "INSERT INTO outcomes (position, successes, failures) VALUES (?, ?, ?)", outcomes
                 )
+            amounts = connection.execute(AMOUNTS).fetchone()
+        self._acknowledge(*amounts)
+
+    def _acknowledge(self, rows: int, tokens: int) -> None:
+        """Leave beside the journal how much it has had, so that a loss is known even where the journal is gone."""
+        try:
+            if self._acknowledged < 0:
+                path = acknowledged_folder(self._database.path) / quote(self.owner, safe="")
+                path.parent.mkdir(exist_ok=True)
+                self._acknowledged = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            os.pwrite(self._acknowledged, b"%20d %20d\n" % (rows, tokens), 0)
+        except OSError:  # a full disk: what was put is on it
+            return
 
     def _stage(
         self, connection: sqlite3.Connection, rows: Sequence[Row], positions: Sequence[int], samples: int
@@ -335,6 +352,9 @@ class JournalWriter(AbstractContextManager["JournalWriter"]):
     def close(self) -> None:
         """Stop writing; leases that were not given back run out."""
         self._database.close()
+        if self._acknowledged >= 0:
+            os.close(self._acknowledged)
+            self._acknowledged = -1
 
     def __exit__(self, *failure: object) -> None:
         self.close()

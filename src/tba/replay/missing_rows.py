@@ -14,9 +14,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tba.replay.database import acknowledged_folder
 from tba.replay.follower import JournalFollower
 from tba.replay.recovery import add_lost, count_put, free_name, open_journal, record_recovery
 from tba.replay.schema import add_to_totals, set_mark, set_totals
@@ -73,6 +75,16 @@ class Loss:
             f"the journal {self.path} {self.why}: at least {self.rows:,} of the {self.held.rows:,} trajectories "
             "that it held are missing"
         )
+
+
+def acknowledged(path: Path) -> Held:
+    """Returns what the owners had put into the journal at `path`, as each of them left it beside the journal."""
+    amounts = []
+    for file in acknowledged_folder(path).glob("*"):
+        with suppress(OSError, ValueError):
+            rows, tokens = map(int, file.read_text().split())
+            amounts.append(Held(max(0, rows), max(0, tokens)))
+    return Held.most(amounts)
 
 
 def find_loss(path: Path, held: Held, marks: Sequence[Sequence[int]] = ()) -> Loss | None:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
-from tba.replay.schema import PAGE_BYTES
+from tba.replay.schema import PAGE_BYTES, TOTALS_PAGE
 
 # rowid, COLUMNS columns: None where the table has fewer, or where the column is the rowid
 Row: TypeAlias = tuple[int, tuple[Any, ...]]
@@ -67,6 +67,57 @@ def committed(frames: list[Frame]) -> list[Frame]:
     """Returns the frames up to the last one that ends a transaction."""
     ends = [i for i, frame in enumerate(frames) if frame.commits]
     return frames[: ends[-1] + 1] if ends else []
+
+
+def is_whole(wal: Path, frames: list[Frame]) -> bool:
+    """Returns whether the log's bytes up to the first page of the totals in it are those that SQLite wrote."""
+    with wal.open("rb") as file:
+        head = file.read(_WAL_HEAD)
+        order = ">" if head[3] & 1 else "<"  # of the words that are summed
+        sums = _summed((0, 0), head[:24], order)
+        if sums != struct.unpack(">2I", head[24:]):
+            return False
+        for frame in frames:
+            file.seek(frame.at - _FRAME_HEAD)
+            frame_head = file.read(_FRAME_HEAD)
+            sums = _summed(_summed(sums, frame_head[:8], order), file.read(PAGE_BYTES), order)
+            if sums != struct.unpack(">2I", frame_head[16:]):
+                return False
+            if frame.page == TOTALS_PAGE:
+                return True
+    return True
+
+
+def _summed(sums: tuple[int, int], content: bytes, order: str) -> tuple[int, int]:
+    """Returns SQLite's checksum of a log, continued over more of its bytes."""
+    first, second = sums
+    words = struct.unpack(f"{order}{len(content) // 4}I", content)
+    for even, odd in zip(words[::2], words[1::2], strict=True):
+        first = (first + even + second) & 0xFFFFFFFF
+        second = (second + odd + first) & 0xFFFFFFFF
+    return first, second
+
+
+def page_at(path: Path, at: int) -> bytes:
+    """Returns the page that begins at a byte of a file."""
+    with path.open("rb") as file:
+        file.seek(at)
+        return file.read(PAGE_BYTES)
+
+
+def totals_on(page: bytes) -> dict[str, int]:
+    """Returns the totals on their page, as far as both of their copies agree; none for what is no such page."""
+    if len(page) < PAGE_BYTES or page[:1] != _LEAF:
+        return {}
+    with closing(sqlite3.connect(":memory:")) as connection:
+        connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+        connection.execute("CREATE TABLE page (name, value, again)")  # its root is the second page
+        try:
+            connection.deserialize(connection.serialize()[:PAGE_BYTES] + page)
+            rows = connection.execute("SELECT name, value, again FROM page").fetchall()
+        except UNREADABLE:
+            return {}
+    return {name: value for name, value, again in rows if isinstance(value, int) and value == again}
 
 
 def torn(frames: list[Frame], read: int) -> bool:

@@ -14,15 +14,15 @@ from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 import numpy.typing as npt
 
 from tba.errors import DeadlineExceeded, UserError
+from tba.replay.checks import uri_to_read
 from tba.replay.codec import Damaged, header_of
 from tba.replay.follower import JournalFollower
-from tba.replay.recovery import look_over
+from tba.replay.reading import JournalFile
 from tba.types import Json, Trajectory
 
 _MAY = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
@@ -47,7 +47,7 @@ class Share:
 def rows_in(journal: Path) -> int | None:
     """Returns how many trajectories were ever put into a journal that others write; None where that cannot be read."""
     try:
-        with closing(sqlite3.connect(f"file:{quote(str(journal.absolute()))}?mode=ro", uri=True, timeout=0.1)) as there:
+        with closing(sqlite3.connect(uri_to_read(journal), uri=True, timeout=0.1)) as there:
             ((rows,),) = there.execute("SELECT value FROM totals WHERE name = 'rows'")
     except (sqlite3.Error, ValueError):
         return None
@@ -59,18 +59,16 @@ class JournalQueries(AbstractContextManager["JournalQueries"]):
 
     used: [places + 1], how often the trajectory of each place was trained on; fills the table `uses`.
 
-    A damaged journal that nobody has open is recovered first, as always when a journal is opened.
+    Of a damaged journal that nobody has open, a recovered copy is read. Raises `UserError` as `JournalFile` does.
     """
 
     def __init__(self, path: Path, used: npt.NDArray[np.int32] | None = None, deadline_s: float = 60.0) -> None:
-        if not path.is_file():
-            raise UserError(f"there is no journal at {path}: give the folder of a run that has one")
         self.deadline_s = deadline_s
-        with JournalFollower(path) as follower:
+        self._file = JournalFile(path)
+        with JournalFollower(path, file=self._file) as follower:
             self.recoveries = follower.recoveries()
             self.totals = follower.totals()
-        self._lock = look_over(path)
-        self._connection = sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro", uri=True)
+        self._connection = sqlite3.connect(self._file.uri, uri=True)
         self._connection.create_function("facts", 1, _facts, deterministic=True)
         self._connection.execute("CREATE TEMP TABLE uses (uid TEXT PRIMARY KEY, uses INTEGER NOT NULL)")
         if used is not None:
@@ -192,7 +190,7 @@ class JournalQueries(AbstractContextManager["JournalQueries"]):
     def close(self) -> None:
         """End the connection."""
         self._connection.close()
-        self._lock.close()
+        self._file.close()
 
     def __exit__(self, *failure: object) -> None:
         self.close()
@@ -212,7 +210,7 @@ def _at_most(rows: Iterator[tuple[Any, ...]], size: int) -> Iterator[tuple[Any, 
 
 def written_out(path: Path, used: npt.NDArray[np.int32]) -> Iterator[list[dict[str, Json]]]:
     """Yields all trajectories that can be read, oldest first, in chunks, in the form that `tba import` takes."""
-    with JournalFollower(path) as follower:
+    with JournalFile(path) as file, JournalFollower(path, file=file) as follower:
         while chunk := follower.drain_stored(_AT_ONCE):
             yield [_written(t.trajectory, int(used[t.place]) if t.place < len(used) else 0) for t in chunk]
 

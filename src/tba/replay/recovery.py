@@ -1,6 +1,8 @@
 """Opening a journal. The first process to do so checks it; a damaged one is set aside, and its rows go into a new file.
 
+    journal.sqlite-in-use        locked: shared by all who may write it, exclusively by a command that copies it
     journal.sqlite-open          locked: shared by all who have it open, exclusively by the one that checks it
+    journal.sqlite.other-1-wal   a log that lay beside the journal and is not its own (`checks`)
     journal.sqlite-suspect       a process met damage while using it: it is recovered, whatever the check finds
     journal.sqlite.damaged-1     what was set aside (with its -wal), as it was; nothing is ever deleted
     journal.sqlite.recovering    the new file while it is made; `.recovered` once it is whole
@@ -21,33 +23,21 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterable
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from tba.errors import DeadlineExceeded, UserError
+from tba.replay.checks import damage, log_belongs, log_of, uri_to_read
 from tba.replay.codec import Damaged, facts_of, prompt_id
-from tba.replay.database import Database, FileLock, network_filesystem, suspect_mark
-from tba.replay.pages import (
-    HEAD,
-    UNREADABLE,
-    Frame,
-    begins_as_sqlite,
-    committed,
-    frames_read,
-    rows_of,
-    torn,
-    wal_frames,
-)
-from tba.replay.schema import KIND, STAGED, TABLES, VERSION, has_staged, keep_prompts, set_totals
+from tba.replay.database import Database, FileLock, in_use_mark, network_filesystem, suspect_mark
+from tba.replay.pages import HEAD, UNREADABLE, rows_of
+from tba.replay.schema import KIND, STAGED, has_staged, keep_prompts, set_totals
 
 log = logging.getLogger("tba.journal")
 _DEADLINE = 1800.0  # seconds that checking and recovering a large file may take
 _POLL = 0.02
-_DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
-_OTHER_FORMAT = "unsupported file format"  # of the schema, by a header whose bytes have changed: it has no code
 _PLAIN = ("leases", "outcomes", "jobs", "evaluations", "counters", "unscored", "scores", "recoveries")
 _LEAST_BYTES = 32  # that the facts of a trajectory take up
 _MOST_CUT_OFF = 10_000_000  # trajectories whose loss a file tells that could not hold them: each gets a row
@@ -86,102 +76,70 @@ def open_journal(
             f"the journal {path} would be on a network filesystem ({kind}), where SQLite loses data: "
             f"give a folder on a local disk with --run.journal-dir"
         )
-    lock = look_over(path)
+    locks = look_over(path)
     try:
-        return Database(path, deadline_s, lock, waiting, create)
+        return Database(path, deadline_s, locks, waiting, create)
     except BaseException:
-        lock.close()
+        locks.close()
         raise
 
 
-def look_over(path: Path, deadline_s: float = _DEADLINE) -> FileLock:
-    """Returns the lock that every process holds that has the journal open. The first checks the file, the others wait
+def look_over(path: Path, deadline_s: float = _DEADLINE) -> ExitStack:
+    """Returns the locks that every process holds that may write the journal. The first checks the file, the others wait
     until it has.
 
     Raises `DeadlineExceeded` when that takes too long, `UserError` for a file that is no journal.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(Path(f"{path}-open"))
-    try:
-        if lock.take(fcntl.LOCK_EX):
+    limit = time.monotonic() + deadline_s
+    with ExitStack() as locks:
+        in_use = locks.enter_context(closing(FileLock(in_use_mark(path))))
+        opened = locks.enter_context(closing(FileLock(Path(f"{path}-open"))))
+        _take_shared(in_use, limit, f"another command to copy the journal {path}")
+        if opened.take(fcntl.LOCK_EX):
             _look(path)
-        limit = time.monotonic() + deadline_s
-        while not lock.take(fcntl.LOCK_SH):
-            if time.monotonic() >= limit:
-                raise DeadlineExceeded(f"waited {deadline_s:g} s for another process to check the journal {path}")
-            time.sleep(_POLL)
-    except BaseException:
-        lock.close()
-        raise
-    return lock
+        _take_shared(opened, limit, f"another process to check the journal {path}")
+        return locks.pop_all()
 
 
-def damage(path: Path) -> str | None:
-    """Returns what is wrong with a journal, in a few words; None when nothing is. Nothing is changed.
-
-    Another program's file is not damaged: opening it will refuse it.
-    """
-    wal = Path(f"{path}-wal")
-    frames = wal_frames(wal)
-    if not path.exists() or not path.stat().st_size:
-        return "it is empty, its log is not" if committed(frames) else None
-    if not begins_as_sqlite(path):
-        return "its header is not a journal's"
-    try:
-        with closing(_read_only(path)) as connection:
-            return _damage_seen_by(connection, path, frames)
-    except UnicodeDecodeError:  # of the schema, which is text
-        return "its schema is not text"
-    except sqlite3.DatabaseError as error:
-        if getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGE or str(error) == _OTHER_FORMAT:
-            return str(error)
-        return None  # opening it will say what it is
-
-
-def _damage_seen_by(connection: sqlite3.Connection, path: Path, frames: list[Frame]) -> str | None:
-    kind, version = (connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))
-    if torn(frames, frames_read(path)):
-        return "its log is damaged"
-    if kind != KIND or version != VERSION:
-        return None  # opening it will refuse it
-    found = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]  # indexes too, at no more cost
-    if found != "ok":
-        return str(found).splitlines()[-1]
-    if not _has_all_columns(connection):
-        return "its schema is not a journal's"
-    changed = connection.execute("SELECT count(*) FROM totals WHERE value IS NOT again").fetchone()[0]
-    return "its totals are not what was written" if changed else None
-
-
-def _has_all_columns(connection: sqlite3.Connection) -> bool:
-    """Returns whether a journal has every column of every table: SQLite does not check names."""
-    with closing(sqlite3.connect(":memory:")) as wanted:
-        wanted.executescript(TABLES)
-        return _columns(wanted) <= _columns(connection)
-
-
-def _columns(connection: sqlite3.Connection) -> set[tuple[bytes, bytes]]:
-    connection.text_factory = bytes  # whatever they are
-    return set(
-        connection.execute(
-            "SELECT t.name, c.name FROM sqlite_master t, pragma_table_info(t.name) c WHERE t.type = 'table'"
-        )
-    )
+def _take_shared(lock: FileLock, limit: float, event: str) -> None:
+    began = time.monotonic()
+    while not lock.take(fcntl.LOCK_SH):
+        if time.monotonic() >= limit:
+            raise DeadlineExceeded(f"waited {time.monotonic() - began:.0f} s for {event}")
+        time.sleep(_POLL)
 
 
 def _look(path: Path) -> None:
-    recovered = Path(f"{path}.recovered")
+    recovered = recovered_name(path)
     for part in (".recovering", ".recovering-wal", ".recovering-shm", ".recovering-journal", ".pages"):
         Path(f"{path}{part}").unlink(missing_ok=True)
     if recovered.exists():
         _replace(path, recovered, free_name(path))
-    elif why := damage(path) or ("SQLite met damage while it was in use" if suspect_mark(path).exists() else None):
+        suspect_mark(path).unlink(missing_ok=True)
+        return
+    log_name = "" if log_belongs(path) else _set_log_aside(path)
+    if why := damage(path) or ("SQLite met damage while it was in use" if suspect_mark(path).exists() else None):
         aside = free_name(path)
         recovery = _recover(path, Path(f"{path}.recovering"), why, aside.name)
         os.replace(f"{path}.recovering", recovered)
         _replace(path, recovered, aside)
         log.warning("%s: %s", path, recovery)
     suspect_mark(path).unlink(missing_ok=True)
+    if log_name:
+        why = f"had a log beside it that is not its own, which was set aside as {log_name}"
+        log.warning("the journal %s %s", path, why)
+        with Database(path) as database, database.transaction() as connection:
+            (rows,) = connection.execute("SELECT count(*) FROM bodies").fetchone()
+            record_recovery(connection, time.time(), "", why, rows, 0, 0)
+
+
+def _set_log_aside(path: Path) -> str:
+    """Rename a log, so that SQLite does not read it into the journal; returns its new name."""
+    aside = log_of(free_name(path, "other"))
+    os.rename(log_of(path), aside)
+    Path(f"{path}-shm").unlink(missing_ok=True)
+    return aside.name
 
 
 def _replace(path: Path, recovered: Path, aside: Path) -> None:
@@ -255,7 +213,10 @@ def _copy_tables(path: Path, connection: sqlite3.Connection) -> _Known:
     """Copy the small tables, each as far as it can be read."""
     in_file, in_log = (p.stat().st_size // _LEAST_BYTES if p.exists() else 0 for p in (path, Path(f"{path}-wal")))
     known = _Known(in_file, in_log)
-    with suppress(*UNREADABLE, OSError), closing(_read_only(path)) as old:
+    with (
+        suppress(*UNREADABLE, OSError),
+        closing(sqlite3.connect(uri_to_read(path), uri=True, timeout=5.0, isolation_level=None)) as old,
+    ):
         old.execute("PRAGMA writable_schema = ON")  # with it SQLite reads as far as a truncated file goes
         known.ours = old.execute("PRAGMA application_id").fetchone()[0] == KIND
         whole = {table for table in _PLAIN if _copy_table(old, connection, table)}
@@ -326,7 +287,9 @@ def _account(connection: sqlite3.Connection, known: _Known) -> tuple[int, int]:
     """Make facts, totals and counts agree with the bodies; returns (trajectories, tokens) that are lost."""
     totals = known.totals
     retired = totals.get("retired_until", 0)
+    connection.create_function("uid_in", 1, lambda body: facts_of(body)["uid"])
     owners = dict(connection.execute("SELECT seq, owner FROM facts"))
+    connection.execute("DELETE FROM bodies WHERE uid_in(body) <> (SELECT uid FROM facts f WHERE f.seq = bodies.seq)")
     for seq, prompt, tokens, body in connection.execute("SELECT seq, prompt, tokens, body FROM bodies"):
         facts = facts_of(body)
         owner = owners.get(seq) or str(facts["provenance"].get("searcher", ""))
@@ -393,8 +356,9 @@ def count_put(connection: sqlite3.Connection, after: int) -> None:
         )
 
 
-def _read_only(path: Path) -> sqlite3.Connection:
-    return sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro", uri=True, timeout=5.0, isolation_level=None)
+def recovered_name(path: Path) -> Path:
+    """Returns the name of the new file from when it is whole until it has taken the journal's place."""
+    return Path(f"{path}.recovered")
 
 
 def free_name(path: Path, why: str = "damaged") -> Path:

@@ -1,7 +1,8 @@
 """The journal's tables.
 
     totals          how much was ever appended and deleted; the file's random identifier, drawn when it was made; and
-                    the mark of the incarnation that wrote last, drawn when that began (0: of a run without marks).
+                    the mark of the incarnation that wrote last, drawn when that began (0: of a run without marks);
+                    the links of the last transaction and of the one before, by which a log is known to be its own.
                     The first table, on the file's second page: whatever else is lost, it says how much that was.
                     Each value is there twice, since no index and no checksum would show that it has changed
     prompts         each prompt, under the digest of its body
@@ -27,13 +28,18 @@ by `Database`, and nothing in it is changed.
 
 from __future__ import annotations
 
+import secrets
 import sqlite3
 from collections.abc import Iterable, Mapping
 
 KIND = 0x54424131  # "TBA1" in the file's header, which tells it from other programs' files
 VERSION = 7
 PAGE_BYTES = 8192  # a body of 128 tokens is a bit over 2 kB: a page of 4096 would hold only one
+TOTALS_PAGE = 2
 ROWS = "SELECT value FROM totals WHERE name = 'rows'"  # how many trajectories were ever put
+AMOUNTS = """SELECT
+    (SELECT value FROM totals WHERE name = 'rows'), (SELECT value FROM totals WHERE name = 'tokens')
+"""
 # The two rows without content in `prompt_copies` do not fit on one page. As long as a table does, its only page is its
 # root, and what is on it moves to the file's end when it is full.
 TABLES = """
@@ -62,7 +68,8 @@ CREATE TABLE recoveries (
     lost_rows INTEGER NOT NULL, lost_tokens INTEGER NOT NULL
 );
 INSERT INTO totals VALUES ('rows', 0, 0), ('tokens', 0, 0), ('positions', 0, 0), ('retired_rows', 0, 0),
-    ('retired_tokens', 0, 0), ('retired_until', 0, 0), ('identity', random() & 0x7fffffffffffffff, 0), ('mark', 0, 0);
+    ('retired_tokens', 0, 0), ('retired_until', 0, 0), ('identity', random() & 0x7fffffffffffffff, 0), ('mark', 0, 0),
+    ('link', 0, 0), ('link_before', 0, 0);
 UPDATE totals SET again = value;
 INSERT INTO prompt_copies (id, body) VALUES (0, zeroblob(8000)), (0, zeroblob(200));
 CREATE TABLE unscored (
@@ -111,7 +118,20 @@ def set_totals(connection: sqlite3.Connection, values: Mapping[str, int]) -> Non
 
 def set_mark(connection: sqlite3.Connection, mark: int) -> None:
     """Set the mark of the incarnation that begins; files of earlier programs have no place for it."""
-    connection.execute(
-        "INSERT INTO totals SELECT 'mark', 0, 0 WHERE NOT EXISTS (SELECT 1 FROM totals WHERE name = 'mark')"
-    )
+    _make_place(connection, "mark")
     set_totals(connection, {"mark": mark})
+
+
+def draw_link(connection: sqlite3.Connection) -> None:
+    """Draw the link of a transaction, as the last thing in it."""
+    last = connection.execute("SELECT value FROM totals WHERE name = 'link'").fetchone()
+    if last is None:  # a file of an earlier program
+        _make_place(connection, "link", "link_before")
+    set_totals(connection, {"link_before": last[0] if last else 0, "link": 1 + secrets.randbits(62)})
+
+
+def _make_place(connection: sqlite3.Connection, *names: str) -> None:
+    connection.executemany(
+        "INSERT INTO totals SELECT ?1, 0, 0 WHERE NOT EXISTS (SELECT 1 FROM totals WHERE name = ?1)",
+        [(name,) for name in names],
+    )

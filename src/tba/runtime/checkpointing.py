@@ -26,9 +26,8 @@ from tba.foreign import read_json
 from tba.record.faults import count_faults, record_fault
 from tba.record.metrics import JOURNAL_ROWS, read_last
 from tba.record.summary import Summary
-from tba.replay.database import rows_seen
 from tba.replay.follower import JournalFollower, Totals
-from tba.replay.missing_rows import Held, Loss, find_loss
+from tba.replay.missing_rows import Held, Loss, acknowledged, find_loss
 from tba.runtime.run_directory import RunDirectory
 from tba.training.checkpoint import Checkpoint, newest_sound
 from tba.types import Json, Version
@@ -83,7 +82,7 @@ def note_recoveries(run: RunDirectory, journal: Path) -> list[str]:
 
 def held_by_journal(run: RunDirectory) -> Held:
     """Returns the most that the journal is known to have held, according to the newest weights, the newest checkpoint,
-    the last line of metrics, searchers that have ended, processes that found it damaged, and the summary.
+    the last line of metrics, searchers that have ended, what each owner had put, and the summary.
     """
     weights = WeightDirectory(run.weights)
     known = [Held.parse(weights.notes(version).get("journal")) for version in weights.versions()]
@@ -94,7 +93,7 @@ def held_by_journal(run: RunDirectory) -> Held:
         with suppress(UserError):
             counted.append(read_json(left, "", dict[str, Any]))
     known += [Held(rows=int(n)) for said in counted if isinstance(n := said.get(JOURNAL_ROWS), float | int)]
-    known.append(Held(rows=rows_seen(run.journal_there())))
+    known.append(acknowledged(run.journal_there()))
     with suppress(UserError):  # a summary that cannot be read
         summary = Summary.read(run.path)
         known += [] if summary is None else [Held(summary.trajectories.written, summary.tokens.written)]

@@ -26,6 +26,7 @@ from tba.recipe import Recipe, differences, resolved
 from tba.record.jsonl import write_json
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
+from tba.replay.reading import JournalFile
 from tba.rollout.prompts import encode
 from tba.runtime.prompting import grader_of, speech_of
 from tba.runtime.run_directory import IMPORTS, PREPARED, RunDirectory
@@ -123,10 +124,8 @@ def _acted(recipe: Recipe, task: Acted, most: int) -> Iterator[Entry]:
 
 
 def _trajectories(path: Path) -> Iterator[Entry]:
-    if not path.is_file():
-        raise UserError(f"there is no journal at {path}: give the folder of a run that has one, or a file of lines")
     number = 0
-    with JournalFollower(path) as journal:
+    with JournalFile(path) as file, JournalFollower(path, file=file) as journal:
         while chunk := journal.drain(_AT_ONCE):
             for trajectory in chunk:
                 number += 1

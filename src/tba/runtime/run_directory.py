@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from tba.errors import UserError
 from tba.foreign import is_name, read_json
 from tba.recipe import Recipe, resolved
 from tba.record.jsonl import write_json
-from tba.replay.database import rows_mark
+from tba.replay.database import acknowledged_folder
 from tba.replay.follower import JournalFollower
 from tba.replay.missing_rows import leave_mark
 from tba.runtime.program import version
@@ -106,7 +107,7 @@ class RunDirectory:
                     "--run-name, or remove it"
                 )
         leave_mark(run.journal(recipe), mark)
-        rows_mark(run.journal(recipe)).unlink(missing_ok=True)  # of a run that had its place
+        shutil.rmtree(acknowledged_folder(run.journal(recipe)), ignore_errors=True)  # of a run that had its place
         write_json(run.path / "recipe.json", facts)
         return run
 
