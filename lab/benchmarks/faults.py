@@ -14,15 +14,17 @@ ended; runs that it has already are not repeated. The kinds:
     resume                               driver killed, and killed twice more while the run is resumed
     bits                                 a few bits of the journal flipped while nothing runs
     truncated                            the journal cut off at a random place while nothing runs
-    emptied                              the journal deleted or emptied while nothing runs: what was acknowledged
-                                         after the newest weights were published is then unknown; so too where less
-                                         than two pages are left of a journal that is cut off, and nothing in its log
+    emptied                              the journal deleted or emptied while nothing runs
+    log-gone                             the log of a run that was killed deleted or cut while nothing runs
+    log-stale, log-foreign               an earlier log of its own, or another journal's, beside a journal that was
+                                         closed in order; it is read by `tba replay` first
+    bodies-swapped, body-foreign         two trajectories with each other's content; one with another's
+    rows-removed                         the last row deleted by SQL, or some content in the middle
     disk-before, disk-after              the disk full before the first checkpoint, after one; then room is made
     clock                                time.time set back by an hour, the driver killed, set back by a day
     two-resumes                          driver killed, two resumes at once
     version                              a searcher with other source files tries to join
-    copied-back                          an older copy of the journal laid over it while nothing runs; what was
-                                         acknowledged after the newest weights were published is then unknown
+    copied-back                          an older copy of the journal laid over it while nothing runs
     copied-under                         an older copy written over the journal in place, under the run, every second
                                          time with an empty log
     searcher-memory, trainer-memory      no more memory for it than it has, or some megabytes more (ulimit -v)
@@ -75,9 +77,8 @@ from tba.command.replay import uses_of
 from tba.record.faults import count_faults, read_faults
 from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
+from tba.replay.journal import JournalWriter
 from tba.replay.pages import committed, wal_frames
-from tba.replay.schema import PAGE_BYTES
-from tba.runtime.checkpointing import held_by_journal
 from tba.runtime.local.heartbeat import heartbeat_file
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.run_lock import is_held
@@ -153,7 +154,6 @@ class Run:
     step: int = 0
     inflicting: bool = False  # the journal is damaged
     going: bool = False  # under the run, which acknowledges more until it notices
-    known: int | None = None  # trajectories that anything but the journal knows of, if that is gone
     wrong: list[str] = field(default_factory=list)
 
     def begin(self, *overrides: str, recipe: str = "quickstart") -> None:
@@ -341,10 +341,7 @@ def truncated(run: Run) -> None:
     run.kill_driver_and_wait()
     run.inflicting = True
     file = run.path / "journal.sqlite"
-    left = run.rng.randrange(1, file.stat().st_size)
-    if left < 2 * PAGE_BYTES and not committed(wal_frames(Path(f"{file}-wal"))):
-        run.known = held_by_others(run)
-    os.truncate(file, left)
+    os.truncate(file, run.rng.randrange(1, file.stat().st_size))
 
 
 def emptied(run: Run) -> None:
@@ -353,8 +350,6 @@ def emptied(run: Run) -> None:
     run.kill_driver_and_wait()
     run.inflicting = True
     file = run.path / "journal.sqlite"
-    run.known = held_by_others(run)
-    run.require(run.known, "nobody knew of any trajectory")
     Path(f"{file}-wal").unlink(missing_ok=True)
     if run.number % 2:
         os.truncate(file, 0)
@@ -362,16 +357,80 @@ def emptied(run: Run) -> None:
         file.unlink()
 
 
-def held_by_others(run: Run) -> int:
-    """How many trajectories the journal has had according to all that the run directory knows without it."""
-    return held_by_journal(RunDirectory.open(run.path)).rows
+def log_gone(run: Run) -> None:
+    run.begin()
+    run.at_some_step(low=1)
+    run.kill_driver_and_wait()
+    run.inflicting = True
+    log = Path(f"{run.path / 'journal.sqlite'}-wal")
+    if run.number % 2 and log.exists():
+        os.truncate(log, run.rng.randrange(log.stat().st_size + 1))
+    else:
+        log.unlink(missing_ok=True)
+
+
+def strange_log(own: bool) -> Callable[[Run], None]:
+    """A log of the run's own, of earlier, or another journal's."""
+
+    def disturb(run: Run) -> None:
+        journal, stale = run.path / "journal.sqlite", run.scratch / "stale"
+        run.begin()
+        run.at_some_step(low=1, high=run.steps // 2)
+        if own:
+            run.until(lambda: committed(wal_frames(Path(f"{journal}-wal"))))
+            shutil.copy(f"{journal}-wal", stale)
+        else:
+            other = run.scratch / "other.sqlite"
+            with closing(sqlite3.connect(journal)) as connection:
+                connection.execute("VACUUM INTO ?", (str(other),))
+            with JournalWriter(other, "searcher-0") as writer:
+                writer.count(rejected_trajectories=1)
+                shutil.copy(f"{other}-wal", stale)
+        run.at_some_step(low=len(read_metrics(run.path)) + 5)
+        run.driver.send_signal(signal.SIGINT)
+        run.require(run.ended() == 130, f"it did not stop in order: {run.said()[-300:]}")
+        run.acknowledged = run.copied()
+        shutil.copy(stale, f"{journal}-wal")
+        before = journal.read_bytes()
+        run.start("replay", str(run.path))
+        run.require(run.ended() == 0 and "is passed over" in run.said(), f"replay: {run.said()[-300:]}")
+        run.require(journal.read_bytes() == before, "reading changed the journal")
+        run.begun.append(run.begun[-2])
+
+    return disturb
+
+
+def by_sql(*statements: tuple[str, ...]) -> Callable[[Run], None]:
+    """Statements, of which each run takes one part, on a journal that nobody uses."""
+
+    def disturb(run: Run) -> None:
+        run.begin()
+        run.at_some_step(low=1)
+        run.kill_driver_and_wait()
+        run.inflicting = True
+        (last,) = some(run.path / "journal.sqlite", "SELECT max(seq) FROM trajectories")
+        places = {"last": last[0], "one": run.rng.randrange(1, last[0] - 100)}
+        with closing(sqlite3.connect(run.path / "journal.sqlite")) as connection, connection:
+            for statement in statements[run.number % len(statements)]:
+                connection.execute(statement, places)
+
+    return disturb
+
+
+SWAPPED = (
+    "CREATE TEMP TABLE two AS SELECT seq, body FROM bodies WHERE seq IN (:one, :one + 50)",
+    "UPDATE bodies SET body = (SELECT body FROM two WHERE two.seq = 2 * :one + 50 - bodies.seq) "
+    "WHERE seq IN (:one, :one + 50)",
+)
+COPIED = ("UPDATE bodies SET body = (SELECT body FROM bodies WHERE seq = :one + 50) WHERE seq = :one",)
+LAST_ROW = ("DELETE FROM trajectories WHERE seq = :last", "DELETE FROM bodies WHERE seq = :last")
+MIDDLE = ("DELETE FROM bodies WHERE seq BETWEEN :one AND :one + 77",)
 
 
 def copied_back(run: Run) -> None:
-    older, there = backed_up(run)
+    older = backed_up(run)
     run.kill_driver_and_wait()
     run.inflicting = True
-    run.known = max(0, held_by_others(run) - there)
     file = run.path / "journal.sqlite"
     for part in ("-wal", "-shm"):
         Path(f"{file}{part}").unlink(missing_ok=True)
@@ -379,7 +438,7 @@ def copied_back(run: Run) -> None:
 
 
 def copied_under(run: Run) -> None:
-    older, _ = backed_up(run)
+    older = backed_up(run)
     parts = parts_of(run.driver.pid).values()
     for part in parts:
         os.kill(part, signal.SIGSTOP)
@@ -396,15 +455,15 @@ def copied_under(run: Run) -> None:
         run.ended()
 
 
-def backed_up(run: Run) -> tuple[Path, int]:
-    """Begins the run, and goes on to some later step; returns a copy of its journal and how many rows that has."""
+def backed_up(run: Run) -> Path:
+    """Begins the run, and goes on to some later step; returns a copy of its journal."""
     run.begin()
     run.at_some_step(low=1, high=run.steps // 2)
     older, then = run.scratch / "older.sqlite", run.step
     with closing(sqlite3.connect(run.path / "journal.sqlite", timeout=30.0)) as journal:
         journal.execute("VACUUM INTO ?", (str(older),))
     run.at_some_step(low=then + 5)
-    return older, len(rows_of(older))
+    return older
 
 
 def little_memory(part: str) -> Callable[[Run], None]:
@@ -581,6 +640,12 @@ KINDS: dict[str, Callable[[Run], None]] = {
     "bits": bits,
     "truncated": truncated,
     "emptied": emptied,
+    "log-gone": log_gone,
+    "log-stale": strange_log(own=True),
+    "log-foreign": strange_log(own=False),
+    "bodies-swapped": by_sql(SWAPPED),
+    "body-foreign": by_sql(COPIED),
+    "rows-removed": by_sql(LAST_ROW, MIDDLE),
     "disk-before": full_disk(1, EVERY - 5),
     "disk-after": full_disk(EVERY + 5, None),
     "clock": clock,
@@ -678,8 +743,6 @@ def outcome(run: Run, finished: bool, hung: bool, seconds: float) -> Outcome:
     else:
         after = rows_of(run.path / "journal.sqlite")
         missing = sum(after.get(seq) != row for seq, row in run.acknowledged.items())
-        run.require(run.known is None or run.known <= missing, f"{missing} missing, {run.known} known of")
-        missing = missing if run.known is None else run.known
         reported = reported_lost(run.path)
         trained = summary.trajectories.trained_total
         branch = {int(row["step"]): row["trajectories"] for row in read_metrics(run.path)}
