@@ -32,6 +32,13 @@ ended; runs that it has already are not repeated. The kinds:
     eio-metrics, eio-checkpoint, eio-weights, eio-journal, eio-evaluations, eio-log, eio-ledger, eio-summary
                                          EIO for each write to such a file and each flush of it, from some moment on;
                                          the disk is well again for the resume (needs a C compiler)
+    reward-exits, reward-forks, reward-hangs, reward-memory, reward-closes
+                                         the reward ends its process, forks it, never returns, asks for 10 GB, or closes
+                                         the process's outputs, once
+    refill, teacher                      driver killed: with `--replay.selection.refill`; while a student learns from a
+                                         teacher, which is not there, or another one, at the first resume
+    memory-copy                          a copy of a run with `--publish.in-memory` is resumed while the run goes on
+    searcher-files                       files of the searcher may not grow any more (ulimit -f)
     moved                                the folder of the run moved away under it, and put back once the run has ended
 
 Every run is required to meet these conditions:
@@ -53,6 +60,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import os
 import random
 import re
@@ -74,6 +82,7 @@ from parts import forked, parts_of
 
 import tba
 from tba.command.replay import uses_of
+from tba.recipes.quickstart import BASE
 from tba.record.faults import count_faults, read_faults
 from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
@@ -562,6 +571,75 @@ def full_disk(low: int, high: int | None) -> Callable[[Run], None]:
     return disturb
 
 
+def hostile_reward(act: str) -> Callable[[Run], None]:
+    def disturb(run: Run) -> None:
+        when = run.scratch / "now"
+        run.environment |= {"HOSTILE_WHEN": str(when), "HOSTILE_ACT": act}
+        recipe = str(Path(__file__).with_name("hostile_reward.py"))
+        run.begin("--run.reward-deadline", "5", recipe=recipe)
+        run.at_some_step(low=1)
+        run.acknowledged = rows_of(run.path / "journal.sqlite")
+        when.touch()
+        run.require(run.ended() == 0, f"it did not train to its end: {run.said()[-300:]}")
+        run.require(not when.exists(), "the reward did nothing")
+        if act == "exit":
+            run.require(count_faults(run.path)["searcher_restarts"] == 1, "the searcher was not started again")
+        if act in ("hang", "memory"):
+            rejected = Summary.read(run.path)
+            run.require(rejected and rejected.trajectories.rejected, "no answer was rejected")
+
+    return disturb
+
+
+def refill(run: Run) -> None:
+    run.begin("--replay.selection.refill")
+    run.at_some_step()
+    run.kill("driver")
+
+
+def teacher(run: Run) -> None:
+    """A teacher that is gone is named in a sentence; another one in its place too, or is learnt from as asked."""
+    folder, away = run.scratch / "teacher", run.scratch / "away"
+    shutil.copytree(BASE, folder)
+    run.begin("--teacher.paths", str(folder), recipe="distil")
+    run.at_some_step(low=1)
+    run.kill_driver_and_wait()
+    folder.rename(away)
+    if run.number % 2:
+        shutil.copytree(BASE, folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    run.resume()
+    ends_in_a_sentence(run)
+    shutil.rmtree(folder, ignore_errors=True)
+    away.rename(folder)
+
+
+def memory_copy(run: Run) -> None:
+    run.begin("--publish.in-memory")
+    run.at_some_step(low=5, high=run.steps // 2)
+    copy = run.scratch / "copy" / "run"
+    run.acknowledged = rows_of(run.path / "journal.sqlite")
+    with suppress(shutil.Error):  # files that come and go
+        shutil.copytree(run.path, copy, symlinks=True)
+    going = run.begun[-1]
+    run.start("resume", str(copy), "--accept-lost-rows")
+    code = run.ended()
+    run.require(code in (0, 2), f"the copy's resume ended with {code}: {run.said()[-300:]}")
+    run.begun.append(going)
+    run.require(run.ended() == 0, f"the run itself did not go on: {run.said()[-300:]}")
+
+
+def searcher_files(run: Run) -> None:
+    run.begin()
+    run.at_some_step(low=1)
+    run.acknowledged = rows_of(run.path / "journal.sqlite")
+    most = (run.path / "journal.sqlite").stat().st_size
+    resource.prlimit(run.the("searcher-0"), resource.RLIMIT_FSIZE, (most, most))
+    code = run.ended()
+    run.require(code in (0, 2), f"exit {code}: {run.said()[-300:]}")
+
+
 CLOCK = """
 import os, time
 real = time.time
@@ -624,6 +702,7 @@ def other_version(run: Run) -> None:
     run.begun.append(going)
 
 
+ACTS = {"exits": "exit", "forks": "fork", "hangs": "hang", "memory": "memory", "closes": "closed"}
 KINDS: dict[str, Callable[[Run], None]] = {
     "none": Run.begin,
     "searcher": killed("searcher-0"),
@@ -665,6 +744,11 @@ KINDS: dict[str, Callable[[Run], None]] = {
     "eio-log": disk_errors("searcher-0.log"),
     "eio-ledger": disk_errors("trainer.result.json", at_the_end=True),
     "eio-summary": disk_errors("summary.json", at_the_end=True),
+    **{f"reward-{name}": hostile_reward(act) for name, act in ACTS.items()},
+    "refill": refill,
+    "teacher": teacher,
+    "memory-copy": memory_copy,
+    "searcher-files": searcher_files,
     "moved": moved,
 }
 

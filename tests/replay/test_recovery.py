@@ -518,4 +518,8 @@ def test_bodies_that_sql_has_removed_are_reported(tmp_path: Path) -> None:
     with JournalFollower(path, damaged=reports.append) as follower:
         assert [t.uid for t in follower.drain()] == ["t0", "t1", "t4", "t5"]
         assert follower.take_gone() == Gone(damaged_trajectories=2, damaged_tokens=8)
-    assert reports == [f"2 trajectories of {path} have lost their content (between 1 and 6) and are left out"]
+    assert reports == [f"trajectory {seq} of {path} has lost its content and is left out" for seq in (3, 4)]
+    with JournalFollower(path, damaged=reports.append) as follower:  # a resume
+        follower.drain()
+        assert follower.take_gone().damaged_trajectories == 2
+    assert len(reports) == 2

@@ -298,7 +298,7 @@ def test_a_copy_of_the_journal_from_before_a_resume_is_told_though_nothing_knows
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["resume", str(run), "--steps", "45", "--runtime", "inline"]) == 0
-    for folder in ("weights", "checkpoints"):
+    for folder in ("weights", "checkpoints", "journal.sqlite-acknowledged"):
         shutil.rmtree(run / folder)
     for file in ("metrics.jsonl", "summary.json", "logs/searcher-0.result.json"):
         (run / file).unlink()

@@ -22,7 +22,7 @@ from tba.replay.codec import Damaged, Gone, Stored, decode_logs, decode_prompt, 
 from tba.replay.database import Database, FileLock
 from tba.replay.reading import JournalFile
 from tba.replay.recovery import Recovery, open_journal
-from tba.replay.schema import add_to_totals, set_totals
+from tba.replay.schema import LOST, add_to_totals, has_table, note_lost, set_totals
 from tba.types import Evaluation, Prompt, Score, Trajectory, Version
 
 log = logging.getLogger("tba.journal")
@@ -137,11 +137,8 @@ class JournalFollower(AbstractContextManager["JournalFollower"]):
         )
         if known != len(rows):
             gone = self._without_body(self.position, end)
-            if gone.damaged_trajectories:
-                self._report(
-                    f"{gone.damaged_trajectories} trajectories of {self._database.path} have lost their content "
-                    f"(between {self.position + 1} and {end}) and are left out"
-                )
+            if gone.damaged_trajectories and self._holds_lock():
+                self._report_lost()
             self._gone += gone
         self.position = end
         self._retire()
@@ -165,7 +162,18 @@ class JournalFollower(AbstractContextManager["JournalFollower"]):
         if self._holds_lock():
             with self._database.transaction() as connection:
                 connection.execute("DELETE FROM bodies WHERE seq = ?", (seq,))
+                connection.execute(LOST)
+                connection.execute("INSERT OR IGNORE INTO lost VALUES (?)", (seq,))
         return Gone(damaged_trajectories=1, damaged_tokens=tokens)
+
+    def _report_lost(self) -> None:
+        """Report trajectories that have lost their content without a record of it: by SQL, or another program."""
+        with self._database.transaction() as connection:
+            earlier = has_table(connection, "lost")
+            lost = note_lost(connection)
+            by_recovery = not earlier and connection.execute("SELECT 1 FROM recoveries WHERE lost_rows > 0").fetchone()
+        for seq in () if by_recovery else lost:  # an earlier program recovered, reported them, and kept no record
+            self._report(f"trajectory {seq} of {self._database.path} has lost its content and is left out")
 
     def _report(self, what: str) -> None:
         log.warning("%s", what)

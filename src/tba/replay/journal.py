@@ -23,7 +23,7 @@ from urllib.parse import quote
 from tba.replay.codec import Damaged, Encoded, Row, decode_prompt, decode_trajectory, encode_logs, encoded
 from tba.replay.database import acknowledged_folder
 from tba.replay.recovery import open_journal
-from tba.replay.schema import AMOUNTS, ROWS, STAGED, add_to_totals, has_staged, keep_prompts
+from tba.replay.schema import AMOUNTS, ROWS, STAGED, add_to_totals, has_table, keep_prompts
 from tba.types import LEFT_OUT, Evaluation, Outcome, Score, Trajectory, Version
 
 _AT_ONCE = 500  # parameters of one query, of which old versions of SQLite allow 999
@@ -82,7 +82,7 @@ class JournalWriter(AbstractContextManager["JournalWriter"]):
                 "DELETE FROM leases WHERE position = ? AND owner = ?", [(position, self.owner) for position in leases]
             )
             new = len(tokens) + self._stage(connection, waiting.rows, positions, samples)
-            if has_staged(connection):
+            if has_table(connection, "staged"):
                 connection.executemany("DELETE FROM staged WHERE uid = ?", [(row.uid,) for row in rows.rows])
             if new or not (rows.rows or waiting.rows):
                 self._count(connection, counters or {})
@@ -276,7 +276,7 @@ class JournalWriter(AbstractContextManager["JournalWriter"]):
 
     def _put_staged(self, connection: sqlite3.Connection) -> None:
         """Append what this owner has staged; each group is marked with what it lacks."""
-        if not has_staged(connection):
+        if not has_table(connection, "staged"):
             return
         groups: dict[int, list[Trajectory]] = {}
         samples: dict[int, int] = {}

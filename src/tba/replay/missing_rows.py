@@ -21,7 +21,7 @@ from pathlib import Path
 from tba.replay.database import acknowledged_folder
 from tba.replay.follower import JournalFollower
 from tba.replay.recovery import add_lost, count_put, free_name, open_journal, record_recovery
-from tba.replay.schema import add_to_totals, set_mark, set_totals
+from tba.replay.schema import add_to_totals, note_lost, set_mark, set_totals
 from tba.types import Json
 
 
@@ -131,6 +131,7 @@ def accept(loss: Loss) -> None:
         add_lost(connection, lost, lost_tokens)
         more = {"rows": len(lost), "tokens": lost_tokens, "positions": max(0, held.positions - positions)}
         add_to_totals(connection, more)
+        note_lost(connection)
         if held.identity:
             set_totals(connection, {"identity": held.identity})
         if loss.mark:

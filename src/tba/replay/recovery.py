@@ -33,7 +33,7 @@ from tba.replay.checks import damage, log_belongs, log_of, uri_to_read
 from tba.replay.codec import Damaged, facts_of, prompt_id
 from tba.replay.database import Database, FileLock, in_use_mark, network_filesystem, suspect_mark
 from tba.replay.pages import HEAD, UNREADABLE, rows_of
-from tba.replay.schema import KIND, STAGED, has_staged, keep_prompts, set_totals
+from tba.replay.schema import KIND, LOST, STAGED, has_table, keep_prompts, note_lost, set_totals
 
 log = logging.getLogger("tba.journal")
 _DEADLINE = 1800.0  # seconds that checking and recovering a large file may take
@@ -221,9 +221,10 @@ def _copy_tables(path: Path, connection: sqlite3.Connection) -> _Known:
         known.ours = old.execute("PRAGMA application_id").fetchone()[0] == KIND
         whole = {table for table in _PLAIN if _copy_table(old, connection, table)}
         with suppress(*UNREADABLE):
-            if has_staged(old):
-                connection.execute(STAGED)
-                _copy_table(old, connection, "staged")
+            for table, statement in (("staged", STAGED), ("lost", LOST)):
+                if has_table(old, table):
+                    connection.execute(statement)
+                    _copy_table(old, connection, table)
         with suppress(*UNREADABLE):
             known.believe(old.execute("SELECT name, value, again FROM totals"))
             known.counted = known.totals.get("rows") if "counters" in whole else None
@@ -298,17 +299,21 @@ def _account(connection: sqlite3.Connection, known: _Known) -> tuple[int, int]:
     connection.execute("DELETE FROM bodies WHERE seq NOT IN (SELECT seq FROM trajectories)")
     connection.execute("INSERT OR IGNORE INTO trajectories SELECT * FROM facts")
     _fill_places(connection, totals)
-    (rows, tokens), (lost_rows, lost_tokens), (old_rows, old_tokens) = (
+    (rows, tokens), (old_rows, old_tokens) = (
         connection.execute(f"{_AMOUNT} {condition}", (retired,)).fetchone()
-        for condition in ("seq > 0 OR ?", "seq > ? AND seq NOT IN (SELECT seq FROM bodies)", "seq <= ?")
+        for condition in ("seq > 0 OR ?", "seq <= ?")
     )
     new = dict.fromkeys(_TOTALS, 0) | {"retired_rows": old_rows, "retired_tokens": old_tokens} | totals
     set_totals(connection, new | {"rows": max(rows, new["rows"]), "tokens": max(tokens, new["tokens"])})
+    lost = [(seq,) for seq in note_lost(connection)]
+    lost_tokens = sum(
+        connection.execute("SELECT tokens FROM trajectories WHERE seq = ?", place).fetchone()[0] for place in lost
+    )
     if known.counted is None:  # counts without the rows they count would be of no use
         _count_again(connection)
     elif rows > known.counted:  # of transactions that SQLite itself could not read
         count_put(connection, known.counted)
-    return lost_rows, lost_tokens
+    return len(lost), lost_tokens
 
 
 _AMOUNT = "SELECT count(*), coalesce(sum(tokens), 0) FROM trajectories WHERE"

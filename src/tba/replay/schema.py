@@ -22,6 +22,8 @@
     staged          graded answers to prompts whose other answers are not graded yet; only where there ever were any, so
                     that files of earlier programs are as they were
 
+    lost            numbers of trajectories whose content is lost, and whose loss is on record; only where there are any
+
 Invariant: a file with this version's number in its header has exactly these tables. One of another version is refused
 by `Database`, and nothing in it is changed.
 """
@@ -89,9 +91,24 @@ CREATE TABLE IF NOT EXISTS staged (
 """
 
 
-def has_staged(connection: sqlite3.Connection) -> bool:
-    """Returns whether the file has the table of staged answers."""
-    return connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'staged'").fetchone() is not None
+LOST = "CREATE TABLE IF NOT EXISTS lost (seq INTEGER PRIMARY KEY)"
+
+
+def has_table(connection: sqlite3.Connection, name: str) -> bool:
+    """Returns whether the file has one of the tables that are made when they are needed."""
+    return connection.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (name,)).fetchone() is not None
+
+
+def note_lost(connection: sqlite3.Connection) -> list[int]:
+    """Put on record each trajectory without content that is not yet; returns their numbers."""
+    connection.execute(LOST)
+    lost = connection.execute(
+        "SELECT seq FROM trajectories t WHERE seq > (SELECT value FROM totals WHERE name = 'retired_until') "
+        "AND NOT EXISTS (SELECT 1 FROM bodies b WHERE b.seq = t.seq) "
+        "AND NOT EXISTS (SELECT 1 FROM lost l WHERE l.seq = t.seq)"
+    ).fetchall()
+    connection.executemany("INSERT INTO lost VALUES (?)", lost)
+    return [seq for (seq,) in lost]
 
 
 def keep_prompts(connection: sqlite3.Connection, prompts: Iterable[tuple[int, bytes]]) -> None:
