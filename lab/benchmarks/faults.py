@@ -367,9 +367,16 @@ def emptied(run: Run) -> None:
 
 
 def log_gone(run: Run) -> None:
+    """All parts are killed at once, so that nobody moves the log into the journal."""
     run.begin()
     run.at_some_step(low=1)
-    run.kill_driver_and_wait()
+    parts = (*parts_of(run.driver.pid).values(), *forked(run.driver.pid), run.driver.pid)
+    for kind in (signal.SIGSTOP, signal.SIGKILL):
+        for part in parts:
+            os.kill(part, kind)
+    run.ended()
+    run.until(lambda: not is_held(run.path), of_a_run_that_goes_on=False)
+    run.acknowledged = run.copied()
     run.inflicting = True
     log = Path(f"{run.path / 'journal.sqlite'}-wal")
     if run.number % 2 and log.exists():
@@ -580,10 +587,11 @@ def hostile_reward(act: str) -> Callable[[Run], None]:
         run.at_some_step(low=1)
         run.acknowledged = rows_of(run.path / "journal.sqlite")
         when.touch()
-        run.require(run.ended() == 0, f"it did not train to its end: {run.said()[-300:]}")
+        code, exits = run.ended(), act == "exit"  # what ends its process by itself is not started again
+        run.require(code == (2 if exits else 0), f"exit {code}: {run.said()[-300:]}")
         run.require(not when.exists(), "the reward did nothing")
-        if act == "exit":
-            run.require(count_faults(run.path)["searcher_restarts"] == 1, "the searcher was not started again")
+        if exits:
+            run.require("ended with exit code 3" in run.said(), f"the exit code is not named: {run.said()[-300:]}")
         if act in ("hang", "memory"):
             rejected = Summary.read(run.path)
             run.require(rejected and rejected.trajectories.rejected, "no answer was rejected")

@@ -138,7 +138,7 @@ class Cell:
     @property
     def name(self) -> str:
         judge = self.judge.replace(" ", "")
-        return f"{self.side}-{self.objective}-{judge}-{self.rate:g}-{self.groups}-{self.seed}"
+        return f"{self.side}-{self.objective}-{judge}-{self.rate:g}-{self.groups}-{self.uses:g}-{self.seed}"
 
 
 @dataclass(frozen=True)
