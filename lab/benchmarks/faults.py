@@ -592,7 +592,7 @@ def hostile_reward(act: str) -> Callable[[Run], None]:
         run.require(not when.exists(), "the reward did nothing")
         if exits:
             run.require("ended with exit code 3" in run.said(), f"the exit code is not named: {run.said()[-300:]}")
-        if act in ("hang", "memory"):
+        if act == "hang":
             rejected = Summary.read(run.path)
             run.require(rejected and rejected.trajectories.rejected, "no answer was rejected")
 
