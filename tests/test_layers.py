@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1] / "src" / "tba"
 FILES = sorted(ROOT.rglob("*.py"))
 
-GROUND = {"errors", "types", "fields", "foreign", "tables", "turns"}
+GROUND = {"errors", "types", "fields", "markup", "foreign", "tables", "turns"}
 TENSORS = {"sharding", "streaming", "host_copies", "cards"}  # torch alone
 SEAMS = GROUND | {"protocols", "generation", "grading", "batch"}
 LEAVES = {"engines", "policy", "rewards", "tasks"}
@@ -28,9 +28,10 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "types": set(),
     "fields": {"errors"},  # of any settings
-    "foreign": {"errors", "types"},  # whatever is read from outside, by anybody
+    "markup": {"errors", "types"},  # control tokens, and text that only spells them
+    "foreign": {"errors", "types", "markup"},  # whatever is read from outside, by anybody
     "tables": {"errors", "types", "foreign"},  # rows of files, for tasks and imports
-    "turns": {"errors", "types", "foreign"},  # what ends a turn in a chat template
+    "turns": {"errors", "types", "foreign", "markup"},  # what ends a turn in a chat template
     "clock": set(),
     "batch": {"types"},
     "protocols": {"types", "batch", "sharding"},  # the last two for type checkers only

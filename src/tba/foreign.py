@@ -24,6 +24,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from tba.errors import UserError
+from tba.markup import Markup, control_tokens, encoded_all, escaped
 from tba.types import Json, Problem, Split, Version
 
 log = logging.getLogger(__name__)
@@ -225,16 +226,18 @@ def _is_message(value: object) -> bool:
 
 def templated(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Json] = (), answered: bool = False
-) -> str:
+) -> Markup:
     """Returns messages as a tokenizer's own template writes them, with the tools (schemas) that may be called; where
-    the template has no place for tools, a system message describes them. Raises `UserError` for what it raises.
+    the template has no place for tools, a system message describes them. What the messages say is no control token,
+    whatever it spells. Raises `UserError` for what the template raises.
 
     answered: they end with the assistant's answer; else the text ends where the answer is to begin.
     """
+    messages, tools = escaped(control_tokens(tokenizer), messages, tools)
     text = _templated(tokenizer, messages, tools, answered)
     if tools and text == _templated(tokenizer, messages, (), answered):
-        return _templated(tokenizer, _described(messages, tools), (), answered)
-    return text
+        return Markup(_templated(tokenizer, _described(messages, tools), (), answered))
+    return Markup(text)
 
 
 def _templated(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Json], answered: bool) -> str:
@@ -323,16 +326,16 @@ def _as_jinja(value: str) -> str:
 
 def prompt_tokens(tokenizer: Any, texts: Sequence[str], chat: bool = False) -> list[list[int]]:
     """Returns the tokens of prompts: a text of its own begins as the tokenizer begins texts (often with a token for
-    that, once where the text spells it out too), while a chat is begun by its template. Neither ends as a text does: it
-    is continued. Many texts at once are several times faster than one by one.
+    that, once where the text spells it out too), while a chat, which is markup, is begun by its template. Neither ends
+    as a text does: it is continued. Many texts at once are several times faster than one by one.
     """
     rows: list[list[int]]
-    if callable(tokenizer) and texts:
-        rows = tokenizer(list(texts), add_special_tokens=not chat, return_attention_mask=False)["input_ids"]
-    else:
-        rows = [list(tokenizer.encode(text, add_special_tokens=not chat)) for text in texts]
     if chat:
-        return rows
+        return encoded_all(tokenizer, texts)
+    if callable(tokenizer) and texts:
+        rows = tokenizer(list(texts), return_attention_mask=False)["input_ids"]
+    else:
+        rows = [list(tokenizer.encode(text, add_special_tokens=True)) for text in texts]
     begin, end = getattr(tokenizer, "bos_token_id", None), tokenizer.eos_token_id
     word = str(getattr(tokenizer, "eos_token", ""))
     if end is not None:

@@ -7,11 +7,12 @@ models, and whoever needs the end of a turn (sampling, imports, supervised train
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tba.errors import UserError
 from tba.foreign import templated
+from tba.markup import THOUGHT, ControlTokens, Markup, continuation, control_tokens
 from tba.types import Json
 
 # stand-ins in a conversation that the template writes
@@ -19,7 +20,7 @@ ASKED, SAID, HEARD = "\u2039asked\u203a", "\u2039said\u203a", "\u2039heard\u203a
 _ASKED = {"role": "user", "content": ASKED}
 _ANSWERED = {"role": "assistant", "content": SAID}
 _THINKING = ("thinking", "reasoning_content")  # where templates look for the thoughts of an answer
-THOUGHT = ("<think>", "</think>")
+_LEAD = 32  # characters of a prompt with which an answer to it is encoded
 CALL_ID = "0toolcall"  # nine letters and digits, as Mistral's templates want them
 
 
@@ -70,6 +71,7 @@ class AssistantTurn:
     parts: bool = False  # what ends a turn that others have answered also ends its thoughts, and no turn (gpt-oss)
     lead: str = ""  # the end of what begins the turn in a prompt, from its last special token on
     marks: tuple[str, ...] = ()  # the special tokens
+    control: ControlTokens = field(default_factory=ControlTokens)
 
     @property
     def thinks(self) -> bool:
@@ -82,36 +84,44 @@ class AssistantTurn:
         frames = (self.last,) if self.parts else (self.last, self.heard, self.called)
         return frozenset(frame.token for frame in frames if frame.token is not None)
 
-    def text(self, answer: str, frame: Frame | None = None) -> str:
-        """Returns an answer with what the template writes before it. frame: `last`, unless another is given.
+    def text(self, answer: str, frame: Frame | None = None) -> Markup:
+        """Returns an answer with what the template writes around it, but for its end. frame: `last`, unless another is
+        given.
 
-        A thought that the prompt has begun already is not begun again.
+        A thought that the prompt has begun already is not begun again. Marks of turns in the answer are text.
         """
+        frame = frame or self.last
+        answer = answer.removesuffix(frame.gap)
         if self.thinks and answer.lstrip().startswith(THOUGHT[0]):
-            return answer.lstrip().removeprefix(THOUGHT[0]).removeprefix("\n")
-        opening = (frame or self.last).opening
+            opening, answer = "", answer.lstrip().removeprefix(THOUGHT[0]).removeprefix("\n")
+        else:
+            opening = self._opening(answer, frame.opening)
+            answer = answer.removeprefix(opening)
+        return Markup(opening + self.control.markup(answer, turn=True) + frame.gap)
+
+    def _opening(self, answer: str, opening: str) -> str:
+        """Returns what the template writes before an answer that has some of it already."""
         blanks = opening[: len(opening) - len(opening.lstrip())]
         if opening == blanks and answer.startswith(self.marks):
-            return answer  # a call that is written with marks of its own
+            return ""  # a call that is written with marks of its own
         if THOUGHT[1] in answer and THOUGHT[1] in opening:
-            opening = blanks if THOUGHT[0] in opening else ""
-        return answer if answer.startswith(opening) else opening + answer
+            return blanks if THOUGHT[0] in opening else ""
+        return opening
 
     def tokens(self, answer: str, encode: Callable[[str], list[int]], frame: Frame | None = None) -> list[int]:
         """Returns the tokens of an answer as the template writes it, up to and with the one that ends it; `encode` as
-        the tokenizer does, without special tokens of its own. What it raises is raised.
+        `markup.encoded` does. What it raises is raised.
         """
-        frame = frame or self.last
-        text = self.text(answer, frame)
-        text += "" if text.endswith(frame.gap) else frame.gap
-        return [*self.behind_lead(encode(self.lead + text), text, encode), *([frame.end.token] if frame.end else ())]
+        return self.closed(self.text(answer, frame), encode, frame)
 
-    def behind_lead(self, tokens: list[int], text: str, encode: Callable[[str], list[int]]) -> list[int]:
-        """Returns the tokens of a text without those of the lead, with which it was encoded. Some tokenizers write a
-        text by itself with a blank before it.
-        """
-        lead = encode(self.lead) if self.lead else []
-        return tokens[len(lead) :] if tokens[: len(lead)] == lead else encode(text)
+    def closed(self, text: Markup, encode: Callable[[str], list[int]], frame: Frame | None = None) -> list[int]:
+        """Returns the tokens of a text that is written as a turn's already, and the one that ends it."""
+        end = (frame or self.last).end
+        return [*continuation(encode, text, self.lead), *([end.token] if end else ())]
+
+    def behind(self, prompt: str) -> AssistantTurn:
+        """Returns how an answer to a text is written, behind its last characters."""
+        return replace(self, lead=prompt[-_LEAD:])
 
 
 def assistant_turn(tokenizer: Any, chat: bool = True, tools: Sequence[Json] = ()) -> AssistantTurn:
@@ -123,7 +133,7 @@ def assistant_turn(tokenizer: Any, chat: bool = True, tools: Sequence[Json] = ()
     eos = getattr(tokenizer, "eos_token_id", None)
     plain = Frame("", None if eos is None else End(eos, tokenizer.decode([eos], skip_special_tokens=False)))
     if not chat or not getattr(tokenizer, "chat_template", None):
-        return AssistantTurn(plain, plain, plain)
+        return AssistantTurn(plain, plain, plain)  # a text may be written out in full, with its markup
     begins = getattr(tokenizer, "bos_token_id", None)  # a text, and therefore no end of a turn
     marks = {text: token for text, token in _special(tokenizer).items() if text and (token != begins or token == eos)}
     begun = _written(tokenizer, [_ASKED], tools)
@@ -153,6 +163,7 @@ def assistant_turn(tokenizer: Any, chat: bool = True, tools: Sequence[Json] = ()
         parts=own is not None and end is not None and end != own and end.text in _opening(thought, begun),
         lead=begun[at:],
         marks=tuple(marks),
+        control=control_tokens(tokenizer),
     )
 
 
@@ -188,11 +199,11 @@ def tool_message(name: str, content: str, call: str = "") -> dict[str, str]:
     return {"role": "tool", "name": name, "content": content, "tool_call_id": call or CALL_ID}
 
 
-def following(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Json] = ()) -> str:
+def following(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Json] = ()) -> Markup:
     """Returns what the template writes behind an answer that these messages follow, its end included. Raises
     `UserError` where it cannot.
     """
-    return templated(tokenizer, [_ASKED, _ANSWERED, *messages], tools).partition(SAID)[2]
+    return Markup(templated(tokenizer, [_ASKED, _ANSWERED, *messages], tools).partition(SAID)[2])
 
 
 def special_id(tokenizer: Any, text: str) -> int | None:

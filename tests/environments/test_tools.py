@@ -12,11 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
+from transformers import GPT2Config, PreTrainedTokenizerFast
 
 import account
 from chat_families import deepseek
 from chat_families import tokenizer as families_tokenizer
+from tba.engines.stopping import ends_of
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.environments.engine import EpisodeEngine
 from tba.environments.episode import Episode, EpisodeFailed, Observation
@@ -24,10 +25,11 @@ from tba.environments.guess_number import GuessNumber
 from tba.environments.hosts import EpisodeLimits, Hosts
 from tba.environments.speech import Speech
 from tba.environments.task import EnvironmentTask
-from tba.environments.tools import MARKS, Call, bound, calls_in, schemas_of
+from tba.environments.tools import Call, bound, calls_in, schemas_of
 from tba.errors import UserError
 from tba.foreign import templated
 from tba.generation import generate
+from tba.markup import MARKS
 from tba.protocols import Environment
 from tba.rollout.prompts import PromptSettings, encode
 from tba.training.tiny_models import ScratchModel, train_bpe_tokenizer
@@ -208,12 +210,14 @@ def test_a_call_whose_name_the_template_refuses_is_answered_without_it() -> None
 
 
 @pytest.mark.parametrize("family", ["mistral", "granite", "llama3"])
-def test_marks_that_are_special_tokens_are_seen_by_who_reads_calls_and_by_nobody_else(family: str) -> None:
+def test_marks_that_are_special_tokens_are_text_for_who_reads_a_turn(family: str) -> None:
     made = families_tokenizer(family, "chat")
     mark = {"mistral": "[TOOL_CALLS]", "granite": "<|tool_call|>", "llama3": "<|python_tag|>"}[family]
     tokens = made.encode(f'{mark}[{{"name": "deposit", "arguments": {{}}}}]{made.eos_token}', add_special_tokens=False)
-    text = made.decode(tokens, skip_special_tokens=True)
-    assert mark not in text
+    _, strings = ends_of((), made, GPT2Config(vocab_size=len(made)))
+    text = strings.text(tokens)  # as the reward is given it
+    assert mark in text
+    assert made.eos_token not in text
     assert [c.name for c in calls_in(Speech(made, True, schemas_of(Account())).said(tokens, text))] == ["deposit"]
     assert Speech(made, True).said(tokens) == text
 

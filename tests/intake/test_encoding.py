@@ -7,13 +7,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import normalizers
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
+from chat_families import tokenizer as families_tokenizer
+from tba.engines.stopping import StopStrings
+from tba.environments.episode import Observation
+from tba.environments.speech import Speech
 from tba.intake.answers import Answer
 from tba.intake.encoding import Encoded, Encoder, Known
+from tba.models.warm_start import pairs_of
 from tba.tables import Refusal
 from tba.training.tiny_models import character_tokenizer, train_bpe_tokenizer
-from tba.types import ELSEWHERE, Completion, Prompt, Sampling, StopReason, Trajectory, Version
+from tba.types import ELSEWHERE, Completion, Problem, Prompt, Sampling, StopReason, Trajectory, Version
 
 TOKENIZER = character_tokenizer("0123456789+= Q:uera\n[]sint")
 EOS = TOKENIZER.eos_token_id
@@ -157,6 +164,53 @@ def test_any_text_is_refused_or_its_tokens_say_it(
     assert (tokens[-1] == eos) != truncated
     assert len(tokens) <= encoder.max_tokens
     assert found.prompt.key == Prompt(encoder.task, found.prompt.tokens, "").key
+
+
+def blank_before_texts() -> PreTrainedTokenizerFast:
+    """A tokenizer of SentencePiece's kind, as those of Llama 2 and Mistral 0.1."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=families_tokenizer("llama2", "base").backend_tokenizer, bos_token="<s>", eos_token="</s>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer"),
+    [("1+1=", "2"), ("1+1=", " 2"), ("say ", "it"), ("a\n", "b\n c"), ("There", " is"), ("The", "re is"), ("a", "\nb")],
+)
+def test_an_answer_to_a_text_goes_on_from_it_where_the_tokenizer_puts_a_blank_before_texts(
+    asked: str, answer: str
+) -> None:
+    """Imports, demonstrations and what environments say are read behind a prompt as they are written."""
+    tokenizer = blank_before_texts()
+    encoder = replace(BPE, tokenizer=tokenizer, met={})
+    found = encoded(asked, answer, encoder=encoder)
+    prompt, completion = found.prompt.tokens.tolist(), found.completion.tokens.tolist()
+    assert tokenizer.decode([*prompt, *completion]) == f"{asked}{answer}</s>"
+    (pair,) = pairs_of([Problem(asked, {}, answer)], tokenizer)
+    assert pair.response == completion[:-1]
+    speech = Speech(tokenizer, chat=False)
+    turn, heard = speech.turn(answer).tolist()[:-1], speech.observation(Observation(answer)).tolist()
+    assert tokenizer.decode([*prompt, *turn, *heard]) == asked + answer + answer
+
+
+def test_an_answer_that_reads_back_with_another_blank_is_refused() -> None:
+    tokenizer = blank_before_texts()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace(" ", "")
+    encoder = replace(BPE, tokenizer=tokenizer, met={})
+    assert "cannot write" in refused("1+1=", " 2", encoder=encoder)
+
+
+@pytest.mark.parametrize("answer", ["<think>two</think>42", "two</think>42"])
+def test_marks_of_thoughts_that_are_special_tokens_are_text_of_an_answer_and_can_be_imported(answer: str) -> None:
+    tokenizer = train_bpe_tokenizer(["two 42 Q: 1+1="] * 5, 300)
+    tokenizer.add_tokens(["<think>", "</think>"], special_tokens=True)
+    think, unthink = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
+    found = encoded("1+1=", answer, encoder=replace(BPE, tokenizer=tokenizer, met={})).completion
+    assert found.text == answer
+    assert [t for t in found.tokens if t in (think, unthink)] == [think, unthink][-answer.count(">") :]
+    strings = StopStrings(("o</th",), tokenizer)
+    assert strings.text(found.tokens.tolist()) == answer
+    assert strings.cut(found.tokens.tolist())[1:] == (answer.partition("o</th")[0], True)
 
 
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}{{ 's:' if add_generation_prompt }}"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tba.errors import UserError
+from tba.markup import decoded
 from tba.protocols import Tokenizer
 from tba.turns import assistant_turn, special_id
 from tba.types import StopReason
@@ -67,8 +68,8 @@ class StopStrings:
     ids: frozenset[int] = frozenset()  # the tokens that count as one
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The decoded tokens without special ones."""
-        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+        """The decoded tokens without special ones, but with the marks of thoughts and calls."""
+        return decoded(self.tokenizer, tokens)
 
     def _find(self, text: str) -> int:
         """Returns where the earliest stop string begins; -1 if there is none."""

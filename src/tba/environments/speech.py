@@ -7,15 +7,14 @@ appended, with all that the model's own chat template puts between the end of on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 
 import numpy as np
 
 from tba.environments.episode import EpisodeFailed, Observation
-from tba.environments.tools import MARKS
 from tba.errors import UserError
+from tba.markup import THOUGHT, Markup, continuation, control_tokens, decoded, encoded, plain
 from tba.protocols import Tokenizer
-from tba.turns import HEARD, THOUGHT, AssistantTurn, assistant_turn, following, special_id, tool_message
+from tba.turns import HEARD, AssistantTurn, assistant_turn, following, tool_message
 from tba.types import IntArray, Json, quoted
 
 
@@ -24,25 +23,21 @@ class Speech:
 
     def __init__(self, tokenizer: Tokenizer, chat: bool, tools: Sequence[Json] = ()) -> None:
         """chat: prompts are chats, so that observations become messages of the user, or of the `tools` (schemas)."""
-        self._tokenizer, self._tools = tokenizer, tools
+        self._tokenizer, self._tools, self._chat = tokenizer, tools, chat
         ends = getattr(tokenizer, "end_of_turn", True)  # false: its turns have no end, its answers have
         self._form = assistant_turn(tokenizer, chat, tools) if ends else AssistantTurn()
         self._before, self._after = self._between() if chat else ("", "")
-        self._marks = frozenset(i for mark in MARKS if tools and (i := special_id(tokenizer, mark)) is not None)
         self._by_tools = chat and bool(tools) and HEARD in self._behind([tool_message("tool", HEARD)])
 
     def said(self, tokens: Sequence[int], text: str | None = None) -> str:
         """Returns a turn as its environment is told it. text: its own, without a stop string; None: its tokens'.
 
-        Where calls are read from it, it has the marks of calls and thoughts that are special tokens, and the beginning
-        of a thought that the template has begun and the turn does not end.
+        Where calls are read from it, it has the beginning of a thought that the template has begun and the turn does
+        not end.
         """
-        text = self._tokenizer.decode(list(tokens), skip_special_tokens=True) if text is None else text
+        text = decoded(self._tokenizer, tokens) if text is None else text
         if not self._tools:
             return text
-        if not self._marks.isdisjoint(tokens):
-            runs = groupby(tokens, self._marks.__contains__)
-            text = "".join(self._tokenizer.decode(list(run), skip_special_tokens=not mark) for mark, run in runs)
         return f"{THOUGHT[0]}\n{text}" if self._form.thinks and THOUGHT[1] not in text else text
 
     def observation(self, observation: Observation, ended: bool = True, by: int | None = None) -> IntArray:
@@ -53,12 +48,12 @@ class Speech:
         them. Raises `UserError` where the environment itself says so.
         """
         tools = self._spoken_by_tools(observation)
-        text = self._heard(observation) if tools else self._before + observation.text + self._after
+        text = self._heard(observation) if tools else self._spoken(observation)
         end = (self._form.called if tools else self._form.heard).end
         if not ended or (self._form.heads and end is not None and by not in (None, end.token)):
             end = None
         try:
-            tokens = self._encoded(text)
+            tokens = self._encoded(text) if self._chat else continuation(self._encoded, text)
             if end is not None and text.startswith(end.written) and end.token in tokens:
                 # cut off here and not in the text, since some tokens take the blanks behind them
                 tokens = tokens[tokens.index(end.token) + 1 :]
@@ -78,17 +73,21 @@ class Speech:
         return np.array(self._form.tokens(text, self._encoded, frame), dtype=np.int32)
 
     def text(self, tokens: IntArray) -> str:
-        """Returns tokens as text, without special ones."""
-        return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+        """Returns tokens as text, without special ones but for the marks of thoughts and calls."""
+        return decoded(self._tokenizer, tokens.tolist())
 
     def _encoded(self, text: str) -> list[int]:
         try:
-            return list(self._tokenizer.encode(text, add_special_tokens=False)) if text else []
+            return encoded(self._tokenizer, text) if text else []
         except Exception as error:  # tokenizers of the Rust library raise nothing more precise
             raise UserError(
-                f"the model's tokenizer cannot write what the environment said, {quoted(text)} ({error}): let it say "
-                "what can be written with the characters that it knows, or take another model (--model.path)"
+                f"the model's tokenizer cannot write what the environment said, {quoted(plain(text))} ({error}): let "
+                "it say what can be written with the characters that it knows, or take another model (--model.path)"
             ) from error
+
+    def _spoken(self, observation: Observation) -> Markup:
+        """Returns an observation as a message of the user's, or as the text that goes on."""
+        return Markup(self._before + control_tokens(self._tokenizer).markup(observation.text) + self._after)
 
     def _spoken_by_tools(self, observation: Observation) -> bool:
         return bool(observation.results) and self._by_tools

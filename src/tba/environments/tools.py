@@ -24,11 +24,10 @@ from transformers.utils.chat_template_utils import (
 
 from tba.errors import UserError
 from tba.foreign import check, parsed
-from tba.turns import THOUGHT
+from tba.markup import DEEPSEEK_CALL, THOUGHTS
 from tba.types import Json, is_text, quoted
 
 _NO_TOOLS = {"reset", "step", "get_reward", "close"}
-_THOUGHTS = (THOUGHT, ("[THINK]", "[/THINK]"))
 _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)  # Qwen, SmolLM2, Hermes, GLM
 # no begin is read beyond the next one, so that a turn that repeats itself is read in linear time
 _PAIR = re.compile(  # GLM
@@ -39,23 +38,13 @@ _FUNCTION = re.compile(r"<function=([^<>\n]++)>(.*?)(?:</function>|\Z)", re.DOTA
 _PARAMETER = re.compile(
     r"<parameter=([^<>\n]++)>\n?((?>(?:(?!\n?</parameter>|<parameter=).)*))\n?</parameter>", re.DOTALL
 )
-_BEGIN, _SEP, _END = (
-    "<\uff5ctool\u2581call\u2581begin\uff5c>",
-    "<\uff5ctool\u2581sep\uff5c>",
-    "<\uff5ctool\u2581call\u2581end\uff5c>",
-)
+_BEGIN, _SEP, _END = DEEPSEEK_CALL
 _DEEPSEEK = re.compile(f"{re.escape(_BEGIN)}(.*?)(?:{re.escape(_END)}|\\Z)", re.DOTALL)
 _MISTRAL = re.compile(r"([^\[\]{}]+?)(?:\[CALL_ID\](\w*))?\[ARGS\](.*)", re.DOTALL)  # of its later versions
 _OBJECT = re.compile(r'\{\s*"(?:name|arguments|parameters|type"\s*:\s*"function)"')  # Llama 3: the whole turn
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 _ID = re.compile(r"[\w.:-]{1,64}")
 _SPELT = {"True": True, "False": False, "None": None}  # how Qwen3-Coder's template writes them
-# what stands around calls and thoughts: some tokenizers have it as special tokens, which a turn's text does not show
-MARKS = (
-    *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", _BEGIN, _SEP, _END),
-    *("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|tool_call|>", "<|/tool_call|>", "<|python_tag|>"),
-    *(mark for pair in _THOUGHTS for mark in pair),
-)
 
 
 def tools_of(environment: object) -> dict[str, Callable[..., Any]]:
@@ -111,7 +100,7 @@ def calls_in(text: str) -> list[Call]:
     or around Mistral's `[ARGS]`. What a model thinks before it speaks is no call.
     """
     said = text
-    for begin, end in _THOUGHTS:
+    for begin, end in THOUGHTS:
         said = said.rpartition(end)[2].partition(begin)[0]
     said = said.strip()
     if "<tool_call>" in said:

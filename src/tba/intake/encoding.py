@@ -16,6 +16,7 @@ import numpy as np
 from tba.errors import UserError
 from tba.foreign import prompt_tokens, templated
 from tba.intake.answers import Answer
+from tba.markup import Markup, decoded, encoded, plain
 from tba.protocols import Tokenizer
 from tba.tables import Refusal
 from tba.turns import AssistantTurn, Frame, assistant_turn
@@ -83,7 +84,7 @@ class Encoder:
             return prompt
         known = self.train.at(prompt.key) is not None
         chats = self.chat or prompt.messages is not None
-        completion = self._completion(answer, chats)
+        completion = self._completion(answer, prompt.text, chats)
         if isinstance(completion, Refusal):
             return completion
         return self._unreadable(prompt, completion) or Encoded(prompt, completion, known)
@@ -96,7 +97,7 @@ class Encoder:
         prompt, completion = replace(trajectory.prompt, task=self.task), trajectory.completion
         begin, text = getattr(self.tokenizer, "bos_token_id", None), prompt.tokens.tolist()
         own = prompt.text in (self._decoded(t, special=True) for t in (text, text[text[:1] == [begin] :]))
-        said = self._decoded(completion.tokens.tolist())
+        said = self._shown(completion.tokens.tolist())
         if not own or said is None or not said.startswith(completion.text):
             cut = completion.stop_reason is StopReason.LENGTH
             return Answer(prompt.text, completion.text, cut, trajectory.reward, None, prompt.fields)
@@ -118,9 +119,10 @@ class Encoder:
 
     def _prompt(self, answer: Answer) -> Prompt | Refusal:
         texts, question = self._texts(answer.prompt, answer.tools)
-        if self.held_out.find(texts, question) is not None:
+        shown = [*map(plain, texts)]
+        if self.held_out.find(shown, question) is not None:
             return _HELD_OUT
-        found = self.train.find(texts, question)
+        found = self.train.find(shown, question)
         if found is not None:
             return found
         if not texts:
@@ -135,7 +137,7 @@ class Encoder:
         if len(tokens) > self.max_prompt_tokens:
             return Refusal(f"a prompt longer than {self.max_prompt_tokens} tokens", f"{len(tokens)} tokens")
         chat = None if isinstance(answer.prompt, str) else answer.prompt
-        prompt = Prompt(self.task, np.array(tokens, dtype=np.int32), texts[0], answer.fields, messages=chat)
+        prompt = Prompt(self.task, np.array(tokens, dtype=np.int32), shown[0], answer.fields, messages=chat)
         if self.held_out.at(prompt.key) is not None:
             return _HELD_OUT
         return self.train.at(prompt.key) or self.met.setdefault(prompt.key, prompt)
@@ -153,7 +155,9 @@ class Encoder:
         one_question = all(message["role"] == "system" for message in prompt[:-1])
         return [text for text in texts if text is not None], question if one_question else ""
 
-    def _rendered(self, messages: tuple[Message, ...], tools: tuple[Json, ...], answered: bool = False) -> str | None:
+    def _rendered(
+        self, messages: tuple[Message, ...], tools: tuple[Json, ...], answered: bool = False
+    ) -> Markup | None:
         if not getattr(self.tokenizer, "chat_template", None):
             return None
         try:
@@ -166,45 +170,68 @@ class Encoder:
         """Returns how an answer to a text is written, and how one to a chat is."""
         return assistant_turn(self.tokenizer, chat=False), assistant_turn(self.tokenizer)
 
-    def _completion(self, answer: Answer, chat: bool) -> Completion | Refusal:
+    def _completion(self, answer: Answer, prompt: str, chat: bool) -> Completion | Refusal:
         if len(answer.response) > _CHARACTERS * self.max_tokens:
             return self._too_long(None)
         form, ends = self._forms[chat], self._forms[0].ends | self._forms[chat].ends
-        said = self._without_end(answer.response, ends)
-        frame = form.last
-        if answer.calling is not None:
-            said, frame = self._called(answer, form), form.called
-            if not said:
-                return Refusal("an answer that calls tools, which the model's chat template does not write")
+        form = form if chat and form.lead else form.behind(prompt)
+        frame = form.called if answer.calling is not None else form.last
         frame = Frame(frame.opening) if answer.truncated else frame
-        encode = partial(self.tokenizer.encode, add_special_tokens=False)
-        tokens = self._tokens(lambda: form.tokens(said, encode, frame)) if said else None
+        if answer.calling is not None:
+            markup = self._called(answer, form)
+            if not markup:
+                return Refusal("an answer that calls tools, which the model's chat template does not write")
+        elif response := self._without_end(answer.response, ends):
+            markup = form.text(response, frame)
+        else:
+            return Refusal("an answer that the tokenizer cannot write")
+        tokens = self._tokens(lambda: form.closed(markup, partial(encoded, self.tokenizer), frame))
         if tokens is None:
             return Refusal("an answer that the tokenizer cannot write")
-        own = tokens if frame.end is None else tokens[:-1]
-        text, read = self._decoded(own), self._decoded(own, special=answer.calling is not None)
-        if not own or text is None or read is None or not ends.isdisjoint(own) or _said(read) != _said(form.text(said)):
+        body = tokens if frame.end is None else tokens[:-1]
+        text, read = self._shown(body), self._read(form, body, chat)
+        written = self._comparable(plain(markup), chat)
+        if not body or text is None or read is None or not ends.isdisjoint(body) or read != written:
             return Refusal("an answer that the tokenizer cannot write", f"it reads back as {read!r:.200}")
         if len(tokens) > self.max_tokens:
             return self._too_long(len(tokens))
         reason = StopReason.LENGTH if answer.truncated else StopReason.EXTERNAL
         return Completion(np.array(tokens, dtype=np.int32), text, reason, (ELSEWHERE, ELSEWHERE))
 
-    def _called(self, answer: Answer, form: AssistantTurn) -> str:
+    def _read(self, form: AssistantTurn, body: list[int], chat: bool) -> str | None:
+        """Returns an answer's text as it reads behind its prompt, to be compared; with what the template writes."""
+        lead = self._tokens(lambda: encoded(self.tokenizer, form.lead)) or []
+        before, text = (self._decoded(t, True) if chat else self._shown(t) for t in (lead, [*lead, *body]))
+        if before is None or text is None:
+            return None
+        if not text.startswith(before):
+            before, text = "", (self._decoded(body, True) if chat else self._shown(body)) or ""
+        return self._comparable(text.removeprefix(before), chat)
+
+    def _comparable(self, text: str, chat: bool) -> str:
+        """Returns a text by which an answer is known again: some tokenizers normalise letters and runs of blanks, write
+        a blank behind a special token, or leave blanks out when they decode.
+        """
+        loose = chat or getattr(self.tokenizer, "clean_up_tokenization_spaces", False)
+        words = unicodedata.normalize("NFKC", text).rstrip()
+        begin = " " if not chat and words[:1].isspace() else ""
+        return begin + ("" if loose else " ").join(words.split())
+
+    def _called(self, answer: Answer, form: AssistantTurn) -> Markup:
         """Returns an answer that calls tools as the template writes it; empty where that writes no calls."""
         assert not isinstance(answer.prompt, str)
         assert answer.calling is not None
         begun = self._rendered(answer.prompt, answer.tools)
         whole = self._rendered((*answer.prompt, answer.calling), answer.tools, answered=True)
         if begun is None or whole is None or not whole.startswith(begun):
-            return ""
+            return Markup("")
         said = whole[len(begun) :]
         called = [call.get("function") or call for call in answer.calling["tool_calls"] if isinstance(call, Mapping)]
         names = [one.get("name") for one in called if isinstance(one, Mapping)]
-        if not names or not all(isinstance(name, str) and name in said for name in names):
-            return ""  # it leaves them out
+        if not names or not all(isinstance(name, str) and name in plain(said) for name in names):
+            return Markup("")  # it leaves them out
         ends = [frame.end.written for frame in (form.called, form.last) if frame.end is not None]
-        return said[: min((at for end in ends if (at := said.find(end)) >= 0), default=None)]
+        return Markup(said[: min((at for end in ends if (at := said.find(end)) >= 0), default=None)])
 
     def _without_end(self, response: str, ends: Iterable[int]) -> str:
         """Returns an answer without the ends of its turn that the log spells out."""
@@ -224,13 +251,15 @@ class Encoder:
         except Exception:  # noqa: BLE001 - tokenizers share no error; whatever it is, the line is refused and counted
             return None
 
+    def _shown(self, tokens: Sequence[int]) -> str | None:
+        """Returns tokens as a reward reads them."""
+        try:
+            return decoded(self.tokenizer, tokens)
+        except Exception:  # noqa: BLE001 - ids of another tokenizer, for example
+            return None
+
     def _decoded(self, tokens: Sequence[int], special: bool = False) -> str | None:
         try:
             return self.tokenizer.decode(tokens, skip_special_tokens=not special)
         except Exception:  # noqa: BLE001 - ids of another tokenizer, for example
             return None
-
-
-def _said(text: str) -> str:
-    """Returns a normalised text, for comparison: some tokenizers normalise letters and drop leading spaces."""
-    return "".join(unicodedata.normalize("NFKC", text).split())

@@ -19,6 +19,7 @@ from tba.environments.speech import Speech
 from tba.errors import UserError
 from tba.fields import BY_CODE, as_declared
 from tba.foreign import problems_of, prompt_tokens, read_json, templated, with_arguments
+from tba.markup import continuations, plain
 from tba.models.source import whole
 from tba.policy.loading import load_model, no_bars
 from tba.protocols import Acted, Task
@@ -168,23 +169,18 @@ def pairs_of(problems: list[Problem], tokenizer: Any) -> Iterator[Pair]:
         return
     texts, chats = [_text(p, tokenizer) for p in problems], [_is_chat(p) for p in problems]
     forms = {chat: assistant_turn(tokenizer, chat) for chat in {*chats}}
-    turns = [forms[chat] for chat in chats]
+    turns = [forms[chat] if chat else forms[chat].behind(text) for chat, text in zip(chats, texts, strict=True)]
     answers = [
-        turn.text(p.demonstration) + turn.last.gap if isinstance(p.demonstration, str) else ""
+        turn.text(p.demonstration) if isinstance(p.demonstration, str) else ""
         for p, turn in zip(problems, turns, strict=True)
     ]
-
-    def encoded(texts: list[str]) -> list[list[int]]:
-        return list(tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"])
-
     of = {
         chat: iter(prompt_tokens(tokenizer, [t for t, own in zip(texts, chats, strict=True) if own is chat], chat))
         for chat in forms
     }
-    led = encoded([turn.lead + answer for turn, answer in zip(turns, answers, strict=True)])
+    responses = continuations(tokenizer, answers, [turn.lead for turn in turns])
     eos = tokenizer.eos_token_id
-    for chat, answer, tokens, turn in zip(chats, answers, led, turns, strict=True):
-        response = turn.behind_lead(tokens, answer, lambda text: encoded([text])[0])
+    for chat, response, turn in zip(chats, responses, turns, strict=True):
         yield Pair(next(of[chat]), response, end=_unless(eos, turn.last.token))
 
 
@@ -205,7 +201,7 @@ def _taught(task: Task, tokenizer: Any) -> list[Pair]:
     speech = Speech(tokenizer, _is_chat(problems[0]), problems[0].tools)
     pairs = []
     for problem, asked in zip(problems, pairs_of(problems, tokenizer), strict=True):
-        completion = written(*acted(task, problem, _text(problem, tokenizer)), speech)
+        completion = written(*acted(task, problem, _shown(problem, tokenizer)), speech)
         pair = Pair.of(asked.prompt, completion, completion.tokens[-1:].tolist())
         pairs.append(replace(pair, end=_unless(tokenizer.eos_token_id, pair.end)))
     return pairs
@@ -222,6 +218,10 @@ def _text(problem: Problem, tokenizer: Any) -> str:
     if isinstance(problem.prompt, str):
         return problem.prompt
     return templated(tokenizer, problem.prompt, problem.tools)
+
+
+def _shown(problem: Problem, tokenizer: Any) -> str:
+    return problem.prompt if isinstance(problem.prompt, str) else plain(_text(problem, tokenizer))
 
 
 def _text_of(problem: Problem, task: Acted | None) -> str:

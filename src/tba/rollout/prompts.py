@@ -17,6 +17,7 @@ import numpy as np
 from tba.errors import UserError
 from tba.fields import as_declared
 from tba.foreign import prompt_tokens, templated
+from tba.markup import plain
 from tba.protocols import Tokenizer
 from tba.rollout.posterior import Posterior, PosteriorSettings
 from tba.types import Outcome, Problem, Prompt, quoted
@@ -96,8 +97,10 @@ def encode(
         if not tokens or not text:
             raise UserError(f"a prompt of task {task} is empty after tokenising ({text!r}): give it some text")
         chat = None if isinstance(problem.prompt, str) else problem.prompt
-        asked = Prompt(task, np.array(tokens, dtype=np.int32), text, dict(problem.fields), problem.seed, messages=chat)
-        prompts.append(asked)
+        shown = text if chat is None else plain(text)
+        prompts.append(
+            Prompt(task, np.array(tokens, dtype=np.int32), shown, dict(problem.fields), problem.seed, messages=chat)
+        )
     if not prompts:
         raise UserError(
             f"task {task} has no prompts left ({dropped + no_room} of {len(problems)} were longer than "
@@ -125,8 +128,8 @@ def _tokens(tokenizer: Tokenizer, texts: Sequence[str], chats: Sequence[bool], t
         except Exception as error:  # tokenizers of the Rust library raise nothing more precise
             if len(block) == 1:
                 raise UserError(
-                    f"the model's tokenizer cannot write the prompt {quoted(block[0])} of task {task} ({error}): give "
-                    "prompts of the characters that it knows, or another model (--model.path)"
+                    f"the model's tokenizer cannot write the prompt {quoted(plain(block[0]))} of task {task} ({error}"
+                    "): give prompts of the characters that it knows, or another model (--model.path)"
                 ) from error
             rows = [row for text in block for row in _tokens(tokenizer, [text], [chat], task)]
         yield from rows

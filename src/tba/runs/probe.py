@@ -27,6 +27,7 @@ from tba.batch import Fetched, collate
 from tba.clock import ShareClock
 from tba.generation import stream
 from tba.grading import Grader, Isolated
+from tba.markup import decoded
 from tba.models.arithmetic import product_rate
 from tba.models.huggingface import HuggingFace
 from tba.protocols import Model, Policy, Tokenizer, started
@@ -333,7 +334,7 @@ def _turns(completion: Completion, tokenizer: Tokenizer) -> list[tuple[bool, str
     if completion.mask is None:
         return []
     parts = np.split(completion.tokens, np.flatnonzero(np.diff(completion.mask)) + 1)
-    texts = [tokenizer.decode(part.tolist(), skip_special_tokens=True) for part in parts]
+    texts = [decoded(tokenizer, part.tolist()) for part in parts]
     return [(i % 2 == 0, text) for i, text in enumerate(texts)]
 
 

@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 from tba.engines.rules import positions
 from tba.errors import UserError
 from tba.foreign import SAFE, SAFE_MODEL, UNREADABLE, read_json
+from tba.markup import control_tokens, encoded
 from tba.policy.loading import keep_softcap
 
 REPORT = "reward_model.json"  # in a folder of `tba reward-model`: what it was made of, and its report
@@ -153,7 +154,8 @@ class RewardModel:
 
     def read(self, prompt: str, response: str) -> Text | None:
         """Returns prompt and response as tokens; None for a response that is too long by itself."""
-        first, second = (self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, response))
+        first = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        second = encoded(self.tokenizer, control_tokens(self.tokenizer).markup(response))
         begin = [self.tokenizer.cls_token_id] if self._pair else []
         middle = [self.tokenizer.sep_token_id] if self._pair else []
         room = self.max_tokens - len(begin) - len(middle) - len(second) - 1

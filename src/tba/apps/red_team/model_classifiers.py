@@ -20,6 +20,7 @@ from tba.apps.red_team.victim_model import chosen_device, loaded
 from tba.engines.rules import positions
 from tba.errors import UserError
 from tba.foreign import templated
+from tba.markup import encoded
 
 
 @dataclass
@@ -129,7 +130,7 @@ class JudgeScores:
 
     def _tokens(self, text: str) -> list[int]:
         """Tokenise what comes before the verdict by itself: the model writes the verdict in tokens of its own."""
-        ids: list[int] = self.tokenizer(text, add_special_tokens=self.template != "chat")["input_ids"]
+        ids = encoded(self.tokenizer, text) if self.template == "chat" else self.tokenizer(text)["input_ids"]
         return (ids + self._before)[-self.max_tokens :]
 
     def _encoded(self, text: str) -> list[int]:

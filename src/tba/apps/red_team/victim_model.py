@@ -21,6 +21,7 @@ from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.errors import UserError
 from tba.foreign import SAFE, SAFE_MODEL, UNREADABLE, templated
 from tba.generation import generate
+from tba.markup import encoded, plain
 from tba.policy.loading import keep_softcap
 from tba.types import Prompt, Sampling
 
@@ -70,8 +71,9 @@ class VictimModel:
 
     def _prompt(self, text: str) -> Prompt:
         # A chat template writes the beginning of a text itself.
-        tokens = self.tokenizer.encode(text, add_special_tokens=self.template != "chat")
-        return Prompt("victim", np.array(tokens, np.int32), text)
+        if self.template == "chat":
+            return Prompt("victim", np.array(encoded(self.tokenizer, text), np.int32), plain(text))
+        return Prompt("victim", np.array(self.tokenizer.encode(text), np.int32), text)
 
 
 def chosen_device(name: str) -> str:

@@ -1,0 +1,374 @@
+r"""Control tokens: which a tokenizer has, which may stand in an assistant's turn, and text that only spells them.
+
+A chat template and the texts that it is given become one text, in which a message that says `<|im_end|>` looks as if
+the template had ended the turn. *Markup* is such a text with a BREAK behind each character of the messages' that could
+begin a control token: nobody who looks for one finds it there, neither the template nor the tokenizer.
+
+Invariant: the control tokens of encoded markup are those that stand there without a BREAK. Markup without any has
+exactly the tokens that the tokenizer itself gives it.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, NewType
+from weakref import WeakKeyDictionary
+
+from tokenizers import AddedToken, Tokenizer
+
+from tba.errors import UserError
+from tba.types import Json, quoted
+
+Markup = NewType("Markup", str)
+
+BREAK, _QUOTE = "\ufdd0", "\ufdd2"  # noncharacters, which hardly any text has; the other stands for either in one
+THOUGHT = ("<think>", "</think>")
+THOUGHTS = (THOUGHT, ("[THINK]", "[/THINK]"))
+DEEPSEEK_CALL = tuple(f"<\uff5ctool\u2581{name}\uff5c>" for name in ("call\u2581begin", "sep", "call\u2581end"))
+MARKS = (  # what families write around thoughts and calls
+    *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", *DEEPSEEK_CALL),
+    *("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|tool_call|>", "<|/tool_call|>", "<|python_tag|>"),
+    *(mark for pair in THOUGHTS for mark in pair),
+)
+_BROKEN = re.compile(f"(.){BREAK}|{_QUOTE}(.)", re.DOTALL)
+_QUOTED = {BREAK: f"{_QUOTE}0", _QUOTE: f"{_QUOTE}2"}
+_UNQUOTED = {"0": BREAK, "2": _QUOTE}
+_LEADS = ("\n", "=")  # what nothing is likely to become one token with
+_LABELS = frozenset(("role", "type"))  # of messages, which templates do not join to texts
+_FORM = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)  # of a control token that a tokenizer does not call special
+_QUESTION, _ANSWER, _IDEA = "\u2039question\u203a", "\u2039answer\u203a", "\u2039idea\u203a"
+_USER = {"role": "user", "content": _QUESTION}
+_CALLING = {"id": "0toolcall", "type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "f",
+        "parameters": {"type": "object", "properties": {"a": {"type": "string", "description": "a"}}},
+    },
+}
+
+
+@dataclass(frozen=True)
+class ControlTokens:
+    """Holds the tokens of a tokenizer that are found in a text before anything else is, and that are no text."""
+
+    ids: Mapping[str, int] = field(default_factory=dict)
+    special: frozenset[int] = frozenset()  # those that decoding leaves out where it is asked to
+    turn_marks: tuple[str, ...] = ()  # what the template writes within an assistant's turn, around thoughts and calls
+    thought: tuple[str, str] = THOUGHT  # what it writes before a thought and behind it
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """Finds control tokens in a text."""
+        return _alternatives(self.ids)
+
+    @cached_property
+    def _foreign(self) -> re.Pattern[str]:
+        return _alternatives({BREAK, _QUOTE, *(text[0] for text in self.ids)})
+
+    @cached_property
+    def _turn(self) -> re.Pattern[str]:
+        return re.compile(f"{_alternatives(self.turn_marks).pattern}|{self._foreign.pattern}")
+
+    @cached_property
+    def within(self) -> frozenset[int]:
+        """The tokens of which marks within a turn consist."""
+        return frozenset(self.ids[text] for mark in self.turn_marks for text in self.pattern.findall(mark))
+
+    @cached_property
+    def hidden_marks(self) -> frozenset[int]:
+        """Those of them that decoding may leave out."""
+        return self.within & self.special
+
+    def spelled(self, text: str) -> bool:
+        """Returns whether a text has what would be taken for a control token."""
+        return _has_breaks(text) or self.pattern.search(text) is not None
+
+    def escape(self, text: str, turn: bool = False) -> Markup:
+        """Returns a text as markup. turn: an assistant's own, in which the marks of its thoughts and calls are such."""
+        pattern = self._turn if turn else self._foreign
+        return Markup(pattern.sub(lambda match: _broken(match[0]), text))
+
+    def markup(self, text: str, turn: bool = False) -> Markup:
+        """Returns a text as markup, itself where it spells no control token."""
+        return self.escape(text, turn) if self.spelled(text) else Markup(text)
+
+
+def control_tokens(tokenizer: Any) -> ControlTokens:
+    """Returns the control tokens of a tokenizer and its template.
+
+    They are its special tokens and, of the others that were added to its vocabulary, those that its template writes,
+    that mark thoughts or calls, or that look like `<|this|>`: others are words.
+    """
+    template = getattr(tokenizer, "chat_template", None)
+    state = (str(template), *(getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk")))
+    with suppress(TypeError):  # what has no weak references or no hash is looked at each time
+        if (cached := _CONTROL.get(tokenizer)) is not None and cached[0] == state:
+            return cached[1]
+    control = _control_tokens(tokenizer, str(template or ""))
+    with suppress(TypeError):
+        _CONTROL[tokenizer] = (state, control)
+    return control
+
+
+_CONTROL: WeakKeyDictionary[Any, tuple[Any, ControlTokens]] = WeakKeyDictionary()
+_TEXTUAL: WeakKeyDictionary[Any, _Textual] = WeakKeyDictionary()
+
+
+def _control_tokens(tokenizer: Any, template: str) -> ControlTokens:
+    added: dict[str, int] = dict(tokenizer.get_added_vocab()) if hasattr(tokenizer, "get_added_vocab") else {}
+    names, numbers = getattr(tokenizer, "all_special_tokens", ()), getattr(tokenizer, "all_special_ids", ())
+    special = dict(zip(names, numbers, strict=True))
+    decoder: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    special |= {str(token.content): number for number, token in decoder.items() if token.special}
+    ids = special | {text: number for text, number in added.items() if _is_control(text, template)}
+    ids = {text: number for text, number in ids.items() if text}
+    control = ControlTokens(ids, frozenset(special.values()), tuple(mark for mark in MARKS if mark in ids))
+    return _with_turn_marks(tokenizer, control) if template else control
+
+
+def _is_control(text: str, template: str) -> bool:
+    if text in MARKS or _FORM.fullmatch(text):
+        return True
+    return len(text) > 2 and not (text[0].isalnum() or text[-1].isalnum() or text.isspace()) and text in template
+
+
+def _with_turn_marks(tokenizer: Any, control: ControlTokens) -> ControlTokens:
+    """Returns the control tokens with the marks that a tokenizer's own template writes within an assistant's turn:
+    those around a call that it does not write around turns, and whatever stands before a thought and behind it.
+    """
+    answer = {"role": "assistant", "content": _ANSWER}
+    plain = _rendered(tokenizer, [_USER, answer, _USER], begin=True) + _rendered(tokenizer, [_USER, answer])
+    calls = [_USER, {"role": "assistant", "content": "", "tool_calls": [_CALLING]}]
+    call = control.pattern.findall(_rendered(tokenizer, calls, [_TOOL]).rpartition(_QUESTION)[2])
+    around_turns = {*control.pattern.findall(plain), *call[-1:]} - {*control.turn_marks}
+    thinking = [_USER, {**answer, "thinking": _IDEA, "reasoning_content": _IDEA}]
+    before, idea, tail = _rendered(tokenizer, thinking).rpartition(_QUESTION)[2].partition(_IDEA)
+    behind, answered, _ = tail.partition(_ANSWER)
+    prompt_end = _rendered(tokenizer, [_USER], begin=True).rpartition(_QUESTION)[2]
+    thinks = idea and answered and before.startswith(prompt_end)
+    phrases = (before.removeprefix(prompt_end).strip(), behind.strip()) if thinks else ("", "")
+    marks = dict.fromkeys((*control.turn_marks, *call, *phrases))
+    marks_within = tuple(m for m in marks if m and m not in around_turns and control.pattern.search(m))
+    return ControlTokens(control.ids, control.special, marks_within, phrases if all(phrases) else control.thought)
+
+
+def _rendered(tokenizer: Any, messages: list[Any], tools: list[Any] | None = None, begin: bool = False) -> str:
+    """Returns what the template writes; nothing where it raises."""
+    options = {"tools": tools} if tools else {}
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=begin, **options))
+    except Exception:  # noqa: BLE001 - a template raises what it likes, and one that knows no calls has no marks of them
+        return ""
+
+
+def escaped(
+    control: ControlTokens, messages: Sequence[Mapping[str, Any]], tools: Sequence[Json]
+) -> tuple[list[Mapping[str, Any]], list[Json]]:
+    """Returns messages and tools whose texts are markup; as they are, where no text spells a control token, nor would
+    several texts that a template joins.
+    """
+    texts = list(_texts([*messages, *tools], _LABELS))
+    joined = ("".join(texts), "".join(map(str.strip, texts)))
+    apart = sum(len(control.pattern.findall(text)) for text in texts)
+    write = control.escape if any(len(control.pattern.findall(text)) > apart for text in joined) else control.markup
+    if write == control.markup and not any(map(control.spelled, _texts([*messages, *tools]))):
+        return list(messages), list(tools)
+    written = [_each(message, partial(write, turn=message.get("role") == "assistant")) for message in messages]
+    return written, [_each(tool, write) for tool in tools]
+
+
+def _texts(value: Any, without: frozenset[str] | None = None) -> Iterator[str]:
+    """Yields all texts in a value, in order, with the names of its fields; without: no names, and not those fields."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            if without is None:
+                yield str(name)
+            if without is None or name not in without:
+                yield from _texts(inner, without)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner, without)
+
+
+def _each(value: Any, change: Callable[[str], str]) -> Any:
+    """Returns a value with each text in it changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(name) if isinstance(name, str) else name: _each(inner, change) for name, inner in value.items()}
+    return [_each(inner, change) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def plain(markup: str) -> str:
+    """Returns markup as the text that a reader sees."""
+    return _BROKEN.sub(lambda match: match[1] or _UNQUOTED.get(match[2], match[2]), markup)
+
+
+def _has_breaks(text: str) -> bool:
+    return BREAK in text or _QUOTE in text
+
+
+def _broken(match: str) -> str:
+    """Returns what stands in markup for a mark, which is left as it is, or for the first character of one."""
+    return match if len(match) > 1 else _QUOTED.get(match, match + BREAK)
+
+
+def encoded(tokenizer: Any, markup: str) -> list[int]:
+    """Returns the tokens of markup, and none that begin or end a text. What the tokenizer raises is raised."""
+    if not _has_breaks(markup):
+        return list(tokenizer.encode(markup, add_special_tokens=False))
+    control = control_tokens(tokenizer)
+    parts = list(_parts(control, markup))
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        return [token for part in parts for token in _encoded_apart(tokenizer, control, part)]
+    with suppress(TypeError):
+        if (cached := _TEXTUAL.get(tokenizer)) is not None and cached.control is control:
+            return cached.encode(parts)
+    textual = _Textual.of(backend, control)
+    with suppress(TypeError):
+        _TEXTUAL[tokenizer] = textual
+    return textual.encode(parts)
+
+
+def encoded_all(tokenizer: Any, markups: Sequence[str]) -> list[list[int]]:
+    """Returns the tokens of several texts, which is several times faster than one by one."""
+    usual = [markup for markup in markups if not _has_breaks(markup)]
+    if not callable(tokenizer) or not usual:
+        return [encoded(tokenizer, markup) for markup in markups]
+    rows = iter(tokenizer(usual, add_special_tokens=False, return_attention_mask=False)["input_ids"])
+    return [encoded(tokenizer, markup) if _has_breaks(markup) else next(rows) for markup in markups]
+
+
+def continuation(encode: Callable[[str], list[int]], markup: str, lead: str = "") -> list[int]:
+    """Returns the tokens of markup that goes on from `lead`: some tokenizers write a text by itself with a blank before
+    it. Where the lead's last token would be another one, or there is none, it goes on from another text.
+    """
+    for text in (lead, *_LEADS) if lead else _LEADS:
+        try:
+            before, tokens = encode(text), encode(text + markup)
+        except Exception:  # noqa: BLE001 - it cannot write the lead; what it says of the text itself is raised below
+            before = tokens = []
+        if before and tokens[: len(before)] == before:
+            return tokens[len(before) :]
+    return encode(markup)
+
+
+def continuations(tokenizer: Any, markups: Sequence[str], leads: Sequence[str]) -> list[list[int]]:
+    """Returns the `continuation` of each lead."""
+    rows = encoded_all(tokenizer, [lead + markup for lead, markup in zip(leads, markups, strict=True)])
+    distinct = list(dict.fromkeys(leads))
+    before = dict(zip(distinct, encoded_all(tokenizer, distinct), strict=True))
+    return [
+        row[len(before[lead]) :]
+        if lead and row[: len(before[lead])] == before[lead]
+        else continuation(partial(encoded, tokenizer), markup, lead)
+        for row, markup, lead in zip(rows, markups, leads, strict=True)
+    ]
+
+
+def _parts(control: ControlTokens, markup: str) -> Iterator[str | int]:
+    """Yields texts, and between them control tokens."""
+    text, at = "", 0
+    for match in re.finditer(f"{_BROKEN.pattern}|{control.pattern.pattern}", markup, re.DOTALL):
+        text += markup[at : match.start()]
+        if match[0] in control.ids:
+            yield from (text, control.ids[match[0]])
+            text = ""
+        else:
+            text += plain(match[0])
+        at = match.end()
+    yield text + markup[at:]
+
+
+@dataclass(frozen=True)
+class _Textual:
+    """A tokenizer that finds its control tokens under names that no text has, and nothing in what they are called.
+
+    All else is the tokenizer's own, so that the tokens before, between and behind control tokens are what they are
+    there: the blanks that some take, the one that others put before a text.
+    """
+
+    backend: Tokenizer
+    control: ControlTokens
+    names: Mapping[int, str]  # of control tokens
+    ids: Mapping[int, int]  # of the added tokens, by what they are here
+    unknown: int | None  # which stands for characters
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, control: ControlTokens) -> _Textual:
+        nonce, backend = secrets.token_hex(8), Tokenizer(tokenizer.model)
+        if tokenizer.normalizer is not None:
+            backend.normalizer = tokenizer.normalizer
+        if tokenizer.pre_tokenizer is not None:
+            backend.pre_tokenizer = tokenizer.pre_tokenizer
+        names = {number: f"\ufdd1{nonce}{number:08x}\ufdd1" for number in control.ids.values()}
+        ids, vocabulary = {}, set(tokenizer.get_vocab(with_added_tokens=False).values())
+        for number, token in sorted(tokenizer.get_added_tokens_decoder().items()):
+            flags = {
+                name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip", "normalized", "special")
+            }
+            content = names.get(number, token.content)
+            backend.add_tokens([AddedToken(content, **flags)])
+            if (here := backend.token_to_id(content)) is not None:
+                ids[here] = number
+        if any(here in vocabulary and here != number for here, number in ids.items()):
+            raise UserError("the tokenizer's vocabulary has holes, where a text spells control tokens: leave these out")
+        word = getattr(tokenizer.model, "unk_token", None)
+        return cls(backend, control, names, ids, None if word is None else tokenizer.model.token_to_id(word))
+
+    def encode(self, parts: Sequence[str | int]) -> list[int]:
+        text = "".join(part if isinstance(part, str) else self.names[part] for part in parts)
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        marks = [number for here in encoding.ids if (number := self.ids.get(here)) in self.names]
+        if marks != [part for part in parts if isinstance(part, int)]:
+            raise UserError("the tokenizer does not find its control tokens in a text: give another model")
+        return [
+            n for token, here in zip(encoding.tokens, encoding.ids, strict=True) for n in self._numbers(token, here)
+        ]
+
+    def _numbers(self, token: str, here: int) -> list[int]:
+        """Returns the tokenizer's own number of a token; of a word called as a control token is, those of its parts."""
+        if here in self.ids or here not in self.names or here == self.unknown or len(token) < 2:
+            return [self.ids.get(here, here)]
+        pieces = [piece for part in (token[:1], token[1:]) for piece in self.backend.model.tokenize(part)]
+        return [number for piece in pieces for number in self._numbers(piece.value, piece.id)]
+
+
+def _encoded_apart(tokenizer: Any, control: ControlTokens, part: str | int) -> list[int]:
+    """Returns the tokens of a text by itself, or of a control token, of a tokenizer that is no Rust library's."""
+    if isinstance(part, int):
+        return [part]
+    if not control.spelled(part):
+        return list(tokenizer.encode(part, add_special_tokens=False)) if part else []
+    tokens: list[int] = tokenizer.convert_tokens_to_ids(tokenizer.tokenize(part, split_special_tokens=True))
+    if not set(control.ids.values()).isdisjoint(tokens):
+        raise UserError(
+            f"the tokenizer cannot write {quoted(part)} as a text, since it has control tokens of that name: leave "
+            "them out of the text, or give a model with a tokenizer.json"
+        )
+    return tokens
+
+
+def decoded(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """Returns tokens as text, without special ones, but with the marks of thoughts and calls, which a model writes."""
+    control = control_tokens(tokenizer)
+    if control.hidden_marks.isdisjoint(tokens):
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+    hidden = control.special - control.within
+    return str(tokenizer.decode([token for token in tokens if token not in hidden], skip_special_tokens=False))
+
+
+def _alternatives(texts: Iterable[str]) -> re.Pattern[str]:
+    """Returns what finds the longest of some texts."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
