@@ -22,13 +22,12 @@ from weakref import WeakKeyDictionary
 from tokenizers import AddedToken, Tokenizer
 
 from tba.errors import UserError
-from tba.types import Json, quoted
+from tba.types import THOUGHTS, Json, quoted
 
 Markup = NewType("Markup", str)
 
 BREAK, _QUOTE = "\ufdd0", "\ufdd2"  # noncharacters, which hardly any text has; the other stands for either in one
-THOUGHT = ("<think>", "</think>")
-THOUGHTS = (THOUGHT, ("[THINK]", "[/THINK]"))
+THOUGHT = THOUGHTS[0]
 DEEPSEEK_CALL = tuple(f"<\uff5ctool\u2581{name}\uff5c>" for name in ("call\u2581begin", "sep", "call\u2581end"))
 MARKS = (  # what families write around thoughts and calls
     *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", *DEEPSEEK_CALL),
@@ -119,6 +118,11 @@ def control_tokens(tokenizer: Any) -> ControlTokens:
 
 _CONTROL: WeakKeyDictionary[Any, tuple[Any, ControlTokens]] = WeakKeyDictionary()
 _TEXTUAL: WeakKeyDictionary[Any, _Textual] = WeakKeyDictionary()
+
+
+def thoughts_of(tokenizer: Any) -> tuple[tuple[str, str], ...]:
+    """Returns what stands around thoughts in a model's answers."""
+    return tuple(dict.fromkeys((*THOUGHTS, control_tokens(tokenizer).thought)))
 
 
 def _control_tokens(tokenizer: Any, template: str) -> ControlTokens:

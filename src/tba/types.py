@@ -130,6 +130,10 @@ class Problem:
     tools: tuple[Json, ...] = ()  # JSON schemas of what may be called, for the chat template
 
 
+# what families write around thoughts
+THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+
+
 @dataclass(frozen=True)
 class Prompt:
     """A tokenised question with the fields by which its reward grades an answer: what engines answer.
@@ -145,11 +149,22 @@ class Prompt:
     seed: int | None = None  # the problem's; None: there is no world, or only one
     said: tuple[str, ...] = ()  # in the middle of an episode, to be played on: the turns so far (never stored)
     messages: tuple[Message, ...] | None = None  # the chat that it was made from, for rewards (never stored)
+    thoughts: tuple[tuple[str, str], ...] = THOUGHTS  # what stands around thoughts in answers, which graders do not
+    # read; empty: they do (never stored)
 
     @property
     def world(self) -> int:
         """The seed of the world that answers meet."""
         return int(self.key[:7], 16) if self.seed is None else self.seed
+
+    def answer_in(self, text: str) -> str:
+        """Returns what a completion's text answers: what follows its thoughts; nothing where one has no end."""
+        for begin, end in self.thoughts:
+            _, ended, text_behind = text.rpartition(end)
+            if not ended and self.text.rstrip().endswith(begin):
+                return ""  # the prompt has begun a thought
+            text = text_behind.partition(begin)[0]
+        return text
 
     @cached_property
     def key(self) -> str:

@@ -24,8 +24,8 @@ from transformers.utils.chat_template_utils import (
 
 from tba.errors import UserError
 from tba.foreign import check, parsed
-from tba.markup import DEEPSEEK_CALL, THOUGHTS
-from tba.types import Json, is_text, quoted
+from tba.markup import DEEPSEEK_CALL
+from tba.types import THOUGHTS, Json, is_text, quoted
 
 _NO_TOOLS = {"reset", "step", "get_reward", "close"}
 _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)  # Qwen, SmolLM2, Hermes, GLM

@@ -20,7 +20,7 @@ from tba.markup import Markup, decoded, encoded, plain
 from tba.protocols import Tokenizer
 from tba.tables import Refusal
 from tba.turns import AssistantTurn, Frame, assistant_turn
-from tba.types import ELSEWHERE, Completion, Json, Message, Prompt, StopReason, Trajectory
+from tba.types import ELSEWHERE, THOUGHTS, Completion, Json, Message, Prompt, StopReason, Trajectory
 
 _QUESTION = "question"  # the field in which a task keeps what its prompt asks, without the words around it
 _CHARACTERS = 256  # upper bound per token: a text with more characters than the limit allows is not even tokenised
@@ -73,6 +73,7 @@ class Encoder:
     max_prompt_tokens: int
     max_tokens: int  # of an answer, including its end-of-text token
     positions: int | None = None  # tokens of prompt and answer together that the model can read; None: any number
+    thoughts: tuple[tuple[str, str], ...] = THOUGHTS  # as `Prompt` has them
     # by key, the first form of each prompt that the task lacks: all
     met: dict[str, Prompt] = field(default_factory=dict)
     # answers to one prompt are scored with the same fields
@@ -94,7 +95,7 @@ class Encoder:
 
         Its behaviour log-probabilities stay; the weights that sampled it are none of this run's.
         """
-        prompt, completion = replace(trajectory.prompt, task=self.task), trajectory.completion
+        prompt, completion = replace(trajectory.prompt, task=self.task, thoughts=self.thoughts), trajectory.completion
         begin, text = getattr(self.tokenizer, "bos_token_id", None), prompt.tokens.tolist()
         own = prompt.text in (self._decoded(t, special=True) for t in (text, text[text[:1] == [begin] :]))
         said = self._shown(completion.tokens.tolist())
@@ -137,7 +138,9 @@ class Encoder:
         if len(tokens) > self.max_prompt_tokens:
             return Refusal(f"a prompt longer than {self.max_prompt_tokens} tokens", f"{len(tokens)} tokens")
         chat = None if isinstance(answer.prompt, str) else answer.prompt
-        prompt = Prompt(self.task, np.array(tokens, dtype=np.int32), shown[0], answer.fields, messages=chat)
+        prompt = Prompt(
+            self.task, np.array(tokens, dtype=np.int32), shown[0], answer.fields, messages=chat, thoughts=self.thoughts
+        )
         if self.held_out.at(prompt.key) is not None:
             return _HELD_OUT
         return self.train.at(prompt.key) or self.met.setdefault(prompt.key, prompt)

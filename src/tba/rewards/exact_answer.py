@@ -129,7 +129,7 @@ class ExactAnswer:
 
     def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
         """Raises `UserError` for a prompt that has no such field."""
-        return [Judgement(float(grade(c.text, right_answer(p), self.strict))) for p, c in answered]
+        return [Judgement(float(grade(p.answer_in(c.text), right_answer(p), self.strict))) for p, c in answered]
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class ExactText:
 
     def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
         """Raises `UserError` for a prompt that has no such field."""
-        return [Judgement(float(c.text == right_answer(p))) for p, c in answered]
+        return [Judgement(float(p.answer_in(c.text) == right_answer(p))) for p, c in answered]
 
 
 def right_answer(prompt: Prompt) -> str:

@@ -57,7 +57,7 @@ class IfEvalReward:
     """
 
     def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
-        return [_judgement(prompt, completion.text) for prompt, completion in answered]
+        return [_judgement(prompt, prompt.answer_in(completion.text)) for prompt, completion in answered]
 
 
 def _judgement(prompt: Prompt, answer: str) -> Judgement:

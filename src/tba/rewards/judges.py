@@ -139,7 +139,7 @@ class RubricJudge(_Judge):
     def question(self, prompt: Prompt, completion: Completion) -> str:
         """Returns what the judge is asked about an answer."""
         fences = Fences.of(prompt)
-        answer = fences.around("ANSWER", completion.text)
+        answer = fences.around("ANSWER", prompt.answer_in(completion.text))
         form = Scale.of(self.scale).explained
         closing = f"Grade the answer by the rubric at the top. End with one line {form}."
         return "\n\n".join([*self._task(prompt, fences), answer, closing])
@@ -193,7 +193,8 @@ class RankingJudge(_Judge):
 
     def _ranked(self, group: Sequence[Answered]) -> list[Mark]:
         """Returns the standing of each answer to one prompt."""
-        prompt, counts = group[0][0], Counter(completion.text for _, completion in group)
+        prompt, answers = group[0][0], [prompt.answer_in(completion.text) for prompt, completion in group]
+        counts = Counter(answers)
         texts = _shuffled(counts, prompt.key)
         places, cost = [[1]], Usage()
         if len(texts) > 1:
@@ -203,7 +204,7 @@ class RankingJudge(_Judge):
         shares = standing(places, copies)
         numbers = {text: number for number, text in enumerate(texts, 1)}
         tokens = None if cost.unstated else cost.tokens / len(group)
-        return [Mark(shares[numbers[completion.text]], tokens) for _, completion in group]
+        return [Mark(shares[numbers[answer]], tokens) for answer in answers]
 
     def _scattered(self, answered: Sequence[Answered], marks: Sequence[Sequence[Mark]]) -> list[Mark]:
         """Returns the marks of groups in the order of their answers."""

@@ -60,7 +60,9 @@ class MathAnswer:
 
     def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
         """Returns one judgement for each, in order. Raises `UserError` for a prompt that has no answer."""
-        pairs = [(last_boxed(completion.text), right_answer(prompt)) for prompt, completion in answered]
+        pairs = [
+            (last_boxed(prompt.answer_in(completion.text)), right_answer(prompt)) for prompt, completion in answered
+        ]
         marks = self.grade(pairs)
         late = sum(mark is None for mark in marks)
         if late:

@@ -17,7 +17,7 @@ import numpy as np
 from tba.errors import UserError
 from tba.fields import as_declared
 from tba.foreign import prompt_tokens, templated
-from tba.markup import plain
+from tba.markup import plain, thoughts_of
 from tba.protocols import Tokenizer
 from tba.rollout.posterior import Posterior, PosteriorSettings
 from tba.types import Outcome, Problem, Prompt, quoted
@@ -37,6 +37,8 @@ class PromptSettings:
     max_tokens: int = 512  # tokens of the longest prompt
     overlong: Literal["drop", "truncate_left", "error"] = "drop"  # of a longer prompt; drops are reported
     limit: int | None = None  # use only so many problems of the training split, from its beginning
+    grade_thoughts: bool = False  # let the graders read thoughts too; else what follows them, and nothing of an answer
+    # whose thought has no end. Reward functions of your own are given all of an answer
     selection: Literal["epochs", "uniform", "posterior"] = "epochs"  # shuffled epochs; uniformly at random; or those
     # whose success rate is probably near a target, so that rewards still vary
     posterior: PosteriorSettings = field(default_factory=PosteriorSettings)
@@ -77,6 +79,7 @@ def encode(
     prompts: list[Prompt] = []
     dropped = no_room = truncated = most = 0
     limit = settings.max_tokens if room is None else min(settings.max_tokens, room)
+    thoughts = () if settings.grade_thoughts else thoughts_of(tokenizer)
     chats = [not isinstance(p.prompt, str) for p in problems]
     texts = [p.prompt if isinstance(p.prompt, str) else _chat(p, tokenizer) for p in problems]
     for problem, text, tokens in zip(problems, texts, _tokens(tokenizer, texts, chats, task), strict=True):
@@ -99,7 +102,15 @@ def encode(
         chat = None if isinstance(problem.prompt, str) else problem.prompt
         shown = text if chat is None else plain(text)
         prompts.append(
-            Prompt(task, np.array(tokens, dtype=np.int32), shown, dict(problem.fields), problem.seed, messages=chat)
+            Prompt(
+                task,
+                np.array(tokens, dtype=np.int32),
+                shown,
+                dict(problem.fields),
+                problem.seed,
+                messages=chat,
+                thoughts=thoughts,
+            )
         )
     if not prompts:
         raise UserError(

@@ -67,6 +67,7 @@ def _write_prompt(prompt: Prompt) -> Json:
         "fields": [[name, _written(value, f"the field {name!r} of {where}")] for name, value in prompt.fields.items()],
         "seed": prompt.seed,
         "said": list(prompt.said),
+        "thoughts": [list(marks) for marks in prompt.thoughts],
         "messages": None if messages is None else [_written(m, f"a message of {where}") for m in messages],
     }
 
@@ -81,6 +82,7 @@ def _read_prompt(value: Json) -> Prompt:
         value["seed"],
         tuple(value["said"]),
         None if messages is None else tuple(_read(message) for message in messages),
+        tuple((begin, end) for begin, end in value["thoughts"]),
     )
 
 

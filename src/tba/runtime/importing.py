@@ -21,6 +21,7 @@ from tba.errors import UserError
 from tba.foreign import problems_of
 from tba.intake.encoding import Encoder, Known
 from tba.intake.intake import Entry, Intake
+from tba.markup import thoughts_of
 from tba.protocols import Acted, Reference, Tokenizer
 from tba.recipe import Recipe, differences, resolved
 from tba.record.jsonl import write_json
@@ -69,6 +70,7 @@ def intake_of(recipe: Recipe, run: RunDirectory, believe: bool, max_tokens: int 
             max_prompt_tokens=recipe.prompts.max_tokens,
             max_tokens=max_tokens or model.max_completion_tokens,
             positions=model.positions,
+            thoughts=() if recipe.prompts.grade_thoughts else thoughts_of(tokenizer),
         )
         reference = _reference(replace(recipe, model=model), run)
         yield Intake(

@@ -125,7 +125,7 @@ class ReasoningGymScore:
 
     def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
         """Returns one judgement for each, in order."""
-        asked = [(p.fields["split"], p.fields["index"], _answer(c.text)) for p, c in answered]
+        asked = [(p.fields["split"], p.fields["index"], _answer(p.answer_in(c.text))) for p, c in answered]
         readable = [_readable(self.sources[split].dataset, answer) for split, _, answer in asked]
         found = self.marks([(s, i, a if r else "") for (s, i, a), r in zip(asked, readable, strict=True)])
         missing = found.count(None)

@@ -46,7 +46,9 @@ class ModelScore:
 
     def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
         """Returns one judgement for each, in order. Raises `UserError` when the model cannot be loaded."""
-        scores = self.scores([(_document(prompt), completion.text) for prompt, completion in answered])
+        scores = self.scores(
+            [(_document(prompt), prompt.answer_in(completion.text)) for prompt, completion in answered]
+        )
         return [self._mark(completion, score) for (_, completion), score in zip(answered, scores, strict=True)]
 
     def scores(self, pairs: Sequence[tuple[str, str]]) -> Sequence[float | None]:
@@ -115,7 +117,9 @@ class Win:
             log.warning(
                 "%d references cannot be read by the model at %s: no answer wins there", unread, self.model.path
             )
-        own = self.model.scores([(_document(prompt), completion.text) for prompt, completion in answered])
+        own = self.model.scores(
+            [(_document(prompt), prompt.answer_in(completion.text)) for prompt, completion in answered]
+        )
         return [_win(score, self._references[pair]) for score, pair in zip(own, against, strict=True)]
 
 
