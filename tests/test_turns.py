@@ -435,3 +435,28 @@ def test_prompts_that_are_written_out_keep_their_markup() -> None:
     (prompt,) = encode([Problem(text, {})], "t", made, PromptSettings()).prompts
     assert prompt.tokens.tolist() == made.encode(text)
     assert len(controls(made, prompt.tokens.tolist())) == 3
+
+
+@pytest.mark.parametrize("content", ["", "I look."])
+@pytest.mark.parametrize(("name", "kind"), BOTH, ids=IDS)
+def test_calls_in_a_history_are_never_left_out(name: str, kind: str, content: str) -> None:
+    """As the template writes them; where it has no place for them, as a text, in the form that is described there."""
+    family, made = FAMILIES[name], tokenizer(name, kind)
+    asked = {**call("abcdefgh0", *CALLS[0][:2]), "content": content}
+    result = {"role": "tool", "name": "deposit", "content": "7 now", "tool_call_id": "abcdefgh0"}
+    messages = [{"role": "user", "content": "Pay."}, asked, result, {"role": "user", "content": "And?"}]
+    if name in ("gemma3", "mistral", "llama2"):  # whose templates want a user and an assistant in turn
+        messages = messages[:-1]
+    text = templated(made, messages)
+    assert text.count("rent 12") == 1
+    assert text.count("7 now") == 1
+    if not family.calls:
+        assert described(*CALLS[0][:2]) in text
+        assert described(*CALLS[0][:2]) in templated(made, [*messages[:1], stringly(asked), *messages[2:]])
+
+
+def stringly(message: Json) -> Json:
+    """A message whose calls have their arguments as a text of JSON."""
+    (asked,) = message["tool_calls"]
+    function = {**asked["function"], "arguments": json.dumps(asked["function"]["arguments"])}
+    return {**message, "tool_calls": [{**asked, "function": function}]}

@@ -15,8 +15,10 @@ import traceback
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, Union
 
@@ -24,7 +26,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from tba.errors import UserError
-from tba.markup import Markup, control_tokens, encoded_all, escaped
+from tba.markup import ControlTokens, Markup, control_tokens, encoded_all, escaped
 from tba.types import Json, Problem, Split, Version
 
 log = logging.getLogger(__name__)
@@ -225,15 +227,24 @@ def _is_message(value: object) -> bool:
 
 
 def templated(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Json] = (), answered: bool = False
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Json] = (),
+    answered: bool = False,
+    complete: bool = True,
 ) -> Markup:
     """Returns messages as a tokenizer's own template writes them, with the tools (schemas) that may be called; where
     the template has no place for tools, a system message describes them. What the messages say is no control token,
     whatever it spells. Raises `UserError` for what the template raises.
 
-    answered: they end with the assistant's answer; else the text ends where the answer is to begin.
+    answered: they end with the assistant's answer; else the text ends where the answer is to begin. complete: calls and
+    what tools gave that the template would leave out are written as texts, but for those of such an answer.
     """
-    messages, tools = escaped(control_tokens(tokenizer), messages, tools)
+    control = control_tokens(tokenizer)
+    if complete:
+        history = len(messages) - answered
+        messages = [*_complete(tokenizer, control, messages[:history]), *messages[history:]]
+    messages, tools = escaped(control, messages, tools)
     text = _templated(tokenizer, messages, tools, answered)
     if tools and text == _templated(tokenizer, messages, (), answered):
         return Markup(_templated(tokenizer, _described(messages, tools), (), answered))
@@ -258,6 +269,60 @@ def _templated(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Seq
         return text
     _say_folded()
     return folded
+
+
+def _complete(
+    tokenizer: Any, control: ControlTokens, messages: Sequence[Mapping[str, Any]]
+) -> Sequence[Mapping[str, Any]]:
+    """Returns messages with calls, and with what tools gave, as texts where the template would leave them out or raise:
+    a call in the form that `_described` asks for, a result as a message of the user's.
+    """
+
+    def text(messages: Sequence[Mapping[str, Any]]) -> str:
+        try:
+            return _rendered(tokenizer, messages, (), answered=False)
+        except UserError:
+            return ""
+
+    if not control.writes_calls and any(message.get("tool_calls") for message in messages):
+        silent = [{name: value for name, value in message.items() if name != "tool_calls"} for message in messages]
+        if text(messages) in ("", text(silent)):
+            messages = [_with_calls(*pair) for pair in zip(silent, messages, strict=True)]
+    if control.writes_results or all(message.get("role") != "tool" for message in messages):
+        return messages
+    if text(messages) in ("", text([message for message in messages if message.get("role") != "tool"])):
+        return _with_results(messages)
+    return messages
+
+
+def _with_calls(silent: Mapping[str, Any], message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a message with its calls behind its content."""
+    calls = [
+        call.get("function") or call if isinstance(call, Mapping) else call for call in message.get("tool_calls") or ()
+    ]
+    texts = [f"<tool_call>\n{json.dumps(_unpacked(call), ensure_ascii=False)}\n</tool_call>" for call in calls]
+    return {**silent, "content": "\n".join(filter(None, (silent.get("content"), *texts)))} if calls else silent
+
+
+def _unpacked(call: Any) -> Any:
+    """Returns a call whose arguments are an object, also where they are JSON in a text, as OpenAI's are."""
+    if not isinstance(call, Mapping):
+        return call
+    arguments = call.get("arguments")
+    with suppress(TypeError, ValueError):
+        arguments = json.loads(arguments)
+    return {"name": call.get("name"), "arguments": arguments}
+
+
+def _with_results(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Returns messages in which what tools gave, one after the other, is said by the user."""
+    written: list[Mapping[str, Any]] = []
+    for role, group in groupby(messages, lambda message: message.get("role")):
+        if role != "tool":
+            written.extend(group)
+            continue
+        written.append({"role": "user", "content": "\n".join(str(message.get("content", "")) for message in group)})
+    return written
 
 
 def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Json], answered: bool) -> str:

@@ -14,7 +14,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NewType
 from weakref import WeakKeyDictionary
@@ -41,8 +41,9 @@ _LEADS = ("\n", "=")  # what nothing is likely to become one token with
 _LABELS = frozenset(("role", "type"))  # of messages, which templates do not join to texts
 _FORM = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)  # of a control token that a tokenizer does not call special
 _QUESTION, _ANSWER, _IDEA = "\u2039question\u203a", "\u2039answer\u203a", "\u2039idea\u203a"
+_VALUE, _RESULT = "valuenowhereelse", "resultnowhereelse"
 _USER = {"role": "user", "content": _QUESTION}
-_CALLING = {"id": "0toolcall", "type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
+_CALLING = {"id": "0toolcall", "type": "function", "function": {"name": "f", "arguments": {"a": _VALUE}}}
 _TOOL = {
     "type": "function",
     "function": {
@@ -61,6 +62,8 @@ class ControlTokens:
     special: frozenset[int] = frozenset()  # those that decoding leaves out where it is asked to
     turn_marks: tuple[str, ...] = ()  # what the template writes within an assistant's turn, around thoughts and calls
     thought: tuple[str, str] = THOUGHT  # what it writes before a thought and behind it
+    writes_calls: bool = False  # it has a place for calls of tools,
+    writes_results: bool = False  # and for what tools give
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
@@ -150,7 +153,10 @@ def _with_turn_marks(tokenizer: Any, control: ControlTokens) -> ControlTokens:
     answer = {"role": "assistant", "content": _ANSWER}
     plain = _rendered(tokenizer, [_USER, answer, _USER], begin=True) + _rendered(tokenizer, [_USER, answer])
     calls = [_USER, {"role": "assistant", "content": "", "tool_calls": [_CALLING]}]
-    call = control.pattern.findall(_rendered(tokenizer, calls, [_TOOL]).rpartition(_QUESTION)[2])
+    called = _rendered(tokenizer, calls, [_TOOL])
+    result = {"role": "tool", "name": "f", "content": _RESULT, "tool_call_id": _CALLING["id"]}
+    heard = _rendered(tokenizer, [*calls, result], [_TOOL]) + _rendered(tokenizer, [_USER, answer, result])
+    call = control.pattern.findall(called.rpartition(_QUESTION)[2])
     around_turns = {*control.pattern.findall(plain), *call[-1:]} - {*control.turn_marks}
     thinking = [_USER, {**answer, "thinking": _IDEA, "reasoning_content": _IDEA}]
     before, idea, tail = _rendered(tokenizer, thinking).rpartition(_QUESTION)[2].partition(_IDEA)
@@ -160,7 +166,13 @@ def _with_turn_marks(tokenizer: Any, control: ControlTokens) -> ControlTokens:
     phrases = (before.removeprefix(prompt_end).strip(), behind.strip()) if thinks else ("", "")
     marks = dict.fromkeys((*control.turn_marks, *call, *phrases))
     marks_within = tuple(m for m in marks if m and m not in around_turns and control.pattern.search(m))
-    return ControlTokens(control.ids, control.special, marks_within, phrases if all(phrases) else control.thought)
+    return replace(
+        control,
+        turn_marks=marks_within,
+        thought=phrases if all(phrases) else control.thought,
+        writes_calls=_VALUE in called,
+        writes_results=_RESULT in heard,
+    )
 
 
 def _rendered(tokenizer: Any, messages: list[Any], tools: list[Any] | None = None, begin: bool = False) -> str:

@@ -203,7 +203,8 @@ def following(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequ
     """Returns what the template writes behind an answer that these messages follow, its end included. Raises
     `UserError` where it cannot.
     """
-    return Markup(templated(tokenizer, [_ASKED, _ANSWERED, *messages], tools).partition(SAID)[2])
+    written = templated(tokenizer, [_ASKED, _ANSWERED, *messages], tools, complete=False)
+    return Markup(written.partition(SAID)[2])
 
 
 def special_id(tokenizer: Any, text: str) -> int | None:
@@ -216,7 +217,7 @@ def _written(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Json], answered: bool = False
 ) -> str:
     try:
-        return templated(tokenizer, messages, tools, answered)
+        return templated(tokenizer, messages, tools, answered, complete=False)
     except UserError:
         return ""
 
