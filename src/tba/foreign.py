@@ -17,7 +17,8 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
-from functools import cache
+from datetime import datetime
+from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, Union
@@ -309,8 +310,9 @@ def _unpacked(call: Any) -> Any:
     if not isinstance(call, Mapping):
         return call
     arguments = call.get("arguments")
-    with suppress(TypeError, ValueError):
-        arguments = json.loads(arguments)
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
     return {"name": call.get("name"), "arguments": arguments}
 
 
@@ -377,6 +379,19 @@ def with_arguments(tokenizer: Any, arguments: Sequence[str]) -> Any:
         begin = f"{{% if {name} is not defined %}}{{% set {name} = {_as_jinja(value)} %}}{{% endif +%}}"
         template = begin + template.replace(begin, "")
     tokenizer.chat_template = template
+    return tokenizer
+
+
+def writes_day(tokenizer: Any) -> bool:
+    """Returns whether a tokenizer's chat template writes what day it is."""
+    return "strftime_now" in str(getattr(tokenizer, "chat_template", None) or "")
+
+
+def with_day(tokenizer: Any, day: str) -> Any:
+    """Returns the tokenizer, whose chat template is told that day from then on (as 2026-03-31); empty: the present."""
+    if day and writes_day(tokenizer):
+        moment = datetime.fromisoformat(day)
+        tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, strftime_now=moment.strftime)
     return tokenizer
 
 

@@ -15,6 +15,9 @@ from tba.foreign import templated
 from tba.generation import generate
 from tba.models.huggingface import HuggingFace
 from tba.policy.lora import LoraSettings
+from tba.runs.deciding import with_weights
+from tba.runtime.run_directory import RunDirectory
+from tba.settings import find, override
 from tba.tasks.arithmetic import Arithmetic
 from tba.training.tiny_models import ScratchModel, character_tokenizer
 from tba.types import Completion, Prompt, Sampling, Version
@@ -100,3 +103,26 @@ def test_a_checkpoint_keeps_the_arguments_of_the_chat_template_that_its_run_had(
     assert kept.apply_chat_template(asked, tokenize=False, enable_thinking=True) == "1+1"
     again = replace(model, path=str(tmp_path / "saved")).tokenizer()
     assert again.chat_template == kept.chat_template
+
+
+def test_a_template_that_writes_what_day_it_is_is_told_one_day_by_a_run_and_by_its_resumption(tmp_path: Path) -> None:
+    """As Llama 3.1's and gpt-oss's: at midnight prompts stay what they were."""
+    base = tmp_path / "base"
+    tokenizer = character_tokenizer("0123456789- =Q")
+    tokenizer.chat_template = "{{ strftime_now('%Y-%m-%d') }} {{ messages[0]['content'] }}"
+    ScratchModel(hidden_size=16, layers=1, heads=2, ff_size=24, max_positions=32).start(tokenizer).save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    asked = [{"role": "user", "content": "1="}]
+    given = ["--model.path", str(base), "--model.device", "cpu", "--model.dtype", "float32"]
+    recipe, overrides = with_weights(override(find("quickstart"), given, ""), given, lambda line: None, "2020-02-29")
+    assert overrides == [*given, "--model.day", "2020-02-29"]
+    assert templated(recipe.model.tokenizer(), asked) == "2020-02-29 1="
+    run = RunDirectory.create(tmp_path / "run", "quickstart", overrides, recipe)
+    run.begin_again("it was stopped")
+    assert templated(RunDirectory.open(run.path).recipe().model.tokenizer(), asked) == "2020-02-29 1="
+    assert with_weights(recipe, overrides, lambda line: None)[1] == overrides
+    model = HuggingFace(str(base), device="cpu", day="2021-01-01")
+    model.save(model.policy(1.0), tmp_path / "saved")  # whoever asks the checkpoint is told their own day
+    assert "2021" not in str(AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template)
+    with pytest.raises(UserError, match="give a day as 2026-03-31"):
+        HuggingFace(str(base), day="29.2.2020")

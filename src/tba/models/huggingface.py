@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -26,7 +27,7 @@ from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.engines.vllm import REFUSALS, VllmEngine, VllmSettings
 from tba.errors import TbaError, UserError
 from tba.fields import as_declared
-from tba.foreign import SAFE, with_arguments
+from tba.foreign import SAFE, with_arguments, with_day
 from tba.models import memory
 from tba.models.arithmetic import arithmetic_of, positions_of, shape_of
 from tba.models.memory import Sampling, Shape
@@ -51,6 +52,13 @@ _ENGINES: WeakValueDictionary[str, PreTrainedModel] = WeakValueDictionary()  # w
 _FOUND: dict[tuple[str, type, str, str], Path] = {}
 
 
+def _is_day(text: str) -> bool:
+    try:
+        return date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
+
+
 @dataclass(frozen=True)
 @as_declared
 class HuggingFace:
@@ -67,6 +75,8 @@ class HuggingFace:
     generation: EngineSettings = field(default_factory=EngineSettings)
     vllm: VllmSettings = field(default_factory=VllmSettings)
     template_arguments: tuple[str, ...] = ()  # of the chat template, each name=value, such as enable_thinking=false
+    day: str = ""  # what a chat template writes that writes today's date, as 2026-03-31; empty: the day on which the
+    # run begins, so that prompts stay the same
     gradient_checkpointing: bool | None = None  # recompute activations: less memory, one more forward pass; None: on
     # one GPU in passes that would not fit otherwise, elsewhere never
     compiled: bool = False  # torch.compile of layers except attention, also of a decode step (docs/scaling.md)
@@ -76,6 +86,8 @@ class HuggingFace:
     def __post_init__(self) -> None:
         if self.vllm.tensor_parallel > 1 and self.generation.engine != "vllm":
             raise UserError("--model.vllm.tensor-parallel is for --model.generation.engine vllm: choose that engine")
+        if self.day and not _is_day(self.day):
+            raise UserError(f"--model.day is {self.day!r}: give a day as 2026-03-31, or leave it out")
         if self.dtype == "4-bit" and (not self.lora.rank or self.generation.engine == "vllm"):
             raise UserError(
                 "--model.dtype 4-bit is for the frozen base of adapters in the transformers engine: give "
@@ -110,7 +122,8 @@ class HuggingFace:
     def tokenizer(self) -> Any:
         """Returns the model's own tokenizer. Raises `UserError` when it cannot be loaded."""
         with readable(f"cannot load a tokenizer from '{self.path}'", "give a folder or a Hub name"):
-            return with_arguments(AutoTokenizer.from_pretrained(self._whole, **SAFE), self.template_arguments)
+            tokenizer = with_arguments(AutoTokenizer.from_pretrained(self._whole, **SAFE), self.template_arguments)
+            return with_day(tokenizer, self.day)
 
     def other(self, path: str) -> HuggingFace:
         """Returns another model that only scores, in the same place and precision."""

@@ -32,7 +32,7 @@ from tba.runtime.inline import Inline
 from tba.runtime.local.forkserver import prepare
 from tba.runtime.local.processes import Processes
 from tba.runtime.reporting import Progress, summarise
-from tba.runtime.run_directory import RunDirectory
+from tba.runtime.run_directory import RunDirectory, setting
 from tba.runtime.supervisor import Driver
 
 
@@ -58,13 +58,15 @@ def carry_out(
         said.append(line)
         view.say(line)
 
-    recipe, overrides = with_weights(recipe, overrides, say)
+    prepared = is_prepared(path)
+    day = setting(RunDirectory.open(path).facts["resolved"], "model", "day") if prepared else None
+    recipe, overrides = with_weights(recipe, overrides, say, day if isinstance(day, str) else "")
     sft_seconds = time.monotonic() - began if said else 0.0
     recipe, overrides = with_sizes(recipe, overrides, view.say)
     for warning in [*notes_on_prompts(recipe), *notes_on_data(recipe, recipe.model.prepared(recipe.task))]:
         view.say(f"note: {warning}")
     refuse(recipe, [*recipe.fill.files, *([] if data is None else [data])])
-    if prepared := is_prepared(path):
+    if prepared:
         take_over(path, recipe)
     run = RunDirectory.create(path, name, overrides, recipe, began, sft_seconds)
     view.say(f"run {run.path}")
