@@ -96,8 +96,11 @@ class HuggingFace:
 
     @property
     def unused(self) -> Mapping[str, str]:
-        """Fields without effect: those of an engine that is not chosen, and the warm start where there are weights."""
+        """Fields without effect: those of an engine that is not chosen, the warm start where there are weights, and a
+        day that nobody has named.
+        """
         found = {} if self.generation.engine != "transformers" else {"vllm": "generation.engine vllm"}
+        found |= {} if self.day else {"day": "day of a template that writes it"}
         return found | ({"warm_start": 'path ""'} if self.path and self.warm_start is not None else {})
 
     def prepared(self, task: Task, log: Callable[[str], None] = lambda line: None) -> HuggingFace:

@@ -45,8 +45,9 @@ class PromptSettings:
 
     @property
     def unused(self) -> Mapping[str, str]:
-        """Returns the fields without effect while prompts are not chosen by a posterior."""
-        return {"posterior": "selection posterior"} if self.selection != "posterior" else {}
+        """Returns the fields without effect: of a posterior that chooses no prompts, and what is off."""
+        posterior = {} if self.selection == "posterior" else {"posterior": "selection posterior"}
+        return posterior | ({} if self.grade_thoughts else {"grade_thoughts": "grade_thoughts on"})
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "limit"):
