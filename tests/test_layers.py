@@ -29,6 +29,8 @@ ALLOWED: dict[str, set[str]] = {
     "types": set(),
     "fields": {"errors"},  # of any settings
     "markup": {"errors", "types"},  # control tokens, and text that only spells them
+    "field_names": set(),  # of any recipe, by its source
+    "config_file": {"errors"},
     "foreign": {"errors", "types", "markup"},  # whatever is read from outside, by anybody
     "tables": {"errors", "types", "foreign"},  # rows of files, for tasks and imports
     "turns": {"errors", "types", "foreign", "markup"},  # what ends a turn in a chat template
@@ -68,7 +70,7 @@ ALLOWED: dict[str, set[str]] = {
     "apps.red_team": CORE | {"runs"},
     "apps": set(),
     "recipes": CORE | {"apps.preference", "apps.red_team"},
-    "__main__": GROUND | {"command", "settings", "shipped", "record", "runtime"},
+    "__main__": GROUND | {"command", "config_file", "field_names", "shipped", "record", "runtime"},
     "api": CORE | {"runs", "recipe_source"},
     "recipe_source": GROUND | {"recipe", "settings"},
     "__init__": CORE | {"api"},  # names that it loads when they are used

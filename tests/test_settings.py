@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 from tba.__main__ import main
 from tba.apps.red_team.endpoint import EndpointVictim
 from tba.command.table import COMMANDS
+from tba.config_file import with_config
 from tba.errors import UserError
 from tba.fields import _THEIR_NAMES, comments, fields_of, flags, help_of, without_effect
 from tba.recipe import Recipe, resolved
 from tba.runtime.run_directory import RunDirectory, new_path
 from tba.schedules import WarmupCosine, WarmupStableDecay
-from tba.settings import FIRST, find, newest_of_each, override, with_config
+from tba.settings import FIRST, find, newest_of_each, override
 from tba.shipped import description_of, names
 
 TOY = str(Path(__file__).parent / "toy" / "recipe.py")
@@ -113,7 +114,7 @@ WRONG = [
     (["train", "quickstart", "--optimizer.lr", "low"], "--optimizer.lr takes a number, not 'low'"),
     (["train", "quickstart", "--lr", "1e-4"], "did you mean --optimizer.lr?"),
     (["train", "quickstart", "--batch-size", "8"], "did you mean --groups-per-step?"),
-    (["train", "quickstart", "--temperature", "1"], "did you mean --exploration.temperature?"),
+    (["train", "quickstart", "--temperature", "1"], "both --exploration.temperature and --policy-temperature?"),
     (["train", "quickstart", "--resume-from-checkpoint", "1"], "did you mean `tba resume RUN`?"),
     (["train", "quickstart", "--objective.policy", "none"], "did you mean --objective.off-policy?"),
     (["train", "quickstart", "--objective.gamma", "0.9"], "there is --objective.form, "),
@@ -488,6 +489,6 @@ print(sorted({"torch", "numpy", "transformers", "tba.recipe"} & set(sys.modules)
 
 
 def test_what_a_name_from_elsewhere_is_called_here_is_there() -> None:
-    fields = {ours for ours in _THEIR_NAMES.values() if not ours.startswith("`")}  # the others are commands
+    fields = {ours for names in _THEIR_NAMES.values() for ours in names if not ours.startswith("`")}  # or commands
     assert len(fields) > 10
     assert fields <= {field.flag for field in fields_of(QUICKSTART)}

@@ -159,7 +159,7 @@ def _helped(name: str, rest: Sequence[str]) -> bool:
 def _configured(arguments: list[str]) -> list[str]:
     if not any(argument.partition("=")[0] == "--config" for argument in arguments):
         return arguments
-    from tba.settings import with_config
+    from tba.config_file import with_config
 
     return with_config(arguments)
 
@@ -168,23 +168,43 @@ def _called(command: Command, arguments: list[str]) -> Any:
     """Returns what the command's function returns, called with what the arguments give."""
     from tba.errors import UserError
 
-    given, rest = _taken(command, arguments)
+    words, fields = _taken(command, arguments)
     options = []
     if command.options:
-        from tba.settings import split_options
+        from tba.fields import split_options
 
-        found, rest = split_options(command.option_classes()[0](), rest, f"tba {command.name}")
-        for name, what in command.needs.items():
-            if getattr(found, name) is None and not HELP & set(rest):
-                raise UserError(f"tba {command.name} needs --{name} {what}")
-        options = [found]
+        chosen, fields = split_options(next(command.option_classes())(), fields, f"tba {command.name}")
+        options = [chosen]
     if command.fields:
-        given.append(rest)
-    elif rest:
+        _refuse_unknown_fields(command, words, options, fields)
+    for name, what in command.needs.items():
+        if getattr(options[0], name) is None and not HELP & set(fields):
+            raise UserError(f"tba {command.name} needs --{name} {what}")
+    if command.fields:
+        words.append(fields)
+    elif fields:
         raise UserError(
-            f"`{command.synopsis}` does not take {rest[0]!r}: `tba {command.name} --help` says what it does"
+            f"`{command.synopsis}` does not take {fields[0]!r}: `tba {command.name} --help` says what it does"
         )
-    return command.loaded()(*given, *options)
+    return command.loaded()(*words, *options)
+
+
+def _refuse_unknown_fields(
+    command: Command, words: Sequence[Any], options: Sequence[Any], arguments: Sequence[str]
+) -> None:
+    """Raises `UserError` for fields that the command cannot set of what it was given, before that is loaded."""
+    from tba import field_names
+    from tba.fields import fields_of, flags_in, refuse_unknown
+
+    source, program = "".join(map(str, words[:1])), " ".join(map(str, ["tba", command.name, *words[:1]]))
+    if command.name == "import":  # a new run's recipe; other runs have their fields
+        source = options[0].recipe or ""
+        program += f" --recipe {source}"
+    settings = command.settings_for(source)
+    names = field_names.of_class(settings) if settings else field_names.of_recipe(source)
+    candidates = [*(field.flag for chosen in options for field in fields_of(chosen)), *field_names.flags(names)]
+    unknown = [flag for flag in flags_in(arguments) if flag not in HELP and not field_names.has(names, flag)]
+    refuse_unknown(unknown, candidates, program)
 
 
 def _taken(command: Command, arguments: list[str]) -> tuple[list[Any], list[str]]:
@@ -213,7 +233,7 @@ def _refuse_missing(kind: str, name: str, command: Command) -> None:
     from tba.errors import UserError
     from tba.shipped import MARK, require_shipped
 
-    if kind == "RUN" and not command.fields and not Path(name).exists():
+    if kind == "RUN" and command.name != "import" and not Path(name).exists():
         raise UserError(f"{name}: there is no such run; give the directory of one, for example runs/NAME")
     if kind not in ("RECIPE", "RECIPE|RUN") or MARK in name or name.endswith(".py"):
         return

@@ -21,7 +21,7 @@ import re
 import textwrap
 import tokenize
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from io import StringIO
@@ -139,6 +139,7 @@ def given(arguments: Sequence[str], settings: Any, program: str, by_code: bool =
     known = {field.flag: field for field in fields_of(settings, by_code=True)}
     allowed = {field.flag for field in fields_of(settings, by_code=by_code)}
     off = {field.off: field for field in known.values() if field.is_switch}
+    refuse_unknown([flag for flag in flags_in(arguments) if _dashed(flag) not in known.keys() | off], known, program)
     found: list[tuple[Field, Any]] = []
     left = list(arguments)
     while left:
@@ -146,8 +147,6 @@ def given(arguments: Sequence[str], settings: Any, program: str, by_code: bool =
         flag = _dashed(name)
         if not name.startswith("--"):
             raise UserError(f"{program} does not take {name!r}: fields are set as --name value")
-        if flag not in known and flag not in off:
-            raise UserError(f"{program} has no field {name}; {_nearest(flag, known.values(), program)}")
         field = known[flag] if flag in known else off[flag]
         if field.flag not in allowed:
             raise UserError(f"{program} does not take {name}: only a recipe's code can set it")
@@ -341,29 +340,46 @@ def _wrapped_in(value: Any, kind: type) -> Any:
     return kind(*(_meant(value, hint) for hint in hints.values()))
 
 
-_THEIR_NAMES = {  # what TRL, verl and prime-rl call it
-    "learning-rate": "--optimizer.lr", "num-generations": "--group-size", "batch-size": "--groups-per-step",
-    "per-device-train-batch-size": "--max-tokens-per-pass", "max-prompt-length": "--prompts.max-tokens",
-    "max-completion-length": "--model.generation.max-completion-tokens", "use-vllm": "--model.generation.engine",
-    "beta": "--objective.beta.value", "temperature": "--exploration.temperature", "lora-rank": "--model.lora.rank",
-    "save-steps": "--run.checkpoint-every", "eval-steps": "--evaluation.every", "report-to": "--record.wandb",
-    "output-dir": "`--runs DIR`", "resume": "`tba resume RUN`", "resume-from-checkpoint": "`tba resume RUN`",
+_THEIR_NAMES = {  # what TRL, verl and prime-rl call it; two fields where one of theirs sets both
+    "learning-rate": ("--optimizer.lr",), "num-generations": ("--samples-per-prompt", "--group-size"),
+    "batch-size": ("--groups-per-step",), "per-device-train-batch-size": ("--max-tokens-per-pass",),
+    "max-prompt-length": ("--prompts.max-tokens",), "use-vllm": ("--model.generation.engine",),
+    "max-completion-length": ("--model.generation.max-completion-tokens",), "beta": ("--objective.beta.value",),
+    "temperature": ("--exploration.temperature", "--policy-temperature"), "lora-rank": ("--model.lora.rank",),
+    "save-steps": ("--run.checkpoint-every",), "eval-steps": ("--evaluation.every",), "report-to": ("--record.wandb",),
+    "output-dir": ("`--runs DIR`",), "resume": ("`tba resume RUN`",), "resume-from-checkpoint": ("`tba resume RUN`",),
 }  # fmt: skip
 
 
-def _nearest(flag: str, known: Iterable[Field], program: str) -> str:
+def flags_in(arguments: Iterable[str]) -> list[str]:
+    """Returns the flags among the words of a command line, without their values."""
+    return [word.partition("=")[0] for word in arguments if word.startswith("--")]
+
+
+def refuse_unknown(unknown: Sequence[str], candidates: Collection[str], program: str) -> None:
+    """Raises `UserError` when there are flags that no field has: it names all of them, and what each may mean among
+    the candidates.
+    """
+    if unknown:
+        answers = [f"{flag}; {_nearest(flag, candidates, program)}" for flag in dict.fromkeys(unknown)]
+        raise UserError(f"{program} has no field {' And no field '.join(answers)}")
+
+
+def _nearest(unknown: str, known: Iterable[str], program: str) -> str:
     """Returns what may have been meant: what other libraries call so, a field of that name elsewhere, or a similar name
     in the same place.
     """
+    flag = _dashed(unknown)
     place, _, name = flag.rpartition(".") if "." in flag else ("-", "", flag.lstrip("-"))
-    last = {field.flag: field.flag.lstrip("-").rpartition(".")[2] for field in known}
-    if (ours := _THEIR_NAMES.get(flag.lstrip("-"), "")) in last or ours.startswith("`"):
-        return f"did you mean {ours}?"
-    same = {last[field.flag]: field.flag for field in known if field.place == place}
+    last = {flag: flag.lstrip("-").rpartition(".")[2] for flag in known}
+    ours = [word for word in _THEIR_NAMES.get(flag.lstrip("-"), ()) if word in last or word.startswith("`")]
+    if ours:
+        return f"did you mean {'both ' if ours[1:] else ''}{' and '.join(ours)}?"
+    same = {last[flag]: flag for flag in last if (flag.rpartition(".")[0] or "-") == place}
     near = [same[n] for n in difflib.get_close_matches(name, same, n=1, cutoff=0.6)]
     near = near or sorted((k for k in last if last[k] == name), key=len)[:1]
     near = near or difflib.get_close_matches(flag, last, n=1, cutoff=0.8)
-    inside = [field.flag for field in known if field.flag.startswith(f"{flag}.")]
+    inside = [other for other in last if other.startswith(f"{flag}.")]
     if inside:
         part = flag.lstrip("-").replace("-", "_")
         names, code = part.split("."), "..."
@@ -397,6 +413,28 @@ def refuse_without_effect(settings: Any, named: Iterable[str], program: str) -> 
     for flag in named:
         if (when := _cause(flag, idle)) is not None:
             raise UserError(f"{program}: {flag} has no effect without {when}: give that too, or leave {flag} out")
+
+
+def split_options(options: T, arguments: Sequence[str], program: str) -> tuple[T, list[str]]:
+    """Takes the command's own options out of `arguments`; what is left sets the recipe's fields."""
+    by_flag = {field.flag: field for field in fields_of(options)}
+    words, remaining = [], []
+    waiting = iter(arguments)
+    for argument in waiting:
+        field = by_flag.get(_dashed(argument.partition("=")[0]))
+        if field is None:
+            remaining.append(argument)
+            continue
+        words.append(argument)
+        if "=" not in argument and not field.is_switch:
+            value = next(waiting, None)
+            if value is None:
+                raise UserError(f"{program} {argument} needs a value")
+            words.append(value)
+    values = given(words, options, program)
+    chosen: T = replaced(options, {field.flag: value for field, value in values})
+    refuse_without_effect(chosen, (field.flag for field, _ in values), program)
+    return chosen, remaining
 
 
 def help_of(settings: Any, first: Sequence[str] = ()) -> str:

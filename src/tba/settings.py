@@ -11,15 +11,14 @@ import importlib
 import importlib.util
 import re
 import sys
-import tomllib
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
 from tba.errors import UserError
-from tba.fields import fields_of, given, help_of, refuse_without_effect, replaced
+from tba.fields import given, help_of, refuse_without_effect, replaced
 from tba.recipe import Recipe
 from tba.shipped import MARK, require_shipped
 
@@ -49,51 +48,6 @@ def defined(path: Path, what: str) -> Any:
     if found is None:
         raise UserError(f"{path} defines no `{what}`: give the path of a Python file that does")
     return found
-
-
-def with_config(arguments: Sequence[str]) -> list[str]:
-    """Returns the arguments with `--config FILE.toml` replaced by the fields that the file sets, in its order.
-
-    A table is a group of fields: `[optimizer]` with `lr = 1e-4` is `--optimizer.lr 1e-4`. Raises `UserError` for a file
-    that cannot be read, and for a value that is no text, number or truth value.
-    """
-    made: list[str] = []
-    left = iter(arguments)
-    for argument in left:
-        flag, mark, value = argument.partition("=")
-        if flag == "--config":
-            if not (name := value if mark else next(left, "")):
-                raise UserError("--config needs the name of a TOML file of fields, such as steps = 200")
-            made += _flags_of(Path(name))
-        else:
-            made.append(argument)
-    return made
-
-
-def _flags_of(path: Path) -> list[str]:
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise UserError(
-            f"--config {path} cannot be read ({why}): give a TOML file of fields, such as steps = 200"
-        ) from error
-    return [word for flag in _flags(values, path) for word in flag]
-
-
-def _flags(values: Mapping[str, Any], path: Path, group: str = "") -> Iterator[tuple[str, ...]]:
-    for key, value in values.items():
-        name = key.replace("_", "-")
-        if isinstance(value, Mapping):
-            yield from _flags(value, path, f"{group}{name}.")
-        elif isinstance(value, bool):
-            yield (f"--{group}{'' if value else 'no-'}{name}",)
-        elif isinstance(value, str | int | float):
-            yield (f"--{group}{name}", str(value))
-        elif isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
-            yield (f"--{group}{name}", *map(str, value))
-        else:
-            raise UserError(f"--config {path}: {group}{key} is {value!r}: give a text, a number, true, false or a list")
 
 
 def module_of(name: str) -> ModuleType:
@@ -211,22 +165,3 @@ def _lasting(recipe: Recipe, values: Sequence[tuple[str, Any]]) -> Recipe:
     if steps <= shape.planned:
         return recipe
     return dataclasses.replace(recipe, optimizer=dataclasses.replace(recipe.optimizer, schedule=shape.lasting(steps)))
-
-
-def split_options(options: T, arguments: Sequence[str], program: str) -> tuple[T, list[str]]:
-    """Takes the command's own options out of `arguments`; what is left sets the recipe's fields."""
-    own = {field.flag: field for field in fields_of(options)}
-    rest, mine = [], []
-    waiting = iter(arguments)
-    for argument in waiting:
-        field = own.get(argument.partition("=")[0].replace("_", "-"))
-        if field is None:
-            rest.append(argument)
-            continue
-        mine.append(argument)
-        if "=" not in argument and not field.is_switch:
-            value = next(waiting, None)
-            if value is None:
-                raise UserError(f"{program} {argument} needs a value")
-            mine.append(value)
-    return override(options, mine, program), rest

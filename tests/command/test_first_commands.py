@@ -46,7 +46,7 @@ MISTAKES = (
     Mistake("show runs", "wanted a run's directory", r"ended +ended +40 .*pass@1/greedy 75.0 %", 0),
     Mistake("show", "`tba show RUN` needs a run's directory", r"ended +ended +40 ", 0),
     Mistake("show runs/removed", AS_NOW, "runs/removed: there is no such run; give the directory of one"),
-    Mistake("resume runs/removed", NO_COMMAND, "there is no run at runs/removed .*give the directory of a run"),
+    Mistake("resume runs/removed", NO_COMMAND, "runs/removed: there is no such run; give the directory of one"),
     Mistake("eval runs/removed", NO_RECIPE, "there is no recipe 'runs/removed'; .* or the folder of a run"),
     Mistake("train runs/ended", NO_RECIPE, "runs/ended is a run: `tba resume runs/ended` continues it"),
     Mistake("train quikstart", AS_NOW, "there is no recipe 'quikstart'.*did you mean 'quickstart'"),

@@ -321,7 +321,7 @@ def test_a_run_that_cannot_go_on_says_why_in_one_sentence(tmp_path: Path, finish
     resume = ["resume", str(finished)]
     assert "has made 20 steps, all that were asked for: give more with --steps" in refused(resume, capsys)
     assert "has made 20 steps" in refused([*resume, "--steps", "10"], capsys)
-    assert "there is no run at" in refused(["resume", str(tmp_path / "none")], capsys)
+    assert "there is no such run" in refused(["resume", str(tmp_path / "none")], capsys)
     assert "needs a run's folder" in refused(["resume"], capsys)
     assert "does not take 'quickstart'" in refused([*resume, "quickstart"], capsys)
     said = refused([*resume, "--steps", "40", "--task.symbols", "5"], capsys)

@@ -6,9 +6,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+from tba.config_file import with_config
 from tba.errors import TbaError, UserError
-from tba.fields import fields_of, rows
-from tba.settings import split_options, with_config
+from tba.fields import fields_of, rows, split_options
 from tba.shipped import description_of, names
 from tba_lab.command import StudyOptions, run_study
 from tba_lab.study import STUDIES

@@ -11,6 +11,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tba.fields import fields_of, rows
@@ -35,6 +36,8 @@ class Command:
     fields: bool = False  # whether it sets fields: those of a recipe, or settings of its own
     shown: str = ""  # options that the usage shows
     needs: dict[str, str] = field(default_factory=dict)  # options that have to be given: how, and what for
+    of_run: str = ""  # the class, by module, whose fields it sets if it is given a run; empty: the recipe's
+    of_file: str = ""  # if it is given a file of rows
 
     @property
     def synopsis(self) -> str:
@@ -45,9 +48,19 @@ class Command:
         """Returns its function."""
         return _loaded(self.function)
 
-    def option_classes(self) -> list[type]:
-        """Returns the classes of its options."""
-        return [_loaded(place) for place in self.options]
+    def option_classes(self) -> Iterator[type]:
+        """Yields the classes of its options, each loaded when it is asked for."""
+        return map(_loaded, self.options)
+
+    def settings_for(self, source: str) -> str:
+        """Returns the class, by module, whose fields it sets, given a recipe, a run or a file; empty: the recipe's."""
+        if self.of_run and (Path(source) / "recipe.json").is_file():
+            return self.of_run
+        if self.of_file:
+            from tba.tables import is_file_of_rows
+
+            return self.of_file if is_file_of_rows(source) else ""
+        return self.options[1] if self.options[1:] else ""
 
     def usage(self) -> str:
         """Returns its lines of the usage."""
@@ -127,6 +140,8 @@ _TABLE = (
         fields=True,
         shown="--out DIR [--min-reward X] [--held-out SHARE]",
         needs=_OUT,
+        of_run="command.collecting.SmoothingOptions",
+        of_file="command.sft.SftOptions",
     ),
     Command(
         "model",
