@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -39,8 +39,13 @@ class Lesson:
     """One part of a warm start: the task's demonstrations, possibly with some of its fields changed."""
 
     settings: SupervisedSettings
-    task_fields: Mapping[str, Json] = field(default_factory=dict)  # the task's fields that differ here
+    task_fields: Mapping[str, Json] = field(default_factory=dict)  # the task's fields that differ here; a task without
+    # one of these does without the lesson
     prompts: bool = False  # the prompts' own tokens are learnt too: language, where answers are few and short
+
+    def is_for(self, task: Task) -> bool:
+        """Returns whether the task has the fields that the lesson changes."""
+        return self.task_fields.keys() <= {f.name for f in fields(task)} if is_dataclass(task) else not self.task_fields
 
     def pairs(self, task: Task, tokenizer: Any) -> list[Pair]:
         changed: Task = replace(cast(Any, task), **self.task_fields) if self.task_fields else task
@@ -67,9 +72,27 @@ class WarmStart:
 
 
 def warm_started(start: WarmStart, task: Task, log: Callable[[str], None]) -> Path:
-    """Returns the folder of the warm start's result for this task: shipped, cached, or made now."""
-    tokenizer = tokenizer_for(start, _demonstrated(task), task)
-    lessons = [(lesson.settings, lesson.pairs(task, tokenizer)) for lesson in (*start.before, Lesson(start.sft))]
+    """Returns the folder of the warm start's result for this task: shipped, cached, or made now.
+
+    A task without demonstrations, which replaces the one that the recipe came with, begins with what is shipped.
+    Raises `UserError` where nothing is.
+    """
+    problems = _with_demonstrations(task)
+    if not problems and start.shipped is not None:
+        log(
+            f"task {task.name} has no demonstrations to make a base from: it begins with the recipe's own, "
+            f"{start.shipped}, which was taught another task; --model.path names another model"
+        )
+        return start.shipped
+    if not problems:
+        raise UserError(
+            f"task {task.name} has no demonstrations to make a base from: give --model.path a model (in code: "
+            'dataclasses.replace(recipe.model, path="FOLDER", warm_start=None)), or the problems a worked answer '
+            "(demonstration=...)"
+        )
+    tokenizer = tokenizer_for(start, problems, task)
+    before = [lesson for lesson in start.before if lesson.is_for(task)]
+    lessons = [(lesson.settings, lesson.pairs(task, tokenizer)) for lesson in (*before, Lesson(start.sft))]
     settings = [start.scratch, tokenizer.get_vocab(), *(settings for settings, _ in lessons)]
     key = supervised_key(settings, [pair for _, pairs in lessons for pair in pairs])
     if start.shipped is not None and _is_result_of(start.shipped, key):
@@ -84,11 +107,8 @@ def warm_started(start: WarmStart, task: Task, log: Callable[[str], None]) -> Pa
     return cached_folder(folder, key, make)
 
 
-def _demonstrated(task: Task) -> list[Problem]:
-    problems = [p for p in problems_of(task, "train") if p.demonstration is not None]
-    if not problems:
-        raise UserError(f"task {task.name} has no demonstrations to start from: give --model.path a trained model")
-    return problems
+def _with_demonstrations(task: Task) -> list[Problem]:
+    return [p for p in problems_of(task, "train") if p.demonstration is not None]
 
 
 def folder_of_results() -> Path:
@@ -195,7 +215,11 @@ def _unless(eos: int | None, end: int | None) -> int | None:
 
 def _taught(task: Task, tokenizer: Any) -> list[Pair]:
     """Returns a task's demonstrations as (prompt, response) token ids; of episodes the policy's turns are learnt."""
-    problems = _demonstrated(task)
+    problems = _with_demonstrations(task)
+    if not problems:
+        raise UserError(
+            f"task {task.name} has no demonstrations to learn: give its problems a worked answer (demonstration=...)"
+        )
     if not isinstance(task, Acted):
         return list(pairs_of(problems, tokenizer))
     speech = Speech(tokenizer, _is_chat(problems[0]), problems[0].tools)
