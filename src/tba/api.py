@@ -133,8 +133,8 @@ def train(
         view.say(f"note: {warning}")
     if not name:
         name, overrides = _written(found, path), []
-    carry_out(found, name, overrides, path, view, callbacks=Callbacks(on_step, on_evaluation))
-    return Run(path)
+    run, *_ = carry_out(found, name, overrides, path, view, callbacks=Callbacks(on_step, on_evaluation))
+    return Run(run.path)
 
 
 def check(recipe: Recipe | str, **fields: Any) -> Estimate:

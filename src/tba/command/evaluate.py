@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import chdir
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -155,16 +156,17 @@ def _write_texts(path: Path, answers: Sequence[Answer], console: Console) -> Non
 
 def _distance(begun: Recipe, engine: Engine, recipe: Recipe, prompts: Sequence[Prompt], source: Rebuilt) -> Divergence:
     """Print the distance to the recipe's initial model, from one answer to each prompt at the policy temperature."""
-    return divergence(
-        engine,
-        begun.model.prepared(begun.task).reference(recipe.policy_temperature, Version()),
-        grader_of(recipe, source),
-        prompts,
-        1,
-        np.random.default_rng([recipe.seed, 11]),
-        policy_temperature=recipe.policy_temperature,
-        chunk=recipe.evaluation.chunk,
-    )
+    with chdir("."):
+        return divergence(
+            engine,
+            begun.model.prepared(begun.task).reference(recipe.policy_temperature, Version()),
+            grader_of(recipe, source),
+            prompts,
+            1,
+            np.random.default_rng([recipe.seed, 11]),
+            policy_temperature=recipe.policy_temperature,
+            chunk=recipe.evaluation.chunk,
+        )
 
 
 def _tell_distance(console: Console, found: Divergence) -> None:

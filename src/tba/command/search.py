@@ -94,7 +94,7 @@ def _search(
     torch.set_num_threads(recipe.run.threads)
     os.nice(NICENESS)
     with log_to(run.path, place.name) as log:
-        console.print(f"{place.name} joins {run.path}; its log is {log}; Ctrl-C ends it", highlight=False)
+        console.print(f"{place.name} joins {run.shown}; its log is {log}; Ctrl-C ends it", highlight=False)
         half, said = start(log), time.monotonic()
         try:
             while not place.stop() and not half.told().get("stop"):

@@ -67,13 +67,16 @@ def _require_hub(name: str) -> None:
 def whole(path: str, log: Callable[[str], None]) -> str:
     """Returns the folder or the Hub's name of the whole weights that `path` stands for, made now if need be.
 
-    Raises `UserError` for what is not there or cannot be read.
+    It is absolute: the model is read again later, from whatever directory a user's code has changed to. Raises
+    `UserError` for what is not there or cannot be read.
     """
     refuse_missing_model(path)
     if path.endswith(SUFFIX):
         return str(converted(Path(path), log))
     folder = adapter_at(path)
-    return path if folder is None else str(_merged(folder, log))
+    if folder is None:
+        return str(Path(path).absolute()) if Path(path).exists() else path
+    return str(_merged(folder, log))
 
 
 def merged_if_adapter(path: str, log: Callable[[str], None]) -> str:

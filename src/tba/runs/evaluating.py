@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,16 +68,17 @@ def measured(
     prompts = prompts_of(recipe, model, "train" if split == "train" else "eval")
     engine = engine_of(recipe, model, _version_at(getattr(model, "path", "")))
     grader, began = grader_of(recipe, source, "eval"), time.monotonic()
-    found = evaluate(
-        engine,
-        prompts,
-        grader,
-        settings,
-        np.random.default_rng([recipe.seed, 7]),
-        now=lambda: time.monotonic() - began,
-        policy_temperature=recipe.policy_temperature,
-        between=_Counted(len(prompts), settings, done),
-    )
+    with chdir("."):  # the caller's paths begin where they began, wherever a reward goes
+        found = evaluate(
+            engine,
+            prompts,
+            grader,
+            settings,
+            np.random.default_rng([recipe.seed, 7]),
+            now=lambda: time.monotonic() - began,
+            policy_temperature=recipe.policy_temperature,
+            between=_Counted(len(prompts), settings, done),
+        )
     return found, engine, prompts
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import closing
+from contextlib import chdir, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,7 +66,8 @@ def _take(
         closing(JsonLines(run.path / FILE)) as records,
     ):
         for called, known_by, entries in sources:
-            report = intake.take(entries, known_by, Loud(called, say))
+            with chdir("."):  # in which the next file is looked for, wherever a reward goes
+                report = intake.take(entries, known_by, Loud(called, say))
             if recipe.record.hide_text:
                 report.hide()
             records.append(report.to_json())

@@ -69,7 +69,7 @@ def carry_out(
     if prepared:
         take_over(path, recipe)
     run = RunDirectory.create(path, name, overrides, recipe, began, sft_seconds)
-    view.say(f"run {run.path}")
+    view.say(f"run {run.shown}")
     with run.held(0.0) as held:
         try:
             with failure_recorded(recipe, run):

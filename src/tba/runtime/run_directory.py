@@ -5,7 +5,8 @@
 
 Invariant: `recipe.json` alone (a name or path, the overrides, the run's own facts) rebuilds the recipe in any process,
 and says which incarnation this is: each time the run is begun or resumed, or its trainer restarted, it gets another
-number. Each time it is begun or resumed it gets another mark too, which its journal has from then on.
+number. Each time it is begun or resumed it gets another mark too, which its journal has from then on. Relative paths
+mean the same for as long as the run is open here, whatever directory a user's code changes to.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -58,12 +59,23 @@ PREPARED = "prepared"  # in recipe.json: the run was made for imports, and has n
 IMPORTS = "import"  # the owner whose rows the journal may have before a run begins
 
 
+def _working_directory() -> Path:
+    try:
+        return Path.cwd()
+    except FileNotFoundError:  # it was removed
+        return Path("/")
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """Names the paths of one run, for the processes that work on it. Made by `create`, reopened by `open`."""
 
-    path: Path
+    path: Path  # absolute, once it is made
     lock: int | None = field(default=None, compare=False)  # its descriptor, while it is held
+    base: Path = field(default_factory=_working_directory, compare=False)  # where relative paths of the run begin
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", self.base / self.path)
 
     @classmethod
     def create(
@@ -117,6 +129,11 @@ class RunDirectory:
         if not (path / "recipe.json").is_file():
             raise UserError(f"there is no run at {path} (no recipe.json): give the directory of a run")
         return cls(path)
+
+    @property
+    def shown(self) -> Path:
+        """Returns its path as people write it: from where the command was given, if it lies there."""
+        return self.path.relative_to(self.base) if self.path.is_relative_to(self.base) else self.path
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -203,25 +220,25 @@ class RunDirectory:
     @contextmanager
     def held(self, seconds: float) -> Iterator[RunDirectory]:
         """Yields the run with its lock, which the workers that are started from it inherit and hold for as long as they
-        live.
+        live. The working directory is afterwards what it was before.
 
         Raises `UserError` when others hold it for `seconds` more.
         """
-        with hold(self.path, seconds) as lock:
+        with hold(self.path, seconds) as lock, chdir(self.base):
             yield replace(self, lock=lock)
 
     def journal(self, recipe: Recipe) -> Path:
         """Returns the journal's file: in this directory, or in `run.journal_dir` under this run's name."""
         folder = recipe.run.journal_dir
         if folder is not None:
-            _make(folder)
+            _make(self.base / folder)
         return self._journal_in(folder)
 
     def _journal_in(self, folder: Path | None) -> Path:
         if folder is None:
             return self.path / "journal.sqlite"
         key = hashlib.blake2b(str(self.path.resolve()).encode(), digest_size=4).hexdigest()
-        return folder / f"{self.path.name}-{key}.sqlite"
+        return self.base / folder / f"{self.path.name}-{key}.sqlite"
 
     def journal_there(self) -> Path:
         """Returns the journal's file from recipe.json alone, for commands that read a run: nothing is executed or

@@ -71,6 +71,7 @@ class Program:
     module: str
     arguments: tuple[str, ...]
     loads: tuple[str, ...] = ()  # modules that it imports, which a forkserver has loaded by the next time
+    cwd: str = field(default_factory=os.getcwd)  # its working directory
 
 
 def start(program: Program, environment: Mapping[str, str], log: int, held: Sequence[int] = ()) -> Child:
@@ -87,6 +88,7 @@ def start(program: Program, environment: Mapping[str, str], log: int, held: Sequ
         stdout=log,
         stderr=log,
         env=dict(environment),
+        cwd=program.cwd,
         pass_fds=held,
         start_new_session=True,
     )
@@ -187,7 +189,7 @@ class Forkserver:
         if wanted := {*_LIBRARIES, *program.loads} - self._loaded:
             self._loaded |= wanted
             self.send({"import": sorted(wanted)})
-        order = {"number": child.number, **asdict(program), "env": dict(environment), "cwd": os.getcwd()}
+        order = {"number": child.number, **asdict(program), "env": dict(environment)}
         try:
             self.send(order, (theirs, log, *held))
         finally:

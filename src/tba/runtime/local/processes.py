@@ -95,7 +95,8 @@ class Process:
         held = () if self.run.lock is None else (self.run.lock,)
         self.watch = Watch(heartbeat_file(self.run.path, self.name))
         with self.run.log(self.name).open("ab") as log:
-            program = Program(self.name, "tba.runtime.local.worker", (self.name, str(self.run.path)), self.loads)
+            arguments = (self.name, str(self.run.path))
+            program = Program(self.name, "tba.runtime.local.worker", arguments, self.loads, str(self.run.base))
             self.process = start(program, environment, log.fileno(), held)
 
     def start_again(self) -> None:
