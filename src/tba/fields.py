@@ -457,7 +457,7 @@ def help_of(settings: Any, first: Sequence[str] = ()) -> str:
     for flag, when in without_effect(settings).items():
         waiting.setdefault(when, []).append(flag)
     if waiting:
-        lines = [line for when, names in waiting.items() for line in _wrapped(f"  {when}", ", ".join(names))]
+        lines = [line for when, names in waiting.items() for line in row(f"  {when}", ", ".join(names))]
         blocks.append(["there is more with:", *lines])
     return "\n\n".join("\n".join(block) for block in blocks)
 
@@ -516,7 +516,7 @@ def rows(fields: Sequence[Field]) -> list[str]:
     for f in fields:
         said = meanings[type(f.settings)].get(f.name, "")
         choices = f"; {_kind(f.hint)}" if typing.get_origin(f.hint) is Literal else ""
-        lines += _wrapped(f"  {f.flag}", f"{said}{choices}{_default(f.value)}")
+        lines += row(f"  {f.flag}", f"{said}{choices}{_default(f.value)}")
     return lines
 
 
@@ -528,7 +528,7 @@ def _default(value: Any) -> str:
     return f" (default: {' '.join(map(str, value)) if isinstance(value, tuple) else value})".replace("\n", "\\n")
 
 
-def _wrapped(flag: str, meaning: str) -> list[str]:
+def row(flag: str, meaning: str) -> list[str]:
     """Returns a flag with its meaning to the right; below it where the flag is long."""
     lines = textwrap.wrap(meaning, _WIDTH - _INDENT, break_long_words=True, break_on_hyphens=False)
     lines = [f"{' ' * _INDENT}{line}" for line in lines]

@@ -90,6 +90,14 @@ class Version:
         return version.average if text.endswith("a") else version
 
     @property
+    def in_words(self) -> str:
+        """Returns what people call it: `step 50`, and of a run that was resumed, `step 50 of incarnation 1`."""
+        if self.is_average:
+            return f"the average at {self.average.in_words}"
+        of = f" of incarnation {self.incarnation}" if self.incarnation else ""
+        return "none" if self.incarnation < 0 else f"step {self.step}{of}"
+
+    @property
     def average(self) -> Version:
         """The name of the average of weights up to these, or of an average's newest weights. Averages are evaluated and
         never sampled from: they are older than all weights.

@@ -262,6 +262,24 @@ def test_several_runs_are_drawn_on_one_another_and_what_differs_is_marked(
     assert text(browser, ".bar button.on") == "run-2"
 
 
+def test_several_runs_are_compared_over_steps_unless_seconds_are_asked_for(
+    browser: Browser, pages: dict[str, str]
+) -> None:
+    for name, axis in (("one", "time"), ("three", "step")):
+        opened(browser, f"{pages[name]}#view=curves")
+        assert browser.run("document.querySelector('select[name=axis]').value") == axis
+
+
+def test_a_phone_shows_before_and_after_side_by_side(browser: Browser, pages: dict[str, str]) -> None:
+    browser.size(390, 844)
+    try:
+        opened(browser, pages["one"])
+        right = "document.querySelector('.figures th:nth-child(3)').getBoundingClientRect().right"
+        assert browser.run(right) <= 390
+    finally:
+        browser.size(1280, 900)
+
+
 def test_a_run_that_hides_its_text_shows_keys_and_scores(browser: Browser, pages: dict[str, str]) -> None:
     opened(browser, f"{pages['hidden']}#view=read")
     shown = text(browser, "main")

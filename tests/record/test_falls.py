@@ -44,8 +44,8 @@ def figures(values: Sequence[float], n: int = 500) -> list[Evaluation]:
 def test_a_fall_is_told_once_until_the_figure_has_come_back() -> None:
     told = falls(figures([0.39, 0.62, 0.17, 0.20, 0.61, 0.17]))
     assert told == [
-        "pass@1/sampled is 17.0 % at version 0.20: it was 62.0 % at 0.10",
-        "pass@1/sampled is 17.0 % at version 0.50: it was 62.0 % at 0.10",
+        "pass@1/sampled is 17.0 % at step 20: it was 62.0 % at step 10",
+        "pass@1/sampled is 17.0 % at step 50: it was 62.0 % at step 10",
     ]
 
 
@@ -111,7 +111,7 @@ def test_what_is_noted_is_noted_once_counted_and_shown(make_run: Callable[..., P
     written = EvaluationWriter(run)
     written.write(evaluations(60, 0.2, 0.79))
     written.close()
-    fall = "pass@1/greedy is 20.0 % at version 0.60: it was 90.0 % at 0.40"
+    fall = "pass@1/greedy is 20.0 % at step 60: it was 90.0 % at step 40"
     assert note_falls(run, read_evaluations(run)) == [fall]
     assert note_falls(run, read_evaluations(run)) == []
     assert noted_falls(run) == list(RunRecord.read(run).falls) == [fall]

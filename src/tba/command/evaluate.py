@@ -24,6 +24,7 @@ from tba.protocols import Engine
 from tba.recipe import Recipe, differences, resolved
 from tba.record.jsonl import plain, replaced, write_json
 from tba.record.terminal import terminal
+from tba.record.text import hundredfold
 from tba.runs.evaluating import measured, recipe_of, with_checkpoint
 from tba.runtime.isolation import Rebuilt
 from tba.runtime.prompting import grader_of
@@ -62,7 +63,7 @@ def evaluate_model(name: str, overrides: list[str], options: EvalOptions) -> int
             f"{e.n} {split} problems",
             highlight=False,
         )
-    of = f"version {assessment.version}: " if assessment.version.step else ""
+    of = f"{assessment.version.in_words}: " if assessment.version.step else ""
     console.print(f"{of}{assessment.tokens} tokens in {assessment.seconds:.1f} s", highlight=False)
     scores = {metric: [float(v) for v in values] for metric, values in assessment.scores.items()}
     facts = {"recipe": name, "overrides": overrides, "checkpoint": checkpoint, "split": split, "scores": scores}
@@ -112,9 +113,9 @@ def _tell_difference(console: Console, before: Scores, found: Assessment, path: 
                 "(--evaluation.problems)"
             )
         d = paired_difference(others, values)
+        change, low, high = (hundredfold(share, sign=True) for share in (d.estimate, d.low, d.high))
         console.print(
-            f"{metric:16} {100 * d.estimate:+.1f} points against {path} [{100 * d.low:+.1f}, {100 * d.high:+.1f}], "
-            "paired by problem",
+            f"{metric:16} {change} points against {path} [{low}, {high}], paired by problem",
             highlight=False,
         )
 

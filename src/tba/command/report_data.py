@@ -27,7 +27,7 @@ from tba.record.metrics import column, is_number
 from tba.record.recorder import read_samples
 from tba.record.run_record import RunRecord
 from tba.record.show import facts_of
-from tba.record.text import frame_of
+from tba.record.text import frame_of, percent
 from tba.replay.buffer import LEFT
 from tba.replay.excerpt import Facts, chosen, read_bodies, read_facts
 from tba.replay.queries import JournalQueries
@@ -189,9 +189,9 @@ def _events(record: RunRecord, path: Path, clock: _Clock, hidden: bool) -> list[
 
     by_version: dict[tuple[float, str], list[str]] = {}
     for e in record.evaluations:
-        by_version.setdefault((e.wall_seconds, str(e.version)), []).append(f"{e.metric} {100 * e.value:.1f} %")
+        by_version.setdefault((e.wall_seconds, e.version.in_words), []).append(f"{e.metric} {percent(e.value)}")
     for (wall, version), figures in by_version.items():
-        add(wall, "evaluation", f"version {version} evaluated: " + ", ".join(figures))
+        add(wall, "evaluation", f"{version} evaluated: " + ", ".join(figures))
     for fault in read_faults(path):
         text = str(fault["kind"]).replace("_", " ") + ("" if hidden or not fault["what"] else f": {fault['what']}")
         if isinstance(fault["time"], int | float):

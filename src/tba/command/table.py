@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tba.fields import fields_of, rows
+from tba.fields import fields_of, row, rows
 
 _COLUMN, _WIDTH = 44, 120  # of the usage: where the summaries begin, and where its lines end
 
@@ -36,6 +36,7 @@ class Command:
     fields: bool = False  # whether it sets fields: those of a recipe, or settings of its own
     shown: str = ""  # options that the usage shows
     needs: dict[str, str] = field(default_factory=dict)  # options that have to be given: how, and what for
+    recipe_fields: dict[str, str] = field(default_factory=dict)  # fields of any recipe that the list of options has too
     of_run: str = ""  # the class, by module, whose fields it sets if it is given a run; empty: the recipe's
     of_file: str = ""  # if it is given a file of rows
 
@@ -95,7 +96,8 @@ _TABLE = (
         "command.train.run_recipe",
         ("command.options.TrainOptions",),
         fields=True,
-        shown="[--run-name NAME] [--runs DIR] [--data FILE|RUN] [--epochs N]",
+        shown="[--run-name NAME] [--runs DIR] [--data FILE|RUN] [--offline] [--epochs N]",
+        recipe_fields={"offline": "learn only from existing trajectories (`tba import`, --data)"},
     ),
     Command(
         "resume",
@@ -287,6 +289,7 @@ def help_of(name: str) -> str:
     elif command.options:
         found = [own for options in command.option_classes() for own in fields_of(options())]
         lines += ["", f"options of `tba {name}`:", *rows(found)]
+        lines += [line for flag, meaning in command.recipe_fields.items() for line in row(f"  --{flag}", meaning)]
     return "\n".join(lines)
 
 

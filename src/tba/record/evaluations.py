@@ -14,7 +14,7 @@ from typing import Any
 from tba.evaluation.estimators import wilson_interval
 from tba.protocols import Answered
 from tba.record.jsonl import JsonLines, NewLines, read_lines
-from tba.record.text import percent
+from tba.record.text import hundredfold, percent
 from tba.types import Evaluation, Json, Version
 
 FILE = "evaluations.jsonl"
@@ -68,7 +68,7 @@ def figure(evaluation: Evaluation | None) -> str:
     if evaluation is None:
         return "-"
     interval = wilson_interval(evaluation.value * evaluation.n, evaluation.n)
-    return f"{percent(evaluation.value)} [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
+    return f"{percent(evaluation.value)} [{hundredfold(interval.low)}, {hundredfold(interval.high)}]"
 
 
 class RunningEvaluations:

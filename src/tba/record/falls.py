@@ -83,7 +83,8 @@ def falls(evaluations: Iterable[Evaluation]) -> list[str]:
         far = top.value - e.value > max(POINTS, ERRORS * math.hypot(_error(top), _error(e)))
         if far and not fallen.get(e.metric):
             found.append(
-                f"{e.metric} is {percent(e.value)} at version {e.version}: it was {percent(top.value)} at {top.version}"
+                f"{e.metric} is {percent(e.value)} at {e.version.in_words}: it was {percent(top.value)} at "
+                f"{top.version.in_words}"
             )
         fallen[e.metric] = far
         if e.value > top.value:

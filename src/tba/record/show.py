@@ -23,7 +23,7 @@ from tba.record.ledger import TERMS, Ledger
 from tba.record.metrics import MEAN_STEPS, column
 from tba.record.run_record import RunRecord
 from tba.record.summary import WAITED, Summary
-from tba.record.text import count, duration, frame_of, named, percent, printable, size, within
+from tba.record.text import count, counted, duration, frame_of, hundredfold, named, percent, printable, size, within
 from tba.types import Evaluation, Json
 
 ANSWERS_SHOWN = 5
@@ -126,7 +126,7 @@ def accuracy(run: RunRecord) -> RenderableType:
     table = table_of("metric", "before", "after", "points", "problems", gap=1)
     for name, (before, after) in figures.items():
         alike = after is not None and after.n == before.n  # during a run there may be fewer
-        change = f"{100 * (after.value - before.value):+.1f}" if after and alike else "-"
+        change = hundredfold(after.value - before.value, sign=True) if after and alike else "-"
         problems = f"{before.n}" if after is None or alike else f"{before.n}, {after.n}"
         table.add_row(printable(name, 60), figure(before), figure(after), change, problems)
     return table
@@ -343,8 +343,8 @@ def _joined(summary: Summary) -> str:
 
 def _machine(found: Mapping[str, Json]) -> str:
     memory, gpus = found.get("memory_bytes"), ", ".join(found.get("gpus") or ()) or "no GPU"
-    cores = f"{found.get('cpu', '?')}, {found.get('cores', '?')} cores"
-    return printable(f"{cores}, {size(memory) if memory else '?'}, {gpus}")
+    cores = counted(found.get("cores", "?"), "core")
+    return printable(f"{found.get('cpu', '?')}, {cores}, {size(memory) if memory else '?'}, {gpus}")
 
 
 def _closes(account: Ledger) -> Text:

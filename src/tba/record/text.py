@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterable, Mapping
+from decimal import ROUND_HALF_UP, Decimal
+
+_EXACT = 1e12  # numbers from here on are printed as they are
 
 
 def duration(seconds: float) -> str:
@@ -19,9 +22,26 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}:{whole % 3600 // 60:02d} h"
 
 
+def hundredfold(share: float, digits: int = 1, sign: bool = False) -> str:
+    """Returns 100 times a share, a half rounded away from zero: `0.60650000001` and `0.6065` -> `60.7`.
+
+    The report page has the same rule (`tenths` of `report.js`): a figure is never two numbers. sign: with a plus.
+    """
+    value, plus = float(100 * share), "+" if sign else ""
+    if not abs(value) < _EXACT:
+        return f"{value:{plus}.{digits}f}"
+    # what floats make of decimals (60.65 is 60.649999999999999 or 60.650000000000006) is not rounded, but taken back
+    return f"{Decimal(repr(round(value, 9))).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP):{plus}}"
+
+
 def percent(share: float, digits: int = 1) -> str:
     """Returns a share in percent: `0.4213` -> `42.1 %`."""
-    return f"{100 * share:.{digits}f} %"
+    return f"{hundredfold(share, digits)} %"
+
+
+def counted(number: object, noun: str) -> str:
+    """Returns a number with its noun, whose plural ends in s: `1 core`, `2 cores`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def count(number: float) -> str:

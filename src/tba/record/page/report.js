@@ -26,7 +26,7 @@
   // State, in the URL's hash
 
   const DEFAULTS = {
-    view: "overview", run: 0, unit: "trajectories", axis: "time", from: null, to: null, hide: "", metric: "",
+    view: "overview", run: 0, unit: "trajectories", axis: data.runs.length > 1 ? "step" : "time", from: null, to: null, hide: "", metric: "",
     by: "answers", q: "", sort: "newest", searcher: "", stop: "", fate: "", step: null, prompt: null, v0: null,
     v1: null, r0: null, r1: null, l0: null, l1: null, t: null, colour: "ratio", raw: 0, s: "", differ: 0,
   };
@@ -86,12 +86,18 @@
     if (Number.isInteger(value)) return (value + 0).toLocaleString("en"); // no -0
     return String(Number(value.toPrecision(digits)));
   }
-  // as the terminal has it: a half goes to the even digit
-  const rounded = new Intl.NumberFormat("en", {
-    minimumFractionDigits: 1, maximumFractionDigits: 1, roundingMode: "halfEven", useGrouping: false,
-  });
-  const tenths = (share) => rounded.format(100 * share);
+  // as the terminal has it (hundredfold of text.py): a half goes away from zero, of the decimal that floats are near
+  const tenths = (share) => {
+    const whole = Math.round(Number((1000 * Math.abs(share)).toFixed(8)));
+    return `${share < 0 ? "-" : ""}${(whole / 10).toFixed(1)}`;
+  };
   const percent = (share) => `${tenths(share)} %`;
+  // "1.50" -> "step 50 of incarnation 1", as the terminal has it (Version.in_words)
+  function versionInWords(version) {
+    const [, incarnation, step, average] = /^(\d+)\.(\d+)(a?)$/.exec(version) || [];
+    if (step === undefined) return version;
+    return `${average ? "the average at " : ""}step ${step}${incarnation === "0" ? "" : ` of incarnation ${incarnation}`}`;
+  }
   function seconds(value) {
     if (value === null) return "–";
     if (value < 100) return `${value.toFixed(1)} s`;
@@ -209,12 +215,13 @@
       ...failed.map((one) => h("div", { className: "banner" }, `${one.name}: ${visible(one.ended)}`)),
       h("h2", null, "Before and after ", h("small", null, "held-out problems, with 95 % intervals")),
       all.length ? table(
-        [...(data.runs.length > 1 ? [["run"]] : []), ["metric"], ["before", "number"], ["after", "number"], ["difference", "number"], [""], ["problems", "number"]],
+        [...(data.runs.length > 1 ? [["run"]] : []), ["metric"], ["before", "number"], ["after", "number"], ["difference", "number"], ["", "bars"], ["problems", "number"]],
         all.map(([one, { metric, before, after }]) => h("tr", null,
           data.runs.length > 1 && h("td", null, dot(one.index), one.name),
           h("td", null, metric), cell(measured(before)), cell(measured(after)),
           cell(before && after && before.n === after.n ? `${after.value >= before.value ? "+" : ""}${tenths(after.value - before.value)} points` : "–"),
-          h("td", null, range(one, before, after)), cell(after && after.n !== before.n ? `${number(before.n)}, ${number(after.n)}` : number(before.n)))),
+          h("td", { className: "bars" }, range(one, before, after)), cell(after && after.n !== before.n ? `${number(before.n)}, ${number(after.n)}` : number(before.n)))),
+        "plain figures",
       ) : h("p", { className: "note" }, "Not evaluated yet."),
     );
     const two = h("div", { className: "charts" });
@@ -301,7 +308,7 @@
 
   function heldOut(run) {
     const versions = [...new Set(run.answers.flatMap((one) => one.answers.map((answer) => answer.version)))];
-    return table([["problem"], ...versions.map((version) => [`version ${version}`])], run.answers.map((one) =>
+    return table([["problem"], ...versions.map((version) => [versionInWords(version)])], run.answers.map((one) =>
       h("tr", null, h("td", { className: "text" }, question(run, one.prompt)), versions.map((version) => {
         const answer = one.answers.find((candidate) => candidate.version === version);
         if (!answer) return h("td", null, "–");
@@ -337,7 +344,7 @@
     const grid = h("div", { className: "charts" });
     main.append(
       h("div", { className: "bar" },
-        choice("axis", [["time", "over wall-clock"], ["step", "over steps"]], (axis) => go({ axis, from: null, to: null })),
+        choice("axis", [["step", "over steps"], ["time", "over wall-clock"]], (axis) => go({ axis, from: null, to: null })),
         h("button", { id: "whole", onclick: () => zoom(null, null) }, "whole run"),
         kinds.map(([kind, [name, colour]]) => {
           const key = h("span", { className: "key" });
@@ -417,7 +424,7 @@
           const found = run.evaluations.filter((e) => e.metric === name);
           const x = found.map((e) => (state.axis === "time" ? e.wall : Number(e.version.split(".")[1])));
           const bound = (side) => found.map((e) => (e[side] === undefined ? null : 100 * e[side]));
-          const line = found.length > 2; // two points are not joined
+          const line = found.length > 1; // before and after are joined, too
           add(run, x, name, i, [[bound("high"), { class: "quiet", width: 0, bandTop: line }], [bound("low"), { class: "quiet", width: 0 }],
             [found.map((e) => 100 * e.value), { points: { show: true, size: 7 }, ...(line ? {} : { paths: () => null }) }]]);
         });
@@ -732,7 +739,7 @@
         h("div", { className: "prompt text" }, promptOf(run, prompt)),
         fields ? h("p", { className: "note" }, "fields for the reward: ", visible(fields)) : "",
         h("div", { className: "bar" },
-          h("h2", null, `Its group: ${group.length} answers `, h("small", null, `version ${run.t.version[group[0]]}, ${seconds(run.t.wall[group[0]])}, ${run.trajectories.searchers[run.t.searcher[group[0]]]}, round ${rounds.indexOf(round) + 1} of ${rounds.length} of this prompt`)),
+          h("h2", null, `Its group: ${group.length} answers `, h("small", null, `${versionInWords(run.t.version[group[0]])}, ${seconds(run.t.wall[group[0]])}, ${run.trajectories.searchers[run.t.searcher[group[0]]]}, round ${rounds.indexOf(round) + 1} of ${rounds.length} of this prompt`)),
           h("button", { onclick: () => turn(-1), disabled: rounds[0] === round }, "← earlier"),
           h("button", { onclick: () => turn(1), disabled: rounds[rounds.length - 1] === round }, "later →")),
         run.hide_text ? h("p", { className: "note" }, "The run was recorded with record.hide_text: only keys and numbers are shown.") : colours(row),
@@ -862,7 +869,7 @@
           h("td", { className: "words" }, why), h("td", null, readable && h("button", { onclick: () => go({ ...DEFAULTS, view: "read", run: state.run, fate: name }) }, "read them")));
       })));
     }
-    main.append(h("p", { className: "note" }, run.fates ? `Which trajectory is which is as of the newest checkpoint, version ${run.fates.as_of}. ${sampleOf(run)}` : "Which trajectory was trained on is not known: there is no checkpoint."));
+    main.append(h("p", { className: "note" }, run.fates ? `Which trajectory is which is as of the newest checkpoint, ${versionInWords(run.fates.as_of)}. ${sampleOf(run)}` : "Which trajectory was trained on is not known: there is no checkpoint."));
     for (const one of run.imports) {
       main.append(h("h2", null, "Refused by tba import ", h("small", null, visible(one.source))),
         table([["lines", "number"], ["why"]], Object.entries(one.refused).map(([why, count]) => h("tr", null, cell(number(count)), h("td", { className: "words" }, visible(why))))));
