@@ -190,7 +190,7 @@ def test_eval_of_a_run_is_that_of_its_recipe_with_its_fields_and_its_newest_chec
     run: Path, said: Said, tmp_path: Path
 ) -> None:
     said("eval", SUMS, "--checkpoint", run, "--out", tmp_path / "named.json")
-    assert "\nstep 4: " in said("eval", run, "--out", tmp_path / "run.json")
+    assert " step 4: " in said("eval", run, "--out", tmp_path / "run.json")
     named, of_run = (json.loads((tmp_path / f"{name}.json").read_text())["scores"] for name in ("named", "run"))
     assert of_run == named
     assert len(next(iter(named.values()))) == 8
