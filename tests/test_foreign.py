@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
@@ -17,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from tba import foreign
 from tba.__main__ import main
 from tba.errors import UserError
-from tba.foreign import check, is_name, parsed, prompt_tokens, templated, with_arguments
+from tba.foreign import check, is_name, parsed, problems_of, prompt_tokens, templated, with_arguments
 from tba.models.warm_start import pairs_of
 from tba.policy.loading import load_model
 from tba.record.jsonl import write_json
@@ -479,3 +480,16 @@ def test_kinds_are_annotations() -> None:
 
 def test_a_summary_that_a_run_writes_is_of_its_own_kind(run: Path) -> None:
     assert Summary.read(run) is not None
+
+
+def test_a_field_that_cannot_be_written_as_json_is_named_with_what_it_may_be() -> None:
+    class Mine:
+        name = "mine"
+
+        def problems(self, split: str) -> list[Problem]:
+            return [Problem("1?", {"n": np.int64(1)}), Problem("2?", {"n": 1, "of": {1, 2}})]
+
+    with pytest.raises(
+        UserError, match=r"^problem 1 of .* has the field 'of' with \{1, 2\}: make it of texts, numbers"
+    ):
+        problems_of(Mine(), "train")

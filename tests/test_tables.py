@@ -126,6 +126,53 @@ def test_columns_of_half_the_precision_and_of_bytes_are_what_was_written(tmp_pat
     assert [row["prompt"] for row in rows] == ["0.1?", "ü", None, "b'\\xff'"]
 
 
+def test_floats_of_few_bits_are_what_was_written_however_deep_they_are(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    values = [{"ground_truth": 0.1, "style": "rule"}, None]
+    for narrow in (pa.float32(), pa.float16()):
+        kinds = {
+            "plain": (narrow, [0.1, None]),
+            "struct": (pa.struct([("ground_truth", narrow), ("style", pa.string())]), values),
+            "list": (pa.list_(narrow), [[0.1, None, -2.5], None]),
+            "large": (pa.large_list(narrow), [[0.1], []]),
+            "fixed": (pa.list_(narrow, 2), [[0.1, 0.7], None]),
+            "map": (pa.map_(pa.string(), narrow), [[("a", 0.1)], None]),
+            "deep": (pa.list_(pa.struct([("x", pa.list_(narrow))])), [[{"x": [0.1, None]}], None]),
+        }
+        table = pa.table({name: pa.array(column, kind) for name, (kind, column) in kinds.items()})
+        parquet.write_table(table, tmp_path / "rows.parquet")
+        with pa.ipc.new_stream(tmp_path / "rows.arrow", table.schema) as stream:
+            stream.write_table(table)
+        columns = {name: json.loads(json.dumps(column)) for name, (_, column) in kinds.items()}
+        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        for name in ("rows.parquet", "rows.arrow"):
+            assert [row for _, row in read(tmp_path / name)] == rows
+
+
+def test_a_label_of_a_data_set_is_its_name(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    label = datasets.ClassLabel(names=["A", "B", "C"])
+    features = {"answer": label, "several": datasets.Sequence(label), "in": {"answer": label}, "by": [{"of": label}]}
+    rows = [{"answer": 1, "several": [0, 2], "in": {"answer": 2}, "by": [{"of": 0}]}] * 2
+    data = datasets.Dataset.from_list([*rows, {"answer": -1}], features=datasets.Features(features))
+    named = {"answer": "B", "several": ["A", "C"], "in": {"answer": "C"}, "by": [{"of": "A"}]}
+    data.save_to_disk(tmp_path / "saved")
+    data.to_parquet(tmp_path / "rows.parquet")
+    for path in (tmp_path / "saved", tmp_path / "rows.parquet"):
+        *found, last = (row for _, row in read(path))
+        assert found == [named, named]
+        assert last["answer"] is None  # of the hidden labels of a competition
+    import pyarrow
+    from pyarrow import parquet
+
+    for odd in (b"no JSON", b'{"info": 3}', b'{"info": {"features": {"answer": {"_type": "ClassLabel", "names": 3}}}}'):
+        table = pyarrow.table({"answer": [1]}).replace_schema_metadata({b"huggingface": odd})
+        parquet.write_table(table, tmp_path / "odd.parquet")
+        assert list(read(tmp_path / "odd.parquet")) == [(1, {"answer": 1})]
+
+
 def test_an_array_may_be_on_any_number_of_lines_and_its_items_are_checked_like_lines(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     for text in ('\n\n [{"a": 1}, 2]', '\ufeff[{"a": 1},\n2\n]\n'):

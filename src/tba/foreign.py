@@ -23,6 +23,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, Union
 
+import numpy as np
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
@@ -217,10 +218,33 @@ def _flaw(problem: object) -> str:
         return f"has the prompt {prompt!r:.80}: give a text, or chat messages, each with a role and a content"
     if not isinstance(fields_given, Mapping):
         return f"has the fields {fields_given!r:.80}: give a dictionary of what the reward needs, by name"
+    if (name := next((name for name, value in fields_given.items() if not _is_json(value)), None)) is not None:
+        return f"has the field {name!r} with {fields_given[name]!r:.80}: make it of texts, numbers, lists, dictionaries"
     turns = isinstance(taught, tuple) and all(isinstance(turn, str) for turn in taught)
     if not isinstance(taught, str | None) and not turns:
         return f"has the demonstration {taught!r:.80}: give a text, None, or a tuple of the turns of an episode"
     return ""
+
+
+def _is_json(value: object) -> bool:
+    try:
+        json.dumps(python_values(value))
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
+
+
+def python_values(value: Any) -> Any:
+    """Returns a value with numbers and arrays of numpy as Python's: a float of fewer bits is the shortest decimal that
+    rounds to it (0.1, not 0.10000000149), as it is written in a file.
+    """
+    if isinstance(value, np.generic):
+        return float(str(value)) if isinstance(value, np.floating) else value.item()
+    if isinstance(value, np.ndarray):
+        return python_values(list(value) if value.ndim else value[()])
+    if isinstance(value, Mapping):
+        return {name: python_values(inner) for name, inner in value.items()}
+    return type(value)(map(python_values, value)) if type(value) in (list, tuple) else value
 
 
 def _is_message(value: object) -> bool:

@@ -13,14 +13,17 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from tba.errors import UserError
-from tba.foreign import is_name, read_json
+from tba.foreign import is_name, python_values, read_json
 from tba.types import Json, Message, is_text
 
 LONGEST = 1 << 24  # bytes of a row: no answer is 16 MiB long, and a file may be anything
@@ -46,6 +49,7 @@ class Refusal:
 
 Values: TypeAlias = Mapping[str, Json]
 Rows: TypeAlias = Iterator[tuple[int, Values | Refusal]]
+Conversion: TypeAlias = Callable[[Any], Any]
 
 
 def read(path: Path, longest: int = LONGEST) -> Rows:
@@ -253,7 +257,7 @@ def _parquet(path: Path) -> Rows:
         reason = str(error).partition("\n")[0]
         raise UserError(f"{path} cannot be read as Parquet ({reason}): give {KINDS}") from error
     with file as file:
-        yield from _batches(file.iter_batches(_ROWS), pyarrow)
+        yield from rows_of(file.iter_batches(_ROWS), file.schema_arrow)
 
 
 def _arrow(path: Path) -> Rows:
@@ -264,7 +268,7 @@ def _arrow(path: Path) -> Rows:
     for file in files:
         try:
             with pyarrow.memory_map(str(file)) as held, pyarrow.ipc.open_stream(held) as batches:
-                for _, row in _batches(batches, pyarrow):
+                for _, row in rows_of(batches, batches.schema):
                     number += 1
                     yield number, row
         except (OSError, pyarrow.ArrowException) as error:
@@ -295,15 +299,6 @@ def _pyarrow(path: Path) -> tuple[Any, Any]:
     return pyarrow, parquet
 
 
-def _as_spelt(batch: Any, pyarrow: Any) -> Any:
-    """Returns a batch whose float32 columns have the float64 that is spelt as they are: 0.1, not 0.10000000149."""
-    for i, column in enumerate(batch.schema):
-        if column.type == pyarrow.float32():
-            spelt = batch.column(i).cast(pyarrow.string()).cast(pyarrow.float64())
-            batch = batch.set_column(i, column.name, spelt)
-    return batch
-
-
 def _text(value: object) -> str:
     """Returns a date or a decimal as text, and bytes as the text that they are in UTF-8."""
     try:
@@ -312,12 +307,85 @@ def _text(value: object) -> str:
         return str(value)
 
 
-def _batches(batches: Any, pyarrow: Any) -> Rows:
-    number = 0
+def rows_of(batches: Iterable[Any], schema: Any) -> Rows:
+    """Yields (number from 1, object or refusal) of every row of Arrow tables of one schema."""
+    import pyarrow
+
+    convert, number = _conversion(pyarrow.struct(list(schema)), _features(schema)), 0
     try:
         for batch in batches:
-            for row in _as_spelt(batch, pyarrow).to_pylist():
+            for row in batch.to_pylist():
                 number += 1
-                yield number, json.loads(json.dumps(row, default=_text))
+                yield number, json.loads(json.dumps(row if convert is None else convert(row), default=_text))
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         yield number + 1, Refusal(DAMAGED, str(error).partition("\n")[0])
+
+
+def _features(schema: Any) -> Json:
+    """Returns the types in `datasets` of a table's columns; None where it does not come from there."""
+    try:
+        return json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+    except (ValueError, RecursionError, LookupError, TypeError):
+        return None
+
+
+def _conversion(kind: Any, feature: Json) -> Conversion | None:
+    """Returns what makes a value of an Arrow type what was written: a float of 16 or 32 bits the shortest decimal that
+    rounds to it (0.1, not 0.10000000149), a number of a label (by `feature`, its type in `datasets`) the label's name.
+    None: it is that already.
+    """
+    from pyarrow import types
+
+    if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" and types.is_integer(kind):
+        names = feature.get("names")
+        return partial(_label, names) if isinstance(names, list) else None
+    if types.is_float32(kind) or types.is_float16(kind):
+        return partial(_decimal, np.float32 if types.is_float32(kind) else np.float16)
+    if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
+        return _conversion(kind.value_type, feature)
+    if types.is_struct(kind):
+        inner = {field.name: _conversion(field.type, _feature(feature, field.name)) for field in kind}
+        return partial(_object_of, inner) if any(inner.values()) else None
+    if types.is_map(kind):
+        pair = _conversion(kind.key_type, None), _conversion(kind.item_type, None)
+        return partial(_list_of, partial(_pair_of, pair)) if any(pair) else None
+    if hasattr(kind, "value_type"):  # a list of any kind
+        item = _conversion(kind.value_type, _feature(feature))
+        return None if item is None else partial(_list_of, item)
+    return _conversion(kind.storage_type, feature) if hasattr(kind, "storage_type") else None
+
+
+def _feature(feature: Json, name: str | None = None) -> Json:
+    """Returns the type in `datasets` of an object's field, or (without a name) of a list's items; None: not known."""
+    is_list = isinstance(feature, dict) and isinstance(feature.get("_type"), str) and "feature" in feature
+    if name is None:
+        if isinstance(feature, list):
+            return feature[0] if feature else None
+        return feature["feature"] if is_list else feature  # a list of objects may be an object of lists
+    fields = feature["feature"] if is_list else feature
+    return fields.get(name) if isinstance(fields, dict) else None
+
+
+def _label(names: Sequence[Json], number: int | None) -> Json:
+    """Returns the name of a label; -1 stands for none."""
+    if number is None or number < 0:
+        return None
+    return names[number] if number < len(names) else number
+
+
+def _decimal(kind: Callable[[float], np.floating[Any]], value: float | None) -> float | None:
+    return None if value is None else python_values(kind(value))
+
+
+def _list_of(convert: Conversion, items: Sequence[Any] | None) -> list[Any] | None:
+    return None if items is None else [convert(item) for item in items]
+
+
+def _pair_of(conversions: tuple[Conversion | None, ...], pair: tuple[Any, ...]) -> list[Any]:
+    return [value if convert is None else convert(value) for convert, value in zip(conversions, pair, strict=True)]
+
+
+def _object_of(conversions: Mapping[str, Conversion | None], values: Mapping[str, Any] | None) -> Json:
+    if values is None:
+        return None
+    return {name: value if (convert := conversions[name]) is None else convert(value) for name, value in values.items()}

@@ -206,3 +206,10 @@ def test_the_toys_prompts_are_encoded_as_the_stream_encodes_them() -> None:
     task = TabularTask()
     encoded = encode(task.problems("train"), task.name, TabularTokenizer(task.symbols), PromptSettings())
     assert [p.key for p in encoded.prompts] == [p.key for p in tabular_prompts(task)]
+
+
+def test_numbers_of_numpy_among_the_fields_are_those_that_were_written() -> None:
+    fields = {"answer": np.float32(0.1), "n": np.int64(3), "some": [np.float16(0.7)], "row": np.array([1, 2])}
+    (prompt,) = encode([Problem("a", fields)], "t", LETTERS, PromptSettings()).prompts
+    assert prompt.fields == {"answer": 0.1, "n": 3, "some": [0.7], "row": [1, 2]}
+    assert {type(value) for value in prompt.fields.values()} == {float, int, list}

@@ -1,5 +1,6 @@
 """GSM8K from local files: the two prompts to the character, the answers, and the sentences of what goes wrong."""
 
+import datetime
 import json
 import shutil
 import sys
@@ -11,6 +12,7 @@ from tba.errors import UserError
 from tba.protocols import Task
 from tba.rewards.exact_answer import ExactAnswer, grade
 from tba.tasks.gsm8k import Gsm8k
+from tba.tasks.problem_rows import rows_from_hub
 
 SLICE = Path(__file__).parents[1] / "fixtures" / "gsm8k"
 NATALIA = (
@@ -136,3 +138,16 @@ def test_a_hub_name_without_the_package_for_it_says_what_to_install(monkeypatch:
     monkeypatch.setitem(sys.modules, "datasets", None)  # what Python does for a package that is not installed
     with pytest.raises(UserError, match=r"'openai/gsm8k', which is no local .* needs `pip install datasets`"):
         Gsm8k().problems("train")
+
+
+def test_rows_from_the_hub_are_as_rows_of_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    label, small, day = datasets.ClassLabel(names=["no", "yes"]), datasets.Value("float32"), datasets.Value("date32")
+    columns = {"question": ["1?", "2?"], "answer": [1, 0], "share": [0.1, 0.2], "day": [datetime.date(2024, 5, 1)] * 2}
+    kinds = {"question": datasets.Value("string"), "answer": label, "share": small, "day": day}
+    data = datasets.Dataset.from_dict(columns, features=datasets.Features(kinds))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: data)
+    assert [(row.values, row.place) for row in rows_from_hub("mine", "a/b", "train", "a file")] == [
+        ({"question": "1?", "answer": "yes", "share": 0.1, "day": "2024-05-01"}, "row 1 of a/b (train)"),
+        ({"question": "2?", "answer": "no", "share": 0.2, "day": "2024-05-01"}, "row 2 of a/b (train)"),
+    ]

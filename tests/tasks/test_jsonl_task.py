@@ -363,3 +363,23 @@ def held_alone(path: Path) -> bool:
         return len(Jsonl(path, eval_fraction=0.5).problems("eval")) == 1
     except UserError:
         return False
+
+
+def test_an_answer_in_a_column_of_few_bits_is_graded_as_it_was_written(tmp_path: Path) -> None:
+    """verl's own layout."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    graded = pyarrow.struct([("style", pyarrow.string()), ("ground_truth", pyarrow.float32())])
+    columns = {
+        "prompt": pyarrow.array([f"{n}/10=" for n in range(20)]),
+        "reward_model": pyarrow.array([{"style": "rule", "ground_truth": n / 10} for n in range(20)], graded),
+    }
+    parquet.write_table(pyarrow.table(columns), tmp_path / "rows.parquet")
+    problems = both(Jsonl(tmp_path / "rows.parquet"))
+    assert len(problems) == 20
+    for problem in problems:
+        right = str(int(str(problem.prompt).partition("/")[0]) / 10)
+        prompt = Prompt("t", np.array([1], np.int32), str(problem.prompt), problem.fields)
+        answer = Completion(np.array([1], np.int32), right, StopReason.EOS, (Version(), Version()))
+        assert [judged.reward for judged in ExactAnswer().judge([(prompt, answer)])] == [1]

@@ -16,7 +16,7 @@ import numpy as np
 
 from tba.errors import UserError
 from tba.fields import as_declared
-from tba.foreign import prompt_tokens, templated
+from tba.foreign import prompt_tokens, python_values, templated
 from tba.markup import plain, thoughts_of
 from tba.protocols import Tokenizer
 from tba.rollout.posterior import Posterior, PosteriorSettings
@@ -107,7 +107,7 @@ def encode(
                 task,
                 np.array(tokens, dtype=np.int32),
                 shown,
-                dict(problem.fields),
+                python_values(problem.fields),
                 problem.seed,
                 messages=chat,
                 thoughts=thoughts,

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tba.errors import UserError
-from tba.tables import DAMAGED, Refusal, is_file_of_rows, read, unpacked
+from tba.tables import DAMAGED, Refusal, Rows, is_file_of_rows, read, rows_of, unpacked
 from tba.types import Json, is_text
 
 _ABSENT = object()
+_AT_ONCE = 1024  # rows of a data set on the Hub
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -59,16 +60,23 @@ class Row:
 
 def read_rows(path: Path) -> list[Row]:
     """Returns all rows of a file. Raises `UserError` when it is missing or empty, or a row is not an object."""
+    rows = _all_of(read(path), str(path), "line" if ".jsonl" in path.suffixes else "row")
+    if not rows:
+        raise UserError(f"{path} is empty: give a file of rows with a problem each")
+    return rows
+
+
+def _all_of(numbered: Rows, source: str, kind: str = "row") -> list[Row]:
     rows = list[Row]()
-    for number, values in read(path):
-        place = f"{'line' if '.jsonl' in path.suffixes else 'row'} {number} of {path}"
+    for number, values in numbered:
+        place = f"{kind} {number} of {source}"
         if isinstance(values, Refusal) and values.reason == DAMAGED:
-            raise UserError(f"{path} cannot be read ({values.detail}; {len(rows)} rows could be): give the whole file")
+            raise UserError(
+                f"{source} cannot be read ({values.detail}; {len(rows)} rows could be): give the whole file"
+            )
         if isinstance(values, Refusal):
             raise UserError(f"{place} is {values}: each must be one object such as {{...}}")
         rows.append(Row(values, place))
-    if not rows:
-        raise UserError(f"{path} is empty: give a file of rows with a problem each")
     return rows
 
 
@@ -93,4 +101,5 @@ def rows_from_hub(task: str, name: str, split: str, local: str, configuration: s
             f"{task} could not load {name!r} from the Hub ({type(error).__name__}: {error}): check the name and the "
             f"network, or give {local}"
         ) from error
-    return [Row(dict(row), f"row {n} of {name} ({split})") for n, row in enumerate(rows)]
+    tables = rows.with_format("arrow").iter(_AT_ONCE)
+    return _all_of(rows_of(tables, rows.features.arrow_schema), f"{name} ({split})")
