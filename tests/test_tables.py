@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tba.errors import UserError
 from tba.tables import Refusal, conversation, read, splits_of, tools_of
+from tba.tasks.problem_rows import read_rows
 
 FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -192,6 +193,94 @@ def test_a_row_of_csv_has_as_many_cells_as_the_first_or_is_refused(tmp_path: Pat
     path.write_text("prompt,prompt\n1,2\n")
     with pytest.raises(UserError, match="two columns named 'prompt'"):
         list(read(path))
+
+
+COLUMNS = {"prompt": ["1+1=", "a;b"], "answer": ["2", "3"]}
+SAME = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "a;b", "answer": "3"}]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_text_is_read_in_the_encoding_that_its_first_bytes_name(tmp_path: Path, encoding: str, packed: bool) -> None:
+    texts = {
+        "csv": "prompt,answer\r\n1+1=,2\r\na;b,3\r\n",
+        "tsv": "prompt\tanswer\n1+1=\t2\na;b\t3\n",
+        "jsonl": "".join(json.dumps(row) + "\n" for row in SAME),
+        "json": json.dumps(SAME),
+    }
+    for ending, text in texts.items():
+        path = tmp_path / (f"rows.{ending}.gz" if packed else f"rows.{ending}")
+        path.write_bytes(gzip.compress(text.encode(encoding)) if packed else text.encode(encoding))
+        assert list(read(path)) == list(enumerate(SAME, 1))
+
+
+def test_a_text_whose_encoding_is_not_known_is_said_to_be_so(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    for text in ("prompt,answer\nü,2\n".encode("latin-1"), "prompt,answer\n1,2\n".encode("utf-16-le")):
+        path.write_bytes(text)
+        assert [entry.reason for _, entry in read(path) if isinstance(entry, Refusal)] == ["not text in UTF-8"]
+        with pytest.raises(UserError, match=r"^row 1 of .*rows.csv is not text in UTF-8 \(.*\): save it in UTF-8$"):
+            read_rows(path)
+    path.write_bytes("prompt,answer\n1,2\n".encode("utf-16")[:-1])  # half of a character at the end
+    assert [row for _, row in read(path) if isinstance(row, dict)] == []
+    assert "any further" in str([row for _, row in read(path)][-1])
+
+
+@pytest.mark.parametrize("first", ["", "sep=S\n"])
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_cells_may_be_separated_as_in_other_countries(tmp_path: Path, separator: str, first: str) -> None:
+    text = io.StringIO(newline="")
+    table = csv.DictWriter(text, ["prompt", "answer"], delimiter=separator)
+    table.writeheader()
+    table.writerows(SAME)
+    (tmp_path / "rows.csv").write_text(first.replace("S", separator) + text.getvalue())
+    assert [row for _, row in read(tmp_path / "rows.csv")] == SAME
+    (tmp_path / "one.csv").write_text("prompt\n1+1=\n2;3\n")  # one column has no separator
+    assert [row for _, row in read(tmp_path / "one.csv")] == [{"prompt": "1+1="}, {"prompt": "2;3"}]
+
+
+CHAT = {"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]}
+
+
+WITH_TOOLS = {"question": "1+1=", "tools": [{"type": "function"}]}
+PAIR = {"prompt": CHAT["messages"][:1], "completion": CHAT["messages"][1:]}  # TRL's
+
+
+@pytest.mark.parametrize(
+    ("document", "rows"),
+    [
+        ({"train": SAME}, SAME),
+        ({"version": "1.1", "data": SAME}, SAME),
+        (COLUMNS, SAME),
+        ({name: dict(zip("01", column, strict=True)) for name, column in COLUMNS.items()}, SAME),  # by pandas
+        (SAME[0], SAME[:1]),
+        (CHAT, [CHAT]),
+        (PAIR, [PAIR]),
+        (
+            {"question": "1+1=", "tools": [{"type": "function"}]},
+            [{"question": "1+1=", "tools": [{"type": "function"}]}],
+        ),
+    ],
+)
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_json_document_is_its_list_of_rows_its_columns_or_one_row(
+    tmp_path: Path, document: dict[str, object], rows: list[object], indent: int | None
+) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps(document, indent=indent))
+    assert list(read(tmp_path / "rows.json")) == list(enumerate(rows, 1))
+
+
+def test_several_lists_of_rows_in_one_document_are_named(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps({"train": SAME, "test": SAME}))
+    with pytest.raises(UserError, match=r"several lists of rows \(train, test\): give a file of each, as train.json"):
+        list(read(tmp_path / "rows.json"))
+
+
+def test_lines_in_a_file_with_the_name_of_a_document_are_rows_even_where_they_are_columns(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text((json.dumps(COLUMNS) + "\n") * 2)
+    assert [row for _, row in read(tmp_path / "rows.json")] == [COLUMNS, COLUMNS]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(COLUMNS))
+    assert [row for _, row in read(tmp_path / "rows.jsonl")] == [COLUMNS]
 
 
 def test_a_folder_that_datasets_saved_has_the_rows_that_were_saved(tmp_path: Path) -> None:

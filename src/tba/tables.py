@@ -1,22 +1,26 @@
-"""Files of rows from outside, each row an object: JSON Lines, a JSON array, CSV, Parquet, and folders that `datasets`
-saved to disk; texts are gunzipped where the name ends in `.gz`.
+"""Files of rows from outside, each row an object: JSON Lines, one JSON document, CSV, Parquet, and folders that
+`datasets` saved to disk; texts are gunzipped where the name ends in `.gz`, and may be in UTF-16 or UTF-32 if they begin
+with its mark.
 
 Invariant: every row that is not blank is yielded exactly once, in order: as its object, or as what is wrong with it.
-No content of a file raises, and but for a JSON array none is held in memory as a whole; only a file that cannot be
-opened does raise.
+No content of a file raises, and but for a JSON document none is held in memory as a whole; what does raise is a file
+that cannot be opened, or whose columns or lists are not told apart by their names.
 """
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import io
 import json
+import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -27,12 +31,20 @@ from tba.foreign import is_name, python_values, read_json
 from tba.types import Json, Message, is_text
 
 LONGEST = 1 << 24  # bytes of a row: no answer is 16 MiB long, and a file may be anything
-LARGEST_ARRAY = 1 << 30  # bytes of a JSON array, which is parsed as a whole
+LARGEST_ARRAY = 1 << 30  # bytes of a JSON document, which is parsed as a whole
 KINDS = "a JSON Lines, JSON, CSV or Parquet file, or a folder that datasets saved"
 _ROWS = 1024  # of a Parquet file at a time; bytes of a text by which its kind is told
-_SEPARATORS = {".csv": ",", ".tsv": "\t"}
+_SEPARATORS = {".csv": ",;\t", ".tsv": "\t"}  # the first that makes columns of the first line
+_MARKS = {  # at the beginning of a text, UTF-32's before those of UTF-16 with which they begin
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+_LISTS = ("train", "test", "validation", "eval", "data", "rows", "examples", "instances")  # of rows, in a document
 _SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", *_SEPARATORS)
 DAMAGED = "cut off or damaged: the file cannot be read any further"
+NO_UTF8 = "not text in UTF-8"
 STATE, _SPLITS = "state.json", "dataset_dict.json"  # in a folder of `save_to_disk`
 
 
@@ -58,8 +70,8 @@ def read(path: Path, longest: int = LONGEST) -> Rows:
         return _arrow(path)
     if path.suffix == ".parquet":
         return _parquet(path)
-    if (separator := _SEPARATORS.get(_suffix(path))) is not None:
-        return _separated(path, separator, longest)
+    if _suffix(path) in _SEPARATORS:
+        return _separated(path, longest)
     return _json(path, longest)
 
 
@@ -113,8 +125,11 @@ def unpacked(value: Json) -> Json:
 def chat_of(value: Json) -> Json:
     """Returns the chat that a text of JSON holds, since a cell of CSV holds no list; else the value."""
     said = unpacked(value)
-    is_chat = isinstance(said, list) and bool(said) and all(isinstance(m, dict) and "role" in m for m in said)
-    return said if is_chat else value
+    return said if _is_chat(said) else value
+
+
+def _is_chat(value: Json) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
 
 
 def tools_of(value: Json) -> tuple[Json, ...] | Refusal:
@@ -155,7 +170,46 @@ def _suffix(path: Path) -> str:
     return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
 
 
+class _Recoded(io.RawIOBase):
+    """Reads a text of another encoding as UTF-8."""
+
+    def __init__(self, file: io.BufferedReader | gzip.GzipFile, encoding: str) -> None:
+        self._file, self._block = file, b""
+        self._decoder = codecs.getincrementaldecoder(encoding)("surrogatepass")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._block:
+            block = self._file.read(1 << 16)
+            try:
+                self._block = self._decoder.decode(block, final=not block).encode("utf-8", "surrogatepass")
+            except UnicodeError as error:
+                raise OSError(str(error)) from error
+            if not block:
+                break
+        size = min(len(buffer), len(self._block))
+        buffer[:size], self._block = self._block[:size], self._block[size:]
+        return size
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
 def _opened(path: Path) -> io.BufferedReader | gzip.GzipFile:
+    """Returns a file's bytes, those of a text in UTF-8. Raises `UserError` when it cannot be opened."""
+    file = _unpacked(path)
+    try:
+        begin = file.peek(4)
+    except (OSError, EOFError, zlib.error):
+        return file  # whoever reads it says what it is
+    encoding = next((encoding for mark, encoding in _MARKS.items() if begin.startswith(mark)), None)
+    return file if encoding is None else io.BufferedReader(_Recoded(file, encoding))
+
+
+def _unpacked(path: Path) -> io.BufferedReader | gzip.GzipFile:
     try:
         return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
     except OSError as error:
@@ -163,29 +217,60 @@ def _opened(path: Path) -> io.BufferedReader | gzip.GzipFile:
 
 
 def _json(path: Path, longest: int) -> Rows:
+    items = _items(path, longest)
+    if items is not None:
+        yield from enumerate(items, 1)
+        return
+    with _opened(path) as file:
+        yield from _lines(file, longest)
+
+
+def _items(path: Path, longest: int) -> list[Values | Refusal] | None:
+    """Returns the rows of a file that is one JSON document; None: it is none, or its lines are its rows."""
     with _opened(path) as file:
         try:
-            begin = file.read(_ROWS)
-            while begin and not (begin := begin.removeprefix(b"\xef\xbb\xbf").lstrip()):
-                begin = file.read(_ROWS)
-            whole = begin[:1] == b"["
-            file.seek(0)
-            text = file.read(LARGEST_ARRAY) if whole else b""
-            file.seek(0)
-        except (OSError, EOFError, zlib.error):
-            text = b""  # `_lines` says what it is
-        yield from enumerate(items, 1) if (items := _items(text)) is not None else _lines(file, longest)
+            line = b""
+            for line in iter(lambda: file.readline(longest), b""):
+                if line := line.removeprefix(b"\xef\xbb\xbf").strip():
+                    break
+            is_object = line[:1] == b"{" and _suffix(path) == ".json"
+            if line[:1] != b"[" and not is_object:
+                return None
+            if is_object and isinstance(_object(line), dict) and file.read(_ROWS).strip():
+                return None
+            text = line + file.read(LARGEST_ARRAY)
+            document = json.loads(text.decode())
+        except (OSError, EOFError, zlib.error, ValueError, RecursionError):
+            return None  # `_lines` says what it is
+    if isinstance(document, dict):
+        document = _rows_of_document(path, document)
+    return [_checked(item) for item in document] if any(isinstance(item, dict) for item in document) else None
 
 
-def _items(text: bytes) -> list[Values | Refusal] | None:
-    """Returns the objects of a JSON array; None where it is none."""
-    if not text:
-        return None
-    try:
-        items = json.loads(text.decode("utf-8-sig"))
-    except (ValueError, RecursionError):
-        return None
-    return [_checked(item) for item in items] if any(isinstance(item, dict) for item in items) else None
+def _rows_of_document(path: Path, document: Values) -> list[Json]:
+    """Returns the rows of an object: its one list of rows (`{"train": [...]}`), its columns, as lists or as pandas
+    numbers them, or itself. Raises `UserError` for several lists of rows.
+    """
+    lists: dict[str, list[Json]] = {name: document[name] for name in _LISTS if _is_rows(document.get(name))}
+    if len(lists) > 1:
+        raise UserError(
+            f"{path} has several lists of rows ({', '.join(lists)}): give a file of each, as train.json and test.json "
+            "in a folder"
+        )
+    if lists:
+        (rows,) = lists.values()
+        return rows
+    columns = list(document.values())
+    if columns and all(isinstance(column, dict) and all(map(str.isdecimal, column)) for column in columns):
+        columns = [list(column.values()) for column in columns if column.keys() == columns[0].keys()]
+    is_table = all(isinstance(c, list) and not _is_chat(c) and len(c) == len(columns[0]) for c in columns)
+    if not columns or not is_table or len(columns) < len(document):
+        return [document]
+    return [dict(zip(document, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def _is_rows(value: Json) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
 
 
 def _lines(file: io.BufferedReader | gzip.GzipFile, longest: int) -> Rows:
@@ -210,7 +295,7 @@ def _object(line: bytes) -> Values | Refusal:
     try:
         return _checked(json.loads(line.decode("utf-8-sig")))  # some editors put a mark of the encoding first
     except UnicodeDecodeError as error:
-        return Refusal("not text in UTF-8", str(error))
+        return Refusal(NO_UTF8, str(error))
     except (ValueError, RecursionError) as error:  # not JSON, or nested beyond reason
         return Refusal("not JSON", str(error))
 
@@ -219,34 +304,55 @@ def _checked(values: Json) -> Values | Refusal:
     return values if isinstance(values, dict) else Refusal("JSON, but no object", type(values).__name__)
 
 
-def _separated(path: Path, separator: str, longest: int) -> Rows:
+def _separated(path: Path, longest: int) -> Rows:
     """Yields rows as texts by the names in the first one."""
-    csv.field_size_limit(longest)
-    with _opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
-        lines, number, header = csv.reader(text, delimiter=separator), 0, list[str]()
+    with closing(cells(path, longest)) as lines:
+        number, header = 0, list[str]()
         while True:
             try:
-                cells = next(lines, None)
+                line = next(lines, None)
+            except UnicodeDecodeError as error:
+                yield number + 1, Refusal(NO_UTF8, str(error))
+                return
             except (csv.Error, ValueError, OSError, EOFError, zlib.error) as error:
                 yield number + 1, Refusal(DAMAGED, str(error))
                 return
-            if cells is None:
+            if line is None:
                 return
-            if not cells:
+            if not line:
                 continue
             if not header:
-                header = cells
+                header = line
                 if twice := {name for name in header if header.count(name) > 1}:
                     raise UserError(f"{path} has two columns named {min(twice)!r}: give each a name of its own")
+                if any("\0" in name for name in header):
+                    yield 1, Refusal(NO_UTF8, "but perhaps in UTF-16 without its mark")
+                    return
                 continue
             number += 1
-            if len(cells) == len(header):
-                yield number, {name: cell or None for name, cell in zip(header, cells, strict=True)}
+            if len(line) == len(header):
+                yield number, {name: cell or None for name, cell in zip(header, line, strict=True)}
             else:
                 yield (
                     number,
-                    Refusal("of another number of cells than the first row", f"{len(cells)}, not {len(header)}"),
+                    Refusal("of another number of cells than the first row", f"{len(line)}, not {len(header)}"),
                 )
+
+
+def cells(path: Path, longest: int = LONGEST, errors: str = "strict") -> Generator[list[str]]:
+    """Yields the cells of each line of CSV or TSV. What separates them is a tab in TSV, and in CSV what a spreadsheet
+    names in a first line of its own (`sep=;`), else the first of comma, semicolon and tab that makes several cells of
+    the first line. Raises what reading and decoding (with `errors`, see `open`) raise.
+    """
+    csv.field_size_limit(longest)
+    with _opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", errors, newline="") as text:
+        separators = _SEPARATORS[_suffix(path)]
+        header = next((line for line in text if line.strip()), "")
+        if separator_line := re.fullmatch(r'"?sep=(.)"?\s*', header):
+            separators, header = separator_line[1], ""
+        columns = {separator: len(next(csv.reader([header], delimiter=separator), [])) for separator in separators}
+        separator = next((separator for separator, count in columns.items() if count > 1), separators[0])
+        yield from csv.reader(chain([header], text), delimiter=separator)
 
 
 def _parquet(path: Path) -> Rows:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tba.errors import UserError
-from tba.tables import DAMAGED, Refusal, Rows, is_file_of_rows, read, rows_of, unpacked
+from tba.tables import DAMAGED, NO_UTF8, Refusal, Rows, is_file_of_rows, read, rows_of, unpacked
 from tba.types import Json, is_text
 
 _ABSENT = object()
@@ -71,11 +71,11 @@ def _all_of(numbered: Rows, source: str, kind: str = "row") -> list[Row]:
     for number, values in numbered:
         place = f"{kind} {number} of {source}"
         if isinstance(values, Refusal) and values.reason == DAMAGED:
-            raise UserError(
-                f"{source} cannot be read ({values.detail}; {len(rows)} rows could be): give the whole file"
-            )
+            count = f"{len(rows)} rows could be"
+            raise UserError(f"{source} cannot be read ({values.detail}; {count}): give the whole file")
         if isinstance(values, Refusal):
-            raise UserError(f"{place} is {values}: each must be one object such as {{...}}")
+            remedy = "save it in UTF-8" if values.reason == NO_UTF8 else "each must be one object such as {...}"
+            raise UserError(f"{place} is {values}: {remedy}")
         rows.append(Row(values, place))
     return rows
 

@@ -31,6 +31,12 @@ def test_csv_files_with_and_without_a_heading_and_json_lines_say_the_same(tmp_pa
     assert read_labelled(headed, LabelledFields("tweet", "class", ("0", "2"))).toxic == [False, True, True]
 
 
+def test_csv_of_a_european_spreadsheet_is_read_as_any_other(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_bytes("text;label\r\nschön, so;1\r\nkühl;0\r\n".encode("utf-16"))
+    labelled = read_labelled(tmp_path / "rows.csv", LabelledFields())
+    assert (labelled.texts, labelled.toxic) == (["schön, so", "kühl"], [True, False])
+
+
 def test_truth_values_and_words_are_labels_whatever_their_case(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     labels = [True, False, "Toxic", "fine", 1, 0, None]

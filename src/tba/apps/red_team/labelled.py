@@ -7,8 +7,6 @@ first label, so that none is on both sides of a split.
 from __future__ import annotations
 
 import csv
-import gzip
-import io
 import json
 import zlib
 from collections import Counter
@@ -17,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tba.errors import UserError
-from tba.tables import Refusal, read
+from tba.tables import Refusal, cells, read
 from tba.types import Json, is_text
 
 
@@ -93,9 +91,7 @@ def _lines(path: Path) -> Iterator[Mapping[str, Json] | Refusal]:
 
 def _csv(path: Path, fields: LabelledFields) -> Iterator[Mapping[str, Json] | Refusal]:
     try:
-        whole = path.read_bytes()
-        text = (gzip.decompress(whole) if path.suffix == ".gz" else whole).decode("utf-8-sig", "replace")
-        rows = list(csv.reader(io.StringIO(text)))
+        rows = list(cells(path, errors="replace"))
     except (OSError, EOFError, zlib.error, csv.Error) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise UserError(f"{path} cannot be read ({why}): give a CSV or JSON Lines file") from error
