@@ -238,13 +238,34 @@ def test_what_is_in_both_splits_and_what_a_task_leaves_out_is_said_before_a_run(
     task = Both()
     recipe, count = replace(TOY, task=task), len(task.problems("train"))
     model = TabularModel(task)
-    left_out, both = notes_on_data(recipe, model)
+    left_out, both, _ = notes_on_data(recipe, model)
     assert left_out == f"MOST OF THE DATA ARE NOT USED: beside the {count} training problems 7 are left out: " + (
         "in the evaluation data too"
     )
     assert both.startswith(f"{count} of {count} held-out problems are trained on too")
-    assert notes_on_data(replace(TOY, task=TabularTask()), TabularModel()) == []
+    alone = replace(TOY, task=TabularTask(), evaluation=replace(TOY.evaluation, problems=2))
+    assert notes_on_data(alone, TabularModel()) == []
     assert asked_of(recipe, model, "train").counts["in the evaluation data too"] == 7
+
+
+@dataclass(frozen=True)
+class FewHeldOut(TabularTask):
+    """The toy, with some held-out problems."""
+
+    count: int = 3
+
+    def problems(self, split: Split) -> list[Problem]:
+        problems = list(super().problems(split))
+        return problems if split == "train" else problems[:1] * self.count
+
+
+@pytest.mark.parametrize(("count", "asked", "notes"), [(3, 0, 1), (3, 3, 0), (3, 200, 1), (25, 200, 0)])
+def test_a_held_out_set_that_says_little_is_remarked_unless_it_is_asked_for(count: int, asked: int, notes: int) -> None:
+    recipe = replace(TOY, task=FewHeldOut(count=count), evaluation=replace(TOY.evaluation, problems=asked))
+    remarks = notes_on_data(recipe, TabularModel())
+    assert len(remarks) == notes
+    if remarks:
+        assert remarks[0].startswith("3 problems are held out, so that one answer moves their accuracy by 33 points: ")
 
 
 @dataclass(frozen=True)
@@ -266,7 +287,7 @@ class Contradicting(TabularTask):
 
 
 def test_a_prompt_that_has_several_right_answers_is_said() -> None:
-    (note,) = notes_on_data(replace(TOY, task=Contradicting()), TabularModel())
+    *_, note = notes_on_data(replace(TOY, task=Contradicting()), TabularModel())
     assert note.startswith("1 training prompts come more than once, with different right answers")
 
 

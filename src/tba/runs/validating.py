@@ -23,6 +23,7 @@ from tba.runtime.sizing import Machine, places_on
 from tba.types import SPLITS, Sampling
 
 _DRAWS = 64  # of an exploration, to see how it samples
+_FEW = 25  # problems: the standard error of an accuracy on fewer is up to 10 points and more
 
 
 def validate(recipe: Recipe) -> list[str]:
@@ -159,8 +160,9 @@ def notes_on_prompts(recipe: Recipe) -> list[str]:
 
 
 def notes_on_data(recipe: Recipe, model: Model) -> list[str]:
-    """Returns more warnings, those that need the prompts as the prepared model reads them: what is left out, and what
-    is in both splits. Raises `UserError` where none are left, or the model has no room for them.
+    """Returns more warnings, those that need the prompts as the prepared model reads them: what is left out, what is in
+    both splits, and a held-out split that says little. Raises `UserError` where none are left, or the model has no
+    room for them.
     """
     asked = {split: asked_of(recipe, model, split) for split in SPLITS}
     found = [each.note for each in asked.values() if each.note]
@@ -170,6 +172,11 @@ def notes_on_data(recipe: Recipe, model: Model) -> list[str]:
         found.append(
             f"{both:,} of {len(held_out):,} held-out problems are trained on too, so that their accuracy is not that "
             "of new ones: keep the splits apart"
+        )
+    if len(known) > 1 and len(held_out) < min(_FEW, recipe.evaluation.problems or _FEW):
+        found.append(
+            f"{len(held_out):,} problems are held out, so that one answer moves their accuracy by "
+            f"{100 / len(held_out):.0f} points: hold out {_FEW} or more (another file or share of the data)"
         )
     answers: dict[tuple[str, int | None], set[str]] = {}
     for prompt in asked["train"].prompts:
