@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -148,3 +149,24 @@ def test_what_a_server_cannot_give_ends_in_a_sentence(server: Server, tmp_path: 
         tba.EndpointTeacher().prepared(recipe.task)
     with pytest.raises(UserError, match="concurrency is 0"):
         tba.EndpointTeacher(concurrency=0)
+
+
+@pytest.mark.parametrize("score", [7.0, 0.1, True, "-1.5", None, [-1.5], -1e300, 10**400])
+@pytest.mark.parametrize("scores", ["prompt_logprobs", "echo"])
+def test_what_cannot_be_the_log_probability_of_a_token_is_refused(server: Server, score: object, scores: str) -> None:
+    settings = tba.Endpoint(url=server.url, model="m", pause=0.0)
+    teacher = tba.EndpointTeacher(settings, scores=cast("Any", scores)).reference(1.0, Version())
+    at = (Version(), Version())
+    pair = Prompt("t", np.array([1], np.int32)), Completion(np.array([2], np.int32), "", StopReason.EOS, at)
+
+    def reply(score: object) -> Reply:
+        by_token = {"prompt_logprobs": [None, {"2": {"logprob": score}}]}
+        choice = by_token if scores == "prompt_logprobs" else {"logprobs": {"token_logprobs": [None, score]}}
+        return 200, {}, json.dumps({"choices": [choice]}).encode()
+
+    server.script = lambda n, asked: reply(score)
+    with pytest.raises(UserError, match=r"the log-probabilities .* each a number from -100,000 to 0\)"):
+        teacher.log_probabilities_of([(pair[0], [pair[1]])])
+    for stated, right in ((-1.5, -1.5), (0, 0.0), (-9999.0, -9999.0), (1e-6, 0.0), (-math.inf, -math.inf)):
+        server.script = lambda n, asked, stated=stated: reply(stated)
+        assert teacher.log_probabilities_of([(pair[0], [pair[1]])])[0][0].tolist() == [right]

@@ -6,6 +6,7 @@ beside the answer by whoever asked, and not asked for again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,12 +16,15 @@ import numpy as np
 
 from tba.errors import UserError
 from tba.fields import as_declared
-from tba.foreign import parsed
+from tba.foreign import check
 from tba.models.huggingface import HuggingFace
 from tba.protocols import GradingCalls, Task, Work
 from tba.rewards.endpoint import Endpoint, EndpointClient
 from tba.rewards.threads import in_threads
-from tba.types import Completion, FloatArray, Prompt, Version
+from tba.types import Completion, FloatArray, Json, Prompt, Version
+
+LEAST = -1e5  # of a token, in nats: servers write -9999 where they mean none at all
+_ROUNDING = 1e-3  # by which a log-probability in half precision may be above 0
 
 
 @dataclass(frozen=True)
@@ -112,18 +116,29 @@ class EndpointReference:
             return np.full(len(completion.tokens), np.nan, np.float32)  # what is no number is rejected, and counted
         reply = self._client.ask({**self._asked, "prompt": tokens})
         try:
-            choice = parsed(reply, choices=list[dict[str, Any]])["choices"][0]
+            check(reply, {"choices": list[dict[str, Any]]}, "it")
+            choice = reply["choices"][0]
             if self._settings.scores == "echo":
                 scores = choice["logprobs"]["token_logprobs"][: len(tokens)]
             else:
                 of = zip(tokens, choice["prompt_logprobs"], strict=True)
                 scores = [None if entry is None else entry[str(token)]["logprob"] for token, entry in of]
-            found = np.array([float(score) for score in scores[len(prompt.tokens) :]], np.float32)
+            found = np.array([_log_probability(score) for score in scores[len(prompt.tokens) :]], np.float32)
         except (ValueError, KeyError, TypeError, IndexError):
             found = np.zeros(0, np.float32)
         if len(found) != len(completion.tokens):
             raise UserError(
                 f"{self._client} does not give the log-probabilities of the tokens it was sent "
-                f"({self._settings.scores}): take a server that does, such as vLLM's, or another `scores`"
+                f"({self._settings.scores}; each a number from {LEAST:,.0f} to 0): take a server that does, such as "
+                "vLLM's, or another `scores`"
             )
         return found if completion.mask is None else np.where(completion.mask, found, np.float32(0))
+
+
+def _log_probability(score: Json) -> float:
+    """Returns a score that can be the log-probability of a token, or is not finite, and rejected later. Raises
+    `ValueError` for any other.
+    """
+    if type(score) not in (int, float) or score > _ROUNDING or -math.inf < score < LEAST:
+        raise ValueError("no log-probability of a token")
+    return float(min(score, 0.0))

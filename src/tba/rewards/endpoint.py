@@ -2,9 +2,10 @@
 attacked, or teaches. Standard library only.
 
 Invariant: every wait has a deadline. At most `concurrency` calls are under way at once, and fewer while the server
-refuses or slows down (`gate`). A call that the server refuses temporarily (429, 5xx), that times out or whose
-connection breaks is repeated a bounded number of times; any other refusal is an error at once. Neither what is asked
-nor what is replied ever appears in an error or a log.
+refuses or slows down (`gate`). A call that the server refuses temporarily (429, 5xx), that times out, whose connection
+breaks or whose reply is no JSON object (empty, cut off, a page of a proxy) is repeated a bounded number of times; any
+other refusal is an error at once. Neither what is asked nor what is replied ever appears in an error or a log, but for
+an error's code, as printable text.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from urllib.parse import urlsplit
 
 from tba.errors import TbaError, UserError
 from tba.fields import as_declared
-from tba.foreign import parsed
+from tba.foreign import check, parsed
 from tba.grading import queueing
 from tba.rewards.gate import Gate
+from tba.types import Json, quoted
 
 _FOR_THE_MOMENT = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 _OVERLOADED = (408, 429, 503, 504, 529)  # those that fewer calls at once help against
@@ -263,20 +265,25 @@ class EndpointClient:
     def _call(self, message: str, count: int) -> list[Reply]:
         return self._replies_in(self.ask(self._question(message, count)))
 
-    def ask(self, question: Mapping[str, Any]) -> bytes:
-        """Returns the reply to a question, both JSON. Raises `UserError` for a refusal, `Refused` when no call
+    def ask(self, question: Mapping[str, Any]) -> dict[str, Json]:
+        """Returns the reply to a question, both JSON objects. Raises `UserError` for a refusal, `Refused` when no call
         succeeds.
         """
+        slower, more = self.settings.named("calls_per_second"), self.settings.named("retries")
         body = json.dumps(question).encode()
         for attempt in range(self.settings.retries + 1):
             with self._gate.turn(_PATIENCE) as turn:
                 with queueing():
                     time.sleep(self._rate.turn())
-                started = time.monotonic()
+                started, remedy = time.monotonic(), f"see that it is up, lower {slower}, or raise {more}"
                 try:
                     reply = self._post(body)
                     turn.seconds = time.monotonic() - started
-                    return reply
+                    document: dict[str, Json] = parsed(reply)
+                    return document
+                except ValueError:
+                    failure, pause = f"a reply of {len(reply)} bytes that is no JSON object", None
+                    remedy = f"check {self.settings.named('url')}, and what stands between it and here"
                 except urllib.error.HTTPError as error:
                     with error:
                         failure, pause = _reason(error), _retry_after(error)
@@ -286,16 +293,12 @@ class EndpointClient:
                     turn.pause = min(_LONGEST_PAUSE, pause or 0.0)
                 except (OSError, http.client.HTTPException) as error:  # refused, broken off, timed out
                     reason = getattr(error, "reason", error)
-                    failure, pause = f"{type(error).__name__}: {reason}", None
+                    failure, pause = _spelt(f"{type(error).__name__}: {reason}"), None
                     turn.refused = isinstance(reason, TimeoutError)
             if attempt < self.settings.retries:
                 with queueing():
                     time.sleep(min(_LONGEST_PAUSE, self.settings.pause * 2**attempt if pause is None else pause))
-        slower, more = self.settings.named("calls_per_second"), self.settings.named("retries")
-        raise Refused(
-            f"{self} did not answer in {self.settings.retries + 1} calls, the last: {failure}; see that it is up, "
-            f"lower {slower}, or raise {more}"
-        )
+        raise Refused(f"{self} did not answer in {self.settings.retries + 1} calls, the last: {failure}; {remedy}")
 
     def _question(self, message: str, count: int) -> dict[str, Any]:
         s = self.settings
@@ -326,12 +329,12 @@ class EndpointClient:
                     raise TimeoutError(f"no end of the reply in {self.settings.timeout:g} s and {size} bytes")
         return b"".join(parts)
 
-    def _replies_in(self, answer: bytes) -> list[Reply]:
+    def _replies_in(self, document: Mapping[str, Json]) -> list[Reply]:
         """Returns the replies of one call, whose cost is the first one's."""
         chat = self.settings.api == "chat"
         try:
-            fields = parsed(answer, choices=list[dict[str, Any]])
-            choices = fields["choices"]
+            check(document, {"choices": list[dict[str, Any]]}, "it")
+            choices = document["choices"]
             texts = [choice["message"]["content"] if chat else choice["text"] for choice in choices]
         except (ValueError, KeyError, TypeError):
             raise UserError(
@@ -340,7 +343,7 @@ class EndpointClient:
             ) from None
         if not all(text is None or isinstance(text, str) for text in texts):
             raise UserError(f"{self} replied with something that is no text: check its model")
-        usage = _usage_in(fields.get("usage"))
+        usage = _usage_in(document.get("usage"))
         with self._lock:
             self._usage += usage
         cuts = [choice.get("finish_reason") == "length" for choice in choices]
@@ -382,9 +385,14 @@ def _reason(error: urllib.error.HTTPError) -> str:
     """Returns the server's code or type of the error, but not its message, which may quote what was asked."""
     try:
         said = parsed(error.read(1 << 16), error=dict[str, Any])["error"]
-        return str(said.get("code") or said.get("type") or "")[:60]
+        return _spelt(str(said.get("code") or said.get("type") or ""))
     except (OSError, ValueError, http.client.HTTPException):
         return ""
+
+
+def _spelt(text: str) -> str:
+    """Returns a text of a server on one line, with control characters spelt out."""
+    return quoted(text, 100)[1:-1]
 
 
 def _is_address(url: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -63,12 +64,36 @@ def test_what_is_refused_for_the_moment_or_breaks_off_is_tried_again_a_bounded_n
     assert len(server.asked) == 6
 
 
+def test_a_reply_that_is_no_json_object_is_asked_for_again_a_bounded_number_of_times(server: Server) -> None:
+    _, _, whole = said(["at last"])
+    for broken in (b"", b"<html>Bad gateway</html>", whole[:-9], b"[1]", b"\xff"):
+        replies, before = [(200, {}, broken), (200, {}, broken), (200, {}, whole)], len(server.asked)
+        server.script = lambda n, asked, replies=replies, before=before: replies[n - before]
+        assert victim(server).start().answers(["x"], 1) == [["at last"]]
+        server.script = lambda n, asked, broken=broken: (200, {}, broken)
+        with pytest.raises(
+            TbaError, match=r"did not answer in 3 calls, the last: a reply of \d+ bytes that is no JSON"
+        ):
+            victim(server).start().answers(["x"], 1)
+        assert len(server.asked) == before + 6
+
+
+def test_an_error_s_code_is_printable(server: Server) -> None:
+    code = json.dumps({"error": {"code": "\x1b]0;mine\x07\u202e\n" + "x" * 1000}}).encode()
+    for status in (400, 503):
+        server.script = lambda n, asked, status=status: (status, {}, code)
+        with pytest.raises(TbaError, match=r"\\x1b\]0;mine\\x07\\u202e\\nx+\.\.\.") as raised:
+            victim(server).start().answers(["x"], 1)
+        assert str(raised.value).isprintable()
+        assert len(str(raised.value)) < 400
+
+
 def test_what_will_not_get_better_is_said_at_once(server: Server) -> None:
     for reply, words in (
         ((401, {}, b""), "environment variable OPENAI_API_KEY"),
         ((404, {}, b'{"error": {"type": "not_found"}}'), r"404, not_found\): check --task.victim.url"),
         ((400, {}, b"[]"), r"refuses the call \(400\)"),
-        ((200, {}, b"<html>"), "does not reply as an OpenAI-compatible endpoint"),
+        ((200, {}, b'{"html": 1}'), "does not reply as an OpenAI-compatible endpoint"),
         ((200, {}, b'{"choices": [{"message": {"content": 3}}]}'), "no text"),
     ):
         server.script, before = (lambda n, asked, reply=reply: reply), len(server.asked)
