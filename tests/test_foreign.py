@@ -103,7 +103,7 @@ def test_who_reads_a_run_executes_nothing_of_it(run: Path, marker: Path, tmp_pat
     elsewhere = tmp_path / "journals"
     facts = json.loads((run / "recipe.json").read_text())
     facts["resolved"]["run"]["journal_dir"] = str(elsewhere)
-    write_json(run / "recipe.json", facts)
+    RunDirectory(run).write_facts(facts)
     elsewhere.mkdir()
     (run / "journal.sqlite").rename(tmp_path / "moved")
     (tmp_path / "moved").rename(RunDirectory.open(run).journal_there())
@@ -120,13 +120,13 @@ def test_who_reads_a_run_executes_nothing_of_it(run: Path, marker: Path, tmp_pat
 )
 def test_a_run_cannot_name_a_module_that_is_no_recipe(run: Path, capsys: Any, name: str) -> None:
     facts = json.loads((run / "recipe.json").read_text())
-    write_json(run / "recipe.json", {**facts, "recipe": name, "digest": None})
+    RunDirectory(run).write_facts({**facts, "recipe": name, "digest": None})
     assert "there is no " in refused(capsys, "resume", run)
 
 
 def test_a_run_cannot_ask_for_help_in_the_place_of_its_user(run: Path, capsys: Any) -> None:
     facts = json.loads((run / "recipe.json").read_text())
-    write_json(run / "recipe.json", {**facts, "overrides": [*facts["overrides"], "--help"]})
+    RunDirectory(run).write_facts({**facts, "overrides": [*facts["overrides"], "--help"]})
     assert "has an override that no run has (--help)" in refused(capsys, "resume", run)
 
 

@@ -65,7 +65,7 @@ def test_a_run_goes_on_with_another_version_and_says_so(tmp_path: Path, capsys: 
     inline(path, "--steps", "2", "--evaluation.every", "0", "--evaluation.problems", "1")
     recorded = json.loads((path / "recipe.json").read_text())
     recorded["incarnations"][0]["program"] = "0.0.9 (0f)"
-    (path / "recipe.json").write_text(json.dumps(recorded))
+    RunDirectory(path).write_facts(recorded)
     assert main(["resume", str(path), "--steps", "4", "--runtime", "inline"]) == 0
     assert f"with tba {version()}; until now with 0.0.9 (0f)" in " ".join(capsys.readouterr().out.split())
     assert [i["program"] for i in RunDirectory.open(path).facts["incarnations"]] == ["0.0.9 (0f)", version()]

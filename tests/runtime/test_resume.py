@@ -372,13 +372,28 @@ def test_a_run_whose_recipe_has_changed_is_not_gone_on_with(tmp_path: Path, caps
     facts = json.loads((run.path / "recipe.json").read_text())
     facts |= {"recipe": str(TOY), "digest": None}
     facts["resolved"]["sync_every"] = 4
-    (run.path / "recipe.json").write_text(json.dumps(facts))
+    run.write_facts(facts)
     said = refused(["resume", str(run.path)], capsys)
     assert "(sync_every was 4 and is 5): start a new run, or set it back" in said
     facts["resolved"]["sync_every"] = 5
     facts["resolved"]["run"]["prefetch"] = False
-    (run.path / "recipe.json").write_text(json.dumps(facts))
+    run.write_facts(facts)
     assert "has a field run.prefetch, which recipes do not have" in refused(["resume", str(run.path)], capsys)
+
+
+def test_a_recipe_json_with_a_flipped_bit_is_said_to_be_damaged(tmp_path: Path, capsys: Any) -> None:
+    _, run = made(tmp_path / "run", *RUN, "--steps", "20")
+    file = run.path / "recipe.json"
+    whole = file.read_bytes()
+    for text in (b'"sync_every"', b'"5"', b'"20"', b'"incarnations"', b'"marks"', b'"TabularTask', b'"resolved"'):
+        if (place := whole.find(text) + 2) < 2:
+            continue
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        said = refused(["resume", str(run.path)], capsys)
+        assert "recipe.json is damaged or was edited" in said or "recipe.json has unexpected contents" in said
+        assert "put it back as it was, or start a new run" in said
+    file.write_bytes(whole)
+    assert run.recipe().steps == 20
 
 
 def test_a_finished_run_is_given_more_steps(finished: Path, capsys: Any) -> None:

@@ -24,7 +24,6 @@ from tba.intake.intake import Entry, Intake
 from tba.markup import thoughts_of
 from tba.protocols import Acted, Reference, Tokenizer
 from tba.recipe import Recipe, differences, resolved
-from tba.record.jsonl import write_json
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
 from tba.replay.reading import JournalFile
@@ -170,7 +169,7 @@ def prepare(path: Path, name: str, overrides: list[str], recipe: Recipe) -> RunD
     Raises `UserError` as `create`.
     """
     run = RunDirectory.create(path, name, overrides, recipe)
-    write_json(path / "recipe.json", {**run.facts, PREPARED: True})
+    run.write_facts({**run.facts, PREPARED: True})
     return run
 
 

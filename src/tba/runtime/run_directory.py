@@ -12,6 +12,7 @@ mean the same for as long as the run is open here, whatever directory a user's c
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import secrets
 import shutil
@@ -26,7 +27,7 @@ import tba.settings
 from tba.errors import UserError
 from tba.foreign import is_name, read_json
 from tba.recipe import Recipe, resolved
-from tba.record.jsonl import write_json
+from tba.record.jsonl import plain, write_json
 from tba.replay.database import acknowledged_folder
 from tba.replay.follower import JournalFollower
 from tba.replay.missing_rows import leave_mark
@@ -55,6 +56,7 @@ _FACTS: dict[str, Any] = {  # that every recipe.json has
     "incarnations": list[Incarnation],
     "resolved": dict[str, Any],
 }
+CHECKSUM = "checksum"  # in recipe.json, of the rest
 PREPARED = "prepared"  # in recipe.json: the run was made for imports, and has not begun
 IMPORTS = "import"  # the owner whose rows the journal may have before a run begins
 
@@ -120,7 +122,7 @@ class RunDirectory:
                 )
         leave_mark(run.journal(recipe), mark)
         shutil.rmtree(acknowledged_folder(run.journal(recipe)), ignore_errors=True)  # of a run that had its place
-        write_json(run.path / "recipe.json", facts)
+        run.write_facts(facts)
         return run
 
     @classmethod
@@ -146,12 +148,22 @@ class RunDirectory:
             raise UserError(f"{self.path / 'recipe.json'} has an override that no run has (--help): {remedy}")
         return facts
 
+    def write_facts(self, facts: Mapping[str, Any]) -> None:
+        """Write recipe.json, with a checksum of the rest."""
+        write_json(self.path / "recipe.json", {**facts, CHECKSUM: _checksum(facts)})
+
     def recipe(self) -> Recipe:
-        """Returns the recipe, rebuilt from its name or path and the overrides; never from a pickle.
+        """Returns the recipe, rebuilt from its name or path and the overrides; never from a pickle. Raises `UserError`
+        when recipe.json is not as it was written.
 
         A recipe that is a file is executed: commands that only read a run use `recipe_to_read`.
         """
         facts = self.facts
+        if facts.get(CHECKSUM, checksum := _checksum(facts)) != checksum:  # earlier programs wrote none
+            raise UserError(
+                f"{self.path / 'recipe.json'} is damaged or was edited (its checksum does not match): put it back as it"
+                " was, or start a new run"
+            )
         source = facts["recipe"]
         file = source.partition(MARK)[0]
         if facts["digest"] is not None and facts["digest"] != _digest(Path(file)):
@@ -197,7 +209,7 @@ class RunDirectory:
             facts["clock"] = {"began": time.monotonic(), "before": before}
         recipe = tba.settings.override(tba.settings.find(facts["recipe"]), facts["overrides"], "", recorded=True)
         facts["resolved"] = resolved(recipe)
-        write_json(self.path / "recipe.json", facts)
+        self.write_facts(facts)
 
     def mark_journal(self, journal: Path) -> None:
         """Leave the mark of this incarnation in the journal, and from here on accept no other.
@@ -208,7 +220,7 @@ class RunDirectory:
         *_, mark = self.marks[-1]
         leave_mark(journal, mark)
         facts["incarnations"][-1]["marks"] = [mark]
-        write_json(self.path / "recipe.json", facts)
+        self.write_facts(facts)
 
     def clock(self) -> Callable[[], float]:
         """Returns a function that gives the seconds that the run has been going, in every process of this machine, even
@@ -303,6 +315,12 @@ def _make(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot make the folder {folder} ({error.strerror}): choose another place") from error
+
+
+def _checksum(facts: Mapping[str, Any]) -> str:
+    checked = {name: value for name, value in facts.items() if name != CHECKSUM}
+    text = json.dumps(plain(checked), sort_keys=True, ensure_ascii=False)
+    return hashlib.blake2b(text.encode(errors="replace"), digest_size=8).hexdigest()
 
 
 def _digest(path: Path) -> str:
