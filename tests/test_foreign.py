@@ -493,3 +493,14 @@ def test_a_field_that_cannot_be_written_as_json_is_named_with_what_it_may_be() -
         UserError, match=r"^problem 1 of .* has the field 'of' with \{1, 2\}: make it of texts, numbers"
     ):
         problems_of(Mine(), "train")
+
+
+def test_a_template_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign, "TEMPLATE_SECONDS", 0.2)
+    tokenizer, chat = character_tokenizer("ab"), [{"role": "user", "content": "a"}]
+    loops = "".join(f"{{% for {name} in range(99999) %}}" for name in "xyz")
+    tokenizer.chat_template = loops + "{% endfor %}" * 3
+    with pytest.raises(UserError, match=r"template cannot write a prompt \(no end after 0.2 s\): give another"):
+        templated(tokenizer, chat)
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    assert [templated(tokenizer, chat) for _ in range(3)] == ["a"] * 3

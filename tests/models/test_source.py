@@ -28,7 +28,7 @@ from tba.errors import UserError
 from tba.generation import generate
 from tba.models.arithmetic import shape_of
 from tba.models.huggingface import HuggingFace
-from tba.models.source import whole
+from tba.models.source import refuse_missing_model, whole
 from tba.models.warm_start import taught
 from tba.policy.causal import CausalPolicy
 from tba.policy.lora import LoraSettings, is_adapter
@@ -379,3 +379,23 @@ def test_commands_that_take_a_model_take_an_adapter(
     adapted, plain = (HuggingFace(path).prepared(TASK).memory(Work(16, 16, 2, 8, 1)) for path in (adapter, str(merged)))
     assert adapted is not None
     assert adapted == plain
+
+
+@pytest.mark.parametrize("path", ["https://me:s3cret@hub.example/Qwen/x", "me:s3cret@hub.example/x"])
+def test_a_password_in_a_path_is_not_repeated(path: str) -> None:
+    with pytest.raises(UserError, match="give the folder of a model") as raised:
+        refuse_missing_model(path)
+    assert "s3cret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("count", [1e9, 10**9, 10**400])
+@pytest.mark.parametrize("place", [(), ("text_config",)])
+def test_a_configuration_of_countless_layers_is_refused_before_they_are_made(
+    tmp_path: Path, count: float, place: tuple[str, ...]
+) -> None:
+    config: dict[str, object] = {"model_type": "qwen2", "num_hidden_layers": count}
+    for name in place:
+        config = {name: config}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"config.json has num_hidden_layers .*, more than 10,000: give another model"):
+        refuse_missing_model(str(tmp_path))

@@ -23,7 +23,7 @@ from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tba.errors import UserError
-from tba.foreign import SAFE, SAFE_MODEL, read_json
+from tba.foreign import SAFE, SAFE_MODEL, read_json, refuse_impossible_counts
 from tba.models.gguf import SUFFIX, converted, made_plain, saved_once
 from tba.policy.loading import keep_softcap, make_writable, no_bars, readable
 from tba.policy.lora import CONFIG, WEIGHTS
@@ -38,12 +38,18 @@ def refuse_missing_model(path: str) -> None:
     """Raises `UserError` for a folder that is not there (it would be looked for on the Hub as OWNER/NAME), and for a
     name on a Hub that cannot be reached.
     """
+    if "@" in path and not Path(path).exists():  # a password in a URL is not to be repeated
+        raise UserError(
+            "the model's path has an @, but no folder here nor a name on the Hub has it, nor is a URL taken: give the "
+            "folder of a model or of a run, or a name on the Hub"
+        )
     parts = Path(path).parts
     spelt_so = path.startswith((".", "/", "~")) or len(parts) > 2 or (len(parts) == 2 and Path(parts[0]).is_dir())
     if spelt_so and not Path(path).exists():
         raise UserError(f"there is no folder {path}: give the folder of a model or of a run, or a name on the Hub")
     if not Path(path).exists():
         _require_hub(path)
+    refuse_impossible_counts(Path(path))
 
 
 def _require_hub(name: str) -> None:
