@@ -225,7 +225,7 @@ JSONL = {  # what a file of lines may hold instead
     "others": b'{"question": "1+1=", "reply": "2"}\n',
     "nothing": b'{"prompt": null, "response": null, "answer": null}\n',
     "roles": b'{"messages": [{"role": "user"}], "response": "2"}\n',
-    "utf16": '{"prompt": "1+1=", "response": "2", "score": 1}\n'.encode("utf-16"),
+    "utf16": '{"prompt": "1+1=", "response": "2", "score": 1}\n'.encode("utf-16-le"),
     "latin": '{"prompt": "é", "response": "2", "score": 1}\n'.encode("latin-1"),
 }
 TOML = {
