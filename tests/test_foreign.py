@@ -15,7 +15,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tba import foreign
+from tba import foreign, templates
 from tba.__main__ import main
 from tba.errors import UserError
 from tba.foreign import check, is_name, parsed, problems_of, prompt_tokens, templated, with_arguments
@@ -496,7 +496,7 @@ def test_a_field_that_cannot_be_written_as_json_is_named_with_what_it_may_be() -
 
 
 def test_a_template_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign, "TEMPLATE_SECONDS", 0.2)
+    monkeypatch.setattr(templates, "TEMPLATE_SECONDS", 0.2)
     tokenizer, chat = character_tokenizer("ab"), [{"role": "user", "content": "a"}]
     loops = "".join(f"{{% for {name} in range(99999) %}}" for name in "xyz")
     tokenizer.chat_template = loops + "{% endfor %}" * 3

@@ -28,10 +28,11 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "types": set(),
     "fields": {"errors"},  # of any settings
-    "markup": {"errors", "types"},  # control tokens, and text that only spells them
+    "templates": {"errors"},  # of chats
+    "markup": {"errors", "types", "templates"},  # control tokens, and text that only spells them
     "field_names": set(),  # of any recipe, by its source
     "config_file": {"errors"},
-    "foreign": {"errors", "types", "markup"},  # whatever is read from outside, by anybody
+    "foreign": {"errors", "types", "markup", "templates"},  # whatever is read from outside, by anybody
     "tables": {"errors", "types", "foreign"},  # rows of files, for tasks and imports
     "turns": {"errors", "types", "foreign", "markup"},  # what ends a turn in a chat template
     "clock": set(),

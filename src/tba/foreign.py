@@ -7,17 +7,14 @@ Invariant: whatever a file or a reply holds, reading it here ends in a value of 
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import math
 import re
-import threading
-import time
 import traceback
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from datetime import datetime
@@ -32,12 +29,12 @@ from safetensors import SafetensorError
 
 from tba.errors import UserError
 from tba.markup import ControlTokens, Markup, control_tokens, encoded_all, escaped
+from tba.templates import render_chat
 from tba.types import Json, Problem, Split, Version
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-TEMPLATE_SECONDS = 10.0  # for a template to write one chat, which takes milliseconds
 MOST_COUNTED = 10_000  # layers, heads or experts of a model
 _COUNTED = re.compile(r"(?:layer|block|head|expert)s?$")  # names in a config.json
 DEEPEST = 64  # nesting levels of lists and objects: ours have six
@@ -359,65 +356,16 @@ def _with_results(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, An
 
 
 def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Json], answered: bool) -> str:
-    given: dict[str, Any] = {"tools": list(tools)} if tools else {}
-    write = partial(
-        tokenizer.apply_chat_template, list(messages), tokenize=False, add_generation_prompt=not answered, **given
-    )
+    options: dict[str, Any] = {"tools": list(tools)} if tools else {}
     try:
-        return str(_within(TEMPLATE_SECONDS, write))
+        return render_chat(tokenizer, messages, add_generation_prompt=not answered, **options)
+    except UserError:
+        raise
     except Exception as error:  # a template raises what it likes
         reason = " ".join(str(error).split())[:200]
         raise UserError(
             f"the tokenizer's chat template cannot write a prompt ({reason}): give another model"
         ) from error
-
-
-class _Overtime(BaseException):
-    """Ends a call that takes too long; no `except Exception` on its way stops it."""
-
-
-_DUE: dict[int, float] = {}  # by the thread of a call that has a limit: when it is to be ended
-_WATCH = [threading.Thread()]  # the thread that ends them, while there are any
-
-
-def _within(seconds: float, call: Callable[[], T]) -> T:
-    """Returns what a call of Python code returns. Raises `TimeoutError` when it takes longer.
-
-    The call stays in its thread, since a thread for each would take ten times as long as a template does.
-    """
-    thread = threading.get_ident()
-    _DUE[thread] = time.monotonic() + seconds
-    if not _WATCH[0].is_alive():  # it had nothing more to do, or was left behind by a fork
-        _WATCH[0] = threading.Thread(target=_end_what_is_due, name="deadlines", daemon=True)
-        _WATCH[0].start()
-    try:
-        try:
-            result = call()
-        except _Overtime:
-            raise
-        except BaseException:
-            _take_back(thread)
-            raise
-        _take_back(thread)
-    except _Overtime:
-        raise TimeoutError(f"no end after {seconds:g} s") from None
-    return result
-
-
-def _take_back(thread: int) -> None:
-    """Takes back the limit of this thread, or waits for the end that is on its way: it is not to meet what comes
-    later.
-    """
-    while _DUE.pop(thread, None) is None:
-        time.sleep(0.001)
-
-
-def _end_what_is_due() -> None:
-    while _DUE:
-        time.sleep(0.1)
-        for thread, due in list(_DUE.items()):
-            if time.monotonic() > due and _DUE.pop(thread, None) is not None:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Overtime))
 
 
 def _without_system(system: str, rest: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 from tokenizers import AddedToken, Tokenizer
 
 from tba.errors import UserError
+from tba.templates import render_chat
 from tba.types import THOUGHTS, Json, quoted
 
 Markup = NewType("Markup", str)
@@ -179,7 +180,9 @@ def _rendered(tokenizer: Any, messages: list[Any], tools: list[Any] | None = Non
     """Returns what the template writes; nothing where it raises."""
     options = {"tools": tools} if tools else {}
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=begin, **options))
+        return render_chat(tokenizer, messages, add_generation_prompt=begin, **options)
+    except UserError:
+        raise
     except Exception:  # noqa: BLE001 - a template raises what it likes, and one that knows no calls has no marks of them
         return ""
 
