@@ -75,6 +75,22 @@ def test_what_is_no_gguf_file_is_one_sentence_and_leaves_nothing(cache: Path, tm
     assert list((cache / "gguf").iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [(b"blk.1.attn_q.weight", b"blk.9.attn_q.weight"), (b"output_norm.weight", b"output_gone.weight")],
+)
+def test_a_file_without_one_of_the_weights_is_refused_and_leaves_nothing(
+    cache: Path, tmp_path: Path, name: bytes, other: bytes
+) -> None:
+    broken = tmp_path / "broken.gguf"
+    content = FILE.read_bytes()
+    assert name in content
+    broken.write_bytes(content.replace(name, other))
+    with pytest.raises(UserError, match="do not hold the weights of a LlamaForCausalLM: 1 tensor is missing"):
+        converted(broken, print)
+    assert list((cache / "gguf").iterdir()) == []
+
+
 def test_a_file_that_is_not_there_is_one_sentence(cache: Path) -> None:
     with pytest.raises(UserError, match=r"there is no folder ./no\.gguf|cannot be read"):
         HuggingFace(path="./no.gguf").prepared(NO_TASK)

@@ -37,7 +37,7 @@ from tba.engines.transformers import PREFILL_TOKENS, EngineSettings
 from tba.errors import TbaError, UserError
 from tba.fields import as_declared
 from tba.foreign import SAFE, most_positions
-from tba.policy.loading import load_model
+from tba.policy.loading import load_model, refuse_other_files
 from tba.policy.lora import is_adapter, merged_with
 from tba.protocols import Partner, Tokenizer, Turn
 from tba.streaming import Streamed, bytes_of, shapes_of, write_tensors
@@ -102,6 +102,7 @@ class VllmEngine:
         config = AutoConfig.from_pretrained(path, **SAFE)
         with torch.device("meta"):
             self._shapes = AutoModelForCausalLM.from_config(config)
+        refuse_other_files(path, self._shapes)
         untied = device.type == "cpu" and bool(config.get_text_config().tie_word_embeddings)
         if untied and own.tensor_parallel > 1:
             raise UserError(

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.errors import UserError
 from tba.foreign import SAFE
-from tba.policy.loading import readable
+from tba.policy.loading import pretrained, readable
 from tba.training.cache import cached_folder
 from tba.weights.atomic_dir import cache_folder
 
@@ -72,11 +72,11 @@ def write_folder(path: Path, folder: Path) -> None:
 
 
 def _read(path: Path) -> tuple[Any, Any]:
-    place = {"gguf_file": path.name, **SAFE}
+    place = {"gguf_file": path.name}
     other = "give one of an architecture and a quantisation that it can, or a Hugging Face folder"
     with readable(f"transformers cannot read the GGUF file {path}", other):
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, **place)
-        return made_plain(AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **place)), tokenizer
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, **place, **SAFE)
+        return made_plain(pretrained(AutoModelForCausalLM, path.parent, torch.float32, **place)), tokenizer
 
 
 def made_plain(model: Any) -> Any:

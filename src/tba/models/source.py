@@ -23,9 +23,9 @@ from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tba.errors import UserError
-from tba.foreign import SAFE, SAFE_MODEL, read_json, refuse_impossible_counts
+from tba.foreign import SAFE, read_json, refuse_impossible_counts
 from tba.models.gguf import SUFFIX, converted, made_plain, saved_once
-from tba.policy.loading import keep_softcap, make_writable, no_bars, readable
+from tba.policy.loading import make_writable, no_bars, pretrained, readable
 from tba.policy.lora import CONFIG, WEIGHTS
 from tba.weights.atomic_dir import cache_folder
 
@@ -166,10 +166,9 @@ def _merge(folder: Path, base: str, revision: str | None, out: Path) -> None:
     other = "give another adapter, or its own base, not quantized"
     with readable(f"the adapter {folder} cannot be put on its base {base}", other):
         at = {"revision": revision} if revision else {}
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **SAFE_MODEL, **at)
+        model = pretrained(AutoModelForCausalLM, base, torch.float32, **at)
         if quantized := getattr(model.config, "quantization_config", None) is not None:
             model = model.dequantize().float()
-        keep_softcap(model)
         own = any((folder / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json"))
         tokenizer = AutoTokenizer.from_pretrained(folder if own else base, **SAFE, **({} if own else at))
         _resize(model, folder / WEIGHTS)

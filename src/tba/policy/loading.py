@@ -1,5 +1,9 @@
 """A causal language model from its files: whole, or the rows of it that one rank of a trainer holds.
 
+Invariant: a model has the weights of its files and no others. transformers draws one that is missing at random; here
+every model of every part is loaded by `pretrained`, or by `load_unfilled`, and both refuse it, as they do tensors
+without a place and those of another shape.
+
 Invariant: what a rank holds has the bits of the same rows of the whole model. It is made without memory (its parameters
 on torch's meta device) and sharded; then each rank reads its own rows from the safetensors files, one parameter after
 the other. So beyond its share a rank needs room for its rows of one parameter. A model whose files name or shape their
@@ -11,7 +15,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +38,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, rename_source_key
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils import logging as transformers_logging
+from transformers.utils.loading_report import LoadStateDictInfo
 
 from tba.errors import UserError
 from tba.foreign import SAFE, SAFE_MODEL, UNREADABLE, is_name, read_json
@@ -60,17 +65,87 @@ def load_model(
     with no_bars() if Path(path).is_dir() else nullcontext(), _readable_model(path):
         if four_bit:
             placed = {"quantization_config": _nf4(torch.device(device), dtype), "device_map": {"": device}}
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **placed, **SAFE_MODEL)
+            model = pretrained(AutoModelForCausalLM, path, dtype, **placed)
         elif seed is None:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **SAFE_MODEL)
+            model = pretrained(AutoModelForCausalLM, path, dtype)
         else:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, **SAFE), dtype=dtype)
+                keep_softcap(model)
+                make_writable(model)
         tokenizer = AutoTokenizer.from_pretrained(path, **SAFE)
+    return (model if four_bit else model.to(device)).eval(), tokenizer
+
+
+def pretrained(kind: Any, path: str | Path, dtype: torch.dtype, headless: bool = False, **how: Any) -> Any:
+    """Returns a model of an auto class with the weights of its files, and what transformers raises for files that it
+    cannot read. headless: its head is about to be trained, or it has none; how: what else `from_pretrained` takes.
+
+    Raises `UserError` where the files' tensors are not those of the model.
+    """
+    with _no_report():
+        model, report = kind.from_pretrained(
+            path, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True, **SAFE_MODEL, **how
+        )
+    _refuse_other_tensors(path, model, report, headless, how.get("revision"))
     keep_softcap(model)
     make_writable(model)
-    return (model if four_bit else model.to(device)).eval(), tokenizer
+    return model
+
+
+def refuse_other_files(path: str | Path, model: PreTrainedModel) -> None:
+    """Raises `UserError` where the files' tensors are not those of the model, which may have no memory: for a program
+    that loads them by itself. What is quantized or converted is left to it.
+    """
+    if _converted(model) is None:
+        with _readable_model(path):
+            _refuse_other_tensors(path, model, WeightFiles.of(path, model).report(model))
+
+
+def _refuse_other_tensors(
+    path: str | Path,
+    model: PreTrainedModel,
+    report: Mapping[str, Any],
+    headless: bool = False,
+    revision: str | None = None,
+) -> None:
+    """Raises `UserError` for tensors that are missing, have no place, or another shape by transformers' report, unless
+    nothing that is used depends on them.
+    """
+    missing, unexpected = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
+    shapes = sorted((name, tuple(there), tuple(here)) for name, there, here in report["mismatched_keys"])
+    body = getattr(model, model.base_model_prefix, model)
+    if headless:  # a pooler of the body is a part of the head: nothing else reads it
+        missing = [name for name in missing if _is_in(name, model, body) and "pooler" not in name.split(".")]
+        unexpected = [name for name in unexpected if _is_in(name, model, body)]
+        shapes = [shape for shape in shapes if _is_in(shape[0], model, body)]
+    if unexpected and _reads_text_alone(path, model, revision):  # what is beside it sees or hears
+        unexpected = [name for name in unexpected if _is_in(name, model, body, model)]
+    clauses = [
+        f"{len(names)} tensor{'s are' if len(names) > 1 else ' is'} {fault} (such as {names[0]})"
+        for fault, names in (("missing", missing), ("unknown to it", unexpected))
+        if names
+    ]
+    clauses += [f"{name} is {list(there)}, not {list(here)}" for name, there, here in shapes[:1]]
+    if clauses:
+        raise UserError(
+            f"the files of the model '{path}' do not hold the weights of a {type(model).__name__}: "
+            f"{', '.join(clauses)}; give the whole model, as it was saved, with the config.json that belongs to it"
+        )
+
+
+def _is_in(name: str, model: PreTrainedModel, *modules: Module) -> bool:
+    """Returns whether a tensor of that name, with or without the prefix of the model's body, belongs to a module."""
+    prefix = f"{model.base_model_prefix}."
+    children = {child for module in modules for child, _ in module.named_children()}
+    return name.startswith(prefix) or name.partition(".")[0] in children
+
+
+def _reads_text_alone(path: str | Path, model: PreTrainedModel, revision: str | None) -> bool:
+    """Returns whether the model is the part of one of several modalities that reads text."""
+    text = (config := AutoConfig.from_pretrained(path, revision=revision, **SAFE)).get_text_config()
+    return text is not config and isinstance(model.config, type(text))
 
 
 def keep_softcap(model: PreTrainedModel) -> None:
@@ -86,7 +161,7 @@ def make_writable(model: PreTrainedModel) -> None:
     """Has a model's generation config be one that transformers writes: of some that it reads (a temperature without
     `do_sample`) it says so only when the model is saved, after the training.
     """
-    config = model.generation_config
+    config = getattr(model, "generation_config", None)  # a model that generates has one
     if config is None or _is_valid(config):
         return
     config.do_sample = True
@@ -130,12 +205,24 @@ class WeightFiles:
                     place[name] = file, there
         return cls(place)
 
-    def has(self, name: str, shape: Sequence[int]) -> bool:
-        if name not in self.place:
-            return False
+    def report(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Returns what transformers would report of loading them: which parameters are missing or have another shape
+        (there, in the model), and which names the model does not have, without those that it passes over.
+        """
+        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        info = LoadStateDictInfo(
+            shapes.keys() - self.place.keys(),
+            self.place.keys() - model.state_dict().keys(),
+            {(n, there, own) for n, own in shapes.items() if n in self.place and (there := self._shape(n)) != own},
+            *([], {}, set()),
+        )
+        model._adjust_missing_and_unexpected_keys(info)
+        return dict(info.to_dict())
+
+    def _shape(self, name: str) -> tuple[int, ...]:
         file, there = self.place[name]
         with safetensors.safe_open(file, framework="pt") as tensors:
-            return tuple(tensors.get_slice(there).get_shape()) == tuple(shape)
+            return tuple(tensors.get_slice(there).get_shape())
 
     def copy_rows(self, name: str, first: int, last: int, into: Tensor) -> None:
         """Copies rows `first` to `last` of a tensor (a scalar: all of it). The file is open meanwhile, and no longer:
@@ -169,14 +256,14 @@ def load_unfilled(path: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel
         make_writable(model)
         if (fault := _converted(model)) is None:
             files = WeightFiles.of(path, model)
-            missing = (n for n, t in untied(model).items() if t.is_meta and not files.has(n, t.shape))
-            if (name := next(missing, None)) is None:
+            report = files.report(model)
+            names = [*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])]
+            if not names:
+                _refuse_other_tensors(path, model, report)
                 return model, files
-            fault = f"its files do not hold {name} as it is in the model"
+            fault = f"its files do not hold {min(names)} as it is in the model"
+        model = pretrained(AutoModelForCausalLM, path, dtype).eval()
         log.warning("each rank reads all of %s: %s", path, fault)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **SAFE_MODEL).eval()
-        keep_softcap(model)
-        make_writable(model)
         return model, None
 
 
@@ -221,6 +308,21 @@ def _parameters_without_memory() -> Iterator[None]:
         yield
     finally:
         Module.register_parameter = register  # type: ignore[method-assign]
+
+
+@contextmanager
+def _no_report() -> Iterator[None]:
+    """Inside, transformers does not log which tensors it has found wrong: an error says it, or nothing is wrong."""
+    logger = logging.getLogger("transformers.modeling_utils")
+
+    def is_error(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR
+
+    logger.addFilter(is_error)  # its level would change what it checks
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_error)
 
 
 @contextmanager

@@ -91,7 +91,7 @@ def trained(
         encoder = SentenceEncoder.load(backbone, options.device)
         return _trained(lambda: FrozenRewardModel.new(encoder), pairs, options, console)
     return _trained(
-        lambda: RewardModel.load(backbone, options.max_tokens, options.keep, options.device),
+        lambda: RewardModel.load(backbone, options.max_tokens, options.keep, options.device, trained=False),
         pairs,
         options,
         console,

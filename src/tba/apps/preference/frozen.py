@@ -22,13 +22,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import Parameter
-from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
-from tba.apps.preference.scoring import RewardModel, Scored, made_to_read, pretrained, quiet
+from tba.apps.preference.scoring import RewardModel, Scored, made_to_read, unreadable
 from tba.apps.preference.similarity import NAMES, Floats, features, sentences
 from tba.errors import UserError
-from tba.foreign import UNREADABLE, read_json
+from tba.foreign import SAFE, UNREADABLE, read_json
 from tba.models.arithmetic import judge_bytes
+from tba.policy.loading import no_bars, pretrained
 
 HEAD, FACTS = "head.safetensors", "frozen.json"
 REMEMBERED = 50_000  # sentences
@@ -56,7 +57,9 @@ class SentenceEncoder:
     @classmethod
     def load(cls, path: str, device: str = "cpu") -> SentenceEncoder:
         """Loads a folder or a Hub name. Raises `UserError` when it cannot be loaded."""
-        model, tokenizer = pretrained(path, AutoModel)
+        with no_bars(), unreadable(path):
+            model = pretrained(AutoModel, path, torch.float32, headless=True)
+            tokenizer = AutoTokenizer.from_pretrained(path, **SAFE)
         return cls(model, tokenizer, device)
 
     def embed(self, texts: Sequence[str], max_tokens: int) -> list[Floats]:
@@ -156,7 +159,7 @@ class FrozenRewardModel:
 
     def save(self, folder: Path) -> None:
         """Write backbone and tokenizer in the Hugging Face layout, and the head."""
-        with quiet():
+        with no_bars():
             self.encoder.model.save_pretrained(folder)
             self.encoder.tokenizer.save_pretrained(folder)
         head = {"weight": self.weight_F.detach(), "mean": self.mean_F, "scale": self.scale_F}

@@ -9,8 +9,8 @@ Shape legend: N texts, T tokens of the longest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 from tba.engines.rules import positions
 from tba.errors import UserError
-from tba.foreign import SAFE, SAFE_MODEL, UNREADABLE, read_json
+from tba.foreign import SAFE, read_json
 from tba.markup import control_tokens, encoded
-from tba.policy.loading import keep_softcap
+from tba.policy.loading import no_bars, pretrained, readable
 
 REPORT = "reward_model.json"  # in a folder of `tba reward-model`: what it was made of, and its report
 
@@ -76,30 +75,9 @@ class Scorable(Protocol[S]):
     def save(self, folder: Path) -> None: ...
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silences transformers' warnings about new or unused heads, and its progress bars."""
-    before, drawn = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(before)
-        if drawn:
-            transformers_logging.enable_progress_bar()
-
-
-def pretrained(path: str, kind: Any, **more: Any) -> tuple[Any, Any]:
-    """Returns a model and its tokenizer. Raises `UserError` when they cannot be loaded."""
-    try:
-        with quiet():
-            model = kind.from_pretrained(path, dtype=torch.float32, **SAFE_MODEL, **more)
-            keep_softcap(model)
-            return model, AutoTokenizer.from_pretrained(path, **SAFE)
-    except UNREADABLE as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"no reward model can be loaded from {path!r} ({reason}): give a folder or name") from error
+def unreadable(path: str) -> AbstractContextManager[None]:
+    """Inside, what transformers raises for files that it cannot read is a `UserError` that names the reward model."""
+    return readable(f"no reward model can be loaded from {path!r}", "give a folder or name")
 
 
 def made_to_read(folder: Path) -> tuple[int, Literal["beginning", "end"]] | None:
@@ -144,12 +122,20 @@ class RewardModel:
 
     @classmethod
     def load(
-        cls, path: str, max_tokens: int = 640, keep: Literal["beginning", "end"] = "end", device: str = "cpu"
+        cls,
+        path: str,
+        max_tokens: int = 640,
+        keep: Literal["beginning", "end"] = "end",
+        device: str = "cpu",
+        trained: bool = True,
     ) -> RewardModel:
-        """Loads a folder or a Hub name, with a new head if it has none. Raises `UserError` when it cannot be loaded."""
-        model, tokenizer = pretrained(
-            path, AutoModelForSequenceClassification, num_labels=1, ignore_mismatched_sizes=True
-        )
+        """Loads a folder or a Hub name. trained: it has a head with one score; else a new one is drawn if it has not.
+
+        Raises `UserError` when it cannot be loaded.
+        """
+        with no_bars(), unreadable(path):
+            model = pretrained(AutoModelForSequenceClassification, path, torch.float32, not trained, num_labels=1)
+            tokenizer = AutoTokenizer.from_pretrained(path, **SAFE)
         return cls(model, tokenizer, positions(model.config, max_tokens), keep, device)
 
     def read(self, prompt: str, response: str) -> Text | None:
@@ -198,7 +184,7 @@ class RewardModel:
 
     def save(self, folder: Path) -> None:
         """Write the model and its tokenizer into a folder."""
-        with quiet():
+        with no_bars():
             self.model.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
 

@@ -20,10 +20,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import AutoModel, AutoTokenizer
-from transformers.utils import cached_file, logging
+from transformers.utils import cached_file
 
 from tba.errors import UserError
-from tba.foreign import SAFE, SAFE_MODEL, UNREADABLE, read_json
+from tba.foreign import SAFE, read_json
+from tba.policy.loading import no_bars, pretrained, readable
 
 
 @dataclass(frozen=True)
@@ -39,18 +40,10 @@ class SentenceEncoder:
     def load(cls, path: str | None = None, device: str = "cpu") -> SentenceEncoder:
         """Loads a folder or a Hub name; None: the package's. Raises `UserError` when it cannot be loaded."""
         place = packaged() if path is None else path
-        drawn = logging.is_progress_bar_enabled()
-        logging.disable_progress_bar()
-        try:
-            model = AutoModel.from_pretrained(place, dtype=torch.float32, **SAFE_MODEL).to(device).eval()
+        with no_bars(), readable(f"no sentence embeddings can be loaded from {place!r}", "give another"):
+            model = pretrained(AutoModel, place, torch.float32, headless=True).to(device).eval()
             tokenizer = AutoTokenizer.from_pretrained(place, **SAFE)
             first = _takes_first(place)
-        except UNREADABLE as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise UserError(f"no sentence embeddings can be loaded from {place!r} ({reason}): give another") from error
-        finally:
-            if drawn:
-                logging.enable_progress_bar()
         return cls(model, tokenizer, first=first)
 
     @torch.inference_mode()

@@ -14,15 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
 
 from tba.cards import cards
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.errors import UserError
-from tba.foreign import SAFE, SAFE_MODEL, UNREADABLE, templated
+from tba.foreign import SAFE, templated
 from tba.generation import generate
 from tba.markup import encoded, plain
-from tba.policy.loading import keep_softcap
+from tba.policy.loading import no_bars, pretrained, readable
 from tba.types import Prompt, Sampling
 
 
@@ -94,18 +93,9 @@ def expected_device(name: str) -> str:
 
 def loaded(kind: Any, path: str, what: str, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
     """Returns a model of that auto class, in evaluation mode, and its tokenizer. Raises `UserError` if it cannot."""
-    drawn = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        model = kind.from_pretrained(path, dtype=dtype, **SAFE_MODEL)
-        keep_softcap(model)
+    with no_bars(), readable(f"no {what} can be loaded from {path!r}", "give a folder or a Hub name"):
+        model = pretrained(kind, path, dtype)
         tokenizer = AutoTokenizer.from_pretrained(path, **SAFE)
-    except UNREADABLE as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"no {what} can be loaded from {path!r} ({reason}): give a folder or a Hub name") from error
-    finally:
-        if drawn:
-            logging.enable_progress_bar()
     return model.to(device).eval(), tokenizer
 
 
