@@ -72,7 +72,7 @@ def write_folder(path: Path, folder: Path) -> None:
 
 
 def _read(path: Path) -> tuple[Any, Any]:
-    place = {"gguf_file": path.name}
+    place: dict[str, Any] = {"gguf_file": path.name}
     other = "give one of an architecture and a quantisation that it can, or a Hugging Face folder"
     with readable(f"transformers cannot read the GGUF file {path}", other):
         tokenizer = AutoTokenizer.from_pretrained(path.parent, **place, **SAFE)

@@ -165,7 +165,7 @@ def _merge(folder: Path, base: str, revision: str | None, out: Path) -> None:
         raise UserError("to read an adapter, install the library peft: pip install 'tba-rl[lora]'") from error
     other = "give another adapter, or its own base, not quantized"
     with readable(f"the adapter {folder} cannot be put on its base {base}", other):
-        at = {"revision": revision} if revision else {}
+        at: dict[str, Any] = {"revision": revision} if revision else {}
         model = pretrained(AutoModelForCausalLM, base, torch.float32, **at)
         if quantized := getattr(model.config, "quantization_config", None) is not None:
             model = model.dequantize().float()

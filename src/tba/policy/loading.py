@@ -114,12 +114,12 @@ def _refuse_other_tensors(
     nothing that is used depends on them.
     """
     missing, unexpected = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
-    shapes = sorted((name, tuple(there), tuple(here)) for name, there, here in report["mismatched_keys"])
+    shapes = sorted((name, tuple(size), tuple(shape)) for name, size, shape in report["mismatched_keys"])
     body = getattr(model, model.base_model_prefix, model)
     if headless:  # a pooler of the body is a part of the head: nothing else reads it
         missing = [name for name in missing if _is_in(name, model, body) and "pooler" not in name.split(".")]
         unexpected = [name for name in unexpected if _is_in(name, model, body)]
-        shapes = [shape for shape in shapes if _is_in(shape[0], model, body)]
+        shapes = [(name, *sizes) for name, *sizes in shapes if _is_in(name, model, body)]
     if unexpected and _reads_text_alone(path, model, revision):  # what is beside it sees or hears
         unexpected = [name for name in unexpected if _is_in(name, model, body, model)]
     clauses = [
@@ -127,7 +127,7 @@ def _refuse_other_tensors(
         for fault, names in (("missing", missing), ("unknown to it", unexpected))
         if names
     ]
-    clauses += [f"{name} is {list(there)}, not {list(here)}" for name, there, here in shapes[:1]]
+    clauses += [f"{name} is {list(size)}, not {list(shape)}" for name, size, shape in shapes[:1]]
     if clauses:
         raise UserError(
             f"the files of the model '{path}' do not hold the weights of a {type(model).__name__}: "
@@ -213,16 +213,16 @@ class WeightFiles:
         info = LoadStateDictInfo(
             shapes.keys() - self.place.keys(),
             self.place.keys() - model.state_dict().keys(),
-            {(n, there, own) for n, own in shapes.items() if n in self.place and (there := self._shape(n)) != own},
+            {(n, size, shape) for n, shape in shapes.items() if n in self.place and (size := self._shape(n)) != shape},
             *([], {}, set()),
         )
         model._adjust_missing_and_unexpected_keys(info)
         return dict(info.to_dict())
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        file, there = self.place[name]
+        file, key = self.place[name]
         with safetensors.safe_open(file, framework="pt") as tensors:
-            return tuple(tensors.get_slice(there).get_shape())
+            return tuple(tensors.get_slice(key).get_shape())
 
     def copy_rows(self, name: str, first: int, last: int, into: Tensor) -> None:
         """Copies rows `first` to `last` of a tensor (a scalar: all of it). The file is open meanwhile, and no longer:
