@@ -177,3 +177,15 @@ def test_a_token_that_ends_an_answer_is_no_part_of_its_text_whether_it_is_specia
     _, strings = ends_of((), made, config(made))
     tokens = [*made.encode("46", add_special_tokens=False), end]
     assert strings.ended(tokens, frozenset({end}), interrupted=False) == (len(tokens), "46", StopReason.EOS)
+
+
+@pytest.mark.parametrize("ids", [-1, [-1], 1000, [1000, -7], True, "x", None])
+def test_what_is_no_token_ends_no_answer(ids: Any) -> None:
+    """-1 is how some files say that there is none; as an index it would be the last token of the vocabulary."""
+    made = tokenizer("zephyr", "base")
+    generation = GenerationConfig()
+    generation.eos_token_id = ids
+    shape = config(made)
+    assert ends_of((), made, shape, generation)[0] == {made.eos_token_id}
+    generation.eos_token_id = [5, *(ids if isinstance(ids, list) else [ids])]
+    assert ends_of((), made, shape, generation)[0] == {made.eos_token_id, 5}

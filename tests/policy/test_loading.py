@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -200,3 +201,28 @@ def test_embeddings_need_neither_a_pooler_nor_another_head(tmp_path: Path) -> No
     change(folder, lambda tensors: tensors.pop("bert.encoder.layer.1.output.dense.weight"))
     with pytest.raises(UserError, match=r"1 tensor is missing \(such as encoder.layer.1.output.dense.weight\)"):
         pretrained(AutoModel, folder, torch.float32, headless=True)
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_ids_that_are_no_tokens_of_the_model_are_left_out_of_its_configuration(
+    file: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = llama(tmp_path)
+    values = {"bos_token_id": 4, "eos_token_id": [-1, 2], "pad_token_id": -1}
+    (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | values))
+    models: list[Any] = [load_model(folder, "cpu", torch.float32)[0]]
+    models += [load_unfilled(folder, torch.float32)[0]] if file == "config.json" else []
+    for model in models:
+        config = model.config if file == "config.json" else model.generation_config
+        assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, [2], None)
+        if file == "config.json":  # -1 would be the last token, whose embedding would never be trained
+            assert model.get_input_embeddings().padding_idx is None
+    assert f"pad_token_id of {folder} is -1: what is no token of its 0 to 3 is left out" in caplog.text
+
+
+def test_an_id_that_is_no_number_is_named(tmp_path: Path) -> None:
+    folder = llama(tmp_path)
+    values = json.loads((folder / "config.json").read_text()) | {"eos_token_id": "x"}
+    (folder / "config.json").write_text(json.dumps(values))
+    with pytest.raises(UserError, match=r"Validation error for field 'eos_token_id': .*with value 'x'"):
+        load_model(folder, "cpu", torch.float32)

@@ -31,28 +31,32 @@ def ends_of(
     Tokens are those of the generation settings, the model configuration and the tokenizer, what ends a turn in its chat
     template, and of `stops` the ids and the texts that are special tokens. Raises `UserError` for an id that is none.
     """
+    vocabulary = int(config.get_text_config().vocab_size)
     eos: set[int] = set()
     for owner in (generation_config, config, config.get_text_config(), tokenizer):
-        found: Any = getattr(owner, "eos_token_id", None)
-        if found is not None:
-            eos.update(int(i) for i in (found if isinstance(found, list | tuple) else [found]))
-    turn = assistant_turn(tokenizer).ends - eos
+        ids: Any = getattr(owner, "eos_token_id", None)
+        eos.update(i for i in (ids if isinstance(ids, list | tuple) else [ids]) if _is_token(i, vocabulary))
+    turn = {i for i in assistant_turn(tokenizer).ends - eos if _is_token(i, vocabulary)}
     if turn:
         log.info("an answer ends at %s, too, which ends a turn in the chat template", _named(turn, tokenizer))
-    strings, ids = [], set()
-    vocabulary = int(config.get_text_config().vocab_size)
+    strings, marks = [], set()
     for stop in stops:
         token = stop if isinstance(stop, int) else special_id(tokenizer, stop)
         if token is None:
             strings.append(str(stop))
-        elif not 0 <= token < vocabulary:
+        elif not _is_token(token, vocabulary):
             raise UserError(
                 f"the engine's stop_strings have the token {token}, and the model's are 0 to {vocabulary - 1}: give "
                 "one of them"
             )
         else:
-            ids.add(token)
-    return frozenset(eos | turn | ids), StopStrings(tuple(strings), tokenizer, frozenset(ids - eos - turn))
+            marks.add(token)
+    return frozenset(eos | turn | marks), StopStrings(tuple(strings), tokenizer, frozenset(marks - eos - turn))
+
+
+def _is_token(number: object, vocabulary: int) -> bool:
+    """Returns whether it is a token: some files have -1 where there is none."""
+    return type(number) is int and 0 <= number < vocabulary
 
 
 def _named(tokens: Collection[int], tokenizer: Tokenizer) -> str:

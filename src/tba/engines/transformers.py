@@ -132,7 +132,7 @@ class TransformersEngine:
         with torch.inference_mode():
             vocabulary, self._flash = _self_test(model)
             eos_V = torch.zeros(vocabulary, dtype=torch.bool, device=model.device)
-            eos_V[[i for i in self._eos if i < vocabulary]] = True
+            eos_V[sorted(self._eos)] = True
             least, first, never = settings.min_completion_tokens, settings.first, settings.never_first
             rules = rules_of(tokenizer, eos_V, least, first, never)
             self._rows = Rows(settings.slots, settings.max_completion_tokens, rules)

@@ -29,15 +29,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from tba.engines.rules import Room, matched
 from tba.engines.stopping import ends_of
 from tba.engines.transformers import PREFILL_TOKENS, EngineSettings
 from tba.errors import TbaError, UserError
 from tba.fields import as_declared
-from tba.foreign import SAFE, most_positions
-from tba.policy.loading import load_model, refuse_other_files
+from tba.foreign import most_positions
+from tba.policy.loading import load_model, read_config, refuse_other_files
 from tba.policy.lora import is_adapter, merged_with
 from tba.protocols import Partner, Tokenizer, Turn
 from tba.streaming import Streamed, bytes_of, shapes_of, write_tensors
@@ -99,7 +99,7 @@ class VllmEngine:
         """
         vllm = _imported(device)
         self.settings, self.own, self._adapted = settings, own, adapted
-        config = AutoConfig.from_pretrained(path, **SAFE)
+        config = read_config(path)
         with torch.device("meta"):
             self._shapes = AutoModelForCausalLM.from_config(config)
         refuse_other_files(path, self._shapes)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import struct
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from transformers import (
     AutoTokenizer,
     BitsAndBytesConfig,
     GenerationConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -71,7 +73,7 @@ def load_model(
         else:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, **SAFE), dtype=dtype)
+                model = AutoModelForCausalLM.from_config(read_config(path), dtype=dtype)
                 keep_softcap(model)
                 make_writable(model)
         tokenizer = AutoTokenizer.from_pretrained(path, **SAFE)
@@ -84,11 +86,22 @@ def pretrained(kind: Any, path: str | Path, dtype: torch.dtype, headless: bool =
 
     Raises `UserError` where the files' tensors are not those of the model.
     """
+    place = {name: how.pop(name) for name in ("revision", "gguf_file") if name in how}
+    config = read_config(path, **place, **{name: how.pop(name) for name in ("num_labels",) if name in how})
     with _no_report():
         model, report = kind.from_pretrained(
-            path, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True, **SAFE_MODEL, **how
+            path,
+            config=config,
+            dtype=dtype,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **SAFE_MODEL,
+            **place,
+            **how,
         )
-    _refuse_other_tensors(path, model, report, headless, how.get("revision"))
+    _refuse_other_tensors(path, config, model, report, headless)
+    if getattr(model, "generation_config", None) is not None:
+        _drop_false_ids(path, model.generation_config, config)
     keep_softcap(model)
     make_writable(model)
     return model
@@ -100,15 +113,15 @@ def refuse_other_files(path: str | Path, model: PreTrainedModel) -> None:
     """
     if _converted(model) is None:
         with _readable_model(path):
-            _refuse_other_tensors(path, model, WeightFiles.of(path, model).report(model))
+            _refuse_other_tensors(path, read_config(path), model, WeightFiles.of(path, model).report(model))
 
 
 def _refuse_other_tensors(
     path: str | Path,
+    config: PretrainedConfig,
     model: PreTrainedModel,
     report: Mapping[str, Any],
     headless: bool = False,
-    revision: str | None = None,
 ) -> None:
     """Raises `UserError` for tensors that are missing, have no place, or another shape by transformers' report, unless
     nothing that is used depends on them.
@@ -120,7 +133,8 @@ def _refuse_other_tensors(
         missing = [name for name in missing if _is_in(name, model, body) and "pooler" not in name.split(".")]
         unexpected = [name for name in unexpected if _is_in(name, model, body)]
         shapes = [(name, *sizes) for name, *sizes in shapes if _is_in(name, model, body)]
-    if unexpected and _reads_text_alone(path, model, revision):  # what is beside it sees or hears
+    text = config.get_text_config()
+    if text is not config and isinstance(model.config, type(text)):  # what is beside the text model sees or hears
         unexpected = [name for name in unexpected if _is_in(name, model, body, model)]
     clauses = [
         f"{len(names)} tensor{'s are' if len(names) > 1 else ' is'} {fault} (such as {names[0]})"
@@ -142,10 +156,30 @@ def _is_in(name: str, model: PreTrainedModel, *modules: Module) -> bool:
     return name.startswith(prefix) or name.partition(".")[0] in children
 
 
-def _reads_text_alone(path: str | Path, model: PreTrainedModel, revision: str | None) -> bool:
-    """Returns whether the model is the part of one of several modalities that reads text."""
-    text = (config := AutoConfig.from_pretrained(path, revision=revision, **SAFE)).get_text_config()
-    return text is not config and isinstance(model.config, type(text))
+def read_config(path: str | Path, **how: Any) -> PretrainedConfig:
+    """Returns a model's configuration, without ids of special tokens that are no tokens of it; how: what else
+    `from_pretrained` takes. What that raises is raised.
+    """
+    config = AutoConfig.from_pretrained(path, **SAFE, **how)
+    for part in (config, config.get_text_config()):
+        _drop_false_ids(path, part, config)
+    return config
+
+
+def _drop_false_ids(path: str | Path, part: PretrainedConfig | GenerationConfig, config: PretrainedConfig) -> None:
+    """Sets ids of special tokens that are no tokens of the model to none. Some files have -1 for that, which as an
+    index would be the last token of the vocabulary.
+    """
+    vocabulary = getattr(config.get_text_config(), "vocab_size", sys.maxsize)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value: Any = getattr(part, name, None)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        tokens = [i for i in ids if type(i) is int and 0 <= i < vocabulary]
+        if tokens != ids:
+            setattr(part, name, tokens if isinstance(value, list) and tokens else next(iter(tokens), None))
+            log.warning(
+                "%s of %s is %r: what is no token of its 0 to %d is left out", name, path, value, vocabulary - 1
+            )
 
 
 def keep_softcap(model: PreTrainedModel) -> None:
@@ -250,7 +284,7 @@ def load_unfilled(path: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel
     """
     with _readable_model(path):
         with _parameters_without_memory():
-            config = AutoConfig.from_pretrained(path, **SAFE)
+            config = read_config(path)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         keep_softcap(model)
         make_writable(model)
@@ -259,7 +293,7 @@ def load_unfilled(path: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel
             report = files.report(model)
             names = [*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])]
             if not names:
-                _refuse_other_tensors(path, model, report)
+                _refuse_other_tensors(path, config, model, report)
                 return model, files
             fault = f"its files do not hold {min(names)} as it is in the model"
         model = pretrained(AutoModelForCausalLM, path, dtype).eval()
@@ -343,7 +377,9 @@ def readable(cannot: str, give: str) -> Iterator[None]:
     try:
         yield
     except (*UNREADABLE, NotImplementedError, struct.error) as error:  # the last two of GGUF files
-        reason = str(error).strip().split("\n")[0]
+        reason, _, details = str(error).strip().partition("\n")
+        if reason.endswith(":"):  # of a field, with all that was tried of it
+            reason += f" {details.strip().partition('. Errors: ')[0]}"
         raise UserError(f"{cannot} ({reason}): {give}") from error
 
 
