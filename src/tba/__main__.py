@@ -29,8 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     _open_standard_streams()
     from tba.errors import TbaError, UserError
+    from tba.record.log import spell_out_control_characters
     from tba.record.text import printable
 
+    spell_out_control_characters()
     try:
         if not arguments or arguments[0] in HELP or arguments[0] == "help":
             from tba.command.table import usage

@@ -219,3 +219,33 @@ def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:
     assert tail(path) == ""
     path.write_text("\n".join(str(i) for i in range(30_000)))
     assert tail(path, 3) == "29997\n29998\n29999"
+
+
+def test_control_characters_of_other_texts_are_spelt_out_wherever_a_library_writes_them(tmp_path: Path) -> None:
+    """In a process of its own, as a command is: loggers, warnings, and what nobody catches."""
+    program = r"""
+import logging, sys, warnings
+from pathlib import Path
+from tba.record.log import log_to, spell_out_control_characters
+bad = "layer\x1b]0;title\x07\x1b[31m \u202e"
+spell_out_control_characters()
+for name in ("transformers", "datasets", "huggingface_hub", "peft", "torch", "vllm", "tba"):
+    library = logging.getLogger(name)
+    library.addHandler(logging.StreamHandler())
+    library.propagate = False
+    library.warning("%s has %s", name, bad)
+logging.getLogger("nobody").warning(bad)
+warnings.warn(bad)
+with log_to(Path(sys.argv[1]), "trainer"):
+    warnings.warn(bad)
+    try:
+        raise ValueError(bad)
+    except ValueError:
+        logging.getLogger("elsewhere").exception("an error")
+raise ValueError(bad)
+"""
+    run = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    for text, count in ((run.stderr, 7 + 3), (log_path(tmp_path, "trainer").read_text(), 2)):
+        assert text.count(r"layer\x1b]0;title\x07\x1b[31m \u202e") >= count
+        assert not any(character in text for character in "\x1b\x07\u202e")

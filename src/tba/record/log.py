@@ -1,7 +1,8 @@
 """`logs/PART.log`: the log of each part of a run, in plain text.
 
 Invariant: a part's file holds everything it logged, the traceback of the error it ended with, and the stack of a crash
-outside Python. A restarted part continues the same file; a line is never written twice.
+outside Python. A restarted part continues the same file; a line is never written twice. No control character of a text
+from outside that a library logs, warns of or raises (a tensor's name) is written as it is, to a file or a terminal.
 """
 
 from __future__ import annotations
@@ -11,9 +12,15 @@ import logging
 import os
 import sys
 import time
+import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tba.record.text import printable
 
 log = logging.getLogger("tba.record.log")
 
@@ -24,6 +31,42 @@ TAIL_BYTES = 1 << 16
 def log_path(run: Path, part: str) -> Path:
     """Returns where `part` of the run in directory `run` logs."""
     return run / "logs" / f"{part}.log"
+
+
+class PrintableRecord(logging.LogRecord):
+    """A record of any logger with control characters spelt out, its traceback's too."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        if isinstance(self.exc_info, tuple) and self.exc_info[0] is not None:
+            self.exc_text = _printable_traceback(*self.exc_info).rstrip("\n")
+
+    def getMessage(self) -> str:
+        return printable(super().getMessage(), sys.maxsize)
+
+
+def spell_out_control_characters() -> None:
+    """From here on those of what is logged, warned of, or raised and not caught in this process are spelt out."""
+    logging.setLogRecordFactory(PrintableRecord)
+    warnings.formatwarning = _printable_warning
+    sys.excepthook = _print_traceback
+
+
+_format_warning = warnings.formatwarning
+
+
+def _printable_warning(*arguments: Any, **options: Any) -> str:
+    return printable(_format_warning(*arguments, **options), sys.maxsize)
+
+
+def _printable_traceback(
+    kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+) -> str:
+    return printable("".join(traceback.format_exception(kind, error, trace)), sys.maxsize)
+
+
+def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    print(_printable_traceback(kind, error, trace), end="", file=sys.stderr)  # noqa: T201 - where Python prints it
 
 
 def set_up_log(run: Path, part: str) -> logging.FileHandler:
@@ -43,6 +86,7 @@ def set_up_log(run: Path, part: str) -> logging.FileHandler:
     handler.setFormatter(formatter)
     root.addHandler(handler)
     root.setLevel(logging.INFO)
+    spell_out_control_characters()
     logging.captureWarnings(True)
     if not faulthandler.is_enabled() and handler.stream is not None:
         faulthandler.enable(handler.stream)
@@ -65,6 +109,7 @@ def log_to(run: Path, part: str) -> Iterator[Path]:
     """
     root = logging.getLogger()
     level_before, crashes_elsewhere = root.level, faulthandler.is_enabled()
+    hooks = logging.getLogRecordFactory(), warnings.formatwarning, sys.excepthook
     handler = set_up_log(run, part)
     try:
         yield log_path(run, part)
@@ -79,6 +124,8 @@ def log_to(run: Path, part: str) -> Iterator[Path]:
         if not crashes_elsewhere:
             faulthandler.disable()
         logging.captureWarnings(False)
+        logging.setLogRecordFactory(hooks[0])
+        warnings.formatwarning, sys.excepthook = hooks[1:]
         root.removeHandler(handler)
         root.setLevel(level_before)
         handler.close()

@@ -85,12 +85,13 @@ def _leave_error(run: RunDirectory, worker: str, error: BaseException) -> int:
     """Leave the error for the driver, as far as the disk takes it; returns the exit code."""
     from tba.errors import UserError
     from tba.record.jsonl import write_json
+    from tba.record.text import printable
     from tba.runtime.disk import disk_full, outside_cause
 
     text = traceback.format_exc()
     full = disk_full(error, run.path) is not None
     with suppress(OSError):
-        print(text, file=sys.stderr)  # noqa: T201 - standard error is the worker's log
+        print(printable(text, sys.maxsize), file=sys.stderr)  # noqa: T201 - standard error is the worker's log
     error = outside_cause(error, run.path) or error
     try:
         if not full and (run.path / "recipe.json").exists():  # else it was moved, and is not made anew
