@@ -226,3 +226,21 @@ def test_an_id_that_is_no_number_is_named(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(values))
     with pytest.raises(UserError, match=r"Validation error for field 'eos_token_id': .*with value 'x'"):
         load_model(folder, "cpu", torch.float32)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_no_number_is_named(value: float, tmp_path: Path) -> None:
+    folder = llama(tmp_path)
+    change(folder, lambda tensors: tensors[QUERY][3].fill_(value))
+    with pytest.raises(UserError, match=rf"the weight {QUERY} of .* not finite .*: its training has diverged, or"):
+        load_model(folder, "cpu", torch.float32)
+
+
+def test_quantized_weights_whose_package_is_missing_say_so(tmp_path: Path) -> None:
+    folder = llama(tmp_path)
+    quantized = {"quantization_config": {"quant_method": "quark"}}
+    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | quantized))
+    with pytest.raises(
+        UserError, match=r"Quark.*: install what is missing, or give a model whose weights are not quant"
+    ):
+        load_model(folder, "cpu", torch.float32)

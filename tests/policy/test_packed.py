@@ -22,6 +22,8 @@ from transformers import (
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -322,9 +324,19 @@ def test_a_model_that_cannot_share_prompts_takes_the_plain_forward(
     torch.testing.assert_close(ours, plain_log_policy(made, batch), rtol=1e-4, atol=1e-4)
 
 
-def test_a_head_that_is_more_than_linear_takes_the_models_own_logits(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: GraniteForCausalLM(GraniteConfig(**GROUPED, logits_scaling=4.0)),
+        lambda: Llama4ForCausalLM(Llama4TextConfig(**GROUPED, intermediate_size_mlp=24, num_local_experts=1)),
+    ],
+    ids=["of other logits", "not apart from the body"],
+)
+def test_a_head_that_is_more_than_linear_takes_the_models_own_logits(
+    made: Callable[[], PreTrainedModel], caplog: pytest.LogCaptureFixture
+) -> None:
     torch.manual_seed(0)
-    model, batch = GraniteForCausalLM(GraniteConfig(**GROUPED, logits_scaling=4.0)).eval(), ragged()
+    model, batch = made().eval(), ragged()
     policy = CausalPolicy(model, temperature=0.7)
     assert not policy.share_prompt
     assert "its head is more than a linear layer" in caplog.text

@@ -643,6 +643,11 @@ def _self_test(model: PreTrainedModel) -> tuple[int, bool]:
         raise UserError(f"{name} caps its attention scores, which sdpa ignores: load it with attn_implementation=eager")
     plain = [model(input_ids=p[None], attention_mask=torch.ones_like(p[None]), use_cache=False).logits for p in prompts]
     plain_RV = torch.cat([logits[0, -2:] for logits in plain])
+    if plain_RV.isnan().any():
+        raise UserError(
+            f"{name} computes NaN in {str(model.dtype).removeprefix('torch.')}, no probabilities: set --model.dtype "
+            "float32, or give another model"
+        )
     if packed.takes_flash:
         try:
             fault = flash_fault(packed) or unlike(plain_RV, _through_slots(model, packed, prompts, flash=True))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -143,11 +144,7 @@ class VllmEngine:
                 warnings.simplefilter("ignore", FutureWarning)  # meant for vLLM's authors
                 self._llm: Any = vllm.LLMEngine.from_engine_args(arguments)
         except REFUSALS as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise UserError(
-                f"vllm cannot serve the model at {path} with a cache of {cache / 1e9:.2g} GB ({reason}): set "
-                "--model.vllm.cache-gb, fewer --model.generation.slots, or --model.generation.engine transformers"
-            ) from error
+            raise refusal(path, cache, error) from error
         self._numbers, self._loads = count(), 0
         self._growing: dict[str, Answer] = {}  # by the name of the request
         self._version = Version() if version is None else version
@@ -428,6 +425,27 @@ class VllmFlow:
         number = answer.request // self.each
         if all(a.completion is not None for a in self._left[number]):
             self._done.append(number)
+
+
+def refusal(path: str, cache: int, error: Exception) -> UserError:
+    """Returns the error that says why vLLM cannot serve a model with a cache of so many bytes, and what helps against
+    that.
+    """
+    reason, size = " ".join(str(error).split()) or type(error).__name__, ""
+    if isinstance(error, torch.OutOfMemoryError) or re.search("memory|cache", reason, re.IGNORECASE):
+        size, remedy = (
+            f" with a cache of {cache / 1e9:.2g} GB",
+            "set --model.vllm.cache-gb, fewer --model.generation.slots",
+        )
+    elif isinstance(error, ImportError):
+        remedy = "install what is missing beside vllm"
+    elif isinstance(error, OSError) and error.errno is not None:
+        remedy = f"see that the file can be used, and TMPDIR ({tempfile.gettempdir()}), where vllm has files of its own"
+    else:
+        remedy = "give a model that it serves"
+    return UserError(
+        f"vllm cannot serve the model at {path}{size} ({reason}): {remedy}, or --model.generation.engine transformers"
+    )
 
 
 def require_vllm() -> None:

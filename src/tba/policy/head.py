@@ -48,7 +48,7 @@ class Head:
     def of(cls, model: PreTrainedModel) -> Head | None:
         """The model's head, or None where its logits are made in some other way (found by comparing)."""
         layer = model.get_output_embeddings()
-        if not isinstance(layer, torch.nn.Linear):
+        if not isinstance(layer, torch.nn.Linear) or model.get_decoder() is model:  # its body cannot be run by itself
             return None
         config = model.config.get_text_config()
         head = cls(layer.weight, layer.bias, getattr(config, "final_logit_softcapping", None))

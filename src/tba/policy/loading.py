@@ -49,6 +49,8 @@ from tba.sharding import is_sharded, own_rows, rows_of
 
 log = logging.getLogger(__name__)
 
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
 
 def load_model(
     path: str | Path,
@@ -84,7 +86,7 @@ def pretrained(kind: Any, path: str | Path, dtype: torch.dtype, headless: bool =
     """Returns a model of an auto class with the weights of its files, and what transformers raises for files that it
     cannot read. headless: its head is about to be trained, or it has none; how: what else `from_pretrained` takes.
 
-    Raises `UserError` where the files' tensors are not those of the model.
+    Raises `UserError` where the files' tensors are not those of the model, or are no numbers.
     """
     place = {name: how.pop(name) for name in ("revision", "gguf_file") if name in how}
     config = read_config(path, **place, **{name: how.pop(name) for name in ("num_labels",) if name in how})
@@ -100,6 +102,7 @@ def pretrained(kind: Any, path: str | Path, dtype: torch.dtype, headless: bool =
             **how,
         )
     _refuse_other_tensors(path, config, model, report, headless)
+    _refuse_no_numbers(path, model)
     if getattr(model, "generation_config", None) is not None:
         _drop_false_ids(path, model.generation_config, config)
     keep_softcap(model)
@@ -147,6 +150,16 @@ def _refuse_other_tensors(
             f"the files of the model '{path}' do not hold the weights of a {type(model).__name__}: "
             f"{', '.join(clauses)}; give the whole model, as it was saved, with the config.json that belongs to it"
         )
+
+
+def _refuse_no_numbers(path: str | Path, model: PreTrainedModel) -> None:
+    """Raises `UserError` for a weight that holds NaN or an infinity: whatever is computed with it would, too."""
+    for name, p in model.named_parameters():
+        if p.dtype in _FLOATS and not p.sum(dtype=torch.float64).isfinite():  # no memory of its size is needed
+            raise UserError(
+                f"the weight {name} of the model '{path}' has values that are not finite (NaN or infinite): its "
+                "training has diverged, or the file is damaged; give another copy or an earlier checkpoint of it"
+            )
 
 
 def _is_in(name: str, model: PreTrainedModel, *modules: Module) -> bool:
@@ -377,6 +390,8 @@ def readable(cannot: str, give: str) -> Iterator[None]:
     try:
         yield
     except (*UNREADABLE, NotImplementedError, struct.error) as error:  # the last two of GGUF files
+        if isinstance(error, ImportError):  # of a package that unpacks quantized weights
+            give = "install what is missing, or give a model whose weights are not quantized"
         reason, _, details = str(error).strip().partition("\n")
         if reason.endswith(":"):  # of a field, with all that was tried of it
             reason += f" {details.strip().partition('. Errors: ')[0]}"
