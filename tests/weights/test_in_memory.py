@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -97,7 +98,9 @@ def test_what_a_restart_of_the_machine_takes_is_said_and_the_next_publisher_begi
         for file in folder.iterdir():
             file.unlink()
         folder.rmdir()
-    with pytest.raises(UserError, match=r"was in the machine's memory, which a restart has emptied: continue the run"):
+    with pytest.raises(
+        UserError, match=r"was in the machine's memory, and is gone from there \(.*\): continue the run"
+    ):
         WeightDirectory(path).newer_than(None)
     again = WeightDirectory(path, settings=SETTINGS)
     again.clean()
@@ -122,6 +125,59 @@ def test_memory_that_a_killed_publisher_left_is_freed_by_the_next_one_and_anothe
     publish(WeightDirectory(path, settings=SETTINGS), 6)  # nothing links any longer to what the first one wrote
     assert sorted(held(place)) == sorted(["0.1.safetensors", "0.2.safetensors", "0.5.safetensors", "0.6.safetensors"])
     assert read(other, 2)
+
+
+@pytest.mark.parametrize("disturb", ["clean", "publish", "close"])
+def test_a_copy_of_a_run_deletes_nothing_of_the_run_that_it_was_copied_from(
+    disturb: str, tmp_path: Path, path: Path, place: Path
+) -> None:
+    original = WeightDirectory(path, settings=SETTINGS)
+    publish(original, 1, 2)
+    (path / ".3.safetensors").symlink_to((path / "0.2.safetensors").readlink())  # which it is writing
+    copy = shutil.copytree(path, tmp_path / "copy", symlinks=True)
+    directory = WeightDirectory(copy, settings=SETTINGS)
+    if disturb == "clean":
+        directory.clean()
+    elif disturb == "publish":
+        publish(directory, 4, 5, 6)
+    else:
+        directory.close()
+    assert read(path, 1)
+    assert read(path, 2)
+    assert all(read(copy, step) for step in ((5, 6) if disturb == "publish" else (1, 2)))
+    directory.close()
+    assert held(place) == ["0.1.safetensors", "0.2.safetensors"]
+    original.close()
+    assert read(path, 2)
+    assert list(place.iterdir()) == []
+
+
+def test_a_run_that_was_moved_keeps_what_it_has_in_memory(tmp_path: Path, path: Path, place: Path) -> None:
+    publish(WeightDirectory(path, settings=SETTINGS), 1, 2)  # and is killed
+    moved = path.rename(tmp_path / "moved")
+    directory = WeightDirectory(moved, settings=SETTINGS)
+    publish(directory, 3)
+    assert read(moved, 2)
+    directory.close()
+    assert list(place.iterdir()) == []
+
+
+def test_nothing_stays_in_memory_of_a_killed_run_that_was_resumed_and_has_ended(path: Path, place: Path) -> None:
+    publish(WeightDirectory(path, settings=SETTINGS), 1, 2)  # and is killed
+    resumed = WeightDirectory(path, settings=SETTINGS)
+    publish(resumed, 3, 4)
+    resumed.close()
+    assert list(place.iterdir()) == []
+    assert all(read(path, step) for step in (3, 4))
+
+
+def test_a_publisher_whose_memory_was_emptied_makes_room_anew(path: Path, place: Path) -> None:
+    directory = WeightDirectory(path, settings=SETTINGS)
+    publish(directory, 1)
+    shutil.rmtree(place)
+    place.mkdir()
+    publish(directory, 2)
+    assert read(path, 2)
 
 
 def test_a_link_that_leads_anywhere_else_costs_only_itself(tmp_path: Path, path: Path) -> None:

@@ -193,8 +193,9 @@ class WeightDirectory:
         except (OSError, RuntimeError, ValueError, KeyError, safetensors.SafetensorError) as error:
             if is_lost(self.file(version)):
                 raise UserError(
-                    f"version {version} in {self.path} was in the machine's memory, which a restart has emptied: "
-                    "continue the run (tba resume), which publishes anew from its checkpoint"
+                    f"version {version} in {self.path} was in the machine's memory, and is gone from there (a restart "
+                    "of the machine empties it, and so may other programs): continue the run (tba resume), which "
+                    "publishes anew from its checkpoint"
                 ) from error
             if manifest.exists():
                 raise UserError(f"version {version} in {self.path} is damaged ({error}); remove its files") from error

@@ -1,8 +1,10 @@
 """Files of a folder that lie in the machine's memory for as long as that is enough: the folder holds links to them.
 
 Invariant: each process that writes has a folder of its own there, which only its user can read and which names the
-folder that its files belong to. What a killed process left is removed by the next one that begins, once no link leads
-to it. A restart of the machine empties the memory: a link then leads nowhere, and its file is gone.
+folder that its files belong to. A file there is deleted only for that folder: a copy of a run has links to files of the
+run that it was copied from. What a killed process left is removed by the next one that begins or ends, once no link
+leads to it. Where the memory is emptied (by a restart of the machine, or by hand) a link leads nowhere, and its file is
+gone.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class InMemory:
                 )
             self._refused = True
             return
-        if self._own is None:
+        if self._own is None or not self._own.is_dir():  # or was deleted by another program
             self._sweep()
             self._own = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._place))
             (self._own / _OWNER).symlink_to(self._folder.resolve())
@@ -56,10 +58,11 @@ class InMemory:
         path.symlink_to(self._own / path.name.lstrip("."))
 
     def close(self) -> None:
-        """Remove the folder in memory with what is in it."""
+        """Remove the folder in memory with what is in it, and those of killed processes that nothing needs any more."""
         if self._own is not None:
             shutil.rmtree(self._own, ignore_errors=True)
             self._own = None
+        self._sweep()
 
     def _sweep(self) -> None:
         """Remove what killed processes of this user left in memory: of folders that are gone, and of this one, where no
@@ -70,8 +73,8 @@ class InMemory:
         for left in self._place.glob(f"{_PREFIX}*"):
             with suppress(OSError):
                 folder = (left / _OWNER).readlink()
-                kept = left in linked if folder == own else folder.is_dir()
-                if left.lstat().st_uid == os.getuid() and not kept:
+                needed = left in linked or (folder != own and folder.is_dir())
+                if left.lstat().st_uid == os.getuid() and not needed:
                     shutil.rmtree(left, ignore_errors=True)
 
 
@@ -84,7 +87,7 @@ def remove(path: Path) -> None:
     """Delete a file if it is there, and what is in memory for it."""
     target = _target(path)
     path.unlink(missing_ok=True)
-    if target is not None:
+    if target is not None and _is_of(target, path.parent):
         target.unlink(missing_ok=True)
 
 
@@ -101,7 +104,8 @@ def bring_to_disk(path: Path) -> None:
         shutil.copyfile(target, copy)
         sync(copy)
         os.replace(copy, path)
-        target.unlink(missing_ok=True)
+        if _is_of(target, path.parent):
+            target.unlink(missing_ok=True)
     sync(path)
 
 
@@ -109,3 +113,11 @@ def _target(path: Path) -> Path | None:
     """Returns the file in memory that a link leads to; any other link is none of ours, and nothing of it is touched."""
     target = path.readlink() if path.is_symlink() else None
     return target if target is not None and target.parent.name.startswith(_PREFIX) else None
+
+
+def _is_of(target: Path, folder: Path) -> bool:
+    """Returns whether a file in memory belongs to a folder, by the mark that its writer made beside it."""
+    try:
+        return target.parent.parent == PLACE and (target.parent / _OWNER).readlink() == folder.resolve()
+    except OSError:
+        return False
