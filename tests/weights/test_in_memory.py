@@ -99,7 +99,7 @@ def test_what_a_restart_of_the_machine_takes_is_said_and_the_next_publisher_begi
             file.unlink()
         folder.rmdir()
     with pytest.raises(
-        UserError, match=r"was in the machine's memory, and is gone from there \(.*\): continue the run"
+        UserError, match=r"memory, and is gone from there \(.*\): continue the run"
     ):
         WeightDirectory(path).newer_than(None)
     again = WeightDirectory(path, settings=SETTINGS)
