@@ -98,9 +98,7 @@ def test_what_a_restart_of_the_machine_takes_is_said_and_the_next_publisher_begi
         for file in folder.iterdir():
             file.unlink()
         folder.rmdir()
-    with pytest.raises(
-        UserError, match=r"memory, and is gone from there \(.*\): continue the run"
-    ):
+    with pytest.raises(UserError, match=r"memory, and is gone from there \(.*\): continue the run"):
         WeightDirectory(path).newer_than(None)
     again = WeightDirectory(path, settings=SETTINGS)
     again.clean()
@@ -176,8 +174,20 @@ def test_a_publisher_whose_memory_was_emptied_makes_room_anew(path: Path, place:
     publish(directory, 1)
     shutil.rmtree(place)
     place.mkdir()
+    with pytest.raises(UserError, match=r"memory, and is gone from there \(.*\): continue the run"):
+        directory.pin(Version(0, 1), "evaluation")
     publish(directory, 2)
     assert read(path, 2)
+
+
+def test_a_publisher_whose_memory_was_emptied_ends_and_says_what_is_gone(
+    path: Path, place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = WeightDirectory(path, settings=SETTINGS)
+    publish(directory, 1)
+    shutil.rmtree(place)
+    directory.close()
+    assert f"version 0.1 in {path} was in the machine's memory, and is gone from there" in caplog.text
 
 
 def test_a_link_that_leads_anywhere_else_costs_only_itself(tmp_path: Path, path: Path) -> None:

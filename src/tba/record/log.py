@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tba.errors import UserError
 from tba.record.text import printable
 
 log = logging.getLogger("tba.record.log")
@@ -104,8 +105,8 @@ class _LogFile(logging.FileHandler):
 
 @contextmanager
 def log_to(run: Path, part: str) -> Iterator[Path]:
-    """Logs to the part's file inside the block; an exception that leaves it is logged with its traceback, and
-    re-raised.
+    """Logs to the part's file inside the block; an exception that leaves it is logged with its traceback (bad input,
+    without), and re-raised.
     """
     root = logging.getLogger()
     level_before, crashes_elsewhere = root.level, faulthandler.is_enabled()
@@ -116,6 +117,9 @@ def log_to(run: Path, part: str) -> Iterator[Path]:
         log.info("%s ends", part)
     except KeyboardInterrupt:
         log.info("%s was interrupted", part)
+        raise
+    except UserError as error:
+        log.error("%s ends: %s", part, error)
         raise
     except BaseException:
         log.exception("%s ends with an error", part)

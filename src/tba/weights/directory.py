@@ -143,7 +143,10 @@ class WeightDirectory:
         """Bring what is in memory to the disk, if this one publishes there."""
         if self._memory is not None:
             for version in self.versions():
-                bring_to_disk(self.file(version))
+                if is_lost(self.file(version)):
+                    log.warning("%s", self._lost(version))
+                else:
+                    bring_to_disk(self.file(version))
             self._memory.close()
 
     def newer_than(self, version: Version | None) -> PublishedWeights | None:
@@ -192,11 +195,7 @@ class WeightDirectory:
             base = None if since is None else safetensors.safe_open(self.file(Version.parse(since)), framework="pt")
         except (OSError, RuntimeError, ValueError, KeyError, safetensors.SafetensorError) as error:
             if is_lost(self.file(version)):
-                raise UserError(
-                    f"version {version} in {self.path} was in the machine's memory, and is gone from there (a restart "
-                    "of the machine empties it, and so may other programs): continue the run (tba resume), which "
-                    "publishes anew from its checkpoint"
-                ) from error
+                raise self._lost(version) from error
             if manifest.exists():
                 raise UserError(f"version {version} in {self.path} is damaged ({error}); remove its files") from error
             return None
@@ -208,6 +207,13 @@ class WeightDirectory:
             return Restored({name: base.get_tensor(name) for name in base.keys()}, own)  # noqa: SIM118
 
         return PublishedWeights(version, notes, read)
+
+    def _lost(self, version: Version) -> UserError:
+        return UserError(
+            f"version {version} in {self.path} was in the machine's memory, and is gone from there (a restart of the "
+            "machine empties it, and so may other programs): continue the run (tba resume), which publishes anew from "
+            "its checkpoint"
+        )
 
     def base(self, version: Version) -> Version | None:
         """Returns the base of the changes in its file; None: it is whole.
@@ -233,13 +239,15 @@ class WeightDirectory:
     def pin(self, version: Version, why: str) -> None:
         """Keep `version` until it is unpinned for the same reason; from here on it survives a power cut.
 
-        Raises `UserError` when it is not there.
+        Raises `UserError` when it is not there, or gone from the machine's memory.
         """
         if not self._file(version, MANIFEST).exists():
             raise UserError(f"version {version} cannot be pinned: {self.path} does not hold it (any longer)")
         self._write(version, PINS, [*self.pins(version), why])
         base = self.base(version)
         for needed in (version,) if base is None else (version, base):
+            if is_lost(self.file(needed)):
+                raise self._lost(needed)
             bring_to_disk(self.file(needed))
             sync(self._file(needed, MANIFEST))
         sync(self._file(version, PINS))

@@ -91,7 +91,8 @@ def _leave_error(run: RunDirectory, worker: str, error: BaseException) -> int:
     text = traceback.format_exc()
     full = disk_full(error, run.path) is not None
     with suppress(OSError):
-        print(printable(text, sys.maxsize), file=sys.stderr)  # noqa: T201 - standard error is the worker's log
+        logged = f"{worker} ends: {error}" if isinstance(error, UserError) else text  # a sentence needs no traceback
+        print(printable(logged, sys.maxsize), file=sys.stderr)  # noqa: T201 - standard error is the worker's log
     error = outside_cause(error, run.path) or error
     try:
         if not full and (run.path / "recipe.json").exists():  # else it was moved, and is not made anew
