@@ -60,7 +60,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import os
 import random
 import re
@@ -606,7 +605,7 @@ def refill(run: Run) -> None:
 
 
 def teacher(run: Run) -> None:
-    """A teacher that is gone is named in a sentence; another one in its place too, or is learnt from as asked."""
+    """A teacher that is gone is named in a sentence, and so is another one in its place."""
     folder, away = run.scratch / "teacher", run.scratch / "away"
     shutil.copytree(BASE, folder)
     run.begin("--teacher.paths", str(folder), recipe="distil")
@@ -614,9 +613,10 @@ def teacher(run: Run) -> None:
     run.kill_driver_and_wait()
     folder.rename(away)
     if run.number % 2:
-        shutil.copytree(BASE, folder)
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+        shutil.copytree(away, folder)
+        weights = bytearray((folder / "model.safetensors").read_bytes())
+        weights[len(weights) // 2 :] = bytes(len(weights) - len(weights) // 2)
+        (folder / "model.safetensors").write_bytes(weights)
     run.resume()
     ends_in_a_sentence(run)
     shutil.rmtree(folder, ignore_errors=True)

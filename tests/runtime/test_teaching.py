@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +17,14 @@ from runs import TASK, children, command, final_weights, inline, inline_again, s
 from test_resume import SECONDS, SHORT, Cut, PowerCut, assert_whole, uids_of
 from toy_taught import teachers, weights
 
+from tba.__main__ import main
 from tba.engines.transformers import EngineSettings
 from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
 from tba.objectives.raft import Raft
 from tba.objectives.subtrajectory_balance import SubtrajectoryBalance
 from tba.recipe import Recipe
+from tba.recipes.quickstart import BASE
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
 from tba.runs.importing import take_in
@@ -203,3 +206,23 @@ def test_what_cannot_go_together_is_refused() -> None:
     assert replace(taught, objective=by_token, teacher=alone).teacher.is_target
     with pytest.raises(UserError, match="does not load a model from a path"):
         teachers_of(replace(taught, teacher=Teacher(("a",))), taught.model, reference_of(taught, taught.model))
+
+
+def test_a_reference_that_another_model_has_taken_the_place_of_is_refused_by_a_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reference, weights = tmp_path / "reference", tmp_path / "reference" / "model.safetensors"
+    shutil.copytree(BASE, reference)
+    brief = ("--evaluation.every", "0", "--evaluation.problems", "4", "--replay.pacing.warm-up", "0")
+    place = ("--runs", str(tmp_path), "--run-name", "run", "--runtime", "inline", "--reference", str(reference))
+    assert main(["train", "quickstart", *place, *brief, "--steps", "1"]) == 0
+    content = weights.read_bytes()
+    weights.write_bytes(content[: len(content) // 2] + bytes(len(content) - len(content) // 2))
+    capsys.readouterr()
+    assert main(["resume", str(tmp_path / "run"), "--steps", "2"]) == 2
+    assert capsys.readouterr().err == (
+        "tba: the reference has other weights than when the run began: put them back where they were, or start a new "
+        "run\n"
+    )
+    weights.write_bytes(content)
+    assert main(["resume", str(tmp_path / "run"), "--steps", "2"]) == 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tba.errors import UserError
 from tba.recipe import Recipe, differences, resolved
@@ -26,8 +26,9 @@ from tba.replay.journal import JournalWriter
 from tba.replay.missing_rows import accept
 from tba.runtime.checkpointing import loss_of
 from tba.runtime.program import version_of
-from tba.runtime.run_directory import RunDirectory
+from tba.runtime.run_directory import SCORERS, RunDirectory
 from tba.runtime.sizing import Machine, refuse_what_cannot_fit
+from tba.runtime.teaching import fingerprints_of
 from tba.settings import find, override
 from tba.training.checkpoint import Checkpoint, newest_checkpoint
 from tba.types import Json
@@ -71,6 +72,7 @@ def resumable(
     _refuse_finished(run, recipe, checkpoint)
     prepared = replace(recipe, model=recipe.model.prepared(recipe.task))
     refuse_what_cannot_fit(prepared, Machine.here(), resumed=True)
+    _refuse_other_scorers(facts, prepared)
     _refuse_lost_rows(run, recipe, accept_lost_rows)
     return recipe, checkpoint
 
@@ -82,6 +84,19 @@ def _unknown(made: Mapping[str, Json], known: Mapping[str, Json], place: str = "
             yield f"{place}{name}"
         elif isinstance(value, Mapping) and isinstance(known.get(name), Mapping):
             yield from _unknown(value, known[name], f"{place}{name}.")
+
+
+def _refuse_other_scorers(facts: Mapping[str, Any], recipe: Recipe) -> None:
+    """Raises `UserError` for a reference or a teacher that is another than when the run began: what it has scored would
+    be learnt from beside the scores of another.
+    """
+    now = fingerprints_of(recipe, recipe.model)
+    for name, fingerprint in facts.get(SCORERS, {}).items():
+        if now.get(name, fingerprint) != fingerprint:
+            raise UserError(
+                f"the {name} has other weights than when the run began: put them back where they were, or start a new "
+                "run"
+            )
 
 
 def _refuse_lost_rows(run: RunDirectory, recipe: Recipe, accepted: bool) -> None:

@@ -32,8 +32,9 @@ from tba.runtime.inline import Inline
 from tba.runtime.local.forkserver import prepare
 from tba.runtime.local.processes import Processes
 from tba.runtime.reporting import Progress, summarise
-from tba.runtime.run_directory import RunDirectory, setting
+from tba.runtime.run_directory import SCORERS, RunDirectory, setting
 from tba.runtime.supervisor import Driver
+from tba.runtime.teaching import fingerprints_of
 
 
 def carry_out(
@@ -69,6 +70,7 @@ def carry_out(
     if prepared:
         take_over(path, recipe)
     run = RunDirectory.create(path, name, overrides, recipe, began, sft_seconds)
+    run.write_facts({**run.facts, SCORERS: fingerprints_of(recipe, recipe.model.prepared(recipe.task))})
     view.say(f"run {run.shown}")
     with run.held(0.0) as held:
         try:

@@ -57,6 +57,7 @@ _FACTS: dict[str, Any] = {  # that every recipe.json has
     "resolved": dict[str, Any],
 }
 CHECKSUM = "checksum"  # in recipe.json, of the rest
+SCORERS = "scorers"  # in recipe.json: fingerprints of the models that score answers, other than the policy's start
 PREPARED = "prepared"  # in recipe.json: the run was made for imports, and has not begun
 IMPORTS = "import"  # the owner whose rows the journal may have before a run begins
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby, islice
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy as np
 from tba.errors import UserError
 from tba.foreign import problems_of, prompt_tokens, templated
 from tba.markup import continuation, decoded, encoded, plain
+from tba.models.source import fingerprint
 from tba.protocols import Acted, Model, Reference, ScoringModel, Task
 from tba.recipe import Recipe
 from tba.turns import AssistantTurn, Frame, assistant_turn
@@ -58,6 +60,15 @@ def scorers_of(recipe: Recipe, model: Model, say: Callable[[str], None] = _nothi
     if recipe.reference is not None:
         found["reference"] = _other(recipe, model, recipe.reference, "--reference", say)
     return found | {f"teacher {i}": one for i, one in enumerate(_teachers(recipe, model, say), start=1)}
+
+
+def fingerprints_of(recipe: Recipe, model: Model) -> dict[str, str]:
+    """Returns a fingerprint of each model that scores answers and whose weights are here, by what it is called."""
+    return {
+        name: fingerprint(folder)
+        for name, scorer in scorers_of(recipe, model).items()
+        if (folder := Path(getattr(scorer, "path", ""))).is_dir() and folder != Path()
+    }
 
 
 def require_scorers(recipe: Recipe, model: Model, say: Callable[[str], None]) -> None:
