@@ -413,8 +413,7 @@ def test_a_field_that_does_not_exist_ends_in_one_sentence_on_the_command_line_an
     with pytest.raises(UserError, match=rf"^tba train it has no field {words[0].partition('=')[0]}; "):
         overridden(GSM8K, *words)
     run = RunDirectory.create(tmp_path / "run", "quickstart", [], QUICKSTART)
-    file = run.path / "recipe.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"overrides": words}))
+    run.write_facts({**run.facts, "overrides": words})
     with pytest.raises(UserError, match=rf"^tba train quickstart has no field {words[0].partition('=')[0]}; "):
         run.recipe()
 

@@ -16,14 +16,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, NewType
+from typing import TYPE_CHECKING, Any, NewType
 from weakref import WeakKeyDictionary
-
-from tokenizers import AddedToken, Tokenizer
 
 from tba.errors import UserError
 from tba.templates import render_chat
 from tba.types import THOUGHTS, Json, quoted
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 Markup = NewType("Markup", str)
 
@@ -248,7 +249,7 @@ def encoded(tokenizer: Any, markup: str) -> list[int]:
     control = control_tokens(tokenizer)
     parts = list(_parts(control, markup))
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if not isinstance(backend, Tokenizer):
+    if backend is None:
         return [token for part in parts for token in _encoded_apart(tokenizer, control, part)]
     with suppress(TypeError):
         if (cached := _TEXTUAL.get(tokenizer)) is not None and cached.control is control:
@@ -325,6 +326,8 @@ class _Textual:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, control: ControlTokens) -> _Textual:
+        from tokenizers import AddedToken, Tokenizer  # not needed by tasks, which import this
+
         nonce, backend = secrets.token_hex(8), Tokenizer(tokenizer.model)
         if tokenizer.normalizer is not None:
             backend.normalizer = tokenizer.normalizer

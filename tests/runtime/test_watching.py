@@ -74,7 +74,7 @@ def test_the_best_checkpoint_and_those_still_to_be_evaluated_stay_beside_the_new
     shown = RunRecord.read(run.path)
     assert shown.best == "checkpoints/step-20 (pass@1/sampled 90.0 %); the link `best` leads to it"
     fallen = [what for what in shown.falls if "cut off" not in what]  # the toy's answers are
-    assert fallen == ["pass@1/sampled is 20.0 % at version 0.40: it was 90.0 % at 0.20"]
+    assert fallen == ["pass@1/sampled is 20.0 % at step 40: it was 90.0 % at step 20"]
 
 
 def test_a_run_goes_on_from_its_newest_checkpoint_with_the_best_beside_it(tmp_path: Path) -> None:

@@ -394,7 +394,7 @@ def readable(cannot: str, give: str) -> Iterator[None]:
             give = "install what is missing, or give a model whose weights are not quantized"
         reason, _, details = str(error).strip().partition("\n")
         if reason.endswith(":"):  # of a field, with all that was tried of it
-            reason += f" {details.strip().partition('. Errors: ')[0]}"
+            reason += f" {details.strip().partition(chr(10))[0].partition('. Errors: ')[0]}"
         raise UserError(f"{cannot} ({reason}): {give}") from error
 
 

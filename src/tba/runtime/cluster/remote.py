@@ -26,7 +26,6 @@ from typing import Any, Protocol
 from tba.errors import HandedOutLost, UserError
 from tba.protocols import Journal, PublishedWeights, Records
 from tba.recipe import Recipe
-from tba.record.jsonl import write_json
 from tba.replay.codec import packed, unpacked
 from tba.runtime.cluster.gateway import JOURNAL, RECORDS, Offer
 from tba.runtime.connections import Connections
@@ -179,8 +178,9 @@ def stand_in(facts: Json, scratch: Callable[[], Path]) -> RunDirectory:
         _, mark, variant = facts["recipe"].partition(MARK)
         (here / "recipe.py").write_text(text)
         facts["recipe"] = f"{here / 'recipe.py'}{mark}{variant}"
-    write_json(here / "recipe.json", facts)
-    return RunDirectory.open(here)
+    run = RunDirectory(here)
+    run.write_facts(facts)
+    return run
 
 
 SILENCE = 900.0  # seconds: the guest may be loading a model, or waiting for a reward
