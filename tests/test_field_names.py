@@ -37,7 +37,9 @@ recipe = replace(quickstart, task=Mine())
 
 
 @pytest.mark.parametrize("name", [*names(), *EXAMPLES])
-def test_the_source_has_the_fields_that_the_loaded_recipe_has(name: str) -> None:
+def test_the_source_has_the_fields_that_the_loaded_recipe_has(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for neighbour in Path(name).parent.glob("*.py"):  # of another folder, in a test before this one
+        monkeypatch.delitem(sys.modules, neighbour.stem, raising=False)
     loaded = {field.flag for field in fields_of(find(name), by_code=True)}
     by_source = field_names.of_recipe(name)
     listed = set(field_names.flags(by_source))

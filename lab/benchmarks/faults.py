@@ -587,7 +587,7 @@ def hostile_reward(act: str) -> Callable[[Run], None]:
         run.acknowledged = rows_of(run.path / "journal.sqlite")
         when.touch()
         code, exits = run.ended(), act == "exit"  # what ends its process by itself is not started again
-        run.require(code == (2 if exits else 0), f"exit {code}: {run.said()[-300:]}")
+        run.require(code == (1 if exits else 0), f"exit {code}: {run.said()[-300:]}")
         run.require(not when.exists(), "the reward did nothing")
         if exits:
             run.require("ended with exit code 3" in run.said(), f"the exit code is not named: {run.said()[-300:]}")

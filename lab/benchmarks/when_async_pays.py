@@ -445,13 +445,15 @@ def ratios(synchronous: Sequence[Row], asynchronous: Sequence[Row], i: int) -> s
 
 
 def plot(rows: Sequence[Row], path: Path) -> Path:
-    """Draw seconds to each target by judge, a panel for each objective and target."""
+    """Draw seconds to each target by judge, a panel for each target and each objective that has both sides."""
     from matplotlib.figure import Figure  # a second to load
     from matplotlib.ticker import LogLocator
 
     figure = Figure(figsize=(11.0, 6.8), facecolor="white", layout="constrained")
-    grid = figure.subplots(len(OBJECTIVES), len(TARGETS), squeeze=False, sharex=True, sharey=True)
-    for (n, objective), (i, target) in itertools.product(enumerate(OBJECTIVES), enumerate(TARGETS)):
+    both = [o for o in OBJECTIVES if any(counted(rows, judge, o, "asynchronous") for judge in JUDGES)]
+    figure.set_figheight(3.4 * len(both))
+    grid = figure.subplots(len(both), len(TARGETS), squeeze=False, sharex=True, sharey=True)
+    for (n, objective), (i, target) in itertools.product(enumerate(both), enumerate(TARGETS)):
         axes = grid[n][i]
         frame(axes, f"{target:.0%}: {LABELS[objective]}", "seconds, each seed, mean and 95 % interval")
         axes.set_yscale("log")

@@ -31,7 +31,6 @@ from tba.weights.atomic_dir import cache_folder
 
 _FORMAT = b"merged 1"  # raised when the same adapter and base are to give another folder
 _OF_ADAPTER = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
-_PARTS, _PART_BYTES = 64, 1 << 14  # of a file of weights, for its fingerprint
 _CONNECT = 5.0  # seconds to reach the Hub
 
 
@@ -51,19 +50,6 @@ def refuse_missing_model(path: str) -> None:
     if not Path(path).exists():
         _require_hub(path)
     refuse_impossible_counts(Path(path))
-
-
-def fingerprint(folder: Path) -> str:
-    """Returns a digest of a model's configuration, and of parts of its weights that no two trainings share."""
-    digest = hashlib.blake2b(digest_size=16)
-    for file in sorted(file for pattern in ("config.json", "*.safetensors") for file in folder.glob(pattern)):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size} ".encode())
-        with file.open("rb") as content:
-            for part in range(_PARTS):
-                content.seek(part * size // _PARTS)
-                digest.update(content.read(_PART_BYTES))
-    return digest.hexdigest()
 
 
 def _require_hub(name: str) -> None:

@@ -6,6 +6,7 @@ assumed. A teacher with another one scores the text of an answer, as a whole.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,6 @@ import numpy as np
 from tba.errors import UserError
 from tba.foreign import problems_of, prompt_tokens, templated
 from tba.markup import continuation, decoded, encoded, plain
-from tba.models.source import fingerprint
 from tba.protocols import Acted, Model, Reference, ScoringModel, Task
 from tba.recipe import Recipe
 from tba.turns import AssistantTurn, Frame, assistant_turn
@@ -28,6 +28,7 @@ from tba.types import Completion, FloatArray, Prompt, StopReason, Version
 _Pairs: TypeAlias = "list[tuple[Prompt, Completion]]"
 _CHARACTERS = 256  # tokens of a vocabulary up to which it may be one of a task's characters, and write no others
 _PROMPTS = 20  # of the task whose encodings are compared
+_PARTS, _PART_BYTES = 64, 1 << 14  # of a file of weights, for its fingerprint
 _BEFORE = 4  # tokens of a prompt with which its answer is decoded: some tokenizers leave out a text's first blank
 _SAMPLE = "Ünïcode 12.345, (x + y)^2 = 0?\n\tdef f(a): return {'a': [1, 2]}  # 東京\n"
 
@@ -65,10 +66,23 @@ def scorers_of(recipe: Recipe, model: Model, say: Callable[[str], None] = _nothi
 def fingerprints_of(recipe: Recipe, model: Model) -> dict[str, str]:
     """Returns a fingerprint of each model that scores answers and whose weights are here, by what it is called."""
     return {
-        name: fingerprint(folder)
+        name: _fingerprint(folder)
         for name, scorer in scorers_of(recipe, model).items()
         if (folder := Path(getattr(scorer, "path", ""))).is_dir() and folder != Path()
     }
+
+
+def _fingerprint(folder: Path) -> str:
+    """Returns a digest of a model's configuration, and of parts of its weights that no two trainings share."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted(file for pattern in ("config.json", "*.safetensors") for file in folder.glob(pattern)):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as content:
+            for part in range(_PARTS):
+                content.seek(part * size // _PARTS)
+                digest.update(content.read(_PART_BYTES))
+    return digest.hexdigest()
 
 
 def require_scorers(recipe: Recipe, model: Model, say: Callable[[str], None]) -> None:
