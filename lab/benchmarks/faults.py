@@ -384,14 +384,14 @@ def log_gone(run: Run) -> None:
         log.unlink(missing_ok=True)
 
 
-def strange_log(own: bool) -> Callable[[Run], None]:
+def strange_log(earlier: bool) -> Callable[[Run], None]:
     """A log of the run's own, of earlier, or another journal's."""
 
     def disturb(run: Run) -> None:
         journal, stale = run.path / "journal.sqlite", run.scratch / "stale"
         run.begin()
         run.at_some_step(low=1, high=run.steps // 2)
-        if own:
+        if earlier:
             run.until(lambda: committed(wal_frames(Path(f"{journal}-wal"))))
             shutil.copy(f"{journal}-wal", stale)
         else:
@@ -728,8 +728,8 @@ KINDS: dict[str, Callable[[Run], None]] = {
     "truncated": truncated,
     "emptied": emptied,
     "log-gone": log_gone,
-    "log-stale": strange_log(own=True),
-    "log-foreign": strange_log(own=False),
+    "log-stale": strange_log(earlier=True),
+    "log-foreign": strange_log(earlier=False),
     "bodies-swapped": by_sql(SWAPPED),
     "body-foreign": by_sql(COPIED),
     "rows-removed": by_sql(LAST_ROW, MIDDLE),

@@ -191,9 +191,9 @@ def main() -> int:
                 damage(path, kind, random.Random(f"{options.seed} {kind} {number} damage"))
                 ends[end_of(path, read)] += 1
                 shutil.rmtree(folder)
-            others = {end: count for end, count in ends.items() if end not in ("read", "refused")}
-            bad += sum(others.values())
-            print(f"| {kind} | {options.files} | {ends['read']} | {ends['refused']} | {others or 0} |", flush=True)
+            failures = {end: count for end, count in ends.items() if end not in ("read", "refused")}
+            bad += sum(failures.values())
+            print(f"| {kind} | {options.files} | {ends['read']} | {ends['refused']} | {failures or 0} |", flush=True)
     return 1 if bad else 0
 
 

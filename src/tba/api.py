@@ -126,14 +126,14 @@ def train(
         if "steps" in fields:
             raise UserError("epochs and steps both say how long the run is: give one of them")
         fields["steps"] = steps_in(_found(recipe, fields)[0], epochs)
-    found, name, overrides = _found(recipe, fields)
-    path = new_path(Path(runs), found.name, run_name)
+    resolved_recipe, name, overrides = _found(recipe, fields)
+    path = new_path(Path(runs), resolved_recipe.name, run_name)
     view = View(terminal(quiet=quiet))
-    for warning in validate(found):
+    for warning in validate(resolved_recipe):
         view.say(f"note: {warning}")
     if not name:
-        name, overrides = _written(found, path), []
-    run, *_ = carry_out(found, name, overrides, path, view, callbacks=Callbacks(on_step, on_evaluation))
+        name, overrides = _written(resolved_recipe, path), []
+    run, *_ = carry_out(resolved_recipe, name, overrides, path, view, callbacks=Callbacks(on_step, on_evaluation))
     return Run(run.path)
 
 

@@ -365,16 +365,16 @@ def refuse_unknown(unknown: Sequence[str], candidates: Collection[str], program:
         raise UserError(f"{program} has no field {' And no field '.join(answers)}")
 
 
-def _nearest(unknown: str, known: Iterable[str], program: str) -> str:
+def _nearest(unknown: str, candidates: Iterable[str], program: str) -> str:
     """Returns what may have been meant: what other libraries call so, a field of that name elsewhere, or a similar name
     in the same place.
     """
     flag = _dashed(unknown)
     place, _, name = flag.rpartition(".") if "." in flag else ("-", "", flag.lstrip("-"))
-    last = {flag: flag.lstrip("-").rpartition(".")[2] for flag in known}
-    ours = [word for word in _THEIR_NAMES.get(flag.lstrip("-"), ()) if word in last or word.startswith("`")]
-    if ours:
-        return f"did you mean {'both ' if ours[1:] else ''}{' and '.join(ours)}?"
+    last = {flag: flag.lstrip("-").rpartition(".")[2] for flag in candidates}
+    translations = [word for word in _THEIR_NAMES.get(flag.lstrip("-"), ()) if word in last or word.startswith("`")]
+    if translations:
+        return f"did you mean {'both ' if translations[1:] else ''}{' and '.join(translations)}?"
     same = {last[flag]: flag for flag in last if (flag.rpartition(".")[0] or "-") == place}
     near = [same[n] for n in difflib.get_close_matches(name, same, n=1, cutoff=0.6)]
     near = near or sorted((k for k in last if last[k] == name), key=len)[:1]

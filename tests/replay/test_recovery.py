@@ -456,35 +456,44 @@ def test_a_sqlite_file_of_somebody_elses_is_never_set_aside(tmp_path: Path) -> N
     assert path.read_bytes() == before
 
 
-def test_a_body_in_another_trajectorys_place_is_damage_and_is_never_read(tmp_path: Path) -> None:
-    path = tmp_path / "journal.sqlite"
-    rows = [trajectory(i, range(4), uid=f"t{i}") for i in range(6)]
+@pytest.fixture
+def six(tmp_path: Path) -> tuple[Path, list[Trajectory]]:
+    """A journal of six trajectories, and these."""
+    path, rows = tmp_path / "journal.sqlite", [trajectory(i, range(4), uid=f"t{i}") for i in range(6)]
     with JournalWriter(path, "searcher-0") as writer:
-        writer.put(rows)
+        writer.put(rows, counters={"generated_trajectories": 6, "generated_tokens": 24})
+    return path, rows
+
+
+def changed_by_sql(path: Path, *statements: str) -> None:
     with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("UPDATE bodies SET body = (SELECT body FROM bodies WHERE seq = 2) WHERE seq = 3")
-        ((first,), (second,)) = connection.execute(
-            "SELECT body FROM bodies WHERE seq IN (5, 6) ORDER BY seq"
-        ).fetchall()
-        connection.executemany("UPDATE bodies SET body = ? WHERE seq = ?", [(first, 6), (second, 5)])
+        for statement in statements:
+            connection.execute(statement)
+
+
+COPIED = "UPDATE bodies SET body = (SELECT body FROM bodies WHERE seq = 2) WHERE seq = 3"
+SWAPPED = (
+    "CREATE TEMP TABLE two AS SELECT seq, body FROM bodies WHERE seq IN (5, 6)",
+    "UPDATE bodies SET body = (SELECT body FROM two WHERE two.seq = 11 - bodies.seq) WHERE seq IN (5, 6)",
+)
+
+
+def test_a_body_in_another_trajectorys_place_is_damage_and_is_never_read(six: tuple[Path, list[Trajectory]]) -> None:
+    path, _ = six
+    changed_by_sql(path, COPIED, *SWAPPED)
     reports: list[str] = []
     with JournalFollower(path, damaged=reports.append) as follower:
         assert [t.uid for t in follower.drain()] == ["t0", "t1", "t3"]
         assert follower.take_gone().damaged_trajectories == 3
     assert len(reports) == 3
-    assert reports[0].endswith(
-        "trajectory 3 of " + f"{path} is damaged and left out (its content is that of trajectory 't1')"
-    )
+    assert reports[0] == f"trajectory 3 of {path} is damaged and left out (its content is that of trajectory 't1')"
     with JournalFollower(path) as follower:  # they are taken out, once and for all
         assert [t.uid for t in follower.drain()] == ["t0", "t1", "t3"]
 
 
-def test_recovery_drops_a_body_that_is_in_another_trajectorys_place(tmp_path: Path) -> None:
-    path = tmp_path / "journal.sqlite"
-    with JournalWriter(path, "searcher-0") as writer:
-        writer.put([trajectory(i, range(4), uid=f"t{i}") for i in range(6)])
-    with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("UPDATE bodies SET body = (SELECT body FROM bodies WHERE seq = 2) WHERE seq = 3")
+def test_recovery_drops_a_body_that_is_in_another_trajectorys_place(six: tuple[Path, list[Trajectory]]) -> None:
+    path, _ = six
+    changed_by_sql(path, COPIED)
     suspect_mark(path).touch()
     drained, gone, follower = opened(path)
     with follower:
@@ -492,15 +501,9 @@ def test_recovery_drops_a_body_that_is_in_another_trajectorys_place(tmp_path: Pa
         assert gone.damaged_trajectories == 1
 
 
-def test_a_row_that_sql_has_removed_is_counted_as_lost(tmp_path: Path) -> None:
-    path = tmp_path / "journal.sqlite"
-    rows = [trajectory(i, range(4), uid=f"t{i}") for i in range(6)]
-    counts = {"generated_trajectories": 6, "generated_tokens": 24}
-    with JournalWriter(path, "searcher-0") as writer:
-        writer.put(rows, counters=counts)
-    with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("DELETE FROM trajectories WHERE seq = 6")
-        connection.execute("DELETE FROM bodies WHERE seq = 6")
+def test_a_row_that_sql_has_removed_is_counted_as_lost(six: tuple[Path, list[Trajectory]]) -> None:
+    path, rows = six
+    changed_by_sql(path, "DELETE FROM trajectories WHERE seq = 6", "DELETE FROM bodies WHERE seq = 6")
     assert damage(path) == "it has 5 rows, and 6 were put into it"
     assert len(assert_accounted(path, rows)) == 5
     with JournalFollower(path) as follower:
@@ -508,12 +511,9 @@ def test_a_row_that_sql_has_removed_is_counted_as_lost(tmp_path: Path) -> None:
         assert (recovery.lost_rows, follower.totals().rows) == (1, 6)
 
 
-def test_bodies_that_sql_has_removed_are_reported(tmp_path: Path) -> None:
-    path = tmp_path / "journal.sqlite"
-    with JournalWriter(path, "searcher-0") as writer:
-        writer.put([trajectory(i, range(4), uid=f"t{i}") for i in range(6)])
-    with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("DELETE FROM bodies WHERE seq IN (3, 4)")
+def test_bodies_that_sql_has_removed_are_reported(six: tuple[Path, list[Trajectory]]) -> None:
+    path, _ = six
+    changed_by_sql(path, "DELETE FROM bodies WHERE seq IN (3, 4)")
     reports: list[str] = []
     with JournalFollower(path, damaged=reports.append) as follower:
         assert [t.uid for t in follower.drain()] == ["t0", "t1", "t4", "t5"]

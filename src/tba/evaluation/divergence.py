@@ -59,13 +59,14 @@ def divergence(
     log_policy_sum = log_reference_sum = 0.0
     grader = reward if isinstance(reward, Grader) else Grader(reward)
     for start in range(0, len(prompts), chunk):
-        asked = prompts[start : start + chunk]
-        answered = generate(engine, asked, samples, sampling, rng)
-        log_reference = reference.log_probabilities_of(list(zip(asked, answered, strict=True)))
-        judgements = iter(grader.judge([(p, c) for p, row in zip(asked, answered, strict=True) for c in row]))
-        for prompt, row, scored in zip(asked, answered, log_reference, strict=True):
+        chunk_prompts = prompts[start : start + chunk]
+        groups = generate(engine, chunk_prompts, samples, sampling, rng)
+        log_reference = reference.log_probabilities_of(list(zip(chunk_prompts, groups, strict=True)))
+        pairs = [(p, c) for p, group in zip(chunk_prompts, groups, strict=True) for c in group]
+        judgements = iter(grader.judge(pairs))
+        for prompt, group, scores in zip(chunk_prompts, groups, log_reference, strict=True):
             ratios = []
-            for completion, log_reference_T in zip(row, scored, strict=True):
+            for completion, log_reference_T in zip(group, scores, strict=True):
                 assert completion.log_behavior is not None  # an engine's own samples have them
                 log_policy = float(completion.log_behavior.sum(dtype=np.float64))
                 log_prior = float(log_reference_T.sum(dtype=np.float64))
@@ -74,7 +75,7 @@ def divergence(
                 tokens += len(completion.tokens) - completion.observed
                 prompt_tokens += len(prompt.tokens) + completion.observed
             kl_P.append(float(np.mean(ratios)))
-            reward_P.append(float(np.mean([next(judgements).reward for _ in row])))
+            reward_P.append(float(np.mean([next(judgements).reward for _ in group])))
     return Divergence(
         kl=float(np.mean(kl_P)),
         kl_error=_error(kl_P),

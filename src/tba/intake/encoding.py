@@ -97,9 +97,9 @@ class Encoder:
         """
         prompt, completion = replace(trajectory.prompt, task=self.task, thoughts=self.thoughts), trajectory.completion
         begin, text = getattr(self.tokenizer, "bos_token_id", None), prompt.tokens.tolist()
-        own = prompt.text in (self._decoded(t, special=True) for t in (text, text[text[:1] == [begin] :]))
-        said = self._shown(completion.tokens.tolist())
-        if not own or said is None or not said.startswith(completion.text):
+        same_tokenizer = prompt.text in (self._decoded(t, special=True) for t in (text, text[text[:1] == [begin] :]))
+        readback = self._shown(completion.tokens.tolist())
+        if not same_tokenizer or readback is None or not readback.startswith(completion.text):
             cut = completion.stop_reason is StopReason.LENGTH
             return Answer(prompt.text, completion.text, cut, trajectory.reward, None, prompt.fields)
         if self.held_out.at(prompt.key) is not None:
@@ -120,12 +120,12 @@ class Encoder:
 
     def _prompt(self, answer: Answer) -> Prompt | Refusal:
         texts, question = self._texts(answer.prompt, answer.tools)
-        shown = [*map(plain, texts)]
-        if self.held_out.find(shown, question) is not None:
+        plain_texts = [*map(plain, texts)]
+        if self.held_out.find(plain_texts, question) is not None:
             return _HELD_OUT
-        found = self.train.find(shown, question)
-        if found is not None:
-            return found
+        known_prompt = self.train.find(plain_texts, question)
+        if known_prompt is not None:
+            return known_prompt
         if not texts:
             return Refusal("a chat of several turns, and the tokenizer has no chat template")
         if len(texts[0]) > _CHARACTERS * self.max_prompt_tokens:
@@ -139,7 +139,12 @@ class Encoder:
             return Refusal(f"a prompt longer than {self.max_prompt_tokens} tokens", f"{len(tokens)} tokens")
         chat = None if isinstance(answer.prompt, str) else answer.prompt
         prompt = Prompt(
-            self.task, np.array(tokens, dtype=np.int32), shown[0], answer.fields, messages=chat, thoughts=self.thoughts
+            self.task,
+            np.array(tokens, dtype=np.int32),
+            plain_texts[0],
+            answer.fields,
+            messages=chat,
+            thoughts=self.thoughts,
         )
         if self.held_out.at(prompt.key) is not None:
             return _HELD_OUT

@@ -123,16 +123,22 @@ class EndpointReference:
             else:
                 of = zip(tokens, choice["prompt_logprobs"], strict=True)
                 scores = [None if entry is None else entry[str(token)]["logprob"] for token, entry in of]
-            found = np.array([_log_probability(score) for score in scores[len(prompt.tokens) :]], np.float32)
+            log_probabilities = np.array(
+                [_log_probability(score) for score in scores[len(prompt.tokens) :]], np.float32
+            )
         except (ValueError, KeyError, TypeError, IndexError):
-            found = np.zeros(0, np.float32)
-        if len(found) != len(completion.tokens):
+            log_probabilities = np.zeros(0, np.float32)
+        if len(log_probabilities) != len(completion.tokens):
             raise UserError(
                 f"{self._client} does not give the log-probabilities of the tokens it was sent "
                 f"({self._settings.scores}; each a number from {LEAST:,.0f} to 0): take a server that does, such as "
                 "vLLM's, or another `scores`"
             )
-        return found if completion.mask is None else np.where(completion.mask, found, np.float32(0))
+        return (
+            log_probabilities
+            if completion.mask is None
+            else np.where(completion.mask, log_probabilities, np.float32(0))
+        )
 
 
 def _log_probability(score: Json) -> float:

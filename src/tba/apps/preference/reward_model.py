@@ -117,10 +117,10 @@ class Win:
             log.warning(
                 "%d references cannot be read by the model at %s: no answer wins there", unread, self.model.path
             )
-        own = self.model.scores(
+        scores = self.model.scores(
             [(_document(prompt), prompt.answer_in(completion.text)) for prompt, completion in answered]
         )
-        return [_win(score, self._references[pair]) for score, pair in zip(own, against, strict=True)]
+        return [_win(score, self._references[pair]) for score, pair in zip(scores, against, strict=True)]
 
 
 def _win(score: float | None, reference: float | None) -> Judgement:
