@@ -45,6 +45,7 @@ from tba.replay.recovery import damage
 from tba.replay.replay import Replay, ReplaySettings
 from tba.replay.selection import RecencyReward
 from tba.types import Completion, Prompt, Sampling, StopReason, Trajectory, Version
+from tba_lab.trial import remove_journal
 
 TOKENS, BATCH, PER_PROMPT = 128, 24, 100
 STEPS = 1000  # trainer steps over which the rows of a large journal were sampled
@@ -120,7 +121,7 @@ def append(folder: Path, rows: int, seconds: float) -> None:
         if other is not None:
             other.terminate()
             other.wait()
-        _remove(path)
+        remove_journal(path)
 
 
 def shared(folder: Path, rows: int, seconds: float) -> None:
@@ -138,7 +139,7 @@ def shared(folder: Path, rows: int, seconds: float) -> None:
     print(
         f"  a put of {BATCH}: {milliseconds(puts)}; a flush of 100 kB: {milliseconds(flush_seconds(folder, 100_000))}"
     )
-    _remove(path)
+    remove_journal(path)
 
 
 def write(path: Path, number: int, seconds: float) -> None:
@@ -287,11 +288,6 @@ def _command(part: str, *arguments: object) -> list[str]:
 
 def _start(part: str, *arguments: object, pipe: bool = False) -> subprocess.Popen[str]:
     return subprocess.Popen(_command(part, *arguments), stdout=subprocess.PIPE if pipe else None, text=True)
-
-
-def _remove(path: Path) -> None:
-    for file in path.parent.glob(f"{path.name}*"):
-        file.unlink()
 
 
 def _part(name: str, arguments: Sequence[str]) -> None:

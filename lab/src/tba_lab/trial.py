@@ -134,9 +134,7 @@ class Trial:
         shutil.rmtree(self.path)
 
     def _remove_journal(self) -> None:
-        journal = RunDirectory(self.path).journal(self.recipe)
-        for file in journal.parent.glob(f"{journal.name}*"):
-            file.unlink()
+        remove_journal(RunDirectory(self.path).journal(self.recipe))
 
     def _last_words(self) -> str:
         lines = [line for line in tail(self.log, 5).splitlines() if line.strip()]
@@ -168,3 +166,12 @@ def in_child(trial: Trial, stop: Callable[[], bool]) -> int:
         code = child.wait()
         child.stdin.close()
     return code
+
+
+def remove_journal(journal: Path) -> None:
+    """Remove a journal and all that lies beside it under its name."""
+    for file in journal.parent.glob(f"{journal.name}*"):
+        if file.is_dir():
+            shutil.rmtree(file)
+        else:
+            file.unlink()

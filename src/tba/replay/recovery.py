@@ -3,6 +3,7 @@
     journal.sqlite-in-use        locked: shared by all who may write it, exclusively by a command that copies it
     journal.sqlite-open          locked: shared by all who have it open, exclusively by the one that checks it
     journal.sqlite.other-1-wal   a log that lay beside the journal and is not its own (`checks`)
+    journal.sqlite-acknowledged/ how many rows each owner had seen at its last `put` (`missing_rows`)
     journal.sqlite-suspect       a process met damage while using it: it is recovered, whatever the check finds
     journal.sqlite.damaged-1     what was set aside (with its -wal), as it was; nothing is ever deleted
     journal.sqlite.recovering    the new file while it is made; `.recovered` once it is whole
