@@ -421,13 +421,13 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Returns the mean and its interval of what was reached, and how many runs never did."""
+    """Returns the mean, its interval and the worst of what was reached, and how many runs never did."""
     numbers = [v for v in values if not math.isnan(v)]
     never = f", never in {len(values) - len(numbers)} of {len(values)}" if len(numbers) < len(values) else ""
     if not numbers:
         return f"never in {len(values)} of {len(values)}" if values else "not measured"
     interval = mean_interval(numbers)
-    between = f" [{interval.low:.1f}, {interval.high:.1f}]" if len(numbers) > 1 else ""
+    between = f" [{interval.low:.1f}, {interval.high:.1f}], worst {max(numbers):.1f}" if len(numbers) > 1 else ""
     return f"{interval.estimate:.1f}{between}{never}"
 
 

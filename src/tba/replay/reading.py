@@ -1,10 +1,12 @@
 """Opening a journal to read it, by a command that leaves every file of the run as it is.
 
-nobody has it open, no log    the file itself, without locks and without an index beside it
-a log that is not its own     the same; the log is passed over, and the command says so
-its own log                   a copy of both, since SQLite makes an index beside a log that it reads
-damaged                       a copy, which is recovered as a resume would recover the file
-a run goes on                 the file itself, as one more reader
+What is opened, by what lies there:
+
+    nobody has it open, no log    the file itself, without locks and without an index beside it
+    a log that is not its own     the same; the log is passed over, and the command says so
+    its own log                   a copy of both, since SQLite makes an index beside a log that it reads
+    damaged                       a copy, which is recovered as a resume would recover the file
+    a run goes on                 the file itself, as one more reader
 """
 
 from __future__ import annotations
