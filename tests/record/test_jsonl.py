@@ -308,3 +308,8 @@ def test_the_figures_shown_are_of_the_newest_version_alone(tmp_path: Path) -> No
     found.look()
     assert [(e.value, e.version) for e in found.newest] == [(0.5, Version(0, 50))]
     writer.close()
+
+
+def test_a_fault_of_a_run_that_was_moved_away_makes_no_other_folder(tmp_path: Path) -> None:
+    record_fault(tmp_path / "run", "no_signal", "all rewards were the same")
+    assert not (tmp_path / "run").exists()

@@ -50,10 +50,13 @@ KINDS = (
 
 
 def record_fault(directory: Path, kind: str, what: str) -> None:
-    """Record one more fault of the run in `directory`. On a full disk it is only logged: that error is reported
-    elsewhere.
+    """Record one more fault of the run in `directory`. On a full disk, and where the run was moved away, it is only
+    logged: that error is reported elsewhere, and no other folder takes the run's place.
     """
     line = {"kind": kind, "what": what, "time": round(time.time(), 3)}
+    if not directory.is_dir():
+        log.error("cannot record the fault %s: %s is gone", line, directory)
+        return
     try:
         with closing(JsonLines(directory / FILE)) as lines:
             lines.append(line)
