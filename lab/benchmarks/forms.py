@@ -12,11 +12,16 @@ an H200 twelve under MPS in 130 to 150 s, and no more in its 140 GB.
 
 Order: at k = 16 the rates of `none`, `exact`, `asymmetric` and `lowered` are chosen among three on seed 100, which is
 counted nowhere (a best rate at the edge is followed by the next beyond it), then come the counted seeds, one after the
-other; GRPO and RAFT likewise; then all at k = 1, each at the rate that it had at k = 16.
+other; the others of `TIERS` likewise; then all at k = 1, each at the rate that it had at k = 16.
 
-`--cells asymmetric:4e-4:0 ...` makes these runs alone, form, rate and seed, at k = 16, or with `--fresh` at k = 1;
-forms that are in no table of this order are `spread-half` and `spread-one`, whose weights are between those of `none`
-and of `asymmetric`.
+`--cells asymmetric:4e-4:0 ...` makes these runs alone, form, rate and seed, at k = 16, or with `--fresh` at k = 1. The
+table has each form at the rate that is best at the same k on seed 100, where one was tried, else at that of k = 16.
+Forms that are in no tier are `spread-half` and `spread-one`, whose weights are
+between those of `none` and of `asymmetric`, and `raft`, which keeps every answer with a reward above 0, though rewards
+are shares here, so that it learns answers that fulfil half of what was asked; `raft-best` keeps the best of each group.
+
+`grpo` is bare, clipped by token; `grpo-token` and `grpo-answer` have weights truncated at 8 in its place, `decoupled`
+has decoupled PPO (`Correction`).
 
 Every run that ends is a row; the file is written beside and renamed. The same command goes on after a stop: runs that
 were cut off are made again. The table has each form at its best rate, Student's 95 % intervals over seeds, and
@@ -43,8 +48,10 @@ from statistics import fmean, variance
 import tba
 from tba.evaluation.accuracy import EvaluationSettings
 from tba.evaluation.estimators import SAMPLED, mean_interval
+from tba.objectives.correction import Correction
 from tba.objectives.grpo import Grpo
 from tba.objectives.raft import Raft
+from tba.objectives.tba_prime import TbaPrime
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipe import RuntimeSettings
 from tba.recipes.instruct import recipe as instruct
@@ -64,7 +71,11 @@ from tba_lab.tb_forms import SpreadBalance, lowered
 RATES = (1e-4, 2e-4, 4e-4)
 TUNED_ON = 100  # the seed on which rates are chosen
 STALE, FRESH = (16, 0.5), (1, 0.95)  # k, m
-TIERS = (("none", "exact", "asymmetric", "lowered"), ("grpo", "raft"))
+TIERS = (
+    ("none", "exact", "asymmetric", "lowered"),
+    ("grpo",),
+    ("grpo-answer", "decoupled", "grpo-token", "tba-prime", "raft-best"),
+)
 ON_GPU = ("--model.device", "cuda", "--max-tokens-per-pass", "8192", "--model.generation.slots", "500",
           "--evaluation.samples", "4")  # fmt: skip
 ON_CPU = ("--model.device", "cpu", "--model.dtype", "bfloat16")  # half of the time where a CPU multiplies in it
@@ -95,7 +106,12 @@ OBJECTIVES = {
     "spread-half": SpreadBalance(_beta, spread=0.5),
     "spread-one": SpreadBalance(_beta, spread=1.0),
     "grpo": Grpo(_beta),
+    "grpo-token": Grpo(_beta, correction=Correction("truncate", "token")),
+    "grpo-answer": Grpo(_beta, correction=Correction("truncate", "sequence")),
+    "decoupled": Grpo(_beta, correction=Correction("decoupled")),
+    "tba-prime": TbaPrime(_beta, per="row"),
     "raft": Raft(),
+    "raft-best": Raft(keep="best"),
 }
 study = Study(  # for `tba train lab/benchmarks/forms.py::exact`
     name="forms",
@@ -305,9 +321,11 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _at_its_rate(row: Row, rows: Sequence[Row]) -> bool:
-    """Whether a row is of its form's best rate on the seed of the choice, where there is one."""
-    found = {r.rate: r.after for r in rows if (r.form, r.k, r.seed) == (row.form, STALE[0], TUNED_ON)}
-    return not found or row.rate == max(sorted(found), key=lambda rate: found[rate])
+    """Whether a row is of its form's best rate on the seed of the choice, at its own k, else at that of stale data."""
+    for k in (row.k, STALE[0]):
+        if after := {r.rate: r.after for r in rows if (r.form, r.k, r.seed) == (row.form, k, TUNED_ON)}:
+            return row.rate == max(sorted(after), key=lambda rate: after[rate])
+    return True
 
 
 def paired(rows: Sequence[Row], form: str, other: str, k: int) -> list[float]:

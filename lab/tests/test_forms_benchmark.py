@@ -37,12 +37,12 @@ def test_rates_come_first_then_seeds_then_the_other_staleness(forms: Any) -> Non
         order.append(cells[0])
         done.append(row(forms, cells[0].form, cells[0].rate, cells[0].seed, accuracy[cells[0].rate], cells[0].k))
     told = [(c.form, c.k, c.seed) for c in order]
-    first, last = forms.TIERS
+    first, second, third = forms.TIERS
     tuning = [(form, 16, forms.TUNED_ON) for form in first for _ in forms.RATES]
     assert told[:12] == tuning
     assert told[12:20] == [(form, 16, seed) for seed in range(2) for form in first]
-    assert [t[0] for t in told[20:26]] == ["grpo"] * 3 + ["raft"] * 3
-    assert told[30:] == [(form, 1, seed) for seed in range(2) for form in (*first, *last)]
+    assert [t[0] for t in told[20:26]] == ["grpo"] * 5 + ["grpo-answer"]
+    assert told[50:] == [(form, 1, seed) for seed in range(2) for form in (*first, *second, *third)]
     assert {c.rate for c in order if c.seed != forms.TUNED_ON} == {2e-4}
 
 
@@ -68,6 +68,27 @@ def test_the_table_has_a_form_at_its_best_rate_alone(forms: Any) -> None:
     assert "| grpo | 0.0008 | 1 | 20.0 | 20.0 |" in forms.table([*tuning, *counted])
 
 
+def test_a_rate_that_was_tuned_at_the_same_k_goes_before_that_of_stale_data(forms: Any) -> None:
+    tuning = [row(forms, "grpo", rate, forms.TUNED_ON, x) for rate, x in ((4e-4, 0.3), (8e-4, 0.4))]
+    tuning += [row(forms, "grpo", rate, forms.TUNED_ON, x, 1) for rate, x in ((4e-4, 0.7), (8e-4, 0.6))]
+    counted = [row(forms, "grpo", rate, 0, x, k) for rate, x, k in ((4e-4, 0.9, 1), (8e-4, 0.2, 1), (8e-4, 0.1, 16))]
+    said = forms.table([*tuning, *counted])
+    assert "| grpo | 0.0004 | 1 | 90.0 | 90.0 |" in said
+    assert "| grpo | 0.0008 | 1 | 10.0 | 10.0 |" in said
+    assert "20.0" not in said
+
+
+def test_the_baselines_are_what_their_names_say(forms: Any) -> None:
+    form = {name: getattr(forms.OBJECTIVES[name], "correction", None) for name in forms.OBJECTIVES}
+    assert (form["grpo-token"].form, form["grpo-token"].level) == ("truncate", "token")
+    assert (form["grpo-answer"].form, form["grpo-answer"].level) == ("truncate", "sequence")
+    assert (form["decoupled"].form, form["grpo"].form) == ("decoupled", "clip")
+    assert (forms.OBJECTIVES["raft-best"].keep, forms.OBJECTIVES["raft"].keep) == ("best", "positive")
+    assert {name for tier in forms.TIERS for name in tier} == forms.OBJECTIVES.keys() - {
+        "raft", "spread-half", "spread-one",
+    }  # fmt: skip
+
+
 def test_both_regimes_weigh_half_whatever_the_number_of_their_seeds(forms: Any) -> None:
     assert forms.joined([1.0, 3.0], [-4.0] * 4) == "-1.0 [-7.4, 5.4], standard error 0.5"
     rows = [row(forms, "none", 2e-4, s, 0.2, k) for s in range(3) for k in (16, 1)]
@@ -86,9 +107,10 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_runs_are_made_and_kept_and_equal_when_made_again(tmp_path: Path, model: Path, forms: Any) -> None:
+@pytest.mark.parametrize("form", ["asymmetric", "decoupled", "tba-prime"])
+def test_runs_are_made_and_kept_and_equal_when_made_again(tmp_path: Path, model: Path, forms: Any, form: str) -> None:
     fixed = ["--model.path", str(model), "--model.device", "cpu", "--prompts.max-tokens", "1000", *SMALL]
-    cell, made = forms.Cell("asymmetric", 16, 0.5, 1e-4, 0), []
+    cell, made = forms.Cell(form, 16, 0.5, 1e-4, 0), []
     for name in ("a", "b"):
         rows = tmp_path / f"{name}.csv"
         assert forms.Bench(rows, tmp_path / name, "cpu", fixed).go(1, partial(forms.left, [cell]))

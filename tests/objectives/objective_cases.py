@@ -46,6 +46,8 @@ OBJECTIVES: dict[str, Objective] = {
     "grpo": Grpo(BETA),
     "grpo-ratio": Grpo(BETA, correction=Correction("clamp", cap=1.5)),
     "grpo-tokens": Grpo(BETA, per="token"),
+    "grpo-decoupled": Grpo(BETA, correction=Correction("decoupled", cap=1.5)),
+    "gspo": Grpo(BETA, correction=Correction("clip", "mean", clip=0.1, clip_high=0.2)),
     "dr-grpo": dr_grpo(BETA),
     "dr-grpo-ratio": dr_grpo(BETA, "clamp", penalty="reward"),
     "raft": Raft(),
@@ -72,7 +74,7 @@ def perturbed(seed: int = 0, scale: float = 0.5, task: TabularTask = TASK) -> Ta
 def sampled(
     policy: TabularPolicy, sizes: Sequence[int], temperature: float = 1.0, seed: int = 0, holes: float = 0.0
 ) -> Batch:
-    """A group of each size, the behaviour's log-probabilities and made-up steps included, in float64.
+    """A group of each size, the behaviour's log-probabilities, made-up steps and ages included, in float64.
 
     A share `holes` of the tokens counts as not sampled by the policy.
     """
@@ -83,7 +85,8 @@ def sampled(
     for g, size in enumerate(sizes):
         (group,) = sample_groups(policy.task, [prompts[g % len(prompts)]], size, Sampling(temperature), rng, engine)
         groups.append(Group.of([_with_steps(t, holes, rng) for t in group.trajectories]))
-    return precise(collate(groups))
+    batch = precise(collate(groups))
+    return replace(batch, lag_B=torch.arange(batch.rows) % 5 - 1)
 
 
 def precise(batch: Batch) -> Batch:

@@ -18,10 +18,11 @@ from tba.objectives.policy_gradient import Reinforce
 from tba.schedules import Constant
 
 CAP, CLIP = 1.4, 0.2
-FORMS = ("none", "truncate", "clamp", "mask", "clip")
+FORMS = ("none", "truncate", "clamp", "mask", "clip", "decoupled")
+LEVELS = ("token", "sequence", "mean")
 
 
-def factor(form: str, rho: float, advantage: float) -> float:
+def factor(form: str, rho: float, advantage: float, lag: int) -> float:
     """What multiplies -A grad log pi, from the equations."""
     if form == "none":
         return 1.0
@@ -31,8 +32,14 @@ def factor(form: str, rho: float, advantage: float) -> float:
         return rho if rho < CAP else 0.0
     if form == "mask":
         return rho if 1 / CAP < rho < CAP else 0.0
-    moved_far_enough = rho > 1 + CLIP if advantage > 0 else rho < 1 - CLIP
-    return 0.0 if moved_far_enough else rho
+    anchor = 1.0 if form == "clip" or lag < 0 else rho if lag == 0 else rho ** (1 - 1 / lag)  # of the bounds: prox / mu
+    moved_far_enough = rho > anchor * (1 + CLIP) if advantage > 0 else rho < anchor * (1 - CLIP)
+    return 0.0 if moved_far_enough else min(anchor, CAP) * rho / anchor
+
+
+def aged(batch: Batch) -> Batch:
+    """The batch with rows of unknown age, of the present weights, and one to four updates old."""
+    return replace(batch, lag_B=torch.arange(batch.rows) % 6 - 1)
 
 
 def ratios(batch: Batch, log_policy_BT: Tensor, level: str) -> np.ndarray:
@@ -42,14 +49,18 @@ def ratios(batch: Batch, log_policy_BT: Tensor, level: str) -> np.ndarray:
     for b, positions in enumerate(per_row(batch)):
         logs = {t: float(log_policy_BT[b, t] - batch.log_behavior_BT[b, t]) for t in positions}
         for t in positions:
-            rho[b, t] = math.exp(logs[t] if level == "token" else sum(logs.values()))
+            whole = sum(logs.values()) / (len(logs) if level == "mean" else 1)
+            rho[b, t] = math.exp(logs[t] if level == "token" else whole)
     return rho
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_slope_is_the_factor_of_the_equation_times_the_advantage(form: str, level: str) -> None:
-    batch, log_policy_BT = random_batch()
+    batch, log_policy_BT = random_batch(rows=24)
+    assert batch.log_behavior_BT is not None
+    batch = aged(batch)
+    log_policy_BT = batch.log_behavior_BT + 2 * (log_policy_BT - batch.log_behavior_BT)
     correction = Correction(form, level, CAP, CLIP)
     found, _ = slopes(Reinforce(Constant(0.0), "none", correction=correction), batch, log_policy_BT)
     rho = ratios(batch, log_policy_BT, level)
@@ -57,7 +68,7 @@ def test_the_slope_is_the_factor_of_the_equation_times_the_advantage(form: str, 
     for b, positions in enumerate(per_row(batch)):
         advantage = float(batch.reward_B[b])
         for t in positions:
-            factors.append((factor(form, rho[b, t], advantage), rho[b, t], advantage))
+            factors.append((factor(form, rho[b, t], advantage, b % 6 - 1), rho[b, t], advantage))
             expected[b, t] = -factors[-1][0] * advantage / batch.rows
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
     if form == "clip":  # both ways of being cut, and both of being far and not cut, are among them
@@ -95,9 +106,9 @@ def test_with_a_higher_upper_bound_a_ratio_is_pushed_up_as_far_as_that_and_down_
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_on_policy_every_form_has_the_plain_gradient(form: str, level: str) -> None:
-    batch, _ = random_batch()
+    batch = aged(random_batch()[0])
     assert batch.log_behavior_BT is not None
     plain, _ = slopes(Reinforce(), batch, batch.log_behavior_BT)
     ours, _ = slopes(Reinforce(correction=Correction(form, level)), batch, batch.log_behavior_BT)
@@ -105,7 +116,7 @@ def test_on_policy_every_form_has_the_plain_gradient(form: str, level: str) -> N
     assert plain.abs().max() > 0.01
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_the_metrics_say_what_share_was_cut_and_how_far_the_rows_are_from_the_policy(level: str) -> None:
     batch, log_policy_BT = random_batch()
     assert batch.log_behavior_BT is not None
@@ -117,6 +128,23 @@ def test_the_metrics_say_what_share_was_cut_and_how_far_the_rows_are_from_the_po
         apart = sum(float(batch.log_behavior_BT[b, t] - log_policy_BT[b, t]) for t in positions)
         assert float(columns["off_policy"][b]) == pytest.approx(apart)
     assert 0 < columns["cut"].mean() < 1
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_decoupled_is_truncated_for_rows_of_the_present_and_clipped_for_rows_one_update_old(level: str) -> None:
+    batch, log_policy_BT = random_batch()
+
+    def slope(correction: Correction, lag_B: Tensor | None = None) -> Tensor:
+        objective = Reinforce(Constant(0.0), "none", correction=correction)
+        return slopes(objective, replace(batch, lag_B=lag_B), log_policy_BT)[0]
+
+    decoupled, age = Correction("decoupled", level, CAP, CLIP), torch.ones(batch.rows, dtype=torch.int64)
+    torch.testing.assert_close(slope(decoupled, 0 * age), slope(Correction("truncate", level, CAP)))
+    for lag_B in (age, -age, None):
+        torch.testing.assert_close(slope(decoupled, lag_B), slope(Correction("clip", level, clip=CLIP)))
+    wide = slope(Correction("decoupled", level, 1e9, CLIP), 3 * age)  # rho within (1 +- clip)^3
+    bounds = Correction("clip", level, clip=1 - (1 - CLIP) ** 3, clip_high=(1 + CLIP) ** 3 - 1)
+    torch.testing.assert_close(wide, slope(bounds))
 
 
 def test_a_ratio_is_not_pushed_further_up_for_what_was_good_nor_further_down_for_what_was_bad() -> None:

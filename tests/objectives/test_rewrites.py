@@ -16,6 +16,7 @@ from objective_cases import random_batch
 from torch import Tensor
 
 from tba.batch import Batch
+from tba.objectives.correction import Correction
 from tba.objectives.grpo import Grpo, dr_grpo
 from tba.objectives.online_dpo import OnlineDpo
 from tba.objectives.policy_gradient import Reinforce, proximal_rloo
@@ -48,6 +49,7 @@ class Row:
     length: int
     log_z: Tensor
     steps: list[tuple[int, float]]  # (where a step begins, its value)
+    age: int  # in updates; -1: not known
 
     @property
     def now(self) -> list[float]:
@@ -125,6 +127,45 @@ def grpo(standardise: bool, per: str) -> Formula:
         return total
 
     return loss
+
+
+def standardised(rows: Sequence[Row], r: Row) -> float:
+    rewards = [o.reward for o in group(rows, r)]
+    spread = math.sqrt(sum((x - fmean(rewards)) ** 2 for x in rewards) / (len(rewards) - 1))
+    return (r.reward - fmean(rewards)) / (spread + 1e-4)
+
+
+def divergence(rows: Sequence[Row]) -> Number:
+    return sum(beta * k3(p, q) / len(r.pi) / len(rows) for r in rows for p, q in zip(r.pi, r.reference, strict=True))
+
+
+def decoupled(rows: Sequence[Row]) -> Number:
+    total = divergence(rows)
+    for r in rows:
+        share = 1.0 if r.age < 0 else 0.0 if r.age == 0 else 1 / r.age
+        for t, now in enumerate(r.now):
+            proximal = share * r.mu[t] + (1 - share) * now
+            weight = min(math.exp(proximal - r.mu[t]), 8.0)
+            term = weight * clip((r.pi[t] - proximal).exp(), standardised(rows, r))
+            total = total + term / len(r.pi) / len(rows)
+    return total
+
+
+def gspo(rows: Sequence[Row]) -> Number:
+    total = divergence(rows)
+    for r in rows:
+        ratio = (sum(p - m for p, m in zip(r.pi, r.mu, strict=True)) / len(r.pi)).exp()
+        total = total + clip(ratio, standardised(rows, r), 1 - 3e-4, 1 + 4e-4) / len(rows)
+    return total
+
+
+def cispo(rows: Sequence[Row]) -> Number:
+    total: Number = 0.0
+    for r in rows:
+        for t, (now, p) in enumerate(zip(r.now, r.pi, strict=True)):
+            weight = min(math.exp(now - r.mu[t]), 1.28)
+            total = total - weight * standardised(rows, r) * p + beta * k3(p, r.reference[t])
+    return total / tokens(rows)
 
 
 def tba_prime(rows: Sequence[Row]) -> Number:
@@ -259,6 +300,9 @@ CASES: dict[str, tuple[Objective, Formula]] = {
     "grpo": (Grpo(BETA), grpo(True, "sequence")),
     "grpo by token": (Grpo(BETA, per="token"), grpo(True, "token")),
     "dr grpo": (dr_grpo(BETA), grpo(False, "row")),
+    "decoupled ppo": (Grpo(BETA, correction=Correction("decoupled")), decoupled),
+    "gspo": (Grpo(BETA, correction=Correction("clip", "mean", clip=3e-4, clip_high=4e-4)), gspo),
+    "cispo": (Grpo(BETA, per="token", correction=Correction("truncate", cap=1.28)), cispo),
     "tba'": (TbaPrime(BETA), tba_prime),
     "ppo": (Ppo(BETA), ppo),
     "vine ppo": (VinePpo(BETA), vine),
@@ -289,6 +333,7 @@ def test_value_and_gradient_are_those_of_the_documents(name: str, ties: bool) ->
         assert batch.log_behavior_BT is not None
         log_policy_BT = batch.log_behavior_BT + 3 * (log_policy_BT - batch.log_behavior_BT)
         batch = with_steps(replace(batch, reward_B=(batch.reward_B > 0).double()) if ties else batch, seed)
+        batch = replace(batch, lag_B=torch.arange(batch.rows) % 5 - 1)
         generator = torch.Generator().manual_seed(seed)
         leaves = [
             log_policy_BT.clone().requires_grad_(),
@@ -338,6 +383,7 @@ def rows_of(batch: Batch, leaves: Sequence[Tensor]) -> list[Row]:
                 int(batch.length_B[b]),
                 log_z_G[batch.group_B[b]],
                 steps,
+                b % 5 - 1,
             )
         )
     return rows

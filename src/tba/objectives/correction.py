@@ -29,24 +29,35 @@ class Correction:
     """Sets how the ratio rho = pi / mu of policy to behaviour policy enters a policy gradient with advantages A.
 
     With SG for stop-gradient, the loss of one token (or, by sequence, of one row, rho then being the product over the
-    tokens that the policy sampled) is
+    tokens that the policy sampled, or by mean their geometric mean, whose loss each token has) is
 
         none       -A log pi                              as if mu were pi
         truncate   -SG[min(rho, cap)] A log pi            truncated importance weights (Ionides 2008)
         clamp      -min(rho, cap) A                       the same below the cap, and no gradient above it
         mask       -SG[rho] A log pi                      where 1 / cap <= rho <= cap, and nothing elsewhere
         clip       max(-rho A, -clip(rho, 1 +- clip) A)   PPO (Schulman et al. 2017, arXiv 1707.06347)
+        decoupled  SG[min(prox / mu, cap)] max(-r A, -clip(r, 1 +- clip) A), r = pi / SG[prox]   decoupled PPO
 
     With `clip_high` the upper bound is 1 + clip_high (DAPO's clip-higher, Yu et al. 2025, arXiv 2503.14476).
+
+    `decoupled` clips relative to a proximal policy that is newer than mu (Hilton et al. 2022, arXiv 2110.00641; AReaL,
+    Fu et al. 2025, arXiv 2505.24298). prox is not computed but put between the two, as in A-3PO (Li et al. 2025, arXiv
+    2512.06547): log prox = a log mu + (1 - a) log pi, a = 1 / d for a row that is d updates old and 0 where d is 0. So
+    r is rho^(1 / d), and a ratio may move by d times as many nats as in `clip`. Where d is not known, a is 1: `clip`.
+
+    `mean` with the form `clip`, bounds of 3e-4 and 4e-4 and sums divided by each row's tokens is GSPO (Zheng et al.
+    2025, arXiv 2507.18071); `truncate` by token at 1.28 is CISPO's weight (MiniMax-M1 2025, arXiv 2506.13585).
     mu is the distribution that was sampled from, after temperature and top-p. Where engine and trainer differ much, a
     ratio beyond its bounds is more likely their error than the policy's change: `mask` leaves it out. Raises
     `UserError` for bounds with which rho = 1 would be cut.
     """
 
-    form: Literal["none", "truncate", "clamp", "mask", "clip"] = "none"  # how the ratio to the behaviour enters
-    level: Literal["token", "sequence"] = "token"  # whose ratio: each token's, or the whole completion's
-    cap: float = 8.0  # the largest ratio, in the forms truncate, clamp and mask
-    clip: float = 0.2  # how far from 1 a ratio still has a gradient, in the form clip
+    form: Literal["none", "truncate", "clamp", "mask", "clip", "decoupled"] = (
+        "none"  # how the ratio to behaviour enters
+    )
+    level: Literal["token", "sequence", "mean"] = "token"  # whose ratio: each token's, the completion's, or their mean
+    cap: float = 8.0  # the largest ratio, in the forms truncate, clamp, mask and decoupled
+    clip: float = 0.2  # how far from 1 a ratio still has a gradient, in the forms clip and decoupled
     clip_high: float | None = None  # the same above 1, such as 0.28; None: as far as below
 
     @property
@@ -55,10 +66,10 @@ class Correction:
         found = {}
         if self.form == "none":
             found["level"] = "form"
-        if self.form not in ("truncate", "clamp", "mask"):
-            found["cap"] = "form truncate, clamp or mask"
-        if self.form != "clip":
-            found |= dict.fromkeys(("clip", "clip_high"), "form clip")
+        if self.form not in ("truncate", "clamp", "mask", "decoupled"):
+            found["cap"] = "form truncate, clamp, mask or decoupled"
+        if self.form not in ("clip", "decoupled"):
+            found |= dict.fromkeys(("clip", "clip_high"), "form clip or decoupled")
         return found
 
     def __post_init__(self) -> None:
@@ -89,9 +100,15 @@ class Correction:
         off_policy_B = -log_rho_BT.detach().sum(1)
         if self.level == "sequence":  # one term for the row, in equal parts on its tokens
             log_rho_BT, weight_BT = log_rho_BT.sum(1, keepdim=True), share_BT
+        elif self.level == "mean":
+            log_rho_BT = (log_rho_BT * share_BT).sum(1, keepdim=True)
         if self.form == "clip":
             terms_BT, cut_BT = clipped(log_rho_BT, advantage_B1, self.clip, self.clip_high)
             terms_BT = terms_BT * weight_BT
+        elif self.form == "decoupled":
+            log_moved_BT = (1 - behavior_share(batch, log_rho_BT.dtype)) * log_rho_BT.detach()  # log(prox / mu)
+            terms_BT, cut_BT = clipped(log_rho_BT - log_moved_BT, advantage_B1, self.clip, self.clip_high)
+            terms_BT = log_moved_BT.clamp(max=math.log(self.cap)).exp() * terms_BT * weight_BT
         elif self.form == "mask":
             cut_BT = log_rho_BT.abs() > math.log(self.cap)
             kept_BT = log_rho_BT.detach().masked_fill(cut_BT, -math.inf).exp()
@@ -113,6 +130,16 @@ def clipped(log_rho: Tensor, advantage: Tensor, clip: float, high: float | None 
     rho = log_rho.clamp(-_LARGEST, _LARGEST).exp()
     free, bounded = -rho * advantage, -rho.clamp(1 - clip, 1 + (clip if high is None else high)) * advantage
     return torch.maximum(free, bounded), bounded > free
+
+
+def behavior_share(batch: Batch, dtype: torch.dtype) -> Tensor:
+    """[B, 1]: the share of the behaviour in the proximal policy: 1 / d for rows that are d updates old, 0 for rows of
+    the present weights, 1 where the age is not known.
+    """
+    if batch.lag_B is None:
+        return torch.ones(batch.rows, 1, dtype=dtype, device=batch.reward_B.device)
+    lag_B1 = batch.lag_B[:, None]
+    return torch.where(lag_B1 == 0, 0.0, 1 / lag_B1.clamp(min=1).to(dtype))
 
 
 def log_ratio_to_behavior(log_policy_BT: Tensor, batch: Batch) -> Tensor:
