@@ -205,7 +205,7 @@ class Cell:
             loss, _ = objective(PolicyOutput(log_policy_BT), batch, 1)
             (slope_BT,) = torch.autograd.grad(loss, log_policy_BT)
             push_NK = -(slope_BT[:, 0] * batch.rows).view_as(groups.reward_NK)
-            total += chance * groups.expected(push_NK * (groups.risky_NK.double() - risk))
+            total += chance * float(groups.expected(push_NK * (groups.risky_NK.double() - risk)))
         return total
 
     def _batch(self, groups: Groups, risk: float, sampled: float) -> tuple[Batch, Tensor]:
