@@ -53,6 +53,7 @@ from tba.objectives.grpo import Grpo
 from tba.objectives.raft import Raft
 from tba.objectives.tba_prime import TbaPrime
 from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.protocols import Objective
 from tba.recipe import RuntimeSettings
 from tba.recipes.instruct import recipe as instruct
 from tba.record.recorder import RecordSettings
@@ -98,7 +99,7 @@ base = replace(
     run=RuntimeSettings(checkpoint_every=0),
     record=RecordSettings(tensorboard=False, samples=0),
 )
-OBJECTIVES = {
+OBJECTIVES: dict[str, Objective] = {
     "none": TrajectoryBalance(_beta, off_policy="none"),
     "exact": TrajectoryBalance(_beta, off_policy="exact"),
     "asymmetric": TrajectoryBalance(_beta, off_policy="asymmetric"),
@@ -234,10 +235,10 @@ class Bench:
         run = tba.open_run(self.folder / cell.name)
         sampled = [e.value for e in run.evaluations if e.metric == SAMPLED]
         steps = [{name: float(x) for name, x in step.items() if isinstance(x, int | float)} for step in run.metrics()]
-        found = {name: fmean(step[name] for step in steps) for name in ("ess", "lag")}
+        ess, lag = (fmean(step[name] for step in steps) for name in ("ess", "lag"))
         reward = fmean(step["reward"] for step in steps[-10:])
-        row = Row(**asdict(cell), before=sampled[0], after=sampled[-1], **found, reward=reward, device=self.device,
-                  commit=_commit())  # fmt: skip
+        row = Row(**asdict(cell), before=sampled[0], after=sampled[-1], ess=ess, lag=lag, reward=reward,
+                  device=self.device, commit=_commit())  # fmt: skip
         write(self.rows, [*read(self.rows), row])
         print(f"{cell.name}: {row.before:.1%} -> {row.after:.1%}, ess {row.ess:.2f}, lag {row.lag:.1f}", flush=True)
         shutil.rmtree(run.path)
