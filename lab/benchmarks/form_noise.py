@@ -69,6 +69,7 @@ DATA = (
 FORMS: Mapping[str, Callable[[], Objective]] = {
     "none": lambda: TrajectoryBalance(Constant(BETA), off_policy="none"),
     "exact": lambda: TrajectoryBalance(Constant(BETA), off_policy="exact"),
+    "least_variance": lambda: TrajectoryBalance(Constant(BETA), log_z="least_variance", off_policy="none"),
     "tapered": lambda: TrajectoryBalance(Constant(BETA), off_policy="tapered"),
     "lowered": lambda: lowered(Constant(BETA)),
     "asymmetric": lambda: TrajectoryBalance(Constant(BETA), off_policy="asymmetric").start(),
