@@ -16,9 +16,9 @@ other; the others of `TIERS` likewise; then all at k = 1, each at the rate that 
 
 `--cells asymmetric:4e-4:0 ...` makes these runs alone, form, rate and seed, at k = 16, or with `--fresh` at k = 1. The
 table has each form at the rate that is best at the same k on seed 100, where one was tried, else at that of k = 16.
-Forms that are in no tier are `spread-half` and `spread-one`, whose weights are
-between those of `none` and of `asymmetric`, and `raft`, which keeps every answer with a reward above 0, though rewards
-are shares here, so that it learns answers that fulfil half of what was asked; `raft-best` keeps the best of each group.
+Forms that are in no tier are `spread-half` and `spread-one`, whose weights are between those of `none` and of
+`asymmetric`, and `raft`, which keeps every answer with a reward above 0, though rewards are shares here, so that it
+learns answers that fulfil half of what was asked; `raft-best` keeps the best of each group.
 
 `grpo` is bare, clipped by token; `grpo-token` and `grpo-answer` have weights truncated at 8 in its place, `decoupled`
 has decoupled PPO (`Correction`).
@@ -42,6 +42,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, variance
 
@@ -57,6 +58,7 @@ from tba.protocols import Objective
 from tba.recipe import RuntimeSettings
 from tba.recipes.instruct import recipe as instruct
 from tba.record.recorder import RecordSettings
+from tba.record.run_record import RunRecord
 from tba.replay.buffer import BufferSettings
 from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
@@ -73,7 +75,7 @@ RATES = (1e-4, 2e-4, 4e-4)
 TUNED_ON = 100  # the seed on which rates are chosen
 STALE, FRESH = (16, 0.5), (1, 0.95)  # k, m
 TIERS = (
-    ("none", "exact", "asymmetric", "lowered"),
+    ("none", "least-variance", "exact", "asymmetric", "lowered"),
     ("grpo",),
     ("grpo-answer", "decoupled", "grpo-token", "tba-prime", "raft-best"),
 )
@@ -103,6 +105,8 @@ OBJECTIVES: dict[str, Objective] = {
     "none": TrajectoryBalance(_beta, off_policy="none"),
     "exact": TrajectoryBalance(_beta, off_policy="exact"),
     "asymmetric": TrajectoryBalance(_beta, off_policy="asymmetric"),
+    "least-variance": TrajectoryBalance(_beta, log_z="least_variance", off_policy="exact"),
+    "least-variance-ones": TrajectoryBalance(_beta, log_z="least_variance", off_policy="none"),
     "lowered": lowered(_beta),
     "spread-half": SpreadBalance(_beta, spread=0.5),
     "spread-one": SpreadBalance(_beta, spread=1.0),
@@ -185,6 +189,8 @@ class Bench:
     folder: Path
     device: str
     fixed: Sequence[str]  # fields of every run
+    script: Path = Path(__file__).resolve()  # whose study has a variant for each form
+    row: type[Row] = Row
 
     def go(self, at_once: int, missing: Callable[[Sequence[Row]], list[Cell]]) -> bool:
         """Make what is missing beside the rows; whether all could be made. What is running is ended by an exception."""
@@ -192,7 +198,7 @@ class Bench:
         failed: set[Cell] = set()
         try:
             while True:
-                done = read(self.rows)
+                done = read(self.rows, self.row)
                 ready = [c for c in missing(done) if c not in running and c not in failed]
                 for cell in ready[: at_once - len(running)]:
                     running[cell] = self._start(cell)
@@ -217,7 +223,7 @@ class Bench:
     def _start(self, cell: Cell) -> Child:
         self.folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(self.folder / cell.name, ignore_errors=True)
-        command = ["train", f"{Path(__file__).resolve()}::{cell.form}"]
+        command = ["train", f"{self.script}::{cell.form}"]
         command += ["--runs", str(self.folder), "--run-name", cell.name, "--seed", str(cell.seed)]
         command += [
             "--sync-every",
@@ -233,15 +239,22 @@ class Bench:
 
     def _keep(self, cell: Cell) -> None:
         run = tba.open_run(self.folder / cell.name)
-        sampled = [e.value for e in run.evaluations if e.metric == SAMPLED]
-        steps = [{name: float(x) for name, x in step.items() if isinstance(x, int | float)} for step in run.metrics()]
-        ess, lag = (fmean(step[name] for step in steps) for name in ("ess", "lag"))
-        reward = fmean(step["reward"] for step in steps[-10:])
-        row = Row(**asdict(cell), before=sampled[0], after=sampled[-1], ess=ess, lag=lag, reward=reward,
-                  device=self.device, commit=_commit())  # fmt: skip
-        write(self.rows, [*read(self.rows), row])
+        names = {f.name for f in fields(self.row)}
+        values = {name: value for name, value in measured(run).items() if name in names}
+        row = self.row(**asdict(cell), **values, device=self.device, commit=_commit())
+        write(self.rows, [*read(self.rows, self.row), row])
         print(f"{cell.name}: {row.before:.1%} -> {row.after:.1%}, ess {row.ess:.2f}, lag {row.lag:.1f}", flush=True)
         shutil.rmtree(run.path)
+
+
+def measured(run: RunRecord) -> dict[str, float]:
+    """The figures of a run that ended; `fall` is the largest below the best accuracy so far."""
+    sampled = [e.value for e in run.evaluations if e.metric == SAMPLED]
+    steps = [{name: float(x) for name, x in step.items() if isinstance(x, int | float)} for step in run.metrics()]
+    means = {name: fmean(step[name] for step in steps) for name in ("ess", "lag")}
+    reward = fmean(step["reward"] for step in steps[-10:])
+    fall = max(best - value for best, value in zip(accumulate(sampled, max), sampled, strict=True))
+    return {"before": sampled[0], "after": sampled[-1], **means, "reward": reward, "fall": fall}
 
 
 def _let_go(process: Child) -> None:
@@ -271,15 +284,20 @@ def wanted(done: Sequence[Row], seeds: Sequence[int]) -> list[Cell]:
     return left(cells, done)
 
 
-def tried(form: str, done: Sequence[Row]) -> tuple[list[float], float | None]:
-    """The rates to try for a form, and the best one once it is known: one that has a worse one on either side."""
-    found = {r.rate: r.after for r in done if (r.form, r.k, r.seed) == (form, STALE[0], TUNED_ON)}
-    rates = sorted({*RATES, *found})
-    if not found.keys() >= set(rates):
+def tried(
+    form: str, done: Sequence[Row], k: int = STALE[0], grid: Sequence[float] = RATES, factor: float = 2.0
+) -> tuple[list[float], float | None]:
+    """The rates to try for a form, and the best one once it is known: one that has a worse one on either side.
+
+    factor: from a best rate at the edge to the next.
+    """
+    after = {r.rate: r.after for r in done if (r.form, r.k, r.seed) == (form, k, TUNED_ON)}
+    rates = sorted({*grid, *after})
+    if not after.keys() >= set(rates):
         return rates, None
-    best = max(rates, key=lambda rate: found[rate])
-    if best in (rates[0], rates[-1]) and len(rates) < len(RATES) + 2:
-        return [*rates, best / 2 if best == rates[0] else best * 2], None
+    best = max(rates, key=lambda rate: after[rate])
+    if best in (rates[0], rates[-1]) and len(rates) < len(grid) + 2:
+        return [*rates, float(f"{best / factor if best == rates[0] else best * factor:g}")], None
     return rates, best
 
 
@@ -356,22 +374,22 @@ def interval(values: Sequence[float]) -> str:
     return f"{found.estimate:.1f} [{found.low:.1f}, {found.high:.1f}]" if len(values) > 1 else f"{found.estimate:.1f}"
 
 
-def read(path: Path) -> list[Row]:
+def read(path: Path, row: type[Row] = Row) -> list[Row]:
     """The rows of a file; none if it is not there."""
     if not path.exists():
         return []
     texts = {"form", "device", "commit"}
     types: Mapping[str, type] = {
-        f.name: str if f.name in texts else int if f.name in ("k", "seed") else float for f in fields(Row)
+        f.name: str if f.name in texts else int if f.name in ("k", "seed") else float for f in fields(row)
     }
     with path.open(newline="") as file:
-        return [Row(**{name: types[name](x) for name, x in line.items()}) for line in csv.DictReader(file)]
+        return [row(**{name: types[name](x) for name, x in line.items()}) for line in csv.DictReader(file)]
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
     beside = path.with_suffix(".new")
     with beside.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [f.name for f in fields(Row)], lineterminator="\n")
+        writer = csv.DictWriter(file, [f.name for f in fields(rows[0])], lineterminator="\n")
         writer.writeheader()
         writer.writerows({n: f"{x:.6g}" if isinstance(x, float) else x for n, x in asdict(r).items()} for r in rows)
     beside.replace(path)

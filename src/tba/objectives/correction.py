@@ -28,8 +28,8 @@ _LARGEST = 20.0  # of a log-ratio: beyond it a ratio has no meaning, and its exp
 class Correction:
     """Sets how the ratio rho = pi / mu of policy to behaviour policy enters a policy gradient with advantages A.
 
-    With SG for stop-gradient, the loss of one token (or, by sequence, of one row, rho then being the product over the
-    tokens that the policy sampled, or by mean their geometric mean, whose loss each token has) is
+    With SG for stop-gradient, the loss of one token is as follows; or, by sequence, that of one row, rho then being the
+    product over the tokens that the policy sampled; or, by mean, that of one token with their geometric mean as rho:
 
         none       -A log pi                              as if mu were pi
         truncate   -SG[min(rho, cap)] A log pi            truncated importance weights (Ionides 2008)
@@ -45,16 +45,15 @@ class Correction:
     2512.06547): log prox = a log mu + (1 - a) log pi, a = 1 / d for a row that is d updates old and 0 where d is 0. So
     r is rho^(1 / d), and a ratio may move by d times as many nats as in `clip`. Where d is not known, a is 1: `clip`.
 
-    `mean` with the form `clip`, bounds of 3e-4 and 4e-4 and sums divided by each row's tokens is GSPO (Zheng et al.
-    2025, arXiv 2507.18071); `truncate` by token at 1.28 is CISPO's weight (MiniMax-M1 2025, arXiv 2506.13585).
+    The form `clip` by mean, with bounds of 3e-4 and 4e-4 and sums divided by each row's tokens, is GSPO (Zheng et al.
+    2025, arXiv 2507.18071); `truncate` by token at 1.28 is CISPO's weight (MiniMax-M1, 2025, arXiv 2506.13585).
+
     mu is the distribution that was sampled from, after temperature and top-p. Where engine and trainer differ much, a
     ratio beyond its bounds is more likely their error than the policy's change: `mask` leaves it out. Raises
     `UserError` for bounds with which rho = 1 would be cut.
     """
 
-    form: Literal["none", "truncate", "clamp", "mask", "clip", "decoupled"] = (
-        "none"  # how the ratio to behaviour enters
-    )
+    form: Literal["none", "truncate", "clamp", "mask", "clip", "decoupled"] = "none"  # how the ratio enters
     level: Literal["token", "sequence", "mean"] = "token"  # whose ratio: each token's, the completion's, or their mean
     cap: float = 8.0  # the largest ratio, in the forms truncate, clamp, mask and decoupled
     clip: float = 0.2  # how far from 1 a ratio still has a gradient, in the forms clip and decoupled
