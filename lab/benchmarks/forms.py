@@ -190,6 +190,7 @@ class Bench:
     device: str
     fixed: Sequence[str]  # fields of every run
     script: Path = Path(__file__).resolve()  # whose study has a variant for each form
+    variant: str = "{}"  # its name, with a form put in
     row: type[Row] = Row
 
     def go(self, at_once: int, missing: Callable[[Sequence[Row]], list[Cell]]) -> bool:
@@ -223,7 +224,7 @@ class Bench:
     def _start(self, cell: Cell) -> Child:
         self.folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(self.folder / cell.name, ignore_errors=True)
-        command = ["train", f"{self.script}::{cell.form}"]
+        command = ["train", f"{self.script}::{self.variant.format(cell.form)}"]
         command += ["--runs", str(self.folder), "--run-name", cell.name, "--seed", str(cell.seed)]
         command += [
             "--sync-every",
