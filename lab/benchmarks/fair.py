@@ -9,8 +9,8 @@
 Of three rates or more the best of each objective *at each k* is chosen on seed 100, which is counted nowhere (a best
 rate at the edge is followed by the next, three times further, up to five rates); then come the counted seeds. The runs
 are those of the studies `stability`, `stability_countdown` and `stability_calculator` (`inline`, so that the data's age
-depends on the settings alone), evaluated every 40 updates on the way. The first tier is complete before the second begins, k = 64
-before k = 10. A run takes a minute or two on one core.
+depends on the settings alone), evaluated every 40 updates on the way. The first tier is complete before the second
+begins, k = 64 before k = 10. A run takes a minute or two on one core.
 
 Every run that ends is a row at once; the same command goes on after a stop. `--cells grpo:1e-4:0` makes these alone, at
 k = 64, or with `--k 10`.
