@@ -20,6 +20,9 @@ Forms that are in no tier are `spread-half` and `spread-one`, whose weights are 
 `asymmetric`, and `raft`, which keeps every answer with a reward above 0, though rewards are shares here, so that it
 learns answers that fulfil half of what was asked; `raft-best` keeps the best of each group.
 
+`--rule` makes the runs of the second rule of lab/default_form.md (on an H200 some 50 minutes) and prints what it says:
+rates at each age on seed 100, 16 pairs at k = 16, 25 seeds of each form at k = 1.
+
 `grpo` is bare, clipped by token; `grpo-token` and `grpo-answer` have weights truncated at 8 in its place, `decoupled`
 has decoupled PPO (`Correction`).
 
@@ -75,10 +78,12 @@ RATES = (1e-4, 2e-4, 4e-4)
 TUNED_ON = 100  # the seed on which rates are chosen
 STALE, FRESH = (16, 0.5), (1, 0.95)  # k, m
 TIERS = (
-    ("none", "least-variance", "exact", "asymmetric", "lowered"),
+    ("none", "exact", "asymmetric", "lowered"),
     ("grpo",),
     ("grpo-answer", "decoupled", "grpo-token", "tba-prime", "raft-best"),
 )
+RULE = ("none", "least-variance")  # of the second rule (lab/default_form.md): the simpler one first
+RULE_SEEDS = {STALE: range(16), FRESH: range(25)}
 ON_GPU = ("--model.device", "cuda", "--max-tokens-per-pass", "8192", "--model.generation.slots", "500",
           "--evaluation.samples", "4")  # fmt: skip
 ON_CPU = ("--model.device", "cpu", "--model.dtype", "bfloat16")  # half of the time where a CPU multiplies in it
@@ -163,6 +168,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--cells", nargs="+", default=[], metavar="FORM:RATE:SEED", help="only these")
     parser.add_argument("--fresh", action="store_true", help="the cells at k = 1")
+    parser.add_argument("--rule", action="store_true", help="the runs of the second rule alone")
     parser.add_argument("--folder", type=Path, help="of the runs while they are made; default: beside the rows")
     given, overrides = parser.parse_known_args()
     if given.fresh and not given.cells:
@@ -175,9 +181,17 @@ def main() -> int:
         bench = Bench(given.rows, given.folder or given.rows.parent / "runs", given.device, fixed)
         parts = [cell.split(":") for cell in given.cells]
         asked = [Cell(form, *(FRESH if given.fresh else STALE), float(rate), int(seed)) for form, rate, seed in parts]
-        if not bench.go(given.at_once, partial(left, asked) if asked else partial(wanted, seeds=range(given.seeds))):
+        missing = partial(wanted, seeds=range(given.seeds))
+        if asked:
+            missing = partial(left, asked)
+        elif given.rule:
+            missing = wanted_by_rule
+        if not bench.go(given.at_once, missing):
             return 1
-    print(table(read(given.rows)))
+    rows = read(given.rows)
+    print(table(rows))
+    if given.rule:
+        print(pooled([r for r in rows if r.seed == TUNED_ON or _at_its_rate(r, rows)], *RULE))
     return 0
 
 
@@ -285,6 +299,17 @@ def wanted(done: Sequence[Row], seeds: Sequence[int]) -> list[Cell]:
     return left(cells, done)
 
 
+def wanted_by_rule(done: Sequence[Row]) -> list[Cell]:
+    """The runs of the second rule that can be made next and are not there, in order."""
+    cells: list[Cell] = []
+    for (k, m), seeds in RULE_SEEDS.items():
+        trials = {form: tried(form, done, k) for form in RULE}
+        cells += [Cell(form, k, m, rate, TUNED_ON) for form, (rates, _) in trials.items() for rate in rates]
+        best = {form: rate for form, (_, rate) in trials.items() if rate is not None}
+        cells += [Cell(form, k, m, rate, seed) for seed in seeds for form, rate in best.items()]
+    return left(cells, done)
+
+
 def tried(
     form: str, done: Sequence[Row], k: int = STALE[0], grid: Sequence[float] = RATES, factor: float = 2.0
 ) -> tuple[list[float], float | None]:
@@ -359,6 +384,26 @@ def joined(stale: Sequence[float], fresh: Sequence[float]) -> str:
     found = difference_of_means([-x / 2 for x in fresh], [x / 2 for x in stale])
     error = math.sqrt(sum(variance(x) / len(x) for x in (stale, fresh))) / 2
     return f"{found.estimate:.1f} [{found.low:.1f}, {found.high:.1f}], standard error {error:.1f}"
+
+
+def pooled(rows: Sequence[Row], simpler: str, other: str) -> str:
+    """What the second rule says: pairs at k = 16 and unpaired seeds at k = 1, pooled by precision, in points."""
+    stale = paired(rows, other, simpler, STALE[0])
+    fresh = [
+        [100 * r.after for r in rows if (r.form, r.k) == (f, FRESH[0]) and r.seed != TUNED_ON] for f in (other, simpler)
+    ]
+    if min(len(stale), *map(len, fresh)) < 2:
+        return f"The rule waits for runs: {len(stale)} pairs at k = 16, {len(fresh[0])} and {len(fresh[1])} seeds at k = 1."
+    leads = [fmean(stale), fmean(fresh[0]) - fmean(fresh[1])]
+    variances = [variance(stale) / len(stale), sum(variance(x) / len(x) for x in fresh)]
+    precision = [1 / v for v in variances]
+    lead, error = sum(x * p for x, p in zip(leads, precision, strict=True)) / sum(precision), sum(precision) ** -0.5
+    low, high = lead - 1.96 * error, lead + 1.96 * error
+    winner = simpler if low <= 0 else other
+    return (
+        f"{other} less {simpler}: {leads[0]:.1f} ({variances[0] ** 0.5:.1f}) at k = 16, {leads[1]:.1f} "
+        f"({variances[1] ** 0.5:.1f}) at k = 1; pooled {lead:.1f} [{low:.1f}, {high:.1f}]: {winner}"
+    )
 
 
 def _of_rates(tuning: Sequence[Row]) -> str:
