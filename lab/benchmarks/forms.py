@@ -389,11 +389,11 @@ def joined(stale: Sequence[float], fresh: Sequence[float]) -> str:
 def pooled(rows: Sequence[Row], simpler: str, other: str) -> str:
     """What the second rule says: pairs at k = 16 and unpaired seeds at k = 1, pooled by precision, in points."""
     stale = paired(rows, other, simpler, STALE[0])
-    fresh = [
-        [100 * r.after for r in rows if (r.form, r.k) == (f, FRESH[0]) and r.seed != TUNED_ON] for f in (other, simpler)
-    ]
-    if min(len(stale), *map(len, fresh)) < 2:
-        return f"The rule waits for runs: {len(stale)} pairs at k = 16, {len(fresh[0])} and {len(fresh[1])} seeds at k = 1."
+    counted = [r for r in rows if r.k == FRESH[0] and r.seed != TUNED_ON]
+    fresh = [[100 * r.after for r in counted if r.form == form] for form in (other, simpler)]
+    seeds = [len(stale), *map(len, fresh)]
+    if min(seeds) < 2:
+        return "The rule waits for runs: {} pairs at k = 16, {} and {} seeds at k = 1.".format(*seeds)
     leads = [fmean(stale), fmean(fresh[0]) - fmean(fresh[1])]
     variances = [variance(stale) / len(stale), sum(variance(x) / len(x) for x in fresh)]
     precision = [1 / v for v in variances]
