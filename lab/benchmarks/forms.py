@@ -48,8 +48,10 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, variance
+from typing import Any
 
 import tba
+from tba.api import Run
 from tba.evaluation.accuracy import EvaluationSettings
 from tba.evaluation.estimators import SAMPLED, mean_interval
 from tba.objectives.correction import Correction
@@ -61,7 +63,6 @@ from tba.protocols import Objective
 from tba.recipe import RuntimeSettings
 from tba.recipes.instruct import recipe as instruct
 from tba.record.recorder import RecordSettings
-from tba.record.run_record import RunRecord
 from tba.replay.buffer import BufferSettings
 from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
@@ -181,7 +182,7 @@ def main() -> int:
         bench = Bench(given.rows, given.folder or given.rows.parent / "runs", given.device, fixed)
         parts = [cell.split(":") for cell in given.cells]
         asked = [Cell(form, *(FRESH if given.fresh else STALE), float(rate), int(seed)) for form, rate, seed in parts]
-        missing = partial(wanted, seeds=range(given.seeds))
+        missing: Callable[[Sequence[Row]], list[Cell]] = partial(wanted, seeds=range(given.seeds))
         if asked:
             missing = partial(left, asked)
         elif given.rule:
@@ -255,14 +256,14 @@ class Bench:
     def _keep(self, cell: Cell) -> None:
         run = tba.open_run(self.folder / cell.name)
         names = {f.name for f in fields(self.row)}
-        values = {name: value for name, value in measured(run).items() if name in names}
+        values: Mapping[str, Any] = {name: value for name, value in measured(run).items() if name in names}
         row = self.row(**asdict(cell), **values, device=self.device, commit=_commit())
         write(self.rows, [*read(self.rows, self.row), row])
         print(f"{cell.name}: {row.before:.1%} -> {row.after:.1%}, ess {row.ess:.2f}, lag {row.lag:.1f}", flush=True)
         shutil.rmtree(run.path)
 
 
-def measured(run: RunRecord) -> dict[str, float]:
+def measured(run: Run) -> dict[str, float]:
     """The figures of a run that ended; `fall` is the largest below the best accuracy so far."""
     sampled = [e.value for e in run.evaluations if e.metric == SAMPLED]
     steps = [{name: float(x) for name, x in step.items() if isinstance(x, int | float)} for step in run.metrics()]
