@@ -47,7 +47,7 @@ recipe = tba.Recipe(
     name="capitals",
     task=Capitals(),
     model=tba.HuggingFace(path="smollm2", generation=tba.EngineSettings(max_completion_tokens=32)),
-    objective=tba.TrajectoryBalance(beta=0.05),
+    objective=tba.TrajectoryBalance(beta=tba.Constant(0.05)),
     policy_temperature=0.7,  # at 1 so small a model writes partly nonsense
     exploration=tba.Fixed(temperature=0.7),
     optimizer=tba.OptimizerSettings(lr=1e-5),  # docs/your_model.md: which rate for which size

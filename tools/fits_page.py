@@ -208,8 +208,9 @@ def recipe(name: str, model: Mapping[str, Any], checkpointed: bool, slots: int) 
     generation = replace(gsm8k.model.generation, slots=slots)
     model = dict(model)
     optimizer = replace(gsm8k.optimizer, moments_on_host=model.pop("moments_on_host", False))
-    own = {"path": folder_of(name), "device": "cuda", "gradient_checkpointing": checkpointed, "generation": generation}
-    return replace(gsm8k, model=replace(gsm8k.model, **own, **model), optimizer=optimizer)
+    sized = replace(gsm8k.model, path=folder_of(name), device="cuda", generation=generation)
+    sized = replace(sized, gradient_checkpointing=checkpointed, **model)
+    return replace(gsm8k, model=sized, optimizer=optimizer)
 
 
 def of(tried: Recipe, parts: tuple[str, ...]) -> str:

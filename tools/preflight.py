@@ -7,13 +7,14 @@ import os
 import platform
 import shutil
 import sys
+from typing import List, Optional, Tuple
 
 DEFAULT_CUDA = (13, 0)  # of torch's build on the package index, for the version in constraints.txt
 OLDER = {12: "cu126"}  # builds of it for drivers of an older CUDA release
 NEEDED_GB = {"cpu": 2.0, "default": 2.0 if platform.system() == "Darwin" else 8.0}
 
 
-def main():
+def main() -> None:
     """Print the plan; exit with 2 and one sentence when it cannot work."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--torch", default="default")
@@ -51,7 +52,7 @@ def main():
     )
 
 
-def wheel_cuda(torch):
+def wheel_cuda(torch: str) -> Optional[Tuple[int, int]]:
     """Return the CUDA release of the build that TORCH names, as (major, minor); None for one that has none."""
     if torch == "default":
         return DEFAULT_CUDA
@@ -59,7 +60,7 @@ def wheel_cuda(torch):
     return (int(digits[:-1]), int(digits[-1])) if digits.isdigit() and len(digits) > 1 else None
 
 
-def driver_cuda():
+def driver_cuda() -> Optional[Tuple[int, int]]:
     """Return the newest CUDA release that the driver of this machine's GPUs runs; None where it has no driver."""
     try:
         nvml, version = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_int()
@@ -70,7 +71,7 @@ def driver_cuda():
     return (version.value // 1000, version.value % 1000 // 10)
 
 
-def driver_lines(driver, wheel):
+def driver_lines(driver: Optional[Tuple[int, int]], wheel: Optional[Tuple[int, int]]) -> List[str]:
     """Say which build the driver needs, if it is too old for the one that is about to be installed: any release of
     CUDA runs on a driver of its own major release."""
     if driver is None or wheel is None or driver[0] >= wheel[0]:
@@ -83,7 +84,7 @@ def driver_lines(driver, wheel):
     ]
 
 
-def fail(sentence):
+def fail(sentence: str) -> None:
     """One clear sentence, exit code 2."""
     sys.stderr.write("preflight: %s\n" % sentence)
     raise SystemExit(2)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import struct
 import sys
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -69,7 +70,7 @@ def read_pieces(path: Path, vocab: int) -> tuple[list[str], list[float]]:
     return texts, scores
 
 
-def huggingface_names(found: dict, layers: int, heads: int, kv_heads: int) -> dict:
+def huggingface_names(found: dict[str, Any], layers: int, heads: int, kv_heads: int) -> dict[str, torch.Tensor]:
     """Tensors by the names that transformers gives them."""
     ours = {
         "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
@@ -114,7 +115,7 @@ def tokenizer(texts: list[str], scores: list[float]) -> PreTrainedTokenizerFast:
     )  # fmt: skip
 
 
-def write_gguf(path: Path, found: dict, config: LlamaConfig, texts: list[str], scores: list[float]) -> None:
+def write_gguf(path: Path, found: dict[str, Any], config: LlamaConfig, texts: list[str], scores: list[float]) -> None:
     """The same in llama.cpp's format, float32."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("stories260K")

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from against_trl import RATES, environment, trl_run
 from judged_runs import JudgedRun
-from when_async_pays import TARGETS, Watch, in_words, seconds_to, spread
+from when_async_pays import TARGETS, Watch, in_words, reached_at, spread
 
 import tba
 from tba.evaluation.accuracy import EvaluationSettings
@@ -81,7 +81,7 @@ def main() -> int:
                 curve = trl_run(python, "grpo", rate, seed, 100_000, folder, **limits)["curve"]
             else:
                 curve = train(judge, seed, folder, options.seconds)
-            seconds = tuple(None if math.isnan(s := seconds_to(curve, t)) else s for t in TARGETS)
+            seconds = tuple(None if math.isnan(s := reached_at(curve, t)) else s for t in TARGETS)
             row = Row(side, judge, rate, seed, seconds, max(y for _, y in curve))
             print(row, flush=True)
             if options.out is not None:

@@ -130,7 +130,7 @@ def report(sides: dict[str, list[Outcome]], one: Outcome, threads: int, out: Pat
     ratios = np.array([s / a for a, s in pairs if a and s])
     g, t = one.generating, one.training
     per_step = statistics.median(o.seconds_per_step for o in sides["async"])
-    ideal = max(g, t)
+    ideal, uses = max(g, t), [o.uses for o in sides["async"]]
     facts = {
         "seconds_to_80": pairs,
         "speedup_median": float(np.median(ratios)) if len(ratios) else None,
@@ -141,7 +141,7 @@ def report(sides: dict[str, list[Outcome]], one: Outcome, threads: int, out: Pat
         "limit": (g + t) / ideal,
         "async_seconds_per_step": per_step,
         "share_of_ideal": ideal / per_step,
-        "async_uses": [o.uses for o in sides["async"]],
+        "async_uses": uses,
         "final": {side: [o.final for o in found] for side, found in sides.items()},
     }
     if len(ratios):
@@ -150,7 +150,7 @@ def report(sides: dict[str, list[Outcome]], one: Outcome, threads: int, out: Pat
         print(f", median {np.median(ratios):.2f}x, {len(ratios)} of {len(pairs)} seeds reached it on both sides")
     print(f"g = {1000 * g:.0f} ms, t = {1000 * t:.0f} ms per step on one thread: limit {facts['limit']:.2f}x")
     print(f"async: {1000 * per_step:.0f} ms per step, {ideal / per_step:.0%} of the ideal throughput 1 / max(g, t)")
-    print(f"mean uses, async: {statistics.median(facts['async_uses']):.2f}")
+    print(f"mean uses, async: {statistics.median(uses):.2f}")
     if out is not None:
         out.write_text(json.dumps(facts, indent=1) + "\n")
 

@@ -21,8 +21,8 @@ from statistics import median
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch reads it
 
 import torch
-import torch.distributed as dist
 from publishing import policy_of
+from torch._C._distributed_c10d import FileStore
 
 from tba.policy.causal import CausalPolicy
 from tba.training.checkpoint import save_checkpoint
@@ -85,7 +85,7 @@ def main() -> None:
                 rank = other
                 break
             children.append(child)
-        meeting = Meeting(dist.FileStore(str(folder / "store"), given.ranks))
+        meeting = Meeting(FileStore(str(folder / "store"), given.ranks))
         ranks = Ranks(rank, given.ranks, meeting, torch.device("cpu"), 3600.0, 3600.0)
         if rank:
             follow(ranks, given.quick)

@@ -12,6 +12,7 @@ changes); *copied*: they are in a model. Seconds, medians and spread.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import secrets
 import shutil
@@ -39,6 +40,7 @@ from tba.training.optimizer import OptimizerSettings
 from tba.types import Version
 from tba.weights.directory import PublishSettings, WeightDirectory
 
+remote: Any = ray.remote  # Ray's own types leave out some of its options
 ROUNDS = 3
 DEADLINE = 120.0  # seconds for a call
 KINDS = {
@@ -48,7 +50,6 @@ KINDS = {
 }
 
 
-@ray.remote(num_cpus=0)
 class Taker:
     """What a searcher elsewhere does with weights, and how long it takes."""
 
@@ -81,9 +82,10 @@ def measured(home: Path, kind: str, quick: bool, here: str, there: str) -> None:
     directory = WeightDirectory(run.weights, settings=settings, dtype=dtype)
     on = {name: NodeAffinitySchedulingStrategy(node, soft=False) for name, node in (("here", here), ("there", there))}
     groups = {"journal": 1, "weights": 1}
-    exchange: Any = ray.remote(concurrency_groups=groups, num_cpus=0)(ExchangeActor)
+    exchange = remote(concurrency_groups=groups, num_cpus=0)(ExchangeActor)
     exchange = exchange.options(scheduling_strategy=on["here"]).remote(str(run.path))
-    takers = [Taker.options(scheduling_strategy=on["there"]).remote(exchange, quick) for _ in range(2)]
+    taker = remote(num_cpus=0)(Taker).options(scheduling_strategy=on["there"])
+    takers = [taker.remote(exchange, quick) for _ in range(2)]
     rows: list[list[tuple[float, float, float]]] = [[], []]
     size = 0
     for i in range(2 * ROUNDS + 2):
@@ -114,11 +116,11 @@ def main() -> None:
     home = tempfile.mkdtemp(prefix="tba")  # short: the names of Ray's sockets begin with it
     own = {"HOME": home, "RAY_TMPDIR": home, "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
     os.environ.update(own | {"RAY_worker_niceness": "0"})  # Ray's default is 15
-    store = {"object_store_memory": int(1.5e9)}
+    store: dict[str, Any] = {"object_store_memory": int(1.5e9)}
     nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, **store})
     try:
         nodes.add_node(num_cpus=1, **store)
-        ray.init(address=nodes.address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+        ray.init(address=nodes.address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
         here = ray.get_runtime_context().get_node_id()
         there = next(node["NodeID"] for node in ray.nodes() if node["NodeID"] != here)
         for kind in KINDS:

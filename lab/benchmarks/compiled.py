@@ -34,7 +34,7 @@ def batch_of(shape: Shape, seed: int) -> Batch:
     groups = []
     for _ in range(shape.groups):
         prompt = Prompt("random", rng.integers(0, VOCABULARY, shape.prompt + int(rng.integers(20))).astype(np.int32))
-        rows = []
+        rows: list[Trajectory] = []
         for length in rng.integers(shape.shortest, shape.longest, shape.size, endpoint=True):
             tokens = rng.integers(0, VOCABULARY, length).astype(np.int32)
             completion = Completion(tokens, "", StopReason.EOS, (Version(), Version()))
@@ -53,8 +53,9 @@ def stepped(policy: CausalPolicy, batch: Batch) -> float:
 
 def farthest(one: CausalPolicy, other: CausalPolicy) -> float:
     """The largest difference of a gradient, as a share of the largest gradient of its parameter."""
-    pairs = zip(one.parameters(), other.parameters(), strict=True)
-    return max(float((a.grad - b.grad).abs().max() / a.grad.abs().max()) for a, b in pairs)
+    gradients = ([p.grad for p in policy.parameters() if p.grad is not None] for policy in (one, other))
+    pairs = zip(*gradients, strict=True)
+    return max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
 
 
 def main() -> None:

@@ -166,7 +166,8 @@ def by_shell(path: Path, shell: str) -> set[str]:
     new = path.with_name("shell.sqlite")
     with subprocess.Popen([shell, path, ".recover"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         subprocess.run([shell, new], stdin=process.stdout, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    bodies, prompts = [], []
+    bodies: list[_Row] = []
+    prompts: list[_Row] = []
     with closing(sqlite3.connect(new)) as connection:
         for query, rows in (
             ("SELECT seq, prompt, body FROM bodies", bodies),

@@ -44,7 +44,7 @@ AGES, M = (64, 10), 0.5  # k, share of recent groups
 TIERS = (
     ("asymmetric", "none", "grpo", "grpo-answer", "decoupled", "raft"),
     ("reinforce", "prox-rloo", "grpo-token", "exact", "tba-prime", "cispo"),
-    ("gspo", "dppo", "topr", "dr-grpo", "rloo", "gspo-wide"),
+    ("least-variance", "gspo", "dppo", "topr", "dr-grpo", "rloo", "gspo-wide"),
 )
 
 _beta = Constant(BETA)
@@ -52,6 +52,7 @@ OBJECTIVES: dict[str, Objective] = {
     "asymmetric": TrajectoryBalance(_beta),
     "exact": TrajectoryBalance(_beta, off_policy="exact"),
     "none": TrajectoryBalance(_beta, off_policy="none"),
+    "least-variance": TrajectoryBalance(_beta, log_z="least_variance", off_policy="none"),
     "tba-prime": TbaPrime(_beta, per="row"),
     "reinforce": Reinforce(_beta, baseline="none"),
     "rloo": Reinforce(_beta),

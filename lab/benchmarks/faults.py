@@ -71,9 +71,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -307,6 +308,10 @@ def evaluation(run: Run) -> None:
     run.kill(("searcher-0", "trainer", "driver")[run.number % 3])
 
 
+def _changed(path: Path, facts: Mapping[str, Any]) -> bool:
+    return RunDirectory.open(path).facts != facts
+
+
 def resume(run: Run) -> None:
     run.begin()
     run.at_some_step()
@@ -314,7 +319,7 @@ def resume(run: Run) -> None:
     for attempt in range(2):
         facts, process = RunDirectory.open(run.path).facts, run.resume()
         if attempt:  # once it has begun its incarnation
-            run.until(lambda facts=facts: RunDirectory.open(run.path).facts != facts)
+            run.until(partial(_changed, run.path, facts))
         time.sleep(run.rng.uniform(0.0, 5.0))
         process.kill()
         run.ended()

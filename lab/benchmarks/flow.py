@@ -32,6 +32,7 @@ from pathlib import Path
 from statistics import NormalDist
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch reads it
 
@@ -39,7 +40,6 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import tba.grading
 import tba.rollout.searcher
 from tba.clock import ShareClock
 from tba.engines.slots import SlotCache
@@ -237,8 +237,6 @@ class Published:
 def measure(lengths: Lengths, flows: bool, seconds: float, folder: Path) -> tuple[float, dict[str, float]]:
     """Returns the share of slots that were busy, and the shares of the searcher's clock."""
     time = VirtualTime()
-    clocked = SimpleNamespace(perf_counter=lambda: time.now, monotonic=lambda: time.now, time=lambda: time.now)
-    tba.rollout.searcher.time = clocked
     table = Table(time, lengths)
     model = table.model()
     settings = EngineSettings(slots=lengths.slots, max_completion_tokens=lengths.longest)
@@ -252,7 +250,11 @@ def measure(lengths: Lengths, flows: bool, seconds: float, folder: Path) -> tupl
             time.spend(TOKEN)
         return time.now > seconds
 
-    with JournalWriter(folder / f"{lengths.name}-{flows}.sqlite", "searcher-0") as journal:
+    virtual = SimpleNamespace(
+        perf_counter=lambda: time.now, monotonic=lambda: time.now, time=lambda: time.now, sleep=time.spend
+    )
+    journals = JournalWriter(folder / f"{lengths.name}-{flows}.sqlite", "searcher-0")
+    with journals as journal, patch.object(tba.rollout.searcher, "time", virtual):
         searcher = Searcher(
             name="searcher-0",
             engine=engine,

@@ -54,6 +54,7 @@ from tba.objectives.grpo import Grpo
 from tba.objectives.raft import Raft
 from tba.objectives.tba_prime import TbaPrime
 from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.protocols import Objective
 from tba.recipe import RuntimeSettings
 from tba.recipes.instruct import recipe as instruct
 from tba.record.recorder import RecordSettings
@@ -100,7 +101,7 @@ base = replace(
     run=RuntimeSettings(checkpoint_every=0),
     record=RecordSettings(tensorboard=False, samples=0),
 )
-OBJECTIVES = {
+OBJECTIVES: dict[str, Objective] = {
     "none": TrajectoryBalance(_beta, off_policy="none"),
     "exact": TrajectoryBalance(_beta, off_policy="exact"),
     "asymmetric": TrajectoryBalance(_beta, off_policy="asymmetric"),

@@ -140,8 +140,8 @@ def measure(case: Case, repeats: int) -> float:
     }
     speed: dict[str, list[float]] = {side: [] for side in sides}
     length: dict[str, list[int]] = {side: [] for side in sides}
-    for side in sides.values():
-        side(0)  # warm: buffers, caches, clocks
+    for run in sides.values():
+        run(0)  # warm: buffers, caches, clocks
     for repeat in range(repeats):
         for side, run in sides.items():
             start = time.perf_counter()

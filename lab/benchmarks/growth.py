@@ -113,7 +113,8 @@ class Counting:
         self._connect, self._loads = sqlite3.connect, json.loads
 
     def __enter__(self) -> Counting:
-        sqlite3.connect, json.loads = self._connected, self._loaded
+        connect: Any = self._connected  # sqlite3's own has overloads
+        sqlite3.connect, json.loads = connect, self._loaded
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -125,17 +126,18 @@ class Counting:
         self._every = every
         for connection in self._connections:
             self._watch(connection)
-        self.on, found = True, {}
+        counts: dict[str, float] = {}
+        self.on = True
         before, bytes_before, began = self._counts(), bytes_read(), time.perf_counter()
         try:
-            yield found
+            yield counts
         finally:
             seconds, read = time.perf_counter() - began, bytes_read() - bytes_before
             self.on = False
             for connection in self._connections:
                 self._leave(connection)
-            found |= {name: count - before[name] for name, count in self._counts().items()}
-            found |= {"bytes": read, "milliseconds": 1e3 * seconds}
+            counts |= {name: count - before[name] for name, count in self._counts().items()}
+            counts |= {"bytes": read, "milliseconds": 1e3 * seconds}
 
     def _counts(self) -> dict[str, float]:
         return {"statements": self.statements, "instructions": self.instructions, "lines": self.lines}

@@ -24,6 +24,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -39,7 +40,9 @@ from tba.tasks.problem_rows import read_rows
 
 STORIES = Path(__file__).resolve().parents[2] / "tests" / "fixtures" / "stories260K" / "stories260K.gguf"
 SECONDS, BYTES = 60, 8 << 30
-ROWS = [{"prompt": f"{a}+{b}=", "answer": {"value": a + b, "parts": [a, b]}} for a in range(20) for b in range(20)]
+ROWS: list[dict[str, Any]] = [
+    {"prompt": f"{a}+{b}=", "answer": {"value": a + b, "parts": [a, b]}} for a in range(20) for b in range(20)
+]
 ADAPTER = {
     "peft_type": "LORA",
     "base_model_name_or_path": str(BASE),
@@ -78,7 +81,7 @@ def model(folder: Path) -> Path:
 def adapter(folder: Path) -> Path:
     (folder / "adapter").mkdir()
     (folder / "adapter" / "adapter_config.json").write_text(json.dumps(ADAPTER))
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for layer in range(3):
         name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
         tensors |= {f"{name}.lora_A.weight": torch.randn(2, 96), f"{name}.lora_B.weight": torch.randn(96, 2)}

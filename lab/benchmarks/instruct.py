@@ -100,11 +100,17 @@ def matched(answers: Sequence[Answers], problems: Sequence[Problem]) -> list[tup
     by_question = [{prompt.split("<|im_start|>user\n")[-1]: text for prompt, text in one.items()} for one in answers]
     found = []
     for problem in problems:
-        asked = str(problem.prompt[0]["content"])
+        asked = question(problem)
         texts = [next((t for p, t in one.items() if p.startswith(asked + "<|im_end|>")), None) for one in by_question]
         if all(text is not None for text in texts):
             found.append((problem, [str(text) for text in texts]))
     return found
+
+
+def question(problem: Problem) -> str:
+    """Returns the only message of a problem."""
+    assert not isinstance(problem.prompt, str)
+    return str(problem.prompt[0]["content"])
 
 
 def by_kind(answers: Sequence[Answers], problems: Sequence[Problem]) -> Rows:
@@ -152,7 +158,7 @@ def ifeval(answers: Sequence[Answers], problems: Sequence[Problem]) -> None:
 def samples(answers: Sequence[Answers], problems: Sequence[Problem], count: int) -> None:
     """The first answers before and after, with what they fulfil."""
     for problem, texts in matched(answers, problems)[:count]:
-        print(f"- **{problem.prompt[0]['content']}**")
+        print(f"- **{question(problem)}**")
         for when, text in zip(("before", "after"), texts, strict=True):
             kept = [fulfilled(one, problem.fields["question"], text) for one in problem.fields["instructions"]]
             print(f"  - {when} ({sum(kept)} of {len(kept)}): {' / '.join(text.split(chr(10)))}")

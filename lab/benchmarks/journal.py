@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -38,10 +39,10 @@ import numpy as np
 from tba.record.memory import peak_memory_bytes
 from tba.record.summary import Summary
 from tba.replay.buffer import BufferSettings
+from tba.replay.checks import damage
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
 from tba.replay.pacing import Pacing
-from tba.replay.recovery import damage
 from tba.replay.replay import Replay, ReplaySettings
 from tba.replay.selection import RecencyReward
 from tba.types import Completion, Prompt, Sampling, StopReason, Trajectory, Version
@@ -255,7 +256,7 @@ def of_run(run: Path, folder: Path) -> None:
     with JournalFollower(path) as follower, JournalWriter(path, "searcher-0") as writer:
         puts, drains = [], []
         for trajectories in rounds:
-            puts.append(_timed(lambda given=trajectories: writer.put(given, counters={"generated_tokens": 1})))
+            puts.append(_timed(partial(writer.put, trajectories, counters={"generated_tokens": 1})))
             drains.append(_timed(follower.drain_stored))
     wall = summary.wall_seconds.total
     print(f"{run}: {len(rounds):,} rounds, {len(found):,} trajectories, {wall:.0f} s")

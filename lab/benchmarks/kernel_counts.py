@@ -25,9 +25,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -49,6 +51,7 @@ from tba.policy import norms
 from tba.policy.causal import KEPT_BYTES, CausalPolicy, chunk_of
 from tba.policy.head import Head, KeptProbabilities, token_log_probabilities
 from tba.policy.packed import ATTENTION, Pack, PackedLayout, packed_attention, packed_hidden
+from tba.protocols import PolicyOutput
 from tba.schedules import Constant
 from tba.training.optimizer import OptimizerSettings
 from tba.types import Sampling
@@ -174,16 +177,11 @@ class RmsNorm(torch.autograd.Function):
 @contextmanager
 def on_a_gpu() -> Iterator[None]:
     """Inside, norms are as on a GPU, and lists of stand-ins for tensors are taken together as those of tensors are."""
-    norm, lists = norms.rms_norm, _foreach_utils._has_foreach_support
-    norms.rms_norm = lambda x, weight, eps: RmsNorm.apply(x, weight)
-    for module in (_foreach_utils, clip_grad):
-        module._has_foreach_support = lambda tensors, device: True
-    try:
-        yield
-    finally:
-        norms.rms_norm = norm
+    with ExitStack() as replaced:
+        replaced.enter_context(patch.object(norms, "rms_norm", lambda x, weight, eps: RmsNorm.apply(x, weight)))
         for module in (_foreach_utils, clip_grad):
-            module._has_foreach_support = lists
+            replaced.enter_context(patch.object(module, "_has_foreach_support", lambda tensors, device: True))
+        yield
 
 
 def counted(call: Callable[[], object]) -> Count:
@@ -268,11 +266,11 @@ def batch_of(groups: int = 3, size: int = 20, prompt: int = 100, length: int = 2
 
 def step(policy: CausalPolicy, batch: Batch) -> dict[str, Count]:
     """A step's counts by part. The head's are those of the same part of the step without its layers."""
-    objective, made = TrajectoryBalance(Constant(0.05)), []
+    objective, outputs, losses = TrajectoryBalance(Constant(0.05)), list[PolicyOutput](), list[Tensor]()
     there = batch.to(META)
-    found = {"forward": counted(lambda: made.append(policy.evaluate(batch)))}
-    found["loss"] = counted(lambda: made.append(objective(made[0], there, 1)[0]))
-    found["backward"] = counted(lambda: made[1].backward())
+    found = {"forward": counted(lambda: outputs.append(policy.evaluate(batch)))}
+    found["loss"] = counted(lambda: losses.append(objective(outputs[0], there, 1)[0]))
+    found["backward"] = counted(losses[0].backward)
     found["optimizer"] = update([tuple(p.shape) for p in policy.parameters()])
     for weight in policy.parameters():
         torch.autograd.graph.increment_version(weight)
@@ -292,7 +290,7 @@ def update(shapes: Sequence[tuple[int, ...]]) -> Count:
         for number in (1, 2):
             for parameter in parameters:
                 parameter.grad = torch.empty_like(parameter)
-            count = counted(lambda number=number: optimizer.step(number, read=lambda norm: 2.0))
+            count = counted(partial(optimizer.step, number, read=lambda norm: 2.0))
     return count
 
 

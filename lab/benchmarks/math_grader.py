@@ -55,7 +55,7 @@ def main() -> None:
     arguments = parser.parse_args()
     problems = Math(str(arguments.folder)).problems("eval")[: arguments.limit]
     answers = [p.fields["answer"] for p in problems]
-    boxed = [last_boxed(p.demonstration or "") for p in problems]
+    boxed = [last_boxed(p.demonstration) if isinstance(p.demonstration, str) else None for p in problems]
     same = sum(b is not None and b.strip() == a for a, b in zip(answers, boxed, strict=True))
     print(f"{len(answers)} problems; the solution's last box is the answer, to the character, in {same}")
     reward = MathAnswer(arguments.processes)

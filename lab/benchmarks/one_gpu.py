@@ -64,6 +64,7 @@ from one_gpu_halves import (
     Size,
     TrainerHalf,
     arguments_of,
+    model_of,
     models_in,
     prompts_of,
     ready_to_count,
@@ -135,7 +136,12 @@ def environment(given: Given, note: Note) -> None:
         with torch.cuda.graph(graph):
             launch(length)
         graph.replay()
-        seconds = seconds_of(lambda: [graph.replay() for _ in range(times // length)], given.device)
+
+        def replay() -> None:
+            for _ in range(times // length):
+                graph.replay()
+
+        seconds = seconds_of(replay, given.device)
         note(microseconds_a_kernel_of_a_graph=1e6 * seconds / times)
     size = 1 << (24 if given.small else 29)  # bytes
     there = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -167,7 +173,7 @@ def engine_part(given: Given, note: Note, slots: int) -> None:
     half.warm()
     note(flow_tokens_per_second=half.work(shape.window, device).a_second)
     longest = 2 * shape.prompt
-    of = Sampling(recipe.model.precision, slots, longest + shape.longest, longest, device=device)
+    of = Sampling(model_of(recipe).precision, slots, longest + shape.longest, longest, device=device)
     note(peak_bytes=peak.bytes(), computed_bytes=total(engine(Shape.of(shape.config), of)))
     del half
     recipe = recipe_of(given.folder / "endless", device, shape, generation=settings)
@@ -179,11 +185,13 @@ def engine_part(given: Given, note: Note, slots: int) -> None:
     half = SearcherHalf(recipe, shape)
     few, many = 2, 3 if given.small else 4
     grown(half, slots, many)
-    tokens: list[int] = []
-    short, long = (
-        work_of(lambda often=often: tokens.append(grown(half, slots, often)), device) for often in (few, many)
-    )
-    work, steps = long - short, tokens[-1] - tokens[0]
+    lengths: list[int] = []
+
+    def grow(often: int) -> None:
+        lengths.append(grown(half, slots, often))
+
+    short, long = (work_of(partial(grow, often), device) for often in (few, many))
+    work, steps = long - short, lengths[-1] - lengths[0]
     note(
         launches_a_step=work.launches / steps,
         kernels_a_step=work.kernels / steps,
@@ -225,7 +233,7 @@ def trainer_part(given: Given, note: Note, checkpointed: bool = False, rank: int
         shape, folder = shape if given.small else SIZES[size], folder / "larger"
         draw(folder, shape)
     peak = PeakMemory()
-    lora = {"lora": LoraSettings(rank=rank)} if rank else {}
+    lora: dict[str, Any] = {"lora": LoraSettings(rank=rank)} if rank else {}
     recipe = recipe_of(folder / "endless", given.device, shape, gradient_checkpointing=checkpointed, **lora)
     with tempfile.TemporaryDirectory(dir=given.folder) as published:
         half = TrainerHalf(recipe, shape, Path(published))
@@ -261,7 +269,7 @@ def a_step(
     first = seconds_of(half.act, device)
     half.act()
     steps = [seconds_of(half.act, device) for _ in range(STEPS)]
-    recipe_model, made = half.recipe.model, Shape.of(shape.config)
+    recipe_model, made = model_of(half.recipe), Shape.of(shape.config)
     tokens, step = tokens_in(half.fetched.batch), statistics.median(steps)
     rate = product_rate(recipe_model.compute, torch.device(device))
     computed = trainer(made, Pass(tokens, recipe_model.precision, device, rank, checkpointed=checkpointed))

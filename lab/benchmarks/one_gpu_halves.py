@@ -14,7 +14,7 @@ import math
 import re
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,12 +24,13 @@ import numpy as np
 import torch
 from kernel_counts import _NOTHING
 from step_parts import NAMES, REST, part_of
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_memory import qwen2
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
 from tba.batch import Batch, Fetched, collate
+from tba.models.huggingface import HuggingFace
 from tba.recipe import Recipe
 from tba.record.memory import peak_gpu_memory_bytes, peak_memory_bytes, resident_memory_bytes
 from tba.runtime.ranks.start import start_policy, start_ranks
@@ -105,7 +106,13 @@ def arguments_of(model: Path, device: str, size: Size, slots: int = 72) -> list[
 def recipe_of(model: Path, device: str, size: Size, slots: int = 72, **model_fields: Any) -> Recipe:
     """The recipe of these settings, its model prepared and with other fields if wanted."""
     recipe = override(find("quickstart"), arguments_of(model, device, size, slots), "one_gpu", recorded=True)
-    return replace(recipe, model=replace(recipe.model.prepared(recipe.task), **model_fields))
+    return replace(recipe, model=replace(model_of(recipe).prepared(recipe.task), **model_fields))
+
+
+def model_of(recipe: Recipe) -> HuggingFace:
+    """Returns the recipe's model, of the kind that all of these have."""
+    assert isinstance(recipe.model, HuggingFace)
+    return recipe.model
 
 
 def synchronize(device: str) -> None:
@@ -315,7 +322,7 @@ def summed(events: Sequence[Any], on_gpu: bool, vocabulary: int | None) -> Work:
     """The work in a profile's events."""
     launches, kernels = 0, 0
     counts: Counter[str] = Counter()
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     parts = dict.fromkeys((*NAMES, REST) if vocabulary else (), 0.0)
     for event in events:
         on_device = event.device_type == DeviceType.CUDA

@@ -28,8 +28,8 @@ def plot(files: list[Path], out: Path) -> None:
         series = name if name and number.isdigit() else file.stem
         label = None if series in colours else literal(series)
         colour = colours.setdefault(series, f"C{len(colours)}")
-        widths = {"xerr": [[x - low_x], [high_x - x]], "yerr": [[y - low_y], [high_y - y]]}
-        axes.errorbar([x], [y], fmt="o", color=colour, label=label, **widths)
+        widths = [[x - low_x], [high_x - x]], [[y - low_y], [high_y - y]]
+        axes.errorbar([x], [y], xerr=widths[0], yerr=widths[1], fmt="o", color=colour, label=label)
     axes.set_xlim(-2, 102)
     axes.set_xlabel("successful attacks, %")
     axes.set_ylabel("mean pairwise cosine distance")

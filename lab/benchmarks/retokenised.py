@@ -16,8 +16,9 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from tba.models.huggingface import HuggingFace
 from tba.rollout.prompts import PromptSettings, encode
 from tba.runtime.teaching import ScoredByText
 from tba.tasks.arithmetic import Arithmetic
-from tba.types import Completion, Problem, Prompt, Sampling, StopReason, Version
+from tba.types import Completion, FloatArray, Problem, Prompt, Sampling, StopReason, Version
 
 AT_ONCE = 16  # prompts that are answered and scored together
 BEGINNING = 20  # characters of a line of plain text that are a prompt
@@ -50,8 +51,8 @@ def main() -> None:
     texts = list(texts_of(given.file, given.field))
     again = [tokenizer.encode(text, add_special_tokens=False) for text in texts[: 10 * given.prompts]]
     other = sum(tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False) != ids for ids in again)
-    whole = f"{len(again)} whole texts of {sum(map(len, again)):,} tokens"
-    print(f"{whole}: {other} are written in other tokens after they were read")
+    size = f"{len(again)} whole texts of {sum(map(len, again)):,} tokens"
+    print(f"{size}: {other} are written in other tokens after they were read")
     plain = given.file.suffix != ".jsonl"
     problems = [
         Problem(({"role": "user", "content": text},) if given.chat else text[:BEGINNING] if plain else text)
@@ -80,8 +81,13 @@ def main() -> None:
 class Alike:
     """A reference to which all ways to write a text are alike, so that the text's own score is left."""
 
-    def log_probabilities_of(self, answered: list[tuple[Prompt, list[Completion]]]) -> list[list[np.ndarray]]:
+    version = Version()
+
+    def log_probabilities_of(self, answered: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[FloatArray]]:
         return [[np.zeros(len(c.tokens), np.float32) for c in completions] for _, completions in answered]
+
+    def load(self, weights: Mapping[str, Any], version: Version) -> None:
+        raise AssertionError("it has no weights")
 
 
 def summary(length: np.ndarray, more: np.ndarray) -> str:

@@ -31,7 +31,7 @@ def main() -> None:
             *("--steps", str(arguments.steps), "--evaluation.every", "0"),
         ]
         with tempfile.TemporaryDirectory() as folder:
-            rows = [row(one(seed, Path(folder), fields)) for seed in range(arguments.seeds)]
+            rows = [row(*one(seed, Path(folder), 1.0, fields)) for seed in range(arguments.seeds)]
         after = sorted(r["after sampled"] for r in rows)
         print(
             f"mean uses {statistics.mean(r['mean uses'] for r in rows):5.2f}: sampled accuracy after "

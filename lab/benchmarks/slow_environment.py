@@ -30,6 +30,7 @@ from parts import forked, parts_of
 
 import tba
 from tba.clock import ShareClock
+from tba.engines.transformers import Flow
 from tba.environments.engine import EpisodeEngine
 from tba.environments.hosts import Beginning, Here, Hosts, Question
 from tba.record.summary import Summary
@@ -91,11 +92,12 @@ def task_of(environment: type[Slow], processes: int = 128) -> tba.EnvironmentTas
     return tba.EnvironmentTask(environment, name="slow", turns=8, worlds=512, held_out=8, limits=limits)
 
 
+hugging_face = tba.HuggingFace(generation=tba.EngineSettings(slots=64, max_completion_tokens=300), device="cpu")
 recipe = tba.Recipe(
     name="slow_environment",
     description="an environment of 300 ms a turn that hangs, raises and dies",
     task=task_of(Slow),
-    model=tba.HuggingFace(generation=tba.EngineSettings(slots=64, max_completion_tokens=300), device="cpu"),
+    model=hugging_face,
     objective=tba.TrajectoryBalance(beta=tba.Constant(0.1)),
     evaluation=tba.EvaluationSettings(every=0, problems=0),
     run=tba.RuntimeSettings(checkpoint_every=20),
@@ -163,12 +165,14 @@ def main() -> int:
 
 def timed(environment: type[Slow], processes: int, model: Path, seconds: float) -> str:
     """One engine for so long, always with prompts to answer, after its first episodes, for which processes start."""
-    made = replace(recipe, task=task_of(environment, processes), model=replace(recipe.model, path=str(model)))
+    made = replace(recipe, task=task_of(environment, processes), model=replace(hugging_face, path=str(model)))
     clock = ShareClock(state="generating")
     engine = engine_of(made, made.model, Version(), clock=clock)
     assert isinstance(engine, EpisodeEngine)
     prompts = prompts_of(made, made.model, "train")
     flow = engine.flow(8, Sampling(), np.random.default_rng(0))
+    rows = flow.flow
+    assert isinstance(rows, Flow)
     found: list[Completion] = []
     growing: list[int] = []
     asked = 0
@@ -184,7 +188,7 @@ def timed(environment: type[Slow], processes: int, model: Path, seconds: float) 
                 found += completions
 
     def over() -> bool:
-        growing.append(flow.flow.extent - len(flow.flow.free))
+        growing.append(rows.extent - len(rows.free))
         return time.perf_counter() - began > seconds
 
     play(lambda: len(found) >= (64 if processes else 1))

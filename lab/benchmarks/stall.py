@@ -34,6 +34,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,6 +45,7 @@ from tba.command.replay import uses_of
 from tba.evaluation.accuracy import EvaluationSettings, evaluate
 from tba.evaluation.estimators import SAMPLED
 from tba.grading import Grader
+from tba.protocols import PublishedWeights
 from tba.recipe import Recipe
 from tba.record.metrics import column, read_last, read_metrics
 from tba.record.summary import Summary
@@ -227,6 +229,7 @@ class Synchronous:
         if saved is not None:
             self.optimizer.load(saved)
         self.held_out = prompts_of(recipe, self.model, "eval")
+        journal: Any = self  # of a searcher whose rounds do not flow it needs no more than `put`
         self.searcher = Searcher(
             name="searcher-0",
             engine=self.model.engine(Version()),
@@ -234,7 +237,7 @@ class Synchronous:
             grader=Grader(recipe.task.reward()),
             exploration=recipe.exploration,
             prompts=PromptStream(prompts_of(recipe, self.model, "train"), recipe.seed, self.lease),
-            journal=self,
+            journal=journal,
             weights=self,
             samples_per_prompt=recipe.samples_per_prompt,
             prompts_per_round=recipe.prompts_per_round,
@@ -266,7 +269,7 @@ class Synchronous:
 
     def accuracy(self) -> float:
         """Sampled, on held-out problems."""
-        engine, reward = self.searcher.engine, self.searcher.reward
+        engine, reward = self.searcher.engine, self.recipe.task.reward()
         engine.load(self.policy.weights(), self.trainer.version)
         settings = EvaluationSettings(problems=PROBLEMS, greedy=False, chunk=500)
         rng = np.random.default_rng(self.recipe.seed)
@@ -283,6 +286,10 @@ class Synchronous:
 
     def newer_than(self, version: Version | None) -> None:
         """The searcher's weights change between blocks only."""
+
+    def at(self, version: Version) -> PublishedWeights:
+        """Not needed: the reference is never reset."""
+        raise AssertionError("no version is kept")
 
     def publish(self, weights: object, version: Version, notes: object) -> None:
         """The same."""

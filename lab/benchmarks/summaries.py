@@ -137,7 +137,8 @@ def main() -> int:
     if given.files[0] == "pairs" and len(given.files) == 2:
         validate(Path(given.files[1]), given.judge)
     elif len(given.files) == 3:
-        compare(*map(Path, given.files), given.judge, given.csv)
+        posts, before, after = map(Path, given.files)
+        compare(posts, before, after, given.judge, given.csv)
     else:
         parser.error("give POSTS BEFORE AFTER, or `pairs` and a file")
     return 0

@@ -33,8 +33,8 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch reads it
 
 import torch
-import torch.distributed as dist
 from publishing import batch_of
+from torch._C._distributed_c10d import FileStore
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, PretrainedConfig, Qwen2Config
 
 from tba.models import memory
@@ -140,7 +140,7 @@ def measured(size: str, case: Case) -> int:
         first = int(case.ranks > 1 and os.fork() == 0)
         ranks = None
         if case.ranks > 1:
-            store = dist.FileStore(f"{folder}/store", case.ranks)
+            store = FileStore(f"{folder}/store", case.ranks)
             ranks = Ranks(first, case.ranks, Meeting(store), torch.device("cpu"), 3600.0, 3600.0)
         train("tiny", case, ranks)
         gc.collect()

@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -90,7 +91,7 @@ def batch_of(shape: Shape, vocabulary: int) -> Batch:
     groups = []
     for _ in range(shape.groups):
         prompt = Prompt("random", rng.integers(0, vocabulary, shape.prompt).astype(np.int32))
-        rows = []
+        rows: list[Trajectory] = []
         for length in rng.integers(shape.shortest, shape.longest, shape.size, endpoint=True):
             tokens = rng.integers(0, vocabulary, length).astype(np.int32)
             completion = Completion(tokens, "", StopReason.EOS, versions)
@@ -211,7 +212,7 @@ def compare(shape: Shape, vocabulary: int, repeats: int) -> bool:
     packed()
     padded_step(models["padded"], batch, ROWS_AT_ONCE[0])
     check_gradients(models["padded"], models["packed"])
-    trial = {n: seconds(lambda n=n: padded_step(models["padded"], batch, n)) for n in ROWS_AT_ONCE}
+    trial = {n: seconds(partial(padded_step, models["padded"], batch, n)) for n in ROWS_AT_ONCE}
     best = min(trial, key=trial.__getitem__)
     steps = {"padded": step_of("padded", models["padded"], batch, best), "packed": packed}
     times: dict[str, list[float]] = {"padded": [], "packed": []}

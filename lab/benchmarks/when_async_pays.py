@@ -39,7 +39,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
@@ -52,6 +52,7 @@ from tba.evaluation.estimators import SAMPLED, mean_interval
 from tba.objectives.correction import Correction
 from tba.objectives.grpo import Grpo
 from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.protocols import Objective
 from tba.recipe import Recipe, RuntimeSettings
 from tba.recipes.quickstart import recipe as quickstart
 from tba.record.evaluations import read_evaluations
@@ -85,7 +86,7 @@ JUDGES = {  # by name: the judge, and the seconds after which a run ends
     "4 s": (Judge(seconds=4.0, concurrency=AT_ONCE), 900.0),
     "tail": (Judge(seconds=0.2, tail_every=500, tail_seconds=60.0, concurrency=AT_ONCE), 3600.0),
 }
-OBJECTIVES = {
+OBJECTIVES: dict[str, Objective] = {
     "balance": TrajectoryBalance(Constant(0.05)),
     "grpo": Grpo(Constant(0.05), correction=Correction("truncate")),
 }
@@ -315,14 +316,20 @@ class Watch:
 
     def row(self, cell: Cell) -> Row:
         curve, metrics = self.curve(), read_metrics(self.run.path)
+        to_80, to_90, to_95 = (reached_at(curve, target) for target in TARGETS)
+        updates_to_80, updates_to_90, updates_to_95 = (reached_at(self.curve_by_updates(), t) for t in TARGETS)
         return Row(
-            *astuple(cell),
-            *(reached_at(curve, target) for target in TARGETS),
-            max(y for _, y in curve),
-            self.seconds(),
-            len(metrics),
-            fmean(m["lag"] for m in metrics) if metrics else math.nan,
-            *(reached_at(self.curve_by_updates(), target) for target in TARGETS),
+            **asdict(cell),
+            to_80=to_80,
+            to_90=to_90,
+            to_95=to_95,
+            best=max(y for _, y in curve),
+            seconds=self.seconds(),
+            updates=len(metrics),
+            lag=fmean(m["lag"] for m in metrics) if metrics else math.nan,
+            updates_to_80=updates_to_80,
+            updates_to_90=updates_to_90,
+            updates_to_95=updates_to_95,
         )
 
 
@@ -399,7 +406,7 @@ def table(rows: Sequence[Row]) -> str:
         sides = [counted(rows, judge, objective, side) for side in SIDES]
         for i, target in enumerate(TARGETS if any(sides) else ()):
             cells = [spread([r.reached[i] for r in side]) for side in sides]
-            ratio = ratios(*sides, i)
+            ratio = ratios(sides[0], sides[1], i)
             lines.append(f"| {judge} | {LABELS[objective]} | {target:.0%} | {' | '.join(cells)} | {ratio} |")
     lines += [
         "",

@@ -114,7 +114,7 @@ class Browser:
         self._call("Input.dispatchKeyEvent", type="keyDown", key=key, **text, **code)
         self._call("Input.dispatchKeyEvent", type="keyUp", key=key, **code)
 
-    def type(self, text: str) -> None:
+    def type_text(self, text: str) -> None:
         """Type into what has the focus."""
         self._call("Input.insertText", text=text)
 

@@ -34,7 +34,7 @@ def test_a_page_opens_from_the_disk_and_asks_nothing_of_anybody(browser: Browser
 def test_the_search_finds_a_setting_and_leads_to_its_page(browser: Browser) -> None:
     browser.open((SITE / "index.html").as_uri())
     browser.run("document.querySelector('[data-md-component=search-query]').focus()")
-    browser.type("max-mean-uses")
+    browser.type_text("max-mean-uses")
     browser.until("document.querySelectorAll('.md-search-result__link').length > 0")
     found = browser.run("[...document.querySelectorAll('.md-search-result__link')].map((link) => link.pathname)")
     assert found[0].endswith("/reference.html")

@@ -157,7 +157,7 @@ def test_search_and_filters_leave_what_matches(browser: Browser, pages: dict[str
     opened(browser, f"{pages['one']}#view=read")
     assert text(browser, ".counted") == f"{ALL} of {ALL} trajectories"
     browser.press("/")
-    browser.type("answer 2 of round 7:")
+    browser.type_text("answer 2 of round 7:")
     browser.until("document.querySelector('.counted').innerText.startsWith('1 of')")
     assert text(browser, ".list .item .one").startswith('answer 2 of round 7: <img src=x onerror="document.title')
     assert state(browser)["q"] == "answer 2 of round 7:"

@@ -104,6 +104,55 @@ def test_value_and_gradient_are_those_of_the_formula(form: str, times: float, kn
         torch.testing.assert_close(slopes(objective, batch, log_policy_BT)[0], expected_BT, rtol=0, atol=1e-12)
 
 
+def squared_gradient(log_probabilities: Sequence[float]) -> float:
+    """What a row weighs in log Z with least variance: the square of its gradient in the logits, nearly."""
+    return sum((1 - math.exp(x)) ** 2 for x in log_probabilities) + 1e-6
+
+
+@pytest.mark.parametrize("form", ["none", "exact"])
+@pytest.mark.parametrize("times", [0.0, 1.0, 5.0])
+def test_log_z_with_least_variance_is_a_mean_by_squared_gradients(form: str, times: float) -> None:
+    for seed in range(8):
+        batch, log_policy_BT = far(seed, times)
+        objective = TrajectoryBalance(BETA, log_z="least_variance", off_policy=form)
+        expected_loss, expected_BT = 0.0, torch.zeros_like(log_policy_BT)
+        for group in groups_of(batch, log_policy_BT):
+            rows = [row for _, row in group]
+            squares = [squared_gradient(log_policy_BT[b][batch.mask_BT[b]].tolist()) for b, _ in group]
+            centre = sum(v * row.h for v, row in zip(squares, rows, strict=True)) / sum(squares)
+            for (b, row), w in zip(group, weights(form, rows), strict=True):
+                expected_loss += w * (row.h - centre) ** 2 / (2 * beta) / batch.rows
+                expected_BT[b] = -w * (row.h - centre) / batch.rows * batch.mask_BT[b].double()
+        loss, _ = objective(PolicyOutput(log_policy_BT), batch, 1)
+        assert float(loss) == pytest.approx(expected_loss, rel=1e-12, abs=1e-12)
+        torch.testing.assert_close(slopes(objective, batch, log_policy_BT)[0], expected_BT, rtol=0, atol=1e-12)
+
+
+def test_its_weight_of_a_token_is_between_half_and_all_of_the_square_of_the_gradient_in_the_logits() -> None:
+    generator = torch.Generator().manual_seed(0)
+    p_RV = (4 * torch.randn(200, 7, dtype=torch.float64, generator=generator)).softmax(1)
+    gradient_RV = torch.eye(7, dtype=torch.float64)[0] - p_RV
+    ratio_R = (1 - p_RV[:, 0]).square() / gradient_RV.square().sum(1)
+    assert 0.5 <= float(ratio_R.min()) < 0.6
+    assert 0.75 < float(ratio_R.max()) <= 6 / 7  # where the other six are alike
+
+
+def test_where_two_answers_are_possible_its_baseline_is_the_one_with_the_least_variance() -> None:
+    """By enumeration: of all constants b, the variance of (h - b) grad log pi is least at the mean by its weights."""
+    p, h = torch.tensor([0.9, 0.1], dtype=torch.float64), torch.tensor([0.8, 0.1], dtype=torch.float64)
+    gradient_YV = torch.eye(2, dtype=torch.float64) - p
+
+    def variance(b: float) -> float:
+        sample_YV = (h - b)[:, None] * gradient_YV
+        mean_V = p @ sample_YV
+        return float(p @ (sample_YV - mean_V).square().sum(1))
+
+    weight = p * (1 - p).square()
+    least = float(weight @ h / weight.sum())
+    assert variance(least) < min(variance(least + 1e-3), variance(least - 1e-3))
+    assert variance(least) < 0.2 * variance(float(p @ h))
+
+
 def test_lowered_is_exact_about_a_log_z_half_way_to_the_lowest() -> None:
     for seed in range(8):
         batch, log_policy_BT = far(seed, 3.0)

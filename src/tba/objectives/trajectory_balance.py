@@ -27,6 +27,7 @@ from tba.types import Json
 
 CAP = 8.0  # the largest weight of a row before division by its group's mean; 2 and 1 do about as well (lab/results.md)
 PUSH = 1.5  # times what earlier batches showed; twice as much is worse at large rates
+_LEAST_SQUARE = 1e-6  # of a row's gradient: where the policy is sure of all answers, they weigh the same
 DECAY = 0.9  # of the running means over steps
 SPREAD = 2.0  # nats; 20 rows of normally spread log rho are then worth 4 below the cap, 8 at it (medians)
 
@@ -64,6 +65,13 @@ class TrajectoryBalance:
     Every row weighs 1 / B, so that in a ragged batch larger groups weigh more; a group of one has no residual and
     contributes zero. The stop-gradient changes nothing while a group is whole, since its residuals sum to zero.
 
+    With `log_z` least_variance, a row weighs sum (1 - p)^2 in the mean that estimates log Z(x), p being what the policy
+    gives each of its tokens; its weight in the loss stays w. The square of a row's gradient in the logits is between
+    once and twice that, so that this is nearly the baseline with which the gradient's variance is least (Greensmith et
+    al. 2004, JMLR 5; Hao et al. 2025, arXiv 2505.23585, have the row's length in its place). A likely answer, of which
+    the policy is sure, hardly counts, and is not pushed down when it is no worse than the unlikely ones. The weights
+    depend on the answers alone, so that the optimum stays where it is on any data, with noisy rewards too.
+
     With `log_z` learned, log Z(x) is the policy's own head and is trained by the same square (Malkin et al. 2022, arXiv
     2201.13259; as in Lee et al. 2024, arXiv 2405.18540): it needs no group, and a row alone in its group teaches too.
     The weights are then not divided by their mean.
@@ -79,7 +87,7 @@ class TrajectoryBalance:
 
     beta: Schedule  # strength of the pull to the reference, in units of reward; positive
     form: Literal["advantage", "raw"] = "advantage"  # scale of the loss
-    log_z: Literal["group", "learned"] = "group"  # the mean over the row's group, or a head of the policy
+    log_z: Literal["least_variance", "group", "learned"] = "group"  # which mean of the row's group, or a head
     off_policy: Literal["asymmetric", "exact", "tapered", "none"] = "asymmetric"  # for stale data; none: the paper's
     reward_temperature: Schedule = Constant(1.0)  # T, temperature of the whole target, by step; 1: none
     reference_temperature: Schedule = Constant(1.0)  # g, temperature of the reference in it, by step; 1: none
@@ -161,8 +169,12 @@ class TrajectoryBalance:
         return weight_B / group_mean(weight_B, *rows)
 
     def _log_z_B(self, gap_B: Tensor, weight_B: Tensor, output: PolicyOutput, batch: Batch) -> Tensor:
+        rows = (batch.group_B, batch.groups)
         if self.log_z == "group":
-            return group_mean(weight_B * gap_B, batch.group_B, batch.groups)
+            return group_mean(weight_B * gap_B, *rows)
+        if self.log_z == "least_variance":
+            square_B = masked_sum((1 - output.log_policy_BT.detach().exp()).square(), batch.mask_BT) + _LEAST_SQUARE
+            return group_mean(square_B * gap_B, *rows) / group_mean(square_B, *rows)
         if output.log_z_G is None:
             raise ValueError("log_z='learned' needs log_z of the policy, but this one has no such head")
         return output.log_z_G[batch.group_B]

@@ -146,7 +146,7 @@ class Counts:
     damaged: Amount = field(default_factory=Amount)
 
 
-_RARE = 0.01  # of all answers: fewer repeats than this do not change how often the others come
+RARE = 0.01  # of all answers: fewer repeats than this do not change how often the others come
 
 
 class Buffer:
@@ -235,7 +235,7 @@ class Buffer:
         So are all prompts where this befell more than one in a hundred answers: those that happen to have no repeat
         among many repeats do not represent what was sampled either.
         """
-        return prompt in self._thinned or self._left_out > _RARE * self.received
+        return prompt in self._thinned or self._left_out > RARE * self.received
 
     def _leave_out(self, prompt: str, answers: float = 1) -> None:
         self._thinned.add(prompt)
