@@ -1,13 +1,16 @@
-"""Every objective at its best rate on sums with stale data: k = 64 and k = 10, half of the groups old, 400 updates.
+"""Every objective at its best rate on a toy with stale data: k = 64 and k = 10, half of the groups old.
 
-    nice -n 19 python lab/benchmarks/fair.py --rows lab/results/fair.csv --folder fair-runs [--at-once 1] [--seeds 3]
-    python lab/benchmarks/fair.py --rows lab/results/fair.csv --table
+    python lab/benchmarks/fair.py --rows lab/results/fair_sums.csv --folder fair-runs [--at-once 1] [--seeds 3]
+    python lab/benchmarks/fair.py --rows lab/results/fair_sums.csv --table
+    python lab/benchmarks/fair.py --task countdown --rows lab/results/fair_countdown.csv --folder fair-runs
+
+`--task` is `sums`, `countdown` or `calculator`; `--forms none exact` makes these alone.
 
 Of three rates or more the best of each objective *at each k* is chosen on seed 100, which is counted nowhere (a best
 rate at the edge is followed by the next, three times further, up to five rates); then come the counted seeds. The runs
-are those of the study `stability` (`inline`, so that the data's age depends on the settings alone; 10,000 problems at
-the end), with 1,000 problems every 40 updates on the way. The first tier is complete before the second begins, k = 64
-before k = 10. A run takes a minute or two on one core.
+are those of the studies `stability`, `stability_countdown` and `stability_calculator` (`inline`, so that the data's age
+depends on the settings alone), evaluated every 40 updates on the way. The first tier is complete before the second
+begins, k = 64 before k = 10. A run takes a minute or two on one core.
 
 Every run that ends is a row at once; the same command goes on after a stop. `--cells grpo:1e-4:0` makes these alone, at
 k = 64, or with `--k 10`.
@@ -18,7 +21,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,14 +40,22 @@ from tba.schedules import Constant
 from tba_lab.corrections import Dppo, Topr
 from tba_lab.studies._base import BETA, stale
 from tba_lab.studies.stability import study as stability
+from tba_lab.studies.stability_calculator import study as stability_calculator
+from tba_lab.studies.stability_countdown import study as stability_countdown
 from tba_lab.study import Study, Variant
 
-RATES, FACTOR = (3e-5, 1e-4, 3e-4), 3.0
+TASKS: Mapping[str, tuple[Study, tuple[float, ...]]] = {  # with the rates to begin with
+    "sums": (stability, (3e-5, 1e-4, 3e-4)),
+    "countdown": (stability_countdown, (3e-5, 1e-4, 3e-4)),
+    "calculator": (stability_calculator, (6e-5, 2e-4, 6e-4)),
+}
+FACTOR = 3.0  # between neighbouring rates
 AGES, M = (64, 10), 0.5  # k, share of recent groups
 TIERS = (
-    ("asymmetric", "none", "grpo", "grpo-answer", "decoupled", "raft"),
-    ("reinforce", "prox-rloo", "grpo-token", "exact", "tba-prime", "cispo"),
-    ("least-variance", "gspo", "dppo", "topr", "dr-grpo", "rloo", "gspo-wide"),
+    ("least-variance", "none", "exact", "asymmetric"),
+    ("grpo", "grpo-answer", "decoupled", "raft"),
+    ("reinforce", "prox-rloo", "grpo-token", "tba-prime", "cispo", "least-variance-ones"),
+    ("gspo", "dppo", "topr", "dr-grpo", "rloo", "gspo-wide"),
 )
 
 _beta = Constant(BETA)
@@ -52,7 +63,8 @@ OBJECTIVES: dict[str, Objective] = {
     "asymmetric": TrajectoryBalance(_beta),
     "exact": TrajectoryBalance(_beta, off_policy="exact"),
     "none": TrajectoryBalance(_beta, off_policy="none"),
-    "least-variance": TrajectoryBalance(_beta, log_z="least_variance", off_policy="none"),
+    "least-variance": TrajectoryBalance(_beta, log_z="least_variance", off_policy="exact"),
+    "least-variance-ones": TrajectoryBalance(_beta, log_z="least_variance", off_policy="none"),
     "tba-prime": TbaPrime(_beta, per="row"),
     "reinforce": Reinforce(_beta, baseline="none"),
     "rloo": Reinforce(_beta),
@@ -69,15 +81,17 @@ OBJECTIVES: dict[str, Objective] = {
     "gspo-wide": Grpo(_beta, correction=Correction("clip", "mean")),
     "dppo": Grpo(_beta, standardise=False, per="token", correction=Dppo()),
 }
-base = stale(
-    replace(stability.recipe, evaluation=replace(stability.recipe.evaluation, every=40, problems_during=1000)),
-    AGES[0],
-    M,
-)
-study = Study(  # for `tba train lab/benchmarks/fair.py::exact`
+
+
+def _variants(task: str, of_task: Study) -> dict[str, Variant]:
+    recipe = stale(replace(of_task.recipe, evaluation=replace(of_task.recipe.evaluation, every=40)), AGES[0], M)
+    return {f"{task}-{name}": Variant(replace(recipe, objective=objective)) for name, objective in OBJECTIVES.items()}
+
+
+study = Study(  # for `tba train lab/benchmarks/fair.py::sums-exact`
     name="fair",
-    recipe=base,
-    variants={name: Variant(replace(base, objective=objective)) for name, objective in OBJECTIVES.items()},
+    recipe=stability.recipe,
+    variants={name: one for task, (of_task, _) in TASKS.items() for name, one in _variants(task, of_task).items()},
 )
 
 
@@ -91,6 +105,8 @@ class FairRow(Row):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--task", choices=list(TASKS), default="sums")
+    parser.add_argument("--forms", nargs="+", choices=list(OBJECTIVES), default=list(OBJECTIVES))
     parser.add_argument("--table", action="store_true", help="only print what is there")
     parser.add_argument("--at-once", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=3)
@@ -101,35 +117,45 @@ def main() -> int:
     if not arguments.table:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         folder = arguments.folder or arguments.rows.parent / "runs"
-        bench = Bench(arguments.rows, folder, "cpu", overrides, Path(__file__).resolve(), FairRow)
+        bench = Bench(
+            arguments.rows, folder, "cpu", overrides, Path(__file__).resolve(), f"{arguments.task}-{{}}", FairRow
+        )
         parts = [cell.split(":") for cell in arguments.cells]
         cells = [Cell(form, arguments.k, M, float(rate), int(seed)) for form, rate, seed in parts]
-        missing = partial(left, cells) if cells else partial(wanted, seeds=range(arguments.seeds))
+        tiers = [[form for form in tier if form in arguments.forms] for tier in TIERS]
+        order = partial(wanted, seeds=range(arguments.seeds), rates=TASKS[arguments.task][1], tiers=tiers)
+        missing = partial(left, cells) if cells else order
         if not bench.go(arguments.at_once, missing):
             return 1
-    print(table([row for row in read(arguments.rows, FairRow) if isinstance(row, FairRow)]))
+    rows = [row for row in read(arguments.rows, FairRow) if isinstance(row, FairRow)]
+    print(table(rows, TASKS[arguments.task][1]))
     return 0
 
 
-def wanted(done: Sequence[Row], seeds: Sequence[int]) -> list[Cell]:
+def wanted(
+    done: Sequence[Row],
+    seeds: Sequence[int],
+    rates: Sequence[float] = TASKS["sums"][1],
+    tiers: Sequence[Sequence[str]] = TIERS,
+) -> list[Cell]:
     """The runs that can be made next and are not there, in order."""
     cells: list[Cell] = []
-    for tier in TIERS:
+    for tier in tiers:
         for k in AGES:
-            trials = {form: tried(form, done, k, RATES, FACTOR) for form in tier}
-            cells += [Cell(form, k, M, rate, TUNED_ON) for form, (rates, _) in trials.items() for rate in rates]
+            trials = {form: tried(form, done, k, rates, FACTOR) for form in tier}
+            cells += [Cell(form, k, M, rate, TUNED_ON) for form, (tries, _) in trials.items() for rate in tries]
             best = {form: rate for form, (_, rate) in trials.items() if rate is not None}
             cells += [Cell(form, k, M, rate, seed) for seed in seeds for form, rate in best.items()]
     return left(cells, done)
 
 
-def table(rows: Sequence[FairRow]) -> str:
+def table(rows: Sequence[FairRow], rates: Sequence[float] = TASKS["sums"][1]) -> str:
     """The counted runs of each objective at its best rate by k, best first; then what each rate gave on seed 100."""
     lines = []
     for k in AGES:
         lines += [f"k = {k}, m = {M:g}", "", "| objective | rate | seeds | after, % | worst | largest fall | ESS |"]
         lines.append("|---" * 7 + "|")
-        tuning = {form: tried(form, rows, k, RATES, FACTOR)[1] for form in OBJECTIVES}
+        tuning = {form: tried(form, rows, k, rates, FACTOR)[1] for form in OBJECTIVES}
         counted = {
             form: [r for r in rows if (r.form, r.k, r.rate) == (form, k, rate) and r.seed != TUNED_ON]
             for form, rate in tuning.items()

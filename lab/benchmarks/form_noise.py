@@ -335,7 +335,7 @@ class Cell:
             for source, batch, log_policy_BT in made:
                 yield source, _slopes(objective, source, batch, log_policy_BT)
             return
-        objective.memory.means_2 = seen_2 = _seen(made, self.size)
+        objective.memory.means_2 = seen_2 = _seen(made)
         if self.data != "again":
             for source, batch, log_policy_BT in made:
                 yield source, _slopes(objective, source, batch, log_policy_BT)
@@ -405,7 +405,7 @@ def _group_means(source: Source, batch: Batch, log_policy_BT: Tensor) -> Tensor:
     return torch.stack([x.view_as(source.groups.reward_NK)[:, 0].double() for x in (low_B, q_B)], 1)
 
 
-def _seen(made: Sequence[tuple[Source, Batch, Tensor]], size: int) -> Tensor:
+def _seen(made: Sequence[tuple[Source, Batch, Tensor]]) -> Tensor:
     """The means that the form's memory has after long: g, and q among groups with a spread."""
     sums_3 = torch.zeros(3, dtype=torch.float64)
     for source, batch, log_policy_BT in made:

@@ -20,6 +20,9 @@ Forms that are in no tier are `spread-half` and `spread-one`, whose weights are 
 `asymmetric`, and `raft`, which keeps every answer with a reward above 0, though rewards are shares here, so that it
 learns answers that fulfil half of what was asked; `raft-best` keeps the best of each group.
 
+`--rule` makes the runs of the second rule of lab/default_form.md (on an H200 some 50 minutes) and prints what it says:
+rates at each age on seed 100, 16 pairs at k = 16, 25 seeds of each form at k = 1.
+
 `grpo` is bare, clipped by token; `grpo-token` and `grpo-answer` have weights truncated at 8 in its place, `decoupled`
 has decoupled PPO (`Correction`).
 
@@ -45,8 +48,10 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, variance
+from typing import Any
 
 import tba
+from tba.api import Run
 from tba.evaluation.accuracy import EvaluationSettings
 from tba.evaluation.estimators import SAMPLED, mean_interval
 from tba.objectives.correction import Correction
@@ -58,7 +63,6 @@ from tba.protocols import Objective
 from tba.recipe import RuntimeSettings
 from tba.recipes.instruct import recipe as instruct
 from tba.record.recorder import RecordSettings
-from tba.record.run_record import RunRecord
 from tba.replay.buffer import BufferSettings
 from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
@@ -79,6 +83,8 @@ TIERS = (
     ("grpo",),
     ("grpo-answer", "decoupled", "grpo-token", "tba-prime", "raft-best"),
 )
+RULE = ("none", "least-variance")  # of the second rule (lab/default_form.md): the simpler one first
+RULE_SEEDS = {STALE: range(16), FRESH: range(25)}
 ON_GPU = ("--model.device", "cuda", "--max-tokens-per-pass", "8192", "--model.generation.slots", "500",
           "--evaluation.samples", "4")  # fmt: skip
 ON_CPU = ("--model.device", "cpu", "--model.dtype", "bfloat16")  # half of the time where a CPU multiplies in it
@@ -105,6 +111,8 @@ OBJECTIVES: dict[str, Objective] = {
     "none": TrajectoryBalance(_beta, off_policy="none"),
     "exact": TrajectoryBalance(_beta, off_policy="exact"),
     "asymmetric": TrajectoryBalance(_beta, off_policy="asymmetric"),
+    "least-variance": TrajectoryBalance(_beta, log_z="least_variance", off_policy="exact"),
+    "least-variance-ones": TrajectoryBalance(_beta, log_z="least_variance", off_policy="none"),
     "lowered": lowered(_beta),
     "spread-half": SpreadBalance(_beta, spread=0.5),
     "spread-one": SpreadBalance(_beta, spread=1.0),
@@ -161,6 +169,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--cells", nargs="+", default=[], metavar="FORM:RATE:SEED", help="only these")
     parser.add_argument("--fresh", action="store_true", help="the cells at k = 1")
+    parser.add_argument("--rule", action="store_true", help="the runs of the second rule alone")
     parser.add_argument("--folder", type=Path, help="of the runs while they are made; default: beside the rows")
     given, overrides = parser.parse_known_args()
     if given.fresh and not given.cells:
@@ -173,9 +182,17 @@ def main() -> int:
         bench = Bench(given.rows, given.folder or given.rows.parent / "runs", given.device, fixed)
         parts = [cell.split(":") for cell in given.cells]
         asked = [Cell(form, *(FRESH if given.fresh else STALE), float(rate), int(seed)) for form, rate, seed in parts]
-        if not bench.go(given.at_once, partial(left, asked) if asked else partial(wanted, seeds=range(given.seeds))):
+        missing: Callable[[Sequence[Row]], list[Cell]] = partial(wanted, seeds=range(given.seeds))
+        if asked:
+            missing = partial(left, asked)
+        elif given.rule:
+            missing = wanted_by_rule
+        if not bench.go(given.at_once, missing):
             return 1
-    print(table(read(given.rows)))
+    rows = read(given.rows)
+    print(table(rows))
+    if given.rule:
+        print(pooled([r for r in rows if r.seed == TUNED_ON or _at_its_rate(r, rows)], *RULE))
     return 0
 
 
@@ -188,6 +205,7 @@ class Bench:
     device: str
     fixed: Sequence[str]  # fields of every run
     script: Path = Path(__file__).resolve()  # whose study has a variant for each form
+    variant: str = "{}"  # its name, with a form put in
     row: type[Row] = Row
 
     def go(self, at_once: int, missing: Callable[[Sequence[Row]], list[Cell]]) -> bool:
@@ -221,7 +239,7 @@ class Bench:
     def _start(self, cell: Cell) -> Child:
         self.folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(self.folder / cell.name, ignore_errors=True)
-        command = ["train", f"{self.script}::{cell.form}"]
+        command = ["train", f"{self.script}::{self.variant.format(cell.form)}"]
         command += ["--runs", str(self.folder), "--run-name", cell.name, "--seed", str(cell.seed)]
         command += [
             "--sync-every",
@@ -238,14 +256,14 @@ class Bench:
     def _keep(self, cell: Cell) -> None:
         run = tba.open_run(self.folder / cell.name)
         names = {f.name for f in fields(self.row)}
-        values = {name: value for name, value in measured(run).items() if name in names}
+        values: Mapping[str, Any] = {name: value for name, value in measured(run).items() if name in names}
         row = self.row(**asdict(cell), **values, device=self.device, commit=_commit())
         write(self.rows, [*read(self.rows, self.row), row])
         print(f"{cell.name}: {row.before:.1%} -> {row.after:.1%}, ess {row.ess:.2f}, lag {row.lag:.1f}", flush=True)
         shutil.rmtree(run.path)
 
 
-def measured(run: RunRecord) -> dict[str, float]:
+def measured(run: Run) -> dict[str, float]:
     """The figures of a run that ended; `fall` is the largest below the best accuracy so far."""
     sampled = [e.value for e in run.evaluations if e.metric == SAMPLED]
     steps = [{name: float(x) for name, x in step.items() if isinstance(x, int | float)} for step in run.metrics()]
@@ -279,6 +297,17 @@ def wanted(done: Sequence[Row], seeds: Sequence[int]) -> list[Cell]:
                 chosen[form] = best
         cells += [Cell(form, *STALE, chosen[form], seed) for seed in seeds for form in tier if form in chosen]
     cells += [Cell(form, *FRESH, rate, seed) for seed in seeds for form, rate in chosen.items()]
+    return left(cells, done)
+
+
+def wanted_by_rule(done: Sequence[Row]) -> list[Cell]:
+    """The runs of the second rule that can be made next and are not there, in order."""
+    cells: list[Cell] = []
+    for (k, m), seeds in RULE_SEEDS.items():
+        trials = {form: tried(form, done, k) for form in RULE}
+        cells += [Cell(form, k, m, rate, TUNED_ON) for form, (rates, _) in trials.items() for rate in rates]
+        best = {form: rate for form, (_, rate) in trials.items() if rate is not None}
+        cells += [Cell(form, k, m, rate, seed) for seed in seeds for form, rate in best.items()]
     return left(cells, done)
 
 
@@ -356,6 +385,26 @@ def joined(stale: Sequence[float], fresh: Sequence[float]) -> str:
     found = difference_of_means([-x / 2 for x in fresh], [x / 2 for x in stale])
     error = math.sqrt(sum(variance(x) / len(x) for x in (stale, fresh))) / 2
     return f"{found.estimate:.1f} [{found.low:.1f}, {found.high:.1f}], standard error {error:.1f}"
+
+
+def pooled(rows: Sequence[Row], simpler: str, other: str) -> str:
+    """What the second rule says: pairs at k = 16 and unpaired seeds at k = 1, pooled by precision, in points."""
+    stale = paired(rows, other, simpler, STALE[0])
+    counted = [r for r in rows if r.k == FRESH[0] and r.seed != TUNED_ON]
+    fresh = [[100 * r.after for r in counted if r.form == form] for form in (other, simpler)]
+    seeds = [len(stale), *map(len, fresh)]
+    if min(seeds) < 2:
+        return "The rule waits for runs: {} pairs at k = 16, {} and {} seeds at k = 1.".format(*seeds)
+    leads = [fmean(stale), fmean(fresh[0]) - fmean(fresh[1])]
+    variances = [variance(stale) / len(stale), sum(variance(x) / len(x) for x in fresh)]
+    precision = [1 / v for v in variances]
+    lead, error = sum(x * p for x, p in zip(leads, precision, strict=True)) / sum(precision), sum(precision) ** -0.5
+    low, high = lead - 1.96 * error, lead + 1.96 * error
+    winner = simpler if low <= 0 else other
+    return (
+        f"{other} less {simpler}: {leads[0]:.1f} ({variances[0] ** 0.5:.1f}) at k = 16, {leads[1]:.1f} "
+        f"({variances[1] ** 0.5:.1f}) at k = 1; pooled {lead:.1f} [{low:.1f}, {high:.1f}]: {winner}"
+    )
 
 
 def _of_rates(tuning: Sequence[Row]) -> str:

@@ -85,7 +85,7 @@ def test_the_baselines_are_what_their_names_say(forms: Any) -> None:
     assert (form["decoupled"].form, form["grpo"].form) == ("decoupled", "clip")
     assert (forms.OBJECTIVES["raft-best"].keep, forms.OBJECTIVES["raft"].keep) == ("best", "positive")
     assert {name for tier in forms.TIERS for name in tier} == forms.OBJECTIVES.keys() - {
-        "raft", "spread-half", "spread-one",
+        "raft", "spread-half", "spread-one", "least-variance", "least-variance-ones",
     }  # fmt: skip
 
 
@@ -118,3 +118,21 @@ def test_runs_are_made_and_kept_and_equal_when_made_again(tmp_path: Path, model:
         assert [p.name for p in (tmp_path / name).iterdir()] == [f"{cell.name}.log"]
     assert [r.name for r in made] == [cell.name] * 2
     assert made[0] == made[1]
+
+
+def test_the_second_rule_tunes_at_each_age_and_pools_by_precision(forms: Any) -> None:
+    done: list[Any] = []
+    while cells := forms.wanted_by_rule(done):
+        cell = cells[0]
+        after = {1e-4: 0.2, 2e-4: 0.4, 4e-4: 0.3}[cell.rate] + (cell.form == "least-variance") * 0.05
+        spread = 0.01 * (cell.seed % 2)
+        done.append(row(forms, cell.form, cell.rate, cell.seed, after + spread * (cell.form == "none"), cell.k))
+    counts = {(form, k): sum((r.form, r.k) == (form, k) for r in done) for form in forms.RULE for k in (16, 1)}
+    assert counts == {(form, k): 3 + n for form in forms.RULE for k, n in ((16, 16), (1, 25))}
+    verdict = forms.pooled(done, *forms.RULE)
+    assert verdict.startswith("least-variance less none: 4.5 (0.1) at k = 16, 4.5 (0.1) at k = 1; pooled 4.5 [")
+    assert verdict.endswith(": least-variance")
+    noise = {"none": (0.30, 0.31, 0.35), "least-variance": (0.31, 0.30, 0.36)}
+    alike = [row(forms, form, 2e-4, s, x, k) for form, xs in noise.items() for s, x in enumerate(xs) for k in (16, 1)]
+    assert forms.pooled(alike, *forms.RULE).endswith(": none")
+    assert "waits for runs: 0 pairs" in forms.pooled([], *forms.RULE)

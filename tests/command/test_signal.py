@@ -8,9 +8,14 @@ from typing import Any
 import pytest
 
 from tba.errors import UserError
+from tba.objectives.grpo import Grpo
+from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.recipe import Recipe
 from tba.record.terminal import terminal
 from tba.replay.buffer import BufferSettings
+from tba.replay.selection import RecencyReward
 from tba.runs.signal import Signal
+from tba.schedules import Constant, WarmupConstant
 from tba.settings import find
 
 QUICKSTART = find("quickstart")
@@ -79,3 +84,52 @@ def test_what_stands_in_the_way_of_learning_is_said_with_what_to_change(found: d
     assert len(advice) == len(said)
     for line, beginning in zip(advice, said, strict=True):
         assert line.startswith(beginning)
+
+
+def with_selection(recipe: Recipe, selection: RecencyReward) -> Recipe:
+    return replace(recipe, replay=replace(recipe.replay, selection=selection))
+
+
+def test_what_is_worth_a_try_is_proposed_with_what_was_measured_and_never_what_the_recipe_has() -> None:
+    rare = Signal.of([probe([[0.0] * 8] * 4 + [[0.0] * 7 + [1.0]], eos=40)])  # one in 40
+    plain = replace(QUICKSTART, optimizer=replace(QUICKSTART.optimizer, averaged=False, schedule=WarmupConstant(30)))
+    ages, rate, averages = rare.proposals(plain, effective=0.883)
+    assert ages.startswith("data of all ages: --replay.selection.m 0 (now 0.95), since success is rare, 2.5 % of 40")
+    assert rate.startswith("a rate that decays: WarmupStableDecay(30, 270, 100) as the optimizer's schedule")
+    assert "constant after 30 of 400 updates" in rate
+    assert averages.startswith("averaged weights: --optimizer.averaged, since the policy moves fast: 6 updates leave")
+    assert "sample size of 88.3 %" in averages
+    has_all = with_selection(QUICKSTART, RecencyReward(m=0.0))  # averaged, with a rate that decays
+    assert rare.proposals(has_all, effective=0.1) == []
+    assert rare.proposals(replace(plain, steps=3), effective=None) == [ages]  # no room for a decay; nothing measured
+    assert len(rare.proposals(plain, effective=0.9)) == 2
+
+
+@pytest.mark.parametrize(
+    ("rewards", "threshold", "rare"),
+    [
+        ([0.0] * 19 + [1.0], 1.0, False),  # 5 %
+        ([0.0] * 20 + [1.0], 1.0, True),
+        ([0.0] * 21, 1.0, False),  # none at all: then there is other advice
+        ([0.5] * 20 + [0.95], 1.0, False),  # nothing that counts as right
+        ([0.5] * 20 + [0.95], 0.95, True),
+    ],
+)
+def test_success_is_rare_below_one_right_answer_in_twenty(rewards: list[float], threshold: float, rare: bool) -> None:
+    proposals = Signal.of([probe([rewards], eos=len(rewards))], threshold).proposals(QUICKSTART, None)
+    assert [line.partition(":")[0] for line in proposals] == ["data of all ages"] * rare
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        replace(QUICKSTART, objective=Grpo(Constant(0.05))),
+        replace(QUICKSTART, objective=TrajectoryBalance(Constant(0.05), off_policy="none")),
+        replace(QUICKSTART, offline=True),
+        with_selection(QUICKSTART, RecencyReward(m=0.5, mix="group")),
+        find("red_team_small"),
+    ],
+)
+def test_old_data_are_not_proposed_where_they_were_not_measured(recipe: Recipe) -> None:
+    rare = Signal.of([probe([[0.0] * 20 + [1.0]], eos=21)])
+    assert not [line for line in rare.proposals(recipe, None) if line.startswith("data of all ages")]

@@ -11,8 +11,9 @@ from tests.scripts import script
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.schedules import Constant
 
-LINEAR = ("none", "exact")  # in the reward, with weights that depend on the answer alone
+LINEAR = ("none", "exact", "least_variance")  # in the reward, with weights that depend on the answer alone
 AS_SAMPLED = ("fresh", "fixed_9", "fixed_1")
+HARDER = ("copies", "rejected", "deadline", "mixed", "again", "recorded", "top_p")
 
 
 @pytest.fixture(scope="module")
@@ -28,30 +29,56 @@ def cells(noise: Any, form: str, data: tuple[str, ...]) -> list[Any]:
 
 @pytest.mark.parametrize("form", LINEAR)
 def test_noise_does_not_move_a_form_that_is_linear_in_the_reward_on_any_data(noise: Any, form: str) -> None:
-    found = {c: c.bias for c in cells(noise, form, (*AS_SAMPLED, "distinct"))}
-    assert len(found) == 44
-    assert {c: b for c, b in found.items() if abs(b) > 1e-3} == {}
+    biases = {c: c.bias for c in cells(noise, form, (*AS_SAMPLED, "distinct"))}
+    assert len(biases) == 56
+    assert {c: b for c, b in biases.items() if abs(b) > 1e-3} == {}
 
 
 @pytest.mark.parametrize("form", LINEAR)
-@pytest.mark.parametrize("reward", ["plus_minus", "zero_one", "world", "gaussian"])
+@pytest.mark.parametrize("data", HARDER)
+def test_nor_do_copies_rejections_mixed_behaviours_repeats_of_a_group_wrong_records_and_top_p(
+    noise: Any, form: str, data: str
+) -> None:
+    for reward, size in product(("zero_one", "mostly"), (4, 8)):
+        assert abs(noise.Cell(reward, data, size, form).bias) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("reward", "data", "size", "bias"),
+    [
+        ("mostly", "copies", 8, 0.0),  # more than one in a thousand is left out, so that nothing is pushed
+        ("mostly", "rejected", 8, 0.0),
+        ("mostly", "deadline", 8, 0.0),
+        ("mostly", "mixed", 4, 0.211),  # ratios are cut at 8
+        ("zero_one", "again", 4, 0.050),  # c knows the group
+        ("mostly", "recorded", 8, -0.085),
+        ("mostly", "top_p", 8, -0.078),  # what cannot be sampled is pushed down
+    ],
+)
+def test_what_is_pushed_up_moves_the_optimum_where_the_behaviour_is_not_as_recorded(
+    noise: Any, reward: str, data: str, size: int, bias: float
+) -> None:
+    assert noise.Cell(reward, data, size, "asymmetric").bias == pytest.approx(bias, abs=0.002)
+
+
+@pytest.mark.parametrize("form", LINEAR)
+@pytest.mark.parametrize("reward", ["plus_minus", "zero_one", "world", "gaussian", "mostly"])
 def test_nor_do_data_of_ten_updates_ago(noise: Any, form: str, reward: str) -> None:
     assert abs(noise.Cell(reward, "stale", 4, form).bias) < 1e-3
 
 
-def test_what_earlier_batches_push_up_moves_nothing_and_the_default_is_at_the_optimum_in_every_cell(noise: Any) -> None:
+def test_what_earlier_batches_push_up_moves_nothing_on_data_that_are_as_recorded(noise: Any) -> None:
     assert TrajectoryBalance(Constant(0.05)).off_policy == "asymmetric"
-    found = {c: c.bias for c in cells(noise, "asymmetric", (*AS_SAMPLED, "distinct", "stale"))}
-    assert len(found) == 55
-    assert {c: b for c, b in found.items() if abs(b) > 1e-3} == {}
+    biases = {c: c.bias for c in cells(noise, "asymmetric", (*AS_SAMPLED, "distinct", "stale"))}
+    assert len(biases) == 70
+    assert {c: b for c, b in biases.items() if abs(b) > 1e-3} == {}
     for c in cells(noise, "asymmetric", ("selected",)):  # there selection itself biases, and every form alike
         assert c.bias == pytest.approx(noise.Cell(c.reward, "selected", c.size, "none").bias, abs=1e-3)
 
 
 def test_it_does_push_up(noise: Any) -> None:
     cell = noise.Cell("zero_one", "fixed_9", 8, "asymmetric")
-    made = [(1.0, g, *cell._batch(g, 0.5, 0.9)) for _, g in cell.groups(0.9)]
-    g, q = noise._seen(made).tolist()
+    g, q = noise._seen([(source, *cell._batch(source, 0.5)) for source in cell.sources(0.9)]).tolist()
     assert 1.5 * g * q**2 > 0.1  # in units of reward: twice the gap between the two answers
 
 

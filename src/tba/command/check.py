@@ -38,7 +38,7 @@ _TAUGHT = "Nothing stands in the way: the teacher tells answers apart, and few a
 
 
 def check_recipe(name: str, overrides: list[str]) -> int:
-    """Prints the recipe, what there is to learn from, the estimate, and what to change."""
+    """Prints the recipe, what there is to learn from, the estimate, what to change, and what to try besides."""
     prepare()  # while there is one thread
     overrides = newest_of_each(overrides)
     recipe = override(find(name), overrides, f"tba check {name}")
@@ -88,6 +88,8 @@ def check_recipe(name: str, overrides: list[str]) -> int:
         console.print(section("What slows it", Group(*(Text(printable(line), style="yellow") for line in faster))))
     good = _TAUGHT if any(recipe.teachers.shares(1)) else e.signal.good
     console.print(section("Will it learn?", Group(*lines or [Text(good)])))
+    if proposals := e.signal.proposals(recipe, e.effective):
+        console.print(section("Worth a try", Group(*(Text(line) for line in proposals))))
     total = e.trainer_bytes + recipe.searcher_count * e.searcher_bytes
     if own and total > own and recipe.runtime != "cluster":
         raise UserError(

@@ -70,7 +70,9 @@ class TrajectoryBalance:
     once and twice that, so that this is nearly the baseline with which the gradient's variance is least (Greensmith et
     al. 2004, JMLR 5; Hao et al. 2025, arXiv 2505.23585, have the row's length in its place). A likely answer, of which
     the policy is sure, hardly counts, and is not pushed down when it is no worse than the unlikely ones. The weights
-    depend on the answers alone, so that the optimum stays where it is on any data, with noisy rewards too.
+    depend on the answers alone, so that the optimum stays where it is on any data, with noisy rewards too. Groups whose
+    answers do not come as often as they were sampled (`Batch.as_sampled_G`), such as distinct ones, are no sample of
+    whose variance this could be said: there the estimate is that of `group`.
 
     With `log_z` learned, log Z(x) is the policy's own head and is trained by the same square (Malkin et al. 2022, arXiv
     2201.13259; as in Lee et al. 2024, arXiv 2405.18540): it needs no group, and a row alone in its group teaches too.
@@ -174,6 +176,8 @@ class TrajectoryBalance:
             return group_mean(weight_B * gap_B, *rows)
         if self.log_z == "least_variance":
             square_B = masked_sum((1 - output.log_policy_BT.detach().exp()).square(), batch.mask_BT) + _LEAST_SQUARE
+            if batch.as_sampled_G is not None:
+                square_B = square_B.where(batch.as_sampled_G[batch.group_B], weight_B)
             return group_mean(square_B * gap_B, *rows) / group_mean(square_B, *rows)
         if output.log_z_G is None:
             raise ValueError("log_z='learned' needs log_z of the policy, but this one has no such head")

@@ -146,7 +146,7 @@ class Counts:
     damaged: Amount = field(default_factory=Amount)
 
 
-RARE = 0.01  # of all answers: fewer repeats than this do not change how often the others come
+RARE = 0.001  # of all answers: with as many left out a rare answer comes so much less often that it is noticed
 
 
 class Buffer:
@@ -232,7 +232,7 @@ class Buffer:
         reward over capacity, or one that a searcher rejected (`LEFT_OUT`). What is left comes less often, or more, than
         policies sampled it.
 
-        So are all prompts where this befell more than one in a hundred answers: those that happen to have no repeat
+        So are all prompts where this befell more than one in a thousand answers: those that happen to have no repeat
         among many repeats do not represent what was sampled either.
         """
         return prompt in self._thinned or self._left_out > RARE * self.received

@@ -112,7 +112,7 @@ def estimate(
         say("sampling answers")
         with probe("look", "searcher-0") as looking:
             sample = looking.result(say)
-        signal_of_answers = Signal.of([sample])  # says where no answer has a reward
+        signal_of_answers = Signal.of([sample], recipe.evaluation.threshold)  # says where no answer has a reward
         length = sample["tokens"][1] / recipe.prompts_per_round / recipe.samples_per_prompt
         answers.write_text(json.dumps({"answers": sample["answers"], "length": length}))
         flowing = sample["small"] and recipe.runtime != "inline" and not isinstance(recipe.task, Acted)
