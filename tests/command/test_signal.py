@@ -9,6 +9,7 @@ import pytest
 
 from tba.errors import UserError
 from tba.objectives.grpo import Grpo
+from tba.objectives.raft import Raft
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipe import Recipe
 from tba.record.terminal import terminal
@@ -84,6 +85,26 @@ def test_what_stands_in_the_way_of_learning_is_said_with_what_to_change(found: d
     assert len(advice) == len(said)
     for line, beginning in zip(advice, said, strict=True):
         assert line.startswith(beginning)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "threshold", "share"),
+    [
+        ([0.0, 0.5, 1.0, 0.0], 1.0, "25.0 %"),
+        ([0.25, 0.5, 1.0, 0.9], 0.9, "50.0 %"),
+        ([0.0, 1.0, 0.0, 1.0], 1.0, None),
+        ([-1.0, 0.98, -1.0, 1.0], 0.98, None),
+    ],
+)
+def test_raft_is_said_to_learn_answers_that_are_right_in_part(
+    rewards: list[float], threshold: float, share: str | None
+) -> None:
+    signal = Signal.of([probe([rewards] * 5, eos=20)], threshold)
+    advice = signal.advice(replace(QUICKSTART, objective=Raft()))
+    assert len(advice) == (share is not None)
+    assert all(f"also the {share} that are right in part only: set --objective.keep best" in line for line in advice)
+    for objective in (Raft(keep="best"), Grpo()):
+        assert signal.advice(replace(QUICKSTART, objective=objective)) == []
 
 
 def with_selection(recipe: Recipe, selection: RecencyReward) -> Recipe:

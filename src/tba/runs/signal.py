@@ -14,6 +14,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from tba.errors import UserError
+from tba.objectives.raft import Raft
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipe import Recipe
 from tba.record.text import frame_of, percent, printable, within
@@ -43,6 +44,7 @@ class Signal:
     varied: float  # share of prompts whose answers got different rewards: the others teach nothing
     best: float  # share of the prompts all of whose answers got the highest reward seen
     right: float  # share of answers with the reward of a right one (`--evaluation.threshold`)
+    partial: float  # share of answers with a reward above 0 that is less than a right one's
     truncated: float  # shares of answers that were cut off at the token limit, and that have no text
     empty: float
     copies: float  # share of answers that equal an earlier one of the same round to the same prompt
@@ -76,6 +78,7 @@ class Signal:
             varied=float(np.mean([np.ptp(own) > 0 for own in groups])),
             best=float(np.mean([own.min() == rewards.max() for own in groups])),
             right=float((rewards >= threshold).mean()),
+            partial=float(((rewards > 0) & (rewards < threshold)).mean()),
             truncated=stopped[StopReason.LENGTH.value] / answers,
             empty=stopped["empty"] / answers,
             copies=stopped["copies"] / answers,
@@ -143,6 +146,12 @@ class Signal:
                 "easier problems, a model that succeeds now and then (tba sft), a reward with steps in between, or "
                 f"more answers to each prompt (--samples-per-prompt and --group-size, now {recipe.samples_per_prompt} "
                 f"and {recipe.group_size})"
+            )
+        objective = recipe.objective
+        if isinstance(objective, Raft) and objective.keep == "positive" and self.partial:
+            found.append(
+                f"RAFT learns every answer with a reward above 0, also the {percent(self.partial)} that are right in "
+                "part only: set --objective.keep best, or give rewards of 0 and 1"
             )
         if self.truncated > MANY:
             found.append(
