@@ -16,11 +16,14 @@ from tba.record.falls import (
     ENTROPY_FALLS,
     HELD_OUT,
     LARGE_STEPS,
+    LONG,
     LOST_SAMPLES,
     MISMATCHES,
     NO_SIGNAL,
+    SHORT,
     TRUNCATED,
     CollapseWatch,
+    LengthWatch,
     RewardWatch,
     SignalWatch,
     StalenessWatch,
@@ -102,6 +105,41 @@ def test_fewer_than_one_run_in_a_hundred_tells_of_a_fall_where_the_mean_reward_d
         watch = RewardWatch()
         rewards = rng.normal(0.0, 1.0, 100 * 100)
         told += bool(watch.see((str(i), float(reward)) for i, reward in enumerate(rewards)))
+    assert told < 2
+
+
+def lengths(name: str, *means: float) -> list[tuple[str, float]]:
+    """Two answers to each of 100 prompts for each mean: a token shorter to half of them, and longer to the others."""
+    tokens = [mean + (1 if i % 2 else -1) for mean in means for i in range(100)]
+    return [(f"{name} {i}", length) for i, length in enumerate(tokens) for _ in range(2)]
+
+
+def test_answers_that_have_less_than_half_or_more_than_twice_of_their_first_length_are_told_of_once() -> None:
+    watch = LengthWatch()
+    assert watch.see(lengths("a", 33.4, 16.8, 66.7)) == {}
+    told = watch.see(lengths("b", 16.6, 12.0, 67.0, 80.0, 33.4))
+    assert told.keys() == {SHORT, LONG}
+    assert told[SHORT].startswith("answers became short: new answers have 16.6 tokens on average, 33.4 when the run")
+    assert told[LONG].startswith("answers became long: new answers have 67 tokens on average, 33.4 when the run")
+    assert watch.see(lengths("c", 10.0, 90.0)) == {} == watch.finish()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "kinds"), [([33.4] * 20 + [16.0] * 20, {SHORT}), ([33.4] * 19 + [16.0] * 19, set())]
+)
+def test_at_the_end_of_a_short_run_the_later_half_of_the_prompts_is_compared_with_the_earlier(
+    prompts: list[float], kinds: set[str]
+) -> None:
+    watch = LengthWatch()
+    assert watch.see((f"prompt {i}", length + i % 2) for i, length in enumerate(prompts)) == {}
+    assert watch.finish().keys() == kinds
+
+
+def test_fewer_than_one_run_in_a_hundred_tells_of_lengths_that_differ_by_chance_alone() -> None:
+    rng, told = np.random.default_rng(4), 0
+    for _ in range(200):
+        tokens = rng.lognormal(3.0, 1.5, 20 * 100)  # a few answers are very long
+        told += bool(LengthWatch().see((str(i), float(length)) for i, length in enumerate(tokens)))
     assert told < 2
 
 

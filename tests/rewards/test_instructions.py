@@ -19,6 +19,7 @@ from tba.types import Completion, Prompt, StopReason, Version
 
 QUESTION = "Why do people like tea?"
 FULFILLED: list[tuple[str, dict[str, Any], str, str]] = [  # kind, arguments, what fulfils it, what does not
+    ("least_words", {"count": 3}, "It is warm.", "It is."),
     ("words_between", {"low": 3, "high": 4}, "It is warm.", "It is."),
     ("sentences", {"count": 2}, 'It costs 3.50 a cup. "Nice!"', "It is warm."),
     ("first_word", {"word": "Well"}, "Well, it is warm.", "Welling up."),

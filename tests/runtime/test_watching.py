@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from runs import inline, inline_again, made
 
 from tba.recipes.quickstart import BASE
 from tba.record.evaluations import EvaluationWriter
-from tba.record.falls import ENTROPY_FALLS, LARGE_STEPS, LOST_SAMPLES, MISMATCHES, NO_SIGNAL
-from tba.record.faults import read_faults
+from tba.record.falls import ENTROPY_FALLS, LARGE_STEPS, LOST_SAMPLES, MISMATCHES, NO_SIGNAL, SHORT
+from tba.record.faults import count_faults, read_faults
 from tba.record.run_record import RunRecord
 from tba.runtime.searcher_loop import start_searching
 from tba.runtime.trainer_loop import TrainerLoop, start_training
+from tba.runtime.watching import arrivals_watched
+from tba.settings import find
 from tba.training.checkpoint import Checkpoint, checkpoints_in, newest_checkpoint
 from tba.types import Completion, Evaluation, Judgement, Problem, Prompt, Split, Version
 from toy.policy import TabularTask
@@ -141,3 +143,15 @@ def test_a_run_of_six_steps_says_at_its_end_that_all_rewards_were_equal(tmp_path
         "with their rewards, and what to change"
     ]
     assert not inline(tmp_path / "other", "--steps", "6").faults[NO_SIGNAL]
+
+
+def test_a_run_whose_new_answers_lose_half_of_their_tokens_says_so_but_not_of_episodes(tmp_path: Path) -> None:
+    recipe, run = made(tmp_path / "run")
+    for task, times in ((find("guess_number").task, 0), (recipe.task, 1)):
+        arrivals = arrivals_watched(replace(recipe, task=task), run)
+        for start, tokens in ((0, 33), (100, 16), (200, 10)):
+            arrivals.see([(f"prompt {start + i}", 1.0, tokens + i % 2) for i in range(100)])
+        arrivals.finish()
+        assert count_faults(run.path)[SHORT] == times
+    (sentence,) = RunRecord.read(run.path).falls
+    assert sentence.startswith("answers became short: new answers have 16.5 tokens on average, 33.5 when the run began")

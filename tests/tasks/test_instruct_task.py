@@ -64,6 +64,21 @@ def test_problems_are_those_of_their_seed() -> None:
     assert Instruct(train_problems=50).problems("train") != Instruct(train_problems=50, seed=1).problems("train")
 
 
+def test_a_least_number_of_words_is_one_more_instruction_of_training_where_no_other_rules_the_length() -> None:
+    task = Instruct(train_problems=200, least_words=15)
+    assert task.problems("eval") == Instruct(train_problems=200).problems("eval")
+    ruling, more = {kind.name for kind in KINDS if "length" in kind.rules}, 0
+    for plain, problem in zip(Instruct(train_problems=200).problems("train"), task.problems("train"), strict=True):
+        assert problem.prompt == plain.prompt
+        before, after = plain.fields["instructions"], problem.fields["instructions"]
+        free = not ruling & {one["kind"] for one in before}
+        assert after == [*before, *([{"kind": "least_words", "arguments": {"count": 15}}] if free else [])]
+        more += free
+    assert 50 < more < 150
+    with pytest.raises(UserError, match="instruct has least_words -1: give a number of words, or 0 for none"):
+        Instruct(least_words=-1)
+
+
 def test_every_wording_and_every_argument_can_be_checked() -> None:
     for problem in [*Instruct().problems("train"), *Instruct(kinds="held_out").problems("eval")]:
         assert "{" not in problem.prompt[0]["content"]

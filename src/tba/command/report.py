@@ -57,6 +57,7 @@ PANELS = (
         (metrics.RESIDUAL, "residual"),
     ),
     _panel("Entropy", "of the policy, nats a token of the batch, mean", (metrics.ENTROPY, "entropy")),
+    _panel("Length", "sampled tokens of a trained completion, mean", (metrics.LENGTH, "length")),
     _panel(
         "Engine against trainer",
         "|log(behaviour / policy)| of the same weights, mean, nats",

@@ -1,5 +1,5 @@
-"""Detects figures that fall far below their best (held-out, or the mean reward that searchers bring), stale data,
-batches that teach nothing, and what collapses begin with.
+"""Detects figures that fall far below their best (held-out, or the mean reward that searchers bring), answers that
+become short or long, stale data, batches that teach nothing, and what collapses begin with.
 
 Invariant: noise is no fall. A held-out figure has fallen when it is more than 5 points and more than 5 standard errors
 (of the difference of two proportions) below the best one before it; the mean reward of the newest answers when it is
@@ -38,12 +38,14 @@ from tba.types import Evaluation, Version
 
 POINTS, ERRORS = 0.05, 5.0  # of a held-out figure
 REWARD_ERRORS, LOST = 6.0, 0.5  # of the mean reward, of which there are many more
-PROMPTS = 100  # whose answers make one mean of the reward
+LENGTH_FACTOR = 2.0  # by which the mean length of answers may shrink or grow
+PROMPTS = 100  # whose answers make one mean of the reward, or of the length
 FEWEST_PROMPTS = 20  # that make one at the end of a run
 HELD_OUT, REWARD, STALE = "held_out_falls", "reward_falls", "stale_data"  # kinds of faults.jsonl
 NO_SIGNAL, TRUNCATED, COPIES = "no_signal", "truncated_answers", "copied_answers"
 ENTROPY_FALLS, MISMATCHES, LOST_SAMPLES = "entropy_falls", "mismatches", "lost_samples"
 LARGE_STEPS = "large_steps"
+SHORT, LONG = "short_answers", "long_answers"
 SLOW_REWARD = "slow_reward"
 _NOTED = (
     HELD_OUT,
@@ -56,6 +58,8 @@ _NOTED = (
     MISMATCHES,
     LOST_SAMPLES,
     LARGE_STEPS,
+    SHORT,
+    LONG,
     SLOW_REWARD,
 )
 MOST_COPIES, EARLY = 0.5, 10  # of all answers so far, from that step on
@@ -131,39 +135,66 @@ def by_version(evaluations: Sequence[Evaluation]) -> Mapping[Version, Evaluation
 
 
 @dataclass
+class _Means:
+    """Gathers a figure of each new answer, by prompt, until they are of 100 prompts."""
+
+    _values: dict[str, list[float]] = field(default_factory=dict)
+    _whole: bool = False  # whether there were 100 prompts once
+
+    def add(self, prompt: str, value: float) -> list[float]:
+        """Takes the figure of one answer; returns the means of the 100 prompts before it, where it is of one more."""
+        means = []
+        if len(self._values) == PROMPTS and prompt not in self._values:
+            self._whole, means = True, self._take()
+        self._values.setdefault(prompt, []).append(value)
+        return means
+
+    def finish(self) -> list[list[float]]:
+        """Returns the means of those that are not complete at the end of a run; where none ever were, of their earlier
+        half and of the later one. Too few are left out.
+        """
+        means = self._take()
+        half = len(means) // 2
+        parts = [means] if self._whole else [means[:half], means[half:]]
+        return [part for part in parts if len(part) >= FEWEST_PROMPTS]
+
+    def _take(self) -> list[float]:
+        means = [sum(values) / len(values) for values in self._values.values()]
+        self._values = {}
+        return means
+
+
+def _mean_and_error(means: Sequence[float]) -> tuple[float, float]:
+    """Returns the mean over prompts and its standard error."""
+    mean = sum(means) / len(means)
+    return mean, math.sqrt(sum((m - mean) ** 2 for m in means) / (len(means) - 1) / len(means))
+
+
+@dataclass
 class RewardWatch:
     """Watches the rewards that arrive, by prompt, and reports when their mean has fallen."""
 
-    # answers that belong to the mean that is not complete yet
-    _rewards: dict[str, list[float]] = field(default_factory=dict)
+    _rewards: _Means = field(default_factory=_Means)
     _first: tuple[float, float] | None = None  # mean, standard error
     _best: tuple[float, float] | None = None
     _fallen: bool = False
 
     def see(self, rewards: Iterable[tuple[str, float]]) -> list[str]:
         """Takes (prompt, reward) of each new answer; returns a sentence for each fall that they show."""
-        found = []
-        for prompt, reward in rewards:
-            if len(self._rewards) == PROMPTS and prompt not in self._rewards:
-                found += self._compare([sum(own) / len(own) for own in self._rewards.values()])
-                self._rewards = {}
-            self._rewards.setdefault(prompt, []).append(reward)
-        return found
+        return [
+            what
+            for prompt, reward in rewards
+            if (means := self._rewards.add(prompt, reward))
+            for what in self._compare(means)
+        ]
 
     def finish(self) -> list[str]:
-        """Compares the prompts of the mean that is not complete at the end of a run; where none ever was, their later
-        half with the earlier one.
-        """
-        means = [sum(rewards) / len(rewards) for rewards in self._rewards.values()]
-        self._rewards = {}
-        half = len(means) // 2
-        parts = [means] if self._best is not None else [means[:half], means[half:]]
-        return [what for part in parts if len(part) >= FEWEST_PROMPTS for what in self._compare(part)]
+        """Compares what is not complete at the end of a run."""
+        return [what for means in self._rewards.finish() for what in self._compare(means)]
 
     def _compare(self, means: Sequence[float]) -> list[str]:
         """Compare one more mean over prompts with the best; returns a sentence if it is a fall."""
-        mean = sum(means) / len(means)
-        error = math.sqrt(sum((m - mean) ** 2 for m in means) / (len(means) - 1) / len(means))
+        mean, error = _mean_and_error(means)
         if self._first is None or self._best is None:
             self._first = self._best = (mean, error)
             return []
@@ -173,6 +204,55 @@ class RewardWatch:
         if mean > self._best[0]:
             self._best = (mean, error)
         return [f"the mean reward of new answers is {mean:.3g}: it was {self._best[0]:.3g}"] if new else []
+
+
+@dataclass
+class LengthWatch:
+    """Watches how long the answers that arrive are, and reports once when their mean is below half of what it was over
+    the first 100 prompts, and once when it is above twice that.
+    """
+
+    _lengths: _Means = field(default_factory=_Means)
+    _first: tuple[float, float] | None = None  # mean, standard error
+    _reported: set[str] = field(default_factory=set)
+
+    def see(self, lengths: Iterable[tuple[str, float]]) -> dict[str, str]:
+        """Takes (prompt, tokens) of each new answer; returns a sentence by its kind."""
+        sentences: dict[str, str] = {}
+        for prompt, length in lengths:
+            if means := self._lengths.add(prompt, length):
+                sentences |= self._compare(means)
+        return sentences
+
+    def finish(self) -> dict[str, str]:
+        """Compares what is not complete at the end of a run."""
+        sentences: dict[str, str] = {}
+        for means in self._lengths.finish():
+            sentences |= self._compare(means)
+        return sentences
+
+    def _compare(self, means: Sequence[float]) -> dict[str, str]:
+        """Compare one more mean over prompts with the first one."""
+        mean, error = _mean_and_error(means)
+        if self._first is None:
+            self._first = (mean, error)
+            return {}
+        start = self._first[0]
+        sure = abs(mean - start) > REWARD_ERRORS * math.hypot(error, self._first[1])
+        figures = f"new answers have {mean:.3g} tokens on average, {start:.3g} when the run began"
+        short = (
+            f"answers became short: {figures}. If they lose what the reward does not look at, give it a part for that, "
+            "such as a least length, or a judge (docs/reward_does_not_rise.md)"
+        )
+        long = (
+            f"answers became long: {figures}. If that is not what you want, take something off long ones "
+            "(--overlong-penalty 1, or a part of the reward)"
+        )
+        sentences = {
+            SHORT: short if sure and mean * LENGTH_FACTOR < start else None,
+            LONG: long if sure and mean > LENGTH_FACTOR * start else None,
+        }
+        return _first_time(sentences, self._reported)
 
 
 @dataclass

@@ -89,7 +89,7 @@ class Replay:
     """The replay buffer with its rules, from which the trainer draws groups. Set `now` to the trainer's version before
     each batch.
 
-    sync_every: the trainer's k, which the selector is told. arrived: called with prompt and reward of all that
+    sync_every: the trainer's k, which the selector is told. arrived: called with prompt, reward and tokens of all that
     searchers bring, as it comes in. resets: whether the reference may change, after which what is in the buffer is
     scored again by the source's bodies.
     """
@@ -102,7 +102,7 @@ class Replay:
         *,
         seed: int = 0,
         resets: bool = False,
-        arrived: Callable[[Sequence[tuple[str, float]]], object] | None = None,
+        arrived: Callable[[Sequence[tuple[str, float, int]]], object] | None = None,
     ) -> None:
         self.settings = settings
         self.buffer = Buffer(settings.buffer, read=source.body)
@@ -155,7 +155,7 @@ class Replay:
                 for trajectory in chunk:
                     self.buffer.add(trajectory)
                 if self._show is not None:
-                    self._show([(t.prompt.key, t.reward) for t in chunk if t.version != ELSEWHERE])
+                    self._show([(t.prompt.key, t.reward, t.length) for t in chunk if t.version != ELSEWHERE])
                 self._ask([t.uid for t in chunk if t.reference != self.reference])
                 taken += len(chunk)
                 if len(chunk) < _CHUNK:

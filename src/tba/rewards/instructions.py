@@ -44,6 +44,7 @@ def _title_case(text: str) -> bool:
 
 
 CHECKS: Mapping[str, Callable[..., bool]] = {
+    "least_words": lambda text, count: len(words(text)) >= count,
     "words_between": lambda text, low, high: low <= len(words(text)) <= high,
     "sentences": lambda text, count: sentences(text) == count,
     "first_word": lambda text, word: words(text)[:1] == [word],

@@ -44,7 +44,7 @@ from tba.runtime.evaluation import Requests
 from tba.runtime.ranks.start import start_policy, start_ranks
 from tba.runtime.reference import References
 from tba.runtime.run_directory import RunDirectory
-from tba.runtime.watching import ArrivingRewards, Watch, rewards_watched
+from tba.runtime.watching import Arrivals, Watch, arrivals_watched
 from tba.training.checkpoint import Checkpoint, save_checkpoint
 from tba.training.control import Controller
 from tba.training.ranks.messages import Meeting, Ranks
@@ -100,7 +100,7 @@ class TrainerLoop:
     computed: Counter[str] = field(default_factory=Counter)  # in all steps: tokens `read` and `scored`, milliseconds
     signal: SignalWatch = field(default_factory=SignalWatch)
     collapse: CollapseWatch = field(default_factory=CollapseWatch)
-    rewards: ArrivingRewards | None = None
+    arrivals: Arrivals | None = None
     memory: FreedMemory = field(default_factory=FreedMemory)
     began_training: float | None = None
     ended_training: float = 0.0
@@ -319,8 +319,8 @@ class TrainerLoop:
         step = self.trainer.version.step
         stale = [(STALE, what) for what in self.staleness.finish(step)]
         self._report([*stale, *self.signal.finish(step).items(), *self.collapse.finish(step).items()])
-        if self.rewards is not None:
-            self.rewards.finish()
+        if self.arrivals is not None:
+            self.arrivals.finish()
 
     def _report(self, faults: Sequence[tuple[str, str]]) -> None:
         for kind, what in faults:
@@ -416,11 +416,10 @@ def start_training(
     )
     try:
         journal.lead(_OTHERS)
-        watched = rewards_watched(recipe, run)
-        arrived = None if watched is None else watched.see
+        arrivals = arrivals_watched(recipe, run)
         resets = recipe.reference_reset > 0
         settings = replace(recipe.replay, pacing=replace(recipe.replay.pacing, warm_up=recipe.warm_up))
-        replay = Replay(journal, settings, recipe.sync_every, seed=recipe.seed, resets=resets, arrived=arrived)
+        replay = Replay(journal, settings, recipe.sync_every, seed=recipe.seed, resets=resets, arrived=arrivals.see)
         replay.now = version
         if checkpoint is not None:
             replay.restore(checkpoint.state["replay"], version)
@@ -474,7 +473,7 @@ def start_training(
         staleness=StalenessWatch(recipe.sync_every),
         recorder=recipe.record.start(run.path, run.facts["resolved"]),
         watch=Watch(run),
-        rewards=watched,
+        arrivals=arrivals,
         clock=clock,
         elapsed=elapsed or run.clock(),
         resumed=None if checkpoint is None else checkpoint.state,

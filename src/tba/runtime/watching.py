@@ -1,4 +1,5 @@
-"""Watches a run while it goes: figures that fall far below their best, and which checkpoint is the best.
+"""Watches a run while it goes: figures that fall far below their best, how long answers are, and which checkpoint is
+the best.
 
 Invariant: `best`, in the folder of the run, links to the checkpoint with the highest held-out figure of all that exist
 and were evaluated; it does not change which one is the newest, which `tba resume` and `tba eval` take. A fall is a
@@ -10,13 +11,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from tba.evaluation.estimators import wilson_interval
+from tba.protocols import Acted
 from tba.recipe import Recipe
 from tba.record.evaluations import RunningEvaluations
-from tba.record.falls import REWARD, RewardWatch, by_version, note_falls
+from tba.record.falls import REWARD, LengthWatch, RewardWatch, by_version, note_falls
 from tba.record.faults import record_fault
 from tba.runtime.run_directory import RunDirectory
 from tba.training.checkpoint import checkpoints_in
@@ -27,31 +29,43 @@ NAME = "best"
 
 
 @dataclass
-class ArrivingRewards:
-    """Watches the rewards of a run, which replay passes to `see`, and reports when their mean has fallen."""
+class Arrivals:
+    """Watches the answers that searchers bring, which replay passes to `see`, and reports when their mean reward has
+    fallen, or their mean length is another than when the run began.
+    """
 
     run: RunDirectory
-    watch: RewardWatch = field(default_factory=RewardWatch)
+    rewards: RewardWatch | None
+    lengths: LengthWatch | None
 
-    def see(self, rewards: Sequence[tuple[str, float]]) -> None:
-        """Takes (prompt, reward) of each answer that came."""
-        self._report(self.watch.see(rewards))
+    def see(self, answers: Sequence[tuple[str, float, int]]) -> None:
+        """Takes (prompt, reward, tokens) of each answer that came."""
+        if self.rewards is not None:
+            self._report(REWARD, self.rewards.see((prompt, reward) for prompt, reward, _ in answers))
+        if self.lengths is not None:
+            for kind, sentence in self.lengths.see((prompt, tokens) for prompt, _, tokens in answers).items():
+                self._report(kind, [sentence])
 
     def finish(self) -> None:
         """Looks once more at the end of the run."""
-        self._report(self.watch.finish())
+        if self.rewards is not None:
+            self._report(REWARD, self.rewards.finish())
+        if self.lengths is not None:
+            for kind, sentence in self.lengths.finish().items():
+                self._report(kind, [sentence])
 
-    def _report(self, falls: Sequence[str]) -> None:
-        for what in falls:
-            log.warning("%s", what)
-            record_fault(self.run.path, REWARD, what)
+    def _report(self, kind: str, sentences: Sequence[str]) -> None:
+        for sentence in sentences:
+            log.warning("%s", sentence)
+            record_fault(self.run.path, kind, sentence)
 
 
-def rewards_watched(recipe: Recipe, run: RunDirectory) -> ArrivingRewards | None:
-    """Returns what watches the rewards of a run; None where prompts are chosen by their rewards, whose mean then says
-    nothing.
+def arrivals_watched(recipe: Recipe, run: RunDirectory) -> Arrivals:
+    """Returns what watches the answers of a run: not their rewards where prompts are chosen by these, whose mean then
+    says nothing, nor the length of episodes, which is decided by how many turns they need.
     """
-    return None if recipe.prompts.selection == "posterior" else ArrivingRewards(run)
+    rewards = None if recipe.prompts.selection == "posterior" else RewardWatch()
+    return Arrivals(run, rewards, None if isinstance(recipe.task, Acted) else LengthWatch())
 
 
 class Watch:

@@ -6,7 +6,7 @@ prompt. A problem is a function of seed, split and its number.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Literal
 
@@ -56,6 +56,7 @@ numbers, circles, triangles, money, voting, traffic lights, elevators, zoos, cir
 """
 TOPICS = tuple(topic.strip() for topic in _TOPICS.split(","))
 _EVALUATED_TOPICS = 0.25  # share of the topics that is held out
+_RULES = {kind.name: kind.rules for kind in KINDS}
 _COUNTS = (1,) * 6 + (2,) * 3 + (3,)  # instructions of a prompt, each as often as it stands here
 
 
@@ -68,8 +69,12 @@ class Instruct:
     train_problems: int = 4000  # distinct prompts
     eval_problems: int = 400  # distinct prompts
     seed: int = 0  # of the problems
+    least_words: int = 0  # of an answer: one more instruction in the reward, which the prompt does not say, where no
+    # other rules the length; in training alone, so that accuracy stays comparable; 0: none
 
     def __post_init__(self) -> None:
+        if self.least_words < 0:
+            raise UserError(f"instruct has least_words {self.least_words}: give a number of words, or 0 for none")
         if min(self.train_problems, self.eval_problems) < 1 or self.seed < 0:
             raise UserError(
                 f"instruct has {self.train_problems} train_problems, {self.eval_problems} eval_problems and seed "
@@ -92,10 +97,20 @@ class Instruct:
         while len(found) < count:
             problem = _problem(rng, topics, kinds, 1 if held_out else rng.choice(_COUNTS))
             found.setdefault(str(problem.prompt), problem)
-        return list(found.values())
+        least = self.least_words if split == "train" else 0
+        return [_of_length(problem, least) if least else problem for problem in found.values()]
 
     def reward(self) -> Reward:
         return ShareFulfilled()
+
+
+def _of_length(problem: Problem, least: int) -> Problem:
+    """Returns a problem with one more instruction, of so many words, unless it has one about the answer's length."""
+    instructions = problem.fields["instructions"]
+    if any("length" in _RULES[instruction["kind"]] for instruction in instructions):
+        return problem
+    words = {"kind": "least_words", "arguments": {"count": least}}
+    return replace(problem, fields={**problem.fields, "instructions": [*instructions, words]})
 
 
 def _problem(rng: Random, topics: list[str], kinds: list[Kind], count: int) -> Problem:
