@@ -6,11 +6,12 @@ with a dot, and `remove_leftovers` deletes it.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -24,13 +25,17 @@ def atomic_folder(path: Path, durable: bool = False) -> Iterator[Path]:
     """Yields a new folder to fill, which becomes `path` in one rename when the block ends; if it raises, nothing stays.
 
     With `durable` it survives a power cut once the block has ended. Raises `FileExistsError` when `path` is a folder
-    with something in it.
+    with something in it, and `FileNotFoundError` when a folder above it was moved away meanwhile, also if what fills it
+    makes missing folders anew, as transformers does.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _hidden_name(path, "writing")
     temporary.mkdir()
+    places = {place: place.stat() for place in (temporary, *temporary.parents[:2])}
     try:
         yield temporary
+        if not os.path.samestat(places[temporary], temporary.stat()):
+            raise FileNotFoundError(errno.ENOENT, "a folder above it was moved away", str(path))
         if durable:
             for root, _, names in os.walk(temporary):
                 for written in (*names, "."):
@@ -38,6 +43,10 @@ def atomic_folder(path: Path, durable: bool = False) -> Iterator[Path]:
         _rename(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
+        for place, before in places.items():
+            with suppress(OSError):  # it is gone, or not empty
+                if not os.path.samestat(before, place.stat()):  # made anew: nothing takes the moved folder's place
+                    place.rmdir()
         raise
     if durable:
         sync(path.parent)
