@@ -12,11 +12,15 @@ from tba.weights.atomic_dir import atomic_folder
 def test_what_is_filled_while_a_folder_above_it_is_moved_takes_no_place(tmp_path: Path) -> None:
     run, away = tmp_path / "run", tmp_path / "away"
     (run / "checkpoints").mkdir(parents=True)
-    with pytest.raises(FileNotFoundError), atomic_folder(run / "checkpoints" / "step-1") as folder:
+
+    def fill(folder: Path) -> None:
         (folder / "before").touch()
         run.rename(away)
         folder.mkdir(parents=True)  # as save_pretrained does
         (folder / "after").touch()
+
+    with pytest.raises(FileNotFoundError), atomic_folder(run / "checkpoints" / "step-1") as folder:
+        fill(folder)
     assert not run.exists()
     assert [path.name for path in away.rglob("before")] == ["before"]
 

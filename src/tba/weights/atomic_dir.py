@@ -31,10 +31,10 @@ def atomic_folder(path: Path, durable: bool = False) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _hidden_name(path, "writing")
     temporary.mkdir()
-    places = {place: place.stat() for place in (temporary, *temporary.parents[:2])}
+    above = {folder: folder.stat() for folder in temporary.parents[:2]}
     try:
         yield temporary
-        if not os.path.samestat(places[temporary], temporary.stat()):
+        if not os.path.samestat(above[path.parent], path.parent.stat()):
             raise FileNotFoundError(errno.ENOENT, "a folder above it was moved away", str(path))
         if durable:
             for root, _, names in os.walk(temporary):
@@ -43,10 +43,10 @@ def atomic_folder(path: Path, durable: bool = False) -> Iterator[Path]:
         _rename(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
-        for place, before in places.items():
+        for folder, before in above.items():
             with suppress(OSError):  # it is gone, or not empty
-                if not os.path.samestat(before, place.stat()):  # made anew: nothing takes the moved folder's place
-                    place.rmdir()
+                if not os.path.samestat(before, folder.stat()):  # made anew: nothing takes the moved folder's place
+                    folder.rmdir()
         raise
     if durable:
         sync(path.parent)
