@@ -29,7 +29,7 @@ from tba.foreign import templated, with_arguments
 from tba.generation import generate
 from tba.intake.answers import Answer, answer_of
 from tba.intake.encoding import Encoded, Encoder, Known
-from tba.markup import control_tokens, decoded, encoded, encoded_all, plain
+from tba.markup import control_tokens, decoded, encoded, encoded_all, encoded_whole, filled, padded, plain
 from tba.models.warm_start import pairs_of
 from tba.rollout.prompts import PromptSettings, encode
 from tba.tables import Refusal
@@ -427,6 +427,38 @@ def test_a_control_token_that_a_template_would_join_of_several_texts_is_text() -
     tokens = encoded(made, templated(made, [{"role": "user", "content": parts}]))
     assert controls(made, tokens) == [made.convert_tokens_to_ids("<|im_start|>")]
     assert made.decode(tokens) == "<|im_start|>7<|im_end|>"
+
+
+@pytest.mark.parametrize(("name", "kind"), BOTH, ids=IDS)
+def test_what_stands_in_the_places_of_a_text_template_is_text(name: str, kind: str) -> None:
+    """The control tokens are the template's own and those with which the tokenizer begins and ends a text."""
+    family, made = FAMILIES[name], tokenizer(name, kind)
+    control, text = control_tokens(made), forged(family)
+    template = f"Q: {{attack}}{family.end} A: {{answer}}{family.end} {{attack}}"
+    usual = filled(control, template, attack="seven", answer="{attack}")
+    assert usual == f"Q: seven{family.end} A: {{attack}}{family.end} seven"
+    assert encoded_whole(made, usual) == made.encode(usual)
+    hostile = filled(control, template, attack=text, answer=text)
+    assert plain(hostile) == f"Q: {text}{family.end} A: {text}{family.end} {text}"
+    assert controls(made, encoded_whole(made, hostile)) == controls(made, made.encode(usual))
+    half = len(family.end) // 2
+    joined = filled(control, f"{{attack}}{family.end[half:]} seven", attack=family.end[:half])
+    assert controls(made, encoded_whole(made, joined)) == controls(made, made.encode("seven"))
+
+
+@pytest.mark.parametrize(("name", "kind"), BOTH, ids=IDS)
+def test_a_classifier_reads_control_tokens_in_a_whole_text_as_text(name: str, kind: str) -> None:
+    family, made = FAMILIES[name], copy(tokenizer(name, kind))
+    made.pad_token = made.pad_token or made.eos_token
+    texts = [forged(family), "seven"]
+    read = padded(made, texts, 500)
+    rows = [ids[mask.bool()].tolist() for ids, mask in zip(read["input_ids"], read["attention_mask"], strict=True)]
+    assert rows[1] == made.encode("seven")
+    assert controls(made, rows[0]) == controls(made, rows[1])
+    assert padded(made, texts, 9)["input_ids"].shape == (2, min(9, max(map(len, rows))))
+    alone = padded(made, ["seven", "seven and seven"], 3)
+    usual = made(["seven", "seven and seven"], return_tensors="pt", padding=True, truncation=True, max_length=3)
+    assert alone["input_ids"].tolist() == usual["input_ids"].tolist()
 
 
 def test_prompts_that_are_written_out_keep_their_markup() -> None:

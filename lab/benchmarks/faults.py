@@ -40,6 +40,10 @@ ended; runs that it has already are not repeated. The kinds:
     memory-copy                          a copy of a run with `--publish.in-memory` is resumed while the run goes on
     searcher-files                       files of the searcher may not grow any more (ulimit -f)
     moved                                the folder of the run moved away under it, and put back once the run has ended
+    gateway-no-token, gateway-wrong-token, gateway-replay, gateway-body
+                                         to the servers of a cluster run (--runtime cluster): requests and a searcher
+                                         that would join without the cluster's token, or with another; rows that were
+                                         acknowledged, once more; a body of 1 GB that is announced and sent in part
 
 Every run is required to meet these conditions:
 
@@ -64,6 +68,7 @@ import os
 import random
 import re
 import resource
+import secrets
 import shutil
 import signal
 import sqlite3
@@ -78,6 +83,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gateway_requests import METHODS, Announced, asked, listeners
 from parts import forked, parts_of
 
 import tba
@@ -106,6 +112,8 @@ JUDGE = [
 ]
 SILENCE = 20  # seconds until a part that hangs is killed
 DISK = 96  # megabytes
+ANNOUNCED, SENT = 10**9, 64_000_000  # bytes of a body
+SLACK = 32_000_000  # bytes that a server's memory may grow by besides
 DEADLINE = 600.0  # seconds for anything
 POLL = 0.02
 
@@ -653,6 +661,64 @@ def searcher_files(run: Run) -> None:
     run.require(code in (0, 2), f"exit {code}: {run.said()[-300:]}")
 
 
+def at_the_gateway(attack: Callable[[Run, dict[str, tuple[int, int]]], None]) -> Callable[[Run], None]:
+    """The run goes on, and is told of nothing."""
+
+    def disturb(run: Run) -> None:
+        run.environment |= {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        run.begin("--runtime", "cluster", "--cluster.object-store-gb", "0.3")
+        run.at_some_step(low=1, high=run.steps // 2)
+        run.acknowledged = rows_of(run.path / "journal.sqlite")
+        servers, going = listeners(run.driver.pid), run.begun[-1]
+        run.require(set(servers) == set(METHODS), f"only {sorted(servers)} were there")
+        attack(run, servers)
+        run.begun.append(going)
+        run.require(run.ended() == 0, f"the run itself did not go on: {run.said()[-300:]}")
+        run.require(not read_faults(run.path), f"the run has met {read_faults(run.path)}")
+
+    return disturb
+
+
+def strange_token(token: str) -> Callable[[Run, dict[str, tuple[int, int]]], None]:
+    """Requests, and a searcher that would join, with this token instead of the cluster's; empty: without any."""
+
+    def attack(run: Run, servers: dict[str, tuple[int, int]]) -> None:
+        for name, (_, port) in servers.items():
+            status = asked(port, METHODS[name], {"authorization": f"Bearer {token}"} if token else {})
+            run.require(status == "UNAUTHENTICATED", f"{name} answered {status}")
+        address = f"127.0.0.1:{servers['gcs_server'][1]}"
+        own = {"RAY_AUTH_TOKEN": token, "HOME": str(run.scratch), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+        run.start("search", "--run", run.path.name, "--address", address, **own)
+        ends_in_a_sentence(run)
+
+    return attack
+
+
+def replayed(run: Run, servers: dict[str, tuple[int, int]]) -> None:
+    own = {**os.environ, **run.environment}
+    command = [sys.executable, str(Path(__file__).with_name("gateway_requests.py")), str(run.path)]
+    done = subprocess.run(
+        [*command, f"127.0.0.1:{servers['gcs_server'][1]}"], env=own, capture_output=True, text=True, timeout=DEADLINE
+    )
+    run.require(done.returncode == 0, f"it was not replayed: {done.stderr[-300:]}")
+    (twice,) = some(run.path / "journal.sqlite", "SELECT count(*) - count(DISTINCT uid) FROM trajectories")
+    run.require(twice == (0,), f"{twice[0]} rows are there twice")
+
+
+def large_body(run: Run, servers: dict[str, tuple[int, int]]) -> None:
+    for name, (process, port) in servers.items():
+        before = most_memory(process)
+        taken = Announced(port, METHODS[name], ANNOUNCED).send(SENT)
+        grown = most_memory(process) - before
+        run.require(grown <= taken + SLACK, f"{name} was sent {taken} bytes and has grown by {grown}")
+
+
+def most_memory(process: int) -> int:
+    """The most bytes that a process had at any time."""
+    (line,) = (line for line in Path(f"/proc/{process}/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
 CLOCK = """
 import os, time
 real = time.time
@@ -763,6 +829,10 @@ KINDS: dict[str, Callable[[Run], None]] = {
     "memory-copy": memory_copy,
     "searcher-files": searcher_files,
     "moved": moved,
+    "gateway-no-token": at_the_gateway(strange_token("")),
+    "gateway-wrong-token": at_the_gateway(strange_token("ab" * 32)),
+    "gateway-replay": at_the_gateway(replayed),
+    "gateway-body": at_the_gateway(large_body),
 }
 
 

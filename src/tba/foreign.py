@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import re
+import sys
 import traceback
 import types
 import typing
@@ -30,7 +31,7 @@ from safetensors import SafetensorError
 from tba.errors import UserError
 from tba.markup import ControlTokens, Markup, control_tokens, encoded_all, escaped
 from tba.templates import render_chat
-from tba.types import Json, Problem, Split, Version
+from tba.types import Json, Problem, Split, Version, quoted
 
 log = logging.getLogger(__name__)
 
@@ -208,6 +209,17 @@ def failed(what: str, error: BaseException) -> UserError:
         f"{what} failed: {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno}: {frame.line}); "
         "mend that line"
     )
+
+
+def print_error(error: BaseException) -> None:
+    """Print what ends this process to standard error, as far as that takes it: bad input as its sentence, all else with
+    its traceback, and control characters spelt out, since texts of others may be in it.
+    """
+    bad_input = isinstance(error, UserError)
+    text = f"tba: {error}" if bad_input else "".join(traceback.format_exception(error)).rstrip("\n")
+    with suppress(OSError, ValueError):  # a full disk, a stream that is closed
+        for line in text.split("\n"):
+            print(quoted(line, sys.maxsize)[1:-1], file=sys.stderr)  # noqa: T201 - where Python prints it
 
 
 def _flaw(problem: object) -> str:

@@ -204,6 +204,18 @@ def escaped(
     return written, [_each(tool, write) for tool in tools]
 
 
+def filled(control: ControlTokens, template: str, **texts: str) -> Markup:
+    """Returns a text template with `texts` in its places, `{name}`, as markup: the control tokens in it are those that
+    the template itself spells.
+    """
+    places = re.compile("|".join(re.escape(f"{{{name}}}") for name in texts))
+    whole = places.sub(lambda match: texts[match[0][1:-1]], template)
+    spelled = sum(len(control.pattern.findall(part)) for part in places.split(template))
+    if len(control.pattern.findall(whole)) == spelled and not _has_breaks(whole):
+        return Markup(whole)
+    return Markup(places.sub(lambda match: control.escape(texts[match[0][1:-1]]), template))
+
+
 def _texts(value: Any, without: frozenset[str] | None = None) -> Iterator[str]:
     """Yields all texts in a value, in order, with the names of its fields; without: no names, and not those fields."""
     if isinstance(value, str):
@@ -258,6 +270,30 @@ def encoded(tokenizer: Any, markup: str) -> list[int]:
     with suppress(TypeError):
         _TEXTUAL[tokenizer] = textual
     return textual.encode(parts)
+
+
+def encoded_whole(tokenizer: Any, markup: str, longest: int | None = None) -> list[int]:
+    """Returns the tokens of markup with those that the tokenizer begins and ends a text with, of the text at most as
+    many as make `longest`.
+    """
+    if not _has_breaks(markup):
+        return list(tokenizer.encode(markup, truncation=longest is not None, max_length=longest))
+    bare, whole = (tokenizer.encode(plain(markup), add_special_tokens=around) for around in (False, True))
+    begin = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
+    end = whole[begin + len(bare) :]
+    tokens = encoded(tokenizer, markup)
+    return [*whole[:begin], *(tokens if longest is None else tokens[: longest - begin - len(end)]), *end]
+
+
+def padded(tokenizer: Any, texts: Sequence[str], longest: int) -> Any:
+    """Returns whole texts as a classifier or an encoder reads them, as tensors with a mask; what spells a control token
+    in one is text.
+    """
+    control = control_tokens(tokenizer)
+    if not any(map(control.spelled, texts)):
+        return tokenizer(list(texts), return_tensors="pt", padding=True, truncation=True, max_length=longest)
+    rows = [encoded_whole(tokenizer, control.markup(text), longest) for text in texts]
+    return tokenizer.pad({"input_ids": rows}, return_tensors="pt")
 
 
 def encoded_all(tokenizer: Any, markups: Sequence[str]) -> list[list[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import shutil
+import struct
 import sys
 from pathlib import Path
 
@@ -87,6 +88,48 @@ def test_a_file_without_one_of_the_weights_is_refused_and_leaves_nothing(
     assert name in content
     broken.write_bytes(content.replace(name, other))
     with pytest.raises(UserError, match="do not hold the weights of a LlamaForCausalLM: 1 tensor is missing"):
+        converted(broken, print)
+    assert list((cache / "gguf").iterdir()) == []
+
+
+def counting(place: bytes | int, form: str, number: int) -> bytes:
+    """The file with another number, at a place or behind that text."""
+    at = FILE.read_bytes().index(place) + len(place) if isinstance(place, bytes) else place
+    content = bytearray(FILE.read_bytes())
+    struct.pack_into(f"<{form}", content, at, number)
+    return bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("place", "form", "number", "reason"),
+    [
+        (8, "Q", 10**12, "its header counts 1,000,000,000,000 parts, and it has 1,"),  # tensors
+        (16, "Q", 10**12, "its header counts 1,000,000,000,000 parts, and it has 1,"),  # fields
+        (24, "Q", 10**12, "its header counts 1,000,000,000,000 parts, and it has 1,"),  # bytes of a name
+        (b"tokenizer.ggml.tokens\x09\0\0\0\x08\0\0\0", "Q", 10**12, "its header counts 1,000,000,000,000 parts"),
+        (b"tokenizer.ggml.scores\x09\0\0\0\x06\0\0\0", "Q", 10**12, "its header counts 1,000,000,000,000 parts"),
+        (b"general.name\x08\0\0\0", "Q", 2**64 - 1, "its header counts 18,446,744,073,709,551,615 parts"),
+        (b"token_embd.weight", "I", 2**31, "its tensor 'token_embd.weight' has 2,147,483,648 axes"),
+        (b"token_embd.weight\x02\0\0\0", "Q", 2**62, "its tensor 'token_embd.weight' is .46116860"),
+        (b"llama.block_count\x04\0\0\0", "I", 10**9, "its 'llama.block_count' is 1000000000, more than 10,000"),
+        (b"llama.attention.head_count\x04\0\0\0", "I", 10**9, "its 'llama.attention.head_count' is 1000000000"),
+        (b"llama.embedding_length\x04\0\0\0", "I", 10**9, "its 'llama.embedding_length' is 1000000000, more than 512"),
+        (b"llama.vocab_size\x04\0\0\0", "I", 10**9, "its 'llama.vocab_size' is 1000000000, more than 512"),
+    ],
+)
+def test_a_header_that_counts_what_the_file_cannot_hold_is_refused_before_anything_is_made(
+    cache: Path,
+    tmp_path: Path,
+    place: bytes | int,
+    form: str,
+    number: int,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(counting(place, form, number))
+    monkeypatch.setattr("tba.models.gguf.AutoTokenizer", None)  # which would read all of it
+    with pytest.raises(UserError, match=rf"cannot read the GGUF file .*broken\.gguf \({reason}"):
         converted(broken, print)
     assert list((cache / "gguf").iterdir()) == []
 

@@ -26,11 +26,12 @@ from tba.batch import Batch, collate
 from tba.engines.transformers import EngineSettings
 from tba.errors import UserError
 from tba.generation import generate
-from tba.models.arithmetic import shape_of
+from tba.models.arithmetic import judge_bytes, shape_of
 from tba.models.huggingface import HuggingFace
 from tba.models.source import refuse_missing_model, whole
 from tba.models.warm_start import taught
 from tba.policy.causal import CausalPolicy
+from tba.policy.loading import read_config
 from tba.policy.lora import LoraSettings, is_adapter
 from tba.protocols import Work
 from tba.record.metrics import read_metrics
@@ -399,3 +400,20 @@ def test_a_configuration_of_countless_layers_is_refused_before_they_are_made(
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"config.json has num_hidden_layers .*, more than 10,000: give another model"):
         refuse_missing_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("read", [refuse_missing_model, read_config, lambda name: judge_bytes(name, None, 1)])
+def test_countless_layers_of_a_model_on_the_hub_are_refused_before_they_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[str], object]
+) -> None:
+    """As the Hub's cache has it."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    folder = tmp_path / "hub" / "models--some--model"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(f"{0:040x}")
+    (folder / "snapshots" / f"{0:040x}").mkdir(parents=True)
+    config = {"model_type": "qwen2", "num_hidden_layers": 10**9}
+    (folder / "snapshots" / f"{0:040x}" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"config.json has num_hidden_layers .*, more than 10,000: give another model"):
+        read("some/model")

@@ -23,7 +23,6 @@ import signal
 import socket
 import sys
 import time
-import traceback
 import warnings
 import weakref
 from collections import Counter, deque
@@ -36,6 +35,7 @@ from typing import Any, NoReturn
 from tba.environments.episode import Episode, EpisodeFailed, Observation, begun
 from tba.errors import PartFailed, UserError
 from tba.fields import as_declared
+from tba.foreign import print_error
 from tba.protocols import Acted
 from tba.types import Json, Judgement
 
@@ -455,9 +455,8 @@ def _be_a_nursery(channel: socket.socket, task: Acted, limits: EpisodeLimits) ->
         _enter("tba-nursery", channel.fileno())
         _fork_hosts(channel, task, limits)
         code = 0
-    except BaseException:  # noqa: BLE001 - the process ends here
-        with suppress(OSError):
-            traceback.print_exc()
+    except BaseException as error:  # noqa: BLE001 - the process ends here
+        print_error(error)
     finally:
         os._exit(code)
 
@@ -531,9 +530,8 @@ def _be_a_host(number: int, descriptor: int, task: Acted, limits: EpisodeLimits)
         with suppress(ConnectionError), socket.socket(fileno=descriptor) as channel:  # nobody may be there any more
             _play(task, channel.makefile("rwb"))
         code = 0
-    except BaseException:  # noqa: BLE001 - the process ends here
-        with suppress(OSError):
-            traceback.print_exc()
+    except BaseException as error:  # noqa: BLE001 - the process ends here
+        print_error(error)
     finally:
         os._exit(code)
 

@@ -11,12 +11,12 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from tba.engines.rules import positions
-from tba.foreign import SAFE, UNREADABLE
+from tba.foreign import UNREADABLE
 from tba.models import memory
 from tba.models.memory import Shape
+from tba.policy.loading import plain_config
 from tba.protocols import Arithmetic
 
 _TRIES = 5
@@ -30,7 +30,7 @@ def arithmetic_of(path: str, rank: int, dtype: torch.dtype, device: torch.device
     run goes on without.
     """
     try:
-        config = AutoConfig.from_pretrained(path, **SAFE)
+        config = plain_config(path)
         if any(getattr(config, name, None) for name in _EXPERTS):
             return None
         shape, rate = Shape.of(config), product_rate(dtype, device)
@@ -55,7 +55,7 @@ def shape_of(model: object) -> Shape | None:
 @cache
 def _shape_at(path: str) -> Shape | None:
     try:
-        return Shape.of(AutoConfig.from_pretrained(path, **SAFE))
+        return Shape.of(plain_config(path))
     except (*UNREADABLE, StopIteration):
         return None  # whoever loads it says why
 
@@ -64,7 +64,7 @@ def _shape_at(path: str) -> Shape | None:
 def judge_bytes(path: str, kind: Any, tokens: int, itemsize: int = 4) -> int:
     """Returns `memory.judge` of the model at a path; 0 where its configuration cannot be read. Nothing is loaded."""
     try:
-        return memory.judge(AutoConfig.from_pretrained(path, **SAFE), kind, tokens, itemsize)
+        return memory.judge(plain_config(path), kind, tokens, itemsize)
     except (*UNREADABLE, StopIteration):
         return 0  # whoever loads it says why
 
@@ -75,7 +75,7 @@ def positions_of(path: str) -> int | None:
     or its configuration cannot be read.
     """
     try:
-        found = positions(AutoConfig.from_pretrained(path, **SAFE).get_text_config(), sys.maxsize)
+        found = positions(plain_config(path).get_text_config(), sys.maxsize)
     except (*UNREADABLE, StopIteration):
         return None
     return None if found == sys.maxsize else found

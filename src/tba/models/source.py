@@ -23,9 +23,9 @@ from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tba.errors import UserError
-from tba.foreign import SAFE, read_json, refuse_impossible_counts
+from tba.foreign import SAFE, read_json
 from tba.models.gguf import SUFFIX, converted, made_plain, saved_once
-from tba.policy.loading import make_writable, no_bars, pretrained, readable
+from tba.policy.loading import make_writable, no_bars, pretrained, readable, refuse_countless
 from tba.policy.lora import CONFIG, WEIGHTS
 from tba.weights.atomic_dir import cache_folder
 
@@ -49,7 +49,8 @@ def refuse_missing_model(path: str) -> None:
         raise UserError(f"there is no folder {path}: give the folder of a model or of a run, or a name on the Hub")
     if not Path(path).exists():
         _require_hub(path)
-    refuse_impossible_counts(Path(path))
+    if not path.endswith(SUFFIX):
+        refuse_countless(path)
 
 
 def _require_hub(name: str) -> None:

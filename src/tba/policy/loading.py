@@ -17,7 +17,7 @@ import logging
 import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,12 @@ from transformers import (
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, rename_source_key
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils import logging as transformers_logging
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from tba.errors import UserError
-from tba.foreign import SAFE, SAFE_MODEL, UNREADABLE, is_name, read_json
+from tba.foreign import SAFE, SAFE_MODEL, UNREADABLE, is_name, read_json, refuse_impossible_counts
 from tba.policy.lora import is_adapter, plain_name, untied
 from tba.sharding import is_sharded, own_rows, rows_of
 
@@ -173,10 +173,30 @@ def read_config(path: str | Path, **how: Any) -> PretrainedConfig:
     """Returns a model's configuration, without ids of special tokens that are no tokens of it; how: what else
     `from_pretrained` takes. What that raises is raised.
     """
-    config = AutoConfig.from_pretrained(path, **SAFE, **how)
+    config = plain_config(path, **how)
     for part in (config, config.get_text_config()):
         _drop_false_ids(path, part, config)
     return config
+
+
+def plain_config(path: str | Path, **how: Any) -> PretrainedConfig:
+    """Returns a model's configuration as its file has it. What transformers raises is raised, and `UserError` for
+    counts of a file that would have no end.
+    """
+    refuse_countless(path, how.get("revision"))
+    return AutoConfig.from_pretrained(path, **SAFE, **how)
+
+
+def refuse_countless(path: str | Path, revision: str | None = None) -> None:
+    """Raises `UserError` where the config.json of a folder, or of a Hub's name, has more layers, heads or experts than
+    any model: to make the configuration of it may not end. Of a name it is fetched; what is not there is passed over.
+    """
+    quietly = {
+        f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors", "gated_repo")
+    }
+    with suppress(OSError, ValueError):  # whoever loads it says why
+        if (file := cached_file(path, CONFIG_NAME, revision=revision, **quietly)) is not None:
+            refuse_impossible_counts(Path(file).parent)
 
 
 def _drop_false_ids(path: str | Path, part: PretrainedConfig | GenerationConfig, config: PretrainedConfig) -> None:

@@ -71,6 +71,11 @@ class Endpoint:
 
     def __post_init__(self) -> None:
         check_sampling(self.called, self.temperature, self.top_p, self.max_tokens)
+        if _has_secret(self.url):  # which is neither repeated nor stored with the run
+            raise UserError(
+                f"the {self.called}'s url has an @ or a ?, where a password or a key would stand: give the url "
+                f"without, and a token in the environment variable {self.token_variable}"
+            )
         if self.url and not _is_address(self.url):
             raise UserError(f"the {self.called}'s url is {self.url!r}: give one such as http://127.0.0.1:8000/v1")
         if self.retries < 0:
@@ -393,6 +398,11 @@ def _reason(error: urllib.error.HTTPError) -> str:
 def _spelt(text: str) -> str:
     """Returns a text of a server on one line, with control characters spelt out."""
     return quoted(text, 100)[1:-1]
+
+
+def _has_secret(url: str) -> bool:
+    """Returns whether a url has, or may be meant to have, a password, or a key in a query."""
+    return "?" in url or ("@" in url and (not _is_address(url) or "@" in urlsplit(url).netloc))
 
 
 def _is_address(url: str) -> bool:

@@ -34,7 +34,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -43,7 +42,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from tba.errors import DeadlineExceeded, PartFailed, TbaError, UserError
-from tba.foreign import failed
+from tba.foreign import failed, print_error
 from tba.protocols import Reward, Separable
 from tba.runtime.answers_json import Answered, read_answers, read_values, write_answers, write_values
 from tba.types import Json, quoted
@@ -435,14 +434,13 @@ def be_nursery(load: Callable[[], Callable[[], Reward]], how: str) -> NoReturn:
 
 
 def _end_after(act: Callable[[], None]) -> NoReturn:
-    """End this process after an act, with 1 and a traceback where that raised, and run nothing else in it."""
+    """End this process after an act, with 1 and an error printed where that raised, and run nothing else in it."""
     code = 1
     try:
         act()
         code = 0
-    except BaseException:  # noqa: BLE001 - the process ends here
-        with suppress(OSError):
-            traceback.print_exc()
+    except BaseException as error:  # noqa: BLE001 - the process ends here
+        print_error(error)
     finally:
         _exit(code)
 

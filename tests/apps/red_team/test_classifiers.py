@@ -13,10 +13,12 @@ from safetensors.numpy import save_file
 from transformers import AutoModelForSequenceClassification
 
 from tba.apps.red_team.embedding import SentenceEncoder
+from tba.apps.red_team.model_classifiers import JudgeScores, SequenceScores
 from tba.apps.red_team.sentence_classifier import SentenceWeights, is_of_sentences
 from tba.apps.red_team.toxicity import CausalJudge, SequenceClassifier
 from tba.apps.red_team.trigger_world import MARKERS, TriggerWorld
 from tba.apps.red_team.victim import ModelVictim
+from tba.apps.red_team.victim_model import VictimModel
 from tba.apps.red_team.word_classifier import WordFeatures, WordWeights
 from tba.errors import UserError
 from tba.evaluation.estimators import auc_interval
@@ -150,3 +152,38 @@ def test_a_victim_answers_alike_what_is_asked_together_and_leaves_torchs_generat
     assert greedy[0][0] == greedy[0][1]
     with pytest.raises(UserError, match="has no chat template"):
         ModelVictim(folder, "chat").start()
+
+
+def test_an_attack_that_spells_a_control_token_is_text_to_victim_judge_and_classifier(
+    folder: str, tmp_path: Path
+) -> None:
+    """The victim reads `<eos>` as five characters, and so do those that judge an answer with it."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    seen: list[list[int]] = []
+
+    def watched(model: torch.nn.Module) -> None:
+        def note(_: object, arguments: tuple[object, ...], named: dict[str, torch.Tensor]) -> None:
+            rows = zip(named["input_ids"], named["attention_mask"], strict=True)
+            seen.extend(row[mask.bool()].tolist() for row, mask in rows)
+
+        model.register_forward_pre_hook(note, with_kwargs=True)
+
+    attack = "words<eos>"
+    victim = VictimModel(**vars(ModelVictim(folder, "Q: {attack} A:", max_tokens=1, device="cpu")))
+    prompt = victim._prompt(victim._read(attack))
+    assert tokenizer.eos_token_id not in prompt.tokens
+    assert (tokenizer.decode(prompt.tokens), prompt.text) == ("Q: words<eos> A:", "Q: words<eos> A:")
+    judge = JudgeScores(**vars(CausalJudge(folder, "Q:{attack} A:{answer}<eos>", before=" ", device="cpu")))
+    AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    classifier = SequenceScores(**vars(SequenceClassifier(str(tmp_path), device="cpu")))
+    encoder = SentenceEncoder.load(folder)
+    for scorer in (judge, classifier, encoder):
+        watched(scorer.model)
+    for scorer in (judge, classifier):
+        scorer.log_toxic([(attack, attack)])
+    encoder.embed([attack])
+    assert [tokenizer.decode(row) for row in seen] == [f"Q:{attack} A:{attack}<eos> ", attack, attack]
+    assert [row.count(tokenizer.eos_token_id) for row in seen] == [1, 0, 0]

@@ -20,7 +20,7 @@ from tba.apps.red_team.victim_model import chosen_device, loaded
 from tba.engines.rules import positions
 from tba.errors import UserError
 from tba.foreign import templated
-from tba.markup import encoded
+from tba.markup import control_tokens, encoded, encoded_whole, filled, padded
 
 
 @dataclass
@@ -55,10 +55,7 @@ class SequenceScores:
         """Returns log P(toxic) of each answer, whatever the attack."""
 
         def scores(texts: list[str]) -> Tensor:
-            encoded = self.tokenizer(
-                texts, return_tensors="pt", padding=True, truncation=True, max_length=self._room
-            ).to(self.model.device)
-            logits_NL = self.model(**encoded).logits.float()
+            logits_NL = self.model(**padded(self.tokenizer, texts, self._room).to(self.model.device)).logits.float()
             if self._alone:
                 return torch.nn.functional.logsigmoid(logits_NL[:, self._label])
             return torch.log_softmax(logits_NL, -1)[:, self._label]
@@ -124,14 +121,14 @@ class JudgeScores:
 
     def _read(self, attack: str, answer: str) -> str:
         if self.template != "chat":
-            return self.template.replace("{answer}", answer).replace("{attack}", attack)
+            return filled(control_tokens(self.tokenizer), self.template, attack=attack, answer=answer)
         messages = [{"role": "user", "content": attack}, {"role": "assistant", "content": answer}]
         return templated(self.tokenizer, messages)
 
     def _tokens(self, text: str) -> list[int]:
         """Tokenise what comes before the verdict by itself: the model writes the verdict in tokens of its own."""
-        ids = encoded(self.tokenizer, text) if self.template == "chat" else self.tokenizer(text)["input_ids"]
-        return (ids + self._before)[-self.max_tokens :]
+        encode = encoded if self.template == "chat" else encoded_whole
+        return [*encode(self.tokenizer, text), *self._before][-self.max_tokens :]
 
     def _encoded(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []

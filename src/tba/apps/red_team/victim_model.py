@@ -20,7 +20,7 @@ from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.errors import UserError
 from tba.foreign import SAFE, templated
 from tba.generation import generate
-from tba.markup import encoded, plain
+from tba.markup import control_tokens, encoded, encoded_whole, filled, plain
 from tba.policy.loading import no_bars, pretrained, readable
 from tba.types import Prompt, Sampling
 
@@ -64,15 +64,14 @@ class VictimModel:
 
     def _read(self, attack: str) -> str:
         if self.template != "chat":
-            return self.template.replace("{attack}", attack)
+            return filled(control_tokens(self.tokenizer), self.template, attack=attack)
         messages = [{"role": "user", "content": attack}]
         return templated(self.tokenizer, messages)
 
     def _prompt(self, text: str) -> Prompt:
         # A chat template writes the beginning of a text itself.
-        if self.template == "chat":
-            return Prompt("victim", np.array(encoded(self.tokenizer, text), np.int32), plain(text))
-        return Prompt("victim", np.array(self.tokenizer.encode(text), np.int32), text)
+        encode = encoded if self.template == "chat" else encoded_whole
+        return Prompt("victim", np.array(encode(self.tokenizer, text), np.int32), plain(text))
 
 
 def chosen_device(name: str) -> str:

@@ -29,7 +29,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -278,9 +277,10 @@ def _end_with(channel: socket.socket) -> None:
     code = 1
     try:
         code = _serve(channel)
-    except BaseException:  # noqa: BLE001 - the process ends here
-        with suppress(OSError):
-            traceback.print_exc()
+    except BaseException as error:  # noqa: BLE001 - the process ends here
+        from tba.foreign import print_error  # which loads libraries
+
+        print_error(error)
     finally:
         with suppress(OSError):  # a full disk: a log without room must not keep this process alive
             sys.stdout.flush()
