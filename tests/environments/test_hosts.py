@@ -100,32 +100,40 @@ FATES = {
     "leave": "step() raised SystemExit",
     "hoard": "step() raised MemoryError",
     "exit": "its process died",
-    "interrupt": "its process died",
     "crash": "its process died",
     "talk": "its process died",
 }
 
 
-def test_what_raises_ends_crashes_or_takes_too_much_costs_its_own_episode_and_no_other(
-    capfd: pytest.CaptureFixture[str], worlds: Hosts
-) -> None:
-    begin(worlds, 9)
-    assert {n: a.said.text for n, a in answered(worlds, 9).items() if a.said} == {n: f"{n}: 1" for n in range(9)}
+def test_what_raises_ends_crashes_or_takes_too_much_costs_its_own_episode_and_no_other(worlds: Hosts) -> None:
+    begin(worlds, 8)
+    assert {n: a.said.text for n, a in answered(worlds, 8).items() if a.said} == {n: f"{n}: 1" for n in range(8)}
     for number, fate in enumerate([*FATES, "end", "go on"]):
         worlds.ask(number, Question(None, fate))
-    found = answered(worlds, 9)
+    found = answered(worlds, 8)
     for number, why in enumerate(FATES.values()):
         assert found[number].failed.startswith(why), found[number]
         assert found[number].judgement is None
-    assert found[7] == Answer(judgement=Judgement(2.0, {"turns": 2.0}))
-    assert found[8].said is not None
-    assert found[8].said.text == "8: 2"
-    worlds.ask(8, Question(None, None))  # cut off, and judged as it stands
-    assert answered(worlds, 1) == {8: Answer(judgement=Judgement(2.0, {"turns": 2.0}))}
-    said: list[str] = []
-    until(lambda: said.append(capfd.readouterr().err) or "KeyboardInterrupt: " in "".join(said), 60.0, "its traceback")
-    assert r"KeyboardInterrupt: \x1b]0;owned\x07" in "".join(said)
-    assert "\x1b" not in "".join(said)
+    assert found[6] == Answer(judgement=Judgement(2.0, {"turns": 2.0}))
+    assert found[7].said is not None
+    assert found[7].said.text == "7: 2"
+    worlds.ask(7, Question(None, None))  # cut off, and judged as it stands
+    assert answered(worlds, 1) == {7: Answer(judgement=Judgement(2.0, {"turns": 2.0}))}
+
+
+def test_what_ends_a_process_is_in_the_log_before_it_is_known_and_without_what_a_terminal_obeys(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    made = hosts(processes=1)  # here, so that it writes into what is captured
+    begin(made, 1)
+    answered(made, 1)
+    made.ask(0, Question(None, "interrupt"))
+    found = answered(made, 1)
+    said = capfd.readouterr().err
+    made.end()
+    assert found[0].failed.startswith("its process died")
+    assert said.endswith(r"KeyboardInterrupt: \x1b]0;owned\x07" + "\n")
+    assert "\x1b" not in said
 
 
 class Waiting:
