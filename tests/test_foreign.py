@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,10 +16,11 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+import tba
 from tba import foreign, templates
 from tba.__main__ import main
 from tba.errors import UserError
-from tba.foreign import check, is_name, parsed, problems_of, prompt_tokens, templated, with_arguments
+from tba.foreign import check, is_name, parsed, print_error, problems_of, prompt_tokens, templated, with_arguments
 from tba.models.warm_start import pairs_of
 from tba.policy.loading import load_model
 from tba.record.jsonl import write_json
@@ -493,6 +495,35 @@ def test_a_field_that_cannot_be_written_as_json_is_named_with_what_it_may_be() -
         UserError, match=r"^problem 1 of .* has the field 'of' with \{1, 2\}: make it of texts, numbers"
     ):
         problems_of(Mine(), "train")
+
+
+def test_the_error_that_ends_a_process_is_printed_without_what_a_terminal_obeys(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """With its traceback, but for bad input; an output that is closed keeps no process alive."""
+    try:
+        raise KeyError("\x1b]0;owned\x07\u202e")
+    except KeyError as raised:
+        error = raised
+    print_error(error)
+    said = capfd.readouterr().err
+    assert said.startswith("Traceback (most recent call last):\n")
+    assert "raise KeyError(" in said
+    assert all(line.isprintable() for line in said.splitlines())
+    print_error(UserError("the text \x1b[2J is none:\ngive another"))
+    assert capfd.readouterr().err == "tba: the text \\x1b[2J is none:\ngive another\n"
+    ended = os.dup(2)
+    os.close(2)
+    try:
+        print_error(error)
+    finally:
+        os.dup2(ended, 2)
+        os.close(ended)
+
+
+def test_no_process_prints_a_traceback_as_it_is() -> None:
+    package = Path(tba.__file__).parent
+    assert [str(path) for path in package.rglob("*.py") if "print_exc" in path.read_text()] == []
 
 
 def test_a_template_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

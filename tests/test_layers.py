@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "fields": {"errors"},  # of any settings
     "templates": {"errors"},  # of chats
     "markup": {"errors", "types", "templates"},  # control tokens, and text that only spells them
-    "field_names": set(),  # of any recipe, by its source
+    "field_names": {"shipped"},  # of any recipe, by its source
     "config_file": {"errors"},
     "foreign": {"errors", "types", "markup", "templates"},  # whatever is read from outside, by anybody
     "tables": {"errors", "types", "foreign"},  # rows of files, for tasks and imports

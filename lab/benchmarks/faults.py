@@ -113,6 +113,7 @@ JUDGE = [
 SILENCE = 20  # seconds until a part that hangs is killed
 DISK = 96  # megabytes
 ANNOUNCED, SENT = 10**9, 64_000_000  # bytes of a body
+LONGER = 20  # times the steps, of a run that is attacked
 SLACK = 32_000_000  # bytes that a server's memory may grow by besides
 DEADLINE = 600.0  # seconds for anything
 POLL = 0.02
@@ -665,14 +666,16 @@ def at_the_gateway(attack: Callable[[Run, dict[str, tuple[int, int]]], None]) ->
     """The run goes on, and is told of nothing."""
 
     def disturb(run: Run) -> None:
+        run.steps *= LONGER  # so that it lasts
         run.environment |= {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
         run.begin("--runtime", "cluster", "--cluster.object-store-gb", "0.3")
-        run.at_some_step(low=1, high=run.steps // 2)
+        run.at_some_step(low=1, high=run.steps // (2 * LONGER))
         run.acknowledged = rows_of(run.path / "journal.sqlite")
         servers, going = listeners(run.driver.pid), run.begun[-1]
         run.require(set(servers) == set(METHODS), f"only {sorted(servers)} were there")
         attack(run, servers)
         run.begun.append(going)
+        run.require(run.driver.poll() is None, "the run was over before")
         run.require(run.ended() == 0, f"the run itself did not go on: {run.said()[-300:]}")
         run.require(not read_faults(run.path), f"the run has met {read_faults(run.path)}")
 

@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,9 +19,11 @@ import pytest
 from PIL import Image
 from tests.runtime.runs import command
 
+from tba import field_names
 from tba.__main__ import main as train_main
 from tba.errors import UserError
 from tba.evaluation.estimators import mean_interval
+from tba.fields import fields_of
 from tba.recipe import ClusterSettings, Recipe
 from tba.record.run_record import RunRecord
 from tba.record.summary import Summary
@@ -27,10 +31,10 @@ from tba.runs.deciding import with_weights
 from tba.runtime.run_directory import RunDirectory
 from tba.settings import find
 from tba.shipped import names
-from tba_lab import trial_process
+from tba_lab import STUDIES, trial_process
 from tba_lab.__main__ import main
 from tba_lab.command import StudyOptions, run_study
-from tba_lab.study import STUDIES, Study, Variant, find_study, positions, varying
+from tba_lab.study import Study, Variant, find_study, positions, varying
 from tba_lab.trial import Trial
 
 TOY = str(Path(__file__).with_name("toy_study.py"))
@@ -321,7 +325,7 @@ def test_a_study_that_does_not_fit_together_is_refused(changes: dict[str, object
         (["study", TOY, "--only", "of*,x"], "study toy-study has no variant 'x': it has often, rarely, broken"),
         (["study", TOY, "--seeds", "0,a"], "--seeds is '0,a': give integers with commas between"),
         (["study", TOY, "--seed", "1"], "tba-lab study takes --seeds, as 0,1,2, and not --seed"),
-        (["study", TOY, "--stepss", "1"], "variant often has no field --stepss; did you mean --steps"),
+        (["study", TOY, "--stepss", "1"], "has no field --stepss; did you mean --steps"),
         (["train", f"{TOY}::offten"], "study toy-study has no variant 'offten': did you mean 'often'"),
     ],
 )
@@ -356,3 +360,24 @@ def test_every_variant_of_every_shipped_study_is_a_recipe_that_can_run(name: str
     unnamed = [replace(recipe, name="") for recipe in resolved]
     assert all(unnamed[i] != unnamed[j] for i in range(len(unnamed)) for j in range(i))
     assert all(isinstance(v, Variant) for v in shipped.variants.values())
+
+
+def test_a_mistyped_field_is_refused_before_anything_heavy_is_loaded() -> None:
+    """Of a study, and of one of its variants for `tba train`; each field of a recipe or of the command may be one."""
+    program = (
+        "import sys; from importlib import import_module; code = import_module(sys.argv[1]).main(sys.argv[2:]); "
+        "sys.exit(99 if {'torch', 'transformers', 'datasets'} & sys.modules.keys() else code)"
+    )
+    for module, called, words in (
+        ("tba_lab.__main__", "tba-lab", "study stability"),
+        ("tba.__main__", "tba", f"train {STUDIES / 'stability.py'}::tb-k10"),
+    ):
+        arguments = [*words.split(), "--stepz", "3", "--seed", "1", "--no-offlin", "--task.unknown", "1"]
+        ended = subprocess.run(
+            [sys.executable, "-c", program, module, *arguments], capture_output=True, text=True, check=False
+        )
+        sentence = "has no field --stepz; did you mean --steps? And no field --no-offlin; did you mean --offline?"
+        assert (ended.stderr, ended.returncode) == (f"{called}: {called} {words} {sentence}\n", 2)
+    names = field_names.of_any_recipe()
+    for flag in (field.flag for field in fields_of(find("quickstart"), by_code=True)):
+        assert field_names.has(names, flag)

@@ -20,6 +20,8 @@ from functools import cache
 from pathlib import Path
 from typing import TypeAlias
 
+from tba.shipped import MARK
+
 Names: TypeAlias = "Mapping[str, Names] | None"  # of settings, each with those inside it; {}: a value that a command
 # line can spell; None: whatever it may be
 
@@ -33,17 +35,32 @@ _VALUE: Names = {}
 
 
 def of_recipe(name: str) -> Names:
-    """Returns the fields of a recipe by name or path, or of a run's recipe by the run's folder."""
+    """Returns the fields of a recipe by name or path, or of a run's recipe by the run's folder. Of a variant of a study
+    those that every recipe has.
+    """
     with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
         name = str(json.loads((Path(name) / "recipe.json").read_bytes())["recipe"])
+    if MARK in name:
+        return of_any_recipe()
     path = Path(name) if name.endswith(".py") else _PACKAGE / "recipes" / f"{name}.py"
     return _names_in(path, "recipe")
+
+
+def of_any_recipe() -> Names:
+    """Returns the fields that every recipe has, and nothing of what is inside their values."""
+    names = of_class("recipe.Recipe")
+    return names and {name: _VALUE if inner == _VALUE else None for name, inner in names.items()}
 
 
 def of_class(place: str) -> Names:
     """Returns the fields of one of this package's settings classes, by module within the package."""
     module, _, name = place.rpartition(".")
-    return _names_in(_PACKAGE / f"{module.replace('.', '/')}.py", f"{name}()")
+    return of_class_in(_PACKAGE / f"{module.replace('.', '/')}.py", name)
+
+
+def of_class_in(path: Path, name: str) -> Names:
+    """Returns the fields of a settings class that a file defines."""
+    return _names_in(path, f"{name}()")
 
 
 def has(names: Names, flag: str) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
 import sys
 import traceback
@@ -36,6 +37,7 @@ from tba.types import Json, Problem, Split, Version, quoted
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_ERRORS = 2  # the descriptor of standard error, which a forked process has whatever else it has closed
 MOST_COUNTED = 10_000  # layers, heads or experts of a model
 _COUNTED = re.compile(r"(?:layer|block|head|expert)s?$")  # names in a config.json
 DEEPEST = 64  # nesting levels of lists and objects: ours have six
@@ -217,9 +219,9 @@ def print_error(error: BaseException) -> None:
     """
     bad_input = isinstance(error, UserError)
     text = f"tba: {error}" if bad_input else "".join(traceback.format_exception(error)).rstrip("\n")
-    with suppress(OSError, ValueError):  # a full disk, a stream that is closed
-        for line in text.split("\n"):
-            print(quoted(line, sys.maxsize)[1:-1], file=sys.stderr)  # noqa: T201 - where Python prints it
+    lines = (line if line.isprintable() else quoted(line, sys.maxsize)[1:-1] for line in text.split("\n"))
+    with suppress(OSError):  # a full disk, an output that is closed
+        os.write(_ERRORS, "".join(f"{line}\n" for line in lines).encode(errors="replace"))
 
 
 def _flaw(problem: object) -> str:
@@ -501,12 +503,13 @@ def most_positions(config: Any) -> int | None:
 
 def refuse_impossible_counts(folder: Path) -> None:
     """Raises `UserError` for a model's folder whose config.json has more layers, heads or experts than any model:
-    building them, or a list with an entry for each, would not end.
+    building them, or a list with an entry for each, would not end. Of a file that is no JSON whoever loads it says so.
     """
     file = folder / "config.json"
-    if not file.is_file():
+    try:
+        places: list[Json] = [parsed(file.read_bytes())]
+    except (OSError, ValueError):
         return
-    places: list[Json] = [read_json(file, "give the folder of a model")]
     while places:
         place = places.pop()
         for name, value in place.items() if isinstance(place, dict) else ():

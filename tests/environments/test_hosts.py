@@ -44,6 +44,8 @@ class Fated:
                 raise ZeroDivisionError("nothing is divided")
             case "exit":
                 os._exit(0)
+            case "interrupt":
+                raise KeyboardInterrupt("\x1b]0;owned\x07")
             case "leave":
                 raise SystemExit(0)
             case "crash":
@@ -117,6 +119,21 @@ def test_what_raises_ends_crashes_or_takes_too_much_costs_its_own_episode_and_no
     assert found[7].said.text == "7: 2"
     worlds.ask(7, Question(None, None))  # cut off, and judged as it stands
     assert answered(worlds, 1) == {7: Answer(judgement=Judgement(2.0, {"turns": 2.0}))}
+
+
+def test_what_ends_a_process_is_in_the_log_before_it_is_known_and_without_what_a_terminal_obeys(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    made = hosts(processes=1)  # here, so that it writes into what is captured
+    begin(made, 1)
+    answered(made, 1)
+    made.ask(0, Question(None, "interrupt"))
+    found = answered(made, 1)
+    said = capfd.readouterr().err
+    made.end()
+    assert found[0].failed.startswith("its process died")
+    assert said.endswith(r"KeyboardInterrupt: \x1b]0;owned\x07" + "\n")
+    assert "\x1b" not in said
 
 
 class Waiting:

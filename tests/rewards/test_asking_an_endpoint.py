@@ -65,6 +65,25 @@ def test_a_judge_without_an_address_is_told_what_it_needs() -> None:
         tba.Endpoint(calls_per_second=0)
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://user:s3cret@host/v1",
+        "http://s3cret@127.0.0.1:8000/v1",
+        "user:s3cret@host/v1",
+        "https://user:s3cret@host:port/v1",
+        "https://host/v1?key=s3cret",
+    ],
+)
+@pytest.mark.parametrize("kind", [tba.Endpoint, EndpointVictim])
+def test_a_url_with_a_password_is_refused_and_not_repeated(kind: type[tba.Endpoint], url: str) -> None:
+    """So that it is in no error, recipe, report or card."""
+    with pytest.raises(UserError, match=r"url has an @ or a \?.*: give the url without, and a token .* ABC") as error:
+        kind(url=url, model="m", token_variable="ABC")
+    assert "s3cret" not in str(error.value)
+    assert kind(url="https://host/v1/@place", model="m").url == "https://host/v1/@place"
+
+
 def test_inherited_settings_are_explained_by_the_class_they_come_from() -> None:
     own, inherited = comments(EndpointVictim), comments(tba.Endpoint)
     assert own["retries"] == inherited["retries"] != ""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from tba import field_names
 from tba.config_file import with_config
 from tba.errors import TbaError, UserError
-from tba.fields import fields_of, rows, split_options
+from tba.fields import fields_of, flags_in, refuse_unknown, rows, split_options
 from tba.shipped import description_of, names
-from tba_lab.command import StudyOptions, run_study
-from tba_lab.study import STUDIES
+from tba_lab import STUDIES
 
 USAGE = """\
 tba-lab study STUDY [--seeds 0,1,2] [--only VARIANTS] [--out DIR] [--again changed|failed|all] [--field value ...]
@@ -30,20 +31,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
             return 0
         if {"--help", "-h", "help"} & {command, *rest}:
+            from tba_lab.command import StudyOptions
+
             print(USAGE, *rows(list(fields_of(StudyOptions()))), sep="\n")
             return 0
         if command != "study":
             raise UserError(f"there is no command {command!r}: give study or studies")
         if not rest or rest[0].startswith("-"):
             raise UserError("`tba-lab study STUDY` needs a study's name or a path to a .py file first")
-        options, fields = split_options(StudyOptions(), with_config(rest[1:]), "tba-lab study")
-        return run_study(rest[0], options, fields)
+        return _study(rest[0], with_config(rest[1:]))
     except BrokenPipeError:  # the reader has closed the pipe (`tba-lab studies | head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that flushing at exit does not fail
         return 0
     except TbaError as error:
         print(f"tba-lab: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
+
+
+def _study(name: str, arguments: list[str]) -> int:
+    """Run a study; returns its exit code. Raises `UserError` for unknown fields before anything is loaded."""
+    options_named = field_names.of_class_in(Path(__file__).with_name("command.py"), "StudyOptions")
+    places = (options_named, field_names.of_any_recipe())
+    unknown = [flag for flag in flags_in(arguments) if not any(field_names.has(names, flag) for names in places)]
+    refuse_unknown(unknown, [flag for names in places for flag in field_names.flags(names)], f"tba-lab study {name}")
+    from tba_lab.command import StudyOptions, run_study
+
+    options, fields = split_options(StudyOptions(), arguments, "tba-lab study")
+    return run_study(name, options, fields)
 
 
 if __name__ == "__main__":

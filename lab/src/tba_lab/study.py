@@ -24,10 +24,10 @@ from tba.recipe import Recipe, resolved
 from tba.settings import defined, override
 from tba.shipped import names
 from tba.types import Json
+from tba_lab import STUDIES
 from tba_lab.comparison import Outcome
 from tba_lab.figures import COLUMNS
 
-STUDIES = Path(__file__).parent / "studies"
 _NAME = re.compile(r"[A-Za-z0-9][\w.+=]*(?:-[\w.+=]+)*")
 
 

@@ -527,7 +527,8 @@ def _be_a_host(number: int, descriptor: int, task: Acted, limits: EpisodeLimits)
         _enter(f"tba-world-{number}"[:15], descriptor)
         _limit_memory(int(limits.memory_gb * 1e9))
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # being asked does not interrupt who asks
-        with suppress(ConnectionError), socket.socket(fileno=descriptor) as channel:  # nobody may be there any more
+        channel = socket.socket(fileno=descriptor)  # open to the end: once it is closed, this process is killed
+        with suppress(ConnectionError):  # nobody may be there any more
             _play(task, channel.makefile("rwb"))
         code = 0
     except BaseException as error:  # noqa: BLE001 - the process ends here

@@ -191,9 +191,8 @@ def refuse_countless(path: str | Path, revision: str | None = None) -> None:
     """Raises `UserError` where the config.json of a folder, or of a Hub's name, has more layers, heads or experts than
     any model: to make the configuration of it may not end. Of a name it is fetched; what is not there is passed over.
     """
-    quietly = {
-        f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors", "gated_repo")
-    }
+    causes = ("missing_entries", "connection_errors", "gated_repo")
+    quietly: dict[str, Any] = {f"_raise_exceptions_for_{cause}": False for cause in causes}
     with suppress(OSError, ValueError):  # whoever loads it says why
         if (file := cached_file(path, CONFIG_NAME, revision=revision, **quietly)) is not None:
             refuse_impossible_counts(Path(file).parent)

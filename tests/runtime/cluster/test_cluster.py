@@ -117,6 +117,20 @@ def test_a_cluster_that_is_started_for_a_run_listens_on_the_loopback_interface_o
     assert {ip.removeprefix("::ffff:") for ip in listening} == {"127.0.0.1"}
 
 
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [("127.0.0.1:1", r"nothing answers at [\d.]+:1"), ("127.0.0.1:99999999", ".*"), ("nowhere", ".*")],
+)
+def test_a_cluster_that_is_not_there_is_one_sentence_at_once(address: str, reason: str) -> None:
+    from tba.runtime.cluster.client import connected
+
+    with (
+        pytest.raises(UserError, match=rf"cannot join the Ray cluster at {address} \({reason}\): "),
+        connected(address),
+    ):
+        raise AssertionError
+
+
 def test_a_run_counts_what_is_free_on_each_node_and_not_what_there_is(address: str) -> None:
     import ray
 

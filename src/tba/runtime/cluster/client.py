@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,7 @@ from typing import Any
 import ray
 import ray.exceptions
 from ray._private import ray_constants
+from ray._private.services import canonicalize_bootstrap_address
 from ray._private.state import available_resources_per_node
 
 from tba.errors import DeadlineExceeded, HandedOutLost, PartFailed, UserError
@@ -85,6 +87,7 @@ class ActorContact:
 
 
 NAMESPACE = "tba"
+_CONNECT = 10.0  # seconds to reach a cluster
 _LOOPBACK = "127.0.0.1"  # the one address at which Ray's servers do not listen on every interface
 
 
@@ -121,6 +124,7 @@ def _connected(address: str | None, object_store_gb: float | None, folder: str |
                     **quiet,
                 )
         else:
+            _require_listener(address)
             ray.init(address=address, **quiet)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         where = "start a Ray cluster" if address is None else f"join the Ray cluster at {address}"
@@ -138,6 +142,20 @@ def _connected(address: str | None, object_store_gb: float | None, folder: str |
         yield nodes()
     finally:
         ray.shutdown()
+
+
+def _require_listener(address: str) -> None:
+    """Raises `ConnectionError` where nothing listens at an address, and `ValueError` for one that is none: Ray itself
+    would try for a quarter of an hour.
+    """
+    place = canonicalize_bootstrap_address(address)  # of loopback it makes this machine's own address
+    if place is None:
+        return
+    host, _, port = place.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT).close()
+    except OSError as error:
+        raise ConnectionError(f"nothing answers at {place}") from error
 
 
 @contextmanager
