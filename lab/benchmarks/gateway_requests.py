@@ -7,6 +7,7 @@ The first functions speak to a port as somebody who has not the cluster's token;
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import struct
@@ -121,7 +122,7 @@ def replay(run: Path, address: str) -> None:
 
     with JournalFollower(run / "journal.sqlite") as journal:
         rows = packed(journal.drain()[-REPLAYED:])
-    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     exchange = ray.get_actor(exchange_name(run), namespace=NAMESPACE)
     for owner in ("searcher-0", "searcher-0", "searcher-999"):
         ray.get(exchange.journal.remote(owner, "put", rows, counters={"generated_tokens": 1}), timeout=SECONDS)
