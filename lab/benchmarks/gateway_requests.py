@@ -37,9 +37,13 @@ def listeners(driver: int) -> dict[str, tuple[int, int]]:
     for process in psutil.Process(driver).children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             server = next((name for name in METHODS if name in process.name().lower()), None)
-            ports = [c.laddr.port for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
-            if server is not None and ports:
-                servers[server] = process.pid, min(ports)
+            if server is None:
+                continue
+            for connection in process.net_connections("inet"):  # of which one knows the method
+                if connection.status == psutil.CONN_LISTEN:
+                    port = connection.laddr.port
+                    if asked(port, METHODS[server], {}) != "UNIMPLEMENTED":
+                        servers[server] = process.pid, port
     return servers
 
 
