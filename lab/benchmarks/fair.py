@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-from forms import TUNED_ON, Bench, Cell, Row, interval, left, read, tried
+from forms import TUNED_ON, Bench, Cell, Row, left, read, summary, tried
 
 from tba.objectives.correction import Correction
 from tba.objectives.grpo import Grpo, dr_grpo
@@ -123,9 +123,8 @@ def main() -> int:
         parts = [cell.split(":") for cell in arguments.cells]
         cells = [Cell(form, arguments.k, M, float(rate), int(seed)) for form, rate, seed in parts]
         tiers = [[form for form in tier if form in arguments.forms] for tier in TIERS]
-        order = partial(wanted, seeds=range(arguments.seeds), rates=TASKS[arguments.task][1], tiers=tiers)
-        missing = partial(left, cells) if cells else order
-        if not bench.go(arguments.at_once, missing):
+        in_order = partial(wanted, seeds=range(arguments.seeds), rates=TASKS[arguments.task][1], tiers=tiers)
+        if not bench.go(arguments.at_once, partial(left, cells) if cells else in_order):
             return 1
     rows = [row for row in read(arguments.rows, FairRow) if isinstance(row, FairRow)]
     print(table(rows, TASKS[arguments.task][1]))
@@ -163,15 +162,8 @@ def table(rows: Sequence[FairRow], rates: Sequence[float] = TASKS["sums"][1]) ->
         counted = {form: runs for form, runs in counted.items() if runs}
         for form in sorted(counted, key=lambda form: -fmean(r.after for r in counted[form])):
             runs = counted[form]
-            cells = [
-                form,
-                f"{runs[0].rate:g}",
-                str(len(runs)),
-                interval([100 * r.after for r in runs]),
-                f"{100 * min(r.after for r in runs):.1f}",
-                f"{100 * max(r.fall for r in runs):.1f}",
-                f"{fmean(r.ess for r in runs):.2f}",
-            ]
+            fall, ess = max(r.fall for r in runs), fmean(r.ess for r in runs)
+            cells = [*summary(runs), f"{100 * fall:.1f}", f"{ess:.2f}"]
             lines.append(f"| {' | '.join(cells)} |")
         lines += ["", "On the seed that is not counted:"]
         for form in OBJECTIVES:

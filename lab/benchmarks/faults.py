@@ -83,7 +83,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gateway_requests import METHODS, Announced, asked, listeners
+from gateway_requests import METHODS, Announced, listeners, status_of
 from parts import forked, parts_of
 
 import tba
@@ -690,23 +690,21 @@ def strange_token(token: str) -> Callable[[Run, dict[str, tuple[int, int]]], Non
 
     def attack(run: Run, servers: dict[str, tuple[int, int]]) -> None:
         for name, (_, port) in servers.items():
-            status = asked(port, METHODS[name], {"authorization": f"Bearer {token}"} if token else {})
+            status = status_of(port, METHODS[name], {"authorization": f"Bearer {token}"} if token else {})
             run.require(status == "UNAUTHENTICATED", f"{name} answered {status}")
         address = f"127.0.0.1:{servers['gcs_server'][1]}"
-        own = {"RAY_AUTH_TOKEN": token, "HOME": str(run.scratch), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-        run.start("search", "--run", run.path.name, "--address", address, **own)
+        variables = {"RAY_AUTH_TOKEN": token, "HOME": str(run.scratch), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+        run.start("search", "--run", run.path.name, "--address", address, **variables)
         ends_in_a_sentence(run)
 
     return attack
 
 
 def replayed(run: Run, servers: dict[str, tuple[int, int]]) -> None:
-    own = {**os.environ, **run.environment}
-    command = [sys.executable, str(Path(__file__).with_name("gateway_requests.py")), str(run.path)]
-    done = subprocess.run(
-        [*command, f"127.0.0.1:{servers['gcs_server'][1]}"], env=own, capture_output=True, text=True, timeout=DEADLINE
-    )
-    run.require(done.returncode == 0, f"it was not replayed: {done.stderr[-300:]}")
+    script, address = Path(__file__).with_name("gateway_requests.py"), f"127.0.0.1:{servers['gcs_server'][1]}"
+    command, variables = [sys.executable, str(script), str(run.path), address], {**os.environ, **run.environment}
+    process = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=DEADLINE)
+    run.require(process.returncode == 0, f"it was not replayed: {process.stderr[-300:]}")
     (twice,) = some(run.path / "journal.sqlite", "SELECT count(*) - count(DISTINCT uid) FROM trajectories")
     run.require(twice == (0,), f"{twice[0]} rows are there twice")
 
@@ -714,9 +712,9 @@ def replayed(run: Run, servers: dict[str, tuple[int, int]]) -> None:
 def large_body(run: Run, servers: dict[str, tuple[int, int]]) -> None:
     for name, (process, port) in servers.items():
         before = most_memory(process)
-        taken = Announced(port, METHODS[name], ANNOUNCED).send(SENT)
-        grown = most_memory(process) - before
-        run.require(grown <= taken + SLACK, f"{name} was sent {taken} bytes and has grown by {grown}")
+        sent_bytes = Announced(port, METHODS[name], ANNOUNCED).send(SENT)
+        growth = most_memory(process) - before
+        run.require(growth <= sent_bytes + SLACK, f"{name} was sent {sent_bytes} bytes and has grown by {growth}")
 
 
 def most_memory(process: int) -> int:

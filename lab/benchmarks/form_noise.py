@@ -25,7 +25,7 @@ so that the best policy takes the risk with probability 1 / (1 + e) = 0.269, or 
     mixed       half of (0.95, 0.05) and half of (0.05, 0.95), the latter with the next kind of rewards
     again       of the policy, one group a batch, three times running
     recorded    of the policy; the log-probabilities of risky answers are recorded 0.05 nats too high
-    top_p       of the policy without a third answer, as good as the two together, that it has at 8 %
+    top_p       of the policy without a third answer, which it gives with 8 %
 
 Every group that can occur is enumerated, and the objective's own code gives each answer's slope; nothing is sampled.
 The figure is P(risky) less the best where the expected gradient is zero; stale: where 200 updates end; top_p: how far
@@ -270,14 +270,15 @@ class Cell:
     def unseen(self, updates: int = 200, rate: float = 5.0) -> float:
         """Returns the probability of an answer that is never sampled after exact gradient steps from `UNSEEN`.
 
-        The two others begin at their best. What pushes them up on average pushes the third down by its probability.
+        The two others are at their best, and share what pushes up as they share their probability.
         """
+        shares_squared = self.best**2 + (1 - self.best) ** 2
         log_odds = _logit(
             UNSEEN
         )  # against the two others, of which the gradient of one moves all as their softmax has it
         for _ in range(updates):
             unseen = _chance(log_odds)
-            log_odds -= rate * self._pushed_up(unseen) * 1.5 * unseen
+            log_odds -= rate * self._pushed_up(unseen) * (1 + shares_squared) * unseen
         return _chance(log_odds)
 
     def _pushed_up(self, unseen: float) -> float:

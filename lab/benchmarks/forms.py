@@ -182,12 +182,12 @@ def main() -> int:
         bench = Bench(given.rows, given.folder or given.rows.parent / "runs", given.device, fixed)
         parts = [cell.split(":") for cell in given.cells]
         asked = [Cell(form, *(FRESH if given.fresh else STALE), float(rate), int(seed)) for form, rate, seed in parts]
-        missing: Callable[[Sequence[Row]], list[Cell]] = partial(wanted, seeds=range(given.seeds))
+        missing_cells: Callable[[Sequence[Row]], list[Cell]] = partial(wanted, seeds=range(given.seeds))
         if asked:
-            missing = partial(left, asked)
+            missing_cells = partial(left, asked)
         elif given.rule:
-            missing = wanted_by_rule
-        if not bench.go(given.at_once, missing):
+            missing_cells = wanted_by_rule
+        if not bench.go(given.at_once, missing_cells):
             return 1
     rows = read(given.rows)
     print(table(rows))
@@ -340,18 +340,14 @@ def table(rows: Sequence[Row]) -> str:
             "|---" * 9 + "|",
         ]
         for form in OBJECTIVES:
-            own = [r for r in rows if (r.form, r.k) == (form, k) and r.seed != TUNED_ON]
-            if not own:
+            runs = [r for r in rows if (r.form, r.k) == (form, k) and r.seed != TUNED_ON]
+            if not runs:
                 continue
             gained = [paired(rows, form, other, k) if form != other else [] for other in ("none", "asymmetric")]
             cells = [
-                form,
-                ", ".join(sorted({f"{r.rate:g}" for r in own})),
-                str(len(own)),
-                interval([100 * r.after for r in own]),
-                f"{100 * min(r.after for r in own):.1f}",
-                f"{fmean(r.ess for r in own):.2f}",
-                f"{fmean(r.lag for r in own):.1f}",
+                *summary(runs),
+                f"{fmean(r.ess for r in runs):.2f}",
+                f"{fmean(r.lag for r in runs):.1f}",
                 *(interval(x) if x else "" for x in gained),
             ]
             lines.append(f"| {' | '.join(cells)} |")
@@ -364,6 +360,13 @@ def table(rows: Sequence[Row]) -> str:
         if tuning := [r for r in rows if r.seed == TUNED_ON and r.k == k]:
             lines.append(f"Rates on the seed that is not counted, k = {k}: {_of_rates(tuning)}")
     return "\n".join(lines)
+
+
+def summary(runs: Sequence[Row]) -> list[str]:
+    """Cells of a table: form, rates, number of seeds, mean accuracy with its interval, and the worst seed."""
+    rates = ", ".join(sorted({f"{run.rate:g}" for run in runs}))
+    after = [100 * run.after for run in runs]
+    return [runs[0].form, rates, str(len(runs)), interval(after), f"{min(after):.1f}"]
 
 
 def _at_its_rate(row: Row, rows: Sequence[Row]) -> bool:

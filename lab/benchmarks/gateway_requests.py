@@ -42,12 +42,12 @@ def listeners(driver: int) -> dict[str, tuple[int, int]]:
             for connection in process.net_connections("inet"):  # of which one knows the method
                 if connection.status == psutil.CONN_LISTEN:
                     port = connection.laddr.port
-                    if asked(port, METHODS[server], {}) != "UNIMPLEMENTED":
+                    if status_of(port, METHODS[server], {}) != "UNIMPLEMENTED":
                         servers[server] = process.pid, port
     return servers
 
 
-def asked(port: int, method: str, metadata: Mapping[str, str]) -> str:
+def status_of(port: int, method: str, metadata: Mapping[str, str]) -> str:
     """Returns the name of the status that a server gives to an empty request."""
     import grpc
 
@@ -71,7 +71,7 @@ class Announced:
 
     def send(self, most: int) -> int:
         """Send until the server ends the request, or has taken `most` bytes; returns how many it has taken."""
-        taken, body = 0, b"\0" + struct.pack(">I", self.size)
+        sent_bytes, body = 0, b"\0" + struct.pack(">I", self.size)
         with socket.create_connection(("127.0.0.1", self.port), SECONDS) as connection, suppress(OSError):
             fields = {":method": "POST", ":scheme": "http", ":path": self.method, ":authority": "127.0.0.1"}
             fields |= {"content-type": "application/grpc", "te": "trailers"}
@@ -79,14 +79,14 @@ class Announced:
             opening = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(SETTINGS, 0, 0) + _frame(HEADERS, 4, 1, head)
             connection.sendall(opening)
             answers = _frames(connection)
-            while taken < most and not self.ended:
+            while sent_bytes < most and not self.ended:
                 if (size := min(FRAME, *self.room.values())) > 0:
                     connection.sendall(_frame(DATA, 0, 1, (body + bytes(size))[:size]))
-                    taken, body = taken + size, body[size:]
+                    sent_bytes, body = sent_bytes + size, body[size:]
                     self.room = {stream: room - size for stream, room in self.room.items()}
                 else:
                     self._take_in(connection, *next(answers, (GOAWAY, 0, 0, b"")))
-        return taken
+        return sent_bytes
 
     def _take_in(self, connection: socket.socket, kind: int, flags: int, stream: int, body: bytes) -> None:
         if kind == WINDOW:

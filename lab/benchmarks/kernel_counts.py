@@ -268,18 +268,18 @@ def step(policy: CausalPolicy, batch: Batch) -> dict[str, Count]:
     """A step's counts by part. The head's are those of the same part of the step without its layers."""
     objective, outputs, losses = TrajectoryBalance(Constant(0.05)), list[PolicyOutput](), list[Tensor]()
     there = batch.to(META)
-    found = {"forward": counted(lambda: outputs.append(policy.evaluate(batch)))}
-    found["loss"] = counted(lambda: losses.append(objective(outputs[0], there, 1)[0]))
-    found["backward"] = counted(losses[0].backward)
-    found["optimizer"] = update([tuple(p.shape) for p in policy.parameters()])
+    counts = {"forward": counted(lambda: outputs.append(policy.evaluate(batch)))}
+    counts["loss"] = counted(lambda: losses.append(objective(outputs[0], there, 1)[0]))
+    counts["backward"] = counted(losses[0].backward)
+    counts["optimizer"] = update([tuple(p.shape) for p in policy.parameters()])
     for weight in policy.parameters():
         torch.autograd.graph.increment_version(weight)
-    found["rounding"] = counted(policy._low.refresh) if policy._low is not None else Count()
+    counts["rounding"] = counted(policy._low.refresh) if policy._low is not None else Count()
     weight, tokens = policy.model.get_output_embeddings().weight, int(batch.mask_BT.sum())
     hidden = torch.empty(tokens, weight.shape[1], dtype=weight.dtype, device=META, requires_grad=True)
     target = torch.empty(tokens, dtype=torch.int64, device=META)
-    found["(of these the head)"] = counted(lambda: _head(hidden, weight.detach().requires_grad_(), target))
-    return found
+    counts["(of these the head)"] = counted(lambda: _head(hidden, weight.detach().requires_grad_(), target))
+    return counts
 
 
 def update(shapes: Sequence[tuple[int, ...]]) -> Count:

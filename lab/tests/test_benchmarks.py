@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import runpy
 import sys
 import traceback
@@ -12,7 +11,6 @@ from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 
-import pytest
 from tests.runtime.runs import ended, forked
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -20,7 +18,6 @@ FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 SCRIPTS = [script for script in sorted(FOLDER.glob("*.py")) if not script.match("trl_*side.py")]
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="loads the scripts in a copy of this process")
 def test_every_benchmark_loads_and_prints_its_usage(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     assert ended(forked(partial(load_all, results))) == 0

@@ -72,10 +72,10 @@ def test_a_rate_that_was_tuned_at_the_same_k_goes_before_that_of_stale_data(form
     tuning = [row(forms, "grpo", rate, forms.TUNED_ON, x) for rate, x in ((4e-4, 0.3), (8e-4, 0.4))]
     tuning += [row(forms, "grpo", rate, forms.TUNED_ON, x, 1) for rate, x in ((4e-4, 0.7), (8e-4, 0.6))]
     counted = [row(forms, "grpo", rate, 0, x, k) for rate, x, k in ((4e-4, 0.9, 1), (8e-4, 0.2, 1), (8e-4, 0.1, 16))]
-    said = forms.table([*tuning, *counted])
-    assert "| grpo | 0.0004 | 1 | 90.0 | 90.0 |" in said
-    assert "| grpo | 0.0008 | 1 | 10.0 | 10.0 |" in said
-    assert "20.0" not in said
+    table = forms.table([*tuning, *counted])
+    assert "| grpo | 0.0004 | 1 | 90.0 | 90.0 |" in table
+    assert "| grpo | 0.0008 | 1 | 10.0 | 10.0 |" in table
+    assert "20.0" not in table
 
 
 def test_the_baselines_are_what_their_names_say(forms: Any) -> None:

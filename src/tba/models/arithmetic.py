@@ -75,10 +75,10 @@ def positions_of(path: str) -> int | None:
     or its configuration cannot be read.
     """
     try:
-        found = positions(plain_config(path).get_text_config(), sys.maxsize)
+        longest = positions(plain_config(path).get_text_config(), sys.maxsize)
     except (*UNREADABLE, StopIteration):
         return None
-    return None if found == sys.maxsize else found
+    return None if longest == sys.maxsize else longest
 
 
 def product_rate(dtype: torch.dtype, device: torch.device) -> float:

@@ -27,9 +27,9 @@ from tba.types import Json
 
 CAP = 8.0  # the largest weight of a row before division by its group's mean; 2 and 1 do about as well (lab/results.md)
 PUSH = 1.5  # times what earlier batches showed; twice as much is worse at large rates
-_LEAST_SQUARE = 1e-6  # of a row's gradient: where the policy is sure of all answers, they weigh the same
 DECAY = 0.9  # of the running means over steps
 SPREAD = 2.0  # nats; 20 rows of normally spread log rho are then worth 4 below the cap, 8 at it (medians)
+_LEAST_SQUARE = 1e-6  # of a row's gradient: where the policy is sure of all answers, they weigh the same
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,9 @@ class TrajectoryBalance:
         none        w = 1: the paper's form
         exact       w = min(rho, 8): an answer that the policy has left behind hardly counts
         tapered     w = min(rho, 1) where A < 0, else 1: rare successes are learnt again after the policy has lost them
-        asymmetric  as exact, and in a run every answer is pushed up by c min(rho, 8) grad log pi more: pushing down is
-                    what goes wrong on stale data, since it does not say where probability is to go
+        asymmetric  as exact, and in a run, where log Z is estimated as `group` does, every answer is pushed up by
+                    c min(rho, 8) grad log pi more: pushing down is what goes wrong on stale data, since it does not
+                    say where probability is to go
 
     On-policy the first three are the same. They leave the optimum where it is on any data: log Z is estimated with the
     same weights, so that sum w A = 0 in every group. With noisy rewards or hidden worlds `none` and `exact` still do,
