@@ -321,7 +321,7 @@ def test_of_a_single_prompt_all_trajectories_are_weighed_by_their_reward_at_once
 @pytest.mark.parametrize("mix", ["chance", "group"])
 def test_a_group_says_whether_its_answers_come_as_often_as_they_were_sampled(mix: str) -> None:
     buffer = Buffer(BufferSettings())
-    for i in range(200):
+    for i in range(2000):
         buffer.add(trajectory(2 + i % 10, (i,)))
     for i in range(8):
         buffer.add(trajectory(i % 2, (i,), reward=float(i)))
@@ -336,7 +336,7 @@ def test_a_group_says_whether_its_answers_come_as_often_as_they_were_sampled(mix
     batch = collate(groups)
     assert batch.as_sampled_G is not None
     assert batch.as_sampled_G.tolist() == [g.as_sampled for g in groups]
-    for _ in range(2):  # more than one answer in a hundred was left out
+    for _ in range(2):  # more than one answer in a thousand was left out
         buffer.add(trajectory(1, (3,), version=1))
     assert not any(g.as_sampled for g in select(buffer, 2, 4, m=1.0, mix=mix)[0])
     part = batch.select((batch.group_B == 1).nonzero()[:, 0])
