@@ -265,7 +265,7 @@ def test_a_held_out_set_that_says_little_is_remarked_unless_it_is_asked_for(coun
     remarks = notes_on_data(recipe, TabularModel())
     assert len(remarks) == notes
     if remarks:
-        assert remarks[0].startswith("3 problems are held out, so that one answer moves their accuracy by 33 points: ")
+        assert remarks[0].startswith("3 problems are held out, so that one answer moves the accuracy by 33 points: ")
 
 
 @dataclass(frozen=True)
