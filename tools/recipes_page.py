@@ -22,7 +22,8 @@ HEAD = """\
 
 `tba train NAME` runs a recipe, `tba check NAME` says beforehand what it takes, `tba train NAME --help` lists its
 settings, `python -c "help('tba.recipes.NAME')"` what it is made for. Below: commands that come first, and departures
-from the paper. Your own recipe is a file like these ([your_task.md](your_task.md)). *B x K*: prompts times answers in a
+from the paper. Your own recipe is a file like these ([your_task.md](your_task.md)).
+The laboratory has `gsm8k` [at a laptop's size](../lab/gsm8k.md), and how [MATH is graded](../lab/math.md). *B x K*: prompts times answers in a
 batch. `python tools/recipes_page.py` makes this page from the code; a test keeps it up to date.
 
 | recipe | what | model | B x K | steps |

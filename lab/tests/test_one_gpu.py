@@ -58,7 +58,7 @@ def test_every_part_is_done_and_every_figure_is_finite(one_gpu: Any, found: dict
 
 
 def test_the_docs_table_names_figures_that_the_script_writes(found: dict[str, Any]) -> None:
-    tool = script("tools/one_gpu_page.py")
+    tool = script("tools/one_gpu_figures.py")
     lacking = {
         f"{part}.{path}"
         for part, _, path, _, written in tool.FIGURES

@@ -47,7 +47,7 @@ SMOL = LlamaConfig(  # SmolLM2-135M
     num_key_value_heads=3,
     tie_word_embeddings=True,
 )
-PAGE = script("tools/fits_page.py")
+PAGE = script("tools/hardware_page.py")
 RHO, SEVEN, PYTHIA = (PAGE.RECIPES[name] for name in ("gsm8k", "math", "tldr"))
 
 

@@ -10,7 +10,7 @@ Departures from the paper, each with the field that undoes it:
 - engines and the reference in bfloat16 on a GPU         `--model.dtype float32` (fp32 everywhere)
 
 The paper's reading of answers (the last number anywhere) is the default here too; `--task.strict` wants `####`.
-To train a small policy from scratch on your own machine, see docs/gsm8k.md.
+To train a small policy from scratch on your own machine, see lab/gsm8k.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """GSM-Symbolic templates (reasoning-gym, the extra `tba-rl[reasoning-gym]`) in the GSM8K format, numbers held out.
 
 The gsm8k recipe on generated problems: 100 templates, any numbers, worked answers ending in `#### x`. It is for small
-policies, for which GSM8K itself is too hard; see docs/gsm8k.md.
+policies, for which GSM8K itself is too hard; see lab/gsm8k.md.
 """
 
 from __future__ import annotations

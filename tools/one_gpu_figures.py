@@ -1,9 +1,7 @@
-"""Writes docs/one_gpu.md: what one GPU does.
-
-    python tools/one_gpu_page.py
+"""The sections of docs/hardware.md on what one GPU was measured to do, which `hardware_page.py` puts there.
 
 Invariant: what was measured is from files that `lab/benchmarks/one_gpu.py` writes; what is in none of them was not
-measured, and the page says so. A test keeps the page up to date.
+measured, and the page says so.
 """
 
 from __future__ import annotations
@@ -13,17 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-DOCS = Path(__file__).parents[1] / "docs"
-PAGE = DOCS / "one_gpu.md"
-BEFORE = DOCS.parent / "lab" / "results" / "one_gpu_before.json"
-AFTER = DOCS.parent / "lab" / "results" / "one_gpu.json"  # as `lab/benchmarks/one_gpu.py --out` writes it
+RESULTS = Path(__file__).parents[1] / "lab" / "results"
+BEFORE = RESULTS / "one_gpu_before.json"
+AFTER = RESULTS / "one_gpu.json"  # as `lab/benchmarks/one_gpu.py --out` writes it
 GB = 10**9
-HEAD = """\
-# One GPU
-
-[What one does](#what-one-card-does), and how [two halves share it](#two-halves-on-one-card). What fits on one, and on
-several: [fits.md](fits.md). `python tools/one_gpu_page.py` makes this page, and a test keeps it up to date.
-"""
 MEASURED = """\
 ## What one card does
 
@@ -161,11 +152,6 @@ ARRANGEMENTS = {  # of which part
 }
 
 
-def page() -> str:
-    """The whole page."""
-    return "\n".join([HEAD, *measured()])
-
-
 def measured() -> Iterator[str]:
     """What a card was found to do; a row that no file has is named below the table."""
     before, after = (json.loads(file.read_text()) if file.exists() else {} for file in (BEFORE, AFTER))
@@ -210,7 +196,3 @@ def figure(found: Mapping[str, Any], part: str, path: str, written: Callable[[fl
     for name in path.split("."):
         value = value.get(name) if isinstance(value, dict) else None
     return "" if value is None else written(value)
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")

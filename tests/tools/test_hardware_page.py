@@ -1,4 +1,4 @@
-"""`docs/fits.md` says what the formulas give."""
+"""docs/hardware.md says what the formulas give."""
 
 from types import ModuleType
 
@@ -8,7 +8,7 @@ def rows_of(page: str, mark: str) -> list[list[str]]:
 
 
 def test_the_committed_page_is_the_one_the_code_gives(tool: ModuleType) -> None:
-    assert tool.PAGE.read_text(encoding="utf-8") == tool.page(), "run `python tools/fits_page.py`"
+    assert tool.PAGE.read_text(encoding="utf-8") == tool.page(), "run `python tools/hardware_page.py`"
 
 
 def test_what_fits_a_smaller_gpu_fits_a_larger_one(tool: ModuleType) -> None:
@@ -27,7 +27,7 @@ def test_what_fits_a_smaller_gpu_fits_a_larger_one(tool: ModuleType) -> None:
 
 
 def test_more_gpus_never_run_less(tool: ModuleType) -> None:
-    rows = rows_of(tool.PAGE.read_text(encoding="utf-8").partition("## One to eight GPUs")[2], " GB | ")
+    rows = rows_of(tool.PAGE.read_text(encoding="utf-8").partition("## What fits on one to eight GPUs")[2], " GB | ")
     runs = {(recipe, gpus): [not cell.startswith("no") for cell in cells] for recipe, gpus, *cells in rows}
     assert {recipe for recipe, _ in runs} == set(tool.RECIPES)
     assert all(cells == sorted(cells) for cells in runs.values())

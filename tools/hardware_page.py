@@ -1,10 +1,10 @@
-"""Writes docs/fits.md: which settings fit on one GPU, by its memory and the size of the model; and where the paper's
-recipes run on one to eight GPUs.
+"""Writes docs/hardware.md: which settings fit on one GPU, by its memory and the size of the model; where the paper's
+recipes run on one to eight GPUs; and what one GPU was measured to do.
 
-    python tools/fits_page.py
+    python tools/hardware_page.py
 
-Invariant: every figure is computed by `tba.runtime.sizing` and `tba.models.memory`, as `tba train` and `tba check` do;
-nothing was run. A test keeps the page up to date.
+Invariant: what fits is computed by `tba.runtime.sizing` and `tba.models.memory`, as `tba train` and `tba check` do;
+nothing of it was run. What was measured is from `one_gpu_figures.py`. A test keeps the page up to date.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from one_gpu_figures import measured
 from transformers import GPTNeoXConfig, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from tba.apps.preference.tldr import Tldr
@@ -29,7 +30,7 @@ from tba.runtime.needs import needs, seconds_to_move
 from tba.runtime.sizing import Machine, places_on, refuse_what_cannot_fit, sized, too_much, unused
 from tba.settings import find, override
 
-PAGE = Path(__file__).parents[1] / "docs" / "fits.md"
+PAGE = Path(__file__).parents[1] / "docs" / "hardware.md"
 GB = 10**9
 GPUS = (24, 48, 80, 141)  # GB
 COUNTS = (1, 2, 4, 8)  # GPUs of a machine
@@ -53,13 +54,16 @@ KINDS: dict[str, dict[str, Any]] = {  # what is trained: fields of the model
 PLAIN = 4096  # tokens of a pass for which no checkpointing is preferred
 
 HEAD = """\
-# What fits on which GPUs
+# Hardware
 
-**Computed, not measured**: `python tools/fits_page.py` makes this page from the formulas by which `tba train` and `tba
-check` decide, and a test keeps it up to date. What the formulas were compared with:
-[scaling.md](scaling.md#what-the-trainer-holds); what one card does: [one_gpu.md](one_gpu.md).
+[What fits on one GPU](#what-fits-on-one-gpu), [on one to eight](#what-fits-on-one-to-eight-gpus),
+[what one card does](#what-one-card-does), and [how two halves share it](#two-halves-on-one-card).
 
-## One GPU
+`python tools/hardware_page.py` makes this page, and a test keeps it up to date. What fits is **computed, not measured**, by
+the formulas by which `tba train` and `tba check` decide; [scaling.md](scaling.md#what-the-trainer-holds) compares them with
+measurements.
+
+## What fits on one GPU
 
 All parts share the GPU: the trainer has what it needs and {slack:.0%}, at least 2 GiB, more, the searcher (engine and
 reference) the rest of {usable:.0%}; CUDA and the driver have {rest:.0%}. The table is `tba train gsm8k` (prompts and
@@ -82,7 +86,7 @@ allocator keeps freed blocks, fewer with `PYTORCH_CUDA_ALLOC_CONF=expandable_seg
 
 `tba check RECIPE` computes this for your recipe; it and `tba train` name a field that helps.
 
-## One to eight GPUs
+## What fits on one to eight GPUs
 
 The paper's recipes as they are, with {memory} GB of memory for each GPU. *n+m*: ranks of the trainer and searchers;
 *one*: both on it. No GPU is idle. In brackets: GB of the fullest GPU without checkpointing, which is turned on where
@@ -177,7 +181,7 @@ def page() -> str:
     figures = {"share": share, "seconds": seconds}
     tail = TAIL.format(**shares, **figures, fewest=TOKENS[-1], least=SLOTS[-1], rank=RANK, memory=MEMORY)
     judges = next(need.total for need in needs(paper("tldr")) if need.part == "rewards on cpu") / GB
-    return "\n".join([head, *table(), "", tail, *placements(), "", JUDGES.format(judges=judges)])
+    return "\n".join([head, *table(), "", tail, *placements(), "", JUDGES.format(judges=judges), *measured()])
 
 
 def table() -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The selection of docs/write_a_selection.md, taken from the page as it stands."""
+"""The selection of docs/extend.md, read from the page."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import tba
 from tba.__main__ import main
 from tba.record.metrics import read_metrics
 
-PAGE = Path(__file__).parents[2] / "docs" / "write_a_selection.md"
+PAGE = Path(__file__).parents[2] / "docs" / "extend.md"
 FEW = ("--runtime", "inline", "--replay.pacing.warm-up", "32", "--evaluation.problems", "8")
 
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    _, code = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     path = tmp_path / "my_selection.py"
     path.write_text(code)
     return path

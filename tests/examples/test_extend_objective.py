@@ -1,4 +1,4 @@
-"""The objective of docs/write_an_objective.md, taken from the page as it stands."""
+"""The objective of docs/extend.md, read from the page."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tba.types import Sampling
 from toy.engine import sample_groups, tabular_prompts
 from toy.policy import TabularPolicy, TabularTask
 
-PAGE = Path(__file__).parents[2] / "docs" / "write_an_objective.md"
+PAGE = Path(__file__).parents[2] / "docs" / "extend.md"
 FEW = ("--runtime", "inline", "--replay.pacing.warm-up", "16", "--evaluation.problems", "8", "--steps", "2")
 TASK = TabularTask()
 
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    code, _ = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     path = tmp_path / "my_objective.py"
     path.write_text(code)
     return path
