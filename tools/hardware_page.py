@@ -59,9 +59,9 @@ HEAD = """\
 [What fits on one GPU](#what-fits-on-one-gpu), [on one to eight](#what-fits-on-one-to-eight-gpus),
 [what one card does](#what-one-card-does), and [how two halves share it](#two-halves-on-one-card).
 
-`python tools/hardware_page.py` makes this page, and a test keeps it up to date. What fits is **computed, not measured**, by
-the formulas by which `tba train` and `tba check` decide; [scaling.md](scaling.md#what-the-trainer-holds) compares them with
-measurements.
+`python tools/hardware_page.py` makes this page, and a test keeps it up to date. What fits is **computed, not
+measured**, by the formulas by which `tba train` and `tba check` decide; [scaling.md](scaling.md#what-the-trainer-holds)
+compares them with measurements.
 
 ## What fits on one GPU
 

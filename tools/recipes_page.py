@@ -21,10 +21,12 @@ HEAD = """\
 # Recipes
 
 `tba train NAME` runs a recipe, `tba check NAME` says beforehand what it takes, `tba train NAME --help` lists its
-settings, `python -c "help('tba.recipes.NAME')"` what it is made for. Below: commands that come first, and departures
-from the paper. Your own recipe is a file like these ([your_task.md](your_task.md)).
-The laboratory has `gsm8k` [at a laptop's size](../lab/gsm8k.md), and how [MATH is graded](../lab/math.md). *B x K*: prompts times answers in a
-batch. `python tools/recipes_page.py` makes this page from the code; a test keeps it up to date.
+settings, and `python -c "help('tba.recipes.NAME')"` says what it is made for. Your own recipe is a file like these
+([your_task.md](your_task.md)). The laboratory has `gsm8k` [at a laptop's size](../lab/gsm8k.md), and how
+[MATH is graded](../lab/math.md).
+
+Below are commands that come first, and departures from the paper. *B x K* means prompts times answers in a batch.
+`python tools/recipes_page.py` makes this page from the code; a test keeps it up to date.
 
 | recipe | what | model | B x K | steps |
 |---|---|---|---|---|
