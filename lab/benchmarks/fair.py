@@ -43,6 +43,7 @@ from tba_lab.studies.stability import study as stability
 from tba_lab.studies.stability_calculator import study as stability_calculator
 from tba_lab.studies.stability_countdown import study as stability_countdown
 from tba_lab.study import Study, Variant
+from tba_lab.tb_forms import LeastVarianceBalance
 
 TASKS: Mapping[str, tuple[Study, tuple[float, ...]]] = {  # with the rates to begin with
     "sums": (stability, (3e-5, 1e-4, 3e-4)),
@@ -63,8 +64,8 @@ OBJECTIVES: dict[str, Objective] = {
     "asymmetric": TrajectoryBalance(_beta),
     "exact": TrajectoryBalance(_beta, off_policy="exact"),
     "none": TrajectoryBalance(_beta, off_policy="none"),
-    "least-variance": TrajectoryBalance(_beta, log_z="least_variance", off_policy="exact"),
-    "least-variance-ones": TrajectoryBalance(_beta, log_z="least_variance", off_policy="none"),
+    "least-variance": LeastVarianceBalance(_beta, off_policy="exact"),
+    "least-variance-ones": LeastVarianceBalance(_beta, off_policy="none"),
     "tba-prime": TbaPrime(_beta, per="row"),
     "reinforce": Reinforce(_beta, baseline="none"),
     "rloo": Reinforce(_beta),

@@ -28,6 +28,7 @@ so that the best policy takes the risk with probability 1 / (1 + e) = 0.269, or 
     top_p       of the policy without a third answer, which it gives with 8 %
 
 Every group that can occur is enumerated, and the objective's own code gives each answer's slope; nothing is sampled.
+The memory of `asymmetric` is normally distributed, as after many batches of 7 groups.
 The figure is P(risky) less the best where the expected gradient is zero; stale: where 200 updates end; top_p: how far
 200 updates move the third answer, of which these data say nothing.
 """
@@ -48,18 +49,18 @@ from torch import Tensor
 
 from tba.batch import Batch
 from tba.objectives.correction import log_behavior
-from tba.objectives.reduce import group_mean
-from tba.objectives.trajectory_balance import DECAY, Asymmetric, TrajectoryBalance, above_lowest
+from tba.objectives.trajectory_balance import DECAY, Asymmetric, TrajectoryBalance, slant_B
 from tba.protocols import Objective, PolicyOutput
 from tba.replay.buffer import RARE
 from tba.schedules import Constant
-from tba_lab.tb_forms import lowered
+from tba_lab.tb_forms import LeastVarianceBalance, lowered
 
 BETA = 0.05
 BEST = 1 / (1 + math.e)
 UNSEEN = 0.08  # of the policy, in the data `top_p`
 WRONG = 0.05  # nats
 USES = 3  # of a group, in the data `again`
+GROUPS = 7  # of a batch, whose mean slant the form `asymmetric` remembers; one in the data `again`
 SIZES = (4, 8, 20)
 REWARDS = ("plus_minus", "zero_one", "world", "gaussian", "mostly")
 DATA = (
@@ -69,7 +70,7 @@ DATA = (
 FORMS: Mapping[str, Callable[[], Objective]] = {
     "none": lambda: TrajectoryBalance(Constant(BETA), off_policy="none"),
     "exact": lambda: TrajectoryBalance(Constant(BETA), off_policy="exact"),
-    "least_variance": lambda: TrajectoryBalance(Constant(BETA), log_z="least_variance", off_policy="none"),
+    "least_variance": lambda: LeastVarianceBalance(Constant(BETA), off_policy="none"),
     "tapered": lambda: TrajectoryBalance(Constant(BETA), off_policy="tapered"),
     "lowered": lambda: lowered(Constant(BETA)),
     "asymmetric": lambda: TrajectoryBalance(Constant(BETA), off_policy="asymmetric").start(),
@@ -336,22 +337,21 @@ class Cell:
             for source, batch, log_policy_BT in made:
                 yield source, _slopes(objective, source, batch, log_policy_BT)
             return
-        objective.memory.means_2 = seen_2 = _seen(made)
-        if self.data != "again":
-            for source, batch, log_policy_BT in made:
-                yield source, _slopes(objective, source, batch, log_policy_BT)
-            return
-        for source, batch, log_policy_BT in made:  # the push is proportional to c, which earlier uses of a group change
-            objective.memory.means_2 = torch.zeros(2, dtype=torch.float64)
+        slants = [_slants(source, batch, log_policy_BT) for source, batch, log_policy_BT in made]
+        mean, deviation = _moments([source for source, _, _ in made], slants)
+        # c, to which the push is proportional, is a positive part: what the memory has by chance does not cancel
+        uses, groups = (USES, 1) if self.data == "again" else (1, GROUPS)
+        deviation *= (1 - DECAY**uses) / math.sqrt((1 - DECAY ** (2 * uses)) * groups)
+        for (source, batch, log_policy_BT), slant_N in zip(made, slants, strict=True):
+            objective.memory.slant = torch.tensor(0.0, dtype=torch.float64)
             none_NK = _slopes(objective, source, batch, log_policy_BT)
-            objective.memory.means_2 = seen_2.clone()
+            objective.memory.slant = torch.tensor(-1.0, dtype=torch.float64)
             unit_NK = _slopes(objective, source, batch, log_policy_BT) - none_NK
-            own_N2 = _group_means(source, batch, log_policy_BT)
-            factor_N, means_N2 = torch.zeros_like(source.groups.chance_N), seen_2.expand_as(own_N2)
-            for _ in range(USES):
-                factor_N = factor_N + pushes(means_N2) / pushes(seen_2) / USES
-                means_N2 = DECAY * means_N2 + (1 - DECAY) * own_N2
-            yield source, none_NK + unit_NK * factor_N[:, None]
+            c_N, memory_N, noise = torch.zeros_like(slant_N), torch.full_like(slant_N, mean), deviation
+            for _ in range(uses):
+                c_N = c_N + _expected_positive(-memory_N, noise) / uses
+                memory_N, noise = DECAY * memory_N + (1 - DECAY) * slant_N, DECAY * noise  # a group knows itself
+            yield source, none_NK + unit_NK * c_N[:, None]
 
     def _batch(self, source: Source, risk: float, scale: float = 1.0) -> tuple[Batch, Tensor]:
         """Answers of one token, and their log-probabilities under the policy."""
@@ -386,36 +386,30 @@ def _slopes(objective: Objective, source: Source, batch: Batch, log_policy_BT: T
     return -(slope_BT[:, 0] * batch.rows).view_as(source.groups.reward_NK)
 
 
-def pushes(means_N2: Tensor) -> Tensor:
-    """[N]: g q^2, to which c is proportional."""
-    return means_N2[..., 0] * means_N2[..., 1].square()
-
-
-def _advantages(batch: Batch, log_policy_BT: Tensor) -> Tensor:
-    """[B]: what the form's memory sees of each row, in units of reward."""
+def _slants(source: Source, batch: Batch, log_policy_BT: Tensor) -> Tensor:
+    """[N]: the slant of each group, in units of reward, as the form's memory has it."""
     exact = TrajectoryBalance(Constant(BETA), off_policy="exact")
     log_B = log_policy_BT[:, 0]
-    gap_B = batch.reward_B - BETA * (log_B - batch.log_reference_BT[:, 0])
+    gap_B = batch.reward_B / BETA - (log_B - batch.log_reference_BT[:, 0])
     weight_B = exact.weight_B(gap_B, log_B - log_behavior(batch)[:, 0], batch)
-    return gap_B - group_mean(weight_B * gap_B, batch.group_B, batch.groups)
+    return BETA * slant_B(gap_B, weight_B, PolicyOutput(log_policy_BT), batch).view_as(source.groups.reward_NK)[:, 0]
 
 
-def _group_means(source: Source, batch: Batch, log_policy_BT: Tensor) -> Tensor:
-    """[N, 2]: g and q of each group; q of a group without a spread is 0."""
-    low_B, q_B, _ = above_lowest(_advantages(batch, log_policy_BT), batch)
-    return torch.stack([x.view_as(source.groups.reward_NK)[:, 0].double() for x in (low_B, q_B)], 1)
+def _moments(sources: Sequence[Source], slants: Sequence[Tensor]) -> tuple[float, float]:
+    """Mean and deviation of the slant over the groups that come as sampled, which the memory counts; 0 without any."""
+    chances = torch.cat([s.chance * s.groups.chance_N * s.groups.as_sampled for s in sources])
+    slant = torch.cat(list(slants))
+    total = chances.sum().clamp(min=1e-12)
+    mean = float(chances @ slant / total)
+    return mean, math.sqrt(max(0.0, float(chances @ slant.square() / total) - mean**2))
 
 
-def _seen(made: Sequence[tuple[Source, Batch, Tensor]]) -> Tensor:
-    """The means that the form's memory has after long: g, and q among groups with a spread."""
-    sums_3 = torch.zeros(3, dtype=torch.float64)
-    for source, batch, log_policy_BT in made:
-        columns = (
-            x.double().view_as(source.groups.reward_NK) for x in above_lowest(_advantages(batch, log_policy_BT), batch)
-        )
-        expected = [source.groups.expected(x_NK, x_NK.shape[1]) for x_NK in columns]
-        sums_3 += source.chance * torch.tensor(expected, dtype=torch.float64)
-    return torch.stack([sums_3[0], sums_3[1] / sums_3[2].clamp(min=1e-12)])
+def _expected_positive(mean_N: Tensor, deviation: float) -> Tensor:
+    """[N]: E max(0, x) of a normally distributed x."""
+    if deviation == 0:
+        return mean_N.clamp(min=0)
+    z_N = mean_N / deviation
+    return mean_N * torch.special.ndtr(z_N) + deviation * torch.exp(-z_N.square() / 2) / math.sqrt(2 * math.pi)
 
 
 def root(f: Callable[[float], float], low: float = -7.0, high: float = 7.0) -> float:

@@ -73,7 +73,7 @@ from tba.tasks.instruct import Instruct
 from tba.training.optimizer import OptimizerSettings
 from tba_lab.intervals import difference_of_means
 from tba_lab.study import Study, Variant
-from tba_lab.tb_forms import SpreadBalance, lowered
+from tba_lab.tb_forms import LeastVarianceBalance, SpreadBalance, lowered
 
 RATES = (1e-4, 2e-4, 4e-4)
 TUNED_ON = 100  # the seed on which rates are chosen
@@ -111,8 +111,8 @@ OBJECTIVES: dict[str, Objective] = {
     "none": TrajectoryBalance(_beta, off_policy="none"),
     "exact": TrajectoryBalance(_beta, off_policy="exact"),
     "asymmetric": TrajectoryBalance(_beta, off_policy="asymmetric"),
-    "least-variance": TrajectoryBalance(_beta, log_z="least_variance", off_policy="exact"),
-    "least-variance-ones": TrajectoryBalance(_beta, log_z="least_variance", off_policy="none"),
+    "least-variance": LeastVarianceBalance(_beta, off_policy="exact"),
+    "least-variance-ones": LeastVarianceBalance(_beta, off_policy="none"),
     "lowered": lowered(_beta),
     "spread-half": SpreadBalance(_beta, spread=0.5),
     "spread-one": SpreadBalance(_beta, spread=1.0),

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from tba.batch import Batch
 from tba.objectives.correction import Correction, log_ratio_to_behavior
 from tba.objectives.reduce import group_max, group_mean, group_sizes, masked_sum, row_means
-from tba.objectives.trajectory_balance import Memory, TrajectoryBalance
+from tba.objectives.trajectory_balance import Memory, TrajectoryBalance, slant_B
 from tba.protocols import Measured, PolicyOutput
 from tba.schedules import Constant, Schedule
 from tba.training.optimizer import Optimizer, OptimizerSettings
@@ -147,6 +147,22 @@ def lowered(beta: Schedule) -> WeightedBalance:
     Where rewards are noisy its optimum is another one: the group's lowest contains the answer's own luck.
     """
     return WeightedBalance(beta, "ratio", cap=8.0, spread=2.0, normalised=True, lowest=0.5)
+
+
+@dataclass(frozen=True)
+class LeastVarianceBalance(TrajectoryBalance):
+    """`none` or `exact` with log Z by squared gradients: a row weighs sum (1 - p)^2 over its tokens in that mean.
+
+    This is nearly the baseline with which the gradient's variance is least (Greensmith et al. 2004, JMLR 5). Groups
+    whose answers do not come as often as they were sampled keep the mean with the weights of the loss.
+    """
+
+    def _log_z_B(self, gap_B: Tensor, weight_B: Tensor, output: PolicyOutput, batch: Batch) -> Tensor:
+        log_z_B = super()._log_z_B(gap_B, weight_B, output, batch)
+        by_square_B = log_z_B + slant_B(gap_B, weight_B, output, batch)
+        return (
+            by_square_B if batch.as_sampled_G is None else by_square_B.where(batch.as_sampled_G[batch.group_B], log_z_B)
+        )
 
 
 @dataclass(frozen=True)

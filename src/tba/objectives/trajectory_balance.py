@@ -26,7 +26,6 @@ from tba.schedules import Constant, Schedule
 from tba.types import Json
 
 CAP = 8.0  # the largest weight of a row before division by its group's mean; 2 and 1 do about as well (lab/results.md)
-PUSH = 1.5  # times what earlier batches showed; twice as much is worse at large rates
 DECAY = 0.9  # of the running means over steps
 SPREAD = 2.0  # nats; 20 rows of normally spread log rho are then worth 4 below the cap, 8 at it (medians)
 _LEAST_SQUARE = 1e-6  # of a row's gradient: where the policy is sure of all answers, they weigh the same
@@ -50,30 +49,25 @@ class TrajectoryBalance:
         none        w = 1: the paper's form
         exact       w = min(rho, 8): an answer that the policy has left behind hardly counts
         tapered     w = min(rho, 1) where A < 0, else 1: rare successes are learnt again after the policy has lost them
-        asymmetric  as exact, and in a run, where log Z is estimated as `group` does, every answer is pushed up by
+        asymmetric  as exact, and in a run, where log Z is estimated from groups, every answer is pushed up by
                     c min(rho, 8) grad log pi more: pushing down is what goes wrong on stale data, since it does not
                     say where probability is to go
 
     On-policy the first three are the same. They leave the optimum where it is on any data: log Z is estimated with the
     same weights, so that sum w A = 0 in every group. With noisy rewards or hidden worlds `none` and `exact` still do,
-    being linear in the rewards; `tapered` takes luck for merit. In `asymmetric`, c = 1.5 g q^2, where g is the mean
-    height of groups above their lowest h = r - beta log(pi / pi_ref) and q that over their whole range, both running
-    means over *earlier* batches. The mean of rho grad log pi over any mu is zero, so that c moves nothing on answers
-    that come as often as they were sampled; groups that do not (`Batch.as_sampled_G`), and rows of unknown behaviour,
-    have no c. Where log rho spreads by more than 2 within a group w, not c, is computed with a spread of 2, so that in
-    long answers one row seldom gets all of the weight.
+    being linear in the rewards; `tapered` takes luck for merit. Where log rho spreads by more than 2 within a group, w
+    is computed with a spread of 2, so that in long answers one row seldom gets all of the weight.
+
+    In `asymmetric`, c = max(0, -slant), of a running mean over *earlier* batches. The slant of a group is a difference
+    of two means of h = r - beta log(pi / pi_ref): that in which a row weighs sum (1 - p)^2, p being what the policy
+    gives each of its tokens, less that with the weights w. The former is nearly the baseline with which the gradient's
+    variance is least (Greensmith et al. 2004, JMLR 5): unlikely answers weigh most in it. While a policy learns, its
+    unlikely answers are the worse ones, so that the slant is negative. At the optimum h is on average the same for all
+    answers, whoever sampled them and with noisy rewards too, so that the slant is 0, and so is c. Groups whose answers
+    do not come as often as they were sampled (`Batch.as_sampled_G`), and rows of unknown behaviour, are not pushed.
 
     Every row weighs 1 / B, so that in a ragged batch larger groups weigh more; a group of one has no residual and
     contributes zero. The stop-gradient changes nothing while a group is whole, since its residuals sum to zero.
-
-    With `log_z` least_variance, a row weighs sum (1 - p)^2 in the mean that estimates log Z(x), p being what the policy
-    gives each of its tokens; its weight in the loss stays w. The square of a row's gradient in the logits is between
-    once and twice that, so that this is nearly the baseline with which the gradient's variance is least (Greensmith et
-    al. 2004, JMLR 5; Hao et al. 2025, arXiv 2505.23585, have the row's length in its place). A likely answer, of which
-    the policy is sure, hardly counts, and is not pushed down when it is no worse than the unlikely ones. The weights
-    depend on the answers alone, so that the optimum stays where it is on any data, with noisy rewards too. Groups whose
-    answers do not come as often as they were sampled (`Batch.as_sampled_G`), such as distinct ones, are no sample of
-    whose variance this could be said: there the estimate is that of `group`.
 
     With `log_z` learned, log Z(x) is the policy's own head and is trained by the same square (Malkin et al. 2022, arXiv
     2201.13259; as in Lee et al. 2024, arXiv 2405.18540): it needs no group, and a row alone in its group teaches too.
@@ -90,7 +84,7 @@ class TrajectoryBalance:
 
     beta: Schedule  # strength of the pull to the reference, in units of reward; positive
     form: Literal["advantage", "raw"] = "advantage"  # scale of the loss
-    log_z: Literal["least_variance", "group", "learned"] = "group"  # which mean of the row's group, or a head
+    log_z: Literal["group", "learned"] = "group"  # mean over the row's group, or a head of the policy
     off_policy: Literal["asymmetric", "exact", "tapered", "none"] = "asymmetric"  # for stale data; none: the paper's
     reward_temperature: Schedule = Constant(1.0)  # T, temperature of the whole target, by step; 1: none
     reference_temperature: Schedule = Constant(1.0)  # g, temperature of the reference in it, by step; 1: none
@@ -129,7 +123,7 @@ class TrajectoryBalance:
         loss_B = scale * weight_B * residual_B.square()
         more: Measured = {}
         if memory is not None and log_rho_B is not None:
-            push = PUSH * memory.push(step, beta * residual_B.detach(), batch)
+            push = memory.push(step, beta * slant_B(gap_B.detach(), weight_B, output, batch), batch)
             log_policy_B = masked_sum(output.log_policy_BT, batch.mask_BT)
             pushed_B = (
                 push * plain_weights(log_rho_B, batch) * (log_policy_B - log_policy_B.detach())
@@ -175,11 +169,6 @@ class TrajectoryBalance:
         rows = (batch.group_B, batch.groups)
         if self.log_z == "group":
             return group_mean(weight_B * gap_B, *rows)
-        if self.log_z == "least_variance":
-            square_B = masked_sum((1 - output.log_policy_BT.detach().exp()).square(), batch.mask_BT) + _LEAST_SQUARE
-            if batch.as_sampled_G is not None:
-                square_B = square_B.where(batch.as_sampled_G[batch.group_B], weight_B)
-            return group_mean(square_B * gap_B, *rows) / group_mean(square_B, *rows)
         if output.log_z_G is None:
             raise ValueError("log_z='learned' needs log_z of the policy, but this one has no such head")
         return output.log_z_G[batch.group_B]
@@ -214,59 +203,63 @@ class Asymmetric:
 
 
 class Memory:
-    """Remembers what the groups of earlier steps have shown, as running means; those of the present step are kept
-    apart.
+    """Remembers the slant of earlier steps' groups, as a running mean; that of the present step is kept apart.
 
-    They are sums on the policy's device, which is not waited for. What is not finite leaves no trace: the step that it
+    It is a sum on the policy's device, which is not waited for. What is not finite leaves no trace: the step that it
     was of is skipped, and the next batch has its number.
     """
 
     def __init__(self) -> None:
-        self.means_2: Tensor | None = None  # g and q of the steps before; None: there were none
+        self.slant: Tensor | None = None  # of the steps before; None: there were none
         self._step = 0
-        self._sums_4: Tensor | None = None  # of the present step: the sum of g and its groups, of q and its groups
+        self._sums_2: Tensor | None = None  # of the present step: the sum of its groups' slants, and their number
 
-    def push(self, step: int, advantage_B: Tensor, batch: Batch) -> Tensor:
-        """g q^2 of the steps before `step`, 0 where there were none; then takes in this batch, or part of one.
+    def push(self, step: int, slant_B: Tensor, batch: Batch) -> Tensor:
+        """max(0, -slant) of the steps before `step`, 0 where there were none; then adds this batch, or part of one.
 
-        advantage_B: in units of reward, what each row lies above the weighted mean of its group.
+        slant_B: in units of reward, of each row's group. Groups that do not come as sampled do not count.
         """
-        low_B, q_B, spread_B = above_lowest(advantage_B, batch)
-        share_B = 1 / group_sizes(batch.group_B, batch.groups).to(low_B.dtype)  # sums over rows are sums over groups
-        sums_4 = torch.stack([low_B @ share_B, share_B.sum(), q_B @ share_B, spread_B.to(low_B.dtype) @ share_B])
-        sums_4 = sums_4.where(sums_4.isfinite().all(), 0.0)
-        self._begin(step, sums_4)
-        self._sums_4 = sums_4 if self._sums_4 is None else self._sums_4 + sums_4
-        return torch.zeros_like(sums_4[0]) if self.means_2 is None else self.means_2[0] * self.means_2[1].square()
+        share_B = 1 / group_sizes(batch.group_B, batch.groups).to(slant_B.dtype)  # sums over rows are sums over groups
+        if batch.as_sampled_G is not None:
+            share_B = share_B * batch.as_sampled_G[batch.group_B]
+        sums_2 = torch.stack([slant_B @ share_B, share_B.sum()])
+        sums_2 = sums_2.where(sums_2.isfinite().all(), 0.0)
+        self._begin(step, sums_2)
+        self._sums_2 = sums_2 if self._sums_2 is None else self._sums_2 + sums_2
+        return torch.zeros_like(sums_2[0]) if self.slant is None else (-self.slant).clamp(min=0)
 
     def state(self) -> Json:
         """Returns it as JSON. The device is waited for."""
-        return [self._step, *(None if t is None else t.tolist() for t in (self.means_2, self._sums_4))]
+        return [self._step, *(None if t is None else t.tolist() for t in (self.slant, self._sums_2))]
 
     def restore(self, state: Json) -> None:
-        """Continue with what `state` returned."""
+        """Continue with what `state` returned. What runs of 0.1 remembered is another quantity, and not used."""
         self._step, *tensors = state
-        self.means_2, self._sums_4 = (None if t is None else torch.tensor(t, dtype=torch.float64) for t in tensors)
+        if isinstance(tensors[0], list):
+            tensors = [None, None]
+        self.slant, self._sums_2 = (None if t is None else torch.tensor(t, dtype=torch.float64) for t in tensors)
 
     def _begin(self, step: int, like: Tensor) -> None:
-        self.means_2, self._sums_4 = (None if t is None else t.to(like) for t in (self.means_2, self._sums_4))
+        self.slant, self._sums_2 = (None if t is None else t.to(like) for t in (self.slant, self._sums_2))
         if step == self._step:
             return
-        if self._sums_4 is not None:
-            new_2 = self._sums_4[::2] / self._sums_4[1::2].clamp(min=1e-6)
-            old_2 = new_2 if self.means_2 is None else self.means_2
-            self.means_2 = torch.where(self._sums_4[1] > 0, DECAY * old_2 + (1 - DECAY) * new_2, old_2)
-        self._step, self._sums_4 = step, None
+        if self._sums_2 is not None:
+            sum_of_slants, count = self._sums_2
+            batch_slant = sum_of_slants / count.clamp(min=1e-6)
+            earlier = batch_slant if self.slant is None else self.slant
+            self.slant = torch.where(count > 0, DECAY * earlier + (1 - DECAY) * batch_slant, earlier)
+        self._step, self._sums_2 = step, None
 
 
-def above_lowest(advantage_B: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns of each row's group [B]: g, how far its mean is above its lowest; q, that over highest minus lowest (0
-    where there is no spread); and whether there is one. `advantage_B` is what each row has above its group's mean.
+def slant_B(gap_B: Tensor, weight_B: Tensor, output: PolicyOutput, batch: Batch) -> Tensor:
+    """[B] of each row's group, in units of `gap_B`: its mean by squared gradients less its mean by `weight_B`.
+
+    A row's squared gradient is sum (1 - p)^2 over its tokens: that in the logits is between once and twice it.
     """
     rows = (batch.group_B, batch.groups)
-    low_B, high_B = group_max(-advantage_B, *rows), group_max(advantage_B, *rows)
-    spread_B = low_B + high_B > 1e-6
-    return low_B, torch.where(spread_B, low_B / (low_B + high_B).clamp(min=1e-6), 0.0), spread_B
+    square_B = masked_sum((1 - output.log_policy_BT.detach().exp()).square(), batch.mask_BT) + _LEAST_SQUARE
+    by_square_B = group_mean(square_B * gap_B, *rows) / group_mean(square_B, *rows)
+    return by_square_B - group_mean(weight_B * gap_B, *rows) / group_mean(weight_B, *rows)
 
 
 def plain_weights(log_rho_B: Tensor, batch: Batch) -> Tensor:
