@@ -49,7 +49,7 @@ from torch import Tensor
 
 from tba.batch import Batch
 from tba.objectives.correction import log_behavior
-from tba.objectives.trajectory_balance import DECAY, Asymmetric, TrajectoryBalance, slant_B
+from tba.objectives.trajectory_balance import DECAY, ERRORS, Asymmetric, TrajectoryBalance, slant_B
 from tba.protocols import Objective, PolicyOutput
 from tba.replay.buffer import RARE
 from tba.schedules import Constant
@@ -339,19 +339,24 @@ class Cell:
             return
         slants = [_slants(source, batch, log_policy_BT) for source, batch, log_policy_BT in made]
         mean, deviation = _moments([source for source, _, _ in made], slants)
-        # c, to which the push is proportional, is a positive part: what the memory has by chance does not cancel
+        # c is a positive part, so that what the memory has by chance does not cancel
         uses, groups = (USES, 1) if self.data == "again" else (1, GROUPS)
+        error = deviation * math.sqrt((1 - DECAY) / (1 + DECAY) / groups)  # as the memory has it
         deviation *= (1 - DECAY**uses) / math.sqrt((1 - DECAY ** (2 * uses)) * groups)
         for (source, batch, log_policy_BT), slant_N in zip(made, slants, strict=True):
-            objective.memory.slant = torch.tensor(0.0, dtype=torch.float64)
-            none_NK = _slopes(objective, source, batch, log_policy_BT)
-            objective.memory.slant = torch.tensor(-1.0, dtype=torch.float64)
-            unit_NK = _slopes(objective, source, batch, log_policy_BT) - none_NK
-            c_N, memory_N, noise = torch.zeros_like(slant_N), torch.full_like(slant_N, mean), deviation
+            none_NK, unit_NK = (self._with_push(c, source, batch, log_policy_BT) for c in (0.0, 1.0))
+            c_N, mean_N, noise = torch.zeros_like(slant_N), torch.full_like(slant_N, mean), deviation
             for _ in range(uses):
-                c_N = c_N + _expected_positive(-memory_N, noise) / uses
-                memory_N, noise = DECAY * memory_N + (1 - DECAY) * slant_N, DECAY * noise  # a group knows itself
-            yield source, none_NK + unit_NK * c_N[:, None]
+                c_N = c_N + _expected_positive(-mean_N - ERRORS * error, noise) / uses
+                mean_N, noise = DECAY * mean_N + (1 - DECAY) * slant_N, DECAY * noise  # a group knows itself
+            yield source, none_NK + (unit_NK - none_NK) * c_N[:, None]
+
+    def _with_push(self, c: float, source: Source, batch: Batch, log_policy_BT: Tensor) -> Tensor:
+        """[N, K]: how far each row is pushed up, times K, where the memory gives `c`."""
+        objective = FORMS[self.form]()
+        assert isinstance(objective, Asymmetric)
+        objective.memory.moments_2 = torch.tensor([-c, c * c], dtype=torch.float64)
+        return _slopes(objective, source, batch, log_policy_BT)
 
     def _batch(self, source: Source, risk: float, scale: float = 1.0) -> tuple[Batch, Tensor]:
         """Answers of one token, and their log-probabilities under the policy."""

@@ -27,6 +27,7 @@ from tba.types import Json
 
 CAP = 8.0  # the largest weight of a row before division by its group's mean; 2 and 1 do about as well (lab/results.md)
 DECAY = 0.9  # of the running means over steps
+ERRORS = 2.0  # standard errors of a running mean, below which it may be chance
 SPREAD = 2.0  # nats; 20 rows of normally spread log rho are then worth 4 below the cap, 8 at it (medians)
 _LEAST_SQUARE = 1e-6  # of a row's gradient: where the policy is sure of all answers, they weigh the same
 
@@ -58,13 +59,14 @@ class TrajectoryBalance:
     being linear in the rewards; `tapered` takes luck for merit. Where log rho spreads by more than 2 within a group, w
     is computed with a spread of 2, so that in long answers one row seldom gets all of the weight.
 
-    In `asymmetric`, c = max(0, -slant), of a running mean over *earlier* batches. The slant of a group is a difference
-    of two means of h = r - beta log(pi / pi_ref): that in which a row weighs sum (1 - p)^2, p being what the policy
-    gives each of its tokens, less that with the weights w. The former is nearly the baseline with which the gradient's
-    variance is least (Greensmith et al. 2004, JMLR 5): unlikely answers weigh most in it. While a policy learns, its
-    unlikely answers are the worse ones, so that the slant is negative. At the optimum h is on average the same for all
-    answers, whoever sampled them and with noisy rewards too, so that the slant is 0, and so is c. Groups whose answers
-    do not come as often as they were sampled (`Batch.as_sampled_G`), and rows of unknown behaviour, are not pushed.
+    In `asymmetric`, c = max(0, -slant) of a running mean over *earlier* batches, less two of its standard errors, so
+    that c is 0 where the slant may be chance. The slant of a group is a difference of two means of h = r - beta log(pi
+    / pi_ref): that in which a row weighs sum (1 - p)^2, p being what the policy gives each of its tokens, less that
+    with the weights w. The former is nearly the baseline with which the gradient's variance is least (Greensmith et al.
+    2004, JMLR 5): unlikely answers weigh most in it. While a policy learns, its unlikely answers are the worse ones, so
+    that the slant is negative. At the optimum h is on average the same for all answers, whoever sampled them and with
+    noisy rewards too, so that the slant is 0, and so is c. Groups whose answers do not come as often as they were
+    sampled (`Batch.as_sampled_G`), and rows of unknown behaviour, are not pushed.
 
     Every row weighs 1 / B, so that in a ragged batch larger groups weigh more; a group of one has no residual and
     contributes zero. The stop-gradient changes nothing while a group is whole, since its residuals sum to zero.
@@ -203,19 +205,21 @@ class Asymmetric:
 
 
 class Memory:
-    """Remembers the slant of earlier steps' groups, as a running mean; that of the present step is kept apart.
+    """Remembers the slant of earlier steps' batches: running means of it and of its square. That of the present step is
+    kept apart.
 
-    It is a sum on the policy's device, which is not waited for. What is not finite leaves no trace: the step that it
+    They are sums on the policy's device, which is not waited for. What is not finite leaves no trace: the step that it
     was of is skipped, and the next batch has its number.
     """
 
     def __init__(self) -> None:
-        self.slant: Tensor | None = None  # of the steps before; None: there were none
+        self.moments_2: Tensor | None = None  # of the steps before; None: there were none
         self._step = 0
         self._sums_2: Tensor | None = None  # of the present step: the sum of its groups' slants, and their number
 
     def push(self, step: int, slant_B: Tensor, batch: Batch) -> Tensor:
-        """max(0, -slant) of the steps before `step`, 0 where there were none; then adds this batch, or part of one.
+        """max(0, -slant - 2 standard errors) of the steps before `step`, 0 where there were none; then adds this batch,
+        or part of one.
 
         slant_B: in units of reward, of each row's group. Groups that do not come as sampled do not count.
         """
@@ -226,28 +230,32 @@ class Memory:
         sums_2 = sums_2.where(sums_2.isfinite().all(), 0.0)
         self._begin(step, sums_2)
         self._sums_2 = sums_2 if self._sums_2 is None else self._sums_2 + sums_2
-        return torch.zeros_like(sums_2[0]) if self.slant is None else (-self.slant).clamp(min=0)
+        if self.moments_2 is None:
+            return torch.zeros_like(sums_2[0])
+        mean, square = self.moments_2
+        error = ((square - mean.square()).clamp(min=0) * (1 - DECAY) / (1 + DECAY)).sqrt()
+        return (-mean - ERRORS * error).clamp(min=0)
 
     def state(self) -> Json:
         """Returns it as JSON. The device is waited for."""
-        return [self._step, *(None if t is None else t.tolist() for t in (self.slant, self._sums_2))]
+        return [self._step, *(None if t is None else t.tolist() for t in (self.moments_2, self._sums_2))]
 
     def restore(self, state: Json) -> None:
-        """Continue with what `state` returned. What runs of 0.1 remembered is another quantity, and not used."""
+        """Continue with what `state` returned; the sums of a run of before this form count for nothing."""
         self._step, *tensors = state
-        if isinstance(tensors[0], list):
-            tensors = [None, None]
-        self.slant, self._sums_2 = (None if t is None else torch.tensor(t, dtype=torch.float64) for t in tensors)
+        tensors = [None if t is not None and len(t) != 2 else t for t in tensors]
+        self.moments_2, self._sums_2 = (None if t is None else torch.tensor(t, dtype=torch.float64) for t in tensors)
 
     def _begin(self, step: int, like: Tensor) -> None:
-        self.slant, self._sums_2 = (None if t is None else t.to(like) for t in (self.slant, self._sums_2))
+        self.moments_2, self._sums_2 = (None if t is None else t.to(like) for t in (self.moments_2, self._sums_2))
         if step == self._step:
             return
         if self._sums_2 is not None:
             sum_of_slants, count = self._sums_2
-            batch_slant = sum_of_slants / count.clamp(min=1e-6)
-            earlier = batch_slant if self.slant is None else self.slant
-            self.slant = torch.where(count > 0, DECAY * earlier + (1 - DECAY) * batch_slant, earlier)
+            slant = sum_of_slants / count.clamp(min=1e-6)
+            new_2 = torch.stack([slant, slant.square()])
+            old_2 = new_2 if self.moments_2 is None else self.moments_2
+            self.moments_2 = torch.where(count > 0, DECAY * old_2 + (1 - DECAY) * new_2, old_2)
         self._step, self._sums_2 = step, None
 
 
