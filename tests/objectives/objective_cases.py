@@ -33,8 +33,6 @@ OBJECTIVES: dict[str, Objective] = {
     "tb-learned": TrajectoryBalance(BETA, log_z="learned"),
     "tb-exact": TrajectoryBalance(BETA, off_policy="exact"),
     "tb-paper": TrajectoryBalance(BETA, off_policy="none"),
-    "tb-least-variance": TrajectoryBalance(BETA, log_z="least_variance", off_policy="none"),
-    "tb-least-variance-exact": TrajectoryBalance(BETA, log_z="least_variance", off_policy="exact"),
     "tb-tapered": TrajectoryBalance(BETA, off_policy="tapered"),
     "tb-learned-plain": TrajectoryBalance(BETA, log_z="learned", off_policy="none"),
     "subtb": SubtrajectoryBalance(BETA, lam=0.8),

@@ -13,9 +13,9 @@ from objective_cases import BETA, random_batch, slopes
 from torch import Tensor
 
 from tba.batch import Batch
-from tba.objectives.trajectory_balance import Asymmetric, TrajectoryBalance
+from tba.objectives.trajectory_balance import Asymmetric, Memory, TrajectoryBalance, slant_B
 from tba.protocols import Objective, PolicyOutput
-from tba_lab.tb_forms import lowered
+from tba_lab.tb_forms import LeastVarianceBalance, lowered
 
 beta = BETA(1)
 
@@ -72,6 +72,13 @@ def pushed(form: str, rows: Sequence[Row]) -> list[tuple[float, float]]:
     return [(a, row.h - (low if form == "lowered" else mean)) for a, row in zip(w, rows, strict=True)]
 
 
+def tilted(seed: int) -> tuple[Batch, Tensor]:
+    """A batch in which what the policy is less likely to give has lower rewards."""
+    batch, log_policy_BT = far(seed, 1.0)
+    likely_B = (log_policy_BT.exp() * batch.mask_BT).sum(1) / batch.mask_BT.sum(1)
+    return replace(batch, reward_B=likely_B.detach() * 10), log_policy_BT
+
+
 def far(seed: int, times: float) -> tuple[Batch, Tensor]:
     """A batch, and a policy so many times as far from the behaviour as `random_batch` has it."""
     batch, log_policy_BT = random_batch(seed, rows=14)
@@ -114,7 +121,7 @@ def squared_gradient(log_probabilities: Sequence[float]) -> float:
 def test_log_z_with_least_variance_is_a_mean_by_squared_gradients(form: str, times: float) -> None:
     for seed in range(8):
         batch, log_policy_BT = far(seed, times)
-        objective = TrajectoryBalance(BETA, log_z="least_variance", off_policy=form)
+        objective = LeastVarianceBalance(BETA, off_policy=form)
         expected_loss, expected_BT = 0.0, torch.zeros_like(log_policy_BT)
         for group in groups_of(batch, log_policy_BT):
             rows = [row for _, row in group]
@@ -163,37 +170,65 @@ def test_lowered_is_exact_about_a_log_z_half_way_to_the_lowest() -> None:
         torch.testing.assert_close(slopes(lowered(BETA), batch, log_policy_BT)[0], expected_BT, rtol=0, atol=1e-12)
 
 
-def test_what_is_pushed_up_comes_from_earlier_batches_alone() -> None:
-    objective = started()
-    means: tuple[float, float] | None = None
-    for step in range(1, 6):
-        batch, log_policy_BT = far(step, 1.0 + step % 3)
-        c = 0.0 if means is None else 1.5 * means[0] * means[1] ** 2
-        expected_BT, gaps, shares = torch.zeros_like(log_policy_BT), [], []
+def slant_of(group: Sequence[tuple[int, Row]], batch: Batch, log_policy_BT: Tensor) -> float:
+    """The mean of h by squared gradients less that by the weights of `exact`."""
+    rows = [row for _, row in group]
+    squares = [squared_gradient(log_policy_BT[b][batch.mask_BT[b]].tolist()) for b, _ in group]
+    w = weights("exact", rows)
+    return sum((v / sum(squares) - x / sum(w)) * row.h for v, x, row in zip(squares, w, rows, strict=True))
+
+
+def test_what_is_pushed_up_is_the_slant_of_earlier_batches_beyond_chance() -> None:
+    objective, pushes = started(), []
+    mean, square = 0.0, 0.0
+    for step in range(1, 9):
+        batch, log_policy_BT = tilted(step)
+        error = math.sqrt(max(0.0, square - mean**2) * 0.1 / 1.9)
+        c = max(0.0, -mean - 2 * error)
+        expected_BT, slants = torch.zeros_like(log_policy_BT), []
         for group in groups_of(batch, log_policy_BT):
-            terms = pushed("exact", [row for _, row in group])
-            for (b, row), (w, a) in zip(group, terms, strict=True):
+            for (b, row), (w, a) in zip(group, pushed("exact", [row for _, row in group]), strict=True):
                 assert row.log_rho is not None
                 push = w * a + c * min(math.exp(row.log_rho), 8.0)
                 expected_BT[b] = -push / batch.rows * batch.mask_BT[b].double()
-            low, high = min(a for _, a in terms), max(a for _, a in terms)
-            gaps.append(-low)
-            if high - low > 1e-6:
-                shares.append(-low / (high - low))
-        new = sum(gaps) / len(gaps), sum(shares) / len(shares)
-        means = new if means is None else (0.9 * means[0] + 0.1 * new[0], 0.9 * means[1] + 0.1 * new[1])
-        found_BT, loss, metrics = _slopes(objective, batch, log_policy_BT, step)
-        torch.testing.assert_close(found_BT, expected_BT, rtol=0, atol=1e-12)
+            slants.append(slant_of(group, batch, log_policy_BT))
+        slant = sum(slants) / len(slants)
+        mean, square = (slant, slant**2) if step == 1 else (0.9 * mean + 0.1 * slant, 0.9 * square + 0.1 * slant**2)
+        gradient_BT, loss, metrics = _slopes(objective, batch, log_policy_BT, step)
+        torch.testing.assert_close(gradient_BT, expected_BT, rtol=0, atol=1e-12)
         exact, _ = TrajectoryBalance(BETA, off_policy="exact")(PolicyOutput(log_policy_BT), batch, 1)
         assert loss == pytest.approx(float(exact), abs=1e-12)
         assert float(metrics["push"]) == pytest.approx(c, abs=1e-12)
-        assert c > 0.1 or step == 1
+        pushes.append(c)
+    assert pushes[0] == 0
+    assert min(pushes[1:]) > 0.05
+
+
+def test_a_slant_that_may_be_chance_or_that_favours_unlikely_answers_pushes_nothing() -> None:
+    for slants, expected in (((0.5, 0.3, 0.4), 0.0), ((0.0, -0.5, 0.5, -0.5, 0.4), 0.0), ((-0.5, -0.5, -0.5), 0.5)):
+        memory = Memory()
+        batch, _ = far(0, 1.0)
+        pushes = [
+            float(memory.push(step, torch.full((batch.rows,), slant, dtype=torch.float64), batch))
+            for step, slant in enumerate((*slants, 0.0), 1)
+        ]
+        assert pushes[-1] == pytest.approx(expected)
+
+
+def test_a_constant_height_has_no_slant_whatever_the_weights() -> None:
+    """As at the optimum, where r / beta - log(pi / pi_ref) is log Z for every answer."""
+    batch, log_policy_BT = far(3, 5.0)
+    weight_B = torch.rand(batch.rows, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    log_z_B = torch.arange(batch.groups, dtype=torch.float64)[batch.group_B]
+    torch.testing.assert_close(
+        slant_B(log_z_B, weight_B, PolicyOutput(log_policy_BT), batch), torch.zeros_like(log_z_B)
+    )
 
 
 def test_neither_rows_of_unknown_behaviour_nor_groups_that_are_not_as_sampled_are_pushed_up() -> None:
     objective, exact = started(), TrajectoryBalance(BETA, off_policy="exact")
-    _slopes(objective, *far(0, 1.0), 1)
-    batch, log_policy_BT = far(1, 1.0)
+    _slopes(objective, *tilted(0), 1)
+    batch, log_policy_BT = tilted(1)
     assert batch.log_behavior_BT is not None
     unknown_B = torch.arange(batch.rows) == 2
     some_BT = batch.log_behavior_BT.masked_fill(unknown_B[:, None], torch.nan)
@@ -208,15 +243,15 @@ def test_the_raw_form_is_pushed_by_as_much_more_as_all_of_it_is() -> None:
     found = []
     for form in ("advantage", "raw"):
         objective = TrajectoryBalance(BETA, form, off_policy="asymmetric").start()
-        _slopes(objective, *far(0, 1.0), 1)
-        found.append(_slopes(objective, *far(1, 1.0), 2)[0])
+        _slopes(objective, *tilted(0), 1)
+        found.append(_slopes(objective, *tilted(1), 2)[0])
     torch.testing.assert_close(found[0] * 2 / beta, found[1], rtol=1e-12, atol=0)
 
 
 def test_micro_batches_of_groups_and_a_memory_that_was_kept_see_what_the_whole_shows() -> None:
     whole, parts = started(), started()
     for step in (1, 2, 3):
-        batch, log_policy_BT = far(step, 2.0)
+        batch, log_policy_BT = tilted(step)
         kept = json.loads(json.dumps(parts.state()))
         parts = started()
         parts.restore(kept)
@@ -233,16 +268,16 @@ def test_micro_batches_of_groups_and_a_memory_that_was_kept_see_what_the_whole_s
 def test_a_batch_that_is_not_finite_is_forgotten() -> None:
     objective, other = started(), started()
     for one in (objective, other):
-        _slopes(one, *far(0, 1.0), 1)
-    batch, log_policy_BT = far(1, 1.0)
+        _slopes(one, *tilted(0), 1)
+    batch, log_policy_BT = tilted(1)
     _slopes(objective, batch, log_policy_BT * torch.nan, 2)
-    assert float(_slopes(objective, *far(2, 1.0), 3)[2]["push"]) == float(_slopes(other, *far(2, 1.0), 2)[2]["push"])
+    assert float(_slopes(objective, *tilted(2), 3)[2]["push"]) == float(_slopes(other, *tilted(2), 2)[2]["push"])
 
 
 def test_the_batch_after_a_step_that_was_skipped_counts_as_if_that_had_not_been() -> None:
     objective, other = started(), started()
     for step in (1, 2, 3):
-        batch, log_policy_BT = far(step, 2.0)
+        batch, log_policy_BT = tilted(step)
         _slopes(objective, batch, log_policy_BT * torch.nan, step)  # skipped: the next has the number of this one
         pushes = [float(_slopes(one, batch, log_policy_BT, step)[2]["push"]) for one in (objective, other)]
         assert pushes[0] == pushes[1]
