@@ -67,7 +67,7 @@ class Estimate(Shown):
     searcher_bytes: int
     weights_bytes: int  # of one published version
     log_ratio: float | None  # the largest of any token, between the trainer's weights and the reference at version 0
-    effective: float | None  # share of answers from before the first updates (`probe.UPDATES`) that still count after
+    effective: float | None  # share of answers from before the first `probe.DRIFT_UPDATES` that still count after them
     signal: Signal  # whether there is anything to learn from
     trainer_gpu_bytes: int | None  # of each rank; None: it uses no GPU
     searcher_gpu_bytes: int | None

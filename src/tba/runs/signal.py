@@ -19,7 +19,7 @@ from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipe import Recipe
 from tba.record.text import frame_of, percent, printable, within
 from tba.replay.selection import RecencyReward
-from tba.runs.probe import UPDATES
+from tba.runs.probe import DRIFT_UPDATES
 from tba.schedules import WarmupConstant
 from tba.types import Json, StopReason
 
@@ -191,8 +191,8 @@ class Signal:
             )
         if not recipe.optimizer.averaged and effective is not None and effective < FAST:
             proposals.append(
-                f"averaged weights: --optimizer.averaged, since the policy moves fast: {UPDATES} updates leave an "
-                f"effective sample size of {percent(effective)}. At 1e-4 sums fell by up to 6.5 points on the way, "
+                f"averaged weights: --optimizer.averaged, since the policy moves fast: {DRIFT_UPDATES} updates leave "
+                f"an effective sample size of {percent(effective)}. At 1e-4 sums fell by up to 6.5 points on the way, "
                 "averages by 1.7, to the same end (docs/run.md)"
             )
         return proposals

@@ -177,7 +177,8 @@ def notes_on_data(recipe: Recipe, model: Model) -> list[str]:
     if len(known) > 1 and len(held_out) < min(_FEW, recipe.evaluation.problems or _FEW):
         found.append(
             f"{counted(len(held_out), 'problem')} {'is' if len(held_out) == 1 else 'are'} held out, so that one answer "
-            f"moves the accuracy by {100 / len(held_out):.0f} points: hold out {_FEW} or more (another file or share of the data)"
+            f"moves the accuracy by {100 / len(held_out):.0f} points: hold out {_FEW} or more (another file or share "
+            "of the data)"
         )
     answers: dict[tuple[str, int | None], set[str]] = {}
     for prompt in asked["train"].prompts:
