@@ -86,7 +86,7 @@ def check_recipe(name: str, overrides: list[str]) -> int:
     lines = [Text(f"warning: {printable(line)}", style="yellow") for line in advice]
     if not recipe.offline and (faster := e.round_time.advice()):
         console.print(section("What slows it", Group(*(Text(printable(line), style="yellow") for line in faster))))
-    good = _TAUGHT if any(recipe.teachers.shares(1)) else e.signal.good
+    good = _TAUGHT if any(recipe.teachers.shares(1)) else e.signal.encouragement
     console.print(section("Will it learn?", Group(*lines or [Text(good)])))
     if proposals := e.signal.proposals(recipe, e.effective):
         console.print(section("Worth a try", Group(*(Text(line) for line in proposals))))

@@ -544,7 +544,7 @@ class ProgressLines:
 def print_figures(arguments: Sequence[str]) -> int:
     """Measure one half of a run, searcher or trainer; prints lines of progress, then the figures as a line of JSON.
 
-    arguments: look, searcher, flow or trainer, the recipe's name, its overrides as JSON, how many seconds are timed
+    arguments: sampling, searcher, flow or trainer, the recipe's name, its overrides as JSON, how many seconds are timed
     at least (no fewer than `ROUNDS`, unless they are long), the searcher's seed, and a file with answers for the
     trainer, with their mean length.
     """
@@ -554,7 +554,7 @@ def print_figures(arguments: Sequence[str]) -> int:
     keep_few_kernels()
     keep_to_share()
     say = ProgressLines()
-    if half == "look":
+    if half == "sampling":
         isolate = isolated_reward(Rebuilt(name, json.loads(overrides)), recipe.run.reward_deadline)
         figures = sample_answers(recipe, int(seed), say, isolate)
     elif half == "flow":
