@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tba.evaluation.estimators import Z_95, Interval, Values
-from tba.evaluation.student_t import quantile
+from tba.evaluation.student_t import t_quantile
 
 
 def difference_of_means(first: Values, second: Values) -> Interval:
@@ -29,7 +29,7 @@ def difference_of_means(first: Values, second: Values) -> Interval:
     if variance == 0:
         return Interval(difference, difference, difference)
     freedom = variance**2 / sum(part**2 / (v.size - 1) for part, v in zip(parts, (a, b), strict=True))
-    half = quantile(0.975, freedom) * math.sqrt(variance)
+    half = t_quantile(0.975, freedom) * math.sqrt(variance)
     return Interval(difference, difference - half, difference + half)
 
 

@@ -33,17 +33,17 @@ def with_weights(recipe: Recipe, overrides: list[str], say: Say, day: str = "") 
     prepared = recipe.model.prepared(recipe.task, say)
     prepared.tokenizer()  # which says what is wrong with a model
     require_scorers(recipe, prepared, say)
-    found = getattr(prepared, "path", "")
-    shipped = Path(found).is_relative_to(_PACKAGE)
-    decided = []
-    if found and not shipped and not getattr(recipe.model, "path", ""):
-        decided.append(("--model.path", found))
+    path = getattr(prepared, "path", "")
+    is_packaged = Path(path).is_relative_to(_PACKAGE)
+    decisions = []
+    if path and not is_packaged and not getattr(recipe.model, "path", ""):
+        decisions.append(("--model.path", path))
     if getattr(recipe.model, "dtype", None) == "auto":
-        decided.append(("--model.dtype", str(recipe.model.compute).removeprefix("torch.")))
+        decisions.append(("--model.dtype", str(recipe.model.compute).removeprefix("torch.")))
     if getattr(recipe.model, "day", None) == "" and _writes_day(recipe, prepared):
-        decided.append(("--model.day", day or date.today().isoformat()))
-    words = [word for flag, value in decided for word in words_of(flag, value)]
-    return with_fields(recipe, decided), [*overrides, *words]
+        decisions.append(("--model.day", day or date.today().isoformat()))
+    words = [word for flag, value in decisions for word in words_of(flag, value)]
+    return with_fields(recipe, decisions), [*overrides, *words]
 
 
 def _writes_day(recipe: Recipe, prepared: Model) -> bool:
@@ -57,12 +57,12 @@ def with_sizes(recipe: Recipe, overrides: list[str], say: Say) -> tuple[Recipe, 
     recipe leaves that open. Raises `UserError` where it cannot fit; nothing has been loaded yet.
     """
     machine, prepared = Machine.here(), replace(recipe, model=recipe.model.prepared(recipe.task))
-    decided = sized(prepared, machine)
-    sized_too = override(prepared, decided, "tba train", recorded=True)
-    refuse_what_cannot_fit(sized_too, machine)
-    if decided:
-        places = ", ".join(f"{worker} on {place}" for worker, place in places_on(sized_too, machine).items())
+    decisions = sized(prepared, machine)
+    sized_recipe = override(prepared, decisions, "tba train", recorded=True)
+    refuse_what_cannot_fit(sized_recipe, machine)
+    if decisions:
+        places = ", ".join(f"{worker} on {place}" for worker, place in places_on(sized_recipe, machine).items())
         say(f"where it runs: {places}")
-    if (idle := unused(sized_too, machine)) is not None:
-        say(f"note: {idle}")
-    return override(recipe, decided, "tba train", recorded=True), [*overrides, *decided]
+    if (idle_note := unused(sized_recipe, machine)) is not None:
+        say(f"note: {idle_note}")
+    return override(recipe, decisions, "tba train", recorded=True), [*overrides, *decisions]

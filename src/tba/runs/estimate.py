@@ -153,8 +153,8 @@ def estimate(
         working_seconds = recipe.steps * max(step_seconds, per_step / max_uses / rate)
     warm_up_seconds = recipe.replay.pacing.warm_up / rate if rate else 0.0
     buffer, length = recipe.replay.buffer, searcher["tokens"][1] / per_round
-    buffered = min(buffer.total, rate * working_seconds) if rate else buffer.total
-    buffer_bytes = sum(replace(buffer, total=max(2, int(buffered))).memory(round(length)).values())
+    buffer_rows = min(buffer.total, rate * working_seconds) if rate else buffer.total
+    buffer_bytes = sum(replace(buffer, total=max(2, int(buffer_rows))).memory(round(length)).values())
     generation_operations = step_operations = None
     if shape is not None:
         if not recipe.offline:

@@ -35,7 +35,7 @@ from tba.weights.atomic_dir import atomic_folder
 
 def make_reward_model(file: str, overrides: Sequence[str], places: OutOptions) -> int:
     """Writes model, tokenizer and report to `--out`. Raises `UserError` when that is not empty."""
-    out = places.place()
+    out = places.new_folder()
     options = override(RewardModelOptions(), list(overrides), f"tba reward-model {file}")
     if not options.model:
         raise UserError("a reward model needs a backbone: give --model with a folder or a Hub name")

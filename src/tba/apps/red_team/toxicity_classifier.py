@@ -45,7 +45,7 @@ class ClassifierReport:
 
 def make_classifier(file: str, overrides: Sequence[str], places: OutOptions) -> int:
     """Writes the classifier and its report to `--out`. Raises `UserError` when that is not empty."""
-    out = places.place()
+    out = places.new_folder()
     options = override(ClassifierOptions(), list(overrides), f"tba red-team classifier {file}")
     found = read_labelled(Path(file), options.fields)
     console = terminal()

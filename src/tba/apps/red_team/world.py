@@ -67,7 +67,7 @@ class WorldOptions:
 
 def make_world(overrides: Sequence[str], places: WorldPlaces) -> int:
     """Writes the world to `--out`. Raises `UserError` when that is not empty."""
-    out, labelled = places.place(), places.labelled
+    out, labelled = places.new_folder(), places.labelled
     options = override(WorldOptions(), list(overrides), "tba red-team world")
     console = terminal()
     texts = _made_up(options) if labelled is None else read_labelled(labelled, options.fields)
