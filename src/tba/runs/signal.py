@@ -91,7 +91,8 @@ class Signal:
         batch.
         """
         is_larger = group_size > self.largest_group
-        larger_note = f"; a batch's have {group_size}, in which they differ at least as often" * is_larger
+        lesson_note = "; the teacher teaches in all of them" if has_teacher else "; only these teach something"
+        lesson_note += f"; a batch's have {group_size}, in which they differ at least as often" * is_larger
         shared_note = f", of which {self.shared_problems:,} are among the former" if self.shared_problems else ""
         return {
             "problems": f"{self.train:,} to train on, {self.held_out:,} held out{shared_note}",
@@ -99,9 +100,8 @@ class Signal:
             f"{percent(self.truncated_share)} cut off, {percent(self.empty_share)} empty, "
             f"{percent(self.copied_share)} copies of others"
             + (f", {percent(self.failed_share)} failed in their environments" if self.failed_share else ""),
-            "groups": f"{self.groups:,} of at most {self.largest_group} answers: in {percent(self.varied_share)} rewards"
-            + (" differ; the teacher teaches in all of them" if has_teacher else " differ; only these teach something")
-            + larger_note,
+            "groups": f"{self.groups:,} of at most {self.largest_group} answers: in {percent(self.varied_share)} rewards "
+            f"differ{lesson_note}",
         }
 
     def examples(self) -> RenderableType:
