@@ -100,8 +100,8 @@ class Signal:
             f"{percent(self.truncated_share)} cut off, {percent(self.empty_share)} empty, "
             f"{percent(self.copied_share)} copies of others"
             + (f", {percent(self.failed_share)} failed in their environments" if self.failed_share else ""),
-            "groups": f"{self.groups:,} of at most {self.largest_group} answers: in {percent(self.varied_share)} rewards "
-            f"differ{lesson_note}",
+            "groups": f"{self.groups:,} of at most {self.largest_group} answers: in {percent(self.varied_share)} "
+            f"rewards differ{lesson_note}",
         }
 
     def examples(self) -> RenderableType:
