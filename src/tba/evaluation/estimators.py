@@ -87,8 +87,8 @@ def auc_interval(positive: Values, negative: Values) -> Interval:
         raise ValueError(f"an AUC needs scores of both kinds, but there are {above.size} and {below.size}")
     lower = np.searchsorted(below, above, "left") + np.searchsorted(below, above, "right")
     area = float(lower.mean() / (2 * below.size))
-    twice, both = area / (2 - area), 2 * area**2 / (1 + area)
-    variance = area * (1 - area) + (above.size - 1) * (twice - area**2) + (below.size - 1) * (both - area**2)
+    other_term, pair_term = area / (2 - area), 2 * area**2 / (1 + area)
+    variance = area * (1 - area) + (above.size - 1) * (other_term - area**2) + (below.size - 1) * (pair_term - area**2)
     half = Z_95 * math.sqrt(max(0.0, variance) / (above.size * below.size))
     return Interval(area, max(0.0, area - half), min(1.0, area + half))
 

@@ -154,9 +154,9 @@ class SearcherProbe:
         if self.vine is None:
             return
         completions = [(p, c) for p, row in zip(round_.prompts, round_.answers, strict=True) for c in row]
-        unscored = [Trajectory("", p, c, 0.0, np.zeros(len(c.tokens), np.float32), Version()) for p, c in completions]
+        rows = [Trajectory("", p, c, 0.0, np.zeros(len(c.tokens), np.float32), Version()) for p, c in completions]
         start = time.perf_counter()
-        self.vine.grow(unscored, round_.sampling, self.rng, Counter())
+        self.vine.grow(rows, round_.sampling, self.rng, Counter())
         round_.seconds["rollouts"] = time.perf_counter() - start
 
     def _environment_seconds(self) -> float:
@@ -309,15 +309,16 @@ def _training_answers(
 
 def _round_figures(rounds: Sequence[Round], recipe: Recipe) -> dict[str, Json]:
     """Returns the mean seconds of each stage of a whole round, and its tokens; of fewer answers in proportion."""
-    timed = _without_warm_up([r for r in rounds if r.count == rounds[-1].count])
-    scale = recipe.prompts_per_round * recipe.samples_per_prompt / timed[0].count
-    names = dict.fromkeys(name for r in timed for name in r.seconds)
-    prompt_tokens, answer_tokens = (statistics.mean(column) for column in zip(*(r.tokens for r in timed), strict=True))
+    timed_rounds = _without_warm_up([r for r in rounds if r.count == rounds[-1].count])
+    scale = recipe.prompts_per_round * recipe.samples_per_prompt / timed_rounds[0].count
+    names = dict.fromkeys(name for r in timed_rounds for name in r.seconds)
+    token_columns = zip(*(r.tokens for r in timed_rounds), strict=True)
+    prompt_tokens, answer_tokens = map(statistics.mean, token_columns)
     return {
-        "stages": {name: scale * statistics.mean(r.seconds.get(name, 0.0) for r in timed) for name in names},
-        "tokens": [prompt_tokens / len(timed[0].prompts) * recipe.prompts_per_round, scale * answer_tokens],
+        "stages": {name: scale * statistics.mean(r.seconds.get(name, 0.0) for r in timed_rounds) for name in names},
+        "tokens": [prompt_tokens / len(timed_rounds[0].prompts) * recipe.prompts_per_round, scale * answer_tokens],
         "prompts": recipe.prompts_per_round,
-        "timed_seconds": sum(r.total_seconds for r in timed),
+        "timed_seconds": sum(r.total_seconds for r in timed_rounds),
         "peak_memory_bytes": peak_memory_bytes(),
         "peak_gpu_bytes": peak_gpu_memory_bytes(),
     }
@@ -404,7 +405,7 @@ def time_steps(
             not _is_timed_enough(seconds, at_least, recipe)
             or (len(seconds) < DRIFT_UPDATES and DRIFT_UPDATES * statistics.mean(seconds) < _DRIFT_SECONDS)
         ):
-            fetched = source.next()  # a run samples its batches ahead
+            fetched = source.draw_batch()  # a run samples its batches ahead
             start = time.perf_counter()
             trainer.step(fetched)
             if trainer.due:  # to publish is part of every k-th step
@@ -436,7 +437,7 @@ def _extrapolated_step_seconds(trainer: Trainer, source: _AnswerBatches, say: _S
     """
     sizes, points = (1, 1, LEAST_ROUNDS), list[tuple[int, float]]()
     for number, groups in enumerate(sizes, start=1):
-        fetched = source.of(groups)
+        fetched = source.first_batch(groups)
         start = time.perf_counter()
         trainer.step(fetched)
         points.append((_batch_tokens(fetched), time.perf_counter() - start))
@@ -444,9 +445,10 @@ def _extrapolated_step_seconds(trainer: Trainer, source: _AnswerBatches, say: _S
     start = time.perf_counter()
     trainer.publish()
     publish_seconds = time.perf_counter() - start
-    (few, few_seconds), (many, many_seconds) = points[1:]  # tokens and seconds of a step of few and of many groups
-    token_seconds = max(0.0, many_seconds - few_seconds) / (many - few) if many > few else many_seconds / many
-    fixed_seconds = max(0.0, few_seconds - token_seconds * few)
+    (tokens_1, seconds_1), (tokens_2, seconds_2) = points[1:]  # of a step of few groups and of one of many
+    added_tokens, added_seconds = tokens_2 - tokens_1, max(0.0, seconds_2 - seconds_1)
+    token_seconds = added_seconds / added_tokens if added_tokens > 0 else seconds_2 / tokens_2
+    fixed_seconds = max(0.0, seconds_1 - token_seconds * tokens_1)
     return fixed_seconds + token_seconds * source.tokens_per_step + publish_seconds / trainer.sync_every
 
 
@@ -491,7 +493,7 @@ class _AnswerBatches:
     def tokens_per_step(self) -> float:
         return sum(self.tokens_of_step)
 
-    def of(self, groups: int) -> Fetched:
+    def first_batch(self, groups: int) -> Fetched:
         """Returns a batch of the first so many prompts, each with its first answers."""
         parts = [
             Group.of([self.trajectory(self.prompts[position], answer) for answer in rows[:SCORED_ANSWERS]])
@@ -499,7 +501,7 @@ class _AnswerBatches:
         ]
         return Fetched(parts, collate(parts))
 
-    def next(self) -> Fetched:
+    def draw_batch(self) -> Fetched:
         groups = []
         for i in self.rng.choice(len(self.answers), size=self.recipe.groups_per_step):
             position, rows = self.answers[int(i)]

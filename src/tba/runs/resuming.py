@@ -70,9 +70,9 @@ def resume_point(
             raise UserError(f"a run keeps its {name}, which is {old_value!r}: start a new run for {new_value!r}")
     checkpoint = newest_checkpoint(run.checkpoints)
     _refuse_finished(run, recipe, checkpoint)
-    prepared = replace(recipe, model=recipe.model.prepared(recipe.task))
-    refuse_what_cannot_fit(prepared, Machine.here(), resumed=True)
-    _refuse_other_scorers(facts, prepared)
+    prepared_recipe = replace(recipe, model=recipe.model.prepared(recipe.task))
+    refuse_what_cannot_fit(prepared_recipe, Machine.here(), resumed=True)
+    _refuse_other_scorers(facts, prepared_recipe)
     _refuse_lost_rows(run, recipe, accept_lost_rows)
     return recipe, checkpoint
 

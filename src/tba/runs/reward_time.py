@@ -88,17 +88,17 @@ class TimedReward:
 
     def judge(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Judgement]:
         """Returns the judgements of the answers to one prompt; the reward of one is NaN where its call expired."""
-        start, by_part, expired = self._now(), [], [False] * len(completions)
+        start, by_part, expired_flags = self._now(), [], [False] * len(completions)
         for grader, times in zip(self._graders, self._times, strict=True):
             processor_before, call_seconds_before = self._processor(), grader.call_seconds
             (grades,) = grader.grade([(prompt, completions)])
             times.append((len(grades), grader.call_seconds - call_seconds_before, self._processor() - processor_before))
             by_part.append([grade.values[0] for grade in grades])
-            expired = [has_expired or grade.expired for has_expired, grade in zip(expired, grades, strict=True)]
+            expired_flags = [flag or grade.expired for flag, grade in zip(expired_flags, grades, strict=True)]
         self.seconds += self._now() - start
         return [
             Judgement(math.nan) if has_expired else values[0] if self._judgement is None else self._judgement(values)
-            for has_expired, values in zip(expired, zip(*by_part, strict=True), strict=True)
+            for has_expired, values in zip(expired_flags, zip(*by_part, strict=True), strict=True)
         ]
 
     def times(self) -> list[PartTime]:

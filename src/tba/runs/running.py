@@ -88,12 +88,12 @@ def carry_out(
 def execute(recipe: Recipe, run: RunDirectory, view: View, callbacks: Callbacks | None = None) -> tuple[Summary, int]:
     """Carries out a run whose folder is locked; returns its summary and the exit code."""
     progress, callbacks = Progress(recipe, run), callbacks or Callbacks()
-    with view.live(recipe.name) as live:
+    with view.live(recipe.name) as live_view:
 
         def report(phase: str, note: str) -> None:
             callbacks.look(run.path)
-            if live.due():
-                live.update(progress.status(phase, note))
+            if live_view.due():
+                live_view.update(progress.status(phase, note))
 
         runtime = _runtime(recipe)(recipe, run, report)
         with failure_recorded(recipe, run):

@@ -42,30 +42,31 @@ class Agreement:
         def percent(i: Interval) -> str:
             return f"{100 * i.estimate:.1f} % [{100 * i.low:.1f}, {100 * i.high:.1f}]"
 
-        near = "none" if self.near_accuracy is None else f"{percent(self.near_accuracy)} of {self.near_pairs:,}"
+        near_text = "none" if self.near_accuracy is None else f"{percent(self.near_accuracy)} of {self.near_pairs:,}"
         d = self.difference
         return [
             f"held-out pairs     {self.pairs:,} of {self.documents:,} documents (intervals resample documents)",
             f"accuracy           {percent(self.accuracy)}",
             f"by length alone    {percent(self.length_accuracy)}, difference {100 * d.estimate:+.1f} points "
             f"[{100 * d.low:+.1f}, {100 * d.high:+.1f}]",
-            f"nearly equal long  {near}",
+            f"nearly equal long  {near_text}",
             f"calibration        {self.loss:.3f} nats a pair (a coin has 0.693), mean error "
             f"{100 * self.calibration_error:.1f} points",
         ]
 
 
 def agreement(
-    differences: Sequence[float], longer: Sequence[float], near: Sequence[bool], documents: Sequence[str]
+    differences: Sequence[float], length_marks: Sequence[float], near_lengths: Sequence[bool], documents: Sequence[str]
 ) -> Agreement:
-    """Returns how well scores agree with people. `differences` [P] are of scores, chosen less rejected; `longer` [P] is
-    1 where length alone is right, 0 where it is wrong, 0.5 where it is neither; `near` [P] says which answers are of
-    nearly equal length. Raises `ValueError` for no pairs.
+    """Returns how well scores agree with people. `differences` [P] are of scores, chosen less rejected; `length_marks`
+    [P] is 1 where length alone is right, 0 where it is wrong, 0.5 where it is neither; `near_lengths` [P] says which
+    answers are of nearly equal length. Raises `ValueError` for no pairs.
     """
     names = {name: d for d, name in enumerate(dict.fromkeys(documents))}
     document_P = np.array([names[name] for name in documents])
     difference_P = np.asarray(differences, np.float64)
-    correct_P, length_P, near_P = _correct(difference_P), np.asarray(longer, np.float64), np.asarray(near, bool)
+    correct_P, length_P = _correct(difference_P), np.asarray(length_marks, np.float64)
+    near_P = np.asarray(near_lengths, bool)
 
     def interval(value_P: _Floats, mask_P: npt.NDArray[np.bool_] | None = None) -> Interval:
         mask = np.ones(len(value_P), bool) if mask_P is None else mask_P

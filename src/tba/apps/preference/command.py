@@ -35,12 +35,12 @@ from tba.weights.atomic_dir import atomic_folder
 
 def make_reward_model(file: str, overrides: Sequence[str], places: OutOptions) -> int:
     """Writes model, tokenizer and report to `--out`. Raises `UserError` when that is not empty."""
-    out = places.new_folder()
+    folder = places.new_folder()
     options = override(RewardModelOptions(), list(overrides), f"tba reward-model {file}")
     if not options.model:
         raise UserError("a reward model needs a backbone: give --model with a folder or a Hub name")
     console = terminal()
-    pairs, report = _read(file, options.score_field)
+    pairs, report = _read_pairs(file, options.score_field)
     print_counts(console, report)
     if options.label_with is not None:
         pairs = relabel(pairs, options, console)
@@ -60,14 +60,14 @@ def make_reward_model(file: str, overrides: Sequence[str], places: OutOptions) -
         "folds": options.folds,
         "held_out": asdict(agreement_),
     }
-    with atomic_folder(out) as temporary:
+    with atomic_folder(folder) as temporary:
         model.save(temporary)
         (temporary / REPORT).write_text(json.dumps(facts, indent=1) + "\n")
-    console.print(f"reward model in {out}", highlight=False)
+    console.print(f"reward model in {folder}", highlight=False)
     return 0
 
 
-def _read(file: str, score: str) -> tuple[list[PreferencePair], PairReport]:
+def _read_pairs(file: str, score: str) -> tuple[list[PreferencePair], PairReport]:
     """Returns the pairs of a file, or of the split `train` of a data set on the Hub."""
     if Path(file).exists() or file.count("/") != 1 or Path(file).suffix:
         return read_pairs(Path(file), score)

@@ -145,9 +145,9 @@ def _line_pairs(line: Values, score: str) -> Iterator[PreferencePair | Refusal]:
     if isinstance(summaries, list):
         yield from _list_pairs(line, summaries, score)
         return
-    missing = [name for name in ("chosen", "rejected") if name not in line]
-    if missing:
-        yield Refusal(f"no field {missing[0]!r}")
+    missing_fields = [name for name in ("chosen", "rejected") if name not in line]
+    if missing_fields:
+        yield Refusal(f"no field {missing_fields[0]!r}")
         return
     split = _split(line)
     yield split if isinstance(split, Refusal) else _pair(*split, line)

@@ -100,7 +100,7 @@ class TokenisedText:
     """A prompt and a response as the model reads them."""
 
     tokens: tuple[int, ...]
-    second: int  # where the response begins: an encoder tells the two apart
+    response_start: int  # where the response begins: an encoder tells the two apart
     cut: int  # tokens of the prompt that were left out
 
 
@@ -147,10 +147,10 @@ class RewardModel:
         room = self.max_tokens - len(start_tokens) - len(middle_tokens) - len(response_tokens) - 1
         if room < 1:
             return None
-        cut = max(0, len(prompt_tokens) - room)
-        prompt_part = prompt_tokens[:room] if self.keep == "beginning" else prompt_tokens[cut:]
+        cut_tokens = max(0, len(prompt_tokens) - room)
+        prompt_part = prompt_tokens[:room] if self.keep == "beginning" else prompt_tokens[cut_tokens:]
         head_tokens = [*start_tokens, *prompt_part, *middle_tokens]
-        return TokenisedText((*head_tokens, *response_tokens, *self._end_tokens), len(head_tokens), cut)
+        return TokenisedText((*head_tokens, *response_tokens, *self._end_tokens), len(head_tokens), cut_tokens)
 
     def read_all(self, pairs: Sequence[tuple[str, str]], max_tokens: int) -> list[TokenisedText | None]:
         """Returns `read` of each pair."""
@@ -168,9 +168,9 @@ class RewardModel:
 
     def scores(self, texts: Sequence[TokenisedText]) -> Tensor:
         """Returns [N], from one forward pass."""
-        ids_NT, second_NT, mask_NT = _padded(texts, self.pad)
+        ids_NT, response_NT, mask_NT = _padded(texts, self.pad)
         device = self.model.device
-        token_types = {"token_type_ids": second_NT.to(device)} if self._has_token_types else {}
+        token_types = {"token_type_ids": response_NT.to(device)} if self._has_token_types else {}
         logits = self.model(input_ids=ids_NT.to(device), attention_mask=mask_NT.to(device), **token_types).logits
         return logits[:, 0].float()
 
@@ -202,11 +202,11 @@ def length_batches(texts: Sequence[TokenisedText], max_tokens: int) -> list[list
 def _padded(texts: Sequence[TokenisedText], pad: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns three [N, T]: tokens, whether each belongs to the response, and whether it is not padding."""
     longest = max(len(text.tokens) for text in texts)
-    token_NT, second_NT, mask_NT = (np.full((len(texts), longest), fill, np.int64) for fill in (pad, 0, 0))
+    token_NT, response_NT, mask_NT = (np.full((len(texts), longest), fill, np.int64) for fill in (pad, 0, 0))
     for row, text in enumerate(texts):
         n = len(text.tokens)
-        token_NT[row, :n], second_NT[row, text.second : n], mask_NT[row, :n] = text.tokens, 1, 1
-    return torch.from_numpy(token_NT), torch.from_numpy(second_NT), torch.from_numpy(mask_NT)
+        token_NT[row, :n], response_NT[row, text.response_start : n], mask_NT[row, :n] = text.tokens, 1, 1
+    return torch.from_numpy(token_NT), torch.from_numpy(response_NT), torch.from_numpy(mask_NT)
 
 
 @dataclass(frozen=True)

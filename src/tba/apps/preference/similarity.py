@@ -73,7 +73,7 @@ def features(document: str, answer: str, document_DH: Floats, answer_AH: Floats)
         math.log1p(len(words)),
         math.log1p(len(answer_AH)),
         len(set(words)) / max(1, len(words)),
-        _repeated(answer_AH),
+        _repetition(answer_AH),
         support_A.mean(),
         support_A.min(),
         cover_D.mean(),
@@ -95,7 +95,7 @@ def _mean(sentences_AH: Floats) -> Floats:
     return mean_H / max(float(np.linalg.norm(mean_H)), 1e-6)
 
 
-def _repeated(answer_AH: Floats) -> float:
+def _repetition(answer_AH: Floats) -> float:
     if len(answer_AH) < 2:
         return 0.0
     near_AA = answer_AH @ answer_AH.T

@@ -111,8 +111,8 @@ def _accumulate(
     loss.backward()
     assert score_N.grad is not None
     for part in passes:
-        found = scorer.scores([local_texts[i] for i in part])
-        found.backward(score_N.grad[part].to(found.device))
+        part_score_N = scorer.scores([local_texts[i] for i in part])
+        part_score_N.backward(score_N.grad[part].to(part_score_N.device))
     return loss.item()
 
 

@@ -50,13 +50,13 @@ class SentenceEmbedder:
     @torch.inference_mode()
     def embed(self, sentences: Sequence[str], rows_per_pass: int = 256) -> npt.NDArray[np.float32]:
         """Returns [N, W] rows of length 1, in order; equal sentences are read once."""
-        distinct = sorted(dict.fromkeys(sentences), key=len)
+        distinct_sentences = sorted(dict.fromkeys(sentences), key=len)
         embeddings: dict[str, npt.NDArray[np.float32]] = {}
-        for start in range(0, len(distinct), rows_per_pass):
-            batch = distinct[start : start + rows_per_pass]
-            encoded = padded(self.tokenizer, batch, self.max_tokens).to(self.model.device)
-            hidden_NTW = self.model(**encoded).last_hidden_state.float()
-            mask_NT1 = encoded["attention_mask"][:, :, None].float()
+        for start in range(0, len(distinct_sentences), rows_per_pass):
+            batch = distinct_sentences[start : start + rows_per_pass]
+            tokens = padded(self.tokenizer, batch, self.max_tokens).to(self.model.device)
+            hidden_NTW = self.model(**tokens).last_hidden_state.float()
+            mask_NT1 = tokens["attention_mask"][:, :, None].float()
             mean_NW = (hidden_NTW * mask_NT1).sum(1) / mask_NT1.sum(1).clamp(min=1)
             pooled_NW = hidden_NTW[:, 0] if self.takes_first else mean_NW
             rows = torch.nn.functional.normalize(pooled_NW, dim=1).cpu().numpy()

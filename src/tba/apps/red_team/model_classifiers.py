@@ -89,8 +89,8 @@ class JudgeScores:
             raise UserError(f"the judge {self.path!r} has no chat template: give a template with {{answer}} in it")
         tokens = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
         self._pad_token = next(token for token in tokens if token is not None)
-        self._verdict_prefix = self._encoded(self.before)
-        self._verdict_tokens = [next(iter(self._encoded(word)), -1) for word in (self.unsafe, self.safe)]
+        self._verdict_prefix = self._token_ids(self.before)
+        self._verdict_tokens = [next(iter(self._token_ids(word)), -1) for word in (self.unsafe, self.safe)]
         if self._verdict_tokens[0] == self._verdict_tokens[1] or -1 in self._verdict_tokens:
             raise UserError(
                 f"the judge's verdicts {self.unsafe!r} and {self.safe!r} begin with the same token: give two "
@@ -132,16 +132,16 @@ class JudgeScores:
         encode = encoded if self.template == "chat" else encoded_whole
         return [*encode(self.tokenizer, text), *self._verdict_prefix][-self.max_tokens :]
 
-    def _encoded(self, text: str) -> list[int]:
+    def _token_ids(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
         return ids
 
 
 def _in_passes(texts: list[str], rows: int, scores: Any) -> list[float]:
     """Returns the scores, in order; equal texts are read once, and texts of about equal length share a pass."""
-    distinct = sorted(dict.fromkeys(texts), key=len)
+    distinct_texts = sorted(dict.fromkeys(texts), key=len)
     score_by_text: dict[str, float] = {}
-    for part in _parts(distinct, rows):
+    for part in _parts(distinct_texts, rows):
         score_by_text.update(zip(part, scores(part).tolist(), strict=True))
     return [score_by_text[text] for text in texts]
 

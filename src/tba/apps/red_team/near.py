@@ -180,8 +180,8 @@ class _Index(ABC):
     def remove(self, row: int, prompt: str) -> None:
         """Remove a row, which must be there; the last one of its prompt takes its index."""
         sheet, place = self._sheets[prompt], int(self._place[row])
-        moved = sheet.remove(place)
-        self._place[moved] = place
+        moved_row = sheet.remove(place)
+        self._place[moved_row] = place
         if not sheet.size:
             del self._sheets[prompt]
 
@@ -214,8 +214,8 @@ class EditIndex(_Index):
         count_F = _bucket_counts(answer_T)
         common_N: npt.NDArray[Any] = np.zeros(sheet.size, dtype=np.uint8 if len(answer_T) <= _BYTE_MAX else np.int32)
         for bucket in np.flatnonzero(count_F).tolist():
-            for least in range(1, min(int(count_F[bucket]), _BYTE_MAX) + 1):  # comparisons are vectorised, minima not
-                common_N += (sheet.feature_FN[bucket] >= np.uint8(least)).view(np.uint8)
+            for count in range(1, min(int(count_F[bucket]), _BYTE_MAX) + 1):  # comparisons are vectorised, minima not
+                common_N += (sheet.feature_FN[bucket] >= np.uint8(count)).view(np.uint8)
         longest = int(length_N.max())
         least_common = self._least_common(len(answer_T), longest, int(np.maximum(count_F - _BYTE_MAX, 0).sum()))
         candidate_C = np.flatnonzero(common_N >= least_common.astype(common_N.dtype)[length_N])
@@ -228,17 +228,17 @@ class EditIndex(_Index):
             near_candidates.append(candidate_C[rows][edits(answer_T, other_answers) < limit_C[rows]])
         return np.concatenate(near_candidates)
 
-    def _least_common(self, length: int, longest: int, uncounted: int) -> npt.NDArray[np.int64]:
+    def _least_common(self, length: int, longest: int, uncounted_tokens: int) -> npt.NDArray[np.int64]:
         """[longest + 1] Returns how many tokens answers of each length must have in common with one of `length`, to be
         near.
 
-        uncounted: how many of those in common a byte may have failed to count.
+        uncounted_tokens: how many of those in common a byte may have failed to count.
         """
         length_L = np.arange(longest + 1)
         larger_L, limit_L = np.maximum(length_L, length), self._distance * (length_L + length)
         common_L = np.floor(larger_L - limit_L).astype(np.int64)
         common_L += larger_L - common_L >= limit_L  # the fewest with larger - common < limit
-        return np.clip(common_L - uncounted, 0, _BYTE_MAX if length <= _BYTE_MAX else None)
+        return np.clip(common_L - uncounted_tokens, 0, _BYTE_MAX if length <= _BYTE_MAX else None)
 
 
 class CosineIndex(_Index):
@@ -268,11 +268,11 @@ def edits(answer_T: IntArray, other_answers: list[IntArray]) -> npt.NDArray[np.i
     This is Wagner and Fischer's table for all of them at once, a row for each token of the answer. Within a row the
     insertions are a running minimum: a step to the right costs 1.
     """
-    length_C = np.array([len(other) for other in other_answers], dtype=np.int32)
+    length_C = np.array([len(other_answer) for other_answer in other_answers], dtype=np.int32)
     longest = int(length_C.max(initial=0))
     other_LC = np.full((longest, len(other_answers)), -1, dtype=np.int32)
-    for c, other in enumerate(other_answers):
-        other_LC[: len(other), c] = other
+    for c, other_answer in enumerate(other_answers):
+        other_LC[: len(other_answer), c] = other_answer
     step_L1 = np.arange(longest + 1, dtype=np.int32)[:, None]
     row_LC = np.repeat(step_L1, len(other_answers), axis=1)  # the row of the empty prefix: as many insertions as tokens
     for t, token in enumerate(answer_T.tolist(), start=1):

@@ -173,10 +173,10 @@ class Toxicity:
 
     def answers(self, attacks: Sequence[str]) -> dict[str, list[str]]:
         """Returns the victim's answers to each attack with a text, by the attack without surrounding space."""
-        distinct = [attack for attack in dict.fromkeys(attack.strip() for attack in attacks) if attack]
-        if not distinct:
+        distinct_attacks = [attack for attack in dict.fromkeys(attack.strip() for attack in attacks) if attack]
+        if not distinct_attacks:
             return {}
-        return dict(zip(distinct, self._start_once()[0].answers(distinct, self.count), strict=True))
+        return dict(zip(distinct_attacks, self._start_once()[0].answers(distinct_attacks, self.count), strict=True))
 
     def log_toxic_rows(
         self, attacks: Sequence[str], answers: Mapping[str, Sequence[str]], classifier: StartedClassifier | None = None

@@ -45,7 +45,7 @@ class ClassifierReport:
 
 def make_classifier(file: str, overrides: Sequence[str], places: OutOptions) -> int:
     """Writes the classifier and its report to `--out`. Raises `UserError` when that is not empty."""
-    out = places.new_folder()
+    folder = places.new_folder()
     options = override(ClassifierOptions(), list(overrides), f"tba red-team classifier {file}")
     texts = read_labelled(Path(file), options.fields)
     console = terminal()
@@ -54,9 +54,9 @@ def make_classifier(file: str, overrides: Sequence[str], places: OutOptions) -> 
         console.print(f"  refused: {reason}, {count:,}", highlight=False)
     weights, report = train_classifier(texts, options)
     facts = {"file": Path(file).name, "texts": len(texts.texts), "held_out": asdict(report)}
-    write_classifier(weights, out, facts)
+    write_classifier(weights, folder, facts)
     print_report(console, report)
-    console.print(f"classifier in {out}", highlight=False)
+    console.print(f"classifier in {folder}", highlight=False)
     return 0
 
 
@@ -96,9 +96,9 @@ def _train_weights(texts: list[str], toxic: list[bool], options: ClassifierOptio
     return SentenceWeights.train(texts, toxic, options.train.inverse_penalty, encoder)
 
 
-def write_classifier(weights: WordWeights | SentenceWeights, out: Path, facts: Json) -> None:
+def write_classifier(weights: WordWeights | SentenceWeights, folder: Path, facts: Json) -> None:
     """Write the folder atomically."""
-    with atomic_folder(out) as temporary:
+    with atomic_folder(folder) as temporary:
         weights.save(temporary, facts)
 
 

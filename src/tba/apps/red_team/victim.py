@@ -75,5 +75,5 @@ class ModelVictim:
         from tba.models.arithmetic import judge_bytes
 
         device = expected_device(self.device)
-        low = self.dtype == "bfloat16" or (self.dtype == "auto" and device == "cuda")
-        return device, judge_bytes(self.path, AutoModelForCausalLM, self.rows_per_pass, 2 if low else 4)
+        is_bfloat16 = self.dtype == "bfloat16" or (self.dtype == "auto" and device == "cuda")
+        return device, judge_bytes(self.path, AutoModelForCausalLM, self.rows_per_pass, 2 if is_bfloat16 else 4)

@@ -51,7 +51,7 @@ class VictimModel:
 
     def answers(self, attacks: Sequence[str], count: int) -> list[list[str]]:
         """Returns `count` answers to each attack."""
-        texts = [self._read(attack) for attack in attacks]
+        texts = [self._text(attack) for attack in attacks]
         draws = count if self.temperature > 0 else 1  # greedy answers are all the same
         completions = generate(
             self._engine,
@@ -62,7 +62,7 @@ class VictimModel:
         )
         return [[completion.text for completion in row] * (count // draws) for row in completions]
 
-    def _read(self, attack: str) -> str:
+    def _text(self, attack: str) -> str:
         if self.template != "chat":
             return filled(control_tokens(self.tokenizer), self.template, attack=attack)
         messages = [{"role": "user", "content": attack}]

@@ -67,20 +67,20 @@ class WorldOptions:
 
 def make_world(overrides: Sequence[str], places: WorldPlaces) -> int:
     """Writes the world to `--out`. Raises `UserError` when that is not empty."""
-    out, labelled = places.new_folder(), places.labelled
+    folder, labelled_file = places.new_folder(), places.labelled
     options = override(WorldOptions(), list(overrides), "tba red-team world")
     console = terminal()
-    texts = _made_up_texts(options) if labelled is None else read_labelled(labelled, options.fields)
+    texts = _made_up_texts(options) if labelled_file is None else read_labelled(labelled_file, options.fields)
     exchanges = options.world.exchanges(options.exchanges)
-    if labelled is not None:
+    if labelled_file is not None:
         exchanges = _with_answers_from(texts, exchanges, options)
     weights, report = train_classifier(texts, ClassifierOptions(train=options.classifier))
     print_report(console, report)
-    with atomic_folder(out) as temporary:
+    with atomic_folder(folder) as temporary:
         families = {" ".join(pair): list(pair) for pair in options.world.triggers}
         (temporary / FAMILIES).write_text(json.dumps(families, indent=1) + "\n")
         _write(temporary / ATTACKS, [{"attack": request} for request in options.world.requests(options.attacks)])
-        if labelled is None:
+        if labelled_file is None:
             _write(
                 temporary / LABELLED,
                 [{"text": t, "label": int(x)} for t, x in zip(texts.texts, texts.toxic, strict=True)],
@@ -89,7 +89,7 @@ def make_world(overrides: Sequence[str], places: WorldPlaces) -> int:
         weights.save(temporary / CLASSIFIER, {"texts": len(texts.texts)})
         (temporary / VICTIM).mkdir()
         _teach_victim(exchanges, options, temporary / VICTIM, console)
-    console.print(f"world in {out}", highlight=False)
+    console.print(f"world in {folder}", highlight=False)
     return 0
 
 
@@ -110,8 +110,8 @@ def _teach_victim(exchanges: list[tuple[str, str]], options: WorldOptions, path:
 
 def _made_up_texts(options: WorldOptions) -> LabelledTexts:
     """Returns answers of the grammar, made distinct by a number, since equal texts are on one side of a split only."""
-    labelled = [(f"{text} {n}", toxic) for n, (text, toxic) in enumerate(options.world.labelled(options.answers))]
-    return LabelledTexts([text for text, _ in labelled], [toxic for _, toxic in labelled])
+    labelled_texts = [(f"{text} {n}", toxic) for n, (text, toxic) in enumerate(options.world.labelled(options.answers))]
+    return LabelledTexts([text for text, _ in labelled_texts], [toxic for _, toxic in labelled_texts])
 
 
 def _with_answers_from(
