@@ -140,7 +140,7 @@ def test_columns_for_which_a_terminal_has_no_room_stand_below() -> None:
     lines = console.export_text().splitlines()
     rows = [line.split() for line in lines if line.lstrip().startswith("tb-robust-sync ")]
     assert len(rows) == 3
-    assert " ".join(cell for row in variant_rows for cell in row[1:]) == "2 " + " ".join(
+    assert " ".join(cell for row in rows for cell in row[1:]) == "2 " + " ".join(
         f"{k}.0 ± 0.0" for k in (1, 2, 4, 8, 16, 32)
     )
 

@@ -213,7 +213,7 @@ class RoundTime:
         part = max(self.parts, key=lambda part: self._grading_seconds(part, part.window(self.searchers)))
         grading_seconds, window = self._grading_seconds(part, part.window(self.searchers)), part.window(self.searchers)
         is_slow = grading_seconds > _SLOW_RATIO * self.busy_seconds
-        if part.computes:
+        if part.is_computing:
             if not is_slow and self.computing_seconds < _NOTABLE_SHARE * self.busy_seconds:
                 return []
             return [
