@@ -90,7 +90,7 @@ def test_a_reward_without_calls_is_timed_by_its_answers() -> None:
 def test_the_rate_is_the_smaller_of_what_generates_and_what_the_window_grades() -> None:
     alone = RoundTime(136, STAGES, [PLAIN])
     assert alone.busy_seconds == pytest.approx(1.5)
-    assert (alone.reward, alone.seconds, alone.rate) == (34.0, 34.0, 4.0)
+    assert (alone.reward_seconds, alone.seconds, alone.rate) == (34.0, 34.0, 4.0)
     assert alone.sequential_seconds == pytest.approx(35.5)
     wide = replace(PLAIN, concurrency=64)
     assert RoundTime(136, STAGES, [wide]).rate == pytest.approx(136 / 1.5)

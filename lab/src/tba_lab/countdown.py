@@ -188,7 +188,7 @@ class _Table:
         return f"{first_digit}" + "".join(f"{o}{digit}" for o, digit in zip(operations, other_digits, strict=True))
 
     def problems(self, least_texts: int, largest: int) -> list[tuple[int, int]]:
-        """Returns (set, target) of each problem with `least_texts` right texts or more; equal digits make equal texts."""
+        """Returns (set, target) of problems with `least_texts` right texts or more; equal digits make equal texts."""
         problems = []
         for s, value_F in enumerate(self.value_SF):
             _, repeats = np.unique(self.digit_SN[s], return_counts=True)

@@ -227,13 +227,13 @@ class WordProblems:
 
 
 def _problem(template: Template, largest: int, rng: Random) -> Problem:
-    largest_factor = template.small or largest
+    largest_factor = template.largest_factor or largest
     n = Numbers(rng.randint(2, largest), rng.randint(2, largest_factor), rng.randint(2, largest_factor))
     n = n._replace(c=min(n.c, n.a * n.b - 2))  # nobody has 1 apples, or less than none
     name, other_name = rng.sample(_NAMES, 2)
     slots = {"name": name, "other": other_name, "things": rng.choice(_THINGS)}
     slots |= {slot: str(value) for slot, value in _slot_values(n).items()}
-    question, demonstration = _fill_slots(template.text, slots), _fill_slots(template.worked, slots)
+    question, demonstration = _fill_slots(template.text, slots), _fill_slots(template.worked_answer, slots)
     fields = {"question": question, "answer": str(template.solve(n)), "steps": template.steps}
     return Problem(({"role": "user", "content": question + QUESTION_SUFFIX},), fields, demonstration)
 

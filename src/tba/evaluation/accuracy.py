@@ -155,7 +155,7 @@ def assess_accuracy(
         seconds=examiner.seconds,
         tokens=examiner.tokens,
         trajectories=examiner.trajectories,
-        interrupted=examiner.stopped,
+        interrupted=examiner.is_stopped,
     )
 
 
