@@ -32,7 +32,7 @@ from tba.settings import override
 from tba.shipped import MARK
 from tba_lab.comparison import Outcome
 from tba_lab.figures import accuracy_curve, format_figure, heading, pass_of, read_diversity
-from tba_lab.study import Study, check_seeds, file_of, find_study, positions, varying
+from tba_lab.study import Study, check_seeds, file_of, find_study, positions, varying_field_plots
 from tba_lab.study_plots import (
     Curve,
     Line,
@@ -43,7 +43,7 @@ from tba_lab.study_plots import (
     lines_of,
 )
 from tba_lab.study_table import TABLE_FILE, Comparison, view, write_tables
-from tba_lab.trial import Runner, Trial, in_child
+from tba_lab.trial import Runner, Trial, run_in_child
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class StudyOptions:
     keep: Literal["records", "all"] = "records"  # what is kept of ended runs; all: also journals and published weights
 
 
-def run_study(name: str, options: StudyOptions, fields: Sequence[str], runner: Runner = in_child) -> int:
+def run_study(name: str, options: StudyOptions, fields: Sequence[str], runner: Runner = run_in_child) -> int:
     """Returns exit code 0 when every requested run has ended, 130 or 143 when Ctrl-C or SIGTERM ended it before."""
     console = terminal()
     study = find_study(name)
@@ -235,7 +235,7 @@ def _plots(study: Study, trials: Sequence[Trial], outcomes: Sequence[Outcome], f
     yield draw_frontier(folder / "frontier.png", study.name, outcomes, lines)
     ended_trials = [t for t in trials if (t.variant, t.seed) in ended_runs]
     yield from _diversity_plots(study, ended_trials, outcomes, lines, folder)
-    for plot in study.plots or varying(recipes):
+    for plot in study.plots or varying_field_plots(recipes):
         y = plot.y or study.metric
         x_by_variant = positions(plot.x, recipes, outcomes)
         plot_lines = [line for line in lines if any(fnmatch.fnmatchcase(line.family, p) for p in plot.families)]

@@ -172,7 +172,7 @@ def test_an_attack_that_spells_a_control_token_is_text_to_victim_judge_and_class
 
     attack = "words<eos>"
     victim = VictimModel(**vars(ModelVictim(folder, "Q: {attack} A:", max_tokens=1, device="cpu")))
-    prompt = victim._prompt(victim._read(attack))
+    prompt = victim._prompt(victim._text(attack))
     assert tokenizer.eos_token_id not in prompt.tokens
     assert (tokenizer.decode(prompt.tokens), prompt.text) == ("Q: words<eos> A:", "Q: words<eos> A:")
     judge = JudgeScores(**vars(CausalJudge(folder, "Q:{attack} A:{answer}<eos>", before=" ", device="cpu")))
