@@ -23,7 +23,7 @@ def noise() -> Any:
 
 def cells(noise: Any, form: str, data: tuple[str, ...]) -> list[Any]:
     """All rewards and sizes of these data, save normal rewards at K = 20, which are a matter of seconds each."""
-    found = [noise.Cell(reward, d, size, form) for reward, d, size in product(noise.REWARDS, data, noise.SIZES)]
+    found = [noise.Cell(reward, d, size, form) for reward, d, size in product(noise.REWARDS, data, noise.GROUP_SIZES)]
     return [c for c in found if (c.reward, c.size) != ("gaussian", 20)]
 
 
@@ -78,7 +78,7 @@ def test_what_earlier_batches_push_up_moves_nothing_on_data_that_are_as_recorded
 
 def test_it_does_push_up(noise: Any) -> None:
     cell = noise.Cell("zero_one", "fixed_9", 8, "asymmetric")
-    g, q = noise._seen([(source, *cell._batch(source, 0.5)) for source in cell.sources(0.9)]).tolist()
+    g, q = noise._memory_means([(source, *cell._batch(source, 0.5)) for source in cell.sources(0.9)]).tolist()
     assert 1.5 * g * q**2 > 0.1  # in units of reward: twice the gap between the two answers
 
 
