@@ -348,7 +348,7 @@ class Cell:
             source,
             batch,
             log_policy_BT,
-        ) in batches:  # pushes are proportional to c, which a group's earlier uses change
+        ) in batches:  # pushes follow c, which earlier uses of a group change
             objective.memory.means_2 = torch.zeros(2, dtype=torch.float64)
             none_NK = _slopes(objective, source, batch, log_policy_BT)
             objective.memory.means_2 = seen_2.clone()
