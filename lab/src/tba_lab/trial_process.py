@@ -117,7 +117,7 @@ def _watch() -> None:
     os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C: the run ends where it is whole
 
 
-def main(arguments: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Carries out the order in the only argument, JSON; returns the exit code."""
     prepare()  # while there is one thread
     threading.Thread(target=_watch, name="study-watch", daemon=True).start()
@@ -125,4 +125,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run(sys.argv[1:]))

@@ -543,7 +543,7 @@ class ProgressLines:
             sys.stdout.flush()
 
 
-def print_figures(arguments: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Measure one half of a run, searcher or trainer; prints lines of progress, then the figures as a line of JSON.
 
     arguments: sampling, searcher, flow or trainer, the recipe's name, its overrides as JSON, how many seconds are timed
@@ -572,4 +572,4 @@ def print_figures(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(print_figures(sys.argv[1:]))
+    sys.exit(run(sys.argv[1:]))

@@ -240,5 +240,6 @@ class RoundTime:
         if part.asynchronous:
             return [f"{sentence} async, with {window} calls at once; if what it asks takes as many, {gain}"]
         if part.concurrency == 1:
-            return [f"{sentence} a plain function called one at a time; if several threads at once may run it, {gain}"]
+            condition = "if it may run in several threads at once"
+            return [f"{sentence} a plain function called one at a time; {condition}, {gain}"]
         return [f"{sentence} called in {window} threads at once; if what it asks takes as many, {gain}"]
