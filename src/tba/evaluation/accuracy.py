@@ -119,12 +119,11 @@ def assess_accuracy(
     """Measure the engine's present weights on the first `settings.problems` of `prompts`.
 
     `now()` gives seconds since the run began. `interrupted()` is asked between chunks, and by the engine within one.
-    `between_batches()` is called after each chunk but the last, may use the engine for other things, and leaves it as
-    it was.
+    `between_batches()` is called after each chunk but the last, may use the engine, and leaves it as it was.
     Raises `UserError` when there are no prompts.
     """
-    chosen_prompts = prompts[: settings.problems] if settings.problems else prompts
-    if not chosen_prompts:
+    held_out = prompts[: settings.problems] if settings.problems else prompts
+    if not held_out:
         raise UserError("evaluation: the held-out split is empty; give the task evaluation problems.")
     version, start_seconds = engine.version, now()
     temperature = policy_temperature if settings.temperature is None else settings.temperature
@@ -137,14 +136,13 @@ def assess_accuracy(
     evaluations: list[Evaluation] = []
     for metric, count, sampling in plan:
         seconds, tokens = examiner.seconds, examiner.tokens
-        correct = examiner.draw(chosen_prompts, metric, count, sampling)
+        correct = examiner.draw(held_out, metric, count, sampling)
         if correct is None:
             break
         cost = (examiner.seconds - seconds, examiner.tokens - tokens)
         for name, values in _scores(metric, correct, settings).items():
             scores[name] = values
-            mean, problems = float(values.mean()), len(chosen_prompts)
-            evaluations.append(Evaluation(version, start_seconds, name, mean, problems, *cost))
+            evaluations.append(Evaluation(version, start_seconds, name, float(values.mean()), len(held_out), *cost))
             cost = (0.0, 0)  # figures of the same draws: the first is charged for them
     return Assessment(
         version=version,
@@ -195,27 +193,25 @@ class _Examiner:
                 self.is_stopped = True
                 return None
             chunk = prompts[start : start + self.settings.chunk]
-            completions = generate(self.engine, chunk, count, sampling, self.rng, self.interrupted)
-            self.tokens += sum(len(c.tokens) for row in completions for c in row)
-            self.trajectories += sum(len(row) for row in completions)
-            reasons = {c.stop_reason for row in completions for c in row}
-            if StopReason.INTERRUPTED in reasons or any(len(row) < count for row in completions):
+            rows = generate(self.engine, chunk, count, sampling, self.rng, self.interrupted)
+            self.tokens += sum(len(c.tokens) for row in rows for c in row)
+            self.trajectories += sum(len(row) for row in rows)
+            if any(len(row) < count or any(c.stop_reason is StopReason.INTERRUPTED for c in row) for row in rows):
                 self.is_stopped = True
                 return None
-            chunks.append((chunk, completions, self._submit(chunk, completions)))
+            chunks.append((chunk, rows, self._submit(chunk, rows)))
             self.seconds += self.now() - start_seconds
         if not self._all_graded():
             return None
         correct_rows: list[list[bool]] = []
-        for chunk, completions, grades in chunks:
-            answers = self._answers(chunk, completions, grades, metric)
+        for chunk, rows, grades in chunks:
+            answers = self._answers(chunk, rows, grades, metric)
             self.answers += [row[0] for row in answers[: max(0, shown_count - len(correct_rows))]]
             correct_rows += [[answer.correct for answer in row] for row in answers]
         return np.array(correct_rows, dtype=np.bool_)
 
-    def _submit(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> list[list[Grade]]:
-        answered_prompts = list(zip(prompts, completions, strict=True))
-        grades = self.grader.submit(answered_prompts, self.grades, urgent=True, scored=False)
+    def _submit(self, prompts: Sequence[Prompt], rows: Sequence[Sequence[Completion]]) -> list[list[Grade]]:
+        grades = self.grader.submit(list(zip(prompts, rows, strict=True)), self.grades, urgent=True, scored=False)
         self.submitted_count += sum(map(len, grades))
         self.grader.wait(_SHORT_WAIT_SECONDS)  # most rewards are done by then
         return grades

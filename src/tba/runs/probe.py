@@ -94,10 +94,6 @@ class Round:
         return sum(map(len, self.answers))
 
     @property
-    def total_seconds(self) -> float:
-        return sum(self.seconds.values())
-
-    @property
     def tokens(self) -> tuple[int, int]:
         """Returns how many tokens the prompts and the answers have."""
         return sum(len(p.tokens) for p in self.prompts), sum(len(c.tokens) for row in self.answers for c in row)
@@ -184,7 +180,7 @@ def sample_answers(
     examples: list[Json] = []
     round_size, is_slow, is_grading = _first_round_size(recipe), False, True
     whole_size = (recipe.prompts_per_round, recipe.samples_per_prompt)
-    while not rounds or not (is_slow or _is_timed_enough([r.total_seconds for r in rounds], 0.0, recipe)):
+    while not rounds or not (is_slow or _is_timed_enough([sum(r.seconds.values()) for r in rounds], 0.0, recipe)):
         round_ = searcher.generate(*round_size)
         sampling_seconds = round_.seconds["generation"] + round_.seconds["environment"]
         is_slow = round_size != whole_size and sampling_seconds > SLOW_SECONDS
@@ -210,7 +206,7 @@ def sample_answers(
     reward.close()
     return {
         **_round_figures(rounds, recipe),
-        "timed_seconds": sum(r.total_seconds for r in rounds) + reward.seconds,
+        "timed_seconds": sum(sum(r.seconds.values()) for r in rounds) + reward.seconds,
         "small": rounds[0].count if is_slow else 0,
         "reward": [part.to_json() for part in reward.times()],
         "answers": answers,
@@ -230,7 +226,7 @@ def sample_answers(
 def time_rounds(recipe: Recipe, at_least: float, seed: int) -> dict[str, Json]:
     """Time whole rounds without the reward: generation, the reference's scores and VinePPO's rollouts."""
     searcher, rounds = SearcherProbe(recipe, seed), list[Round]()
-    while not _is_timed_enough([r.total_seconds for r in rounds], at_least, recipe):
+    while not _is_timed_enough([sum(r.seconds.values()) for r in rounds], at_least, recipe):
         round_ = searcher.generate(recipe.prompts_per_round, recipe.samples_per_prompt)
         searcher.time_rollouts(round_)
         searcher.score(round_)
@@ -312,13 +308,12 @@ def _round_figures(rounds: Sequence[Round], recipe: Recipe) -> dict[str, Json]:
     timed_rounds = _without_warm_up([r for r in rounds if r.count == rounds[-1].count])
     scale = recipe.prompts_per_round * recipe.samples_per_prompt / timed_rounds[0].count
     names = dict.fromkeys(name for r in timed_rounds for name in r.seconds)
-    token_columns = zip(*(r.tokens for r in timed_rounds), strict=True)
-    prompt_tokens, answer_tokens = map(statistics.mean, token_columns)
+    prompt_tokens, answer_tokens = map(statistics.mean, zip(*(r.tokens for r in timed_rounds), strict=True))
     return {
         "stages": {name: scale * statistics.mean(r.seconds.get(name, 0.0) for r in timed_rounds) for name in names},
         "tokens": [prompt_tokens / len(timed_rounds[0].prompts) * recipe.prompts_per_round, scale * answer_tokens],
         "prompts": recipe.prompts_per_round,
-        "timed_seconds": sum(r.total_seconds for r in timed_rounds),
+        "timed_seconds": sum(sum(r.seconds.values()) for r in timed_rounds),
         "peak_memory_bytes": peak_memory_bytes(),
         "peak_gpu_bytes": peak_gpu_memory_bytes(),
     }
@@ -445,10 +440,9 @@ def _extrapolated_step_seconds(trainer: Trainer, source: _AnswerBatches, say: _S
     start = time.perf_counter()
     trainer.publish()
     publish_seconds = time.perf_counter() - start
-    (tokens_1, seconds_1), (tokens_2, seconds_2) = points[1:]  # of a step of few groups and of one of many
-    added_tokens, added_seconds = tokens_2 - tokens_1, max(0.0, seconds_2 - seconds_1)
-    token_seconds = added_seconds / added_tokens if added_tokens > 0 else seconds_2 / tokens_2
-    fixed_seconds = max(0.0, seconds_1 - token_seconds * tokens_1)
+    (n_1, seconds_1), (n_2, seconds_2) = points[1:]  # tokens and seconds of a step of few groups, and of one of many
+    token_seconds = max(0.0, seconds_2 - seconds_1) / (n_2 - n_1) if n_2 > n_1 else seconds_2 / n_2
+    fixed_seconds = max(0.0, seconds_1 - token_seconds * n_1)
     return fixed_seconds + token_seconds * source.tokens_per_step + publish_seconds / trainer.sync_every
 
 

@@ -77,15 +77,13 @@ def resume_point(
     return recipe, checkpoint
 
 
-def _unknown_fields(
-    recorded_fields: Mapping[str, Json], current_fields: Mapping[str, Json], place: str = ""
-) -> Iterator[str]:
+def _unknown_fields(old_fields: Mapping[str, Json], new_fields: Mapping[str, Json], place: str = "") -> Iterator[str]:
     """Yields the dotted names of fields that a resolved recipe has and another lacks."""
-    for name, value in recorded_fields.items():
-        if name not in current_fields and name not in _REMOVED_FIELDS:
+    for name, value in old_fields.items():
+        if name not in new_fields and name not in _REMOVED_FIELDS:
             yield f"{place}{name}"
-        elif isinstance(value, Mapping) and isinstance(current_fields.get(name), Mapping):
-            yield from _unknown_fields(value, current_fields[name], f"{place}{name}.")
+        elif isinstance(value, Mapping) and isinstance(new_fields.get(name), Mapping):
+            yield from _unknown_fields(value, new_fields[name], f"{place}{name}.")
 
 
 def _refuse_other_scorers(facts: Mapping[str, Any], recipe: Recipe) -> None:
@@ -110,7 +108,7 @@ def _refuse_lost_rows(run: RunDirectory, recipe: Recipe, is_accepted: bool) -> N
 
 
 def _refuse_finished(run: RunDirectory, recipe: Recipe, checkpoint: Checkpoint | None) -> None:
-    summary, step = _read_or_reason(Summary.read, run)[0], 0 if checkpoint is None else checkpoint.version.step
+    summary, step = _read_result(Summary.read, run)[0], 0 if checkpoint is None else checkpoint.version.step
     is_finished = summary is not None and not summary.faults.get("stopped")
     if step > recipe.steps or (step == recipe.steps and is_finished):
         raise UserError(
@@ -119,7 +117,7 @@ def _refuse_finished(run: RunDirectory, recipe: Recipe, checkpoint: Checkpoint |
         )
 
 
-def _read_or_reason(read: Callable[[Path], T | None], run: RunDirectory) -> tuple[T | None, str]:
+def _read_result(read: Callable[[Path], T | None], run: RunDirectory) -> tuple[T | None, str]:
     """Returns one of the run's results, or None with the reason why it cannot be read: a run goes on without it."""
     try:
         return read(run.path), ""
@@ -129,8 +127,7 @@ def _read_or_reason(read: Callable[[Path], T | None], run: RunDirectory) -> tupl
 
 def begin_incarnation(run: RunDirectory, recipe: Recipe, overrides: Sequence[str]) -> str:
     """Begin the run's next incarnation and release the prompts that the last one had leased; returns why that ended."""
-    summary, no_summary = _read_or_reason(Summary.read, run)
-    failure, no_failure = _read_or_reason(Failure.read, run)
+    (summary, no_summary), (failure, no_failure) = _read_result(Summary.read, run), _read_result(Failure.read, run)
     last_metrics = read_last(run.path)
     recorded_seconds = float(last_metrics["wall_seconds"]) if last_metrics else 0.0
     seconds_before = max(summary.wall_seconds.total if summary else 0.0, recorded_seconds)

@@ -85,15 +85,13 @@ def _sampling_warnings(recipe: Recipe) -> list[str]:
     share = len(other_samplings) / len(samplings)
     share_text = "answers are" if share == 1 else f"{share:.0%} of the rounds are"
     example = other_samplings[0]
-    example_text = f"temperature {example.temperature:g}"
-    example_text += f" and top-p {example.top_p:g}" if example.top_p < 1 else ""
-    example_text += f" and top-k {example.top_k}" if example.top_k else ""
-    example_text += f" and min-p {example.min_p:g}" if example.min_p else ""
-    penalty = example.repetition_penalty
-    example_text += f" and a repetition penalty of {penalty:g}" if penalty != 1 else ""
+    text = f"temperature {example.temperature:g}" + (f" and top-p {example.top_p:g}" if example.top_p < 1 else "")
+    text += f" and top-k {example.top_k}" if example.top_k else ""
+    text += f" and min-p {example.min_p:g}" if example.min_p else ""
+    text += f" and a repetition penalty of {example.repetition_penalty:g}" if example.repetition_penalty != 1 else ""
     return [
         f"{share_text} sampled otherwise than from the policy that the objective takes their ratios to "
-        f"({example_text}, the policy's is temperature {temperature:g} with all tokens): these ratios are then not 1 "
+        f"({text}, the policy's is temperature {temperature:g} with all tokens): these ratios are then not 1 "
         f"even when nothing is stale; sample with --exploration.temperature {temperature:g} --exploration.top-p 1 and "
         "no top-k, min-p or repetition penalty, or set --policy-temperature to what is sampled at"
     ]

@@ -108,7 +108,7 @@ def _train(
     held_out_parts = folds(pairs, options.folds) if options.folds else [held_out_indices(pairs, options.held_out)]
     all_indices = set(range(len(pairs)))
     model = start()
-    texts = _TextTable(model, pairs, options)
+    texts = _Texts(model, pairs, options)
     texts.print_counts(console)
     measured_indices: list[int] = []
     differences: list[float] = []
@@ -131,14 +131,12 @@ def _train(
     return report, model, {"pairs_left_out": texts.unread_pairs, "texts_cut": texts.cut_texts}
 
 
-def _readable(
-    texts: _TextTable[S], pairs: Sequence[PreferencePair], held_out: Sequence[int]
-) -> list[tuple[int, ReadPair]]:
+def _readable(texts: _Texts[S], pairs: Sequence[PreferencePair], indices: Sequence[int]) -> list[tuple[int, ReadPair]]:
     """Returns the held-out pairs that the model can read. Raises `UserError` when it can read none."""
-    readable_pairs = [(i, pair) for i in held_out if (pair := texts.pair(pairs[i])) is not None]
+    readable_pairs = [(i, pair) for i in indices if (pair := texts.pair(pairs[i])) is not None]
     if not readable_pairs:
         raise UserError(
-            f"none of {len(held_out)} held-out pairs can be read by the model, so that nothing would be measured: "
+            f"none of {len(indices)} held-out pairs can be read by the model, so that nothing would be measured: "
             "raise --max-tokens, or give more documents"
         )
     return readable_pairs
@@ -172,7 +170,7 @@ def relabel(pairs: Sequence[PreferencePair], options: RewardModelOptions, consol
     return new_pairs
 
 
-class _TextTable(Generic[S]):
+class _Texts(Generic[S]):
     """Holds all texts, each once, as the model reads them."""
 
     def __init__(self, model: Scorable[S], pairs: Sequence[PreferencePair], options: RewardModelOptions) -> None:
@@ -209,24 +207,23 @@ class _TextTable(Generic[S]):
 
 def _fit(
     model: Scorable[S],
-    texts: _TextTable[S],
+    texts: _Texts[S],
     pairs: Sequence[PreferencePair],
     options: RewardModelOptions,
     console: Console,
 ) -> None:
-    readable_pairs = texts.pairs(pairs)
-    if not readable_pairs:
+    usable_pairs = texts.pairs(pairs)
+    if not usable_pairs:
         raise UserError(
             f"none of {len(pairs)} pairs can be read by the model: raise --max-tokens, or give shorter answers"
         )
-    model.begin([texts.texts[i] for i in sorted({p for pair in readable_pairs for p in (pair.chosen, pair.rejected)})])
+    model.begin([texts.texts[i] for i in sorted({p for pair in usable_pairs for p in (pair.chosen, pair.rejected)})])
 
     def report(step: int, steps: int, loss: float) -> None:
         if step % max(1, steps // 10) == 0:
             console.print(f"step {step} of {steps}, loss {loss:.3f}", highlight=False)
 
-    parameters, settings = model.trained_parameters(), options.train
-    fit_reward_model(model, parameters, texts.texts, readable_pairs, model.passes, settings, report)
+    fit_reward_model(model, model.trained_parameters(), texts.texts, usable_pairs, model.passes, options.train, report)
 
 
 def _length_advantage(pair: PreferencePair) -> float:

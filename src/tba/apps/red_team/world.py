@@ -73,7 +73,7 @@ def make_world(overrides: Sequence[str], places: WorldPlaces) -> int:
     texts = _made_up_texts(options) if labelled_file is None else read_labelled(labelled_file, options.fields)
     exchanges = options.world.exchanges(options.exchanges)
     if labelled_file is not None:
-        exchanges = _with_answers_from(texts, exchanges, options)
+        exchanges = _reanswer(texts, exchanges, options)
     weights, report = train_classifier(texts, ClassifierOptions(train=options.classifier))
     print_report(console, report)
     with atomic_folder(folder) as temporary:
@@ -114,9 +114,7 @@ def _made_up_texts(options: WorldOptions) -> LabelledTexts:
     return LabelledTexts([text for text, _ in labelled_texts], [toxic for _, toxic in labelled_texts])
 
 
-def _with_answers_from(
-    texts: LabelledTexts, exchanges: list[tuple[str, str]], options: WorldOptions
-) -> list[tuple[str, str]]:
+def _reanswer(texts: LabelledTexts, exchanges: list[tuple[str, str]], options: WorldOptions) -> list[tuple[str, str]]:
     """Returns the requests, answered by short texts of the file on which the classifier is not measured."""
     short_texts: dict[bool, list[str]] = {True: [], False: []}
     for text, toxic in zip(texts.texts, texts.toxic, strict=True):
