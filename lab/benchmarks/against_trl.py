@@ -158,12 +158,12 @@ def real_model(python: Path, model: str, minutes: float, every: int, problems: i
         }
 
         def side(dtype: str, steps: int, deadline: float, held_out: int) -> dict[str, Any]:
-            result, path = Path(name) / "out.json", Path(name) / "settings.json"
+            result_file, path = Path(name) / "out.json", Path(name) / "settings.json"
             run_settings = {"dtype": dtype, "steps": steps, "deadline": deadline, "eval": rows["eval"][:held_out]}
-            path.write_text(json.dumps({**settings, **run_settings, "out": str(result)}))
+            path.write_text(json.dumps({**settings, **run_settings, "out": str(result_file)}))
             command = [str(python), str(Path(__file__).parent / "trl_real_side.py"), str(path)]
             subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT / "src")})
-            result: dict[str, Any] = json.loads(result.read_text())
+            result: dict[str, Any] = json.loads(result_file.read_text())
             seconds, peak = result["seconds_per_step"], result["peak_gb"]
             print(f"TRL, {dtype}: {seconds:.1f} s per update, {peak:.1f} GB", flush=True)
             return result

@@ -189,7 +189,7 @@ def main() -> int:
             find_missing = partial(missing_cells, requested_cells)
         elif options.rule:
             find_missing = next_rule_cells
-        if not bench.go(options.at_once, find_missing):
+        if not bench.make_runs(options.at_once, find_missing):
             return 1
     rows = read_rows(options.rows)
     print(table(rows))

@@ -289,7 +289,7 @@ def measure_size(rows: int, times: int, folder: Path) -> dict[str, Any]:
         start_time = time.perf_counter()
         run_recipe, run = write_run(folder / "run", rows)
         fill_seconds = time.perf_counter() - start_time
-        with counting.count(every=1000) as start_counts, ExitStack() as exit_stack:
+        with counting.count(instructions_per_count=1000) as start_counts, ExitStack() as exit_stack:
             toy_halves = exit_stack.enter_context(open_halves(run_recipe, run))
             running = exit_stack.pop_all()
         with running:

@@ -73,15 +73,13 @@ def _takes_first_token(place: str) -> bool:
         return False
     kinds = {str(module.get("type")).rpartition(".")[2]: str(module.get("path")) for module in modules}
     pooling = _json_file(place, f"{kinds.get('Pooling', '1_Pooling')}/config.json", dict[str, Any]) or {}
-    pooling_modes = {name for name, is_on in pooling.items() if name.startswith("pooling_mode_") and is_on is True}
-    if isinstance(pooling.get("pooling_mode"), str):
-        pooling_modes.add(f"pooling_mode_{pooling['pooling_mode']}")
-    pooling_kinds = {mode.removeprefix("pooling_mode_").partition("_")[0] for mode in pooling_modes}
+    modes = {name for name, is_on in pooling.items() if name.startswith("pooling_mode_") and is_on is True}
+    modes |= {f"pooling_mode_{pooling['pooling_mode']}"} if isinstance(pooling.get("pooling_mode"), str) else set()
+    pooling_kinds = {mode.removeprefix("pooling_mode_").partition("_")[0] for mode in modes}
     if kinds.keys() - {"Transformer", "Pooling", "Normalize"} or pooling_kinds not in ({"mean"}, {"cls"}):
         raise UserError(
-            f"the sentence embeddings of {place!r} are made by {', '.join(kinds)} "
-            f"({', '.join(sorted(pooling_modes)) or 'no'} pooling): give a model that takes the mean or the first "
-            "token's state and does no more"
+            f"the sentence embeddings of {place!r} are made by {', '.join(kinds)} ({', '.join(sorted(modes)) or 'no'} "
+            "pooling): give a model that takes the mean or the first token's state and does no more"
         )
     return pooling_kinds == {"cls"}
 

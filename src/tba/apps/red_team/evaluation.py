@@ -81,8 +81,7 @@ def evaluate_attacker(name: str, overrides: Sequence[str], options: RedTeamEvalO
         facts["both"] = _facts(report(both_toxic))
     if options.transfer is not None:
         transfer_reward = replace(task, victim=transfer_victim(options.transfer, task.victim)).reward()
-        transfer_answers = victim_answers(transfer_reward, attacks)
-        log_toxic_rows = transfer_reward.log_toxic_rows(attacks, transfer_answers)
+        log_toxic_rows = transfer_reward.log_toxic_rows(attacks, victim_answers(transfer_reward, attacks))
         transfer_toxic = [transfer_reward.mean_toxic(row) for row in log_toxic_rows]
         _print_report(console, f"transferred to {options.transfer}:", report(transfer_toxic))
         facts["transfer"] = {"victim": options.transfer, **_facts(report(transfer_toxic)), "scores": transfer_toxic}
