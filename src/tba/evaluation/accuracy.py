@@ -122,8 +122,8 @@ def assess_accuracy(
     `between_batches()` is called after each chunk but the last, may use the engine, and leaves it as it was.
     Raises `UserError` when there are no prompts.
     """
-    held_out = prompts[: settings.problems] if settings.problems else prompts
-    if not held_out:
+    problems = prompts[: settings.problems] if settings.problems else prompts
+    if not problems:
         raise UserError("evaluation: the held-out split is empty; give the task evaluation problems.")
     version, start_seconds = engine.version, now()
     temperature = policy_temperature if settings.temperature is None else settings.temperature
@@ -136,13 +136,13 @@ def assess_accuracy(
     evaluations: list[Evaluation] = []
     for metric, count, sampling in plan:
         seconds, tokens = examiner.seconds, examiner.tokens
-        correct = examiner.draw(held_out, metric, count, sampling)
+        correct = examiner.draw(problems, metric, count, sampling)
         if correct is None:
             break
         cost = (examiner.seconds - seconds, examiner.tokens - tokens)
         for name, values in _scores(metric, correct, settings).items():
             scores[name] = values
-            evaluations.append(Evaluation(version, start_seconds, name, float(values.mean()), len(held_out), *cost))
+            evaluations.append(Evaluation(version, start_seconds, name, float(values.mean()), len(problems), *cost))
             cost = (0.0, 0)  # figures of the same draws: the first is charged for them
     return Assessment(
         version=version,
