@@ -123,8 +123,8 @@ def _compositions(kinds: int, size: int) -> Iterator[tuple[int, ...]]:
         yield (size,)
         return
     for count in range(size + 1):
-        for others in _compositions(kinds - 1, size - count):
-            yield (count, *others)
+        for counts in _compositions(kinds - 1, size - count):
+            yield (count, *counts)
 
 
 def independent_groups(world: World, size: int, risk: float, is_selected: bool = False) -> Groups:

@@ -551,7 +551,7 @@ def figure_table(name: str, figures: Mapping[str, Any]) -> str:
 
 def format_value(value: Any) -> str:
     if isinstance(value, dict):
-        return "; ".join(f"{name.replace('_', ' ')} {format_value(own)}" for name, own in value.items())
+        return "; ".join(f"{name.replace('_', ' ')} {format_value(part)}" for name, part in value.items())
     return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
 
 
