@@ -26,8 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command, *command_arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         if command == "studies":
-            study_names = names(STUDIES)
-            print("\n".join(f"{name:{max(map(len, study_names))}}  {description_of(name, STUDIES)}" for name in study_names))
+            studies = names(STUDIES)
+            print("\n".join(f"{name:{max(map(len, studies))}}  {description_of(name, STUDIES)}" for name in studies))
             sys.stdout.flush()
             return 0
         if {"--help", "-h", "help"} & {command, *command_arguments}:
