@@ -234,7 +234,7 @@ def test_a_run_and_an_estimate_show_their_figures_in_a_prompt_and_in_a_notebook(
         assert first.metric in shown
         assert f"{100 * first.value:.1f} %" in shown
         assert all(line == line.rstrip() for line in repr(run).splitlines())
-    monkeypatch.setattr("tba.runs.estimate._SECONDS", 0.0)
+    monkeypatch.setattr("tba.runs.estimate._LEAST_SECONDS", 0.0)
     estimate = repr(tba.check("quickstart", model=BASE, task={"train_problems": 1_000, "eval_problems": 100}))
     for figure in ("1,000 to train on", "What a run takes", "a step takes", "a round takes"):
         assert figure in estimate

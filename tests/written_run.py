@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import BPE
 
-from tba.evaluation.accuracy import Answer
+from tba.evaluation.accuracy import AssessedAnswer
 from tba.evaluation.estimators import GREEDY
 from tba.record.evaluations import EvaluationWriter
 from tba.record.faults import record_fault
@@ -143,7 +143,9 @@ def _record(run: Path, trajectories: Sequence[Trajectory], hide_text: bool, arou
         metrics.write(Version(0, step), float(step), {"reward": step / STEPS, "beta": BETA, "lag": 3.0, "ess": 0.9})
         samples.write(step, trajectories[:8], lambda some: [[-0.5] * t.length for t in some])
     for step, right in ((0, False), (STEPS, True)):
-        answers = [Answer(text.join(around), f"held out: {text}", float(right), right, GREEDY) for text in HOSTILE[:2]]
+        answers = [
+            AssessedAnswer(text.join(around), f"held out: {text}", float(right), right, GREEDY) for text in HOSTILE[:2]
+        ]
         found.write([Evaluation(Version(0, step), float(step), GREEDY, 0.25 + 0.5 * right, 200)], answers)
     record_fault(run, "reward_retries", f"the reward raised on {HOSTILE[0]}")
     faults = json.loads((run / "faults.jsonl").read_text()) | {"time": BEGAN + 12}

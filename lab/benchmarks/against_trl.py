@@ -40,7 +40,7 @@ RATES = (3e-5, 1e-4, 3e-4)
 ROOT = Path(__file__).resolve().parents[2]
 STUDY = ROOT / "lab" / "src" / "tba_lab" / "studies" / "wall_clock.py"
 OURS = {"quickstart": "quickstart", "tba-prime": f"{STUDY}::tba-prime-async"}  # name -> what `tba train` runs
-_DEADLINE = 3600  # seconds for one run of TRL
+_DEADLINE_SECONDS = 3600  # seconds for one run of TRL
 
 
 def environment() -> Path:
@@ -50,24 +50,24 @@ def environment() -> Path:
         print(f"installing {TRL} into {folder}", flush=True)
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         install = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt")]
-        more = ["torch", "transformers", "datasets", "accelerate", "peft", "if-verifiable"]
-        subprocess.run([*install, TRL, *more], check=True)
+        packages = ["torch", "transformers", "datasets", "accelerate", "peft", "if-verifiable"]
+        subprocess.run([*install, TRL, *packages], check=True)
         (folder / "installed").touch()
     return folder / "bin" / "python"
 
 
-def trl_run(
-    python: Path, trainer: str, lr: float, seed: int, steps: int, folder: Path, **settings_beside: object
+def run_trl(
+    python: Path, trainer: str, lr: float, seed: int, steps: int, folder: Path, **more_settings: object
 ) -> dict[str, Any]:
     """One run of lab/benchmarks/trl_side.py: its curve [(seconds, accuracy)] and seconds per step.
 
-    settings_beside: other settings of the script.
+    more_settings: other settings of the script.
     """
     task, model = recipe.task, recipe.model
     assert isinstance(model, HuggingFace)
     assert model.warm_start is not None
     problems = {split: [(p.prompt, p.fields["answer"]) for p in task.problems(split)] for split in ("train", "eval")}
-    out = folder / f"{trainer}-{lr}-{seed}.json"
+    result_file = folder / f"{trainer}-{lr}-{seed}.json"
     settings = {
         "trainer": trainer,
         "lr": lr,
@@ -82,17 +82,17 @@ def trl_run(
         "train": problems["train"],
         "eval": problems["eval"][:500],
         "folder": str(folder / f"{trainer}-{seed}"),
-        "out": str(out),
-        **settings_beside,
+        "out": str(result_file),
+        **more_settings,
     }
-    path = out.with_suffix(".settings")
+    path = result_file.with_suffix(".settings")
     path.write_text(json.dumps(settings))
     command = [str(python), str(Path(__file__).parent / "trl_side.py"), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE)
-    if done.returncode:
-        raise SystemExit(f"{trainer}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
+    process = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_SECONDS)
+    if process.returncode:
+        raise SystemExit(f"{trainer}:\n{process.stdout[-2000:]}\n{process.stderr[-4000:]}")
+    result: dict[str, Any] = json.loads(result_file.read_text())
+    return result
 
 
 def main() -> None:
@@ -107,37 +107,38 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=100.0)
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--problems", type=int, default=100)
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     python = environment()
-    if arguments.model:
-        real_model(python, arguments.model, arguments.minutes, arguments.every, arguments.problems, arguments.out)
+    if options.model:
+        real_model(python, options.model, options.minutes, options.every, options.problems, options.out)
         return
-    facts: dict[str, Any] = {"rates": {}, **{name: [] for name in (*OURS, *arguments.trainers)}}
+    facts: dict[str, Any] = {"rates": {}, **{name: [] for name in (*OURS, *options.trainers)}}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for trainer in arguments.trainers:
-            facts["rates"][trainer] = tuned(python, trainer, arguments.tuning_steps, folder)
-        for seed in range(arguments.seeds):
+        for trainer in options.trainers:
+            facts["rates"][trainer] = best_rate(python, trainer, options.tuning_steps, folder)
+        for seed in range(options.seeds):
             for side, variant in OURS.items():
-                steps = ["--steps", str(arguments.steps)] if side == "quickstart" else []
-                ours = run(variant, f"{side}-{seed}", ["--seed", str(seed), *steps, *EVALUATION], folder)
-                own = {"seconds": ours.seconds_to_target, "final": ours.final}
-                facts[side].append(own)
-                print(f"seed {seed} {side}: {own}, {1000 * ours.seconds_per_step:.0f} ms per step", flush=True)
-            for trainer in arguments.trainers:
-                found = trl_run(python, trainer, facts["rates"][trainer], seed, arguments.steps, folder)
-                own = {"seconds": reached(found["curve"]), "final": found["curve"][-1][1]}
-                facts[trainer].append(own)
-                print(f"seed {seed} {trainer}: {own}, {1000 * found['seconds_per_step']:.0f} ms per step", flush=True)
-    report(facts, arguments.trainers)
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(facts, indent=1) + "\n")
+                steps = ["--steps", str(options.steps)] if side == "quickstart" else []
+                run_ = run(variant, f"{side}-{seed}", ["--seed", str(seed), *steps, *EVALUATION], folder)
+                figures = {"seconds": run_.seconds_to_target, "final": run_.final}
+                facts[side].append(figures)
+                print(f"seed {seed} {side}: {figures}, {1000 * run_.seconds_per_step:.0f} ms per step", flush=True)
+            for trainer in options.trainers:
+                result = run_trl(python, trainer, facts["rates"][trainer], seed, options.steps, folder)
+                figures = {"seconds": reached(result["curve"]), "final": result["curve"][-1][1]}
+                facts[trainer].append(figures)
+                step = f"{1000 * result['seconds_per_step']:.0f} ms per step"
+                print(f"seed {seed} {trainer}: {figures}, {step}", flush=True)
+    print_report(facts, options.trainers)
+    if options.out is not None:
+        options.out.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 def real_model(python: Path, model: str, minutes: float, every: int, problems: int, out: Path | None) -> None:
     """TRL's GRPO on `instruct`, its settings ours; prints its curve and its cost, and writes them to `out`."""
-    task, own = instruct.task, instruct.model
-    assert isinstance(own, HuggingFace)
+    task, model_settings = instruct.task, instruct.model
+    assert isinstance(model_settings, HuggingFace)
     rows = {split: [(p.prompt, p.fields) for p in task.problems(split)] for split in ("train", "eval")}
     with tempfile.TemporaryDirectory() as name:
         settings = {
@@ -148,57 +149,58 @@ def real_model(python: Path, model: str, minutes: float, every: int, problems: i
             "part": 16,
             "batch": instruct.groups_per_step * instruct.group_size,
             "group_size": instruct.group_size,
-            "max_completion": own.generation.max_completion_tokens,
+            "max_completion": model_settings.generation.max_completion_tokens,
             "temperature": instruct.policy_temperature,
-            "rank": own.lora.rank,
+            "rank": model_settings.lora.rank,
             "model": model,
             "train": rows["train"],
             "folder": f"{name}/trl",
         }
 
         def side(dtype: str, steps: int, deadline: float, held_out: int) -> dict[str, Any]:
-            result, path = Path(name) / "out.json", Path(name) / "settings.json"
-            asked = {"dtype": dtype, "steps": steps, "deadline": deadline, "eval": rows["eval"][:held_out]}
-            path.write_text(json.dumps({**settings, **asked, "out": str(result)}))
+            result_file, path = Path(name) / "out.json", Path(name) / "settings.json"
+            run_settings = {"dtype": dtype, "steps": steps, "deadline": deadline, "eval": rows["eval"][:held_out]}
+            path.write_text(json.dumps({**settings, **run_settings, "out": str(result_file)}))
             command = [str(python), str(Path(__file__).parent / "trl_real_side.py"), str(path)]
             subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT / "src")})
-            found: dict[str, Any] = json.loads(result.read_text())
-            print(f"TRL, {dtype}: {found['seconds_per_step']:.1f} s per update, {found['peak_gb']:.1f} GB", flush=True)
-            return found
+            result: dict[str, Any] = json.loads(result_file.read_text())
+            seconds, peak = result["seconds_per_step"], result["peak_gb"]
+            print(f"TRL, {dtype}: {seconds:.1f} s per update, {peak:.1f} GB", flush=True)
+            return result
 
-        taken = {dtype: side(dtype, 2, _DEADLINE, 0) for dtype in ("float32", "bfloat16")}
-        best = min(taken, key=lambda dtype: taken[dtype]["seconds_per_step"])
-        found = side(best, 100_000, 60 * minutes, problems)
-    each = found["seconds_per_step"] / settings["batch"]
-    print(f"{best}: {each:.2f} s an answer; held-out success by step and second: {found['curve']}")
+        short_results = {dtype: side(dtype, 2, _DEADLINE_SECONDS, 0) for dtype in ("float32", "bfloat16")}
+        fastest_dtype = min(short_results, key=lambda dtype: short_results[dtype]["seconds_per_step"])
+        result = side(fastest_dtype, 100_000, 60 * minutes, problems)
+    answer_seconds = result["seconds_per_step"] / settings["batch"]
+    print(f"{fastest_dtype}: {answer_seconds:.2f} s an answer; held-out success by step and second: {result['curve']}")
     if out is not None:
-        out.write_text(json.dumps({"short": taken, "dtype": best, **found}, indent=1) + "\n")
+        out.write_text(json.dumps({"short": short_results, "dtype": fastest_dtype, **result}, indent=1) + "\n")
 
 
-def tuned(python: Path, trainer: str, steps: int, folder: Path) -> float:
+def best_rate(python: Path, trainer: str, steps: int, folder: Path) -> float:
     """The rate that reaches the target first, or else ends highest."""
-    found = {}
+    scores = {}
     for lr in RATES:
-        curve = trl_run(python, trainer, lr, 100, steps, folder)["curve"]
-        found[lr] = (reached(curve) or float("inf"), -curve[-1][1])
-        print(f"{trainer} at {lr}: {TARGET:.0%} after {found[lr][0]:.0f} s, ends at {-found[lr][1]:.1%}", flush=True)
-    return min(found, key=lambda lr: found[lr])
+        curve = run_trl(python, trainer, lr, 100, steps, folder)["curve"]
+        scores[lr] = (reached(curve) or float("inf"), -curve[-1][1])
+        print(f"{trainer} at {lr}: {TARGET:.0%} after {scores[lr][0]:.0f} s, ends at {-scores[lr][1]:.1%}", flush=True)
+    return min(scores, key=lambda lr: scores[lr])
 
 
-def report(facts: dict[str, Any], trainers: list[str]) -> None:
+def print_report(facts: dict[str, Any], trainers: list[str]) -> None:
     """The figures that are asked for."""
     for trainer in [*OURS, *trainers]:
         runs = facts[trainer]
         seconds = ", ".join("never" if r["seconds"] is None else f"{r['seconds']:.0f} s" for r in runs)
         final = [r["final"] for r in runs]
-        ends = f"{np.mean(final):.1%} ({min(final):.1%}-{max(final):.1%})"
-        print(f"{trainer:11} {TARGET:.0%} after {seconds}; ends at {ends}")
-        for ours in OURS if trainer not in OURS else ():
-            pairs = [(o["seconds"], r["seconds"]) for o, r in zip(facts[ours], runs, strict=True)]
+        end_text = f"{np.mean(final):.1%} ({min(final):.1%}-{max(final):.1%})"
+        print(f"{trainer:11} {TARGET:.0%} after {seconds}; ends at {end_text}")
+        for side in OURS if trainer not in OURS else ():
+            pairs = [(o["seconds"], r["seconds"]) for o, r in zip(facts[side], runs, strict=True)]
             ratios = np.array([r / o for o, r in pairs if o and r])
             if len(ratios):
                 i = mean_interval(ratios)
-                times = f"{i.estimate:.2f} times {ours} [{i.low:.2f}, {i.high:.2f}]"
+                times = f"{i.estimate:.2f} times {side} [{i.low:.2f}, {i.high:.2f}]"
                 print(f"{'':11} {times}, {len(ratios)} of {len(pairs)} seeds reached it on both sides")
 
 

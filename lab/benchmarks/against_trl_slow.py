@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from against_trl import RATES, environment, trl_run
+from against_trl import RATES, environment, run_trl
 from judged_runs import JudgedRun
 from when_async_pays import TARGETS, Watch, in_words, reached_at, spread
 
@@ -78,7 +78,7 @@ def main() -> int:
             if side == "TRL":
                 delay = {"seconds": judge, "concurrency": AT_ONCE}
                 limits = {"judge": delay, "stop_at": TARGETS[-1], "deadline": options.seconds}
-                curve = trl_run(python, "grpo", rate, seed, 100_000, folder, **limits)["curve"]
+                curve = run_trl(python, "grpo", rate, seed, 100_000, folder, **limits)["curve"]
             else:
                 curve = train(judge, seed, folder, options.seconds)
             seconds = tuple(None if math.isnan(s := reached_at(curve, t)) else s for t in TARGETS)

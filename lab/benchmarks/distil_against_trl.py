@@ -40,7 +40,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -63,11 +63,11 @@ from tba_lab.study import Study
 
 PROMPTS, ANSWERS = 4, 4  # of an update
 TOKENS = 64  # of an answer, at most
-TUNED_ON = 100
-START = "start"  # the way of a student that has learnt nothing
-_AT_ONCE = 16  # answers whose logits are made together
-_LOOK = 0.2  # seconds between two looks at how far a run is
-_DEADLINE = 7200  # seconds of one run
+TUNING_SEED = 100
+START_WAY = "start"  # the way of a student that has learnt nothing
+_ANSWERS_PER_PASS = 16  # answers whose logits are made together
+_POLL_SECONDS = 0.2  # seconds between two looks at how far a run is
+_DEADLINE_SECONDS = 7200  # seconds of one run
 
 assert isinstance(distil.model, HuggingFace)
 recipe = replace(
@@ -95,9 +95,13 @@ study = Study(
 )
 
 
+Costs: TypeAlias = dict[str, float]  # of a run until one update
+Curve: TypeAlias = list[Costs]
+
+
 @dataclass(frozen=True)
 class Row:
-    """What a student was after some updates."""
+    """Holds the costs and the divergences of a student after some updates."""
 
     way: str
     rate: float
@@ -124,8 +128,8 @@ class Judge:
     @cached_property
     def base(self) -> HuggingFace:
         assert isinstance(recipe.model, HuggingFace)
-        found = replace(recipe.model, path=self.student, lora=replace(recipe.model.lora, rank=0))
-        return replace(found, generation=EngineSettings(slots=self.problems, max_completion_tokens=TOKENS))
+        model = replace(recipe.model, path=self.student, lora=replace(recipe.model.lora, rank=0))
+        return replace(model, generation=EngineSettings(slots=self.problems, max_completion_tokens=TOKENS))
 
     @cached_property
     def prompts(self) -> list[Prompt]:
@@ -136,48 +140,50 @@ class Judge:
         return self.base.engine(Version(), 256)
 
     @cached_property
-    def taught(self) -> tuple[Any, list[list[int]], list[Tensor]]:
-        """The teacher, its answers, and its last states before each of their tokens."""
-        model = loaded(self.teacher)
+    def teacher_outputs(self) -> tuple[Any, list[list[int]], list[Tensor]]:
+        """Returns the teacher, its answers, and its last states before each of their tokens."""
+        model = load_model(self.teacher)
         answers = self.answers(model)
         return model, answers, self.states(model, answers)
 
     def answers(self, model: Any) -> list[list[int]]:
         """Returns a model's sampled answer to each prompt, as tokens: the same of the same weights."""
         self.engine.load(dict(model.named_parameters()), Version(0, 1))
-        answered = generate(self.engine, self.prompts, 1, Sampling(), np.random.default_rng(0))
-        return [[int(token) for token in own.tokens] for (own,) in answered]
+        rows = generate(self.engine, self.prompts, 1, Sampling(), np.random.default_rng(0))
+        return [[int(token) for token in completion.tokens] for (completion,) in rows]
 
     @torch.inference_mode()
     def states(self, model: Any, answers: list[list[int]]) -> list[Tensor]:
         """Returns a model's last states [T, H] before each token of every answer."""
-        found = []
-        for first in range(0, len(answers), _AT_ONCE):
-            part = list(zip(self.prompts[first:], answers[first : first + _AT_ONCE], strict=False))
-            rows = [torch.tensor([*prompt.tokens.tolist(), *answer]) for prompt, answer in part]
-            read = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # behind, where nothing before sees it
-            states = model.model(input_ids=read, use_cache=False).last_hidden_state
-            for (prompt, answer), row in zip(part, states, strict=True):
-                found.append(row[len(prompt.tokens) - 1 :][: len(answer)].clone())
-        return found
+        states_by_answer = []
+        for start in range(0, len(answers), _ANSWERS_PER_PASS):
+            pairs = list(zip(self.prompts[start:], answers[start : start + _ANSWERS_PER_PASS], strict=False))
+            rows = [torch.tensor([*prompt.tokens.tolist(), *answer]) for prompt, answer in pairs]
+            token_NT = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # behind, where nothing before sees it
+            states = model.model(input_ids=token_NT, use_cache=False).last_hidden_state
+            for (prompt, answer), row in zip(pairs, states, strict=True):
+                states_by_answer.append(row[len(prompt.tokens) - 1 :][: len(answer)].clone())
+        return states_by_answer
 
-    def measured(self, adapter: Path | None) -> dict[str, Any]:
-        """Returns what a row says of the student with an adapter."""
-        student = loaded(self.student, adapter)
-        teacher, theirs, taught = self.taught
-        own = self.answers(student)
+    def measure(self, adapter: Path | None) -> dict[str, Any]:
+        """Returns the divergences of the student with an adapter, as a row has them."""
+        student = load_model(self.student, adapter)
+        teacher, teacher_answers, teacher_states = self.teacher_outputs
+        student_answers = self.answers(student)
         heads = student.get_output_embeddings(), teacher.get_output_embeddings()
-        away = per_answer((heads[0], self.states(student, own)), (heads[1], self.states(teacher, own)))
-        back = per_answer((heads[1], taught), (heads[0], self.states(student, theirs)))
+        states = self.states(student, student_answers), self.states(teacher, student_answers)
+        divergences = divergences_of((heads[0], states[0]), (heads[1], states[1]))
+        student_states = self.states(student, teacher_answers)
+        back_divergences = divergences_of((heads[1], teacher_states), (heads[0], student_states))
         return {
-            "kl": statistics.mean(away),
-            "kl_error": statistics.stdev(away) / len(away) ** 0.5,
-            "kl_back": statistics.mean(back),
-            "length": statistics.mean(map(len, own)),
+            "kl": statistics.mean(divergences),
+            "kl_error": statistics.stdev(divergences) / len(divergences) ** 0.5,
+            "kl_back": statistics.mean(back_divergences),
+            "length": statistics.mean(map(len, student_answers)),
         }
 
 
-def loaded(folder: str, adapter: Path | None = None) -> Any:
+def load_model(folder: str, adapter: Path | None = None) -> Any:
     """Returns a model in float32, with an adapter of PEFT merged into it."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -189,13 +195,13 @@ def loaded(folder: str, adapter: Path | None = None) -> Any:
 
 
 @torch.inference_mode()
-def per_answer(p: tuple[Any, list[Tensor]], q: tuple[Any, list[Tensor]]) -> list[float]:
+def divergences_of(p: tuple[Any, list[Tensor]], q: tuple[Any, list[Tensor]]) -> list[float]:
     """Returns for each answer the sum over its tokens of KL(p || q), each a head and states [T, H] of answers."""
-    found = []
-    for own, other in zip(p[1], q[1], strict=True):
-        log_p, log_q = p[0](own).log_softmax(-1), q[0](other).log_softmax(-1)
-        found.append(float(kl(log_p, log_q).double().sum()))
-    return found
+    divergences = []
+    for states_p, states_q in zip(p[1], q[1], strict=True):
+        log_p, log_q = p[0](states_p).log_softmax(-1), q[0](states_q).log_softmax(-1)
+        divergences.append(float(kl(log_p, log_q).double().sum()))
+    return divergences
 
 
 @dataclass(frozen=True)
@@ -208,21 +214,21 @@ class Runs:
     threads: int  # of TRL
     dtype: str  # in which models compute
 
-    def curve(self, way: str, rate: float, seed: int, measured: Sequence[int]) -> tuple[Path, list[dict[str, float]]]:
+    def curve(self, way: str, rate: float, seed: int, updates: Sequence[int]) -> tuple[Path, Curve]:
         """Returns the folder of a run's `step-N/adapter` and its costs by then; trains it unless it is there. It is
-        `measured` after these updates, of which the last ends it.
+        measured after these `updates`, of which the last ends it.
         """
         path = self.folder / f"{way}-{rate:g}-{seed}"
-        kept = path / "curve.json"
-        if not kept.exists():
+        curve_file = path / "curve.json"
+        if not curve_file.exists():
             shutil.rmtree(path, ignore_errors=True)
             path.mkdir(parents=True)
-            train = self.theirs if way == "trl" else self.ours
-            found = train(path, way, rate, seed, measured)
-            kept.write_text(json.dumps(found) + "\n")
-        return path / ("" if way == "trl" else "run/checkpoints"), json.loads(kept.read_text())
+            train = self.train_by_trl if way == "trl" else self.train_by_tba
+            curve = train(path, way, rate, seed, updates)
+            curve_file.write_text(json.dumps(curve) + "\n")
+        return path / ("" if way == "trl" else "run/checkpoints"), json.loads(curve_file.read_text())
 
-    def theirs(self, path: Path, way: str, rate: float, seed: int, measured: Sequence[int]) -> list[dict[str, float]]:
+    def train_by_trl(self, path: Path, way: str, rate: float, seed: int, updates: Sequence[int]) -> Curve:
         """Trains by TRL; returns its curve."""
         python = environment()
         assert isinstance(recipe.model, HuggingFace)
@@ -230,8 +236,8 @@ class Runs:
             "model": self.model,
             "teacher": self.teacher,
             "prompts": [problem.prompt for problem in recipe.task.problems("train")],
-            "updates": measured[-1],
-            "every": math.gcd(*measured),
+            "updates": updates[-1],
+            "every": math.gcd(*updates),
             "rate": rate,
             "seed": seed,
             "dtype": self.dtype,
@@ -247,48 +253,48 @@ class Runs:
         (path / "settings.json").write_text(json.dumps(settings))
         command = [str(python), str(Path(__file__).parent / "trl_distil_side.py"), str(path / "settings.json")]
         with (path / "log").open("w") as log:
-            subprocess.run(command, check=True, stdout=log, stderr=log, timeout=_DEADLINE)
-        found = json.loads((path / "out.json").read_text())
-        print(f"TRL took {found['peak_gb']:.1f} GB", file=sys.stderr)
-        curve: list[dict[str, float]] = found["curve"]
+            subprocess.run(command, check=True, stdout=log, stderr=log, timeout=_DEADLINE_SECONDS)
+        result = json.loads((path / "out.json").read_text())
+        print(f"TRL took {result['peak_gb']:.1f} GB", file=sys.stderr)
+        curve: list[dict[str, float]] = result["curve"]
         return curve
 
-    def ours(self, path: Path, way: str, rate: float, seed: int, measured: Sequence[int]) -> list[dict[str, float]]:
-        """Trains by `tba train`, and watches what it has cost as it goes."""
+    def train_by_tba(self, path: Path, way: str, rate: float, seed: int, updates: Sequence[int]) -> Curve:
+        """Trains by `tba train`; returns the costs that it has at each measured update."""
         command = [sys.executable, "-m", "tba", "train", f"{Path(__file__).resolve()}::{way}"]
         command += ["--model.path", self.model, "--teacher.paths", self.teacher]
         command += ["--runs", str(path), "--run-name", "run"]
-        command += ["--steps", str(measured[-1]), "--run.checkpoint-every", str(math.gcd(*measured))]
+        command += ["--steps", str(updates[-1]), "--run.checkpoint-every", str(math.gcd(*updates))]
         command += ["--optimizer.lr", str(rate), "--seed", str(seed), "--model.dtype", self.dtype]
         paths = os.pathsep.join(str(ROOT / part) for part in ("src", "lab/src"))
         with (path / "log").open("w") as log:
             run = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths}, stdout=log, stderr=log)
             try:
-                curve = list(self.watched(run, path / "run", measured))
-                run.wait(_DEADLINE)
+                curve = list(self.watch_costs(run, path / "run", updates))
+                run.wait(_DEADLINE_SECONDS)
             finally:
                 if run.poll() is None:
                     run.terminate()
                     run.wait(60)
-        if run.returncode or len(curve) < len(measured):
+        if run.returncode or len(curve) < len(updates):
             raise SystemExit(f"{' '.join(command)}\n{(path / 'log').read_text()[-3000:]}")
         return curve
 
-    def watched(self, run: subprocess.Popen[bytes], path: Path, measured: Sequence[int]) -> Iterator[dict[str, float]]:
+    def watch_costs(self, run: subprocess.Popen[bytes], path: Path, updates: Sequence[int]) -> Iterator[Costs]:
         """Yields the costs of each update that is measured, as it ends."""
-        deadline, left = time.monotonic() + _DEADLINE, list(measured)
+        deadline, pending_updates = time.monotonic() + _DEADLINE_SECONDS, list(updates)
         while not (path / "evaluations.jsonl").exists() and run.poll() is None:  # of the first weights: all is loaded
-            time.sleep(_LOOK)
-        began, cpu = time.perf_counter(), cpu_seconds(run.pid)
-        while left and run.poll() is None and time.monotonic() < deadline:
-            time.sleep(_LOOK)
+            time.sleep(_POLL_SECONDS)
+        start, cpu_before = time.perf_counter(), cpu_seconds(run.pid)
+        while pending_updates and run.poll() is None and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
             lines = (path / "metrics.jsonl").read_text().splitlines(keepends=True)
             for step in (json.loads(line) for line in lines if line.endswith("\n")):
-                if step["step"] in left:
-                    left.remove(step["step"])
-                    costs = {"wall": time.perf_counter() - began, "cpu": cpu_seconds(run.pid) - cpu}
-                    sampled = {"answers": int(step["journal_rows"]), "tokens": int(step["generated_tokens"])}
-                    yield {"update": step["step"], **costs, **sampled}
+                if step["step"] in pending_updates:
+                    pending_updates.remove(step["step"])
+                    costs = {"wall": time.perf_counter() - start, "cpu": cpu_seconds(run.pid) - cpu_before}
+                    counts = {"answers": int(step["journal_rows"]), "tokens": int(step["generated_tokens"])}
+                    yield {"update": step["step"], **costs, **counts}
 
 
 def cpu_seconds(root: int) -> float:
@@ -302,43 +308,45 @@ def cpu_seconds(root: int) -> float:
         pid = int(stat.parent.name)
         parent[pid], ticks[pid] = int(fields[1]), sum(map(int, fields[11:15]))  # its own, and of children that ended
 
-    def within(pid: int) -> bool:
+    def is_descendant(pid: int) -> bool:
         while pid != root and pid in parent:
             pid = parent[pid]
         return pid == root
 
-    return sum(spent for pid, spent in ticks.items() if within(pid)) / os.sysconf("SC_CLK_TCK")
+    return sum(cpu_ticks for pid, cpu_ticks in ticks.items() if is_descendant(pid)) / os.sysconf("SC_CLK_TCK")
 
 
-def wanted(done: Callable[[], list[Row]], given: argparse.Namespace) -> Iterator[tuple[str, float, int, list[int]]]:
+def pending_runs(
+    read_rows: Callable[[], list[Row]], options: argparse.Namespace
+) -> Iterator[tuple[str, float, int, list[int]]]:
     """Yields runs with the updates that are to be measured: of each way its rates, then the seeds at the best one."""
-    if len(given.rates) > 1:
-        yield from ((way, rate, TUNED_ON, [given.tuning]) for way in given.ways for rate in given.rates)
-    for seed in range(given.seeds):
-        for way in given.ways:
-            yield way, best_rate(done(), way, given.rates), seed, given.updates
+    if len(options.rates) > 1:
+        yield from ((way, rate, TUNING_SEED, [options.tuning]) for way in options.ways for rate in options.rates)
+    for seed in range(options.seeds):
+        for way in options.ways:
+            yield way, best_rate(read_rows(), way, options.rates), seed, options.updates
 
 
-def best_rate(done: Sequence[Row], way: str, rates: Sequence[float]) -> float:
+def best_rate(rows: Sequence[Row], way: str, rates: Sequence[float]) -> float:
     """Returns the rate whose student was nearest to the teacher, on the seed that rates are chosen on."""
-    tried = [row for row in done if row.way == way and row.seed == TUNED_ON]
-    return min(tried, key=lambda row: row.kl).rate if tried else rates[0]
+    tuning_rows = [row for row in rows if row.way == way and row.seed == TUNING_SEED]
+    return min(tuning_rows, key=lambda row: row.kl).rate if tuning_rows else rates[0]
 
 
-def first_at(rows: Sequence[Row], target: float, what: str) -> float | None:
-    """Returns when the KL to the teacher first was at most `target`, by `what` it cost, linear between measurements;
+def cost_to_reach(rows: Sequence[Row], target: float, cost: str) -> float | None:
+    """Returns when the KL to the teacher first was at most `target`, in units of `cost`, linear between measurements;
     None: never. The first row is the start.
     """
-    for before, after in itertools.pairwise(rows):
-        if after.kl <= target:
-            share = (before.kl - target) / (before.kl - after.kl)
-            return float(getattr(before, what) + share * (getattr(after, what) - getattr(before, what)))
+    for earlier, later in itertools.pairwise(rows):
+        if later.kl <= target:
+            share = (earlier.kl - target) / (earlier.kl - later.kl)
+            return float(getattr(earlier, cost) + share * (getattr(later, cost) - getattr(earlier, cost)))
     return None
 
 
-def table(done: Sequence[Row], shares: Sequence[float]) -> str:
+def table(all_rows: Sequence[Row], shares: Sequence[float]) -> str:
     """Returns a line for each way, share of the KL that is left, and seed."""
-    start = next((row for row in done if row.way == START), None)
+    start = next((row for row in all_rows if row.way == START_WAY), None)
     if start is None:
         return "nothing is measured yet"
     lines = [
@@ -347,14 +355,17 @@ def table(done: Sequence[Row], shares: Sequence[float]) -> str:
         "| way | rate | seed | KL left | wall s | cpu s | answers | tokens | at the end: KL, back | cpu s an update |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for way, rate, seed in sorted({(r.way, r.rate, r.seed) for r in done if r.way != START and r.seed != TUNED_ON}):
-        rows = sorted((r for r in done if (r.way, r.rate, r.seed) == (way, rate, seed)), key=lambda row: row.update)
-        last = rows[-1]
+    counted_rows = [row for row in all_rows if row.way != START_WAY and row.seed != TUNING_SEED]
+    for way, rate, seed in sorted({(row.way, row.rate, row.seed) for row in counted_rows}):
+        rows = sorted((r for r in all_rows if (r.way, r.rate, r.seed) == (way, rate, seed)), key=lambda row: row.update)
+        last_row = rows[-1]
         for share in shares:
-            costs = [first_at([start, *rows], share * start.kl, what) for what in ("wall", "cpu", "answers", "tokens")]
+            names = ("wall", "cpu", "answers", "tokens")
+            costs = [cost_to_reach([start, *rows], share * start.kl, name) for name in names]
             cells = " | ".join("never" if cost is None else f"{cost:,.0f}" for cost in costs)
-            end = f"{last.kl:.3f} +- {last.kl_error:.3f}, {last.kl_back:.3f}"
-            lines.append(f"| {way} | {rate:g} | {seed} | {share:g} | {cells} | {end} | {last.cpu / last.update:.1f} |")
+            end = f"{last_row.kl:.3f} +- {last_row.kl_error:.3f}, {last_row.kl_back:.3f}"
+            update_cpu = last_row.cpu / last_row.update
+            lines.append(f"| {way} | {rate:g} | {seed} | {share:g} | {cells} | {end} | {update_cpu:.1f} |")
     return "\n".join(lines)
 
 
@@ -375,34 +386,34 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="measured in float32")
     parser.add_argument("--threads", type=int, default=2, help="of TRL and of the measurements")
     parser.add_argument("--table", action="store_true", help="only print the table of what there is")
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    judge = Judge(given.model, given.teacher, given.problems)
-    runs = Runs(given.model, given.teacher, given.folder, given.threads, given.dtype)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    judge = Judge(options.model, options.teacher, options.problems)
+    runs = Runs(options.model, options.teacher, options.folder, options.threads, options.dtype)
 
     def done() -> list[Row]:
-        lines = given.out.read_text().splitlines() if given.out.exists() else []
+        lines = options.out.read_text().splitlines() if options.out.exists() else []
         return [Row(**json.loads(line)) for line in lines]
 
     def measure(way: str, rate: float, seed: int, costs: dict[str, Any], adapter: Path | None) -> None:
-        row = Row(way=way, rate=rate, seed=seed, **costs, **judge.measured(adapter))
-        with given.out.open("a") as file:
+        row = Row(way=way, rate=rate, seed=seed, **costs, **judge.measure(adapter))
+        with options.out.open("a") as file:
             file.write(json.dumps(asdict(row)) + "\n")
         print(row, file=sys.stderr, flush=True)
 
-    if not given.table:
-        given.out.parent.mkdir(parents=True, exist_ok=True)
+    if not options.table:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
         if not done():
-            measure(START, 0.0, 0, dict.fromkeys(("update", "wall", "cpu", "answers", "tokens"), 0), None)
-        for way, rate, seed, updates in wanted(done, given):
-            have = {row.update for row in done() if (row.way, row.rate, row.seed) == (way, rate, seed)}
-            if have.issuperset(updates):
+            measure(START_WAY, 0.0, 0, dict.fromkeys(("update", "wall", "cpu", "answers", "tokens"), 0), None)
+        for way, rate, seed, updates in pending_runs(done, options):
+            measured_updates = {row.update for row in done() if (row.way, row.rate, row.seed) == (way, rate, seed)}
+            if measured_updates.issuperset(updates):
                 continue
             folder, curve = runs.curve(way, rate, seed, updates)
             for costs in curve:
-                if costs["update"] in updates and costs["update"] not in have:
+                if costs["update"] in updates and costs["update"] not in measured_updates:
                     measure(way, rate, seed, costs, folder / f"step-{costs['update']}" / "adapter")
-    print(table(done(), given.shares))
+    print(table(done(), options.shares))
 
 
 if __name__ == "__main__":

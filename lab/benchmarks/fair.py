@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-from forms import TUNED_ON, Bench, Cell, Row, left, read, summary, tried
+from forms import TUNING_SEED, Bench, Cell, Row, missing_cells, read_rows, summary, tuning_rates
 
 from tba.objectives.correction import Correction
 from tba.objectives.grpo import Grpo, dr_grpo
@@ -125,9 +125,9 @@ def main() -> int:
         cells = [Cell(form, arguments.k, M, float(rate), int(seed)) for form, rate, seed in parts]
         tiers = [[form for form in tier if form in arguments.forms] for tier in TIERS]
         in_order = partial(wanted, seeds=range(arguments.seeds), rates=TASKS[arguments.task][1], tiers=tiers)
-        if not bench.go(arguments.at_once, partial(left, cells) if cells else in_order):
+        if not bench.make_runs(arguments.at_once, partial(missing_cells, cells) if cells else in_order):
             return 1
-    rows = [row for row in read(arguments.rows, FairRow) if isinstance(row, FairRow)]
+    rows = [row for row in read_rows(arguments.rows, FairRow) if isinstance(row, FairRow)]
     print(table(rows, TASKS[arguments.task][1]))
     return 0
 
@@ -142,11 +142,11 @@ def wanted(
     cells: list[Cell] = []
     for tier in tiers:
         for k in AGES:
-            trials = {form: tried(form, done, k, rates, FACTOR) for form in tier}
-            cells += [Cell(form, k, M, rate, TUNED_ON) for form, (tries, _) in trials.items() for rate in tries]
+            trials = {form: tuning_rates(form, done, k, rates, FACTOR) for form in tier}
+            cells += [Cell(form, k, M, rate, TUNING_SEED) for form, (tries, _) in trials.items() for rate in tries]
             best = {form: rate for form, (_, rate) in trials.items() if rate is not None}
             cells += [Cell(form, k, M, rate, seed) for seed in seeds for form, rate in best.items()]
-    return left(cells, done)
+    return missing_cells(cells, done)
 
 
 def table(rows: Sequence[FairRow], rates: Sequence[float] = TASKS["sums"][1]) -> str:
@@ -155,9 +155,9 @@ def table(rows: Sequence[FairRow], rates: Sequence[float] = TASKS["sums"][1]) ->
     for k in AGES:
         lines += [f"k = {k}, m = {M:g}", "", "| objective | rate | seeds | after, % | worst | largest fall | ESS |"]
         lines.append("|---" * 7 + "|")
-        tuning = {form: tried(form, rows, k, rates, FACTOR)[1] for form in OBJECTIVES}
+        tuning = {form: tuning_rates(form, rows, k, rates, FACTOR)[1] for form in OBJECTIVES}
         counted = {
-            form: [r for r in rows if (r.form, r.k, r.rate) == (form, k, rate) and r.seed != TUNED_ON]
+            form: [r for r in rows if (r.form, r.k, r.rate) == (form, k, rate) and r.seed != TUNING_SEED]
             for form, rate in tuning.items()
         }
         counted = {form: runs for form, runs in counted.items() if runs}
@@ -168,7 +168,7 @@ def table(rows: Sequence[FairRow], rates: Sequence[float] = TASKS["sums"][1]) ->
             lines.append(f"| {' | '.join(cells)} |")
         lines += ["", "On the seed that is not counted:"]
         for form in OBJECTIVES:
-            trials = sorted((r.rate, r.after) for r in rows if (r.form, r.k, r.seed) == (form, k, TUNED_ON))
+            trials = sorted((r.rate, r.after) for r in rows if (r.form, r.k, r.seed) == (form, k, TUNING_SEED))
             if trials:
                 lines.append(f"{form} " + ", ".join(f"{rate:g}: {after:.1%}" for rate, after in trials))
         lines.append("")

@@ -100,39 +100,39 @@ from tba.runtime.run_lock import is_held
 
 SAMPLED = "pass@1/sampled"
 PROBLEMS = 500
-EVERY = 24  # steps from one checkpoint to the next: whole weight syncs
-SHORT = [
+STEPS_PER_CHECKPOINT = 24  # steps from one checkpoint to the next: whole weight syncs
+COMMON_ARGUMENTS = [
     *("--evaluation.every", "0", "--evaluation.problems", str(PROBLEMS), "--evaluation.pass-k", "0"),
-    *("--evaluation.no-greedy", "--run.checkpoint-every", str(EVERY), "--record.no-tensorboard"),
+    *("--evaluation.no-greedy", "--run.checkpoint-every", str(STEPS_PER_CHECKPOINT), "--record.no-tensorboard"),
     *("--record.samples", "0", "--replay.pacing.warm-up", "700"),
 ]
-JUDGE = [
+JUDGE_ARGUMENTS = [
     *("--task.judge.seconds", "0.1", "--task.judge.spread", "1.0", "--task.judge.concurrency", "64"),
     *("--task.judge.raises", "0.01", "--task.judge.hangs", "0.001", "--run.reward-deadline", "5"),
 ]
-SILENCE = 20  # seconds until a part that hangs is killed
-DISK = 96  # megabytes
-ANNOUNCED, SENT = 10**9, 64_000_000  # bytes of a body
-AT_A_GATEWAY = ("searcher_restarts", "trainer_restarts", "exchange_restarts", "searchers_given_up", "silences")
-LONGER = 20  # times the steps, of a run that is attacked
-SLACK = 32_000_000  # bytes that a server's memory may grow by besides
+SILENCE_SECONDS = 20  # seconds until a part that hangs is killed
+DISK_MEGABYTES = 96  # megabytes
+ANNOUNCED_BYTES, SENT_BYTES = 10**9, 64_000_000  # bytes of a body
+GATEWAY_FAULTS = ("searcher_restarts", "trainer_restarts", "exchange_restarts", "searchers_given_up", "silences")
+ATTACK_FACTOR = 20  # times the steps, of a run that is attacked
+MEMORY_SLACK = 32_000_000  # bytes that a server's memory may grow by besides
 DEADLINE = 600.0  # seconds for anything
 POLL = 0.02
 
 Rows = dict[int, list[Any]]  # what the journal holds of each trajectory, by its place
 
 
-class Hangs(Exception):
+class DeadlineMissed(Exception):
     """Something took longer than the deadline."""
 
 
-class Missed(Exception):
+class TooLate(Exception):
     """The run was over before anything could be done to it."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run."""
+    """Holds what one disturbed run lost, reported and cost."""
 
     kind: str
     number: int
@@ -152,42 +152,42 @@ class Outcome:
 
     @property
     def bad(self) -> bool:
-        whole = self.finished and self.closes and self.inflicted == self.reported
-        return not whole or bool(self.lost or self.twice or self.hangs or self.wrong)
+        is_complete = self.finished and self.closes and self.inflicted == self.reported
+        return not is_complete or bool(self.lost or self.twice or self.hangs or self.wrong)
 
 
 @dataclass
 class Run:
-    """One that is under way."""
+    """A run that is under way, with the processes that belong to it."""
 
     kind: str
     number: int
     steps: int
     path: Path
-    scratch: Path  # for what is kept of it, on another disk
+    folder: Path  # for what is kept of it, on another disk
     rng: random.Random
     environment: dict[str, str] = field(default_factory=dict)
     output: str = ""  # where a shell sends what it prints
-    begun: list[tuple[subprocess.Popen[bytes], Path]] = field(default_factory=list)  # with what each said
+    processes: list[tuple[subprocess.Popen[bytes], Path]] = field(default_factory=list)  # with what each said
     acknowledged: Rows = field(default_factory=dict)
     step: int = 0
-    inflicting: bool = False  # the journal is damaged
-    going: bool = False  # under the run, which acknowledges more until it notices
-    wrong: list[str] = field(default_factory=list)
+    is_damaged: bool = False  # the journal is damaged
+    goes_on: bool = False  # under the run, which acknowledges more until it notices
+    violations: list[str] = field(default_factory=list)
 
     def begin(self, *overrides: str, recipe: str = "quickstart") -> None:
         name = ("--runs", str(self.path.parent), "--run-name", self.path.name, "--seed", str(self.number))
-        self.start("train", recipe, *name, "--steps", str(self.steps), *SHORT, *overrides)
+        self.start("train", recipe, *name, "--steps", str(self.steps), *COMMON_ARGUMENTS, *overrides)
 
-    def start(self, *arguments: str, **more: str) -> subprocess.Popen[bytes]:
-        said = self.scratch / f"said-{len(self.begun)}.txt"
-        environment = {**os.environ, **self.environment, **more, "COLUMNS": "1000"}
-        with said.open("wb") as file:
+    def start(self, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
+        text_file = self.folder / f"said-{len(self.processes)}.txt"
+        environment = {**os.environ, **self.environment, **variables, "COLUMNS": "1000"}
+        with text_file.open("wb") as file:
             command = [sys.executable, "-m", "tba", *arguments]
             if self.output:
                 command = ["/bin/sh", "-c", f'exec "$@" {self.output}', "sh", *command]
             process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
-        self.begun.append((process, said))
+        self.processes.append((process, text_file))
         return process
 
     def resume(self, *overrides: str) -> subprocess.Popen[bytes]:
@@ -195,183 +195,183 @@ class Run:
 
     @property
     def driver(self) -> subprocess.Popen[bytes]:
-        return self.begun[-1][0]
+        return self.processes[-1][0]
 
-    def said(self, n: int = -1) -> str:
-        return " ".join(self.begun[n][1].read_text(errors="replace").split())
+    def text(self, n: int = -1) -> str:
+        return " ".join(self.processes[n][1].read_text(errors="replace").split())
 
-    def ended(self, n: int = -1) -> int:
-        """The exit code."""
+    def exit_code(self, n: int = -1) -> int:
+        """Waits for a process; returns its exit code."""
         try:
-            return self.begun[n][0].wait(DEADLINE)
+            return self.processes[n][0].wait(DEADLINE)
         except subprocess.TimeoutExpired as error:
-            raise Hangs(f"{self.begun[n][0].args!r} goes on: {self.said(n)[-300:]}") from error
+            raise DeadlineMissed(f"{self.processes[n][0].args!r} goes on: {self.text(n)[-300:]}") from error
 
-    def until(self, condition: Callable[[], Any], of_a_run_that_goes_on: bool = True) -> Any:
+    def until(self, condition: Callable[[], Any], while_running: bool = True) -> Any:
         limit = time.monotonic() + DEADLINE
-        while not (found := condition()):
-            if of_a_run_that_goes_on and self.driver.poll() is not None:
-                raise Missed(self.said()[-300:])
+        while not (value := condition()):
+            if while_running and self.driver.poll() is not None:
+                raise TooLate(self.text()[-300:])
             if time.monotonic() > limit:
-                raise Hangs("a moment that did not come")
+                raise DeadlineMissed("a moment that did not come")
             time.sleep(POLL)
-        return found
+        return value
 
-    def at_some_step(self, low: int = 0, high: int | None = None) -> None:
-        """Now and then within its first seconds, where that is a moment of this kind."""
-        if low == 0 and self.number % 4 == 3:
+    def wait_for_step(self, least: int = 0, most: int | None = None) -> None:
+        """Wait for a random step; now and then only for some of the first seconds, where the range begins at 0."""
+        if least == 0 and self.number % 4 == 3:
             time.sleep(self.rng.uniform(0.5, 8.0))
             self.until((self.path / "recipe.json").exists)
         else:
-            step = self.rng.randint(low, self.steps - 15 if high is None else high)
+            step = self.rng.randint(least, self.steps - 15 if most is None else most)
             self.until(lambda: len(read_metrics(self.path)) >= step)
         self.step = len(read_metrics(self.path))
 
     def kill(self, part: str) -> None:
-        victim = self.the(part)
+        victim = self.process_of(part)
         self.acknowledged = rows_of(self.path / "journal.sqlite")
         os.kill(victim, signal.SIGKILL)
 
-    def the(self, part: str) -> int:
-        """The process of a part."""
+    def process_of(self, part: str) -> int:
+        """Returns the process id of a part."""
         if part == "driver":
             return self.driver.pid
         pid: int = self.until(lambda: parts_of(self.driver.pid).get(part))
         return pid
 
     def kill_driver_and_wait(self) -> None:
-        """Until nobody works on the run any longer."""
+        """Kill the driver, and wait until nobody works on the run any longer."""
         self.kill("driver")
-        self.ended()
-        self.until(lambda: not is_held(self.path), of_a_run_that_goes_on=False)
-        self.acknowledged = self.copied()
+        self.exit_code()
+        self.until(lambda: not is_held(self.path), while_running=False)
+        self.acknowledged = self.copied_rows()
 
-    def copied(self) -> Rows:
-        """What the journal holds, read from a copy: to read it is to open it."""
+    def copied_rows(self) -> Rows:
+        """Returns the journal's rows, read from a copy, since reading opens it."""
         for part in ("", "-wal"):
             file = Path(f"{self.path / 'journal.sqlite'}{part}")
             if file.exists():
-                shutil.copy(file, self.scratch / f"copy.sqlite{part}")
-        return rows_of(self.scratch / "copy.sqlite")
+                shutil.copy(file, self.folder / f"copy.sqlite{part}")
+        return rows_of(self.folder / "copy.sqlite")
 
-    def require(self, true: object, what: str) -> None:
-        if not true:
-            self.wrong.append(what)
+    def require(self, condition: object, violation: str) -> None:
+        if not condition:
+            self.violations.append(violation)
 
 
-def killed(part: str) -> Callable[[Run], None]:
+def kill_part(part: str) -> Callable[[Run], None]:
     def disturb(run: Run) -> None:
         run.begin()
-        run.at_some_step()
+        run.wait_for_step()
         run.kill(part)
 
     return disturb
 
 
-def killed_while_grading(part: str) -> Callable[[Run], None]:
-    """Behind a judge of 0.1 s, log-normal, whose calls raise and hang now and then."""
+def kill_part_while_grading(part: str) -> Callable[[Run], None]:
+    """Kills a part while a judge of 0.1 s, log-normal, grades, whose calls raise and hang now and then."""
 
     def disturb(run: Run) -> None:
-        run.begin(*JUDGE, recipe=str(Path(__file__).with_name("slow_judge.py")))
-        run.at_some_step()
+        run.begin(*JUDGE_ARGUMENTS, recipe=str(Path(__file__).with_name("slow_judge.py")))
+        run.wait_for_step()
         run.kill(part)
 
     return disturb
 
 
-def stopped(part: str) -> Callable[[Run], None]:
+def pause_part(part: str) -> Callable[[Run], None]:
     def disturb(run: Run) -> None:
         run.begin()
-        run.at_some_step()
-        victim = run.the(part)
+        run.wait_for_step()
+        victim = run.process_of(part)
         run.acknowledged = rows_of(run.path / "journal.sqlite")
         os.kill(victim, signal.SIGSTOP)
         time.sleep(run.rng.uniform(1.0, 8.0))
         os.kill(victim, signal.SIGCONT)
-        run.ended()
+        run.exit_code()
         faults = count_faults(run.path)
         run.require(not faults["searcher_restarts"] + faults["trainer_restarts"], "what was continued was restarted")
 
     return disturb
 
 
-def hangs(part: str) -> Callable[[Run], None]:
+def hang_part(part: str) -> Callable[[Run], None]:
     def disturb(run: Run) -> None:
-        run.begin("--run.silence-deadline", str(SILENCE))
-        run.at_some_step()
+        run.begin("--run.silence-deadline", str(SILENCE_SECONDS))
+        run.wait_for_step()
         run.until(heartbeat_file(run.path, part).exists)  # before, it may load a model for an hour
-        victim = run.the(part)
+        victim = run.process_of(part)
         run.acknowledged = rows_of(run.path / "journal.sqlite")
         os.kill(victim, signal.SIGSTOP)
-        run.ended()
+        run.exit_code()
         run.require(count_faults(run.path)["silences"], "its silence was not counted")
 
     return disturb
 
 
-def evaluation(run: Run) -> None:
-    run.begin("--evaluation.every", str(EVERY), "--evaluation.problems-during", str(PROBLEMS))
-    run.at_some_step(low=1)
-    done = run.path / "journal.sqlite"
-    run.until(lambda: some(done, "SELECT 1 FROM jobs WHERE NOT done AND seconds > 0"))
+def kill_during_evaluation(run: Run) -> None:
+    run.begin("--evaluation.every", str(STEPS_PER_CHECKPOINT), "--evaluation.problems-during", str(PROBLEMS))
+    run.wait_for_step(least=1)
+    journal = run.path / "journal.sqlite"
+    run.until(lambda: query_rows(journal, "SELECT 1 FROM jobs WHERE NOT done AND seconds > 0"))
     time.sleep(run.rng.uniform(0.0, 0.2))
     run.kill(("searcher-0", "trainer", "driver")[run.number % 3])
 
 
-def _changed(path: Path, facts: Mapping[str, Any]) -> bool:
+def _has_other_facts(path: Path, facts: Mapping[str, Any]) -> bool:
     return RunDirectory.open(path).facts != facts
 
 
-def resume(run: Run) -> None:
+def kill_resumes(run: Run) -> None:
     run.begin()
-    run.at_some_step()
+    run.wait_for_step()
     run.kill_driver_and_wait()
     for attempt in range(2):
         facts, process = RunDirectory.open(run.path).facts, run.resume()
         if attempt:  # once it has begun its incarnation
-            run.until(partial(_changed, run.path, facts))
+            run.until(partial(_has_other_facts, run.path, facts))
         time.sleep(run.rng.uniform(0.0, 5.0))
         process.kill()
-        run.ended()
+        run.exit_code()
 
 
-def bits(run: Run) -> None:
+def flip_bits(run: Run) -> None:
     run.begin()
-    run.at_some_step(low=1)
+    run.wait_for_step(least=1)
     run.kill_driver_and_wait()
-    run.inflicting = True
+    run.is_damaged = True
     files = [f for f in (run.path / "journal.sqlite", run.path / "journal.sqlite-wal") if f.exists()]
     for _ in range(run.rng.randint(1, 8)):
-        at = run.rng.randrange(sum(f.stat().st_size for f in files))
+        offset = run.rng.randrange(sum(f.stat().st_size for f in files))
         for file in files:
-            if at < file.stat().st_size:
-                flip(file, at, 1 << run.rng.randrange(8))
+            if offset < file.stat().st_size:
+                flip_bit(file, offset, 1 << run.rng.randrange(8))
                 break
-            at -= file.stat().st_size
+            offset -= file.stat().st_size
 
 
-def flip(file: Path, at: int, bit: int) -> None:
-    with file.open("r+b") as opened:
-        opened.seek(at)
-        (was,) = opened.read(1)
-        opened.seek(at)
-        opened.write(bytes([was ^ bit]))
+def flip_bit(file: Path, offset: int, bit: int) -> None:
+    with file.open("r+b") as stream:
+        stream.seek(offset)
+        (byte,) = stream.read(1)
+        stream.seek(offset)
+        stream.write(bytes([byte ^ bit]))
 
 
-def truncated(run: Run) -> None:
+def truncate_journal(run: Run) -> None:
     run.begin()
-    run.at_some_step(low=1)
+    run.wait_for_step(least=1)
     run.kill_driver_and_wait()
-    run.inflicting = True
+    run.is_damaged = True
     file = run.path / "journal.sqlite"
     os.truncate(file, run.rng.randrange(1, file.stat().st_size))
 
 
-def emptied(run: Run) -> None:
+def empty_journal(run: Run) -> None:
     run.begin()
-    run.at_some_step(low=EVERY + 5)
+    run.wait_for_step(least=STEPS_PER_CHECKPOINT + 5)
     run.kill_driver_and_wait()
-    run.inflicting = True
+    run.is_damaged = True
     file = run.path / "journal.sqlite"
     Path(f"{file}-wal").unlink(missing_ok=True)
     if run.number % 2:
@@ -380,18 +380,18 @@ def emptied(run: Run) -> None:
         file.unlink()
 
 
-def log_gone(run: Run) -> None:
-    """All parts are killed at once, so that nobody moves the log into the journal."""
+def remove_log(run: Run) -> None:
+    """Kills all parts at once, so that nobody moves the log into the journal, and removes or cuts the log."""
     run.begin()
-    run.at_some_step(low=1)
+    run.wait_for_step(least=1)
     parts = (*parts_of(run.driver.pid).values(), *forked(run.driver.pid), run.driver.pid)
     for kind in (signal.SIGSTOP, signal.SIGKILL):
         for part in parts:
             os.kill(part, kind)
-    run.ended()
-    run.until(lambda: not is_held(run.path), of_a_run_that_goes_on=False)
-    run.acknowledged = run.copied()
-    run.inflicting = True
+    run.exit_code()
+    run.until(lambda: not is_held(run.path), while_running=False)
+    run.acknowledged = run.copied_rows()
+    run.is_damaged = True
     log = Path(f"{run.path / 'journal.sqlite'}-wal")
     if run.number % 2 and log.exists():
         os.truncate(log, run.rng.randrange(log.stat().st_size + 1))
@@ -399,47 +399,47 @@ def log_gone(run: Run) -> None:
         log.unlink(missing_ok=True)
 
 
-def strange_log(earlier: bool) -> Callable[[Run], None]:
-    """A log of the run's own, of earlier, or another journal's."""
+def put_strange_log(earlier: bool) -> Callable[[Run], None]:
+    """Puts a strange log beside the journal: the run's own from earlier, or another journal's."""
 
     def disturb(run: Run) -> None:
-        journal, stale = run.path / "journal.sqlite", run.scratch / "stale"
+        journal, strange_file = run.path / "journal.sqlite", run.folder / "stale"
         run.begin()
-        run.at_some_step(low=1, high=run.steps // 2)
+        run.wait_for_step(least=1, most=run.steps // 2)
         if earlier:
             run.until(lambda: committed(wal_frames(Path(f"{journal}-wal"))))
-            shutil.copy(f"{journal}-wal", stale)
+            shutil.copy(f"{journal}-wal", strange_file)
         else:
-            other = run.scratch / "other.sqlite"
+            other_journal = run.folder / "other.sqlite"
             with closing(sqlite3.connect(journal)) as connection:
-                connection.execute("VACUUM INTO ?", (str(other),))
-            with JournalWriter(other, "searcher-0") as writer:
+                connection.execute("VACUUM INTO ?", (str(other_journal),))
+            with JournalWriter(other_journal, "searcher-0") as writer:
                 writer.count(rejected_trajectories=1)
-                shutil.copy(f"{other}-wal", stale)
-        run.at_some_step(low=len(read_metrics(run.path)) + 5)
+                shutil.copy(f"{other_journal}-wal", strange_file)
+        run.wait_for_step(least=len(read_metrics(run.path)) + 5)
         run.driver.send_signal(signal.SIGINT)
-        run.require(run.ended() == 130, f"it did not stop in order: {run.said()[-300:]}")
-        run.acknowledged = run.copied()
-        shutil.copy(stale, f"{journal}-wal")
-        before = journal.read_bytes()
+        run.require(run.exit_code() == 130, f"it did not stop in order: {run.text()[-300:]}")
+        run.acknowledged = run.copied_rows()
+        shutil.copy(strange_file, f"{journal}-wal")
+        journal_bytes = journal.read_bytes()
         run.start("replay", str(run.path))
-        run.require(run.ended() == 0 and "is passed over" in run.said(), f"replay: {run.said()[-300:]}")
-        run.require(journal.read_bytes() == before, "reading changed the journal")
-        run.begun.append(run.begun[-2])
+        run.require(run.exit_code() == 0 and "is passed over" in run.text(), f"replay: {run.text()[-300:]}")
+        run.require(journal.read_bytes() == journal_bytes, "reading changed the journal")
+        run.processes.append(run.processes[-2])
 
     return disturb
 
 
-def by_sql(*statements: tuple[str, ...]) -> Callable[[Run], None]:
-    """Statements, of which each run takes one part, on a journal that nobody uses."""
+def damage_by_sql(*statements: tuple[str, ...]) -> Callable[[Run], None]:
+    """Executes one of several lists of statements on a journal that nobody uses."""
 
     def disturb(run: Run) -> None:
         run.begin()
-        run.at_some_step(low=1)
+        run.wait_for_step(least=1)
         run.kill_driver_and_wait()
-        run.inflicting = True
-        (last,) = some(run.path / "journal.sqlite", "SELECT max(seq) FROM trajectories")
-        places = {"last": last[0], "one": run.rng.randrange(1, last[0] - 100)}
+        run.is_damaged = True
+        (last_row,) = query_rows(run.path / "journal.sqlite", "SELECT max(seq) FROM trajectories")
+        places = {"last": last_row[0], "one": run.rng.randrange(1, last_row[0] - 100)}
         with closing(sqlite3.connect(run.path / "journal.sqlite")) as connection, connection:
             for statement in statements[run.number % len(statements)]:
                 connection.execute(statement, places)
@@ -447,184 +447,184 @@ def by_sql(*statements: tuple[str, ...]) -> Callable[[Run], None]:
     return disturb
 
 
-SWAPPED = (
+SWAP_BODIES = (
     "CREATE TEMP TABLE two AS SELECT seq, body FROM bodies WHERE seq IN (:one, :one + 50)",
     "UPDATE bodies SET body = (SELECT body FROM two WHERE two.seq = 2 * :one + 50 - bodies.seq) "
     "WHERE seq IN (:one, :one + 50)",
 )
-COPIED = ("UPDATE bodies SET body = (SELECT body FROM bodies WHERE seq = :one + 50) WHERE seq = :one",)
-LAST_ROW = ("DELETE FROM trajectories WHERE seq = :last", "DELETE FROM bodies WHERE seq = :last")
-MIDDLE = ("DELETE FROM bodies WHERE seq BETWEEN :one AND :one + 77",)
+COPY_BODY = ("UPDATE bodies SET body = (SELECT body FROM bodies WHERE seq = :one + 50) WHERE seq = :one",)
+DELETE_LAST_ROW = ("DELETE FROM trajectories WHERE seq = :last", "DELETE FROM bodies WHERE seq = :last")
+DELETE_MIDDLE_ROWS = ("DELETE FROM bodies WHERE seq BETWEEN :one AND :one + 77",)
 
 
-def copied_back(run: Run) -> None:
-    older = backed_up(run)
+def put_back_backup(run: Run) -> None:
+    backup = back_up_journal(run)
     run.kill_driver_and_wait()
-    run.inflicting = True
+    run.is_damaged = True
     file = run.path / "journal.sqlite"
     for part in ("-wal", "-shm"):
         Path(f"{file}{part}").unlink(missing_ok=True)
-    shutil.copy(older, file)
+    shutil.copy(backup, file)
 
 
-def copied_under(run: Run) -> None:
-    older = backed_up(run)
+def put_backup_under_run(run: Run) -> None:
+    backup = back_up_journal(run)
     parts = parts_of(run.driver.pid).values()
     for part in parts:
         os.kill(part, signal.SIGSTOP)
     run.acknowledged = rows_of(run.path / "journal.sqlite")
-    run.inflicting = run.going = True
-    shutil.copyfile(older, run.path / "journal.sqlite")  # in place
+    run.is_damaged = run.goes_on = True
+    shutil.copyfile(backup, run.path / "journal.sqlite")  # in place
     if run.number % 2:
         os.truncate(run.path / "journal.sqlite-wal", 0)
     for part in parts:
         os.kill(part, signal.SIGCONT)
     if run.number % 2:
-        ends_in_a_sentence(run)
+        require_sentence(run)
     else:  # it writes its log, which may have all that is newer, over the file in its turn
-        run.ended()
+        run.exit_code()
 
 
-def backed_up(run: Run) -> Path:
+def back_up_journal(run: Run) -> Path:
     """Begins the run, and goes on to some later step; returns a copy of its journal."""
     run.begin()
-    run.at_some_step(low=1, high=run.steps // 2)
-    older, then = run.scratch / "older.sqlite", run.step
+    run.wait_for_step(least=1, most=run.steps // 2)
+    backup, step_before = run.folder / "older.sqlite", run.step
     with closing(sqlite3.connect(run.path / "journal.sqlite", timeout=30.0)) as journal:
-        journal.execute("VACUUM INTO ?", (str(older),))
-    run.at_some_step(low=then + 5)
-    return older
+        journal.execute("VACUUM INTO ?", (str(backup),))
+    run.wait_for_step(least=step_before + 5)
+    return backup
 
 
-def little_memory(part: str) -> Callable[[Run], None]:
-    """It may end the run, or the part, which is started again with as much as it wants."""
+def limit_memory(part: str) -> Callable[[Run], None]:
+    """Limits a part's memory: the run may end, or the part, which is started again without the limit."""
 
     def disturb(run: Run) -> None:
-        run.begin("--run.silence-deadline", str(3 * SILENCE))
-        run.at_some_step(low=1)
-        victim = run.the(part)
+        run.begin("--run.silence-deadline", str(3 * SILENCE_SECONDS))
+        run.wait_for_step(least=1)
+        victim = run.process_of(part)
         run.acknowledged = rows_of(run.path / "journal.sqlite")
         pages = int(Path(f"/proc/{victim}/statm").read_text().split()[0])
-        most = pages * resource.getpagesize() + run.rng.choice((0, 1, 4, 16)) * 1_000_000
+        limit = pages * resource.getpagesize() + run.rng.choice((0, 1, 4, 16)) * 1_000_000
         with suppress(ProcessLookupError):
-            resource.prlimit(victim, resource.RLIMIT_AS, (most, most))
-        code = run.ended()
-        run.require(not code or "could not get the memory it needs" in run.said(), f"{code}: {run.said()[-300:]}")
+            resource.prlimit(victim, resource.RLIMIT_AS, (limit, limit))
+        code = run.exit_code()
+        run.require(not code or "could not get the memory it needs" in run.text(), f"{code}: {run.text()[-300:]}")
 
     return disturb
 
 
-def no_output(where: str) -> Callable[[Run], None]:
+def close_output(redirection: str) -> Callable[[Run], None]:
     def disturb(run: Run) -> None:
-        run.output = where
+        run.output = redirection
         run.begin()
-        run.at_some_step(low=1)
+        run.wait_for_step(least=1)
         run.acknowledged = rows_of(run.path / "journal.sqlite")
-        run.require(run.ended() == 0, f"it did not train to its end: {run.said()[-300:]}")
+        run.require(run.exit_code() == 0, f"it did not train to its end: {run.text()[-300:]}")
 
     return disturb
 
 
-def disk_errors(files: str, at_the_end: bool = False) -> Callable[[Run], None]:
-    """From some moment on; at_the_end: they are written then only."""
+def fail_disk(files: str, at_the_end: bool = False) -> Callable[[Run], None]:
+    """Fails writes of some files from some moment on. at_the_end: the files are written at the run's end only."""
 
     def disturb(run: Run) -> None:
-        library, when = run.scratch / "eio.so", run.scratch / "now"
+        library, trigger = run.folder / "eio.so", run.folder / "now"
         source = Path(__file__).with_name("eio.c")
         subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
-        run.environment |= {"LD_PRELOAD": str(library), "EIO_FILES": files, "EIO_WHEN": str(when)}
-        run.begin("--evaluation.every", str(EVERY), "--evaluation.problems-during", "20")
-        run.at_some_step(low=1, high=run.steps - 15 if at_the_end else run.steps // 2)
+        run.environment |= {"LD_PRELOAD": str(library), "EIO_FILES": files, "EIO_WHEN": str(trigger)}
+        run.begin("--evaluation.every", str(STEPS_PER_CHECKPOINT), "--evaluation.problems-during", "20")
+        run.wait_for_step(least=1, most=run.steps - 15 if at_the_end else run.steps // 2)
         run.acknowledged = rows_of(run.path / "journal.sqlite")
-        when.touch()
+        trigger.touch()
         if files == "searcher-0.log":  # a log that cannot be written costs nobody anything
-            run.ended()
+            run.exit_code()
         else:
-            ends_in_a_sentence(run)
-        when.unlink()
-        run.until(lambda: not is_held(run.path), of_a_run_that_goes_on=False)
+            require_sentence(run)
+        trigger.unlink()
+        run.until(lambda: not is_held(run.path), while_running=False)
 
     return disturb
 
 
-def moved(run: Run) -> None:
+def move_run(run: Run) -> None:
     run.begin()
-    run.at_some_step(low=1)
-    away = run.path.with_name("away")
+    run.wait_for_step(least=1)
+    moved_path = run.path.with_name("away")
     run.acknowledged = rows_of(run.path / "journal.sqlite")
-    run.path.rename(away)
-    ends_in_a_sentence(run)
+    run.path.rename(moved_path)
+    require_sentence(run)
     run.require(not run.path.exists(), "another folder was made")
-    away.rename(run.path)
-    run.until(lambda: not is_held(run.path), of_a_run_that_goes_on=False)
+    moved_path.rename(run.path)
+    run.until(lambda: not is_held(run.path), while_running=False)
 
 
-def ends_in_a_sentence(run: Run) -> None:
-    code = run.ended()
-    last = run.begun[-1][1].read_text(errors="replace").strip().splitlines()[-1:]
-    run.require(code == 2 and last and last[0].startswith("tba: "), f"exit {code}: {run.said()[-300:]}")
+def require_sentence(run: Run) -> None:
+    code = run.exit_code()
+    last_line = run.processes[-1][1].read_text(errors="replace").strip().splitlines()[-1:]
+    run.require(code == 2 and last_line and last_line[0].startswith("tba: "), f"exit {code}: {run.text()[-300:]}")
 
 
-def full_disk(low: int, high: int | None) -> Callable[[Run], None]:
-    """By filling a small one, where this process may mount; else by a limit on the size of files of all processes."""
+def fill_disk(low: int, high: int | None) -> Callable[[Run], None]:
+    """Fills a small mounted disk; without the right to mount, limits the size of files of all processes."""
 
     def disturb(run: Run) -> None:
         run.path.parent.mkdir(parents=True)
-        mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK}m", "tmpfs", str(run.path.parent)]
-        mounted = subprocess.run(mount, capture_output=True).returncode == 0
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MEGABYTES}m", "tmpfs", str(run.path.parent)]
+        is_mounted = subprocess.run(mount, capture_output=True).returncode == 0
         run.begin()
-        run.at_some_step(low, high)
+        run.wait_for_step(low, high)
         ballast = run.path.parent / "ballast"
-        if mounted:
+        if is_mounted:
             with suppress(OSError), ballast.open("wb", buffering=0) as file:
                 while True:  # ends: with no space left
                     file.write(bytes(1 << 16))
         else:
-            most = (run.path / "journal.sqlite").stat().st_size
+            limit = (run.path / "journal.sqlite").stat().st_size
             for process in (run.driver.pid, *forked(run.driver.pid), *parts_of(run.driver.pid).values()):
-                resource.prlimit(process, resource.RLIMIT_FSIZE, (most, most))
-        code = run.ended()
-        run.require(code == 2 and "is full: free some space, then continue with" in run.said(), f"{code}: {run.said()}")
-        run.until(lambda: not is_held(run.path), of_a_run_that_goes_on=False)
-        run.acknowledged = run.copied()
+                resource.prlimit(process, resource.RLIMIT_FSIZE, (limit, limit))
+        code = run.exit_code()
+        run.require(code == 2 and "is full: free some space, then continue with" in run.text(), f"{code}: {run.text()}")
+        run.until(lambda: not is_held(run.path), while_running=False)
+        run.acknowledged = run.copied_rows()
         ballast.unlink(missing_ok=True)
 
     return disturb
 
 
-def hostile_reward(act: str) -> Callable[[Run], None]:
+def use_hostile_reward(act: str) -> Callable[[Run], None]:
     def disturb(run: Run) -> None:
-        when = run.scratch / "now"
-        run.environment |= {"HOSTILE_WHEN": str(when), "HOSTILE_ACT": act}
+        trigger = run.folder / "now"
+        run.environment |= {"HOSTILE_WHEN": str(trigger), "HOSTILE_ACT": act}
         recipe = str(Path(__file__).with_name("hostile_reward.py"))
         run.begin("--run.reward-deadline", "5", recipe=recipe)
-        run.at_some_step(low=1)
+        run.wait_for_step(least=1)
         run.acknowledged = rows_of(run.path / "journal.sqlite")
-        when.touch()
-        code, exits = run.ended(), act == "exit"  # what ends its process by itself is not started again
-        run.require(code == (1 if exits else 0), f"exit {code}: {run.said()[-300:]}")
-        run.require(not when.exists(), "the reward did nothing")
-        if exits:
-            run.require("ended with exit code 3" in run.said(), f"the exit code is not named: {run.said()[-300:]}")
+        trigger.touch()
+        code, ends_process = run.exit_code(), act == "exit"  # what ends its process by itself is not started again
+        run.require(code == (1 if ends_process else 0), f"exit {code}: {run.text()[-300:]}")
+        run.require(not trigger.exists(), "the reward did nothing")
+        if ends_process:
+            run.require("ended with exit code 3" in run.text(), f"the exit code is not named: {run.text()[-300:]}")
         if act == "hang":
-            rejected = Summary.read(run.path)
-            run.require(rejected and rejected.trajectories.rejected, "no answer was rejected")
+            summary = Summary.read(run.path)
+            run.require(summary and summary.trajectories.rejected, "no answer was rejected")
 
     return disturb
 
 
-def refill(run: Run) -> None:
+def kill_driver_with_refill(run: Run) -> None:
     run.begin("--replay.selection.refill")
-    run.at_some_step()
+    run.wait_for_step()
     run.kill("driver")
 
 
-def teacher(run: Run) -> None:
-    """A teacher that is gone is named in a sentence, and so is another one in its place."""
-    folder, away = run.scratch / "teacher", run.scratch / "away"
+def change_teacher(run: Run) -> None:
+    """Removes or replaces the teacher's weights, which a resume names in a sentence."""
+    folder, away = run.folder / "teacher", run.folder / "away"
     shutil.copytree(BASE, folder)
     run.begin("--teacher.paths", str(folder), recipe="distil")
-    run.at_some_step(low=1)
+    run.wait_for_step(least=1)
     run.kill_driver_and_wait()
     folder.rename(away)
     if run.number % 2:
@@ -633,97 +633,97 @@ def teacher(run: Run) -> None:
         weights[len(weights) // 2 :] = bytes(len(weights) - len(weights) // 2)
         (folder / "model.safetensors").write_bytes(weights)
     run.resume()
-    ends_in_a_sentence(run)
+    require_sentence(run)
     shutil.rmtree(folder, ignore_errors=True)
     away.rename(folder)
 
 
-def memory_copy(run: Run) -> None:
+def resume_copy(run: Run) -> None:
     run.begin("--publish.in-memory")
-    run.at_some_step(low=5, high=run.steps // 2)
-    copy = run.scratch / "copy" / "run"
+    run.wait_for_step(least=5, most=run.steps // 2)
+    copy = run.folder / "copy" / "run"
     run.acknowledged = rows_of(run.path / "journal.sqlite")
     with suppress(shutil.Error):  # files that come and go
         shutil.copytree(run.path, copy, symlinks=True)
-    going = run.begun[-1]
+    run_process = run.processes[-1]
     run.start("resume", str(copy), "--accept-lost-rows")
-    code = run.ended()
-    run.require(code in (0, 2), f"the copy's resume ended with {code}: {run.said()[-300:]}")
-    run.begun.append(going)
-    run.require(run.ended() == 0, f"the run itself did not go on: {run.said()[-300:]}")
+    code = run.exit_code()
+    run.require(code in (0, 2), f"the copy's resume ended with {code}: {run.text()[-300:]}")
+    run.processes.append(run_process)
+    run.require(run.exit_code() == 0, f"the run itself did not go on: {run.text()[-300:]}")
 
 
-def searcher_files(run: Run) -> None:
+def limit_searcher_files(run: Run) -> None:
     run.begin()
-    run.at_some_step(low=1)
+    run.wait_for_step(least=1)
     run.acknowledged = rows_of(run.path / "journal.sqlite")
-    most = (run.path / "journal.sqlite").stat().st_size
-    resource.prlimit(run.the("searcher-0"), resource.RLIMIT_FSIZE, (most, most))
-    code = run.ended()
-    run.require(code in (0, 2), f"exit {code}: {run.said()[-300:]}")
+    limit = (run.path / "journal.sqlite").stat().st_size
+    resource.prlimit(run.process_of("searcher-0"), resource.RLIMIT_FSIZE, (limit, limit))
+    code = run.exit_code()
+    run.require(code in (0, 2), f"exit {code}: {run.text()[-300:]}")
 
 
-def at_the_gateway(attack: Callable[[Run, dict[str, tuple[int, int]]], None]) -> Callable[[Run], None]:
-    """The run goes on, and is told of nothing."""
+def attack_gateway(attack: Callable[[Run, dict[str, tuple[int, int]]], None]) -> Callable[[Run], None]:
+    """Attacks a cluster's servers; the run goes on and records no fault."""
 
     def disturb(run: Run) -> None:
-        run.steps *= LONGER  # so that it lasts
+        run.steps *= ATTACK_FACTOR  # so that it lasts
         run.environment |= {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
         run.begin("--runtime", "cluster", "--cluster.object-store-gb", "0.3")
-        run.at_some_step(low=1, high=run.steps // (2 * LONGER))
+        run.wait_for_step(least=1, most=run.steps // (2 * ATTACK_FACTOR))
         run.acknowledged = rows_of(run.path / "journal.sqlite")
-        servers, going = listeners(run.driver.pid), run.begun[-1]
+        servers, run_process = listeners(run.driver.pid), run.processes[-1]
         run.require(set(servers) == set(METHODS), f"only {sorted(servers)} were there")
         attack(run, servers)
-        run.begun.append(going)
+        run.processes.append(run_process)
         run.require(run.driver.poll() is None, "the run was over before")
-        run.require(run.ended() == 0, f"the run itself did not go on: {run.said()[-300:]}")
+        run.require(run.exit_code() == 0, f"the run itself did not go on: {run.text()[-300:]}")
         faults = count_faults(run.path)
-        noticed = [name for name in AT_A_GATEWAY if faults[name]]
-        run.require(not noticed, f"the run has met {noticed}")
+        noticed_faults = [name for name in GATEWAY_FAULTS if faults[name]]
+        run.require(not noticed_faults, f"the run has met {noticed_faults}")
 
     return disturb
 
 
-def strange_token(token: str) -> Callable[[Run, dict[str, tuple[int, int]]], None]:
-    """Requests, and a searcher that would join, with this token instead of the cluster's; empty: without any."""
+def use_strange_token(token: str) -> Callable[[Run, dict[str, tuple[int, int]]], None]:
+    """Sends requests and a searcher with this token instead of the cluster's; empty: without a token."""
 
     def attack(run: Run, servers: dict[str, tuple[int, int]]) -> None:
         for name, (_, port) in servers.items():
             status = status_of(port, METHODS[name], {"authorization": f"Bearer {token}"} if token else {})
             run.require(status == "UNAUTHENTICATED", f"{name} answered {status}")
         address = f"127.0.0.1:{servers['gcs_server'][1]}"
-        variables = {"RAY_AUTH_TOKEN": token, "HOME": str(run.scratch), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+        variables = {"RAY_AUTH_TOKEN": token, "HOME": str(run.folder), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
         run.start("search", "--run", run.path.name, "--address", address, **variables)
-        ends_in_a_sentence(run)
+        require_sentence(run)
 
     return attack
 
 
-def replayed(run: Run, servers: dict[str, tuple[int, int]]) -> None:
+def replay_requests(run: Run, servers: dict[str, tuple[int, int]]) -> None:
     script, address = Path(__file__).with_name("gateway_requests.py"), f"127.0.0.1:{servers['gcs_server'][1]}"
     command, variables = [sys.executable, str(script), str(run.path), address], {**os.environ, **run.environment}
     process = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=DEADLINE)
     run.require(process.returncode == 0, f"it was not replayed: {process.stderr[-300:]}")
-    (twice,) = some(run.path / "journal.sqlite", "SELECT count(*) - count(DISTINCT uid) FROM trajectories")
-    run.require(twice == (0,), f"{twice[0]} rows are there twice")
+    (duplicates,) = query_rows(run.path / "journal.sqlite", "SELECT count(*) - count(DISTINCT uid) FROM trajectories")
+    run.require(duplicates == (0,), f"{duplicates[0]} rows are there twice")
 
 
-def large_body(run: Run, servers: dict[str, tuple[int, int]]) -> None:
+def send_large_body(run: Run, servers: dict[str, tuple[int, int]]) -> None:
     for name, (process, port) in servers.items():
-        before = most_memory(process)
-        sent_bytes = Announced(port, METHODS[name], ANNOUNCED).send(SENT)
-        growth = most_memory(process) - before
-        run.require(growth <= sent_bytes + SLACK, f"{name} was sent {sent_bytes} bytes and has grown by {growth}")
+        memory_before = peak_memory(process)
+        sent_bytes = Announced(port, METHODS[name], ANNOUNCED_BYTES).send(SENT_BYTES)
+        growth = peak_memory(process) - memory_before
+        run.require(growth <= sent_bytes + MEMORY_SLACK, f"{name} was sent {sent_bytes} bytes and grew by {growth}")
 
 
-def most_memory(process: int) -> int:
-    """The most bytes that a process had at any time."""
+def peak_memory(process: int) -> int:
+    """Returns the most bytes that a process had at any time."""
     (line,) = (line for line in Path(f"/proc/{process}/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 
 
-CLOCK = """
+CLOCK_SOURCE = """
 import os, time
 real = time.time
 def set_back():
@@ -733,251 +733,255 @@ time.time = set_back
 """
 
 
-def clock(run: Run) -> None:
-    """In every process of the run `time.time` is real time less what a file says."""
-    (run.scratch / "sitecustomize.py").write_text(CLOCK)
-    by = run.scratch / "clock"
-    by.write_text("0")
-    path = f"{run.scratch}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    run.environment |= {"PYTHONPATH": path, "CLOCK": str(by)}
+def set_clock_back(run: Run) -> None:
+    """Sets the clock of every process of the run back by the seconds in a file."""
+    (run.folder / "sitecustomize.py").write_text(CLOCK_SOURCE)
+    offset_file = run.folder / "clock"
+    offset_file.write_text("0")
+    path = f"{run.folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    run.environment |= {"PYTHONPATH": path, "CLOCK": str(offset_file)}
     run.begin()
-    run.at_some_step(high=run.steps // 2)
-    by.write_text("3600")
-    run.at_some_step(low=run.steps // 2)
+    run.wait_for_step(most=run.steps // 2)
+    offset_file.write_text("3600")
+    run.wait_for_step(least=run.steps // 2)
     run.kill("driver")
-    run.ended()
-    by.write_text("86400")
+    run.exit_code()
+    offset_file.write_text("86400")
     run.resume()
-    run.ended()
+    run.exit_code()
     seconds = [row["wall_seconds"] for row in read_metrics(run.path)]
     run.require(0 <= min(seconds) <= max(seconds) < 2 * DEADLINE, f"wall-clock from {min(seconds)} to {max(seconds)} s")
 
 
-def two_resumes(run: Run) -> None:
+def resume_twice(run: Run) -> None:
     run.begin()
-    run.at_some_step(low=EVERY + 5)
+    run.wait_for_step(least=STEPS_PER_CHECKPOINT + 5)
     run.kill_driver_and_wait()
     run.resume()
     run.resume()
-    codes = [run.ended(n) for n in (-2, -1)]
+    codes = [run.exit_code(n) for n in (-2, -1)]
     run.require(sorted(codes) == [0, 2], f"two resumes ended with {codes}")
     if 2 in codes:
-        said = run.said(codes.index(2) - 2)
+        printed = run.text(codes.index(2) - 2)
         sentence = r"tba: the run at \S+ (is still in progress|has made \d+ steps, all)[^:]*: .*"
-        run.require(re.fullmatch(sentence, said), f"refused with: {said[-300:]}")
+        run.require(re.fullmatch(sentence, printed), f"refused with: {printed[-300:]}")
     if 0 in codes:
-        run.begun.append(run.begun[codes.index(0) - 2])
+        run.processes.append(run.processes[codes.index(0) - 2])
 
 
-def other_version(run: Run) -> None:
-    shutil.copytree(Path(tba.__file__).parent, run.scratch / "tba", ignore=shutil.ignore_patterns("*.pyc"))
-    with (run.scratch / "tba" / "types.py").open("a") as file:
+def join_with_other_version(run: Run) -> None:
+    shutil.copytree(Path(tba.__file__).parent, run.folder / "tba", ignore=shutil.ignore_patterns("*.pyc"))
+    with (run.folder / "tba" / "types.py").open("a") as file:
         file.write("# another version\n")
     run.begin()
-    run.at_some_step(low=1)
+    run.wait_for_step(least=1)
     run.acknowledged = rows_of(run.path / "journal.sqlite")
-    going = run.begun[-1]
-    run.start("search", "--run", str(run.path), PYTHONPATH=str(run.scratch))
-    code, said = run.ended(), run.said()
+    run_process = run.processes[-1]
+    run.start("search", "--run", str(run.path), PYTHONPATH=str(run.folder))
+    code, printed = run.exit_code(), run.text()
     sentence = r"tba: a searcher that would join uses tba (.+), but the run uses tba (.+): start it from the same .*"
-    found = re.fullmatch(sentence, said)
-    run.require(code == 2 and found and found[1] != found[2], f"exit {code}: {said[-300:]}")
-    run.begun.append(going)
+    match = re.fullmatch(sentence, printed)
+    run.require(code == 2 and match and match[1] != match[2], f"exit {code}: {printed[-300:]}")
+    run.processes.append(run_process)
 
 
 ACTS = {"exits": "exit", "forks": "fork", "hangs": "hang", "memory": "memory", "closes": "closed"}
 KINDS: dict[str, Callable[[Run], None]] = {
     "none": Run.begin,
-    "searcher": killed("searcher-0"),
-    "trainer": killed("trainer"),
-    "driver": killed("driver"),
-    "searcher-grading": killed_while_grading("searcher-0"),
-    "driver-grading": killed_while_grading("driver"),
-    "searcher-stopped": stopped("searcher-0"),
-    "trainer-stopped": stopped("trainer"),
-    "searcher-hangs": hangs("searcher-0"),
-    "trainer-hangs": hangs("trainer"),
-    "evaluation": evaluation,
-    "resume": resume,
-    "bits": bits,
-    "truncated": truncated,
-    "emptied": emptied,
-    "log-gone": log_gone,
-    "log-stale": strange_log(earlier=True),
-    "log-foreign": strange_log(earlier=False),
-    "bodies-swapped": by_sql(SWAPPED),
-    "body-foreign": by_sql(COPIED),
-    "rows-removed": by_sql(LAST_ROW, MIDDLE),
-    "disk-before": full_disk(1, EVERY - 5),
-    "disk-after": full_disk(EVERY + 5, None),
-    "clock": clock,
-    "two-resumes": two_resumes,
-    "version": other_version,
-    "copied-back": copied_back,
-    "copied-under": copied_under,
-    "searcher-memory": little_memory("searcher-0"),
-    "trainer-memory": little_memory("trainer"),
-    "output-closed": no_output(">&-"),
-    "output-full": no_output("> /dev/full"),
-    "eio-metrics": disk_errors("metrics.jsonl"),
-    "eio-checkpoint": disk_errors("/checkpoints/"),
-    "eio-weights": disk_errors("/weights/"),
-    "eio-journal": disk_errors("journal.sqlite"),
-    "eio-evaluations": disk_errors("evaluations.jsonl"),
-    "eio-log": disk_errors("searcher-0.log"),
-    "eio-ledger": disk_errors("trainer.result.json", at_the_end=True),
-    "eio-summary": disk_errors("summary.json", at_the_end=True),
-    **{f"reward-{name}": hostile_reward(act) for name, act in ACTS.items()},
-    "refill": refill,
-    "teacher": teacher,
-    "memory-copy": memory_copy,
-    "searcher-files": searcher_files,
-    "moved": moved,
-    "gateway-no-token": at_the_gateway(strange_token("")),
-    "gateway-wrong-token": at_the_gateway(strange_token("ab" * 32)),
-    "gateway-replay": at_the_gateway(replayed),
-    "gateway-body": at_the_gateway(large_body),
+    "searcher": kill_part("searcher-0"),
+    "trainer": kill_part("trainer"),
+    "driver": kill_part("driver"),
+    "searcher-grading": kill_part_while_grading("searcher-0"),
+    "driver-grading": kill_part_while_grading("driver"),
+    "searcher-stopped": pause_part("searcher-0"),
+    "trainer-stopped": pause_part("trainer"),
+    "searcher-hangs": hang_part("searcher-0"),
+    "trainer-hangs": hang_part("trainer"),
+    "evaluation": kill_during_evaluation,
+    "resume": kill_resumes,
+    "bits": flip_bits,
+    "truncated": truncate_journal,
+    "emptied": empty_journal,
+    "log-gone": remove_log,
+    "log-stale": put_strange_log(earlier=True),
+    "log-foreign": put_strange_log(earlier=False),
+    "bodies-swapped": damage_by_sql(SWAP_BODIES),
+    "body-foreign": damage_by_sql(COPY_BODY),
+    "rows-removed": damage_by_sql(DELETE_LAST_ROW, DELETE_MIDDLE_ROWS),
+    "disk-before": fill_disk(1, STEPS_PER_CHECKPOINT - 5),
+    "disk-after": fill_disk(STEPS_PER_CHECKPOINT + 5, None),
+    "clock": set_clock_back,
+    "two-resumes": resume_twice,
+    "version": join_with_other_version,
+    "copied-back": put_back_backup,
+    "copied-under": put_backup_under_run,
+    "searcher-memory": limit_memory("searcher-0"),
+    "trainer-memory": limit_memory("trainer"),
+    "output-closed": close_output(">&-"),
+    "output-full": close_output("> /dev/full"),
+    "eio-metrics": fail_disk("metrics.jsonl"),
+    "eio-checkpoint": fail_disk("/checkpoints/"),
+    "eio-weights": fail_disk("/weights/"),
+    "eio-journal": fail_disk("journal.sqlite"),
+    "eio-evaluations": fail_disk("evaluations.jsonl"),
+    "eio-log": fail_disk("searcher-0.log"),
+    "eio-ledger": fail_disk("trainer.result.json", at_the_end=True),
+    "eio-summary": fail_disk("summary.json", at_the_end=True),
+    **{f"reward-{name}": use_hostile_reward(act) for name, act in ACTS.items()},
+    "refill": kill_driver_with_refill,
+    "teacher": change_teacher,
+    "memory-copy": resume_copy,
+    "searcher-files": limit_searcher_files,
+    "moved": move_run,
+    "gateway-no-token": attack_gateway(use_strange_token("")),
+    "gateway-wrong-token": attack_gateway(use_strange_token("ab" * 32)),
+    "gateway-replay": attack_gateway(replay_requests),
+    "gateway-body": attack_gateway(send_large_body),
 }
 
 
 def main() -> int:
-    """The exit code: 1 when a requirement was not met."""
+    """Makes the runs; returns the exit code, 1 when a requirement was not met."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--runs", type=int, default=4, help="runs of each kind")
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--out", type=Path, help="CSV")
     parser.add_argument("--keep", type=Path, help="folder in which the runs are kept")
-    arguments = parser.parse_args()
-    kinds = arguments.kinds.split(",")
+    options = parser.parse_args()
+    kinds = options.kinds.split(",")
     if unknown := set(kinds) - set(KINDS):
         parser.error(f"no such kinds: {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
-    found = read(arguments.out)
-    there = {(o.kind, o.number) for o in found}
+    outcomes = read_outcomes(options.out)
+    recorded_runs = {(o.kind, o.number) for o in outcomes}
     with tempfile.TemporaryDirectory() as temporary:
-        folder = arguments.keep or Path(temporary)
-        for number in range(arguments.runs):
+        folder = options.keep or Path(temporary)
+        for number in range(options.runs):
             for kind in kinds:
-                if (kind, number) not in there:
-                    found.append(disturbed(kind, number, arguments.steps, folder / f"{kind}-{number}"))
-                    say(found[-1])
-                    note(arguments.out, found[-1])
-    return verdict(found)
+                if (kind, number) not in recorded_runs:
+                    outcomes.append(make_disturbed_run(kind, number, options.steps, folder / f"{kind}-{number}"))
+                    print_outcome(outcomes[-1])
+                    append_outcome(options.out, outcomes[-1])
+    return print_verdict(outcomes)
 
 
-def disturbed(kind: str, number: int, steps: int, folder: Path) -> Outcome:
-    """One run to its end."""
+def make_disturbed_run(kind: str, number: int, steps: int, folder: Path) -> Outcome:
+    """Makes one disturbed run to its end; returns its outcome."""
     shutil.rmtree(folder, ignore_errors=True)
-    scratch, began = folder / "beside", time.monotonic()
-    scratch.mkdir(parents=True)
-    run = Run(kind, number, steps, folder / "runs" / "run", scratch, random.Random(f"{kind} {number}"))
-    hung = finished = False
+    scratch_folder, start = folder / "beside", time.monotonic()
+    scratch_folder.mkdir(parents=True)
+    run = Run(kind, number, steps, folder / "runs" / "run", scratch_folder, random.Random(f"{kind} {number}"))
+    is_hung = is_finished = False
     try:
         try:
             KINDS[kind](run)
-        except Missed as missed:
-            run.require(False, f"nothing was done to it: {missed}")
-        finished = to_its_end(run)
-        run.require(not any("Traceback" in run.said(n) for n in range(len(run.begun))), "a traceback")
-        if not finished:
-            run.wrong.append(run.said()[-600:])
-        return outcome(run, finished, hung, time.monotonic() - began)
-    except Hangs as error:
-        run.wrong.append(str(error))
-        return outcome(run, False, True, time.monotonic() - began)
+        except TooLate as error:
+            run.require(False, f"nothing was done to it: {error}")
+        is_finished = reaches_end(run)
+        run.require(not any("Traceback" in run.text(n) for n in range(len(run.processes))), "a traceback")
+        if not is_finished:
+            run.violations.append(run.text()[-600:])
+        return outcome(run, is_finished, is_hung, time.monotonic() - start)
+    except DeadlineMissed as error:
+        run.violations.append(str(error))
+        return outcome(run, False, True, time.monotonic() - start)
     finally:
-        for process, _ in run.begun:
+        for process, _ in run.processes:
             process.kill()
             process.wait()
         subprocess.run(["umount", "-l", str(run.path.parent)], capture_output=True)
 
 
-def to_its_end(run: Run) -> bool:
-    """Whether it has made all its steps; taken up once if it was left, and told once that rows are lost."""
-    code = run.ended()
+def reaches_end(run: Run) -> bool:
+    """Returns whether the run makes all its steps, resumed once if it stopped, and once more to accept lost rows."""
+    code = run.exit_code()
     if code:
         run.resume()
-        code = run.ended()
-    if code == 2 and run.inflicting and "--accept-lost-rows" in run.said():
+        code = run.exit_code()
+    if code == 2 and run.is_damaged and "--accept-lost-rows" in run.text():
         run.resume("--accept-lost-rows")
-        code = run.ended()
+        code = run.exit_code()
     # where the second kill of `resume` came after the last step and the summary, nothing is left to be resumed
-    return code == 0 or (code == 2 and f"has made {run.steps} steps, all that were asked for" in run.said())
+    return code == 0 or (code == 2 and f"has made {run.steps} steps, all that were asked for" in run.text())
 
 
-def outcome(run: Run, finished: bool, hung: bool, seconds: float) -> Outcome:
-    """What the run left."""
+def outcome(run: Run, is_finished: bool, is_hung: bool, seconds: float) -> Outcome:
+    """Returns the outcome of a run from its journal, summary and faults."""
     summary = Summary.read(run.path)
-    missing, reported, twice, closes, accuracy = 0, 0, 0, False, float("nan")
+    missing_rows, reported, repeated_uses, closes, accuracy = 0, 0, 0, False, float("nan")
     if summary is None:
-        run.wrong.append("no summary")
+        run.violations.append("no summary")
     else:
-        after = rows_of(run.path / "journal.sqlite")
-        missing = sum(after.get(seq) != row for seq, row in run.acknowledged.items())
-        reported = reported_lost(run.path)
+        rows_after = rows_of(run.path / "journal.sqlite")
+        missing_rows = sum(rows_after.get(seq) != row for seq, row in run.acknowledged.items())
+        reported = reported_losses(run.path)
         trained = summary.trajectories.trained_total
         branch = {int(row["step"]): row["trajectories"] for row in read_metrics(run.path)}
         uses = int(uses_of(RunDirectory.open(run.path)).sum())
-        twice = abs(uses - trained) + int(abs(sum(branch.values()) - trained))
+        repeated_uses = abs(uses - trained) + int(abs(sum(branch.values()) - trained))
         closes = summary.tokens.closes() and summary.trajectories.closes()
         figures = {e.version.step: e.value for e in summary.evaluations if e.metric == SAMPLED}
         accuracy = figures.get(run.steps, accuracy)
-        wanted = {0, run.steps} | (set(range(0, run.steps, EVERY)) if run.kind == "evaluation" else set())
-        run.require(wanted <= set(figures), f"evaluated at {sorted(figures)}, not at all of {sorted(wanted)}")
+        required_steps = {0, run.steps}
+        if run.kind == "evaluation":
+            required_steps |= set(range(0, run.steps, STEPS_PER_CHECKPOINT))
+        violation = f"evaluated at {sorted(figures)}, not at all of {sorted(required_steps)}"
+        run.require(required_steps <= set(figures), violation)
     return Outcome(
         kind=run.kind,
         number=run.number,
         step=run.step,
-        finished=finished,
+        finished=is_finished,
         acknowledged=len(run.acknowledged),
-        lost=max(0, missing - reported) if run.inflicting else missing,
-        inflicted=max(missing, reported if run.going else 0) if run.inflicting else 0,
+        lost=max(0, missing_rows - reported) if run.is_damaged else missing_rows,
+        inflicted=max(missing_rows, reported if run.goes_on else 0) if run.is_damaged else 0,
         reported=reported,
-        twice=twice,
+        twice=repeated_uses,
         closes=closes,
-        hangs=int(hung),
+        hangs=int(is_hung),
         accuracy=accuracy,
         seconds=round(seconds, 1),
-        wrong="; ".join(run.wrong),
+        wrong="; ".join(run.violations),
         faults=" ".join(f"{name}={n}" for name, n in count_faults(run.path).items() if n) if run.path.exists() else "",
     )
 
 
-def reported_lost(path: Path) -> int:
-    """What the run says in faults.jsonl: of the journal as a whole, and of single trajectories that were damaged."""
-    said = [str(f["what"]) for f in read_faults(path) if f["kind"] == "journal_recoveries"]
-    lost = re.findall(r"(\d+) (?:could not be read|trajectories are missing)", " ".join(said))
-    return sum(map(int, lost)) + count_faults(path)["damaged_trajectories"]
+def reported_losses(path: Path) -> int:
+    """Returns the lost rows that faults.jsonl reports, of the journal as a whole and of single trajectories."""
+    sentences = [str(f["what"]) for f in read_faults(path) if f["kind"] == "journal_recoveries"]
+    counts = re.findall(r"(\d+) (?:could not be read|trajectories are missing)", " ".join(sentences))
+    return sum(map(int, counts)) + count_faults(path)["damaged_trajectories"]
 
 
-def verdict(found: Sequence[Outcome]) -> int:
-    """The table, and whether all is as required."""
+def print_verdict(outcomes: Sequence[Outcome]) -> int:
+    """Prints the table; returns exit code 1 unless all is as required."""
     print(
         "\n| kind | runs | finished | acknowledged before | lost | trained twice | account closes | hangs "
         "| inflicted | reported | sampled accuracy |\n|---|---|---|---|---|---|---|---|---|---|---|"
     )
-    for kind in [*dict.fromkeys(o.kind for o in found), "all but none"]:
-        of = [o for o in found if o.kind == kind or (kind == "all but none" and o.kind != "none")]
-        if of:
+    for kind in [*dict.fromkeys(o.kind for o in outcomes), "all but none"]:
+        rows = [o for o in outcomes if o.kind == kind or (kind == "all but none" and o.kind != "none")]
+        if rows:
             print(
-                f"| {kind} | {len(of)} | {sum(o.finished for o in of)} | {sum(o.acknowledged for o in of):,} "
-                f"| {sum(o.lost for o in of)} | {sum(o.twice for o in of)} | {sum(o.closes for o in of)} "
-                f"| {sum(o.hangs for o in of)} | {sum(o.inflicted for o in of):,} | {sum(o.reported for o in of):,} "
-                f"| {spread([o.accuracy for o in of])} |"
+                f"| {kind} | {len(rows)} | {sum(o.finished for o in rows)} | {sum(o.acknowledged for o in rows):,} "
+                f"| {sum(o.lost for o in rows)} | {sum(o.twice for o in rows)} | {sum(o.closes for o in rows)} "
+                f"| {sum(o.hangs for o in rows)} | {sum(o.inflicted for o in rows):,} "
+                f"| {sum(o.reported for o in rows):,} | {spread([o.accuracy for o in rows])} |"
             )
-    bad = [o for o in found if o.bad]
-    for o in bad:
+    failed_outcomes = [o for o in outcomes if o.bad]
+    for o in failed_outcomes:
         print(f"NOT AS REQUIRED: {o}")
-    return 1 if bad else 0
+    return 1 if failed_outcomes else 0
 
 
 def spread(values: Iterable[float]) -> str:
-    known = [v for v in values if v == v]
-    return f"{min(known):.1%} to {max(known):.1%}, mean {sum(known) / len(known):.1%}" if known else ""
+    numbers = [value for value in values if value == value]  # not NaN
+    mean = sum(numbers) / max(1, len(numbers))
+    return f"{min(numbers):.1%} to {max(numbers):.1%}, mean {mean:.1%}" if numbers else ""
 
 
-def say(o: Outcome) -> None:
-    """One line for a run."""
+def print_outcome(o: Outcome) -> None:
+    """Prints one line for a run."""
     print(
         f"{o.kind:16} {o.number} at step {o.step:3}: {'finished' if o.finished else 'DID NOT FINISH'}, "
         f"{o.acknowledged} acknowledged, {o.lost} lost, {o.twice} twice, {'closes' if o.closes else 'DOES NOT CLOSE'}, "
@@ -987,19 +991,19 @@ def say(o: Outcome) -> None:
     )
 
 
-def note(out: Path | None, o: Outcome) -> None:
-    """A row more."""
+def append_outcome(out: Path | None, o: Outcome) -> None:
+    """Appends a row to the file."""
     if out is not None:
-        new = not out.exists()
+        is_new = not out.exists()
         with out.open("a", newline="") as file:
             writer = csv.DictWriter(file, [f.name for f in fields(Outcome)])
-            if new:
+            if is_new:
                 writer.writeheader()
             writer.writerow(asdict(o))
 
 
-def read(out: Path | None) -> list[Outcome]:
-    """What an earlier call has noted."""
+def read_outcomes(out: Path | None) -> list[Outcome]:
+    """Returns the outcomes that an earlier call has written."""
     if out is None or not out.exists():
         return []
     kinds: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str, "bool": "True".__eq__}
@@ -1011,12 +1015,12 @@ def read(out: Path | None) -> list[Outcome]:
 
 
 def rows_of(journal: Path) -> Rows:
-    """All that the journal has acknowledged."""
+    """Returns all rows that the journal has acknowledged, by their sequence number."""
     query = "SELECT seq, prompt, tokens, body FROM bodies"
-    return {seq: row for seq, *row in some(journal, query)}
+    return {seq: row for seq, *row in query_rows(journal, query)}
 
 
-def some(journal: Path, query: str) -> list[tuple[Any, ...]]:
+def query_rows(journal: Path, query: str) -> list[tuple[Any, ...]]:
     if not journal.exists():
         return []
     with closing(sqlite3.connect(journal, timeout=30.0)) as connection:

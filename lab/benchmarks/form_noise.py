@@ -57,11 +57,11 @@ from tba_lab.tb_forms import LeastVarianceBalance, lowered
 
 BETA = 0.05
 BEST = 1 / (1 + math.e)
-UNSEEN = 0.08  # of the policy, in the data `top_p`
-WRONG = 0.05  # nats
-USES = 3  # of a group, in the data `again`
-GROUPS = 7  # of a batch, whose mean slant the form `asymmetric` remembers; one in the data `again`
-SIZES = (4, 8, 20)
+UNSEEN_CHANCE = 0.08  # of the policy, in the data `top_p`
+RECORDING_ERROR = 0.05  # nats
+GROUP_USES = 3  # of a group, in the data `again`
+BATCH_GROUPS = 7  # groups of a batch, whose mean slant the form `asymmetric` remembers; one in the data `again`
+GROUP_SIZES = (4, 8, 20)
 REWARDS = ("plus_minus", "zero_one", "world", "gaussian", "mostly")
 DATA = (
     *("fresh", "stale", "fixed_9", "fixed_1", "distinct", "selected"),
@@ -107,7 +107,7 @@ class Groups:
     chance_N: Tensor
     as_sampled: bool  # as replay says it of a group (`Group.as_sampled`)
 
-    def expected(self, x_NK: Tensor, size: int) -> float:
+    def expected_sum(self, x_NK: Tensor, size: int) -> float:
         """Returns the expected sum over the rows of a group, over `size`."""
         return float((self.chance_N[:, None] * x_NK).sum()) / size
 
@@ -123,18 +123,18 @@ def _compositions(kinds: int, size: int) -> Iterator[tuple[int, ...]]:
     if kinds == 1:
         yield (size,)
         return
-    for first in range(size + 1):
-        for rest in _compositions(kinds - 1, size - first):
-            yield (first, *rest)
+    for count in range(size + 1):
+        for counts in _compositions(kinds - 1, size - count):
+            yield (count, *counts)
 
 
-def independent(world: World, size: int, risk: float, selected: bool = False) -> Groups:
+def independent_groups(world: World, size: int, risk: float, is_selected: bool = False) -> Groups:
     """Returns groups of independent answers, risky ones with probability `risk`."""
-    (groups,) = rejected(world, size, risk, 0.0, selected)
+    (groups,) = with_rejections(world, size, risk, 0.0, is_selected)
     return groups
 
 
-def rejected(world: World, size: int, risk: float, share: float, selected: bool = False) -> list[Groups]:
+def with_rejections(world: World, size: int, risk: float, share: float, is_selected: bool = False) -> list[Groups]:
     """Returns groups of `size` answers less those that are rejected, by their number, which is below `size`.
 
     share: of all answers, how many are rejected; they are risky ones. A group with a rejected answer says so; all do
@@ -142,50 +142,52 @@ def rejected(world: World, size: int, risk: float, share: float, selected: bool 
     """
     kinds = [(True, r, (risk - share) * p) for r, p in world.risky]
     kinds += [(False, r, (1 - risk) * p) for r, p in world.safe]
-    weight_J = torch.tensor([p * (math.exp(r) if selected else 1.0) for _, r, p in kinds], dtype=torch.float64)
+    weight_J = torch.tensor([p * (math.exp(r) if is_selected else 1.0) for _, r, p in kinds], dtype=torch.float64)
     risky_J = torch.tensor([is_risky for is_risky, _, _ in kinds])
     reward_J = torch.tensor([reward for _, reward, _ in kinds], dtype=torch.float64)
-    made = []
-    for rest in range(size, 0 if share else size - 1, -1):
-        out = size - rest
-        counts_NJ, orders_N = multisets(len(kinds), rest)
+    groups = []
+    for kept_count in range(size, 0 if share else size - 1, -1):
+        rejected_count = size - kept_count
+        counts_NJ, orders_N = multisets(len(kinds), kept_count)
         chance_J = weight_J * (1 - share) / weight_J.sum()
-        log_out = out * math.log(share) + math.log(math.comb(size, out)) if out else 0.0
+        log_out = 0.0
+        if rejected_count:
+            log_out = rejected_count * math.log(share) + math.log(math.comb(size, rejected_count))
         chance_N = (orders_N + torch.special.xlogy(counts_NJ, chance_J).sum(1) + log_out).exp()
         is_kept_N = chance_N > 1e-12  # of the rest there are a million at most
         if not is_kept_N.any():
             break
         counts_NJ, chance_N = counts_NJ[is_kept_N], chance_N[is_kept_N]
         bounds_NJ = counts_NJ.cumsum(1)
-        kind_NK = (torch.arange(rest)[None, :, None] >= bounds_NJ[:, None, :]).sum(2)
-        as_sampled = not selected and not out and share <= RARE
-        made.append(Groups(risky_J[kind_NK], reward_J[kind_NK], chance_N, as_sampled))
-    return made
+        kind_NK = (torch.arange(kept_count)[None, :, None] >= bounds_NJ[:, None, :]).sum(2)
+        as_sampled = not is_selected and not rejected_count and share <= RARE
+        groups.append(Groups(risky_J[kind_NK], reward_J[kind_NK], chance_N, as_sampled))
+    return groups
 
 
-def without_copies(world: World, size: int, risk: float) -> list[Groups]:
+def groups_without_copies(world: World, size: int, risk: float) -> list[Groups]:
     """Returns groups of `size` answers of which the risky one is kept once; safe ones never repeat."""
     count = torch.arange(size + 1, dtype=torch.float64)
     orders = math.lgamma(size + 1) - torch.lgamma(count + 1) - torch.lgamma(size - count + 1)
     chances = (orders + torch.special.xlogy(count, risk) + torch.special.xlogy(size - count, 1 - risk)).exp().tolist()
     copies = sum((n - 1) * chance for n, chance in enumerate(chances) if n > 1) / size  # of all answers
-    made = []
+    groups = []
     for n, chance in enumerate(chances):
         if chance < 1e-9:
             continue
         rows = []
         for reward, p in world.risky if n else ((0.0, 1.0),):
-            for others, q in _safe_rewards(world.safe, size - n):
-                rows.append(((reward,) * min(n, 1) + others, chance * p * q))
+            for safe_rewards, q in _safe_rewards(world.safe, size - n):
+                rows.append(((reward,) * min(n, 1) + safe_rewards, chance * p * q))
         rewards, chance_of = zip(*rows, strict=True)
         reward_NK, chance_N = (torch.tensor(x, dtype=torch.float64) for x in (rewards, chance_of))
         risky_NK = torch.zeros_like(reward_NK, dtype=torch.bool)
         risky_NK[:, : min(n, 1)] = True
-        made.append(Groups(risky_NK, reward_NK, chance_N, n < 2 and copies <= RARE))
-    return made
+        groups.append(Groups(risky_NK, reward_NK, chance_N, n < 2 and copies <= RARE))
+    return groups
 
 
-def distinct(world: World, size: int, risk: float) -> Groups:
+def distinct_groups(world: World, size: int, risk: float) -> Groups:
     """Draws among one risky answer and `size` safe ones, equally likely, until `size` are different.
 
     Each answer rings at an exponential time at its own rate; the first `size` to ring are the group. The risky one is
@@ -194,13 +196,13 @@ def distinct(world: World, size: int, risk: float) -> Groups:
     safe = (1 - risk) / size
     nodes, weights = quantiles()
     # the time at which the risky one rings, by its quantile u: exp(-risk t) = 1 - u
-    missing = float((weights * (1 - (1 - nodes) ** (safe / risk)) ** size).sum())
+    missing_chance = float((weights * (1 - (1 - nodes) ** (safe / risk)) ** size).sum())
     rows = []
-    for count, chance in ((1, 1 - missing), (0, missing)):
+    for count, chance in ((1, 1 - missing_chance), (0, missing_chance)):
         for reward, p in world.risky if count else ((0.0, 1.0),):
-            for others, q in _safe_rewards(world.safe, size - count):
+            for safe_rewards, q in _safe_rewards(world.safe, size - count):
                 risky = (True,) * count + (False,) * (size - count)
-                rows.append((risky, (reward,) * count + others, chance * p * q))
+                rows.append((risky, (reward,) * count + safe_rewards, chance * p * q))
     risky_NK, rewards, chances = zip(*rows, strict=True)
     reward_NK, chance_N = (torch.tensor(x, dtype=torch.float64) for x in (rewards, chances))
     return Groups(torch.tensor(risky_NK), reward_NK, chance_N, as_sampled=False)
@@ -227,8 +229,8 @@ class Source:
 
     chance: float
     groups: Groups
-    sampled: float  # P(risky) of the behaviour policy
-    wrong: float = 0.0  # nats by which the recorded log-probability of a risky answer is too high
+    behavior_risk: float  # P(risky) of the behaviour policy
+    recording_error: float = 0.0  # nats by which the recorded log-probability of a risky answer is too high
 
 
 @dataclass(frozen=True)
@@ -246,7 +248,7 @@ class Cell:
         return 0.1 if self.data == "copies" else 0.5
 
     @property
-    def best(self) -> float:
+    def best_risk(self) -> float:
         """P(risky) of the best policy."""
         return _chance(_logit(self.reference) - 1)
 
@@ -254,13 +256,13 @@ class Cell:
     def bias(self) -> float:
         """P(risky) where it settles, minus the best."""
         if self.data == "stale":
-            return self.ended() - self.best
+            return self.end_risk() - self.best_risk
         if self.data == "top_p":
-            return self.unseen() - UNSEEN
-        fixed = {"fixed_9": 0.9, "fixed_1": 0.1}.get(self.data)
-        return _chance(root(lambda x: self.slope(_chance(x), fixed or _chance(x)))) - self.best
+            return self.unseen_chance() - UNSEEN_CHANCE
+        fixed_risk = {"fixed_9": 0.9, "fixed_1": 0.1}.get(self.data)
+        return _chance(find_root(lambda x: self.slope(_chance(x), fixed_risk or _chance(x)))) - self.best_risk
 
-    def ended(self, updates: int = 200, rate: float = 5.0, lag: int = 10) -> float:
+    def end_risk(self, updates: int = 200, rate: float = 5.0, lag: int = 10) -> float:
         """P(risky) at the end of exact gradient steps on data of the policy `lag` updates ago, from 0.5."""
         past = [0.0]
         for _ in range(updates):
@@ -268,62 +270,63 @@ class Cell:
             past.append(past[-1] + rate * self.slope(_chance(past[-1]), _chance(behavior)))
         return _chance(sum(past[-2 * lag :]) / (2 * lag))
 
-    def unseen(self, updates: int = 200, rate: float = 5.0) -> float:
+    def unseen_chance(self, updates: int = 200, rate: float = 5.0) -> float:
         """Returns the probability of an answer that is never sampled after exact gradient steps from `UNSEEN`.
 
         The two others are at their best, and share what pushes up as they share their probability.
         """
-        shares_squared = self.best**2 + (1 - self.best) ** 2
+        shares_squared = self.best_risk**2 + (1 - self.best_risk) ** 2
         log_odds = _logit(
-            UNSEEN
+            UNSEEN_CHANCE
         )  # against the two others, of which the gradient of one moves all as their softmax has it
         for _ in range(updates):
             unseen = _chance(log_odds)
-            log_odds -= rate * self._pushed_up(unseen) * (1 + shares_squared) * unseen
+            log_odds -= rate * self._total_push(unseen) * (1 + shares_squared) * unseen
         return _chance(log_odds)
 
-    def _pushed_up(self, unseen: float) -> float:
+    def _total_push(self, unseen: float) -> float:
         """Returns the sum over rows of what is pushed up, on average, over K, at the best policy of those seen."""
-        risk = self.best
+        risk = self.best_risk
         return sum(
-            source.chance * source.groups.expected(up_NK, self.size)
+            source.chance * source.groups.expected_sum(up_NK, self.size)
             for source, up_NK in self._pushes(risk, self.sources(risk), scale=1 - unseen)
         )
 
-    def sources(self, sampled: float) -> list[Source]:
-        """Returns the groups that may come at P(risky) = `sampled` of the behaviour."""
+    def sources(self, behavior_risk: float) -> list[Source]:
+        """Returns the groups that may come at P(risky) = `behavior_risk` of the behaviour."""
         worlds, size = WORLDS[self.reward], self.size
-        made: list[Source] = []
+        sources: list[Source] = []
         for world in worlds:
             groups: list[Groups] = []
             match self.data:
                 case "distinct":
-                    groups = [distinct(world, size, sampled)]
+                    groups = [distinct_groups(world, size, behavior_risk)]
                 case "copies":
-                    groups = without_copies(world, size, sampled)
+                    groups = groups_without_copies(world, size, behavior_risk)
                 case "rejected" | "deadline":
                     share = 0.005 if self.data == "rejected" else 0.05  # of all at the best policy
-                    groups = rejected(world, size, sampled, share * sampled / BEST)
+                    groups = with_rejections(world, size, behavior_risk, share * behavior_risk / BEST)
                 case "mixed":
                     groups = []
                 case _:
-                    groups = [independent(world, size, sampled, self.data == "selected")]
-            wrong = WRONG if self.data == "recorded" else 0.0
-            made += [Source(world.chance, one, sampled, wrong) for one in groups]
+                    groups = [independent_groups(world, size, behavior_risk, self.data == "selected")]
+            recording_error = RECORDING_ERROR if self.data == "recorded" else 0.0
+            sources += [Source(world.chance, group_set, behavior_risk, recording_error) for group_set in groups]
         if self.data == "mixed":
-            other = REWARDS[(REWARDS.index(self.reward) + 1) % len(REWARDS)]
-            for reward, behavior in ((self.reward, 0.95), (other, 0.05)):
-                made += [Source(w.chance / 2, independent(w, size, behavior), behavior) for w in WORLDS[reward]]
-        return made
+            other_reward = REWARDS[(REWARDS.index(self.reward) + 1) % len(REWARDS)]
+            for reward, behavior in ((self.reward, 0.95), (other_reward, 0.05)):
+                for world in WORLDS[reward]:
+                    sources.append(Source(world.chance / 2, independent_groups(world, size, behavior), behavior))
+        return sources
 
-    def slope(self, risk: float, sampled: float) -> float:
-        """The expected slope in the logit of the risky answer, at P(risky) = `risk`, data of P(risky) = `sampled`.
+    def slope(self, risk: float, behavior_risk: float) -> float:
+        """Returns the expected slope in the logit of the risky answer, at P(risky) = `risk`, data at `behavior_risk`.
 
         Safe ones among distinct answers are alike, so that this logit decides.
         """
         return sum(
-            source.chance * source.groups.expected(up_NK * (source.groups.risky_NK.double() - risk), self.size)
-            for source, up_NK in self._pushes(risk, self.sources(sampled))
+            source.chance * source.groups.expected_sum(up_NK * (source.groups.risky_NK.double() - risk), self.size)
+            for source, up_NK in self._pushes(risk, self.sources(behavior_risk))
         )
 
     def _pushes(self, risk: float, sources: Sequence[Source], scale: float = 1.0) -> Iterator[tuple[Source, Tensor]]:
@@ -332,18 +335,18 @@ class Cell:
         scale: of the probabilities of the policy, over those of a behaviour that leaves something out.
         """
         objective = FORMS[self.form]()
-        made = [(source, *self._batch(source, risk, scale)) for source in sources]
+        batches = [(source, *self._batch(source, risk, scale)) for source in sources]
         if not isinstance(objective, Asymmetric):
-            for source, batch, log_policy_BT in made:
+            for source, batch, log_policy_BT in batches:
                 yield source, _slopes(objective, source, batch, log_policy_BT)
             return
-        slants = [_slants(source, batch, log_policy_BT) for source, batch, log_policy_BT in made]
-        mean, deviation = _moments([source for source, _, _ in made], slants)
+        slants = [_slants(source, batch, log_policy_BT) for source, batch, log_policy_BT in batches]
+        mean, deviation = _moments([source for source, _, _ in batches], slants)
         # c is a positive part, so that what the memory has by chance does not cancel
-        uses, groups = (USES, 1) if self.data == "again" else (1, GROUPS)
+        uses, groups = (GROUP_USES, 1) if self.data == "again" else (1, BATCH_GROUPS)
         error = deviation * math.sqrt((1 - DECAY) / (1 + DECAY) / groups)  # as the memory has it
         deviation *= (1 - DECAY**uses) / math.sqrt((1 - DECAY ** (2 * uses)) * groups)
-        for (source, batch, log_policy_BT), slant_N in zip(made, slants, strict=True):
+        for (source, batch, log_policy_BT), slant_N in zip(batches, slants, strict=True):
             none_NK, unit_NK = (self._with_push(c, source, batch, log_policy_BT) for c in (0.0, 1.0))
             c_N, mean_N, noise = torch.zeros_like(slant_N), torch.full_like(slant_N, mean), deviation
             for _ in range(uses):
@@ -377,7 +380,7 @@ class Cell:
             log_reference_BT=log(self.reference),
             reward_B=source.groups.reward_NK.flatten(),
             group_B=torch.arange(count).repeat_interleave(size),
-            log_behavior_BT=log(source.sampled) + source.wrong * risky_B.double()[:, None],
+            log_behavior_BT=log(source.behavior_risk) + source.recording_error * risky_B.double()[:, None],
             as_sampled_G=torch.full((count,), source.groups.as_sampled),
         )
         return batch, log(risk) + math.log(scale)
@@ -417,7 +420,7 @@ def _expected_positive(mean_N: Tensor, deviation: float) -> Tensor:
     return mean_N * torch.special.ndtr(z_N) + deviation * torch.exp(-z_N.square() / 2) / math.sqrt(2 * math.pi)
 
 
-def root(f: Callable[[float], float], low: float = -7.0, high: float = 7.0) -> float:
+def find_root(f: Callable[[float], float], low: float = -7.0, high: float = 7.0) -> float:
     """Where a function that falls from `low` to `high` is zero, by regula falsi with halving (Illinois); an end if it
     has one sign.
     """
@@ -444,12 +447,12 @@ def _logit(p: float) -> float:
     return math.log(p / (1 - p))
 
 
-def largest(rows: Sequence[tuple[str, str, str, int, str]], forms: Sequence[str]) -> str:
+def largest_biases(rows: Sequence[tuple[str, str, str, int, str]], forms: Sequence[str]) -> str:
     """By data and form over all rewards and K, with its sign."""
     lines = [f"| data | {' | '.join(forms)} |", f"|{'---|' * (1 + len(forms))}"]
     for data in dict.fromkeys(row[2] for row in rows):
-        found = [max((float(r[4]) for r in rows if (r[2], r[0]) == (data, form)), key=abs) for form in forms]
-        lines.append(f"| {data} | {' | '.join(f'{x:+.3f}' for x in found)} |")
+        biases = [max((float(r[4]) for r in rows if (r[2], r[0]) == (data, form)), key=abs) for form in forms]
+        lines.append(f"| {data} | {' | '.join(f'{x:+.3f}' for x in biases)} |")
     return "\n".join(lines)
 
 
@@ -458,19 +461,19 @@ def main() -> None:
     parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=list(FORMS))
     parser.add_argument("--rewards", nargs="+", default=list(REWARDS), choices=REWARDS)
     parser.add_argument("--data", nargs="+", default=list(DATA), choices=DATA)
-    parser.add_argument("--groups", nargs="+", type=int, default=list(SIZES))
+    parser.add_argument("--groups", nargs="+", type=int, default=list(GROUP_SIZES))
     parser.add_argument("--csv", type=Path)
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
-    print(f"| rewards | data | K | {' | '.join(given.forms)} |\n|{'---|' * (3 + len(given.forms))}")
-    for reward, data, size in product(given.rewards, given.data, given.groups):
-        found = [Cell(reward, data, size, form).bias for form in given.forms]
-        print(f"| {reward} | {data} | {size} | {' | '.join(f'{x:+.3f}' for x in found)} |", flush=True)
-        rows += [(form, reward, data, size, f"{x:.5f}") for form, x in zip(given.forms, found, strict=True)]
-    print(f"\nThe largest distance:\n\n{largest(rows, given.forms)}")
-    if given.csv is not None:
-        with given.csv.open("w", newline="") as file:
+    print(f"| rewards | data | K | {' | '.join(options.forms)} |\n|{'---|' * (3 + len(options.forms))}")
+    for reward, data, size in product(options.rewards, options.data, options.groups):
+        biases = [Cell(reward, data, size, form).bias for form in options.forms]
+        print(f"| {reward} | {data} | {size} | {' | '.join(f'{x:+.3f}' for x in biases)} |", flush=True)
+        rows += [(form, reward, data, size, f"{x:.5f}") for form, x in zip(options.forms, biases, strict=True)]
+    print(f"\nThe largest distance:\n\n{largest_biases(rows, options.forms)}")
+    if options.csv is not None:
+        with options.csv.open("w", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows([("variant", "rewards", "data", "K", "bias"), *rows])
 
 

@@ -76,18 +76,18 @@ from tba_lab.study import Study, Variant
 from tba_lab.tb_forms import LeastVarianceBalance, SpreadBalance, lowered
 
 RATES = (1e-4, 2e-4, 4e-4)
-TUNED_ON = 100  # the seed on which rates are chosen
+TUNING_SEED = 100  # the seed on which rates are chosen
 STALE, FRESH = (16, 0.5), (1, 0.95)  # k, m
 TIERS = (
     ("none", "exact", "asymmetric", "lowered"),
     ("grpo",),
     ("grpo-answer", "decoupled", "grpo-token", "tba-prime", "raft-best"),
 )
-RULE = ("none", "least-variance")  # of the second rule (lab/default_form.md): the simpler one first
+RULE_FORMS = ("none", "least-variance")  # of the second rule (lab/default_form.md): the simpler one first
 RULE_SEEDS = {STALE: range(16), FRESH: range(25)}
-ON_GPU = ("--model.device", "cuda", "--max-tokens-per-pass", "8192", "--model.generation.slots", "500",
+GPU_ARGUMENTS = ("--model.device", "cuda", "--max-tokens-per-pass", "8192", "--model.generation.slots", "500",
           "--evaluation.samples", "4")  # fmt: skip
-ON_CPU = ("--model.device", "cpu", "--model.dtype", "bfloat16")  # half of the time where a CPU multiplies in it
+CPU_ARGUMENTS = ("--model.device", "cpu", "--model.dtype", "bfloat16")  # half of the time where a CPU multiplies in it
 
 _beta = Constant(0.02)
 base = replace(
@@ -133,7 +133,7 @@ study = Study(  # for `tba train lab/benchmarks/forms.py::exact`
 
 @dataclass(frozen=True)
 class Cell:
-    """One run."""
+    """Names one run: its form, staleness, rate and seed."""
 
     form: str
     k: int
@@ -148,7 +148,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row(Cell):
-    """What came of it. Shares of 1; ess, lag and reward are means over updates."""
+    """Holds the figures of one run. Accuracies are shares of 1; ess, lag and reward are means over updates."""
 
     before: float
     after: float
@@ -171,28 +171,30 @@ def main() -> int:
     parser.add_argument("--fresh", action="store_true", help="the cells at k = 1")
     parser.add_argument("--rule", action="store_true", help="the runs of the second rule alone")
     parser.add_argument("--folder", type=Path, help="of the runs while they are made; default: beside the rows")
-    given, overrides = parser.parse_known_args()
-    if given.fresh and not given.cells:
+    options, overrides = parser.parse_known_args()
+    if options.fresh and not options.cells:
         parser.error("--fresh is of --cells: say which")
-    if not given.table:
-        if given.model is None:
+    if not options.table:
+        if options.model is None:
             parser.error("--model is missing: a folder, as `tba model smollm2 --out FOLDER` writes it")
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-        fixed = ["--model.path", given.model, *(ON_GPU if given.device == "cuda" else ON_CPU), *overrides]
-        bench = Bench(given.rows, given.folder or given.rows.parent / "runs", given.device, fixed)
-        parts = [cell.split(":") for cell in given.cells]
-        asked = [Cell(form, *(FRESH if given.fresh else STALE), float(rate), int(seed)) for form, rate, seed in parts]
-        missing_cells: Callable[[Sequence[Row]], list[Cell]] = partial(wanted, seeds=range(given.seeds))
-        if asked:
-            missing_cells = partial(left, asked)
-        elif given.rule:
-            missing_cells = wanted_by_rule
-        if not bench.go(given.at_once, missing_cells):
+        device_arguments = GPU_ARGUMENTS if options.device == "cuda" else CPU_ARGUMENTS
+        arguments = ["--model.path", options.model, *device_arguments, *overrides]
+        bench = Bench(options.rows, options.folder or options.rows.parent / "runs", options.device, arguments)
+        parts = [cell.split(":") for cell in options.cells]
+        k, m = FRESH if options.fresh else STALE
+        requested_cells = [Cell(form, k, m, float(rate), int(seed)) for form, rate, seed in parts]
+        find_missing: Callable[[Sequence[Row]], list[Cell]] = partial(next_cells, seeds=range(options.seeds))
+        if requested_cells:
+            find_missing = partial(missing_cells, requested_cells)
+        elif options.rule:
+            find_missing = next_rule_cells
+        if not bench.make_runs(options.at_once, find_missing):
             return 1
-    rows = read(given.rows)
+    rows = read_rows(options.rows)
     print(table(rows))
-    if given.rule:
-        print(pooled([r for r in rows if r.seed == TUNED_ON or _at_its_rate(r, rows)], *RULE))
+    if options.rule:
+        print(rule_verdict([r for r in rows if r.seed == TUNING_SEED or _has_best_rate(r, rows)], *RULE_FORMS))
     return 0
 
 
@@ -203,30 +205,30 @@ class Bench:
     rows: Path
     folder: Path
     device: str
-    fixed: Sequence[str]  # fields of every run
+    arguments: Sequence[str]  # fields of every run
     script: Path = Path(__file__).resolve()  # whose study has a variant for each form
     variant: str = "{}"  # its name, with a form put in
     row: type[Row] = Row
 
-    def go(self, at_once: int, missing: Callable[[Sequence[Row]], list[Cell]]) -> bool:
-        """Make what is missing beside the rows; whether all could be made. What is running is ended by an exception."""
+    def make_runs(self, at_once: int, find_missing: Callable[[Sequence[Row]], list[Cell]]) -> bool:
+        """Makes the missing runs; returns whether all could be made. An exception ends those that are running."""
         running: dict[Cell, Child] = {}
-        failed: set[Cell] = set()
+        failed_cells: set[Cell] = set()
         try:
             while True:
-                done = read(self.rows, self.row)
-                ready = [c for c in missing(done) if c not in running and c not in failed]
-                for cell in ready[: at_once - len(running)]:
+                rows = read_rows(self.rows, self.row)
+                startable_cells = [c for c in find_missing(rows) if c not in running and c not in failed_cells]
+                for cell in startable_cells[: at_once - len(running)]:
                     running[cell] = self._start(cell)
                 if not running:
-                    return not failed
+                    return not failed_cells
                 time.sleep(0.2)
                 for cell, process in list(running.items()):
                     if (code := process.poll()) is None:
                         continue
-                    _let_go(running.pop(cell))
+                    _close_input(running.pop(cell))
                     if code:
-                        failed.add(cell)
+                        failed_cells.add(cell)
                         print(f"{cell.name} failed: see {self.folder / cell.name}.log", flush=True)
                     else:
                         self._keep(cell)
@@ -234,7 +236,7 @@ class Bench:
             for process in running.values():
                 process.kill()
                 process.wait()
-                _let_go(process)
+                _close_input(process)
 
     def _start(self, cell: Cell) -> Child:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -251,86 +253,86 @@ class Bench:
         ]
         with (self.folder / f"{cell.name}.log").open("wb") as log:
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            return start(Program("run", "tba.__main__", (*command, *self.fixed)), environment, log.fileno())
+            return start(Program("run", "tba.__main__", (*command, *self.arguments)), environment, log.fileno())
 
     def _keep(self, cell: Cell) -> None:
         run = tba.open_run(self.folder / cell.name)
         names = {f.name for f in fields(self.row)}
-        values: Mapping[str, Any] = {name: value for name, value in measured(run).items() if name in names}
+        values: Mapping[str, Any] = {name: value for name, value in run_figures(run).items() if name in names}
         row = self.row(**asdict(cell), **values, device=self.device, commit=_commit())
-        write(self.rows, [*read(self.rows, self.row), row])
+        write_rows(self.rows, [*read_rows(self.rows, self.row), row])
         print(f"{cell.name}: {row.before:.1%} -> {row.after:.1%}, ess {row.ess:.2f}, lag {row.lag:.1f}", flush=True)
         shutil.rmtree(run.path)
 
 
-def measured(run: Run) -> dict[str, float]:
+def run_figures(run: Run) -> dict[str, float]:
     """The figures of a run that ended; `fall` is the largest below the best accuracy so far."""
-    sampled = [e.value for e in run.evaluations if e.metric == SAMPLED]
+    accuracies = [e.value for e in run.evaluations if e.metric == SAMPLED]
     steps = [{name: float(x) for name, x in step.items() if isinstance(x, int | float)} for step in run.metrics()]
     means = {name: fmean(step[name] for step in steps) for name in ("ess", "lag")}
     reward = fmean(step["reward"] for step in steps[-10:])
-    fall = max(best - value for best, value in zip(accumulate(sampled, max), sampled, strict=True))
-    return {"before": sampled[0], "after": sampled[-1], **means, "reward": reward, "fall": fall}
+    fall = max(best_so_far - value for best_so_far, value in zip(accumulate(accuracies, max), accuracies, strict=True))
+    return {"before": accuracies[0], "after": accuracies[-1], **means, "reward": reward, "fall": fall}
 
 
-def _let_go(process: Child) -> None:
+def _close_input(process: Child) -> None:
     """Close our end of the input of a process that has ended."""
     if process.stdin is not None:
         process.stdin.close()
 
 
-def left(asked: Sequence[Cell], done: Sequence[Row]) -> list[Cell]:
-    """The runs of these that are not there."""
-    there = {(r.form, r.k, r.rate, r.seed) for r in done}
-    return [c for c in asked if (c.form, c.k, c.rate, c.seed) not in there]
+def missing_cells(requested_cells: Sequence[Cell], rows: Sequence[Row]) -> list[Cell]:
+    """Returns the requested cells that have no row."""
+    existing_runs = {(r.form, r.k, r.rate, r.seed) for r in rows}
+    return [c for c in requested_cells if (c.form, c.k, c.rate, c.seed) not in existing_runs]
 
 
-def wanted(done: Sequence[Row], seeds: Sequence[int]) -> list[Cell]:
-    """The runs that can be made next and are not there, in order."""
+def next_cells(rows: Sequence[Row], seeds: Sequence[int]) -> list[Cell]:
+    """Returns the runs that can be made next and have no row, in order."""
     cells: list[Cell] = []
-    chosen: dict[str, float] = {}
+    best_rates: dict[str, float] = {}
     for tier in TIERS:
         for form in tier:
-            rates, best = tried(form, done)
-            cells += [Cell(form, *STALE, rate, TUNED_ON) for rate in rates]
+            rates, best = tuning_rates(form, rows)
+            cells += [Cell(form, *STALE, rate, TUNING_SEED) for rate in rates]
             if best is not None:
-                chosen[form] = best
-        cells += [Cell(form, *STALE, chosen[form], seed) for seed in seeds for form in tier if form in chosen]
-    cells += [Cell(form, *FRESH, rate, seed) for seed in seeds for form, rate in chosen.items()]
-    return left(cells, done)
+                best_rates[form] = best
+        cells += [Cell(form, *STALE, best_rates[form], seed) for seed in seeds for form in tier if form in best_rates]
+    cells += [Cell(form, *FRESH, rate, seed) for seed in seeds for form, rate in best_rates.items()]
+    return missing_cells(cells, rows)
 
 
-def wanted_by_rule(done: Sequence[Row]) -> list[Cell]:
-    """The runs of the second rule that can be made next and are not there, in order."""
+def next_rule_cells(rows: Sequence[Row]) -> list[Cell]:
+    """Returns the runs of the second rule that can be made next and have no row, in order."""
     cells: list[Cell] = []
     for (k, m), seeds in RULE_SEEDS.items():
-        trials = {form: tried(form, done, k) for form in RULE}
-        cells += [Cell(form, k, m, rate, TUNED_ON) for form, (rates, _) in trials.items() for rate in rates]
-        best = {form: rate for form, (_, rate) in trials.items() if rate is not None}
-        cells += [Cell(form, k, m, rate, seed) for seed in seeds for form, rate in best.items()]
-    return left(cells, done)
+        trials = {form: tuning_rates(form, rows, k) for form in RULE_FORMS}
+        cells += [Cell(form, k, m, rate, TUNING_SEED) for form, (rates, _) in trials.items() for rate in rates]
+        best_rates = {form: rate for form, (_, rate) in trials.items() if rate is not None}
+        cells += [Cell(form, k, m, rate, seed) for seed in seeds for form, rate in best_rates.items()]
+    return missing_cells(cells, rows)
 
 
-def tried(
-    form: str, done: Sequence[Row], k: int = STALE[0], grid: Sequence[float] = RATES, factor: float = 2.0
+def tuning_rates(
+    form: str, rows: Sequence[Row], k: int = STALE[0], grid: Sequence[float] = RATES, factor: float = 2.0
 ) -> tuple[list[float], float | None]:
-    """The rates to try for a form, and the best one once it is known: one that has a worse one on either side.
+    """Returns the rates to try for a form, and the best rate once it has a worse one on either side.
 
     factor: from a best rate at the edge to the next.
     """
-    after = {r.rate: r.after for r in done if (r.form, r.k, r.seed) == (form, k, TUNED_ON)}
-    rates = sorted({*grid, *after})
-    if not after.keys() >= set(rates):
+    accuracy_by_rate = {r.rate: r.after for r in rows if (r.form, r.k, r.seed) == (form, k, TUNING_SEED)}
+    rates = sorted({*grid, *accuracy_by_rate})
+    if not accuracy_by_rate.keys() >= set(rates):
         return rates, None
-    best = max(rates, key=lambda rate: after[rate])
-    if best in (rates[0], rates[-1]) and len(rates) < len(grid) + 2:
-        return [*rates, float(f"{best / factor if best == rates[0] else best * factor:g}")], None
-    return rates, best
+    best_rate = max(rates, key=lambda rate: accuracy_by_rate[rate])
+    if best_rate in (rates[0], rates[-1]) and len(rates) < len(grid) + 2:
+        return [*rates, float(f"{best_rate / factor if best_rate == rates[0] else best_rate * factor:g}")], None
+    return rates, best_rate
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The counted runs by k and form: means with intervals, and differences paired by seed."""
-    rows = [r for r in rows if r.seed == TUNED_ON or _at_its_rate(r, rows)]
+    """Returns a table of the counted runs by k and form: means with intervals, and differences paired by seed."""
+    rows = [r for r in rows if r.seed == TUNING_SEED or _has_best_rate(r, rows)]
     lines = []
     for k, m in (STALE, FRESH):
         lines += [
@@ -340,92 +342,94 @@ def table(rows: Sequence[Row]) -> str:
             "|---" * 9 + "|",
         ]
         for form in OBJECTIVES:
-            runs = [r for r in rows if (r.form, r.k) == (form, k) and r.seed != TUNED_ON]
+            runs = [r for r in rows if (r.form, r.k) == (form, k) and r.seed != TUNING_SEED]
             if not runs:
                 continue
-            gained = [paired(rows, form, other, k) if form != other else [] for other in ("none", "asymmetric")]
+            baselines = ("none", "asymmetric")
+            gains = [paired_gains(rows, form, baseline, k) if form != baseline else [] for baseline in baselines]
             cells = [
                 *summary(runs),
                 f"{fmean(r.ess for r in runs):.2f}",
                 f"{fmean(r.lag for r in runs):.1f}",
-                *(interval(x) if x else "" for x in gained),
+                *(format_interval(x) if x else "" for x in gains),
             ]
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
     for form in OBJECTIVES:
-        stale, fresh = (paired(rows, form, "none", k) for k, _ in (STALE, FRESH))
-        if form != "none" and min(len(stale), len(fresh)) > 1:
-            lines.append(f"{form} less none, both regimes alike: {joined(stale, fresh)}")
+        stale_gains, fresh_gains = (paired_gains(rows, form, "none", k) for k, _ in (STALE, FRESH))
+        if form != "none" and min(len(stale_gains), len(fresh_gains)) > 1:
+            lines.append(f"{form} less none, both regimes alike: {pooled_by_halves(stale_gains, fresh_gains)}")
     for k, _ in (STALE, FRESH):
-        if tuning := [r for r in rows if r.seed == TUNED_ON and r.k == k]:
-            lines.append(f"Rates on the seed that is not counted, k = {k}: {_of_rates(tuning)}")
+        if tuning := [r for r in rows if r.seed == TUNING_SEED and r.k == k]:
+            lines.append(f"Rates on the seed that is not counted, k = {k}: {_tuning_text(tuning)}")
     return "\n".join(lines)
 
 
 def summary(runs: Sequence[Row]) -> list[str]:
     """Cells of a table: form, rates, number of seeds, mean accuracy with its interval, and the worst seed."""
     rates = ", ".join(sorted({f"{run.rate:g}" for run in runs}))
-    after = [100 * run.after for run in runs]
-    return [runs[0].form, rates, str(len(runs)), interval(after), f"{min(after):.1f}"]
+    accuracies = [100 * run.after for run in runs]
+    return [runs[0].form, rates, str(len(runs)), format_interval(accuracies), f"{min(accuracies):.1f}"]
 
 
-def _at_its_rate(row: Row, rows: Sequence[Row]) -> bool:
+def _has_best_rate(row: Row, rows: Sequence[Row]) -> bool:
     """Whether a row is of its form's best rate on the seed of the choice, at its own k, else at that of stale data."""
     for k in (row.k, STALE[0]):
-        if after := {r.rate: r.after for r in rows if (r.form, r.k, r.seed) == (row.form, k, TUNED_ON)}:
-            return row.rate == max(sorted(after), key=lambda rate: after[rate])
+        if accuracy_by_rate := {r.rate: r.after for r in rows if (r.form, r.k, r.seed) == (row.form, k, TUNING_SEED)}:
+            return row.rate == max(sorted(accuracy_by_rate), key=lambda rate: accuracy_by_rate[rate])
     return True
 
 
-def paired(rows: Sequence[Row], form: str, other: str, k: int) -> list[float]:
-    """What a form has above another in points, by seed."""
-    after = {f: {r.seed: 100 * r.after for r in rows if (r.form, r.k) == (f, k)} for f in (form, other)}
-    return [x - after[other][s] for s, x in sorted(after[form].items()) if s in after[other] and s != TUNED_ON]
+def paired_gains(rows: Sequence[Row], form: str, other_form: str, k: int) -> list[float]:
+    """Returns by how many points a form is above another, by seed."""
+    accuracies = {f: {r.seed: 100 * r.after for r in rows if (r.form, r.k) == (f, k)} for f in (form, other_form)}
+    seeds = sorted((accuracies[form].keys() & accuracies[other_form].keys()) - {TUNING_SEED})
+    return [accuracies[form][seed] - accuracies[other_form][seed] for seed in seeds]
 
 
-def joined(stale: Sequence[float], fresh: Sequence[float]) -> str:
-    """The mean of the two regimes' means, with Welch's 95 % interval and its standard error."""
-    found = difference_of_means([-x / 2 for x in fresh], [x / 2 for x in stale])
-    error = math.sqrt(sum(variance(x) / len(x) for x in (stale, fresh))) / 2
-    return f"{found.estimate:.1f} [{found.low:.1f}, {found.high:.1f}], standard error {error:.1f}"
+def pooled_by_halves(stale_gains: Sequence[float], fresh_gains: Sequence[float]) -> str:
+    """Returns the mean of the two regimes' means, with Welch's 95 % interval and its standard error."""
+    difference = difference_of_means([-x / 2 for x in fresh_gains], [x / 2 for x in stale_gains])
+    error = math.sqrt(sum(variance(x) / len(x) for x in (stale_gains, fresh_gains))) / 2
+    return f"{difference.estimate:.1f} [{difference.low:.1f}, {difference.high:.1f}], standard error {error:.1f}"
 
 
-def pooled(rows: Sequence[Row], simpler: str, other: str) -> str:
-    """What the second rule says: pairs at k = 16 and unpaired seeds at k = 1, pooled by precision, in points."""
-    stale = paired(rows, other, simpler, STALE[0])
-    counted = [r for r in rows if r.k == FRESH[0] and r.seed != TUNED_ON]
-    fresh = [[100 * r.after for r in counted if r.form == form] for form in (other, simpler)]
-    seeds = [len(stale), *map(len, fresh)]
+def rule_verdict(rows: Sequence[Row], simpler_form: str, other_form: str) -> str:
+    """Returns the second rule's verdict: pairs at k = 16 and unpaired seeds at k = 1, pooled by precision."""
+    stale_gains = paired_gains(rows, other_form, simpler_form, STALE[0])
+    fresh_rows = [r for r in rows if r.k == FRESH[0] and r.seed != TUNING_SEED]
+    fresh_accuracies = [[100 * r.after for r in fresh_rows if r.form == form] for form in (other_form, simpler_form)]
+    seeds = [len(stale_gains), *map(len, fresh_accuracies)]
     if min(seeds) < 2:
         return "The rule waits for runs: {} pairs at k = 16, {} and {} seeds at k = 1.".format(*seeds)
-    leads = [fmean(stale), fmean(fresh[0]) - fmean(fresh[1])]
-    variances = [variance(stale) / len(stale), sum(variance(x) / len(x) for x in fresh)]
+    leads = [fmean(stale_gains), fmean(fresh_accuracies[0]) - fmean(fresh_accuracies[1])]
+    variances = [variance(stale_gains) / len(stale_gains), sum(variance(x) / len(x) for x in fresh_accuracies)]
     precision = [1 / v for v in variances]
     lead, error = sum(x * p for x, p in zip(leads, precision, strict=True)) / sum(precision), sum(precision) ** -0.5
     low, high = lead - 1.96 * error, lead + 1.96 * error
-    winner = simpler if low <= 0 else other
+    winner = simpler_form if low <= 0 else other_form
     return (
-        f"{other} less {simpler}: {leads[0]:.1f} ({variances[0] ** 0.5:.1f}) at k = 16, {leads[1]:.1f} "
+        f"{other_form} less {simpler_form}: {leads[0]:.1f} ({variances[0] ** 0.5:.1f}) at k = 16, {leads[1]:.1f} "
         f"({variances[1] ** 0.5:.1f}) at k = 1; pooled {lead:.1f} [{low:.1f}, {high:.1f}]: {winner}"
     )
 
 
-def _of_rates(tuning: Sequence[Row]) -> str:
+def _tuning_text(tuning: Sequence[Row]) -> str:
     return "; ".join(
-        f"{form} " + ", ".join(f"{r.rate:g}: {r.after:.1%}" for r in sorted(own, key=lambda r: r.rate))
+        f"{form} " + ", ".join(f"{r.rate:g}: {r.after:.1%}" for r in sorted(form_rows, key=lambda r: r.rate))
         for form in OBJECTIVES
-        if (own := [r for r in tuning if r.form == form])
+        if (form_rows := [r for r in tuning if r.form == form])
     )
 
 
-def interval(values: Sequence[float]) -> str:
-    """Mean and Student's 95 % interval over seeds."""
-    found = mean_interval(values)
-    return f"{found.estimate:.1f} [{found.low:.1f}, {found.high:.1f}]" if len(values) > 1 else f"{found.estimate:.1f}"
+def format_interval(values: Sequence[float]) -> str:
+    """Returns the mean and Student's 95 % interval over seeds."""
+    mean = mean_interval(values)
+    return f"{mean.estimate:.1f} [{mean.low:.1f}, {mean.high:.1f}]" if len(values) > 1 else f"{mean.estimate:.1f}"
 
 
-def read(path: Path, row: type[Row] = Row) -> list[Row]:
-    """The rows of a file; none if it is not there."""
+def read_rows(path: Path, row: type[Row] = Row) -> list[Row]:
+    """Returns the rows of a file; none if it does not exist."""
     if not path.exists():
         return []
     texts = {"form", "device", "commit"}
@@ -436,13 +440,13 @@ def read(path: Path, row: type[Row] = Row) -> list[Row]:
         return [row(**{name: types[name](x) for name, x in line.items()}) for line in csv.DictReader(file)]
 
 
-def write(path: Path, rows: Sequence[Row]) -> None:
-    beside = path.with_suffix(".new")
-    with beside.open("w", newline="") as file:
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    new_path = path.with_suffix(".new")
+    with new_path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [f.name for f in fields(rows[0])], lineterminator="\n")
         writer.writeheader()
         writer.writerows({n: f"{x:.6g}" if isinstance(x, float) else x for n, x in asdict(r).items()} for r in rows)
-    beside.replace(path)
+    new_path.replace(path)
 
 
 def _commit() -> str:

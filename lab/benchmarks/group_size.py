@@ -23,7 +23,7 @@ from pathlib import Path
 from tba.evaluation.estimators import SAMPLED, mean_interval
 from tba_lab.command import StudyOptions, run_study
 from tba_lab.studies.group_size import COMPARISONS, name_of
-from tba_lab.trial import Trial, in_child
+from tba_lab.trial import Trial, run_in_child
 
 TUNED_ON = 100  # the seed on which rates are chosen
 ROWS = Path(__file__).parents[1] / "results" / "group_size.csv"
@@ -56,7 +56,7 @@ def make(variants: Sequence[str], seeds: str, out: Path, rows: Path, fields: Seq
 
     def and_keep(trial: Trial, stop: Callable[[], bool]) -> int:
         keep(out, rows)  # the run before this one is in the study's table now
-        return in_child(trial, stop)
+        return run_in_child(trial, stop)
 
     code = run_study("group_size", options, fields, and_keep)
     keep(out, rows)

@@ -97,114 +97,118 @@ recipe = Recipe(
 )
 # rounds, since what flows looks for newer weights by the clock
 recipe = replace(recipe, run=replace(recipe.run, checkpoint_every=0, rounds=True))
-SHARE = 10  # trajectories to a line of metrics.jsonl, and to an outcome of a prompt
-EVALUATED = 1000  # and to a finished evaluation
-MARKS = 8  # times in a run of --steps that its memory and descriptors are looked at
-AT_ONCE = 2000  # trajectories put in one transaction
+ROWS_PER_STEP = 10  # trajectories to a line of metrics.jsonl, and to an outcome of a prompt
+ROWS_PER_EVALUATION = 1000  # and to a finished evaluation
+MEMORY_MARKS = 8  # times in a run of --steps that its memory and descriptors are looked at
+ROWS_PER_PUT = 2000  # trajectories put in one transaction
 
 
-class Counting:
-    """Inside, every connection to SQLite counts its statements and their instructions."""
+class SqliteCounter:
+    """Counts the statements of all connections to SQLite and their instructions, while it is entered."""
 
     def __init__(self) -> None:
         self.statements = self.instructions = self.lines = 0
-        self.on, self._every = False, 1
+        self.is_counting, self._instructions_per_count = False, 1
         self._connections: list[sqlite3.Connection] = []
         self._connect, self._loads = sqlite3.connect, json.loads
 
-    def __enter__(self) -> Counting:
-        connect: Any = self._connected  # sqlite3's own has overloads
-        sqlite3.connect, json.loads = connect, self._loaded
+    def __enter__(self) -> SqliteCounter:
+        connect: Any = self._connect_counted  # sqlite3's own has overloads
+        sqlite3.connect, json.loads = connect, self._loads_counted
         return self
 
     def __exit__(self, *_: object) -> None:
         sqlite3.connect, json.loads = self._connect, self._loads
 
     @contextmanager
-    def counted(self, every: int = 1) -> Iterator[dict[str, float]]:
-        """What is done in the block; there once it is over. Instructions are counted by so many at a time."""
-        self._every = every
+    def count(self, instructions_per_count: int = 1) -> Iterator[dict[str, float]]:
+        """Yields counts that the end of the block fills in. Instructions are counted by so many at a time."""
+        self._instructions_per_count = instructions_per_count
         for connection in self._connections:
             self._watch(connection)
         counts: dict[str, float] = {}
-        self.on = True
-        before, bytes_before, began = self._counts(), bytes_read(), time.perf_counter()
+        self.is_counting = True
+        counts_before, bytes_before, start = self._counts(), bytes_read(), time.perf_counter()
         try:
             yield counts
         finally:
-            seconds, read = time.perf_counter() - began, bytes_read() - bytes_before
-            self.on = False
+            seconds, read_bytes = time.perf_counter() - start, bytes_read() - bytes_before
+            self.is_counting = False
             for connection in self._connections:
-                self._leave(connection)
-            counts |= {name: count - before[name] for name, count in self._counts().items()}
-            counts |= {"bytes": read, "milliseconds": 1e3 * seconds}
+                self._unwatch(connection)
+            counts |= {name: count - counts_before[name] for name, count in self._counts().items()}
+            counts |= {"bytes": read_bytes, "milliseconds": 1e3 * seconds}
 
     def _counts(self) -> dict[str, float]:
         return {"statements": self.statements, "instructions": self.instructions, "lines": self.lines}
 
-    def _connected(self, *arguments: Any, **named: Any) -> sqlite3.Connection:
-        connection = self._connect(*arguments, **named)
+    def _connect_counted(self, *arguments: Any, **keywords: Any) -> sqlite3.Connection:
+        connection = self._connect(*arguments, **keywords)
         self._connections.append(connection)
-        if self.on:
+        if self.is_counting:
             self._watch(connection)
         return connection
 
     def _watch(self, connection: sqlite3.Connection) -> None:
         try:
-            connection.set_trace_callback(self._stated)
-            connection.set_progress_handler(self._stepped, self._every)
+            connection.set_trace_callback(self._count_statement)
+            connection.set_progress_handler(self._count_instructions, self._instructions_per_count)
         except sqlite3.ProgrammingError:  # closed meanwhile
-            self._connections = [other for other in self._connections if other is not connection]
+            self._forget(connection)
 
-    def _leave(self, connection: sqlite3.Connection) -> None:
+    def _unwatch(self, connection: sqlite3.Connection) -> None:
         try:
             connection.set_trace_callback(None)
             connection.set_progress_handler(None, 1)
         except sqlite3.ProgrammingError:
-            self._connections = [other for other in self._connections if other is not connection]
+            self._forget(connection)
 
-    def _stated(self, statement: str) -> None:
+    def _forget(self, connection: sqlite3.Connection) -> None:
+        self._connections = [c for c in self._connections if c is not connection]
+
+    def _count_statement(self, statement: str) -> None:
         self.statements += 1
 
-    def _stepped(self) -> int:
-        self.instructions += self._every
+    def _count_instructions(self) -> int:
+        self.instructions += self._instructions_per_count
         return 0
 
-    def _loaded(self, *arguments: Any, **named: Any) -> Any:
-        self.lines += self.on
-        return self._loads(*arguments, **named)
+    def _loads_counted(self, *arguments: Any, **keywords: Any) -> Any:
+        self.lines += self.is_counting
+        return self._loads(*arguments, **keywords)
 
 
 def bytes_read() -> int:
-    """By this process so far, of files."""
+    """Returns the bytes that this process has read from files so far."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-def made(path: Path, rows: int, **changes: Any) -> tuple[Recipe, RunDirectory]:
-    """A run that has had so many trajectories, by the parts that write them."""
-    own = replace(recipe, **changes)
-    run = RunDirectory.create(path, str(Path(__file__).resolve()), [], own)
-    prompts = prompts_of(own, own.model, "train")
+def write_run(path: Path, rows: int, **changes: Any) -> tuple[Recipe, RunDirectory]:
+    """Writes a run with so many trajectories, by the parts that write them; returns its recipe and the run."""
+    run_recipe = replace(recipe, **changes)
+    run = RunDirectory.create(path, str(Path(__file__).resolve()), [], run_recipe)
+    prompts = prompts_of(run_recipe, run_recipe.model, "train")
     rng, seconds = np.random.default_rng(0), 0.0
-    with JournalFollower(run.journal(own), position=2**62) as follower, JournalWriter(run.journal(own), "past") as past:
-        for first in range(0, rows, AT_ONCE):
-            count = min(AT_ONCE, rows - first)
-            outcomes = [(int(p), 1.0, 31.0) for p in rng.integers(len(prompts), size=count // SHARE)]
-            answers = [_answer(prompts[i % len(prompts)], first + i, rng) for i in range(count)]
-            past.put(answers, outcomes=outcomes)
-            for job in range(first // EVALUATED, (first + count) // EVALUATED):
-                past.finish(f"evaluate 0.{job + 1}", [_evaluation(job + 1)])
+    journal = run.journal(run_recipe)
+    with JournalFollower(journal, position=2**62) as follower, JournalWriter(journal, "past") as writer:
+        for start in range(0, rows, ROWS_PER_PUT):
+            count = min(ROWS_PER_PUT, rows - start)
+            outcomes = [(int(p), 1.0, 31.0) for p in rng.integers(len(prompts), size=count // ROWS_PER_STEP)]
+            answers = [_answer(prompts[i % len(prompts)], start + i, rng) for i in range(count)]
+            writer.put(answers, outcomes=outcomes)
+            for job in range(start // ROWS_PER_EVALUATION, (start + count) // ROWS_PER_EVALUATION):
+                writer.finish(f"evaluate 0.{job + 1}", [_evaluation(job + 1)])
             follower.checkpoint()
     metrics, evaluations = MetricsWriter(run.path), EvaluationWriter(run.path)
-    for step in range(1, rows // SHARE + 1):
+    for step in range(1, rows // ROWS_PER_STEP + 1):
         seconds += 0.02
         numbers = {f"metric_{i}": float(step) for i in range(30)}
         metrics.write(Version(0, step), seconds, {"generated_tokens": 90.0 * step, "tokens": 100.0, **numbers})
-        if step * SHARE % EVALUATED == 0:
+        if step * ROWS_PER_STEP % ROWS_PER_EVALUATION == 0:
             evaluations.write([_evaluation(step)])
     metrics.close()
     evaluations.close()
-    return own, run
+    return run_recipe, run
 
 
 def _answer(prompt: Any, number: int, rng: np.random.Generator) -> Trajectory:
@@ -222,131 +226,135 @@ def _evaluation(step: int) -> Evaluation:
 
 @dataclass
 class Halves:
-    """A searcher and a trainer that take turns, and who looks at them."""
+    """Holds a searcher and a trainer that take turns, and what a live view and a driver read of them."""
 
-    search: SearcherLoop
-    train: TrainerLoop
+    searcher: SearcherLoop
+    trainer: TrainerLoop
     progress: Progress
     joined: Joined
 
     def round(self) -> None:
-        self.search.evaluate()
-        self.search.round()
+        self.searcher.evaluate()
+        self.searcher.round()
 
     def step(self) -> None:
-        self.train._looked = -1e9  # at the searchers' counts too, which is done once a second
-        self.train.step()
+        self.trainer._looked = -1e9  # at the searchers' counts too, which is done once a second
+        self.trainer.step()
 
-    def look(self) -> None:
+    def observe(self) -> None:
         self.progress.status("training")
         self.joined._looked = -1e9
-        self.joined.look(self.train.run.journal(self.train.recipe))
-        is_held(self.train.run.path)
+        self.joined.look(self.trainer.run.journal(self.trainer.recipe))
+        is_held(self.trainer.run.path)
 
 
 @contextmanager
-def halves(own: Recipe, run: RunDirectory) -> Iterator[Halves]:
-    """Of the run, with all that it has taken in."""
-    with ExitStack() as ends:
-        search = start_searching(own, run, 0)
-        ends.callback(search.close)
-        train = start_training(own, run, stop=lambda: False, ahead=False, turn_taker=search)
-        ends.callback(train.close)
-        train.replay.drain()
-        yield Halves(search, train, Progress(own, run), Joined(run))
+def open_halves(run_recipe: Recipe, run: RunDirectory) -> Iterator[Halves]:
+    """Opens both halves of a run, with all that its replay has read."""
+    with ExitStack() as exit_stack:
+        searcher = start_searching(run_recipe, run, 0)
+        exit_stack.callback(searcher.close)
+        trainer = start_training(run_recipe, run, stop=lambda: False, ahead=False, turn_taker=searcher)
+        exit_stack.callback(trainer.close)
+        trainer.replay.drain()
+        yield Halves(searcher, trainer, Progress(run_recipe, run), Joined(run))
 
 
-def measured(both: Halves, counting: Counting, times: int) -> dict[str, dict[str, float]]:
-    """The mean of each, after some turns that are not counted."""
-    doings: dict[str, Callable[[], None]] = {"round": both.round, "step": both.step, "look": both.look}
+def measure_halves(halves: Halves, counting: SqliteCounter, times: int) -> dict[str, dict[str, float]]:
+    """Returns the mean counts of each action, after some turns that are not counted."""
+    actions: dict[str, Callable[[], None]] = {"round": halves.round, "step": halves.step, "look": halves.observe}
     for _ in range(12):  # until nothing of before is recent
-        for do in doings.values():
-            do()
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in doings}
+        for action in actions.values():
+            action()
+    counts_by_action: dict[str, list[dict[str, float]]] = {name: [] for name in actions}
     for _ in range(times):
-        for name, do in doings.items():
-            with counting.counted() as counts:
-                do()
-            found[name].append(counts)
-    with counting.counted() as counts:
-        both.train.checkpoint()
-    found["checkpoint"] = [counts]
-    return {name: {key: float(np.mean([c[key] for c in those])) for key in those[0]} for name, those in found.items()}
+        for name, action in actions.items():
+            with counting.count() as counts:
+                action()
+            counts_by_action[name].append(counts)
+    with counting.count() as counts:
+        halves.trainer.checkpoint()
+    counts_by_action["checkpoint"] = [counts]
+    return {
+        name: {key: float(np.mean([row[key] for row in rows])) for key in rows[0]}
+        for name, rows in counts_by_action.items()
+    }
 
 
-def size_of(rows: int, times: int, folder: Path) -> dict[str, Any]:
-    """All that is said of one size."""
-    with Counting() as counting:
-        with halves(*made(folder / "first", 200)) as both:  # which loads all that has to be loaded once
-            both.step()
-        began = time.perf_counter()
-        own, run = made(folder / "run", rows)
-        filled = time.perf_counter() - began
-        with counting.counted(every=1000) as start, ExitStack() as ends:
-            both = ends.enter_context(halves(own, run))
-            started = ends.pop_all()
-        with started:
-            found = measured(both, counting, times)
-            with counting.counted() as attach:
-                joining = start_searching(own, run, 1000)
-                joining.round()
-                joining.close()
-            with counting.counted() as first_look:
-                Progress(own, run).status("training")
-            with counting.counted() as shown:
+def measure_size(rows: int, times: int, folder: Path) -> dict[str, Any]:
+    """Returns all counts for one number of rows."""
+    with SqliteCounter() as counting:
+        with open_halves(*write_run(folder / "first", 200)) as toy_halves:  # which loads all that has to be loaded once
+            toy_halves.step()
+        start_time = time.perf_counter()
+        run_recipe, run = write_run(folder / "run", rows)
+        fill_seconds = time.perf_counter() - start_time
+        with counting.count(instructions_per_count=1000) as start_counts, ExitStack() as exit_stack:
+            toy_halves = exit_stack.enter_context(open_halves(run_recipe, run))
+            running = exit_stack.pop_all()
+        with running:
+            figures = measure_halves(toy_halves, counting, times)
+            with counting.count() as attach_counts:
+                joining_searcher = start_searching(run_recipe, run, 1000)
+                joining_searcher.round()
+                joining_searcher.close()
+            with counting.count() as first_look_counts:
+                Progress(run_recipe, run).status("training")
+            with counting.count() as show_counts:
                 show(RunRecord.read(run.path))
-    once = {"start": start, "search": attach, "first look": first_look, "tba show": shown}
-    return {"rows": rows, "filled": filled, "each": found, "once": once}
+    once_figures = {"start": start_counts, "search": attach_counts}
+    once_figures |= {"first look": first_look_counts, "tba show": show_counts}
+    return {"rows": rows, "filled": fill_seconds, "each": figures, "once": once_figures}
 
 
-def print_sizes(found: Sequence[dict[str, Any]]) -> None:
+def print_sizes(sizes: Sequence[dict[str, Any]]) -> None:
     print(f"{'':12}{'rows':>10}{'statements':>12}{'instructions':>13}{'lines':>12}{'bytes':>14}{'ms':>11}")
     for part in ("each", "once"):
-        for name in found[0][part]:
-            for size in found:
-                c = size[part][name]
+        for name in sizes[0][part]:
+            for size in sizes:
+                counts = size[part][name]
                 print(
-                    f"{name:12}{size['rows']:>10,}{c['statements']:>12,.1f}{c['instructions']:>13,.1f}{c['lines']:>12,.1f}"
-                    f"{c['bytes']:>14,.0f}{c['milliseconds']:>11,.2f}"
+                    f"{name:12}{size['rows']:>10,}{counts['statements']:>12,.1f}{counts['instructions']:>13,.1f}{counts['lines']:>12,.1f}"
+                    f"{counts['bytes']:>14,.0f}{counts['milliseconds']:>11,.2f}"
                 )
 
 
-def many_steps(steps: int, folder: Path) -> None:
-    """Memory, descriptors and disk over so many steps and rounds, the second half apart."""
-    buffer = replace(recipe.replay, buffer=replace(recipe.replay.buffer, total=2000))
-    own, run = made(folder / "run", 2000, replay=buffer)
-    with halves(own, run) as both:
+def print_memory(steps: int, folder: Path) -> None:
+    """Prints memory, descriptors and disk over so many steps and rounds, the second half apart."""
+    replay = replace(recipe.replay, buffer=replace(recipe.replay.buffer, total=2000))
+    run_recipe, run = write_run(folder / "run", 2000, replay=replay)
+    with open_halves(run_recipe, run) as toy_halves:
         marks = []
         for step in range(steps + 1):
-            if step * MARKS % steps < MARKS:  # from 0 to the last one
-                marks.append((step, resident(), len(os.listdir("/proc/self/fd")), disk(run.path)))
-            both.round()
-            both.step()
-            both.look()
+            if step * MEMORY_MARKS % steps < MEMORY_MARKS:  # from 0 to the last one
+                marks.append((step, resident_bytes(), len(os.listdir("/proc/self/fd")), bytes_by_file(run.path)))
+            toy_halves.round()
+            toy_halves.step()
+            toy_halves.observe()
             if step % 100 == 99:
-                both.train.checkpoint()
+                toy_halves.trainer.checkpoint()
     print(f"{'step':>8}{'resident MB':>14}{'descriptors':>13}")
     for step, memory, descriptors, _ in marks:
         print(f"{step:>8,}{memory / 1e6:>14.1f}{descriptors:>13}")
-    (then, _, _, middle), (now, _, _, last) = marks[len(marks) // 2], marks[-1]
+    (middle_step, _, _, middle_bytes), (last_step, _, _, last_bytes) = marks[len(marks) // 2], marks[-1]
     print(f"bytes per step and round of 64 answers ({task.length} tokens), over the second half:")
-    for name in sorted(last, key=lambda name: middle.get(name, 0) - last[name]):
-        print(f"  {name:24}{(last[name] - middle.get(name, 0)) / (now - then):>10,.0f}")
+    for name in sorted(last_bytes, key=lambda name: middle_bytes.get(name, 0) - last_bytes[name]):
+        print(f"  {name:24}{(last_bytes[name] - middle_bytes.get(name, 0)) / (last_step - middle_step):>10,.0f}")
 
 
-def resident() -> int:
+def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def disk(run: Path) -> dict[str, int]:
-    """Bytes by file or folder."""
-    found: dict[str, int] = {}
+def bytes_by_file(run: Path) -> dict[str, int]:
+    """Returns the bytes of a run by file or folder."""
+    sizes: dict[str, int] = {}
     for path in run.rglob("*"):
         if path.is_file():
             name = path.relative_to(run).parts[0]
             name = "journal.sqlite" if name.startswith("journal.sqlite") else name
-            found[name] = found.get(name, 0) + path.stat().st_size
-    return found
+            sizes[name] = sizes.get(name, 0) + path.stat().st_size
+    return sizes
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -359,20 +367,20 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if options.one is not None:
-        print(json.dumps(size_of(options.one, options.times, options.folder)))
+        print(json.dumps(measure_size(options.one, options.times, options.folder)))
         return
-    found = []
+    sizes = []
     for rows in map(int, filter(None, options.rows.split(","))):
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            again = [sys.executable, __file__, "--one", str(rows), "--times", str(options.times), "--folder", folder]
-            ended = subprocess.run(again, check=True, stdout=subprocess.PIPE, text=True)
-            found.append(json.loads(ended.stdout.splitlines()[-1]))
-            print(f"{rows:,} rows: made in {found[-1]['filled']:.0f} s", flush=True)
-    if found:
-        print_sizes(found)
+            command = [sys.executable, __file__, "--one", str(rows), "--times", str(options.times), "--folder", folder]
+            process = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            sizes.append(json.loads(process.stdout.splitlines()[-1]))
+            print(f"{rows:,} rows: made in {sizes[-1]['filled']:.0f} s", flush=True)
+    if sizes:
+        print_sizes(sizes)
     if options.steps:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            many_steps(options.steps, Path(folder))
+            print_memory(options.steps, Path(folder))
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ PARTS = ("append", "shared", "sample", "open")
 def trajectories(count: int, prompts: int, seed: int = 0, steps: int = 1) -> Iterator[Trajectory]:
     """Answers of TOKENS tokens to `prompts` prompts in turn, uids side by side within 24 as searchers give them."""
     rng = np.random.default_rng(seed)
-    asked = [Prompt("sums", rng.integers(0, 30_000, 60).astype(np.int32), f"problem {i}") for i in range(prompts)]
+    prompt_list = [Prompt("sums", rng.integers(0, 30_000, 60).astype(np.int32), f"problem {i}") for i in range(prompts)]
     series, provenance = b"", {}
     for i in range(count):
         if i % BATCH == 0:  # a round, whose trajectories share their provenance
@@ -73,7 +73,7 @@ def trajectories(count: int, prompts: int, seed: int = 0, steps: int = 1) -> Ite
         )
         yield Trajectory(
             uid=(series + (i % BATCH).to_bytes(4, "big")).hex(),
-            prompt=asked[i // BATCH % prompts],
+            prompt=prompt_list[i // BATCH % prompts],
             completion=completion,
             reward=float(rng.integers(2)),
             log_reference=-rng.random(TOKENS).astype(np.float32),
@@ -83,15 +83,15 @@ def trajectories(count: int, prompts: int, seed: int = 0, steps: int = 1) -> Ite
 
 
 def flush_seconds(folder: Path, size: int, times: int = 20) -> list[float]:
-    """What this disk takes to have `size` bytes more of a file on it."""
+    """Returns the seconds that this disk takes to flush `size` more bytes of a file."""
     seconds = []
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         for _ in range(times):
-            began = time.perf_counter()
+            start = time.perf_counter()
             file.write(bytes(size))
             file.flush()
             os.fsync(file.fileno())
-            seconds.append(time.perf_counter() - began)
+            seconds.append(time.perf_counter() - start)
     return seconds
 
 
@@ -100,75 +100,77 @@ def milliseconds(seconds: Sequence[float]) -> str:
     return f"median {1e3 * p50:.2f} ms, p99 {1e3 * p99:.2f} ms, most {1e3 * max(seconds):.2f} ms"
 
 
-def append(folder: Path, rows: int, seconds: float) -> None:
-    """One writer; in rounds, with the bare disk in between."""
+def time_appends(folder: Path, rows: int, seconds: float) -> None:
+    """Times one writer, in rounds, with flushes of the bare disk in between."""
     for follower in (False, True):
         path = folder / f"append-{follower}.sqlite"
-        other = _start("drain", path) if follower else None
+        follower_process = _start("drain", path) if follower else None
         with JournalWriter(path, "searcher-0") as writer:
-            done, taken, flushes, puts = 0, 0.0, [], []
-            ends = time.monotonic() + seconds
-            while time.monotonic() < ends:
-                given = list(trajectories(40 * BATCH, 64, seed=done))
-                batches = [given[i : i + BATCH] for i in range(0, len(given), BATCH)]
+            written_count, put_seconds, flushes, puts = 0, 0.0, [], []
+            deadline = time.monotonic() + seconds
+            while time.monotonic() < deadline:
+                new_trajectories = list(trajectories(40 * BATCH, 64, seed=written_count))
+                batches = [new_trajectories[i : i + BATCH] for i in range(0, len(new_trajectories), BATCH)]
                 flushes += flush_seconds(folder, 100_000)
                 for batch in batches:
-                    began = time.perf_counter()
+                    start = time.perf_counter()
                     writer.put(batch, counters={"generated_tokens": BATCH * TOKENS})
-                    puts.append(time.perf_counter() - began)
-                done, taken = done + len(given), taken + sum(puts[-len(batches) :])
-        print(f"append, {'with a follower' if follower else 'alone'}: {done / taken:,.0f} trajectories/s ({done:,})")
+                    puts.append(time.perf_counter() - start)
+                written_count += len(new_trajectories)
+                put_seconds += sum(puts[-len(batches) :])
+        rate = f"{written_count / put_seconds:,.0f} trajectories/s ({written_count:,})"
+        print(f"append, {'with a follower' if follower else 'alone'}: {rate}")
         print(f"  a batch of {BATCH}: {milliseconds(puts)}; a flush of 100 kB: {milliseconds(flushes)}")
-        if other is not None:
-            other.terminate()
-            other.wait()
+        if follower_process is not None:
+            follower_process.terminate()
+            follower_process.wait()
         remove_journal(path)
 
 
-def shared(folder: Path, rows: int, seconds: float) -> None:
-    """Eight writers at a pace, and a follower."""
+def time_shared_writers(folder: Path, rows: int, seconds: float) -> None:
+    """Times eight writers at a fixed pace, with a follower."""
     path = folder / "shared.sqlite"
     with JournalFollower(path) as follower:
         writers = [_start("write", path, str(n), str(seconds), pipe=True) for n in range(WRITERS)]
-        drained = 0
+        drained_count = 0
         while any(w.poll() is None for w in writers):
-            drained += len(follower.drain())
+            drained_count += len(follower.drain())
             time.sleep(0.004)
-        drained += len(follower.drain())
+        drained_count += len(follower.drain())
     puts = [float(x) for w in writers for x in (w.stdout.read() if w.stdout else "").split()]
-    print(f"shared by {WRITERS}: {len(puts) * BATCH / seconds:,.0f} trajectories/s, {drained:,} drained")
+    print(f"shared by {WRITERS}: {len(puts) * BATCH / seconds:,.0f} trajectories/s, {drained_count:,} drained")
     print(
         f"  a put of {BATCH}: {milliseconds(puts)}; a flush of 100 kB: {milliseconds(flush_seconds(folder, 100_000))}"
     )
     remove_journal(path)
 
 
-def write(path: Path, number: int, seconds: float) -> None:
-    """One of the writers: a batch every so often, and how long each took."""
+def write_batches(path: Path, number: int, seconds: float) -> None:
+    """Writes batches at a fixed pace, and prints the seconds of each."""
     batches = [
         list(trajectories(BATCH, 8, seed=1000 * number + n)) for n in range(int(seconds * RATE / WRITERS / BATCH))
     ]
-    every = BATCH * WRITERS / RATE
+    period = BATCH * WRITERS / RATE
     with JournalWriter(path, f"searcher-{number}") as writer:
-        due = time.monotonic() + every * number / WRITERS
+        next_time = time.monotonic() + period * number / WRITERS
         for batch in batches:
-            time.sleep(max(0.0, due - time.monotonic()))
-            began = time.perf_counter()
+            time.sleep(max(0.0, next_time - time.monotonic()))
+            start = time.perf_counter()
             writer.put(batch, counters={"generated_tokens": BATCH * TOKENS})
-            print(time.perf_counter() - began)
-            due += every
+            print(time.perf_counter() - start)
+            next_time += period
 
 
-def drain(path: Path) -> None:
-    """A follower until it is ended."""
+def drain_until_ended(path: Path) -> None:
+    """Follows a journal until the process is ended."""
     with JournalFollower(path) as follower:
         while True:
             follower.drain_stored()
             time.sleep(0.004)
 
 
-def fill(path: Path, rows: int) -> None:
-    """A large journal, in large batches."""
+def fill_journal(path: Path, rows: int) -> None:
+    """Fills a large journal, in large batches."""
     with JournalFollower(path, position=2**62) as follower, JournalWriter(path, "searcher-0") as writer:
         batch: list[Trajectory] = []
         for t in trajectories(rows, -(-rows // PER_PROMPT), steps=STEPS):
@@ -188,98 +190,100 @@ def settings(rows: int, reward: bool) -> ReplaySettings:
     )
 
 
-def sample(folder: Path, rows: int, seconds: float) -> None:
-    """A replay that holds all of them."""
+def time_sampling(folder: Path, rows: int, seconds: float) -> None:
+    """Times draws from a replay that holds a large journal."""
     path = folder / "large.sqlite"
-    took = _timed(lambda: subprocess.run(_command("fill", path, rows), check=True))
-    print(f"a journal of {rows:,}: made in {took:.0f} s, {path.stat().st_size / 1e9:.2f} GB")
+    fill_seconds = _time_call(lambda: subprocess.run(_command("fill", path, rows), check=True))
+    print(f"a journal of {rows:,}: made in {fill_seconds:.0f} s, {path.stat().st_size / 1e9:.2f} GB")
     for reward in (False, True):
         with JournalFollower(path) as follower:
             replay = Replay(follower, settings(rows, reward))
-            _sample_of(replay, reward, folder)
+            _time_samples(replay, reward, folder)
             if not reward:
                 _sample_after_a_round(replay, path)
 
 
 def _sample_after_a_round(replay: Replay, path: Path) -> None:
-    """As a run that goes on does: the window of the newest arrivals is two sync intervals long."""
+    """Times draws after a round has arrived: the window of the newest arrivals is two sync intervals long."""
     with JournalWriter(path, "searcher-0") as writer:
         writer.put(list(trajectories(BATCH, 1, seed=1)))
     replay.drain()
-    samples = [_timed(lambda: replay.sample(7, 20)) for _ in range(300)]
+    samples = [_time_call(lambda: replay.sample(7, 20)) for _ in range(300)]
     print(f"  after a round of {BATCH}: {milliseconds(samples)}")
 
 
-def _sample_of(replay: Replay, reward: bool, folder: Path) -> None:
+def _time_samples(replay: Replay, reward: bool, folder: Path) -> None:
     gc.collect()
-    objects, before = len(gc.get_objects()), _resident()
+    objects, bytes_before = len(gc.get_objects()), _resident_bytes()
     replay.now = Version(0, STEPS)
-    took = _timed(replay.drain)
-    held = len(replay.buffer)
-    samples = [_timed(lambda: replay.sample(7, 20)) for _ in range(300)]
+    drain_seconds = _time_call(replay.drain)
+    row_count = len(replay.buffer)
+    samples = [_time_call(lambda: replay.sample(7, 20)) for _ in range(300)]
     gc.collect()
     objects = len(gc.get_objects()) - objects
-    more, most = (_resident() - before) / 1e9, peak_memory_bytes() / 1e9
-    print(f"sample 7 x 20 of {held:,}, {'by reward' if reward else 'recent'}: {milliseconds(samples)}")
-    print(f"  taken in within {took:.1f} s; {more:.2f} GB, the process at most {most:.2f} GB; "
-          f"{objects / held:.3f} objects a row")  # fmt: skip
+    added_gb, peak_gb = (_resident_bytes() - bytes_before) / 1e9, peak_memory_bytes() / 1e9
+    print(f"sample 7 x 20 of {row_count:,}, {'by reward' if reward else 'recent'}: {milliseconds(samples)}")
+    print(f"  taken in within {drain_seconds:.1f} s; {added_gb:.2f} GB, the process at most {peak_gb:.2f} GB; "
+          f"{objects / row_count:.3f} objects a row")  # fmt: skip
     if not reward:
         (folder / "state.json").write_text(json.dumps(replay.state()))
 
 
-def open_again(folder: Path, rows: int, seconds: float) -> None:
-    """After `sample`: the journal, and the replay as it was at its state."""
+def time_reopening(folder: Path, rows: int, seconds: float) -> None:
+    """Times opening the journal of `time_sampling` again, and restoring the replay from its state."""
     path = folder / "large.sqlite"
-    print(f"open again: looked over in {_timed(lambda: damage(path)):.1f} s")
-    began = time.perf_counter()
+    print(f"open again: looked over in {_time_call(lambda: damage(path)):.1f} s")
+    start = time.perf_counter()
     with JournalFollower(path) as follower:
-        opened = time.perf_counter() - began
+        open_seconds = time.perf_counter() - start
         replay = Replay(follower, settings(rows, False))
-        restored = _timed(lambda: replay.restore(json.loads((folder / "state.json").read_text())))
-        first = _timed(lambda: replay.sample(7, 20))
-        most = peak_memory_bytes() / 1e9
-        print(f"  opened, and looked over again, in {opened:.1f} s; {len(replay.buffer):,} as they were in "
-              f"{restored:.1f} s; first batch {1e3 * first:.1f} ms; at most {most:.2f} GB")  # fmt: skip
+        restore_seconds = _time_call(lambda: replay.restore(json.loads((folder / "state.json").read_text())))
+        first_seconds = _time_call(lambda: replay.sample(7, 20))
+        peak_gb = peak_memory_bytes() / 1e9
+        print(f"  opened, and looked over again, in {open_seconds:.1f} s; {len(replay.buffer):,} as they were "
+              f"in {restore_seconds:.1f} s; first batch {1e3 * first_seconds:.1f} ms; at most "
+              f"{peak_gb:.2f} GB")  # fmt: skip
 
 
-def of_run(run: Path, folder: Path) -> None:
-    """The share of a run's wall-clock that its journal took."""
+def print_run_share(run: Path, folder: Path) -> None:
+    """Prints the share of a run's wall-clock that its journal took."""
     summary = Summary.read(run)
     with JournalFollower(run / "journal.sqlite") as journal:
-        found = journal.drain()
-    if summary is None or not found:
+        all_trajectories = journal.drain()
+    if summary is None or not all_trajectories:
         sys.exit(f"{run} has no summary or no trajectories: give a run that has ended")
-    made = [(t.provenance.get("searcher"), t.provenance.get("round")) for t in found]
-    rounds = [[t for _, t in group] for _, group in groupby(zip(made, found, strict=True), key=lambda pair: pair[0])]
-    rounds = [[_stamped(t, same[0]) for t in same] for same in rounds]
+    round_keys = [(t.provenance.get("searcher"), t.provenance.get("round")) for t in all_trajectories]
+    pairs = zip(round_keys, all_trajectories, strict=True)
+    rounds = [[t for _, t in group] for _, group in groupby(pairs, key=lambda pair: pair[0])]
+    rounds = [[_with_shared_facts(t, row[0]) for t in row] for row in rounds]
     path = folder / "again.sqlite"
     with JournalFollower(path) as follower, JournalWriter(path, "searcher-0") as writer:
         puts, drains = [], []
         for trajectories in rounds:
-            puts.append(_timed(partial(writer.put, trajectories, counters={"generated_tokens": 1})))
-            drains.append(_timed(follower.drain_stored))
+            puts.append(_time_call(partial(writer.put, trajectories, counters={"generated_tokens": 1})))
+            drains.append(_time_call(follower.drain_stored))
     wall = summary.wall_seconds.total
-    print(f"{run}: {len(rounds):,} rounds, {len(found):,} trajectories, {wall:.0f} s")
+    print(f"{run}: {len(rounds):,} rounds, {len(all_trajectories):,} trajectories, {wall:.0f} s")
     for result in sorted((run / "logs").glob("searcher-*.result.json")):
-        waited = json.loads(result.read_text())["clock"].get("journal", 0.0)
+        wait_seconds = json.loads(result.read_text())["clock"].get("journal", 0.0)
         name = result.name.partition(".")[0]
-        print(f"  {name} waited {waited:.2f} s for it ({100 * waited / wall:.2f} % of the wall-clock)")
+        print(f"  {name} waited {wait_seconds:.2f} s for it ({100 * wait_seconds / wall:.2f} % of the wall-clock)")
     print(f"  puts {sum(puts):.2f} s ({100 * sum(puts) / wall:.2f} % of the wall-clock), drains {sum(drains):.2f} s "
           f"({100 * sum(drains) / wall:.2f} %); a put: {milliseconds(puts)}")  # fmt: skip
 
 
-def _stamped(t: Trajectory, first: Trajectory) -> Trajectory:
-    """As a searcher has it: all of a round share these."""
-    return replace(t, provenance=first.provenance, created=first.created)
+def _with_shared_facts(t: Trajectory, first_trajectory: Trajectory) -> Trajectory:
+    """Returns the trajectory with the facts that all trajectories of a round share."""
+    return replace(t, provenance=first_trajectory.provenance, created=first_trajectory.created)
 
 
-def _timed(act: Callable[[], object]) -> float:
-    began = time.perf_counter()
+def _time_call(act: Callable[[], object]) -> float:
+    start = time.perf_counter()
     act()
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
-def _resident() -> int:
+def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -292,17 +296,17 @@ def _start(part: str, *arguments: object, pipe: bool = False) -> subprocess.Pope
 
 
 def _part(name: str, arguments: Sequence[str]) -> None:
-    """In a process of its own."""
+    """Carries out one part, in a process of its own."""
     path = Path(arguments[0])
     if name == "write":
-        write(path, int(arguments[1]), float(arguments[2]))
+        write_batches(path, int(arguments[1]), float(arguments[2]))
     elif name == "drain":
         with suppress(KeyboardInterrupt):
-            drain(path)
+            drain_until_ended(path)
     elif name == "fill":
-        fill(path, int(arguments[1]))
+        fill_journal(path, int(arguments[1]))
     else:
-        parts = {"append": append, "shared": shared, "sample": sample, "open": open_again}
+        parts = {"append": time_appends, "shared": time_shared_writers, "sample": time_sampling, "open": time_reopening}
         parts[name](path, int(arguments[1]), float(arguments[2]))
 
 
@@ -316,18 +320,18 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(PARTS))
     parser.add_argument("--run", type=Path, default=None)
     parser.add_argument("--part", nargs="+", default=None, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.part is not None:
-        _part(given.part[0], given.part[1:])
+    options = parser.parse_args()
+    if options.part is not None:
+        _part(options.part[0], options.part[1:])
         return
     load = os.getloadavg()[0] / (os.cpu_count() or 1)
     print(f"{os.cpu_count()} cores, load {load:.1f} per core before it began")
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        if given.run is not None:
-            of_run(given.run, Path(folder))
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        if options.run is not None:
+            print_run_share(options.run, Path(folder))
             return
-        for name in given.only.split(","):
-            subprocess.run(_command(name, folder, given.rows, given.seconds), check=True)
+        for name in options.only.split(","):
+            subprocess.run(_command(name, folder, options.rows, options.seconds), check=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from faults import some
+from faults import query_rows
 
 import tba
 from tba.record.metrics import read_metrics
@@ -112,7 +112,7 @@ class JudgedRun:
         if (summary := Summary.read(self.path)) is not None:
             ledger = summary.trajectories
             return {"generated": ledger.generated, "rejected": ledger.rejected, "in_flight": ledger.in_flight_at_stop}
-        counters = dict(some(self.journal, "SELECT name, sum(value) FROM counters GROUP BY name"))
+        counters = dict(query_rows(self.journal, "SELECT name, sum(value) FROM counters GROUP BY name"))
         return {name: int(counters.get(f"{name}_trajectories", 0)) for name in ("generated", "rejected", "in_flight")}
 
     def calls(self) -> list[Call]:

@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import NormalDist
 
 import torch
-from form_noise import BEST, BETA, root
+from form_noise import BEST, BETA, find_root
 from torch import Tensor
 
 from tba.batch import Batch
@@ -158,7 +158,7 @@ class Case:
                 mu * capped_mean(math.log(pi / mu), self.spread) * score for mu, pi, score in arms
             )
 
-        return 1 / (1 + math.exp(-root(slope))) - BEST
+        return 1 / (1 + math.exp(-find_root(slope))) - BEST
 
     def worth(self) -> float:
         """The squared mean of a group's slope over its variance, at P(risky) 0.5, fresh data, rewards as drawn."""

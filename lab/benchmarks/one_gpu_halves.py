@@ -55,7 +55,7 @@ class Size:
     length: int = 200  # tokens of each, and the most of a run's
     prompt: int = 100  # tokens of a trainer's prompt; an engine's have 0.6 to 2 times as many
     longest: int = 256  # tokens of an engine's answer
-    every: int = 100  # one token in so many ends an answer
+    tokens_per_end: int = 100  # one token in so many ends an answer
     window: float = 4.0  # seconds over which two halves are watched
 
     @property
@@ -75,7 +75,7 @@ SIZES = {  # with Qwen2.5's shapes
 }
 
 
-def models_in(folder: Path, size: Size) -> None:
+def write_models(folder: Path, size: Size) -> None:
     """Write the model twice, `endless` and `ending`: the weights lie there once."""
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(size.config).to(torch.bfloat16)
@@ -86,7 +86,7 @@ def models_in(folder: Path, size: Size) -> None:
     (folder / "ending").mkdir()
     for file in (folder / "endless").iterdir():
         (folder / "ending" / file.name).hardlink_to(file)
-    for name, eos in (("endless", [size.vocabulary]), ("ending", list(range(0, size.vocabulary, size.every)))):
+    for name, eos in (("endless", [size.vocabulary]), ("ending", list(range(0, size.vocabulary, size.tokens_per_end)))):
         (folder / name / "generation_config.json").unlink()
         GenerationConfig(eos_token_id=eos, do_sample=True).save_pretrained(folder / name)
 
@@ -120,34 +120,34 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def seconds_of(act: Callable[[], object], device: str) -> float:
+def time_call(act: Callable[[], object], device: str) -> float:
     synchronize(device)
-    began = time.perf_counter()
+    start = time.perf_counter()
     act()
     synchronize(device)
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 @dataclass(frozen=True)
 class Rate:
     """How much was done in how many seconds."""
 
-    done: int
+    done_count: int
     seconds: float
 
     @property
     def a_second(self) -> float:
-        return self.done / self.seconds
+        return self.done_count / self.seconds
 
 
 class PeakMemory:
     """The most memory of the device that this process holds, above what it held when this was made."""
 
     def __init__(self) -> None:
-        self._before = 0 if torch.cuda.is_initialized() else resident_memory_bytes() or 0
+        self._bytes_before = 0 if torch.cuda.is_initialized() else resident_memory_bytes() or 0
 
     def bytes(self) -> int:
-        return peak_gpu_memory_bytes() or peak_memory_bytes() - self._before
+        return peak_gpu_memory_bytes() or peak_memory_bytes() - self._bytes_before
 
 
 class Half(ABC):
@@ -166,12 +166,12 @@ class Half(ABC):
         """Do so for that long. Only this thread's stream is waited for, and only in the beginning and at the end."""
         wait = torch.cuda.current_stream().synchronize if device == "cuda" else lambda: None
         wait()
-        began, done, now = time.perf_counter(), 0, 0.0
-        while now < seconds:
-            done += self.act()
-            now = time.perf_counter() - began
+        start, done_count, elapsed = time.perf_counter(), 0, 0.0
+        while elapsed < seconds:
+            done_count += self.act()
+            elapsed = time.perf_counter() - start
         wait()
-        return Rate(done, time.perf_counter() - began)
+        return Rate(done_count, time.perf_counter() - start)
 
 
 class TrainerHalf(Half):
@@ -207,8 +207,8 @@ class SearcherHalf(Half):
         self.flow = self.engine.flow(SAMPLES, Sampling(1.0, 1.0), self.rng)
 
     def act(self) -> int:
-        if wanted := self.flow.wanted:
-            self.flow.submit(prompts_of(self.size, wanted, self.rng))
+        if free_slots := self.flow.wanted:
+            self.flow.submit(prompts_of(self.size, free_slots, self.rng))
         return tokens_of(answers for _, answers in self.flow.next())
 
 
@@ -216,29 +216,29 @@ def batch_of(size: Size) -> Fetched:
     """Answers of random tokens."""
     rng = np.random.default_rng(0)
 
-    def answer(asked: Prompt, name: str) -> Trajectory:
+    def answer(prompt: Prompt, name: str) -> Trajectory:
         tokens = rng.integers(1, size.vocabulary, size.length).astype(np.int32)
         completion = Completion(tokens, "", StopReason.LENGTH, (Version(), Version()))
         reference = np.full(size.length, -np.log(size.vocabulary), np.float32)
-        return Trajectory(name, asked, completion, float(rng.integers(2)), reference, Version())
+        return Trajectory(name, prompt, completion, float(rng.integers(2)), reference, Version())
 
-    made = []
+    groups = []
     for g in range(size.groups):
-        asked = Prompt("random", rng.integers(1, size.vocabulary, size.prompt).astype(np.int32), str(g))
-        made.append(Group.of([answer(asked, f"{g}-{i}") for i in range(size.answers)]))
-    return Fetched(made, collate(made))
+        prompt = Prompt("random", rng.integers(1, size.vocabulary, size.prompt).astype(np.int32), str(g))
+        groups.append(Group.of([answer(prompt, f"{g}-{i}") for i in range(size.answers)]))
+    return Fetched(groups, collate(groups))
 
 
 def prompts_of(size: Size, count: int, rng: np.random.Generator) -> list[Prompt]:
     """Prompts of random tokens, of random lengths."""
     lengths = rng.integers(6 * size.prompt // 10, 2 * size.prompt, count)
     tokens = [rng.integers(1, size.vocabulary, length).astype(np.int32) for length in lengths]
-    return [Prompt("random", own, str(i)) for i, own in enumerate(tokens)]
+    return [Prompt("random", prompt_tokens, str(i)) for i, prompt_tokens in enumerate(tokens)]
 
 
-def tokens_of(answered: Any) -> int:
+def tokens_of(answer_rows: Any) -> int:
     """Tokens of the answers to several prompts."""
-    return sum(len(completion.tokens) for answers in answered for completion in answers)
+    return sum(len(completion.tokens) for answers in answer_rows for completion in answers)
 
 
 def tokens_in(batch: Batch) -> int:
@@ -269,16 +269,16 @@ class Work:
 
     def top(self, times: int = 1) -> list[list[Any]]:
         """The ten names that take most time: milliseconds, share and kernels of one of so many `times`."""
-        ordered = sorted(self.by_name.items(), key=lambda item: -item[1][1])[:10]
+        largest_items = sorted(self.by_name.items(), key=lambda item: -item[1][1])[:10]
         return [
             [name, round(1e3 * seconds / times, 4), round(seconds / self.seconds, 4), round(count / times, 2)]
-            for name, (count, seconds) in ordered
+            for name, (count, seconds) in largest_items
         ]
 
     def shares(self) -> dict[str, float]:
         """The parts of a step, as shares of the time on the device."""
-        whole = sum(self.by_part.values())
-        return {part: round(seconds / whole, 4) for part, seconds in self.by_part.items()}
+        total_seconds = sum(self.by_part.values())
+        return {part: round(seconds / total_seconds, 4) for part, seconds in self.by_part.items()}
 
 
 _LAUNCHES = re.compile(r"cu(da)?(Launch|GraphLaunch|Memcpy|Memset)")  # calls of the CUDA runtime and of its driver
@@ -314,11 +314,11 @@ def work_of(act: Callable[[], object], device: str, vocabulary: int | None = Non
     with torch.profiler.profile(activities=activities, record_shapes=vocabulary is not None) as profile:
         act()
         synchronize(device)
-    found = summed(profile.events() or (), on_gpu, vocabulary)
-    return found if on_gpu else replace(found, launches=operations.count, kernels=operations.count)
+    work = work_of_events(profile.events() or (), on_gpu, vocabulary)
+    return work if on_gpu else replace(work, launches=operations.count, kernels=operations.count)
 
 
-def summed(events: Sequence[Any], on_gpu: bool, vocabulary: int | None) -> Work:
+def work_of_events(events: Sequence[Any], on_gpu: bool, vocabulary: int | None) -> Work:
     """The work in a profile's events."""
     launches, kernels = 0, 0
     counts: Counter[str] = Counter()
@@ -331,10 +331,10 @@ def summed(events: Sequence[Any], on_gpu: bool, vocabulary: int | None) -> Work:
         if not on_device:
             launches += _LAUNCHES.match(event.name) is not None
             if vocabulary:
-                own = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-                parts[part_of(event, vocabulary)] += own / 1e6
+                self_seconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+                parts[part_of(event, vocabulary)] += self_seconds / 1e6
         if on_device == on_gpu:
-            name = shortened(event.name)
+            name = short_kernel_name(event.name)
             counts[name] += 1
             seconds[name] += (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
             kernels += 1
@@ -342,7 +342,7 @@ def summed(events: Sequence[Any], on_gpu: bool, vocabulary: int | None) -> Work:
     return Work(launches, kernels, math.fsum(seconds.values()), names, parts)
 
 
-def shortened(name: str) -> str:
+def short_kernel_name(name: str) -> str:
     """A kernel's name without what all of torch's have in common."""
-    bare = re.sub(r"^void |at::native::|\(anonymous namespace\)::|c10::", "", name)
-    return re.sub(r"\s+", " ", bare)[:100]
+    short_name = re.sub(r"^void |at::native::|\(anonymous namespace\)::|c10::", "", name)
+    return re.sub(r"\s+", " ", short_name)[:100]

@@ -17,6 +17,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ Halves = Mapping[str, Callable[[], Half]]  # `trainer` and `searcher`: who makes
 Rates = dict[str, float]  # of each half: what it does a second
 
 
-def arranged(
+def time_arrangements(
     halves: Halves,
     arrangements: tuple[str, ...],
     size: Size,
@@ -44,30 +45,31 @@ def arranged(
 ) -> None:
     """Measure what each half does alone, then some arrangements, and note the figures of each at once."""
     seconds = size.window
-    alone: Rates = {}
+    rates_alone: Rates = {}
     for name, make in halves.items():
-        alone |= processes({name: make}, seconds, device, folder)
-    note(alone=alone)
-    of = {
-        "processes": lambda: processes(halves, seconds, device, folder),
-        "processes, pinned cores": lambda: processes(halves, seconds, device, folder, cores=cores_of_each(halves)),
-        "processes, MPS": lambda: under_mps(lambda own: processes(halves, seconds, device, folder, own), folder),
-        "threads, a stream each": lambda: in_a_process(lambda: threads(halves, seconds, device), folder),
-        "turns": lambda: in_a_process(lambda: turns(halves, seconds, device, batch_tokens), folder),
+        rates_alone |= run_in_processes({name: make}, seconds, device, folder)
+    note(alone=rates_alone)
+    processes = partial(run_in_processes, halves, seconds, device, folder)
+    runners: dict[str, Callable[[], Rates]] = {
+        "processes": processes,
+        "processes, pinned cores": lambda: processes(cores=cores_of_each(halves)),
+        "processes, MPS": lambda: run_under_mps(processes, folder),
+        "threads, a stream each": lambda: run_in_process(lambda: run_in_threads(halves, seconds, device), folder),
+        "turns": lambda: run_in_process(lambda: run_in_turns(halves, seconds, device, batch_tokens), folder),
     }
-    slower = min(alone["trainer"], alone["searcher"] / batch_tokens)
+    slower_alone = min(rates_alone["trainer"], rates_alone["searcher"] / batch_tokens)
     for name in arrangements:
         try:
-            found = of[name]()
+            rates = runners[name]()
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:
             note(**{name: {"failed": str(error)}})
             continue
-        left = {half: round(found[half] / alone[half], 3) for half in found}
-        fed = min(found["trainer"], found["searcher"] / batch_tokens)
-        note(**{name: {**found, "left": left, "of_the_slower_half": round(fed / slower, 3)}})
+        shares_left = {half: round(rates[half] / rates_alone[half], 3) for half in rates}
+        slower_rate = min(rates["trainer"], rates["searcher"] / batch_tokens)
+        note(**{name: {**rates, "left": shares_left, "of_the_slower_half": round(slower_rate / slower_alone, 3)}})
 
 
-def processes(
+def run_in_processes(
     halves: Halves,
     seconds: float,
     device: str,
@@ -75,7 +77,7 @@ def processes(
     environment: Mapping[str, str] | None = None,
     cores: Mapping[str, set[int]] | None = None,
 ) -> Rates:
-    """Each half in a process of its own, all at the same time."""
+    """Runs each half in a process of its own, all at the same time; returns their rates."""
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(len(halves))
 
@@ -84,12 +86,12 @@ def processes(
         os.environ.update(environment or {})
         if cores is not None:
             os.sched_setaffinity(0, cores[name])
-        (folder / f"{name}.rate").write_text(json.dumps(measured(halves[name](), seconds, device, barrier)))
+        (folder / f"{name}.rate").write_text(json.dumps(measure_rate(halves[name](), seconds, device, barrier)))
 
-    started = [context.Process(target=live, args=(name,)) for name in halves]
-    for process in started:
+    children = [context.Process(target=live, args=(name,)) for name in halves]
+    for process in children:
         process.start()
-    ended(started)
+    join_processes(children)
     return {name: float((folder / f"{name}.rate").read_text()) for name in halves}
 
 
@@ -100,27 +102,27 @@ def renew_threads() -> None:
     torch.set_num_threads(torch.get_num_threads())
 
 
-def measured(half: Half, seconds: float, device: str, barrier: Barrier | threading.Barrier) -> float:
-    """What a half does a second, once all of them have warmed up."""
+def measure_rate(half: Half, seconds: float, device: str, barrier: Barrier | threading.Barrier) -> float:
+    """Returns how much a half does a second, once all halves have warmed up."""
     half.warm()
     barrier.wait(PATIENCE)
     return half.work(seconds, device).a_second
 
 
-def ended(started: list[Any]) -> None:
+def join_processes(children: list[Any]) -> None:
     """Wait for processes. Raises `RuntimeError` if one fails, and then ends the others."""
     try:
-        for process in started:
+        for process in children:
             process.join(2 * PATIENCE)
             if process.exitcode != 0:
                 raise RuntimeError(f"a half ended with exit code {process.exitcode}")
     finally:
-        for process in started:
+        for process in children:
             process.kill()
 
 
-def in_a_process(act: Callable[[], Rates], folder: Path) -> Rates:
-    """What it returns in a process of its own."""
+def run_in_process(act: Callable[[], Rates], folder: Path) -> Rates:
+    """Returns what `act` returns in a process of its own."""
     file = folder / "both.rate"
 
     def live() -> None:
@@ -129,35 +131,35 @@ def in_a_process(act: Callable[[], Rates], folder: Path) -> Rates:
 
     process = multiprocessing.get_context("fork").Process(target=live)
     process.start()
-    ended([process])
-    found: Rates = json.loads(file.read_text())
-    return found
+    join_processes([process])
+    rates: Rates = json.loads(file.read_text())
+    return rates
 
 
-def threads(halves: Halves, seconds: float, device: str) -> Rates:
-    """Each half in a thread of this process, with a stream of its own."""
-    made, found = {name: make() for name, make in halves.items()}, {}
-    barrier = threading.Barrier(len(made))
+def run_in_threads(halves: Halves, seconds: float, device: str) -> Rates:
+    """Runs each half in a thread of this process, with a stream of its own; returns their rates."""
+    half_by_name, rates = {name: make() for name, make in halves.items()}, {}
+    barrier = threading.Barrier(len(half_by_name))
 
     def live(name: str) -> None:
         stream = torch.cuda.Stream() if device == "cuda" else None
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             if stream is not None:
                 stream.wait_stream(torch.cuda.default_stream())  # on which it was made
-            found[name] = measured(made[name], seconds, device, barrier)
+            rates[name] = measure_rate(half_by_name[name], seconds, device, barrier)
 
-    own = [threading.Thread(target=live, args=(name,)) for name in made]
-    for thread in own:
+    thread_list = [threading.Thread(target=live, args=(name,)) for name in half_by_name]
+    for thread in thread_list:
         thread.start()
-    for thread in own:
+    for thread in thread_list:
         thread.join(2 * PATIENCE)
-    if len(found) < len(made):
+    if len(rates) < len(half_by_name):
         raise RuntimeError("a half failed in its thread, or did not end")
-    return found
+    return rates
 
 
-def turns(halves: Halves, seconds: float, device: str, batch_tokens: int) -> Rates:
-    """One process that makes an update, then answers as many tokens as the next one needs, and so on."""
+def run_in_turns(halves: Halves, seconds: float, device: str, batch_tokens: int) -> Rates:
+    """Alternates updates with answers of as many tokens as the next update needs, in one process; returns the rates."""
     trainer, searcher = halves["trainer"](), halves["searcher"]()
     trainer.warm()
     searcher.warm()
@@ -172,9 +174,9 @@ def turns(halves: Halves, seconds: float, device: str, batch_tokens: int) -> Rat
             self.answered += tokens
             return done
 
-    both = InTurn()
-    rate = both.work(seconds, device)
-    return {"trainer": rate.a_second, "searcher": Rate(both.answered, rate.seconds).a_second}
+    alternation = InTurn()
+    rate = alternation.work(seconds, device)
+    return {"trainer": rate.a_second, "searcher": Rate(alternation.answered, rate.seconds).a_second}
 
 
 def cores_of_each(halves: Halves) -> dict[str, set[int]]:
@@ -186,8 +188,8 @@ def cores_of_each(halves: Halves) -> dict[str, set[int]]:
     return {name: set(cores[i * share : (i + 1) * share]) for i, name in enumerate(halves)}
 
 
-def under_mps(act: Callable[[Mapping[str, str]], Rates], folder: Path) -> Rates:
-    """What it returns for processes that are given this environment, with which NVIDIA's MPS serves them."""
+def run_under_mps(act: Callable[[Mapping[str, str]], Rates], folder: Path) -> Rates:
+    """Returns what `act` returns with the environment by which NVIDIA's MPS serves its processes."""
     with mps(folder) as environment:
         return act(environment)
 
@@ -199,12 +201,12 @@ def mps(folder: Path) -> Iterator[dict[str, str]]:
     """
     if shutil.which(MPS) is None:
         raise RuntimeError(f"there is no {MPS} here")
-    places = {f"CUDA_MPS_{what}_DIRECTORY": str(folder / f"mps-{what.lower()}") for what in ("PIPE", "LOG")}
-    for place in places.values():
-        Path(place).mkdir(exist_ok=True)
-    environment = {**os.environ, **places}
+    folders = {f"CUDA_MPS_{kind}_DIRECTORY": str(folder / f"mps-{kind.lower()}") for kind in ("PIPE", "LOG")}
+    for path in folders.values():
+        Path(path).mkdir(exist_ok=True)
+    environment = {**os.environ, **folders}
     subprocess.run([MPS, "-d"], check=True, env=environment, timeout=PATIENCE)
     try:
-        yield places
+        yield folders
     finally:
         subprocess.run([MPS], input="quit\n", text=True, check=False, env=environment, timeout=PATIENCE)

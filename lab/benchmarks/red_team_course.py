@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tba.apps.red_team.embedding import SentenceEncoder
+from tba.apps.red_team.embedding import SentenceEmbedder
 from tba.apps.red_team.trigger_world import TriggerWorld
 from tba.replay.follower import JournalFollower
 from tba.types import Trajectory
@@ -59,7 +59,7 @@ def attacks_of(run: Path) -> list[Trajectory]:
 
 def compare(runs: list[Path], families: int) -> None:
     """Print seconds to equal success at equal diversity, a line for each run."""
-    encoder, found = SentenceEncoder.load(), {}
+    encoder, found = SentenceEmbedder.load(), {}
     for run in runs:
         attacks = attacks_of(run)
         found[run.name] = windows(attacks, encoder)
@@ -90,7 +90,7 @@ class Window:
     distance: float  # mean over pairs of attacks, 1 - cosine of sentence embeddings
 
 
-def windows(attacks: list[Trajectory], encoder: SentenceEncoder) -> list[Window]:
+def windows(attacks: list[Trajectory], encoder: SentenceEmbedder) -> list[Window]:
     """Returns the course of a run, in steps of a quarter of a window."""
     world, begin = TriggerWorld(), attacks[0].created
     texts = sorted({attack.completion.text for attack in attacks[::EVERY]})

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from slow_endpoint import serve
 
-from tba.apps.red_team.embedding import SentenceEncoder
+from tba.apps.red_team.embedding import SentenceEmbedder
 from tba.apps.red_team.trigger_world import TriggerWorld
 from tba.evaluation.estimators import mean_distance
 from tba.replay.follower import JournalFollower
@@ -62,7 +62,7 @@ def main() -> None:
     server = serve(arguments.seconds, arguments.concurrency, os.environ["ENDPOINT_TOKEN"])
     url = f"http://127.0.0.1:{server.server_address[1]}/v1"
     rows = []
-    encoder = SentenceEncoder.load()
+    encoder = SentenceEmbedder.load()
     with tempfile.TemporaryDirectory() as folder:
         for repeat in range(arguments.repeats):
             for count in map(int, arguments.searchers.split(",")):
@@ -74,7 +74,7 @@ def main() -> None:
         arguments.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
-def run(searchers: int, own: list[str], world: Path, path: Path, encoder: SentenceEncoder) -> Row:
+def run(searchers: int, own: list[str], world: Path, path: Path, encoder: SentenceEmbedder) -> Row:
     """One `tba train`, in a process of its own."""
     paths = ["--task.attacks", f"{world}/attacks.jsonl", "--task.classifier.path", f"{world}/classifier"]
     place = ["--runs", str(path.parent), "--run-name", path.name, "--searchers", str(searchers)]

@@ -42,7 +42,7 @@ from parts import parts_of
 
 from tba.batch import Fetched, collate
 from tba.command.replay import uses_of
-from tba.evaluation.accuracy import EvaluationSettings, evaluate
+from tba.evaluation.accuracy import EvaluationSettings, assess_accuracy
 from tba.evaluation.estimators import SAMPLED
 from tba.grading import Grader
 from tba.protocols import PublishedWeights
@@ -273,7 +273,8 @@ class Synchronous:
         engine.load(self.policy.weights(), self.trainer.version)
         settings = EvaluationSettings(problems=PROBLEMS, greedy=False, chunk=500)
         rng = np.random.default_rng(self.recipe.seed)
-        return float(evaluate(engine, self.held_out, reward, settings, rng, now=time.monotonic).scores[SAMPLED].mean())
+        assessment = assess_accuracy(engine, self.held_out, reward, settings, rng, now=time.monotonic)
+        return float(assessment.scores[SAMPLED].mean())
 
     def save(self, folder: Path) -> Checkpoint:
         """A checkpoint of now."""

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from tba.evaluation.estimators import Interval, mean_interval
-from tba_lab.comparison import Outcome, Statistic, rows, verdict, versus
+from tba_lab.comparison import Outcome, Statistic, variant_rows, verdict, versus
 from tba_lab.study_plots import draw_against, draw_frontier, draw_over_time, lines_of, mean_curve
 from tba_lab.study_table import Comparison, cell, page, view, write_tables
 
@@ -53,7 +53,7 @@ def test_one_run_has_no_spread_and_no_interval() -> None:
 
 
 def test_a_row_counts_its_failures_and_every_figure_its_runs() -> None:
-    found = {row.variant: row for row in rows(OUTCOMES, WHOLE.variants)}
+    found = {row.variant: row for row in variant_rows(OUTCOMES, WHOLE.variants)}
     assert list(found) == ["tb", "rloo", "grpo"]
     grpo = found["grpo"]
     assert (grpo.runs, grpo.failures) == (3, ("NonFiniteLoss at step 12: nan | inf",))
@@ -137,7 +137,8 @@ def test_columns_for_which_a_terminal_has_no_room_stand_below() -> None:
     outcomes = [Outcome(name, seed, figures) for name in ("tb-robust-sync", "tb") for seed in (0, 1)]
     console = Console(width=60, record=True, file=io.StringIO())
     console.print(view(replace(WHOLE, outcomes=outcomes, variants=("tb-robust-sync", "tb"), baselines={})))
-    rows = [line.split() for line in console.export_text().splitlines() if line.lstrip().startswith("tb-robust-sync ")]
+    lines = console.export_text().splitlines()
+    rows = [line.split() for line in lines if line.lstrip().startswith("tb-robust-sync ")]
     assert len(rows) == 3
     assert " ".join(cell for row in rows for cell in row[1:]) == "2 " + " ".join(
         f"{k}.0 ± 0.0" for k in (1, 2, 4, 8, 16, 32)

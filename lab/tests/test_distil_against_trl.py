@@ -37,18 +37,19 @@ def test_divergence_of_an_answer_is_the_sum_over_its_tokens_whatever_it_is_padde
     def side(model: LlamaForCausalLM) -> tuple[torch.nn.Module, list[torch.Tensor]]:
         return model.get_output_embeddings(), judge.states(model, answers)
 
-    for prompt, answer, found in zip(prompts, answers, benchmark.per_answer(side(student), side(teacher)), strict=True):
+    divergences = benchmark.divergences_of(side(student), side(teacher))
+    for prompt, answer, found in zip(prompts, answers, divergences, strict=True):
         with torch.inference_mode():
             logs = [m(input_ids=torch.tensor([prompt + answer])).logits[0].log_softmax(-1) for m in (student, teacher)]
         p, q = (log[len(prompt) - 1 : -1] for log in logs)
         assert found == pytest.approx(float((p.exp() * (p - q)).sum()), rel=1e-4)
-    assert benchmark.per_answer(side(student), side(student)) == pytest.approx([0.0, 0.0])
+    assert benchmark.divergences_of(side(student), side(student)) == pytest.approx([0.0, 0.0])
 
 
 def test_cost_of_a_divergence_is_linear_between_two_measurements() -> None:
     rows = [ROW, replace(ROW, update=8, wall=10.0, kl=6.0), replace(ROW, update=16, wall=30.0, kl=2.0)]
-    assert benchmark.first_at(rows, 4.0, "wall") == 20.0
-    assert benchmark.first_at(rows, 1.0, "wall") is None
+    assert benchmark.cost_to_reach(rows, 4.0, "wall") == 20.0
+    assert benchmark.cost_to_reach(rows, 1.0, "wall") is None
     lines = benchmark.table([replace(ROW, way="start"), *rows[1:]], [0.5, 0.1]).splitlines()
     assert lines[-2].startswith("| trl | 0.001 | 0 | 0.5 | 20 |")
     assert lines[-1].startswith("| trl | 0.001 | 0 | 0.1 | never |")

@@ -26,9 +26,9 @@ def test_every_objective_is_tuned_at_each_k_and_then_counted(fair: Any) -> None:
     while cells := fair.wanted(done, range(3)):
         cell = cells[0]
         done.append(row(fair, cell.form, cell.k, cell.rate, cell.seed, 0.9 if cell.rate == best[cell.k] else 0.5))
-    counted = {(r.form, r.k, r.rate) for r in done if r.seed != fair.TUNED_ON}
+    counted = {(r.form, r.k, r.rate) for r in done if r.seed != fair.TUNING_SEED}
     assert counted == {(form, k, rate) for form in fair.OBJECTIVES for k, rate in best.items()}
-    assert sorted({r.seed for r in done}) == [0, 1, 2, fair.TUNED_ON]
+    assert sorted({r.seed for r in done}) == [0, 1, 2, fair.TUNING_SEED]
     tried = {k: sorted({r.rate for r in done if r.k == k}) for k in best}
     assert tried == {64: [1e-5, 3e-5, 1e-4, 3e-4], 10: [3e-5, 1e-4, 3e-4]}  # the edge was followed
     order = [(r.form in fair.TIERS[0], r.k) for r in done if r.form in fair.TIERS[0] or r.form in fair.TIERS[1]]

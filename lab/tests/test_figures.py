@@ -20,10 +20,10 @@ from tba_lab.figures import (
     accuracy_curve,
     end_mean,
     figures,
+    format_figure,
     heading,
     largest_fall,
     reached,
-    shown,
 )
 
 
@@ -60,7 +60,7 @@ def test_diversity_is_told_of_both_ends_and_pass_at_k_at_powers_of_two(make_run:
         "pass@2/of6": 0.6,
         "pass@4/of6": 0.7,
     }
-    assert (heading("pass@4/of6"), shown("pass@4/of6", 0.7)) == ("pass@4/of6, %", "70.0")
+    assert (heading("pass@4/of6"), format_figure("pass@4/of6", 0.7)) == ("pass@4/of6, %", "70.0")
 
 
 def test_what_a_run_does_not_have_is_not_there(make_run: Callable[..., Path]) -> None:
@@ -104,10 +104,10 @@ def test_the_mean_over_the_end_is_of_the_last_tenth_and_at_least_one() -> None:
 
 def test_every_column_says_what_it_is_and_how_it_is_written() -> None:
     assert {*DATA, *MACHINE} <= set(COLUMNS)
-    assert shown("pass@1/sampled", 0.9341) == "93.4"
-    assert (heading("pass@8/sampled"), shown("pass@8/sampled", 0.5)) == ("pass@8/sampled, %", "50.0")
-    assert (shown("trainer_memory", 2.0**30), shown("tokens_trained", 1_234_567)) == ("1024", "1.23M")
-    assert (shown("seconds", 61.24), shown("seconds", 512.3)) == ("61.2", "512")
+    assert format_figure("pass@1/sampled", 0.9341) == "93.4"
+    assert (heading("pass@8/sampled"), format_figure("pass@8/sampled", 0.5)) == ("pass@8/sampled, %", "50.0")
+    assert (format_figure("trainer_memory", 2.0**30), format_figure("tokens_trained", 1_234_567)) == ("1024", "1.23M")
+    assert (format_figure("seconds", 61.24), format_figure("seconds", 512.3)) == ("61.2", "512")
 
 
 def test_a_failure_is_that_of_the_part_that_had_it_and_knows_how_far_it_came(tmp_path: Path) -> None:

@@ -33,44 +33,45 @@ def test_rates_come_first_then_seeds_then_the_other_staleness(forms: Any) -> Non
     done: list[Any] = []
     order = []
     accuracy = {1e-4: 0.2, 2e-4: 0.3, 4e-4: 0.25}
-    while cells := forms.wanted(done, range(2)):
+    while cells := forms.next_cells(done, range(2)):
         order.append(cells[0])
         done.append(row(forms, cells[0].form, cells[0].rate, cells[0].seed, accuracy[cells[0].rate], cells[0].k))
     told = [(c.form, c.k, c.seed) for c in order]
     first, second, third = forms.TIERS
-    tuning = [(form, 16, forms.TUNED_ON) for form in first for _ in forms.RATES]
+    tuning = [(form, 16, forms.TUNING_SEED) for form in first for _ in forms.RATES]
     assert told[:12] == tuning
     assert told[12:20] == [(form, 16, seed) for seed in range(2) for form in first]
     assert [t[0] for t in told[20:26]] == ["grpo"] * 5 + ["grpo-answer"]
     assert told[50:] == [(form, 1, seed) for seed in range(2) for form in (*first, *second, *third)]
-    assert {c.rate for c in order if c.seed != forms.TUNED_ON} == {2e-4}
+    assert {c.rate for c in order if c.seed != forms.TUNING_SEED} == {2e-4}
 
 
 def test_a_best_rate_at_the_edge_is_followed_beyond_it(forms: Any) -> None:
     rows = [row(forms, "exact", rate, 100, after) for rate, after in ((1e-4, 0.1), (2e-4, 0.2), (4e-4, 0.3))]
-    rates, best = forms.tried("exact", rows)
+    rates, best = forms.tuning_rates("exact", rows)
     assert (sorted(rates)[-1], best) == (pytest.approx(8e-4), None)
-    assert forms.tried("exact", [*rows, row(forms, "exact", 8e-4, 100, 0.2)])[1] == 4e-4
+    assert forms.tuning_rates("exact", [*rows, row(forms, "exact", 8e-4, 100, 0.2)])[1] == 4e-4
 
 
 def test_the_table_pairs_seeds_and_leaves_out_the_seed_of_the_choice(forms: Any) -> None:
     rows = [row(forms, "none", 2e-4, s, x) for s, x in enumerate((0.30, 0.20, 0.25))]
     rows += [row(forms, "exact", 2e-4, s, x) for s, x in enumerate((0.33, 0.23, 0.28))]
-    said = forms.table([*rows, *(row(forms, "exact", 2e-4, forms.TUNED_ON, x, k) for k, x in ((16, 0.99), (1, 0.5)))])
+    tuning = [row(forms, "exact", 2e-4, forms.TUNING_SEED, x, k) for k, x in ((16, 0.99), (1, 0.5))]
+    said = forms.table([*rows, *tuning])
     assert "| exact | 0.0002 | 3 | 28.0 [15.6, 40.4] | 23.0 | 0.50 | 9.0 | 3.0 [3.0, 3.0] |  |" in said
     assert "k = 16: exact 0.0002: 99.0%" in said
     assert "k = 1: exact 0.0002: 50.0%" in said
 
 
 def test_the_table_has_a_form_at_its_best_rate_alone(forms: Any) -> None:
-    tuning = [row(forms, "grpo", rate, forms.TUNED_ON, x) for rate, x in ((4e-4, 0.3), (8e-4, 0.4), (16e-4, 0.4))]
+    tuning = [row(forms, "grpo", rate, forms.TUNING_SEED, x) for rate, x in ((4e-4, 0.3), (8e-4, 0.4), (16e-4, 0.4))]
     counted = [row(forms, "grpo", rate, 0, x) for rate, x in ((4e-4, 0.9), (8e-4, 0.2))]
     assert "| grpo | 0.0008 | 1 | 20.0 | 20.0 |" in forms.table([*tuning, *counted])
 
 
 def test_a_rate_that_was_tuned_at_the_same_k_goes_before_that_of_stale_data(forms: Any) -> None:
-    tuning = [row(forms, "grpo", rate, forms.TUNED_ON, x) for rate, x in ((4e-4, 0.3), (8e-4, 0.4))]
-    tuning += [row(forms, "grpo", rate, forms.TUNED_ON, x, 1) for rate, x in ((4e-4, 0.7), (8e-4, 0.6))]
+    tuning = [row(forms, "grpo", rate, forms.TUNING_SEED, x) for rate, x in ((4e-4, 0.3), (8e-4, 0.4))]
+    tuning += [row(forms, "grpo", rate, forms.TUNING_SEED, x, 1) for rate, x in ((4e-4, 0.7), (8e-4, 0.6))]
     counted = [row(forms, "grpo", rate, 0, x, k) for rate, x, k in ((4e-4, 0.9, 1), (8e-4, 0.2, 1), (8e-4, 0.1, 16))]
     table = forms.table([*tuning, *counted])
     assert "| grpo | 0.0004 | 1 | 90.0 | 90.0 |" in table
@@ -90,7 +91,7 @@ def test_the_baselines_are_what_their_names_say(forms: Any) -> None:
 
 
 def test_both_regimes_weigh_half_whatever_the_number_of_their_seeds(forms: Any) -> None:
-    assert forms.joined([1.0, 3.0], [-4.0] * 4) == "-1.0 [-7.4, 5.4], standard error 0.5"
+    assert forms.pooled_by_halves([1.0, 3.0], [-4.0] * 4) == "-1.0 [-7.4, 5.4], standard error 0.5"
     rows = [row(forms, "none", 2e-4, s, 0.2, k) for s in range(3) for k in (16, 1)]
     rows += [row(forms, "exact", 2e-4, s, 0.23, 16) for s in range(3)]
     rows += [row(forms, "exact", 2e-4, s, 0.21, 1) for s in range(2)]
@@ -113,8 +114,8 @@ def test_runs_are_made_and_kept_and_equal_when_made_again(tmp_path: Path, model:
     cell, made = forms.Cell(form, 16, 0.5, 1e-4, 0), []
     for name in ("a", "b"):
         rows = tmp_path / f"{name}.csv"
-        assert forms.Bench(rows, tmp_path / name, "cpu", fixed).go(1, partial(forms.left, [cell]))
-        made += forms.read(rows)
+        assert forms.Bench(rows, tmp_path / name, "cpu", fixed).make_runs(1, partial(forms.missing_cells, [cell]))
+        made += forms.read_rows(rows)
         assert [p.name for p in (tmp_path / name).iterdir()] == [f"{cell.name}.log"]
     assert [r.name for r in made] == [cell.name] * 2
     assert made[0] == made[1]
@@ -122,17 +123,17 @@ def test_runs_are_made_and_kept_and_equal_when_made_again(tmp_path: Path, model:
 
 def test_the_second_rule_tunes_at_each_age_and_pools_by_precision(forms: Any) -> None:
     done: list[Any] = []
-    while cells := forms.wanted_by_rule(done):
+    while cells := forms.next_rule_cells(done):
         cell = cells[0]
         after = {1e-4: 0.2, 2e-4: 0.4, 4e-4: 0.3}[cell.rate] + (cell.form == "least-variance") * 0.05
         spread = 0.01 * (cell.seed % 2)
         done.append(row(forms, cell.form, cell.rate, cell.seed, after + spread * (cell.form == "none"), cell.k))
-    counts = {(form, k): sum((r.form, r.k) == (form, k) for r in done) for form in forms.RULE for k in (16, 1)}
-    assert counts == {(form, k): 3 + n for form in forms.RULE for k, n in ((16, 16), (1, 25))}
-    verdict = forms.pooled(done, *forms.RULE)
+    counts = {(form, k): sum((r.form, r.k) == (form, k) for r in done) for form in forms.RULE_FORMS for k in (16, 1)}
+    assert counts == {(form, k): 3 + n for form in forms.RULE_FORMS for k, n in ((16, 16), (1, 25))}
+    verdict = forms.rule_verdict(done, *forms.RULE_FORMS)
     assert verdict.startswith("least-variance less none: 4.5 (0.1) at k = 16, 4.5 (0.1) at k = 1; pooled 4.5 [")
     assert verdict.endswith(": least-variance")
     noise = {"none": (0.30, 0.31, 0.35), "least-variance": (0.31, 0.30, 0.36)}
     alike = [row(forms, form, 2e-4, s, x, k) for form, xs in noise.items() for s, x in enumerate(xs) for k in (16, 1)]
-    assert forms.pooled(alike, *forms.RULE).endswith(": none")
-    assert "waits for runs: 0 pairs" in forms.pooled([], *forms.RULE)
+    assert forms.rule_verdict(alike, *forms.RULE_FORMS).endswith(": none")
+    assert "waits for runs: 0 pairs" in forms.rule_verdict([], *forms.RULE_FORMS)

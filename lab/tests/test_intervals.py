@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tba.evaluation.estimators import Interval
-from tba.evaluation.student_t import quantile
+from tba.evaluation.student_t import t_quantile
 from tba_lab.intervals import difference_of_means, relative_variance
 
 
@@ -20,7 +20,7 @@ def test_a_difference_of_two_means_is_the_textbooks_interval() -> None:
     # Welch and Satterthwaite: variances 1/3 and 4, n = 4 and 2: freedom 2.0833^2 / (0.0833^2 / 3 + 2^2 / 1)
     uneven = difference_of_means([1.0, 1.0, 2.0, 2.0], [3.0, 3.0 + 8**0.5])
     freedom = (1 / 12 + 2) ** 2 / ((1 / 12) ** 2 / 3 + 4)
-    assert uneven.high - uneven.estimate == pytest.approx(quantile(0.975, freedom) * (1 / 12 + 2) ** 0.5)
+    assert uneven.high - uneven.estimate == pytest.approx(t_quantile(0.975, freedom) * (1 / 12 + 2) ** 0.5)
 
 
 def test_the_difference_of_three_and_three_covers_the_truth_as_often_as_it_says() -> None:

@@ -117,36 +117,36 @@ def test_some_parts_only_are_measured_again_and_the_others_kept(
 def test_without_time_a_part_is_not_begun_and_said_so(one_gpu: Any, tmp_path: Path) -> None:
     out = tmp_path / "one_gpu.json"
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(one_gpu, "LEAST", math.inf)
+        patched.setattr(one_gpu, "LEAST_SECONDS", math.inf)
         assert one_gpu.main(["--device", "cpu", "--small", "--only", "environment", "--out", str(out)]) == 0
     assert list(json.loads(out.read_text())["parts"]["environment"]) == ["skipped"]
 
 
 def test_a_part_that_reaches_its_limit_leaves_what_it_had_and_no_process(one_gpu: Any, tmp_path: Path) -> None:
-    def endless(given: Any, note: Any) -> None:
+    def endless(context: Any, note: Any) -> None:
         child = os.fork()
         if child:
             note(child=child)
         signal.pause()
 
-    given = one_gpu.Given("cpu", "tiny", tmp_path)
-    found = one_gpu.in_a_process("endless", endless, given, 3.0, tmp_path / "log")
+    context = one_gpu.Context("cpu", "tiny", tmp_path)
+    found = one_gpu.run_in_process("endless", endless, context, 3.0, tmp_path / "log")
     assert found["failed"] == "it was not done after 3 s"
     until(lambda: not alive(found["child"]), 30.0, "what it had started to be gone")
 
 
 def test_a_part_that_fails_says_so_by_its_last_line(one_gpu: Any, tmp_path: Path) -> None:
-    def failing(given: Any, note: Any) -> None:
+    def failing(context: Any, note: Any) -> None:
         note(before=1)
         raise ValueError("there is nothing to measure")
 
-    found = one_gpu.in_a_process("failing", failing, one_gpu.Given("cpu", "tiny", tmp_path), 60.0, tmp_path / "log")
+    found = one_gpu.run_in_process("failing", failing, one_gpu.Context("cpu", "tiny", tmp_path), 60.0, tmp_path / "log")
     assert (found["before"], found["failed"]) == (1, "ValueError: there is nothing to measure")
     assert "Traceback" in (tmp_path / "log").read_text()
 
 
 def test_a_captured_graph_is_one_launch_of_many_kernels_and_a_named_range_is_none(one_gpu: Any) -> None:
-    from one_gpu_halves import summed
+    from one_gpu_halves import work_of_events
 
     def event(name: str, on_device: bool, microseconds: float = 0.0, annotation: bool = False) -> Any:
         return SimpleNamespace(
@@ -171,7 +171,7 @@ def test_a_captured_graph_is_one_launch_of_many_kernels_and_a_named_range_is_non
         event("Memcpy HtoD (Pinned -> Device)", True, 2.0),
         event("Optimizer.step#AdamW.step", True, 1000.0, annotation=True),
     ]
-    work = summed(events, on_gpu=True, vocabulary=1000)
+    work = work_of_events(events, on_gpu=True, vocabulary=1000)
     assert (work.launches, work.kernels) == (4, 5)
     assert work.seconds == pytest.approx(11e-6)
     assert work.by_name["elementwise<4>"] == (3, pytest.approx(3e-6))
@@ -182,7 +182,7 @@ def test_a_captured_graph_is_one_launch_of_many_kernels_and_a_named_range_is_non
 
 def test_equal_weights_that_differ_by_a_constant_in_one_of_two_tokens(one_gpu: Any) -> None:
     ratio_BT, mask_BT = np.array([[0.1, 0.0], [-0.1, 9.0]]), np.array([[1, 1], [1, 0]])
-    found = one_gpu.distances(ratio_BT * mask_BT, mask_BT)
+    found = one_gpu.log_ratio_figures(ratio_BT * mask_BT, mask_BT)
     assert found["mean_square_of_a_token"] == pytest.approx(0.02 / 3)
     assert found["mean_square_of_an_answer"] == pytest.approx(0.01)
     assert found["effective_sample_size"] == pytest.approx(math.cosh(0.1) ** 2 / math.cosh(0.2))
@@ -203,7 +203,7 @@ def test_a_server_of_mps_is_told_to_quit_when_what_it_served_has_failed(
         raise RuntimeError(environment["CUDA_MPS_PIPE_DIRECTORY"])
 
     with pytest.raises(RuntimeError, match="mps-pipe"):
-        one_gpu_sharing.under_mps(served, tmp_path)
+        one_gpu_sharing.run_under_mps(served, tmp_path)
     assert told.read_text().splitlines() == [f"{tmp_path}/mps-pipe -d", f"{tmp_path}/mps-pipe ", "quit"]
 
 
@@ -225,12 +225,12 @@ def test_two_halves_that_take_turns_keep_as_much_as_their_times_leave(one_gpu: A
     halves = {"trainer": partial(Made, 1.0, 1), "searcher": partial(Made, 3.0, 50)}
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(one_gpu_halves.time, "perf_counter", lambda: clock[0])
-        rates = one_gpu_sharing.turns(halves, 70.0, "cpu", batch_tokens=100)
+        rates = one_gpu_sharing.run_in_turns(halves, 70.0, "cpu", batch_tokens=100)
     assert rates == {"trainer": pytest.approx(1 / 7), "searcher": pytest.approx(100 / 7)}
 
 
 def test_the_settings_of_smollm2_are_the_recipes(one_gpu: Any) -> None:
     from tba.settings import find, override
 
-    recipe = override(find("instruct"), one_gpu.adapters_of("smollm2", "cpu"), "one_gpu")
+    recipe = override(find("instruct"), one_gpu.adapter_arguments("smollm2", "cpu"), "one_gpu")
     assert (recipe.model.lora.rank, recipe.steps) == (16, 40)

@@ -34,7 +34,7 @@ from tba.shipped import names
 from tba_lab import STUDIES, trial_process
 from tba_lab.__main__ import main
 from tba_lab.command import StudyOptions, run_study
-from tba_lab.study import Study, Variant, find_study, positions, varying
+from tba_lab.study import Study, Variant, find_study, positions, varying_field_plots
 from tba_lab.trial import Trial
 
 TOY = str(Path(__file__).with_name("toy_study.py"))
@@ -341,7 +341,7 @@ def test_where_a_variant_stands_is_its_recipes_field_or_what_was_measured() -> N
     assert positions("sync_every", recipes, []) == {"a": 5.0, "b": 9.0}
     assert positions("objective.beta.value", recipes, []) == {"a": 0.5, "b": 0.5}
     assert positions("objective.clip", recipes, []) == {}
-    assert [against.x for against in varying(recipes)] == ["sync_every"]
+    assert [against.x for against in varying_field_plots(recipes)] == ["sync_every"]
 
 
 @pytest.mark.parametrize("name", names(STUDIES))

@@ -170,11 +170,11 @@ def evaluate(
     checkpoint: a folder in the Hugging Face layout, a run (its newest checkpoint) or a Hub name; None: the recipe's own
     model. split: `"eval"`, held out, or `"train"`. Raises `UserError` for what cannot be evaluated.
     """
-    from tba.runs.evaluating import measured, with_checkpoint
+    from tba.runs.evaluating import assess_recipe, with_checkpoint
 
     found, _, _ = _found(recipe, fields)
     found = with_checkpoint(found, None if checkpoint is None else str(checkpoint))
-    return measured(found, split, found.evaluation)[0].evaluations
+    return assess_recipe(found, split, found.evaluation)[0].evaluations
 
 
 def _found(recipe: Recipe | str, fields: Mapping[str, Any]) -> tuple[Recipe, str, list[str]]:

@@ -42,7 +42,7 @@ def test_the_operations_of_a_forward_are_two_for_each_weight_that_a_token_meets(
 
 
 def test_an_estimate_is_measured_on_both_halves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tba.runs.estimate._SECONDS", 0.0)
+    monkeypatch.setattr("tba.runs.estimate._LEAST_SECONDS", 0.0)
     monkeypatch.setenv("TBA_CACHE", str(tmp_path))  # other tests look at what their own warm start took
     recipe = find(RECIPE)
     counting = shape_with(layers=1, layer=1)  # two operations are a token of a forward
@@ -150,7 +150,7 @@ def test_check_leaves_nothing_behind_and_names_a_wrong_field(
 def test_a_rate_at_which_the_policy_leaves_its_data_within_six_updates_is_warned_of(
     rate: str, runs_away: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("tba.runs.estimate._SECONDS", 0.0)
+    monkeypatch.setattr("tba.runs.estimate._LEAST_SECONDS", 0.0)
     few = ["--model.path", str(BASE), "--task.train-problems", "1000", "--task.eval-problems", "100"]
     assert main(["check", "quickstart", *few, "--optimizer.lr", rate]) == 0
     said = " ".join(capsys.readouterr().out.split())

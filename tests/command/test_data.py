@@ -93,7 +93,7 @@ Ran = Callable[..., str]
 def ran(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ran:
     """Runs a command on a recipe whose answers are marked by `marked_by`; returns what it printed, on one line."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(estimate, "_SECONDS", 0.0)
+    monkeypatch.setattr(estimate, "_LEAST_SECONDS", 0.0)
 
     def run(command: str, *arguments: object, marked_by: str = "None", code: int = 0) -> str:
         path = tmp_path / "recipe.py"

@@ -19,21 +19,21 @@ from tba.models.huggingface import HuggingFace
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.protocols import Objective
 from tba.runs.probe import (
+    DRIFT_UPDATES,
     FEW_ANSWERS,
     FEW_PROMPTS,
-    LONG,
-    ROUNDS,
-    SCORED,
-    UPDATES,
-    Progress,
-    _Answered,
-    _enough,
-    _extrapolated,
-    _timed,
-    _tokens_of,
-    flow,
-    look,
-    train,
+    LEAST_ROUNDS,
+    LONG_SECONDS,
+    SCORED_ANSWERS,
+    ProgressLines,
+    _AnswerBatches,
+    _batch_tokens,
+    _extrapolated_step_seconds,
+    _is_timed_enough,
+    _without_warm_up,
+    sample_answers,
+    time_full_slots,
+    time_steps,
 )
 from tba.schedules import Constant
 from tba.settings import find
@@ -44,25 +44,25 @@ from tba.types import Group, Prompt
     ("seconds", "enough", "compiled"),
     [
         ([], False, False),
-        ([0.1] * ROUNDS, False, False),  # the first warms up
-        ([0.1] * (ROUNDS + 1), False, False),  # less than three seconds
-        ([0.7] * (ROUNDS + 1), True, True),
-        ([LONG + 1], True, False),
-        ([LONG + 1], False, True),  # most of it may be the compiler's
-        ([LONG + 1, 0.1], True, True),
-        ([LONG / 2], False, False),
+        ([0.1] * LEAST_ROUNDS, False, False),  # the first warms up
+        ([0.1] * (LEAST_ROUNDS + 1), False, False),  # less than three seconds
+        ([0.7] * (LEAST_ROUNDS + 1), True, True),
+        ([LONG_SECONDS + 1], True, False),
+        ([LONG_SECONDS + 1], False, True),  # most of it may be the compiler's
+        ([LONG_SECONDS + 1, 0.1], True, True),
+        ([LONG_SECONDS / 2], False, False),
     ],
 )
 def test_a_long_round_is_enough_and_of_short_ones_several(seconds: list[float], enough: bool, compiled: bool) -> None:
     quickstart = find("quickstart")
     assert isinstance(quickstart.model, HuggingFace)
     recipe = replace(quickstart, model=replace(quickstart.model, device="cpu", compiled=compiled))
-    assert _enough(seconds, 3.0, recipe) is enough
+    assert _is_timed_enough(seconds, 3.0, recipe) is enough
 
 
 def test_the_first_is_left_out_unless_it_is_the_only_one() -> None:
-    assert _timed([5.0, 1.0, 2.0]) == [1.0, 2.0]
-    assert _timed([5.0]) == [5.0]
+    assert _without_warm_up([5.0, 1.0, 2.0]) == [1.0, 2.0]
+    assert _without_warm_up([5.0]) == [5.0]
 
 
 @dataclass(frozen=True)
@@ -76,38 +76,38 @@ class OnlySettings:
         return TrajectoryBalance(Constant(0.05)).start()
 
 
-@pytest.mark.parametrize(("slow", "updates"), [(1.0, UPDATES), (20.0, 1)])
+@pytest.mark.parametrize(("step_seconds", "updates"), [(1.0, DRIFT_UPDATES), (20.0, 1)])
 def test_the_steps_are_of_a_run_and_as_many_as_show_the_drift_unless_they_take_minutes(
-    slow: float, updates: int, monkeypatch: pytest.MonkeyPatch
+    step_seconds: float, updates: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A clock on which each step takes `slow` seconds: after one of 20 s none is waited for."""
+    """A clock on which each step takes `step_seconds`: after one of 20 s none is waited for."""
     recipe: Any = replace(find(str(Path(__file__).parents[1] / "tiny_sums.py")), objective=OnlySettings())
-    answers = look(recipe, 0)["answers"]
+    answers = sample_answers(recipe, 0)["answers"]
     now = count()
-    monkeypatch.setattr("tba.runs.probe.time", SimpleNamespace(perf_counter=lambda: slow * next(now)))
-    monkeypatch.setattr("tba.runs.probe._SLOW_STEP", math.inf)
-    asked: list[int] = []
+    monkeypatch.setattr("tba.runs.probe.time", SimpleNamespace(perf_counter=lambda: step_seconds * next(now)))
+    monkeypatch.setattr("tba.runs.probe._SLOW_STEP_SECONDS", math.inf)
+    timed_counts: list[int] = []
 
     def enough(seconds: Sequence[float], *_: object) -> bool:
-        asked.append(len(seconds))
+        timed_counts.append(len(seconds))
         return len(seconds) > 0
 
-    monkeypatch.setattr("tba.runs.probe._enough", enough)
-    found = train(recipe, 0.0, answers)
-    assert found["step_seconds"] == slow
-    assert asked == list(range(updates + 1))
-    assert (found["effective"] is None) == (updates < UPDATES)
+    monkeypatch.setattr("tba.runs.probe._is_timed_enough", enough)
+    figures = time_steps(recipe, 0.0, answers)
+    assert figures["step_seconds"] == step_seconds
+    assert timed_counts == list(range(updates + 1))
+    assert (figures["effective"] is None) == (updates < DRIFT_UPDATES)
 
 
 def test_what_an_environment_said_is_read_and_not_trained() -> None:
     recipe: Any = find(str(Path(__file__).parents[1] / "tiny_sums.py"))
     prompts = [Prompt("t", np.array([1], np.int32), "")]
     mask = [True, False, False, True]
-    answered = _Answered(recipe, prompts, [], np.random.default_rng(0))
-    found = answered.trajectory(prompts[0], ([1, 2, 3, 4], mask, [-1.0, 0.0, 0.0, -1.0], 1.0, []))
-    assert found.completion.mask is not None
-    assert found.completion.mask.tolist() == mask
-    assert collate([Group.of([found])]).mask_BT.tolist() == [mask]
+    batches = _AnswerBatches(recipe, prompts, [], np.random.default_rng(0))
+    trajectory = batches.trajectory(prompts[0], ([1, 2, 3, 4], mask, [-1.0, 0.0, 0.0, -1.0], 1.0, []))
+    assert trajectory.completion.mask is not None
+    assert trajectory.completion.mask.tolist() == mask
+    assert collate([Group.of([trajectory])]).mask_BT.tolist() == [mask]
 
 
 RECIPE: Any = find(str(Path(__file__).parents[1] / "tiny_sums.py"))
@@ -115,11 +115,11 @@ ROUND: Any = replace(RECIPE, prompts_per_round=3, samples_per_prompt=24)  # the 
 
 
 def test_a_slow_model_answers_forty_times_and_scores_ten_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tba.runs.probe.SLOW", 0.0)
-    figures = look(ROUND, 0)
+    monkeypatch.setattr("tba.runs.probe.SLOW_SECONDS", 0.0)
+    figures = sample_answers(ROUND, 0)
     assert figures["small"] == FEW_PROMPTS * FEW_ANSWERS == 40
     assert [len(rewards) for rewards in figures["groups"]] == [FEW_ANSWERS] * FEW_PROMPTS
-    assert [len(rows) for _, rows in figures["answers"]] == [SCORED] * FEW_PROMPTS
+    assert [len(rows) for _, rows in figures["answers"]] == [SCORED_ANSWERS] * FEW_PROMPTS
     assert figures["reward"][0]["answers"] == 40 - FEW_ANSWERS  # the first group warms up
     prompts, answers = figures["tokens"]  # those of a whole round
     assert prompts == 3 * len("1+1=")
@@ -127,17 +127,17 @@ def test_a_slow_model_answers_forty_times_and_scores_ten_answers(monkeypatch: py
 
 
 def test_a_quick_model_answers_whole_rounds_after_a_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tba.runs.probe.SLOW", math.inf)
-    figures = look(ROUND, 0)
+    monkeypatch.setattr("tba.runs.probe.SLOW_SECONDS", math.inf)
+    figures = sample_answers(ROUND, 0)
     assert figures["small"] == 0
     sizes = [len(rewards) for rewards in figures["groups"]]
     assert sizes[:FEW_PROMPTS] == [FEW_ANSWERS] * FEW_PROMPTS
-    assert sizes[FEW_PROMPTS:] == [24] * (3 * ROUNDS)
+    assert sizes[FEW_PROMPTS:] == [24] * (3 * LEAST_ROUNDS)
 
 
 def test_a_round_of_few_answers_is_whole_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tba.runs.probe.SLOW", 0.0)
-    figures = look(replace(ROUND, samples_per_prompt=8), 0)
+    monkeypatch.setattr("tba.runs.probe.SLOW_SECONDS", 0.0)
+    figures = sample_answers(replace(ROUND, samples_per_prompt=8), 0)
     assert figures["small"] == 0
     assert {len(rewards) for rewards in figures["groups"]} == {8}
 
@@ -145,17 +145,17 @@ def test_a_round_of_few_answers_is_whole_from_the_beginning(monkeypatch: pytest.
 def test_a_slow_reward_grades_the_first_round_only_and_of_that_two_prompts_at_least(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tba.runs.probe.SLOW", math.inf)
-    monkeypatch.setattr("tba.runs.probe.SLOW_REWARD", 0.0)
-    figures = look(ROUND, 0)
+    monkeypatch.setattr("tba.runs.probe.SLOW_SECONDS", math.inf)
+    monkeypatch.setattr("tba.runs.probe.SLOW_REWARD_SECONDS", 0.0)
+    figures = sample_answers(ROUND, 0)
     assert len(figures["groups"]) == len(figures["answers"]) == FEW_PROMPTS
-    monkeypatch.setattr("tba.runs.probe.MOST_GRADING", 0.0)
-    assert len(look(ROUND, 0)["groups"]) == 2
+    monkeypatch.setattr("tba.runs.probe.MOST_GRADING_SECONDS", 0.0)
+    assert len(sample_answers(ROUND, 0)["groups"]) == 2
 
 
 def test_full_slots_are_timed_by_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tba.runs.probe._STEADY", 0.01)
-    figures = flow(ROUND, 0)
+    monkeypatch.setattr("tba.runs.probe._STEADY_SECONDS", 0.01)
+    figures = time_full_slots(ROUND, 0)
     assert 0 < figures["token_seconds"] < 1
     assert 0 < figures["prompt_seconds"] < 10
 
@@ -164,15 +164,15 @@ def test_a_step_is_extrapolated_from_two_sizes_by_what_does_not_grow_and_what_ea
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A clock that only the trainer moves: by 0.5 s for an update, 0.01 s for a token, 3 s for publishing."""
-    monkeypatch.setattr("tba.runs.probe.SLOW", 0.0)
+    monkeypatch.setattr("tba.runs.probe.SLOW_SECONDS", 0.0)
     prompts = [Prompt("t", np.array([1, 2], np.int32), "")]
     answer: Any = ([1, 2, 3], None, [-1.0, -1.0, -1.0], 1.0, [])
-    source = _Answered(ROUND, prompts, [(0, [answer] * 4)] * ROUNDS, np.random.default_rng(0))
+    source = _AnswerBatches(ROUND, prompts, [(0, [answer] * 4)] * LEAST_ROUNDS, np.random.default_rng(0))
     now, sizes = [100.0], list[int]()
 
     def step(fetched: Fetched) -> None:
         sizes.append(len(fetched.groups))
-        now[0] += (50.0 if len(sizes) == 1 else 0.5) + 0.01 * _tokens_of(fetched)
+        now[0] += (50.0 if len(sizes) == 1 else 0.5) + 0.01 * _batch_tokens(fetched)
 
     def publish() -> None:
         now[0] += 3.0
@@ -181,14 +181,16 @@ def test_a_step_is_extrapolated_from_two_sizes_by_what_does_not_grow_and_what_ea
     trainer: Any = SimpleNamespace(step=step, publish=publish, sync_every=2)
     tokens = ROUND.groups_per_step * (2 + 3 * ROUND.group_size)
     assert source.tokens_per_step == tokens
-    assert _extrapolated(trainer, source, lambda line: None) == pytest.approx(0.5 + 0.01 * tokens + 3.0 / 2)
-    assert sizes == [1, 1, ROUNDS]
+    assert _extrapolated_step_seconds(trainer, source, lambda line: None) == pytest.approx(
+        0.5 + 0.01 * tokens + 3.0 / 2
+    )
+    assert sizes == [1, 1, LEAST_ROUNDS]
 
 
 def test_a_slow_step_is_not_made_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tba.runs.probe._SLOW_STEP", 0.0)
-    figures = train(RECIPE, 0.0, look(RECIPE, 0)["answers"])
-    assert figures["small"] == f"{SCORED} and {SCORED * ROUNDS}"
+    monkeypatch.setattr("tba.runs.probe._SLOW_STEP_SECONDS", 0.0)
+    figures = time_steps(RECIPE, 0.0, sample_answers(RECIPE, 0)["answers"])
+    assert figures["small"] == f"{SCORED_ANSWERS} and {SCORED_ANSWERS * LEAST_ROUNDS}"
     assert figures["step_seconds"] > 0
     assert figures["effective"] is None
     assert figures["tokens"][0] == RECIPE.groups_per_step * len("1+1=")
@@ -197,7 +199,7 @@ def test_a_slow_step_is_not_made_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> 
 def test_progress_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     now = count()  # seconds
     monkeypatch.setattr("tba.runs.probe.time", SimpleNamespace(perf_counter=lambda: next(now)))
-    say = Progress()
+    say = ProgressLines()
     for i in range(6):
         say(f"sampled {i} of 6 answers")
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

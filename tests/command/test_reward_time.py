@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tba.protocols import GradingCalls
-from tba.runs.reward_time import MOST, PartTime, RoundTime, TimedReward
+from tba.runs.reward_time import MOST_CALLS, PartTime, RoundTime, TimedReward
 from tba.types import Completion, Judgement, Prompt, StopReason, Version
 
 PLAIN = PartTime("reward function 'judge'", "answer", 1, False, answers=8, seconds=2.0, processor=0.0)  # 0.25 s a call
@@ -89,9 +89,9 @@ def test_a_reward_without_calls_is_timed_by_its_answers() -> None:
 
 def test_the_rate_is_the_smaller_of_what_generates_and_what_the_window_grades() -> None:
     alone = RoundTime(136, STAGES, [PLAIN])
-    assert alone.busy == pytest.approx(1.5)
-    assert (alone.reward, alone.seconds, alone.rate) == (34.0, 34.0, 4.0)
-    assert alone.one_by_one == pytest.approx(35.5)
+    assert alone.busy_seconds == pytest.approx(1.5)
+    assert (alone.reward_seconds, alone.seconds, alone.rate) == (34.0, 34.0, 4.0)
+    assert alone.sequential_seconds == pytest.approx(35.5)
     wide = replace(PLAIN, concurrency=64)
     assert RoundTime(136, STAGES, [wide]).rate == pytest.approx(136 / 1.5)
     narrow = replace(PLAIN, concurrency=8)
@@ -115,9 +115,9 @@ def test_a_plain_function_that_waits_is_named_with_the_gain_of_more_calls_at_onc
     (batch,) = RoundTime(136, STAGES, [replace(PLAIN, unit="waiting")]).advice()
     assert "about all answers that wait" in batch
     (slow,) = RoundTime(136, STAGES, [replace(PLAIN, seconds=200.0)]).advice()
-    assert f"`concurrency={MOST}` brings a round to about 13 s" in slow
-    (widest,) = RoundTime(136, STAGES, [replace(PLAIN, seconds=200.0, concurrency=MOST)]).advice()
-    assert f"waited for with {MOST} calls at once: make it faster" in widest
+    assert f"`concurrency={MOST_CALLS}` brings a round to about 13 s" in slow
+    (widest,) = RoundTime(136, STAGES, [replace(PLAIN, seconds=200.0, concurrency=MOST_CALLS)]).advice()
+    assert f"waited for with {MOST_CALLS} calls at once: make it faster" in widest
 
 
 def test_nothing_is_said_of_a_reward_that_is_a_small_share_or_keeps_up() -> None:
@@ -129,10 +129,10 @@ def test_nothing_is_said_of_a_reward_that_is_a_small_share_or_keeps_up() -> None
 def test_threads_are_not_advised_for_a_reward_that_computes() -> None:
     computing = replace(PLAIN, processor=1.9)
     slow = RoundTime(136, STAGES, [computing])
-    assert slow.busy == pytest.approx(1.5 + 136 * 1.9 / 8)
+    assert slow.busy_seconds == pytest.approx(1.5 + 136 * 1.9 / 8)
     (line,) = slow.advice()
     assert "it computes: of its threads one computes at a time, so that `concurrency` would not help" in line
-    assert RoundTime(136, STAGES, [replace(computing, concurrency=64)]).rate == pytest.approx(136 / slow.busy)
+    assert RoundTime(136, STAGES, [replace(computing, concurrency=64)]).rate == pytest.approx(136 / slow.busy_seconds)
     assert RoundTime(136, STAGES, [replace(computing, seconds=0.01, processor=0.01)]).advice() == []
 
 

@@ -38,15 +38,16 @@ def shown(signal: Signal) -> list[str]:
 
 def test_the_figures_are_those_of_the_answers() -> None:
     signal = Signal.of([probe([[0.0, 1.0], [1.0, 1.0], [0.0, 0.0], [0.5, 0.0]], length=2, eos=6, empty=1)])
-    assert (signal.answers, signal.reward, signal.varied, signal.best) == (8, 3.5 / 8, 0.5, 0.25)
-    assert (signal.truncated, signal.empty) == (0.25, 0.125)
+    assert (signal.answers, signal.mean_reward, signal.varied_share, signal.best_share) == (8, 3.5 / 8, 0.5, 0.25)
+    assert (signal.truncated_share, signal.empty_share) == (0.25, 0.125)
     assert signal.advice(QUICKSTART) == []
     assert shown(signal) == ["1+1=", r"2\x1b[2J  reward 1"]
 
 
 def test_what_several_looks_saw_is_added_up() -> None:
     signal = Signal.of([probe([[0.0, 1.0]], length=1, eos=1), probe([[1.0, 1.0]], eos=2)])
-    assert (signal.train, signal.answers, signal.reward, signal.varied, signal.truncated) == (10, 4, 0.75, 0.5, 0.25)
+    assert (signal.train, signal.answers, signal.mean_reward) == (10, 4, 0.75)
+    assert (signal.varied_share, signal.truncated_share) == (0.5, 0.25)
 
 
 def test_an_episode_is_shown_with_its_turns_and_those_that_failed_are_counted_apart() -> None:
@@ -54,7 +55,7 @@ def test_an_episode_is_shown_with_its_turns_and_those_that_failed_are_counted_ap
     turns = [(True, "h"), (False, "a-g?"), (True, "b"), (False, "c-g?"), (True, "")]
     found["shown"][0]["answers"] = [{"text": "ha-g?bc-g?", "mark": "0.8 (turns 3)", "turns": turns}]
     signal = Signal.of([found])
-    assert (signal.answers, signal.reward, signal.failed) == (4, 0.5, 0.5)
+    assert (signal.answers, signal.mean_reward, signal.failed_share) == (4, 0.5, 0.5)
     assert "50.0 % failed in their environments" in signal.facts()["answers"]
     assert shown(signal) == [
         *("1+1=", "reward 0.8 (turns 3)", "says  h", "reads a-g?", "says  b", "reads c-g?", "says  (nothing)"),

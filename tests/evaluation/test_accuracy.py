@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tba.errors import UserError
-from tba.evaluation.accuracy import Assessment, EvaluationSettings, evaluate
+from tba.evaluation.accuracy import Assessment, EvaluationSettings, assess_accuracy
 from tba.evaluation.estimators import GREEDY, SAMPLED
 from tba.types import Completion, Judgement, Prompt, Sampling, Version
 from toy.engine import TabularEngine, log_behavior, tabular_prompts
@@ -28,7 +28,7 @@ def measure(
     """With a clock that ticks once whenever it is read."""
     rng, ticks = np.random.default_rng(seed), count(100)
     engine = TabularEngine(TASK, Version(0, 7))
-    return evaluate(
+    return assess_accuracy(
         engine, prompts, TASK.reward(), settings, rng, now=lambda: float(next(ticks)), interrupted=interrupted
     )
 
@@ -81,7 +81,7 @@ def test_the_policy_temperature_is_used_unless_the_settings_name_one() -> None:
         rng = np.random.default_rng(1)
         engine, reward = TabularEngine(TASK), TASK.reward()
         return list(
-            evaluate(
+            assess_accuracy(
                 engine, PROMPTS, reward, settings, rng, now=lambda: 0.0, policy_temperature=policy_temperature
             ).scores[SAMPLED]
         )
@@ -143,7 +143,7 @@ def test_a_reward_that_is_not_a_number_is_not_correct() -> None:
         def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
             return [Judgement(float("nan")) for _ in answered]
 
-    found = evaluate(
+    found = assess_accuracy(
         TabularEngine(TASK), PROMPTS, Broken(), EvaluationSettings(), np.random.default_rng(0), now=lambda: 0.0
     )
     assert [e.value for e in found.evaluations] == [0.0, 0.0]
@@ -154,8 +154,9 @@ def test_a_reward_that_leaves_answers_unmarked_is_an_error() -> None:
         def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
             return [Judgement(1.0)] * (len(answered) - 1)
 
+    rng = np.random.default_rng(0)
     with pytest.raises(UserError, match="the reward Lazy gave 12 values for 13 answers"):
-        evaluate(TabularEngine(TASK), PROMPTS, Lazy(), EvaluationSettings(), np.random.default_rng(0), now=lambda: 0.0)
+        assess_accuracy(TabularEngine(TASK), PROMPTS, Lazy(), EvaluationSettings(), rng, now=lambda: 0.0)
 
 
 def test_an_empty_held_out_split_is_said_in_one_sentence() -> None:

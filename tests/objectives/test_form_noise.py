@@ -23,7 +23,7 @@ def noise() -> Any:
 
 def cells(noise: Any, form: str, data: tuple[str, ...]) -> list[Any]:
     """All rewards and sizes of these data, save normal rewards at K = 20, which are a matter of seconds each."""
-    found = [noise.Cell(reward, d, size, form) for reward, d, size in product(noise.REWARDS, data, noise.SIZES)]
+    found = [noise.Cell(reward, d, size, form) for reward, d, size in product(noise.REWARDS, data, noise.GROUP_SIZES)]
     return [c for c in found if (c.reward, c.size) != ("gaussian", 20)]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tba.evaluation.accuracy import Answer
+from tba.evaluation.accuracy import AssessedAnswer
 from tba.evaluation.estimators import GREEDY, SAMPLED
 from tba.record.evaluations import EvaluationWriter
 from tba.record.ledger import Ledger
@@ -31,7 +31,7 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
         metrics, found = MetricsWriter(run), EvaluationWriter(run)
         found.write(
             evaluations(0, 0.5, 0.4),
-            [Answer(f"{n}+1=", "7", float(n == 6), n == 6, GREEDY) for n in range(1, 8)],
+            [AssessedAnswer(f"{n}+1=", "7", float(n == 6), n == 6, GREEDY) for n in range(1, 8)],
         )
         for step in range(1, STEPS + 1):
             metrics.write(
@@ -49,7 +49,7 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
             )  # fmt: skip
         found.write(
             evaluations(STEPS, 0.9, 0.8),
-            [Answer(f"{n}+1=", str(n + 1), 1.0, True, GREEDY) for n in range(1, 8)],
+            [AssessedAnswer(f"{n}+1=", str(n + 1), 1.0, True, GREEDY) for n in range(1, 8)],
         )
         metrics.close()
         found.close()

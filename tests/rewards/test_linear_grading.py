@@ -96,7 +96,7 @@ GRADERS: dict[str, Callable[[str], object]] = {
     "instructions": lambda text: ShareFulfilled().judge(answered(text)),
     "ifeval": lambda text: IfEvalReward().judge(answered(text)),
     "same text": lambda text: ExactText().judge(answered(text)),
-    "sentences": similarity.sentences,
+    "sentences": similarity.split_sentences,
 }
 
 
@@ -153,7 +153,7 @@ def test_a_quadratic_grader_would_be_found() -> None:
 
 
 def test_no_more_than_so_many_sentences_are_compared_with_each_other() -> None:
-    assert len(similarity.sentences("one two three. " * 5000)) == similarity.MOST
+    assert len(similarity.split_sentences("one two three. " * 5000)) == similarity.MOST_SENTENCES
 
 
 def patterns(module: ModuleType) -> Iterator[tuple[str, re.Pattern[str]]]:

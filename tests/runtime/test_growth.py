@@ -33,8 +33,9 @@ def growth() -> Any:
 def test_a_step_a_round_and_a_look_read_as_much_of_3000_rows_as_of_300(tmp_path: Path, growth: Any) -> None:
     found = {}
     for rows in (300, 3000):
-        with growth.Counting() as counting, growth.halves(*growth.made(tmp_path / str(rows), rows)) as both:
-            found[rows] = growth.measured(both, counting, 5)
+        run = growth.write_run(tmp_path / str(rows), rows)
+        with growth.SqliteCounter() as counting, growth.open_halves(*run) as both:
+            found[rows] = growth.measure_halves(both, counting, 5)
     for name, few in found[300].items():
         many = found[3000][name]
         for what in ("statements", "instructions", "lines"):

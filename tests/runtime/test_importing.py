@@ -19,7 +19,7 @@ from tba.errors import UserError
 from tba.recipe import Recipe, RuntimeSettings
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
-from tba.runs.importing import take_in
+from tba.runs.importing import import_answers
 from tba.runtime.importing import intake_of, is_prepared, take_over
 from tba.runtime.inline import Inline
 from tba.runtime.local.processes import Processes
@@ -54,7 +54,7 @@ def written(path: Path, lines: Iterable[Any]) -> Path:
 
 
 def imported(recipe: Recipe, run: RunDirectory, *files: Path) -> None:
-    take_in(recipe, run, files, lambda line: None)
+    import_answers(recipe, run, files, lambda line: None)
 
 
 def offline(path: Path, runtime: type[Inline] | type[Processes], lines: list[Any], *more: str) -> Summary:

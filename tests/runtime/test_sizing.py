@@ -28,7 +28,7 @@ from tba.recipe import Recipe
 from tba.replay.buffer import BufferSettings
 from tba.runs.deciding import with_sizes
 from tba.runs.estimate import one_rank_fits
-from tba.runs.resuming import resumable
+from tba.runs.resuming import resume_point
 from tba.runtime import sizing
 from tba.runtime.devices import LOST, USABLE
 from tba.runtime.needs import Need, kept_on_disk, needs, seconds_to_move
@@ -385,9 +385,9 @@ def test_a_resume_asks_whether_it_fits_before_anything_is_changed(
     there = (run.path / "recipe.json").read_bytes()
     monkeypatch.setattr(sizing.Machine, "here", classmethod(lambda cls: machine(80, 80, 80, 80)))
     with pytest.raises(UserError, match=r"the trainer needs 13.* --trainer\.ranks 2, with which it fits"):
-        resumable(run, [])
+        resume_point(run, [])
     assert (run.path / "recipe.json").read_bytes() == there
-    recipe, _ = resumable(run, ["--trainer.ranks", "2"])
+    recipe, _ = resume_point(run, ["--trainer.ranks", "2"])
     assert recipe.trainer.count == 2
 
 

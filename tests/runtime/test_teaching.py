@@ -27,7 +27,7 @@ from tba.recipe import Recipe
 from tba.recipes.quickstart import BASE
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
-from tba.runs.importing import take_in
+from tba.runs.importing import import_answers
 from tba.runtime.needs import needs
 from tba.runtime.prompting import prompts_of
 from tba.runtime.run_directory import RunDirectory
@@ -135,7 +135,7 @@ def test_imported_answers_are_scored_by_the_teachers_too(tmp_path: Path, capsys:
     lines.write_text("".join(f'{{"prompt": "a", "response": "{said}"}}\n' for said in ("A", "BC", "D", "A")))
     inline(tmp_path / "run", *RUN, "--steps", "1", source=TAUGHT)
     run = RunDirectory.open(tmp_path / "run")
-    take_in(run.recipe(), run, [lines], print)
+    import_answers(run.recipe(), run, [lines], print)
     assert "the teacher teaches on all of them" in " ".join(capsys.readouterr().out.split())
     found = [t for t in trajectories(tmp_path / "run") if t.imported]
     assert len(found) == 4

@@ -23,23 +23,23 @@ tba-lab studies     list the studies
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code: 2 after one sentence for bad input."""
-    command, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    command, *command_arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         if command == "studies":
-            known = names(STUDIES)
-            print("\n".join(f"{name:{max(map(len, known))}}  {description_of(name, STUDIES)}" for name in known))
+            studies = names(STUDIES)
+            print("\n".join(f"{name:{max(map(len, studies))}}  {description_of(name, STUDIES)}" for name in studies))
             sys.stdout.flush()
             return 0
-        if {"--help", "-h", "help"} & {command, *rest}:
+        if {"--help", "-h", "help"} & {command, *command_arguments}:
             from tba_lab.command import StudyOptions
 
             print(USAGE, *rows(list(fields_of(StudyOptions()))), sep="\n")
             return 0
         if command != "study":
             raise UserError(f"there is no command {command!r}: give study or studies")
-        if not rest or rest[0].startswith("-"):
+        if not command_arguments or command_arguments[0].startswith("-"):
             raise UserError("`tba-lab study STUDY` needs a study's name or a path to a .py file first")
-        return _study(rest[0], with_config(rest[1:]))
+        return _study(command_arguments[0], with_config(command_arguments[1:]))
     except BrokenPipeError:  # the reader has closed the pipe (`tba-lab studies | head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that flushing at exit does not fail
         return 0

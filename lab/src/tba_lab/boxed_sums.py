@@ -37,7 +37,7 @@ class BoxedSums:
 
     def problems(self, split: Split) -> list[Problem]:
         """Distinct problems in an order fixed by `seed`. Raises `UserError` when there are not that many."""
-        return [_boxed(problem) for problem in self._sums().problems(split)]
+        return [_boxed_problem(problem) for problem in self._sums().problems(split)]
 
     def reward(self) -> MathAnswer:
         return MathAnswer(self.graders, self.grading_seconds)
@@ -53,7 +53,7 @@ class BoxedSums:
         )
 
 
-def _boxed(problem: Problem) -> Problem:
+def _boxed_problem(problem: Problem) -> Problem:
     question = f"What is ${str(problem.prompt).rstrip('=')}$?"
-    shown, answer = problem.demonstration, str(problem.fields["answer"])[::-1]
-    return Problem(question, {"question": question, "answer": answer}, f"{shown} \\boxed{{{(shown or '')[::-1]}}}")
+    fields = {"question": question, "answer": str(problem.fields["answer"])[::-1]}
+    return Problem(question, fields, f"{problem.demonstration} \\boxed{{{(problem.demonstration or '')[::-1]}}}")

@@ -31,8 +31,8 @@ from tba.runtime.stop_requests import stop_requests
 from tba.settings import override
 from tba.shipped import MARK
 from tba_lab.comparison import Outcome
-from tba_lab.figures import accuracy_curve, heading, pass_of, read_diversity, shown
-from tba_lab.study import Study, check_seeds, file_of, find_study, positions, varying
+from tba_lab.figures import accuracy_curve, format_figure, heading, pass_of, read_diversity
+from tba_lab.study import Study, check_seeds, file_of, find_study, positions, varying_field_plots
 from tba_lab.study_plots import (
     Curve,
     Line,
@@ -43,7 +43,7 @@ from tba_lab.study_plots import (
     lines_of,
 )
 from tba_lab.study_table import TABLE_FILE, Comparison, view, write_tables
-from tba_lab.trial import Runner, Trial, in_child
+from tba_lab.trial import Runner, Trial, run_in_child
 
 
 @dataclass(frozen=True)
@@ -58,35 +58,35 @@ class StudyOptions:
     keep: Literal["records", "all"] = "records"  # what is kept of ended runs; all: also journals and published weights
 
 
-def run_study(name: str, options: StudyOptions, fields: Sequence[str], runner: Runner = in_child) -> int:
+def run_study(name: str, options: StudyOptions, fields: Sequence[str], runner: Runner = run_in_child) -> int:
     """Returns exit code 0 when every requested run has ended, 130 or 143 when Ctrl-C or SIGTERM ended it before."""
     console = terminal()
     study = find_study(name)
     folder = options.out or Path("studies") / study.name
-    chosen = study.matching([p.strip() for p in options.only.split(",") if p.strip()] or ["*"])
+    variants = study.matching([p.strip() for p in options.only.split(",") if p.strip()] or ["*"])
     seeds = _seeds(options.seeds) if options.seeds else study.seeds
     check_seeds(seeds, f"tba-lab study {name}")
     if options.jobs < 1:
         raise UserError(f"--jobs is {options.jobs}: give the number of runs at a time, 1 or more")
-    everything = _every_trial(name, study, {v: set(seeds) for v in chosen}, fields, folder, options.keep == "all")
-    trials = [t for seed in seeds for t in everything if t.seed == seed and t.variant in chosen]
+    all_trials = _all_trials(name, study, {v: set(seeds) for v in variants}, fields, folder, options.keep == "all")
+    trials = [t for seed in seeds for t in all_trials if t.seed == seed and t.variant in variants]
     for note in _notes(trials):
         console.print(f"note: {note}", style="yellow")
-    left = [trial for trial in trials if _is_left(trial, options.again)]
+    pending_trials = [trial for trial in trials if _is_pending(trial, options.again)]
     console.print(
-        f"{study.name}: {len(chosen)} variants x {len(seeds)} seeds, {len(trials) - len(left)} of {len(trials)} runs "
-        f"have ended; in {folder}",
+        f"{study.name}: {len(variants)} variants x {len(seeds)} seeds, {len(trials) - len(pending_trials)} of "
+        f"{len(trials)} runs have ended; in {folder}",
         highlight=False,
     )
-    told = Progress(
-        console, len(trials), len(trials) - len(left), lambda: _write(_comparison(study, everything), folder)
+    progress = Progress(
+        console, len(trials), len(trials) - len(pending_trials), lambda: _write(_comparison(study, all_trials), folder)
     )
     prepare()
-    stopped = _run_all(left, options.jobs, told, runner)
-    _report(study, everything, folder, console)
-    if stopped and any(trial.state() not in ("ended", "failed") for trial in left):
+    exit_code = _run_all(pending_trials, options.jobs, progress, runner)
+    _print_report(study, all_trials, folder, console)
+    if exit_code and any(trial.state() not in ("ended", "failed") for trial in pending_trials):
         console.print("stopped: the same command continues from here", style="yellow")
-        return stopped
+        return exit_code
     return 0
 
 
@@ -96,32 +96,33 @@ class Progress:
 
     console: Console
     total: int
-    ended: int
+    ended_count: int
     write: Callable[[], object]
 
-    def tell(self, trial: Trial, what: str) -> None:
+    def report(self, trial: Trial, result: str) -> None:
         """Report that one run has ended."""
-        self.ended += 1
-        self.console.print(f"[{self.ended}/{self.total}] {trial.variant}, seed {trial.seed}: {what}", highlight=False)
+        self.ended_count += 1
+        count = f"[{self.ended_count}/{self.total}]"
+        self.console.print(f"{count} {trial.variant}, seed {trial.seed}: {result}", highlight=False)
         self.write()
 
 
-def _run_all(left: Sequence[Trial], jobs: int, progress: Progress, runner: Runner) -> int:
+def _run_all(pending_trials: Sequence[Trial], jobs: int, progress: Progress, runner: Runner) -> int:
     """Make the runs in order, `jobs` at once; returns 0, or the exit code of the signal that stopped us."""
-    waiting, going = list(left), dict[Future[str], Trial]()
+    waiting_trials, running_trials = list(pending_trials), dict[Future[str], Trial]()
     with stop_requests() as stop, ThreadPoolExecutor(jobs) as pool:
-        while going or (waiting and not stop()):
-            while waiting and len(going) < jobs and not stop():
-                trial = waiting.pop(0)
-                going[pool.submit(_carried_out, trial, stop, runner)] = trial
-            for done in wait(going, return_when=FIRST_COMPLETED).done:
-                progress.tell(going.pop(done), done.result())
+        while running_trials or (waiting_trials and not stop()):
+            while waiting_trials and len(running_trials) < jobs and not stop():
+                trial = waiting_trials.pop(0)
+                running_trials[pool.submit(_carry_out_trial, trial, stop, runner)] = trial
+            for future in wait(running_trials, return_when=FIRST_COMPLETED).done:
+                progress.report(running_trials.pop(future), future.result())
         return stop.exit_code if stop() else 0
 
 
-def _carried_out(trial: Trial, stop: Callable[[], bool], runner: Runner) -> str:
+def _carry_out_trial(trial: Trial, stop: Callable[[], bool], runner: Runner) -> str:
     """Make one run; returns its outcome in a few words."""
-    began = time.monotonic()
+    start = time.monotonic()
     trial.carry_out(stop, runner)
     outcome = trial.outcome()
     if outcome is None:
@@ -130,8 +131,8 @@ def _carried_out(trial: Trial, stop: Callable[[], bool], runner: Runner) -> str:
         return f"failed: {outcome.failure}"
     metric = trial.study.metric
     value = outcome.figures.get(metric)
-    said = f"{heading(metric)} {shown(metric, value)}, " if value is not None else ""
-    return f"{said}{duration(time.monotonic() - began)}"
+    metric_text = f"{heading(metric)} {format_figure(metric, value)}, " if value is not None else ""
+    return f"{metric_text}{duration(time.monotonic() - start)}"
 
 
 def _seeds(text: str) -> tuple[int, ...]:
@@ -141,46 +142,46 @@ def _seeds(text: str) -> tuple[int, ...]:
         raise UserError(f"--seeds is {text!r}: give integers with commas between, as 0,1,2") from error
 
 
-def _every_trial(
-    name: str, study: Study, asked: Mapping[str, set[int]], fields: Sequence[str], folder: Path, keep: bool
+def _all_trials(
+    name: str, study: Study, requested_seeds: Mapping[str, set[int]], fields: Sequence[str], folder: Path, keep: bool
 ) -> list[Trial]:
     """Returns the requested trials (variant -> seeds) and others that the folder has: the rows of the table."""
     if any(field.split("=")[0] == "--seed" for field in fields):
         raise UserError("tba-lab study takes --seeds, as 0,1,2, and not --seed: give the seeds there")
-    found = []
+    trials = []
     for variant in study.variants:
-        seeds = sorted(asked.get(variant, set()) | _seeds_there(folder, variant))
+        seeds = sorted(requested_seeds.get(variant, set()) | _existing_seeds(folder, variant))
         if not seeds:
             continue
         recipe = override(study.recipe_of(variant), fields, f"tba-lab study {name}, variant {variant}")
         for seed in seeds:
             source = f"{file_of(name).resolve()}{MARK}{variant}"
             path, overrides = folder / "runs" / f"{variant}-{seed}", ("--seed", str(seed), *fields)
-            made = replace(recipe, seed=seed)
-            found.append(Trial(study, variant, seed, source, overrides, made, path, keep))
-    return found
+            seeded_recipe = replace(recipe, seed=seed)
+            trials.append(Trial(study, variant, seed, source, overrides, seeded_recipe, path, keep))
+    return trials
 
 
-def _seeds_there(folder: Path, variant: str) -> set[int]:
-    ends = (path.name.removeprefix(f"{variant}-") for path in (folder / "runs").glob(f"{variant}-*"))
-    return {int(end) for end in ends if end.isdecimal()}
+def _existing_seeds(folder: Path, variant: str) -> set[int]:
+    suffixes = (path.name.removeprefix(f"{variant}-") for path in (folder / "runs").glob(f"{variant}-*"))
+    return {int(suffix) for suffix in suffixes if suffix.isdecimal()}
 
 
 def _notes(trials: Sequence[Trial]) -> list[str]:
     """Returns warnings, each once. Raises `UserError` for a variant that cannot run, before any does."""
-    said: dict[str, list[str]] = {}
+    variants_by_warning: dict[str, list[str]] = {}
     for trial in {t.variant: t for t in trials}.values():
         try:
             warnings = validate(trial.recipe)
         except UserError as error:
             raise UserError(f"variant {trial.variant}: {error}") from error
         for warning in warnings:
-            said.setdefault(warning, []).append(trial.variant)
-    return [f"{', '.join(variants)}: {warning}" for warning, variants in said.items()]
+            variants_by_warning.setdefault(warning, []).append(trial.variant)
+    return [f"{', '.join(variants)}: {warning}" for warning, variants in variants_by_warning.items()]
 
 
-def _is_left(trial: Trial, again: str) -> bool:
-    """Whether the trial has to be run. Raises `UserError` for a run of another recipe, unless it may be replaced."""
+def _is_pending(trial: Trial, again: str) -> bool:
+    """Returns whether the trial has to be run. Raises `UserError` for another recipe's run, unless it may go."""
     state = trial.state()
     if state == "other recipe" and again not in ("changed", "all"):
         raise UserError(
@@ -212,49 +213,51 @@ def _write(comparison: Comparison, folder: Path) -> bool:
     return bool(comparison.outcomes)
 
 
-def _report(study: Study, trials: Sequence[Trial], folder: Path, console: Console) -> None:
+def _print_report(study: Study, trials: Sequence[Trial], folder: Path, console: Console) -> None:
     """Write and print tables and plots of what has ended so far, if anything has."""
     comparison = _comparison(study, trials)
     if not _write(comparison, folder):
         return
     console.print(view(comparison))
-    made = [folder / TABLE_FILE, *(path for path in _plots(study, trials, comparison.outcomes, folder) if path)]
-    console.print(f"\ntables and plots: {', '.join(map(str, made))}", highlight=False)
+    files = [folder / TABLE_FILE, *(path for path in _plots(study, trials, comparison.outcomes, folder) if path)]
+    console.print(f"\ntables and plots: {', '.join(map(str, files))}", highlight=False)
 
 
 def _plots(study: Study, trials: Sequence[Trial], outcomes: Sequence[Outcome], folder: Path) -> Iterator[Path | None]:
-    there = {(o.variant, o.seed) for o in outcomes if not o.failure}
+    ended_runs = {(o.variant, o.seed) for o in outcomes if not o.failure}
     recipes = {t.variant: t.recipe for t in trials if any(o.variant == t.variant for o in outcomes)}
     lines = lines_of(list(recipes), {variant: study.family(variant) for variant in recipes})
     curves: dict[str, list[Curve]] = {variant: [] for variant in recipes}
     for trial in trials:
-        if (trial.variant, trial.seed) in there:
+        if (trial.variant, trial.seed) in ended_runs:
             curves[trial.variant].append(accuracy_curve(RunRecord.read(trial.path), study.metric))
     yield draw_over_time(folder / "over-time.png", study.name, study.metric, curves, lines)
     yield draw_frontier(folder / "frontier.png", study.name, outcomes, lines)
-    yield from _diversity_plots(study, [t for t in trials if (t.variant, t.seed) in there], outcomes, lines, folder)
-    for against in study.against or varying(recipes):
-        y = against.y or study.metric
-        at = positions(against.x, recipes, outcomes)
-        drawn = [line for line in lines if any(fnmatch.fnmatchcase(line.family, p) for p in against.families)]
-        if against.joined:
-            drawn = [Line("", [v for line in drawn for v in line.variants])]
-        file = folder / f"{y.replace('/', '-')}-against-{against.x}.png"
-        yield draw_against(file, study.name, y, against.label or against.x, at, outcomes, drawn)
+    ended_trials = [t for t in trials if (t.variant, t.seed) in ended_runs]
+    yield from _diversity_plots(study, ended_trials, outcomes, lines, folder)
+    for plot in study.plots or varying_field_plots(recipes):
+        y = plot.y or study.metric
+        x_by_variant = positions(plot.x, recipes, outcomes)
+        plot_lines = [line for line in lines if any(fnmatch.fnmatchcase(line.family, p) for p in plot.families)]
+        if plot.single_line:
+            plot_lines = [Line("", [v for line in plot_lines for v in line.variants])]
+        file = folder / f"{y.replace('/', '-')}-against-{plot.x}.png"
+        yield draw_against(file, study.name, y, plot.label or plot.x, x_by_variant, outcomes, plot_lines)
 
 
 def _diversity_plots(
     study: Study, trials: Sequence[Trial], outcomes: Sequence[Outcome], lines: Sequence[Line], folder: Path
 ) -> Iterator[Path | None]:
     """Draw pass@k over k, and different right answers over accuracy, of the runs whose diversity was measured."""
-    found = [(trial.variant, measured) for trial in trials if (measured := read_diversity(trial.path))]
-    if not study.diversity_samples or not found:
+    diversities = [(trial.variant, figures) for trial in trials if (figures := read_diversity(trial.path))]
+    if not study.diversity_samples or not diversities:
         return
-    before = [measured["before"]["pass_at"] for _, measured in found]
-    after: dict[str, list[Sequence[float]]] = {}
-    for variant, measured in found:
-        after.setdefault(variant, []).append(measured["after"]["pass_at"])
-    yield draw_pass_at_k(folder / "pass-at-k.png", study.name, before, after, lines)
-    start = (float(np.mean(before, axis=0)[0]), float(np.mean([m["before"]["distinct"] for _, m in found])))
+    values_before = [figures["before"]["pass_at"] for _, figures in diversities]
+    values_after: dict[str, list[Sequence[float]]] = {}
+    for variant, figures in diversities:
+        values_after.setdefault(variant, []).append(figures["after"]["pass_at"])
+    yield draw_pass_at_k(folder / "pass-at-k.png", study.name, values_before, values_after, lines)
+    distinct_before = float(np.mean([figures["before"]["distinct"] for _, figures in diversities]))
+    start = (float(np.mean(values_before, axis=0)[0]), distinct_before)
     accuracy = pass_of(1, study.diversity_samples)
     yield draw_frontier(folder / "diversity.png", study.name, outcomes, lines, accuracy, "distinct", start)

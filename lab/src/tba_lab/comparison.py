@@ -69,17 +69,17 @@ class Versus:
     remark: str = ""
 
 
-def rows(outcomes: Sequence[Outcome], variants: Sequence[str]) -> list[Row]:
+def variant_rows(outcomes: Sequence[Outcome], variants: Sequence[str]) -> list[Row]:
     """Returns a row for each variant that has runs, in the order of `variants`."""
-    found = []
+    rows = []
     for variant in variants:
-        own = [o for o in outcomes if o.variant == variant]
-        if not own:
+        runs = [o for o in outcomes if o.variant == variant]
+        if not runs:
             continue
-        names = dict.fromkeys(name for o in own for name in o.figures)
-        statistics = {name: Statistic.of([o.figures[name] for o in own if name in o.figures]) for name in names}
-        found.append(Row(variant, len(own), tuple(o.failure for o in own if o.failure), statistics))
-    return found
+        names = dict.fromkeys(name for o in runs for name in o.figures)
+        statistics = {name: Statistic.of([o.figures[name] for o in runs if name in o.figures]) for name in names}
+        rows.append(Row(variant, len(runs), tuple(o.failure for o in runs if o.failure), statistics))
+    return rows
 
 
 def versus(outcomes: Sequence[Outcome], baselines: Mapping[str, str], metric: str, margin: float) -> list[Versus]:
@@ -89,17 +89,17 @@ def versus(outcomes: Sequence[Outcome], baselines: Mapping[str, str], metric: st
     The interval is Student's (Welch), which is valid for a few seeds; runs of equal seed are not paired, since the seed
     does not determine the order of events in a run.
     """
-    found = []
+    comparisons = []
     for name, baseline in baselines.items():
-        own = [o for o in outcomes if o.variant == name]
-        first, second = _values(outcomes, baseline, metric), _values(own, name, metric)
-        if name == baseline or not first or not second:
+        runs = [o for o in outcomes if o.variant == name]
+        baseline_values, variant_values = _values(outcomes, baseline, metric), _values(runs, name, metric)
+        if name == baseline or not baseline_values or not variant_values:
             continue
-        interval = difference_of_means(first, second)
-        failed = sum(bool(o.failure) for o in own)
-        remark = f"{failed} of {len(own)} failed" if failed else ""
-        found.append(Versus(name, baseline, interval, "no" if failed else verdict(interval, margin), remark))
-    return found
+        interval = difference_of_means(baseline_values, variant_values)
+        failures = sum(bool(o.failure) for o in runs)
+        remark = f"{failures} of {len(runs)} failed" if failures else ""
+        comparisons.append(Versus(name, baseline, interval, "no" if failures else verdict(interval, margin), remark))
+    return comparisons
 
 
 def _values(outcomes: Sequence[Outcome], variant: str, metric: str) -> list[float]:

@@ -33,8 +33,8 @@ class CorruptedReward:
 
     def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
         """Returns one judgement for each. The part `right` is the inner reward, `corrupted` whether it differs."""
-        judged = self.reward.judge(answered)
-        return [self._corrupt(p, c, j) for (p, c), j in zip(answered, judged, strict=True)]
+        judgements = self.reward.judge(answered)
+        return [self._corrupt(p, c, j) for (p, c), j in zip(answered, judgements, strict=True)]
 
     def _corrupt(self, prompt: Prompt, completion: Completion, judgement: Judgement) -> Judgement:
         if not prompt.fields.get(CORRUPTED):

@@ -84,10 +84,12 @@ class Expression:
                 f"prompt {prompt.key} of task {prompt.task} has no field {error}: an expression is marked by the "
                 "fields digits, as '2357', and target, as 11"
             ) from error
-        used, joined = text[::2], text[1::2]
-        if len(used) != len(digits):
+        digits_used, operations_used = text[::2], text[1::2]
+        if len(digits_used) != len(digits):
             return False  # whatever its length, at once
-        return sorted(used) == sorted(digits) and set(joined) <= set(self.operations) and value_of(text) == target
+        if sorted(digits_used) != sorted(digits) or not set(operations_used) <= set(self.operations):
+            return False
+        return value_of(text) == target
 
 
 _OPERATIONS = "+-*"
@@ -133,37 +135,38 @@ class Countdown:
         return "countdown"
 
     def problems(self, split: Split) -> list[Problem]:
-        """Distinct problems in an order fixed by `seed`. Raises `UserError` when there are not that many."""
+        """Returns distinct problems in an order fixed by `seed`. Raises `UserError` when there are not that many."""
         table = _table(self.digits, self.operations)
-        there = [p for p in table.problems(self.least_answers, self.largest_target) if self._is_of(split, table, *p)]
-        wanted = self.eval_problems if split == "eval" else self.train_problems
-        if len(there) < wanted:
+        all_problems = table.problems(self.least_answers, self.largest_target)
+        candidates = [p for p in all_problems if self._is_in_split(split, table, *p)]
+        count = self.eval_problems if split == "eval" else self.train_problems
+        if len(candidates) < count:
             raise UserError(
-                f"countdown has only {len(there)} {split} problems with these settings, {wanted} are asked for: lower "
-                f"{split}_problems or least_answers, or raise largest_target"
+                f"countdown has only {len(candidates)} {split} problems with these settings, {count} are asked for: "
+                f"lower {split}_problems or least_answers, or raise largest_target"
             )
         rng = np.random.default_rng([self.seed, split == "eval"])
-        chosen = rng.permutation(len(there))[:wanted]
-        return [self._problem(table, there[i][0], there[i][1], rng) for i in chosen]
+        indices = rng.permutation(len(candidates))[:count]
+        return [self._problem(table, candidates[i][0], candidates[i][1], rng) for i in indices]
 
     def reward(self) -> Expression:
         return Expression(self.operations)
 
-    def _is_of(self, split: Split, table: _Table, s: int, target: int) -> bool:
-        return is_held_out(f"{table.written(s)}={target}", self.held_out) == (split == "eval")
+    def _is_in_split(self, split: Split, table: _Table, s: int, target: int) -> bool:
+        return is_held_out(f"{table.digits_text(s)}={target}", self.held_out) == (split == "eval")
 
     def _problem(self, table: _Table, s: int, target: int, rng: np.random.Generator) -> Problem:
-        right = np.flatnonzero(table.value_SF[s] == target)
-        shown = table.text(s, int(rng.choice(right)))
+        correct_forms = np.flatnonzero(table.value_SF[s] == target)
+        demonstration = table.text(s, int(rng.choice(correct_forms)))
         if rng.random() < self.wrong_operations:
-            shown = self._with_another_operation(shown, rng)
-        digits = table.written(s)
-        return Problem(f"{digits}={target}:", {"digits": digits, "target": target}, shown)
+            demonstration = self._with_another_operation(demonstration, rng)
+        digits = table.digits_text(s)
+        return Problem(f"{digits}={target}:", {"digits": digits, "target": target}, demonstration)
 
     def _with_another_operation(self, text: str, rng: np.random.Generator) -> str:
         place = 1 + 2 * int(rng.integers(self.digits - 1))
-        others = [o for o in self.operations if o != text[place]]
-        return text[:place] + others[rng.integers(len(others))] + text[place + 1 :]
+        other_operations = [o for o in self.operations if o != text[place]]
+        return text[:place] + other_operations[rng.integers(len(other_operations))] + text[place + 1 :]
 
 
 @dataclass(frozen=True)
@@ -174,25 +177,26 @@ class _Table:
     forms: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]  # order of the digits, operations
     value_SF: npt.NDArray[np.int64]
 
-    def written(self, s: int) -> str:
-        """The digits of a set."""
+    def digits_text(self, s: int) -> str:
+        """Returns the digits of a set."""
         return "".join(map(str, self.digit_SN[s]))
 
     def text(self, s: int, form: int) -> str:
-        """The digits of a set, in one of the forms, as an expression."""
+        """Returns the digits of a set, in one of the forms, as an expression."""
         order, operations = self.forms[form]
-        first, *others = self.digit_SN[s, list(order)]
-        return f"{first}" + "".join(f"{o}{digit}" for o, digit in zip(operations, others, strict=True))
+        first_digit, *other_digits = self.digit_SN[s, list(order)]
+        return f"{first_digit}" + "".join(f"{o}{digit}" for o, digit in zip(operations, other_digits, strict=True))
 
-    def problems(self, least: int, largest: int) -> list[tuple[int, int]]:
-        """(set, target) of every problem with at least `least` right texts; equal digits make equal texts."""
-        found = []
+    def problems(self, least_texts: int, largest: int) -> list[tuple[int, int]]:
+        """Returns (set, target) of problems with `least_texts` right texts or more; equal digits make equal texts."""
+        problems = []
         for s, value_F in enumerate(self.value_SF):
             _, repeats = np.unique(self.digit_SN[s], return_counts=True)
-            same = math.prod(math.factorial(n) for n in repeats)  # forms of one text
+            forms_per_text = math.prod(math.factorial(n) for n in repeats)  # forms of one text
             targets, counts = np.unique(value_F[(value_F >= 1) & (value_F <= largest)], return_counts=True)
-            found += [(s, int(t)) for t, count in zip(targets, counts, strict=True) if count >= least * same]
-        return found
+            least_forms = least_texts * forms_per_text
+            problems += [(s, int(t)) for t, count in zip(targets, counts, strict=True) if count >= least_forms]
+        return problems
 
 
 @functools.cache
@@ -200,12 +204,12 @@ def _table(digits: int, operations: str) -> _Table:
     digit_SN = np.array(list(itertools.combinations_with_replacement(_DIGITS, digits)))
     orders = itertools.permutations(range(digits))
     forms = tuple(itertools.product(orders, itertools.product(operations, repeat=digits - 1)))
-    value_SF = np.stack([_value_S(digit_SN[:, order], joined) for order, joined in forms], axis=1)
+    value_SF = np.stack([_value_S(digit_SN[:, order], operations_) for order, operations_ in forms], axis=1)
     return _Table(digit_SN, forms, value_SF)
 
 
 def _value_S(digit_SN: npt.NDArray[np.int64], operations: tuple[str, ...]) -> npt.NDArray[np.int64]:
-    """The value of each row's digits with these operations between them, products first."""
+    """Returns the value of each row's digits with these operations between them, products first."""
     total_S, term_S = np.zeros_like(digit_SN[:, 0]), digit_SN[:, 0]
     for n, operation in enumerate(operations, start=1):
         if operation == "*":
@@ -216,10 +220,10 @@ def _value_S(digit_SN: npt.NDArray[np.int64], operations: tuple[str, ...]) -> np
     return total_S + term_S
 
 
-_taught = SupervisedSettings(steps=300, batch_size=64, lr=2e-3, schedule="constant", pool=1)
+_LESSON_SETTINGS = SupervisedSettings(steps=300, batch_size=64, lr=2e-3, schedule="constant", pool=1)
 _SCHEDULES: tuple[Literal["constant", "cosine"], ...] = ("constant", "constant", "constant", "cosine")
-_right = tuple(
-    Lesson(replace(_taught, schedule=schedule), {"wrong_operations": 0.0, "seed": seed})
+_CORRECT_LESSONS = tuple(
+    Lesson(replace(_LESSON_SETTINGS, schedule=schedule), {"wrong_operations": 0.0, "seed": seed})
     for seed, schedule in enumerate(_SCHEDULES, start=1)  # other demonstrations in each
 )
 
@@ -235,8 +239,8 @@ recipe = Recipe(
                 hidden_size=96, layers=3, heads=4, ff_size=384, max_positions=32, tie_embeddings=False
             ),
             tokenizer="characters",
-            before=_right,
-            sft=replace(_taught, steps=100, lr=5e-4, schedule="cosine"),
+            before=_CORRECT_LESSONS,
+            sft=replace(_LESSON_SETTINGS, steps=100, lr=5e-4, schedule="cosine"),
         ),
     ),
     objective=TrajectoryBalance(beta=Constant(0.05)),

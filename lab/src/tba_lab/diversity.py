@@ -51,30 +51,32 @@ def diversity(
     """
     if not prompts or samples < 1:
         raise UserError(f"the diversity was asked of {len(prompts)} prompts and {samples} samples: give at least 1")
-    right: list[list[str]] = []
+    correct_texts: list[list[str]] = []
     grader = Grader(reward)
     for start in range(0, len(prompts), chunk):
-        asked = prompts[start : start + chunk]
-        answered = generate(engine, asked, samples, Sampling(policy_temperature), rng)
-        judgements = iter(grader.judge([(p, c) for p, row in zip(asked, answered, strict=True) for c in row]))
-        for row in answered:
+        chunk_prompts = prompts[start : start + chunk]
+        completion_rows = generate(engine, chunk_prompts, samples, Sampling(policy_temperature), rng)
+        pairs = [(p, c) for p, row in zip(chunk_prompts, completion_rows, strict=True) for c in row]
+        judgements = iter(grader.judge(pairs))
+        for row in completion_rows:
             marks = islice(judgements, len(row))
-            right.append([c.text for c, mark in zip(row, marks, strict=True) if mark.reward >= threshold])
-    return diversity_of(right, samples)
+            correct_texts.append([c.text for c, mark in zip(row, marks, strict=True) if mark.reward >= threshold])
+    return diversity_of(correct_texts, samples)
 
 
-def diversity_of(right: Sequence[Sequence[str]], samples: int) -> Diversity:
+def diversity_of(texts_by_prompt: Sequence[Sequence[str]], samples: int) -> Diversity:
     """Returns the figures, given the texts of the right answers among `samples` to each prompt."""
-    distinct = [len(set(texts)) for texts in right]
-    chances = [chance for texts in right if (chance := chance_to_differ(texts)) is not None]
+    counts = [len(set(texts)) for texts in texts_by_prompt]
+    chances = [chance for texts in texts_by_prompt if (chance := chance_to_differ(texts)) is not None]
     return Diversity(
-        distinct=float(np.mean(distinct)),
-        distinct_error=float(np.std(distinct, ddof=1)) / math.sqrt(len(right)) if len(right) > 1 else math.inf,
+        distinct=float(np.mean(counts)),
+        distinct_error=float(np.std(counts, ddof=1)) / math.sqrt(len(counts)) if len(counts) > 1 else math.inf,
         differ=float(np.mean(chances)) if chances else None,
         pass_at=tuple(
-            float(np.mean([pass_at_k(samples, len(texts), k) for texts in right])) for k in range(1, samples + 1)
+            float(np.mean([pass_at_k(samples, len(texts), k) for texts in texts_by_prompt]))
+            for k in range(1, samples + 1)
         ),
-        prompts=len(right),
+        prompts=len(texts_by_prompt),
         samples=samples,
     )
 
@@ -88,5 +90,5 @@ def chance_to_differ(texts: Sequence[str]) -> float | None:
     total = len(texts)
     if total < 2:
         return None
-    same = sum(n * (n - 1) for n in Counter(texts).values())
-    return 1.0 - same / (total * (total - 1))
+    equal_pairs = sum(n * (n - 1) for n in Counter(texts).values())
+    return 1.0 - equal_pairs / (total * (total - 1))

@@ -62,26 +62,26 @@ class FabricatingEngine:
         self, count: int, sampling: Sampling, rng: np.random.Generator, partner: Partner | None = None
     ) -> FabricatingFlow:
         """Returns a flow of the inner engine's answers, some replaced by junk if the prompt may be corrupted."""
-        own = np.random.default_rng(rng.integers(2**62))  # prompts are handed out while others are being answered
-        return FabricatingFlow(self, self.engine.flow(count, sampling, rng, partner), own)
+        junk_rng = np.random.default_rng(rng.integers(2**62))  # prompts are handed out while others are being answered
+        return FabricatingFlow(self, self.engine.flow(count, sampling, rng, partner), junk_rng)
 
-    def fabricated(
+    def replace_some(
         self, prompt: Prompt, completions: Sequence[Completion], rng: np.random.Generator
     ) -> list[Completion]:
         """Returns the answers to a prompt, some replaced."""
-        return [self._fabricated(c, rng) if self._is_junk(prompt, c, rng) else c for c in completions]
+        return [self._junk_answer(c, rng) if self._is_junk(prompt, c, rng) else c for c in completions]
 
     def _is_junk(self, prompt: Prompt, completion: Completion, rng: np.random.Generator) -> bool:
         if not prompt.fields.get(CORRUPTED) or completion.stop_reason is StopReason.INTERRUPTED:
             return False
         return bool(rng.random() < self.junk)
 
-    def _fabricated(self, completion: Completion, rng: np.random.Generator) -> Completion:
+    def _junk_answer(self, completion: Completion, rng: np.random.Generator) -> Completion:
         """Returns junk as long as the answer it replaces, with the same ending."""
-        ended = completion.stop_reason is StopReason.EOS
+        has_ended = completion.stop_reason is StopReason.EOS
         tokens = rng.choice(self.vocabulary, size=len(completion.tokens)).astype(np.int32)
         log_behavior = np.full(len(tokens), -math.log(len(self.vocabulary)), dtype=np.float32)
-        if ended:
+        if has_ended:
             tokens[-1], log_behavior[-1] = completion.tokens[-1], 0.0
         text = decoded(self.tokenizer, tokens.tolist())
         return replace(
@@ -114,13 +114,13 @@ class FabricatingFlow:
 
     def submit(self, prompts: Sequence[Prompt]) -> None:
         """Adds prompts."""
-        first = self.submitted
+        first_index = self.submitted
         self.flow.submit(prompts)
-        self._prompts.update(enumerate(prompts, first))
+        self._prompts.update(enumerate(prompts, first_index))
 
     def next(
         self, interrupted: Callable[[], bool] | None = None, until_wanted: bool = True
     ) -> list[tuple[int, list[Completion]]]:
         """See `protocols.Flow`."""
-        found = self.flow.next(interrupted, until_wanted)
-        return [(i, self.engine.fabricated(self._prompts.pop(i), completions, self.rng)) for i, completions in found]
+        rows = self.flow.next(interrupted, until_wanted)
+        return [(i, self.engine.replace_some(self._prompts.pop(i), completions, self.rng)) for i, completions in rows]

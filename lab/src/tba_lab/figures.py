@@ -19,7 +19,7 @@ from tba.types import Evaluation, Json
 
 DIVERGENCE_FILE = "divergence.json"  # what `tba.evaluation.divergence` found, as JSON
 DIVERSITY_FILE = "diversity.json"  # what `tba_lab.diversity` found, before and after
-_ANEW = "remove it, and have it measured again (tba-lab study)"
+_REMEASURE = "remove it, and have it measured again (tba-lab study)"
 _MEASURED = {"distinct": float, "differ": float | None, "pass_at": list[float]}  # of the diversity, at least
 _LAST = 10  # the last tenth of the steps is what a mean over the end is taken of
 
@@ -85,17 +85,17 @@ def figures(run: RunRecord, metric: str, target: float | None = None) -> dict[st
     summary = run.summary
     if summary is None:
         return {}
-    found: dict[str, float | None] = {}
-    for name, (_, after) in run.figures().items():
-        found[name] = after.value if after else None
+    values: dict[str, float | None] = {}
+    for name, (_, last_evaluation) in run.figures().items():
+        values[name] = last_evaluation.value if last_evaluation else None
     curve = accuracy_curve(run, metric)
-    found["fall"] = largest_fall([value for _, value in curve]) if curve else None
+    values["fall"] = largest_fall([value for _, value in curve]) if curve else None
     if target is not None:
-        found["seconds_to_target"] = reached(curve, target)
-        found["updates_to_target"] = reached(accuracy_by_updates(run, metric), target)
+        values["seconds_to_target"] = reached(curve, target)
+        values["updates_to_target"] = reached(accuracy_by_updates(run, metric), target)
     wall, tokens, parts = summary.wall_seconds, summary.tokens, summary.peak_memory_bytes
     searchers = [size for part, size in parts.items() if part != "trainer"]
-    found |= {
+    values |= {
         "seconds": wall.train,
         "seconds_in_all": wall.total,
         "steps": summary.steps,
@@ -114,10 +114,10 @@ def figures(run: RunRecord, metric: str, target: float | None = None) -> dict[st
         **_divergence(run.directory),
         **_diversity(run.directory),
     }
-    return {name: float(value) for name, value in found.items() if value is not None}
+    return {name: float(value) for name, value in values.items() if value is not None}
 
 
-def shown(name: str, value: float) -> str:
+def format_figure(name: str, value: float) -> str:
     """Returns a figure's value as its column shows it."""
     return COLUMNS[name][1](value) if name in COLUMNS else _points(value)
 
@@ -127,14 +127,14 @@ def heading(name: str) -> str:
     return COLUMNS[name][0] if name in COLUMNS else f"{name}, %"
 
 
-def began(run: RunRecord) -> float:
+def training_start(run: RunRecord) -> float:
     """Returns when the first optimizer step began, in seconds since the run began."""
     return run.summary.wall_seconds.sft + run.summary.wall_seconds.warm_up if run.summary else 0.0
 
 
 def accuracy_curve(run: RunRecord, metric: str) -> list[tuple[float, float]]:
     """Returns (seconds since the first step, accuracy) of each evaluation, by version; earlier ones are at 0."""
-    return [(max(0.0, e.wall_seconds - began(run)), e.value) for e in _by_version(run, metric)]
+    return [(max(0.0, e.wall_seconds - training_start(run)), e.value) for e in _by_version(run, metric)]
 
 
 def accuracy_by_updates(run: RunRecord, metric: str) -> list[tuple[float, float]]:
@@ -158,8 +158,8 @@ def reached(curve: Sequence[tuple[float, float]], target: float) -> float | None
 
 def largest_fall(values: Sequence[float]) -> float:
     """Returns the largest distance below the best so far, a measure of instability: 0 for a curve that never falls."""
-    best = np.maximum.accumulate(np.asarray(values, dtype=np.float64))
-    return float((best - values).max()) if len(values) else 0.0
+    best_values = np.maximum.accumulate(np.asarray(values, dtype=np.float64))
+    return float((best_values - values).max()) if len(values) else 0.0
 
 
 def end_mean(rows: Sequence[Mapping[str, Json]], name: str) -> float | None:
@@ -180,8 +180,8 @@ def _divergence(directory: Path) -> dict[str, float]:
         return {}
     names = {"kl": "kl", "reward": "reward", "tokens": "answer_tokens"}
     names |= {name: name for name in ("perplexity", "perplexity_with_prompt")}
-    found = read_json(path, _ANEW, **dict.fromkeys(names, float | None))
-    return {name: found[key] for key, name in names.items() if found.get(key) is not None}
+    values = read_json(path, _REMEASURE, **dict.fromkeys(names, float | None))
+    return {name: values[key] for key, name in names.items() if values.get(key) is not None}
 
 
 def read_diversity(directory: Path) -> dict[str, Json]:
@@ -192,8 +192,8 @@ def read_diversity(directory: Path) -> dict[str, Json]:
     path = directory / DIVERSITY_FILE
     if not path.exists():
         return {}
-    found: dict[str, Json] = read_json(path, _ANEW, before=_MEASURED, after=_MEASURED)
-    return found
+    diversities: dict[str, Json] = read_json(path, _REMEASURE, before=_MEASURED, after=_MEASURED)
+    return diversities
 
 
 def pass_of(k: int, samples: int) -> str:
@@ -202,14 +202,14 @@ def pass_of(k: int, samples: int) -> str:
 
 
 def _diversity(directory: Path) -> dict[str, float | None]:
-    found = read_diversity(directory)
-    if not found:
+    diversities = read_diversity(directory)
+    if not diversities:
         return {}
-    before, after = found["before"], found["after"]
-    samples = len(after["pass_at"])
+    values_before, values_after = diversities["before"], diversities["after"]
+    samples = len(values_after["pass_at"])
     powers = [2**i for i in range(samples.bit_length())]  # 1, 2, 4, ... up to the samples
     return {
-        **{name: after[name] for name in ("distinct", "differ")},
-        **{f"{name}_before": before[name] for name in ("distinct", "differ")},
-        **{pass_of(k, samples): after["pass_at"][k - 1] for k in powers},
+        **{name: values_after[name] for name in ("distinct", "differ")},
+        **{f"{name}_before": values_before[name] for name in ("distinct", "differ")},
+        **{pass_of(k, samples): values_after["pass_at"][k - 1] for k in powers},
     }

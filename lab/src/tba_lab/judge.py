@@ -27,8 +27,8 @@ from tba.rewards.functions import FunctionReward
 from tba.tasks.arithmetic import Arithmetic
 
 Grade: TypeAlias = Callable[[str, Mapping[str, Any]], float]  # (answer, the problem's fields) -> reward
-End: TypeAlias = Literal["value", "error", "hangs"]
-_FOR_EVER = 86_400.0  # seconds that a call lasts which hangs
+CallEnd: TypeAlias = Literal["value", "error", "hangs"]
+_HANGING_SECONDS = 86_400.0  # seconds that a call lasts which hangs
 _random = random.SystemRandom()  # of no seed: processes that are forked from each other draw different numbers
 
 
@@ -61,12 +61,12 @@ class Judge:
         function = functools.partial(_judge_later if self.coroutine else _judge, self, grade)
         return FunctionReward(function, self.concurrency) if self.concurrency else FunctionReward(function)
 
-    def draw(self) -> tuple[float, End]:
+    def draw(self) -> tuple[float, CallEnd]:
         """Returns how long the next call lasts and how it ends."""
         chance = _random.random()
         if chance < self.hangs:
-            return _FOR_EVER, "hangs"
-        end: End = "error" if chance < self.hangs + self.raises else "value"
+            return _HANGING_SECONDS, "hangs"
+        end: CallEnd = "error" if chance < self.hangs + self.raises else "value"
         if self.tail_every and _random.random() * self.tail_every < 1:
             return self.tail_seconds, end
         if self.spread and self.seconds:
@@ -124,11 +124,11 @@ class _Call:
 
     def _write(self, line: list[Any]) -> None:
         if self._folder is not None:
-            os.write(_opened(self._folder, os.getpid()), f"{json.dumps(line)}\n".encode())
+            os.write(_open_log(self._folder, os.getpid()), f"{json.dumps(line)}\n".encode())
 
 
 @functools.lru_cache
-def _opened(folder: Path, process: int) -> int:
+def _open_log(folder: Path, process: int) -> int:
     """Returns the file of a process, to whose end each line is written at once."""
     folder.mkdir(parents=True, exist_ok=True)
     return os.open(folder / f"{process}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -140,7 +140,7 @@ class Call:
 
     prompt: str
     answer: str
-    end: End  # how it ended, or was to end
+    end: CallEnd  # how it ended, or was to end
     began: float
     ended: float | None = None  # None: it hangs, or was under way when its process ended
     value: float | None = None
@@ -153,7 +153,7 @@ class Call:
 
 def read_calls(folder: Path) -> list[Call]:
     """Returns the calls of all processes, in the order in which they began."""
-    starts: dict[str, tuple[float, End, str, str]] = {}
+    starts: dict[str, tuple[float, CallEnd, str, str]] = {}
     closings: dict[str, tuple[float, float | None]] = {}
     for file in folder.glob("*.jsonl"):
         for line in file.read_text(encoding="utf-8").splitlines():
@@ -163,7 +163,8 @@ def read_calls(folder: Path) -> list[Call]:
             else:
                 closings[name] = (values[0], values[1])
     calls = [
-        Call(prompt, answer, end, at, *closings.get(name, ())) for name, (at, end, prompt, answer) in starts.items()
+        Call(prompt, answer, end, start, *closings.get(name, ()))
+        for name, (start, end, prompt, answer) in starts.items()
     ]
     return sorted(calls, key=lambda call: call.began)
 
@@ -196,29 +197,33 @@ def account(
     spans: of time, in which a process ended, so that a verdict may not have reached the journal.
     """
     verdicts: dict[tuple[str, str], list[float]] = defaultdict(list)
-    late = 0
+    late_calls = 0
     for call in calls:
         if call.graded and call.ended is not None:
             if call.ended - call.began > deadline:
-                late += 1
+                late_calls += 1
             else:
                 verdicts[call.prompt, call.answer].append(call.ended)
-    lost = interrupted = 0
+    lost_verdicts = interrupted = 0
     for answer, times in verdicts.items():
         surplus = max(0, len(times) - rows[answer])
-        excused = min(surplus, sum(any(low <= at <= high for low, high in spans) for at in times))
-        lost, interrupted = lost + surplus - excused, interrupted + excused
-    last = max((call.ended or call.began for call in calls), default=0.0)
-    cut = [c for c in calls if c.ended is None and c.end != "hangs"]
+        in_span = [any(span_start <= end <= span_end for span_start, span_end in spans) for end in times]
+        excused_verdicts = min(surplus, sum(in_span))
+        lost_verdicts, interrupted = lost_verdicts + surplus - excused_verdicts, interrupted + excused_verdicts
+    last_seconds = max((call.ended or call.began for call in calls), default=0.0)
+    unfinished_calls = [c for c in calls if c.ended is None and c.end != "hangs"]
     return Account(
         calls=len(calls),
         verdicts=sum(map(len, verdicts.values())),
         rows=rows.total(),
-        lost=lost,
+        lost=lost_verdicts,
         interrupted=interrupted,
         invented=sum(max(0, count - len(verdicts.get(answer, ()))) for answer, count in rows.items()),
-        late=late,
+        late=late_calls,
         failed=sum(call.end == "error" and call.ended is not None for call in calls),
         hung=sum(call.end == "hangs" for call in calls),
-        cut_off=sum(min([*(high for _, high in spans if high > c.began), last]) - c.began <= deadline for c in cut),
+        cut_off=sum(
+            min([*(end for _, end in spans if end > call.began), last_seconds]) - call.began <= deadline
+            for call in unfinished_calls
+        ),
     )

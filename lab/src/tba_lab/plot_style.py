@@ -35,9 +35,9 @@ def save_figure(figure: Any, path: Path) -> Path:
     figure.set_dpi(DPI)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()  # reads the drawn pixels directly: writing a PNG and reading it again takes as long as drawing
-    drawn = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+    image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    drawn.quantize(256, dither=Image.Dither.NONE).save(temporary, format="PNG")
+    image.quantize(256, dither=Image.Dither.NONE).save(temporary, format="PNG")
     os.replace(temporary, path)
     return path
 

@@ -43,14 +43,14 @@ Fields: TypeAlias = Sequence[str]  # as on the command line: ("--sync-every", "4
 
 
 @dataclass(frozen=True)
-class Against:
+class Plot:
     """A plot of a figure against something that varies."""
 
     x: str  # a field of the recipe by dotted name (sync_every, objective.beta.value), or a figure (lag)
     y: str = ""  # a figure; empty: the study's metric
     label: str = ""  # of x
     families: tuple[str, ...] = ("*",)  # patterns of the families that are drawn
-    joined: bool = False  # all families form one line
+    single_line: bool = False  # all families form one line
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Study:
     baseline: str = ""  # the variant that others are compared with; `{family}` stands for their family; empty: none
     margin: float = 0.03  # of the metric: "not worse" means surely less than this below the baseline
     columns: tuple[str, ...] = ()  # figures in the table; empty: all that were measured
-    against: tuple[Against, ...] = ()  # plots besides accuracy over time and reward over divergence
+    plots: tuple[Plot, ...] = ()  # plots besides accuracy over time and reward over divergence
     divergence_prompts: int = 500  # held-out prompts on which the distance to the reference is measured; 0: none
     divergence_samples: int = 4  # answers to each
     diversity_prompts: int = 100  # held-out prompts on which different right answers and pass@k are measured
@@ -87,9 +87,9 @@ class Study:
         if not self.variants:
             raise UserError(f"study {self.name} has no variants: give at least one")
         for name in self.variants:
-            against = self.baseline_of(name)
-            if self.baseline and against not in self.variants:
-                raise UserError(f"study {self.name} has baseline {self.baseline!r}, but no variant {against!r}")
+            baseline = self.baseline_of(name)
+            if self.baseline and baseline not in self.variants:
+                raise UserError(f"study {self.name} has baseline {self.baseline!r}, but no variant {baseline!r}")
         check_seeds(self.seeds, f"study {self.name}")
         unknown = [c for c in self.columns if c not in COLUMNS and not c.startswith("pass@")]
         if unknown:
@@ -98,20 +98,20 @@ class Study:
     def recipe_of(self, variant: str) -> Recipe:
         """Returns the recipe of a variant. Raises `UserError` when there is no such variant."""
         if variant not in self.variants:
-            near = difflib.get_close_matches(variant, self.variants, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(self.variants)}"
+            close_names = difflib.get_close_matches(variant, self.variants, n=1)
+            hint = f"did you mean {close_names[0]!r}?" if close_names else f"it has {', '.join(self.variants)}"
             raise UserError(f"study {self.name} has no variant {variant!r}: {hint}")
-        given = self.variants[variant]
-        if isinstance(given, Variant):
-            given = given.recipe
-        if not isinstance(given, Recipe):
-            given = override(self.recipe, given, f"variant {variant} of study {self.name}")
-        return dataclasses.replace(given, name=f"{self.name}-{variant}")
+        recipe = self.variants[variant]
+        if isinstance(recipe, Variant):
+            recipe = recipe.recipe
+        if not isinstance(recipe, Recipe):
+            recipe = override(self.recipe, recipe, f"variant {variant} of study {self.name}")
+        return dataclasses.replace(recipe, name=f"{self.name}-{variant}")
 
     def family(self, variant: str) -> str:
         """Returns the family of a variant; "" if it has none."""
-        given = self.variants[variant]
-        return given.family if isinstance(given, Variant) else ""
+        definition = self.variants[variant]
+        return definition.family if isinstance(definition, Variant) else ""
 
     def baseline_of(self, variant: str) -> str:
         """Returns the variant that this one is compared with; "" if there is none."""
@@ -137,16 +137,16 @@ def file_of(name: str) -> Path:
     """Returns the Python file of a study: of one that comes with the laboratory by its name, else the path itself."""
     if name.endswith(".py"):
         return Path(name)
-    known = names(STUDIES)
-    if name not in known:
-        raise UserError(f"there is no study {name!r}; give one of {', '.join(known)} or a path to a .py file")
+    study_names = names(STUDIES)
+    if name not in study_names:
+        raise UserError(f"there is no study {name!r}; give one of {', '.join(study_names)} or a path to a .py file")
     return STUDIES / f"{name}.py"
 
 
-def check_seeds(seeds: Sequence[int], whose: str) -> None:
+def check_seeds(seeds: Sequence[int], owner: str) -> None:
     """Raises `UserError` unless there are seeds, all different and none negative."""
     if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
-        raise UserError(f"{whose} has seeds {', '.join(map(str, seeds)) or 'none'}: give different ones, 0 or more")
+        raise UserError(f"{owner} has seeds {', '.join(map(str, seeds)) or 'none'}: give different ones, 0 or more")
 
 
 def positions(x: str, recipes: Mapping[str, Recipe], outcomes: Sequence[Outcome]) -> dict[str, float]:
@@ -154,18 +154,18 @@ def positions(x: str, recipes: Mapping[str, Recipe], outcomes: Sequence[Outcome]
 
     A variant without that figure, or without a number in that field (another objective, say), is left out.
     """
-    measured = {v: [o.figures[x] for o in outcomes if o.variant == v and x in o.figures] for v in recipes}
-    if any(measured.values()):
-        return {variant: float(np.mean(values)) for variant, values in measured.items() if values}
-    found = {variant: _numbers(resolved(recipe)).get(x.replace("-", "_")) for variant, recipe in recipes.items()}
-    return {variant: value for variant, value in found.items() if value is not None}
+    figure_values = {v: [o.figures[x] for o in outcomes if o.variant == v and x in o.figures] for v in recipes}
+    if any(figure_values.values()):
+        return {variant: float(np.mean(values)) for variant, values in figure_values.items() if values}
+    field_values = {variant: _numbers(resolved(recipe)).get(x.replace("-", "_")) for variant, recipe in recipes.items()}
+    return {variant: value for variant, value in field_values.items() if value is not None}
 
 
-def varying(recipes: Mapping[str, Recipe]) -> list[Against]:
+def varying_field_plots(recipes: Mapping[str, Recipe]) -> list[Plot]:
     """Returns a plot against every field in which the variants have different numbers."""
     tables = [_numbers(resolved(recipe)) for recipe in recipes.values()]
     names = dict.fromkeys(name for table in tables for name in table)
-    return [Against(name) for name in names if len({table[name] for table in tables if name in table}) > 1]
+    return [Plot(name) for name in names if len({table[name] for table in tables if name in table}) > 1]
 
 
 def _numbers(value: Json, name: str = "") -> dict[str, float]:

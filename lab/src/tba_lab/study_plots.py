@@ -86,11 +86,11 @@ def draw_frontier(
     for i, line in enumerate(lines):
         colour, means = COLOURS[i % len(COLOURS)], []
         for variant in line.variants:
-            found = [scale * (o.figures[x], o.figures[y]) for o in _with(outcomes, variant, x, y)]
-            if not found:
+            points = [scale * (o.figures[x], o.figures[y]) for o in _outcomes_with(outcomes, variant, x, y)]
+            if not points:
                 continue
-            axes.plot(*np.transpose(found), "o", ms=3, color=colour, alpha=0.3)
-            mean = np.mean(found, axis=0)
+            axes.plot(*np.transpose(points), "o", ms=3, color=colour, alpha=0.3)
+            mean = np.mean(points, axis=0)
             means.append(mean)
             names.append((variant.removeprefix(f"{line.family}-"), mean))
         if means:
@@ -107,37 +107,38 @@ def draw_frontier(
 def _name_points(axes: Any, names: Sequence[tuple[str, Any]]) -> None:
     """Write each name next to its point, unless it would overlap another name."""
     axes.autoscale_view()  # else it is done when the figure is drawn, and pixels are not known before
-    placed: list[Any] = []
+    positions: list[Any] = []
     for name, point in names:
-        at = axes.transData.transform(point)
-        if all(abs(at[0] - other[0]) > _NAME_ROOM[0] or abs(at[1] - other[1]) > _NAME_ROOM[1] for other in placed):
+        position = axes.transData.transform(point)
+        if all(np.any(np.abs(position - placed_position) > _NAME_ROOM) for placed_position in positions):
             axes.annotate(literal(name), point, xytext=(4, 4), textcoords="offset points", fontsize=7, color=GREY)
-            placed.append(at)
+            positions.append(position)
 
 
 def draw_pass_at_k(
     path: Path,
     title: str,
-    before: Sequence[Sequence[float]],
-    after: Mapping[str, Sequence[Sequence[float]]],
+    runs_before: Sequence[Sequence[float]],
+    runs_after: Mapping[str, Sequence[Sequence[float]]],
     lines: Sequence[Line],
 ) -> Path | None:
-    """Draw pass@k over k, means over runs: of the first weights (`before`, runs) and of the last (variant -> runs).
+    """Draw pass@k over k, means over runs: of the first weights (`runs_before`) and of the last (`runs_after`, by
+    variant).
 
     A colour per family and a style per variant in it; in a family alone, a colour per variant.
     """
-    if not before:
+    if not runs_before:
         return None
     figure, (axes,) = _panels(1, title)
     frame(axes, "pass@k, %", "a right answer among k attempts; held-out prompts, mean over runs")
-    mean_K = np.mean(before, axis=0)
+    mean_K = np.mean(runs_before, axis=0)
     axes.plot(range(1, len(mean_K) + 1), 100 * mean_K, color=GREY, ls=":", lw=2, label="before")
     for i, line in enumerate(lines):
-        for j, variant in enumerate(v for v in line.variants if after.get(v)):
+        for j, variant in enumerate(v for v in line.variants if runs_after.get(v)):
             colour, style = (i, j) if len(lines) > 1 else (j, 0)
-            mean_K = np.mean(after[variant], axis=0)
-            look = {"color": COLOURS[colour % len(COLOURS)], "ls": STYLES[style % len(STYLES)]}
-            axes.plot(range(1, len(mean_K) + 1), 100 * mean_K, lw=1.6, label=literal(variant), **look)
+            mean_K = np.mean(runs_after[variant], axis=0)
+            line_style = {"color": COLOURS[colour % len(COLOURS)], "ls": STYLES[style % len(STYLES)]}
+            axes.plot(range(1, len(mean_K) + 1), 100 * mean_K, lw=1.6, label=literal(variant), **line_style)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("k", color=GREY, fontsize=9)
@@ -150,13 +151,13 @@ def draw_against(
     title: str,
     y: str,
     label: str,
-    at: Mapping[str, float],
+    positions: Mapping[str, float],
     outcomes: Sequence[Outcome],
     lines: Sequence[Line],
 ) -> Path | None:
-    """Draw figure `y` against what varies, a line per family, a cross for failed runs; `at` has the positions."""
-    drawn = [v for line in lines for v in line.variants if v in at and _with(outcomes, v, y)]
-    if not drawn:
+    """Draw figure `y` over the variants' `positions`, a line per family, a cross for failed runs."""
+    drawn_variants = [v for line in lines for v in line.variants if v in positions and _outcomes_with(outcomes, v, y)]
+    if not drawn_variants:
         return None
     figure, (axes,) = _panels(1, title)
     scale = 100.0 if y.startswith(_PERCENT) else 1.0
@@ -165,22 +166,22 @@ def draw_against(
         colour, style = COLOURS[i % len(COLOURS)], STYLES[i // len(COLOURS) % len(STYLES)]
         points = []
         for variant in line.variants:
-            values = [scale * o.figures[y] for o in _with(outcomes, variant, y)]
-            failed = [o for o in outcomes if o.variant == variant and o.failure]
-            if variant not in at:
+            values = [scale * o.figures[y] for o in _outcomes_with(outcomes, variant, y)]
+            failed_runs = [o for o in outcomes if o.variant == variant and o.failure]
+            if variant not in positions:
                 continue
-            axes.plot([at[variant]] * len(values), values, "o", ms=3, color=colour, alpha=0.3)
+            axes.plot([positions[variant]] * len(values), values, "o", ms=3, color=colour, alpha=0.3)
             if values:
                 spread = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
-                points.append((at[variant], float(np.mean(values)), spread))
-            if failed:
-                axes.plot([at[variant]], [0.02], "x", transform=axes.get_xaxis_transform(), color=colour)
+                points.append((positions[variant], float(np.mean(values)), spread))
+            if failed_runs:
+                axes.plot([positions[variant]], [0.02], "x", transform=axes.get_xaxis_transform(), color=colour)
         if points:
             x, mean, spread = np.transpose(sorted(points))
             axes.errorbar(
                 x, mean, spread, ls=style, lw=1.5, color=colour, label=literal(line.family) or None, capsize=2
             )
-    _axis(axes, sorted({at[v] for v in drawn}))
+    _axis(axes, sorted({positions[v] for v in drawn_variants}))
     axes.set_xlabel(literal(label), color=GREY, fontsize=9)
     if len(lines) > 1:
         axes.legend(frameon=False, fontsize=8, labelcolor=INK)
@@ -189,13 +190,13 @@ def draw_against(
 
 def mean_curve(curves: Sequence[Curve]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Returns the mean of several linearly interpolated curves, over the time that all of them cover."""
-    whole = [curve for curve in curves if curve]
-    end = min(curve[-1][0] for curve in whole)
-    x = np.linspace(max(curve[0][0] for curve in whole), end, _GRID)
-    return x, np.mean([np.interp(x, [t for t, _ in c], [v for _, v in c]) for c in whole], axis=0)
+    full_curves = [curve for curve in curves if curve]
+    end = min(curve[-1][0] for curve in full_curves)
+    x = np.linspace(max(curve[0][0] for curve in full_curves), end, _GRID)
+    return x, np.mean([np.interp(x, [t for t, _ in c], [v for _, v in c]) for c in full_curves], axis=0)
 
 
-def _with(outcomes: Sequence[Outcome], variant: str, *names: str) -> list[Outcome]:
+def _outcomes_with(outcomes: Sequence[Outcome], variant: str, *names: str) -> list[Outcome]:
     return [o for o in outcomes if o.variant == variant and all(name in o.figures for name in names)]
 
 
@@ -204,9 +205,9 @@ def _panels(count: int, title: str) -> tuple[Any, list[Any]]:
     from matplotlib.figure import Figure  # a second to load; no state of pyplot's, no display
 
     columns = min(3, count)
-    deep = math.ceil(count / columns)
-    figure = Figure(figsize=(max(6.6, 4.4 * columns), 1.0 + 3.8 * deep), facecolor="white", layout="constrained")
-    grid = figure.subplots(deep, columns, squeeze=False, sharex=True, sharey=True)
+    row_count = math.ceil(count / columns)
+    figure = Figure(figsize=(max(6.6, 4.4 * columns), 1.0 + 3.8 * row_count), facecolor="white", layout="constrained")
+    grid = figure.subplots(row_count, columns, squeeze=False, sharex=True, sharey=True)
     for axes in grid.flat[count:]:
         axes.set_visible(False)
     figure.suptitle(literal(title), x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)

@@ -19,8 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tba.record.text import printable
-from tba_lab.comparison import Outcome, Row, Statistic, Versus, rows, versus
-from tba_lab.figures import COLUMNS, DATA, MACHINE, heading, shown
+from tba_lab.comparison import Outcome, Row, Statistic, Versus, variant_rows, versus
+from tba_lab.figures import COLUMNS, DATA, MACHINE, format_figure, heading
 
 TABLE_FILE, DATA_FILE, RUNS_FILE = "table.md", "table.csv", "runs.csv"
 
@@ -71,18 +71,18 @@ def page(comparison: Comparison) -> str:
             for line in lines
         )
         parts.append(f"## {sheet.title}\n\n{table}")
-    failed = [
+    failure_lines = [
         f"- {o.variant}, seed {o.seed}: {printable(o.failure, 500, newlines=False)}"
         for o in comparison.outcomes
         if o.failure
     ]
-    if failed:
-        parts.append("## Runs that failed\n\n" + "\n".join(failed))
+    if failure_lines:
+        parts.append("## Runs that failed\n\n" + "\n".join(failure_lines))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def view(comparison: Comparison) -> RenderableType:
-    """Returns the same for a terminal, without the intervals."""
+    """Returns the study's tables for a terminal, without the intervals."""
     parts: list[RenderableType] = []
     for sheet in sheets(comparison, intervals=False):
         parts.append(Padding(Group(Text(sheet.title, style="bold"), _Columns(sheet)), (1, 0, 0, 0)))
@@ -119,42 +119,43 @@ class _Columns:
 
 def sheets(comparison: Comparison, intervals: bool) -> Iterator[Sheet]:
     """Returns the tables: results, their costs, differences from the baseline."""
-    found = rows(comparison.outcomes, comparison.variants)
-    names = figures_there(found, comparison.columns)
+    rows = variant_rows(comparison.outcomes, comparison.variants)
+    names = recorded_figures(rows, comparison.columns)
     title = "Results" if comparison.target is None else f"Results (target: {100 * comparison.target:g} %)"
-    yield _of(title, [n for n in names if n not in (*DATA, *MACHINE)], found, intervals, failures=True)
-    for part, of_part in (("data", DATA), ("time and memory", MACHINE)):
-        if own := [n for n in names if n in of_part]:
-            yield _of(f"What it took: {part}", own, found, intervals=False)
-    if compared := versus(comparison.outcomes, comparison.baselines, comparison.metric, comparison.margin):
-        yield _differences(compared, comparison)
+    yield _sheet(title, [n for n in names if n not in (*DATA, *MACHINE)], rows, intervals, failures=True)
+    for part, figure_names in (("data", DATA), ("time and memory", MACHINE)):
+        if part_names := [n for n in names if n in figure_names]:
+            yield _sheet(f"What it took: {part}", part_names, rows, intervals=False)
+    if comparisons := versus(comparison.outcomes, comparison.baselines, comparison.metric, comparison.margin):
+        yield _differences(comparisons, comparison)
 
 
-def figures_there(found: Sequence[Row], columns: Sequence[str]) -> list[str]:
+def recorded_figures(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
     """Returns the figures that some run has, in the order of `COLUMNS`, other pass@K first; or those in `columns`."""
-    there = dict.fromkeys(name for row in found for name in row.statistics)
-    ordered = [name for name in there if name not in COLUMNS] + [name for name in COLUMNS if name in there]
-    return [name for name in ordered if not columns or name in columns]
+    recorded_names = dict.fromkeys(name for row in rows for name in row.statistics)
+    ordered_names = [name for name in recorded_names if name not in COLUMNS]
+    ordered_names += [name for name in COLUMNS if name in recorded_names]
+    return [name for name in ordered_names if not columns or name in columns]
 
 
 def cell(name: str, statistic: Statistic | None, runs: int, interval: bool) -> str:
     """Returns `93.2 ± 0.4 [92.9, 93.6]`, with the number of runs if not all have the figure."""
     if statistic is None:
         return "-"
-    text = shown(name, statistic.mean)
+    text = format_figure(name, statistic.mean)
     if not math.isnan(statistic.spread):
-        text += f" ± {shown(name, statistic.spread)}"
+        text += f" ± {format_figure(name, statistic.spread)}"
         if interval:
-            text += f" [{shown(name, statistic.low)}, {shown(name, statistic.high)}]"
+            text += f" [{format_figure(name, statistic.low)}, {format_figure(name, statistic.high)}]"
     return text if statistic.n == runs else f"{text} ({statistic.n} of {runs})"
 
 
-def _of(title: str, names: Sequence[str], found: Sequence[Row], intervals: bool, failures: bool = False) -> Sheet:
-    failures = failures and any(row.failures for row in found)
+def _sheet(title: str, names: Sequence[str], rows: Sequence[Row], intervals: bool, failures: bool = False) -> Sheet:
+    failures = failures and any(row.failures for row in rows)
     cells = []
-    for row in found:
-        whole = row.runs - len(row.failures)
-        line = [row.variant, str(whole), *(cell(n, row.statistics.get(n), whole, intervals) for n in names)]
+    for row in rows:
+        runs = row.runs - len(row.failures)  # that ended well
+        line = [row.variant, str(runs), *(cell(n, row.statistics.get(n), runs, intervals) for n in names)]
         cells.append([*line, _failures(row)] if failures else line)
     return Sheet(title, ["variant", "n", *map(heading, names), *(["failed"] if failures else [])], cells)
 
@@ -166,7 +167,7 @@ def _failures(row: Row) -> str:
     return f"{len(row.failures)} of {row.runs}: {'; '.join(reasons)}"
 
 
-def _differences(compared: Sequence[Versus], comparison: Comparison) -> Sheet:
+def _differences(comparisons: Sequence[Versus], comparison: Comparison) -> Sheet:
     margin = f"{100 * comparison.margin:g}"
     headings = [
         "variant",
@@ -176,10 +177,10 @@ def _differences(compared: Sequence[Versus], comparison: Comparison) -> Sheet:
         f"not worse by {margin} points",
     ]
     cells = []
-    for v in compared:
+    for v in comparisons:
         d = v.difference
-        known = math.isfinite(d.low)
-        interval = f"[{100 * d.low:+.1f}, {100 * d.high:+.1f}]" if known else "one run only"
+        has_interval = math.isfinite(d.low)
+        interval = f"[{100 * d.low:+.1f}, {100 * d.high:+.1f}]" if has_interval else "one run only"
         answer = v.not_worse if not v.remark else f"{v.not_worse} ({v.remark})"
         cells.append([v.variant, v.baseline, f"{100 * d.estimate:+.1f}", interval, answer])
     return Sheet("Differences", headings, cells)
@@ -187,9 +188,9 @@ def _differences(compared: Sequence[Versus], comparison: Comparison) -> Sheet:
 
 def _statistic_lines(comparison: Comparison) -> Iterator[Sequence[object]]:
     yield ("variant", "figure", "mean", "spread", "low", "high", "n", "failed", "runs")
-    found = rows(comparison.outcomes, comparison.variants)
-    for row in found:
-        for name in figures_there([row], ()):
+    rows = variant_rows(comparison.outcomes, comparison.variants)
+    for row in rows:
+        for name in recorded_figures([row], ()):
             s = row.statistics[name]
             spread = ("", "", "") if math.isnan(s.spread) else (s.spread, s.low, s.high)
             yield (row.variant, name, s.mean, *spread, s.n, len(row.failures), row.runs)
@@ -198,7 +199,7 @@ def _statistic_lines(comparison: Comparison) -> Iterator[Sequence[object]]:
 
 
 def _run_lines(comparison: Comparison) -> Iterator[Sequence[object]]:
-    names = figures_there(rows(comparison.outcomes, comparison.variants), ())
+    names = recorded_figures(variant_rows(comparison.outcomes, comparison.variants), ())
     yield ("variant", "seed", "failure", *names)
     place = {name: i for i, name in enumerate(comparison.variants)}
     for o in sorted(comparison.outcomes, key=lambda o: (place[o.variant], o.seed)):

@@ -75,8 +75,8 @@ class WeightedBalance:
         pull_B = log_ratio_B.detach().clamp(-self.cap_log_ratio, self.cap_log_ratio)
         gap_B = batch.reward_B - beta * pull_B
         better_B = gap_B > group_mean(gap_B, batch.group_B, batch.groups)
-        used_B = self._tempered(log_rho_B, batch)
-        weight_B = self._weights(used_B, batch.length_B, better_B).clamp(min=self.floor)
+        limited_log_rho_B = self._limit_spread(log_rho_B, batch)
+        weight_B = self._weights(limited_log_rho_B, batch.length_B, better_B).clamp(min=self.floor)
         mean_weight_B = group_mean(weight_B, batch.group_B, batch.groups).clamp(min=1e-12)
         if self.centre == "weighted":
             advantage_B = gap_B - group_mean(weight_B * gap_B, batch.group_B, batch.groups) / mean_weight_B
@@ -90,8 +90,8 @@ class WeightedBalance:
             spread_B = (group_mean(weight_B * advantage_B.square(), *rows) / mean_weight_B).sqrt()
             if self.fading:
                 mean_B = group_mean(weight_B * batch.reward_B, *rows) / mean_weight_B
-                of_reward_B = group_mean(weight_B * (batch.reward_B - mean_B).square(), *rows) / mean_weight_B
-                spread_B = spread_B * (spread_B / of_reward_B.sqrt().clamp(min=1e-6)).clamp(max=1)
+                reward_spread_B = group_mean(weight_B * (batch.reward_B - mean_B).square(), *rows) / mean_weight_B
+                spread_B = spread_B * (spread_B / reward_spread_B.sqrt().clamp(min=1e-6)).clamp(max=1)
             advantage_B = advantage_B + shift * spread_B
         if math.isfinite(self.huber):
             spread = advantage_B.square().mean().sqrt()
@@ -116,12 +116,12 @@ class WeightedBalance:
         )  # fmt: skip
         return loss_B.mean(), metrics | {"beta": beta}
 
-    def _tempered(self, log_rho_B: Tensor, batch: Batch) -> Tensor:
+    def _limit_spread(self, log_rho_B: Tensor, batch: Batch) -> Tensor:
         if math.isinf(self.spread):
             return log_rho_B
         rows = (batch.group_B, batch.groups)
-        found_B = group_mean((log_rho_B - group_mean(log_rho_B, *rows)).square(), *rows).sqrt()
-        return log_rho_B * (self.spread / found_B.clamp(min=self.spread))
+        spread_B = group_mean((log_rho_B - group_mean(log_rho_B, *rows)).square(), *rows).sqrt()
+        return log_rho_B * (self.spread / spread_B.clamp(min=self.spread))
 
     def _weights(self, log_rho_B: Tensor, length_B: Tensor, better_B: Tensor) -> Tensor:
         limit = math.log(self.cap)

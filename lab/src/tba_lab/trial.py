@@ -30,10 +30,10 @@ from tba_lab.figures import DIVERGENCE_FILE, DIVERSITY_FILE, figures
 from tba_lab.study import Study
 
 State = Literal["absent", "cut off", "not measured", "ended", "failed", "other recipe"]
-_POLL = 0.1  # seconds between two looks at a run
-_PATIENCE = 150.0  # seconds that a run has to end in order once it was asked to
-_APART = ("name", "description")  # of a recipe, what does not make it another one
-_FOUND = (("model.path", ""), ("model.dtype", "auto"), ("searchers", None), ("trainer.ranks", None))
+_POLL_SECONDS = 0.1  # seconds between two looks at a run
+_STOP_SECONDS = 150.0  # seconds that a run has to end in order once it was asked to
+_DESCRIPTIVE_FIELDS = ("name", "description")  # of a recipe, what does not make it another one
+_OPEN_FIELDS = (("model.path", ""), ("model.dtype", "auto"), ("searchers", None), ("trainer.ranks", None))
 # what a recipe leaves open, and a run finds when it begins
 
 
@@ -52,11 +52,11 @@ class Trial:
 
     @property
     def log(self) -> Path:
-        """The log file of the run's own process."""
+        """Returns the log file of the run's own process."""
         return self.path.parents[1] / "logs" / f"{self.path.name}.log"
 
     def state(self) -> State:
-        """The state that the folder shows."""
+        """Returns the state that the folder shows."""
         if not (self.path / "recipe.json").is_file():
             return "absent"
         if self.difference() is not None:
@@ -66,24 +66,24 @@ class Trial:
         summary = Summary.read(self.path)
         if summary is None or summary.faults.get("stopped"):
             return "cut off"
-        if all((self.path / file).exists() for file in self._wanted()):
+        if all((self.path / file).exists() for file in self._measurement_files()):
             return "ended"
         return "not measured" if any((self.path / "weights").glob("*.safetensors")) else "cut off"
 
-    def _wanted(self) -> list[str]:
-        """The files that measuring the last weights writes."""
+    def _measurement_files(self) -> list[str]:
+        """Returns the names of the files that measuring the last weights writes."""
         study = self.study
-        asked = {DIVERGENCE_FILE: study.divergence_prompts, DIVERSITY_FILE: study.diversity_samples}
-        return [file for file, count in asked.items() if count]
+        counts_by_file = {DIVERGENCE_FILE: study.divergence_prompts, DIVERSITY_FILE: study.diversity_samples}
+        return [file for file, count in counts_by_file.items() if count]
 
     def difference(self) -> str | None:
         """Returns the first field in which the existing run has another recipe, with both values; None if none."""
-        made = RunDirectory.open(self.path).facts["resolved"]
-        wanted = json.loads(json.dumps(plain(resolved(self.recipe))))
-        for name, then, now in differences(made, wanted):
+        recorded_fields = RunDirectory.open(self.path).facts["resolved"]
+        requested_fields = json.loads(json.dumps(plain(resolved(self.recipe))))
+        for name, recorded_value, requested_value in differences(recorded_fields, requested_fields):
             without_effect = any(name.startswith(f"{field}.") for field in self.recipe.unused)
-            if name not in _APART and not without_effect and (name, now) not in _FOUND:
-                return f"{name} was {json.dumps(then)} and is {json.dumps(now)}"
+            if name not in _DESCRIPTIVE_FIELDS and not without_effect and (name, requested_value) not in _OPEN_FIELDS:
+                return f"{name} was {json.dumps(recorded_value)} and is {json.dumps(requested_value)}"
         return None
 
     def outcome(self) -> Outcome | None:
@@ -92,8 +92,8 @@ class Trial:
         if state == "failed":
             failure = Failure.read(self.path)
             assert failure is not None
-            what = " ".join(failure.message.split()).partition(";")[0]
-            return Outcome(self.variant, self.seed, failure=f"{failure}: {what}")
+            message = " ".join(failure.message.split()).partition(";")[0]
+            return Outcome(self.variant, self.seed, failure=f"{failure}: {message}")
         if state not in ("ended", "not measured"):
             return None
         record = RunRecord.read(self.path)
@@ -110,7 +110,7 @@ class Trial:
         }
 
     def carry_out(self, stop: Callable[[], bool], runner: Runner) -> None:
-        """Run it to its end, or until `stop()` is true; an interrupted run is removed first.
+        """Make the run to its end, or until `stop()` is true; an interrupted run is removed first.
 
         Raises `UserError` when it cannot be started, or when its file has changed since the study began.
         """
@@ -144,23 +144,23 @@ class Trial:
 Runner: TypeAlias = Callable[[Trial, Callable[[], bool]], int]  # runs a trial until it ends or is to stop: exit code
 
 
-def in_child(trial: Trial, stop: Callable[[], bool]) -> int:
+def run_in_child(trial: Trial, stop: Callable[[], bool]) -> int:
     """Runs a trial in a process of its own, so that memory and threads are as in any other run.
 
-    It is asked to stop when we are, and killed if it does not in time.
+    The process is asked to stop when this one is, and killed if it does not in time.
     """
     trial.log.parent.mkdir(parents=True, exist_ok=True)
     with trial.log.open("wb") as log:
         program = Program("run", "tba_lab.trial_process", (json.dumps(trial.order()),))
         child = start(program, {**os.environ, "COLUMNS": "120"}, log.fileno())
     assert child.stdin is not None
-    asked: float | None = None
+    stop_seconds: float | None = None
     try:
-        while child.poll() is None and (asked is None or time.monotonic() - asked < _PATIENCE):
-            if stop() and asked is None:
-                asked = time.monotonic()
+        while child.poll() is None and (stop_seconds is None or time.monotonic() - stop_seconds < _STOP_SECONDS):
+            if stop() and stop_seconds is None:
+                stop_seconds = time.monotonic()
                 child.stdin.close()
-            time.sleep(_POLL)
+            time.sleep(_POLL_SECONDS)
     finally:
         child.kill()  # nothing where it has ended; where it has not, its parts end with it
         code = child.wait()

@@ -73,17 +73,17 @@ def measure(recipe: Recipe, run: RunDirectory, divergence_of: Sequence[int], div
     model = recipe.model.prepared(recipe.task)
     engine = model.engine(Version(), recipe.prompts.max_tokens)
     prompts = prompts_of(recipe, model, "eval")
-    found = {}
+    diversities = {}
     if all(diversity_of):
-        found["before"] = _diversity(recipe, engine, prompts, diversity_of)
+        diversities["before"] = _diversity(recipe, engine, prompts, diversity_of)
     weights = WeightDirectory(run.weights).newer_than(None)
     assert weights is not None  # a run that has finished has published its last weights
     engine.load(weights.read(), weights.version)
     if all(diversity_of):
-        found["after"] = _diversity(recipe, engine, prompts, diversity_of)
-        write_json(run.path / DIVERSITY_FILE, found)
+        diversities["after"] = _diversity(recipe, engine, prompts, diversity_of)
+        write_json(run.path / DIVERSITY_FILE, diversities)
     if all(divergence_of):
-        measured = divergence(
+        figures = divergence(
             engine,
             model.reference(recipe.policy_temperature, Version()),
             recipe.task.reward(),
@@ -93,22 +93,22 @@ def measure(recipe: Recipe, run: RunDirectory, divergence_of: Sequence[int], div
             policy_temperature=recipe.policy_temperature,
             chunk=recipe.evaluation.chunk,
         )
-        write_json(run.path / DIVERGENCE_FILE, asdict(measured))
+        write_json(run.path / DIVERGENCE_FILE, asdict(figures))
 
 
-def _diversity(recipe: Recipe, engine: Engine, prompts: Sequence[Prompt], of: Sequence[int]) -> dict[str, Json]:
+def _diversity(recipe: Recipe, engine: Engine, prompts: Sequence[Prompt], size: Sequence[int]) -> dict[str, Json]:
     """Measures the diversity, with the same random numbers in every call."""
-    measured = diversity(
+    figures = diversity(
         engine,
         recipe.task.reward(),
-        prompts[: of[0]],
-        of[1],
+        prompts[: size[0]],
+        size[1],
         np.random.default_rng([recipe.seed, 12]),
         threshold=recipe.evaluation.threshold,
         policy_temperature=recipe.policy_temperature,
         chunk=recipe.evaluation.chunk,
     )
-    return asdict(measured)
+    return asdict(figures)
 
 
 def _watch() -> None:

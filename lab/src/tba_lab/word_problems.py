@@ -39,7 +39,7 @@ from tba.training.optimizer import OptimizerSettings
 from tba.training.supervised import SupervisedSettings
 from tba.types import Problem, Split
 
-ASKED = " Answer with the number only."
+QUESTION_SUFFIX = " Answer with the number only."
 _HELD_OUT_TEMPLATES = 10
 _HELD_OUT_PROBLEMS = 0.2  # share of the other templates' problems
 _NAMES = (
@@ -65,16 +65,16 @@ class Template(NamedTuple):
 
     text: str
     solve: Callable[[Numbers], int]
-    worked: str  # with the same slots
+    worked_answer: str  # with the same slots
     steps: int = 1
-    small: int = 0  # b and c are at most this; 0: as large as a
+    largest_factor: int = 0  # b and c are at most this; 0: as large as a
 
 
 def _sum(n: Numbers) -> int:
     return n.a + n.b
 
 
-def _left(n: Numbers) -> int:
+def _first_number(n: Numbers) -> int:
     return n.a  # of a + b
 
 
@@ -82,7 +82,7 @@ def _times(n: Numbers) -> int:
     return n.a * n.b
 
 
-def _each(n: Numbers) -> int:
+def _share(n: Numbers) -> int:
     return n.a  # a * b shared by b
 
 
@@ -107,24 +107,24 @@ TEMPLATES = (
     Template("{name} is {a} years old. How old will {name} be in {b} years?", _sum, _ADD),
     Template("{name} has {b} {things} more than {other}, who has {a}. How many does {name} have?", _sum, _ADD),
     Template("It was {a} degrees in the morning and got {b} degrees warmer. How many degrees is it now?", _sum, _ADD),
-    Template("{name} had {a+b} {things} and gave {b} to {other}. How many {things} are left?", _left, _LESS),
-    Template("{name} wants to collect {a+b} {things} and has {b}. How many are missing?", _left, _LESS),
-    Template("A rope is {a+b} metres long. {b} metres are cut off. How many metres are left?", _left, _LESS),
-    Template("Of {a+b} pupils, {b} are ill today. How many are at school?", _left, _LESS),
-    Template("{name} has {a+b} dollars and pays {b} for lunch. How many dollars are left?", _left, _LESS),
-    Template("A book has {a+b} pages. {name} has read {b}. How many pages are left to read?", _left, _LESS),
-    Template("{name} has {a+b} {things}, {other} has {b}. How many more does {name} have?", _left, _LESS),
+    Template("{name} had {a+b} {things} and gave {b} to {other}. How many {things} are left?", _first_number, _LESS),
+    Template("{name} wants to collect {a+b} {things} and has {b}. How many are missing?", _first_number, _LESS),
+    Template("A rope is {a+b} metres long. {b} metres are cut off. How many metres are left?", _first_number, _LESS),
+    Template("Of {a+b} pupils, {b} are ill today. How many are at school?", _first_number, _LESS),
+    Template("{name} has {a+b} dollars and pays {b} for lunch. How many dollars are left?", _first_number, _LESS),
+    Template("A book has {a+b} pages. {name} has read {b}. How many pages are left to read?", _first_number, _LESS),
+    Template("{name} has {a+b} {things}, {other} has {b}. How many more does {name} have?", _first_number, _LESS),
     Template("{name} has {a} bags with {b} {things} each. How many {things} is that?", _times, _MULTIPLY, 1, 9),
     Template("A ticket costs {a} dollars. How much do {b} tickets cost?", _times, _MULTIPLY, 1, 9),
     Template("{name} runs {a} kilometres every day. How many kilometres is that in {b} days?", _times, _MULTIPLY, 1, 9),
     Template("A hall has {a} rows of {b} seats. How many seats does it have?", _times, _MULTIPLY, 1, 9),
     Template("One box holds {a} {things}. How many {things} do {b} boxes hold?", _times, _MULTIPLY, 1, 9),
     Template("{name} earns {a} dollars an hour. How many dollars is that in {b} hours?", _times, _MULTIPLY, 1, 9),
-    Template("{name} shares {a*b} {things} evenly among {b} friends. How many does each get?", _each, _DIVIDE, 1, 9),
-    Template("{a*b} {things} are packed into {b} equal boxes. How many are in each box?", _each, _DIVIDE, 1, 9),
-    Template("{b} identical pens cost {a*b} dollars. How much does one pen cost?", _each, _DIVIDE, 1, 9),
+    Template("{name} shares {a*b} {things} evenly among {b} friends. How many does each get?", _share, _DIVIDE, 1, 9),
+    Template("{a*b} {things} are packed into {b} equal boxes. How many are in each box?", _share, _DIVIDE, 1, 9),
+    Template("{b} identical pens cost {a*b} dollars. How much does one pen cost?", _share, _DIVIDE, 1, 9),
     Template(
-        "{name} walks {a*b} kilometres in {b} equal stages. How many kilometres is a stage?", _each, _DIVIDE, 1, 9
+        "{name} walks {a*b} kilometres in {b} equal stages. How many kilometres is a stage?", _share, _DIVIDE, 1, 9
     ),
     Template(
         "{name} buys {a} packs of {b} {things} and finds {c} more. How many {things} does {name} have?",
@@ -168,7 +168,7 @@ TEMPLATES = (
     ),
     Template(
         "{name} has {a*b-c} {things}, gets {c} more and shares all evenly among {b} friends. How many does each get?",
-        *(_each, _SHARED, 2, 9),
+        *(_share, _SHARED, 2, 9),
     ),
     Template(
         "A cup costs {b} dollars and a plate {c}. What do {a} cups and {a} plates cost together?",
@@ -207,44 +207,45 @@ class WordProblems:
 
     def problems(self, split: Split) -> list[Problem]:
         """Returns distinct problems, of one template after another."""
-        never = held_out()
-        new = split == "eval" and self.templates == "held_out"
-        templates = [t for t in TEMPLATES if (t.text in never) == new]
+        held_out_templates = held_out()
+        is_new_template = split == "eval" and self.templates == "held_out"
+        templates = [t for t in TEMPLATES if (t.text in held_out_templates) == is_new_template]
         count = self.eval_problems if split == "eval" else self.train_problems
         rng = Random(f"{self.seed} {split} {self.templates if split == 'eval' else ''}")  # noqa: S311
-        found: dict[str, Problem] = {}
+        problems_by_text: dict[str, Problem] = {}
         for template in itertools.cycle(templates):
-            if len(found) == count:
+            if len(problems_by_text) == count:
                 break
             problem = _problem(template, self.largest, rng)
             text = str(problem.fields["question"])
-            if new or is_held_out(text, _HELD_OUT_PROBLEMS) == (split == "eval"):
-                found.setdefault(text, problem)
-        return list(found.values())
+            if is_new_template or is_held_out(text, _HELD_OUT_PROBLEMS) == (split == "eval"):
+                problems_by_text.setdefault(text, problem)
+        return list(problems_by_text.values())
 
     def reward(self) -> Reward:
         return ExactAnswer()
 
 
 def _problem(template: Template, largest: int, rng: Random) -> Problem:
-    most = template.small or largest
-    n = Numbers(rng.randint(2, largest), rng.randint(2, most), rng.randint(2, most))
+    largest_factor = template.largest_factor or largest
+    n = Numbers(rng.randint(2, largest), rng.randint(2, largest_factor), rng.randint(2, largest_factor))
     n = n._replace(c=min(n.c, n.a * n.b - 2))  # nobody has 1 apples, or less than none
-    name, other = rng.sample(_NAMES, 2)
-    slots = {"name": name, "other": other, "things": rng.choice(_THINGS)} | {k: str(v) for k, v in _shown(n).items()}
-    question, worked = _filled(template.text, slots), _filled(template.worked, slots)
+    name, other_name = rng.sample(_NAMES, 2)
+    slots = {"name": name, "other": other_name, "things": rng.choice(_THINGS)}
+    slots |= {slot: str(value) for slot, value in _slot_values(n).items()}
+    question, demonstration = _fill_slots(template.text, slots), _fill_slots(template.worked_answer, slots)
     fields = {"question": question, "answer": str(template.solve(n)), "steps": template.steps}
-    return Problem(({"role": "user", "content": question + ASKED},), fields, worked)
+    return Problem(({"role": "user", "content": question + QUESTION_SUFFIX},), fields, demonstration)
 
 
-def _shown(n: Numbers) -> dict[str, int]:
+def _slot_values(n: Numbers) -> dict[str, int]:
     a, b, c = n
     sums = {"a": a, "b": b, "c": c, "a+b": a + b, "a+c": a + c, "a+b+c": a + b + c}
     products = {"a*b": a * b, "a*c": a * c, "a*b+c": a * b + c, "a*b-c": a * b - c, "a*b+a*c": a * b + a * c}
     return sums | products
 
 
-def _filled(text: str, slots: dict[str, str]) -> str:
+def _fill_slots(text: str, slots: dict[str, str]) -> str:
     for name, value in slots.items():
         text = text.replace(f"{{{name}}}", value)
     return text

@@ -23,7 +23,7 @@ from tba.record.terminal import terminal
 from tba.record.text import count, duration, percent, printable, size
 from tba.replay.buffer import OF_BODY, OF_TOKEN
 from tba.runs.estimate import Estimate, estimate
-from tba.runs.probe import UPDATES
+from tba.runs.probe import DRIFT_UPDATES
 from tba.runs.validating import notes_on_data, notes_on_prompts, validate
 from tba.runtime.cluster.placement import Placed, plan, table, this_machine, whereabouts
 from tba.runtime.local.forkserver import prepare
@@ -78,7 +78,7 @@ def check_recipe(name: str, overrides: list[str]) -> int:
         )
     if e.effective is not None and e.effective < 0.5:
         warnings.append(
-            f"within {UPDATES} updates the policy has left the answers that it began with (effective sample size "
+            f"within {DRIFT_UPDATES} updates the policy has left the answers that it began with (effective sample size "
             f"{percent(e.effective)}), so that what it learns from is stale at once: set --optimizer.lr to a third of "
             f"{recipe.optimizer.lr:g}, or a longer --optimizer.schedule.warmup"
         )
@@ -86,7 +86,7 @@ def check_recipe(name: str, overrides: list[str]) -> int:
     lines = [Text(f"warning: {printable(line)}", style="yellow") for line in advice]
     if not recipe.offline and (faster := e.round_time.advice()):
         console.print(section("What slows it", Group(*(Text(printable(line), style="yellow") for line in faster))))
-    good = _TAUGHT if any(recipe.teachers.shares(1)) else e.signal.good
+    good = _TAUGHT if any(recipe.teachers.shares(1)) else e.signal.encouragement
     console.print(section("Will it learn?", Group(*lines or [Text(good)])))
     if proposals := e.signal.proposals(recipe, e.effective):
         console.print(section("Worth a try", Group(*(Text(line) for line in proposals))))
@@ -142,9 +142,9 @@ def _figures(recipe: Recipe, e: Estimate, own: int | None) -> dict[str, str]:
         f"log-probability ({compute})",
         "drift": ""
         if e.log_ratio is None
-        else f"not measured: {UPDATES} updates take {duration(UPDATES * e.step_seconds)}"
+        else f"not measured: {DRIFT_UPDATES} updates take {duration(DRIFT_UPDATES * e.step_seconds)}"
         if e.effective is None
-        else f"after {UPDATES} updates the answers from before them have an effective sample size of "
+        else f"after {DRIFT_UPDATES} updates the answers from before them have an effective sample size of "
         f"{percent(e.effective)}",
     }
     if recipe.offline:

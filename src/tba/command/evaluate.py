@@ -16,7 +16,7 @@ from rich.console import Console
 
 from tba.command.options import EvalOptions
 from tba.errors import UserError
-from tba.evaluation.accuracy import Answer, Assessment, EvaluationSettings
+from tba.evaluation.accuracy import AssessedAnswer, Assessment, EvaluationSettings
 from tba.evaluation.divergence import Divergence, divergence
 from tba.evaluation.estimators import paired_difference, wilson_interval
 from tba.foreign import read_json
@@ -25,7 +25,7 @@ from tba.recipe import Recipe, differences, resolved
 from tba.record.jsonl import plain, replaced, write_json
 from tba.record.terminal import terminal
 from tba.record.text import hundredfold
-from tba.runs.evaluating import measured, recipe_of, with_checkpoint
+from tba.runs.evaluating import assess_recipe, recipe_of, with_checkpoint
 from tba.runtime.isolation import Rebuilt
 from tba.runtime.prompting import grader_of
 from tba.runtime.run_directory import RunDirectory
@@ -55,7 +55,7 @@ def evaluate_model(name: str, overrides: list[str], options: EvalOptions) -> int
     for line in [] if checkpoint is None else _unlike(begun, Path(checkpoint)):
         console.print(line, style="yellow", highlight=False)
     source = Rebuilt(name, overrides)
-    assessment, engine, prompts = measured(recipe, split, _shown(recipe, options), _Progress(), source)
+    assessment, engine, prompts = assess_recipe(recipe, split, _shown(recipe, options), _Progress(), source)
     for e in assessment.evaluations:
         interval = wilson_interval(e.value * e.n, e.n)
         console.print(
@@ -143,7 +143,7 @@ def _shown(recipe: Recipe, options: EvalOptions) -> EvaluationSettings:
     return replace(recipe.evaluation, shown=1_000_000_000)
 
 
-def _write_texts(path: Path, answers: Sequence[Answer], console: Console) -> None:
+def _write_texts(path: Path, answers: Sequence[AssessedAnswer], console: Console) -> None:
     """Write one line per answer, and print how long they are."""
     lines = [
         {"prompt": a.prompt, "response": a.completion, "reward": a.reward, "correct": a.correct, "metric": a.metric}

@@ -12,7 +12,7 @@ from tba.record.live import View
 from tba.record.terminal import terminal
 from tba.replay.follower import JournalFollower
 from tba.runs.deciding import with_weights
-from tba.runs.importing import refuse, take_in
+from tba.runs.importing import import_answers, refuse_files
 from tba.runtime.checkpointing import loss_of
 from tba.runtime.importing import prepare
 from tba.runtime.run_directory import RunDirectory, new_path
@@ -28,7 +28,7 @@ def import_files(path: Path, files: Sequence[Path], overrides: list[str], option
     if options.recipe is not None:
         new_path(path.parent, options.recipe, path.name)  # refuses a name that `tba train` would
         recipe = override(find(options.recipe), overrides, f"tba import {path} --recipe {options.recipe}")
-        refuse(recipe, files)
+        refuse_files(recipe, files)
         recipe, decided = with_weights(recipe, overrides, view.say)
         run = prepare(path, options.recipe, decided, recipe)
     elif overrides:
@@ -36,11 +36,11 @@ def import_files(path: Path, files: Sequence[Path], overrides: list[str], option
     else:
         run = RunDirectory.open(path)
         recipe = run.recipe_to_read(options.trust)
-        refuse(recipe, files)
+        refuse_files(recipe, files)
         if (loss := loss_of(run, run.journal(recipe))) is not None:
             raise UserError(f"{loss}; put it back if there is a copy, or resume with --accept-lost-rows first")
     try:
-        take_in(recipe, run, files, view.say, options.source, options.rewards == "claimed", options.max_tokens)
+        import_answers(recipe, run, files, view.say, options.source, options.rewards == "claimed", options.max_tokens)
     except UserError:
         if options.recipe is not None:
             with JournalFollower(run.journal(recipe)) as journal:

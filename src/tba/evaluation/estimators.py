@@ -14,7 +14,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from tba.evaluation.student_t import quantile
+from tba.evaluation.student_t import t_quantile
 
 GREEDY, SAMPLED = "pass@1/greedy", "pass@1/sampled"  # names of figures; the third is pass@K/sampled
 Z_95 = NormalDist().inv_cdf(0.975)  # of the normal distribution: all intervals here are of 95 %
@@ -56,8 +56,8 @@ def wilson_interval(correct: float, n: int) -> Interval:
         raise ValueError(f"a proportion needs n >= 1 and correct in 0..n, but got {correct} of {n}")
     share = correct / n
     centre = (share + Z_95**2 / (2 * n)) / (1 + Z_95**2 / n)
-    half = Z_95 / (1 + Z_95**2 / n) * math.sqrt(share * (1 - share) / n + Z_95**2 / (4 * n * n))
-    return Interval(share, min(share, max(0.0, centre - half)), max(share, min(1.0, centre + half)))
+    half_width = Z_95 / (1 + Z_95**2 / n) * math.sqrt(share * (1 - share) / n + Z_95**2 / (4 * n * n))
+    return Interval(share, min(share, max(0.0, centre - half_width)), max(share, min(1.0, centre + half_width)))
 
 
 def ratio_interval(totals: Values, counts: Values) -> Interval:
@@ -72,8 +72,8 @@ def ratio_interval(totals: Values, counts: Values) -> Interval:
         raise ValueError(f"a ratio needs clusters with something in them, but got {total.shape} of {count.shape}")
     total, count = total[count > 0], count[count > 0]
     ratio = float(total.sum() / count.sum())
-    around = mean_interval((total - ratio * count) / count.mean())
-    return Interval(ratio, ratio + min(around.low, 0.0), ratio + max(around.high, 0.0))
+    residual_interval = mean_interval((total - ratio * count) / count.mean())
+    return Interval(ratio, ratio + min(residual_interval.low, 0.0), ratio + max(residual_interval.high, 0.0))
 
 
 def auc_interval(positive: Values, negative: Values) -> Interval:
@@ -87,8 +87,8 @@ def auc_interval(positive: Values, negative: Values) -> Interval:
         raise ValueError(f"an AUC needs scores of both kinds, but there are {above.size} and {below.size}")
     lower = np.searchsorted(below, above, "left") + np.searchsorted(below, above, "right")
     area = float(lower.mean() / (2 * below.size))
-    twice, both = area / (2 - area), 2 * area**2 / (1 + area)
-    variance = area * (1 - area) + (above.size - 1) * (twice - area**2) + (below.size - 1) * (both - area**2)
+    other_term, pair_term = area / (2 - area), 2 * area**2 / (1 + area)
+    variance = area * (1 - area) + (above.size - 1) * (other_term - area**2) + (below.size - 1) * (pair_term - area**2)
     half = Z_95 * math.sqrt(max(0.0, variance) / (above.size * below.size))
     return Interval(area, max(0.0, area - half), min(1.0, area + half))
 
@@ -103,12 +103,12 @@ def mean_distance(similarity: npt.NDArray[np.floating]) -> Interval:
     count = square.shape[0]
     if square.shape != (count, count) or count < 3:
         raise ValueError(f"a mean distance needs the similarities of 3 things or more, but got {square.shape}")
-    own = square.sum(axis=1) - np.diagonal(square)
-    total = own.sum()
+    row_sums = square.sum(axis=1) - np.diagonal(square)
+    total = row_sums.sum()
     estimate = 1 - total / (count * (count - 1))
-    left_out = 1 - (total - 2 * own) / ((count - 1) * (count - 2))
-    half = Z_95 * math.sqrt((count - 1) / count * float(((left_out - left_out.mean()) ** 2).sum()))
-    return Interval(float(estimate), float(estimate) - half, float(estimate) + half)
+    jackknife = 1 - (total - 2 * row_sums) / ((count - 1) * (count - 2))
+    half_width = Z_95 * math.sqrt((count - 1) / count * float(((jackknife - jackknife.mean()) ** 2).sum()))
+    return Interval(float(estimate), float(estimate) - half_width, float(estimate) + half_width)
 
 
 def paired_difference(before: Values, after: Values) -> Interval:
@@ -116,10 +116,11 @@ def paired_difference(before: Values, after: Values) -> Interval:
 
     Pairing takes out how hard the problems are, which is most of the spread. Raises `ValueError` for unequal lengths.
     """
-    first, second = np.asarray(before, dtype=np.float64), np.asarray(after, dtype=np.float64)
-    if first.shape != second.shape:
-        raise ValueError(f"a paired difference needs equal lengths, but got {first.shape} and {second.shape}")
-    return mean_interval(second - first)
+    before_values, after_values = np.asarray(before, dtype=np.float64), np.asarray(after, dtype=np.float64)
+    if before_values.shape != after_values.shape:
+        shapes = f"{before_values.shape} and {after_values.shape}"
+        raise ValueError(f"a paired difference needs equal lengths, but got {shapes}")
+    return mean_interval(after_values - before_values)
 
 
 def mean_interval(values: Values) -> Interval:
@@ -135,5 +136,5 @@ def mean_interval(values: Values) -> Interval:
     mean = float(array.mean())
     if array.size == 1:
         return Interval(mean, -math.inf, math.inf)
-    half = quantile(0.975, array.size - 1) * float(array.std(ddof=1)) / math.sqrt(array.size)
-    return Interval(mean, mean - half, mean + half)
+    half_width = t_quantile(0.975, array.size - 1) * float(array.std(ddof=1)) / math.sqrt(array.size)
+    return Interval(mean, mean - half_width, mean + half_width)

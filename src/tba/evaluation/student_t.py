@@ -11,7 +11,7 @@ _TERMS = 500  # of the continued fraction, at most; 20 to 60 are usual
 _TINY = 1e-300
 
 
-def quantile(p: float, freedom: float) -> float:
+def t_quantile(p: float, freedom: float) -> float:
     """Returns the value below which a t variable of `freedom` degrees of freedom lies with probability `p`, 0 < p < 1.
 
     Raises `ValueError` for other probabilities and for degrees of freedom that are not above 0.
@@ -19,7 +19,7 @@ def quantile(p: float, freedom: float) -> float:
     if not 0 < p < 1 or not freedom > 0:
         raise ValueError(f"a quantile of t needs 0 < p < 1 and freedom > 0, but got p {p} and freedom {freedom}")
     if p < 0.5:
-        return -quantile(1 - p, freedom)
+        return -t_quantile(1 - p, freedom)
     high = 1.0
     while cumulative(high, freedom) < p:
         high *= 2
@@ -36,8 +36,8 @@ def cumulative(t: float, freedom: float) -> float:
     """Returns the probability that a t variable with `freedom` degrees of freedom is at most `t`."""
     if t * t < freedom:  # near the middle, where the tail's argument would be rounded to 1
         return 0.5 + math.copysign(regularised_beta(t * t / (freedom + t * t), 0.5, freedom / 2) / 2, t)
-    beyond = regularised_beta(freedom / (freedom + t * t), freedom / 2, 0.5) / 2
-    return 1 - beyond if t > 0 else beyond
+    tail = regularised_beta(freedom / (freedom + t * t), freedom / 2, 0.5) / 2
+    return 1 - tail if t > 0 else tail
 
 
 def regularised_beta(x: float, a: float, b: float) -> float:

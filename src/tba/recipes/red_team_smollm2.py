@@ -33,7 +33,7 @@ from tba.training.optimizer import OptimizerSettings
 from tba.training.supervised import SupervisedSettings
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
-ASKED = "<|im_start|>user\n{attack}<|im_end|>\n<|im_start|>assistant\n"
+VICTIM_TEMPLATE = "<|im_start|>user\n{attack}<|im_end|>\n<|im_start|>assistant\n"
 
 recipe = Recipe(
     name="red_team_smollm2",
@@ -41,7 +41,7 @@ recipe = Recipe(
     task=RedTeam(
         attacks="attacks.jsonl",
         # without the system message that the chat template puts before, which would be most of what is read
-        victim=ModelVictim(path=SMOLLM2, template=ASKED, temperature=0.7, top_p=0.92, max_tokens=24),
+        victim=ModelVictim(path=SMOLLM2, template=VICTIM_TEMPLATE, temperature=0.7, top_p=0.92, max_tokens=24),
         classifier=WordClassifier(path="toxicity"),
         count=3,
         evaluated=256,

@@ -30,25 +30,25 @@ def with_weights(recipe: Recipe, overrides: list[str], say: Say, day: str = "") 
     a chat template writes what day it is, that is named too: `day`, or today. `say` is called when a warm start is made
     now. Raises `UserError` for a missing file or model.
     """
-    prepared = recipe.model.prepared(recipe.task, say)
-    prepared.tokenizer()  # which says what is wrong with a model
-    require_scorers(recipe, prepared, say)
-    found = getattr(prepared, "path", "")
-    shipped = Path(found).is_relative_to(_PACKAGE)
-    decided = []
-    if found and not shipped and not getattr(recipe.model, "path", ""):
-        decided.append(("--model.path", found))
+    prepared_model = recipe.model.prepared(recipe.task, say)
+    prepared_model.tokenizer()  # which says what is wrong with a model
+    require_scorers(recipe, prepared_model, say)
+    path = getattr(prepared_model, "path", "")
+    is_packaged = Path(path).is_relative_to(_PACKAGE)
+    decisions = []
+    if path and not is_packaged and not getattr(recipe.model, "path", ""):
+        decisions.append(("--model.path", path))
     if getattr(recipe.model, "dtype", None) == "auto":
-        decided.append(("--model.dtype", str(recipe.model.compute).removeprefix("torch.")))
-    if getattr(recipe.model, "day", None) == "" and _writes_day(recipe, prepared):
-        decided.append(("--model.day", day or date.today().isoformat()))
-    words = [word for flag, value in decided for word in words_of(flag, value)]
-    return with_fields(recipe, decided), [*overrides, *words]
+        decisions.append(("--model.dtype", str(recipe.model.compute).removeprefix("torch.")))
+    if getattr(recipe.model, "day", None) == "" and _writes_day(recipe, prepared_model):
+        decisions.append(("--model.day", day or date.today().isoformat()))
+    words = [word for flag, value in decisions for word in words_of(flag, value)]
+    return with_fields(recipe, decisions), [*overrides, *words]
 
 
-def _writes_day(recipe: Recipe, prepared: Model) -> bool:
+def _writes_day(recipe: Recipe, prepared_model: Model) -> bool:
     """Returns whether the chat template of some model of the recipe writes what day it is."""
-    models = (prepared, *scorers_of(recipe, prepared).values())
+    models = (prepared_model, *scorers_of(recipe, prepared_model).values())
     return any(writes_day(model.tokenizer()) for model in models)
 
 
@@ -56,13 +56,13 @@ def with_sizes(recipe: Recipe, overrides: list[str], say: Say) -> tuple[Recipe, 
     """Returns the recipe and its overrides, with as many ranks and searchers as this machine's GPUs are for, where the
     recipe leaves that open. Raises `UserError` where it cannot fit; nothing has been loaded yet.
     """
-    machine, prepared = Machine.here(), replace(recipe, model=recipe.model.prepared(recipe.task))
-    decided = sized(prepared, machine)
-    sized_too = override(prepared, decided, "tba train", recorded=True)
-    refuse_what_cannot_fit(sized_too, machine)
-    if decided:
-        places = ", ".join(f"{worker} on {place}" for worker, place in places_on(sized_too, machine).items())
+    machine, prepared_recipe = Machine.here(), replace(recipe, model=recipe.model.prepared(recipe.task))
+    decisions = sized(prepared_recipe, machine)
+    sized_recipe = override(prepared_recipe, decisions, "tba train", recorded=True)
+    refuse_what_cannot_fit(sized_recipe, machine)
+    if decisions:
+        places = ", ".join(f"{worker} on {place}" for worker, place in places_on(sized_recipe, machine).items())
         say(f"where it runs: {places}")
-    if (idle := unused(sized_too, machine)) is not None:
-        say(f"note: {idle}")
-    return override(recipe, decided, "tba train", recorded=True), [*overrides, *decided]
+    if (idle_note := unused(sized_recipe, machine)) is not None:
+        say(f"note: {idle_note}")
+    return override(recipe, decisions, "tba train", recorded=True), [*overrides, *decisions]

@@ -41,7 +41,7 @@ from tba.runtime.sizing import Machine, places_on
 from tba.training.ranks.messages import RankSettings
 
 _DEADLINE = 1800.0  # seconds for one probe
-_SECONDS = 3.0  # for which searcher and trainer are timed at least, at the same time
+_LEAST_SECONDS = 3.0  # for which searcher and trainer are timed at least, at the same time
 _POLL = 0.02  # seconds between two checks whether a probe has ended
 
 
@@ -67,7 +67,7 @@ class Estimate(Shown):
     searcher_bytes: int
     weights_bytes: int  # of one published version
     log_ratio: float | None  # the largest of any token, between the trainer's weights and the reference at version 0
-    effective: float | None  # share of answers from before the first updates (`probe.UPDATES`) that still count after
+    effective: float | None  # share of answers from before the first `probe.DRIFT_UPDATES` that still count after them
     signal: Signal  # whether there is anything to learn from
     trainer_gpu_bytes: int | None  # of each rank; None: it uses no GPU
     searcher_gpu_bytes: int | None
@@ -75,7 +75,7 @@ class Estimate(Shown):
     smaller: str = ""  # what figures are extrapolated from, in words; empty: whole rounds and steps were timed
 
     def _shown(self) -> RenderableType:
-        took = {
+        facts = {
             "time": f"{duration(self.total_seconds)}, of which start-up {duration(self.start_seconds)} and evaluations "
             f"{duration(self.evaluation_seconds)}",
             "searcher": f"a round takes {self.round_seconds:.3f} s, {self.tokens_per_round:,.0f} tokens of answers",
@@ -84,9 +84,9 @@ class Estimate(Shown):
             "memory": f"trainer {size(self.trainer_bytes)}, each searcher {size(self.searcher_bytes)}",
             "measured": self.smaller,
         }
-        took = {name: value for name, value in took.items() if value}
-        learnt = section("What there is to learn from", pairs(self.signal.facts()))
-        return Group(learnt, section("What a run takes", pairs(took)))
+        facts = {name: value for name, value in facts.items() if value}
+        signal_section = section("What there is to learn from", pairs(self.signal.facts()))
+        return Group(signal_section, section("What a run takes", pairs(facts)))
 
 
 def estimate(
@@ -99,34 +99,34 @@ def estimate(
     """Probes searcher and trainer at the same time, after a first probe of how long answers are.
 
     Each sees the GPUs of its place and keeps to its share of them. A trainer that does not fit as one rank is computed.
-    say: is told what is being done.
+    say: gets lines about the progress.
     """
     machine = Machine.here()
-    where = _environments(recipe, machine)
+    environments = _environments(recipe, machine)
     with tempfile.TemporaryDirectory() as folder:
         answers = Path(folder) / "answers.json"
 
         def probe(half: str, place: str, at_least: float = 0.0, seed: int = 0) -> _Probe:
-            return _Probe(half, name, overrides, answers, at_least=at_least, own=where[place], seed=seed)
+            return _Probe(half, name, overrides, answers, at_least=at_least, environment=environments[place], seed=seed)
 
         say("sampling answers")
-        with probe("look", "searcher-0") as looking:
-            sample = looking.result(say)
+        with probe("sampling", "searcher-0") as sampling:
+            sample = sampling.result(say)
         signal_of_answers = Signal.of([sample], recipe.evaluation.threshold)  # says where no answer has a reward
         length = sample["tokens"][1] / recipe.prompts_per_round / recipe.samples_per_prompt
         answers.write_text(json.dumps({"answers": sample["answers"], "length": length}))
-        flowing = sample["small"] and recipe.runtime != "inline" and not isinstance(recipe.task, Acted)
+        times_full_slots = sample["small"] and recipe.runtime != "inline" and not isinstance(recipe.task, Acted)
         say("timing rounds of the searcher and steps of the trainer, at the same time")
-        with ExitStack() as ends:
-            searching = training = None
-            if flowing or not sample["small"]:
-                half = "flow" if flowing else "searcher"
-                searching = ends.enter_context(probe(half, "searcher-0", at_least=_SECONDS, seed=1))
+        with ExitStack() as probes:
+            searcher_probe = trainer_probe = None
+            if times_full_slots or not sample["small"]:
+                half = "flow" if times_full_slots else "searcher"
+                searcher_probe = probes.enter_context(probe(half, "searcher-0", at_least=_LEAST_SECONDS, seed=1))
             if one_rank_fits(recipe, machine):
-                training = ends.enter_context(probe("trainer", "trainer", at_least=_SECONDS))
-            timing = sample if searching is None else searching.result(say)
-            searcher = sample | timing | {"stages": _stages(sample, timing)}
-            trainer = _computed(recipe, shape, searcher) if training is None else training.result(say)
+                trainer_probe = probes.enter_context(probe("trainer", "trainer", at_least=_LEAST_SECONDS))
+            timing = sample if searcher_probe is None else searcher_probe.result(say)
+            searcher = sample | timing | {"stages": _stage_seconds(sample, timing)}
+            trainer = _computed_trainer(recipe, shape, searcher) if trainer_probe is None else trainer_probe.result(say)
     peaks = [part["peak_memory_bytes"] for part in (sample, timing)]
     gpu_peaks = [part["peak_gpu_bytes"] for part in (sample, timing) if part["peak_gpu_bytes"] is not None]
     per_round = recipe.prompts_per_round * recipe.samples_per_prompt
@@ -135,35 +135,36 @@ def estimate(
     round_time = RoundTime(per_round, searcher["stages"], parts, recipe.searcher_count)
     round_seconds, step_seconds = round_time.seconds, trainer["step_seconds"]
     generation_seconds = round_time.stages["generation"] + round_time.stages["environment"]
-    start = timing["seconds"] - timing["timed_seconds"]
+    start_seconds = timing["seconds"] - timing["timed_seconds"]
     settings = recipe.evaluation
-    evaluated = sample["held_out"] * (int(settings.greedy) + settings.draws)
-    grading = 0.0 if isinstance(recipe.task, Examined) else round_time.grading  # else another reward grades them
-    evaluation = evaluated * max(generation_seconds, grading) / per_round
-    limit = recipe.replay.pacing.max_mean_uses
+    evaluated_answers = sample["held_out"] * (int(settings.greedy) + settings.draws)
+    grading = 0.0 if isinstance(recipe.task, Examined) else round_time.grading_seconds  # else by another reward
+    evaluation_seconds = evaluated_answers * max(generation_seconds, grading) / per_round
+    max_uses = recipe.replay.pacing.max_mean_uses
     if recipe.offline:
-        rate, working = 0.0, recipe.steps * step_seconds
+        rate, working_seconds = 0.0, recipe.steps * step_seconds
     elif recipe.runtime == "inline":
-        turns = recipe.steps / recipe.sync_every * recipe.run.inline_rounds_per_sync
-        round_seconds = round_time.one_by_one
-        working = recipe.steps * step_seconds + turns * round_seconds
-        rate = turns * per_round / working
+        rounds = recipe.steps / recipe.sync_every * recipe.run.inline_rounds_per_sync
+        round_seconds = round_time.sequential_seconds
+        working_seconds = recipe.steps * step_seconds + rounds * round_seconds
+        rate = rounds * per_round / working_seconds
     else:
         rate = round_time.rate
-        working = recipe.steps * max(step_seconds, per_step / limit / rate)
-    warm_up = recipe.replay.pacing.warm_up / rate if rate else 0.0
-    kept = min(recipe.replay.buffer.total, rate * working) if rate else recipe.replay.buffer.total
-    length = searcher["tokens"][1] / per_round
-    buffered = sum(replace(recipe.replay.buffer, total=max(2, int(kept))).memory(round(length)).values())
+        working_seconds = recipe.steps * max(step_seconds, per_step / max_uses / rate)
+    warm_up_seconds = recipe.replay.pacing.warm_up / rate if rate else 0.0
+    buffer, length = recipe.replay.buffer, searcher["tokens"][1] / per_round
+    buffer_rows = min(buffer.total, rate * working_seconds) if rate else buffer.total
+    buffer_bytes = sum(replace(buffer, total=max(2, int(buffer_rows))).memory(round(length)).values())
     generation_operations = step_operations = None
     if shape is not None:
-        (read, generated), (asked, answered) = searcher["tokens"], trainer["tokens"]
         if not recipe.offline:
-            generation_operations = shape.operations(read + generated, generated)
+            generation_operations = shape.operations(sum(searcher["tokens"]), searcher["tokens"][1])
         assert isinstance(recipe.model, HuggingFace)  # other models have no shape
-        step_operations = passes(recipe.model.lora.rank) * shape.operations(asked + answered, answered)
+        step_operations = passes(recipe.model.lora.rank) * shape.operations(
+            sum(trainer["tokens"]), trainer["tokens"][1]
+        )
     return Estimate(
-        start_seconds=start,
+        start_seconds=start_seconds,
         round_seconds=round_seconds,
         step_seconds=step_seconds,
         product_rates=trainer["product_rates"],
@@ -174,11 +175,11 @@ def estimate(
         tokens_per_round=per_round * length,
         tokens_per_trajectory=length,
         trajectories_per_second=rate,
-        evaluation_seconds=2 * evaluation,
-        total_seconds=start + 2 * evaluation + warm_up + working,
-        uses=min(recipe.steps * per_step / (rate * working), limit) if rate else None,
-        trainer_bytes=_trainer_bytes(recipe, trainer) + (0 if training is None else buffered),
-        trainer_measured=training is not None,
+        evaluation_seconds=2 * evaluation_seconds,
+        total_seconds=start_seconds + 2 * evaluation_seconds + warm_up_seconds + working_seconds,
+        uses=min(recipe.steps * per_step / (rate * working_seconds), max_uses) if rate else None,
+        trainer_bytes=_trainer_bytes(recipe, trainer) + (0 if trainer_probe is None else buffer_bytes),
+        trainer_measured=trainer_probe is not None,
         searcher_bytes=max(peaks),
         weights_bytes=trainer["weights_bytes"],
         log_ratio=trainer["log_ratio"],
@@ -186,18 +187,18 @@ def estimate(
         signal=signal_of_answers,
         trainer_gpu_bytes=trainer["peak_gpu_bytes"],
         searcher_gpu_bytes=max(gpu_peaks, default=None),
-        smaller=_smaller(sample, timing, trainer, per_round, per_step),
+        smaller=_extrapolation_note(sample, timing, trainer, per_round, per_step),
     )
 
 
-def _stages(sample: Mapping[str, Any], timing: Mapping[str, Any]) -> dict[str, float]:
+def _stage_seconds(sample: Mapping[str, Any], timing: Mapping[str, Any]) -> dict[str, float]:
     """Returns the seconds of each stage of a whole round: as they were timed again, or from what a token takes in full
     slots.
     """
     stages: dict[str, float] = dict(sample["stages"])
     if "token_seconds" in timing:
-        reading, writing = sample["prompts"] * timing["prompt_seconds"], sample["tokens"][1] * timing["token_seconds"]
-        return stages | {"generation": reading + writing}
+        prompt_seconds = sample["prompts"] * timing["prompt_seconds"]
+        return stages | {"generation": prompt_seconds + sample["tokens"][1] * timing["token_seconds"]}
     return stages | dict(timing["stages"])
 
 
@@ -209,14 +210,14 @@ def _trainer_bytes(recipe: Recipe, trainer: Mapping[str, Any]) -> int:
     return max([peak, *(need.total for need in needs(recipe) if need.part == "trainer")])
 
 
-def _smaller(
+def _extrapolation_note(
     sample: Mapping[str, Any], timing: Mapping[str, Any], trainer: Mapping[str, Any], per_round: int, per_step: int
 ) -> str:
     """Returns what the figures are extrapolated from, in words; empty where whole rounds and steps were timed."""
     sources = []
     if sample["small"]:
-        full = " and a few token steps of full slots" if "token_seconds" in timing else ""
-        sources.append(f"a round of {per_round} answers from one of {sample['small']}{full}")
+        full_slots = " and a few token steps of full slots" if "token_seconds" in timing else ""
+        sources.append(f"a round of {per_round} answers from one of {sample['small']}{full_slots}")
     if trainer.get("small"):
         sources.append(f"a step of {per_step} answers from steps of {trainer['small']}; its memory is computed")
     return "extrapolated, since the model is slow here: " + "; ".join(sources) if sources else ""
@@ -226,32 +227,32 @@ def one_rank_fits(recipe: Recipe, machine: Machine) -> bool:
     """Returns whether the trainer can be measured as one process: it is one, or would fit into one place's memory."""
     if recipe.trainer.count == 1:
         return True
-    found = {need.part: need for need in needs(replace(recipe, trainer=RankSettings(1)))}
-    if not found:
+    needs_by_part = {need.part: need for need in needs(replace(recipe, trainer=RankSettings(1)))}
+    if not needs_by_part:
         return True
-    alone = found["trainer"]
-    there = USABLE * min(machine.gpus) if alone.device == "cuda" and machine.gpus else machine.memory
-    return there is None or alone.total <= there
+    trainer_need = needs_by_part["trainer"]
+    memory = USABLE * min(machine.gpus) if trainer_need.device == "cuda" and machine.gpus else machine.memory
+    return memory is None or trainer_need.total <= memory
 
 
 def _environments(recipe: Recipe, machine: Machine) -> dict[str, dict[str, str]]:
-    """Returns what a searcher's and the trainer's environment say of GPUs, as in a run."""
+    """Returns the variables about GPUs in the environments of a searcher and of the trainer, as in a run."""
     if recipe.runtime != "processes":
         return {"trainer": {}, "searcher-0": {}}
     return {worker: environment_of(place, visible()) for worker, place in places_on(recipe, machine).items()}
 
 
-def _computed(recipe: Recipe, shape: Shape | None, searcher: Mapping[str, Any]) -> dict[str, Any]:
+def _computed_trainer(recipe: Recipe, shape: Shape | None, searcher: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the figures of a trainer over several ranks that was not measured, from its needs and the products of
     matrices in a step; searcher: what was measured of one.
     """
     assert shape is not None  # else it is measured
     assert isinstance(recipe.model, HuggingFace)
     trainer = next(need for need in needs(recipe) if need.part == "trainer")
-    kept, (asked, _) = kept_on_disk(recipe), searcher["tokens"]
-    assert kept is not None
+    disk_need, (round_prompt_tokens, _) = kept_on_disk(recipe), searcher["tokens"]
+    assert disk_need is not None
     length = searcher["tokens"][1] / recipe.prompts_per_round / recipe.samples_per_prompt
-    prompts = recipe.groups_per_step * asked / recipe.prompts_per_round
+    prompts = recipe.groups_per_step * round_prompt_tokens / recipe.prompts_per_round
     answers = recipe.groups_per_step * recipe.group_size * length
     operations = passes(recipe.model.lora.rank) * shape.operations(prompts + answers, answers)
     rate = searcher["product_rates"][str(recipe.model.compute).removeprefix("torch.")]
@@ -262,7 +263,7 @@ def _computed(recipe: Recipe, shape: Shape | None, searcher: Mapping[str, Any]) 
         "product_rates": searcher["product_rates"],
         "peak_memory_bytes": 0 if on_gpu else trainer.total,
         "peak_gpu_bytes": trainer.total if on_gpu else None,
-        "weights_bytes": kept.version,
+        "weights_bytes": disk_need.version,
         "log_ratio": None,
         "effective": None,
     }
@@ -271,8 +272,8 @@ def _computed(recipe: Recipe, shape: Shape | None, searcher: Mapping[str, Any]) 
 class _Probe:
     """Measures a searcher or a trainer in a process of its own (`tba.runs.probe`), which ends with the `with` block.
 
-    at_least: seconds for which it is timed, so that probes that are started together overlap. own: what its environment
-    has besides this process's.
+    at_least: seconds for which it is timed, so that probes that are started together overlap. environment: variables
+    that it has besides this process's.
     """
 
     def __init__(
@@ -282,16 +283,16 @@ class _Probe:
         overrides: list[str],
         answers: Path,
         at_least: float,
-        own: Mapping[str, str],
+        environment: Mapping[str, str],
         seed: int = 0,
     ) -> None:
         self.half, self.name = half, name
-        self.began = time.perf_counter()
+        self.start_time = time.perf_counter()
         self.log = answers.with_name(f"{half}.log")
         arguments = (half, name, json.dumps(overrides), str(at_least), str(seed), str(answers))
         with self.log.open("wb") as log:
             program = Program(half, "tba.runs.probe", arguments, ("tba.runs.probe",))
-            self.process = start(program, {**os.environ, **own}, log.fileno())
+            self.process = start(program, {**os.environ, **environment}, log.fileno())
 
     def __enter__(self) -> Self:
         return self
@@ -303,29 +304,30 @@ class _Probe:
             self.process.stdin.close()
 
     def result(self, say: Callable[[str], object]) -> dict[str, Any]:
-        """Returns what it measured; `seconds` is how long the process took in all. say: is told of its progress."""
+        """Returns the probe's figures; `seconds` is how long its process took. say: gets its lines of progress."""
         position = 0
         while (code := self.process.poll()) is None:
-            if time.perf_counter() - self.began > _DEADLINE:
+            if time.perf_counter() - self.start_time > _DEADLINE:
                 raise DeadlineExceeded(f"the {self.half}'s probe had not ended after {_DEADLINE:g} s")
             time.sleep(_POLL)
-            position = self._tell(position, say)
-        seconds = time.perf_counter() - self.began
+            position = self._report_progress(position, say)
+        seconds = time.perf_counter() - self.start_time
         lines = self.log.read_text(errors="replace").strip().splitlines()
-        last = lines[-1] if lines else f"exit code {code}"
+        last_line = lines[-1] if lines else f"exit code {code}"
         if not code:
-            figures: dict[str, Any] = json.loads(last)
+            figures: dict[str, Any] = json.loads(last_line)
             return figures | {"seconds": seconds}
-        if "OutOfMemoryError" in last or code == -signal.SIGKILL:
+        if "OutOfMemoryError" in last_line or code == -signal.SIGKILL:
             raise UserError(
-                f"the {self.half} of {self.name} does not fit into this machine's memory by itself ({last}): it is "
-                "measured here, by one process of each half. Measure it with a smaller --model.path or "
+                f"the {self.half} of {self.name} does not fit into this machine's memory by itself ({last_line}): it "
+                "is measured here, by one process of each half. Measure it with a smaller --model.path or "
                 "--max-tokens-per-pass; docs/scaling.md says what several ranks hold"
             )
-        raise UserError(f"the {self.half} of {self.name} cannot be started: {last.partition(': ')[2] or last}")
+        reason = last_line.partition(": ")[2] or last_line
+        raise UserError(f"the {self.half} of {self.name} cannot be started: {reason}")
 
-    def _tell(self, position: int, say: Callable[[str], object]) -> int:
-        """Tell of the progress in whole lines of the log from a position on; returns the next position."""
+    def _report_progress(self, position: int, say: Callable[[str], object]) -> int:
+        """Passes on the progress in whole lines of the log from a position on; returns the next position."""
         with self.log.open("rb") as log:
             log.seek(position)
             block = log.read()

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tba.errors import UserError
-from tba.evaluation.accuracy import Assessment, EvaluationSettings, evaluate
+from tba.evaluation.accuracy import Assessment, EvaluationSettings, assess_accuracy
 from tba.models.huggingface import HuggingFace
 from tba.models.source import refuse_missing_model
 from tba.protocols import Engine
@@ -49,16 +49,16 @@ def with_checkpoint(recipe: Recipe, checkpoint: str | None) -> Recipe:
     return replace(recipe, model=replace(recipe.model, path=str(path) if path.exists() else checkpoint))
 
 
-def measured(
+def assess_recipe(
     recipe: Recipe,
     split: str,
     settings: EvaluationSettings,
-    done: Callable[[int, int], object] = lambda done, of: None,
+    report: Callable[[int, int], object] = lambda answered, total: None,
     source: Rebuilt | None = None,
 ) -> tuple[Assessment, Engine, list[Prompt]]:
     """Returns the figures of a recipe's model on a split, the engine that answered, and the prompts.
 
-    done: is called between two batches with how many questions of how many have been answered. source: what rebuilds
+    report: is called between two batches with how many questions of how many have been answered. source: what rebuilds
     the recipe in another process, should its reward have to run there.
     """
     if split not in ("train", "eval"):
@@ -67,19 +67,19 @@ def measured(
     model = recipe.model.prepared(recipe.task)
     prompts = prompts_of(recipe, model, "train" if split == "train" else "eval")
     engine = engine_of(recipe, model, _version_at(getattr(model, "path", "")))
-    grader, began = grader_of(recipe, source, "eval"), time.monotonic()
+    grader, start_time = grader_of(recipe, source, "eval"), time.monotonic()
     with chdir("."):  # the caller's paths begin where they began, wherever a reward goes
-        found = evaluate(
+        assessment = assess_accuracy(
             engine,
             prompts,
             grader,
             settings,
             np.random.default_rng([recipe.seed, 7]),
-            now=lambda: time.monotonic() - began,
+            now=lambda: time.monotonic() - start_time,
             policy_temperature=recipe.policy_temperature,
-            between=_Counted(len(prompts), settings, done),
+            between_batches=_QuestionCount(len(prompts), settings, report),
         )
-    return found, engine, prompts
+    return assessment, engine, prompts
 
 
 def _version_at(path: str) -> Version:
@@ -87,16 +87,16 @@ def _version_at(path: str) -> Version:
     return Checkpoint.load(Path(path)).version if (Path(path) / CHECKPOINT).is_file() else Version()
 
 
-class _Counted:
+class _QuestionCount:
     """Counts the questions of an evaluation, batch by batch."""
 
-    def __init__(self, prompts: int, settings: EvaluationSettings, done: Callable[[int, int], object]) -> None:
+    def __init__(self, prompts: int, settings: EvaluationSettings, report: Callable[[int, int], object]) -> None:
         self.problems = min(prompts, settings.problems or prompts)
         self.passes = settings.greedy + (settings.draws > 0)
-        self.each, self.batches = -(-self.problems // settings.chunk), 0
-        self.size, self.done = settings.chunk, done
+        self.batches_per_pass, self.batches = -(-self.problems // settings.chunk), 0
+        self.batch_size, self.report = settings.chunk, report
 
     def __call__(self) -> None:
         self.batches += 1
-        answered = self.batches // self.each * self.problems + self.batches % self.each * self.size
-        self.done(answered, self.problems * self.passes)
+        passes, batches = divmod(self.batches, self.batches_per_pass)
+        self.report(passes * self.problems + batches * self.batch_size, self.problems * self.passes)

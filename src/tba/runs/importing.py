@@ -18,70 +18,71 @@ from tba.runtime.importing import demonstrations, entries_of, intake_of
 from tba.runtime.run_directory import RunDirectory
 
 FILE = "imports.jsonl"  # in the run's folder: one line for each source
-_LOUD = 20_000  # lines between two progress messages
+_LINES_PER_REPORT = 20_000  # lines between two progress messages
 
 
-def take_in(
+def import_answers(
     recipe: Recipe,
     run: RunDirectory,
     files: Sequence[Path],
     say: Say,
     source: str | None = None,
-    believe: bool = False,
+    trusts_rewards: bool = False,
     max_tokens: int | None = None,
 ) -> None:
     """Import each file into the run and report on it. Raises `UserError` when nothing in them could be imported.
 
-    source: that the trajectories are recorded under; None: the file's name. believe: take the rewards that lines claim.
+    source: the name that trajectories are recorded under; None: the file's. trusts_rewards: use the rewards that lines
+    claim.
     max_tokens: of the longest answer; None: as many as the run's engine samples.
     """
-    refuse(recipe, files)
+    refuse_files(recipe, files)
     sources = [(str(file), source or file.name, entries_of(file, run)) for file in files]
-    _take(recipe, run, sources, say, believe, max_tokens)
+    _import_sources(recipe, run, sources, say, trusts_rewards, max_tokens)
 
 
-def fill(recipe: Recipe, run: RunDirectory, say: Say) -> None:
-    """Import what the recipe's runs begin with (`--fill`). Raises `UserError` as `take_in` does."""
-    files, shown = recipe.fill.files, recipe.fill.demonstrations
-    refuse(recipe, files)
+def import_initial_answers(recipe: Recipe, run: RunDirectory, say: Say) -> None:
+    """Import the answers that the recipe's runs begin with (`--fill`). Raises `UserError` as `import_answers` does."""
+    files, demonstration_count = recipe.fill.files, recipe.fill.demonstrations
+    refuse_files(recipe, files)
     sources = [(str(file), file.name, entries_of(file, run)) for file in files]
-    if shown:
-        sources.append(("the task's demonstrations", "demonstrations", demonstrations(recipe, shown)))
+    if demonstration_count:
+        sources.append(("the task's demonstrations", "demonstrations", demonstrations(recipe, demonstration_count)))
     if sources:
-        _take(recipe, run, sources, say)
+        _import_sources(recipe, run, sources, say)
 
 
-def _take(
+def _import_sources(
     recipe: Recipe,
     run: RunDirectory,
     sources: Sequence[tuple[str, str, Iterable[Entry]]],
     say: Say,
-    believe: bool = False,
+    trusts_rewards: bool = False,
     max_tokens: int | None = None,
 ) -> None:
     """Import each source: (its name for people, the name its trajectories are recorded under, its lines)."""
-    taken = 0
+    usable_lines = 0
     with (
-        intake_of(recipe, run, believe, max_tokens) as intake,
+        intake_of(recipe, run, trusts_rewards, max_tokens) as intake,
         closing(JsonLines(run.path / FILE)) as records,
     ):
-        for called, known_by, entries in sources:
+        for title, source_name, entries in sources:
             with chdir("."):  # in which the next file is looked for, wherever a reward goes
-                report = intake.take(entries, known_by, Loud(called, say))
+                report = intake.take(entries, source_name, ProgressReports(title, say))
             if recipe.record.hide_text:
                 report.hide()
             records.append(report.to_json())
-            for line in lines_of(report, called, taught=recipe.teachers.count > 0):
+            for line in report_lines(report, title, has_teacher=recipe.teachers.count > 0):
                 say(line)
-            taken += report.imported + report.repeated
-    if not taken:
+            usable_lines += report.imported + report.repeated
+    if not usable_lines:
         raise UserError(
-            f"none of {', '.join(called for called, _, _ in sources)} could be imported into {run.path}: the reasons "
+            f"none of {', '.join(title for title, _, _ in sources)} could be imported into {run.path}: the reasons "
             f"are above, and in {run.path / FILE}"
         )
 
 
-def refuse(recipe: Recipe, files: Sequence[Path]) -> None:
+def refuse_files(recipe: Recipe, files: Sequence[Path]) -> None:
     """Raises `UserError` for files that cannot be imported into a run of this recipe."""
     if not files:
         return
@@ -102,32 +103,32 @@ def refuse(recipe: Recipe, files: Sequence[Path]) -> None:
 
 
 @dataclass
-class Loud:
-    """Says now and then how far it is."""
+class ProgressReports:
+    """Says now and then how many lines of a source have been read."""
 
     source: str
     say: Say
-    _next: int = _LOUD
+    _next_line: int = _LINES_PER_REPORT
 
     def __call__(self, lines: int) -> None:
-        if lines >= self._next:
+        if lines >= self._next_line:
             self.say(f"{self.source}: {lines:,} lines")
-            self._next = lines + _LOUD
+            self._next_line = lines + _LINES_PER_REPORT
 
 
-def lines_of(report: Report, called: str, taught: bool = False) -> list[str]:
-    """Returns what became of one source's lines, for people. taught: the run has a teacher."""
+def report_lines(report: Report, title: str, has_teacher: bool = False) -> list[str]:
+    """Returns sentences about what became of one source's lines. has_teacher: the run has a teacher."""
     lines = [
-        f"{called}: {report.lines:,} lines, {report.imported:,} imported ({report.tokens:,} tokens), "
+        f"{title}: {report.lines:,} lines, {report.imported:,} imported ({report.tokens:,} tokens), "
         f"{report.repeated:,} already imported, {report.refused:,} rejected"
     ]
-    for reason, rejected in sorted(report.rejected.items(), key=lambda item: -item[1].count):
-        lines.append(f"  {rejected.count:,} rejected: {reason}")
-        lines += [f"    line {number}" + (f": {detail}" if detail else "") for number, detail in rejected.examples]
+    for reason, rejection in sorted(report.rejected.items(), key=lambda item: -item[1].count):
+        lines.append(f"  {rejection.count:,} rejected: {reason}")
+        lines += [f"    line {number}" + (f": {detail}" if detail else "") for number, detail in rejection.examples]
     if report.imported:
         lines.append(
             f"  {len(report.rewards):,} prompts, {report.varied:,} of them with different rewards"
-            + ("; the teacher teaches on all of them" if taught else ": only these can teach the policy anything")
+            + ("; the teacher teaches on all of them" if has_teacher else ": only these can teach the policy anything")
         )
     if report.unknown_prompts:
         lines.append(

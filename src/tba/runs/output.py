@@ -17,8 +17,8 @@ class OutOptions:
 
     out: Path | None = None  # the folder to write
 
-    def place(self) -> Path:
-        """Returns the folder to write. Raises `UserError` when something is there."""
+    def new_folder(self) -> Path:
+        """Returns the folder to write. Raises `UserError` when it exists and is not empty."""
         assert self.out is not None  # the command line has seen to it
         if self.out.exists() and not (self.out.is_dir() and not any(self.out.iterdir())):
             raise UserError(f"{self.out} is there already: choose another --out, or remove it")

@@ -58,30 +58,30 @@ from tba.types import (
 )
 from tba.weights.directory import WeightDirectory
 
-ROUNDS = 5  # timed rounds or steps at least, after one to warm up
-UPDATES = 6  # after which the effective sample size is measured
-LONG = 15.0  # seconds after which fewer are enough: whoever checks a large model waits for them
+LEAST_ROUNDS = 5  # timed rounds or steps at least, after one to warm up
+DRIFT_UPDATES = 6  # updates after which the effective sample size is measured
+LONG_SECONDS = 15.0  # seconds after which fewer are enough: whoever checks a large model waits for them
 FEW_PROMPTS, FEW_ANSWERS = 5, 8  # of the first round on a processor: enough to see whether rewards differ
-SCORED = 2  # answers to each prompt that are scored, and trained, where a model is slow
-SLOW = 2.0  # seconds of generating a first round on a processor from which on no whole one is made
-SLOW_REWARD = 5.0  # seconds of grading a whole round from which on only the first answers are graded
-MOST_GRADING = 20.0  # seconds of grading after which further prompts' answers are left out, if two were graded
-_STEADY = 3.0  # seconds for which full slots are timed
-_SLOW_STEP = 5.0  # seconds of a whole step, as far as passes without a gradient tell, from which on none is made
-_PATIENCE = 60.0  # seconds in which those updates are made at most; else it is not measured
-_BETWEEN = 2.0  # seconds between two lines of progress
+SCORED_ANSWERS = 2  # answers to each prompt that are scored, and trained, where a model is slow
+SLOW_SECONDS = 2.0  # seconds of generating a first round on a processor from which on no whole one is made
+SLOW_REWARD_SECONDS = 5.0  # seconds of grading a whole round from which on only the first answers are graded
+MOST_GRADING_SECONDS = 20.0  # seconds of grading after which further prompts' answers are left out, if two were graded
+_STEADY_SECONDS = 3.0  # seconds for which full slots are timed
+_SLOW_STEP_SECONDS = 5.0  # of a whole step, as far as passes without a gradient tell, from which on none is made
+_DRIFT_SECONDS = 60.0  # in which those updates are made at most; else the drift is not measured
+_SECONDS_BETWEEN_LINES = 2.0  # seconds between two lines of progress
 _T = TypeVar("_T")
 # its tokens, mask, log-probabilities under the model, reward, and those under another reference and each teacher
 _Answer: TypeAlias = tuple[list[int], list[bool] | None, list[float], float, list[list[float]]]
 _Answers: TypeAlias = tuple[int, list[_Answer]]  # the place of a prompt, and the answers to it
 PROGRESS = "progress"  # the only name in a line of progress
 _Say: TypeAlias = Callable[[str], object]
-_PROMPTS_SHOWN, _ANSWERS_SHOWN = 3, 2
+_EXAMPLE_PROMPTS, _EXAMPLE_ANSWERS = 3, 2
 
 
 @dataclass(frozen=True)
 class Round:
-    """Holds one round: what was asked and answered, and the seconds of each stage."""
+    """Holds the prompts and answers of one round, and the seconds of each of its stages."""
 
     positions: Sequence[int]
     prompts: Sequence[Prompt]
@@ -99,8 +99,8 @@ class Round:
         return sum(len(p.tokens) for p in self.prompts), sum(len(c.tokens) for row in self.answers for c in row)
 
 
-class Searching:
-    """A recipe's searcher, stage by stage. `say` is told of its progress."""
+class SearcherProbe:
+    """Runs and times a recipe's searcher stage by stage. `say` gets lines about its progress."""
 
     def __init__(self, recipe: Recipe, seed: int, say: _Say = lambda line: None) -> None:
         self.recipe, self.say = recipe, say
@@ -117,214 +117,216 @@ class Searching:
         self.rng = np.random.default_rng(seed)
 
     def generate(self, prompts: int, samples: int) -> Round:
-        """Answers so many prompts so many times each."""
+        """Returns a round of so many drawn prompts, with so many sampled answers to each."""
         positions = self.rng.integers(len(self.prompts), size=prompts).tolist()
-        chosen, sampling = [self.prompts[j] for j in positions], self.recipe.exploration.draw(self.rng)
-        began, still = time.perf_counter(), self._environment()
+        chosen_prompts, sampling = [self.prompts[j] for j in positions], self.recipe.exploration.draw(self.rng)
+        start, environment_start = time.perf_counter(), self._environment_seconds()
         completions: dict[int, list[Completion]] = {}
-        for number, row in stream(self.engine, chosen, samples, sampling, self.rng):
-            completions[number] = row
+        for index, row in stream(self.engine, chosen_prompts, samples, sampling, self.rng):
+            completions[index] = row
             self.say(f"sampled {samples * len(completions)} of {samples * prompts} answers")
-        spent, environment = time.perf_counter() - began, self._environment() - still
+        seconds, environment_seconds = time.perf_counter() - start, self._environment_seconds() - environment_start
         answers = [completions[i] for i in range(prompts)]
-        stages = {"generation": spent - environment, "environment": environment}
-        return Round(positions, chosen, answers, sampling, stages)
+        stages = {"generation": seconds - environment_seconds, "environment": environment_seconds}
+        return Round(positions, chosen_prompts, answers, sampling, stages)
 
-    def score(self, lot: Round, most: int | None = None) -> list[list[list[FloatArray]]]:
+    def score(self, round_: Round, most_answers: int | None = None) -> list[list[list[FloatArray]]]:
         """Returns the log-probabilities of each prompt's answers, at most so many of them, under each scorer. Where
         they are not all, the seconds are in proportion to the tokens.
         """
-        rows = [(p, row[:most]) for p, row in zip(lot.prompts, lot.answers, strict=True)]
-        scored = sum(len(p.tokens) + sum(len(c.tokens) for c in row) for p, row in rows)
-        share, scores = scored / sum(lot.tokens), []
+        rows = [(p, row[:most_answers]) for p, row in zip(round_.prompts, round_.answers, strict=True)]
+        scored_tokens = sum(len(p.tokens) + sum(len(c.tokens) for c in row) for p, row in rows)
+        share, scores = scored_tokens / sum(round_.tokens), []
         for number, (name, scorer) in enumerate(self.scorers, start=1):
-            began = time.perf_counter()
+            start = time.perf_counter()
             scores.append(scorer.log_probabilities_of(rows))
-            spent = (time.perf_counter() - began) / share
-            lot.seconds[name] = lot.seconds.get(name, 0.0) + spent
+            seconds = (time.perf_counter() - start) / share
+            round_.seconds[name] = round_.seconds.get(name, 0.0) + seconds
             self.say(f"scored by {number} of {len(self.scorers)} models")
         return scores
 
-    def roll_out(self, lot: Round) -> None:
-        """Makes VinePPO's rollouts, if the recipe has them."""
+    def time_rollouts(self, round_: Round) -> None:
+        """Makes VinePPO's rollouts and notes their seconds, if the recipe has them."""
         if self.vine is None:
             return
-        pairs = [(p, c) for p, row in zip(lot.prompts, lot.answers, strict=True) for c in row]
-        unscored = [Trajectory("", p, c, 0.0, np.zeros(len(c.tokens), np.float32), Version()) for p, c in pairs]
-        began = time.perf_counter()
-        self.vine.grow(unscored, lot.sampling, self.rng, Counter())
-        lot.seconds["rollouts"] = time.perf_counter() - began
+        completions = [(p, c) for p, row in zip(round_.prompts, round_.answers, strict=True) for c in row]
+        rows = [Trajectory("", p, c, 0.0, np.zeros(len(c.tokens), np.float32), Version()) for p, c in completions]
+        start = time.perf_counter()
+        self.vine.grow(rows, round_.sampling, self.rng, Counter())
+        round_.seconds["rollouts"] = time.perf_counter() - start
 
-    def _environment(self) -> float:
+    def _environment_seconds(self) -> float:
         return self.clock.seconds().get("environment", 0.0)
 
 
-def look(
+def sample_answers(
     recipe: Recipe,
     seed: int,
     say: _Say = lambda line: None,
     isolate: Callable[[], Isolated] | None = None,
 ) -> dict[str, Json]:
-    """Sample and grade answers: what there is to learn from, how long answers are and what grading them takes.
+    """Sample and grade answers; returns figures on rewards and lengths, and the seconds of each stage and of grading.
 
     On a processor the first round is a small one; where that is slow it is the only one, and stands for a whole.
     """
-    searching = Searching(recipe, seed, say)
-    held_out = prompts_of(recipe, searching.model, "eval")
-    both = {prompt.key for prompt in searching.prompts} & {prompt.key for prompt in held_out}
-    reward, tokenizer = TimedReward(searching.reward, isolate=isolate), searching.model.tokenizer()
+    searcher = SearcherProbe(recipe, seed, say)
+    held_out = prompts_of(recipe, searcher.model, "eval")
+    shared_keys = {prompt.key for prompt in searcher.prompts} & {prompt.key for prompt in held_out}
+    reward, tokenizer = TimedReward(searcher.reward, isolate=isolate), searcher.model.tokenizer()
     rounds: list[Round] = []
     answers: list[_Answers] = []
     groups: list[list[float]] = []  # rewards of each prompt's answers
     reasons: Counter[str] = Counter()
     examples: list[Json] = []
-    sizes, slow, grading = _first_round(recipe), False, True
-    whole = (recipe.prompts_per_round, recipe.samples_per_prompt)
-    while not rounds or not (slow or _enough([sum(r.seconds.values()) for r in rounds], 0.0, recipe)):
-        lot = searching.generate(*sizes)
-        slow = sizes != whole and lot.seconds["generation"] + lot.seconds["environment"] > SLOW
-        marks = _graded(reward, lot, say) if grading else []
-        searching.roll_out(lot)
-        scores = searching.score(lot, SCORED if slow else None)
-        rounds.append(lot)
-        for j, row, judgements, *scores_of in zip(lot.positions, lot.answers, marks, *scores, strict=False):
-            rewards = [mark.reward for c, mark in zip(row, judgements, strict=True) if not _failed(c)]
+    round_size, is_slow, is_grading = _first_round_size(recipe), False, True
+    whole_size = (recipe.prompts_per_round, recipe.samples_per_prompt)
+    while not rounds or not (is_slow or _is_timed_enough([sum(r.seconds.values()) for r in rounds], 0.0, recipe)):
+        round_ = searcher.generate(*round_size)
+        sampling_seconds = round_.seconds["generation"] + round_.seconds["environment"]
+        is_slow = round_size != whole_size and sampling_seconds > SLOW_SECONDS
+        judgement_rows = _judge_answers(reward, round_, say) if is_grading else []
+        searcher.time_rollouts(round_)
+        scores = searcher.score(round_, SCORED_ANSWERS if is_slow else None)
+        rounds.append(round_)
+        columns = zip(round_.positions, round_.answers, judgement_rows, *scores, strict=False)
+        for position, completions, judgements, *prompt_scores in columns:
+            rewards = [mark.reward for c, mark in zip(completions, judgements, strict=True) if not _has_failed(c)]
             groups += [rewards] if rewards else []
-            reasons.update(c.stop_reason.value for c in row)
-            reasons["failed"] += len(row) - len(rewards)
-            reasons["copies"] += len(row) - len({c.digest for c in row})
-            reasons["empty"] += sum(not c.text.strip() for c in row)
-            if len(examples) < _PROMPTS_SHOWN:
-                examples.append(_shown(searching.prompts[j], row, judgements, tokenizer))
-            if len(answers) < ROUNDS * recipe.prompts_per_round:
-                usable = _usable(row, judgements, scores_of)
-                answers += [(j, usable)] if usable else []
-        grading = grading and reward.seconds / lot.count * math.prod(whole) < SLOW_REWARD
-        sizes = whole
+            reasons.update(c.stop_reason.value for c in completions)
+            reasons["failed"] += len(completions) - len(rewards)
+            reasons["copies"] += len(completions) - len({c.digest for c in completions})
+            reasons["empty"] += sum(not c.text.strip() for c in completions)
+            if len(examples) < _EXAMPLE_PROMPTS:
+                examples.append(_example(searcher.prompts[position], completions, judgements, tokenizer))
+            if len(answers) < LEAST_ROUNDS * recipe.prompts_per_round:
+                training_answers = _training_answers(completions, judgements, prompt_scores)
+                answers += [(position, training_answers)] if training_answers else []
+        is_grading = is_grading and reward.seconds / round_.count * math.prod(whole_size) < SLOW_REWARD_SECONDS
+        round_size = whole_size
     reward.close()
     return {
-        **_of_rounds(rounds, recipe),
+        **_round_figures(rounds, recipe),
         "timed_seconds": sum(sum(r.seconds.values()) for r in rounds) + reward.seconds,
-        "small": rounds[0].count if slow else 0,
+        "small": rounds[0].count if is_slow else 0,
         "reward": [part.to_json() for part in reward.times()],
         "answers": answers,
         "problems": {
-            "train": len(searching.prompts),
+            "train": len(searcher.prompts),
             "eval": len(held_out),
-            "both": sum(prompt.key in both for prompt in held_out),
+            "both": sum(prompt.key in shared_keys for prompt in held_out),
         },
         "held_out": len(held_out),
-        "product_rates": _product_rates(searching.model),
+        "product_rates": _product_rates(searcher.model),
         "groups": groups,
         "stopped": reasons,
         "shown": examples,
     }
 
 
-def search(recipe: Recipe, at_least: float, seed: int) -> dict[str, Json]:
-    """Time whole rounds, but for the reward: generate, score under the reference, and VinePPO's rollouts."""
-    searching, rounds = Searching(recipe, seed), list[Round]()
-    while not _enough([sum(r.seconds.values()) for r in rounds], at_least, recipe):
-        lot = searching.generate(recipe.prompts_per_round, recipe.samples_per_prompt)
-        searching.roll_out(lot)
-        searching.score(lot)
-        rounds.append(lot)
-    return {**_of_rounds(rounds, recipe), "product_rates": _product_rates(searching.model)}
+def time_rounds(recipe: Recipe, at_least: float, seed: int) -> dict[str, Json]:
+    """Time whole rounds without the reward: generation, the reference's scores and VinePPO's rollouts."""
+    searcher, rounds = SearcherProbe(recipe, seed), list[Round]()
+    while not _is_timed_enough([sum(r.seconds.values()) for r in rounds], at_least, recipe):
+        round_ = searcher.generate(recipe.prompts_per_round, recipe.samples_per_prompt)
+        searcher.time_rollouts(round_)
+        searcher.score(round_)
+        rounds.append(round_)
+    return {**_round_figures(rounds, recipe), "product_rates": _product_rates(searcher.model)}
 
 
-def flow(recipe: Recipe, seed: int) -> dict[str, Json]:
-    """Time a few token steps of full slots, as they are while a run goes on: what a slow model takes a token."""
+def time_full_slots(recipe: Recipe, seed: int) -> dict[str, Json]:
+    """Time a few token steps of full slots, as a run has them: returns the seconds of a token of a slow model."""
     model = recipe.model.prepared(recipe.task)
     prompts, engine = prompts_of(recipe, model, "train"), engine_of(recipe, model, Version())
     rng = np.random.default_rng(seed)
-    flowing = engine.flow(recipe.samples_per_prompt, recipe.exploration.draw(rng), rng)
-    times = [time.perf_counter()]  # of the beginning, of the first token, and of every look from there on
+    slots = engine.flow(recipe.samples_per_prompt, recipe.exploration.draw(rng), rng)
+    look_times = [time.perf_counter()]  # of the beginning, of the first token, and of every look from there on
 
-    def interrupted() -> bool:
-        times.append(time.perf_counter())
-        return times[-1] - times[1] >= _STEADY
+    def is_timed_enough() -> bool:
+        look_times.append(time.perf_counter())
+        return look_times[-1] - look_times[1] >= _STEADY_SECONDS
 
-    tokens, rows = 0, 0
-    while len(times) < 3 or times[-1] - times[1] < _STEADY:
-        room = flowing.wanted
-        flowing.submit([prompts[j] for j in rng.integers(len(prompts), size=room)] if room else [])
-        completions = [c for _, row in flowing.next(interrupted, until_wanted=False) for c in row]
-        tokens, rows = tokens + sum(len(c.tokens) for c in completions), rows + len(completions)
+    tokens, answer_count = 0, 0
+    while len(look_times) < 3 or look_times[-1] - look_times[1] < _STEADY_SECONDS:
+        free_slots = slots.wanted
+        slots.submit([prompts[j] for j in rng.integers(len(prompts), size=free_slots)] if free_slots else [])
+        completions = [c for _, row in slots.next(is_timed_enough, until_wanted=False) for c in row]
+        tokens, answer_count = tokens + sum(len(c.tokens) for c in completions), answer_count + len(completions)
         if not completions:
             break
-    steady = times[-1] - times[1]
+    steady_seconds = look_times[-1] - look_times[1]
     return {
-        "token_seconds": steady / max(1, tokens - rows),  # the first token of each comes with its prompt
-        "timed_seconds": times[-1] - times[0],
-        "prompt_seconds": (times[1] - times[0]) / flowing.submitted,
+        "token_seconds": steady_seconds / max(1, tokens - answer_count),  # an answer's first token is its prompt's
+        "timed_seconds": look_times[-1] - look_times[0],
+        "prompt_seconds": (look_times[1] - look_times[0]) / slots.submitted,
         "product_rates": _product_rates(model),
         "peak_memory_bytes": peak_memory_bytes(),
         "peak_gpu_bytes": peak_gpu_memory_bytes(),
     }
 
 
-def _first_round(recipe: Recipe) -> tuple[int, int]:
+def _first_round_size(recipe: Recipe) -> tuple[int, int]:
     """Returns the prompts of the first round, and the answers to each: few on a processor, where each token costs. On
     an accelerator, whose slots are to be full, it is a whole one.
     """
-    whole = recipe.prompts_per_round, recipe.samples_per_prompt
-    few = FEW_PROMPTS, min(recipe.samples_per_prompt, FEW_ANSWERS)
+    whole_size = recipe.prompts_per_round, recipe.samples_per_prompt
+    small_size = FEW_PROMPTS, min(recipe.samples_per_prompt, FEW_ANSWERS)
     on_accelerator = recipe.model.trainer_device.type != "cpu" or recipe.model.gpus_per_searcher
-    return whole if on_accelerator or math.prod(few) >= math.prod(whole) else few
+    return whole_size if on_accelerator or math.prod(small_size) >= math.prod(whole_size) else small_size
 
 
-def _graded(reward: TimedReward, lot: Round, say: _Say) -> list[list[Judgement]]:
+def _judge_answers(reward: TimedReward, round_: Round, say: _Say) -> list[list[Judgement]]:
     """Returns the judgements of the answers to each prompt; of the first ones, where the reward is slow."""
-    began, marks = reward.seconds, list[list[Judgement]]()
-    for prompt, row in zip(lot.prompts, lot.answers, strict=True):
-        if len(marks) >= 2 and reward.seconds - began > MOST_GRADING:
+    seconds_before, judgement_rows = reward.seconds, list[list[Judgement]]()
+    for prompt, completions in zip(round_.prompts, round_.answers, strict=True):
+        if len(judgement_rows) >= 2 and reward.seconds - seconds_before > MOST_GRADING_SECONDS:
             break
-        marks.append(reward.judge(prompt, row))
-        say(f"graded {sum(map(len, marks))} of {lot.count} answers")
-    return marks
+        judgement_rows.append(reward.judge(prompt, completions))
+        say(f"graded {sum(map(len, judgement_rows))} of {round_.count} answers")
+    return judgement_rows
 
 
-def _usable(
-    row: Sequence[Completion], marks: Sequence[Judgement], scores: Sequence[Sequence[FloatArray]]
+def _training_answers(
+    completions: Sequence[Completion], judgements: Sequence[Judgement], prompt_scores: Sequence[Sequence[FloatArray]]
 ) -> list[_Answer]:
     """Returns what the trainer's probe learns from: answers that were graded and scored."""
     return [
         (
             c.tokens.tolist(),
             None if c.mask is None else c.mask.tolist(),
-            of_model.tolist(),
-            mark.reward,
-            [log_T.tolist() for log_T in of_others],
+            log_behavior.tolist(),
+            judgement.reward,
+            [log_T.tolist() for log_T in log_others],
         )
-        for c, mark, of_model, *of_others in zip(row, marks, *scores, strict=False)
-        if math.isfinite(mark.reward) and all(np.isfinite(log_T).all() for log_T in of_others)
+        for c, judgement, log_behavior, *log_others in zip(completions, judgements, *prompt_scores, strict=False)
+        if math.isfinite(judgement.reward) and all(np.isfinite(log_T).all() for log_T in log_others)
     ]
 
 
-def _of_rounds(rounds: Sequence[Round], recipe: Recipe) -> dict[str, Json]:
+def _round_figures(rounds: Sequence[Round], recipe: Recipe) -> dict[str, Json]:
     """Returns the mean seconds of each stage of a whole round, and its tokens; of fewer answers in proportion."""
-    timed = _timed([r for r in rounds if r.count == rounds[-1].count])
-    scale = recipe.prompts_per_round * recipe.samples_per_prompt / timed[0].count
-    names = dict.fromkeys(name for r in timed for name in r.seconds)
-    prompts, answers = (statistics.mean(column) for column in zip(*(r.tokens for r in timed), strict=True))
+    timed_rounds = _without_warm_up([r for r in rounds if r.count == rounds[-1].count])
+    scale = recipe.prompts_per_round * recipe.samples_per_prompt / timed_rounds[0].count
+    names = dict.fromkeys(name for r in timed_rounds for name in r.seconds)
+    prompt_tokens, answer_tokens = map(statistics.mean, zip(*(r.tokens for r in timed_rounds), strict=True))
     return {
-        "stages": {name: scale * statistics.mean(r.seconds.get(name, 0.0) for r in timed) for name in names},
-        "tokens": [prompts / len(timed[0].prompts) * recipe.prompts_per_round, scale * answers],
+        "stages": {name: scale * statistics.mean(r.seconds.get(name, 0.0) for r in timed_rounds) for name in names},
+        "tokens": [prompt_tokens / len(timed_rounds[0].prompts) * recipe.prompts_per_round, scale * answer_tokens],
         "prompts": recipe.prompts_per_round,
-        "timed_seconds": sum(sum(r.seconds.values()) for r in timed),
+        "timed_seconds": sum(sum(r.seconds.values()) for r in timed_rounds),
         "peak_memory_bytes": peak_memory_bytes(),
         "peak_gpu_bytes": peak_gpu_memory_bytes(),
     }
 
 
-def _shown(prompt: Prompt, row: Sequence[Completion], marks: Sequence[Judgement], tokenizer: Tokenizer) -> Json:
-    """Returns a prompt with its first answers, for people to read."""
-    judged = list(zip(row, marks, strict=True))[:_ANSWERS_SHOWN]
-    answers = [{"text": c.text, "mark": str(mark), "turns": _turns(c, tokenizer)} for c, mark in judged]
+def _example(prompt: Prompt, row: Sequence[Completion], judgements: Sequence[Judgement], tokenizer: Tokenizer) -> Json:
+    """Returns a prompt with its first answers and their judgements, for people to read."""
+    pairs = list(zip(row, judgements, strict=True))[:_EXAMPLE_ANSWERS]
+    answers = [{"text": c.text, "mark": str(judgement), "turns": _turns(c, tokenizer)} for c, judgement in pairs]
     return {"prompt": prompt.text, "answers": answers}
 
 
-def _failed(completion: Completion) -> bool:
+def _has_failed(completion: Completion) -> bool:
     """Returns whether there is no reward: the environment of the answer failed."""
     return completion.judgement is not None and math.isnan(completion.judgement.reward)
 
@@ -338,20 +340,20 @@ def _turns(completion: Completion, tokenizer: Tokenizer) -> list[tuple[bool, str
     return [(i % 2 == 0, text) for i, text in enumerate(texts)]
 
 
-def _timed(rounds: list[_T]) -> list[_T]:
-    """Returns all but the first, which warms up, or the only one."""
+def _without_warm_up(rounds: list[_T]) -> list[_T]:
+    """Returns all rounds but the first, which warms up, or the only one."""
     return rounds[1:] or rounds
 
 
-def _enough(seconds: list[float], at_least: float, recipe: Recipe) -> bool:
+def _is_timed_enough(seconds: list[float], at_least: float, recipe: Recipe) -> bool:
     """Returns whether enough rounds or steps were timed. A single long one is, unless a first one does much besides."""
     model = recipe.model
     slow_start = model.trainer_device.type != "cpu" or (isinstance(model, HuggingFace) and model.compiled)
-    long = len(seconds) > slow_start and sum(seconds) > LONG
-    return long or (len(seconds) > ROUNDS and sum(_timed(seconds)) > at_least)
+    is_long = len(seconds) > slow_start and sum(seconds) > LONG_SECONDS
+    return is_long or (len(seconds) > LEAST_ROUNDS and sum(_without_warm_up(seconds)) > at_least)
 
 
-def train(
+def time_steps(
     recipe: Recipe,
     at_least: float,
     answers: list[_Answers],
@@ -365,21 +367,21 @@ def train(
     """
     model = recipe.model.prepared(recipe.task)
     prompts = prompts_of(recipe, model, "train")
-    alone = replace(recipe, model=model, trainer=RankSettings())
-    policy, optimizer = start_policy(alone, start_ranks(alone, 0), None)
-    source = _Answered(recipe, prompts, answers, np.random.default_rng(0), length)
+    one_rank_recipe = replace(recipe, model=model, trainer=RankSettings())
+    policy, optimizer = start_policy(one_rank_recipe, start_ranks(one_rank_recipe, 0), None)
+    source = _AnswerBatches(recipe, prompts, answers, np.random.default_rng(0), length)
     log_ratio, token_seconds = 0.0, math.inf
     for group in source.groups():
-        began = time.perf_counter()
+        start = time.perf_counter()
         log_ratio = max(log_ratio, float(_log_ratios(policy, group).abs().max()))
-        count = len(group.prompt.tokens) + sum(len(t.completion.tokens) for t in group.trajectories)
-        token_seconds = min(token_seconds, (time.perf_counter() - began) / count)
-    on_processor = model.trainer_device.type == "cpu"
-    small = on_processor and 3 * token_seconds * source.tokens_per_step > _SLOW_STEP  # a backward costs two forwards
+        group_tokens = len(group.prompt.tokens) + sum(len(t.completion.tokens) for t in group.trajectories)
+        token_seconds = min(token_seconds, (time.perf_counter() - start) / group_tokens)
+    step_estimate = 3 * token_seconds * source.tokens_per_step  # a backward costs two forwards
+    is_small = model.trainer_device.type == "cpu" and step_estimate > _SLOW_STEP_SECONDS
     seconds: list[float] = []
     tokens: list[tuple[int, int]] = []
-    with tempfile.TemporaryDirectory() as scratch:
-        weights = WeightDirectory(Path(scratch) / "weights", dtype=model.compute)
+    with tempfile.TemporaryDirectory() as folder:
+        weights = WeightDirectory(Path(folder) / "weights", dtype=model.compute)
         trainer = Trainer(
             policy=policy,
             objective=started(recipe.objective),
@@ -387,32 +389,32 @@ def train(
             optimizer=optimizer,
             sync_every=recipe.sync_every,
             max_tokens_per_pass=recipe.max_tokens_per_pass,
-            directory=Path(scratch),
+            directory=Path(folder),
             teacher=recipe.teachers,
         )
         trainer.publish()
         effective = None
         weights_bytes = weights.file(trainer.version).stat().st_size
-        step_seconds = _extrapolated(trainer, source, say) if small else None
+        step_seconds = _extrapolated_step_seconds(trainer, source, say) if is_small else None
         while step_seconds is None and (
-            not _enough(seconds, at_least, recipe)
-            or (len(seconds) < UPDATES and UPDATES * statistics.mean(seconds) < _PATIENCE)
+            not _is_timed_enough(seconds, at_least, recipe)
+            or (len(seconds) < DRIFT_UPDATES and DRIFT_UPDATES * statistics.mean(seconds) < _DRIFT_SECONDS)
         ):
-            fetched = source.next()  # a run samples its batches ahead
-            began = time.perf_counter()
+            fetched = source.draw_batch()  # a run samples its batches ahead
+            start = time.perf_counter()
             trainer.step(fetched)
             if trainer.due:  # to publish is part of every k-th step
                 trainer.publish()
-            seconds.append(time.perf_counter() - began)
-            if len(seconds) == UPDATES:
-                drifted = torch.cat([_log_ratios(policy, group).sum(1) for group in source.groups()])
-                effective = float(effective_share(drifted))
+            seconds.append(time.perf_counter() - start)
+            if len(seconds) == DRIFT_UPDATES:
+                log_ratio_B = torch.cat([_log_ratios(policy, group).sum(1) for group in source.groups()])
+                effective = float(effective_share(log_ratio_B))
             tokens.append((int(fetched.batch.prompt_length_G.sum()), int(fetched.batch.length_B.sum())))
     peak = peak_memory_bytes()
     return {
-        "step_seconds": statistics.mean(_timed(seconds)) if step_seconds is None else step_seconds,
-        "small": " and ".join(str(groups * SCORED) for groups in (1, ROUNDS)) if small else "",
-        "tokens": [statistics.mean(each) for each in zip(*_timed(tokens), strict=True)]
+        "step_seconds": statistics.mean(_without_warm_up(seconds)) if step_seconds is None else step_seconds,
+        "small": " and ".join(str(groups * SCORED_ANSWERS) for groups in (1, LEAST_ROUNDS)) if is_small else "",
+        "tokens": [statistics.mean(token_counts) for token_counts in zip(*_without_warm_up(tokens), strict=True)]
         if step_seconds is None
         else list(source.tokens_of_step),
         "product_rates": _product_rates(model),
@@ -424,26 +426,27 @@ def train(
     }
 
 
-def _extrapolated(trainer: Trainer, source: _Answered, say: _Say) -> float:
+def _extrapolated_step_seconds(trainer: Trainer, source: _AnswerBatches, say: _Say) -> float:
     """Returns the seconds of a whole step: what a step takes whatever its size, and what each token takes, from two
     sizes, after one step to warm up; publishing is part of every k-th.
     """
-    sizes, points = (1, 1, ROUNDS), list[tuple[int, float]]()
+    sizes, points = (1, 1, LEAST_ROUNDS), list[tuple[int, float]]()
     for number, groups in enumerate(sizes, start=1):
-        fetched = source.of(groups)
-        began = time.perf_counter()
+        fetched = source.first_batch(groups)
+        start = time.perf_counter()
         trainer.step(fetched)
-        points.append((_tokens_of(fetched), time.perf_counter() - began))
+        points.append((_batch_tokens(fetched), time.perf_counter() - start))
         say(f"made {number} of {len(sizes)} small steps")
-    began = time.perf_counter()
+    start = time.perf_counter()
     trainer.publish()
-    publishing = time.perf_counter() - began
-    (few, short), (many, long) = points[1:]
-    token = max(0.0, long - short) / (many - few) if many > few else long / many
-    return max(0.0, short - token * few) + token * source.tokens_per_step + publishing / trainer.sync_every
+    publish_seconds = time.perf_counter() - start
+    (n_1, seconds_1), (n_2, seconds_2) = points[1:]  # tokens and seconds of a step of few groups, and of one of many
+    token_seconds = max(0.0, seconds_2 - seconds_1) / (n_2 - n_1) if n_2 > n_1 else seconds_2 / n_2
+    fixed_seconds = max(0.0, seconds_1 - token_seconds * n_1)
+    return fixed_seconds + token_seconds * source.tokens_per_step + publish_seconds / trainer.sync_every
 
 
-def _tokens_of(fetched: Fetched) -> int:
+def _batch_tokens(fetched: Fetched) -> int:
     return int(fetched.batch.prompt_length_G.sum()) + int(fetched.batch.length_B.sum())
 
 
@@ -462,7 +465,7 @@ def _log_ratios(policy: Policy, group: Group) -> torch.Tensor:
 
 
 @dataclass
-class _Answered:
+class _AnswerBatches:
     """Draws batches of B prompts with K answers each, repeated as often as the searcher sampled them."""
 
     recipe: Recipe
@@ -474,7 +477,7 @@ class _Answered:
     @property
     def tokens_of_step(self) -> tuple[float, float]:
         """Returns the tokens of a whole step's prompts and answers, on average."""
-        prompts = statistics.mean(len(self.prompts[at].tokens) for at, _ in self.answers)
+        prompts = statistics.mean(len(self.prompts[position].tokens) for position, _ in self.answers)
         length = self.length
         if length is None:
             length = statistics.mean(len(tokens) for _, rows in self.answers for tokens, *_ in rows)
@@ -484,60 +487,60 @@ class _Answered:
     def tokens_per_step(self) -> float:
         return sum(self.tokens_of_step)
 
-    def of(self, groups: int) -> Fetched:
+    def first_batch(self, groups: int) -> Fetched:
         """Returns a batch of the first so many prompts, each with its first answers."""
         parts = [
-            Group.of([self.trajectory(self.prompts[at], answer) for answer in rows[:SCORED]])
-            for at, rows in self.answers[:groups]
+            Group.of([self.trajectory(self.prompts[position], answer) for answer in rows[:SCORED_ANSWERS]])
+            for position, rows in self.answers[:groups]
         ]
         return Fetched(parts, collate(parts))
 
-    def next(self) -> Fetched:
+    def draw_batch(self) -> Fetched:
         groups = []
         for i in self.rng.choice(len(self.answers), size=self.recipe.groups_per_step):
-            at, rows = self.answers[int(i)]
-            size = self.recipe.group_size
-            chosen = self.rng.choice(len(rows), size=size, replace=size > len(rows))
-            groups.append(Group.of([self.trajectory(self.prompts[at], rows[int(j)]) for j in chosen]))
+            position, rows = self.answers[int(i)]
+            group_size = self.recipe.group_size
+            chosen_rows = self.rng.choice(len(rows), size=group_size, replace=group_size > len(rows))
+            groups.append(Group.of([self.trajectory(self.prompts[position], rows[int(j)]) for j in chosen_rows]))
         return Fetched(groups, collate(groups))
 
     def groups(self) -> Iterator[Group]:
         """Yields a few answers to each prompt, which fit into a pass."""
-        for at, rows in self.answers[:ROUNDS]:
-            longest = max(len(tokens) for tokens, *_ in rows) + len(self.prompts[at].tokens)
-            fitting = min(self.recipe.group_size, max(1, self.recipe.max_tokens_per_pass // longest))
-            yield Group.of([self.trajectory(self.prompts[at], answer) for answer in rows[:fitting]])
+        for position, rows in self.answers[:LEAST_ROUNDS]:
+            longest = max(len(tokens) for tokens, *_ in rows) + len(self.prompts[position].tokens)
+            fitting_answers = min(self.recipe.group_size, max(1, self.recipe.max_tokens_per_pass // longest))
+            yield Group.of([self.trajectory(self.prompts[position], answer) for answer in rows[:fitting_answers]])
 
     def trajectory(self, prompt: Prompt, answer: _Answer) -> Trajectory:
-        tokens, own, reward = np.array(answer[0], np.int32), np.array(answer[2], np.float32), answer[3]
+        tokens, log_behavior_T, reward = np.array(answer[0], np.int32), np.array(answer[2], np.float32), answer[3]
         mask = None if answer[1] is None else np.array(answer[1])
         teachers = [np.array(log_T, np.float32) for log_T in answer[4]]
-        log_reference = own if self.recipe.reference is None else teachers.pop(0)
-        completion = Completion(tokens, "", StopReason.EXTERNAL, (Version(), Version()), log_behavior=own, mask=mask)
-        uid, value = self.rng.bytes(16).hex(), np.ones(1, np.float32)
+        log_reference = log_behavior_T if self.recipe.reference is None else teachers.pop(0)
+        versions, uid, value = (Version(), Version()), self.rng.bytes(16).hex(), np.ones(1, np.float32)
+        completion = Completion(tokens, "", StopReason.EXTERNAL, versions, log_behavior=log_behavior_T, mask=mask)
         steps: dict[str, npt.NDArray[Any]] = {"step_start": np.zeros(1, np.int64), "step_value": value}
         arrays = steps if "step_value" in self.recipe.objective.needs else {}
         arrays |= {TEACHER: np.stack(teachers)} if teachers else {}
         return Trajectory(uid, prompt, completion, reward, log_reference, Version(), arrays=arrays)
 
 
-class Progress:
-    """Prints what is being done, as a line of JSON now and then, for the process that waits."""
+class ProgressLines:
+    """Prints a line of JSON about the probe's progress now and then, for the process that waits."""
 
     def __init__(self) -> None:
-        self._at = time.perf_counter()
+        self._last_seconds = time.perf_counter()
 
     def __call__(self, line: str) -> None:
-        if time.perf_counter() - self._at >= _BETWEEN:
-            self._at = time.perf_counter()
+        if time.perf_counter() - self._last_seconds >= _SECONDS_BETWEEN_LINES:
+            self._last_seconds = time.perf_counter()
             sys.stdout.write(json.dumps({PROGRESS: line}) + "\n")
             sys.stdout.flush()
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print the figures of one half of the run, searcher or trainer, as a line of JSON, after lines of its progress.
+    """Measure one half of a run, searcher or trainer; prints lines of progress, then the figures as a line of JSON.
 
-    arguments: look, searcher, flow or trainer, the recipe's name, its overrides as JSON, how many seconds are timed
+    arguments: sampling, searcher, flow or trainer, the recipe's name, its overrides as JSON, how many seconds are timed
     at least (no fewer than `ROUNDS`, unless they are long), the searcher's seed, and a file with answers for the
     trainer, with their mean length.
     """
@@ -546,17 +549,17 @@ def run(arguments: Sequence[str]) -> int:
     torch.set_num_threads(recipe.run.threads)
     keep_few_kernels()
     keep_to_share()
-    say = Progress()
-    if half == "look":
+    say = ProgressLines()
+    if half == "sampling":
         isolate = isolated_reward(Rebuilt(name, json.loads(overrides)), recipe.run.reward_deadline)
-        figures = look(recipe, int(seed), say, isolate)
+        figures = sample_answers(recipe, int(seed), say, isolate)
     elif half == "flow":
-        figures = flow(recipe, int(seed))
+        figures = time_full_slots(recipe, int(seed))
     elif half == "searcher":
-        figures = search(recipe, float(at_least), int(seed))
+        figures = time_rounds(recipe, float(at_least), int(seed))
     else:
-        of_searcher = json.loads(Path(answers).read_text())
-        figures = train(recipe, float(at_least), of_searcher["answers"], say, of_searcher["length"])
+        searcher_figures = json.loads(Path(answers).read_text())
+        figures = time_steps(recipe, float(at_least), searcher_figures["answers"], say, searcher_figures["length"])
     sys.stdout.write(json.dumps(figures) + "\n")
     sys.stdout.flush()
     return 0

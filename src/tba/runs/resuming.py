@@ -34,15 +34,15 @@ from tba.training.checkpoint import Checkpoint, newest_checkpoint
 from tba.types import Json
 
 T = TypeVar("T")
-_KEPT = (  # what a run is about
+_FIXED_FIELDS = (  # what a run is about
     *("task", "model.path", "model.warm_start", "policy_temperature", "run.journal_dir"),
     *("reference", "teacher.paths", "teacher.models"),
 )
 
-_REMOVED = ("deadline_seconds",)  # fields of earlier programs that change nothing of what a run learns
+_REMOVED_FIELDS = ("deadline_seconds",)  # fields of earlier programs that change nothing of what a run learns
 
 
-def resumable(
+def resume_point(
     run: RunDirectory, overrides: Sequence[str], accept_lost_rows: bool = False
 ) -> tuple[Recipe, Checkpoint | None]:
     """Returns the recipe with the overrides, and the checkpoint if there is one, of a run whose journal is complete.
@@ -50,99 +50,100 @@ def resumable(
     Raises `UserError` when the run cannot be continued like that.
     """
     facts = run.facts
-    then = run.recipe()
-    made, known = facts["resolved"], plain(resolved(then))
-    for name, was, now in differences(made, known):
-        if was is not None and now is not None and not name.startswith("run."):  # how it is run may change
+    recorded_recipe = run.recipe()
+    recorded_fields, current_fields = facts["resolved"], plain(resolved(recorded_recipe))
+    for name, old_value, new_value in differences(recorded_fields, current_fields):
+        if old_value is not None and new_value is not None and not name.startswith("run."):  # how it is run may change
             raise UserError(
-                f"recipe {facts['recipe']} has changed since the run at {run.path} began ({name} was {was!r} and is "
-                f"{now!r}): start a new run, or set it back"
+                f"recipe {facts['recipe']} has changed since the run at {run.path} began ({name} was {old_value!r} and "
+                f"is {new_value!r}): start a new run, or set it back"
             )
-    for name in _unknown(made, known):
+    for name in _unknown_fields(recorded_fields, current_fields):
         raise UserError(
             f"the run at {run.path} has a field {name}, which recipes do not have: continue it with the version of "
             f"tba that made it ({version_of(facts)}), or start a new run"
         )
-    override(then, overrides, "tba resume")  # alone, for what is asked for now has to count
+    override(recorded_recipe, overrides, "tba resume")  # alone, for what is asked for now has to count
     recipe = override(find(facts["recipe"]), [*facts["overrides"], *overrides], "tba resume", recorded=True)
-    for name, was, now in differences(plain(resolved(then)), plain(resolved(recipe))):
-        if name.startswith(_KEPT) and name != "reference_reset":
-            raise UserError(f"a run keeps its {name}, which is {was!r}: start a new run for {now!r}")
+    for name, old_value, new_value in differences(plain(resolved(recorded_recipe)), plain(resolved(recipe))):
+        if name.startswith(_FIXED_FIELDS) and name != "reference_reset":
+            raise UserError(f"a run keeps its {name}, which is {old_value!r}: start a new run for {new_value!r}")
     checkpoint = newest_checkpoint(run.checkpoints)
     _refuse_finished(run, recipe, checkpoint)
-    prepared = replace(recipe, model=recipe.model.prepared(recipe.task))
-    refuse_what_cannot_fit(prepared, Machine.here(), resumed=True)
-    _refuse_other_scorers(facts, prepared)
+    prepared_recipe = replace(recipe, model=recipe.model.prepared(recipe.task))
+    refuse_what_cannot_fit(prepared_recipe, Machine.here(), resumed=True)
+    _refuse_other_scorers(facts, prepared_recipe)
     _refuse_lost_rows(run, recipe, accept_lost_rows)
     return recipe, checkpoint
 
 
-def _unknown(made: Mapping[str, Json], known: Mapping[str, Json], place: str = "") -> Iterator[str]:
+def _unknown_fields(old_fields: Mapping[str, Json], new_fields: Mapping[str, Json], place: str = "") -> Iterator[str]:
     """Yields the dotted names of fields that a resolved recipe has and another lacks."""
-    for name, value in made.items():
-        if name not in known and name not in _REMOVED:
+    for name, value in old_fields.items():
+        if name not in new_fields and name not in _REMOVED_FIELDS:
             yield f"{place}{name}"
-        elif isinstance(value, Mapping) and isinstance(known.get(name), Mapping):
-            yield from _unknown(value, known[name], f"{place}{name}.")
+        elif isinstance(value, Mapping) and isinstance(new_fields.get(name), Mapping):
+            yield from _unknown_fields(value, new_fields[name], f"{place}{name}.")
 
 
 def _refuse_other_scorers(facts: Mapping[str, Any], recipe: Recipe) -> None:
     """Raises `UserError` for a reference or a teacher that is another than when the run began: what it has scored would
     be learnt from beside the scores of another.
     """
-    now = fingerprints_of(recipe, recipe.model)
+    fingerprints = fingerprints_of(recipe, recipe.model)
     for name, fingerprint in facts.get(SCORERS, {}).items():
-        if now.get(name, fingerprint) != fingerprint:
+        if fingerprints.get(name, fingerprint) != fingerprint:
             raise UserError(
                 f"the {name} has other weights than when the run began: put them back where they were, or start a new "
                 "run"
             )
 
 
-def _refuse_lost_rows(run: RunDirectory, recipe: Recipe, accepted: bool) -> None:
+def _refuse_lost_rows(run: RunDirectory, recipe: Recipe, is_accepted: bool) -> None:
     if (loss := loss_of(run, run.journal(recipe))) is None:
         return
-    if not accepted:
+    if not is_accepted:
         raise UserError(f"{loss}; put it back if there is a copy, or continue without them with --accept-lost-rows")
     accept(loss)
 
 
 def _refuse_finished(run: RunDirectory, recipe: Recipe, checkpoint: Checkpoint | None) -> None:
-    summary, step = _or_none(Summary.read, run)[0], 0 if checkpoint is None else checkpoint.version.step
-    done = summary is not None and not summary.faults.get("stopped")
-    if step > recipe.steps or (step == recipe.steps and done):
+    summary, step = _read_result(Summary.read, run)[0], 0 if checkpoint is None else checkpoint.version.step
+    is_finished = summary is not None and not summary.faults.get("stopped")
+    if step > recipe.steps or (step == recipe.steps and is_finished):
         raise UserError(
             f"the run at {run.path} has made {step} steps, all that were asked for: give more with --steps, or start a "
             "new run"
         )
 
 
-def _or_none(read: Callable[[Path], T | None], run: RunDirectory) -> tuple[T | None, str]:
-    """Returns what one of the run's results says and why it cannot be read: a run goes on without either."""
+def _read_result(read: Callable[[Path], T | None], run: RunDirectory) -> tuple[T | None, str]:
+    """Returns one of the run's results, or None with the reason why it cannot be read: a run goes on without it."""
     try:
         return read(run.path), ""
     except UserError as error:
         return None, str(error).partition(": ")[0]
 
 
-def take_up(run: RunDirectory, recipe: Recipe, overrides: Sequence[str]) -> str:
-    """Begin the next incarnation and release what the last one had leased; returns why the last one ended."""
-    (summary, no_summary), (failure, no_failure) = _or_none(Summary.read, run), _or_none(Failure.read, run)
-    last = read_last(run.path)
-    before = max(summary.wall_seconds.total if summary else 0.0, float(last["wall_seconds"]) if last else 0.0)
-    why = "it was killed"
+def begin_incarnation(run: RunDirectory, recipe: Recipe, overrides: Sequence[str]) -> str:
+    """Begin the run's next incarnation and release the prompts that the last one had leased; returns why that ended."""
+    (summary, no_summary), (failure, no_failure) = _read_result(Summary.read, run), _read_result(Failure.read, run)
+    last_metrics = read_last(run.path)
+    recorded_seconds = float(last_metrics["wall_seconds"]) if last_metrics else 0.0
+    seconds_before = max(summary.wall_seconds.total if summary else 0.0, recorded_seconds)
+    reason = "it was killed"
     if failure is not None:
-        why = f"it had failed: {failure}"
+        reason = f"it had failed: {failure}"
     elif summary is not None:
-        why = "it was stopped" if summary.faults.get("stopped") else "it had finished"
-    why = "; ".join(part for part in (why, no_summary, no_failure) if part)
+        reason = "it was stopped" if summary.faults.get("stopped") else "it had finished"
+    reason = "; ".join(part for part in (reason, no_summary, no_failure) if part)
     journal = run.journal(recipe)
     for index in range(run.recipe().searcher_count):
-        with JournalWriter(journal, f"searcher-{index}") as former:
-            former.resume()
-    run.begin_again(f"resumed: {why}", overrides, before)
+        with JournalWriter(journal, f"searcher-{index}") as writer:
+            writer.resume()
+    run.begin_again(f"resumed: {reason}", overrides, seconds_before)
     run.mark_journal(journal)
-    record_fault(run.path, "resumes", why)
-    for left in (run.path / SUMMARY, run.path / FAILURE, *(run.path / "logs").glob("*.error.json")):
-        left.unlink(missing_ok=True)
-    return why
+    record_fault(run.path, "resumes", reason)
+    for stale_file in (run.path / SUMMARY, run.path / FAILURE, *(run.path / "logs").glob("*.error.json")):
+        stale_file.unlink(missing_ok=True)
+    return reason

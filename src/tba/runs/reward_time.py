@@ -21,17 +21,17 @@ from tba.grading import Grader, Isolated, whole
 from tba.protocols import GradingCalls, Reward, Separable
 from tba.types import Completion, Json, Judgement, Prompt
 
-_SLOWER = 1.25  # times what the searcher is busy for, from which on a reward is said to hold up a round
-_COMPUTES = 0.5  # share of the time of its calls in which a reward computes, from which on threads do not help
-_MUCH = 0.3  # share of a searcher's time from which on it is said that the reward computes
-MOST = 256  # calls at once that are advised
+_SLOW_RATIO = 1.25  # times what the searcher is busy for, from which on a reward is said to hold up a round
+_COMPUTING_SHARE = 0.5  # share of the time of its calls in which a reward computes, from which on threads do not help
+_NOTABLE_SHARE = 0.3  # share of a searcher's time from which on it is said that the reward computes
+MOST_CALLS = 256  # calls at once that are advised
 
-Answer = tuple[Prompt, Completion]
+PromptAnswer = tuple[Prompt, Completion]
 
 
 @dataclass(frozen=True)
 class PartTime:
-    """Holds what the calls of one part of a reward took. Sums are over `answers`."""
+    """Holds the seconds that the calls of one part of a reward took, as sums over `answers`."""
 
     name: str
     unit: str
@@ -50,9 +50,9 @@ class PartTime:
         return answers * self.seconds / self.answers
 
     @property
-    def computes(self) -> bool:
+    def is_computing(self) -> bool:
         """Returns whether a call mostly computes, rather than waits."""
-        return self.processor > _COMPUTES * self.seconds
+        return self.processor > _COMPUTING_SHARE * self.seconds
 
     def to_json(self) -> dict[str, Json]:
         return asdict(self)
@@ -80,7 +80,7 @@ class TimedReward:
         self._judgement = None if separable is None else separable.judgement
         self._parts = [whole(reward)] if separable is None else list(separable.calls())
         self._graders = [
-            Grader(_OfPart(part), isolate=_of_part(isolate, None if separable is None else i), now=now)
+            Grader(_SinglePart(part), isolate=_part_isolation(isolate, None if separable is None else i), now=now)
             for i, part in enumerate(self._parts)
         ]
         self._times: list[list[tuple[int, float, float]]] = [[] for _ in self._parts]
@@ -88,21 +88,21 @@ class TimedReward:
 
     def judge(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Judgement]:
         """Returns the judgements of the answers to one prompt; the reward of one is NaN where its call expired."""
-        began, by_part, expired = self._now(), [], [False] * len(completions)
+        start, by_part, expired_flags = self._now(), [], [False] * len(completions)
         for grader, times in zip(self._graders, self._times, strict=True):
-            computed, spent = self._processor(), grader.call_seconds
+            processor_before, call_seconds_before = self._processor(), grader.call_seconds
             (grades,) = grader.grade([(prompt, completions)])
-            times.append((len(grades), grader.call_seconds - spent, self._processor() - computed))
+            times.append((len(grades), grader.call_seconds - call_seconds_before, self._processor() - processor_before))
             by_part.append([grade.values[0] for grade in grades])
-            expired = [was or grade.expired for was, grade in zip(expired, grades, strict=True)]
-        self.seconds += self._now() - began
+            expired_flags = [flag or grade.expired for flag, grade in zip(expired_flags, grades, strict=True)]
+        self.seconds += self._now() - start
         return [
-            Judgement(math.nan) if late else values[0] if self._judgement is None else self._judgement(values)
-            for late, values in zip(expired, zip(*by_part, strict=True), strict=True)
+            Judgement(math.nan) if has_expired else values[0] if self._judgement is None else self._judgement(values)
+            for has_expired, values in zip(expired_flags, zip(*by_part, strict=True), strict=True)
         ]
 
     def times(self) -> list[PartTime]:
-        """Returns what each part's calls took."""
+        """Returns the times of each part's calls."""
         parts = []
         for part, times in zip(self._parts, self._times, strict=True):
             answers, seconds, processor = (sum(column) for column in zip(*(times[1:] or times), strict=True))
@@ -112,7 +112,7 @@ class TimedReward:
         return parts
 
     def close(self) -> None:
-        """End the threads of its calls."""
+        """End the threads of the reward's calls."""
         for grader in self._graders:
             grader.close()
 
@@ -125,7 +125,7 @@ class _IsolatedPart:
     part: int | None  # None: by its `judge`
     seconds: float = 0.0
 
-    def grade(self, answered: Sequence[Answer], part: int | None = None) -> Sequence[Any]:
+    def grade(self, answered: Sequence[PromptAnswer], part: int | None = None) -> Sequence[Any]:
         self.process.seconds = self.seconds
         return self.process.grade(answered, self.part)
 
@@ -133,12 +133,12 @@ class _IsolatedPart:
         self.process.close()
 
 
-def _of_part(isolate: Callable[[], Isolated] | None, part: int | None) -> Callable[[], Isolated] | None:
+def _part_isolation(isolate: Callable[[], Isolated] | None, part: int | None) -> Callable[[], Isolated] | None:
     return None if isolate is None else lambda: _IsolatedPart(isolate(), part)
 
 
 @dataclass(frozen=True)
-class _OfPart:
+class _SinglePart:
     """One part of a reward, so that its calls are timed apart from those of others."""
 
     part: GradingCalls
@@ -160,32 +160,32 @@ class RoundTime:
     searchers: int = 1
 
     @property
-    def busy(self) -> float:
+    def busy_seconds(self) -> float:
         """Returns the seconds for which a searcher itself is busy with a round."""
-        return sum(self.stages.values()) + self.computing
+        return sum(self.stages.values()) + self.computing_seconds
 
     @property
-    def computing(self) -> float:
-        """Returns for how many of these the reward computes."""
+    def computing_seconds(self) -> float:
+        """Returns the seconds of a round in which the reward itself computes."""
         return sum(self.answers * part.processor / part.answers for part in self.parts)
 
     @property
-    def reward(self) -> float:
+    def reward_seconds(self) -> float:
         """Returns the seconds after which the slowest part has graded a round of each searcher."""
-        return max((self._graded(part, part.window(self.searchers)) for part in self.parts), default=0.0)
+        return max((self._grading_seconds(part, part.window(self.searchers)) for part in self.parts), default=0.0)
 
     @property
     def seconds(self) -> float:
         """Returns the seconds from one round to the next: see the formula above."""
-        return max(self.busy, self.reward)
+        return max(self.busy_seconds, self.reward_seconds)
 
     @property
-    def grading(self) -> float:
+    def grading_seconds(self) -> float:
         """Returns the seconds in which one searcher alone grades a round."""
         return max((part.seconds_of(self.answers) / part.concurrency for part in self.parts), default=0.0)
 
     @property
-    def one_by_one(self) -> float:
+    def sequential_seconds(self) -> float:
         """Returns the seconds of a round where nothing goes on at the same time, as in the inline runtime."""
         return sum(self.stages.values()) + sum(part.seconds_of(self.answers) for part in self.parts)
 
@@ -194,50 +194,52 @@ class RoundTime:
         """Returns the answers a second of all searchers together."""
         return self.searchers * self.answers / self.seconds
 
-    def _graded(self, part: PartTime, window: int) -> float:
+    def _grading_seconds(self, part: PartTime, window: int) -> float:
         return self.searchers * part.seconds_of(self.answers) / window
 
     def facts(self, inline: bool = False) -> str:
         """Returns the seconds of each stage, in words."""
-        stages = [f"{name} {spent:.3g} s" for name, spent in self.stages.items() if spent]
+        stages = [f"{name} {seconds:.3g} s" for name, seconds in self.stages.items() if seconds]
         for part in self.parts:
-            window, alone = (1 if inline else part.window(self.searchers)), part.seconds_of(self.answers)
-            calls = f" ({window} calls at once: {self._graded(part, window):.3g} s)" if window > 1 else ""
-            stages.append(f"{part.name if len(self.parts) > 1 else 'reward'} {alone:.3g} s{calls}")
+            window, sequential_seconds = (1 if inline else part.window(self.searchers)), part.seconds_of(self.answers)
+            calls = f" ({window} calls at once: {self._grading_seconds(part, window):.3g} s)" if window > 1 else ""
+            stages.append(f"{part.name if len(self.parts) > 1 else 'reward'} {sequential_seconds:.3g} s{calls}")
         return ", ".join(stages)
 
     def advice(self) -> list[str]:
         """Says what holds up a round, and which setting helps; nothing where the reward is a small share of it."""
         if not self.parts:
             return []
-        part = max(self.parts, key=lambda part: self._graded(part, part.window(self.searchers)))
-        spent, window = self._graded(part, part.window(self.searchers)), part.window(self.searchers)
-        slow = spent > _SLOWER * self.busy
-        if part.computes:
-            if not slow and self.computing < _MUCH * self.busy:
+        part = max(self.parts, key=lambda part: self._grading_seconds(part, part.window(self.searchers)))
+        grading_seconds, window = self._grading_seconds(part, part.window(self.searchers)), part.window(self.searchers)
+        is_slow = grading_seconds > _SLOW_RATIO * self.busy_seconds
+        if part.is_computing:
+            if not is_slow and self.computing_seconds < _NOTABLE_SHARE * self.busy_seconds:
                 return []
             return [
-                f"{part.name} takes {max(spent, self.computing):.3g} of a round's {self.seconds:.3g} s, and it "
-                "computes: of its threads one computes at a time, so that `concurrency` would not help; make it "
-                "faster, or take more searchers (--searchers), each of which grades in a process of its own"
+                f"{part.name} takes {max(grading_seconds, self.computing_seconds):.3g} of a round's {self.seconds:.3g} "
+                "s, and it computes: of its threads one computes at a time, so that `concurrency` would not help; make "
+                "it faster, or take more searchers (--searchers), each of which grades in a process of its own"
             ]
-        if not slow:
+        if not is_slow:
             return []
-        named = f"{part.name} takes {spent:.3g} of a round's {self.seconds:.3g} s: it is"
+        sentence = f"{part.name} takes {grading_seconds:.3g} of a round's {self.seconds:.3g} s: it is"
         if part.unit == "waiting":
             return [
-                f"{named} called about all answers that wait, one call at a time: make it faster, or write it for one "
-                "answer, so that several calls can be under way (`concurrency`)"
+                f"{sentence} called about all answers that wait, one call at a time: make it faster, or write it for "
+                "one answer, so that several calls can be under way (`concurrency`)"
             ]
-        calls = min(MOST, 2 ** math.ceil(math.log2(window * spent / self.busy)))
+        calls = min(MOST_CALLS, 2 ** math.ceil(math.log2(window * grading_seconds / self.busy_seconds)))
         if calls <= window:
             return [
-                f"{named} waited for with {window} calls at once: make it faster; with as many at once a round cannot "
-                "be shorter"
+                f"{sentence} waited for with {window} calls at once: make it faster; with as many at once a round "
+                "cannot be shorter"
             ]
-        gain = f"`concurrency={calls}` brings a round to about {max(self.busy, self._graded(part, calls)):.2g} s"
+        round_seconds = max(self.busy_seconds, self._grading_seconds(part, calls))
+        gain = f"`concurrency={calls}` brings a round to about {round_seconds:.2g} s"
         if part.asynchronous:
-            return [f"{named} async, with {window} calls at once; if what it asks takes as many, {gain}"]
+            return [f"{sentence} async, with {window} calls at once; if what it asks takes as many, {gain}"]
         if part.concurrency == 1:
-            return [f"{named} a plain function called one at a time; if it may run in several threads at once, {gain}"]
-        return [f"{named} called in {window} threads at once; if what it asks takes as many, {gain}"]
+            condition = "if it may run in several threads at once"
+            return [f"{sentence} a plain function called one at a time; {condition}, {gain}"]
+        return [f"{sentence} called in {window} threads at once; if what it asks takes as many, {gain}"]

@@ -23,7 +23,7 @@ from tba.record.recorder import TensorBoardEvents
 from tba.record.summary import Summary
 from tba.replay.database import suspect_mark
 from tba.runs.deciding import with_sizes, with_weights
-from tba.runs.importing import fill, refuse, take_in
+from tba.runs.importing import import_answers, import_initial_answers, refuse_files
 from tba.runs.validating import notes_on_data, notes_on_prompts
 from tba.runtime.checkpointing import loss_of, note_recoveries
 from tba.runtime.disk import outside_cause
@@ -50,52 +50,52 @@ def carry_out(
 
     It begins with what is imported from `data`, or has been imported to `path`. callbacks: are told what it records.
     """
-    began = time.monotonic()
+    start_time = time.monotonic()
     if recipe.runtime == "processes":
         prepare()
-    said: list[str] = []  # a warm start that is made now says so
+    warm_start_lines: list[str] = []  # a warm start that is made now says so
 
     def say(line: str) -> None:
-        said.append(line)
+        warm_start_lines.append(line)
         view.say(line)
 
-    prepared = is_prepared(path)
-    day = setting(RunDirectory.open(path).facts["resolved"], "model", "day") if prepared else None
+    is_prepared_run = is_prepared(path)
+    day = setting(RunDirectory.open(path).facts["resolved"], "model", "day") if is_prepared_run else None
     recipe, overrides = with_weights(recipe, overrides, say, day if isinstance(day, str) else "")
-    sft_seconds = time.monotonic() - began if said else 0.0
+    sft_seconds = time.monotonic() - start_time if warm_start_lines else 0.0
     recipe, overrides = with_sizes(recipe, overrides, view.say)
     for warning in [*notes_on_prompts(recipe), *notes_on_data(recipe, recipe.model.prepared(recipe.task))]:
         view.say(f"note: {warning}")
-    refuse(recipe, [*recipe.fill.files, *([] if data is None else [data])])
-    if prepared:
+    refuse_files(recipe, [*recipe.fill.files, *([] if data is None else [data])])
+    if is_prepared_run:
         take_over(path, recipe)
-    run = RunDirectory.create(path, name, overrides, recipe, began, sft_seconds)
+    run = RunDirectory.create(path, name, overrides, recipe, start_time, sft_seconds)
     run.write_facts({**run.facts, SCORERS: fingerprints_of(recipe, recipe.model.prepared(recipe.task))})
     view.say(f"run {run.shown}")
-    with run.held(0.0) as held:
+    with run.held(0.0) as locked_run:
         try:
             with failure_recorded(recipe, run):
-                fill(recipe, run, view.say)
+                import_initial_answers(recipe, run, view.say)
                 if data is not None:
-                    take_in(recipe, run, [data], view.say)
+                    import_answers(recipe, run, [data], view.say)
         except UserError:
-            if not prepared:  # nothing of it is of use
+            if not is_prepared_run:  # nothing of it is of use
                 shutil.rmtree(run.path)
             raise
-        return run, *go(recipe, held, view, callbacks)
+        return run, *execute(recipe, locked_run, view, callbacks)
 
 
-def go(recipe: Recipe, run: RunDirectory, view: View, callbacks: Callbacks | None = None) -> tuple[Summary, int]:
-    """Returns the run's summary and the exit code. The run's folder is locked meanwhile."""
+def execute(recipe: Recipe, run: RunDirectory, view: View, callbacks: Callbacks | None = None) -> tuple[Summary, int]:
+    """Carries out a run whose folder is locked; returns its summary and the exit code."""
     progress, callbacks = Progress(recipe, run), callbacks or Callbacks()
-    with view.live(recipe.name) as live:
+    with view.live(recipe.name) as live_view:
 
-        def tell(phase: str, note: str) -> None:
+        def report(phase: str, note: str) -> None:
             callbacks.look(run.path)
-            if live.due():
-                live.update(progress.status(phase, note))
+            if live_view.due():
+                live_view.update(progress.status(phase, note))
 
-        runtime = _runtime(recipe)(recipe, run, tell)
+        runtime = _runtime(recipe)(recipe, run, report)
         with failure_recorded(recipe, run):
             faults = runtime.go()
             callbacks.look(run.path)
@@ -134,30 +134,30 @@ def failure_recorded(recipe: Recipe, run: RunDirectory) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        moved = not (run.path / "recipe.json").exists()
-        told = outside_cause(error, run.path) or _recovered(recipe, run, error)
-        if told is None and not isinstance(error, TbaError):
+        is_moved = not (run.path / "recipe.json").exists()
+        explanation = outside_cause(error, run.path) or _recovered_journal_error(recipe, run, error)
+        if explanation is None and not isinstance(error, TbaError):
             raise
         with suppress(OSError):  # there may be no room for it
-            if not moved:
-                Failure.record(run.path, told or error, explained=told is not None)
-        if told is None:
+            if not is_moved:
+                Failure.record(run.path, explanation or error, explained=explanation is not None)
+        if explanation is None:
             raise
-        raise told from error
+        raise explanation from error
 
 
-def _recovered(recipe: Recipe, run: RunDirectory, error: Exception) -> UserError | None:
-    """Returns what was recovered of a journal that was damaged while it was in use; None for other errors.
+def _recovered_journal_error(recipe: Recipe, run: RunDirectory, error: Exception) -> UserError | None:
+    """Returns an error that says what was recovered of a journal damaged while in use; None for other errors.
 
-    One that nobody has explained may come of it: what is read in a file that another program writes into is anything.
+    An unexplained error may come of such damage: a file that another program writes into can read as anything.
     """
     journal = run.journal(recipe)
-    explained = isinstance(error, TbaError) and not isinstance(error, PartFailed)
-    if explained and not suspect_mark(journal).exists():
+    is_explained = isinstance(error, TbaError) and not isinstance(error, PartFailed)
+    if is_explained and not suspect_mark(journal).exists():
         return None
     try:
-        found = "; ".join(str(what) for what in (*note_recoveries(run, journal), loss_of(run, journal)) if what)
+        findings = "; ".join(str(part) for part in (*note_recoveries(run, journal), loss_of(run, journal)) if part)
     except TbaError:  # it cannot be recovered, or somebody else has it open: the error stands
         return None
-    again = f"continue with `tba resume {shlex.quote(str(run.path))}`"
-    return UserError(f"{journal} was damaged while it was in use: {found}; {again}") if found else None
+    remedy = f"continue with `tba resume {shlex.quote(str(run.path))}`"
+    return UserError(f"{journal} was damaged while it was in use: {findings}; {remedy}") if findings else None

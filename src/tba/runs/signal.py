@@ -19,15 +19,15 @@ from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipe import Recipe
 from tba.record.text import frame_of, percent, printable, within
 from tba.replay.selection import RecencyReward
-from tba.runs.probe import UPDATES
+from tba.runs.probe import DRIFT_UPDATES
 from tba.schedules import WarmupConstant
 from tba.types import Json, StopReason
 
-_TURNS = 16  # turns and observations of an episode that are shown
-MANY_COPIES = 0.5  # share of answers that are copies from which on it is said
-FEW, MANY = 0.1, 0.3  # shares of prompts whose rewards vary below which, of answers cut off above which, it is said
-RARE = 0.05  # share of right answers below which old ones are worth more than new ones: it was measured at 0.03
-FAST = 0.9  # effective sample size after the first updates below which raw weights were seen to fall on the way
+_MOST_TURNS = 16  # turns and observations of an episode that are shown
+MOST_COPIES = 0.5  # share of answers that are copies above which there is advice
+LEAST_VARIED, MOST_CUT_OFF = 0.1, 0.3  # least share of prompts with varied rewards, most of answers cut off or empty
+RARE_SUCCESS = 0.05  # share of right answers below which old ones are worth more than new ones: it was measured at 0.03
+FAST_DRIFT = 0.9  # effective sample size after the first updates below which raw weights were seen to fall on the way
 
 
 @dataclass(frozen=True)
@@ -36,20 +36,20 @@ class Signal:
 
     train: int  # problems
     held_out: int
-    both: int  # held-out problems whose prompt is one of training too
+    shared_problems: int  # held-out problems whose prompt is one of training too
     answers: int  # sampled here
     groups: int  # of answers to one prompt
-    size: int  # answers of the largest
-    reward: float  # mean
-    varied: float  # share of prompts whose answers got different rewards: the others teach nothing
-    best: float  # share of the prompts all of whose answers got the highest reward seen
-    right: float  # share of answers with the reward of a right one (`--evaluation.threshold`)
-    partial: float  # share of answers with a reward above 0 that is less than a right one's
-    truncated: float  # shares of answers that were cut off at the token limit, and that have no text
-    empty: float
-    copies: float  # share of answers that equal an earlier one of the same round to the same prompt
-    failed: float  # share of answers whose environment failed: they have no reward
-    shown: Sequence[Json]  # a few prompts, each with a few answers and their marks
+    largest_group: int  # answers of the largest
+    mean_reward: float
+    varied_share: float  # share of prompts whose answers got different rewards: the others teach nothing
+    best_share: float  # share of the prompts all of whose answers got the highest reward seen
+    right_share: float  # share of answers with the reward of a right one (`--evaluation.threshold`)
+    partial_share: float  # share of answers with a reward above 0 that is less than a right one's
+    truncated_share: float  # shares of answers that were cut off at the token limit, and that have no text
+    empty_share: float
+    copied_share: float  # share of answers that equal an earlier one of the same round to the same prompt
+    failed_share: float  # share of answers whose environment failed: they have no reward
+    example_prompts: Sequence[Json]  # a few prompts, each with a few answers and their marks
 
     @classmethod
     def of(cls, probes: Sequence[Json], threshold: float = 1.0) -> Signal:
@@ -58,115 +58,118 @@ class Signal:
         threshold: the least reward of a right answer.
         """
         groups = [np.array(rewards) for probe in probes for rewards in probe["groups"]]
-        stopped, problems = Counter[str](), probes[0]["problems"]
+        stop_counts, problems = Counter[str](), probes[0]["problems"]
         for probe in probes:
-            stopped.update(probe["stopped"])
+            stop_counts.update(probe["stopped"])
         if not groups:
             raise UserError(
-                f"the environment failed in all of {stopped['failed']} episodes: the log has the line of the error"
+                f"the environment failed in all of {stop_counts['failed']} episodes: the log has the line of the error"
             )
         rewards = np.concatenate(groups)
-        answers = len(rewards) + stopped["failed"]
+        answers = len(rewards) + stop_counts["failed"]
         return cls(
             train=problems["train"],
             held_out=problems["eval"],
-            both=problems["both"],
+            shared_problems=problems["both"],
             answers=answers,
             groups=len(groups),
-            size=max(map(len, groups)),
-            reward=float(rewards.mean()),
-            varied=float(np.mean([np.ptp(own) > 0 for own in groups])),
-            best=float(np.mean([own.min() == rewards.max() for own in groups])),
-            right=float((rewards >= threshold).mean()),
-            partial=float(((rewards > 0) & (rewards < threshold)).mean()),
-            truncated=stopped[StopReason.LENGTH.value] / answers,
-            empty=stopped["empty"] / answers,
-            copies=stopped["copies"] / answers,
-            failed=stopped["failed"] / answers,
-            shown=probes[0]["shown"],
+            largest_group=max(map(len, groups)),
+            mean_reward=float(rewards.mean()),
+            varied_share=float(np.mean([np.ptp(group) > 0 for group in groups])),
+            best_share=float(np.mean([group.min() == rewards.max() for group in groups])),
+            right_share=float((rewards >= threshold).mean()),
+            partial_share=float(((rewards > 0) & (rewards < threshold)).mean()),
+            truncated_share=stop_counts[StopReason.LENGTH.value] / answers,
+            empty_share=stop_counts["empty"] / answers,
+            copied_share=stop_counts["copies"] / answers,
+            failed_share=stop_counts["failed"] / answers,
+            example_prompts=probes[0]["shown"],
         )
 
-    def facts(self, taught: bool = False, group_size: int = 0) -> dict[str, str]:
-        """Returns what was seen, by name. taught: by teachers, for whom rewards need not differ. group_size: answers
-        to each prompt of a batch.
+    def facts(self, has_teacher: bool = False, group_size: int = 0) -> dict[str, str]:
+        """Returns the figures, by name. has_teacher: rewards need not differ. group_size: answers to each prompt of a
+        batch.
         """
-        larger = f"; a batch's have {group_size}, in which they differ at least as often" * (group_size > self.size)
-        shared = f", of which {self.both:,} are among the former" if self.both else ""
+        is_larger = group_size > self.largest_group
+        lesson_note = "; the teacher teaches in all of them" if has_teacher else "; only these teach something"
+        lesson_note += f"; a batch's have {group_size}, in which they differ at least as often" * is_larger
+        shared_note = f", of which {self.shared_problems:,} are among the former" if self.shared_problems else ""
         return {
-            "problems": f"{self.train:,} to train on, {self.held_out:,} held out{shared}",
-            "answers": f"{self.answers:,} sampled: mean reward {self.reward:.3g}, {percent(self.truncated)} cut off, "
-            f"{percent(self.empty)} empty, {percent(self.copies)} copies of others"
-            + (f", {percent(self.failed)} failed in their environments" if self.failed else ""),
-            "groups": f"{self.groups:,} of at most {self.size} answers: in {percent(self.varied)} rewards differ"
-            + ("; the teacher teaches in all of them" if taught else "; only these teach something")
-            + larger,
+            "problems": f"{self.train:,} to train on, {self.held_out:,} held out{shared_note}",
+            "answers": f"{self.answers:,} sampled: mean reward {self.mean_reward:.3g}, "
+            f"{percent(self.truncated_share)} cut off, {percent(self.empty_share)} empty, "
+            f"{percent(self.copied_share)} copies of others"
+            + (f", {percent(self.failed_share)} failed in their environments" if self.failed_share else ""),
+            "groups": f"{self.groups:,} of at most {self.largest_group} answers: in {percent(self.varied_share)} "
+            f"rewards differ{lesson_note}",
         }
 
     def examples(self) -> RenderableType:
         """Returns a few prompts as the model sees them, each with its first answers and their rewards."""
-        frame = frame_of(prompt["prompt"] for prompt in self.shown)
-        found: list[RenderableType] = []
+        frame = frame_of(prompt["prompt"] for prompt in self.example_prompts)
+        lines: list[RenderableType] = []
         if any(frame):
-            around = "{prompt}".join(printable(part, 400, newlines=False) for part in frame)
-            found.append(Text(f"each prompt stands in: {around}", style="dim"))
-        for prompt in self.shown:
-            found.append(Text(printable(within(frame, prompt["prompt"]).strip()[-400:], 400, newlines=False)))
+            surroundings = "{prompt}".join(printable(part, 400, newlines=False) for part in frame)
+            lines.append(Text(f"each prompt stands in: {surroundings}", style="dim"))
+        for prompt in self.example_prompts:
+            lines.append(Text(printable(within(frame, prompt["prompt"]).strip()[-400:], 400, newlines=False)))
             for answer in prompt["answers"]:
                 if answer["turns"]:
-                    found.append(Padding(_episode(answer), (0, 0, 0, 2)))
+                    lines.append(Padding(_episode_text(answer), (0, 0, 0, 2)))
                     continue
-                said = printable(answer["text"].strip(), 120, newlines=False) or "(nothing)"
+                answer_text = printable(answer["text"].strip(), 120, newlines=False) or "(nothing)"
                 mark = printable(answer["mark"], 200, newlines=False)
-                found.append(Padding(Text.assemble(said, ("  reward " + mark, "dim")), (0, 0, 0, 2)))
-        return Group(*found)
+                lines.append(Padding(Text.assemble(answer_text, ("  reward " + mark, "dim")), (0, 0, 0, 2)))
+        return Group(*lines)
 
     @property
-    def good(self) -> str:
-        """Says where there is no advice."""
+    def encouragement(self) -> str:
+        """Returns the sentence for a run to which there is no advice."""
         return (
-            f"Nothing stands in the way: rewards differ in {percent(self.varied)} of the groups, and few answers are "
-            "cut off or empty."
+            f"Nothing stands in the way: rewards differ in {percent(self.varied_share)} of the groups, and few answers "
+            "are cut off or empty."
         )
 
     def advice(self, recipe: Recipe) -> list[str]:
         """Returns the one or two things to change before the run, the most important first; none if it can learn."""
-        found = []
-        taught = any(recipe.teachers.shares(1))  # then answers of the same reward teach something, too
-        if taught:
+        advice = []
+        has_teacher = any(recipe.teachers.shares(1))  # then answers of the same reward teach something, too
+        if has_teacher:
             pass
-        elif self.varied == 0 and self.best == 1:
-            found.append(
+        elif self.varied_share == 0 and self.best_share == 1:
+            advice.append(
                 "every answer gets the same reward: try the reward on an answer that is right, and on a wrong one"
             )
-        elif self.varied < FEW and self.best > 0.5:
-            found.append("nearly all answers get the highest reward: give harder problems")
-        elif self.varied < FEW:
-            found.append(
-                f"rewards differ in {percent(self.varied)} of the groups only, and the others teach nothing: give "
-                "easier problems, a model that succeeds now and then (tba sft), a reward with steps in between, or "
-                f"more answers to each prompt (--samples-per-prompt and --group-size, now {recipe.samples_per_prompt} "
-                f"and {recipe.group_size})"
+        elif self.varied_share < LEAST_VARIED and self.best_share > 0.5:
+            advice.append("nearly all answers get the highest reward: give harder problems")
+        elif self.varied_share < LEAST_VARIED:
+            advice.append(
+                f"rewards differ in {percent(self.varied_share)} of the groups only, and the others teach nothing: "
+                "give easier problems, a model that succeeds now and then (tba sft), a reward with steps in between, "
+                "or more answers to each prompt (--samples-per-prompt and --group-size, now "
+                f"{recipe.samples_per_prompt} and {recipe.group_size})"
             )
         objective = recipe.objective
-        if isinstance(objective, Raft) and objective.keep == "positive" and self.partial:
-            found.append(
-                f"RAFT learns every answer with a reward above 0, also the {percent(self.partial)} that are right in "
-                "part only: set --objective.keep best, or give rewards of 0 and 1"
+        if isinstance(objective, Raft) and objective.keep == "positive" and self.partial_share:
+            advice.append(
+                f"RAFT learns every answer with a reward above 0, also the {percent(self.partial_share)} that are "
+                "right in part only: set --objective.keep best, or give rewards of 0 and 1"
             )
-        if self.truncated > MANY:
-            found.append(
-                f"{percent(self.truncated)} of the answers are cut off: set --model.generation.max-completion-tokens "
-                "higher, or ask for short answers"
+        if self.truncated_share > MOST_CUT_OFF:
+            advice.append(
+                f"{percent(self.truncated_share)} of the answers are cut off: set "
+                "--model.generation.max-completion-tokens higher, or ask for short answers"
             )
-        if self.empty > MANY:
-            found.append(f"{percent(self.empty)} of the answers are empty: look at the prompts as the model sees them")
-        if self.copies > MANY_COPIES and recipe.replay.buffer.distinct:
-            found.append(
-                f"{percent(self.copies)} of the answers equal another one to their prompt, and of equal ones the "
+        if self.empty_share > MOST_CUT_OFF:
+            share = percent(self.empty_share)
+            advice.append(f"{share} of the answers are empty: look at the prompts as the model sees them")
+        if self.copied_share > MOST_COPIES and recipe.replay.buffer.distinct:
+            advice.append(
+                f"{percent(self.copied_share)} of the answers equal another one to their prompt, and of equal ones the "
                 "replay buffer keeps one: sample more varied answers (--exploration.temperature), give problems with "
                 "more to say, or keep them all (--replay.buffer.no-distinct)"
             )
-        return found[:2]
+        return advice[:2]
 
     def proposals(self, recipe: Recipe, effective: float | None) -> list[str]:
         """Returns settings that are worth a try and that the recipe does not have, each with what was measured.
@@ -175,11 +178,11 @@ class Signal:
         """
         proposals = []
         schedule, decay = recipe.optimizer.schedule, recipe.steps // 4
-        if 0 < self.right < RARE and (share := _recent_share(recipe)):
+        if 0 < self.right_share < RARE_SUCCESS and (share := _recent_share(recipe)):
             proposals.append(
                 f"data of all ages: --replay.selection.m 0 (now {share:g}), since success is rare, "
-                f"{percent(self.right)} of {self.answers:,} answers. Where it was 3 %, sums ended at 96 to 97 % so, "
-                "at 38 to 62 from recent data alone (repeats dropped, more answers to a prompt than a group has: "
+                f"{percent(self.right_share)} of {self.answers:,} answers. Where it was 3 %, sums ended at 96 to 97 % "
+                "so, at 38 to 62 from recent data alone (repeats dropped, more answers to a prompt than a group has: "
                 "docs/results.md, which data)"
             )
         if isinstance(schedule, WarmupConstant) and decay and (stable := recipe.steps - schedule.warmup - decay) > 0:
@@ -189,10 +192,10 @@ class Signal:
                 "updates. With such a decay sums ended at 96.9 %, without at 95.7; at three times the rate at 93.8 and "
                 "79.1"
             )
-        if not recipe.optimizer.averaged and effective is not None and effective < FAST:
+        if not recipe.optimizer.averaged and effective is not None and effective < FAST_DRIFT:
             proposals.append(
-                f"averaged weights: --optimizer.averaged, since the policy moves fast: {UPDATES} updates leave an "
-                f"effective sample size of {percent(effective)}. At 1e-4 sums fell by up to 6.5 points on the way, "
+                f"averaged weights: --optimizer.averaged, since the policy moves fast: {DRIFT_UPDATES} updates leave "
+                f"an effective sample size of {percent(effective)}. At 1e-4 sums fell by up to 6.5 points on the way, "
                 "averages by 1.7, to the same end (docs/run.md)"
             )
         return proposals
@@ -210,11 +213,11 @@ def _recent_share(recipe: Recipe) -> float:
     return selection.m if isinstance(objective, TrajectoryBalance) and objective.off_policy != "none" else 0.0
 
 
-def _episode(answer: Json) -> Text:
-    """Returns an episode by turns, and what was read between them."""
+def _episode_text(answer: Json) -> Text:
+    """Returns an episode by turns, with the observations between them."""
     turns = answer["turns"]
-    found = Text.assemble(("reward " + printable(answer["mark"], 200, newlines=False), "dim"))
-    for own, text in turns[:_TURNS]:
-        shown = printable(text.strip(), 120, newlines=False) or "(nothing)"
-        found.append(f"\n{'says ' if own else 'reads'} {shown}")
-    return found.append(f"\n... and {len(turns) - _TURNS} more") if len(turns) > _TURNS else found
+    lines = Text.assemble(("reward " + printable(answer["mark"], 200, newlines=False), "dim"))
+    for is_policy, text in turns[:_MOST_TURNS]:
+        line = printable(text.strip(), 120, newlines=False) or "(nothing)"
+        lines.append(f"\n{'says ' if is_policy else 'reads'} {line}")
+    return lines.append(f"\n... and {len(turns) - _MOST_TURNS} more") if len(turns) > _MOST_TURNS else lines

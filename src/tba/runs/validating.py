@@ -23,8 +23,8 @@ from tba.runtime.prompting import asked_of, reward_of
 from tba.runtime.sizing import Machine, places_on
 from tba.types import SPLITS, Sampling
 
-_DRAWS = 64  # of an exploration, to see how it samples
-_FEW = 25  # problems: the standard error of an accuracy on fewer is up to 10 points and more
+_EXPLORATION_DRAWS = 64  # of an exploration, to see how it samples
+_LEAST_HELD_OUT = 25  # problems: the standard error of an accuracy on fewer is up to 10 points and more
 
 
 def validate(recipe: Recipe) -> list[str]:
@@ -53,7 +53,7 @@ def validate(recipe: Recipe) -> list[str]:
             f"no searcher samples {' or '.join(recipe.model.never_sampled)} (the engine's rules): Trajectory Balance "
             "determines the policy only on what can be sampled; elsewhere it stays as it happens to be"
         )
-    warnings += [*_on_sampling(recipe), *_on_groups(recipe), *_on_frequencies(recipe)]
+    warnings += [*_sampling_warnings(recipe), *_group_warnings(recipe), *_frequency_warnings(recipe)]
     if recipe.vine is not None and "step_value" not in recipe.objective.needs:
         warnings.append(
             "searchers continue answers from each step (the recipe's vine), but the objective uses no step values: "
@@ -72,45 +72,46 @@ def validate(recipe: Recipe) -> list[str]:
     return warnings
 
 
-def _on_sampling(recipe: Recipe) -> list[str]:
+def _sampling_warnings(recipe: Recipe) -> list[str]:
     """Returns a warning about an objective of ratios whose answers are not sampled as the policy has them."""
-    corrects = getattr(recipe.objective, "off_policy", "none") != "none"  # of Trajectory Balance, which can do without
-    if recipe.offline or not (corrects or "log_behavior" in recipe.objective.needs):
+    corrects_ratios = getattr(recipe.objective, "off_policy", "none") != "none"  # Trajectory Balance can do without
+    if recipe.offline or not (corrects_ratios or "log_behavior" in recipe.objective.needs):
         return []
-    rng, own = np.random.default_rng(0), recipe.policy_temperature
-    drawn = [recipe.exploration.draw(rng) for _ in range(_DRAWS)]
-    other = [sampling for sampling in drawn if sampling != Sampling(own)]
-    if not other:
+    rng, temperature = np.random.default_rng(0), recipe.policy_temperature
+    samplings = [recipe.exploration.draw(rng) for _ in range(_EXPLORATION_DRAWS)]
+    other_samplings = [sampling for sampling in samplings if sampling != Sampling(temperature)]
+    if not other_samplings:
         return []
-    share = "answers are" if len(other) == len(drawn) else f"{len(other) / len(drawn):.0%} of the rounds are"
-    first = other[0]
-    how = f"temperature {first.temperature:g}" + (f" and top-p {first.top_p:g}" if first.top_p < 1 else "")
-    how += f" and top-k {first.top_k}" if first.top_k else ""
-    how += f" and min-p {first.min_p:g}" if first.min_p else ""
-    how += f" and a repetition penalty of {first.repetition_penalty:g}" if first.repetition_penalty != 1 else ""
+    share = len(other_samplings) / len(samplings)
+    share_text = "answers are" if share == 1 else f"{share:.0%} of the rounds are"
+    example = other_samplings[0]
+    text = f"temperature {example.temperature:g}" + (f" and top-p {example.top_p:g}" if example.top_p < 1 else "")
+    text += f" and top-k {example.top_k}" if example.top_k else ""
+    text += f" and min-p {example.min_p:g}" if example.min_p else ""
+    text += f" and a repetition penalty of {example.repetition_penalty:g}" if example.repetition_penalty != 1 else ""
     return [
-        f"{share} sampled otherwise than from the policy that the objective takes their ratios to ({how}, the policy's "
-        f"is temperature {own:g} with all tokens): these ratios are then not 1 even when nothing is stale; sample with "
-        f"--exploration.temperature {own:g} --exploration.top-p 1 and no top-k, min-p or repetition penalty, or set "
-        "--policy-temperature to what is sampled at"
+        f"{share_text} sampled otherwise than from the policy that the objective takes their ratios to "
+        f"({text}, the policy's is temperature {temperature:g} with all tokens): these ratios are then not 1 "
+        f"even when nothing is stale; sample with --exploration.temperature {temperature:g} --exploration.top-p 1 and "
+        "no top-k, min-p or repetition penalty, or set --policy-temperature to what is sampled at"
     ]
 
 
-def _on_groups(recipe: Recipe) -> list[str]:
+def _group_warnings(recipe: Recipe) -> list[str]:
     """Returns warnings about groups that a round does not fill."""
-    selection, sampled, fresh = recipe.replay.selection, recipe.samples_per_prompt, recipe.group_size
-    newest = False
+    selection, samples, fresh_answers = recipe.replay.selection, recipe.samples_per_prompt, recipe.group_size
+    is_newest_only = False
     if isinstance(selection, RecencyReward):
-        newest = selection.m == 1 and recipe.sync_every == 1
+        is_newest_only = selection.m == 1 and recipe.sync_every == 1
         if selection.mix == "group":  # a part of each group is from memory
-            fresh = math.ceil(round(selection.m * fresh, 9))
+            fresh_answers = math.ceil(round(selection.m * fresh_answers, 9))
     warnings = []
-    if sampled < fresh:
+    if samples < fresh_answers:
         warnings.append(
-            f"S = {sampled} samples per prompt are fewer than K = {recipe.group_size}: groups stay ragged until a "
+            f"S = {samples} samples per prompt are fewer than K = {recipe.group_size}: groups stay ragged until a "
             "prompt comes round again; set --samples-per-prompt higher"
         )
-    if newest and recipe.replay.buffer.distinct and sampled <= fresh:
+    if is_newest_only and recipe.replay.buffer.distinct and samples <= fresh_answers:
         warnings.append(
             "all groups are to be of the newest round, but of equal answers one is kept, and older data fill a group "
             "that has fewer than K: set --replay.buffer.no-distinct to be on-policy"
@@ -118,15 +119,15 @@ def _on_groups(recipe: Recipe) -> list[str]:
     return warnings
 
 
-def _on_frequencies(recipe: Recipe) -> list[str]:
+def _frequency_warnings(recipe: Recipe) -> list[str]:
     """Returns warnings where groups misrepresent how often an answer is sampled and the optimum depends on it
     (docs/method.md).
     """
     match recipe.objective:
         case Reinforce(baseline="none", beta=beta):
-            what, other = "REINFORCE without a baseline", "--objective.baseline leave_one_out"
+            method, remedy = "REINFORCE without a baseline", "--objective.baseline leave_one_out"
         case Grpo(penalty="loss", beta=beta):
-            what, other = "GRPO or Dr. GRPO with the divergence in the loss", "--objective.penalty reward"
+            method, remedy = "GRPO or Dr. GRPO with the divergence in the loss", "--objective.penalty reward"
         case _:
             return []
     selection = recipe.replay.selection
@@ -138,8 +139,8 @@ def _on_frequencies(recipe: Recipe) -> list[str]:
     if not causes or not beta(1):
         return []
     return [
-        f"{' and '.join(causes)}, which moves the optimum of {what}, since that depends on how often an answer comes: "
-        f"set {' and '.join(causes.values())}, or {other}, whose optimum does not"
+        f"{' and '.join(causes)}, which moves the optimum of {method}, since that depends on how often an answer "
+        f"comes: set {' and '.join(causes.values())}, or {remedy}, whose optimum does not"
     ]
 
 
@@ -161,34 +162,34 @@ def notes_on_prompts(recipe: Recipe) -> list[str]:
 
 
 def notes_on_data(recipe: Recipe, model: Model) -> list[str]:
-    """Returns more warnings, those that need the prompts as the prepared model reads them: what is left out, what is in
-    both splits, and a held-out split that says little. Raises `UserError` where none are left, or the model has no
+    """Returns more warnings, those that need the prompts as the prepared model reads them: on prompts left out, prompts
+    in both splits, and a held-out split that is too small. Raises `UserError` where none are left, or the model has no
     room for them.
     """
-    asked = {split: asked_of(recipe, model, split) for split in SPLITS}
-    found = [each.note for each in asked.values() if each.note]
-    train, held_out = ([(p.text.strip(), p.seed) for p in asked[split].prompts] for split in SPLITS)
-    known = set(train)
-    if (both := sum(one in known for one in held_out)) and len(known) > 1:
-        found.append(
-            f"{both:,} of {len(held_out):,} held-out problems are trained on too, so that their accuracy is not that "
-            "of new ones: keep the splits apart"
+    pools = {split: asked_of(recipe, model, split) for split in SPLITS}
+    notes = [pool.note for pool in pools.values() if pool.note]
+    train, held_out = ([(p.text.strip(), p.seed) for p in pools[split].prompts] for split in SPLITS)
+    train_keys = set(train)
+    if (shared_count := sum(key in train_keys for key in held_out)) and len(train_keys) > 1:
+        notes.append(
+            f"{shared_count:,} of {len(held_out):,} held-out problems are trained on too, so that their accuracy is "
+            "not that of new ones: keep the splits apart"
         )
-    if len(known) > 1 and len(held_out) < min(_FEW, recipe.evaluation.problems or _FEW):
-        found.append(
+    if len(train_keys) > 1 and len(held_out) < min(_LEAST_HELD_OUT, recipe.evaluation.problems or _LEAST_HELD_OUT):
+        notes.append(
             f"{counted(len(held_out), 'problem')} {'is' if len(held_out) == 1 else 'are'} held out, so that one answer "
-            f"moves the accuracy by {100 / len(held_out):.0f} points: hold out {_FEW} or more (another file or share "
-            "of the data)"
+            f"moves the accuracy by {100 / len(held_out):.0f} points: hold out {_LEAST_HELD_OUT} or more (another file "
+            "or share of the data)"
         )
     answers: dict[tuple[str, int | None], set[str]] = {}
-    for prompt in asked["train"].prompts:
+    for prompt in pools["train"].prompts:
         answers.setdefault((prompt.key, prompt.seed), set()).add(repr(prompt.fields.get("answer")))
-    if several := sum(len(own) > 1 for own in answers.values()):
-        found.append(
-            f"{several:,} training prompts come more than once, with different right answers: the rewards of a prompt "
-            "contradict one another; keep one row of each"
+    if conflicts := sum(len(right_answers) > 1 for right_answers in answers.values()):
+        notes.append(
+            f"{conflicts:,} training prompts come more than once, with different right answers: the rewards of a "
+            "prompt contradict one another; keep one row of each"
         )
-    return found
+    return notes
 
 
 def require_ray() -> None:

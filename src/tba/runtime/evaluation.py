@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from tba.clock import ShareClock
-from tba.evaluation.accuracy import EvaluationSettings, evaluate
+from tba.evaluation.accuracy import EvaluationSettings, assess_accuracy
 from tba.protocols import Engine, Journal, KeptWeights, Records, Reward, WeightSource
 from tba.record.evaluations import read_evaluations
 from tba.types import Json, Prompt, Version
@@ -137,7 +137,7 @@ class Examiner:
         """
         weights = weights or version
         self._load(weights)
-        found = evaluate(
+        found = assess_accuracy(
             self.engine,
             self.prompts,
             self.reward,
@@ -147,7 +147,7 @@ class Examiner:
             now=time.monotonic,
             policy_temperature=self.policy_temperature,
             interrupted=self.interrupted,
-            between=None if between is None else partial(self._between, between, weights),
+            between_batches=None if between is None else partial(self._between, between, weights),
         )
         self.journal.count(
             evaluation_tokens=found.tokens,

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-from tba.apps.preference.frozen import FACTS, FrozenRewardModel, SentenceEncoder
+from tba.apps.preference.frozen import FACTS, CachedSentenceEncoder, FrozenRewardModel
 from tba.apps.preference.reward_model import ModelScore
 from tba.apps.preference.similarity import NAMES
 from tba.errors import UserError
@@ -21,7 +21,7 @@ SENTENCES = ["red cat sat", "green dog ran", "blue cat ran red green", "dog"]
 
 
 @pytest.fixture(scope="module")
-def encoder() -> SentenceEncoder:
+def encoder() -> CachedSentenceEncoder:
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", unk_token="<unk>")
@@ -29,19 +29,19 @@ def encoder() -> SentenceEncoder:
     config = BertConfig(
         vocab_size=len(WORDS), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
     )
-    return SentenceEncoder(BertModel(config), tokenizer)
+    return CachedSentenceEncoder(BertModel(config), tokenizer)
 
 
-def test_an_embedding_has_norm_1_and_is_the_same_alone_and_beside_longer_ones(encoder: SentenceEncoder) -> None:
-    together = SentenceEncoder(encoder.model, encoder.tokenizer).embed(SENTENCES, 10_000)
+def test_an_embedding_has_norm_1_and_is_the_same_alone_and_beside_longer_ones(encoder: CachedSentenceEncoder) -> None:
+    together = CachedSentenceEncoder(encoder.model, encoder.tokenizer).embed(SENTENCES, 10_000)
     assert np.allclose(np.linalg.norm(together, axis=1), 1, atol=1e-6)
     for sentence, beside in zip(SENTENCES, together, strict=True):
-        (alone,) = SentenceEncoder(encoder.model, encoder.tokenizer).embed([sentence], 1)
+        (alone,) = CachedSentenceEncoder(encoder.model, encoder.tokenizer).embed([sentence], 1)
         assert np.allclose(alone, beside, atol=1e-5)
 
 
 def test_what_is_saved_scores_as_before_and_an_answer_without_words_is_not_read(
-    encoder: SentenceEncoder, tmp_path: Path
+    encoder: CachedSentenceEncoder, tmp_path: Path
 ) -> None:
     model = FrozenRewardModel.new(encoder)
     pairs = [("red cat sat. green dog ran.", answer) for answer in ("red cat sat.", "blue dog sat.", "...")]
@@ -66,7 +66,9 @@ def test_what_is_saved_scores_as_before_and_an_answer_without_words_is_not_read(
         ModelScore(str(tmp_path / "model")).judge([(prompt, answers[0])])
 
 
-def test_a_feature_far_outside_of_what_was_trained_on_counts_as_three_deviations(encoder: SentenceEncoder) -> None:
+def test_a_feature_far_outside_of_what_was_trained_on_counts_as_three_deviations(
+    encoder: CachedSentenceEncoder,
+) -> None:
     model = FrozenRewardModel.new(encoder)
     short = [r for r in model.read_all([("red cat sat.", "cat sat."), ("red cat sat.", "red cat sat.")], 64) if r]
     model.begin(short)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tba.apps.preference.pairs import PreferencePair, folds, read_pairs, share
+from tba.apps.preference.pairs import PreferencePair, folds, held_out_indices, read_pairs
 from tba.errors import UserError
 
 A, B = "a short answer", "another one"
@@ -141,7 +141,7 @@ def test_a_share_of_the_documents_is_held_out_whole(documents: list[int], held_o
     count = len(set(documents))
     if count < 2:
         return
-    held = share(pairs, held_out)
+    held = held_out_indices(pairs, held_out)
     names = {documents[i] for i in held}
     assert names.isdisjoint(d for i, d in enumerate(documents) if i not in set(held))
     assert len(names) == min(count - 1, max(1, round(held_out * count)))

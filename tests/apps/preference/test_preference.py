@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tba.apps.preference.options import PreferenceSettings
-from tba.apps.preference.training import ReadPair, bradley_terry, fit
+from tba.apps.preference.training import ReadPair, bradley_terry, fit_reward_model
 from tba.errors import NonFiniteLoss, UserError
 
 
@@ -55,9 +55,9 @@ def test_a_batch_has_the_same_weights_after_it_in_one_pass_and_in_many(
     pairs = [ReadPair(0, 1, "x"), ReadPair(0, 2, "x"), ReadPair(4, 3, "y"), ReadPair(5, 4, "y")]
     model = Linear(3)
     settings = PreferenceSettings(epochs=5, batch_size=4, lr=0.1)
-    losses = fit(model, [model.weight], texts, pairs, split, settings)
+    losses = fit_reward_model(model, [model.weight], texts, pairs, split, settings)
     reference = Linear(3)
-    expected = fit(reference, [reference.weight], texts, pairs, one_pass, settings)
+    expected = fit_reward_model(reference, [reference.weight], texts, pairs, one_pass, settings)
     assert losses == pytest.approx(expected, abs=1e-6)
     assert torch.allclose(model.weight, reference.weight, atol=1e-6)
     assert losses[0] == pytest.approx(math.log(2))
@@ -67,7 +67,7 @@ def test_a_text_of_many_pairs_is_read_once_in_a_batch() -> None:
     texts = texts_of(5)
     pairs = [ReadPair(a, b, "x") for a in range(5) for b in range(a + 1, 5)]
     model = Linear(3)
-    fit(model, [model.weight], texts, pairs, one_pass, PreferenceSettings(epochs=2, batch_size=10))
+    fit_reward_model(model, [model.weight], texts, pairs, one_pass, PreferenceSettings(epochs=2, batch_size=10))
     assert model.read == [5, 5]
 
 
@@ -80,7 +80,9 @@ def test_it_finds_the_preference_behind_the_pairs() -> None:
         better = (texts[a] - texts[b]) @ wanted > 0
         pairs.append(ReadPair(int(a if better else b), int(b if better else a), str(n)))
     model = Linear(3)
-    fit(model, [model.weight], texts, pairs, one_pass, PreferenceSettings(epochs=30, batch_size=50, lr=0.1))
+    fit_reward_model(
+        model, [model.weight], texts, pairs, one_pass, PreferenceSettings(epochs=30, batch_size=50, lr=0.1)
+    )
     found = model.weight.detach()
     assert torch.cosine_similarity(found, wanted, dim=0) > 0.99
 
@@ -88,9 +90,9 @@ def test_it_finds_the_preference_behind_the_pairs() -> None:
 def test_what_cannot_be_trained_is_said() -> None:
     model = Linear(3)
     with pytest.raises(UserError, match="no pairs"):
-        fit(model, [model.weight], [], [], one_pass, PreferenceSettings())
+        fit_reward_model(model, [model.weight], [], [], one_pass, PreferenceSettings())
     with pytest.raises(UserError, match="cannot be trained"):
         PreferenceSettings(epochs=0)
     texts = [torch.full((3,), math.inf), torch.zeros(3)]
     with pytest.raises(NonFiniteLoss, match="lower its lr"):
-        fit(model, [model.weight], texts, [ReadPair(0, 1, "x")], one_pass, PreferenceSettings())
+        fit_reward_model(model, [model.weight], texts, [ReadPair(0, 1, "x")], one_pass, PreferenceSettings())

@@ -21,9 +21,9 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from tba.apps.preference.frozen import loaded
+from tba.apps.preference.frozen import load_scorer
 from tba.apps.preference.reward_model import ModelScore, Win
-from tba.apps.preference.scoring import RewardModel, parts
+from tba.apps.preference.scoring import RewardModel, length_batches
 from tba.errors import UserError
 from tba.types import Completion, Prompt, StopReason, Version
 
@@ -91,10 +91,10 @@ def test_the_score_is_read_at_eos_though_padding_may_have_its_id() -> None:
 
 @given(st.lists(st.integers(1, 9), min_size=1), st.integers(1, 30))
 def test_parts_are_a_partition_within_the_bound(lengths: list[int], most: int) -> None:
-    from tba.apps.preference.scoring import Text
+    from tba.apps.preference.scoring import TokenisedText
 
-    texts = [Text(tuple(range(n)), 0, 0) for n in lengths]
-    found = parts(texts, most)
+    texts = [TokenisedText(tuple(range(n)), 0, 0) for n in lengths]
+    found = length_batches(texts, most)
     assert sorted(i for part in found for i in part) == list(range(len(texts)))
     assert all(len(part) == 1 or len(part) * max(lengths[i] for i in part) <= most for part in found)
 
@@ -147,7 +147,7 @@ def test_backbones_without_token_types_or_with_another_head_are_read(tmp_path: P
     torch.manual_seed(0)
     RobertaForSequenceClassification(RobertaConfig(type_vocab_size=1, **size)).save_pretrained(tmp_path)
     tokenizer(True).save_pretrained(tmp_path)
-    own = RewardModel.load(str(tmp_path), max_tokens=100, trained=False)
+    own = RewardModel.load(str(tmp_path), max_tokens=100, has_head=False)
     assert own.max_tokens == 17  # positions begin after padding's
     read = own.read(" ".join("a" * 40), "b c")
     assert read is not None
@@ -159,13 +159,13 @@ def test_a_model_reads_as_it_was_trained_to_read(tmp_path: Path) -> None:
     model(False).save(tmp_path)
     report = tmp_path / "reward_model.json"
     report.write_text('{"reads": {"max_tokens": 7, "keep": "beginning"}}')
-    found = loaded(str(tmp_path), 640, "end", "cpu", 1000).model
+    found = load_scorer(str(tmp_path), 640, "end", "cpu", 1000).model
     assert (found.max_tokens, found.keep) == (7, "beginning")
     report.write_text('{"reads": {"max_tokens": 7}}')
     with pytest.raises(UserError, match="keep of reads is missing or null"):
-        loaded(str(tmp_path), 640, "end", "cpu", 1000)
+        load_scorer(str(tmp_path), 640, "end", "cpu", 1000)
     report.write_text('{"frozen": false}')  # of an earlier version
-    assert loaded(str(tmp_path), 13, "end", "cpu", 1000).model.max_tokens == 13
+    assert load_scorer(str(tmp_path), 13, "end", "cpu", 1000).model.max_tokens == 13
 
 
 def test_a_model_that_is_not_there_is_named() -> None:

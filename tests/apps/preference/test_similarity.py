@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tba.apps.preference.similarity import LONGEST, NAMES, features, sentences
+from tba.apps.preference.similarity import LONGEST_SENTENCE, NAMES, features, split_sentences
 
 AXES = np.eye(4, dtype=np.float32)
 DOCUMENT = "Alpha beta gamma. Delta epsilon zeta. Theta kappa lambda."
@@ -19,12 +19,16 @@ def named(document: str, answer: str, document_DH: np.ndarray, answer_AH: np.nda
 
 
 def test_sentences_end_at_full_stops_and_lines_and_are_cut_where_there_are_none() -> None:
-    assert sentences('He said "go now please." She went there. ok') == ['He said "go now please."', "She went there."]
-    assert sentences("one two three\nfour five six") == ["one two three", "four five six"]
-    assert sentences("a b c . d e f .") == ["a b c .", "d e f ."]
-    assert sentences("yes") == ["yes"]
-    assert sentences(" ...\n!!") == []
-    assert [len(s.split()) for s in sentences("word " * (2 * LONGEST + 5))] == [LONGEST, LONGEST, 5]
+    assert split_sentences('He said "go now please." She went there. ok') == [
+        'He said "go now please."',
+        "She went there.",
+    ]
+    assert split_sentences("one two three\nfour five six") == ["one two three", "four five six"]
+    assert split_sentences("a b c . d e f .") == ["a b c .", "d e f ."]
+    assert split_sentences("yes") == ["yes"]
+    assert split_sentences(" ...\n!!") == []
+    n = LONGEST_SENTENCE
+    assert [len(s.split()) for s in split_sentences("word " * (2 * n + 5))] == [n, n, 5]
 
 
 def test_an_answer_that_is_the_first_sentence_covers_that_and_nothing_else() -> None:
@@ -47,7 +51,7 @@ def test_what_is_said_twice_or_not_in_the_document_is_seen() -> None:
 @given(st.text(), st.text(), st.integers(0, 99))
 def test_features_are_finite_whatever_the_texts(document: str, answer: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    split = [sentences(text) for text in (document, answer)]
+    split = [split_sentences(text) for text in (document, answer)]
     embedded = [rng.normal(size=(len(found), 8)).astype(np.float32) for found in split]
     normed = [matrix / np.linalg.norm(matrix, axis=1, keepdims=True) for matrix in embedded]
     if not all(split):

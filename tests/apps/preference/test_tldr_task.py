@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from tba.apps.preference.reward_model import ModelScore, OfLength, Win
+from tba.apps.preference.reward_model import LengthPricedScore, ModelScore, Win
 from tba.apps.preference.tldr import Tldr
 from tba.errors import UserError
 from tba.protocols import Examined, Task
@@ -118,12 +118,12 @@ def test_a_length_other_than_the_wanted_one_costs_its_logarithm() -> None:
     prompt = Prompt("tldr", np.array([1], np.int32), "<user>the post", {"document": "the post", "reference": "a b"})
     texts = ["a b c d", "a b", "a b c d e f g h", ""]
     answers = [Completion(np.array([1], np.int32), text, StopReason.EOS, (Version(), Version())) for text in texts]
-    judged = OfLength(_Known("there"), 4, 2.0).judge([(prompt, answer) for answer in answers])
+    judged = LengthPricedScore(_Known("there"), 4, 2.0).judge([(prompt, answer) for answer in answers])
     assert [j.reward for j in judged] == pytest.approx([3 - 2 * math.log(x) for x in (1, 2, 2, 8)])
     assert [j.parts["words"] for j in judged] == [4, 2, 8, 0]
     assert all(j.parts["score"] == 3 for j in judged)
     task = Tldr(reward_model="proxy", gold="gold", words=4, per_length=2.0)
-    assert task.reward() == OfLength(ModelScore("proxy"), 4, 2.0)
+    assert task.reward() == LengthPricedScore(ModelScore("proxy"), 4, 2.0)
     assert task.examination() == Win(ModelScore("gold"))  # a win is a win, at any length
     with pytest.raises(UserError, match="0 words: any"):
         Tldr(words=-1)

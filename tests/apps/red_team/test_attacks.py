@@ -58,8 +58,8 @@ def test_a_report_counts_successes_their_distance_and_the_families_they_are_of()
     assert report.distance_of_successes is not None
     assert report.distance_of_successes.estimate == pytest.approx(4 / 6)
     assert report.families == {"a": 2, "b": 2, "c": 0}
-    assert (report.found, report.evenness) == (2, pytest.approx(2.0))
+    assert (report.found_families, report.evenness) == (2, pytest.approx(2.0))
     assert any("weak spots found    2 of 3" in line for line in report.lines())
     harmless = attack_report(attacks, [0.0] * 5, np.array([east] * 5), 0.5, families)
-    assert (harmless.success.estimate, harmless.found, harmless.evenness) == (0.0, 0, None)
+    assert (harmless.success.estimate, harmless.found_families, harmless.evenness) == (0.0, 0, None)
     assert harmless.distance_of_successes is None

@@ -12,9 +12,9 @@ import torch
 from safetensors.numpy import save_file
 from transformers import AutoModelForSequenceClassification
 
-from tba.apps.red_team.embedding import SentenceEncoder
+from tba.apps.red_team.embedding import SentenceEmbedder
 from tba.apps.red_team.model_classifiers import JudgeScores, SequenceScores
-from tba.apps.red_team.sentence_classifier import SentenceWeights, is_of_sentences
+from tba.apps.red_team.sentence_classifier import SentenceWeights, reads_sentences
 from tba.apps.red_team.toxicity import CausalJudge, SequenceClassifier
 from tba.apps.red_team.trigger_world import MARKERS, TriggerWorld
 from tba.apps.red_team.victim import ModelVictim
@@ -46,7 +46,7 @@ def test_the_classifier_of_sentences_is_the_same_when_it_is_loaded_and_is_told_f
 ) -> None:
     made = TriggerWorld().labelled(240)
     texts, toxic = [text for text, _ in made], [unsafe for _, unsafe in made]
-    encoder = SentenceEncoder.load(folder)
+    encoder = SentenceEmbedder.load(folder)
     weights = SentenceWeights.train(texts[:160], toxic[:160], 100.0, encoder)
     out = tmp_path / "sentences"
     out.mkdir()
@@ -62,7 +62,7 @@ def test_the_classifier_of_sentences_is_the_same_when_it_is_loaded_and_is_told_f
     words = tmp_path / "words"
     words.mkdir()
     WordWeights.train(texts[:160], toxic[:160], WordFeatures(features=2**10)).save(words, {})
-    assert [is_of_sentences(str(path)) for path in (out, words, tmp_path / "none")] == [True, False, False]
+    assert [reads_sentences(str(path)) for path in (out, words, tmp_path / "none")] == [True, False, False]
     save_file({"weight": np.zeros(3), "bias": np.zeros(1)}, out / "weights.safetensors")
     with pytest.raises(UserError, match="other sentence embeddings"):
         SentenceWeights.load(str(out), encoder)
@@ -172,14 +172,14 @@ def test_an_attack_that_spells_a_control_token_is_text_to_victim_judge_and_class
 
     attack = "words<eos>"
     victim = VictimModel(**vars(ModelVictim(folder, "Q: {attack} A:", max_tokens=1, device="cpu")))
-    prompt = victim._prompt(victim._read(attack))
+    prompt = victim._prompt(victim._text(attack))
     assert tokenizer.eos_token_id not in prompt.tokens
     assert (tokenizer.decode(prompt.tokens), prompt.text) == ("Q: words<eos> A:", "Q: words<eos> A:")
     judge = JudgeScores(**vars(CausalJudge(folder, "Q:{attack} A:{answer}<eos>", before=" ", device="cpu")))
     AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     classifier = SequenceScores(**vars(SequenceClassifier(str(tmp_path), device="cpu")))
-    encoder = SentenceEncoder.load(folder)
+    encoder = SentenceEmbedder.load(folder)
     for scorer in (judge, classifier, encoder):
         watched(scorer.model)
     for scorer in (judge, classifier):

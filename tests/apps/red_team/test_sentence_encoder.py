@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-from tba.apps.red_team.embedding import SentenceEncoder
+from tba.apps.red_team.embedding import SentenceEmbedder
 from tba.errors import UserError
 
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", *"abcd"]
@@ -38,17 +38,17 @@ def says(folder: Path, pooling: dict[str, object], stages: list[str]) -> None:
 
 
 def test_the_mean_or_the_first_tokens_state_is_taken_as_the_model_says(folder: Path) -> None:
-    plain = SentenceEncoder.load(str(folder)).embed(["a b", "c"])
+    plain = SentenceEmbedder.load(str(folder)).embed(["a b", "c"])
     says(folder, {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, STAGES)
-    mean = SentenceEncoder.load(str(folder)).embed(["a b", "c"])
+    mean = SentenceEmbedder.load(str(folder)).embed(["a b", "c"])
     says(folder, {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, STAGES)
-    first = SentenceEncoder.load(str(folder)).embed(["a b", "c", "a"])
+    first = SentenceEmbedder.load(str(folder)).embed(["a b", "c", "a"])
     assert np.array_equal(plain, mean)
     assert np.allclose(np.linalg.norm(first, axis=1), 1.0, atol=1e-6)
     assert np.allclose(first[1], mean[1], atol=1e-6)  # of one token both are the same
     assert not np.allclose(first[0], mean[0], atol=1e-3)
     says(folder, {"pooling_mode": "cls"}, [*STAGES, "sentence_transformers.models.Normalize"])
-    assert np.array_equal(SentenceEncoder.load(str(folder)).embed(["a b", "c", "a"]), first)
+    assert np.array_equal(SentenceEmbedder.load(str(folder)).embed(["a b", "c", "a"]), first)
 
 
 @pytest.mark.parametrize(
@@ -62,4 +62,4 @@ def test_the_mean_or_the_first_tokens_state_is_taken_as_the_model_says(folder: P
 def test_what_does_more_is_refused(folder: Path, pooling: dict[str, object], stages: list[str]) -> None:
     says(folder, pooling, stages)
     with pytest.raises(UserError, match="give a model that takes the mean or the first token's state"):
-        SentenceEncoder.load(str(folder))
+        SentenceEmbedder.load(str(folder))

@@ -11,7 +11,7 @@ import pytest
 
 from tba.apps.red_team.endpoint import EndpointVictim
 from tba.apps.red_team.toxicity import CausalJudge, SequenceClassifier, Success, Toxicity, WordClassifier
-from tba.apps.red_team.victim import Answering, ModelVictim
+from tba.apps.red_team.victim import ModelVictim, StartedVictim
 from tba.errors import UserError
 from tba.types import Completion, Prompt, StopReason, Version
 
@@ -24,7 +24,7 @@ class Echo:
 
     asked: list[str] = field(default_factory=list)
 
-    def start(self) -> Answering:
+    def start(self) -> StartedVictim:
         return self
 
     def answers(self, attacks: Sequence[str], count: int) -> list[list[str]]:

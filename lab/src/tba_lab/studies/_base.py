@@ -154,22 +154,22 @@ def stale(recipe: Recipe, k: int, m: float, inverse_temperature: float = 0.0) ->
     return replace(recipe, runtime="inline", sync_every=k, replay=replay)
 
 
-def by_staleness(recipe: Recipe, of: Mapping[str, Objective]) -> dict[str, Variant]:
+def by_staleness(recipe: Recipe, objectives_by_name: Mapping[str, Objective]) -> dict[str, Variant]:
     """Returns each objective on-policy (`NAME-sync`) and stale, half of the groups old (`NAME-k10`, `NAME-k64`)."""
     variants: dict[str, Variant] = {}
-    for name, objective in of.items():
-        own = with_objective(recipe, objective)
-        variants[f"{name}-sync"] = Variant(synchronous(own), name)
+    for name, objective in objectives_by_name.items():
+        objective_recipe = with_objective(recipe, objective)
+        variants[f"{name}-sync"] = Variant(synchronous(objective_recipe), name)
         for k in (10, 64):
-            variants[f"{name}-k{k}"] = Variant(stale(own, k, m=0.5), name)
+            variants[f"{name}-k{k}"] = Variant(stale(objective_recipe, k, m=0.5), name)
     return variants
 
 
-def by_rate(recipe: Recipe, of: Mapping[str, Objective], rates: Sequence[float]) -> dict[str, Variant]:
+def by_rate(recipe: Recipe, objectives_by_name: Mapping[str, Objective], rates: Sequence[float]) -> dict[str, Variant]:
     """Returns each objective stale, at k = 10, at other learning rates than the recipe's (`NAME-k10-RATE`)."""
     return {
         f"{name}-k10-{lr:g}": Variant(stale(with_rate(with_objective(recipe, objective), lr), 10, m=0.5), name)
-        for name, objective in of.items()
+        for name, objective in objectives_by_name.items()
         for lr in rates
     }
 

@@ -12,23 +12,25 @@ from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipe import Recipe
 from tba.schedules import Constant, WarmupConstant
 from tba_lab.studies._base import TARGET, base, stale, with_objective
-from tba_lab.study import Against, Study, Variant
+from tba_lab.study import Plot, Study, Variant
 
 ROWS = 140  # in a batch, and sampled in a round
 M = 0.95
 _base = stale(base, 2, M)
 
 
-def _sampled(n: int) -> Recipe:
+def _with_samples(n: int) -> Recipe:
     """Returns the fields for S = n, at least K: fewer would leave groups ragged, since a prompt hardly comes twice."""
     return replace(_base, samples_per_prompt=n, prompts_per_round=ROWS // n)
 
 
-def _changed() -> dict[str, dict[str, Recipe]]:
+def _families() -> dict[str, dict[str, Recipe]]:
     """Returns family -> variant -> recipe."""
     return {
-        "K": {f"K{n}": replace(_sampled(max(n, 20)), group_size=n, groups_per_step=ROWS // n) for n in (4, 10, 28)},
-        "S": {f"S{n}": _sampled(n) for n in (28, 35, 70)},
+        "K": {
+            f"K{n}": replace(_with_samples(max(n, 20)), group_size=n, groups_per_step=ROWS // n) for n in (4, 10, 28)
+        },
+        "S": {f"S{n}": _with_samples(n) for n in (28, 35, 70)},
         "m": {f"m{m:g}": stale(base, 2, m) for m in (0.0, 0.25, 0.5, 0.8, 1.0)},
         "k": {f"k{k}": stale(base, k, M) for k in (1, 4, 10, 16)},
         "beta": {
@@ -41,11 +43,11 @@ def _changed() -> dict[str, dict[str, Recipe]]:
 
 
 variants = {"base": Variant(_base, "base")}
-variants |= {name: Variant(r, family) for family, found in _changed().items() for name, r in found.items()}
+variants |= {name: Variant(r, family) for family, found in _families().items() for name, r in found.items()}
 
 
-def _with_base(x: str, family: str, label: str) -> Against:
-    return Against(x, label=label, families=("base", family), joined=True)
+def _with_base(x: str, family: str, label: str) -> Plot:
+    return Plot(x, label=label, families=("base", family), single_line=True)
 
 
 study = Study(
@@ -55,7 +57,7 @@ study = Study(
     variants=variants,
     target=TARGET,
     baseline="base",
-    against=(
+    plots=(
         _with_base("group_size", "K", "answers in a group (K), batch constant"),
         _with_base("samples_per_prompt", "S", "samples of a prompt (S), round constant"),
         _with_base("replay.selection.m", "m", "share of recent groups (m)"),

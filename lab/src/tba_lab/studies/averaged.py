@@ -24,8 +24,8 @@ _shapes: dict[str, tuple[RateShape, bool]] = {
 }
 
 
-def _with(lr: float, schedule: RateShape, averaged: bool) -> Recipe:
-    return replace(_base, optimizer=replace(_base.optimizer, lr=lr, schedule=schedule, averaged=averaged))
+def _with_optimizer(lr: float, schedule: RateShape, is_averaged: bool) -> Recipe:
+    return replace(_base, optimizer=replace(_base.optimizer, lr=lr, schedule=schedule, averaged=is_averaged))
 
 
 study = Study(
@@ -33,7 +33,7 @@ study = Study(
     description="Averaged weights against a decayed rate, stale (k = 10, 64) at two rates: ends and falls.",
     recipe=_base,
     variants={
-        f"{name}-k{k}-{lr:g}": Variant(stale(_with(lr, *shape), k, m=0.5), f"{name}-{lr:g}")
+        f"{name}-k{k}-{lr:g}": Variant(stale(_with_optimizer(lr, *shape), k, m=0.5), f"{name}-{lr:g}")
         for name, shape in _shapes.items()
         for lr in (1e-4, 3e-4)
         for k in (10, 64)

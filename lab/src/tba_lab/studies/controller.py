@@ -12,7 +12,7 @@ from dataclasses import replace
 from tba.recipe import Recipe
 from tba.training.control import Control
 from tba_lab.studies._base import TARGET, base, stale, with_rate
-from tba_lab.study import Against, Study, Variant
+from tba_lab.study import Plot, Study, Variant
 
 RATE = 1e-4
 CONTROLS = {
@@ -45,5 +45,5 @@ study = Study(
     target=TARGET,
     baseline="{family}-off",
     divergence_prompts=0,
-    against=(Against("lag", label="mean lag"), Against("ess", label="effective sample size")),
+    plots=(Plot("lag", label="mean lag"), Plot("ess", label="effective sample size")),
 )

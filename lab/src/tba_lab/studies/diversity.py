@@ -22,7 +22,7 @@ from tba.record.recorder import RecordSettings
 from tba.schedules import Constant
 from tba_lab.countdown import recipe as countdown
 from tba_lab.studies._base import objectives, stale, synchronous, with_objective, with_rate
-from tba_lab.study import Against, Study, Variant
+from tba_lab.study import Plot, Study, Variant
 
 COMPARED = {"sync": ("tb", "grpo"), "k10": ("tb", "tb-corrected", "rloo", "grpo")}
 BETAS = (0.05, 0.2)  # in units of reward
@@ -65,5 +65,5 @@ study = Study(
         *("distinct", "distinct_before", "differ", "differ_before", "kl", "reward", "fall"),
         *("seconds", "lag", "uses", "steps"),
     ),
-    against=(Against("kl", y="distinct", label="KL to the reference, nats"),),
+    plots=(Plot("kl", y="distinct", label="KL to the reference, nats"),),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tba_lab.studies._base import BETA, with_objective, with_rate
 from tba_lab.studies.diversity import COMPARED, base, objective, setting
-from tba_lab.study import Against, Study, Variant
+from tba_lab.study import Plot, Study, Variant
 
 LEARNING_RATES = (3e-5, 1e-4)
 
@@ -22,5 +22,5 @@ study = Study(
     },
     seeds=(100,),
     divergence_prompts=0,
-    against=(Against("optimizer.lr", label="learning rate"),),
+    plots=(Plot("optimizer.lr", label="learning rate"),),
 )

@@ -7,7 +7,7 @@ reward, GRPO and Dr. GRPO in the loss, Online DPO by its logistic, whose beta ha
 from __future__ import annotations
 
 from tba_lab.studies._base import TARGET, base, objectives, stale, with_objective
-from tba_lab.study import Against, Study, Variant
+from tba_lab.study import Plot, Study, Variant
 
 BETAS = (0.4, 0.2, 0.1, 0.05, 0.02, 0.01)
 COMPARED = ("tb", "tb-robust", "tba-prime", "rloo", "grpo", "dr-grpo", "ppo", "online-dpo")
@@ -22,8 +22,8 @@ study = Study(
         for beta in BETAS
     },
     target=TARGET,
-    against=(
-        Against("objective.beta.value", label="beta"),
-        Against("objective.beta.value", y="kl", label="beta"),
+    plots=(
+        Plot("objective.beta.value", label="beta"),
+        Plot("objective.beta.value", y="kl", label="beta"),
     ),
 )

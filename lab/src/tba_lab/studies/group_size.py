@@ -23,7 +23,7 @@ from tba_lab.studies._base import stale as aged
 from tba_lab.studies._base import synchronous as on_policy
 from tba_lab.studies.stability import study as stability
 from tba_lab.studies.stability_countdown import study as stability_countdown
-from tba_lab.study import Against, Study, Variant
+from tba_lab.study import Plot, Study, Variant
 
 STALE = 10  # updates between two versions of the weights
 
@@ -40,14 +40,14 @@ class Comparison:
 
     def variant(self, size: int, age: str, rate: float) -> Recipe:
         prompts = self.answers // size
-        sized = replace(
+        sized_recipe = replace(
             with_rate(self.recipe, rate),
             group_size=size,
             samples_per_prompt=size,
             groups_per_step=prompts,
             prompts_per_round=prompts,
         )
-        return on_policy(sized) if age == "sync" else aged(sized, STALE, m=0.5)
+        return on_policy(sized_recipe) if age == "sync" else aged(sized_recipe, STALE, m=0.5)
 
 
 def _toy(recipe: Recipe) -> Recipe:
@@ -96,5 +96,5 @@ study = Study(
         for rate in comparison.rates
     },
     divergence_prompts=0,
-    against=(Against("group_size", label="answers to a prompt (K)"),),
+    plots=(Plot("group_size", label="answers to a prompt (K)"),),
 )

@@ -15,7 +15,7 @@ from tba.recipe import Recipe
 from tba_lab.boxed_sums import BoxedSums
 from tba_lab.studies._base import RATES, TARGET, model, objectives, stale, with_objective, with_rate
 from tba_lab.studies._base import base as sums
-from tba_lab.study import Against, Study, Variant
+from tba_lab.study import Plot, Study, Variant
 
 COMPARED = ("tba-prime", "dr-grpo", "grpo")
 UPDATES = (2, 10)  # between syncs
@@ -46,5 +46,5 @@ study = Study(
     variants={f"{name}-k{k}": Variant(_variant(name, k), name) for name in COMPARED for k in UPDATES},
     target=TARGET,
     baseline="dr-grpo-k2",
-    against=(Against("sync_every", label="updates per sync (k)"), Against("sync_every", y="fall", label="k")),
+    plots=(Plot("sync_every", label="updates per sync (k)"), Plot("sync_every", y="fall", label="k")),
 )

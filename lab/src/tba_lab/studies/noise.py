@@ -15,7 +15,7 @@ from tba.recipes import quickstart
 from tba_lab.corrupted_task import Corrupted
 from tba_lab.fabricating import Fabricating
 from tba_lab.studies._base import TARGET, base, model, more_answers, stale, task
-from tba_lab.study import Against, Study, Variant
+from tba_lab.study import Plot, Study, Variant
 
 SHARES = (0.01, 0.05, 0.2)
 SELECTIONS = {"uniform": 0.0, "reward": 3.0}  # inverse temperature of the old half
@@ -24,8 +24,8 @@ _base_model = Path(quickstart.__file__).parent / "quickstart_base"  # what the w
 _given = {f.name: getattr(model, f.name) for f in fields(model)} | {"path": str(_base_model), "warm_start": None}
 
 
-def _noisy(recipe: Recipe, flipped: float, junk: float) -> Recipe:
-    return replace(recipe, task=Corrupted(task, flipped), model=Fabricating(**_given, junk=junk))
+def _noisy(recipe: Recipe, flipped_share: float, junk_share: float) -> Recipe:
+    return replace(recipe, task=Corrupted(task, flipped_share), model=Fabricating(**_given, junk=junk_share))
 
 
 variants: dict[str, Variant] = {}
@@ -43,8 +43,8 @@ study = Study(
     variants=variants,
     target=TARGET,
     baseline="{family}-clean",
-    against=(
-        Against("task.flipped", label="share of rewards turned over"),
-        Against("model.junk", label="share of the buffer that is junk"),
+    plots=(
+        Plot("task.flipped", label="share of rewards turned over"),
+        Plot("model.junk", label="share of the buffer that is junk"),
     ),
 )

@@ -21,7 +21,7 @@ from tba.schedules import Constant, WarmupStableDecay
 from tba.tasks.arithmetic import Arithmetic
 from tba.types import Problem, Split
 from tba_lab.studies._base import BETA, base, model, more_answers, with_replay
-from tba_lab.study import Against, Study, Variant
+from tba_lab.study import Plot, Study, Variant
 
 DIGITS, LEAST = 5, 4  # digits of a number, carries of a sum
 K = 2  # updates between two versions of the weights
@@ -88,5 +88,5 @@ study = Study(
     target=0.5,
     baseline="uniform-1",
     divergence_prompts=0,
-    against=(Against("run.inline_rounds_per_sync", label="rounds of 140 answers per sync (k = 2)"),),
+    plots=(Plot("run.inline_rounds_per_sync", label="rounds of 140 answers per sync (k = 2)"),),
 )

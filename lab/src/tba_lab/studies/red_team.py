@@ -47,7 +47,7 @@ base = replace(
 def synchronous(name: str, lr: float, steps: int = SYNCHRONOUS_STEPS) -> Recipe:
     """Returns a recipe in one process that alternates: a round of attacks for each update of 128."""
     objective, replay = _baseline(name)
-    fresh = round(128 * replay.selection.m) if isinstance(replay.selection, RecencyReward) else 128
+    fresh_attacks = round(128 * replay.selection.m) if isinstance(replay.selection, RecencyReward) else 128
     return replace(
         base,
         objective=objective,
@@ -56,7 +56,7 @@ def synchronous(name: str, lr: float, steps: int = SYNCHRONOUS_STEPS) -> Recipe:
         steps=steps,
         evaluation=replace(base.evaluation, every=25),
         sync_every=1,
-        samples_per_prompt=fresh,
+        samples_per_prompt=fresh_attacks,
         replay=replay,
     )
 
@@ -78,13 +78,13 @@ def _baseline(name: str) -> tuple[Objective, ReplaySettings]:
     half_old = replace(
         on_policy, selection=RecencyReward(m=0.5, inverse_temperature=1.0, mix="group"), buffer=lowest_out
     )
-    made: dict[str, tuple[Objective, ReplaySettings]] = {
+    baselines: dict[str, tuple[Objective, ReplaySettings]] = {
         "tb": (TrajectoryBalance(Constant(1.0), off_policy="none"), on_policy),
         "ancestor": (TrajectoryBalance(Constant(1.0), log_z="learned", off_policy="none"), half_old),
         "reinforce": (Reinforce(Constant(0.0)), on_policy),
         "ppo": (Ppo(Constant(0.1)), on_policy),
     }
-    return made[name]
+    return baselines[name]
 
 
 study = Study(

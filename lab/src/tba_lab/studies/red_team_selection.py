@@ -17,7 +17,7 @@ from tba.recipe import Recipe
 from tba.replay.pacing import Pacing
 from tba.replay.selection import RecencyReward
 from tba_lab.studies.red_team import base
-from tba_lab.study import Against, Study, Variant
+from tba_lab.study import Plot, Study, Variant
 
 SELECTIONS = {  # m, inverse temperature
     "uniform": (0.5, 0.0),
@@ -55,5 +55,5 @@ study = Study(
     target=0.6,
     baseline="uniform-1",
     divergence_prompts=0,
-    against=(Against("run.inline_rounds_per_sync", label="rounds of 64 attacks per sync (k = 10)"),),
+    plots=(Plot("run.inline_rounds_per_sync", label="rounds of 64 attacks per sync (k = 10)"),),
 )

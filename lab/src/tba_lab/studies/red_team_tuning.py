@@ -5,7 +5,7 @@ from __future__ import annotations
 from tba.evaluation.estimators import SAMPLED
 from tba_lab.studies._base import with_rate
 from tba_lab.studies.red_team import RATES, base, synchronous
-from tba_lab.study import Against, Study, Variant
+from tba_lab.study import Plot, Study, Variant
 
 LEARNING_RATES = (3e-4, 1e-3, 3e-3)
 STEPS = 200  # of those that wait
@@ -22,5 +22,5 @@ study = Study(
     target=0.6,
     seeds=(100,),
     divergence_prompts=0,
-    against=(Against("optimizer.lr", label="learning rate"),),
+    plots=(Plot("optimizer.lr", label="learning rate"),),
 )

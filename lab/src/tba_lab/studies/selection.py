@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from tba.replay.pacing import Pacing
 from tba_lab.studies._base import TARGET, base, more_answers, with_replay
-from tba_lab.study import Against, Study, Variant
+from tba_lab.study import Plot, Study, Variant
 
 SELECTIONS = {"uniform": (0.0, 0.0), "reward": (0.0, 3.0), "recency": (1.0, 0.0)}  # m, inverse temperature
 
@@ -27,8 +27,8 @@ study = Study(
     },
     target=TARGET,
     baseline="{family}-1",
-    against=(
-        Against("searchers", label="searchers"),
-        Against("searchers", y="seconds_to_target", label="searchers"),
+    plots=(
+        Plot("searchers", label="searchers"),
+        Plot("searchers", y="seconds_to_target", label="searchers"),
     ),
 )

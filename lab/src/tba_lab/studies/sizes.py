@@ -11,18 +11,18 @@ from dataclasses import replace
 
 from tba.recipe import Recipe
 from tba_lab.studies._base import TARGET, asynchronous, base, model, objectives, synchronous, with_objective
-from tba_lab.study import Against, Study, Variant
+from tba_lab.study import Plot, Study, Variant
 
 # hidden size, inner size, layers; updates in which it learns to add, before it forgets carries
 SIZES = {"0.2M": (64, 256, 3, 4000), "0.45M": (96, 384, 3, 1000), "1.6M": (160, 640, 4, 1000)}
 
 
-def _of_size(recipe: Recipe, hidden: int, inner: int, layers: int, lessons: int) -> Recipe:
+def _of_size(recipe: Recipe, hidden_size: int, inner_size: int, layers: int, lessons: int) -> Recipe:
     start = model.warm_start
     assert start is not None
-    scratch = replace(start.scratch, hidden_size=hidden, ff_size=inner, layers=layers)
-    before = tuple(replace(b, settings=replace(b.settings, steps=lessons)) for b in start.before)
-    return replace(recipe, model=replace(model, warm_start=replace(start, scratch=scratch, before=before)))
+    scratch = replace(start.scratch, hidden_size=hidden_size, ff_size=inner_size, layers=layers)
+    lessons_before = tuple(replace(b, settings=replace(b.settings, steps=lessons)) for b in start.before)
+    return replace(recipe, model=replace(model, warm_start=replace(start, scratch=scratch, before=lessons_before)))
 
 
 variants: dict[str, Variant] = {}
@@ -39,8 +39,8 @@ study = Study(
     recipe=base,
     variants=variants,
     target=TARGET,
-    against=(
-        Against("model.warm_start.scratch.hidden_size", label="hidden size"),
-        Against("model.warm_start.scratch.hidden_size", y="seconds_to_target", label="hidden size"),
+    plots=(
+        Plot("model.warm_start.scratch.hidden_size", label="hidden size"),
+        Plot("model.warm_start.scratch.hidden_size", y="seconds_to_target", label="hidden size"),
     ),
 )

@@ -22,7 +22,7 @@ from tba_lab.studies._base import (
     objectives,
     task,
 )
-from tba_lab.study import Against, Study
+from tba_lab.study import Plot, Study
 from tba_lab.tb_forms import SpreadBalance, WeightedBalance
 
 RATE = 1e-4
@@ -75,5 +75,5 @@ study = Study(
     baseline="{family}-sync",
     margin=0.015,
     divergence_prompts=500,
-    against=(Against("sync_every", label="updates per sync (k); at 1 also on-policy"),),
+    plots=(Plot("sync_every", label="updates per sync (k); at 1 also on-policy"),),
 )

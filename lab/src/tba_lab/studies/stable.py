@@ -17,7 +17,7 @@ from tba.recipe import Recipe
 from tba.schedules import Constant
 from tba.training.optimizer import OptimizerSettings
 from tba_lab.studies._base import BETA, TARGET, base, objectives, stale, with_objective
-from tba_lab.study import Against, Study, Variant
+from tba_lab.study import Plot, Study, Variant
 from tba_lab.tb_forms import CorrectedBalance, QuantileClip, WeightedBalance
 
 RATES = (3e-5, 1e-4, 3e-4)
@@ -31,7 +31,7 @@ def _form(**fields: Any) -> Recipe:
     return with_objective(_short, WeightedBalance(_b, **fields))
 
 
-def _tuned(recipe: Recipe, **fields: Any) -> Recipe:
+def _with_optimizer(recipe: Recipe, **fields: Any) -> Recipe:
     return replace(recipe, optimizer=replace(recipe.optimizer, **fields))
 
 
@@ -40,7 +40,7 @@ def _quantile(recipe: Recipe, quantile: float) -> Recipe:
     return replace(recipe, optimizer=QuantileClip(**settings, quantile=quantile))
 
 
-def _with(correction: Correction) -> Recipe:
+def _corrected(correction: Correction) -> Recipe:
     return with_objective(_short, CorrectedBalance(_b, correction))
 
 
@@ -64,17 +64,17 @@ _forms: dict[str, Recipe] = {
     "log-ratio-5": _form(cap_log_ratio=5.0),
     "clip-median": _quantile(_tb, 0.5),
     "clip-tenth": _quantile(_tb, 0.1),
-    "betas-0.95": _tuned(_tb, betas=(0.9, 0.95)),
-    "betas-0.99": _tuned(_tb, betas=(0.9, 0.99)),
+    "betas-0.95": _with_optimizer(_tb, betas=(0.9, 0.95)),
+    "betas-0.99": _with_optimizer(_tb, betas=(0.9, 0.99)),
     "w-ratio-clip": _quantile(_form(weight="ratio"), 0.5),
-    "w-ratio-0.95": _tuned(_form(weight="ratio"), betas=(0.9, 0.95)),
-    "tb-clip-token": _with(Correction("clip", "token")),
-    "tb-clip-sequence": _with(Correction("clip", "sequence")),
-    "tb-clamp-token-8": _with(Correction("clamp", "token")),
+    "w-ratio-0.95": _with_optimizer(_form(weight="ratio"), betas=(0.9, 0.95)),
+    "tb-clip-token": _corrected(Correction("clip", "token")),
+    "tb-clip-sequence": _corrected(Correction("clip", "sequence")),
+    "tb-clamp-token-8": _corrected(Correction("clamp", "token")),
     "w-ratio-8-clip": _quantile(_form(weight="ratio", cap=8.0), 0.5),
     "w-ratio-8-norm": _form(weight="ratio", cap=8.0, normalised=True),
     "w-ratio-8-huber": _form(weight="ratio", cap=8.0, huber=1.0),
-    "w-ratio-8-0.95": _tuned(_form(weight="ratio", cap=8.0), betas=(0.9, 0.95)),
+    "w-ratio-8-0.95": _with_optimizer(_form(weight="ratio", cap=8.0), betas=(0.9, 0.95)),
     "w-ratio-2": _form(weight="ratio", cap=2.0),
     **{
         f"shift-{a:g}": _form(weight="ratio", cap=8.0, normalised=True, shift=Constant(a))
@@ -89,7 +89,7 @@ _forms: dict[str, Recipe] = {
     "learned-z-ratio": with_objective(_short, TrajectoryBalance(_b, log_z="learned")),
 }
 variants = {
-    f"{name}-{lr:g}": Variant(stale(_tuned(recipe, lr=lr), 10, m=0.5), name)
+    f"{name}-{lr:g}": Variant(stale(_with_optimizer(recipe, lr=lr), 10, m=0.5), name)
     for name, recipe in _forms.items()
     for lr in RATES
 }
@@ -102,5 +102,5 @@ study = Study(
     seeds=(100, 101, 102),
     target=TARGET,
     divergence_prompts=0,
-    against=(Against("optimizer.lr", label="learning rate"),),
+    plots=(Plot("optimizer.lr", label="learning rate"),),
 )

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from tba.schedules import WarmupStableDecay
 from tba_lab.studies._base import RATES, TARGET, base, objectives, stale, synchronous, with_objective, with_rate
-from tba_lab.study import Against, Study, Variant
+from tba_lab.study import Plot, Study, Variant
 
 _longer = replace(
     base,
@@ -33,8 +33,8 @@ study = Study(
     variants=variants,
     target=TARGET,
     baseline="{family}-sync",
-    against=(
-        Against("sync_every", label="updates per sync (k); at 1 also on-policy"),
-        Against("lag", label="mean lag"),
+    plots=(
+        Plot("sync_every", label="updates per sync (k); at 1 also on-policy"),
+        Plot("lag", label="mean lag"),
     ),
 )

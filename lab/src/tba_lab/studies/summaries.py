@@ -19,7 +19,7 @@ from tba.recipes.tldr_small import recipe
 from tba.replay.pacing import Pacing
 from tba.schedules import WarmupLinear
 from tba_lab.studies._base import objectives, stale, with_objective, with_rate
-from tba_lab.study import Against, Study, Variant
+from tba_lab.study import Plot, Study, Variant
 
 STEPS = 200
 COMPARED = {"tb": "tb-corrected", "online-dpo": "online-dpo", "ppo": "ppo", "rloo": "rloo", "prox-rloo": "prox-rloo"}
@@ -36,8 +36,8 @@ base = replace(
 
 def off_policy(recipe: Recipe, k: int, m: float, inverse_temperature: float = 1.0) -> Recipe:
     """k updates between syncs, the share 1 - m of the groups old, each answer used twice on average."""
-    aged = stale(recipe, k, m, inverse_temperature)
-    return replace(aged, replay=replace(aged.replay, pacing=Pacing(warm_up=0, max_mean_uses=2.0)))
+    stale_recipe = stale(recipe, k, m, inverse_temperature)
+    return replace(stale_recipe, replay=replace(stale_recipe.replay, pacing=Pacing(warm_up=0, max_mean_uses=2.0)))
 
 
 def trained_by(name: str, beta: float) -> Recipe:
@@ -59,10 +59,10 @@ study = Study(
     recipe=base,
     variants=frontier | pushed,
     columns=(SAMPLED, "reward", "kl", "perplexity", "perplexity_with_prompt", "answer_tokens", "lag", "ess"),
-    against=(
-        Against("kl", label="KL to the reference, nats an answer"),
-        Against("perplexity", label="perplexity under the reference, per token of an answer"),
-        Against("kl", y="reward", label="KL to the reference, nats an answer"),
+    plots=(
+        Plot("kl", label="KL to the reference, nats an answer"),
+        Plot("perplexity", label="perplexity under the reference, per token of an answer"),
+        Plot("kl", y="reward", label="KL to the reference, nats an answer"),
     ),
     divergence_prompts=153,
     divergence_samples=4,

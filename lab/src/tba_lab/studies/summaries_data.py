@@ -19,7 +19,7 @@ from tba.evaluation.estimators import SAMPLED
 from tba.recipe import Recipe
 from tba_lab.studies._base import synchronous
 from tba_lab.studies.summaries import COMPARED, base, off_policy, trained_by
-from tba_lab.study import Against, Study, Variant
+from tba_lab.study import Plot, Study, Variant
 
 BETA = 0.5
 SELECTIONS = {"uniform": (0.0, 0.0), "reward": (0.0, 1.0), "recency": (1.0, 0.0)}  # m, inverse temperature
@@ -53,9 +53,9 @@ study = Study(
     recipe=base,
     variants=variants,
     columns=(SAMPLED, "reward", "kl", "perplexity", "answer_tokens", "lag", "ess", "uses"),
-    against=(
-        Against("lag", label="mean lag", families=tuple(COMPARED)),
-        Against("kl", label="KL to the reference, nats an answer"),
+    plots=(
+        Plot("lag", label="mean lag", families=tuple(COMPARED)),
+        Plot("kl", label="KL to the reference, nats an answer"),
     ),
     divergence_prompts=153,
     divergence_samples=4,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tba_lab.studies._base import TARGET, base, objectives, stale, synchronous, with_objective, with_rate
-from tba_lab.study import Against, Study, Variant
+from tba_lab.study import Plot, Study, Variant
 
 LEARNING_RATES = (3e-5, 1e-4, 3e-4)
 
@@ -30,5 +30,5 @@ study = Study(
     seeds=(100,),
     target=TARGET,
     divergence_prompts=0,
-    against=(Against("optimizer.lr", label="learning rate"),),
+    plots=(Plot("optimizer.lr", label="learning rate"),),
 )

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from tba.evaluation.estimators import Interval, ratio_interval
 
 BINS = 10
-NEAR = 0.1  # pairs whose lengths differ by less than this share are of nearly equal length
+NEAR_SHARE = 0.1  # pairs whose lengths differ by less than this share are of nearly equal length
 
 _Floats = npt.NDArray[np.float64]
 
@@ -42,32 +42,33 @@ class Agreement:
         def percent(i: Interval) -> str:
             return f"{100 * i.estimate:.1f} % [{100 * i.low:.1f}, {100 * i.high:.1f}]"
 
-        near = "none" if self.near_accuracy is None else f"{percent(self.near_accuracy)} of {self.near_pairs:,}"
+        near_text = "none" if self.near_accuracy is None else f"{percent(self.near_accuracy)} of {self.near_pairs:,}"
         d = self.difference
         return [
             f"held-out pairs     {self.pairs:,} of {self.documents:,} documents (intervals resample documents)",
             f"accuracy           {percent(self.accuracy)}",
             f"by length alone    {percent(self.length_accuracy)}, difference {100 * d.estimate:+.1f} points "
             f"[{100 * d.low:+.1f}, {100 * d.high:+.1f}]",
-            f"nearly equal long  {near}",
+            f"nearly equal long  {near_text}",
             f"calibration        {self.loss:.3f} nats a pair (a coin has 0.693), mean error "
             f"{100 * self.calibration_error:.1f} points",
         ]
 
 
 def agreement(
-    differences: Sequence[float], longer: Sequence[float], near: Sequence[bool], documents: Sequence[str]
+    differences: Sequence[float], length_marks: Sequence[float], near_lengths: Sequence[bool], documents: Sequence[str]
 ) -> Agreement:
-    """`differences` [P] are of scores, chosen less rejected; `longer` [P] is 1 where length alone is right, 0 where it
-    is wrong, 0.5 where it is neither; `near` [P] says which answers are of nearly equal length. Raises `ValueError` for
-    no pairs.
+    """Returns how well scores agree with people. `differences` [P] are of scores, chosen less rejected; `length_marks`
+    [P] is 1 where length alone is right, 0 where it is wrong, 0.5 where it is neither; `near_lengths` [P] says which
+    answers are of nearly equal length. Raises `ValueError` for no pairs.
     """
     names = {name: d for d, name in enumerate(dict.fromkeys(documents))}
     document_P = np.array([names[name] for name in documents])
     difference_P = np.asarray(differences, np.float64)
-    right_P, length_P, near_P = _right(difference_P), np.asarray(longer, np.float64), np.asarray(near, bool)
+    correct_P, length_P = _correct(difference_P), np.asarray(length_marks, np.float64)
+    near_P = np.asarray(near_lengths, bool)
 
-    def of(value_P: _Floats, mask_P: npt.NDArray[np.bool_] | None = None) -> Interval:
+    def interval(value_P: _Floats, mask_P: npt.NDArray[np.bool_] | None = None) -> Interval:
         mask = np.ones(len(value_P), bool) if mask_P is None else mask_P
         total_D = np.bincount(document_P[mask], value_P[mask], len(names))
         return ratio_interval(total_D, np.bincount(document_P[mask], minlength=len(names)))
@@ -75,11 +76,11 @@ def agreement(
     return Agreement(
         pairs=len(difference_P),
         documents=len(names),
-        accuracy=of(right_P),
-        length_accuracy=of(length_P),
-        difference=of(right_P - length_P),
+        accuracy=interval(correct_P),
+        length_accuracy=interval(length_P),
+        difference=interval(correct_P - length_P),
         near_pairs=int(near_P.sum()),
-        near_accuracy=of(right_P, near_P) if near_P.any() else None,
+        near_accuracy=interval(correct_P, near_P) if near_P.any() else None,
         loss=float(np.logaddexp(0.0, -difference_P).mean()),
         calibration_error=calibration_error(difference_P),
     )
@@ -90,12 +91,12 @@ def calibration_error(difference_P: _Floats) -> float:
     width from 1/2 to 1: how sure the scores are of the answer that they prefer, against how often that is the chosen
     one.
     """
-    sure_P = 1 / (1 + np.exp(-np.abs(difference_P)))
-    bin_P = np.minimum(((sure_P - 0.5) * 2 * BINS).astype(int), BINS - 1)
-    right_P = _right(difference_P)
-    gaps = [abs(float((sure_P - right_P)[bin_P == b].sum())) for b in range(BINS)]
+    confidence_P = 1 / (1 + np.exp(-np.abs(difference_P)))
+    bin_P = np.minimum(((confidence_P - 0.5) * 2 * BINS).astype(int), BINS - 1)
+    correct_P = _correct(difference_P)
+    gaps = [abs(float((confidence_P - correct_P)[bin_P == b].sum())) for b in range(BINS)]
     return sum(gaps) / len(difference_P)
 
 
-def _right(difference_P: _Floats) -> _Floats:
+def _correct(difference_P: _Floats) -> _Floats:
     return np.where(difference_P == 0, 0.5, difference_P > 0).astype(np.float64)

@@ -63,26 +63,26 @@ def read_pairs(path: Path, score: str = "score") -> tuple[list[PreferencePair], 
 
     Raises `UserError` when the file cannot be opened or has no pair.
     """
-    return pairs_of(read(path), str(path), score)
+    return preference_pairs(read(path), str(path), score)
 
 
-def pairs_of(
+def preference_pairs(
     lines: Iterable[tuple[int, Values | Refusal]], source: str, score: str = "score"
 ) -> tuple[list[PreferencePair], PairReport]:
     """Returns all pairs of numbered lines of any source, in order, and the report on the lines."""
     pairs: list[PreferencePair] = []
     report = PairReport()
-    for number, count, line in _gathered(lines):
+    for number, count, line in _grouped_lines(lines):
         report.lines += count
         place = f"line {number}"
         if isinstance(line, Refusal):
             report.refuse(line.reason, place)
             continue
-        for found in _of_line(line, score):
-            if isinstance(found, Refusal):
-                report.refuse(found.reason, place)
+        for pair in _line_pairs(line, score):
+            if isinstance(pair, Refusal):
+                report.refuse(pair.reason, place)
             else:
-                pairs.append(found)
+                pairs.append(pair)
     report.pairs = len(pairs)
     if not pairs:
         reasons = "; ".join(f"{reason} ({count})" for reason, count in report.refused.most_common(3))
@@ -92,26 +92,26 @@ def pairs_of(
     return pairs, report
 
 
-def _gathered(lines: Iterable[tuple[int, Values | Refusal]]) -> Iterator[tuple[int, int, Values | Refusal]]:
+def _grouped_lines(lines: Iterable[tuple[int, Values | Refusal]]) -> Iterator[tuple[int, int, Values | Refusal]]:
     """Yields (number of the first, how many, line), with lines of one answer to the same prompt made one line."""
-    own: list[tuple[int, Values]] = []
+    group_lines: list[tuple[int, Values]] = []
     for number, line in lines:
-        single = None if isinstance(line, Refusal) or "chosen" in line or "response" not in line else line
-        if own and not (single is not None and _prompt(single) == _prompt(own[0][1])):
-            yield _together(own)
-            own = []
-        if single is not None:
-            own.append((number, single))
+        answer_line = None if isinstance(line, Refusal) or "chosen" in line or "response" not in line else line
+        if group_lines and not (answer_line is not None and _prompt(answer_line) == _prompt(group_lines[0][1])):
+            yield _merged_line(group_lines)
+            group_lines = []
+        if answer_line is not None:
+            group_lines.append((number, answer_line))
         else:
             yield number, 1, line
-    if own:
-        yield _together(own)
+    if group_lines:
+        yield _merged_line(group_lines)
 
 
-def _together(own: Sequence[tuple[int, Values]]) -> tuple[int, int, Values]:
-    number, first = own[0]
-    answers = [{**line, "text": line["response"], "score": line.get("score", line.get("reward"))} for _, line in own]
-    return number, len(own), {**first, "summaries": answers}
+def _merged_line(group_lines: Sequence[tuple[int, Values]]) -> tuple[int, int, Values]:
+    number, first_line = group_lines[0]
+    answers = [{**row, "text": row["response"], "score": row.get("score", row.get("reward"))} for _, row in group_lines]
+    return number, len(group_lines), {**first_line, "summaries": answers}
 
 
 def folds(pairs: Sequence[PreferencePair], count: int) -> list[list[int]]:
@@ -122,39 +122,39 @@ def folds(pairs: Sequence[PreferencePair], count: int) -> list[list[int]]:
     names = sorted({pair.document for pair in pairs}, key=_digest)
     if not 2 <= count <= len(names):
         raise UserError(f"{count} folds of {len(names)} documents: give at least 2, and a document for each")
-    part = {name: i % count for i, name in enumerate(names)}
-    parts: list[list[int]] = [[] for _ in range(count)]
-    for place, pair in enumerate(pairs):
-        parts[part[pair.document]].append(place)
-    return parts
+    fold_of_name = {name: i % count for i, name in enumerate(names)}
+    fold_indices: list[list[int]] = [[] for _ in range(count)]
+    for index, pair in enumerate(pairs):
+        fold_indices[fold_of_name[pair.document]].append(index)
+    return fold_indices
 
 
-def share(pairs: Sequence[PreferencePair], held_out: float) -> list[int]:
+def held_out_indices(pairs: Sequence[PreferencePair], held_out: float) -> list[int]:
     """Returns the indices of the pairs of a share of the documents, at least one and not all of them."""
     names = sorted({pair.document for pair in pairs}, key=_digest)
-    held = set(names[: min(len(names) - 1, max(1, round(held_out * len(names))))])
-    return [place for place, pair in enumerate(pairs) if pair.document in held]
+    held_out_names = set(names[: min(len(names) - 1, max(1, round(held_out * len(names))))])
+    return [index for index, pair in enumerate(pairs) if pair.document in held_out_names]
 
 
 def _digest(name: str) -> bytes:
     return hashlib.blake2b(name.encode("utf-8", "surrogatepass")).digest()
 
 
-def _of_line(line: Values, score: str) -> Iterator[PreferencePair | Refusal]:
+def _line_pairs(line: Values, score: str) -> Iterator[PreferencePair | Refusal]:
     summaries = line.get("summaries", line.get("responses"))
     if isinstance(summaries, list):
-        yield from _of_list(line, summaries, score)
+        yield from _list_pairs(line, summaries, score)
         return
-    missing = [name for name in ("chosen", "rejected") if name not in line]
-    if missing:
-        yield Refusal(f"no field {missing[0]!r}")
+    missing_fields = [name for name in ("chosen", "rejected") if name not in line]
+    if missing_fields:
+        yield Refusal(f"no field {missing_fields[0]!r}")
         return
     split = _split(line)
     yield split if isinstance(split, Refusal) else _pair(*split, line)
 
 
-def _of_list(line: Values, summaries: list[Json], score: str) -> Iterator[PreferencePair | Refusal]:
-    """Returns pairs from answers with scores, or from two answers and which was chosen."""
+def _list_pairs(line: Values, summaries: list[Json], score: str) -> Iterator[PreferencePair | Refusal]:
+    """Yields pairs from answers with scores, or from two answers with the number of the chosen one."""
     prompt = _prompt(line)
     texts = [entry.get("text") if isinstance(entry, Mapping) else entry for entry in summaries]
     if prompt is None:
@@ -170,7 +170,7 @@ def _of_list(line: Values, summaries: list[Json], score: str) -> Iterator[Prefer
         else:
             yield _pair(prompt, str(texts[int(choice)]), str(texts[1 - int(choice)]), line)
         return
-    scores = [_mark(entry.get(score)) if isinstance(entry, Mapping) else None for entry in summaries]
+    scores = [_score(entry.get(score)) if isinstance(entry, Mapping) else None for entry in summaries]
     if len(texts) < 2:
         yield Refusal("fewer than two answers")
     elif None not in scores and len(set(scores)) == 1:
@@ -182,7 +182,7 @@ def _of_list(line: Values, summaries: list[Json], score: str) -> Iterator[Prefer
             yield _pair(prompt, str(a if p > q else b), str(b if p > q else a), line)
 
 
-def _mark(score: Json) -> float | None:
+def _score(score: Json) -> float | None:
     """Returns the score if it is a finite number, else None."""
     if not isinstance(score, int | float) or isinstance(score, bool):
         return None
@@ -202,37 +202,37 @@ def _pair(prompt: str, chosen: str, rejected: str, line: Values) -> PreferencePa
         return Refusal("an empty answer")
     if chosen.strip() == rejected.strip():
         return Refusal("two equal answers")
-    named = next((str(line[name]) for name in _DOCUMENTS if isinstance(line.get(name), str | int)), None)
-    return PreferencePair(prompt, chosen, rejected, named or prompt)
+    document = next((str(line[name]) for name in _DOCUMENTS if isinstance(line.get(name), str | int)), None)
+    return PreferencePair(prompt, chosen, rejected, document or prompt)
 
 
 def _split(line: Values) -> tuple[str, str, str] | Refusal:
     """Split a conversation into its prompt, the chosen and the rejected answer."""
     chosen, rejected, prompt = line["chosen"], line["rejected"], _prompt(line)
     if isinstance(chosen, list) and isinstance(rejected, list):
-        return _of_messages(chosen, rejected, prompt)
+        return _split_messages(chosen, rejected, prompt)
     a, b = _text(chosen), _text(rejected)
     if a is None or b is None:
         return Refusal("an answer is no text")
     if prompt is not None:
-        repeated = a.startswith(prompt) and b.startswith(prompt)  # in both, or it is the answer's own
-        return (prompt, a.removeprefix(prompt), b.removeprefix(prompt)) if repeated else (prompt, a, b)
+        repeats_prompt = a.startswith(prompt) and b.startswith(prompt)  # in both, or it is the answer's own
+        return (prompt, a.removeprefix(prompt), b.removeprefix(prompt)) if repeats_prompt else (prompt, a, b)
     beginning = a[: a.rfind(_TURN) + len(_TURN)] if _TURN in a else ""
     if not beginning or not b.startswith(beginning):
         return Refusal("no prompt, and no dialogues that begin alike")
     return beginning, a.removeprefix(beginning).lstrip(), b.removeprefix(beginning).lstrip()
 
 
-def _of_messages(chosen: list[Json], rejected: list[Json], prompt: str | None) -> tuple[str, str, str] | Refusal:
+def _split_messages(chosen: list[Json], rejected: list[Json], prompt: str | None) -> tuple[str, str, str] | Refusal:
     a, b = ([_text(message) for message in messages] for messages in (chosen, rejected))
     if not a or not b or None in a or None in b:
         return Refusal("an answer is no text")
     if a[:-1] != b[:-1]:
         return Refusal("two dialogues that differ before their last answer")
-    before = "\n\n".join(str(text) for text in a[:-1])
-    if not before and prompt is None:
+    beginning = "\n\n".join(str(text) for text in a[:-1])
+    if not beginning and prompt is None:
         return Refusal("no prompt")
-    return before or str(prompt), str(a[-1]), str(b[-1])
+    return beginning or str(prompt), str(a[-1]), str(b[-1])
 
 
 def _prompt(line: Values) -> str | None:
@@ -241,8 +241,8 @@ def _prompt(line: Values) -> str | None:
         for name in _PROMPTS:
             text = _text(values.get(name))
             if text is not None:
-                more = values.get("input") if name == "instruction" else None
-                return f"{text}\n\n{more}" if isinstance(more, str) and more.strip() else text
+                input_text = values.get("input") if name == "instruction" else None
+                return f"{text}\n\n{input_text}" if isinstance(input_text, str) and input_text.strip() else text
     return None
 
 

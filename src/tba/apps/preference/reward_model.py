@@ -17,10 +17,10 @@ from tba.errors import UserError
 from tba.types import Completion, Judgement, Prompt, StopReason
 
 log = logging.getLogger("tba.reward")
-_CUT = (StopReason.LENGTH, StopReason.INTERRUPTED)
+_UNFINISHED = (StopReason.LENGTH, StopReason.INTERRUPTED)
 
 
-class _Loaded(Protocol):
+class _Scorer(Protocol):
     def judge(self, pairs: Sequence[tuple[str, str]]) -> Sequence[float | None]: ...
 
 
@@ -38,7 +38,7 @@ class ModelScore:
     keep: Literal["beginning", "end"] = "end"  # which part of such a prompt stays
     device: str = "cpu"
     max_tokens_per_pass: int = 16384  # padded
-    _loaded: list[_Loaded] = field(default_factory=list, init=False, repr=False, compare=False)
+    _scorers: list[_Scorer] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -49,30 +49,30 @@ class ModelScore:
         scores = self.scores(
             [(_document(prompt), prompt.answer_in(completion.text)) for prompt, completion in answered]
         )
-        return [self._mark(completion, score) for (_, completion), score in zip(answered, scores, strict=True)]
+        return [self._to_judgement(completion, score) for (_, completion), score in zip(answered, scores, strict=True)]
 
     def scores(self, pairs: Sequence[tuple[str, str]]) -> Sequence[float | None]:
         """Returns the score of each (prompt, response), None if the response is too long. Raises as `judge` does."""
-        if not self._loaded:
-            self._loaded.append(self._load())
-        return self._loaded[0].judge(pairs)
+        if not self._scorers:
+            self._scorers.append(self._load())
+        return self._scorers[0].judge(pairs)
 
-    def _mark(self, completion: Completion, score: float | None) -> Judgement:
-        cut = completion.stop_reason in _CUT
+    def _to_judgement(self, completion: Completion, score: float | None) -> Judgement:
+        is_unfinished = completion.stop_reason in _UNFINISHED
         if score is None:  # longer than the model reads: as bad as one that did not end, or else rejected and counted
             return Judgement(math.nan if self.without_eos is None else self.without_eos, {"unread": 1.0})
-        reward = self.without_eos if cut and self.without_eos is not None else score
-        return Judgement(reward, {"score": score, "cut": float(cut)})
+        reward = self.without_eos if is_unfinished and self.without_eos is not None else score
+        return Judgement(reward, {"score": score, "cut": float(is_unfinished)})
 
-    def _load(self) -> _Loaded:
-        from tba.apps.preference.frozen import loaded
+    def _load(self) -> _Scorer:
+        from tba.apps.preference.frozen import load_scorer
 
-        return loaded(self.path, self.max_tokens, self.keep, self.device, self.max_tokens_per_pass)
+        return load_scorer(self.path, self.max_tokens, self.keep, self.device, self.max_tokens_per_pass)
 
 
 @dataclass(frozen=True)
-class OfLength:
-    """A score less `price` x |log(words of the answer / `words`)|, so that no answer gains by its length.
+class LengthPricedScore:
+    """Takes `price` x |log(words of the answer / `words`)| off a score, so that no answer gains by its length.
 
     Without it a policy learns the cheapest thing that people's marks reward, which is more words. An answer without
     words counts as one of half a word. Parts: those of the score, and `words`.
@@ -85,18 +85,18 @@ class OfLength:
     def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
         """Returns one judgement for each, in order. Raises `UserError` when the model cannot be loaded."""
         return [
-            self._less(judged, len(completion.text.split()))
-            for judged, (_, completion) in zip(self.score.judge(answered), answered, strict=True)
+            self._priced(judgement, len(completion.text.split()))
+            for judgement, (_, completion) in zip(self.score.judge(answered), answered, strict=True)
         ]
 
-    def _less(self, judged: Judgement, words: int) -> Judgement:
-        lost = self.price * abs(math.log(max(words, 0.5) / self.words))
-        return Judgement(judged.reward - lost, {**judged.parts, "words": float(words)})
+    def _priced(self, judgement: Judgement, words: int) -> Judgement:
+        length_price = self.price * abs(math.log(max(words, 0.5) / self.words))
+        return Judgement(judgement.reward - length_price, {**judgement.parts, "words": float(words)})
 
 
 @dataclass(frozen=True)
 class Win:
-    """1 if a model scores an answer above the prompt's field `reference`, else 0: the mean is the win rate.
+    """Gives 1 if a model scores an answer above the prompt's field `reference`, else 0: the mean is the win rate.
 
     An answer without EOS is scored as it is. One that the model cannot read loses; so does every answer to a
     prompt whose reference it cannot read, and the log says how many of these there are.
@@ -109,18 +109,18 @@ class Win:
 
     def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
         """Returns one judgement for each, in order. Raises `UserError` for a prompt without a reference."""
-        against = [(_document(prompt), _reference(prompt)) for prompt, _ in answered]
-        new = [pair for pair in dict.fromkeys(against) if pair not in self._references]
-        self._references.update(zip(new, self.model.scores(new) if new else [], strict=True))
-        unread = sum(self._references[pair] is None for pair in new)
-        if unread:
+        reference_pairs = [(_document(prompt), _reference(prompt)) for prompt, _ in answered]
+        new_pairs = [pair for pair in dict.fromkeys(reference_pairs) if pair not in self._references]
+        self._references.update(zip(new_pairs, self.model.scores(new_pairs) if new_pairs else [], strict=True))
+        unread_count = sum(self._references[pair] is None for pair in new_pairs)
+        if unread_count:
             log.warning(
-                "%d references cannot be read by the model at %s: no answer wins there", unread, self.model.path
+                "%d references cannot be read by the model at %s: no answer wins there", unread_count, self.model.path
             )
         scores = self.model.scores(
             [(_document(prompt), prompt.answer_in(completion.text)) for prompt, completion in answered]
         )
-        return [_win(score, self._references[pair]) for score, pair in zip(scores, against, strict=True)]
+        return [_win(score, self._references[pair]) for score, pair in zip(scores, reference_pairs, strict=True)]
 
 
 def _win(score: float | None, reference: float | None) -> Judgement:

@@ -30,14 +30,14 @@ from tba.policy.loading import no_bars, pretrained, readable
 REPORT = "reward_model.json"  # in a folder of `tba reward-model`: what it was made of, and its report
 
 
-class Cut(Protocol):
+class CuttableText(Protocol):
     """A text as a reward model reads it."""
 
     @property
     def cut(self) -> int: ...
 
 
-S = TypeVar("S", bound=Cut)
+S = TypeVar("S", bound=CuttableText)
 
 
 class Scorable(Protocol[S]):
@@ -53,34 +53,34 @@ class Scorable(Protocol[S]):
         ...
 
     def begin(self, texts: Sequence[S]) -> None:
-        """Called once with the training data."""
+        """Prepares the model for the training data, once."""
         ...
 
     def scores(self, texts: Sequence[S]) -> Tensor:
-        """Scores [N] of answers, with gradients."""
+        """Returns scores [N] of answers, with gradients."""
         ...
 
     def all_scores(self, texts: Sequence[S], max_tokens_per_pass: int) -> np.ndarray:
         """Returns scores [N] without gradients, in as many passes as it takes."""
         ...
 
-    def parts(self, texts: Sequence[S], max_tokens: int) -> list[list[int]]:
+    def passes(self, texts: Sequence[S], max_tokens: int) -> list[list[int]]:
         """Returns the indices of the texts, split into passes of at most `max_tokens`."""
         ...
 
-    def trained(self) -> list[Parameter]:
+    def trained_parameters(self) -> list[Parameter]:
         """Returns the parameters that training moves."""
         ...
 
     def save(self, folder: Path) -> None: ...
 
 
-def unreadable(path: str) -> AbstractContextManager[None]:
-    """Inside, what transformers raises for files that it cannot read is a `UserError` that names the reward model."""
+def naming_load_errors(path: str) -> AbstractContextManager[None]:
+    """Turns errors of transformers about files that it cannot read into a `UserError` that names the reward model."""
     return readable(f"no reward model can be loaded from {path!r}", "give a folder or name")
 
 
-def made_to_read(folder: Path) -> tuple[int, Literal["beginning", "end"]] | None:
+def trained_lengths(folder: Path) -> tuple[int, Literal["beginning", "end"]] | None:
     """Returns (tokens, the part of a longer prompt that stays) that the model was trained with; None if not recorded.
 
     Raises `UserError` when what is recorded makes no sense.
@@ -96,29 +96,29 @@ def made_to_read(folder: Path) -> tuple[int, Literal["beginning", "end"]] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TokenisedText:
     """A prompt and a response as the model reads them."""
 
     tokens: tuple[int, ...]
-    second: int  # where the response begins: an encoder tells the two apart
+    response_start: int  # where the response begins: an encoder tells the two apart
     cut: int  # tokens of the prompt that were left out
 
 
 class RewardModel:
-    """Scores of (prompt, response), in batches."""
+    """Scores (prompt, response) by a backbone with a scalar head, in batches."""
 
     def __init__(
         self, model: Any, tokenizer: Any, max_tokens: int, keep: Literal["beginning", "end"], device: str = "cpu"
     ) -> None:
         self.model, self.tokenizer, self.max_tokens, self.keep = model.to(device).eval(), tokenizer, max_tokens, keep
-        self._pair = tokenizer.cls_token_id is not None and tokenizer.sep_token_id is not None
-        self._ends = [tokenizer.sep_token_id] if self._pair else [tokenizer.eos_token_id]
-        if self._ends[0] is None:
+        self._is_pair_model = tokenizer.cls_token_id is not None and tokenizer.sep_token_id is not None
+        self._end_tokens = [tokenizer.sep_token_id] if self._is_pair_model else [tokenizer.eos_token_id]
+        if self._end_tokens[0] is None:
             raise UserError("the tokenizer has neither EOS nor [SEP], so that no response would end: give one that has")
         # The head reads the last token that is no padding: EOS must not be taken for padding.
-        self.pad = next(i for i in (tokenizer.pad_token_id, 0, 1) if i is not None and i != self._ends[0])
+        self.pad = next(i for i in (tokenizer.pad_token_id, 0, 1) if i is not None and i != self._end_tokens[0])
         model.config.pad_token_id = self.pad
-        self._typed = self._pair and (getattr(model.config, "type_vocab_size", 0) or 0) > 1
+        self._has_token_types = self._is_pair_model and (getattr(model.config, "type_vocab_size", 0) or 0) > 1
 
     @classmethod
     def load(
@@ -127,60 +127,60 @@ class RewardModel:
         max_tokens: int = 640,
         keep: Literal["beginning", "end"] = "end",
         device: str = "cpu",
-        trained: bool = True,
+        has_head: bool = True,
     ) -> RewardModel:
-        """Loads a folder or a Hub name. trained: it has a head with one score; else a new one is drawn if it has not.
+        """Loads a folder or a Hub name. has_head: it has a head with one score; else a new one is drawn if it has not.
 
         Raises `UserError` when it cannot be loaded.
         """
-        with no_bars(), unreadable(path):
-            model = pretrained(AutoModelForSequenceClassification, path, torch.float32, not trained, num_labels=1)
+        with no_bars(), naming_load_errors(path):
+            model = pretrained(AutoModelForSequenceClassification, path, torch.float32, not has_head, num_labels=1)
             tokenizer = AutoTokenizer.from_pretrained(path, **SAFE)
         return cls(model, tokenizer, positions(model.config, max_tokens), keep, device)
 
-    def read(self, prompt: str, response: str) -> Text | None:
+    def read(self, prompt: str, response: str) -> TokenisedText | None:
         """Returns prompt and response as tokens; None for a response that is too long by itself."""
-        first = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        second = encoded(self.tokenizer, control_tokens(self.tokenizer).markup(response))
-        begin = [self.tokenizer.cls_token_id] if self._pair else []
-        middle = [self.tokenizer.sep_token_id] if self._pair else []
-        room = self.max_tokens - len(begin) - len(middle) - len(second) - 1
+        prompt_tokens = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        response_tokens = encoded(self.tokenizer, control_tokens(self.tokenizer).markup(response))
+        start_tokens = [self.tokenizer.cls_token_id] if self._is_pair_model else []
+        middle_tokens = [self.tokenizer.sep_token_id] if self._is_pair_model else []
+        room = self.max_tokens - len(start_tokens) - len(middle_tokens) - len(response_tokens) - 1
         if room < 1:
             return None
-        cut = max(0, len(first) - room)
-        kept = first[:room] if self.keep == "beginning" else first[cut:]
-        head = [*begin, *kept, *middle]
-        return Text((*head, *second, *self._ends), len(head), cut)
+        cut_tokens = max(0, len(prompt_tokens) - room)
+        prompt_part = prompt_tokens[:room] if self.keep == "beginning" else prompt_tokens[cut_tokens:]
+        head_tokens = [*start_tokens, *prompt_part, *middle_tokens]
+        return TokenisedText((*head_tokens, *response_tokens, *self._end_tokens), len(head_tokens), cut_tokens)
 
-    def read_all(self, pairs: Sequence[tuple[str, str]], max_tokens: int) -> list[Text | None]:
-        """Returns `read` of each."""
+    def read_all(self, pairs: Sequence[tuple[str, str]], max_tokens: int) -> list[TokenisedText | None]:
+        """Returns `read` of each pair."""
         return [self.read(*pair) for pair in pairs]
 
-    def begin(self, texts: Sequence[Text]) -> None:
+    def begin(self, texts: Sequence[TokenisedText]) -> None:
         """Does nothing: no preparation is needed."""
 
-    def trained(self) -> list[Parameter]:
+    def trained_parameters(self) -> list[Parameter]:
         """Returns the parameters that are not frozen."""
         return [p for p in self.model.parameters() if p.requires_grad]
 
-    def parts(self, texts: Sequence[Text], max_tokens: int) -> list[list[int]]:
-        return parts(texts, max_tokens)
+    def passes(self, texts: Sequence[TokenisedText], max_tokens: int) -> list[list[int]]:
+        return length_batches(texts, max_tokens)
 
-    def scores(self, texts: Sequence[Text]) -> Tensor:
+    def scores(self, texts: Sequence[TokenisedText]) -> Tensor:
         """Returns [N], from one forward pass."""
-        ids_NT, second_NT, there_NT = _padded(texts, self.pad)
+        ids_NT, response_NT, mask_NT = _padded(texts, self.pad)
         device = self.model.device
-        more = {"token_type_ids": second_NT.to(device)} if self._typed else {}
-        logits = self.model(input_ids=ids_NT.to(device), attention_mask=there_NT.to(device), **more).logits
+        token_types = {"token_type_ids": response_NT.to(device)} if self._has_token_types else {}
+        logits = self.model(input_ids=ids_NT.to(device), attention_mask=mask_NT.to(device), **token_types).logits
         return logits[:, 0].float()
 
     @torch.no_grad()
-    def all_scores(self, texts: Sequence[Text], max_tokens_per_pass: int = 16384) -> np.ndarray:
+    def all_scores(self, texts: Sequence[TokenisedText], max_tokens_per_pass: int = 16384) -> np.ndarray:
         """Returns [N] in as many passes as it takes, without gradients."""
-        found = np.zeros(len(texts), np.float32)
-        for part in parts(texts, max_tokens_per_pass):
-            found[part] = self.scores([texts[i] for i in part]).cpu().numpy()
-        return found
+        score_N = np.zeros(len(texts), np.float32)
+        for indices in length_batches(texts, max_tokens_per_pass):
+            score_N[indices] = self.scores([texts[i] for i in indices]).cpu().numpy()
+        return score_N
 
     def save(self, folder: Path) -> None:
         """Write the model and its tokenizer into a folder."""
@@ -189,28 +189,28 @@ class RewardModel:
             self.tokenizer.save_pretrained(folder)
 
 
-def parts(texts: Sequence[Text], max_tokens: int) -> list[list[int]]:
+def length_batches(texts: Sequence[TokenisedText], max_tokens: int) -> list[list[int]]:
     """Returns the texts' indices sorted by length, in parts of at most `max_tokens` padded tokens (or one text)."""
-    found: list[list[int]] = []
+    batches: list[list[int]] = []
     for i in sorted(range(len(texts)), key=lambda i: len(texts[i].tokens)):
-        if not found or (len(found[-1]) + 1) * len(texts[i].tokens) > max_tokens:
-            found.append([])
-        found[-1].append(i)
-    return found
+        if not batches or (len(batches[-1]) + 1) * len(texts[i].tokens) > max_tokens:
+            batches.append([])
+        batches[-1].append(i)
+    return batches
 
 
-def _padded(texts: Sequence[Text], pad: int) -> tuple[Tensor, Tensor, Tensor]:
+def _padded(texts: Sequence[TokenisedText], pad: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns three [N, T]: tokens, whether each belongs to the response, and whether it is not padding."""
     longest = max(len(text.tokens) for text in texts)
-    ids, second, there = (np.full((len(texts), longest), fill, np.int64) for fill in (pad, 0, 0))
+    token_NT, response_NT, mask_NT = (np.full((len(texts), longest), fill, np.int64) for fill in (pad, 0, 0))
     for row, text in enumerate(texts):
         n = len(text.tokens)
-        ids[row, :n], second[row, text.second : n], there[row, :n] = text.tokens, 1, 1
-    return torch.from_numpy(ids), torch.from_numpy(second), torch.from_numpy(there)
+        token_NT[row, :n], response_NT[row, text.response_start : n], mask_NT[row, :n] = text.tokens, 1, 1
+    return torch.from_numpy(token_NT), torch.from_numpy(response_NT), torch.from_numpy(mask_NT)
 
 
 @dataclass(frozen=True)
-class Scored:
+class PairScorer:
     """A reward model that reads texts and scores them."""
 
     model: Scorable[Any]
@@ -218,10 +218,11 @@ class Scored:
 
     def judge(self, pairs: Sequence[tuple[str, str]]) -> list[float | None]:
         """Returns the score of each (prompt, response), None if the response is too long; equal ones are read once."""
-        asked = list(dict.fromkeys(pairs))
-        distinct = dict(zip(asked, self.model.read_all(asked, self.max_tokens_per_pass), strict=True))
-        readable = [pair for pair, text in distinct.items() if text is not None]
-        texts = [text for text in distinct.values() if text is not None]
+        distinct_pairs = list(dict.fromkeys(pairs))
+        read_texts = self.model.read_all(distinct_pairs, self.max_tokens_per_pass)
+        text_by_pair = dict(zip(distinct_pairs, read_texts, strict=True))
+        readable_pairs = [pair for pair, text in text_by_pair.items() if text is not None]
+        texts = [text for text in text_by_pair.values() if text is not None]
         scores = self.model.all_scores(texts, self.max_tokens_per_pass).tolist() if texts else []
-        found = dict(zip(readable, scores, strict=True))
-        return [found.get(pair) for pair in pairs]
+        score_by_pair = dict(zip(readable_pairs, scores, strict=True))
+        return [score_by_pair.get(pair) for pair in pairs]

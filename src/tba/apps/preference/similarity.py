@@ -39,24 +39,24 @@ NAMES = (
     "words_covered",  # share of the document's longer words, as often as they occur, that the answer has
     "words_covered_early",  # the same of the first hundred words
 )
-LONGEST = 40  # words of a sentence: text without full stops is cut
-MOST = 500  # sentences of a text that are read: each is compared with each
-_EARLY = 4.0  # sentences after which the weight of a place has fallen by e
-_CENTRAL = 10.0  # how much centrality decides: softmax(this x mean similarity)
-_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"')\]\u201d\u2019]))\s+|\n+")
+LONGEST_SENTENCE = 40  # words of a sentence: text without full stops is cut
+MOST_SENTENCES = 500  # sentences of a text that are read: each is compared with each
+_EARLY_SENTENCES = 4.0  # sentences after which the weight of a place has fallen by e
+_CENTRAL_WEIGHT = 10.0  # how much centrality decides: softmax(this x mean similarity)
+_SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"')\]\u201d\u2019]))\s+|\n+")
 _WORD = re.compile(r"[^\W_]+")
 
 
-def sentences(text: str) -> list[str]:
+def split_sentences(text: str) -> list[str]:
     """Returns at most `MOST` non-empty sentences in order; those under three words only if there are no others."""
-    pieces = [piece.strip() for piece in _END.split(text)]
-    found = [
-        " ".join(words[i : i + LONGEST])
+    pieces = [piece.strip() for piece in _SENTENCE_END.split(text)]
+    parts = [
+        " ".join(words[i : i + LONGEST_SENTENCE])
         for piece in pieces
         if (words := piece.split()) and _WORD.search(piece)
-        for i in range(0, len(words), LONGEST)
+        for i in range(0, len(words), LONGEST_SENTENCE)
     ]
-    return ([sentence for sentence in found if len(_words(sentence)) >= 3] or found)[:MOST]
+    return ([sentence for sentence in parts if len(_words(sentence)) >= 3] or parts)[:MOST_SENTENCES]
 
 
 def features(document: str, answer: str, document_DH: Floats, answer_AH: Floats) -> Floats:
@@ -65,15 +65,15 @@ def features(document: str, answer: str, document_DH: Floats, answer_AH: Floats)
         raise ValueError("features need a sentence of the document and one of the answer")
     near_DA = document_DH @ answer_AH.T
     cover_D, support_A = near_DA.max(1), near_DA.max(0)
-    early_D = np.exp(-np.arange(len(cover_D)) / _EARLY)
-    central_D = np.exp(_CENTRAL * (document_DH @ _mean(document_DH)))
+    early_D = np.exp(-np.arange(len(cover_D)) / _EARLY_SENTENCES)
+    central_D = np.exp(_CENTRAL_WEIGHT * (document_DH @ _mean(document_DH)))
     place_A = near_DA.argmax(0) / max(1, len(cover_D) - 1)
     words = _words(answer)
-    found = (
+    values = (
         math.log1p(len(words)),
         math.log1p(len(answer_AH)),
         len(set(words)) / max(1, len(words)),
-        _repeated(answer_AH),
+        _repetition(answer_AH),
         support_A.mean(),
         support_A.min(),
         cover_D.mean(),
@@ -86,7 +86,7 @@ def features(document: str, answer: str, document_DH: Floats, answer_AH: Floats)
         place_A.mean(),
         *_overlap(_words(document), words),
     )
-    return np.array(found, np.float32)
+    return np.array(values, np.float32)
 
 
 def _mean(sentences_AH: Floats) -> Floats:
@@ -95,7 +95,7 @@ def _mean(sentences_AH: Floats) -> Floats:
     return mean_H / max(float(np.linalg.norm(mean_H)), 1e-6)
 
 
-def _repeated(answer_AH: Floats) -> float:
+def _repetition(answer_AH: Floats) -> float:
     if len(answer_AH) < 2:
         return 0.0
     near_AA = answer_AH @ answer_AH.T
@@ -105,18 +105,18 @@ def _repeated(answer_AH: Floats) -> float:
 
 def _overlap(document: Sequence[str], answer: Sequence[str]) -> tuple[float, float, float, float]:
     """Returns the last four features."""
-    own, pairs, there = set(answer), set(pairwise(answer)), set(pairwise(document))
+    answer_words, answer_pairs, document_pairs = set(answer), set(pairwise(answer)), set(pairwise(document))
     return (
-        len(own & set(document)) / max(1, len(own)),
-        len(pairs & there) / max(1, len(pairs)),
-        _covered(document, own),
-        _covered(document[:100], own),
+        len(answer_words & set(document)) / max(1, len(answer_words)),
+        len(answer_pairs & document_pairs) / max(1, len(answer_pairs)),
+        _covered_share(document, answer_words),
+        _covered_share(document[:100], answer_words),
     )
 
 
-def _covered(document: Sequence[str], own: set[str]) -> float:
-    longer = Counter(word for word in document if len(word) > 3)
-    return sum(count for word, count in longer.items() if word in own) / max(1, longer.total())
+def _covered_share(document: Sequence[str], answer_words: set[str]) -> float:
+    longer_words = Counter(word for word in document if len(word) > 3)
+    return sum(count for word, count in longer_words.items() if word in answer_words) / max(1, longer_words.total())
 
 
 def _words(text: str) -> list[str]:

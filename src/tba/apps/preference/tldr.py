@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tba.apps.preference.reward_model import ModelScore, OfLength, Win
-from tba.apps.preference.similarity import sentences
+from tba.apps.preference.reward_model import LengthPricedScore, ModelScore, Win
+from tba.apps.preference.similarity import split_sentences
 from tba.errors import UserError
 from tba.fields import as_declared
 from tba.tasks.held_out import check_share, is_held_out
@@ -75,22 +75,22 @@ class Tldr:
     def problems(self, split: Split) -> list[Problem]:
         """Returns problems in the order of the rows, each post once. Raises `UserError` when there are none."""
         refused: Counter[str] = Counter()
-        found: dict[str, tuple[str, str]] = {}  # by prompt
+        pairs_by_prompt: dict[str, tuple[str, str]] = {}  # by prompt
         for row in self._rows(split):
             pair = self._post_and_summary(row, refused)
-            if pair is not None and (self._on_hub or self._is_of(split, _prompt(pair[0]))):
-                found.setdefault(_prompt(pair[0]), pair)
+            if pair is not None and (self._on_hub or self._is_in_split(split, _prompt(pair[0]))):
+                pairs_by_prompt.setdefault(_prompt(pair[0]), pair)
         for reason, count in refused.items():
             log.warning("tldr leaves out %d rows: %s", count, reason)
-        if not found:
+        if not pairs_by_prompt:
             reasons = "; ".join(f"{reason} ({count})" for reason, count in refused.most_common())
             raise UserError(f"{self.path} leaves no post for {split} ({reasons or 'no rows'}): give another file")
-        return [problem for post, summary in found.values() for problem in self._problems(post, summary)]
+        return [problem for post, summary in pairs_by_prompt.values() for problem in self._problems(post, summary)]
 
-    def reward(self) -> ModelScore | OfLength:
+    def reward(self) -> ModelScore | LengthPricedScore:
         """Raises `UserError` without a reward model."""
         score = self._score(self.reward_model)
-        return OfLength(score, self.words, self.per_length) if self.words else score
+        return LengthPricedScore(score, self.words, self.per_length) if self.words else score
 
     def examination(self) -> Win:
         """Returns the reward of evaluations: wins by the gold model. Raises `UserError` without a model."""
@@ -98,11 +98,11 @@ class Tldr:
 
     def memory(self) -> Mapping[str, Mapping[str, int]]:
         """Returns the bytes that each searcher needs for the reward models, by device and part."""
-        from tba.apps.preference.frozen import held
+        from tba.apps.preference.frozen import reward_model_bytes
 
-        used = {"reward model": self.reward_model, "gold model": self.gold or self.reward_model}
-        found = {part: n for part, path in used.items() if path and (n := held(path, self.batch_tokens))}
-        return {self.device: found} if found else {}
+        paths = {"reward model": self.reward_model, "gold model": self.gold or self.reward_model}
+        sizes = {part: n for part, path in paths.items() if path and (n := reward_model_bytes(path, self.batch_tokens))}
+        return {self.device: sizes} if sizes else {}
 
     def _score(self, path: str) -> ModelScore:
         if not path:
@@ -122,11 +122,11 @@ class Tldr:
             )
         return read_rows(Path(self.path))
 
-    def _is_of(self, split: Split, prompt: str) -> bool:
+    def _is_in_split(self, split: Split, prompt: str) -> bool:
         return is_held_out(prompt, self.held_out) == (split == "eval")
 
     def _post_and_summary(self, row: Row, refused: Counter[str]) -> tuple[str, str] | None:
-        post, summary = (_first(row, names) for names in (_POSTS, _SUMMARIES))
+        post, summary = (_first_text(row, names) for names in (_POSTS, _SUMMARIES))
         if post is None or summary is None:
             refused["no post" if post is None else "no summary"] += 1
             return None
@@ -140,35 +140,35 @@ class Tldr:
 
     def _problems(self, post: str, summary: str) -> list[Problem]:
         """Returns one problem, or several if each sentence is demonstrated."""
-        text = _body(post)
+        text = _post_body(post)
         if self.demonstrated == "summary":
             return [self._problem(post, summary, summary)]
-        found = sentences(text)
+        demonstrations = split_sentences(text)
         if self.demonstrated == "echo":
-            return [self._problem(sentence, summary, sentence) for sentence in found]
+            return [self._problem(sentence, summary, sentence) for sentence in demonstrations]
         if self.demonstrated == "sentence":
-            found = [found[zlib.crc32(text.encode()) % len(found)]]
-        return [self._problem(post, summary, sentence) for sentence in found]
+            demonstrations = [demonstrations[zlib.crc32(text.encode()) % len(demonstrations)]]
+        return [self._problem(post, summary, sentence) for sentence in demonstrations]
 
     def _problem(self, post: str, summary: str, demonstration: str) -> Problem:
         if not self.ask:
             return Problem(_prompt(post), {"reference": f" {summary}"}, f" {demonstration}")
-        text = _body(post)
-        asked: tuple[Message, ...] = ({"role": "user", "content": self.ask.replace(_POST, text)},)
-        return Problem(asked, {"reference": summary, "document": text}, demonstration)
+        text = _post_body(post)
+        messages: tuple[Message, ...] = ({"role": "user", "content": self.ask.replace(_POST, text)},)
+        return Problem(messages, {"reference": summary, "document": text}, demonstration)
 
 
-def _body(post: str) -> str:
+def _post_body(post: str) -> str:
     return post.rstrip().removesuffix(_CUE).strip()
 
 
 def _has_words(text: str) -> bool:
-    return is_text(text) and any(map(str.isalnum, _body(text).removesuffix(_END)))
+    return is_text(text) and any(map(str.isalnum, _post_body(text).removesuffix(_END)))
 
 
 def _prompt(post: str) -> str:
     return post if post.rstrip().endswith(_CUE) else f"{post.strip()}\n\n{_CUE}"
 
 
-def _first(row: Row, names: tuple[str, ...]) -> str | None:
+def _first_text(row: Row, names: tuple[str, ...]) -> str | None:
     return next((v for name in names if isinstance(v := row.values.get(name), str) and v.strip()), None)

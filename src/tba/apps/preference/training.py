@@ -45,7 +45,7 @@ class ReadPair:
     document: str
 
 
-def fit(
+def fit_reward_model(
     scorer: Scorer[S],
     parameters: Sequence[Parameter],
     texts: Sequence[S],
@@ -89,30 +89,30 @@ def _accumulate(
     max_tokens: int,
 ) -> float:
     """Accumulate gradients of the batch's mean loss; returns the loss."""
-    used = sorted({place for pair in batch for place in (pair.chosen, pair.rejected)})
-    at = {place: n for n, place in enumerate(used)}
+    text_indices = sorted({index for pair in batch for index in (pair.chosen, pair.rejected)})
+    local_index = {index: n for n, index in enumerate(text_indices)}
     chosen_P, rejected_P = (
-        torch.tensor([at[getattr(pair, side)] for pair in batch]) for side in ("chosen", "rejected")
+        torch.tensor([local_index[getattr(pair, side)] for pair in batch]) for side in ("chosen", "rejected")
     )
-    own = [texts[place] for place in used]
-    passes = split(own, max_tokens)
+    local_texts = [texts[index] for index in text_indices]
+    passes = split(local_texts, max_tokens)
     if len(passes) == 1:
         (order,) = passes
-        score_N = scorer.scores([own[i] for i in order])[torch.argsort(torch.tensor(order))]
+        score_N = scorer.scores([local_texts[i] for i in order])[torch.argsort(torch.tensor(order))]
         loss = bradley_terry(score_N[chosen_P], score_N[rejected_P])
         loss.backward()
         return loss.item()
     with torch.no_grad():
-        score_N = torch.zeros(len(own))
+        score_N = torch.zeros(len(local_texts))
         for part in passes:
-            score_N[part] = scorer.scores([own[i] for i in part]).cpu()
+            score_N[part] = scorer.scores([local_texts[i] for i in part]).cpu()
     score_N.requires_grad_()
     loss = bradley_terry(score_N[chosen_P], score_N[rejected_P])
     loss.backward()
     assert score_N.grad is not None
     for part in passes:
-        found = scorer.scores([own[i] for i in part])
-        found.backward(score_N.grad[part].to(found.device))
+        part_score_N = scorer.scores([local_texts[i] for i in part])
+        part_score_N.backward(score_N.grad[part].to(part_score_N.device))
     return loss.item()
 
 
@@ -129,5 +129,5 @@ def _batches(pairs: Sequence[ReadPair], size: int, rng: np.random.Generator) -> 
     documents = list(by_document.values())
     while True:
         epoch = [documents[d][i] for d in rng.permutation(len(documents)) for i in rng.permutation(len(documents[d]))]
-        for first in range(0, len(epoch), size):
-            yield epoch[first : first + size]
+        for start in range(0, len(epoch), size):
+            yield epoch[start : start + size]

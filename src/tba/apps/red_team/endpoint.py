@@ -35,7 +35,7 @@ class EndpointVictim(Endpoint):
 
 
 class AttackedEndpoint(EndpointClient):
-    """An `Answering` (see `victim`)."""
+    """Answers attacks by calls of an endpoint."""
 
     def __init__(self, settings: EndpointVictim, concurrency: int, deadline: float) -> None:
         super().__init__(settings)

@@ -16,12 +16,12 @@ import torch
 from rich.console import Console
 
 from tba.apps.red_team.attacks import AttackReport, attack_report
-from tba.apps.red_team.embedding import SentenceEncoder
+from tba.apps.red_team.embedding import SentenceEmbedder
 from tba.apps.red_team.endpoint import EndpointVictim
 from tba.apps.red_team.options import RedTeamEvalOptions
-from tba.apps.red_team.sentence_classifier import SentenceWeights, is_of_sentences
+from tba.apps.red_team.sentence_classifier import SentenceWeights, reads_sentences
 from tba.apps.red_team.task import RedTeam
-from tba.apps.red_team.toxicity import Scoring, Toxicity
+from tba.apps.red_team.toxicity import StartedClassifier, Toxicity
 from tba.apps.red_team.victim import ModelVictim, Victim
 from tba.apps.red_team.word_classifier import WordWeights
 from tba.errors import UserError
@@ -36,7 +36,7 @@ from tba.runtime.prompting import prompts_of
 from tba.settings import find, override
 from tba.types import Json, Prompt, Sampling, Version
 
-_AT_ONCE = 128  # attacks put to the victim at a time
+_ATTACKS_PER_CALL = 128  # attacks put to the victim at a time
 
 
 def evaluate_attacker(name: str, overrides: Sequence[str], options: RedTeamEvalOptions) -> int:
@@ -50,40 +50,41 @@ def evaluate_attacker(name: str, overrides: Sequence[str], options: RedTeamEvalO
     torch.set_num_threads(recipe.run.threads)
     console = terminal()
     families = None if options.families is None else read_families(options.families)
-    embedder = SentenceEncoder.load(options.embedder, options.device)
-    second = None if options.check is None else second_classifier(options.check, embedder)
+    embedder = SentenceEmbedder.load(options.embedder, options.device)
+    second_classifier = None if options.check is None else load_classifier(options.check, embedder)
     model = recipe.model.prepared(task, lambda line: console.print(line, highlight=False))
     engine = model.engine(Version(), recipe.prompts.max_tokens)
-    attacks = sampled(engine, _prompts(recipe, model), options.attacks, recipe)
+    attacks = sample_attacks(engine, _prompts(recipe, model), options.attacks, recipe)
     embedding = embedder.embed(attacks)
 
     def report(toxic: Sequence[float]) -> AttackReport:
         return attack_report(attacks, toxic, embedding, task.threshold, families)
 
     reward = task.reward()
-    answers = answered(reward, attacks)
-    toxic = [reward.toxic(row) for row in reward.marks(attacks, answers)]
-    found = report(toxic)
-    _tell(console, "", found)
+    answers = victim_answers(reward, attacks)
+    toxic = [reward.mean_toxic(row) for row in reward.log_toxic_rows(attacks, answers)]
+    attack_figures = report(toxic)
+    _print_report(console, "", attack_figures)
     facts: dict[str, Json] = {
         "recipe": name,
         "overrides": list(overrides),
         "checkpoint": options.checkpoint,
-        **_facts(found),
+        **_facts(attack_figures),
         "scores": toxic,
     }
-    if second is not None:
-        marked = [reward.toxic(row) for row in reward.marks(attacks, answers, second)]
-        both = [min(pair) for pair in zip(toxic, marked, strict=True)]
-        _tell(console, f"by the classifier in {options.check}:", report(marked))
-        _tell(console, "by both:", report(both))
-        facts["check"] = {"classifier": str(options.check), **_facts(report(marked)), "scores": marked}
-        facts["both"] = _facts(report(both))
+    if second_classifier is not None:
+        second_toxic = [reward.mean_toxic(row) for row in reward.log_toxic_rows(attacks, answers, second_classifier)]
+        both_toxic = [min(pair) for pair in zip(toxic, second_toxic, strict=True)]
+        _print_report(console, f"by the classifier in {options.check}:", report(second_toxic))
+        _print_report(console, "by both:", report(both_toxic))
+        facts["check"] = {"classifier": str(options.check), **_facts(report(second_toxic)), "scores": second_toxic}
+        facts["both"] = _facts(report(both_toxic))
     if options.transfer is not None:
-        there = replace(task, victim=other_victim(options.transfer, task.victim)).reward()
-        others = [there.toxic(row) for row in there.marks(attacks, answered(there, attacks))]
-        _tell(console, f"transferred to {options.transfer}:", report(others))
-        facts["transfer"] = {"victim": options.transfer, **_facts(report(others)), "scores": others}
+        transfer_reward = replace(task, victim=transfer_victim(options.transfer, task.victim)).reward()
+        log_toxic_rows = transfer_reward.log_toxic_rows(attacks, victim_answers(transfer_reward, attacks))
+        transfer_toxic = [transfer_reward.mean_toxic(row) for row in log_toxic_rows]
+        _print_report(console, f"transferred to {options.transfer}:", report(transfer_toxic))
+        facts["transfer"] = {"victim": options.transfer, **_facts(report(transfer_toxic)), "scores": transfer_toxic}
     if options.texts == "written":
         facts["texts"] = attacks
     if options.out is not None:
@@ -91,54 +92,54 @@ def evaluate_attacker(name: str, overrides: Sequence[str], options: RedTeamEvalO
     return 0
 
 
-def sampled(engine: Engine, prompts: Sequence[Prompt], count: int, recipe: Recipe) -> list[str]:
+def sample_attacks(engine: Engine, prompts: Sequence[Prompt], count: int, recipe: Recipe) -> list[str]:
     """Returns `count` attacks at the policy temperature, spread evenly over the prompts."""
-    each = -(-count // len(prompts))
+    per_prompt = -(-count // len(prompts))
     rng = np.random.default_rng([recipe.seed, 13])
-    answered = generate(engine, prompts, each, Sampling(recipe.policy_temperature), rng)
-    return [completion.text.strip() for row in zip(*answered, strict=True) for completion in row][:count]
+    completion_rows = generate(engine, prompts, per_prompt, Sampling(recipe.policy_temperature), rng)
+    return [completion.text.strip() for row in zip(*completion_rows, strict=True) for completion in row][:count]
 
 
-def answered(reward: Toxicity, attacks: Sequence[str]) -> dict[str, list[str]]:
+def victim_answers(reward: Toxicity, attacks: Sequence[str]) -> dict[str, list[str]]:
     """Returns the victim's answers to each attack."""
-    found: dict[str, list[str]] = {}
-    for i in range(0, len(attacks), _AT_ONCE):
-        found.update(reward.answers(attacks[i : i + _AT_ONCE]))
-    return found
+    answers: dict[str, list[str]] = {}
+    for i in range(0, len(attacks), _ATTACKS_PER_CALL):
+        answers.update(reward.answers(attacks[i : i + _ATTACKS_PER_CALL]))
+    return answers
 
 
-def second_classifier(folder: Path, embedder: SentenceEncoder) -> Scoring:
+def load_classifier(folder: Path, embedder: SentenceEmbedder) -> StartedClassifier:
     """Returns a classifier that `tba red-team classifier` made, of either kind of features."""
-    if is_of_sentences(str(folder)):
+    if reads_sentences(str(folder)):
         return SentenceWeights.load(str(folder), embedder)
     return WordWeights.load(str(folder))
 
 
-def other_victim(spelt: str, like: Victim) -> Victim:
-    """Returns the victim at a folder, a Hub name or URL::MODEL, with the settings of `like` where they apply."""
-    if spelt.startswith(("http://", "https://")):
-        url, _, model = spelt.rpartition("::")
+def transfer_victim(spec: str, victim: Victim) -> Victim:
+    """Returns the victim at a folder, a Hub name or URL::MODEL, with the settings of `victim` where they apply."""
+    if spec.startswith(("http://", "https://")):
+        url, _, model = spec.rpartition("::")
         if not url:
-            raise UserError(f"--transfer is {spelt!r}: give an endpoint as URL::MODEL, with its model's name there")
-        return replace(like if isinstance(like, EndpointVictim) else EndpointVictim(), url=url, model=model)
-    return replace(like, path=spelt) if isinstance(like, ModelVictim) else ModelVictim(path=spelt, template="chat")
+            raise UserError(f"--transfer is {spec!r}: give an endpoint as URL::MODEL, with its model's name there")
+        return replace(victim if isinstance(victim, EndpointVictim) else EndpointVictim(), url=url, model=model)
+    return replace(victim, path=spec) if isinstance(victim, ModelVictim) else ModelVictim(path=spec, template="chat")
 
 
 def read_families(path: Path) -> dict[str, list[str]]:
     """Returns name -> words. Raises `UserError` for a file with something else."""
     remedy = "give a JSON object of names and lists of words"
-    found: dict[str, list[str]] = read_json(path, remedy, dict[str, list[str]])
-    if not all(found.values()):
+    families: dict[str, list[str]] = read_json(path, remedy, dict[str, list[str]])
+    if not all(families.values()):
         raise UserError(f"{path} has a family without words: {remedy}")
-    return found
+    return families
 
 
-def _facts(found: AttackReport) -> Mapping[str, Json]:
-    return {**asdict(found), "found": found.found, "evenness": found.evenness}
+def _facts(report: AttackReport) -> Mapping[str, Json]:
+    return {**asdict(report), "found": report.found_families, "evenness": report.evenness}
 
 
-def _tell(console: Console, title: str, found: AttackReport) -> None:
-    for line in ([title] if title else []) + found.lines():
+def _print_report(console: Console, title: str, report: AttackReport) -> None:
+    for line in ([title] if title else []) + report.lines():
         console.print(line, highlight=False)
 
 

@@ -28,13 +28,13 @@ class LabelledFields:
     toxic: tuple[str, ...] = ("1", "true", "toxic")  # labels that mean toxic, in any case; all others do not
 
     @property
-    def numbered(self) -> bool:
+    def has_column_numbers(self) -> bool:
         """Returns whether columns are given by number, because the CSV file has no header."""
         return self.text.isdigit() and self.label.isdigit()
 
 
 @dataclass
-class Labelled:
+class LabelledTexts:
     """The labelled texts of a file, and how many lines were refused."""
 
     texts: list[str] = field(default_factory=list)
@@ -42,41 +42,41 @@ class Labelled:
     refused: Counter[str] = field(default_factory=Counter)
 
 
-def read_labelled(path: Path, fields: LabelledFields) -> Labelled:
+def read_labelled(path: Path, fields: LabelledFields) -> LabelledTexts:
     """Returns all labelled texts of a file. Raises `UserError` when it cannot be read or has none."""
-    found, seen = Labelled(), set[str]()
+    texts, earlier_texts = LabelledTexts(), set[str]()
     for values in _csv(path, fields) if _is_csv(path) else _lines(path):
         if isinstance(values, Refusal):
-            found.refused[values.reason] += 1
+            texts.refused[values.reason] += 1
             continue
         text, label = values.get(fields.text), values.get(fields.label)
-        reason = _reason(text, label, seen)
+        reason = _reason(text, label, earlier_texts)
         if reason:
-            found.refused[reason] += 1
+            texts.refused[reason] += 1
             continue
-        seen.add(str(text))
-        found.texts.append(str(text))
-        found.toxic.append(_spelt(label) in {_spelt(value) for value in fields.toxic})
-    if not found.texts:
-        reasons = "; ".join(f"{reason} ({count})" for reason, count in found.refused.most_common())
+        earlier_texts.add(str(text))
+        texts.texts.append(str(text))
+        texts.toxic.append(_label_text(label) in {_label_text(value) for value in fields.toxic})
+    if not texts.texts:
+        reasons = "; ".join(f"{reason} ({count})" for reason, count in texts.refused.most_common())
         raise UserError(
             f"{path} has no labelled text ({reasons or 'it is empty'}): name its fields with --fields.text and "
             "--fields.label (numbers from 0 for a CSV file without a heading)"
         )
-    return found
+    return texts
 
 
-def _reason(text: Json, label: Json, seen: set[str]) -> str:
+def _reason(text: Json, label: Json, earlier_texts: set[str]) -> str:
     if not isinstance(text, str) or not text.strip():
         return "no text"
     if not is_text(text):
         return "half of a surrogate pair"
     if label is None or isinstance(label, list | dict):
         return "no label"
-    return "a text that was there before" if text in seen else ""
+    return "a text that was there before" if text in earlier_texts else ""
 
 
-def _spelt(label: Json) -> str:
+def _label_text(label: Json) -> str:
     """Returns numbers and booleans as they would be written in a file."""
     return json.dumps(label) if isinstance(label, bool | int | float) else str(label).strip().lower()
 
@@ -93,12 +93,12 @@ def _csv(path: Path, fields: LabelledFields) -> Iterator[Mapping[str, Json] | Re
     try:
         rows = list(cells(path, errors="replace"))
     except (OSError, EOFError, zlib.error, csv.Error) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"{path} cannot be read ({why}): give a CSV or JSON Lines file") from error
-    if fields.numbered:
-        return _named(rows, [str(n) for n in range(max(map(len, rows), default=0))])
-    return _named(rows[1:], rows[0] if rows else [])
+        cause = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"{path} cannot be read ({cause}): give a CSV or JSON Lines file") from error
+    if fields.has_column_numbers:
+        return _mappings(rows, [str(n) for n in range(max(map(len, rows), default=0))])
+    return _mappings(rows[1:], rows[0] if rows else [])
 
 
-def _named(rows: Iterable[Sequence[str]], names: Sequence[str]) -> Iterator[Mapping[str, Json] | Refusal]:
+def _mappings(rows: Iterable[Sequence[str]], names: Sequence[str]) -> Iterator[Mapping[str, Json] | Refusal]:
     return (dict(zip(names, row, strict=False)) for row in rows if row)

@@ -28,9 +28,9 @@ from tba.replay.columns import widened
 from tba.types import FloatArray, IntArray
 
 _BUCKETS = 256
-_MOST = 255  # of one bucket that a byte can count
-_CELLS = 1 << 21  # of a table of edits at a time
-_ODD = np.uint64(0x9E3779B97F4A7C15)  # multiplied by it, the upper bits of a number are well mixed
+_BYTE_MAX = 255  # of one bucket that a byte can count
+_TABLE_CELLS = 1 << 21  # of a table of edits at a time
+_HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # multiplied by it, the upper bits of a number are well mixed
 _Rows = npt.NDArray[np.intp]
 
 
@@ -62,24 +62,24 @@ class HashedNgrams:
 
     def embed(self, sentences: Sequence[str]) -> FloatArray:
         """Returns [N, D], rows of length 1 (of zeros for a text without any n-gram), in order."""
-        counted = [self._counted(sentence) for sentence in sentences]
-        count_ND = np.array(counted, dtype=np.float32).reshape(len(counted), self.dimensions)
+        counts = [self._ngram_counts(sentence) for sentence in sentences]
+        count_ND = np.array(counts, dtype=np.float32).reshape(len(counts), self.dimensions)
         norm_N1 = np.linalg.norm(count_ND, axis=1, keepdims=True)
         return np.asarray(count_ND / np.maximum(norm_N1, 1e-12), dtype=np.float32)
 
-    def _counted(self, sentence: str) -> FloatArray:
+    def _ngram_counts(self, sentence: str) -> FloatArray:
         words = " ".join(sentence.lower().split())
         bytes_ = np.frombuffer(f" {words} ".encode("utf-8", "replace"), dtype=np.uint8).astype(np.uint64)
         count_D = np.zeros(self.dimensions, dtype=np.float32)
         if not words:
             return count_D
         for n in range(self.shortest, min(self.longest, len(bytes_)) + 1):
-            run = np.full(len(bytes_) - n + 1, n, dtype=np.uint64)
+            hash_ = np.full(len(bytes_) - n + 1, n, dtype=np.uint64)
             for i in range(n):
-                run = (run << np.uint64(8)) + bytes_[i : len(bytes_) - n + 1 + i]
-            run = run * _ODD
-            bucket = (run >> np.uint64(20)) % np.uint64(self.dimensions)
-            sign = np.where(run >> np.uint64(63), 1.0, -1.0)
+                hash_ = (hash_ << np.uint64(8)) + bytes_[i : len(bytes_) - n + 1 + i]
+            hash_ = hash_ * _HASH_FACTOR
+            bucket = (hash_ >> np.uint64(20)) % np.uint64(self.dimensions)
+            sign = np.where(hash_ >> np.uint64(63), 1.0, -1.0)
             count_D += np.bincount(bucket.astype(np.intp), sign, self.dimensions).astype(np.float32)
         return count_D
 
@@ -106,9 +106,9 @@ class NearDuplicates:
         """Returns the fields without effect while tokens are compared."""
         return {"embedding": "by cosine"} if self.by == "edit" else {}
 
-    def start(self, tokens: Callable[[int], IntArray]) -> Edits | Cosines:
+    def start(self, tokens: Callable[[int], IntArray]) -> EditIndex | CosineIndex:
         """Returns an empty index; `tokens` gives the tokens of a row."""
-        return Edits(self.distance, tokens) if self.by == "edit" else Cosines(self.distance, self.embedding)
+        return EditIndex(self.distance, tokens) if self.by == "edit" else CosineIndex(self.distance, self.embedding)
 
 
 class _Sheet:
@@ -126,7 +126,7 @@ class _Sheet:
 
     @property
     def length_N(self) -> npt.NDArray[np.int32]:
-        """The tokens of each."""
+        """Returns the number of tokens of each row."""
         return self._length_N[: self.size]
 
     @property
@@ -149,9 +149,9 @@ class _Sheet:
     def remove(self, place: int) -> int:
         """Remove an index; returns the row that has it now (the same where it was the last)."""
         self.size -= 1
-        last = self.size
-        self._feature_FN[:, place] = self._feature_FN[:, last]
-        self._length_N[place], self._row_N[place] = self._length_N[last], self._row_N[last]
+        last_place = self.size
+        self._feature_FN[:, place] = self._feature_FN[:, last_place]
+        self._length_N[place], self._row_N[place] = self._length_N[last_place], self._row_N[last_place]
         return int(self._row_N[place])
 
 
@@ -180,8 +180,8 @@ class _Index(ABC):
     def remove(self, row: int, prompt: str) -> None:
         """Remove a row, which must be there; the last one of its prompt takes its index."""
         sheet, place = self._sheets[prompt], int(self._place[row])
-        moved = sheet.remove(place)
-        self._place[moved] = place
+        moved_row = sheet.remove(place)
+        self._place[moved_row] = place
         if not sheet.size:
             del self._sheets[prompt]
 
@@ -194,8 +194,8 @@ class _Index(ABC):
         """Returns the indexes of a sheet that are near."""
 
 
-class Edits(_Index):
-    """Compares by edits.
+class EditIndex(_Index):
+    """Finds the rows that few edits of tokens turn into an answer.
 
     The bound: e edits leave max(a, b) - e tokens in common, counted with repeats (the bag distance, Bartolini et al.
     2002), and tokens are counted in buckets, which can only make more of them common.
@@ -207,74 +207,74 @@ class Edits(_Index):
         self._tokens = tokens
 
     def _features(self, stored: Stored) -> npt.NDArray[Any]:
-        return np.minimum(_bag(stored.tokens), _MOST).astype(np.uint8)
+        return np.minimum(_bucket_counts(stored.tokens), _BYTE_MAX).astype(np.uint8)
 
     def _near(self, sheet: _Sheet, stored: Stored) -> npt.NDArray[Any]:
         answer_T, length_N = stored.tokens, sheet.length_N
-        count_F = _bag(answer_T)
-        common_N: npt.NDArray[Any] = np.zeros(sheet.size, dtype=np.uint8 if len(answer_T) <= _MOST else np.int32)
+        count_F = _bucket_counts(answer_T)
+        common_N: npt.NDArray[Any] = np.zeros(sheet.size, dtype=np.uint8 if len(answer_T) <= _BYTE_MAX else np.int32)
         for bucket in np.flatnonzero(count_F).tolist():
-            for least in range(1, min(int(count_F[bucket]), _MOST) + 1):  # a comparison is vectorised, a lesser is not
-                common_N += (sheet.feature_FN[bucket] >= np.uint8(least)).view(np.uint8)
+            for count in range(1, min(int(count_F[bucket]), _BYTE_MAX) + 1):  # comparisons are vectorised, minima not
+                common_N += (sheet.feature_FN[bucket] >= np.uint8(count)).view(np.uint8)
         longest = int(length_N.max())
-        wanted = self._wanted(len(answer_T), longest, int(np.maximum(count_F - _MOST, 0).sum()))
-        candidate_C = np.flatnonzero(common_N >= wanted.astype(common_N.dtype)[length_N])
+        least_common = self._least_common(len(answer_T), longest, int(np.maximum(count_F - _BYTE_MAX, 0).sum()))
+        candidate_C = np.flatnonzero(common_N >= least_common.astype(common_N.dtype)[length_N])
         limit_C = self._distance * (length_N[candidate_C] + len(answer_T))
-        at_once = max(1, _CELLS // (longest + 1))
-        near = [candidate_C[:0]]
-        for first in range(0, len(candidate_C), at_once):
-            part = slice(first, first + at_once)
-            others = [self._tokens(row) for row in sheet.row_N[candidate_C[part]].tolist()]
-            near.append(candidate_C[part][edits(answer_T, others) < limit_C[part]])
-        return np.concatenate(near)
+        rows_per_table = max(1, _TABLE_CELLS // (longest + 1))
+        near_candidates = [candidate_C[:0]]
+        for start in range(0, len(candidate_C), rows_per_table):
+            rows = slice(start, start + rows_per_table)
+            other_answers = [self._tokens(row) for row in sheet.row_N[candidate_C[rows]].tolist()]
+            near_candidates.append(candidate_C[rows][edits(answer_T, other_answers) < limit_C[rows]])
+        return np.concatenate(near_candidates)
 
-    def _wanted(self, length: int, longest: int, uncounted: int) -> npt.NDArray[np.int64]:
+    def _least_common(self, length: int, longest: int, uncounted_tokens: int) -> npt.NDArray[np.int64]:
         """[longest + 1] Returns how many tokens answers of each length must have in common with one of `length`, to be
         near.
 
-        uncounted: how many of those in common a byte may have failed to count.
+        uncounted_tokens: how many of those in common a byte may have failed to count.
         """
-        other = np.arange(longest + 1)
-        larger, limit = np.maximum(other, length), self._distance * (other + length)
-        common = np.floor(larger - limit).astype(np.int64)
-        common += larger - common >= limit  # the fewest with larger - common < limit
-        return np.clip(common - uncounted, 0, _MOST if length <= _MOST else None)
+        length_L = np.arange(longest + 1)
+        larger_L, limit_L = np.maximum(length_L, length), self._distance * (length_L + length)
+        common_L = np.floor(larger_L - limit_L).astype(np.int64)
+        common_L += larger_L - common_L >= limit_L  # the fewest with larger - common < limit
+        return np.clip(common_L - uncounted_tokens, 0, _BYTE_MAX if length <= _BYTE_MAX else None)
 
 
-class Cosines(_Index):
-    """Compares by cosine. An answer whose embedding is of zeros is near nothing."""
+class CosineIndex(_Index):
+    """Finds the rows whose embeddings have a small angle to an answer's. An embedding of zeros is near nothing."""
 
     def __init__(self, distance: float, embedding: Embedding) -> None:
         super().__init__()
         self._distance = distance
         self._embedding = embedding
-        self._last: tuple[str, FloatArray] | None = None  # an answer is compared, then added
+        self._last_embedding: tuple[str, FloatArray] | None = None  # an answer is compared, then added
 
     def _features(self, stored: Stored) -> npt.NDArray[Any]:
-        if self._last is None or self._last[0] != stored.uid:
+        if self._last_embedding is None or self._last_embedding[0] != stored.uid:
             embedding_F = np.asarray(self._embedding.embed([facts_of(stored.body)["text"]])[0], dtype=np.float32)
             norm = np.linalg.norm(embedding_F)
             unit_F = embedding_F / norm if norm > 0 else np.full_like(embedding_F, np.nan)  # not above any cosine
-            self._last = stored.uid, unit_F
-        return self._last[1]
+            self._last_embedding = stored.uid, unit_F
+        return self._last_embedding[1]
 
     def _near(self, sheet: _Sheet, stored: Stored) -> npt.NDArray[Any]:
         return self._features(stored) @ sheet.feature_FN > np.float32(1 - self._distance)
 
 
-def edits(answer_T: IntArray, others: list[IntArray]) -> npt.NDArray[np.int32]:
+def edits(answer_T: IntArray, other_answers: list[IntArray]) -> npt.NDArray[np.int32]:
     """[C] Returns insertions, deletions and substitutions between `answer_T` and each of the others (Levenshtein 1966).
 
     This is Wagner and Fischer's table for all of them at once, a row for each token of the answer. Within a row the
     insertions are a running minimum: a step to the right costs 1.
     """
-    length_C = np.array([len(other) for other in others], dtype=np.int32)
+    length_C = np.array([len(other_answer) for other_answer in other_answers], dtype=np.int32)
     longest = int(length_C.max(initial=0))
-    other_LC = np.full((longest, len(others)), -1, dtype=np.int32)
-    for c, other in enumerate(others):
-        other_LC[: len(other), c] = other
+    other_LC = np.full((longest, len(other_answers)), -1, dtype=np.int32)
+    for c, other_answer in enumerate(other_answers):
+        other_LC[: len(other_answer), c] = other_answer
     step_L1 = np.arange(longest + 1, dtype=np.int32)[:, None]
-    row_LC = np.repeat(step_L1, len(others), axis=1)  # the row of the empty prefix: as many insertions as tokens
+    row_LC = np.repeat(step_L1, len(other_answers), axis=1)  # the row of the empty prefix: as many insertions as tokens
     for t, token in enumerate(answer_T.tolist(), start=1):
         least_LC = np.empty_like(row_LC)
         least_LC[0] = t
@@ -282,10 +282,10 @@ def edits(answer_T: IntArray, others: list[IntArray]) -> npt.NDArray[np.int32]:
         least_LC -= step_L1
         row_LC = np.minimum.accumulate(least_LC, axis=0, out=least_LC)
         row_LC += step_L1
-    return row_LC[length_C, np.arange(len(others))]
+    return row_LC[length_C, np.arange(len(other_answers))]
 
 
-def _bag(tokens: IntArray) -> npt.NDArray[np.intp]:
+def _bucket_counts(tokens: IntArray) -> npt.NDArray[np.intp]:
     """[F] Returns how many tokens fall into each bucket."""
     bucket_T = (tokens.astype(np.uint32) * np.uint32(2654435761)) >> np.uint32(24)  # Knuth's multiplicative hash
     return np.bincount(bucket_T, minlength=_BUCKETS)

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file, save_file
 
-from tba.apps.red_team.embedding import SentenceEncoder
-from tba.apps.red_team.word_classifier import FACTS, WEIGHTS, log_sigmoid, refuse_one_kind, regression
+from tba.apps.red_team.embedding import SentenceEmbedder
+from tba.apps.red_team.word_classifier import FACTS, WEIGHTS, log_sigmoid, refuse_single_class, regression
 from tba.errors import UserError
 from tba.foreign import UNREADABLE, parsed
 from tba.types import Json
@@ -30,24 +30,24 @@ _Floats = npt.NDArray[np.float64]
 class SentenceWeights:
     """A classifier that has been trained: log P(toxic) = log sigmoid(embedding . weight + bias)."""
 
-    encoder: SentenceEncoder
+    encoder: SentenceEmbedder
     weight_W: _Floats
     bias: float
 
     @classmethod
     def train(
-        cls, texts: Sequence[str], toxic: Sequence[bool], inverse_penalty: float, encoder: SentenceEncoder
+        cls, texts: Sequence[str], toxic: Sequence[bool], inverse_penalty: float, encoder: SentenceEmbedder
     ) -> SentenceWeights:
         """Trains a classifier; both classes weigh the same. Raises `UserError` unless there are texts of both."""
-        refuse_one_kind(toxic)
+        refuse_single_class(toxic)
         return cls(encoder, *regression(encoder.embed(texts), toxic, inverse_penalty))
 
     def margins(self, texts: Sequence[str]) -> _Floats:
         """Returns [N], the logit of each text."""
         if not texts:
             return np.zeros(0)
-        found: _Floats = self.encoder.embed(texts) @ self.weight_W + self.bias
-        return found
+        margin_N: _Floats = self.encoder.embed(texts) @ self.weight_W + self.bias
+        return margin_N
 
     def log_toxic(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
         """Returns log P(toxic) of each (attack, answer), from the answer alone."""
@@ -59,7 +59,7 @@ class SentenceWeights:
         (folder / FACTS).write_text(json.dumps({"features": "sentences", **facts}, indent=1) + "\n")
 
     @classmethod
-    def load(cls, path: str, encoder: SentenceEncoder) -> SentenceWeights:
+    def load(cls, path: str, encoder: SentenceEmbedder) -> SentenceWeights:
         """Loads a saved classifier. Raises `UserError` when the folder has none, or one of other embeddings."""
         try:
             tensors = load_file(Path(path) / WEIGHTS)
@@ -74,7 +74,7 @@ class SentenceWeights:
         return cls(encoder, weight_W, bias)
 
 
-def is_of_sentences(path: str) -> bool:
+def reads_sentences(path: str) -> bool:
     """Returns whether a folder's classifier reads sentence embeddings, not words."""
     try:
         return parsed((Path(path) / FACTS).read_bytes()).get("features") == "sentences"

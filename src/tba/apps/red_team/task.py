@@ -92,19 +92,19 @@ class RedTeam:
         """Returns the bytes that each searcher needs for victim and classifier, by device and part; once more for
         evaluations, whose reward loads its own.
         """
-        found: dict[str, dict[str, int]] = {}
-        for part, made in (("victim", self.victim), ("classifier", self.classifier)):
-            if isinstance(made, ModelVictim | SequenceClassifier | CausalJudge) and made.path:
-                device, held = made.memory()
-                if held:
-                    found.setdefault(device, {}).update({part: held, f"{part} of evaluations": held})
-        return found
+        needs: dict[str, dict[str, int]] = {}
+        for part, component in (("victim", self.victim), ("classifier", self.classifier)):
+            if isinstance(component, ModelVictim | SequenceClassifier | CausalJudge) and component.path:
+                device, size = component.memory()
+                if size:
+                    needs.setdefault(device, {}).update({part: size, f"{part} of evaluations": size})
+        return needs
 
     def _prefixes(self, rows: list[Row], split: Split) -> list[Problem]:
-        asked = [row for row in rows if is_held_out(row.text("prefix"), self.held_out) == (split == "eval")]
-        if not asked:
+        split_rows = [row for row in rows if is_held_out(row.text("prefix"), self.held_out) == (split == "eval")]
+        if not split_rows:
             raise UserError(f"{self.attacks} leaves no prefix for {split}: give more of them, or another held_out")
         return [
             Problem(row.text("prefix"), {}, f" {row.text('attack').strip()}" if "attack" in row.values else None)
-            for row in asked
+            for row in split_rows
         ]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.console import Console
 
-from tba.apps.red_team.labelled import Labelled, read_labelled
+from tba.apps.red_team.labelled import LabelledTexts, read_labelled
 from tba.apps.red_team.options import ClassifierOptions
 from tba.apps.red_team.word_classifier import WordWeights
 from tba.errors import UserError
@@ -45,61 +45,64 @@ class ClassifierReport:
 
 def make_classifier(file: str, overrides: Sequence[str], places: OutOptions) -> int:
     """Writes the classifier and its report to `--out`. Raises `UserError` when that is not empty."""
-    out = places.place()
+    folder = places.new_folder()
     options = override(ClassifierOptions(), list(overrides), f"tba red-team classifier {file}")
-    found = read_labelled(Path(file), options.fields)
+    texts = read_labelled(Path(file), options.fields)
     console = terminal()
-    console.print(f"{len(found.texts):,} texts, {sum(found.toxic):,} of them toxic", highlight=False)
-    for reason, count in found.refused.most_common():
+    console.print(f"{len(texts.texts):,} texts, {sum(texts.toxic):,} of them toxic", highlight=False)
+    for reason, count in texts.refused.most_common():
         console.print(f"  refused: {reason}, {count:,}", highlight=False)
-    weights, report = trained(found, options)
-    facts = {"file": Path(file).name, "texts": len(found.texts), "held_out": asdict(report)}
-    write_classifier(weights, out, facts)
-    tell(console, report)
-    console.print(f"classifier in {out}", highlight=False)
+    weights, report = train_classifier(texts, options)
+    facts = {"file": Path(file).name, "texts": len(texts.texts), "held_out": asdict(report)}
+    write_classifier(weights, folder, facts)
+    print_report(console, report)
+    console.print(f"classifier in {folder}", highlight=False)
     return 0
 
 
-def trained(found: Labelled, options: ClassifierOptions) -> tuple[WordWeights | SentenceWeights, ClassifierReport]:
+def train_classifier(
+    texts: LabelledTexts, options: ClassifierOptions
+) -> tuple[WordWeights | SentenceWeights, ClassifierReport]:
     """Returns a classifier of the texts that are not held out, and its report on the others. Raises `UserError` unless
     both have toxic and other texts.
     """
-    held = np.array([is_held_out(text, options.held_out) for text in found.texts])
-    toxic, places = np.array(found.toxic), np.arange(len(found.texts))
-    weights = _trained([found.texts[i] for i in places[~held]], toxic[~held].tolist(), options)
-    if len(set(toxic[held].tolist())) < 2:
+    is_held_out_N = np.array([is_held_out(text, options.held_out) for text in texts.texts])
+    toxic_N, index_N = np.array(texts.toxic), np.arange(len(texts.texts))
+    train_texts = [texts.texts[i] for i in index_N[~is_held_out_N]]
+    weights = _train_weights(train_texts, toxic_N[~is_held_out_N].tolist(), options)
+    if len(set(toxic_N[is_held_out_N].tolist())) < 2:
         raise UserError(
-            f"of the {int(held.sum())} texts held out all are of one kind, so that nothing can be measured: give more "
-            "texts, or a larger --held-out"
+            f"of the {int(is_held_out_N.sum())} texts held out all are of one kind, so that nothing can be measured: "
+            "give more texts, or a larger --held-out"
         )
-    margins = weights.margins([found.texts[i] for i in places[held]])
-    right = int(((margins > 0) == toxic[held]).sum())
+    margin_N = weights.margins([texts.texts[i] for i in index_N[is_held_out_N]])
+    correct = int(((margin_N > 0) == toxic_N[is_held_out_N]).sum())
     return weights, ClassifierReport(
-        texts=int(held.sum()),
-        toxic=int(toxic[held].sum()),
-        auc=auc_interval(margins[toxic[held]], margins[~toxic[held]]),
-        accuracy=wilson_interval(right, int(held.sum())),
-        loss=float(np.logaddexp(0.0, np.where(toxic[held], -margins, margins)).mean()),
+        texts=int(is_held_out_N.sum()),
+        toxic=int(toxic_N[is_held_out_N].sum()),
+        auc=auc_interval(margin_N[toxic_N[is_held_out_N]], margin_N[~toxic_N[is_held_out_N]]),
+        accuracy=wilson_interval(correct, int(is_held_out_N.sum())),
+        loss=float(np.logaddexp(0.0, np.where(toxic_N[is_held_out_N], -margin_N, margin_N)).mean()),
     )
 
 
-def _trained(texts: list[str], toxic: list[bool], options: ClassifierOptions) -> WordWeights | SentenceWeights:
+def _train_weights(texts: list[str], toxic: list[bool], options: ClassifierOptions) -> WordWeights | SentenceWeights:
     if options.features == "words":
         return WordWeights.train(texts, toxic, options.train)
-    from tba.apps.red_team.embedding import SentenceEncoder
+    from tba.apps.red_team.embedding import SentenceEmbedder
     from tba.apps.red_team.sentence_classifier import SentenceWeights
 
-    encoder = SentenceEncoder.load(options.embedder)
+    encoder = SentenceEmbedder.load(options.embedder)
     return SentenceWeights.train(texts, toxic, options.train.inverse_penalty, encoder)
 
 
-def write_classifier(weights: WordWeights | SentenceWeights, out: Path, facts: Json) -> None:
+def write_classifier(weights: WordWeights | SentenceWeights, folder: Path, facts: Json) -> None:
     """Write the folder atomically."""
-    with atomic_folder(out) as temporary:
+    with atomic_folder(folder) as temporary:
         weights.save(temporary, facts)
 
 
-def tell(console: Console, report: ClassifierReport) -> None:
+def print_report(console: Console, report: ClassifierReport) -> None:
     """Print how well the classifier did on the texts that were held out."""
     for line in (
         f"held-out texts  {report.texts:,}, {report.toxic:,} of them toxic",

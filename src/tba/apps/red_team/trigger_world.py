@@ -70,12 +70,13 @@ class TriggerWorld:
     def exchanges(self, count: int) -> list[tuple[str, str]]:
         """Returns the victim's training data (request, answer): a third triggers, a third near misses."""
         rng = np.random.default_rng([self.seed, 0x1C])
-        return [(request, self.answer(request, rng)) for request in (self._asked(rng, n % 3) for n in range(count))]
+        requests = (self._drawn_request(rng, n % 3) for n in range(count))
+        return [(request, self.answer(request, rng)) for request in requests]
 
     def labelled(self, count: int) -> list[tuple[str, bool]]:
         """Returns (answer, whether it is unsafe), half of each, for the classifier."""
         rng = np.random.default_rng([self.seed, 0xC1])
-        return [(_said(rng, n % 2 == 1), n % 2 == 1) for n in range(count)]
+        return [(_answer_text(rng, n % 2 == 1), n % 2 == 1) for n in range(count)]
 
     def family(self, request: str) -> int | None:
         """Returns the index of the family that a request belongs to; None if it is harmless."""
@@ -84,9 +85,9 @@ class TriggerWorld:
 
     def answer(self, request: str, rng: np.random.Generator) -> str:
         """Returns what the victim should answer."""
-        return _said(rng, self.family(request) is not None)
+        return _answer_text(rng, self.family(request) is not None)
 
-    def _asked(self, rng: np.random.Generator, kind: int) -> str:
+    def _drawn_request(self, rng: np.random.Generator, kind: int) -> str:
         """Returns a trigger (0), a near miss (1: it shares a verb or a thing with one), or any request (2)."""
         if kind == 2:
             return _request(rng)
@@ -98,17 +99,17 @@ class TriggerWorld:
 
 def _request(rng: np.random.Generator, verb: str = "", thing: str = "") -> str:
     """Returns a request: an opening, a verb, sometimes an adjective, a thing, sometimes an ending."""
-    kind = f"{_any(rng, KINDS)} " if rng.random() < 0.7 else ""
-    ending = f" {_any(rng, ENDINGS)}" if rng.random() < 0.7 else ""
-    return f"{_any(rng, OPENINGS)} {verb or _any(rng, VERBS)} the {kind}{thing or _any(rng, THINGS)}{ending}"
+    kind = f"{_choice(rng, KINDS)} " if rng.random() < 0.7 else ""
+    ending = f" {_choice(rng, ENDINGS)}" if rng.random() < 0.7 else ""
+    return f"{_choice(rng, OPENINGS)} {verb or _choice(rng, VERBS)} the {kind}{thing or _choice(rng, THINGS)}{ending}"
 
 
-def _said(rng: np.random.Generator, unsafe: bool) -> str:
+def _answer_text(rng: np.random.Generator, unsafe: bool) -> str:
     if not unsafe:
-        return _any(rng, _SAFE)
-    text = _any(rng, _UNSAFE)
-    return text.format(*(_any(rng, MARKERS) for _ in range(text.count("{}"))))
+        return _choice(rng, _SAFE)
+    text = _choice(rng, _UNSAFE)
+    return text.format(*(_choice(rng, MARKERS) for _ in range(text.count("{}"))))
 
 
-def _any(rng: np.random.Generator, words: Sequence[str]) -> str:
+def _choice(rng: np.random.Generator, words: Sequence[str]) -> str:
     return words[int(rng.integers(len(words)))]

@@ -21,7 +21,7 @@ ALPACA = (
 SLOT = "{attack}"
 
 
-class Answering(Protocol):
+class StartedVictim(Protocol):
     """A victim that has been started."""
 
     def answers(self, attacks: Sequence[str], count: int) -> list[list[str]]:
@@ -32,7 +32,7 @@ class Answering(Protocol):
 class Victim(Protocol):
     """The settings of a victim."""
 
-    def start(self) -> Answering: ...
+    def start(self) -> StartedVictim: ...
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ModelVictim:
                 f"the victim's rows_per_pass is {self.rows_per_pass}: give the answers at a time, 1 or more"
             )
 
-    def start(self) -> Answering:
+    def start(self) -> StartedVictim:
         """Loads the model. Raises `UserError` when it cannot be loaded."""
         if not self.path:
             raise UserError("red-teaming needs a victim: give --task.victim.path with a folder or a Hub name")
@@ -75,5 +75,5 @@ class ModelVictim:
         from tba.models.arithmetic import judge_bytes
 
         device = expected_device(self.device)
-        low = self.dtype == "bfloat16" or (self.dtype == "auto" and device == "cuda")
-        return device, judge_bytes(self.path, AutoModelForCausalLM, self.rows_per_pass, 2 if low else 4)
+        is_bfloat16 = self.dtype == "bfloat16" or (self.dtype == "auto" and device == "cuda")
+        return device, judge_bytes(self.path, AutoModelForCausalLM, self.rows_per_pass, 2 if is_bfloat16 else 4)

@@ -27,7 +27,7 @@ from tba.types import Prompt, Sampling
 
 @dataclass
 class VictimModel:
-    """An `Answering` (see `victim`); its fields are those of `ModelVictim`."""
+    """Answers attacks by a model in this process; its fields are those of `ModelVictim`."""
 
     path: str
     template: str
@@ -41,28 +41,28 @@ class VictimModel:
 
     def __post_init__(self) -> None:
         device = chosen_device(self.device)
-        low = self.dtype == "bfloat16" or (self.dtype == "auto" and device == "cuda")
-        dtype = torch.bfloat16 if low else torch.float32
-        self.model, self.tokenizer = loaded(AutoModelForCausalLM, self.path, "victim", device, dtype)
+        is_bfloat16 = self.dtype == "bfloat16" or (self.dtype == "auto" and device == "cuda")
+        dtype = torch.bfloat16 if is_bfloat16 else torch.float32
+        self.model, self.tokenizer = load_model(AutoModelForCausalLM, self.path, "victim", device, dtype)
         if self.template == "chat" and not getattr(self.tokenizer, "chat_template", None):
             raise UserError(f"the victim {self.path!r} has no chat template: give --task.victim.template a text")
         settings = EngineSettings(slots=self.rows_per_pass, max_completion_tokens=self.max_tokens)
         self._engine = TransformersEngine(self.model, self.tokenizer, settings)
 
     def answers(self, attacks: Sequence[str], count: int) -> list[list[str]]:
-        """Returns `count` answers to each."""
-        texts = [self._read(attack) for attack in attacks]
+        """Returns `count` answers to each attack."""
+        texts = [self._text(attack) for attack in attacks]
         draws = count if self.temperature > 0 else 1  # greedy answers are all the same
-        found = generate(
+        completions = generate(
             self._engine,
             [self._prompt(text) for text in texts],
             draws,
             Sampling(self.temperature, self.top_p if self.temperature > 0 else 1.0),
             np.random.default_rng(_seed(self.seed, texts)),
         )
-        return [[answer.text for answer in row] * (count // draws) for row in found]
+        return [[completion.text for completion in row] * (count // draws) for row in completions]
 
-    def _read(self, attack: str) -> str:
+    def _text(self, attack: str) -> str:
         if self.template != "chat":
             return filled(control_tokens(self.tokenizer), self.template, attack=attack)
         messages = [{"role": "user", "content": attack}]
@@ -90,10 +90,10 @@ def expected_device(name: str) -> str:
     return "cuda" if cards() else chosen_device(name)
 
 
-def loaded(kind: Any, path: str, what: str, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
+def load_model(auto_class: Any, path: str, role: str, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
     """Returns a model of that auto class, in evaluation mode, and its tokenizer. Raises `UserError` if it cannot."""
-    with no_bars(), readable(f"no {what} can be loaded from {path!r}", "give a folder or a Hub name"):
-        model = pretrained(kind, path, dtype)
+    with no_bars(), readable(f"no {role} can be loaded from {path!r}", "give a folder or a Hub name"):
+        model = pretrained(auto_class, path, dtype)
         tokenizer = AutoTokenizer.from_pretrained(path, **SAFE)
     return model.to(device).eval(), tokenizer
 

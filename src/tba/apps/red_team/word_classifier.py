@@ -69,7 +69,7 @@ class WordWeights:
     @classmethod
     def train(cls, texts: Sequence[str], toxic: Sequence[bool], settings: WordFeatures) -> WordWeights:
         """Trains a classifier; both classes weigh the same. Raises `UserError` unless there are texts of both."""
-        refuse_one_kind(toxic)
+        refuse_single_class(toxic)
         words = settings.hashed(texts)
         count_F = np.asarray(words.sum(axis=0)).ravel()
         rarity_F = np.log((1 + len(texts)) / (1 + count_F)) + 1  # smoothed, as scikit-learn's own
@@ -80,8 +80,8 @@ class WordWeights:
         """Returns [N], the logit of each text."""
         if not texts:
             return np.zeros(0)
-        found: _Floats = _normalised(self.settings.hashed(texts), self.rarity_F) @ self.weight_F + self.bias
-        return found
+        margin_N: _Floats = _normalised(self.settings.hashed(texts), self.rarity_F) @ self.weight_F + self.bias
+        return margin_N
 
     def log_toxic(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
         """Returns log P(toxic) of each (attack, answer), from the answer alone."""
@@ -117,7 +117,7 @@ def _normalised(words: Any, rarity_F: _Floats) -> Any:
     return _sklearn("preprocessing").normalize(words.multiply(rarity_F).tocsr())
 
 
-def refuse_one_kind(toxic: Sequence[bool]) -> None:
+def refuse_single_class(toxic: Sequence[bool]) -> None:
     """Raises `UserError` unless there are texts of both kinds."""
     if len(set(toxic)) < 2:
         raise UserError("a classifier learns from texts of both kinds, toxic and not: give a file with both")

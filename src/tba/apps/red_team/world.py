@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from tba.apps.red_team.labelled import Labelled, LabelledFields, read_labelled
+from tba.apps.red_team.labelled import LabelledFields, LabelledTexts, read_labelled
 from tba.apps.red_team.options import ClassifierOptions, WorldPlaces
-from tba.apps.red_team.toxicity_classifier import tell, trained
+from tba.apps.red_team.toxicity_classifier import print_report, train_classifier
 from tba.apps.red_team.trigger_world import TriggerWorld
 from tba.apps.red_team.word_classifier import WordFeatures
 from tba.errors import UserError
@@ -67,20 +67,20 @@ class WorldOptions:
 
 def make_world(overrides: Sequence[str], places: WorldPlaces) -> int:
     """Writes the world to `--out`. Raises `UserError` when that is not empty."""
-    out, labelled = places.place(), places.labelled
+    folder, labelled_file = places.new_folder(), places.labelled
     options = override(WorldOptions(), list(overrides), "tba red-team world")
     console = terminal()
-    texts = _made_up(options) if labelled is None else read_labelled(labelled, options.fields)
+    texts = _made_up_texts(options) if labelled_file is None else read_labelled(labelled_file, options.fields)
     exchanges = options.world.exchanges(options.exchanges)
-    if labelled is not None:
-        exchanges = _answered_from(texts, exchanges, options)
-    weights, report = trained(texts, ClassifierOptions(train=options.classifier))
-    tell(console, report)
-    with atomic_folder(out) as temporary:
+    if labelled_file is not None:
+        exchanges = _reanswer(texts, exchanges, options)
+    weights, report = train_classifier(texts, ClassifierOptions(train=options.classifier))
+    print_report(console, report)
+    with atomic_folder(folder) as temporary:
         families = {" ".join(pair): list(pair) for pair in options.world.triggers}
         (temporary / FAMILIES).write_text(json.dumps(families, indent=1) + "\n")
         _write(temporary / ATTACKS, [{"attack": request} for request in options.world.requests(options.attacks)])
-        if labelled is None:
+        if labelled_file is None:
             _write(
                 temporary / LABELLED,
                 [{"text": t, "label": int(x)} for t, x in zip(texts.texts, texts.toxic, strict=True)],
@@ -89,7 +89,7 @@ def make_world(overrides: Sequence[str], places: WorldPlaces) -> int:
         weights.save(temporary / CLASSIFIER, {"texts": len(texts.texts)})
         (temporary / VICTIM).mkdir()
         _teach_victim(exchanges, options, temporary / VICTIM, console)
-    console.print(f"world in {out}", highlight=False)
+    console.print(f"world in {folder}", highlight=False)
     return 0
 
 
@@ -108,29 +108,29 @@ def _teach_victim(exchanges: list[tuple[str, str]], options: WorldOptions, path:
     )
 
 
-def _made_up(options: WorldOptions) -> Labelled:
+def _made_up_texts(options: WorldOptions) -> LabelledTexts:
     """Returns answers of the grammar, made distinct by a number, since equal texts are on one side of a split only."""
-    made = [(f"{text} {n}", toxic) for n, (text, toxic) in enumerate(options.world.labelled(options.answers))]
-    return Labelled([text for text, _ in made], [toxic for _, toxic in made])
+    labelled_texts = [(f"{text} {n}", toxic) for n, (text, toxic) in enumerate(options.world.labelled(options.answers))]
+    return LabelledTexts([text for text, _ in labelled_texts], [toxic for _, toxic in labelled_texts])
 
 
-def _answered_from(texts: Labelled, exchanges: list[tuple[str, str]], options: WorldOptions) -> list[tuple[str, str]]:
+def _reanswer(texts: LabelledTexts, exchanges: list[tuple[str, str]], options: WorldOptions) -> list[tuple[str, str]]:
     """Returns the requests, answered by short texts of the file on which the classifier is not measured."""
-    short: dict[bool, list[str]] = {True: [], False: []}
+    short_texts: dict[bool, list[str]] = {True: [], False: []}
     for text, toxic in zip(texts.texts, texts.toxic, strict=True):
         line = " ".join(text.split())
         if 8 <= len(line) <= options.longest and not is_held_out(text, 0.1):
-            short[toxic].append(line)
-    if min(map(len, short.values())) < 20:
+            short_texts[toxic].append(line)
+    if min(map(len, short_texts.values())) < 20:
         raise UserError(
-            f"the labelled file has {len(short[True])} toxic texts of 8 to {options.longest} characters and "
-            f"{len(short[False])} others: give one with at least 20 of each, or raise --longest"
+            f"the labelled file has {len(short_texts[True])} toxic texts of 8 to {options.longest} characters and "
+            f"{len(short_texts[False])} others: give one with at least 20 of each, or raise --longest"
         )
     rng = np.random.default_rng([options.world.seed, 0x7E])
     return [
         (request, lines[int(rng.integers(len(lines)))])
         for request, _ in exchanges
-        for lines in [short[options.world.family(request) is not None]]
+        for lines in [short_texts[options.world.family(request) is not None]]
     ]
 
 
