@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tba.errors import UserError
-from tba.runtime.isolated import Graders, Isolated
+from tba.runtime.isolated import Graders, IsolatedGrader
 from tba.runtime.run_directory import RunDirectory
 from tba.types import Json, Split
 
@@ -29,7 +29,7 @@ def isolated_reward(
     seconds: float,
     split: Split = "train",
     name: str = "the reward",
-) -> Callable[[], Isolated]:
+) -> Callable[[], IsolatedGrader]:
     """Returns what makes graders, one for each thread that grades; their processes have one nursery.
 
     seconds: that a call may take. split: `eval` takes the reward that evaluates, where that is another one. source
@@ -51,7 +51,7 @@ def command_of(source: RunDirectory | Rebuilt, split: Split) -> list[str]:
     return [sys.executable, "-m", "tba.runtime.grading_child", json.dumps(spec)]
 
 
-def _refuse(name: str) -> Isolated:
+def _refuse(name: str) -> IsolatedGrader:
     raise UserError(
         f"{name} has to run in a process of its own, since it uses signals or does not end, and no other process can "
         "make this recipe: put what it is made of into a .py file, and give its path"
