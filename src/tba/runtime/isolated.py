@@ -1,7 +1,7 @@
 """Grades answers in a process whose main thread calls the reward: signals work there, and it can be killed.
 
-A *nursery* (any command that ends in `serve_grading`) loads what the reward is made of, once, and forks a process for each
-grader, so that one that was killed is replaced in milliseconds. Where a process cannot be forked safely once it has
+A *nursery* (any command that ends in `serve_grading`) loads what the reward is made of, once, and forks a process for
+each grader, so that one that was killed is replaced in milliseconds. Where a process cannot be forked safely once it has
 loaded its libraries (all but Linux), each grader is the command itself.
 
 Invariant: a call of `grade` ends: with a value for each answer, with what the reward raised, or, once its time is over,
@@ -223,8 +223,8 @@ class IsolatedGrader:
                 ending = process.describe_exit()
                 self._end_process()
                 raise UserError(
-                    f"{self.graders.name} ended its process ({ending}) while it graded {_describe(answers)}: let it return "
-                    "a number instead"
+                    f"{self.graders.name} ended its process ({ending}) while it graded {_describe(answers)}: let it "
+                    "return a number instead"
                 ) from Raised(ending)
             except BaseException:
                 self._end_process()  # its answer would be taken for one to the next question
@@ -485,8 +485,8 @@ def _serve(channel: socket.socket, load: Callable[[], Callable[[], Reward]]) -> 
     gc.collect()
     gc.freeze()  # pages that are shared stay shared
     signal.signal(signal.SIGCHLD, lambda *_: None)  # only to wake the selector
-    wake_reader, wake_writer = os.pipe()
-    for descriptor in (wake_reader, wake_writer):
+    wake_pipe = wake_reader, wake_writer = os.pipe()
+    for descriptor in wake_pipe:
         os.set_blocking(descriptor, False)
     signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
     graders: dict[int, tuple[int, socket.socket]] = {}  # by number, the process and its channel
@@ -502,8 +502,8 @@ def _serve(channel: socket.socket, load: Callable[[], Callable[[], Reward]]) -> 
                     continue
                 block, descriptors, _, _ = socket.recv_fds(channel, _BLOCK, 1)
                 if not block:
-                    for process, _ in graders.values():
-                        _kill(process)
+                    for pid, _ in graders.values():
+                        _kill(pid)
                     return
                 order = json.loads(block)
                 if (number := order.get("kill")) in graders:
@@ -511,10 +511,10 @@ def _serve(channel: socket.socket, load: Callable[[], Callable[[], Reward]]) -> 
                 elif "start" in order:
                     grader_channel = socket.socket(fileno=descriptors[0])
                     grader_channel.set_inheritable(False)  # else what the reward starts would hold it open
-                    if (process := _fork()) == 0:
-                        ends = [channel.fileno(), wake_reader, wake_writer, *(end for _, end in graders.values())]
-                        _run_grader(grader_channel, make_reward, ends)
-                    graders[order["start"]] = process, grader_channel
+                    if (pid := _fork()) == 0:
+                        siblings = [sibling for _, sibling in graders.values()]
+                        _run_grader(grader_channel, make_reward, [channel.fileno(), *wake_pipe, *siblings])
+                    graders[order["start"]] = pid, grader_channel
 
 
 def _fork() -> int:
@@ -540,7 +540,7 @@ def _reap(graders: dict[int, tuple[int, socket.socket]]) -> None:
 
 
 def _run_grader(
-    channel: socket.socket, make_reward: Callable[[], Reward], inherited_ends: Sequence[int | socket.socket]
+    channel: socket.socket, make_reward: Callable[[], Reward], nursery_sockets: Sequence[int | socket.socket]
 ) -> NoReturn:
     """Grade in a forked process. Does not return, and runs nothing of what its nursery has still to do."""
     nursery_pid = os.getppid()
@@ -552,8 +552,8 @@ def _run_grader(
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for inherited_end in inherited_ends:
-            os.close(inherited_end) if isinstance(inherited_end, int) else inherited_end.close()
+        for nursery_socket in nursery_sockets:
+            os.close(nursery_socket) if isinstance(nursery_socket, int) else nursery_socket.close()
         random.seed()
         if (numpy_random := sys.modules.get("numpy.random")) is not None:
             numpy_random.seed()
