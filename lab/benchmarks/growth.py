@@ -55,9 +55,9 @@ from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
 from tba.rollout.exploration import Fixed
 from tba.rollout.prompts import PromptSettings
-from tba.runtime.elastic import Joined
+from tba.runtime.elastic import JoinedSearchers
 from tba.runtime.prompting import prompts_of
-from tba.runtime.reporting import Progress
+from tba.runtime.reporting import RunProgress
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.run_lock import is_held
 from tba.runtime.searcher_loop import SearcherLoop, start_searching
@@ -226,21 +226,21 @@ class Halves:
 
     search: SearcherLoop
     train: TrainerLoop
-    progress: Progress
-    joined: Joined
+    progress: RunProgress
+    joined: JoinedSearchers
 
     def round(self) -> None:
         self.search.evaluate()
         self.search.round()
 
     def step(self) -> None:
-        self.train._looked = -1e9  # at the searchers' counts too, which is done once a second
+        self.train._counters_read_at = -1e9  # at the searchers' counts too, which is done once a second
         self.train.step()
 
     def look(self) -> None:
         self.progress.status("training")
-        self.joined._looked = -1e9
-        self.joined.look(self.train.run.journal(self.train.recipe))
+        self.joined._checked_at = -1e9
+        self.joined.release_leases_of_dead(self.train.run.journal(self.train.recipe))
         is_held(self.train.run.path)
 
 
@@ -250,10 +250,10 @@ def halves(own: Recipe, run: RunDirectory) -> Iterator[Halves]:
     with ExitStack() as ends:
         search = start_searching(own, run, 0)
         ends.callback(search.close)
-        train = start_training(own, run, stop=lambda: False, ahead=False, turn_taker=search)
+        train = start_training(own, run, stop=lambda: False, prefetch=False, turn_taker=search)
         ends.callback(train.close)
         train.replay.drain()
-        yield Halves(search, train, Progress(own, run), Joined(run))
+        yield Halves(search, train, RunProgress(own, run), JoinedSearchers(run))
 
 
 def measured(both: Halves, counting: Counting, times: int) -> dict[str, dict[str, float]]:
@@ -292,7 +292,7 @@ def size_of(rows: int, times: int, folder: Path) -> dict[str, Any]:
                 joining.round()
                 joining.close()
             with counting.counted() as first_look:
-                Progress(own, run).status("training")
+                RunProgress(own, run).status("training")
             with counting.counted() as shown:
                 show(RunRecord.read(run.path))
     once = {"start": start, "search": attach, "first look": first_look, "tba show": shown}

@@ -51,7 +51,7 @@ def test_a_run_with_averages_is_the_run_without_but_for_what_it_evaluates_and_sa
 def test_what_is_evaluated_is_the_average_and_the_next_round_is_of_the_weights(tmp_path: Path) -> None:
     recipe, run = made(tmp_path / "run", *SHORT, "--optimizer.averaged")
     search = start_searching(recipe, run, 0)
-    train = start_training(recipe, run, lambda: False, ahead=False, turn_taker=search)
+    train = start_training(recipe, run, lambda: False, prefetch=False, turn_taker=search)
     loaded: list[tuple[Version, torch.Tensor]] = []
     load = search.searcher.engine.load
 

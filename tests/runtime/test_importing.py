@@ -20,7 +20,7 @@ from tba.recipe import Recipe, RuntimeSettings
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
 from tba.runs.importing import take_in
-from tba.runtime.importing import intake_of, is_prepared, take_over
+from tba.runtime.importing import adopt_imports, intake_of, is_prepared
 from tba.runtime.inline import Inline
 from tba.runtime.local.processes import Processes
 from tba.runtime.reporting import summarise
@@ -250,8 +250,8 @@ def test_a_prepared_run_is_begun_with_what_was_imported_under_the_settings_that_
     recipe = RunDirectory.open(tmp_path / "run").recipe()
     assert recipe.policy_temperature == 0.9
     with pytest.raises(UserError, match="prepared with another policy_temperature"):
-        take_over(tmp_path / "run", made(tmp_path / "other")[0])
-    take_over(tmp_path / "run", recipe)
+        adopt_imports(tmp_path / "run", made(tmp_path / "other")[0])
+    adopt_imports(tmp_path / "run", recipe)
     run = RunDirectory.create(tmp_path / "run", str(TOY), ["--policy-temperature", "0.9"], recipe)
     assert not is_prepared(run.path)
     assert len(trajectories(run.path)) == 168

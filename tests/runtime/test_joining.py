@@ -13,7 +13,7 @@ from tba.__main__ import main
 from tba.record.faults import count_faults
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
-from tba.runtime.elastic import FIRST, Joined, joined
+from tba.runtime.elastic import FIRST_NUMBER, JoinedSearchers, join_run
 
 SECONDS = 120.0  # that a busy machine may take for what takes a few
 
@@ -36,7 +36,7 @@ def test_searchers_join_leave_and_die_while_the_trainer_goes_on_and_all_is_accou
         until(lambda: steps_of(path) > 5, SECONDS, "the first steps")
         trainer = children(driver.pid)["trainer"]
         others += [search(path) for _ in range(3)]
-        names = [f"searcher-{FIRST + i}" for i in range(3)]
+        names = [f"searcher-{FIRST_NUMBER + i}" for i in range(3)]
         until(lambda: set(names) <= set(makers(path)), SECONDS, "something of all three who joined")
         others[0].send_signal(signal.SIGINT)
         said, errors = others[0].communicate(timeout=SECONDS)
@@ -76,7 +76,7 @@ def test_when_the_driver_is_killed_who_joined_leaves_too(tmp_path: Path) -> None
     try:
         until(lambda: steps_of(path) > 5, SECONDS, "the first steps")
         other = search(path)
-        until(lambda: f"searcher-{FIRST}" in makers(path), SECONDS, "something of who joined")
+        until(lambda: f"searcher-{FIRST_NUMBER}" in makers(path), SECONDS, "something of who joined")
         driver.kill()
         driver.communicate(timeout=SECONDS)
         said, errors = other.communicate(timeout=SECONDS)
@@ -94,20 +94,20 @@ def test_no_two_who_join_have_the_same_name_and_a_name_is_not_given_again(
 ) -> None:
     recipe, run = made(tmp_path / "run")
     with run.held(0.0):
-        with joined(run, recipe, lambda: False) as a, joined(run, recipe, lambda: False) as b:
-            assert [a.number, b.number] == [FIRST, FIRST + 1]
-            assert Joined(run).present() == [a.name, b.name]
+        with join_run(run, recipe, lambda: False) as a, join_run(run, recipe, lambda: False) as b:
+            assert [a.number, b.number] == [FIRST_NUMBER, FIRST_NUMBER + 1]
+            assert JoinedSearchers(run).present_names() == [a.name, b.name]
             assert not a.stop()
-        with joined(run, recipe, lambda: True) as c:
-            assert c.number == FIRST + 2
+        with join_run(run, recipe, lambda: True) as c:
+            assert c.number == FIRST_NUMBER + 2
             assert c.stop()
-        assert Joined(run).present() == []
-        assert [s["how"] for s in Joined(run).record()] == ["it was done", "it was done", "Ctrl-C"]
-        driver = Joined(run)
+        assert JoinedSearchers(run).present_names() == []
+        assert [s["how"] for s in JoinedSearchers(run).record()] == ["it was done", "it was done", "Ctrl-C"]
+        driver = JoinedSearchers(run)
         found = driver.record()
         (run.path / "joined" / f"{a.name}.json").write_text("{}")  # who has left is not looked at again
-        assert driver.record() == found != Joined(run).record()
-        assert Joined(run).dismiss(0.0, lambda: None) == []
+        assert driver.record() == found != JoinedSearchers(run).record()
+        assert JoinedSearchers(run).dismiss(0.0, lambda: None) == []
         search = ["search", "--run", str(run.path)]
         assert main(search) == 2
         assert "is ending: no searcher can join it now" in capsys.readouterr().err

@@ -17,7 +17,7 @@ import tba
 from tba.__main__ import main
 from tba.errors import UserError
 from tba.runtime.cluster.remote import Visitors
-from tba.runtime.program import refuse_others, version, version_of
+from tba.runtime.program import require_same_version, version, version_of
 from tba.runtime.run_directory import RunDirectory
 
 SECONDS = 120.0  # that a busy machine may take for what takes a few
@@ -56,8 +56,8 @@ def test_a_guest_says_its_version_and_a_run_that_does_not_say_its_own_is_another
         visitors.join("0.0.9 (0f)")
     for facts in ({}, {"incarnations": []}, {"incarnations": ["begun"]}, {"incarnations": [{"why": "begun"}]}):
         with pytest.raises(UserError, match="the run uses tba of an earlier version, which does not say which"):
-            refuse_others(facts, "somebody")
-    refuse_others(run.facts, "somebody")
+            require_same_version(facts, "somebody")
+    require_same_version(run.facts, "somebody")
 
 
 def test_a_run_goes_on_with_another_version_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

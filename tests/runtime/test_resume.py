@@ -194,7 +194,7 @@ def test_what_was_sampled_after_the_checkpoint_stays_and_counts_as_older_than_al
     assert uses(path).sum() == 20 * 16
     run = RunDirectory.open(path)
     run.begin_again("resumed")
-    half = start_training(run.recipe(), run, stop=lambda: False, ahead=False)
+    half = start_training(run.recipe(), run, stop=lambda: False, prefetch=False)
     assert half.trainer.version == half.trainer.published == Version(1, 20)
     assert half.replay.buffer.trained_total == 20 * 16
     half.replay.drain()
@@ -445,7 +445,7 @@ def test_what_was_fetched_ahead_of_a_checkpoint_is_not_counted_as_trained(tmp_pa
     for _ in range(9):
         search.searcher.round()
     search.close()
-    half = start_training(recipe, run, stop=lambda: False, ahead=True)
+    half = start_training(recipe, run, stop=lambda: False, prefetch=True)
     for _ in range(3):
         half.step()
     half.batches.settle()
@@ -455,7 +455,7 @@ def test_what_was_fetched_ahead_of_a_checkpoint_is_not_counted_as_trained(tmp_pa
     half.recorder.close()
     half.journal.close()  # as a kill would leave it
     run.begin_again("resumed")
-    again = start_training(recipe, run, stop=lambda: False, ahead=False)
+    again = start_training(recipe, run, stop=lambda: False, prefetch=False)
     assert again.replay.ledger()["trained_total_trajectories"] == 3 * 16 == sum(again.lags.values())
     assert again.replay.buffer.fates().clip(min=0).sum() == uses(run.path).sum() == 3 * 16
     again.close()
@@ -464,7 +464,7 @@ def test_what_was_fetched_ahead_of_a_checkpoint_is_not_counted_as_trained(tmp_pa
 def restarted(path: Path) -> TrainerLoop:
     run = RunDirectory.open(path)
     run.begin_again("trainer was killed by signal 9")
-    return start_training(run.recipe(), run, stop=lambda: False, ahead=False)
+    return start_training(run.recipe(), run, stop=lambda: False, prefetch=False)
 
 
 def test_without_a_checkpoint_a_trainer_begins_again_with_all_there_is_as_old_data(tmp_path: Path) -> None:

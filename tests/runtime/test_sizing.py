@@ -31,9 +31,9 @@ from tba.runs.estimate import one_rank_fits
 from tba.runs.resuming import resumable
 from tba.runtime import sizing
 from tba.runtime.devices import LOST, USABLE
-from tba.runtime.needs import Need, kept_on_disk, needs, seconds_to_move
+from tba.runtime.needs import Need, disk_use, needs, seconds_to_move
 from tba.runtime.run_directory import RunDirectory
-from tba.runtime.sizing import Machine, places_on, refuse_what_cannot_fit, sized, too_much, unused
+from tba.runtime.sizing import Machine, memory_shortage, places_on, refuse_what_cannot_fit, sizing_flags, unused_gpus
 from tba.settings import find, override
 from tba.training.ranks.messages import RankSettings
 
@@ -95,7 +95,7 @@ def refusal(recipe: Recipe, there: Machine) -> str:
 
 
 def decided(recipe: Recipe, there: Machine) -> Recipe:
-    return override(recipe, sized(recipe, there), "", recorded=True)
+    return override(recipe, sizing_flags(recipe, there), "", recorded=True)
 
 
 def test_each_part_is_on_its_device_and_the_rule_of_thumb_is_in_it(at: Models) -> None:
@@ -121,7 +121,7 @@ def test_a_vllm_searcher_is_refused_where_it_has_no_room_for_weights_reference_a
     assert need.parts["keys and values"] == (8 + 2) * 128 * of_position  # 512 tokens of a prompt, as many of an answer
     wanted = need.total + by_part(served)["reference"].total
     two = override(served, ["--searchers", "1", "--trainer.ranks", "1"], "")
-    assert too_much(two, Machine(512 * GB, (80 * GB, int(wanted / USABLE) + 1))) is None
+    assert memory_shortage(two, Machine(512 * GB, (80 * GB, int(wanted / USABLE) + 1))) is None
     assert "the searcher needs" in refusal(two, Machine(512 * GB, (80 * GB, wanted)))
     auto = override(plain, ["--model.generation.engine", "auto"], "")  # it may come to be transformers
     assert by_part(auto)["searcher"].parts == by_part(plain)["searcher"].parts
@@ -167,26 +167,26 @@ def test_ranks_are_as_many_as_fit_and_every_other_gpu_has_a_searcher(
     at: Models, name: str, config: PretrainedConfig, gpus: list[int], ranks: int, searchers: int
 ) -> None:
     recipe, there = recipe_of(name, at(config)), machine(*gpus)
-    assert sized(recipe, there) == ["--trainer.ranks", str(ranks), "--searchers", str(searchers)]
+    assert sizing_flags(recipe, there) == ["--trainer.ranks", str(ranks), "--searchers", str(searchers)]
     made = decided(recipe, there)
     refuse_what_cannot_fit(made, there)
-    assert unused(made, there) is None
+    assert unused_gpus(made, there) is None
     if ranks > 1:  # with one rank less it would not
-        assert too_much(replace(made, trainer=RankSettings(ranks - 1)), there) is not None
+        assert memory_shortage(replace(made, trainer=RankSettings(ranks - 1)), there) is not None
 
 
 def test_what_is_given_stays_and_gpus_that_are_left_are_named(at: Models) -> None:
     recipe, there = replace(recipe_of("gsm8k", at(RHO)), searchers=3), machine(*[80] * 8)
-    assert sized(recipe, there) == ["--trainer.ranks", "1"]
-    assert str(unused(decided(recipe, there), there)).startswith("4 GPUs are unused: give more --searchers")
+    assert sizing_flags(recipe, there) == ["--trainer.ranks", "1"]
+    assert str(unused_gpus(decided(recipe, there), there)).startswith("4 GPUs are unused: give more --searchers")
     both = replace(recipe, trainer=RankSettings(4))
-    assert sized(both, there) == []
-    assert str(unused(both, there)).startswith("1 GPU is unused")
+    assert sizing_flags(both, there) == []
+    assert str(unused_gpus(both, there)).startswith("1 GPU is unused")
     alone = replace(recipe, runtime="inline", searchers=None)
-    assert sized(alone, there) == []
-    assert str(unused(alone, there)).startswith("7 GPUs are unused: the inline runtime")
+    assert sizing_flags(alone, there) == []
+    assert str(unused_gpus(alone, there)).startswith("7 GPUs are unused: the inline runtime")
     on_cpu = recipe_of("gsm8k", at(RHO), "cpu")
-    assert (sized(on_cpu, there), unused(on_cpu, there)) == ([], None)
+    assert (sizing_flags(on_cpu, there), unused_gpus(on_cpu, there)) == ([], None)
 
 
 @pytest.mark.parametrize(("gpus", "fits"), [([80], True), ([48], False), ([24, 24], False), ([80, 80], True)])
@@ -197,7 +197,7 @@ def test_shares_of_one_gpu_are_what_each_half_needs_and_a_sum_that_does_not_fit_
     made = decided(recipe, there)
     found, where = by_part(made), places_on(made, there)
     searcher = found["searcher"].total + found["reference"].total
-    assert (too_much(made, there) is None) == fits
+    assert (memory_shortage(made, there) is None) == fits
     if fits:
         assert where["trainer"].share * gpus[0] * GB >= found["trainer"].total
         assert where["searcher-0"].share * gpus[-1] * GB >= searcher
@@ -224,7 +224,7 @@ def test_where_checkpointing_is_open_one_gpu_is_shared_as_its_passes_then_need_i
     rho, there = recipe_of("gsm8k", at(RHO), gradient_checkpointing=None), machine(36)
     refuse_what_cannot_fit(rho, there)
     never, always = (recipe_of("gsm8k", at(RHO), gradient_checkpointing=said) for said in (False, True))
-    assert too_much(never, there) is not None
+    assert memory_shortage(never, there) is not None
     assert places_on(rho, there) == places_on(always, there)
     assert places_on(rho, machine(80)) == places_on(never, machine(80))  # where they fit without
 
@@ -253,10 +253,10 @@ def test_every_proposal_of_a_refusal_fits(at: Models) -> None:
     for name, config in (("gsm8k", RHO), ("math", SEVEN), ("tldr", PYTHIA)):
         for there in (machine(*[gb] * count) for gb in (24, 48, 80) for count in (1, 2, 4)):
             made = decided(recipe_of(name, at(config)), there)
-            if too_much(made, there) is None or "with which it fits" not in (said := refusal(made, there)):
+            if memory_shortage(made, there) is None or "with which it fits" not in (said := refusal(made, there)):
                 continue
             flags = said.partition(": set ")[2].removesuffix(", with which it fits").split()
-            assert too_much(override(made, flags, "", recorded=True), there) is None
+            assert memory_shortage(override(made, flags, "", recorded=True), there) is None
             proposed += 1
     assert proposed > 10
 
@@ -285,11 +285,11 @@ def test_7_b_over_4_ranks_fits_80_gb_cards_and_one_rank_is_not_measured(at: Mode
 
 
 def test_a_run_of_7_b_keeps_checkpoints_of_91_gb_and_versions_of_15(at: Models) -> None:
-    kept = kept_on_disk(recipe_of("math", at(SEVEN)))
+    kept = disk_use(recipe_of("math", at(SEVEN)))
     assert kept is not None
     assert (round(kept.checkpoint / GB), round(kept.version / GB)) == (91, 15)
     assert of_disk(kept).startswith("320 GB for 3 checkpoints of 91 GB")
-    adapted = kept_on_disk(override(recipe_of("math", at(SEVEN)), ["--model.lora.rank", "16"], ""))
+    adapted = disk_use(override(recipe_of("math", at(SEVEN)), ["--model.lora.rank", "16"], ""))
     assert adapted is not None
     assert adapted.version < 0.1 * GB  # adapters alone
     assert round(adapted.checkpoint / GB) == 16  # merged, in bfloat16, with the adapters' moments
@@ -357,11 +357,11 @@ def test_the_reward_models_that_each_searcher_loads_are_in_its_sum(at: Models) -
     made = decided(judged, there)  # two searchers, each with 33 GB of reward models
     assert "rewards on cpu 6" in refusal(made, there)
     assert refusal(made, there).endswith("set --searchers 1, with which it fits")
-    assert too_much(decided(plain, there), there) is None
+    assert memory_shortage(decided(plain, there), there) is None
     on_gpu = replace(judged, task=replace(judged.task, device="cuda"))
     with_judges = by_part(on_gpu)
     searcher = sum(with_judges[part].total for part in ("searcher", "reference", "rewards on cuda"))
-    assert too_much(decided(on_gpu, machine(80, 80)), machine(80, 80)) is None
+    assert memory_shortage(decided(on_gpu, machine(80, 80)), machine(80, 80)) is None
     small_card = machine(80, int(searcher / USABLE / GB))
     assert "the searcher needs" in refusal(replace(on_gpu, searchers=1), small_card)
     shared = places_on(replace(on_gpu, searchers=1), machine(141))

@@ -48,7 +48,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             recipe, run = made(tmp_path / "run", *SMALL, "--run.rounds", *overrides)
             search = start_searching(recipe, run, 0)
             ends.callback(search.close)
-            train = start_training(recipe, run, stop=lambda: False, ahead=False)
+            train = start_training(recipe, run, stop=lambda: False, prefetch=False)
             ends.callback(lambda: train.close())  # unless the test has ended it
             return search, train
 
@@ -108,7 +108,7 @@ def test_a_move_holds_for_the_trainer_and_the_replay_and_after_a_resume(start: S
     train.close()  # a run has one trainer
     train.close = lambda: None
     train.run.begin_again("resumed")
-    again = start_training(train.recipe, train.run, stop=lambda: False, ahead=False)
+    again = start_training(train.recipe, train.run, stop=lambda: False, prefetch=False)
     assert (again.trainer.sync_every, again.replay.sync_every, again.replay.m) == (16, 16, 0.5)
     assert again.controller.changes == train.controller.changes
     again.close()

@@ -16,7 +16,7 @@ from tba.record.faults import count_faults, read_faults
 from tba.record.run_record import RunRecord
 from tba.runtime.searcher_loop import start_searching
 from tba.runtime.trainer_loop import TrainerLoop, start_training
-from tba.runtime.watching import arrivals_watched
+from tba.runtime.watching import answer_watch_of
 from tba.settings import find
 from tba.training.checkpoint import Checkpoint, checkpoints_in, newest_checkpoint
 from tba.types import Completion, Evaluation, Judgement, Problem, Prompt, Split, Version
@@ -45,7 +45,7 @@ def evaluated(train: TrainerLoop, step: int) -> None:
 def test_the_best_checkpoint_and_those_still_to_be_evaluated_stay_beside_the_newest(tmp_path: Path) -> None:
     recipe, run = made(tmp_path / "run", *SETTINGS)
     search = start_searching(recipe, run, 0)
-    train = start_training(recipe, run, lambda: False, ahead=False, turn_taker=search)
+    train = start_training(recipe, run, lambda: False, prefetch=False, turn_taker=search)
     there, best = {}, {}
     try:
         while not train.finished:
@@ -82,7 +82,7 @@ def test_the_best_checkpoint_and_those_still_to_be_evaluated_stay_beside_the_new
 def test_a_run_goes_on_from_its_newest_checkpoint_with_the_best_beside_it(tmp_path: Path) -> None:
     recipe, run = made(tmp_path / "run", *SETTINGS)
     search = start_searching(recipe, run, 0)
-    train = start_training(recipe, run, lambda: False, ahead=False, turn_taker=search)
+    train = start_training(recipe, run, lambda: False, prefetch=False, turn_taker=search)
     while not train.finished:
         train.step()
         if train.trainer.version.step == 30:
@@ -148,7 +148,7 @@ def test_a_run_of_six_steps_says_at_its_end_that_all_rewards_were_equal(tmp_path
 def test_a_run_whose_new_answers_lose_half_of_their_tokens_says_so_but_not_of_episodes(tmp_path: Path) -> None:
     recipe, run = made(tmp_path / "run")
     for task, times in ((find("guess_number").task, 0), (recipe.task, 1)):
-        arrivals = arrivals_watched(replace(recipe, task=task), run)
+        arrivals = answer_watch_of(replace(recipe, task=task), run)
         for start, tokens in ((0, 33), (100, 16), (200, 10)):
             arrivals.see([(f"prompt {start + i}", 1.0, tokens + i % 2) for i in range(100)])
         arrivals.finish()

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from tba.foreign import writes_day
 from tba.protocols import Model
 from tba.recipe import Recipe
-from tba.runtime.sizing import Machine, places_on, refuse_what_cannot_fit, sized, unused
+from tba.runtime.sizing import Machine, places_on, refuse_what_cannot_fit, sizing_flags, unused_gpus
 from tba.runtime.teaching import require_scorers, scorers_of
 from tba.settings import override, with_fields, words_of
 
@@ -57,12 +57,12 @@ def with_sizes(recipe: Recipe, overrides: list[str], say: Say) -> tuple[Recipe, 
     recipe leaves that open. Raises `UserError` where it cannot fit; nothing has been loaded yet.
     """
     machine, prepared = Machine.here(), replace(recipe, model=recipe.model.prepared(recipe.task))
-    decided = sized(prepared, machine)
+    decided = sizing_flags(prepared, machine)
     sized_too = override(prepared, decided, "tba train", recorded=True)
     refuse_what_cannot_fit(sized_too, machine)
     if decided:
         places = ", ".join(f"{worker} on {place}" for worker, place in places_on(sized_too, machine).items())
         say(f"where it runs: {places}")
-    if (idle := unused(sized_too, machine)) is not None:
+    if (idle := unused_gpus(sized_too, machine)) is not None:
         say(f"note: {idle}")
     return override(recipe, decided, "tba train", recorded=True), [*overrides, *decided]

@@ -19,7 +19,7 @@ from tba.recipe import Recipe
 from tba.record.text import counted
 from tba.replay.selection import RecencyReward
 from tba.rewards.functions import check_fields
-from tba.runtime.prompting import asked_of, reward_of
+from tba.runtime.prompting import prompt_set_of, reward_of
 from tba.runtime.sizing import Machine, places_on
 from tba.types import SPLITS, Sampling
 
@@ -165,7 +165,7 @@ def notes_on_data(recipe: Recipe, model: Model) -> list[str]:
     both splits, and a held-out split that says little. Raises `UserError` where none are left, or the model has no
     room for them.
     """
-    asked = {split: asked_of(recipe, model, split) for split in SPLITS}
+    asked = {split: prompt_set_of(recipe, model, split) for split in SPLITS}
     found = [each.note for each in asked.values() if each.note]
     train, held_out = ([(p.text.strip(), p.seed) for p in asked[split].prompts] for split in SPLITS)
     known = set(train)

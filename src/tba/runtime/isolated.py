@@ -1,8 +1,8 @@
 """Grades answers in a process whose main thread calls the reward: signals work there, and it can be killed.
 
 A *nursery* (any command that ends in `serve_grading`) loads what the reward is made of, once, and forks a process for
-each grader, so that one that was killed is replaced in milliseconds. Where a process cannot be forked safely once it has
-loaded its libraries (all but Linux), each grader is the command itself.
+each grader, so that one that was killed is replaced in milliseconds. Where a process cannot be forked safely once it
+has loaded its libraries (all but Linux), each grader is the command itself.
 
 Invariant: a call of `grade` ends: with a value for each answer, with what the reward raised, or, once its time is over,
 with `DeadlineExceeded`. A process that took too long, died, or wrote anything but the answer to its question is never

@@ -28,7 +28,7 @@ from tba.record.jsonl import read_lines
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
 from tba.runtime.cluster.gateway import PLACES
-from tba.runtime.elastic import FIRST
+from tba.runtime.elastic import FIRST_NUMBER
 from tba.runtime.reporting import summarise
 from tba.types import Version
 from tba.weights.directory import WeightDirectory
@@ -347,7 +347,7 @@ def test_the_quickstart_learns_in_the_cluster_what_it_learns_elsewhere(tmp_path:
 def test_somebody_joins_by_address_and_a_run_goes_on_after_ctrl_c_and_after_its_driver_was_killed(
     tmp_path: Path, address: str
 ) -> None:
-    path, name = tmp_path / "run", f"searcher-{FIRST}"
+    path, name = tmp_path / "run", f"searcher-{FIRST_NUMBER}"
     driver = train(
         path, "--runtime", "cluster", "--address", address, "--evaluation.problems", "1", "--steps", "999999"
     )

@@ -29,14 +29,14 @@ from tba.runtime.cluster.remote import (
     Visit,
     Visitors,
     checkpoint_through,
-    stand_in,
-    through,
+    connect_via,
+    reachable_directory,
     whole_facts,
 )
-from tba.runtime.elastic import FIRST, Joined
+from tba.runtime.elastic import FIRST_NUMBER, JoinedSearchers
 from tba.runtime.program import version
 from tba.runtime.run_directory import RunDirectory
-from tba.runtime.run_lock import keep
+from tba.runtime.run_lock import hold_shared
 from tba.runtime.searcher_loop import SearcherLoop, searcher_loop_at, start_searching
 from tba.runtime.trainer_loop import start_training
 from tba.training.checkpoint import Checkpoint
@@ -89,7 +89,7 @@ class Noting(Direct):
 def elsewhere(recipe: Recipe, run: RunDirectory) -> tuple[SearcherLoop, Exchange]:
     exchange = Exchange(run, recipe, lambda piece: piece)
     contact = Direct(exchange)
-    return searcher_loop_at(recipe, lambda: through(contact, "searcher-0", PLACE), 0, 0, None), exchange
+    return searcher_loop_at(recipe, lambda: connect_via(contact, "searcher-0", PLACE), 0, 0, None), exchange
 
 
 def journal_of(run: RunDirectory) -> list[Trajectory]:
@@ -106,7 +106,7 @@ def test_the_same_answers_weights_and_evaluations_come_through_the_exchange_as_f
         few = ("--steps", "6", "--reference-reset", "5", "--run.rounds")  # what flows is sent by the clock
         recipe, run = made(tmp_path / name, *QUICK, *few)
         search, exchange = (start_searching(recipe, run, 0), None) if name == "disk" else elsewhere(recipe, run)
-        train = start_training(recipe, run, stop=lambda: False, ahead=False)
+        train = start_training(recipe, run, stop=lambda: False, prefetch=False)
         for _ in range(4):
             search.round()
         for _ in range(5):
@@ -204,7 +204,7 @@ def test_of_versions_that_are_changes_their_base_is_fetched_once(tmp_path: Path)
 
 def test_a_checkpoint_comes_to_a_rank_elsewhere_whole_or_not_at_all(tmp_path: Path) -> None:
     recipe, run = made(tmp_path / "run", *QUICK)
-    half = start_training(recipe, run, lambda: False, ahead=False)
+    half = start_training(recipe, run, lambda: False, prefetch=False)
     half.checkpoint()
     half.close()
     exchange = Exchange(run, recipe, lambda piece: piece)
@@ -247,7 +247,7 @@ def test_a_journal_elsewhere_has_the_verbs_of_the_protocol_and_what_it_sends_is_
     recipe, run = made(tmp_path / "run")
     exchange = Exchange(run, recipe, lambda piece: piece)
     contact = Noting(exchange)
-    journal = through(contact, "searcher-0", PLACE).journal
+    journal = connect_via(contact, "searcher-0", PLACE).journal
     assert set(vars(journal)) == JOURNAL
     original = [trajectory(n % 2, (1, n), uid=f"t{n}") for n in range(5)]
     for _ in range(2):  # a call may be repeated
@@ -271,7 +271,7 @@ def test_who_has_left_holds_no_connection_to_the_journal(tmp_path: Path) -> None
     exchange = Exchange(*made(tmp_path / "run")[::-1], lambda piece: piece)
     assert exchange.journal("searcher-0", "rows") == 0
     there = []
-    for number in range(FIRST, FIRST + 5):
+    for number in range(FIRST_NUMBER, FIRST_NUMBER + 5):
         exchange.journal(f"searcher-{number}", "count", generated_tokens=1)
         exchange.let_go(f"searcher-{number}")
         exchange.let_go(f"searcher-{number}")
@@ -285,10 +285,10 @@ def test_a_recipe_comes_along_to_where_neither_the_run_nor_its_file_is(tmp_path:
     source.write_text(TOY.read_text())
     recipe, run = made(tmp_path / "run", "--steps", "77", source=source)
     facts = json.loads(json.dumps(whole_facts(run)))
-    assert stand_in(facts, lambda: tmp_path / "scratch").path == run.path
+    assert reachable_directory(facts, lambda: tmp_path / "scratch").path == run.path
     (run.path / "recipe.json").rename(run.path / "moved.json")
     source.unlink()
-    other = stand_in(facts, lambda: tmp_path / "scratch")
+    other = reachable_directory(facts, lambda: tmp_path / "scratch")
     assert other.path.parent == tmp_path / "scratch"
     assert other.recipe() == recipe
     assert other.log("searcher-0").parent.is_dir()
@@ -304,10 +304,10 @@ def test_a_guest_is_one_who_joined_until_it_leaves_or_says_nothing_for_too_long(
     with run.held(0.0):
         first, facts = visitors.join(version())
         second, _ = visitors.join(version())
-        assert (first, second) == (FIRST, FIRST + 1)
-        assert stand_in(facts, lambda: tmp_path).path == run.path
-        joined = Joined(run)
-        assert joined.present() == [f"searcher-{first}", f"searcher-{second}"]
+        assert (first, second) == (FIRST_NUMBER, FIRST_NUMBER + 1)
+        assert reachable_directory(facts, lambda: tmp_path).path == run.path
+        joined = JoinedSearchers(run)
+        assert joined.present_names() == [f"searcher-{first}", f"searcher-{second}"]
         visitors.leave(first, "Ctrl-C")
         clock[0] += SILENCE - 1
         assert visitors.stay(second) is None
@@ -316,7 +316,7 @@ def test_a_guest_is_one_who_joined_until_it_leaves_or_says_nothing_for_too_long(
         clock[0] += SILENCE + 1
         assert visitors.stay(second) == "the run had lost touch with it"
         assert gone == [f"searcher-{first}", f"searcher-{second}"]
-        assert joined.present() == []
+        assert joined.present_names() == []
         assert [s["how"] for s in joined.record()] == ["Ctrl-C", "it died"]
         third, _ = visitors.join(version())
         visit = Visit(third, lambda: False, Called(visitors))
@@ -324,9 +324,9 @@ def test_a_guest_is_one_who_joined_until_it_leaves_or_says_nothing_for_too_long(
         assert joined.dismiss(0.0, lambda: None) == [visit.name]
         last = Visit(third, lambda: False, Called(visitors))
         until(last.stop, 10.0, "the guest to hear that the run is ending")
-        assert last.why == "the run ended"
-        visitors.leave(third, last.why)
-        assert joined.present() == []
+        assert last.reason == "the run ended"
+        visitors.leave(third, last.reason)
+        assert joined.present_names() == []
 
 
 @dataclass
@@ -344,7 +344,7 @@ class Called:
 
 def test_a_run_is_held_by_others_until_the_last_part_that_keeps_it_has_ended(tmp_path: Path) -> None:
     _, run = made(tmp_path / "run")
-    with keep(run.path), pytest.raises(UserError, match="is still in progress"), run.held(0.0):
+    with hold_shared(run.path), pytest.raises(UserError, match="is still in progress"), run.held(0.0):
         pass
-    with run.held(0.0), keep(run.path):
-        assert Joined(run).present() == []
+    with run.held(0.0), hold_shared(run.path):
+        assert JoinedSearchers(run).present_names() == []

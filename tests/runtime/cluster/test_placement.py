@@ -14,7 +14,7 @@ from tba.engines.vllm import VllmSettings
 from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
 from tba.recipe import ClusterSettings, Recipe
-from tba.runtime.cluster.placement import Node, plan, share_of_gpu, table
+from tba.runtime.cluster.placement import Node, memory_lines, plan, share_of_gpu
 from tba.settings import find
 from tba.training.ranks.messages import RankSettings
 
@@ -52,7 +52,7 @@ def test_ranks_fill_the_trainers_node_first_and_then_nodes_that_have_ranks() -> 
     placed = plan(ranks(5, trainer_gpus=1, searcher_gpus=1), three, searchers(2))
     assert [p.worker for p in placed[:5]] == ["trainer", "trainer-1", "trainer-2", "trainer-3", "trainer-4"]
     assert [p.node.key for p in placed] == ["a", "a", "b", "b", "b", "c", "c"]
-    first, second, third = table(placed, 10 * GB, 2 * GB, GB)
+    first, second, third = memory_lines(placed, 10 * GB, 2 * GB, GB)
     assert first.startswith(
         "10.0.0.1 (here): trainer (2 of 5 ranks) and journal; 2 of 4 CPU, 2 of 2 GPU, about 7.0 GiB"
     )
@@ -97,14 +97,14 @@ def test_what_does_not_fit_is_refused_with_what_is_left() -> None:
 
 def test_the_table_says_what_each_node_needs_and_refuses_more_than_it_has() -> None:
     nodes = [here(cpus=2), there(cpus=3)]
-    first, second = table(plan(recipe(), nodes, searchers(4)), 5 * GB, 2 * GB, GB)
+    first, second = memory_lines(plan(recipe(), nodes, searchers(4)), 5 * GB, 2 * GB, GB)
     assert (
         first
         == "10.0.0.1 (here): trainer and journal and 1 searcher; 2 of 2 CPU, 0 of 0 GPU, about 10.0 GiB of 64.0 GiB"
     )
     assert second.startswith("10.0.0.2: 3 searchers; 3 of 3 CPU, 0 of 0 GPU, about 8.0 GiB of")
     with pytest.raises(UserError, match=r"about 10\.0 GiB of 8\.0 GiB: that is more than there is"):
-        table(plan(recipe(), [here(cpus=2, memory=8 * GB), there(cpus=3)], searchers(4)), 5 * GB, 2 * GB, GB)
+        memory_lines(plan(recipe(), [here(cpus=2, memory=8 * GB), there(cpus=3)], searchers(4)), 5 * GB, 2 * GB, GB)
 
 
 def test_an_address_wants_the_cluster_runtime(tmp_path: Path) -> None:

@@ -26,14 +26,14 @@ class Heartbeat:
     """The worker's side: call `beat` as often as you like."""
 
     path: Path
-    _last: float = -_EVERY
+    _last_beat: float = -_EVERY
 
     def beat(self) -> None:
         """Give a heartbeat; nearly always free. A disk that is full or gone is reported elsewhere."""
         now = time.monotonic()
-        if now - self._last < _EVERY:
+        if now - self._last_beat < _EVERY:
             return
-        self._last = now
+        self._last_beat = now
         with suppress(OSError):
             self.path.touch()
             # differs from the value before in any case
@@ -41,30 +41,30 @@ class Heartbeat:
 
 
 @dataclass
-class Watch:
+class SilenceWatch:
     """The driver's side: how long a worker has been silent since it was started or last gave a heartbeat."""
 
     path: Path
-    _seen: int | None = None
-    _since: float = field(default_factory=time.monotonic)
-    _before: int | None = None  # the heartbeat that an earlier life of the worker left
+    _newest_heartbeat: int | None = None
+    _silent_since: float = field(default_factory=time.monotonic)
+    _former_heartbeat: int | None = None  # the heartbeat that an earlier life of the worker left
 
     def __post_init__(self) -> None:
-        self._seen = self._before = self._sign()
+        self._newest_heartbeat = self._former_heartbeat = self._modification_time()
 
     @property
-    def heard(self) -> bool:
+    def has_heartbeat(self) -> bool:
         """Returns whether it has given a heartbeat since it was started: until then it loads libraries and a model."""
-        return self._sign() != self._before
+        return self._modification_time() != self._former_heartbeat
 
     def silence(self) -> float:
         """Seconds since the last heartbeat."""
-        sign = self._sign()
-        if sign != self._seen:
-            self._seen, self._since = sign, time.monotonic()
-        return time.monotonic() - self._since
+        heartbeat = self._modification_time()
+        if heartbeat != self._newest_heartbeat:
+            self._newest_heartbeat, self._silent_since = heartbeat, time.monotonic()
+        return time.monotonic() - self._silent_since
 
-    def _sign(self) -> int | None:
+    def _modification_time(self) -> int | None:
         try:
             return self.path.stat().st_mtime_ns
         except OSError:
