@@ -83,9 +83,9 @@ def test_characters_learnt_from_pairs_of_characters_have_every_text_s_odds_once(
     assert isinstance(scorer, ScoredByText)
     assert float(log_teacher(scorer).exp().sum()) == pytest.approx(1, abs=1e-6)
     (of_aab,) = scores_of(scorer, PROMPT, [completion(TASK.outcome([1, 1, 2]))])
-    tokens = scorer.theirs.encode("AAB$")
+    tokens = scorer.teacher_tokenizer.encode("AAB$")
     assert len(tokens) == 3
-    asked = replace(PROMPT, tokens=np.array(scorer.theirs.encode(PROMPT.text), np.int32))
+    asked = replace(PROMPT, tokens=np.array(scorer.teacher_tokenizer.encode(PROMPT.text), np.int32))
     whole = replace(completion(0), tokens=np.array(tokens, np.int32))
     (expected,) = scores_of(PairTeacher(TASK).reference(1.0, Version()), asked, [whole])
     assert of_aab.tolist() == [0, 0, 0, pytest.approx(float(expected.sum()), rel=1e-6)]

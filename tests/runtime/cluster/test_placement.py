@@ -69,7 +69,7 @@ def test_ranks_that_do_not_fit_or_share_a_gpu_are_refused() -> None:
 
 def test_two_halves_share_one_gpu_by_fractions_and_three_thirds_fill_it() -> None:
     placed = plan(recipe(trainer_gpus=0.5, searcher_gpus=0.5), [here(gpus=1)], searchers(1))
-    assert placed[0].node.left["GPU"] == pytest.approx(0)
+    assert placed[0].node.free["GPU"] == pytest.approx(0)
     thirds = recipe(trainer_gpus=1 / 3, searcher_gpus=1 / 3)
     assert len(plan(thirds, [here(gpus=1)], searchers(2))) == 3
 
@@ -146,16 +146,16 @@ def test_by_default_parts_ask_for_the_gpus_that_they_would_have_on_one_machine(
 ) -> None:
     names = [f"searcher-{i}" for i in range(searchers)]
     found = plan(on_gpus(ranks, each), [here(16, own), there(16, others)], names)
-    assert [p.asked["GPU"] for p in found] == expected
+    assert [p.resources["GPU"] for p in found] == expected
     assert all(p.node.key == "a" for p in found if p.worker == "trainer")
-    for share in (p.asked["GPU"] for p in found):
+    for share in (p.resources["GPU"] for p in found):
         assert share_of_gpu(share) == {"TBA_GPU_SHARE": f"{min(share, 1) * 0.95:.4f}"}
 
 
 def test_without_gpus_for_the_model_nothing_is_asked_for_and_what_is_set_goes_before() -> None:
-    assert [p.asked["GPU"] for p in plan(recipe(), [here(gpus=4)], searchers(2))] == [0, 0, 0]
+    assert [p.resources["GPU"] for p in plan(recipe(), [here(gpus=4)], searchers(2))] == [0, 0, 0]
     found = plan(on_gpus(searcher_gpus=0.25), [here(16, 4)], searchers(3))
-    assert [p.asked["GPU"] for p in found] == [1, 0.25, 0.25, 0.25]
+    assert [p.resources["GPU"] for p in found] == [1, 0.25, 0.25, 0.25]
     with pytest.raises(UserError, match="the Ray cluster has free 2; use fewer --searchers"):
         plan(on_gpus(each=2), [here(16, 2)], searchers(1))
 
@@ -175,4 +175,4 @@ def test_parts_with_and_without_a_gpu_have_no_automatic_precision() -> None:
     with pytest.raises(UserError, match=r"different precisions: .* set --model\.dtype"):
         plan(apart, [here(16, 4)], searchers(2))
     one = replace(apart, model=replace(apart.model, dtype="float32"))
-    assert [p.asked["GPU"] for p in plan(one, [here(16, 4)], searchers(2))] == [0, 1, 1]
+    assert [p.resources["GPU"] for p in plan(one, [here(16, 4)], searchers(2))] == [0, 1, 1]
