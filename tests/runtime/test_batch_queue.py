@@ -17,7 +17,7 @@ from tba.replay.codec import Stored
 from tba.replay.pacing import Pacing
 from tba.replay.replay import Replay, ReplaySettings
 from tba.replay.selection import RecencyReward
-from tba.runtime.batch_queue import BatchQueue, StopRequested, raise_no_more
+from tba.runtime.batch_queue import BatchQueue, StopRequested, raise_out_of_data
 from tba.types import Trajectory, Version
 
 sys.path.append(str(Path(__file__).parents[1] / "training"))
@@ -116,7 +116,7 @@ def test_what_replay_raises_is_raised_to_the_caller(queues: Any, ahead: bool) ->
 @pytest.mark.parametrize("ahead", [False, True])
 def test_where_nobody_brings_more_a_sentence_says_so(queues: Any, ahead: bool) -> None:
     with pytest.raises(UserError, match="no further batch to learn from"):
-        queues(replay_of(Given()), prefetch=ahead, fill=raise_no_more).next(NOW, None)
+        queues(replay_of(Given()), prefetch=ahead, fill=raise_out_of_data).next(NOW, None)
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -260,7 +260,7 @@ def test_a_prepared_run_is_begun_with_what_was_imported_under_the_settings_that_
 def test_a_prepared_run_that_is_resumed_has_begun_and_one_that_took_nothing_in_is_gone(tmp_path: Path) -> None:
     lines = written(tmp_path / "lines.jsonl", every_answer())
     assert import_files(tmp_path / "run", [lines], [], ImportOptions(recipe=str(TOY))) == 0
-    RunDirectory.open(tmp_path / "run").begin_again("resumed", before=1.0)
+    RunDirectory.open(tmp_path / "run").begin_again("resumed", seconds_before=1.0)
     assert not is_prepared(tmp_path / "run")  # else the next `tba train` of its name would take it over
     other = tmp_path / "other"
     with pytest.raises(UserError, match="--max-tokens is 0"):

@@ -93,7 +93,7 @@ def test_no_two_who_join_have_the_same_name_and_a_name_is_not_given_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe, run = made(tmp_path / "run")
-    with run.held(0.0):
+    with run.hold_lock(0.0):
         with join_run(run, recipe, lambda: False) as a, join_run(run, recipe, lambda: False) as b:
             assert [a.number, b.number] == [FIRST_NUMBER, FIRST_NUMBER + 1]
             assert JoinedSearchers(run).present_names() == [a.name, b.name]
@@ -121,7 +121,7 @@ def test_what_cannot_be_joined_is_said_in_a_sentence(tmp_path: Path, capsys: pyt
     assert main(["search", "--run", str(run.path)]) == 2
     assert "is not in progress: start it with `tba train`" in capsys.readouterr().err
     _, turns = made(tmp_path / "turns", "--runtime", "inline")
-    with turns.held(0.0):
+    with turns.hold_lock(0.0):
         assert main(["search", "--run", str(turns.path)]) == 2
     assert "takes turns in one process: no searcher can join it" in capsys.readouterr().err
     assert main(["search", "--run", str(tmp_path / "nothing")]) == 2

@@ -28,7 +28,7 @@ def test_a_searcher_of_other_source_files_is_refused_in_a_sentence_that_names_bo
     shutil.copytree(Path(tba.__file__).parent, tmp_path / "other" / "tba", ignore=shutil.ignore_patterns("*.pyc"))
     with (tmp_path / "other" / "tba" / "types.py").open("a") as file:
         file.write("# a comment\n")
-    with run.held(0.0):
+    with run.hold_lock(0.0):
         found = subprocess.run(
             [sys.executable, "-m", "tba", "search", "--run", str(run.path)],
             env=os.environ | {"PYTHONPATH": str(tmp_path / "other")},
@@ -52,7 +52,10 @@ def test_a_searcher_of_other_source_files_is_refused_in_a_sentence_that_names_bo
 def test_a_guest_says_its_version_and_a_run_that_does_not_say_its_own_is_another(tmp_path: Path) -> None:
     recipe, run = made(tmp_path / "run")
     visitors = Visitors(run, recipe)
-    with run.held(0.0), pytest.raises(UserError, match=r"would join uses tba 0\.0\.9 \(0f\), but the run uses tba "):
+    with (
+        run.hold_lock(0.0),
+        pytest.raises(UserError, match=r"would join uses tba 0\.0\.9 \(0f\), but the run uses tba "),
+    ):
         visitors.join("0.0.9 (0f)")
     for facts in ({}, {"incarnations": []}, {"incarnations": ["begun"]}, {"incarnations": [{"why": "begun"}]}):
         with pytest.raises(UserError, match="the run uses tba of an earlier version, which does not say which"):

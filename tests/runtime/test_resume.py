@@ -327,7 +327,7 @@ def test_a_run_that_cannot_go_on_says_why_in_one_sentence(tmp_path: Path, finish
     said = refused([*resume, "--steps", "40", "--task.symbols", "5"], capsys)
     assert "a run keeps its task.symbols, which is 4: start a new run for 5" in said
     assert "has no field --step" in refused([*resume, "--step", "40"], capsys)
-    with RunDirectory.open(finished).held(0.0):
+    with RunDirectory.open(finished).hold_lock(0.0):
         assert "is still in progress (process" in refused_soon([*resume, "--steps", "40"], capsys)
     assert RunDirectory.open(finished).incarnation == 0
 
@@ -353,7 +353,7 @@ def refused_soon(arguments: list[str], capsys: Any) -> str:
 
 def test_whether_the_driver_of_a_run_lives_is_read_from_its_lock(finished: Path) -> None:
     """For one that is dead, a resume waits longer: its parts are ending."""
-    with RunDirectory.open(finished).held(0.0):
+    with RunDirectory.open(finished).hold_lock(0.0):
         assert driver_lives(finished)
     dead = subprocess.Popen(["true"])
     dead.wait()

@@ -215,7 +215,7 @@ def planned(recipe: Recipe) -> list[Placement]:
     searchers = searchers_of(recipe)
     if recipe.address is None:
         return plan(recipe, [this_machine()], searchers)
-    from tba.runtime.cluster.client import connected  # needs Ray
+    from tba.runtime.cluster.client import connect_to_ray  # needs Ray
 
-    with connected(recipe.address) as nodes:
+    with connect_to_ray(recipe.address) as nodes:
         return plan(recipe, nodes, searchers)

@@ -27,7 +27,7 @@ def resume_run(path: Path, overrides: list[str], options: ResumeOptions) -> int:
     console = terminal()
     prepare_forkserver()  # before the run's lock is held, which only its parts inherit
     stopped = RunDirectory.open(path)
-    with stopped.held(_PATIENCE if driver_lives(stopped.path) else _ENDING) as run:
+    with stopped.hold_lock(_PATIENCE if driver_lives(stopped.path) else _ENDING) as run:
         JoinedSearchers(run).await_start()
         recipe, checkpoint = resumable(run, overrides, options.accept_lost_rows)
         for line in (*note_recoveries(run, run.journal(recipe)), *note_unreadable(run.path)):

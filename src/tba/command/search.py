@@ -57,10 +57,10 @@ def _visit(name: str, address: str) -> int:
     """Join the run of this name from any machine of its Ray cluster. Raises `UserError` when the run is not in it."""
     require_ray()
     from tba.runtime.cluster.actors import place_of, scratch
-    from tba.runtime.cluster.client import connected, contact_with
+    from tba.runtime.cluster.client import connect_to_ray, contact_with
 
     console = terminal()
-    with connected(address), stop_requests() as asked:
+    with connect_to_ray(address), stop_requests() as asked:
         contact = contact_with(name, "a searcher that joins", _PATIENCE)
         number, facts = contact.call("join", version())
         visit = Visit(number, asked, contact)

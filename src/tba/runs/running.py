@@ -72,7 +72,7 @@ def carry_out(
     run = RunDirectory.create(path, name, overrides, recipe, began, sft_seconds)
     run.write_facts({**run.facts, SCORERS: fingerprints_of(recipe, recipe.model.prepared(recipe.task))})
     view.say(f"run {run.displayed_path}")
-    with run.held(0.0) as held:
+    with run.hold_lock(0.0) as held:
         try:
             with failure_recorded(recipe, run):
                 fill(recipe, run, view.say)

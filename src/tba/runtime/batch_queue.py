@@ -21,15 +21,15 @@ from tba.errors import DeadlineExceeded, UserError
 from tba.replay.replay import NotReady, Replay
 from tba.types import Version
 
-_POLL_SECONDS = 0.004  # seconds between two polls of the journal while there is no batch
-_CHECK_SECONDS = 0.02  # seconds between two checks of why there is none
+_POLL_SECONDS = 0.004  # between two polls of the journal while there is no batch
+_CHECK_SECONDS = 0.02  # between two checks of why there is none
 _REASON_NOTES: dict[NotReady, str] = {  # explains a reason that lies in replay itself, not with the searchers
     "paced": "; those that came have been used as often as --replay.pacing.max-mean-uses or samples-per-insert allows",
 }
 
 
 class StopRequested(Exception):
-    """Raised when a stop was requested while waiting for a batch."""
+    """Says that a stop was requested while a batch was waited for."""
 
 
 def pause() -> None:
@@ -37,7 +37,7 @@ def pause() -> None:
     time.sleep(_POLL_SECONDS)
 
 
-def raise_no_more() -> None:
+def raise_out_of_data() -> None:
     """Raise `UserError`: there is no batch, and nobody will bring one."""
     raise UserError(
         "--offline there is no further batch to learn from, and no searcher brings one: set --replay.pacing."
@@ -48,7 +48,7 @@ def raise_no_more() -> None:
 class BatchQueue:
     """Batches of B prompts with K trajectories each.
 
-    deadline: seconds that a batch may take. fill: what to do while there is none. ahead: draw the next batch in the
+    deadline: seconds that a batch may take. fill: what to do while there is none. prefetch: draw the next batch in the
     background while this one is trained on. clock: the trainer's; waiting counts there as idle or paced.
     """
 
@@ -80,7 +80,7 @@ class BatchQueue:
     def next(self, version: Version, published: Version | None) -> Fetched:
         """Returns the next batch, for a trainer at `version` whose newest published weights are `published`.
 
-        Raises `Stopped`, or `DeadlineExceeded` when no batch can be drawn for too long.
+        Raises `StopRequested`, or `DeadlineExceeded` when no batch can be drawn for too long.
         """
         if self._thread is None:
             fetched = self._draw(version, published)
@@ -102,14 +102,14 @@ class BatchQueue:
         return prefetch.result()
 
     def wait_for_prefetch(self) -> None:
-        """Wait until the batch that is being drawn ahead is there."""
+        """Wait until the next batch has been drawn in the background."""
         if self._prefetch is not None:
             wait([self._prefetch], self._deadline)
 
     def close(self) -> None:
-        """End the wait and the thread; the batch drawn ahead is given back.
+        """End the thread and give the batch that was drawn ahead back to replay.
 
-        Raises `DeadlineExceeded` when that hangs.
+        Raises `DeadlineExceeded` when replay hangs.
         """
         self._closed = True
         if self._thread is None:
@@ -122,7 +122,7 @@ class BatchQueue:
                 self._replay.take_back(self.prefetched_batch.groups)
 
     def _wait_for_batch(self, thread: ThreadPoolExecutor, version: Version, published: Version | None) -> Fetched:
-        """Returns the batch that was drawn ahead, or draws one now. The wait is put on the clock."""
+        """Returns the batch that was drawn ahead, or draws one now; the clock counts the wait."""
         batch, self._prefetch = self._prefetch or thread.submit(self._draw, version, published), None
         if not batch.done():
             began, received = time.monotonic(), self._replay.buffer.received
@@ -136,7 +136,7 @@ class BatchQueue:
         return batch.result()
 
     def _draw(self, version: Version, published: Version | None) -> Fetched:
-        """Draws a batch as soon as replay allows it."""
+        """Draw a batch as soon as replay allows it."""
         began, received = time.monotonic(), self._replay.buffer.received
         if self._synced_version != published:
             self._synced_version = published

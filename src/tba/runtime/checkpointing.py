@@ -39,7 +39,7 @@ class TurnTaker(Protocol):
 
     def state(self) -> Json: ...
 
-    def turn(self, trainer: ShareClock) -> None:
+    def turn(self, trainer_clock: ShareClock) -> None:
         """Make a round; `trainer` is the trainer's clock."""
 
 

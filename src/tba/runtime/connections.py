@@ -64,8 +64,8 @@ class Connections:
 def connect_on_disk(
     recipe: Recipe, run: RunDirectory, name: str, interrupted: Callable[[], bool] | None = None
 ) -> Connections:
-    """Returns the connections to the run at `run`, on this machine. Prompts leased under this name earlier are given
-    back.
+    """Returns the connections to a run on this machine, and releases the prompts that were leased under this name
+    earlier.
     """
     journal = JournalWriter(
         run.journal(recipe), name, recipe.run.journal_deadline, waiting=interrupted or (lambda: None), create=False
@@ -86,8 +86,8 @@ class BackgroundJournal:
     that it was making, and their prompts are handed out again. What fails in the thread is raised by the next call that
     has to come after it, at the latest by `close`.
 
-    deadline_s: how long a call may wait for those asked before it; more than the journal itself waits for its lock.
-    clock: where the time that is spent waiting all the same counts as `journal`.
+    deadline_s: how long a call may wait for those before it; more than the journal itself waits for its lock.
+    clock: counts the time that calls wait as `journal`.
     """
 
     def __init__(self, journal: Journal, deadline_s: float, clock: ShareClock) -> None:
@@ -101,12 +101,12 @@ class BackgroundJournal:
         self._spare_positions: list[int] = []  # leased positions that are not handed out yet, oldest first
 
     def __getattr__(self, name: str) -> Any:
-        """Forwards a method of the journal; most run once all that was put is written, so that they see it."""
+        """Returns the journal's method of this name; most wait for the round that is being written, to see it."""
         method = getattr(self._journal, name)
         return method if name in _INDEPENDENT_METHODS else partial(self._after, method)
 
     def put(self, *arguments: Any, **keywords: Any) -> None:
-        """Returns once the round before this one is on disk, and raises what that raised."""
+        """Write a round in the background, once the round before is on disk. Raises the error of that one."""
         self._await_write()
         self._pending_write = self._thread.submit(self._journal.put, *arguments, **keywords)
 
@@ -128,12 +128,12 @@ class BackgroundJournal:
         return self._thread.submit(self._journal.lease, count, seconds)
 
     def resume(self) -> None:
-        """Give back what was leased, once what was put is written; what was leased ahead is given up too."""
+        """Release all leases, also those taken ahead, once all rounds are written."""
         self._after(self._journal.resume)
         self._pending_lease, self._spare_positions = None, []
 
     def close(self) -> None:
-        """Close once all that was put is on disk. Raises what could not be written, after closing."""
+        """Close once all rounds are on disk. Raises, after closing, the error of a round that could not be written."""
         try:
             self._await_write()
         finally:

@@ -45,7 +45,7 @@ class Place:
         return f"GPU{'s' if len(self.gpus) > 1 else ''} {numbers}{share_note}"
 
 
-def placed(
+def assign_gpus(
     ranks: Sequence[str],
     searchers: Sequence[str],
     gpus: int,
@@ -53,10 +53,10 @@ def placed(
     owner: str = "this machine shows",
     trainer: float = TRAINER,
 ) -> dict[str, Place]:
-    """A place for each rank of the trainer and each searcher, whose engine is spread over `each` GPUs.
+    """Returns a place for each rank of the trainer and each searcher, whose engine is spread over `gpus_each` GPUs.
 
-    trainer: its share of a GPU that it has with searchers. Raises `UserError` where they do not fit; `whose` GPUs they
-    are is said there.
+    trainer: its share of a GPU that it has with searchers. owner: names in the error whose GPUs they are. Raises
+    `UserError` where the workers do not fit.
     """
     if not gpus:
         return dict.fromkeys((*ranks, *searchers), Place())
@@ -92,8 +92,8 @@ def _too_few_message(ranks: int, searchers: int, gpus: int, gpus_each: int, owne
 
 
 def places(recipe: Recipe, searchers: Sequence[str], gpus: Sequence[int]) -> dict[str, Place]:
-    """A place for each worker of the run on a machine whose GPUs have so many bytes. Raises `UserError` where they are
-    too few.
+    """Returns a place for each worker of the run on a machine whose GPUs have so many bytes. Raises `UserError` where
+    they are too few.
     """
     ranks = [name_of_rank(rank) for rank in range(recipe.trainer.count)]
     gpus_each = recipe.model.gpus_per_searcher
@@ -102,11 +102,11 @@ def places(recipe: Recipe, searchers: Sequence[str], gpus: Sequence[int]) -> dic
             f"the model should run on GPUs, but this machine shows none ({VISIBLE}): set --model.device cpu"
         )
     share = _trainer_share(recipe, gpus[0], len(searchers)) if gpus_each and len(gpus) == 1 else TRAINER
-    return placed(ranks, searchers, len(gpus) if gpus_each else 0, max(1, gpus_each), trainer=share)
+    return assign_gpus(ranks, searchers, len(gpus) if gpus_each else 0, max(1, gpus_each), trainer=share)
 
 
 def _trainer_share(recipe: Recipe, memory: int, searchers: int) -> float:
-    """The trainer's share of a GPU of so many bytes, which it has with the searchers."""
+    """Returns the trainer's share of a GPU of so many bytes, on which the searchers are too."""
     need_of = {need.part: need.total for need in needs(recipe) if need.device == "cuda"}
     if not need_of:
         return TRAINER
@@ -119,9 +119,9 @@ def _trainer_share(recipe: Recipe, memory: int, searchers: int) -> float:
 
 
 def environment_of(place: Place, driver_devices: str | None = None) -> dict[str, str]:
-    """Returns what a worker's process is given so that it sees its own GPUs only; without any, none.
+    """Returns the environment by which a worker's process sees the GPUs of its place only.
 
-    visible: the driver's own CUDA_VISIBLE_DEVICES, whose entries are what is counted; None: all of the machine's.
+    driver_devices: the driver's own CUDA_VISIBLE_DEVICES, whose entries a place numbers; None: all of the machine's.
     """
     if not place.gpus:
         return {VISIBLE: ""}
@@ -136,7 +136,7 @@ def visible_devices() -> str | None:
 
 
 def limit_gpu_memory() -> None:
-    """Hold this process to its share of its GPU's memory, if it has been given one."""
+    """Limit this process to its share of its GPU's memory, if the environment names one."""
     share = float(os.environ.get(GIVEN, "0"))
     if 0 < share < USABLE and torch.cuda.is_available():
         for gpu in range(torch.cuda.device_count()):

@@ -28,19 +28,19 @@ _WHY = "evaluate"
 
 @dataclass
 class Requests:
-    """Keeps the versions that are to be evaluated until they are: the first, one every so many steps, the last."""
+    """Keeps the versions that wait for their evaluation: the first, one every so many steps, the last."""
 
     every: int  # steps; 0: the first and the last only
     steps: int  # of the run
     weights: KeptWeights
     is_done: Callable[[str], bool]  # whether an evaluation has been done, by its name
     averaged: bool = False  # the average of a version's weights is evaluated, under the version's name
-    # -> seconds into the run at which it had these weights
+    # seconds into the run at which it had the weights of each version
     _pending: dict[Version, float] = field(default_factory=dict)
     _last_step: int | None = None  # the step of the newest version that was published
 
     def manifest_entries(self, version: Version, seconds: float) -> list[dict[str, Json]]:
-        """Returns what the manifest of a version that is published now says about evaluations."""
+        """Returns the requests for evaluations that the manifest of a version, published now, has."""
         for evaluated_version in [v for v in self._pending if self.is_done(_job(v))]:
             del self._pending[evaluated_version]
             self.weights.unpin(self._source(evaluated_version), _WHY)
@@ -60,7 +60,7 @@ class Requests:
 
     @property
     def pending(self) -> list[Version]:
-        """Returns those that were requested and, as far as is known, have not been evaluated."""
+        """Returns the versions that were requested and, as far as is known, have not been evaluated."""
         return list(self._pending)
 
     def state(self) -> Json:
@@ -68,7 +68,7 @@ class Requests:
         return {"pending": {str(v): s for v, s in self._pending.items()}, "seen": self._last_step}
 
     def restore(self, state: Json) -> None:
-        """Continue from `state`, with what is still wanted and still there; later requests are forgotten."""
+        """Continue from `state` with the requests whose weights are still there; later requests are forgotten."""
         requests = {Version.parse(name): seconds for name, seconds in state["pending"].items()}
         pending = {version: seconds for version, seconds in requests.items() if not self.is_done(_job(version))}
         kept_versions = self.weights.versions()
@@ -90,7 +90,7 @@ class Requests:
 
 @dataclass
 class Examiner:
-    """Evaluates the versions that are wanted, between a searcher's rounds."""
+    """Evaluates the requested versions, between a searcher's rounds."""
 
     engine: Engine
     prompts: Sequence[Prompt]

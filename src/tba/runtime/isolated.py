@@ -212,7 +212,7 @@ class IsolatedGrader:
                 self._end_process()
             process = self._process = self._process or self.graders.start()
             try:
-                reply = self._reply(process, question)
+                reply = self._ask(process, question)
             except TimeoutError:
                 self._end_process()
                 raise DeadlineExceeded(
@@ -239,7 +239,7 @@ class IsolatedGrader:
         with self._lock:
             self._end_process()
 
-    def _reply(self, process: _Process, question: Json) -> dict[str, Json]:
+    def _ask(self, process: _Process, question: Json) -> dict[str, Json]:
         number, deadline = secrets.token_hex(8), time.monotonic() + self.seconds
         process.channel.send([number, question], deadline)
         reply = process.channel.next(deadline)
@@ -511,13 +511,13 @@ def _serve(channel: socket.socket, load: Callable[[], Callable[[], Reward]]) -> 
                 elif "start" in order:
                     grader_channel = socket.socket(fileno=descriptors[0])
                     grader_channel.set_inheritable(False)  # else what the reward starts would hold it open
-                    if (pid := _fork()) == 0:
+                    if (pid := _fork_process()) == 0:
                         siblings = [sibling for _, sibling in graders.values()]
                         _run_grader(grader_channel, make_reward, [channel.fileno(), *wake_pipe, *siblings])
                     graders[order["start"]] = pid, grader_channel
 
 
-def _fork() -> int:
+def _fork_process() -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # about threads: they are a matrix library's
         return os.fork()
@@ -580,7 +580,9 @@ def _reply_to(reward: Reward, question: Json) -> str:
     """Returns the values, or what was raised, as JSON."""
     try:
         try:
-            return json.dumps({"values": write_values(_values(reward, question["part"], read_answers(question)))})
+            return json.dumps(
+                {"values": write_values(_compute_values(reward, question["part"], read_answers(question)))}
+            )
         finally:
             if hasattr(signal, "setitimer"):
                 signal.setitimer(signal.ITIMER_REAL, 0)  # the call is over, and with it a limit that it forgot
@@ -588,7 +590,7 @@ def _reply_to(reward: Reward, question: Json) -> str:
         return json.dumps(_error_as_json(error, f"the reward {type(reward).__name__}"))
 
 
-def _values(reward: Reward, part: int | None, answers: Sequence[Answered]) -> Sequence[Any]:
+def _compute_values(reward: Reward, part: int | None, answers: Sequence[Answered]) -> Sequence[Any]:
     if part is None:
         return reward.judge(answers)
     assert isinstance(reward, Separable)

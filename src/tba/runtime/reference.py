@@ -47,7 +47,7 @@ class References:
 
     @property
     def current(self) -> Version:
-        """The reference under which the trainer trains."""
+        """Returns the reference under which the trainer trains."""
         return self.replay.reference
 
     def reset(self, version: Version, wall_seconds: float) -> None:
@@ -71,7 +71,7 @@ class References:
         return {"resets": list(self.resets), "of_checkpoints": [str(version) for version in self._of_checkpoints]}
 
     def restore(self, state: Json) -> None:
-        """Continue from `state`. What is pinned stays so until the next reset."""
+        """Continue from `state`. Pinned versions stay pinned until the next reset."""
         self.resets[:] = state["resets"]
         self._of_checkpoints.extend(Version.parse(version) for version in state["of_checkpoints"])
         self._pinned[:] = [version for version in self.weights.versions() if PIN_REASON in self.weights.pins(version)]

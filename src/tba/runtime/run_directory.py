@@ -39,7 +39,7 @@ from tba.types import Json
 
 @dataclass(frozen=True)
 class Incarnation:
-    """Holds what recipe.json says of one beginning of a run."""
+    """One incarnation of a run, as recipe.json records it."""
 
     why: str
     program: str  # its version
@@ -90,7 +90,7 @@ class RunDirectory:
         began: float | None = None,
         sft_seconds: float = 0.0,
     ) -> RunDirectory:
-        """Make the directory and write recipe.json; `began` is when (by `time.monotonic`), None: now.
+        """Make the directory and write recipe.json. The run began at `began`, by `time.monotonic`; None: now.
 
         `sft_seconds` were spent on a warm start since. Raises `UserError` when a run is there already.
         """
@@ -135,7 +135,7 @@ class RunDirectory:
 
     @property
     def displayed_path(self) -> Path:
-        """Returns its path as people write it: from where the command was given, if it lies there."""
+        """Returns the run's path as people write it: relative to where the command was given, if it lies there."""
         return self.path.relative_to(self.base) if self.path.is_relative_to(self.base) else self.path
 
     @property
@@ -195,19 +195,23 @@ class RunDirectory:
         """Returns the marks that the journal may have had in each incarnation."""
         return [incarnation["marks"] for incarnation in self.facts["incarnations"]]
 
-    def begin_again(self, why: str, overrides: Sequence[str] = (), before: float | None = None) -> None:
+    def begin_again(self, reason: str, overrides: Sequence[str] = (), seconds_before: float | None = None) -> None:
         """Begin another incarnation, with further overrides; every worker started from here on belongs to it.
 
-        before: seconds that the run had been going when it was left (None: it has never been left, and its journal
-        keeps its mark).
+        seconds_before: how long the run had been going when it ended (None: it has not ended, and its journal keeps
+        its mark).
         """
         facts, marks = self.facts, self.marks[-1]
         facts.pop(PREPARED, None)
         facts["overrides"] = [*facts["overrides"], *overrides]
-        incarnation = {"why": why, "program": version(), "marks": marks if before is None else [*marks, _new_mark()]}
+        incarnation = {
+            "why": reason,
+            "program": version(),
+            "marks": marks if seconds_before is None else [*marks, _new_mark()],
+        }
         facts["incarnations"] = [*facts["incarnations"], incarnation]
-        if before is not None:
-            facts["clock"] = {"began": time.monotonic(), "before": before}
+        if seconds_before is not None:
+            facts["clock"] = {"began": time.monotonic(), "before": seconds_before}
         recipe = tba.settings.override(tba.settings.find(facts["recipe"]), facts["overrides"], "", recorded=True)
         facts["resolved"] = resolved(recipe)
         self.write_facts(facts)
@@ -231,11 +235,11 @@ class RunDirectory:
         return lambda: clock["before"] + time.monotonic() - clock["began"]
 
     @contextmanager
-    def held(self, seconds: float) -> Iterator[RunDirectory]:
+    def hold_lock(self, seconds: float) -> Iterator[RunDirectory]:
         """Yields the run with its lock, which the workers that are started from it inherit and hold for as long as they
         live. The working directory is afterwards what it was before.
 
-        Raises `UserError` when others hold it for `seconds` more.
+        Raises `UserError` when others hold the lock for `seconds` more.
         """
         with hold(self.path, seconds) as lock, chdir(self.base):
             yield replace(self, lock=lock)
@@ -275,11 +279,11 @@ class RunDirectory:
         return self.path / "logs" / f"{worker}.log"
 
     def error(self, worker: str) -> Path:
-        """Returns the file in which a worker that ends with an error of its own leaves it."""
+        """Returns the file in which a worker leaves the error that ended it."""
         return self.path / "logs" / f"{worker}.error.json"
 
     def result(self, worker: str) -> Path:
-        """Returns the file in which a worker leaves what the summary needs of it."""
+        """Returns the file in which a worker leaves its result for the summary."""
         return self.path / "logs" / f"{worker}.result.json"
 
 

@@ -39,8 +39,8 @@ log = logging.getLogger("tba.searcher")
 HAND_DOWN = 0.25  # seconds of a round after which the answers that are there are sent to the trainer
 NICENESS = 5  # how far searchers give way to the trainer where they share cores (nice(1)): docs/scaling.md has its gain
 DRAWING_SOURCES = (UniformPrompts, PosteriorPrompts)  # sources of prompts that draw them
-_POLL_SECONDS = 0.1  # seconds between two polls for weights to evaluate, where that is all there is to do
-_PAUSE_SECONDS = 0.05  # seconds between two checks whether more is wanted
+_POLL_SECONDS = 0.1  # between two polls for weights to evaluate, where that is all there is to do
+_PAUSE_SECONDS = 0.05  # between two checks whether more is wanted
 LONGEST_HELD_BACK = 60.0  # seconds, then a searcher makes a round all the same: it never waits for ever
 
 
@@ -82,7 +82,7 @@ class SearcherLoop:
 
     def evaluate(self, between: Callable[[], None] | None = None) -> bool:
         """Run the evaluations that the newest weights' manifest requests; returns whether the trainer has asked to
-        stop; then nobody waits for what is being generated. `between`: what to do between two chunks of an evaluation.
+        stop, when nobody waits for running answers. `between`: what to do between two chunks of an evaluation.
         """
         manifest = self.newest_manifest()
         stop = bool(manifest.get("stop"))
@@ -99,19 +99,16 @@ class SearcherLoop:
         """Returns whether there are as many trajectories as the trainer wants by now (`Pacing.wanted`), those that are
         being graded included; by default never.
         """
-        for is_pulled in (False, True):  # the bound only rises: most often the one that is known already is enough
+        for has_pulled in (False, True):  # the bound only rises: most often the one that is known already is enough
             wanted_rows = self.searcher.manifest.get("wanted")
             if wanted_rows is None or self.journal.rows() + self.searcher.unsent < wanted_rows:
                 return False
-            if not is_pulled:
+            if not has_pulled:
                 self.searcher.pull()
         return True
 
     def round(self) -> None:
-        """Make a round.
-
-        While the searcher is ahead of what is wanted: only rescore what is to be rescored, and pause.
-        """
+        """Make a round; while the searcher is ahead of what the trainer wants, only rescore old answers and pause."""
         held_back_seconds = 0.0 if self.held_back_since is None else time.monotonic() - self.held_back_since
         if not self.is_ahead() or held_back_seconds > LONGEST_HELD_BACK:
             self.held_back_since = None
@@ -125,11 +122,11 @@ class SearcherLoop:
         with self.clock.state("paced"):
             time.sleep(_PAUSE_SECONDS)
 
-    def turn(self, trainer: ShareClock) -> None:
-        """Make a round where trainer and searcher take turns; the trainer's clock counts it as idle: it is what
+    def turn(self, trainer_clock: ShareClock) -> None:
+        """Make a round where trainer and searcher take turns. The trainer's clock counts it as idle, the time that
         asynchrony saves.
         """
-        with trainer.state("idle"), self.clock.state("generating"):
+        with trainer_clock.state("idle"), self.clock.state("generating"):
             self.searcher.round()
 
     def round_between(self) -> None:
@@ -155,7 +152,7 @@ class SearcherLoop:
         self.searcher.rounds = state["rounds"]
 
     def close(self) -> None:
-        """Leave what the summary needs, and how much the journal held: the trainer may have ended before."""
+        """Close the journal and the grader, and leave the searcher's result for the summary."""
         try:
             rows = self.journal.rows()
         finally:
@@ -198,7 +195,7 @@ def searcher_loop_at(
     background: bool = False,
     run: RunDirectory | None = None,
 ) -> SearcherLoop:
-    """Build the same with other connections, which are opened once the model and the prompts are loaded. run: what
+    """Build a searcher's loop over any connections, which are opened once the model and the prompts are loaded. run:
     rebuilds the recipe in another process, should the reward have to run there.
     """
     keep_few_kernels()

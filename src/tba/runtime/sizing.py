@@ -25,8 +25,8 @@ from tba.runtime.needs import needs, with_checkpointing
 from tba.settings import override
 from tba.training.ranks.messages import RankSettings
 
-_LORA_RANK = "16"  # of the adapters that are proposed
-_FIXED_FLAGS = {"--model.lora.rank", "--model.dtype"}  # by a run
+_LORA_RANK = "16"  # that is proposed
+_FIXED_FLAGS = {"--model.lora.rank", "--model.dtype"}  # which a run that is resumed keeps
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def places_on(recipe: Recipe, machine: Machine) -> dict[str, Place]:
 
 
 def sizing_flags(recipe: Recipe, machine: Machine) -> list[str]:
-    """Returns the flags that decide what the recipe leaves open; none where no GPU is used."""
+    """Returns the flags for the numbers of ranks and searchers that the recipe leaves open; none without GPUs."""
     gpus_each = recipe.model.gpus_per_searcher
     if recipe.runtime != "processes" or not gpus_each or not machine.gpus:
         return []
@@ -92,7 +92,7 @@ def unused_gpus(recipe: Recipe, machine: Machine) -> str | None:
 def refuse_what_cannot_fit(recipe: Recipe, machine: Machine, resumed: bool = False) -> None:
     """Raises `UserError` where a part cannot fit into the memory of its device; it names the fields that would help.
 
-    resumed: what is trained, all weights or adapters, and on which base, cannot be changed any more.
+    resumed: the weights that are trained and their base cannot be changed any more.
     """
     shortage = memory_shortage(recipe, machine)
     if shortage is None:
@@ -193,7 +193,7 @@ def _rank_flags(recipe: Recipe) -> Iterator[list[str]]:
 
 
 def _checkpointing_flags(recipe: Recipe) -> list[str]:
-    """Returns the flag that switches it on, if it is not."""
+    """Returns the flag that switches gradient checkpointing on, if it is off."""
     return [] if getattr(recipe.model, "gradient_checkpointing", True) else ["--model.gradient-checkpointing"]
 
 

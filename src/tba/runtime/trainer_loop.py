@@ -38,7 +38,7 @@ from tba.replay.follower import JournalFollower
 from tba.replay.missing_rows import Held
 from tba.replay.replay import Replay
 from tba.replay.selection import SMALLEST_GROUP
-from tba.runtime.batch_queue import BatchQueue, StopRequested, pause, raise_no_more
+from tba.runtime.batch_queue import BatchQueue, StopRequested, pause, raise_out_of_data
 from tba.runtime.checkpointing import TurnTaker, generators, set_generators, starting_point
 from tba.runtime.evaluation import Requests
 from tba.runtime.ranks.start import start_policy, start_ranks
@@ -55,8 +55,8 @@ from tba.weights.background import BackgroundPublisher
 from tba.weights.directory import WeightDirectory
 
 log = logging.getLogger("tba.trainer")
-_COUNTER_SECONDS = 1.0  # seconds between two reads of the searchers' counts
-_LEAD_SECONDS = 30.0  # seconds that another trainer of this run has to end
+_COUNTER_SECONDS = 1.0  # between two reads of the searchers' counts
+_LEAD_SECONDS = 30.0  # that another trainer of this run has to end
 
 
 def run_trainer(recipe: Recipe, run: RunDirectory, stop: Callable[[], bool], meeting: Meeting | None = None) -> None:
@@ -73,7 +73,7 @@ def run_trainer(recipe: Recipe, run: RunDirectory, stop: Callable[[], bool], mee
 
 @dataclass
 class TrainerLoop:
-    """A trainer with what it consumes, what it publishes and what is recorded of it."""
+    """A trainer with its source of batches, its published weights and its records."""
 
     recipe: Recipe
     run: RunDirectory
@@ -86,23 +86,21 @@ class TrainerLoop:
     requests: Requests
     controller: Controller
     recorder: Recorder
-    watch: EvaluationWatch
+    evaluation_watch: EvaluationWatch
     clock: ShareClock
     staleness: StalenessWatch
     elapsed: Callable[[], float]  # seconds since the run began, without evaluation
     resumed_state: Mapping[str, Json] | None = None  # the state of the checkpoint that it resumes from
     turn_taker: TurnTaker | None = None  # the searcher that takes turns with it, saved at the same step
     ranks: Ranks | None = None  # where its policy is spread over several
-    trained_batches: int = 0  # batches, by this process
+    trained_batches: int = 0  # by this process
     checkpointed_version: Version | None = None  # the newest checkpoint's version
     lags: Counter[int] = field(default_factory=Counter)
     arithmetic: Arithmetic | None = None  # what a token costs
-    compute_counts: Counter[str] = field(
-        default_factory=Counter
-    )  # in all steps: tokens `read` and `scored`, milliseconds
+    compute_counts: Counter[str] = field(default_factory=Counter)  # tokens `read` and `scored`, `milliseconds`
     signal: SignalWatch = field(default_factory=SignalWatch)
     collapse: CollapseWatch = field(default_factory=CollapseWatch)
-    arrivals: AnswerWatch | None = None
+    answer_watch: AnswerWatch | None = None
     memory: FreedMemory = field(default_factory=FreedMemory)
     began_training: float | None = None
     ended_training: float = 0.0
@@ -138,7 +136,7 @@ class TrainerLoop:
         self.memory.give_back()
 
     def publish(self, as_reference: bool = False) -> None:
-        """Publish the weights as they are; with `reset` they are the reference from here on."""
+        """Publish the weights as they are; with `as_reference` they are the reference from here on."""
         version = self.trainer.version
         evaluate = self.requests.manifest_entries(version, self.elapsed())
         if self.requests.averaged and version in self.requests.pending:
@@ -156,8 +154,8 @@ class TrainerLoop:
         self.requests.pin()
 
     def _publish_average(self) -> None:
-        """Publish the average of the weights, to be evaluated in their place. It is waited for: it stands where they do
-        meanwhile.
+        """Publish the average of the weights, to be evaluated in their place, and wait for that: meanwhile the average
+        stands in the policy's tensors.
         """
         self.weights.settle()
         with self.trainer.optimizer.averages():
@@ -169,7 +167,7 @@ class TrainerLoop:
         self.weights.settle()  # the reference that it was made under is on disk
         self.references.note_checkpoint()
         trainer, count, state = self.trainer, self.recipe.run.checkpoints, self.state()
-        best = self.watch.versions_to_keep(self.requests.pending)
+        best = self.evaluation_watch.versions_to_keep(self.requests.pending)
         folder, version, model, heads = self.run.checkpoints, trainer.version, self.recipe.model, trainer.policy.heads
         policy, optimizer = trainer.policy, trainer.optimizer
         if isinstance(policy, Rank0Policy) and (layout := policy.lay_out(optimizer, folder)) is not None:
@@ -186,7 +184,7 @@ class TrainerLoop:
             self.recipe.model.save(self.trainer.policy, path)
 
     def finish(self) -> None:
-        """Publish the last version, write a checkpoint of it, and report what a run as short as this has shown."""
+        """Publish the last version, write a checkpoint of it, and report the faults that only the whole run shows."""
         self._finish_watches()
         if self.trainer.published != self.trainer.version:
             self.publish()
@@ -290,13 +288,13 @@ class TrainerLoop:
             self.trainer.policy.saving.settle()
 
     def _record(self, version_before: Version, fetched: Fetched, metrics: Metrics) -> None:
-        """Write a line of metrics. before: the version that the batch was drawn for."""
+        """Write a line of metrics. version_before: the version that the batch was drawn for."""
         trajectories: list[Trajectory] = [t for group in fetched.groups for t in group.trajectories]
         self.ended_training = self.elapsed()
         if self.began_training is None:
             self.began_training = self.ended_training - metrics["seconds"] + metrics["wait_seconds"]
         self.lags.update(t.version.lag(version_before) for t in trajectories if not t.imported)
-        self._count(fetched.batch, metrics["seconds"] - metrics["wait_seconds"])
+        self._count_work(fetched.batch, metrics["seconds"] - metrics["wait_seconds"])
         step = self.trainer.version.step
         replay = self.replay.metrics()
         staleness_faults = [(STALE, sentence) for sentence in self.staleness.see(step, metrics | replay)]
@@ -322,16 +320,16 @@ class TrainerLoop:
         step = self.trainer.version.step
         staleness_faults = [(STALE, sentence) for sentence in self.staleness.finish(step)]
         self._report([*staleness_faults, *self.signal.finish(step).items(), *self.collapse.finish(step).items()])
-        if self.arrivals is not None:
-            self.arrivals.finish()
+        if self.answer_watch is not None:
+            self.answer_watch.finish()
 
     def _report(self, faults: Sequence[tuple[str, str]]) -> None:
         for kind, sentence in faults:
             log.warning("%s", sentence)
             record_fault(self.run.path, kind, sentence)
 
-    def _count(self, batch: Batch, seconds: float) -> None:
-        """Count what the policy has computed: a prompt once for its group, and so each of equal answers."""
+    def _count_work(self, batch: Batch, seconds: float) -> None:
+        """Count the tokens that the policy has computed: a prompt once for its group, equal answers once too."""
         rows_D, _ = distinct_rows(batch)
         answer_tokens = int(batch.length_B[rows_D].sum())
         self.compute_counts["read"] += int(batch.prompt_length_G.sum()) + answer_tokens
@@ -382,12 +380,10 @@ class TrainerLoop:
         }
 
     def _record_evaluations(self) -> None:
-        """Pass on the searchers' evaluations (their own files have them already), and check whether the figure has
-        fallen.
-        """
+        """Give the searchers' evaluations to the recorder (their own files have them already), and check for falls."""
         for evaluation in self.journal.evaluations():
             self.recorder.evaluation(evaluation)
-        self.watch.check()
+        self.evaluation_watch.check()
 
 
 def start_training(
@@ -411,16 +407,18 @@ def start_training(
     ranks = start_ranks(recipe, 0, meeting)
     policy, optimizer = start_policy(recipe, ranks, None if checkpoint is None else checkpoint.path)
     keep_bytes, deadline = recipe.replay.keep_bytes, recipe.run.journal_deadline
-    damaged = partial(record_fault, run.path, "damaged_trajectories")
+    note_damage = partial(record_fault, run.path, "damaged_trajectories")
     journal = JournalFollower(
-        run.journal(recipe), keep_bytes=keep_bytes, deadline_s=deadline, waiting=stop, create=False, damaged=damaged
+        run.journal(recipe), keep_bytes=keep_bytes, deadline_s=deadline, waiting=stop, create=False, damaged=note_damage
     )
     try:
         journal.lead(_LEAD_SECONDS)
-        arrivals = answer_watch_of(recipe, run)
+        answer_watch = answer_watch_of(recipe, run)
         has_resets = recipe.reference_reset > 0
         settings = replace(recipe.replay, pacing=replace(recipe.replay.pacing, warm_up=recipe.warm_up))
-        replay = Replay(journal, settings, recipe.sync_every, seed=recipe.seed, resets=has_resets, arrived=arrivals.see)
+        replay = Replay(
+            journal, settings, recipe.sync_every, seed=recipe.seed, resets=has_resets, arrived=answer_watch.see
+        )
         replay.now = version
         if checkpoint is not None:
             replay.restore(checkpoint.state["replay"], version)
@@ -461,7 +459,7 @@ def start_training(
             clock=clock,
             stop=stop,
             deadline=recipe.run.idle_deadline,
-            fill=raise_no_more if recipe.offline else wait_for_rows,
+            fill=raise_out_of_data if recipe.offline else wait_for_rows,
             prefetch=prefetch,
         ),
         journal=journal,
@@ -473,8 +471,8 @@ def start_training(
         controller=recipe.control.start(recipe.sync_every, m),
         staleness=StalenessWatch(recipe.sync_every),
         recorder=recipe.record.start(run.path, run.facts["resolved"]),
-        watch=EvaluationWatch(run),
-        arrivals=arrivals,
+        evaluation_watch=EvaluationWatch(run),
+        answer_watch=answer_watch,
         clock=clock,
         elapsed=elapsed or run.clock(),
         resumed_state=None if checkpoint is None else checkpoint.state,
@@ -498,7 +496,7 @@ def _parts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def require_enough(recipe: Recipe, replay: Replay) -> None:
-    """Take in what there is. Raises `UserError` when that is too little for all steps."""
+    """Drain the journal into replay. Raises `UserError` when its trajectories are too few for all steps."""
     replay.drain()
     received = replay.buffer.received
     if not replay.buffer.prompts(SMALLEST_GROUP):

@@ -83,9 +83,9 @@ def train(path: Path, *arguments: str) -> subprocess.Popen[str]:
 
 LISTENING = """
 import psutil, ray
-from tba.runtime.cluster.client import connected
+from tba.runtime.cluster.client import connect_to_ray
 
-with connected(None, 0.2):
+with connect_to_ray(None, 0.2):
     @ray.remote(num_cpus=0)
     class Part:
         def name(self):
@@ -122,11 +122,11 @@ def test_a_cluster_that_is_started_for_a_run_listens_on_the_loopback_interface_o
     [("127.0.0.1:1", r"nothing answers at [\d.]+:1"), ("127.0.0.1:99999999", ".*"), ("nowhere", ".*")],
 )
 def test_a_cluster_that_is_not_there_is_one_sentence_at_once(address: str, reason: str) -> None:
-    from tba.runtime.cluster.client import connected
+    from tba.runtime.cluster.client import connect_to_ray
 
     with (
         pytest.raises(UserError, match=rf"cannot join the Ray cluster at {address} \({reason}\): "),
-        connected(address),
+        connect_to_ray(address),
     ):
         raise AssertionError
 
@@ -134,12 +134,12 @@ def test_a_cluster_that_is_not_there_is_one_sentence_at_once(address: str, reaso
 def test_a_run_counts_what_is_free_on_each_node_and_not_what_there_is(address: str) -> None:
     import ray
 
-    from tba.runtime.cluster.client import connected, nodes
+    from tba.runtime.cluster.client import connect_to_ray, nodes
 
     def free() -> list[float]:
         return sorted(node.cpus for node in nodes())
 
-    with connected(address):
+    with connect_to_ray(address):
         until(lambda: free() == [2, 2], SECONDS, "all to be free")
         other = ray.remote(num_cpus=1.5)(Counter).remote()
         until(lambda: free() == [0.5, 2], SECONDS, "what an actor of somebody else holds to be counted")

@@ -30,8 +30,8 @@ from tba.runtime.cluster.remote import (
     Visitors,
     checkpoint_through,
     connect_via,
+    facts_with_text,
     reachable_directory,
-    whole_facts,
 )
 from tba.runtime.elastic import FIRST_NUMBER, JoinedSearchers
 from tba.runtime.program import version
@@ -284,7 +284,7 @@ def test_a_recipe_comes_along_to_where_neither_the_run_nor_its_file_is(tmp_path:
     source = tmp_path / "mine.py"
     source.write_text(TOY.read_text())
     recipe, run = made(tmp_path / "run", "--steps", "77", source=source)
-    facts = json.loads(json.dumps(whole_facts(run)))
+    facts = json.loads(json.dumps(facts_with_text(run)))
     assert reachable_directory(facts, lambda: tmp_path / "scratch").path == run.path
     (run.path / "recipe.json").rename(run.path / "moved.json")
     source.unlink()
@@ -301,7 +301,7 @@ def test_a_guest_is_one_who_joined_until_it_leaves_or_says_nothing_for_too_long(
     visitors = Visitors(run, recipe, gone.append, now=lambda: clock[0])
     with pytest.raises(UserError, match="is not in progress"):
         visitors.join(version())
-    with run.held(0.0):
+    with run.hold_lock(0.0):
         first, facts = visitors.join(version())
         second, _ = visitors.join(version())
         assert (first, second) == (FIRST_NUMBER, FIRST_NUMBER + 1)
@@ -344,7 +344,7 @@ class Called:
 
 def test_a_run_is_held_by_others_until_the_last_part_that_keeps_it_has_ended(tmp_path: Path) -> None:
     _, run = made(tmp_path / "run")
-    with hold_shared(run.path), pytest.raises(UserError, match="is still in progress"), run.held(0.0):
+    with hold_shared(run.path), pytest.raises(UserError, match="is still in progress"), run.hold_lock(0.0):
         pass
-    with run.held(0.0), hold_shared(run.path):
+    with run.hold_lock(0.0), hold_shared(run.path):
         assert JoinedSearchers(run).present_names() == []

@@ -105,12 +105,12 @@ class ExchangeActor:
         return self._visitors.stay(number)
 
     @ray.method(concurrency_group="journal")
-    def leave(self, number: int, why: str) -> None:
-        self._visitors.leave(number, why)
+    def leave(self, number: int, reason: str) -> None:
+        self._visitors.leave(number, reason)
 
     @ray.method(concurrency_group="weights")
-    def newest(self, seen: Version | None) -> Any:
-        return self._exchange.newest(seen)
+    def newest(self, version: Version | None) -> Any:
+        return self._exchange.newest(version)
 
     @ray.method(concurrency_group="weights")
     def checkpoint(self, name: str) -> Any:
@@ -142,7 +142,7 @@ class MeetingPlace:
     """Gives the ranks of one life of the trainer a place to find each other."""
 
     store: Any  # the actor that holds their key-value store
-    spread: bool  # whether they are on more than one machine
+    is_spread: bool  # whether they are on more than one machine
 
     def meeting(self, deadline: float) -> Meeting:
         """Returns the meeting point for the rank in this process."""
@@ -151,7 +151,7 @@ class MeetingPlace:
             reference = getattr(self.store, method).remote(*arguments)
             return get(reference, deadline, f"the store where the trainer's ranks meet ({method})")
 
-        return Meeting(ActorStore(call, deadline), ray.util.get_node_ip_address() if self.spread else None)
+        return Meeting(ActorStore(call, deadline), ray.util.get_node_ip_address() if self.is_spread else None)
 
 
 class PartActor:

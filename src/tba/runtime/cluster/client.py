@@ -62,9 +62,9 @@ class ActorContact:
     worker: str
     deadline: float  # seconds
 
-    def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+    def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         """Call this method of the gateway and return its result. Raises what it raised."""
-        reference = getattr(self.exchange, method).remote(*arguments, **named)
+        reference = getattr(self.exchange, method).remote(*arguments, **keywords)
         try:
             return get(reference, self.deadline, f"the gateway on the trainer's machine ({method})")
         except ray.exceptions.RayTaskError as error:
@@ -92,17 +92,17 @@ _LOOPBACK = "127.0.0.1"  # the one address at which Ray's servers do not listen 
 
 
 @contextmanager
-def connected(address: str | None, object_store_gb: float | None = None) -> Iterator[list[Node]]:
-    """Inside, this process is connected to the cluster at `address` (None: a cluster of its own); yields its nodes.
+def connect_to_ray(address: str | None, object_store_gb: float | None = None) -> Iterator[list[Node]]:
+    """Connect this process to the cluster at `address` (None: a cluster of its own), and yield the cluster's nodes.
 
     A cluster of its own ends with this process, however that ends. Raises `UserError` when it cannot connect.
     """
     with ExitStack() as closers:
         folder = None if address is not None else str(closers.enter_context(folder_for_ray()))
-        yield from _connected(address, object_store_gb, folder)
+        yield from _connect_to_ray(address, object_store_gb, folder)
 
 
-def _connected(address: str | None, object_store_gb: float | None, folder: str | None) -> Iterator[list[Node]]:
+def _connect_to_ray(address: str | None, object_store_gb: float | None, folder: str | None) -> Iterator[list[Node]]:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": NAMESPACE}
     logging.getLogger("ray").setLevel(logging.ERROR)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

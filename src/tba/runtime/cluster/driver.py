@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tba.errors import DeadlineExceeded, PartFailed, UserError
 from tba.record.faults import record_fault
 from tba.runtime.cluster.actors import ExchangeActor, MeetingPlace, PartActor
-from tba.runtime.cluster.client import connected, exchange_name, get, nodes
+from tba.runtime.cluster.client import connect_to_ray, exchange_name, get, nodes
 from tba.runtime.cluster.gateway import PLACES
 from tba.runtime.cluster.placement import Node, Placement, plan, share_of_gpu
 from tba.runtime.cluster.remote import facts_with_text
@@ -54,7 +54,7 @@ class Cluster(Driver):
 
         Raises the error that a worker ended with.
         """
-        with connected(self.recipe.address, self.recipe.cluster.object_store_gb):
+        with connect_to_ray(self.recipe.address, self.recipe.cluster.object_store_gb):
             self._placements = {placement.worker: placement for placement in self._plan()}
             self._start_exchange(self._placements["trainer"].node)
             faults = super().go()
@@ -113,7 +113,7 @@ class Cluster(Driver):
         strategy = NodeAffinitySchedulingStrategy(rank_nodes[0].key, soft=False)
         store = _remote(KeyValueStore).options(num_cpus=0, scheduling_strategy=strategy).remote()
         closers.callback(ray.kill, store)
-        meet = MeetingPlace(store, spread=len({node.key for node in rank_nodes}) > 1)
+        meet = MeetingPlace(store, is_spread=len({node.key for node in rank_nodes}) > 1)
         return [self._actor(name, attempt, meet) for name in names]
 
     @property

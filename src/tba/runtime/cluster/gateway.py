@@ -32,7 +32,7 @@ def verbs_of(protocol: type) -> frozenset[str]:
 
 JOURNAL, RECORDS = verbs_of(Journal), verbs_of(Records)
 PLACES = "places.jsonl"  # where each worker runs or ran, and its logs
-KEPT = 2  # versions whose pieces are kept for the next searcher that asks, besides those of their base
+KEPT_VERSIONS = 2  # versions whose pieces are kept for the next searcher that asks, besides those of their base
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Offer:
 
 
 class Exchange:
-    """The run's side of all remote searchers' connections. `send` puts a piece where they can fetch it, and gives its
-    reference.
+    """The run's side of all remote searchers' connections. `send` puts a piece where the searchers can fetch it, and
+    returns its reference.
 
     Journal and weights may be called from two threads, one each.
     """
@@ -74,7 +74,7 @@ class Exchange:
         return packed(getattr(self._writers[owner], verb)(*arguments, **keywords))
 
     def close_journal(self, owner: str) -> None:
-        """Close this owner's connection to the journal: it has left, or is taken for dead."""
+        """Close the journal of an owner that has left, or is taken for dead."""
         if (writer := self._writers.pop(owner, None)) is not None:
             writer.close()
 
@@ -89,7 +89,7 @@ class Exchange:
         return self._run.incarnation
 
     def newest(self, version: Version | None) -> Offer | Version | None:
-        """Returns the newest version, or only its name where the searcher has `seen` it already.
+        """Returns the newest version, or only its name where the searcher has that `version` already.
 
         None before the first.
         """
@@ -122,8 +122,8 @@ class Exchange:
                 self._base = base
             references = [self._send(piece) for piece in pieces(contents)]
             self._offers[version] = Offer(version, published.manifest, header, references, base)
-            for old in list(self._offers)[:-KEPT]:
-                del self._offers[old]
+            for version_to_drop in list(self._offers)[:-KEPT_VERSIONS]:
+                del self._offers[version_to_drop]
         return self._offers[version]
 
     def checkpoint(self, name: str) -> list[tuple[str, list[Any]]]:

@@ -16,9 +16,8 @@ from tba.errors import UserError
 from tba.recipe import Recipe
 from tba.record.memory import machine_memory_bytes, usable_cores
 from tba.record.text import size
-from tba.runtime.cluster.gateway import KEPT
-from tba.runtime.devices import USABLE, Place
-from tba.runtime.devices import placed as placed_on_gpus
+from tba.runtime.cluster.gateway import KEPT_VERSIONS
+from tba.runtime.devices import USABLE, Place, assign_gpus
 from tba.training.ranks.messages import name_of_rank
 
 _SLACK = 1e-9  # so that thirds of a GPU add up to one
@@ -26,7 +25,7 @@ _SLACK = 1e-9  # so that thirds of a GPU add up to one
 
 @dataclass
 class Node:
-    """A machine: what is free on it when the run begins, and what is left of that."""
+    """A machine, with the resources that are free on it, also of those that the run may use."""
 
     key: str
     name: str
@@ -44,7 +43,7 @@ class Node:
         self._gpu_shares = [1.0] * whole_count + ([fraction] if fraction > _SLACK else [])
 
     def fits(self, request: Mapping[str, float]) -> bool:
-        """Returns whether that much is left."""
+        """Returns whether the resources of a request are free."""
         return self.free["CPU"] - request["CPU"] > -_SLACK and self._choose_gpus(request["GPU"]) is not None
 
     def reserve(self, request: Mapping[str, float]) -> None:
@@ -54,8 +53,8 @@ class Node:
             self.free[kind] -= amount
 
     def _choose_gpus(self, amount: float) -> list[int] | None:
-        """Returns the GPUs that it would be given: whole ones, or the fullest one that has room for a fraction; None:
-        there are none.
+        """Returns the GPUs for an amount: whole ones, or the fullest one that has room for a fraction; None: there are
+        none.
         """
         if amount >= 1:
             whole_gpus = [i for i, share in enumerate(self._gpu_shares) if share > 1 - _SLACK]
@@ -72,7 +71,7 @@ def this_machine() -> Node:
 
 @dataclass(frozen=True)
 class Placement:
-    """A worker and its node."""
+    """A worker, its node and its resources there."""
 
     worker: str
     node: Node
@@ -82,8 +81,7 @@ class Placement:
 def requests(recipe: Recipe, gpus: int, searchers: Sequence[str]) -> dict[str, dict[str, float]]:
     """Returns the CPUs and GPUs that each worker asks for, where the cluster has `gpus` free.
 
-    GPUs that no setting names are assigned as on one machine (`devices.placed`). Raises `UserError` where they are too
-    few, or the workers would differ in precision.
+    GPUs that no setting names are assigned as on one machine. Raises `UserError` where they are too few.
     """
     settings, gpus_each = recipe.cluster, recipe.model.gpus_per_searcher
     ranks = [name_of_rank(rank) for rank in range(recipe.trainer.count)]
@@ -91,7 +89,7 @@ def requests(recipe: Recipe, gpus: int, searchers: Sequence[str]) -> dict[str, d
     gpu_settings = {worker: settings.trainer_gpus if worker in ranks else settings.searcher_gpus for worker in workers}
     gpu_places = dict.fromkeys(workers, Place())
     if gpus_each and None in gpu_settings.values():
-        gpu_places = placed_on_gpus(ranks, searchers, gpus, gpus_each, "the Ray cluster has free")
+        gpu_places = assign_gpus(ranks, searchers, gpus, gpus_each, "the Ray cluster has free")
         share = min((gpu_places[name].share for name in searchers), default=0.0)
         gpu_places |= {name: replace(gpu_places[name], share=share) for name in searchers}  # equal parts fill any GPU
     resources: dict[str, dict[str, float]] = {}
@@ -145,14 +143,14 @@ def _too_much(worker: str, request: Mapping[str, float], candidates: Sequence[No
 
 
 def placement_lines(placements: Sequence[Placement]) -> list[str]:
-    """Returns a line for each node: what runs there, and how many of it."""
+    """Returns a line for each node, with the workers that it runs."""
     return [_describe_node(node, placements) for node in _nodes_of(placements)]
 
 
 def memory_lines(
     placements: Sequence[Placement], trainer_bytes: int, searcher_bytes: int, weights_bytes: int
 ) -> list[str]:
-    """Returns a line for each node, with the memory that it needs. Raises `UserError` when there is less.
+    """Returns a line for each node, with the memory that its workers need. Raises `UserError` when it has less.
 
     `trainer_bytes` is the sum over all ranks (each has about its share), `weights_bytes` the size of one version, of
     which the trainer's node keeps several in its object store, and the other nodes the newest two.
@@ -161,7 +159,7 @@ def memory_lines(
     for node in _nodes_of(placements):
         workers = [p.worker for p in placements if p.node.key == node.key]
         ranks = sum(worker.startswith("trainer") for worker in workers)
-        versions = KEPT + 1 if "trainer" in workers else 2
+        versions = KEPT_VERSIONS + 1 if "trainer" in workers else 2
         needed = (len(workers) - ranks) * searcher_bytes + versions * weights_bytes + trainer_bytes * ranks // all_ranks
         lines.append(f"{_describe_node(node, placements)}, about {size(needed)} of {size(int(node.memory_bytes))}")
         if 0 < node.memory_bytes < needed:

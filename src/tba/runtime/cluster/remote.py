@@ -39,13 +39,13 @@ from tba.weights.atomic_dir import atomic_folder, remove_folder
 from tba.weights.chunks import Flat, tensors
 from tba.weights.deltas import Restored
 
-_FRESH = 0.05  # seconds for which the newest known version counts as the newest
+_FRESH_SECONDS = 0.05  # for which the newest known version counts as the newest
 
 
 class Contact(Protocol):
     """Calls the gateway for a worker, each time within a deadline."""
 
-    def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+    def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         """Call this method of the gateway and return its result."""
         ...
 
@@ -55,8 +55,7 @@ class Contact(Protocol):
 
 
 def remote_proxy(verbs: Iterable[str], call: Callable[..., Any]) -> Any:
-    """Returns a remote implementation of a protocol with these methods: each is a call, with its name before its
-    arguments.
+    """Returns a remote implementation of a protocol with these methods: each calls with its name before its arguments.
 
     Trajectories are encoded here, where they were made, and decoded here, where they are needed.
     """
@@ -76,15 +75,15 @@ class RemoteWeights:
         self._contact = contact
         self._newest: PublishedWeights | None = None
         self._base: tuple[Version, dict[str, Any]] | None = None  # the newest base that was needed, fetched once
-        self._polled_at = -_FRESH
+        self._polled_at = -_FRESH_SECONDS
 
     def newer_than(self, version: Version | None) -> PublishedWeights | None:
         """Returns the newest version if it is newer than `version` (None: any), else None. Never waits for one."""
-        if time.monotonic() - self._polled_at > _FRESH:
+        if time.monotonic() - self._polled_at > _FRESH_SECONDS:
             newest_version = None if self._newest is None else self._newest.version
             answer = self._contact.call("newest", newest_version)
             if isinstance(answer, Offer):
-                self._newest = self._published(answer)
+                self._newest = self._as_published(answer)
             self._polled_at = time.monotonic()
         newest = self._newest
         return None if newest is None or (version is not None and newest.version <= version) else newest
@@ -94,21 +93,21 @@ class RemoteWeights:
         offer = self._contact.call("at", version)
         if offer is None:
             raise UserError(f"version {version} of the weights is not (or no longer) there; give another")
-        return self._published(offer)
+        return self._as_published(offer)
 
-    def _published(self, offer: Offer) -> PublishedWeights:
+    def _as_published(self, offer: Offer) -> PublishedWeights:
         def read() -> Mapping[str, Any]:
             try:
-                return self._fetched(offer)
+                return self._fetch_tensors(offer)
             except HandedOutLost:  # a gateway that was restarted hands it out again
                 new_offer = self._contact.call("at", offer.version)
                 if new_offer is None:
                     raise
-                return self._fetched(new_offer)
+                return self._fetch_tensors(new_offer)
 
         return PublishedWeights(offer.version, offer.manifest, read)
 
-    def _fetched(self, offer: Offer) -> Mapping[str, Any]:
+    def _fetch_tensors(self, offer: Offer) -> Mapping[str, Any]:
         fetched_tensors = tensors(offer.header, self._contact.fetch(offer.references))
         if offer.base is None:
             return fetched_tensors
@@ -118,8 +117,8 @@ class RemoteWeights:
 
 
 def connect_via(contact: Contact, name: str, place: Json) -> Connections:
-    """Returns all connections of a searcher, which has begun at `place`. Prompts leased under this name earlier are
-    given back.
+    """Returns all connections of a searcher, which has begun at `place`, and releases the prompts that were leased
+    under its name earlier.
     """
     incarnation = int(contact.call("place", place))
     journal: Journal = remote_proxy(JOURNAL, partial(contact.call, "journal", name))
@@ -196,7 +195,7 @@ class _Guest:
 
 @dataclass
 class Visitors:
-    """The gateway's side: which visitors there are."""
+    """The gateway's view of the searchers that have joined from other machines."""
 
     run: RunDirectory
     recipe: Recipe
@@ -205,7 +204,7 @@ class Visitors:
     _guests: dict[int, _Guest] = field(default_factory=dict)
 
     def join(self, version: str) -> tuple[int, Json]:
-        """Returns a number, and all that rebuilds the recipe. `version` is that of the guest's program.
+        """Returns the guest's number, and all that rebuilds the recipe. `version` is that of the guest's program.
 
         Raises `UserError` when the run cannot be joined.
         """
@@ -216,7 +215,7 @@ class Visitors:
         return membership.number, facts_with_text(self.run)
 
     def stay(self, number: int) -> str | None:
-        """Take a heartbeat; returns why the guest is to leave, if it is."""
+        """Note a heartbeat of the guest; returns why it is to leave, if it is."""
         self.remove_silent()
         guest = self._guests.get(number)
         if guest is None:  # the gateway was restarted, or has taken the guest for dead: it may join again
@@ -225,14 +224,14 @@ class Visitors:
         return guest.membership.reason if guest.membership.stop() else None
 
     def leave(self, number: int, reason: str) -> None:
-        """The guest leaves, with its counts whole."""
+        """Let the guest leave, with its counts whole."""
         guest = self._guests.pop(number, None)
         if guest is not None:
             guest.membership.leave(reason)
         self.on_departure(f"searcher-{number}")
 
     def remove_silent(self) -> None:
-        """Remove the visitors that have died: the driver sees that and gives back what they had leased."""
+        """Remove the guests that have died: the driver sees that and gives back what they had leased."""
         for number, guest in list(self._guests.items()):
             if self.now() - guest.last_heartbeat > SILENCE:
                 del self._guests[number]
@@ -242,11 +241,11 @@ class Visitors:
 
 @dataclass
 class Visit(Membership):
-    """The guest's side. Each question is also its heartbeat."""
+    """A membership of a guest, which asks the gateway. Each question is also the guest's heartbeat."""
 
     contact: Contact
 
     def reason_to_leave(self) -> str | None:
-        """Returns what the gateway says."""
+        """Returns why the gateway wants the guest to leave; None: it does not."""
         reason: str | None = self.contact.call("stay", self.number)
         return reason

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_EVERY = 0.5  # seconds between two heartbeats at least
+_BEAT_SECONDS = 0.5  # between two heartbeats at least
 
 
 def heartbeat_file(run: Path, worker: str) -> Path:
@@ -23,15 +23,15 @@ def heartbeat_file(run: Path, worker: str) -> Path:
 
 @dataclass
 class Heartbeat:
-    """The worker's side: call `beat` as often as you like."""
+    """A worker's heartbeat, as the worker gives it: call `beat` as often as you like."""
 
     path: Path
-    _last_beat: float = -_EVERY
+    _last_beat: float = -_BEAT_SECONDS
 
     def beat(self) -> None:
         """Give a heartbeat; nearly always free. A disk that is full or gone is reported elsewhere."""
         now = time.monotonic()
-        if now - self._last_beat < _EVERY:
+        if now - self._last_beat < _BEAT_SECONDS:
             return
         self._last_beat = now
         with suppress(OSError):
@@ -42,7 +42,7 @@ class Heartbeat:
 
 @dataclass
 class SilenceWatch:
-    """The driver's side: how long a worker has been silent since it was started or last gave a heartbeat."""
+    """Measures, in the driver, how long a worker has been silent since its start or its last heartbeat."""
 
     path: Path
     _newest_heartbeat: int | None = None
@@ -54,11 +54,11 @@ class SilenceWatch:
 
     @property
     def has_heartbeat(self) -> bool:
-        """Returns whether it has given a heartbeat since it was started: until then it loads libraries and a model."""
+        """Returns whether the worker has given a heartbeat since its start."""
         return self._modification_time() != self._former_heartbeat
 
     def silence(self) -> float:
-        """Seconds since the last heartbeat."""
+        """Returns the seconds since the last heartbeat, or since the start."""
         heartbeat = self._modification_time()
         if heartbeat != self._newest_heartbeat:
             self._newest_heartbeat, self._silent_since = heartbeat, time.monotonic()

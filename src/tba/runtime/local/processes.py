@@ -35,7 +35,7 @@ class Processes(Driver):
     """One run on this machine: `go()` until it is finished, stopped or failed."""
 
     def start(self, name: str) -> Worker:
-        """Start a worker as a child process; a trainer of several ranks is several."""
+        """Start a worker as a child process; a trainer of several ranks as several processes."""
         if name == "trainer" and self.recipe.trainer.count > 1:
             return RankedWorker(self._ranks, _first_to_fail)
         return self._process(name)
@@ -43,11 +43,11 @@ class Processes(Driver):
     def _process(self, name: str, attempt: int = 0, environment: dict[str, str] | None = None) -> Process:
         components = {type(getattr(self.recipe, f.name)).__module__ for f in fields(self.recipe)}
         loads = tuple(sorted(module for module in components if module.startswith("tba.")))
-        settings_of_gpus = {**self.gpus_of(name), **(environment or {})}
-        return Process(name, self.run, self.recipe.run.threads, attempt, settings_of_gpus, loads)
+        variables = {**self.gpus_of(name), **(environment or {})}
+        return Process(name, self.run, self.recipe.run.threads, attempt, variables, loads)
 
     def gpus_of(self, name: str) -> dict[str, str]:
-        """Returns what a worker's environment says of the GPUs that are its own."""
+        """Returns the variables that give a worker its own GPUs."""
         return environment_of(places(self.recipe, self.searchers, cards().memory)[name], visible_devices())
 
     def _ranks(self, attempt: int, closers: ExitStack) -> list[Process]:
@@ -89,8 +89,8 @@ class Process:
         self.start()
 
     def start(self) -> None:
-        settings = {"TBA_ATTEMPT": str(self.attempt), "OMP_NUM_THREADS": str(self.threads)}
-        environment = {**os.environ, **settings, **self.environment}
+        variables = {"TBA_ATTEMPT": str(self.attempt), "OMP_NUM_THREADS": str(self.threads)}
+        environment = {**os.environ, **variables, **self.environment}
         # the worker holds the run's lock for as long as it can write
         lock_descriptors = () if self.run.lock is None else (self.run.lock,)
         self.watch = SilenceWatch(heartbeat_file(self.run.path, self.name))
@@ -107,7 +107,7 @@ class Process:
 
     @property
     def code(self) -> int | None:
-        """The exit code, None while it runs; negative: killed by that signal."""
+        """Returns the exit code, None while the process runs; negative: killed by that signal."""
         return self.process.poll()
 
     @property
@@ -127,7 +127,7 @@ class Process:
         return self.watch.has_heartbeat
 
     def silence(self) -> float:
-        """Seconds since the process's last heartbeat."""
+        """Returns the seconds since the process's last heartbeat."""
         return self.watch.silence()
 
     def ask_to_stop(self) -> None:
@@ -137,19 +137,19 @@ class Process:
             self.process.stdin.flush()
 
     def end(self) -> None:
-        """End it as a worker that hangs."""
+        """End the process as a worker that hangs."""
         self.process.kill()
         self.process.wait()
 
     def kill(self) -> None:
-        """End it, unless it has ended, and release what it held."""
+        """End the process, unless it has ended, and close its input."""
         self.end()
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
             self.process.stdin.close()
 
     def failure(self) -> Exception:
-        """Returns why it ended, as the driver's own error."""
+        """Returns why the process ended, as the driver's own error."""
         file = self.run.error(self.name)
         if file.exists():
             remedy = f"its log is {self.log}"

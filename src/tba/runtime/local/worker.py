@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 ORPHANED = 3  # exit code: its driver is gone
 NO_SPACE = 4  # exit code: the disk is full
-_GRACE = 5.0  # seconds an orphan has to end by itself
+_GRACE_SECONDS = 5.0  # that an orphan has to end by itself
 
 
 class StopListener:
@@ -48,13 +48,13 @@ class StopListener:
         """Install the signal handler and a thread that reads standard input. SIGINT is handled by the driver."""
         signal.signal(signal.SIGTERM, lambda *_: self._event.set())
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        threading.Thread(target=self._watch, name="driver-watch", daemon=True).start()
+        threading.Thread(target=self._read_driver_pipe, name="driver-watch", daemon=True).start()
 
-    def _watch(self) -> None:
+    def _read_driver_pipe(self) -> None:
         while os.read(0, 4096):
             self._event.set()
         self._event.set()
-        threading.Event().wait(_GRACE)
+        threading.Event().wait(_GRACE_SECONDS)
         os._exit(ORPHANED)
 
 
@@ -75,7 +75,7 @@ def run(arguments: Sequence[str]) -> int:
     set_up_log(path, worker)
     limit_gpu_memory()
     try:
-        _live(worker, directory, stop)
+        _run_part(worker, directory, stop)
     except BaseException as error:  # noqa: BLE001 - the process ends here; the driver shows the error as its own
         return _leave_error(directory, worker, error)
     return 0
@@ -105,8 +105,8 @@ def _leave_error(run: RunDirectory, worker: str, error: BaseException) -> int:
     return 2 if isinstance(error, UserError) else 1
 
 
-def _live(worker: str, run: RunDirectory, stop: StopListener) -> None:
-    """Be the trainer, one of its further ranks, or a searcher with connections to this disk, until it is done."""
+def _run_part(worker: str, run: RunDirectory, stop: StopListener) -> None:
+    """Run the trainer, one of its further ranks, or a searcher that works on this disk, until it is done."""
     number = int(worker.partition("-")[2] or 0)
     if worker == "trainer":
         from tba.runtime.trainer_loop import run_trainer
