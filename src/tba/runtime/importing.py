@@ -195,9 +195,7 @@ def adopt_imports(path: Path, recipe: Recipe) -> None:
 
 
 def _deciding(settings: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns the settings that decide how rows are tokenised and scored; only names of teachers, whose weights come
-    later.
-    """
+    """Returns the settings that decide how rows are tokenised and scored; of the teachers only their names."""
     teacher = settings.get("teacher") or {}
     teacher_names = teacher.get("paths") or teacher.get("models") or []
     return {name: settings.get(name) for name in _DECIDING_NAMES} | {"teacher": list(teacher_names)}

@@ -56,10 +56,9 @@ class Inline:
             trainer_loop.finish()
             self.tell("evaluating", "")
             _evaluate(searcher_loop, trainer_loop)
-            self.stopped = not trainer_loop.finished or (
-                stop() and not evaluated_to_the_end(self.run.path, self.recipe.steps)
-            )
-            self.exit_code = 0 if trainer_loop.finished else stop.exit_code
+            is_finished = trainer_loop.finished
+            self.stopped = not is_finished or (stop() and not evaluated_to_the_end(self.run.path, self.recipe.steps))
+            self.exit_code = 0 if is_finished else stop.exit_code
         return {"stopped": self.stopped}
 
     def _turns(self, searcher_loop: SearcherLoop, trainer_loop: TrainerLoop, stop: Callable[[], bool]) -> None:

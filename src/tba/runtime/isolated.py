@@ -270,9 +270,7 @@ class _Process:
         self._finalizer = weakref.finalize(self, _close_and_kill, channel, kill)
 
     def read_first_message(self, deadline: float) -> Json:
-        """Returns the process's first message. Raises `TimeoutError`, or `_ChannelBroken` with how the process ended;
-        then it is killed.
-        """
+        """Returns the process's first message. Kills it before raising `TimeoutError`, or `_ChannelBroken` with why."""
         try:
             message = self.channel.next(deadline)
             self.note_exit(message)
@@ -580,9 +578,7 @@ def _reply_to(reward: Reward, question: Json) -> str:
     """Returns the values, or what was raised, as JSON."""
     try:
         try:
-            return json.dumps(
-                {"values": write_values(_compute_values(reward, question["part"], read_answers(question)))}
-            )
+            return json.dumps({"values": write_values(_call_reward(reward, question["part"], read_answers(question)))})
         finally:
             if hasattr(signal, "setitimer"):
                 signal.setitimer(signal.ITIMER_REAL, 0)  # the call is over, and with it a limit that it forgot
@@ -590,7 +586,7 @@ def _reply_to(reward: Reward, question: Json) -> str:
         return json.dumps(_error_as_json(error, f"the reward {type(reward).__name__}"))
 
 
-def _compute_values(reward: Reward, part: int | None, answers: Sequence[Answered]) -> Sequence[Any]:
+def _call_reward(reward: Reward, part: int | None, answers: Sequence[Answered]) -> Sequence[Any]:
     if part is None:
         return reward.judge(answers)
     assert isinstance(reward, Separable)

@@ -45,12 +45,10 @@ def needs(recipe: Recipe) -> list[Need]:
     device = recipe.model.trainer_device.type
     result = [Need(part, device, bytes_by_part[part]) for part in ("trainer", "searcher", "reference")]
     for name, scorer in scorers_of(recipe, recipe.model).items():
-        if (scorer_need := scorer.memory(work_of(recipe))) is not None:
+        if (memory := scorer.memory(work_of(recipe))) is not None:
             result = [need for need in result if need.part != name]
             result.append(
-                Need(
-                    name, getattr(scorer, "trainer_device", recipe.model.trainer_device).type, scorer_need["reference"]
-                )
+                Need(name, getattr(scorer, "trainer_device", recipe.model.trainer_device).type, memory["reference"])
             )
     result += [Need("host", "cpu", bytes_by_part["host"])] if bytes_by_part["host"] else []
     if isinstance(recipe.task, JudgedByModels):

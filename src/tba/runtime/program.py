@@ -42,11 +42,10 @@ def version_of(facts: Mapping[str, Any]) -> str:
     return str(incarnation.get("program", _UNKNOWN)) if isinstance(incarnation, dict) else _UNKNOWN
 
 
-def require_same_version(facts: Mapping[str, Any], who: str, program_version: str | None = None) -> None:
-    """Raises `UserError` unless `who`, of version `its` (None: this process's), has the same version as the run."""
-    program_version = version() if program_version is None else program_version
-    if program_version != version_of(facts):
+def require_same_version(facts: Mapping[str, Any], who: str, build: str | None = None) -> None:
+    """Raises `UserError` unless `who`, of version `build` (None: this process's), has the same version as the run."""
+    build = version() if build is None else build
+    if build != version_of(facts):
         raise UserError(
-            f"{who} uses tba {program_version}, but the run uses tba {version_of(facts)}: start it from the same "
-            "source files"
+            f"{who} uses tba {build}, but the run uses tba {version_of(facts)}: start it from the same source files"
         )

@@ -201,14 +201,10 @@ class RunDirectory:
         seconds_before: how long the run had been going when it ended (None: it has not ended, and its journal keeps
         its mark).
         """
-        facts, marks = self.facts, self.marks[-1]
+        facts, marks = self.facts, self.marks[-1] + ([] if seconds_before is None else [_new_mark()])
         facts.pop(PREPARED, None)
         facts["overrides"] = [*facts["overrides"], *overrides]
-        incarnation = {
-            "why": reason,
-            "program": version(),
-            "marks": marks if seconds_before is None else [*marks, _new_mark()],
-        }
+        incarnation = {"why": reason, "program": version(), "marks": marks}
         facts["incarnations"] = [*facts["incarnations"], incarnation]
         if seconds_before is not None:
             facts["clock"] = {"began": time.monotonic(), "before": seconds_before}
@@ -258,9 +254,7 @@ class RunDirectory:
         return self.base / folder / f"{self.path.name}-{key}.sqlite"
 
     def journal_to_read(self) -> Path:
-        """Returns the journal's file from recipe.json alone, for commands that read a run: nothing is executed or
-        made.
-        """
+        """Returns the journal's file by recipe.json alone, for commands that read a run: no recipe is executed."""
         local_journal = self.path / "journal.sqlite"
         if local_journal.exists():
             return local_journal

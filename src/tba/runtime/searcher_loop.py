@@ -45,9 +45,7 @@ LONGEST_HELD_BACK = 60.0  # seconds, then a searcher makes a round all the same:
 
 
 def run_searcher(recipe: Recipe, start: Callable[[], SearcherLoop], stop: Callable[[], bool]) -> None:
-    """Run a searcher's whole life, in a process or an actor of its own: rounds until asked to stop; offline it
-    evaluates only.
-    """
+    """Run a searcher's whole life, in a process or an actor: rounds until asked to stop; offline only evaluations."""
     torch.set_num_threads(recipe.run.threads)
     loop = start()
     try:
@@ -96,9 +94,7 @@ class SearcherLoop:
         return {} if newest is None or newest.version.incarnation < self.incarnation else newest.manifest
 
     def is_ahead(self) -> bool:
-        """Returns whether there are as many trajectories as the trainer wants by now (`Pacing.wanted`), those that are
-        being graded included; by default never.
-        """
+        """Returns whether the trainer has all trajectories that it wants by now, counting those that are being graded."""
         for has_pulled in (False, True):  # the bound only rises: most often the one that is known already is enough
             wanted_rows = self.searcher.manifest.get("wanted")
             if wanted_rows is None or self.journal.rows() + self.searcher.unsent < wanted_rows:

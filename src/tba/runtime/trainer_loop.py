@@ -167,15 +167,17 @@ class TrainerLoop:
         self.weights.settle()  # the reference that it was made under is on disk
         self.references.note_checkpoint()
         trainer, count, state = self.trainer, self.recipe.run.checkpoints, self.state()
-        best = self.evaluation_watch.versions_to_keep(self.requests.pending)
+        kept_versions = self.evaluation_watch.versions_to_keep(self.requests.pending)
         folder, version, model, heads = self.run.checkpoints, trainer.version, self.recipe.model, trainer.policy.heads
         policy, optimizer = trainer.policy, trainer.optimizer
         if isinstance(policy, Rank0Policy) and (layout := policy.lay_out(optimizer, folder)) is not None:
             save, rows = partial(model.save, cast(Policy, layout[0])), layout[1]
             state, heads = json.loads(json.dumps(state)), deepcopy(heads)  # as they are now
-            policy.saving.begin(lambda: save_checkpoint(folder, version, save, rows, state, count, heads, best))
+            policy.saving.begin(
+                lambda: save_checkpoint(folder, version, save, rows, state, count, heads, kept_versions)
+            )
         else:
-            save_checkpoint(folder, version, self._save_model, optimizer, state, count, heads, best)
+            save_checkpoint(folder, version, self._save_model, optimizer, state, count, heads, kept_versions)
         self.checkpointed_version = self.trainer.version
 
     def _save_model(self, path: Path) -> None:
@@ -337,9 +339,7 @@ class TrainerLoop:
         self.compute_counts["milliseconds"] += round(1000 * seconds)
 
     def _steer(self, metrics: Metrics) -> dict[str, float]:
-        """Give a step's metrics to the staleness controller and apply what it decides; returns the values that held
-        during the step.
-        """
+        """Give a step's metrics to the staleness controller and apply its decision; returns the step's own values."""
         controller = self.controller
         if not controller.on:
             return {}
@@ -413,12 +413,10 @@ def start_training(
     )
     try:
         journal.lead(_LEAD_SECONDS)
-        answer_watch = answer_watch_of(recipe, run)
+        watch = answer_watch_of(recipe, run)
         has_resets = recipe.reference_reset > 0
         settings = replace(recipe.replay, pacing=replace(recipe.replay.pacing, warm_up=recipe.warm_up))
-        replay = Replay(
-            journal, settings, recipe.sync_every, seed=recipe.seed, resets=has_resets, arrived=answer_watch.see
-        )
+        replay = Replay(journal, settings, recipe.sync_every, seed=recipe.seed, resets=has_resets, arrived=watch.see)
         replay.now = version
         if checkpoint is not None:
             replay.restore(checkpoint.state["replay"], version)
@@ -472,7 +470,7 @@ def start_training(
         staleness=StalenessWatch(recipe.sync_every),
         recorder=recipe.record.start(run.path, run.facts["resolved"]),
         evaluation_watch=EvaluationWatch(run),
-        answer_watch=answer_watch,
+        answer_watch=watch,
         clock=clock,
         elapsed=elapsed or run.clock(),
         resumed_state=None if checkpoint is None else checkpoint.state,

@@ -60,10 +60,8 @@ def remote_proxy(verbs: Iterable[str], call: Callable[..., Any]) -> Any:
     Trajectories are encoded here, where they were made, and decoded here, where they are needed.
     """
 
-    def call_verb(verb: str, *arguments: Any, **keywords: Any) -> Any:
-        return unpacked(
-            call(verb, *map(packed, arguments), **{name: packed(value) for name, value in keywords.items()})
-        )
+    def call_verb(verb: str, *arguments: Any, **options: Any) -> Any:
+        return unpacked(call(verb, *map(packed, arguments), **{name: packed(value) for name, value in options.items()}))
 
     return SimpleNamespace(**{verb: partial(call_verb, verb) for verb in verbs})
 

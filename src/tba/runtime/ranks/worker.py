@@ -71,10 +71,8 @@ class RankedWorker(Generic[P]):
 
     @property
     def cause_of_death(self) -> str:
-        rank = self._speaker
-        return (
-            rank.cause_of_death if rank.name == self.name else f"was ended, for its {rank.name} {rank.cause_of_death}"
-        )
+        name, cause = self._speaker.name, self._speaker.cause_of_death
+        return cause if name == self.name else f"was ended, for its {name} {cause}"
 
     @property
     def has_heartbeat(self) -> bool:
