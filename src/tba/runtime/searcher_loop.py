@@ -94,7 +94,7 @@ class SearcherLoop:
         return {} if newest is None or newest.version.incarnation < self.incarnation else newest.manifest
 
     def is_ahead(self) -> bool:
-        """Returns whether the trainer has all trajectories that it wants by now, counting those that are being graded."""
+        """Returns whether the trainer has all trajectories that it wants by now, counting those still being graded."""
         for has_pulled in (False, True):  # the bound only rises: most often the one that is known already is enough
             wanted_rows = self.searcher.manifest.get("wanted")
             if wanted_rows is None or self.journal.rows() + self.searcher.unsent < wanted_rows:

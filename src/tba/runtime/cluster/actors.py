@@ -68,7 +68,7 @@ def place_of(worker: str, log_file: Path) -> Json:
 
 
 class ExchangeActor:
-    """The gateway (`exchange` in logs) on the trainer's machine, with threads for journal and records, and for weights."""
+    """The gateway (`exchange` in logs) on the trainer's machine: a thread for journal and records, one for weights."""
 
     def __init__(self, path: str) -> None:
         self._run = RunDirectory.open(Path(path))
