@@ -39,7 +39,7 @@ def evaluated(train: TrainerLoop, step: int) -> None:
     assert train.turn_taker is not None  # inline has one
     train.turn_taker.journal.claim(f"evaluate {version}", 60.0)
     train.turn_taker.journal.finish(f"evaluate {version}", found)
-    train._look_at_evaluations()
+    train._record_evaluations()
 
 
 def test_the_best_checkpoint_and_those_still_to_be_evaluated_stay_beside_the_newest(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def journal_of(run: RunDirectory) -> list[Trajectory]:
 def test_the_same_answers_weights_and_evaluations_come_through_the_exchange_as_from_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tba.runtime.cluster.remote._FRESH", -1.0)  # each look at the newest version is a look
+    monkeypatch.setattr("tba.runtime.cluster.remote._FRESH_SECONDS", -1.0)  # each look at the newest version is a look
     found = []
     for name in ("disk", "exchange"):
         few = ("--steps", "6", "--reference-reset", "5", "--run.rounds")  # what flows is sent by the clock
@@ -273,8 +273,8 @@ def test_who_has_left_holds_no_connection_to_the_journal(tmp_path: Path) -> None
     there = []
     for number in range(FIRST_NUMBER, FIRST_NUMBER + 5):
         exchange.journal(f"searcher-{number}", "count", generated_tokens=1)
-        exchange.let_go(f"searcher-{number}")
-        exchange.let_go(f"searcher-{number}")
+        exchange.close_journal(f"searcher-{number}")
+        exchange.close_journal(f"searcher-{number}")
         there.append(len(os.listdir("/proc/self/fd")))
     assert there[1:] == there[:1] * 4  # the first may leave a descriptor, which SQLite takes for the next
     exchange.close()

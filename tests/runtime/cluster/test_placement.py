@@ -81,7 +81,7 @@ def test_a_part_of_a_gpu_is_of_one_gpu_and_leaves_others_whole() -> None:
         plan(large, [here(gpus=2)], searchers(3))
     node = here(gpus=2)
     for amount in (0.5, 0.5):
-        node.take({"CPU": 0, "GPU": amount})
+        node.reserve({"CPU": 0, "GPU": amount})
     assert node.fits({"CPU": 0, "GPU": 1})
     assert not node.fits({"CPU": 0, "GPU": 2})
     with pytest.raises(UserError, match=r"--cluster\.trainer-gpus is 1\.5: give a part of one GPU, or whole ones"):
@@ -166,7 +166,7 @@ def test_gpus_that_others_use_are_not_counted() -> None:
     node = here(gpus=1.5)  # a whole one, and half of one that somebody uses
     assert node.fits({"CPU": 0, "GPU": 0.5})
     assert not node.fits({"CPU": 0, "GPU": 2})
-    node.take({"CPU": 0, "GPU": 0.5})
+    node.reserve({"CPU": 0, "GPU": 0.5})
     assert node.fits({"CPU": 0, "GPU": 1})
 
 
