@@ -55,15 +55,15 @@ def trajectories() -> list[Trajectory]:
 
 @pytest.fixture
 def queues() -> Iterator[Any]:
-    made: list[BatchQueue] = []
+    queues_made: list[BatchQueue] = []
 
     def make(replay: Replay, **changes: Any) -> BatchQueue:
         settings: dict[str, Any] = {"clock": ShareClock(), "stop": lambda: False, "deadline": LONG}
-        made.append(BatchQueue(replay, 1, 4, **{**settings, **changes}))
-        return made[-1]
+        queues_made.append(BatchQueue(replay, 1, 4, **{**settings, **changes}))
+        return queues_made[-1]
 
     yield make
-    for queue in made:
+    for queue in queues_made:
         queue.close()
 
 
@@ -75,9 +75,9 @@ def test_the_same_batches_come_in_the_same_order_with_exactly_one_ahead_which_is
     at_hand, ahead = replay_of(Given(trajectories())), replay_of(Given(trajectories()))
     plain, early = queues(at_hand), queues(ahead, prefetch=True)
     for n in range(1, 7):
-        one, other = plain.next(NOW, None), early.next(NOW, None)
+        batch, prefetched_batch = plain.next(NOW, None), early.next(NOW, None)
         early.wait_for_prefetch()
-        assert [t.uid for t in one.groups[0].trajectories] == [t.uid for t in other.groups[0].trajectories]
+        assert [t.uid for t in batch.groups[0].trajectories] == [t.uid for t in prefetched_batch.groups[0].trajectories]
         assert (used(at_hand), used(ahead)) == (4 * n, 4 * (n + 1))
     early.close()
     assert used(ahead) == used(at_hand) == 24
@@ -129,9 +129,9 @@ def test_a_wait_ends_when_it_is_told_to_stop_or_at_its_deadline_with_the_reason(
 
 def test_a_wait_is_on_the_clock_as_paced_where_reuse_is_what_holds_it(queues: Any) -> None:
     clock = ShareClock()
-    held = queues(replay_of(Given(trajectories()), max_mean_uses=0.1), prefetch=True, clock=clock, deadline=0.2)
+    queue = queues(replay_of(Given(trajectories()), max_mean_uses=0.1), prefetch=True, clock=clock, deadline=0.2)
     with pytest.raises(DeadlineExceeded, match=r"\(paced\).*max-mean-uses"):
-        held.next(NOW, None)
+        queue.next(NOW, None)
     assert clock.seconds()["paced"] > 0
 
 

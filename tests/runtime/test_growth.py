@@ -31,17 +31,17 @@ def growth() -> Any:
 
 
 def test_a_step_a_round_and_a_look_read_as_much_of_3000_rows_as_of_300(tmp_path: Path, growth: Any) -> None:
-    found = {}
+    measurements = {}
     for rows in (300, 3000):
         with growth.Counting() as counting, growth.halves(*growth.made(tmp_path / str(rows), rows)) as both:
-            found[rows] = growth.measured(both, counting, 5)
-    for name, few in found[300].items():
-        many = found[3000][name]
-        for what in ("statements", "instructions", "lines"):
-            assert many[what] == few[what], (name, what)
+            measurements[rows] = growth.measured(both, counting, 5)
+    for name, few in measurements[300].items():
+        many = measurements[3000][name]
+        for kind in ("statements", "instructions", "lines"):
+            assert many[kind] == few[kind], (name, kind)
         assert many["bytes"] < few["bytes"] + PAGE, name  # a page more or less, by where on it a row begins
-    assert found[300]["round"]["statements"] > 10 < found[300]["round"]["instructions"]
-    assert found[300]["look"]["lines"] == 2  # of the step since the last, and recipe.json
+    assert measurements[300]["round"]["statements"] > 10 < measurements[300]["round"]["instructions"]
+    assert measurements[300]["look"]["lines"] == 2  # of the step since the last, and recipe.json
 
 
 def test_the_live_view_says_the_same_as_one_that_reads_all_of_it_anew(tmp_path: Path) -> None:
@@ -50,8 +50,8 @@ def test_the_live_view_says_the_same_as_one_that_reads_all_of_it_anew(tmp_path: 
     watching = RunProgress(recipe, run)
     assert watching.status("training").phase == "warm-up"
     for step in range(1, 1032):
-        own = {"tokens": 300.0, "reward": step / 1000} | ({"generated_tokens": 500.0 * step} if step > 3 else {})
-        metrics.write(Version(0, step), 10 + 0.5 * step, own)
+        row = {"tokens": 300.0, "reward": step / 1000} | ({"generated_tokens": 500.0 * step} if step > 3 else {})
+        metrics.write(Version(0, step), 10 + 0.5 * step, row)
         if step % 100 == 0:
             evaluations.write([Evaluation(Version(0, step), 0.5 * step, "pass@1/greedy", step / 2000, 10, 1.0, 10)])
         if step in (1, 7) or step % 100 == 1:

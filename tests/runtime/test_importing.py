@@ -57,8 +57,8 @@ def imported(recipe: Recipe, run: RunDirectory, *files: Path) -> None:
     take_in(recipe, run, files, lambda line: None)
 
 
-def offline(path: Path, runtime: type[Inline] | type[Processes], lines: list[Any], *more: str) -> Summary:
-    recipe, run = made(path, *OFFLINE, *more)
+def offline(path: Path, runtime: type[Inline] | type[Processes], lines: list[Any], *flags: str) -> Summary:
+    recipe, run = made(path, *OFFLINE, *flags)
     imported(recipe, run, written(path.parent / "lines.jsonl", lines))
     driver = runtime(recipe, run, quiet)
     return summarise(recipe, run, driver.searchers, driver.go(), 0.0)
@@ -85,10 +85,10 @@ def test_from_imported_answers_alone_their_shares_become_those_of_the_ideal_poli
     long = ("--steps", "200", "--optimizer.lr", "0.1", "--optimizer.schedule.steps", "200", "--group-size", "64")
     summary = offline(tmp_path / "run", Inline, lines, *long, "--replay.pacing.max-mean-uses", "inf")
     policy = TabularPolicy(TASK)
-    start, wanted = shares(distribution(policy)), shares(ideal(TASK, BETA))
+    start, target = shares(distribution(policy)), shares(ideal(TASK, BETA))
     policy.load({WEIGHT: final_weights(tmp_path / "run")[WEIGHT]})
-    assert total_variation(start, wanted).min() > 0.35
-    assert total_variation(shares(distribution(policy)), wanted).max() <= 0.02
+    assert total_variation(start, target).min() > 0.35
+    assert total_variation(shares(distribution(policy)), target).max() <= 0.02
     assert summary.trajectories.generated == 0
     assert summary.trajectories.imported == len(lines) == 2 * (TASK.outcomes - 1)
     assert summary.trajectories.trained_once == len(lines)
@@ -173,9 +173,9 @@ def test_the_trajectories_of_an_old_run_teach_a_new_one_which_knows_them_as_impo
     old = inline(tmp_path / "old", *SMALL)
     recipe, run = made(tmp_path / "new", *OFFLINE, "--steps", "10")
     imported(recipe, run, tmp_path / "old")
-    found, was = trajectories(tmp_path / "new"), trajectories(tmp_path / "old")
-    assert len(found) == len(was) == old.trajectories.generated
-    for new, before in zip(found, was, strict=True):
+    new_rows, old_rows = trajectories(tmp_path / "new"), trajectories(tmp_path / "old")
+    assert len(new_rows) == len(old_rows) == old.trajectories.generated
+    for new, before in zip(new_rows, old_rows, strict=True):
         assert (new.completion.digest, new.reward, new.prompt.key) == (
             *(before.completion.digest, before.reward),
             before.prompt.key,
@@ -197,11 +197,11 @@ def test_what_tba_replay_exports_can_be_imported(tmp_path: Path) -> None:
     assert main(["replay", str(tmp_path / "old"), "--export", str(lines)]) == 0
     recipe, run = made(tmp_path / "new", *OFFLINE, "--steps", "10")
     imported(recipe, run, lines)
-    found, was = trajectories(tmp_path / "new"), trajectories(tmp_path / "old")
-    empty = sum(not t.completion.text for t in was)  # which is no answer to learn from
-    assert len(found) + empty == len(was) == old.trajectories.generated
-    assert sorted((t.prompt.key, t.completion.digest, t.reward) for t in found) == sorted(
-        (t.prompt.key, t.completion.digest, t.reward) for t in was if t.completion.text
+    new_rows, old_rows = trajectories(tmp_path / "new"), trajectories(tmp_path / "old")
+    empty = sum(not t.completion.text for t in old_rows)  # which is no answer to learn from
+    assert len(new_rows) + empty == len(old_rows) == old.trajectories.generated
+    assert sorted((t.prompt.key, t.completion.digest, t.reward) for t in new_rows) == sorted(
+        (t.prompt.key, t.completion.digest, t.reward) for t in old_rows if t.completion.text
     )
 
 
@@ -262,14 +262,14 @@ def test_a_prepared_run_that_is_resumed_has_begun_and_one_that_took_nothing_in_i
     assert import_files(tmp_path / "run", [lines], [], ImportOptions(recipe=str(TOY))) == 0
     RunDirectory.open(tmp_path / "run").begin_again("resumed", seconds_before=1.0)
     assert not is_prepared(tmp_path / "run")  # else the next `tba train` of its name would take it over
-    other = tmp_path / "other"
+    path = tmp_path / "other"
     with pytest.raises(UserError, match="--max-tokens is 0"):
-        import_files(other, [lines], [], ImportOptions(recipe=str(TOY), max_tokens=0))
+        import_files(path, [lines], [], ImportOptions(recipe=str(TOY), max_tokens=0))
     nothing = written(tmp_path / "nothing.jsonl", [3])
     with pytest.raises(UserError, match=r"none of .* could be imported"):
-        import_files(other, [nothing], [], ImportOptions(recipe=str(TOY)))
-    assert not (other / "recipe.json").exists()
-    assert import_files(other, [lines], [], ImportOptions(recipe=str(TOY))) == 0
+        import_files(path, [nothing], [], ImportOptions(recipe=str(TOY)))
+    assert not (path / "recipe.json").exists()
+    assert import_files(path, [lines], [], ImportOptions(recipe=str(TOY))) == 0
 
 
 def test_a_second_import_at_the_same_time_is_refused(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def test_a_searcher_of_other_source_files_is_refused_in_a_sentence_that_names_bo
     with (tmp_path / "other" / "tba" / "types.py").open("a") as file:
         file.write("# a comment\n")
     with run.hold_lock(0.0):
-        found = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "tba", "search", "--run", str(run.path)],
             env=os.environ | {"PYTHONPATH": str(tmp_path / "other")},
             cwd=tmp_path,
@@ -37,14 +37,14 @@ def test_a_searcher_of_other_source_files_is_refused_in_a_sentence_that_names_bo
             text=True,
             timeout=SECONDS,
         )
-    said = " ".join(found.stderr.split())
+    output = " ".join(process.stderr.split())
     versions = re.fullmatch(
         r"tba: a searcher that would join uses tba (.+ \(\w{12}\)), but the run uses tba (.+ \(\w{12}\)): "
         "start it from the same source files",
-        said,
+        output,
     )
-    assert found.returncode == 2
-    assert versions is not None, said
+    assert process.returncode == 2
+    assert versions is not None, output
     assert versions[2] == version() != versions[1]
     assert not (run.path / "joined").exists()
 

@@ -24,7 +24,7 @@ class Fake:
     code: int | None = None
     cause_of_death: str = ""
     has_heartbeat: bool = True
-    told: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
 
     @property
     def description(self) -> str:
@@ -38,10 +38,10 @@ class Fake:
         return 3.0
 
     def ask_to_stop(self) -> None:
-        self.told.append("stop")
+        self.requests.append("stop")
 
     def kill(self) -> None:
-        self.told.append("kill")
+        self.requests.append("kill")
 
     def end(self) -> None:
         self.code, self.cause_of_death = -1, "was killed, for it was silent"
@@ -61,8 +61,8 @@ def died_first(failed: Sequence[Fake], more_to_learn: bool) -> Fake | None:
 def trainer(count: int = 2) -> tuple[RankedWorker[Fake], list[str]]:
     ended: list[str] = []
 
-    def begin(attempt: int, ends: ExitStack) -> list[Fake]:
-        ends.callback(ended.append, f"life {attempt}")
+    def begin(attempt: int, closers: ExitStack) -> list[Fake]:
+        closers.callback(ended.append, f"life {attempt}")
         return [Fake(f"trainer-{rank}" if rank else "trainer", attempt) for rank in range(count)]
 
     return RankedWorker(begin, died_first), ended
@@ -71,7 +71,7 @@ def trainer(count: int = 2) -> tuple[RankedWorker[Fake], list[str]]:
 def test_it_goes_on_until_all_ranks_have_ended_and_is_stopped_through_the_first() -> None:
     part, _ = trainer()
     part.ask_to_stop()
-    assert [rank.told for rank in part.ranks] == [["stop"], []]
+    assert [rank.requests for rank in part.ranks] == [["stop"], []]
     part.ranks[0].code = 0
     assert part.code is None
     part.ranks[1].code = 0

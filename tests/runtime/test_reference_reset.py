@@ -115,16 +115,16 @@ Start = Callable[..., tuple[SearcherLoop, TrainerLoop]]
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Both halves of a run in this process: the reference is reset after every 3rd step."""
-    with ExitStack() as ends:
+    with ExitStack() as closers:
 
         def started(*overrides: str, ahead: bool = False, close: bool = True) -> tuple[SearcherLoop, TrainerLoop]:
             quick = ("--evaluation.problems", "1", "--replay.pacing.warm-up", "64", "--group-size", "8")
             recipe, run = made(tmp_path / "run", *quick, "--reference-reset", "3", "--steps", "12", *overrides)
             search = start_searching(recipe, run, 0)
-            ends.callback(search.close)
+            closers.callback(search.close)
             train = start_training(recipe, run, stop=lambda: False, prefetch=ahead)
             if close:
-                ends.callback(train.close)
+                closers.callback(train.close)
             train.batches.fill = search.searcher.round
             return search, train
 
@@ -142,12 +142,12 @@ def test_the_step_after_a_reset_trains_under_the_new_reference_also_when_a_batch
 ) -> None:
     search, train = start("--replay.pacing.max-mean-uses", "100", ahead=ahead, close=False)
     search.searcher.round()
-    found = []
+    references = []
     while not train.finished:
         train.batches.settle()  # at each reset but the last a batch of the old one is there
         steps(train, 1)
-        found.append({g.reference for g in train.trainer.groups})
-    assert found == [{Version(0, 3 * (step // 3))} for step in range(12)]
+        references.append({g.reference for g in train.trainer.groups})
+    assert references == [{Version(0, 3 * (step // 3))} for step in range(12)]
     train.close()
     assert train.replay.ledger()["trained_total_trajectories"] == sum(train.lags.values()) == 12 * 2 * 8
     assert [r["step"] for r in train.references.resets] == [3, 6, 9]  # nothing would be trained under a fourth

@@ -101,7 +101,7 @@ def test_the_same_answers_weights_and_evaluations_come_through_the_exchange_as_f
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tba.runtime.cluster.remote._FRESH_SECONDS", -1.0)  # each look at the newest version is a look
-    found = []
+    results = []
     for name in ("disk", "exchange"):
         few = ("--steps", "6", "--reference-reset", "5", "--run.rounds")  # what flows is sent by the clock
         recipe, run = made(tmp_path / name, *QUICK, *few)
@@ -127,8 +127,8 @@ def test_the_same_answers_weights_and_evaluations_come_through_the_exchange_as_f
         counters = {name: n for name, n in counters.items() if not name.endswith("_milliseconds")}
         figures = [(e.version, e.metric, e.value) for e in read_evaluations(run.path)]
         result = json.loads(run.result("searcher-0").read_text())
-        found.append((answers, weights, counters, list(rescored.values()), figures, result["rounds"]))
-    disk, remote = found
+        results.append((answers, weights, counters, list(rescored.values()), figures, result["rounds"]))
+    disk, remote = results
     assert np.array_equal(disk[1], remote[1])
     assert disk[0] == remote[0]
     assert disk[2:] == remote[2:]
@@ -147,12 +147,12 @@ def test_weights_that_were_handed_out_are_read_after_their_version_has_been_prun
     assert RemoteWeights(Direct(exchange)).newer_than(None) is None
     weights = RemoteWeights(Direct(exchange))
     directory.publish({WEIGHT: torch.full(shape, 7.0)}, Version(0, 1), {"stop": False})
-    first = weights.newer_than(None)
-    assert first is not None
+    newest = weights.newer_than(None)
+    assert newest is not None
     for step in (2, 3, 4):
         directory.publish({WEIGHT: torch.full(shape, float(step))}, Version(0, step), {})
     assert Version(0, 1) not in directory.versions()
-    assert float(first.read()[WEIGHT].mean()) == 7.0
+    assert float(newest.read()[WEIGHT].mean()) == 7.0
     assert weights.at(Version(0, 4)).version == Version(0, 4)
     with pytest.raises(UserError, match=r"version 0\.2 of the weights is not \(or no longer\) there"):
         weights.at(Version(0, 2))
@@ -208,22 +208,22 @@ def test_a_checkpoint_comes_to_a_rank_elsewhere_whole_or_not_at_all(tmp_path: Pa
     half.checkpoint()
     half.close()
     exchange = Exchange(run, recipe, lambda piece: piece)
-    contact, there = Direct(exchange), run.checkpoints / "step-0"
-    with checkpoint_through(contact, "trainer-1", there, run.checkpoints) as same:
-        assert same == there
-    kept = {path.relative_to(there): path.read_bytes() for path in there.rglob("*") if path.is_file()}
+    contact, checkpoint = Direct(exchange), run.checkpoints / "step-0"
+    with checkpoint_through(contact, "trainer-1", checkpoint, run.checkpoints) as same:
+        assert same == checkpoint
+    contents = {path.relative_to(checkpoint): path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
     scratch = tmp_path / "scratch" / "checkpoints"
     for part in ("trainer-1", "trainer-2", "trainer-1"):
-        with checkpoint_through(contact, part, there, scratch) as here:
-            assert {path.relative_to(here): path.read_bytes() for path in here.rglob("*") if path.is_file()} == kept
+        with checkpoint_through(contact, part, checkpoint, scratch) as here:
+            assert {path.relative_to(here): path.read_bytes() for path in here.rglob("*") if path.is_file()} == contents
             assert Checkpoint.load(here).version == Version(0, 0)
         assert not list(scratch.rglob("*.safetensors"))
     with pytest.raises(ValueError, match="is no checkpoint"):
         exchange.checkpoint("../../etc")
-    next(path for path in there.glob("*.safetensors")).write_bytes(b"")
+    next(path for path in checkpoint.glob("*.safetensors")).write_bytes(b"")
     with (
         pytest.raises(UserError, match=r"is damaged \(.*safetensors: 0 bytes instead of"),
-        checkpoint_through(contact, "trainer-1", there, scratch),
+        checkpoint_through(contact, "trainer-1", checkpoint, scratch),
     ):
         pass
     assert not list(scratch.rglob("step-*"))
@@ -260,7 +260,7 @@ def test_a_journal_elsewhere_has_the_verbs_of_the_protocol_and_what_it_sends_is_
         follower.ask(Version(0, 1), [t.uid for t in original])
         assert same(journal.unscored(Version(0, 1), 2, 60.0), [original[4], original[3]])
     sent = [value for call in contact.calls for value in call if isinstance(value, Encoded)]
-    assert [len(given.rows) for given in sent] == [5, 5]
+    assert [len(batch.rows) for batch in sent] == [5, 5]
     assert not [value for call in contact.calls for value in call if value is original]
     journal.close()
     journal.close()
@@ -270,13 +270,13 @@ def test_a_journal_elsewhere_has_the_verbs_of_the_protocol_and_what_it_sends_is_
 def test_who_has_left_holds_no_connection_to_the_journal(tmp_path: Path) -> None:
     exchange = Exchange(*made(tmp_path / "run")[::-1], lambda piece: piece)
     assert exchange.journal("searcher-0", "rows") == 0
-    there = []
+    counts = []
     for number in range(FIRST_NUMBER, FIRST_NUMBER + 5):
         exchange.journal(f"searcher-{number}", "count", generated_tokens=1)
         exchange.close_journal(f"searcher-{number}")
         exchange.close_journal(f"searcher-{number}")
-        there.append(len(os.listdir("/proc/self/fd")))
-    assert there[1:] == there[:1] * 4  # the first may leave a descriptor, which SQLite takes for the next
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert counts[1:] == counts[:1] * 4  # the first may leave a descriptor, which SQLite takes for the next
     exchange.close()
 
 
@@ -288,10 +288,10 @@ def test_a_recipe_comes_along_to_where_neither_the_run_nor_its_file_is(tmp_path:
     assert reachable_directory(facts, lambda: tmp_path / "scratch").path == run.path
     (run.path / "recipe.json").rename(run.path / "moved.json")
     source.unlink()
-    other = reachable_directory(facts, lambda: tmp_path / "scratch")
-    assert other.path.parent == tmp_path / "scratch"
-    assert other.recipe() == recipe
-    assert other.log("searcher-0").parent.is_dir()
+    stand_in = reachable_directory(facts, lambda: tmp_path / "scratch")
+    assert stand_in.path.parent == tmp_path / "scratch"
+    assert stand_in.recipe() == recipe
+    assert stand_in.log("searcher-0").parent.is_dir()
 
 
 def test_a_guest_is_one_who_joined_until_it_leaves_or_says_nothing_for_too_long(tmp_path: Path) -> None:
@@ -302,30 +302,30 @@ def test_a_guest_is_one_who_joined_until_it_leaves_or_says_nothing_for_too_long(
     with pytest.raises(UserError, match="is not in progress"):
         visitors.join(version())
     with run.hold_lock(0.0):
-        first, facts = visitors.join(version())
-        second, _ = visitors.join(version())
-        assert (first, second) == (FIRST_NUMBER, FIRST_NUMBER + 1)
+        first_number, facts = visitors.join(version())
+        second_number, _ = visitors.join(version())
+        assert (first_number, second_number) == (FIRST_NUMBER, FIRST_NUMBER + 1)
         assert reachable_directory(facts, lambda: tmp_path).path == run.path
         joined = JoinedSearchers(run)
-        assert joined.present_names() == [f"searcher-{first}", f"searcher-{second}"]
-        visitors.leave(first, "Ctrl-C")
+        assert joined.present_names() == [f"searcher-{first_number}", f"searcher-{second_number}"]
+        visitors.leave(first_number, "Ctrl-C")
         clock[0] += SILENCE - 1
-        assert visitors.stay(second) is None
+        assert visitors.stay(second_number) is None
         clock[0] += SILENCE - 1
-        assert visitors.stay(second) is None
+        assert visitors.stay(second_number) is None
         clock[0] += SILENCE + 1
-        assert visitors.stay(second) == "the run had lost touch with it"
-        assert gone == [f"searcher-{first}", f"searcher-{second}"]
+        assert visitors.stay(second_number) == "the run had lost touch with it"
+        assert gone == [f"searcher-{first_number}", f"searcher-{second_number}"]
         assert joined.present_names() == []
         assert [s["how"] for s in joined.record()] == ["Ctrl-C", "it died"]
-        third, _ = visitors.join(version())
-        visit = Visit(third, lambda: False, Called(visitors))
+        third_number, _ = visitors.join(version())
+        visit = Visit(third_number, lambda: False, Called(visitors))
         assert not visit.stop()
         assert joined.dismiss(0.0, lambda: None) == [visit.name]
-        last = Visit(third, lambda: False, Called(visitors))
+        last = Visit(third_number, lambda: False, Called(visitors))
         until(last.stop, 10.0, "the guest to hear that the run is ending")
         assert last.reason == "the run ended"
-        visitors.leave(third, last.reason)
+        visitors.leave(third_number, last.reason)
         assert joined.present_names() == []
 
 
