@@ -438,10 +438,10 @@ def test_a_reward_that_raises_now_and_then_is_asked_again_and_counted(tmp_path: 
 
 @pytest.mark.parametrize(("runtime", "flows"), [("inline", ()), ("processes", ("--run.rounds",)), ("processes", ())])
 @pytest.mark.parametrize(
-    ("how", "said"), [("raises", "judge is not there"), ("hangs", "did not grade an answer within 0.5 s")]
+    ("how", "sentence"), [("raises", "judge is not there"), ("hangs", "did not grade an answer within 0.5 s")]
 )
 def test_a_reward_that_always_fails_ends_the_run_which_goes_on_once_it_is_mended(
-    tmp_path: Path, runtime: str, flows: tuple[str, ...], how: str, said: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, runtime: str, flows: tuple[str, ...], how: str, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, file = tmp_path / "run", tmp_path / how
     seconds = "0.5" if how == "hangs" else "60"  # a busy machine must not make another fault of it
@@ -452,12 +452,12 @@ def test_a_reward_that_always_fails_ends_the_run_which_goes_on_once_it_is_mended
         recipe, run = made(path, *RUN, *patience, "--steps", "20", source=FAULTY)
         Inline(recipe, run, quiet).go()
         file.write_text("99")
-        with pytest.raises((ConnectionError, UserError), match=said):
+        with pytest.raises((ConnectionError, UserError), match=sentence):
             inline_again(path, "--steps", "40")
     else:
         file.write_text("99")
         assert main([*begin, *RUN, *patience]) == (2 if how == "hangs" else 1)
-        assert said in capsys.readouterr().err
+        assert sentence in capsys.readouterr().err
         assert (path / "checkpoints" / "step-0").is_dir()  # of the trainer, which was asked to end in order
         assert not children(os.getpid())
     file.write_text("0")
@@ -570,7 +570,7 @@ def explained(error: Exception, cause: Exception) -> Exception:
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "sentence"),
     [
         (OSError(5, "Input/output error"), "cannot be read or written (Input/output error)"),
         (RuntimeError("Error while serializing: I/O error: Input/output error (os error 5)"), "(Input/output error)"),
@@ -589,13 +589,13 @@ def explained(error: Exception, cause: Exception) -> Exception:
     ],
 )
 def test_what_is_around_a_run_and_fails_is_told_in_one_sentence_and_other_errors_are_not(
-    error: Exception, said: str | None, tmp_path: Path
+    error: Exception, sentence: str | None, tmp_path: Path
 ) -> None:
     (tmp_path / "recipe.json").touch()
     cause = outside_cause(error, tmp_path)
-    assert (cause is None) == (said is None)
-    if cause is not None and said is not None:
-        assert said in str(cause)
+    assert (cause is None) == (sentence is None)
+    if cause is not None and sentence is not None:
+        assert sentence in str(cause)
         assert f"tba resume {tmp_path}" in str(cause)
     of_the_run = FileNotFoundError(2, "No such file or directory", str(tmp_path / "weights"))
     assert "weights cannot be read or written" in str(outside_cause(of_the_run, tmp_path))
@@ -603,15 +603,15 @@ def test_what_is_around_a_run_and_fails_is_told_in_one_sentence_and_other_errors
     assert "was moved or deleted" in str(outside_cause(error, tmp_path))
 
 
-@pytest.mark.parametrize("what", ["the run", "weights"])
+@pytest.mark.parametrize("place", ["the run", "weights"])
 def test_a_folder_that_is_moved_away_under_a_run_ends_it_in_a_sentence_and_no_other_is_made(
-    what: str, tmp_path: Path
+    place: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "run"
     few = (*SHORT, "--replay.pacing.warm-up", "32", "--run.checkpoint-every", "20")
     run = train(path, "--runtime", "processes", "--steps", "100000", *few)
     until(lambda: steps_of(path) >= 25, SECONDS, "some steps")
-    folder = path if what == "the run" else path / "weights"
+    folder = path if place == "the run" else path / "weights"
     os.rename(folder, tmp_path / "away")
     try:
         _, complaints = run.communicate(SECONDS)
@@ -620,7 +620,7 @@ def test_a_folder_that_is_moved_away_under_a_run_ends_it_in_a_sentence_and_no_ot
     assert run.returncode == 2, complaints
     assert f"continue with `tba resume {path}`" in complaints.splitlines()[-1]
     assert "Traceback" not in complaints
-    if what == "the run":
+    if place == "the run":
         assert not path.exists()
     os.rename(tmp_path / "away", folder)
     steps = str(steps_of(path) + 5)

@@ -109,7 +109,7 @@ def test_processes_learn_offline_too_and_evaluate_before_and_after(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("lines", "more", "said"),
+    ("lines", "flags", "sentence"),
     [
         (every_answer(), ("--steps", "100"), r"use each of 168 trajectories 19\.0 times.*--steps to at most 42"),
         (every_answer()[:1], ("--steps", "1"), "of the 1 trajectories that are there no 2 answer the same prompt"),
@@ -122,10 +122,10 @@ def test_processes_learn_offline_too_and_evaluate_before_and_after(tmp_path: Pat
     ],
 )
 def test_an_offline_run_that_could_not_end_is_refused_before_its_first_step(
-    tmp_path: Path, lines: list[Any], more: tuple[str, ...], said: str
+    tmp_path: Path, lines: list[Any], flags: tuple[str, ...], sentence: str
 ) -> None:
-    with pytest.raises(UserError, match=said):
-        offline(tmp_path / "run", Inline, lines, *more)
+    with pytest.raises(UserError, match=sentence):
+        offline(tmp_path / "run", Inline, lines, *flags)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 

@@ -266,7 +266,7 @@ def cut_in_half(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "damage", "said"),
+    ("file", "damage", "sentence"),
     [
         ("model.safetensors", flip, "model.safetensors: its checksum differs"),
         ("optimizer.safetensors", cut_in_half, r"optimizer.safetensors: \d+ bytes instead of \d+"),
@@ -275,7 +275,7 @@ def cut_in_half(path: Path) -> None:
     ],
 )
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_and_said_so(
-    tmp_path: Path, file: str, damage: Callable[[Path], object], said: str
+    tmp_path: Path, file: str, damage: Callable[[Path], object], sentence: str
 ) -> None:
     path = tmp_path / "run"
     exploration = Cut(path, 45, [])
@@ -287,7 +287,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_and_said_so(
     assert [row["version"] for row in read_metrics(path)][44:46] == ["0.45", "1.21"]
     (fault,) = (fault for fault in read_faults(path) if fault["kind"] == "damaged_checkpoints")
     assert "step-40" in fault["what"]
-    assert pytest.importorskip("re").search(said, fault["what"])
+    assert pytest.importorskip("re").search(sentence, fault["what"])
     assert summary.faults["damaged_checkpoints"] == 1
     assert_whole(path, summary, uids_before)
     checkpoint, damaged = newest_sound(path / "checkpoints")

@@ -129,7 +129,7 @@ def on_gpus(ranks: int = 1, each: int = 1, **settings: float) -> Recipe:
 
 
 @pytest.mark.parametrize(
-    ("own", "others", "ranks", "searchers", "each", "expected"),
+    ("own_gpus", "other_gpus", "ranks", "searchers", "each", "expected"),
     [
         (4, 0, 1, 3, 1, [1, 1, 1, 1]),  # the paper's own
         (1, 4, 1, 2, 1, [1, 1, 1]),
@@ -142,10 +142,10 @@ def on_gpus(ranks: int = 1, each: int = 1, **settings: float) -> Recipe:
     ],
 )
 def test_by_default_parts_ask_for_the_gpus_that_they_would_have_on_one_machine(
-    own: float, others: float, ranks: int, searchers: int, each: int, expected: list[float]
+    own_gpus: float, other_gpus: float, ranks: int, searchers: int, each: int, expected: list[float]
 ) -> None:
     names = [f"searcher-{i}" for i in range(searchers)]
-    placements = plan(on_gpus(ranks, each), [here(16, own), there(16, others)], names)
+    placements = plan(on_gpus(ranks, each), [here(16, own_gpus), there(16, other_gpus)], names)
     assert [p.resources["GPU"] for p in placements] == expected
     assert all(p.node.key == "a" for p in placements if p.worker == "trainer")
     for share in (p.resources["GPU"] for p in placements):
