@@ -74,4 +74,4 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def own_forkserver() -> None:
     """Parts of runs are forked from a copy of this process: to load the libraries once more takes seconds of a core."""
     if forkserver._CAN_FORK:
-        forkserver._forkserver = forkserver.Forkserver.forked()
+        forkserver._forkserver = forkserver.Forkserver.fork()

@@ -108,7 +108,7 @@ def test_who_reads_a_run_executes_nothing_of_it(run: Path, marker: Path, tmp_pat
     RunDirectory(run).write_facts(facts)
     elsewhere.mkdir()
     (run / "journal.sqlite").rename(tmp_path / "moved")
-    (tmp_path / "moved").rename(RunDirectory.open(run).journal_there())
+    (tmp_path / "moved").rename(RunDirectory.open(run).journal_to_read())
     assert [path.parent for path in elsewhere.iterdir()] == [elsewhere]
     assert said(capsys, "replay", run) == (0, "")
     assert not marker.exists()

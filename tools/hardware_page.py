@@ -27,7 +27,7 @@ from tba.policy.lora import LoraSettings
 from tba.recipe import Recipe
 from tba.runtime.devices import SLACK, USABLE
 from tba.runtime.needs import needs, seconds_to_move
-from tba.runtime.sizing import Machine, places_on, refuse_what_cannot_fit, sized, too_much, unused
+from tba.runtime.sizing import Machine, memory_shortage, places_on, refuse_what_cannot_fit, sizing_flags, unused_gpus
 from tba.settings import find, override
 
 PAGE = Path(__file__).parents[1] / "docs" / "hardware.md"
@@ -199,7 +199,7 @@ def largest(name: str, model: Mapping[str, Any], machine: Machine) -> str:
         for checkpointed in (False, True):
             for tokens in TOKENS:
                 tried = replace(recipe(name, model, checkpointed, slots), max_tokens_per_pass=tokens)
-                if (checkpointed or tokens >= PLAIN) and too_much(tried, machine) is None:
+                if (checkpointed or tokens >= PLAIN) and memory_shortage(tried, machine) is None:
                     halves = f"({of(tried, ('trainer',))}+{of(tried, ('searcher', 'reference'))})"
                     few = "" if slots == SLOTS[0] else f", {slots} slots"
                     return f"{tokens:,}{'c' if checkpointed else ''} {halves}{few}"
@@ -245,8 +245,8 @@ def placements() -> Iterator[str]:
 def placement(name: str, machine: Machine) -> tuple[str, str]:
     """Ranks and searchers, or no, with what the fullest GPU needs; and what would help where it does not fit."""
     asked = paper(name)
-    made = override(asked, sized(asked, machine), "", recorded=True)
-    assert unused(made, machine) is None
+    made = override(asked, sizing_flags(asked, machine), "", recorded=True)
+    assert unused_gpus(made, machine) is None
     by_part = {need.part: need.total for need in needs(made)}
     full = dict.fromkeys(range(len(machine.gpus)), 0)
     for worker, place in places_on(made, machine).items():

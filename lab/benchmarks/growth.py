@@ -55,9 +55,9 @@ from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
 from tba.rollout.exploration import Fixed
 from tba.rollout.prompts import PromptSettings
-from tba.runtime.elastic import Joined
+from tba.runtime.elastic import JoinedSearchers
 from tba.runtime.prompting import prompts_of
-from tba.runtime.reporting import Progress
+from tba.runtime.reporting import RunProgress
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.run_lock import is_held
 from tba.runtime.searcher_loop import SearcherLoop, start_searching
@@ -230,21 +230,21 @@ class Halves:
 
     searcher: SearcherLoop
     trainer: TrainerLoop
-    progress: Progress
-    joined: Joined
+    progress: RunProgress
+    joined: JoinedSearchers
 
     def round(self) -> None:
         self.searcher.evaluate()
         self.searcher.round()
 
     def step(self) -> None:
-        self.trainer._looked = -1e9  # at the searchers' counts too, which is done once a second
+        self.trainer._counters_read_at = -1e9  # at the searchers' counts too, which is done once a second
         self.trainer.step()
 
     def observe(self) -> None:
         self.progress.status("training")
-        self.joined._looked = -1e9
-        self.joined.look(self.trainer.run.journal(self.trainer.recipe))
+        self.joined._checked_at = -1e9
+        self.joined.release_leases_of_dead(self.trainer.run.journal(self.trainer.recipe))
         is_held(self.trainer.run.path)
 
 
@@ -254,10 +254,10 @@ def open_halves(run_recipe: Recipe, run: RunDirectory) -> Iterator[Halves]:
     with ExitStack() as exit_stack:
         searcher = start_searching(run_recipe, run, 0)
         exit_stack.callback(searcher.close)
-        trainer = start_training(run_recipe, run, stop=lambda: False, ahead=False, turn_taker=searcher)
+        trainer = start_training(run_recipe, run, stop=lambda: False, prefetch=False, turn_taker=searcher)
         exit_stack.callback(trainer.close)
         trainer.replay.drain()
-        yield Halves(searcher, trainer, Progress(run_recipe, run), Joined(run))
+        yield Halves(searcher, trainer, RunProgress(run_recipe, run), JoinedSearchers(run))
 
 
 def measure_halves(halves: Halves, counting: SqliteCounter, times: int) -> dict[str, dict[str, float]]:
@@ -299,7 +299,7 @@ def measure_size(rows: int, times: int, folder: Path) -> dict[str, Any]:
                 joining_searcher.round()
                 joining_searcher.close()
             with counting.count() as first_look_counts:
-                Progress(run_recipe, run).status("training")
+                RunProgress(run_recipe, run).status("training")
             with counting.count() as show_counts:
                 show(RunRecord.read(run.path))
     once_figures = {"start": start_counts, "search": attach_counts}

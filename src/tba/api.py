@@ -76,7 +76,7 @@ class Run(Shown):
         from tba.replay.reading import JournalFile
         from tba.runtime.run_directory import RunDirectory
 
-        path = RunDirectory.open(self.path).journal_there()
+        path = RunDirectory.open(self.path).journal_to_read()
         with JournalFile(path) as file, JournalFollower(path, file=file) as journal:
             while chunk := journal.drain(_AT_ONCE):
                 yield from chunk

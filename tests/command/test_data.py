@@ -16,7 +16,7 @@ from tba.record.summary import Summary
 from tba.rollout.prompts import PromptSettings
 from tba.runs import estimate
 from tba.runs.validating import notes_on_data
-from tba.runtime.prompting import asked_of
+from tba.runtime.prompting import prompt_set_of
 from tba.training.tiny_models import ScratchModel, character_tokenizer
 from tba.types import Json, Problem, Split
 from toy.model import TabularModel
@@ -245,7 +245,7 @@ def test_what_is_in_both_splits_and_what_a_task_leaves_out_is_said_before_a_run(
     assert both.startswith(f"{count} of {count} held-out problems are trained on too")
     alone = replace(TOY, task=TabularTask(), evaluation=replace(TOY.evaluation, problems=2))
     assert notes_on_data(alone, TabularModel()) == []
-    assert asked_of(recipe, model, "train").counts["in the evaluation data too"] == 7
+    assert prompt_set_of(recipe, model, "train").counts["in the evaluation data too"] == 7
 
 
 @dataclass(frozen=True)
@@ -294,13 +294,13 @@ def test_a_prompt_that_has_several_right_answers_is_said() -> None:
 def test_the_room_of_a_prompt_is_what_an_answer_leaves_of_the_models_positions() -> None:
     task, model = Long(), Short()
     count = len(task.problems("train"))
-    asked = asked_of(replace(TOY, task=task), model, "train")
+    asked = prompt_set_of(replace(TOY, task=task), model, "train")
     assert asked.counts == {"problems": count, "prompts": count - 1, "no_room": 1}
     cut = replace(TOY, task=task, prompts=PromptSettings(overlong="truncate_left"))
-    assert asked_of(cut, model, "train").counts == {"problems": count, "prompts": count, "truncated": 1}
+    assert prompt_set_of(cut, model, "train").counts == {"problems": count, "prompts": count, "truncated": 1}
     assert (
-        asked_of(cut, model, "train").note
+        prompt_set_of(cut, model, "train").note
         == f"1 of {count} training prompts lose their beginnings (the longest has 2 tokens)"
     )
     with pytest.raises(UserError, match=r"2 tokens, the limit is 1: lower --model\.generation\.max-completion-tokens"):
-        asked_of(replace(TOY, task=task, prompts=PromptSettings(overlong="error")), model, "train")
+        prompt_set_of(replace(TOY, task=task, prompts=PromptSettings(overlong="error")), model, "train")

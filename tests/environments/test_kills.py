@@ -19,7 +19,7 @@ FOR_LONG = ("--steps", "1000000", "--optimizer.schedule.steps", "1000000", "--re
 
 
 def uids_of(path: Path) -> list[str]:
-    with JournalFollower(RunDirectory.open(path).journal_there()) as journal:
+    with JournalFollower(RunDirectory.open(path).journal_to_read()) as journal:
         return [t.uid for t in journal.drain(1_000_000)]
 
 

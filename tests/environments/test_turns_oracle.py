@@ -131,7 +131,7 @@ def test_what_is_stored_of_a_play_is_what_was_sampled_and_heard(tmp_path: Path) 
     inline(tmp_path / "run", "--steps", "2", source=TOY)
     worlds = {"a": list(plays(Turning, 0)), "b": list(plays(Turning, 1))}
     reference = TabularPolicy(task, dtype=torch.float64)
-    with JournalFollower(RunDirectory.open(tmp_path / "run").journal_there()) as journal:
+    with JournalFollower(RunDirectory.open(tmp_path / "run").journal_to_read()) as journal:
         stored = journal.drain(1000)
     assert len(stored) >= 100
     for t in stored:

@@ -20,10 +20,10 @@ from toy.policy import TabularTask
 def asked(file: str) -> bool:
     """Whether the file holds a number above 0, which is then one less."""
     path = Path(file)
-    left = int(path.read_text() or 0) if file and path.exists() else 0
-    if left > 0:
-        path.write_text(str(left - 1))
-    return left > 0
+    remaining = int(path.read_text() or 0) if file and path.exists() else 0
+    if remaining > 0:
+        path.write_text(str(remaining - 1))
+    return remaining > 0
 
 
 @dataclass(frozen=True)

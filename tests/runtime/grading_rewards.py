@@ -11,7 +11,7 @@ from typing import Any
 
 from tba.errors import DeadlineExceeded, UserError
 from tba.protocols import GradingCalls
-from tba.runtime.isolated import be_nursery
+from tba.runtime.isolated import serve_grading
 from tba.types import Completion, Judgement, Prompt
 
 
@@ -129,4 +129,4 @@ def load(name: str) -> Any:
 
 
 if __name__ == "__main__":
-    be_nursery(lambda: load(sys.argv[1]), sys.argv[2])
+    serve_grading(lambda: load(sys.argv[1]), sys.argv[2])

@@ -42,8 +42,8 @@ class PairTokenizer:
 def log_table(prefix: tuple[int, ...], tokens: int) -> FloatArray:
     """Log-probabilities of the next token after a prompt's letter and some tokens."""
     logits = np.random.default_rng(prefix).normal(size=tokens)
-    found: FloatArray = (logits - np.log(np.exp(logits).sum())).astype(np.float32)
-    return found
+    log_probabilities: FloatArray = (logits - np.log(np.exp(logits).sum())).astype(np.float32)
+    return log_probabilities
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class PairReference:
 
     def _scores(self, prompt: Prompt, completions: Sequence[Completion]) -> list[FloatArray]:
         tokens = 1 + self.symbols**2 + self.symbols
-        found = []
+        scores = []
         for completion in completions:
             prefix, logs = (int(prompt.tokens[-1]),), []
             for token in completion.tokens.tolist():
@@ -63,8 +63,8 @@ class PairReference:
                 assert not single or token == 0, "symbols after a single one: not as this tokenizer writes it"
                 logs.append(0.0 if single else log_table(prefix, tokens)[token])
                 prefix = (*prefix, token)
-            found.append(np.array(logs, np.float32))
-        return found
+            scores.append(np.array(logs, np.float32))
+        return scores
 
     def log_probabilities_of(self, answered: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[FloatArray]]:
         return [self._scores(prompt, completions) for prompt, completions in answered]

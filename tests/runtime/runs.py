@@ -101,8 +101,8 @@ class Command:
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            found, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if found else None
+            ended_pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if ended_pid else None
         return self.returncode
 
     def send_signal(self, number: int) -> None:
@@ -142,13 +142,13 @@ def command(*arguments: str, out: int | None = None, program: Callable[[Sequence
     return Command(forked(act), out, err)
 
 
-def until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
+def until(condition: Callable[[], Any], seconds: float, purpose: str) -> Any:
     """What `condition` gives once that is true; fails when it has not become so in time."""
     pause, limit = threading.Event(), time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < limit, f"waited {seconds} s for {what}"
+    while not (result := condition()):
+        assert time.monotonic() < limit, f"waited {seconds} s for {purpose}"
         pause.wait(0.02)
-    return found
+    return result
 
 
 def children(pid: int) -> dict[str, int]:
@@ -172,17 +172,17 @@ def _forkservers(pid: int) -> list[int]:
 
 def _forked(pid: int) -> dict[int, str]:
     """The live children of a process, and what they call themselves."""
-    found = {}
+    names = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                name, _, rest = (entry / "stat").read_text().partition("(")[2].rpartition(")")
+                name, _, fields = (entry / "stat").read_text().partition("(")[2].rpartition(")")
             except OSError:  # it has ended meanwhile
                 continue
-            state, parent = rest.split()[:2]
+            state, parent = fields.split()[:2]
             if int(parent) == pid and state != "Z":
-                found[int(entry.name)] = name
-    return found
+                names[int(entry.name)] = name
+    return names
 
 
 def alive(pid: int) -> bool:

@@ -24,22 +24,22 @@ def store_on(table: KeyValueStore, patience: float = 30.0) -> ActorStore:
 
 def test_a_store_gives_what_was_set_counts_from_nothing_and_waits_within_its_deadline() -> None:
     table = KeyValueStore()
-    one, other = store_on(table), store_on(table, patience=0.05)
-    one.set("a", "text")
-    assert other.get("a") == b"text"
-    assert [one.add("n", 2), other.add("n", 3)] == [2, 5]
-    assert other.get("n") == b"5"
-    assert one.compare_set("b", "", "first") == b"first"
-    assert one.compare_set("b", "another", "second") == b"first"
-    assert one.compare_set("b", "first", "second") == b"second"
-    one.append("a", "!")
-    assert other.multi_get(["a", "b"]) == [b"text!", b"second"]
-    assert (one.check(["a", "b"]), one.check(["a", "c"])) == (True, False)
-    assert (one.num_keys(), one.delete_key("a"), one.delete_key("a"), one.num_keys()) == (3, True, False, 2)
+    store, impatient_store = store_on(table), store_on(table, patience=0.05)
+    store.set("a", "text")
+    assert impatient_store.get("a") == b"text"
+    assert [store.add("n", 2), impatient_store.add("n", 3)] == [2, 5]
+    assert impatient_store.get("n") == b"5"
+    assert store.compare_set("b", "", "first") == b"first"
+    assert store.compare_set("b", "another", "second") == b"first"
+    assert store.compare_set("b", "first", "second") == b"second"
+    store.append("a", "!")
+    assert impatient_store.multi_get(["a", "b"]) == [b"text!", b"second"]
+    assert (store.check(["a", "b"]), store.check(["a", "c"])) == (True, False)
+    assert (store.num_keys(), store.delete_key("a"), store.delete_key("a"), store.num_keys()) == (3, True, False, 2)
     with pytest.raises(dist.DistStoreError, match=r"timed out after 0\.05 s, waiting for a"):
-        other.get("a")
+        impatient_store.get("a")
     with pytest.raises(dist.DistStoreError, match=r"timed out after 0\.01 s"):
-        one.wait(["c"], timedelta(seconds=0.01))
+        store.wait(["c"], timedelta(seconds=0.01))
 
 
 def test_it_is_a_store_behind_a_prefix_too() -> None:
@@ -55,12 +55,12 @@ def test_it_is_a_store_behind_a_prefix_too() -> None:
 
 def test_who_waits_goes_on_when_it_is_there() -> None:
     table = KeyValueStore()
-    found: list[bytes] = []
-    waiting = threading.Thread(target=lambda: found.append(store_on(table).get("late")))
+    values: list[bytes] = []
+    waiting = threading.Thread(target=lambda: values.append(store_on(table).get("late")))
     waiting.start()
     store_on(table).set("late", b"x")
     waiting.join(30)
-    assert found == [b"x"]
+    assert values == [b"x"]
 
 
 def test_a_group_of_torch_is_made_over_it() -> None:

@@ -39,10 +39,10 @@ def test_a_run_with_averages_is_the_run_without_but_for_what_it_evaluates_and_sa
     torch.testing.assert_close(raw, weights, rtol=0, atol=1e-4)
     assert torch.equal(saved(tmp_path / "run", "model.safetensors")[WEIGHT], average)
     assert 0.01 < float((average - raw).abs().max()) < 1
-    there = WeightDirectory(tmp_path / "run" / "weights")
-    assert there.newest() == Version(0, 30)
-    assert torch.equal(there.at(Version(0, 30)).read()[WEIGHT], raw)
-    assert torch.equal(there.at(Version.parse("0.30a")).read()[WEIGHT], average)
+    directory = WeightDirectory(tmp_path / "run" / "weights")
+    assert directory.newest() == Version(0, 30)
+    assert torch.equal(directory.at(Version(0, 30)).read()[WEIGHT], raw)
+    assert torch.equal(directory.at(Version.parse("0.30a")).read()[WEIGHT], average)
     assert sorted({e.version for e in summary.evaluations}) == [Version(0, step) for step in (0, 10, 20, 30)]
     with JournalFollower(tmp_path / "run" / "journal.sqlite") as journal:
         assert not any(v.is_average for t in journal.drain() for v in t.completion.versions)
@@ -51,7 +51,7 @@ def test_a_run_with_averages_is_the_run_without_but_for_what_it_evaluates_and_sa
 def test_what_is_evaluated_is_the_average_and_the_next_round_is_of_the_weights(tmp_path: Path) -> None:
     recipe, run = made(tmp_path / "run", *SHORT, "--optimizer.averaged")
     search = start_searching(recipe, run, 0)
-    train = start_training(recipe, run, lambda: False, ahead=False, turn_taker=search)
+    train = start_training(recipe, run, lambda: False, prefetch=False, turn_taker=search)
     loaded: list[tuple[Version, torch.Tensor]] = []
     load = search.searcher.engine.load
 

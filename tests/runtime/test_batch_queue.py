@@ -17,7 +17,7 @@ from tba.replay.codec import Stored
 from tba.replay.pacing import Pacing
 from tba.replay.replay import Replay, ReplaySettings
 from tba.replay.selection import RecencyReward
-from tba.runtime.batch_queue import BatchQueue, Stopped, nothing_more
+from tba.runtime.batch_queue import BatchQueue, StopRequested, raise_out_of_data
 from tba.types import Trajectory, Version
 
 sys.path.append(str(Path(__file__).parents[1] / "training"))
@@ -55,15 +55,15 @@ def trajectories() -> list[Trajectory]:
 
 @pytest.fixture
 def queues() -> Iterator[Any]:
-    made: list[BatchQueue] = []
+    queues_made: list[BatchQueue] = []
 
     def make(replay: Replay, **changes: Any) -> BatchQueue:
         settings: dict[str, Any] = {"clock": ShareClock(), "stop": lambda: False, "deadline": LONG}
-        made.append(BatchQueue(replay, 1, 4, **{**settings, **changes}))
-        return made[-1]
+        queues_made.append(BatchQueue(replay, 1, 4, **{**settings, **changes}))
+        return queues_made[-1]
 
     yield make
-    for queue in made:
+    for queue in queues_made:
         queue.close()
 
 
@@ -73,11 +73,11 @@ def used(replay: Replay) -> int:
 
 def test_the_same_batches_come_in_the_same_order_with_exactly_one_ahead_which_is_given_back(queues: Any) -> None:
     at_hand, ahead = replay_of(Given(trajectories())), replay_of(Given(trajectories()))
-    plain, early = queues(at_hand), queues(ahead, ahead=True)
+    plain, early = queues(at_hand), queues(ahead, prefetch=True)
     for n in range(1, 7):
-        one, other = plain.next(NOW, None), early.next(NOW, None)
-        early.settle()
-        assert [t.uid for t in one.groups[0].trajectories] == [t.uid for t in other.groups[0].trajectories]
+        batch, prefetched_batch = plain.next(NOW, None), early.next(NOW, None)
+        early.wait_for_prefetch()
+        assert [t.uid for t in batch.groups[0].trajectories] == [t.uid for t in prefetched_batch.groups[0].trajectories]
         assert (used(at_hand), used(ahead)) == (4 * n, 4 * (n + 1))
     early.close()
     assert used(ahead) == used(at_hand) == 24
@@ -86,15 +86,15 @@ def test_the_same_batches_come_in_the_same_order_with_exactly_one_ahead_which_is
 def test_what_was_sampled_ahead_of_another_reference_is_given_back_and_sampled_anew(queues: Any) -> None:
     source = Given(trajectories())
     replay = replay_of(source)
-    queue = queues(replay, ahead=True)
+    queue = queues(replay, prefetch=True)
     queue.next(NOW, None)
-    queue.settle()
+    queue.wait_for_prefetch()
     later = Version(0, 5)
     replay.reference = later  # nothing of it is there: the next batch waits for what is scored under it
     source.waiting = [Trajectory(**{**_fields(t), "uid": f"{i:032x}", "reference": later}) for i, t in _numbered()]
     fetched = queue.next(later, None)
     assert {t.reference for t in fetched.groups[0].trajectories} == {later}
-    queue.settle()
+    queue.wait_for_prefetch()
     assert used(replay) == 4 + 4 + 4  # the first, this one and the one ahead; what was given back does not count
 
 
@@ -108,7 +108,7 @@ def _numbered() -> Iterator[tuple[int, Trajectory]]:
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_what_replay_raises_is_raised_to_the_caller(queues: Any, ahead: bool) -> None:
-    queue = queues(replay_of(Given(failure=TimeoutError("the journal's own"))), ahead=ahead)
+    queue = queues(replay_of(Given(failure=TimeoutError("the journal's own"))), prefetch=ahead)
     with pytest.raises(TimeoutError, match="the journal's own"):
         queue.next(NOW, None)
 
@@ -116,29 +116,29 @@ def test_what_replay_raises_is_raised_to_the_caller(queues: Any, ahead: bool) ->
 @pytest.mark.parametrize("ahead", [False, True])
 def test_where_nobody_brings_more_a_sentence_says_so(queues: Any, ahead: bool) -> None:
     with pytest.raises(UserError, match="no further batch to learn from"):
-        queues(replay_of(Given()), ahead=ahead, fill=nothing_more).next(NOW, None)
+        queues(replay_of(Given()), prefetch=ahead, fill=raise_out_of_data).next(NOW, None)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_wait_ends_when_it_is_told_to_stop_or_at_its_deadline_with_the_reason(queues: Any, ahead: bool) -> None:
-    with pytest.raises(Stopped):
-        queues(replay_of(Given()), ahead=ahead, stop=lambda: True).next(NOW, None)
+    with pytest.raises(StopRequested):
+        queues(replay_of(Given()), prefetch=ahead, stop=lambda: True).next(NOW, None)
     with pytest.raises(DeadlineExceeded, match=r"waited 0.01 s for a batch \(empty\): look at logs/searcher"):
-        queues(replay_of(Given()), ahead=ahead, deadline=0.01).next(NOW, None)
+        queues(replay_of(Given()), prefetch=ahead, deadline=0.01).next(NOW, None)
 
 
 def test_a_wait_is_on_the_clock_as_paced_where_reuse_is_what_holds_it(queues: Any) -> None:
     clock = ShareClock()
-    held = queues(replay_of(Given(trajectories()), max_mean_uses=0.1), ahead=True, clock=clock, deadline=0.2)
+    queue = queues(replay_of(Given(trajectories()), max_mean_uses=0.1), prefetch=True, clock=clock, deadline=0.2)
     with pytest.raises(DeadlineExceeded, match=r"\(paced\).*max-mean-uses"):
-        held.next(NOW, None)
+        queue.next(NOW, None)
     assert clock.seconds()["paced"] > 0
 
 
 def test_closing_ends_a_wait(queues: Any) -> None:
     replay = replay_of(Given(trajectories()), max_mean_uses=0.25)
-    queue = queues(replay, ahead=True)
+    queue = queues(replay, prefetch=True)
     queue.next(NOW, None)  # the one ahead is held by the limit on reuse
     queue.close()
-    assert queue.ahead is None
+    assert queue.prefetched_batch is None
     assert used(replay) == 4

@@ -22,7 +22,7 @@ from tba.settings import find
 
 
 @pytest.fixture
-def shown(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+def gpu_count(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """So many GPUs as torch counts, none of which can be used."""
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: request.param if os.environ.get(VISIBLE) != "" else 0)
@@ -34,9 +34,9 @@ def shown(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
     return int(request.param)
 
 
-@pytest.mark.parametrize("shown", [1, 2, 4, 8], indirect=True)
+@pytest.mark.parametrize("gpu_count", [1, 2, 4, 8], indirect=True)
 def test_the_quickstart_runs_to_its_end_where_gpus_are_counted_and_cuda_cannot_be_started(
-    shown: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpu_count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     short = ("--steps", "2", "--evaluation.every", "0", "--evaluation.problems", "4", "--replay.pacing.warm-up", "140")
@@ -48,20 +48,20 @@ def test_the_quickstart_runs_to_its_end_where_gpus_are_counted_and_cuda_cannot_b
     assert "not compiled with CUDA" in " ".join(out.split())
 
 
-@pytest.mark.parametrize("shown", [4], indirect=True)
-def test_gpus_that_cannot_be_used_are_hidden_and_the_reason_is_kept(shown: int) -> None:
-    first, again = cards(), cards()
-    assert (len(first), len(again)) == (0, 0)
-    assert first.fault == again.fault == "Torch not compiled with CUDA enabled"
+@pytest.mark.parametrize("gpu_count", [4], indirect=True)
+def test_gpus_that_cannot_be_used_are_hidden_and_the_reason_is_kept(gpu_count: int) -> None:
+    cards_before, cards_after = cards(), cards()
+    assert (len(cards_before), len(cards_after)) == (0, 0)
+    assert cards_before.fault == cards_after.fault == "Torch not compiled with CUDA enabled"
     assert os.environ[VISIBLE] == ""
     with torch.random.fork_rng():  # torch's own code asks for each GPU that it counts
         pass
     assert any("Torch not compiled with CUDA enabled" in line for line in validate(find("quickstart")))
 
 
-@pytest.mark.parametrize("shown", [2], indirect=True)
+@pytest.mark.parametrize("gpu_count", [2], indirect=True)
 def test_gpus_are_asked_for_in_a_child_but_by_a_worker_that_was_given_some(
-    shown: int, monkeypatch: pytest.MonkeyPatch
+    gpu_count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asking = []
 
@@ -79,9 +79,9 @@ def test_gpus_are_asked_for_in_a_child_but_by_a_worker_that_was_given_some(
     assert asking == [os.getpid()] * 2
 
 
-@pytest.mark.parametrize("shown", [2], indirect=True)
+@pytest.mark.parametrize("gpu_count", [2], indirect=True)
 def test_gpus_whose_driver_does_not_answer_are_left_alone_after_the_deadline(
-    shown: int, monkeypatch: pytest.MonkeyPatch
+    gpu_count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tba.cards, "_DEADLINE", 0.1)
     monkeypatch.setattr(torch.cuda, "device_count", signal.pause)  # in the child, which is then ended
@@ -89,9 +89,9 @@ def test_gpus_whose_driver_does_not_answer_are_left_alone_after_the_deadline(
     assert os.environ[VISIBLE] == ""
 
 
-@pytest.mark.parametrize("shown", [2], indirect=True)
+@pytest.mark.parametrize("gpu_count", [2], indirect=True)
 def test_an_interpreter_that_does_not_answer_is_left_alone_after_the_deadline_too(
-    shown: int, monkeypatch: pytest.MonkeyPatch
+    gpu_count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tba.cards, "_DEADLINE", 0.1)
     monkeypatch.setattr(tba.cards, "_ASKING", "import signal; signal.pause()")

@@ -32,9 +32,9 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def beside(path: Path) -> Iterator[BackgroundJournal]:
-    with ExitStack() as ends:
+    with ExitStack() as closers:
         journal = BackgroundJournal(JournalWriter(path, "searcher-0"), 60.0, ShareClock())
-        ends.callback(journal.close)
+        closers.callback(journal.close)
         yield journal
 
 
@@ -44,7 +44,7 @@ def uids(path: Path) -> list[str]:
 
 
 def test_a_run_written_beside_its_rounds_is_the_one_written_between_them(tmp_path: Path) -> None:
-    found = []
+    results = []
     for background in (False, True):
         recipe, run = made(tmp_path / f"run-{background}", *QUICK, "--run.rounds")  # what flows is sent by the clock
         search = start_searching(recipe, run, 0, background=background)
@@ -54,22 +54,22 @@ def test_a_run_written_beside_its_rounds_is_the_one_written_between_them(tmp_pat
         with JournalFollower(run.path / "journal.sqlite") as journal:
             rows = [(t.uid, t.prompt.key, t.completion.tokens.tolist(), t.reward) for t in journal.drain()]
             counters = {k: v for k, v in journal.counters()["searcher-0"].items() if not k.endswith("_milliseconds")}
-            first, held = journal.totals().positions, journal.leases()
-        found.append((rows, counters))
-        assert held == list(range(7 * recipe.prompts_per_round, first))  # those leased ahead
-    assert found[0] == found[1]
-    assert len(found[0][0]) == 7 * 64
+            positions, leases = journal.totals().positions, journal.leases()
+        results.append((rows, counters))
+        assert leases == list(range(7 * recipe.prompts_per_round, positions))  # those leased ahead
+    assert results[0] == results[1]
+    assert len(results[0][0]) == 7 * 64
 
 
 def test_what_is_put_is_on_its_way_while_another_process_holds_the_file_and_there_once_it_is_closed(path: Path) -> None:
     clock = ShareClock()
     beside = BackgroundJournal(JournalWriter(path, "searcher-0"), 60.0, clock)
-    with JournalFollower(path) as follower, closing(sqlite3.connect(path, isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")
+    with JournalFollower(path) as follower, closing(sqlite3.connect(path, isolation_level=None)) as holder:
+        holder.execute("BEGIN IMMEDIATE")
         beside.put([trajectory(uid="a")])  # returns although nothing can be written
         assert follower.drain() == []
         assert "journal" not in clock.seconds()
-        other.execute("ROLLBACK")
+        holder.execute("ROLLBACK")
     beside.put([trajectory(uid="b")])
     beside.close()
     assert uids(path) == ["a", "b"]
@@ -91,13 +91,13 @@ def test_what_cannot_be_written_is_raised_by_the_next_put_or_by_closing_and_the_
 def test_a_wait_for_the_journal_has_a_deadline_and_counts_as_such(path: Path) -> None:
     clock = ShareClock()
     beside = BackgroundJournal(JournalWriter(path, "searcher-0"), 0.2, clock)
-    with closing(sqlite3.connect(path, isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")
+    with closing(sqlite3.connect(path, isolation_level=None)) as holder:
+        holder.execute("BEGIN IMMEDIATE")
         beside.put([trajectory(uid="a")])
         with pytest.raises(DeadlineExceeded, match=r"had not written a searcher's trajectories after 0\.2 s"):
             beside.put([trajectory(uid="b")])
         assert clock.seconds()["journal"] >= 0.2
-        other.execute("ROLLBACK")
+        holder.execute("ROLLBACK")
     beside.close()
     assert uids(path) == ["a"]
 
@@ -121,9 +121,9 @@ def test_positions_come_in_order_each_once_however_many_are_asked_for(
     journal = BackgroundJournal(
         JournalWriter(tmp_path_factory.mktemp("leases") / "journal.sqlite", "searcher-0"), 60.0, ShareClock()
     )
-    taken = [position for count in counts for position in journal.lease(count, 600.0)]
+    positions = [position for count in counts for position in journal.lease(count, 600.0)]
     journal.close()
-    assert taken == list(range(sum(counts)))
+    assert positions == list(range(sum(counts)))
 
 
 def test_what_was_leased_ahead_is_for_others_once_it_is_given_up_and_leased_anew_when_it_may_have_run_out(
@@ -132,7 +132,7 @@ def test_what_was_leased_ahead_is_for_others_once_it_is_given_up_and_leased_anew
     assert beside.lease(3, 600.0) == [0, 1, 2]  # and 3, 4, 5 ahead
     beside.put([trajectory()], [0, 1, 2])
     beside.resume()
-    with JournalWriter(path, "searcher-1") as other:
-        assert other.lease(4, 600.0) == [3, 4, 5, 6]
+    with JournalWriter(path, "searcher-1") as journal_of_another:
+        assert journal_of_another.lease(4, 600.0) == [3, 4, 5, 6]
     assert beside.lease(2, 1e-9) == [7, 8]
     assert set(beside.lease(2, 1e-9)) <= {7, 8, 9, 10}  # they ran out at once, and come first

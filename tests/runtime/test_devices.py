@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tba.errors import UserError
-from tba.runtime.devices import TRAINER, USABLE, Place, environment_of, placed
+from tba.runtime.devices import TRAINER, USABLE, Place, assign_gpus, environment_of
 from tba.settings import find
 
 
@@ -41,7 +41,7 @@ def test_parts_get_their_own_gpus_and_searchers_share_where_there_are_few(
     ranks: int, searchers: int, gpus: int, each: int, expected: list[tuple[int, ...]]
 ) -> None:
     names = parts(ranks, searchers)
-    places = placed(*names, gpus, each)
+    places = assign_gpus(*names, gpus, each)
     assert [places[name].gpus for name in (*names[0], *names[1])] == expected
 
 
@@ -50,14 +50,14 @@ def test_parts_get_their_own_gpus_and_searchers_share_where_there_are_few(
 )
 def test_what_does_not_fit_is_refused_with_what_there_is(ranks: int, searchers: int, gpus: int, each: int) -> None:
     with pytest.raises(UserError, match=f"this machine shows {gpus}"):
-        placed(*parts(ranks, searchers), gpus, each)
+        assign_gpus(*parts(ranks, searchers), gpus, each)
 
 
 @given(st.integers(1, 4), st.integers(0, 8), st.integers(0, 8), st.integers(1, 4))
 def test_shares_of_one_gpu_add_up_and_ranks_never_share(ranks: int, searchers: int, gpus: int, each: int) -> None:
     names = parts(ranks, searchers)
     try:
-        places = placed(*names, gpus, each)
+        places = assign_gpus(*names, gpus, each)
     except UserError:
         assert ranks + each * searchers > gpus  # nothing that fits is refused
         return
@@ -82,6 +82,6 @@ def test_a_part_sees_its_own_gpus_by_the_names_that_the_driver_has_for_them() ->
 def test_with_four_gpus_a_trainer_has_one_and_three_searchers_have_one_each() -> None:
     recipe = find("gsm8k")
     on_gpus = replace(recipe, model=replace(recipe.model, device="cuda"))
-    four = placed(["trainer"], [f"searcher-{i}" for i in range(3)], 4, on_gpus.model.gpus_per_searcher)
+    four = assign_gpus(["trainer"], [f"searcher-{i}" for i in range(3)], 4, on_gpus.model.gpus_per_searcher)
     assert [str(place) for place in four.values()] == ["GPU 0", "GPU 1", "GPU 2", "GPU 3"]
     assert replace(recipe, model=replace(recipe.model, device="cpu")).model.gpus_per_searcher == 0

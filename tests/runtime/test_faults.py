@@ -101,7 +101,7 @@ def mid_publish(patch: pytest.MonkeyPatch, nth: int) -> None:
 def mid_manifest(patch: pytest.MonkeyPatch, nth: int) -> None:
     """Half of a version's manifest is written, beside its place."""
 
-    def half(path: Path, text: str, *rest: Any) -> int:
+    def half(path: Path, text: str, *arguments: Any) -> int:
         if path.name.startswith(".") and path.name.endswith(".json") and path.parent.name == "weights":
             mid_manifest.calls -= 1
             if mid_manifest.calls == 0:
@@ -142,11 +142,11 @@ def test_a_run_killed_at_a_named_point_loses_nothing_acknowledged_and_goes_on(
         inline(path, *RUN)
 
     assert ended(forked(run)) == -signal.SIGKILL
-    done, there = steps_of(path), uids_of(path)
+    done, uids_before = steps_of(path), uids_of(path)
     assert done >= 20
     summary = inline_again(path)
     assert summary.steps == 60
-    assert_whole(path, summary, there)
+    assert_whole(path, summary, uids_before)
     assert not [p for p in path.rglob(".*") if p.is_dir()]
     assert max(int(row["step"]) for row in read_metrics(path)[:done]) == done
 
@@ -157,7 +157,7 @@ def test_a_run_killed_while_it_is_taken_up_is_taken_up_again(
 ) -> None:
     path = tmp_path / "run"
     inline(path, *RUN, "--steps", "20")
-    there = uids_of(path)
+    uids_before = uids_of(path)
 
     def again() -> None:
         patch = dying(tba.runtime.run_directory.write_json, nth)
@@ -169,7 +169,7 @@ def test_a_run_killed_while_it_is_taken_up_is_taken_up_again(
     summary = Summary.read(path)
     assert summary is not None
     assert summary.steps == 40
-    assert_whole(path, summary, there)
+    assert_whole(path, summary, uids_before)
 
 
 LONG = (
@@ -194,15 +194,15 @@ def test_parts_killed_at_random_moments_are_started_again_and_the_trainer_goes_o
     driver = train(path, *LONG, "--steps", "1000000", "--optimizer.lr", "0.1", *flows)
     try:
         for part in ("searcher-0", "trainer", "searcher-1", "trainer"):
-            wanted = steps_of(path) + int(rng.integers(25, 60))
-            until(lambda wanted=wanted: steps_of(path) > wanted, SECONDS, "steps")
-            there = uids_of(path)
+            last_step = steps_of(path) + int(rng.integers(25, 60))
+            until(lambda last_step=last_step: steps_of(path) > last_step, SECONDS, "steps")
+            uids_before = uids_of(path)
             victim = children(driver.pid)[part]
             os.kill(victim, signal.SIGKILL)
             until(lambda: children(driver.pid).get(part) not in (None, victim), SECONDS, part)  # noqa: B023
-            assert uids_of(path)[: len(there)] == there
-        wanted = steps_of(path) + 30
-        until(lambda: steps_of(path) > wanted, SECONDS, "steps after the last kill")
+            assert uids_of(path)[: len(uids_before)] == uids_before
+        last_step = steps_of(path) + 30
+        until(lambda: steps_of(path) > last_step, SECONDS, "steps after the last kill")
         driver.send_signal(signal.SIGINT)
         _, errors = driver.communicate(timeout=SECONDS)
     finally:
@@ -211,7 +211,7 @@ def test_parts_killed_at_random_moments_are_started_again_and_the_trainer_goes_o
     summary = Summary.read(path)
     assert summary is not None
     assert (summary.faults["searcher_restarts"], summary.faults["trainer_restarts"]) == (2, 2)
-    assert_whole(path, summary, there)
+    assert_whole(path, summary, uids_before)
     versions = [Version.parse(row["version"]) for row in read_metrics(path)]
     assert versions == sorted(versions)
     assert versions[-1].incarnation == 2
@@ -227,9 +227,9 @@ def test_when_the_driver_is_killed_the_run_waits_for_its_parts_to_end_and_goes_o
     try:
         until(lambda: steps_of(path) > 45, SECONDS, "steps")
         parts = children(driver.pid)
-        own = os.getpriority(os.PRIO_PROCESS, driver.pid)
-        given = {part: os.getpriority(os.PRIO_PROCESS, pid) for part, pid in parts.items() if part in GIVES_WAY}
-        assert given == {part: min(19, own + less) for part, less in GIVES_WAY.items()}
+        driver_priority = os.getpriority(os.PRIO_PROCESS, driver.pid)
+        priorities = {part: os.getpriority(os.PRIO_PROCESS, pid) for part, pid in parts.items() if part in GIVES_WAY}
+        assert priorities == {part: min(19, driver_priority + less) for part, less in GIVES_WAY.items()}
     finally:
         driver.kill()
         driver.communicate(timeout=SECONDS)
@@ -237,19 +237,19 @@ def test_when_the_driver_is_killed_the_run_waits_for_its_parts_to_end_and_goes_o
     try:
         until(lambda: any(row["version"].startswith("1.") for row in read_metrics(path)), SECONDS, "steps again")
         assert not [pid for pid in parts.values() if alive(pid)]
-        there = uids_of(path)
+        uids_before = uids_of(path)
         done = steps_of(path)
         until(lambda: steps_of(path) > done + 20, SECONDS, "more steps")
         again.send_signal(signal.SIGINT)
-        said, errors = again.communicate(timeout=SECONDS)
+        output, errors = again.communicate(timeout=SECONDS)
     finally:
         again.kill()
     assert (again.returncode, errors) == (130, "")
-    assert "(it was killed)" in " ".join(said.split())
+    assert "(it was killed)" in " ".join(output.split())
     summary = Summary.read(path)
     assert summary is not None
     assert summary.faults["resumes"] == 1
-    assert_whole(path, summary, there)
+    assert_whole(path, summary, uids_before)
 
 
 def test_parts_that_hang_are_found_killed_and_started_again(tmp_path: Path) -> None:
@@ -337,14 +337,14 @@ def full_disk(path: Path) -> str:
 
 def assert_goes_on(path: Path, runtime: str) -> None:
     """Ten steps more, with all that was there."""
-    there = uids_of(path)
+    uids_before = uids_of(path)
     steps = steps_of(path) + 10
     assert main(["resume", str(path), "--steps", str(steps), "--runtime", runtime]) == 0
     summary = Summary.read(path)
     assert summary is not None
     assert summary.steps == steps
     uids = uids_of(path)
-    assert uids[: len(there)] == there
+    assert uids[: len(uids_before)] == uids_before
     assert summary.tokens.closes(), summary.tokens
 
 
@@ -360,8 +360,8 @@ def test_a_limit_on_the_size_of_files_is_a_full_disk_too(tmp_path: Path, capfd: 
 
     assert ended(forked(limited)) == 2
     assert "is full: free some space, then continue with `tba resume" in capfd.readouterr().err
-    there, steps = uids_of(path), steps_of(path) + 10
-    assert_whole(path, inline_again(path, "--steps", str(steps)), there)
+    uids_before, steps = uids_of(path), steps_of(path) + 10
+    assert_whole(path, inline_again(path, "--steps", str(steps)), uids_before)
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9])
@@ -376,14 +376,14 @@ def test_a_journal_that_was_cut_off_after_a_kill_leaves_the_account_closed(
         inline(path, *RUN)
 
     assert ended(forked(run)) == -signal.SIGKILL
-    there = len(uids_of(path))
+    row_count = len(uids_of(path))
     journal = path / "journal.sqlite"
     os.truncate(journal, int(journal.stat().st_size * share))
     assert main(["resume", str(path), "--runtime", "inline", "--accept-lost-rows"]) == 0
     summary = Summary.read(path)
     assert summary is not None
     assert summary.steps == 60
-    assert summary.trajectories.generated >= there - 2 * 16  # of the newest weights; who knew of later ones is gone
+    assert summary.trajectories.generated >= row_count - 2 * 16  # of the newest weights; who knew of later ones is gone
     for ledger in (summary.tokens, summary.trajectories):
         assert ledger.closes(), ledger
 
@@ -428,20 +428,20 @@ def test_a_reward_that_raises_now_and_then_is_asked_again_and_counted(tmp_path: 
     assert summary.steps == 60
     assert summary.faults["reward_retries"] == 2
     assert summary.trajectories.closes()
-    said = [fault["what"] for fault in read_faults(tmp_path / "run") if fault["kind"] == "reward_retries"]
-    assert said == 2 * ["the reward Reward: ConnectionError: the judge is not there"]
+    sentences = [fault["what"] for fault in read_faults(tmp_path / "run") if fault["kind"] == "reward_retries"]
+    assert sentences == 2 * ["the reward Reward: ConnectionError: the judge is not there"]
     undisturbed = faulty(tmp_path / "other")
     assert undisturbed.faults["reward_retries"] == 0
-    one, other = (final_weights(tmp_path / name)["prefix.logits"] for name in ("run", "other"))
-    assert torch.equal(one, other)  # what is asked again is the same question
+    weights, other_weights = (final_weights(tmp_path / name)["prefix.logits"] for name in ("run", "other"))
+    assert torch.equal(weights, other_weights)  # what is asked again is the same question
 
 
 @pytest.mark.parametrize(("runtime", "flows"), [("inline", ()), ("processes", ("--run.rounds",)), ("processes", ())])
 @pytest.mark.parametrize(
-    ("how", "said"), [("raises", "judge is not there"), ("hangs", "did not grade an answer within 0.5 s")]
+    ("how", "sentence"), [("raises", "judge is not there"), ("hangs", "did not grade an answer within 0.5 s")]
 )
 def test_a_reward_that_always_fails_ends_the_run_which_goes_on_once_it_is_mended(
-    tmp_path: Path, runtime: str, flows: tuple[str, ...], how: str, said: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, runtime: str, flows: tuple[str, ...], how: str, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, file = tmp_path / "run", tmp_path / how
     seconds = "0.5" if how == "hangs" else "60"  # a busy machine must not make another fault of it
@@ -452,12 +452,12 @@ def test_a_reward_that_always_fails_ends_the_run_which_goes_on_once_it_is_mended
         recipe, run = made(path, *RUN, *patience, "--steps", "20", source=FAULTY)
         Inline(recipe, run, quiet).go()
         file.write_text("99")
-        with pytest.raises((ConnectionError, UserError), match=said):
+        with pytest.raises((ConnectionError, UserError), match=sentence):
             inline_again(path, "--steps", "40")
     else:
         file.write_text("99")
         assert main([*begin, *RUN, *patience]) == (2 if how == "hangs" else 1)
-        assert said in capsys.readouterr().err
+        assert sentence in capsys.readouterr().err
         assert (path / "checkpoints" / "step-0").is_dir()  # of the trainer, which was asked to end in order
         assert not children(os.getpid())
     file.write_text("0")
@@ -477,11 +477,11 @@ def test_a_run_that_ended_with_a_loss_that_is_no_number_goes_on_from_its_checkpo
     file.write_text("3")
     with pytest.raises(NonFiniteLoss, match=r"3 steps in a row after version 1\.40"):
         inline_again(path, "--steps", "60")
-    there = uids_of(path)
+    uids_before = uids_of(path)
     summary = inline_again(path)
     assert summary.steps == 60
     assert read_metrics(path)[-1]["version"] == "2.60"
-    assert_whole(path, summary, there)
+    assert_whole(path, summary, uids_before)
     assert np.isfinite(final_weights(path)["prefix.logits"].numpy()).all()
 
 
@@ -500,8 +500,8 @@ def test_a_clock_on_the_wall_that_jumps_changes_nothing_but_what_people_read(
     jumped = inline(tmp_path / "jumped", *RUN)
     monkeypatch.undo()
     assert looks[0] > 10
-    one, other = (final_weights(tmp_path / name)["prefix.logits"] for name in ("steady", "jumped"))
-    assert torch.equal(one, other)
+    weights, other_weights = (final_weights(tmp_path / name)["prefix.logits"] for name in ("steady", "jumped"))
+    assert torch.equal(weights, other_weights)
     assert (jumped.tokens, jumped.trajectories) == (steady.tokens, steady.trajectories)
     seconds = [row["wall_seconds"] for row in read_metrics(tmp_path / "jumped")]
     assert seconds == sorted(seconds)
@@ -520,7 +520,7 @@ def test_a_dead_part_is_given_up_after_so_many_restarts_and_the_run_can_be_taken
 
 def test_a_run_whose_output_has_nowhere_to_go_trains_to_its_end(tmp_path: Path) -> None:
     few = ("--runtime", "inline", *SHORT, "--steps", "3")
-    for name, said in (("full", "standard output cannot be written (No space left on device)"), ("closed", "")):
+    for name, message in (("full", "standard output cannot be written (No space left on device)"), ("closed", "")):
         if name == "full":
             out = os.open("/dev/full", os.O_WRONLY)
         else:
@@ -531,7 +531,7 @@ def test_a_run_whose_output_has_nowhere_to_go_trains_to_its_end(tmp_path: Path) 
         until(lambda run=run: run.poll() is not None, SECONDS, "the run to end")
         complaints = os.pread(run.err, 1 << 16, 0).decode()
         assert run.returncode == 0, complaints
-        assert said in complaints
+        assert message in complaints
         assert "Traceback" not in complaints
         summary = Summary.read(tmp_path / name)
         assert summary is not None
@@ -570,7 +570,7 @@ def explained(error: Exception, cause: Exception) -> Exception:
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "sentence"),
     [
         (OSError(5, "Input/output error"), "cannot be read or written (Input/output error)"),
         (RuntimeError("Error while serializing: I/O error: Input/output error (os error 5)"), "(Input/output error)"),
@@ -589,30 +589,30 @@ def explained(error: Exception, cause: Exception) -> Exception:
     ],
 )
 def test_what_is_around_a_run_and_fails_is_told_in_one_sentence_and_other_errors_are_not(
-    error: Exception, said: str | None, tmp_path: Path
+    error: Exception, sentence: str | None, tmp_path: Path
 ) -> None:
     (tmp_path / "recipe.json").touch()
-    told = outside_cause(error, tmp_path)
-    assert (told is None) == (said is None)
-    if told is not None and said is not None:
-        assert said in str(told)
-        assert f"tba resume {tmp_path}" in str(told)
+    cause = outside_cause(error, tmp_path)
+    assert (cause is None) == (sentence is None)
+    if cause is not None and sentence is not None:
+        assert sentence in str(cause)
+        assert f"tba resume {tmp_path}" in str(cause)
     of_the_run = FileNotFoundError(2, "No such file or directory", str(tmp_path / "weights"))
     assert "weights cannot be read or written" in str(outside_cause(of_the_run, tmp_path))
     (tmp_path / "recipe.json").unlink()
     assert "was moved or deleted" in str(outside_cause(error, tmp_path))
 
 
-@pytest.mark.parametrize("what", ["the run", "weights"])
+@pytest.mark.parametrize("place", ["the run", "weights"])
 def test_a_folder_that_is_moved_away_under_a_run_ends_it_in_a_sentence_and_no_other_is_made(
-    what: str, tmp_path: Path
+    place: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "run"
     few = (*SHORT, "--replay.pacing.warm-up", "32", "--run.checkpoint-every", "20")
     run = train(path, "--runtime", "processes", "--steps", "100000", *few)
     until(lambda: steps_of(path) >= 25, SECONDS, "some steps")
-    taken = path if what == "the run" else path / "weights"
-    os.rename(taken, tmp_path / "away")
+    folder = path if place == "the run" else path / "weights"
+    os.rename(folder, tmp_path / "away")
     try:
         _, complaints = run.communicate(SECONDS)
     finally:
@@ -620,9 +620,9 @@ def test_a_folder_that_is_moved_away_under_a_run_ends_it_in_a_sentence_and_no_ot
     assert run.returncode == 2, complaints
     assert f"continue with `tba resume {path}`" in complaints.splitlines()[-1]
     assert "Traceback" not in complaints
-    if what == "the run":
+    if place == "the run":
         assert not path.exists()
-    os.rename(tmp_path / "away", taken)
+    os.rename(tmp_path / "away", folder)
     steps = str(steps_of(path) + 5)
     assert main(["resume", str(path), "--steps", steps, "--runtime", "inline"]) == 0
     summary = Summary.read(path)

@@ -18,7 +18,7 @@ from tba.record.live import line
 from tba.record.metrics import MetricsWriter
 from tba.replay.journal import JournalWriter
 from tba.replay.pacing import Pacing
-from tba.runtime.reporting import Progress
+from tba.runtime.reporting import RunProgress
 from tba.types import Evaluation, Version
 
 PAGE = 8192
@@ -31,32 +31,32 @@ def growth() -> Any:
 
 
 def test_a_step_a_round_and_a_look_read_as_much_of_3000_rows_as_of_300(tmp_path: Path, growth: Any) -> None:
-    found = {}
+    measurements = {}
     for rows in (300, 3000):
         run = growth.write_run(tmp_path / str(rows), rows)
         with growth.SqliteCounter() as counting, growth.open_halves(*run) as both:
-            found[rows] = growth.measure_halves(both, counting, 5)
-    for name, few in found[300].items():
-        many = found[3000][name]
-        for what in ("statements", "instructions", "lines"):
-            assert many[what] == few[what], (name, what)
+            measurements[rows] = growth.measure_halves(both, counting, 5)
+    for name, few in measurements[300].items():
+        many = measurements[3000][name]
+        for kind in ("statements", "instructions", "lines"):
+            assert many[kind] == few[kind], (name, kind)
         assert many["bytes"] < few["bytes"] + PAGE, name  # a page more or less, by where on it a row begins
-    assert found[300]["round"]["statements"] > 10 < found[300]["round"]["instructions"]
-    assert found[300]["look"]["lines"] == 2  # of the step since the last, and recipe.json
+    assert measurements[300]["round"]["statements"] > 10 < measurements[300]["round"]["instructions"]
+    assert measurements[300]["look"]["lines"] == 2  # of the step since the last, and recipe.json
 
 
 def test_the_live_view_says_the_same_as_one_that_reads_all_of_it_anew(tmp_path: Path) -> None:
     recipe, run = made(tmp_path / "run")
     metrics, evaluations = MetricsWriter(run.path), EvaluationWriter(run.path)
-    watching = Progress(recipe, run)
+    watching = RunProgress(recipe, run)
     assert watching.status("training").phase == "warm-up"
     for step in range(1, 1032):
-        own = {"tokens": 300.0, "reward": step / 1000} | ({"generated_tokens": 500.0 * step} if step > 3 else {})
-        metrics.write(Version(0, step), 10 + 0.5 * step, own)
+        row = {"tokens": 300.0, "reward": step / 1000} | ({"generated_tokens": 500.0 * step} if step > 3 else {})
+        metrics.write(Version(0, step), 10 + 0.5 * step, row)
         if step % 100 == 0:
             evaluations.write([Evaluation(Version(0, step), 0.5 * step, "pass@1/greedy", step / 2000, 10, 1.0, 10)])
         if step in (1, 7) or step % 100 == 1:
-            seen, anew = (p.status("training") for p in (watching, Progress(recipe, run)))
+            seen, anew = (p.status("training") for p in (watching, RunProgress(recipe, run)))
             assert (seen.step, seen.reward, seen.accuracy) == (anew.step, anew.reward, anew.accuracy)
             assert seen.step == step
             assert seen.training_seconds == pytest.approx(0.5 * (step - 1))
@@ -71,7 +71,7 @@ def test_the_live_view_says_the_same_as_one_that_reads_all_of_it_anew(tmp_path: 
 def test_the_live_view_says_how_many_of_the_answers_that_it_waits_for_are_there(tmp_path: Path) -> None:
     recipe, run = made(tmp_path / "run")
     recipe = replace(recipe, replay=replace(recipe.replay, pacing=Pacing(warm_up=32)))
-    watching = Progress(recipe, run)
+    watching = RunProgress(recipe, run)
     assert watching.status("starting").note == ""
     with JournalWriter(run.journal(recipe), "searcher-0") as writer:
         assert watching.status("training").note == "0 of 32 answers"
@@ -90,7 +90,7 @@ def test_the_live_view_says_how_many_of_the_answers_that_it_waits_for_are_there(
 def test_the_live_view_says_how_many_lines_it_cannot_read(tmp_path: Path) -> None:
     recipe, run = made(tmp_path / "run")
     (run.path / "metrics.jsonl").write_bytes(b'nonsense\n{"step": 7, "wall_seconds": 1.5}\n[1]\n{"step": 8, "wall')
-    watching = Progress(recipe, run)
+    watching = RunProgress(recipe, run)
     for _ in range(2):
         status = watching.status("training")
         assert (status.step, status.note) == (7, "2 lines of what is recorded cannot be read")

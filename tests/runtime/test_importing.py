@@ -20,7 +20,7 @@ from tba.recipe import Recipe, RuntimeSettings
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
 from tba.runs.importing import import_answers
-from tba.runtime.importing import intake_of, is_prepared, take_over
+from tba.runtime.importing import adopt_imports, intake_of, is_prepared
 from tba.runtime.inline import Inline
 from tba.runtime.local.processes import Processes
 from tba.runtime.reporting import summarise
@@ -57,8 +57,8 @@ def imported(recipe: Recipe, run: RunDirectory, *files: Path) -> None:
     import_answers(recipe, run, files, lambda line: None)
 
 
-def offline(path: Path, runtime: type[Inline] | type[Processes], lines: list[Any], *more: str) -> Summary:
-    recipe, run = made(path, *OFFLINE, *more)
+def offline(path: Path, runtime: type[Inline] | type[Processes], lines: list[Any], *flags: str) -> Summary:
+    recipe, run = made(path, *OFFLINE, *flags)
     imported(recipe, run, written(path.parent / "lines.jsonl", lines))
     driver = runtime(recipe, run, quiet)
     return summarise(recipe, run, driver.searchers, driver.go(), 0.0)
@@ -85,10 +85,10 @@ def test_from_imported_answers_alone_their_shares_become_those_of_the_ideal_poli
     long = ("--steps", "200", "--optimizer.lr", "0.1", "--optimizer.schedule.steps", "200", "--group-size", "64")
     summary = offline(tmp_path / "run", Inline, lines, *long, "--replay.pacing.max-mean-uses", "inf")
     policy = TabularPolicy(TASK)
-    start, wanted = shares(distribution(policy)), shares(ideal(TASK, BETA))
+    start, target = shares(distribution(policy)), shares(ideal(TASK, BETA))
     policy.load({WEIGHT: final_weights(tmp_path / "run")[WEIGHT]})
-    assert total_variation(start, wanted).min() > 0.35
-    assert total_variation(shares(distribution(policy)), wanted).max() <= 0.02
+    assert total_variation(start, target).min() > 0.35
+    assert total_variation(shares(distribution(policy)), target).max() <= 0.02
     assert summary.trajectories.generated == 0
     assert summary.trajectories.imported == len(lines) == 2 * (TASK.outcomes - 1)
     assert summary.trajectories.trained_once == len(lines)
@@ -109,7 +109,7 @@ def test_processes_learn_offline_too_and_evaluate_before_and_after(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("lines", "more", "said"),
+    ("lines", "flags", "sentence"),
     [
         (every_answer(), ("--steps", "100"), r"use each of 168 trajectories 19\.0 times.*--steps to at most 42"),
         (every_answer()[:1], ("--steps", "1"), "of the 1 trajectories that are there no 2 answer the same prompt"),
@@ -122,10 +122,10 @@ def test_processes_learn_offline_too_and_evaluate_before_and_after(tmp_path: Pat
     ],
 )
 def test_an_offline_run_that_could_not_end_is_refused_before_its_first_step(
-    tmp_path: Path, lines: list[Any], more: tuple[str, ...], said: str
+    tmp_path: Path, lines: list[Any], flags: tuple[str, ...], sentence: str
 ) -> None:
-    with pytest.raises(UserError, match=said):
-        offline(tmp_path / "run", Inline, lines, *more)
+    with pytest.raises(UserError, match=sentence):
+        offline(tmp_path / "run", Inline, lines, *flags)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -173,9 +173,9 @@ def test_the_trajectories_of_an_old_run_teach_a_new_one_which_knows_them_as_impo
     old = inline(tmp_path / "old", *SMALL)
     recipe, run = made(tmp_path / "new", *OFFLINE, "--steps", "10")
     imported(recipe, run, tmp_path / "old")
-    found, was = trajectories(tmp_path / "new"), trajectories(tmp_path / "old")
-    assert len(found) == len(was) == old.trajectories.generated
-    for new, before in zip(found, was, strict=True):
+    new_rows, old_rows = trajectories(tmp_path / "new"), trajectories(tmp_path / "old")
+    assert len(new_rows) == len(old_rows) == old.trajectories.generated
+    for new, before in zip(new_rows, old_rows, strict=True):
         assert (new.completion.digest, new.reward, new.prompt.key) == (
             *(before.completion.digest, before.reward),
             before.prompt.key,
@@ -197,11 +197,11 @@ def test_what_tba_replay_exports_can_be_imported(tmp_path: Path) -> None:
     assert main(["replay", str(tmp_path / "old"), "--export", str(lines)]) == 0
     recipe, run = made(tmp_path / "new", *OFFLINE, "--steps", "10")
     imported(recipe, run, lines)
-    found, was = trajectories(tmp_path / "new"), trajectories(tmp_path / "old")
-    empty = sum(not t.completion.text for t in was)  # which is no answer to learn from
-    assert len(found) + empty == len(was) == old.trajectories.generated
-    assert sorted((t.prompt.key, t.completion.digest, t.reward) for t in found) == sorted(
-        (t.prompt.key, t.completion.digest, t.reward) for t in was if t.completion.text
+    new_rows, old_rows = trajectories(tmp_path / "new"), trajectories(tmp_path / "old")
+    empty = sum(not t.completion.text for t in old_rows)  # which is no answer to learn from
+    assert len(new_rows) + empty == len(old_rows) == old.trajectories.generated
+    assert sorted((t.prompt.key, t.completion.digest, t.reward) for t in new_rows) == sorted(
+        (t.prompt.key, t.completion.digest, t.reward) for t in old_rows if t.completion.text
     )
 
 
@@ -250,8 +250,8 @@ def test_a_prepared_run_is_begun_with_what_was_imported_under_the_settings_that_
     recipe = RunDirectory.open(tmp_path / "run").recipe()
     assert recipe.policy_temperature == 0.9
     with pytest.raises(UserError, match="prepared with another policy_temperature"):
-        take_over(tmp_path / "run", made(tmp_path / "other")[0])
-    take_over(tmp_path / "run", recipe)
+        adopt_imports(tmp_path / "run", made(tmp_path / "other")[0])
+    adopt_imports(tmp_path / "run", recipe)
     run = RunDirectory.create(tmp_path / "run", str(TOY), ["--policy-temperature", "0.9"], recipe)
     assert not is_prepared(run.path)
     assert len(trajectories(run.path)) == 168
@@ -260,16 +260,16 @@ def test_a_prepared_run_is_begun_with_what_was_imported_under_the_settings_that_
 def test_a_prepared_run_that_is_resumed_has_begun_and_one_that_took_nothing_in_is_gone(tmp_path: Path) -> None:
     lines = written(tmp_path / "lines.jsonl", every_answer())
     assert import_files(tmp_path / "run", [lines], [], ImportOptions(recipe=str(TOY))) == 0
-    RunDirectory.open(tmp_path / "run").begin_again("resumed", before=1.0)
+    RunDirectory.open(tmp_path / "run").begin_again("resumed", seconds_before=1.0)
     assert not is_prepared(tmp_path / "run")  # else the next `tba train` of its name would take it over
-    other = tmp_path / "other"
+    path = tmp_path / "other"
     with pytest.raises(UserError, match="--max-tokens is 0"):
-        import_files(other, [lines], [], ImportOptions(recipe=str(TOY), max_tokens=0))
+        import_files(path, [lines], [], ImportOptions(recipe=str(TOY), max_tokens=0))
     nothing = written(tmp_path / "nothing.jsonl", [3])
     with pytest.raises(UserError, match=r"none of .* could be imported"):
-        import_files(other, [nothing], [], ImportOptions(recipe=str(TOY)))
-    assert not (other / "recipe.json").exists()
-    assert import_files(other, [lines], [], ImportOptions(recipe=str(TOY))) == 0
+        import_files(path, [nothing], [], ImportOptions(recipe=str(TOY)))
+    assert not (path / "recipe.json").exists()
+    assert import_files(path, [lines], [], ImportOptions(recipe=str(TOY))) == 0
 
 
 def test_a_second_import_at_the_same_time_is_refused(tmp_path: Path) -> None:

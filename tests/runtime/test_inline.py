@@ -80,13 +80,13 @@ def plain_loop(recipe: Recipe) -> dict[str, torch.Tensor]:
     adamw = torch.optim.AdamW(policy.parameters(), lr=LR, weight_decay=0.0, fused=True)
     sampling = np.random.default_rng([seed, 1, 0])
     for step in range(1, recipe.steps + 1):
-        asked = []
+        step_prompts = []
         for position in range((step - 1) * B, step * B):
             epoch, index = divmod(position, len(prompts))
-            asked.append(prompts[np.random.default_rng([seed, epoch]).permutation(len(prompts))[index]])
-        answered = generate(engine, asked, K, Sampling(1.1, 0.95), sampling)
+            step_prompts.append(prompts[np.random.default_rng([seed, epoch]).permutation(len(prompts))[index]])
+        answered = generate(engine, step_prompts, K, Sampling(1.1, 0.95), sampling)
         groups = []
-        for prompt, completions in zip(asked, answered, strict=True):
+        for prompt, completions in zip(step_prompts, answered, strict=True):
             marks = reward.judge([(prompt, c) for c in completions])
             (scores,) = reference.log_probabilities_of([(prompt, completions)])
             groups.append(
@@ -98,15 +98,15 @@ def plain_loop(recipe: Recipe) -> dict[str, torch.Tensor]:
                 )
             )
         batch = collate(groups[::-1])  # the newest first
-        first, place = [], []  # the same answer to the same prompt is evaluated once
+        distinct_rows, place = [], []  # the same answer to the same prompt is evaluated once
         seen: dict[tuple[int, ...], int] = {}
         for row, tokens in enumerate(batch.completion_BT.tolist()):
             key = (int(batch.group_B[row]), int(batch.length_B[row]), *tokens)
             if key not in seen:
-                seen[key] = len(first)
-                first.append(row)
+                seen[key] = len(distinct_rows)
+                distinct_rows.append(row)
             place.append(seen[key])
-        log_policy_BT = policy.evaluate(batch.select(torch.tensor(first))).log_policy_BT[place]
+        log_policy_BT = policy.evaluate(batch.select(torch.tensor(distinct_rows))).log_policy_BT[place]
         log_ratio_B = (log_policy_BT - batch.log_reference_BT).sum(1)
         gap_B = batch.reward_B / BETA - log_ratio_B
         log_z_B = (torch.zeros(B).index_add(0, batch.group_B, gap_B.detach()) / K)[batch.group_B]
@@ -126,13 +126,13 @@ def test_on_policy_it_equals_a_plain_loop_bit_for_bit(
     changes = {**ON_POLICY, **setting(tmp_path / "model"), "steps": 12, "seed": 5}
     summary = inline(tmp_path / "run", **changes)
     recipe, _ = made(tmp_path / "again", **changes)
-    plain, found = plain_loop(recipe), final_weights(tmp_path / "run")
+    plain, weights = plain_loop(recipe), final_weights(tmp_path / "run")
     assert summary.lag.max == 0
     assert summary.trajectories.trained_once == summary.trajectories.generated == 12 * B * K
-    for name, tensor in found.items():
+    for name, tensor in weights.items():
         assert torch.equal(tensor, plain[name]), name
     start = recipe.model.policy(TEMPERATURE).weights()
-    assert max((plain[name] - start[name]).abs().max() for name in found) > LR
+    assert max((plain[name] - start[name]).abs().max() for name in weights) > LR
 
 
 SMALL = ("--steps", "20", "--samples-per-prompt", "8", "--replay.pacing.warm-up", "16", "--evaluation.problems", "1")
@@ -248,11 +248,11 @@ class StoppedAfter:
 
     path: Path
     last: int
-    asked: int = 0
+    signal_count: int = 0
 
     def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
-        if not self.asked and steps_of(self.path) >= self.last:
-            self.asked += 1
+        if not self.signal_count and steps_of(self.path) >= self.last:
+            self.signal_count += 1
             os.kill(os.getpid(), signal.SIGTERM)
         return TASK.reward().judge(answered)
 
@@ -264,7 +264,7 @@ def test_a_signal_decides_the_exit_code_only_before_the_last_step(tmp_path: Path
     recipe, run = made(path, *SMALL, "--steps", "10", task=Marked(reward))
     runtime = Inline(recipe, run, quiet)
     summary = summarise(recipe, run, ["searcher-0"], runtime.go(), 0.0)
-    assert (reward.asked, runtime.exit_code, summary.faults["stopped"]) == (1, code, True)
+    assert (reward.signal_count, runtime.exit_code, summary.faults["stopped"]) == (1, code, True)
     assert (summary.steps == 10) == (code == 0)
     assert {e.version.step for e in summary.evaluations} == {0}
     again = inline_again(path)

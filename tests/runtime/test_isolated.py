@@ -56,10 +56,10 @@ def alive(pid: int) -> bool:
         return False
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
+def until(condition: Callable[[], bool], purpose: str) -> None:
     pause, limit = threading.Event(), time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < limit, f"waited 60 s for {what}"
+        assert time.monotonic() < limit, f"waited 60 s for {purpose}"
         pause.wait(0.02)
 
 
@@ -155,10 +155,10 @@ def test_errors_of_our_own_keep_their_kind(acting: Graders) -> None:
 
 def test_a_process_keeps_what_the_reward_learns_and_forgets_an_alarm_that_a_call_left(acting: Graders) -> None:
     grader = acting.grader(LONG)
-    begun = grader.grade([answer("leave an alarm")])[0]
+    judgement = grader.grade([answer("leave an alarm")])[0]
     threading.Event().wait(0.1)  # longer than that alarm
     calls = [grader.grade([answer("")])[0] for _ in range(3)]
-    assert {process_of(j) for j in calls} == {process_of(begun)}
+    assert {process_of(j) for j in calls} == {process_of(judgement)}
     assert [j.parts["calls"] for j in calls] == [2.0, 3.0, 4.0]
 
 

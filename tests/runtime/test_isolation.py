@@ -15,7 +15,7 @@ from tba.errors import UserError
 from tba.recipe_source import write_recipe
 from tba.rewards.exact_answer import ExactAnswer
 from tba.runtime.grading_child import load
-from tba.runtime.isolation import Rebuilt, command_of, isolated_reward
+from tba.runtime.isolation import RecipeSource, command_of, isolated_reward
 from tba.runtime.run_directory import RunDirectory
 from tba.settings import find
 from tba.types import SPLITS, Completion, Prompt, StopReason, Version
@@ -70,7 +70,7 @@ def own_recipe(tmp_path: Path) -> Path:
 def test_a_process_has_the_reward_of_a_run_with_its_overrides_and_another_for_evaluations(own_recipe: Path) -> None:
     _, run = made(own_recipe.parent / "run", "--task.bonus", "0.25", source=own_recipe)
     right = answer("2", answer="2")
-    for source in (run, Rebuilt(str(own_recipe), ["--task.bonus", "0.25"])):
+    for source in (run, RecipeSource(str(own_recipe), ["--task.bonus", "0.25"])):
         spec = json.loads(command_of(source, "train")[-1])
         assert [j.reward for j in load(spec)().judge([right])] == [1.25]
         assert type(load({**spec, "split": "eval"})()) is ExactAnswer
@@ -93,7 +93,7 @@ def test_a_recipe_that_no_other_process_can_make_is_refused_in_a_sentence(tmp_pa
     path = tmp_path / "recipe.py"
     path.write_text("raise RuntimeError('the recipe toy was made where it ran, inline')\n")
     with pytest.raises(UserError, match=r"recipe.py, line 1: RuntimeError: the recipe toy was made where it ran"):
-        load(json.loads(command_of(Rebuilt(str(path)), "train")[-1]))
+        load(json.loads(command_of(RecipeSource(str(path)), "train")[-1]))
 
 
 def test_the_program_itself_loads_no_model_library() -> None:

@@ -13,7 +13,7 @@ from tba.__main__ import main
 from tba.record.faults import count_faults
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
-from tba.runtime.elastic import FIRST, Joined, joined
+from tba.runtime.elastic import FIRST_NUMBER, JoinedSearchers, join_run
 
 SECONDS = 120.0  # that a busy machine may take for what takes a few
 
@@ -31,19 +31,19 @@ def makers(path: Path) -> Counter[str]:
 def test_searchers_join_leave_and_die_while_the_trainer_goes_on_and_all_is_accounted_for(tmp_path: Path) -> None:
     path = tmp_path / "run"
     driver = train(path, "--steps", "1000000", "--evaluation.problems", "1")
-    others: list[Command] = []
+    commands: list[Command] = []
     try:
         until(lambda: steps_of(path) > 5, SECONDS, "the first steps")
         trainer = children(driver.pid)["trainer"]
-        others += [search(path) for _ in range(3)]
-        names = [f"searcher-{FIRST + i}" for i in range(3)]
+        commands += [search(path) for _ in range(3)]
+        names = [f"searcher-{FIRST_NUMBER + i}" for i in range(3)]
         until(lambda: set(names) <= set(makers(path)), SECONDS, "something of all three who joined")
-        others[0].send_signal(signal.SIGINT)
-        said, errors = others[0].communicate(timeout=SECONDS)
-        assert (others[0].returncode, errors) == (130, "")
-        assert "rounds: Ctrl-C" in said
-        others[1].kill()
-        others[1].communicate(timeout=SECONDS)
+        commands[0].send_signal(signal.SIGINT)
+        output, errors = commands[0].communicate(timeout=SECONDS)
+        assert (commands[0].returncode, errors) == (130, "")
+        assert "rounds: Ctrl-C" in output
+        commands[1].kill()
+        commands[1].communicate(timeout=SECONDS)
         until(lambda: count_faults(path)["joined_deaths"] == 1, SECONDS, "the driver to see that one died")
         done = steps_of(path)
         until(lambda: steps_of(path) > done, SECONDS, "more steps")
@@ -51,11 +51,11 @@ def test_searchers_join_leave_and_die_while_the_trainer_goes_on_and_all_is_accou
         driver.send_signal(signal.SIGINT)
         _, errors = driver.communicate(timeout=SECONDS)
         assert (driver.returncode, errors) == (130, "")
-        said, errors = others[2].communicate(timeout=SECONDS)
-        assert (others[2].returncode, errors) == (0, "")
-        assert "the run ended" in said
+        output, errors = commands[2].communicate(timeout=SECONDS)
+        assert (commands[2].returncode, errors) == (0, "")
+        assert "the run ended" in output
     finally:
-        for process in (driver, *others):
+        for process in (driver, *commands):
             process.kill()
             process.communicate(timeout=SECONDS)
     summary = Summary.read(path)
@@ -72,18 +72,18 @@ def test_searchers_join_leave_and_die_while_the_trainer_goes_on_and_all_is_accou
 def test_when_the_driver_is_killed_who_joined_leaves_too(tmp_path: Path) -> None:
     path = tmp_path / "run"
     driver = train(path, "--steps", "1000000", "--evaluation.problems", "1")
-    other = None
+    searcher = None
     try:
         until(lambda: steps_of(path) > 5, SECONDS, "the first steps")
-        other = search(path)
-        until(lambda: f"searcher-{FIRST}" in makers(path), SECONDS, "something of who joined")
+        searcher = search(path)
+        until(lambda: f"searcher-{FIRST_NUMBER}" in makers(path), SECONDS, "something of who joined")
         driver.kill()
         driver.communicate(timeout=SECONDS)
-        said, errors = other.communicate(timeout=SECONDS)
-        assert (other.returncode, errors) == (0, "")
-        assert "the run ended" in said
+        output, errors = searcher.communicate(timeout=SECONDS)
+        assert (searcher.returncode, errors) == (0, "")
+        assert "the run ended" in output
     finally:
-        for process in (driver, other):
+        for process in (driver, searcher):
             if process is not None:
                 process.kill()
                 process.communicate(timeout=SECONDS)
@@ -93,21 +93,21 @@ def test_no_two_who_join_have_the_same_name_and_a_name_is_not_given_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe, run = made(tmp_path / "run")
-    with run.held(0.0):
-        with joined(run, recipe, lambda: False) as a, joined(run, recipe, lambda: False) as b:
-            assert [a.number, b.number] == [FIRST, FIRST + 1]
-            assert Joined(run).present() == [a.name, b.name]
+    with run.hold_lock(0.0):
+        with join_run(run, recipe, lambda: False) as a, join_run(run, recipe, lambda: False) as b:
+            assert [a.number, b.number] == [FIRST_NUMBER, FIRST_NUMBER + 1]
+            assert JoinedSearchers(run).present_names() == [a.name, b.name]
             assert not a.stop()
-        with joined(run, recipe, lambda: True) as c:
-            assert c.number == FIRST + 2
+        with join_run(run, recipe, lambda: True) as c:
+            assert c.number == FIRST_NUMBER + 2
             assert c.stop()
-        assert Joined(run).present() == []
-        assert [s["how"] for s in Joined(run).record()] == ["it was done", "it was done", "Ctrl-C"]
-        driver = Joined(run)
-        found = driver.record()
+        assert JoinedSearchers(run).present_names() == []
+        assert [s["how"] for s in JoinedSearchers(run).record()] == ["it was done", "it was done", "Ctrl-C"]
+        driver = JoinedSearchers(run)
+        records = driver.record()
         (run.path / "joined" / f"{a.name}.json").write_text("{}")  # who has left is not looked at again
-        assert driver.record() == found != Joined(run).record()
-        assert Joined(run).dismiss(0.0, lambda: None) == []
+        assert driver.record() == records != JoinedSearchers(run).record()
+        assert JoinedSearchers(run).dismiss(0.0, lambda: None) == []
         search = ["search", "--run", str(run.path)]
         assert main(search) == 2
         assert "is ending: no searcher can join it now" in capsys.readouterr().err
@@ -121,7 +121,7 @@ def test_what_cannot_be_joined_is_said_in_a_sentence(tmp_path: Path, capsys: pyt
     assert main(["search", "--run", str(run.path)]) == 2
     assert "is not in progress: start it with `tba train`" in capsys.readouterr().err
     _, turns = made(tmp_path / "turns", "--runtime", "inline")
-    with turns.held(0.0):
+    with turns.hold_lock(0.0):
         assert main(["search", "--run", str(turns.path)]) == 2
     assert "takes turns in one process: no searcher can join it" in capsys.readouterr().err
     assert main(["search", "--run", str(tmp_path / "nothing")]) == 2

@@ -61,19 +61,19 @@ def test_a_run_goes_on_without_the_answers_whose_reward_is_too_large_and_is_take
 ) -> None:
     task = marked_by(FunctionReward(huge_for_a))
     with caplog.at_level(logging.WARNING, "tba.searcher"):
-        first = inline(tmp_path / "run", *SMALL, task=task)
+        summary_before = inline(tmp_path / "run", *SMALL, task=task)
     again = inline_again(tmp_path / "run", "--steps", "10", task=task)
-    for summary, steps in ((first, 6), (again, 10)):
+    for summary, steps in ((summary_before, 6), (again, 10)):
         assert summary.tokens.closes()
         assert summary.trajectories.closes()
         assert summary.trajectories.rejected > 0
         assert summary.steps == steps
-    assert again.trajectories.rejected > first.trajectories.rejected
+    assert again.trajectories.rejected > summary_before.trajectories.rejected
     with JournalFollower(tmp_path / "run" / "journal.sqlite") as journal:
-        kept = journal.drain()
-    assert {t.reward for t in kept} == {0.0, 1.0}
+        rows = journal.drain()
+    assert {t.reward for t in rows} == {0.0, 1.0}
     assert (
-        len(kept) == again.trajectories.generated - again.trajectories.rejected - again.trajectories.in_flight_at_stop
+        len(rows) == again.trajectories.generated - again.trajectories.rejected - again.trajectories.in_flight_at_stop
     )
     assert "FunctionReward gave 1e+20 (huge_for_a 1e+20) for the answer 'A" in caplog.text
     assert "to the prompt 'b'" in caplog.text
@@ -107,7 +107,7 @@ def test_with_hidden_text_a_rejected_answer_is_named_by_key_digest_and_length(
     )
     messages = [record.getMessage() for record in caplog.records if record.name == "tba.searcher"]
     assert len(messages) == 10
-    assert all(named.search(said) for said in (*messages, str(caught.value)))
+    assert all(named.search(message) for message in (*messages, str(caught.value)))
 
 
 def test_the_largest_reward_is_a_thousand_million_times_the_smallest_beta() -> None:
@@ -139,15 +139,15 @@ def test_long_answers_are_trained_with_a_penalty_and_evaluated_without(tmp_path:
     measured = ("--evaluation.threshold", "0.3", "--evaluation.samples", "50")
     penalised = inline(tmp_path / "run", *SMALL, *measured, "--overlong-penalty", "0.5")
     with JournalFollower(tmp_path / "run" / "journal.sqlite") as journal:
-        found = journal.drain()
+        rows = journal.drain()
     reward, most = TASK.reward(), TASK.length
-    for t in found:
-        (own,) = reward.judge([(t.prompt, t.completion)])
+    for t in rows:
+        (judgement,) = reward.judge([(t.prompt, t.completion)])
         share = 1.0 if t.completion.stop_reason is StopReason.LENGTH else max(0.0, t.length / most - 0.8) / 0.2
-        assert t.reward == pytest.approx(own.reward - 0.5 * share)
-    assert len({t.reward_parts["overlong"] for t in found}) == 2  # there are long answers and short ones
-    assert np.mean([t.reward for t in found]) == pytest.approx(
-        sum(np.mean([t.reward_parts[part] for t in found]) for part in ("task", "overlong"))
+        assert t.reward == pytest.approx(judgement.reward - 0.5 * share)
+    assert len({t.reward_parts["overlong"] for t in rows}) == 2  # there are long answers and short ones
+    assert np.mean([t.reward for t in rows]) == pytest.approx(
+        sum(np.mean([t.reward_parts[part] for t in rows]) for part in ("task", "overlong"))
     )  # so do the run's metrics of the parts: means over all
     plain = inline(tmp_path / "plain", *SMALL, *measured)
     before, same = ({e.metric: e.value for e in s.evaluations if e.version == Version()} for s in (penalised, plain))
@@ -159,17 +159,17 @@ def test_answers_that_are_cut_off_are_left_out_and_counted_where_that_is_asked_f
     measured = ("--evaluation.samples", "50")
     dropped = inline(tmp_path / "run", *SMALL, *measured, "--overlong-penalty", "drop")
     plain = inline(tmp_path / "plain", *SMALL, *measured)
-    found = {}
+    counts = {}
     for name in ("run", "plain"):
         with JournalFollower(tmp_path / name / "journal.sqlite") as journal:
             answers = journal.drain()
-        found[name] = [t.completion.stop_reason is StopReason.LENGTH for t in answers]
+        counts[name] = [t.completion.stop_reason is StopReason.LENGTH for t in answers]
         assert any(t.provenance.get(LEFT_OUT) for t in answers) == (name == "run")
-    assert not any(found["run"])
-    assert any(found["plain"])
+    assert not any(counts["run"])
+    assert any(counts["plain"])
     account = dropped.trajectories
     assert account.closes()
-    assert account.rejected == account.generated - len(found["run"]) - account.in_flight_at_stop > 0
+    assert account.rejected == account.generated - len(counts["run"]) - account.in_flight_at_stop > 0
     assert dropped.tokens.closes()
     assert plain.trajectories.rejected == 0
     before, same = ({e.metric: e.value for e in s.evaluations if e.version == Version()} for s in (dropped, plain))

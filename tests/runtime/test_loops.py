@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +16,7 @@ from tba.record.evaluations import read_evaluations
 from tba.record.run_record import RunRecord
 from tba.replay.codec import Gone
 from tba.replay.follower import JournalFollower
+from tba.runtime.batch_queue import StopRequested
 from tba.runtime.searcher_loop import SearcherLoop, start_searching
 from tba.runtime.trainer_loop import TrainerLoop, start_training
 from tba.types import Version
@@ -28,15 +28,15 @@ QUICK = ("--evaluation.problems", "1", "--replay.pacing.warm-up", "64", "--group
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Both halves of a run of the toy in this process, as a runtime would start them."""
-    with ExitStack() as ends:
+    with ExitStack() as closers:
 
         def started(*overrides: str, ahead: bool = True, close: bool = True) -> tuple[SearcherLoop, TrainerLoop]:
             recipe, run = made(tmp_path / "run", *QUICK, *overrides)
             search = start_searching(recipe, run, 0)
-            ends.callback(search.close)
-            train = start_training(recipe, run, stop=lambda: False, ahead=ahead)
+            closers.callback(search.close)
+            train = start_training(recipe, run, stop=lambda: False, prefetch=ahead)
             if close:
-                ends.callback(train.close)
+                closers.callback(train.close)
             return search, train
 
         yield started
@@ -53,7 +53,7 @@ def test_a_trainer_trains_exactly_what_it_is_given_with_and_without_fetching_ahe
     rounds(search, 5)
     while not train.finished:
         train.step()
-    train.batches.settle()
+    train.batches.wait_for_prefetch()
     fetched = train.replay.buffer.trained_total
     train.close()
     result = json.loads(train.run.result("trainer").read_text())
@@ -67,9 +67,10 @@ def test_fetching_ahead_ends_at_once_even_while_it_is_held_by_the_limit_on_reuse
     rounds(search, 1)
     train.step()
     assert train.finished
-    began = time.monotonic()
+    prefetch = train.batches._prefetch
+    assert prefetch is not None
     train.close()
-    assert time.monotonic() - began < train.recipe.run.idle_deadline / 100
+    assert isinstance(prefetch.exception(timeout=0), StopRequested)  # not its deadline
     assert train.replay.ledger()["trained_total_trajectories"] == 16
 
 
@@ -94,15 +95,15 @@ def test_a_trainer_whose_searcher_stands_still_is_held_after_a_few_steps_says_wh
     for _ in range(10):
         rounds(search, 1)
         train.step()
-    made = train.trainer.version.step
+    step_before = train.trainer.version.step
     for _ in range(31):
         train.step()
     with pytest.raises(DeadlineExceeded, match=r"for a batch \(paced\): .*--replay\.pacing\.max-mean-uses"):
         train.step()
-    assert train.trainer.version.step == made + 31
+    assert train.trainer.version.step == step_before + 31
     rounds(search, 1)
     train.step()
-    assert train.trainer.version.step == made + 32
+    assert train.trainer.version.step == step_before + 32
 
 
 def test_a_searcher_makes_rounds_between_the_chunks_of_an_evaluation_and_finds_the_same(start: Start) -> None:
@@ -130,8 +131,8 @@ def test_between_the_chunks_of_an_older_versions_evaluation_rounds_have_the_newe
     search.evaluate(search.round_between)
     assert {e.version for e in read_evaluations(train.run.path)} == {Version()}
     with JournalFollower(train.run.path / "journal.sqlite") as journal:
-        made = [t.version for t in journal.drain() if t.provenance["round"] >= before]
-    assert set(made) == {Version(0, 4)}
+        versions = [t.version for t in journal.drain() if t.provenance["round"] >= before]
+    assert set(versions) == {Version(0, 4)}
 
 
 @pytest.mark.parametrize("ahead", [True, False])
@@ -181,26 +182,26 @@ def test_the_journal_keeps_to_the_size_it_is_told_and_what_leaves_is_counted(sta
         train.step()
     totals = train.journal.totals()
     assert totals.rows == 20 * 64
-    with JournalFollower(train.run.journal(train.recipe)) as other:
-        left = other.drain()
-        assert len(left) == totals.rows - totals.retired_rows
-        assert other.take_gone() == Gone(totals.retired_rows, totals.retired_tokens)
-    assert 64 <= len(left) <= 19 * 64
+    with JournalFollower(train.run.journal(train.recipe)) as follower:
+        rows = follower.drain()
+        assert len(rows) == totals.rows - totals.retired_rows
+        assert follower.take_gone() == Gone(totals.retired_rows, totals.retired_tokens)
+    assert 64 <= len(rows) <= 19 * 64
 
 
 def test_an_evaluation_is_asked_for_at_the_start_every_so_often_and_at_the_end_and_done_once(start: Start) -> None:
     search, train = start("--steps", "10", "--sync-every", "2", "--evaluation.every", "4", ahead=False)
-    other = start_searching(train.recipe, train.run, 1)
+    other_search = start_searching(train.recipe, train.run, 1)
     train.batches.fill = lambda: rounds(search, 1)
     while not train.finished:
         train.step()
-        stopping = [half.evaluate() for half in (other, search)]
+        stopping = [half.evaluate() for half in (other_search, search)]
         assert stopping == [train.finished] * 2
-    other.close()
-    found = read_evaluations(train.run.path)
-    versions = [e.version for e in found if e.metric == "pass@1/greedy"]
+    other_search.close()
+    evaluations = read_evaluations(train.run.path)
+    versions = [e.version for e in evaluations if e.metric == "pass@1/greedy"]
     assert versions == [Version(0, s) for s in (0, 4, 8, 10)]
-    assert len(found) == 2 * len(versions)
+    assert len(evaluations) == 2 * len(versions)
     counts = train.journal.counters()
     assert counts["searcher-1"]["evaluation_trajectories"] == 2 * len(versions)
     assert "evaluation_trajectories" not in counts["searcher-0"]
@@ -248,8 +249,8 @@ def test_hidden_text_is_written_nowhere_but_in_the_journal(start: Start, hidden:
     search.evaluate()
     texts = {t.completion.text for g in train.trainer.groups for t in g.trajectories} - {""}
     written = [p.read_text() for p in train.run.path.glob("*.jsonl")]
-    shown = {text for text in texts if any(f'"{text}"' in file for file in written)}
-    assert bool(shown) is not hidden
+    visible_texts = {text for text in texts if any(f'"{text}"' in file for file in written)}
+    assert bool(visible_texts) is not hidden
     assert bool(RunRecord.read(train.run.path).answers) is not hidden
 
 

@@ -105,9 +105,9 @@ def test_a_journal_without_its_rows_is_told_with_their_number_and_the_run_goes_o
     recipe = (run / "recipe.json").read_bytes()
     resume = ["resume", str(run), "--steps", "60", "--runtime", "inline"]
     assert main(resume) == 2
-    said = capsys.readouterr().err
-    assert f"{why}: at least {missing:,} of the {before.rows:,} trajectories that it held are missing" in said
-    assert said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert f"{why}: at least {missing:,} of the {before.rows:,} trajectories that it held are missing" in error
+    assert error.count("\n") == 1
     assert (run / "recipe.json").read_bytes() == recipe
     assert main([*resume, "--accept-lost-rows"]) == 0
     out = " ".join(capsys.readouterr().out.split())
@@ -180,10 +180,10 @@ def test_a_journal_that_is_taken_away_under_a_running_run_ends_it_in_one_sentenc
     until(lambda: steps_of(path) >= 20, SECONDS, "some steps")
     how(path)
     assert ended(child) == 1
-    said = capfd.readouterr().err.splitlines()[-1]
-    assert said.startswith("tba.errors.UserError: ")
-    assert f"journal.sqlite {word} while it was in use, and with it " in said
-    rows = int(said.split("with it ")[1].split(" ")[0].replace(",", ""))
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert error.startswith("tba.errors.UserError: ")
+    assert f"journal.sqlite {word} while it was in use, and with it " in error
+    rows = int(error.split("with it ")[1].split(" ")[0].replace(",", ""))
     assert rows >= 20 * 16 / 8  # at most eight uses of each
 
 
@@ -191,8 +191,8 @@ def test_a_journal_that_is_cut_in_place_under_a_running_run_ends_it_with_the_num
     tmp_path: Path,
 ) -> None:
     path, journal = tmp_path / "run", tmp_path / "run" / "journal.sqlite"
-    more = ("--replay.pacing.warm-up", "32", "--run.checkpoint-every", "20")
-    command = train(path, *SHORT, "--runtime", "processes", "--steps", "100000", *more)
+    flags = ("--replay.pacing.warm-up", "32", "--run.checkpoint-every", "20")
+    command = train(path, *SHORT, "--runtime", "processes", "--steps", "100000", *flags)
     until(lambda: journal.exists() and journal.stat().st_size > 40 * 8192, SECONDS, "rows in the file, not its log")
     then = steps_of(path)
     until(lambda: steps_of(path) >= then + 3, SECONDS, "the checkpoint to be over")
@@ -202,18 +202,18 @@ def test_a_journal_that_is_cut_in_place_under_a_running_run_ends_it_with_the_num
     finally:
         command.kill()
     assert command.returncode == 2
-    said = complaints.splitlines()[-1]
+    error = complaints.splitlines()[-1]
     recovery = re.search(
-        r"was damaged while it was in use: .* (\d+) trajectories were recovered, (\d+) could not", said
+        r"was damaged while it was in use: .* (\d+) trajectories were recovered, (\d+) could not", error
     )
-    assert recovery is not None, said
-    assert said.endswith(f"continue with `tba resume {path}`")
+    assert recovery is not None, error
+    assert error.endswith(f"continue with `tba resume {path}`")
     rows, lost = map(int, recovery.groups())
     assert lost > 0
     assert held(journal).rows == rows + lost
     failure = Failure.read(path)
     assert failure is not None
-    assert failure.message == said.removeprefix("tba: ")
+    assert failure.message == error.removeprefix("tba: ")
     assert main(["resume", str(path), "--steps", str(steps_of(path) + 5), "--runtime", "inline"]) == 0
     summary = Summary.read(path)
     assert summary is not None
@@ -232,9 +232,9 @@ def test_an_error_that_a_damaged_journal_may_have_caused_is_told_as_that_and_oth
     with closing(sqlite3.connect(journal)) as connection, connection:
         connection.execute("UPDATE totals SET again = again + 1 WHERE name = 'rows'")
     damaged = r"was damaged while it was in use: .* could not be read"
-    with pytest.raises(UserError, match=damaged) as told, failure_recorded(recipe, here):
+    with pytest.raises(UserError, match=damaged) as caught, failure_recorded(recipe, here):
         raise strange
-    assert str(told.value).endswith(f"continue with `tba resume {run}`")
+    assert str(caught.value).endswith(f"continue with `tba resume {run}`")
 
 
 def test_a_run_without_a_checkpoint_begins_again_with_all_of_its_journal(
@@ -283,11 +283,11 @@ def test_what_is_known_of_a_run_without_its_weights_and_checkpoints_tells_of_an_
     shutil.rmtree(run / "weights")
     an_earlier_copy(run)
     resume = ["resume", str(run), "--steps", "60", "--runtime", "inline"]
-    for left in ("summary.json", "logs/searcher-0.result.json"):
+    for name in ("summary.json", "logs/searcher-0.result.json"):
         assert main(resume) == 2  # by the summary; by a searcher, which may have seen the last rows alone
-        said = capsys.readouterr().err
-        assert f"at least {rows - earlier:,} of the {rows:,} trajectories that it held are missing" in said
-        (run / left).unlink()
+        error = capsys.readouterr().err
+        assert f"at least {rows - earlier:,} of the {rows:,} trajectories that it held are missing" in error
+        (run / name).unlink()
     assert main(resume) == 2  # by the last line of metrics
     assert (
         f"at least {read - earlier:,} of the {read:,} trajectories that it held are missing" in capsys.readouterr().err
@@ -309,9 +309,11 @@ def test_a_copy_of_the_journal_from_before_a_resume_is_told_though_nothing_knows
     assert "the journal is an older copy, or of a copy of the run" in " ".join(capsys.readouterr().out.split())
     resume = ["resume", str(run), "--steps", "10", "--runtime", "inline"]
     assert main(resume) == 2
-    said = capsys.readouterr().err
-    assert "is a copy from before the run was last resumed: what was acknowledged since is missing; put it back" in said
-    assert said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert (
+        "is a copy from before the run was last resumed: what was acknowledged since is missing; put it back" in error
+    )
+    assert error.count("\n") == 1
     assert main([*resume, "--accept-lost-rows"]) == 0
     assert f"0 trajectories are missing, {earlier} are there" in " ".join(capsys.readouterr().out.split())
     summary = Summary.read(run)
@@ -331,14 +333,14 @@ def test_the_journal_of_a_copied_run_that_went_on_by_itself_is_another_with_howe
     rows = held(run / "journal.sqlite").rows
     gone(run)
     shutil.copy(tmp_path / "copied" / "journal.sqlite", run / "journal.sqlite")
-    more = held(run / "journal.sqlite").rows
-    assert more > rows
+    row_count = held(run / "journal.sqlite").rows
+    assert row_count > rows
     capsys.readouterr()
     assert main(["resume", str(run), *inline_on, "60"]) == 2
-    said = capsys.readouterr().err
-    assert f"is of a copy of the run, which went another way: at least {rows:,} of the {rows:,} trajectories" in said
+    error = capsys.readouterr().err
+    assert f"is of a copy of the run, which went another way: at least {rows:,} of the {rows:,} trajectories" in error
     assert main(["resume", str(run), *inline_on, "60", "--accept-lost-rows"]) == 0
-    assert held(run / "journal.sqlite.other-1").rows == more
+    assert held(run / "journal.sqlite.other-1").rows == row_count
     summary = Summary.read(run)
     assert summary is not None
     assert summary.steps == 60
@@ -352,10 +354,10 @@ def test_commands_that_read_or_add_to_a_run_say_that_its_journal_is_an_older_cop
     rows, earlier = held(run / "journal.sqlite").rows, held(run / "earlier").rows
     an_earlier_copy(run)
     assert main(["replay", str(run)]) == 0
-    said = f"{rows - earlier:,} of the {rows:,} trajectories that the run had are missing"
-    assert said in " ".join(capsys.readouterr().out.split())
+    sentence = f"{rows - earlier:,} of the {rows:,} trajectories that the run had are missing"
+    assert sentence in " ".join(capsys.readouterr().out.split())
     assert main(["report", str(run), "--out", str(tmp_path / "report.html")]) == 0
-    assert said in (tmp_path / "report.json").read_text()
+    assert sentence in (tmp_path / "report.json").read_text()
     capsys.readouterr()
     answers = tmp_path / "answers.jsonl"
     answers.write_text('{"prompt": "1+2=", "completion": "3"}\n')

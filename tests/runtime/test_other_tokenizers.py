@@ -61,8 +61,8 @@ def completion(outcome: int) -> Completion:
 
 
 def scores_of(scorer: Any, prompt: Prompt, completions: Sequence[Completion]) -> list[FloatArray]:
-    found: list[FloatArray] = scorer.log_probabilities_of([(prompt, completions)])[0]
-    return found
+    scores: list[FloatArray] = scorer.log_probabilities_of([(prompt, completions)])[0]
+    return scores
 
 
 def log_teacher(scorer: Any) -> Tensor:
@@ -83,11 +83,11 @@ def test_characters_learnt_from_pairs_of_characters_have_every_text_s_odds_once(
     assert isinstance(scorer, ScoredByText)
     assert float(log_teacher(scorer).exp().sum()) == pytest.approx(1, abs=1e-6)
     (of_aab,) = scores_of(scorer, PROMPT, [completion(TASK.outcome([1, 1, 2]))])
-    tokens = scorer.theirs.encode("AAB$")
+    tokens = scorer.teacher_tokenizer.encode("AAB$")
     assert len(tokens) == 3
-    asked = replace(PROMPT, tokens=np.array(scorer.theirs.encode(PROMPT.text), np.int32))
+    teacher_prompt = replace(PROMPT, tokens=np.array(scorer.teacher_tokenizer.encode(PROMPT.text), np.int32))
     whole = replace(completion(0), tokens=np.array(tokens, np.int32))
-    (expected,) = scores_of(PairTeacher(TASK).reference(1.0, Version()), asked, [whole])
+    (expected,) = scores_of(PairTeacher(TASK).reference(1.0, Version()), teacher_prompt, [whole])
     assert of_aab.tolist() == [0, 0, 0, pytest.approx(float(expected.sum()), rel=1e-6)]
 
 
@@ -100,16 +100,16 @@ def test_whoever_sampled_the_answers_a_teacher_of_other_tokens_is_learnt(
     (scorer,) = teachers_of(recipe, recipe.model, reference_of(recipe, recipe.model))
     start = distribution(TabularPolicy(TASK, 1.0, torch.float64)).log()[0]
     energy = (1 - weight) * start + weight * log_teacher(scorer) + reward * torch.from_numpy(TASK.rewards_QO[0]) / BETA
-    policy, theirs, rng = TabularPolicy(TASK), TabularPolicy(TASK), np.random.default_rng(0)
-    theirs.become(log_teacher(scorer).softmax(0).expand(TASK.questions, -1))
+    policy, teacher_policy, rng = TabularPolicy(TASK), TabularPolicy(TASK), np.random.default_rng(0)
+    teacher_policy.become(log_teacher(scorer).softmax(0).expand(TASK.questions, -1))
     engine, teacher = TabularEngine(TASK), TabularEngine(TASK)
-    teacher.load(theirs.weights(), Version())
+    teacher.load(teacher_policy.weights(), Version())
     objective, optimizer = TrajectoryBalance(Constant(BETA), off_policy="exact"), torch.optim.Adam(policy.parameters())
     for step in range(1, STEPS + 1):
         if source == "on-policy" or (source in ("stale", "mixed") and step % 25 == 0):
             engine.load({name: tensor.clone() for name, tensor in policy.weights().items()}, Version(0, step))
-        one = teacher if source == "teacher" else engine
-        drawn = sampled(one, scorer, rng, 1e6 if source == "uniform" else 1.0)
+        sampler = teacher if source == "teacher" else engine
+        drawn = sampled(sampler, scorer, rng, 1e6 if source == "uniform" else 1.0)
         if source == "mixed":
             drawn = Group((*drawn.trajectories[:24], *sampled(teacher, scorer, rng).trajectories[:24]))
         drawn = replace(drawn, as_sampled=source not in ("teacher", "mixed"))
@@ -118,16 +118,16 @@ def test_whoever_sampled_the_answers_a_teacher_of_other_tokens_is_learnt(
         optimizer.zero_grad()
         objective(policy.evaluate(batch), batch, step)[0].backward()
         optimizer.step()
-    found = distribution(policy)[:1]
-    assert float(total_variation(found, energy.softmax(0)[None])[0]) <= 0.02
+    learnt = distribution(policy)[:1]
+    assert float(total_variation(learnt, energy.softmax(0)[None])[0]) <= 0.02
 
 
 def renamed(path: str, folder: Path) -> str:
     """A model whose tokens have other numbers, and which is the same otherwise."""
-    model, own = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     model_at(folder, 1, "".join(sorted(Arithmetic(digits=1).alphabet, reverse=True)))
-    theirs = AutoTokenizer.from_pretrained(folder).get_vocab()
-    order = [own.get_vocab()[text] for text in sorted(theirs, key=theirs.__getitem__)]
+    vocabulary = AutoTokenizer.from_pretrained(folder).get_vocab()
+    order = [tokenizer.get_vocab()[text] for text in sorted(vocabulary, key=vocabulary.__getitem__)]
     for weight in {model.get_input_embeddings().weight, model.get_output_embeddings().weight}:
         weight.data = weight.data[order]
     model.save_pretrained(folder)
@@ -135,15 +135,15 @@ def renamed(path: str, folder: Path) -> str:
 
 
 def test_a_model_with_renamed_tokens_scores_a_text_as_the_policy_s_own_does_token_by_token(tmp_path: Path) -> None:
-    own = model_at(tmp_path / "own", 0)
-    other = renamed(own, tmp_path / "other")
-    recipe = replace(of_models(own), teacher=Teacher((other,)), objective=TrajectoryBalance(Constant(1.0)))
-    said: list[str] = []
-    require_scorers(recipe, recipe.model, said.append)
-    assert said == ["teacher 1 has another tokenizer than the policy (the vocabularies differ): it scores the text of "
+    path = model_at(tmp_path / "own", 0)
+    renamed_path = renamed(path, tmp_path / "other")
+    recipe = replace(of_models(path), teacher=Teacher((renamed_path,)), objective=TrajectoryBalance(Constant(1.0)))
+    lines: list[str] = []
+    require_scorers(recipe, recipe.model, lines.append)
+    assert lines == ["teacher 1 has another tokenizer than the policy (the vocabularies differ): it scores the text of "
                     "each answer"]  # fmt: skip
     (scorer,) = teachers_of(recipe, recipe.model, reference_of(recipe, recipe.model))
-    asked, digits = prompts_of(recipe, recipe.model, "train")[:2], recipe.model.tokenizer().encode("1427")
+    prompts, digits = prompts_of(recipe, recipe.model, "train")[:2], recipe.model.tokenizer().encode("1427")
     end = recipe.model.tokenizer().eos_token_id
     assert end is not None
     answers = [
@@ -154,15 +154,15 @@ def test_a_model_with_renamed_tokens_scores_a_text_as_the_policy_s_own_does_toke
             ([end], StopReason.EOS),
         )
     ]
-    pairs = [(asked[0], answers), (asked[1], answers[:0]), (asked[1], answers)]
+    pairs = [(prompts[0], answers), (prompts[1], answers[:0]), (prompts[1], answers)]
     expected = recipe.model.reference(1.0, Version()).log_probabilities_of(pairs)
-    for theirs, mine in zip(scorer.log_probabilities_of(pairs), expected, strict=True):
-        for by_text, by_token in zip(theirs, mine, strict=True):
+    for scores, expected_scores in zip(scorer.log_probabilities_of(pairs), expected, strict=True):
+        for by_text, by_token in zip(scores, expected_scores, strict=True):
             assert by_text.shape == by_token.shape
             assert not by_text[:-1].any()
             assert float(by_text[-1]) == pytest.approx(float(by_token.sum()), abs=1e-5)  # of about 10
     long = replace(answers[1], tokens=np.array(digits * 4, np.int32))  # 16 positions do not hold it and its prompt
-    assert math.isnan(scores_of(scorer, asked[0], [answers[0], long])[1][-1])
+    assert math.isnan(scores_of(scorer, prompts[0], [answers[0], long])[1][-1])
 
 
 class Reading:
@@ -178,25 +178,33 @@ class Reading:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_chat_is_read_as_the_teacher_s_own_template_writes_it_and_a_cut_answer_has_no_end(name: str) -> None:
-    family, theirs, own = FAMILIES[name], tokenizer(name, "chat"), tokenizer("smollm2", "chat")
+    family, teacher_tokenizer, policy_tokenizer = FAMILIES[name], tokenizer(name, "chat"), tokenizer("smollm2", "chat")
     teacher, messages = Reading(), [{"role": "user", "content": "There is a note: what is in it?"}]
-    scorer = ScoredByText(teacher, Reading(), own, theirs, chat=True)
-    text = templated(own, messages)
-    prompt = Prompt("t", np.array(own.encode(text, add_special_tokens=False), np.int32), text, messages=tuple(messages))
-    said = "It is rent, caf\u00e9"
-    tokens = own.encode(said, add_special_tokens=False)
-    end = own.encode(FAMILIES["smollm2"].end, add_special_tokens=False)
+    scorer = ScoredByText(teacher, Reading(), policy_tokenizer, teacher_tokenizer, chat=True)
+    text = templated(policy_tokenizer, messages)
+    prompt = Prompt(
+        "t", np.array(policy_tokenizer.encode(text, add_special_tokens=False), np.int32), text, messages=tuple(messages)
+    )
+    answer = "It is rent, caf\u00e9"
+    tokens = policy_tokenizer.encode(answer, add_special_tokens=False)
+    end = policy_tokenizer.encode(FAMILIES["smollm2"].end, add_special_tokens=False)
     at = (Version(), Version())
-    whole = Completion(np.array([*tokens, *end], np.int32), said, StopReason.EOS, at)
+    whole = Completion(np.array([*tokens, *end], np.int32), answer, StopReason.EOS, at)
     cut = Completion(np.array(tokens[:-1], np.int32), "", StopReason.LENGTH, at)  # in the middle of a character
     scores_of(scorer, prompt, [whole, cut])
-    (asked, ended), (_, begun) = teacher.read
-    answered = templated(theirs, [*messages, {"role": "assistant", "content": said}], answered=True)
+    (teacher_prompt, whole_answer), (_, cut_answer) = teacher.read
+    answered = templated(teacher_tokenizer, [*messages, {"role": "assistant", "content": answer}], answered=True)
     answered += family.end if family.end == "<|user|>" else ""  # GLM's end is the next message's header
-    expected = theirs.encode(answered, add_special_tokens=False)
-    assert [*asked.tokens, *ended.tokens] == expected[: len(asked.tokens) + len(ended.tokens)]
-    assert theirs.decode([int(ended.tokens[-1])]) == family.end
-    assert theirs.decode(begun.tokens.tolist(), skip_special_tokens=True).strip().endswith("It is rent, caf")
+    expected = teacher_tokenizer.encode(answered, add_special_tokens=False)
+    assert [*teacher_prompt.tokens, *whole_answer.tokens] == expected[
+        : len(teacher_prompt.tokens) + len(whole_answer.tokens)
+    ]
+    assert teacher_tokenizer.decode([int(whole_answer.tokens[-1])]) == family.end
+    assert (
+        teacher_tokenizer.decode(cut_answer.tokens.tolist(), skip_special_tokens=True)
+        .strip()
+        .endswith("It is rent, caf")
+    )
 
 
 def test_where_tokens_are_scored_or_messages_are_unknown_another_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -210,16 +218,16 @@ def test_where_tokens_are_scored_or_messages_are_unknown_another_tokenizer_is_re
 
 
 def test_a_run_with_a_teacher_of_other_tokens_keeps_one_score_for_each_answer(tmp_path: Path) -> None:
-    own = model_at(tmp_path / "own", 0)
-    recipe = replace(of_models(own), teacher=Teacher((renamed(own, tmp_path / "other"),), reward=False))
+    policy_path = model_at(tmp_path / "own", 0)
+    recipe = replace(of_models(policy_path), teacher=Teacher((renamed(policy_path, tmp_path / "other"),), reward=False))
     changes: dict[str, Any] = {name: getattr(recipe, name) for name in ("task", "model", "teacher")}
     inline(tmp_path / "run", "--steps", "4", "--replay.pacing.warm-up", "32", **changes)
-    found = trajectories(tmp_path / "run")
-    assert len(found) >= 64
-    assert {t.completion.stop_reason for t in found} == {StopReason.EOS, StopReason.LENGTH}
+    rows = trajectories(tmp_path / "run")
+    assert len(rows) >= 64
+    assert {t.completion.stop_reason for t in rows} == {StopReason.EOS, StopReason.LENGTH}
     # the teacher is the policy's start, which is the reference: also of answers with padding, that no text shows
-    assert any(recipe.model.tokenizer().pad_token_id in t.completion.tokens for t in found)
-    for t in found:
+    assert any(recipe.model.tokenizer().pad_token_id in t.completion.tokens for t in rows)
+    for t in rows:
         (log_T,) = t.arrays[TEACHER]
         assert not log_T[:-1].any()
         assert float(log_T[-1]) == pytest.approx(float(t.log_reference.sum()), abs=1e-4)
@@ -243,9 +251,9 @@ class Ways(TabularTokenizer):
 def test_of_the_ways_to_write_a_text_the_reference_decides_and_of_texts_the_teacher() -> None:
     """Were every way as likely as its text, a policy would learn the most numerous ones."""
     short, letters = TabularTask(symbols=2, length=2, prompts=1), TabularTask(symbols=1, length=4, prompts=1, seed=7)
-    own, teacher = TabularReference(short), TabularReference(letters)
-    scorer = ScoredByText(teacher, own, Ways(2), TabularTokenizer(1), chat=False)
-    (mine,), (theirs,) = tabular_prompts(short), tabular_prompts(letters)
+    reference, teacher = TabularReference(short), TabularReference(letters)
+    scorer = ScoredByText(teacher, reference, Ways(2), TabularTokenizer(1), chat=False)
+    (prompt,), (teacher_prompt,) = tabular_prompts(short), tabular_prompts(letters)
 
     def log_of(reference: Any, prompt: Prompt, *tokens: int) -> float:
         whole = Completion(np.array(tokens, np.int32), "", StopReason.LENGTH, (Version(), Version()))
@@ -257,7 +265,11 @@ def test_of_the_ways_to_write_a_text_the_reference_decides_and_of_texts_the_teac
         ([1, 2], [2, 1], [1, 1, 1]),
         ([1, 1], [2], [1, 1]),
     ):
-        expected = log_of(teacher, theirs, *text) + log_of(own, mine, *tokens) - log_of(own, mine, *usual)
+        expected = (
+            log_of(teacher, teacher_prompt, *text)
+            + log_of(reference, prompt, *tokens)
+            - log_of(reference, prompt, *usual)
+        )
         reason = StopReason.EOS if tokens[-1] == 0 else StopReason.LENGTH
-        said = Completion(np.array(tokens, np.int32), "", reason, (Version(), Version()))
-        assert float(scores_of(scorer, mine, [said])[0].sum()) == pytest.approx(expected, abs=1e-5)
+        sampled = Completion(np.array(tokens, np.int32), "", reason, (Version(), Version()))
+        assert float(scores_of(scorer, prompt, [sampled])[0].sum()) == pytest.approx(expected, abs=1e-5)

@@ -17,7 +17,7 @@ import tba
 from tba.__main__ import main
 from tba.errors import UserError
 from tba.runtime.cluster.remote import Visitors
-from tba.runtime.program import refuse_others, version, version_of
+from tba.runtime.program import require_same_version, version, version_of
 from tba.runtime.run_directory import RunDirectory
 
 SECONDS = 120.0  # that a busy machine may take for what takes a few
@@ -28,8 +28,8 @@ def test_a_searcher_of_other_source_files_is_refused_in_a_sentence_that_names_bo
     shutil.copytree(Path(tba.__file__).parent, tmp_path / "other" / "tba", ignore=shutil.ignore_patterns("*.pyc"))
     with (tmp_path / "other" / "tba" / "types.py").open("a") as file:
         file.write("# a comment\n")
-    with run.held(0.0):
-        found = subprocess.run(
+    with run.hold_lock(0.0):
+        process = subprocess.run(
             [sys.executable, "-m", "tba", "search", "--run", str(run.path)],
             env=os.environ | {"PYTHONPATH": str(tmp_path / "other")},
             cwd=tmp_path,
@@ -37,14 +37,14 @@ def test_a_searcher_of_other_source_files_is_refused_in_a_sentence_that_names_bo
             text=True,
             timeout=SECONDS,
         )
-    said = " ".join(found.stderr.split())
+    output = " ".join(process.stderr.split())
     versions = re.fullmatch(
         r"tba: a searcher that would join uses tba (.+ \(\w{12}\)), but the run uses tba (.+ \(\w{12}\)): "
         "start it from the same source files",
-        said,
+        output,
     )
-    assert found.returncode == 2
-    assert versions is not None, said
+    assert process.returncode == 2
+    assert versions is not None, output
     assert versions[2] == version() != versions[1]
     assert not (run.path / "joined").exists()
 
@@ -52,12 +52,15 @@ def test_a_searcher_of_other_source_files_is_refused_in_a_sentence_that_names_bo
 def test_a_guest_says_its_version_and_a_run_that_does_not_say_its_own_is_another(tmp_path: Path) -> None:
     recipe, run = made(tmp_path / "run")
     visitors = Visitors(run, recipe)
-    with run.held(0.0), pytest.raises(UserError, match=r"would join uses tba 0\.0\.9 \(0f\), but the run uses tba "):
+    with (
+        run.hold_lock(0.0),
+        pytest.raises(UserError, match=r"would join uses tba 0\.0\.9 \(0f\), but the run uses tba "),
+    ):
         visitors.join("0.0.9 (0f)")
     for facts in ({}, {"incarnations": []}, {"incarnations": ["begun"]}, {"incarnations": [{"why": "begun"}]}):
         with pytest.raises(UserError, match="the run uses tba of an earlier version, which does not say which"):
-            refuse_others(facts, "somebody")
-    refuse_others(run.facts, "somebody")
+            require_same_version(facts, "somebody")
+    require_same_version(run.facts, "somebody")
 
 
 def test_a_run_goes_on_with_another_version_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

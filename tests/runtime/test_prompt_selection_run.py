@@ -33,11 +33,11 @@ def test_a_run_that_chooses_is_reproducible_to_the_bit_and_its_account_closes(tm
 def test_two_searchers_never_hold_one_prompt_and_each_learns_from_both(tmp_path: Path) -> None:
     overrides = ("--prompts.selection", "posterior", "--prompts-per-round", "1", "--searchers", "2")
     recipe, run = made(tmp_path / "run", *SHORT, *overrides)
-    train = start_training(recipe, run, stop=lambda: False, ahead=False)
+    train = start_training(recipe, run, stop=lambda: False, prefetch=False)
     halves = [start_searching(recipe, run, i) for i in range(2)]
-    held = [half.searcher.prompts.take(1)[0] for half in halves]
-    assert sorted(held) == [[0], [1]]  # there are two prompts
-    for half, positions in zip(halves, held, strict=True):
+    prompts = [half.searcher.prompts.take(1)[0] for half in halves]
+    assert sorted(prompts) == [[0], [1]]  # there are two prompts
+    for half, positions in zip(halves, prompts, strict=True):
         half.journal.put([], positions)
     for _ in range(4):
         for half in halves:

@@ -22,12 +22,12 @@ class Fake:
     name: str
     attempt: int
     code: int | None = None
-    how: str = ""
-    heard: bool = True
-    told: list[str] = field(default_factory=list)
+    cause_of_death: str = ""
+    has_heartbeat: bool = True
+    requests: list[str] = field(default_factory=list)
 
     @property
-    def who(self) -> str:
+    def description(self) -> str:
         return f"{self.name} (here)"
 
     @property
@@ -38,19 +38,19 @@ class Fake:
         return 3.0
 
     def ask_to_stop(self) -> None:
-        self.told.append("stop")
+        self.requests.append("stop")
 
     def kill(self) -> None:
-        self.told.append("kill")
+        self.requests.append("kill")
 
     def end(self) -> None:
-        self.code, self.how = -1, "was killed, for it was silent"
+        self.code, self.cause_of_death = -1, "was killed, for it was silent"
 
     def start_again(self) -> None:
         raise AssertionError("its ranks are made anew")
 
     def failure(self) -> Exception:
-        return PartFailed(f"{self.who} {self.how}")
+        return PartFailed(f"{self.description} {self.cause_of_death}")
 
 
 def died_first(failed: Sequence[Fake], more_to_learn: bool) -> Fake | None:
@@ -61,8 +61,8 @@ def died_first(failed: Sequence[Fake], more_to_learn: bool) -> Fake | None:
 def trainer(count: int = 2) -> tuple[RankedWorker[Fake], list[str]]:
     ended: list[str] = []
 
-    def begin(attempt: int, ends: ExitStack) -> list[Fake]:
-        ends.callback(ended.append, f"life {attempt}")
+    def begin(attempt: int, closers: ExitStack) -> list[Fake]:
+        closers.callback(ended.append, f"life {attempt}")
         return [Fake(f"trainer-{rank}" if rank else "trainer", attempt) for rank in range(count)]
 
     return RankedWorker(begin, died_first), ended
@@ -71,20 +71,20 @@ def trainer(count: int = 2) -> tuple[RankedWorker[Fake], list[str]]:
 def test_it_goes_on_until_all_ranks_have_ended_and_is_stopped_through_the_first() -> None:
     part, _ = trainer()
     part.ask_to_stop()
-    assert [rank.told for rank in part.ranks] == [["stop"], []]
+    assert [rank.requests for rank in part.ranks] == [["stop"], []]
     part.ranks[0].code = 0
     assert part.code is None
     part.ranks[1].code = 0
     assert part.code == 0
-    assert (part.name, part.who, part.heard, part.silence()) == ("trainer", "trainer (here)", True, 3.0)
+    assert (part.name, part.description, part.has_heartbeat, part.silence()) == ("trainer", "trainer (here)", True, 3.0)
 
 
 def test_one_that_dies_ends_the_others_and_all_are_made_anew() -> None:
     part, ended = trainer()
-    part.ranks[1].code, part.ranks[1].how = -9, "was killed by signal 9"
+    part.ranks[1].code, part.ranks[1].cause_of_death = -9, "was killed by signal 9"
     assert part.code == -9
     assert part.ranks[0].code == -1
-    assert part.how == "was ended, for its trainer-1 was killed by signal 9"
+    assert part.cause_of_death == "was ended, for its trainer-1 was killed by signal 9"
     part.start_again()
     assert ended == ["life 0"]
     assert [(rank.attempt, rank.code) for rank in part.ranks] == [(1, None), (1, None)]
@@ -95,19 +95,19 @@ def test_what_failed_may_have_done_so_for_one_whose_death_is_told_later(monkeypa
     part, _ = trainer()
     part.ranks[1].code = 1
     assert part.code is None
-    part.ranks[0].code, part.ranks[0].how = -1, "died"
+    part.ranks[0].code, part.ranks[0].cause_of_death = -1, "died"
     assert part.code == -1
     assert str(part.failure()) == "trainer (here) died"
     monkeypatch.setattr(worker, "SETTLE", 0.0)
     alone, _ = trainer()
-    alone.ranks[1].code, alone.ranks[1].how = 1, "raised"
+    alone.ranks[1].code, alone.ranks[1].cause_of_death = 1, "raised"
     assert alone.code == 1
     assert str(alone.failure()) == "trainer-1 (here) raised"
 
 
 def test_one_that_is_ended_for_its_silence_says_what_had_failed_before() -> None:
     part, _ = trainer(3)
-    part.ranks[2].code, part.ranks[2].how = 1, "raised"
+    part.ranks[2].code, part.ranks[2].cause_of_death = 1, "raised"
     part.end()
     assert part.code == 1
     assert str(part.failure()) == "trainer-2 (here) raised"

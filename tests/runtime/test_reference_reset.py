@@ -115,16 +115,16 @@ Start = Callable[..., tuple[SearcherLoop, TrainerLoop]]
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Both halves of a run in this process: the reference is reset after every 3rd step."""
-    with ExitStack() as ends:
+    with ExitStack() as closers:
 
         def started(*overrides: str, ahead: bool = False, close: bool = True) -> tuple[SearcherLoop, TrainerLoop]:
             quick = ("--evaluation.problems", "1", "--replay.pacing.warm-up", "64", "--group-size", "8")
             recipe, run = made(tmp_path / "run", *quick, "--reference-reset", "3", "--steps", "12", *overrides)
             search = start_searching(recipe, run, 0)
-            ends.callback(search.close)
-            train = start_training(recipe, run, stop=lambda: False, ahead=ahead)
+            closers.callback(search.close)
+            train = start_training(recipe, run, stop=lambda: False, prefetch=ahead)
             if close:
-                ends.callback(train.close)
+                closers.callback(train.close)
             train.batches.fill = search.searcher.round
             return search, train
 
@@ -142,12 +142,12 @@ def test_the_step_after_a_reset_trains_under_the_new_reference_also_when_a_batch
 ) -> None:
     search, train = start("--replay.pacing.max-mean-uses", "100", ahead=ahead, close=False)
     search.searcher.round()
-    found = []
+    references = []
     while not train.finished:
         train.batches.settle()  # at each reset but the last a batch of the old one is there
         steps(train, 1)
-        found.append({g.reference for g in train.trainer.groups})
-    assert found == [{Version(0, 3 * (step // 3))} for step in range(12)]
+        references.append({g.reference for g in train.trainer.groups})
+    assert references == [{Version(0, 3 * (step // 3))} for step in range(12)]
     train.close()
     assert train.replay.ledger()["trained_total_trajectories"] == sum(train.lags.values()) == 12 * 2 * 8
     assert [r["step"] for r in train.references.resets] == [3, 6, 9]  # nothing would be trained under a fourth
@@ -173,7 +173,7 @@ def test_a_reference_is_kept_while_trajectories_or_a_checkpoint_need_it_and_then
     search, train = start("--steps", "100", "--rescored-per-round", "10")
     for _ in range(10):
         steps(train, 1)
-        needed = {v.step for v in (*train.replay.references, train.references.now)} - {0}
+        needed = {v.step for v in (*train.replay.references, train.references.current)} - {0}
         assert needed <= set(pinned(train))
     assert pinned(train) == [3, 6, 9]  # 10 a round are too few to have all of them moved to the newest
 
@@ -247,9 +247,9 @@ def test_a_reference_that_the_run_began_again_with_is_not_due_once_more(start: S
     """A first step after the resume that is skipped leaves the version as it was published."""
     _, train = start("--steps", "100")
     steps(train, 3)
-    assert train.references.now == Version(0, 3)
-    assert not train.references.due(Version(1, 3))
-    assert train.references.due(Version(1, 6))
+    assert train.references.current == Version(0, 3)
+    assert not train.references.is_due(Version(1, 3))
+    assert train.references.is_due(Version(1, 6))
 
 
 def test_settings_that_no_reset_could_keep_are_refused(tmp_path: Path) -> None:

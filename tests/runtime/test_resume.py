@@ -127,10 +127,12 @@ def test_a_run_cut_off_at_a_checkpoint_and_taken_up_again_equals_the_uninterrupt
     with pytest.raises(PowerCut):
         inline(path, *RUN, *overrides, exploration=exploration, **changes)
     again = inline_again(path, exploration=exploration, **changes)
-    one, other = final_weights(path), final_weights(tmp_path / "whole")
-    assert all(torch.equal(one[name], other[name]) for name in one.keys() | other.keys())
-    one, other = (load_file(run / "checkpoints/step-60/optimizer.safetensors") for run in (path, tmp_path / "whole"))
-    assert all(torch.equal(one[name], other[name]) for name in one.keys() | other.keys())
+    weights, other_weights = final_weights(path), final_weights(tmp_path / "whole")
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights.keys() | other_weights.keys())
+    weights, other_weights = (
+        load_file(run / "checkpoints/step-60/optimizer.safetensors") for run in (path, tmp_path / "whole")
+    )
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights.keys() | other_weights.keys())
     rows = [read_metrics(run) for run in (tmp_path / "whole", path)]
     assert [row["step"] for row in rows[1]] == list(range(1, 61))
     assert [[row[name] for name in SAME] for row in rows[0]] == [[row[name] for name in SAME] for row in rows[1]]
@@ -188,23 +190,23 @@ def test_what_was_sampled_after_the_checkpoint_stays_and_counts_as_older_than_al
     checkpoint = newest_checkpoint(path / "checkpoints")
     assert checkpoint is not None
     position = checkpoint.state["replay"]["position"]
-    there = uids_of(path)
-    late = set(there[position:])
+    uids_before = uids_of(path)
+    late = set(uids_before[position:])
     assert len(late) > 0
     assert uses(path).sum() == 20 * 16
     run = RunDirectory.open(path)
     run.begin_again("resumed")
-    half = start_training(run.recipe(), run, stop=lambda: False, ahead=False)
+    half = start_training(run.recipe(), run, stop=lambda: False, prefetch=False)
     assert half.trainer.version == half.trainer.published == Version(1, 20)
     assert half.replay.buffer.trained_total == 20 * 16
     half.replay.drain()
-    held = {t.uid: t for key in half.replay.buffer.prompts() for t in half.replay.buffer.of(key)}
-    assert late & held.keys()
-    past = held.keys() - late  # what the checkpoint's own past had sampled is as old as it was
-    assert {held[uid].version.incarnation for uid in past} == {1}
-    assert {held[uid].version.lag(half.trainer.version) for uid in late & held.keys()} == {21}
+    rows_by_uid = {t.uid: t for key in half.replay.buffer.prompts() for t in half.replay.buffer.of(key)}
+    assert late & rows_by_uid.keys()
+    past = rows_by_uid.keys() - late  # what the checkpoint's own past had sampled is as old as it was
+    assert {rows_by_uid[uid].version.incarnation for uid in past} == {1}
+    assert {rows_by_uid[uid].version.lag(half.trainer.version) for uid in late & rows_by_uid.keys()} == {21}
     half.close()
-    assert_whole(path, inline_again(path, exploration=exploration), there)
+    assert_whole(path, inline_again(path, exploration=exploration), uids_before)
 
 
 def test_killed_at_random_moments_again_and_again_a_run_loses_nothing_and_arrives(tmp_path: Path) -> None:
@@ -264,7 +266,7 @@ def cut_in_half(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "damage", "said"),
+    ("file", "damage", "sentence"),
     [
         ("model.safetensors", flip, "model.safetensors: its checksum differs"),
         ("optimizer.safetensors", cut_in_half, r"optimizer.safetensors: \d+ bytes instead of \d+"),
@@ -273,23 +275,23 @@ def cut_in_half(path: Path) -> None:
     ],
 )
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_and_said_so(
-    tmp_path: Path, file: str, damage: Callable[[Path], object], said: str
+    tmp_path: Path, file: str, damage: Callable[[Path], object], sentence: str
 ) -> None:
     path = tmp_path / "run"
     exploration = Cut(path, 45, [])
     with pytest.raises(PowerCut):
         inline(path, *RUN, exploration=exploration)
-    there = uids_of(path)
+    uids_before = uids_of(path)
     damage(path / "checkpoints" / "step-40" / file)
     summary = inline_again(path, exploration=exploration)
     assert [row["version"] for row in read_metrics(path)][44:46] == ["0.45", "1.21"]
     (fault,) = (fault for fault in read_faults(path) if fault["kind"] == "damaged_checkpoints")
     assert "step-40" in fault["what"]
-    assert pytest.importorskip("re").search(said, fault["what"])
+    assert pytest.importorskip("re").search(sentence, fault["what"])
     assert summary.faults["damaged_checkpoints"] == 1
-    assert_whole(path, summary, there)
-    found, damaged = newest_sound(path / "checkpoints")
-    assert (found.version if found else None, damaged) == (Version(1, 60), [])
+    assert_whole(path, summary, uids_before)
+    checkpoint, damaged = newest_sound(path / "checkpoints")
+    assert (checkpoint.version if checkpoint else None, damaged) == (Version(1, 60), [])
     assert {p.name for p in (path / "checkpoints").iterdir()} == {"step-40", "step-60"}
 
 
@@ -311,10 +313,10 @@ def finished(tmp_path: Path) -> Path:
 def refused(arguments: list[str], capsys: Any) -> str:
     """The one sentence with which a command ends."""
     assert main(arguments) == 2
-    said: str = capsys.readouterr().err
-    assert said.startswith("tba: ")
-    assert said.count("\n") == 1
-    return said
+    output: str = capsys.readouterr().err
+    assert output.startswith("tba: ")
+    assert output.count("\n") == 1
+    return output
 
 
 def test_a_run_that_cannot_go_on_says_why_in_one_sentence(tmp_path: Path, finished: Path, capsys: Any) -> None:
@@ -324,10 +326,10 @@ def test_a_run_that_cannot_go_on_says_why_in_one_sentence(tmp_path: Path, finish
     assert "there is no such run" in refused(["resume", str(tmp_path / "none")], capsys)
     assert "needs a run's folder" in refused(["resume"], capsys)
     assert "does not take 'quickstart'" in refused([*resume, "quickstart"], capsys)
-    said = refused([*resume, "--steps", "40", "--task.symbols", "5"], capsys)
-    assert "a run keeps its task.symbols, which is 4: start a new run for 5" in said
+    output = refused([*resume, "--steps", "40", "--task.symbols", "5"], capsys)
+    assert "a run keeps its task.symbols, which is 4: start a new run for 5" in output
     assert "has no field --step" in refused([*resume, "--step", "40"], capsys)
-    with RunDirectory.open(finished).held(0.0):
+    with RunDirectory.open(finished).hold_lock(0.0):
         assert "is still in progress (process" in refused_soon([*resume, "--steps", "40"], capsys)
     assert RunDirectory.open(finished).incarnation == 0
 
@@ -353,7 +355,7 @@ def refused_soon(arguments: list[str], capsys: Any) -> str:
 
 def test_whether_the_driver_of_a_run_lives_is_read_from_its_lock(finished: Path) -> None:
     """For one that is dead, a resume waits longer: its parts are ending."""
-    with RunDirectory.open(finished).held(0.0):
+    with RunDirectory.open(finished).hold_lock(0.0):
         assert driver_lives(finished)
     dead = subprocess.Popen(["true"])
     dead.wait()
@@ -373,8 +375,8 @@ def test_a_run_whose_recipe_has_changed_is_not_gone_on_with(tmp_path: Path, caps
     facts |= {"recipe": str(TOY), "digest": None}
     facts["resolved"]["sync_every"] = 4
     run.write_facts(facts)
-    said = refused(["resume", str(run.path)], capsys)
-    assert "(sync_every was 4 and is 5): start a new run, or set it back" in said
+    output = refused(["resume", str(run.path)], capsys)
+    assert "(sync_every was 4 and is 5): start a new run, or set it back" in output
     facts["resolved"]["sync_every"] = 5
     facts["resolved"]["run"]["prefetch"] = False
     run.write_facts(facts)
@@ -389,9 +391,9 @@ def test_a_recipe_json_with_a_flipped_bit_is_said_to_be_damaged(tmp_path: Path, 
         if (place := whole.find(text) + 2) < 2:
             continue
         file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        said = refused(["resume", str(run.path)], capsys)
-        assert "recipe.json is damaged or was edited" in said or "recipe.json has unexpected contents" in said
-        assert "put it back as it was, or start a new run" in said
+        output = refused(["resume", str(run.path)], capsys)
+        assert "recipe.json is damaged or was edited" in output or "recipe.json has unexpected contents" in output
+        assert "put it back as it was, or start a new run" in output
     file.write_bytes(whole)
     assert run.recipe().steps == 20
 
@@ -399,9 +401,9 @@ def test_a_recipe_json_with_a_flipped_bit_is_said_to_be_damaged(tmp_path: Path, 
 def test_a_finished_run_is_given_more_steps(finished: Path, capsys: Any) -> None:
     before = json.loads((finished / "summary.json").read_text())["wall_seconds"]["total"]
     assert main(["resume", str(finished), "--steps", "40", "--runtime", "inline"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "resuming from" in said
-    assert "(it had finished)" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "resuming from" in output
+    assert "(it had finished)" in output
     summary = Summary.read(finished)
     assert summary is not None
     assert (summary.steps, summary.faults["resumes"]) == (40, 1)
@@ -445,7 +447,7 @@ def test_what_was_fetched_ahead_of_a_checkpoint_is_not_counted_as_trained(tmp_pa
     for _ in range(9):
         search.searcher.round()
     search.close()
-    half = start_training(recipe, run, stop=lambda: False, ahead=True)
+    half = start_training(recipe, run, stop=lambda: False, prefetch=True)
     for _ in range(3):
         half.step()
     half.batches.settle()
@@ -455,7 +457,7 @@ def test_what_was_fetched_ahead_of_a_checkpoint_is_not_counted_as_trained(tmp_pa
     half.recorder.close()
     half.journal.close()  # as a kill would leave it
     run.begin_again("resumed")
-    again = start_training(recipe, run, stop=lambda: False, ahead=False)
+    again = start_training(recipe, run, stop=lambda: False, prefetch=False)
     assert again.replay.ledger()["trained_total_trajectories"] == 3 * 16 == sum(again.lags.values())
     assert again.replay.buffer.fates().clip(min=0).sum() == uses(run.path).sum() == 3 * 16
     again.close()
@@ -464,7 +466,7 @@ def test_what_was_fetched_ahead_of_a_checkpoint_is_not_counted_as_trained(tmp_pa
 def restarted(path: Path) -> TrainerLoop:
     run = RunDirectory.open(path)
     run.begin_again("trainer was killed by signal 9")
-    return start_training(run.recipe(), run, stop=lambda: False, ahead=False)
+    return start_training(run.recipe(), run, stop=lambda: False, prefetch=False)
 
 
 def test_without_a_checkpoint_a_trainer_begins_again_with_all_there_is_as_old_data(tmp_path: Path) -> None:

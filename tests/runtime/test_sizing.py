@@ -31,9 +31,9 @@ from tba.runs.estimate import one_rank_fits
 from tba.runs.resuming import resume_point
 from tba.runtime import sizing
 from tba.runtime.devices import LOST, USABLE
-from tba.runtime.needs import Need, kept_on_disk, needs, seconds_to_move
+from tba.runtime.needs import Need, disk_use, needs, seconds_to_move
 from tba.runtime.run_directory import RunDirectory
-from tba.runtime.sizing import Machine, places_on, refuse_what_cannot_fit, sized, too_much, unused
+from tba.runtime.sizing import Machine, memory_shortage, places_on, refuse_what_cannot_fit, sizing_flags, unused_gpus
 from tba.settings import find, override
 from tba.training.ranks.messages import RankSettings
 
@@ -75,8 +75,10 @@ def recipe_of(name: str, path: str, device: str = "cuda", **changes: Any) -> Rec
     assert isinstance(recipe.model, HuggingFace)
     if isinstance(recipe.task, Tldr):
         recipe = replace(recipe, task=replace(recipe.task, reward_model="", gold=""))
-    said = {"gradient_checkpointing": bool(recipe.model.gradient_checkpointing)} | changes  # most recipes leave it open
-    return replace(recipe, model=replace(recipe.model, path=path, device=device, **said))
+    settings = {
+        "gradient_checkpointing": bool(recipe.model.gradient_checkpointing)
+    } | changes  # most recipes leave it open
+    return replace(recipe, model=replace(recipe.model, path=path, device=device, **settings))
 
 
 def by_part(recipe: Recipe) -> dict[str, Need]:
@@ -88,14 +90,14 @@ def machine(*gpus: int, memory: int = 512) -> Machine:
     return Machine(memory * GB, tuple(gpu * GB for gpu in gpus))
 
 
-def refusal(recipe: Recipe, there: Machine) -> str:
+def refusal(recipe: Recipe, host: Machine) -> str:
     with pytest.raises(UserError) as refused:
-        refuse_what_cannot_fit(recipe, there)
+        refuse_what_cannot_fit(recipe, host)
     return str(refused.value)
 
 
-def decided(recipe: Recipe, there: Machine) -> Recipe:
-    return override(recipe, sized(recipe, there), "", recorded=True)
+def decided(recipe: Recipe, host: Machine) -> Recipe:
+    return override(recipe, sizing_flags(recipe, host), "", recorded=True)
 
 
 def test_each_part_is_on_its_device_and_the_rule_of_thumb_is_in_it(at: Models) -> None:
@@ -119,10 +121,10 @@ def test_a_vllm_searcher_is_refused_where_it_has_no_room_for_weights_reference_a
     of_position = 22 * 2 * 4 * 64 * 2  # layers, keys and values, heads, their width, bytes of a number
     assert need.parts["weights"] == by_part(plain)["reference"].parts["weights"]
     assert need.parts["keys and values"] == (8 + 2) * 128 * of_position  # 512 tokens of a prompt, as many of an answer
-    wanted = need.total + by_part(served)["reference"].total
+    bytes_needed = need.total + by_part(served)["reference"].total
     two = override(served, ["--searchers", "1", "--trainer.ranks", "1"], "")
-    assert too_much(two, Machine(512 * GB, (80 * GB, int(wanted / USABLE) + 1))) is None
-    assert "the searcher needs" in refusal(two, Machine(512 * GB, (80 * GB, wanted)))
+    assert memory_shortage(two, Machine(512 * GB, (80 * GB, int(bytes_needed / USABLE) + 1))) is None
+    assert "the searcher needs" in refusal(two, Machine(512 * GB, (80 * GB, bytes_needed)))
     auto = override(plain, ["--model.generation.engine", "auto"], "")  # it may come to be transformers
     assert by_part(auto)["searcher"].parts == by_part(plain)["searcher"].parts
 
@@ -135,9 +137,9 @@ def test_under_lora_a_reference_has_adapters_alone_whichever_engine_samples(at: 
     assert shape is not None
     for recipe in (adapted, served):
         assert by_part(recipe)["reference"].parts["weights"] == 2 * shape.adapters(16)
-    own = 2 * (shape.parameters + shape.adapters(16))
-    assert by_part(adapted)["searcher"].parts["weights"] == own
-    assert by_part(served)["searcher"].parts["weights"] == own + 2 * shape.parameters
+    adapter_bytes = 2 * (shape.parameters + shape.adapters(16))
+    assert by_part(adapted)["searcher"].parts["weights"] == adapter_bytes
+    assert by_part(served)["searcher"].parts["weights"] == adapter_bytes + 2 * shape.parameters
 
 
 def test_a_full_buffer_takes_no_more_than_its_budget_for_tokens() -> None:
@@ -166,40 +168,40 @@ def test_a_full_buffer_takes_no_more_than_its_budget_for_tokens() -> None:
 def test_ranks_are_as_many_as_fit_and_every_other_gpu_has_a_searcher(
     at: Models, name: str, config: PretrainedConfig, gpus: list[int], ranks: int, searchers: int
 ) -> None:
-    recipe, there = recipe_of(name, at(config)), machine(*gpus)
-    assert sized(recipe, there) == ["--trainer.ranks", str(ranks), "--searchers", str(searchers)]
-    made = decided(recipe, there)
-    refuse_what_cannot_fit(made, there)
-    assert unused(made, there) is None
+    recipe, host = recipe_of(name, at(config)), machine(*gpus)
+    assert sizing_flags(recipe, host) == ["--trainer.ranks", str(ranks), "--searchers", str(searchers)]
+    sized_recipe = decided(recipe, host)
+    refuse_what_cannot_fit(sized_recipe, host)
+    assert unused_gpus(sized_recipe, host) is None
     if ranks > 1:  # with one rank less it would not
-        assert too_much(replace(made, trainer=RankSettings(ranks - 1)), there) is not None
+        assert memory_shortage(replace(sized_recipe, trainer=RankSettings(ranks - 1)), host) is not None
 
 
 def test_what_is_given_stays_and_gpus_that_are_left_are_named(at: Models) -> None:
-    recipe, there = replace(recipe_of("gsm8k", at(RHO)), searchers=3), machine(*[80] * 8)
-    assert sized(recipe, there) == ["--trainer.ranks", "1"]
-    assert str(unused(decided(recipe, there), there)).startswith("4 GPUs are unused: give more --searchers")
+    recipe, host = replace(recipe_of("gsm8k", at(RHO)), searchers=3), machine(*[80] * 8)
+    assert sizing_flags(recipe, host) == ["--trainer.ranks", "1"]
+    assert str(unused_gpus(decided(recipe, host), host)).startswith("4 GPUs are unused: give more --searchers")
     both = replace(recipe, trainer=RankSettings(4))
-    assert sized(both, there) == []
-    assert str(unused(both, there)).startswith("1 GPU is unused")
+    assert sizing_flags(both, host) == []
+    assert str(unused_gpus(both, host)).startswith("1 GPU is unused")
     alone = replace(recipe, runtime="inline", searchers=None)
-    assert sized(alone, there) == []
-    assert str(unused(alone, there)).startswith("7 GPUs are unused: the inline runtime")
+    assert sizing_flags(alone, host) == []
+    assert str(unused_gpus(alone, host)).startswith("7 GPUs are unused: the inline runtime")
     on_cpu = recipe_of("gsm8k", at(RHO), "cpu")
-    assert (sized(on_cpu, there), unused(on_cpu, there)) == ([], None)
+    assert (sizing_flags(on_cpu, host), unused_gpus(on_cpu, host)) == ([], None)
 
 
 @pytest.mark.parametrize(("gpus", "fits"), [([80], True), ([48], False), ([24, 24], False), ([80, 80], True)])
 def test_shares_of_one_gpu_are_what_each_half_needs_and_a_sum_that_does_not_fit_is_refused(
     at: Models, gpus: list[int], fits: bool
 ) -> None:
-    recipe, there = recipe_of("gsm8k", at(RHO)), machine(*gpus)
-    made = decided(recipe, there)
-    found, where = by_part(made), places_on(made, there)
-    searcher = found["searcher"].total + found["reference"].total
-    assert (too_much(made, there) is None) == fits
+    recipe, host = recipe_of("gsm8k", at(RHO)), machine(*gpus)
+    sized_recipe = decided(recipe, host)
+    needs_by_part, where = by_part(sized_recipe), places_on(sized_recipe, host)
+    searcher = needs_by_part["searcher"].total + needs_by_part["reference"].total
+    assert (memory_shortage(sized_recipe, host) is None) == fits
     if fits:
-        assert where["trainer"].share * gpus[0] * GB >= found["trainer"].total
+        assert where["trainer"].share * gpus[0] * GB >= needs_by_part["trainer"].total
         assert where["searcher-0"].share * gpus[-1] * GB >= searcher
     if len(gpus) == 1:
         assert where["trainer"].share + where["searcher-0"].share == pytest.approx(USABLE)
@@ -214,35 +216,35 @@ def test_the_trainer_has_slack_where_there_is_room_and_the_searcher_all_of_the_r
 def test_a_small_models_trainer_has_what_an_allocator_loses_where_there_is_room(at: Models) -> None:
     """SmolLM2's, of 1.4 GiB, ran out of 15 % more while 132 GiB of the card were free."""
     recipe = recipe_of("instruct", at(SMOL))
-    need = {part: own.total for part, own in by_part(recipe).items() if own.device == "cuda"}
-    for memory, more in ((140 << 30, LOST), (int((sum(need.values()) + LOST // 2) / USABLE), LOST // 2)):
+    need = {part: part_need.total for part, part_need in by_part(recipe).items() if part_need.device == "cuda"}
+    for memory, surplus in ((140 << 30, LOST), (int((sum(need.values()) + LOST // 2) / USABLE), LOST // 2)):
         share = places_on(recipe, Machine(gpus=(memory,)))["trainer"].share
-        assert share * memory == pytest.approx(need["trainer"] + more)
+        assert share * memory == pytest.approx(need["trainer"] + surplus)
 
 
 def test_where_checkpointing_is_open_one_gpu_is_shared_as_its_passes_then_need_it(at: Models) -> None:
-    rho, there = recipe_of("gsm8k", at(RHO), gradient_checkpointing=None), machine(36)
-    refuse_what_cannot_fit(rho, there)
-    never, always = (recipe_of("gsm8k", at(RHO), gradient_checkpointing=said) for said in (False, True))
-    assert too_much(never, there) is not None
-    assert places_on(rho, there) == places_on(always, there)
+    rho, host = recipe_of("gsm8k", at(RHO), gradient_checkpointing=None), machine(36)
+    refuse_what_cannot_fit(rho, host)
+    never, always = (recipe_of("gsm8k", at(RHO), gradient_checkpointing=is_on) for is_on in (False, True))
+    assert memory_shortage(never, host) is not None
+    assert places_on(rho, host) == places_on(always, host)
     assert places_on(rho, machine(80)) == places_on(never, machine(80))  # where they fit without
 
 
 def test_a_refusal_names_a_field_with_which_the_recipe_fits(at: Models) -> None:
     rho, seven = recipe_of("gsm8k", at(RHO)), recipe_of("math", at(SEVEN))
-    said = refusal(rho, machine(48))  # 52 GB of the trainer, and the searcher beside it
-    assert said.startswith("the workers on GPU 0 need ")
-    assert said.endswith("of which 42.5 GiB are usable: set --max-tokens-per-pass 8192, with which it fits")
+    sentence = refusal(rho, machine(48))  # 52 GB of the trainer, and the searcher beside it
+    assert sentence.startswith("the workers on GPU 0 need ")
+    assert sentence.endswith("of which 42.5 GiB are usable: set --max-tokens-per-pass 8192, with which it fits")
     assert refusal(rho, machine(36)).endswith("set --model.gradient-checkpointing, with which it fits")
     assert refusal(rho, machine(48, 48)).endswith("set --max-tokens-per-pass 8192, with which it fits")
-    said = refusal(decided(seven, machine(80, 80)), machine(80, 80))
-    assert said.startswith("the trainer needs 136.")
-    assert "--model.lora.rank 16" in said
+    sentence = refusal(decided(seven, machine(80, 80)), machine(80, 80))
+    assert sentence.startswith("the trainer needs 136.")
+    assert "--model.lora.rank 16" in sentence
     assert refusal(seven, machine(4, 4)).endswith("or a machine with more memory")
-    said = refusal(replace(seven, trainer=RankSettings(6), searchers=2), machine(*[48] * 8))
-    assert said.startswith("the searcher needs")
-    assert "--model.generation.slots" in said
+    sentence = refusal(replace(seven, trainer=RankSettings(6), searchers=2), machine(*[48] * 8))
+    assert sentence.startswith("the searcher needs")
+    assert "--model.generation.slots" in sentence
     assert "--trainer.ranks 2" in refusal(
         replace(seven, trainer=RankSettings(1), searchers=1, max_tokens_per_pass=4096), machine(*[80] * 4)
     )
@@ -251,12 +253,14 @@ def test_a_refusal_names_a_field_with_which_the_recipe_fits(at: Models) -> None:
 def test_every_proposal_of_a_refusal_fits(at: Models) -> None:
     proposed = 0
     for name, config in (("gsm8k", RHO), ("math", SEVEN), ("tldr", PYTHIA)):
-        for there in (machine(*[gb] * count) for gb in (24, 48, 80) for count in (1, 2, 4)):
-            made = decided(recipe_of(name, at(config)), there)
-            if too_much(made, there) is None or "with which it fits" not in (said := refusal(made, there)):
+        for host in (machine(*[gb] * count) for gb in (24, 48, 80) for count in (1, 2, 4)):
+            sized_recipe = decided(recipe_of(name, at(config)), host)
+            if memory_shortage(sized_recipe, host) is None or "with which it fits" not in (
+                sentence := refusal(sized_recipe, host)
+            ):
                 continue
-            flags = said.partition(": set ")[2].removesuffix(", with which it fits").split()
-            assert too_much(override(made, flags, "", recorded=True), there) is None
+            flags = sentence.partition(": set ")[2].removesuffix(", with which it fits").split()
+            assert memory_shortage(override(sized_recipe, flags, "", recorded=True), host) is None
             proposed += 1
     assert proposed > 10
 
@@ -265,31 +269,31 @@ def test_on_a_cpu_all_parts_share_the_machines_memory(at: Models) -> None:
     recipe = replace(recipe_of("gsm8k", at(RHO), "cpu", gradient_checkpointing=True), searchers=3)
     whole = sum(n.total * (3 if n.part in ("searcher", "reference") else 1) for n in needs(recipe))
     refuse_what_cannot_fit(recipe, Machine(whole))
-    said = refusal(recipe, Machine(whole - 1))
-    assert "the run needs" in said
-    assert "and this machine has" in said
+    sentence = refusal(recipe, Machine(whole - 1))
+    assert "the run needs" in sentence
+    assert "and this machine has" in sentence
     refuse_what_cannot_fit(recipe, Machine())  # nothing is known of this machine
 
 
 def test_7_b_over_4_ranks_fits_80_gb_cards_and_one_rank_is_not_measured(at: Models) -> None:
-    recipe, there = replace(recipe_of("math", at(SEVEN)), trainer=RankSettings(4)), machine(*[80] * 8)
-    made, flags, said = fitted(recipe, there)
+    recipe, host = replace(recipe_of("math", at(SEVEN)), trainer=RankSettings(4)), machine(*[80] * 8)
+    sized_recipe, flags, sentence = fitted(recipe, host)
     assert flags == ["--searchers", "4"]
-    refuse_what_cannot_fit(made, there)
-    assert by_part(made)["trainer"].total < 0.6 * 80 * GB
-    assert not one_rank_fits(made, there)
-    assert one_rank_fits(replace(recipe_of("gsm8k", at(RHO)), trainer=RankSettings(4)), there)
-    assert [place for worker, place in said["Where it runs"].items() if "trainer" in worker] == [
+    refuse_what_cannot_fit(sized_recipe, host)
+    assert by_part(sized_recipe)["trainer"].total < 0.6 * 80 * GB
+    assert not one_rank_fits(sized_recipe, host)
+    assert one_rank_fits(replace(recipe_of("gsm8k", at(RHO)), trainer=RankSettings(4)), host)
+    assert [place for worker, place in sentence["Where it runs"].items() if "trainer" in worker] == [
         f"GPU {i}" for i in range(4)
     ]
 
 
 def test_a_run_of_7_b_keeps_checkpoints_of_91_gb_and_versions_of_15(at: Models) -> None:
-    kept = kept_on_disk(recipe_of("math", at(SEVEN)))
-    assert kept is not None
-    assert (round(kept.checkpoint / GB), round(kept.version / GB)) == (91, 15)
-    assert of_disk(kept).startswith("320 GB for 3 checkpoints of 91 GB")
-    adapted = kept_on_disk(override(recipe_of("math", at(SEVEN)), ["--model.lora.rank", "16"], ""))
+    disk = disk_use(recipe_of("math", at(SEVEN)))
+    assert disk is not None
+    assert (round(disk.checkpoint / GB), round(disk.version / GB)) == (91, 15)
+    assert of_disk(disk).startswith("320 GB for 3 checkpoints of 91 GB")
+    adapted = disk_use(override(recipe_of("math", at(SEVEN)), ["--model.lora.rank", "16"], ""))
     assert adapted is not None
     assert adapted.version < 0.1 * GB  # adapters alone
     assert round(adapted.checkpoint / GB) == 16  # merged, in bfloat16, with the adapters' moments
@@ -333,9 +337,9 @@ def test_moments_on_the_host_are_counted_there_with_the_seconds_that_they_travel
 
 
 def test_check_says_what_moments_on_the_host_cost(at: Models) -> None:
-    said = check._of_moments(override(recipe_of("math", at(SEVEN)), ["--optimizer.moments-on-host"], ""))
-    assert said.startswith("56.7 GiB of each rank's are in the host's memory")
-    assert "about 2.5 s of an update" in said
+    sentence = check._of_moments(override(recipe_of("math", at(SEVEN)), ["--optimizer.moments-on-host"], ""))
+    assert sentence.startswith("56.7 GiB of each rank's are in the host's memory")
+    assert "about 2.5 s of an update" in sentence
     assert check._of_moments(recipe_of("math", at(SEVEN))) == ""
 
 
@@ -347,21 +351,21 @@ def test_the_reward_models_that_each_searcher_loads_are_in_its_sum(at: Models) -
         small, gold = (AutoModelForSequenceClassification.from_config(config) for config in (PYTHIA, PAGE.GOLD))
     need = by_part(judged)["rewards on cpu"]
     assert (need.device, set(need.parts)) == ("cpu", {"reward model", "gold model"})
-    for model, config, held in zip((small, gold), (PYTHIA, PAGE.GOLD), need.parts.values(), strict=True):
+    for model, config, part_bytes in zip((small, gold), (PYTHIA, PAGE.GOLD), need.parts.values(), strict=True):
         weights = sum(p.numel() for p in model.parameters()) - config.vocab_size * config.hidden_size * (
             model.get_output_embeddings() is not None
         )
-        assert 0 < held - 4 * weights < 0.2 * held + 5 * GB  # and a pass
+        assert 0 < part_bytes - 4 * weights < 0.2 * part_bytes + 5 * GB  # and a pass
     assert "rewards on cpu" not in by_part(plain)
-    there = machine(80, 80, 80, memory=40)
-    made = decided(judged, there)  # two searchers, each with 33 GB of reward models
-    assert "rewards on cpu 6" in refusal(made, there)
-    assert refusal(made, there).endswith("set --searchers 1, with which it fits")
-    assert too_much(decided(plain, there), there) is None
+    host = machine(80, 80, 80, memory=40)
+    sized_recipe = decided(judged, host)  # two searchers, each with 33 GB of reward models
+    assert "rewards on cpu 6" in refusal(sized_recipe, host)
+    assert refusal(sized_recipe, host).endswith("set --searchers 1, with which it fits")
+    assert memory_shortage(decided(plain, host), host) is None
     on_gpu = replace(judged, task=replace(judged.task, device="cuda"))
     with_judges = by_part(on_gpu)
     searcher = sum(with_judges[part].total for part in ("searcher", "reference", "rewards on cuda"))
-    assert too_much(decided(on_gpu, machine(80, 80)), machine(80, 80)) is None
+    assert memory_shortage(decided(on_gpu, machine(80, 80)), machine(80, 80)) is None
     small_card = machine(80, int(searcher / USABLE / GB))
     assert "the searcher needs" in refusal(replace(on_gpu, searchers=1), small_card)
     shared = places_on(replace(on_gpu, searchers=1), machine(141))
@@ -369,10 +373,10 @@ def test_the_reward_models_that_each_searcher_loads_are_in_its_sum(at: Models) -
 
 
 def test_what_a_resumed_run_is_told_to_change_can_be_changed(at: Models) -> None:
-    seven, there = decided(recipe_of("math", at(SEVEN)), machine(80, 80)), machine(80, 80)
-    assert "--model.lora.rank 16" in refusal(seven, there)
+    seven, host = decided(recipe_of("math", at(SEVEN)), machine(80, 80)), machine(80, 80)
+    assert "--model.lora.rank 16" in refusal(seven, host)
     with pytest.raises(UserError) as refused:
-        refuse_what_cannot_fit(seven, there, resumed=True)
+        refuse_what_cannot_fit(seven, host, resumed=True)
     assert "the trainer needs 136" in str(refused.value)
     assert str(refused.value).endswith("are usable: use more GPUs, or a machine with more memory")
 
@@ -382,11 +386,11 @@ def test_a_resume_asks_whether_it_fits_before_anything_is_changed(
 ) -> None:
     flags = ["--model.path", at(SEVEN), "--model.device", "cuda", "--trainer.ranks", "1", "--searchers", "1"]
     run = RunDirectory.create(tmp_path / "run", "math", flags, override(find("math"), flags, ""))
-    there = (run.path / "recipe.json").read_bytes()
+    content = (run.path / "recipe.json").read_bytes()
     monkeypatch.setattr(sizing.Machine, "here", classmethod(lambda cls: machine(80, 80, 80, 80)))
     with pytest.raises(UserError, match=r"the trainer needs 13.* --trainer\.ranks 2, with which it fits"):
         resume_point(run, [])
-    assert (run.path / "recipe.json").read_bytes() == there
+    assert (run.path / "recipe.json").read_bytes() == content
     recipe, _ = resume_point(run, ["--trainer.ranks", "2"])
     assert recipe.trainer.count == 2
 

@@ -41,15 +41,15 @@ MOVED = ("sync_every", "m")
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Both halves of a run of the toy in this process, as a runtime would start them."""
-    with ExitStack() as ends:
+    with ExitStack() as closers:
 
         def started(*overrides: str) -> tuple[SearcherLoop, TrainerLoop]:
             # what flows is sent by the clock; these tests count what each round has brought
             recipe, run = made(tmp_path / "run", *SMALL, "--run.rounds", *overrides)
             search = start_searching(recipe, run, 0)
-            ends.callback(search.close)
-            train = start_training(recipe, run, stop=lambda: False, ahead=False)
-            ends.callback(lambda: train.close())  # unless the test has ended it
+            closers.callback(search.close)
+            train = start_training(recipe, run, stop=lambda: False, prefetch=False)
+            closers.callback(lambda: train.close())  # unless the test has ended it
             return search, train
 
         yield started
@@ -65,20 +65,20 @@ def test_the_controller_moves_k_and_m_and_every_move_is_on_record(tmp_path: Path
         assert change["sync_every"] == (max(1, k // 2) if stale else min(16, 2 * k))
         assert change["m"] == pytest.approx(min(1.0, m + 0.1) if stale else max(0.5, m - 0.1))
         k, m = change["sync_every"], change["m"]
-    held, moves = (8, 0.5), {change["step"]: change for change in summary.control}
+    values, moves = (8, 0.5), {change["step"]: change for change in summary.control}
     for row in read_metrics(tmp_path / "run"):
-        assert tuple(row[name] for name in MOVED) == held
+        assert tuple(row[name] for name in MOVED) == values
         if row["step"] in moves:
-            held = tuple(moves[row["step"]][name] for name in MOVED)
+            values = tuple(moves[row["step"]][name] for name in MOVED)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["control"] == list(summary.control)
 
 
 def test_equal_runs_are_steered_equally_to_the_same_weights(tmp_path: Path) -> None:
-    first, second = (inline(tmp_path / name, *STALE, *ESS) for name in ("first", "second"))
-    assert first.control == second.control
-    assert first.control
-    mine, other = final_weights(tmp_path / "first"), final_weights(tmp_path / "second")
-    assert all(torch.equal(mine[name], other[name]) for name in mine)
+    summary, other_summary = (inline(tmp_path / name, *STALE, *ESS) for name in ("first", "second"))
+    assert summary.control == other_summary.control
+    assert summary.control
+    weights, other_weights = final_weights(tmp_path / "first"), final_weights(tmp_path / "second")
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
 
 
 def test_with_the_controller_off_nothing_is_moved_and_nothing_recorded_of_it(start: Start) -> None:
@@ -108,7 +108,7 @@ def test_a_move_holds_for_the_trainer_and_the_replay_and_after_a_resume(start: S
     train.close()  # a run has one trainer
     train.close = lambda: None
     train.run.begin_again("resumed")
-    again = start_training(train.recipe, train.run, stop=lambda: False, ahead=False)
+    again = start_training(train.recipe, train.run, stop=lambda: False, prefetch=False)
     assert (again.trainer.sync_every, again.replay.sync_every, again.replay.m) == (16, 16, 0.5)
     assert again.controller.changes == train.controller.changes
     again.close()
@@ -122,7 +122,7 @@ def test_a_selection_without_an_m_cannot_be_controlled(tmp_path: Path) -> None:
         def start(self) -> Oldest:
             return self
 
-        def select(self, store: Buffer, wanted: BatchRequest, rng: np.random.Generator) -> list[Group]:
+        def select(self, store: Buffer, request: BatchRequest, rng: np.random.Generator) -> list[Group]:
             return []
 
     recipe, _ = made(tmp_path / "run")

@@ -24,10 +24,10 @@ def test_a_pretrained_model_learns_what_is_rewarded_and_is_saved_as_a_plain_fold
     """Twenty updates make stories of a girl out of stories of anybody; only weights of the model's names are saved."""
     lines = tmp_path / "openings.jsonl"
     lines.write_text("".join(json.dumps({"prompt": opening}) + "\n" for opening in OPENINGS))
-    made = inline(tmp_path / "run", "--task.train", str(lines), source=Path(__file__).with_name("stories.py"))
-    before, after = (e.value for e in made.evaluations)
+    summary = inline(tmp_path / "run", "--task.train", str(lines), source=Path(__file__).with_name("stories.py"))
+    before, after = (e.value for e in summary.evaluations)
     assert after > before + 0.25
-    assert made.trajectories.closes()
+    assert summary.trajectories.closes()
     newest = newest_checkpoint(tmp_path / "run" / "checkpoints")
     assert newest is not None
     trained = AutoModelForCausalLM.from_pretrained(newest.path)

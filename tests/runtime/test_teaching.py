@@ -58,11 +58,11 @@ class Anything(Cut):
         return Sampling(temperature=1e6)
 
 
-def assert_scored(found: list[Trajectory]) -> None:
+def assert_scored(rows: list[Trajectory]) -> None:
     """Every answer has the log-probabilities of both teachers, bit by bit."""
-    own = [TabularReference(other) for other in teachers]
-    for t in found:
-        expected = [one.log_probabilities(t.prompt, [t.completion])[0] for one in own]
+    references = [TabularReference(teacher) for teacher in teachers]
+    for t in rows:
+        expected = [reference.log_probabilities(t.prompt, [t.completion])[0] for reference in references]
         assert np.array_equal(t.arrays[TEACHER], np.stack(expected))
 
 
@@ -74,23 +74,23 @@ def test_a_run_with_teachers_that_is_cut_off_scores_nothing_twice_loses_nothing_
     SCORED.clear()
     with pytest.raises(PowerCut):
         inline(path, *RUN, *FAST, source=TAUGHT, exploration=exploration)
-    there = uids_of(path)
+    uids_before = uids_of(path)
     summary = inline_again(path, exploration=exploration)
-    assert_whole(path, summary, there)
-    found = trajectories(path)
-    assert_scored(found)
-    assert len(SCORED) == len(teachers) * scored_once_a_round(found).total()
+    assert_whole(path, summary, uids_before)
+    rows = trajectories(path)
+    assert_scored(rows)
+    assert len(SCORED) == len(teachers) * scored_once_a_round(rows).total()
     logs = [distribution(TabularPolicy(task, 1.0, torch.float64)).log() for task in (TASK, *teachers)]
     reward = torch.from_numpy(TASK.rewards_QO) / 0.5
-    wanted = ((1 - sum(weights)) * logs[0] + weights[0] * logs[1] + weights[1] * logs[2] + reward).softmax(1)
+    target = ((1 - sum(weights)) * logs[0] + weights[0] * logs[1] + weights[1] * logs[2] + reward).softmax(1)
     policy = TabularPolicy(TASK)
     policy.load({WEIGHT: final_weights(path)[WEIGHT]})
-    assert float(total_variation(distribution(policy), wanted)[: TASK.prompts].max()) <= 0.02
+    assert float(total_variation(distribution(policy), target)[: TASK.prompts].max()) <= 0.02
 
 
-def scored_once_a_round(found: list[Trajectory]) -> Counter[tuple[str, str]]:
+def scored_once_a_round(rows: list[Trajectory]) -> Counter[tuple[str, str]]:
     """How often each answer to a prompt has been scored by a teacher, if that was once in each round."""
-    rounds = {(t.uid[:24], t.prompt.key, t.completion.digest) for t in found}
+    rounds = {(t.uid[:24], t.prompt.key, t.completion.digest) for t in rows}
     return Counter((key, digest) for _, key, digest in rounds)
 
 
@@ -107,7 +107,7 @@ def test_a_run_in_processes_with_teachers_that_is_killed_scores_nothing_twice_an
     finally:
         driver.kill()
         driver.communicate(timeout=SECONDS)
-    there = uids_of(path)
+    uids_before = uids_of(path)
     again = command("resume", str(path))
     try:
         done = steps_of(path)
@@ -119,26 +119,26 @@ def test_a_run_in_processes_with_teachers_that_is_killed_scores_nothing_twice_an
     assert (again.returncode, errors) == (130, "")
     summary = Summary.read(path)
     assert summary is not None
-    assert_whole(path, summary, there)
-    found = trajectories(path)
-    assert_scored(found)
+    assert_whole(path, summary, uids_before)
+    rows = trajectories(path)
+    assert_scored(rows)
     counted = Counter((key, digest) for key, digest in map(str.split, scored.read_text().splitlines()))
-    wanted = Counter({one: len(teachers) * times for one, times in scored_once_a_round(found).items()})
-    assert wanted <= counted
+    expected_counts = Counter({key: len(teachers) * times for key, times in scored_once_a_round(rows).items()})
+    assert expected_counts <= counted
     lost = 2 * len(teachers) * 2 * 32  # of each end a round, of two prompts with 32 answers: scored and not sent
-    again_at_least = len(teachers) * scored_once_a_round([t for t in found if t.uid in set(there)]).total()
-    assert (counted - wanted).total() <= lost < again_at_least
+    again_at_least = len(teachers) * scored_once_a_round([t for t in rows if t.uid in set(uids_before)]).total()
+    assert (counted - expected_counts).total() <= lost < again_at_least
 
 
 def test_imported_answers_are_scored_by_the_teachers_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = tmp_path / "lines.jsonl"
-    lines.write_text("".join(f'{{"prompt": "a", "response": "{said}"}}\n' for said in ("A", "BC", "D", "A")))
+    lines.write_text("".join(f'{{"prompt": "a", "response": "{answer}"}}\n' for answer in ("A", "BC", "D", "A")))
     inline(tmp_path / "run", *RUN, "--steps", "1", source=TAUGHT)
     run = RunDirectory.open(tmp_path / "run")
     import_answers(run.recipe(), run, [lines], print)
     assert "the teacher teaches on all of them" in " ".join(capsys.readouterr().out.split())
-    found = [t for t in trajectories(tmp_path / "run") if t.imported]
-    assert len(found) == 4
+    rows = [t for t in trajectories(tmp_path / "run") if t.imported]
+    assert len(rows) == 4
     assert_scored(trajectories(tmp_path / "run"))
 
 
@@ -161,32 +161,32 @@ def of_models(path: str, **changes: Any) -> Recipe:
 def test_another_reference_and_a_teacher_score_as_the_models_at_their_paths_do_and_their_memory_counts(
     tmp_path: Path,
 ) -> None:
-    own, other = model_at(tmp_path / "own", 0), model_at(tmp_path / "other", 1)
-    recipe = of_models(own, reference=other)
-    recipe = replace(recipe, teacher=Teacher((other, own)))
+    policy_path, other_path = model_at(tmp_path / "own", 0), model_at(tmp_path / "other", 1)
+    recipe = of_models(policy_path, reference=other_path)
+    recipe = replace(recipe, teacher=Teacher((other_path, policy_path)))
     assert isinstance(recipe.model, HuggingFace)
     prompt = prompts_of(recipe, recipe.model, "train")[0]
     completion = Completion(prompt.tokens[:3], "", StopReason.LENGTH, (Version(), Version()))
     expected = [
         replace(recipe.model, path=path).reference(1.0, Version()).log_probabilities_of([(prompt, [completion])])[0][0]
-        for path in (other, own)
+        for path in (other_path, policy_path)
     ]
     scorers = [
         reference_of(recipe, recipe.model),
         *teachers_of(recipe, recipe.model, reference_of(recipe, recipe.model)),
     ]
-    found = [scorer.log_probabilities_of([(prompt, [completion])])[0][0] for scorer in scorers]
-    assert all(np.array_equal(a, b) for a, b in zip(found, [expected[0], *expected], strict=True))
+    scores = [scorer.log_probabilities_of([(prompt, [completion])])[0][0] for scorer in scorers]
+    assert all(np.array_equal(a, b) for a, b in zip(scores, [expected[0], *expected], strict=True))
     assert not np.array_equal(*expected)
-    plain = {need.part: need.total for need in needs(of_models(own))}
-    more = {need.part: need.total for need in needs(recipe)}
-    assert more == plain | {"teacher 1": plain["reference"], "teacher 2": plain["reference"]}
+    plain = {need.part: need.total for need in needs(of_models(policy_path))}
+    bytes_by_part = {need.part: need.total for need in needs(recipe)}
+    assert bytes_by_part == plain | {"teacher 1": plain["reference"], "teacher 2": plain["reference"]}
 
 
 def test_a_reference_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    own = model_at(tmp_path / "own", 0)
-    other = model_at(tmp_path / "other", 0, "".join(sorted(Arithmetic(digits=1).alphabet, reverse=True)))
-    recipe = of_models(own, reference=other)
+    policy_path = model_at(tmp_path / "own", 0)
+    other_path = model_at(tmp_path / "other", 0, "".join(sorted(Arithmetic(digits=1).alphabet, reverse=True)))
+    recipe = of_models(policy_path, reference=other_path)
     for start in (lambda: require_scorers(recipe, recipe.model, print), lambda: reference_of(recipe, recipe.model)):
         with pytest.raises(UserError, match=r"has another tokenizer than the policy \(the vocabularies differ\)"):
             start()

@@ -88,9 +88,9 @@ def test_what_the_searcher_says_of_its_answers_is_what_their_reference_says_whil
     ran: Ran,
 ) -> None:
     """The recipe samples at its policy temperature, and the reference is the model that both began with."""
-    first = [t for t in ran.trajectories if t.completion.versions == (Version(), Version())]
-    assert first
-    for t in first:
+    rows = [t for t in ran.trajectories if t.completion.versions == (Version(), Version())]
+    assert rows
+    for t in rows:
         assert t.completion.log_behavior is not None
         assert abs(t.completion.log_behavior - t.log_reference).max() < 1e-4
 
@@ -113,12 +113,12 @@ def test_its_checkpoint_is_a_model_that_vllm_loads_as_transformers_does(ran: Ran
         device="cpu",
         generation=EngineSettings(engine="vllm", slots=4, max_completion_tokens=12),
     )
-    theirs = replace(model, generation=replace(model.generation, engine="transformers"))
+    plain_model = replace(model, generation=replace(model.generation, engine="transformers"))
     prompts = [t.prompt for t in ran.trajectories[:: len(ran.trajectories) // 4]]
-    found, expected = (
-        generate(m.engine(Version()), prompts, 1, Sampling(0.0), np.random.default_rng(0)) for m in (model, theirs)
+    tokens, expected = (
+        generate(m.engine(Version()), prompts, 1, Sampling(0.0), np.random.default_rng(0)) for m in (model, plain_model)
     )
-    assert [c.tokens.tolist() for (c,) in found] == [c.tokens.tolist() for (c,) in expected]
+    assert [c.tokens.tolist() for (c,) in tokens] == [c.tokens.tolist() for (c,) in expected]
 
 
 def test_its_logs_are_clean(ran: Ran) -> None:
@@ -150,15 +150,15 @@ def test_episodes_are_played_in_processes_and_trained(tmp_path: Path) -> None:
     assert summary.steps == 16
     for ledger in (summary.tokens, summary.trajectories):
         assert ledger.closes(), ledger
-    asked = [t for t in trajectories if t.completion.mask is not None]
-    assert len(asked) >= 5
+    episodes = [t for t in trajectories if t.completion.mask is not None]
+    assert len(episodes) >= 5
     assert all(t.reward in {0.0, 1.0} for t in trajectories if t.completion.mask is None)
-    assert min(t.reward for t in asked) < 0  # what was asked for costs
-    for t in asked:
+    assert min(t.reward for t in episodes) < 0  # what was asked for costs
+    for t in episodes:
         assert t.completion.log_behavior is not None
         assert not t.completion.log_behavior[~t.completion.mask].any()
-    first = [t for t in trajectories if t.completion.versions == (Version(), Version())]
-    for t in first:
+    rows = [t for t in trajectories if t.completion.versions == (Version(), Version())]
+    for t in rows:
         sampled = np.ones(len(t.completion.tokens), bool) if t.completion.mask is None else t.completion.mask
         assert t.completion.log_behavior is not None
         assert abs(t.completion.log_behavior - t.log_reference)[sampled].max() < 1e-4

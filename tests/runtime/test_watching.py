@@ -16,7 +16,7 @@ from tba.record.faults import count_faults, read_faults
 from tba.record.run_record import RunRecord
 from tba.runtime.searcher_loop import start_searching
 from tba.runtime.trainer_loop import TrainerLoop, start_training
-from tba.runtime.watching import arrivals_watched
+from tba.runtime.watching import answer_watch_of
 from tba.settings import find
 from tba.training.checkpoint import Checkpoint, checkpoints_in, newest_checkpoint
 from tba.types import Completion, Evaluation, Judgement, Problem, Prompt, Split, Version
@@ -32,21 +32,21 @@ FOUND = {0: 0.1, 10: 0.5, 20: 0.9, 30: 0.8, 40: 0.2, 50: 0.3, 60: 0.3}  # accura
 def evaluated(train: TrainerLoop, step: int) -> None:
     """As a searcher would, with the figure above over 500 problems."""
     version = Version(train.trainer.version.incarnation, step)
-    found = [Evaluation(version, 0.0, "pass@1/sampled", FOUND[step], 500)]
+    evaluations = [Evaluation(version, 0.0, "pass@1/sampled", FOUND[step], 500)]
     records = EvaluationWriter(train.run.path)
-    records.write(found)
+    records.write(evaluations)
     records.close()
     assert train.turn_taker is not None  # inline has one
     train.turn_taker.journal.claim(f"evaluate {version}", 60.0)
-    train.turn_taker.journal.finish(f"evaluate {version}", found)
-    train._look_at_evaluations()
+    train.turn_taker.journal.finish(f"evaluate {version}", evaluations)
+    train._record_evaluations()
 
 
 def test_the_best_checkpoint_and_those_still_to_be_evaluated_stay_beside_the_newest(tmp_path: Path) -> None:
     recipe, run = made(tmp_path / "run", *SETTINGS)
     search = start_searching(recipe, run, 0)
-    train = start_training(recipe, run, lambda: False, ahead=False, turn_taker=search)
-    there, best = {}, {}
+    train = start_training(recipe, run, lambda: False, prefetch=False, turn_taker=search)
+    links, best = {}, {}
     try:
         while not train.finished:
             train.step()
@@ -54,7 +54,7 @@ def test_the_best_checkpoint_and_those_still_to_be_evaluated_stay_beside_the_new
             if step % 10 == 0:
                 if step >= 20:
                     evaluated(train, step - 20)  # each comes 20 steps late
-                there[step] = [version.step for _, version in checkpoints_in(run.checkpoints)]
+                links[step] = [version.step for _, version in checkpoints_in(run.checkpoints)]
                 link = run.path / "best"
                 best[step] = link.readlink().name if link.is_symlink() else None
         newest = newest_checkpoint(run.checkpoints)
@@ -63,7 +63,7 @@ def test_the_best_checkpoint_and_those_still_to_be_evaluated_stay_beside_the_new
     finally:
         train.close()
         search.close()
-    assert {step: [s for s in steps if s] for step, steps in there.items()} == {
+    assert {step: [s for s in steps if s] for step, steps in links.items()} == {
         10: [10],
         20: [10, 20],
         30: [10, 20, 30],
@@ -73,16 +73,16 @@ def test_the_best_checkpoint_and_those_still_to_be_evaluated_stay_beside_the_new
     }
     assert best[40] == best[50] == best[60] == "step-20"
     assert Checkpoint.load(run.path / "best").version == Version(0, 20)
-    shown = RunRecord.read(run.path)
-    assert shown.best == "checkpoints/step-20 (pass@1/sampled 90.0 %); the link `best` leads to it"
-    fallen = [what for what in shown.falls if "cut off" not in what]  # the toy's answers are
+    record = RunRecord.read(run.path)
+    assert record.best == "checkpoints/step-20 (pass@1/sampled 90.0 %); the link `best` leads to it"
+    fallen = [sentence for sentence in record.falls if "cut off" not in sentence]  # the toy's answers are
     assert fallen == ["pass@1/sampled is 20.0 % at step 40: it was 90.0 % at step 20"]
 
 
 def test_a_run_goes_on_from_its_newest_checkpoint_with_the_best_beside_it(tmp_path: Path) -> None:
     recipe, run = made(tmp_path / "run", *SETTINGS)
     search = start_searching(recipe, run, 0)
-    train = start_training(recipe, run, lambda: False, ahead=False, turn_taker=search)
+    train = start_training(recipe, run, lambda: False, prefetch=False, turn_taker=search)
     while not train.finished:
         train.step()
         if train.trainer.version.step == 30:
@@ -93,8 +93,8 @@ def test_a_run_goes_on_from_its_newest_checkpoint_with_the_best_beside_it(tmp_pa
     summary = inline_again(run.path, "--steps", "70")
     assert summary.steps == 70
     assert [e.version for e in summary.evaluations][-1] == Version(1, 70)
-    kept = {version for _, version in checkpoints_in(run.checkpoints)}
-    assert {Version(1, 70), Version(0, 60)} <= kept
+    versions = {version for _, version in checkpoints_in(run.checkpoints)}
+    assert {Version(1, 70), Version(0, 60)} <= versions
 
 
 def test_thirty_times_the_rate_is_warned_of_before_half_of_the_accuracy_is_lost_and_the_rate_itself_never(
@@ -105,8 +105,8 @@ def test_thirty_times_the_rate_is_warned_of_before_half_of_the_accuracy_is_lost_
     few += ("--model.path", str(BASE), "--task.train-problems", "1000", "--task.eval-problems", "100")
     flags = (*few, *quietly, "--evaluation.every", "4", "--evaluation.problems", "100")
     summary = inline(tmp_path / "thirty", *flags, "--optimizer.lr", "3e-3", source=quickstart)
-    told = [fault["what"] for fault in read_faults(tmp_path / "thirty") if fault["kind"] == LARGE_STEPS]
-    warned = [int(found[1]) for what in told if (found := re.search(r"by step (\d+) each", what))]
+    sentences = [fault["what"] for fault in read_faults(tmp_path / "thirty") if fault["kind"] == LARGE_STEPS]
+    warned = [int(match[1]) for sentence in sentences if (match := re.search(r"by step (\d+) each", sentence))]
     accuracy = {e.version.step: e.value for e in summary.evaluations}
     lost = [step for step, value in accuracy.items() if value < accuracy[0] / 2]
     assert len(warned) == 1
@@ -138,7 +138,7 @@ class NothingToLearn:
 def test_a_run_of_six_steps_says_at_its_end_that_all_rewards_were_equal(tmp_path: Path) -> None:
     summary = inline(tmp_path / "run", "--steps", "6", task=NothingToLearn())
     assert summary.steps == 6
-    assert [what for what in RunRecord.read(tmp_path / "run").falls if "nothing can be learnt" in what] == [
+    assert [sentence for sentence in RunRecord.read(tmp_path / "run").falls if "nothing can be learnt" in sentence] == [
         "nothing can be learnt: in steps 1 to 6 all answers to a prompt got the same reward. `tba check` shows answers "
         "with their rewards, and what to change"
     ]
@@ -148,7 +148,7 @@ def test_a_run_of_six_steps_says_at_its_end_that_all_rewards_were_equal(tmp_path
 def test_a_run_whose_new_answers_lose_half_of_their_tokens_says_so_but_not_of_episodes(tmp_path: Path) -> None:
     recipe, run = made(tmp_path / "run")
     for task, times in ((find("guess_number").task, 0), (recipe.task, 1)):
-        arrivals = arrivals_watched(replace(recipe, task=task), run)
+        arrivals = answer_watch_of(replace(recipe, task=task), run)
         for start, tokens in ((0, 33), (100, 16), (200, 10)):
             arrivals.see([(f"prompt {start + i}", 1.0, tokens + i % 2) for i in range(100)])
         arrivals.finish()

@@ -80,5 +80,5 @@ def test_the_paths_of_a_run_and_of_a_model_are_resolved_once(here: Path, monkeyp
     run = RunDirectory(Path("runs/it"))
     assert whole("base", print) == str(here / "base")
     monkeypatch.chdir(here.parent / "elsewhere")
-    assert (run.path, run.shown) == (here / "runs" / "it", Path("runs/it"))
-    assert RunDirectory(here / "it").shown == here / "it"
+    assert (run.path, run.displayed_path) == (here / "runs" / "it", Path("runs/it"))
+    assert RunDirectory(here / "it").displayed_path == here / "it"

@@ -26,7 +26,7 @@ from tba.record.run_record import RunRecord
 from tba.record.terminal import terminal
 from tba.record.text import duration
 from tba.runs.validating import validate
-from tba.runtime.local.forkserver import prepare
+from tba.runtime.local.forkserver import prepare_forkserver
 from tba.runtime.stop_requests import stop_requests
 from tba.settings import override
 from tba.shipped import MARK
@@ -81,7 +81,7 @@ def run_study(name: str, options: StudyOptions, fields: Sequence[str], runner: R
     progress = Progress(
         console, len(trials), len(trials) - len(pending_trials), lambda: _write(_comparison(study, all_trials), folder)
     )
-    prepare()
+    prepare_forkserver()
     exit_code = _run_all(pending_trials, options.jobs, progress, runner)
     _print_report(study, all_trials, folder, console)
     if exit_code and any(trial.state() not in ("ended", "failed") for trial in pending_trials):

@@ -32,7 +32,7 @@ from tba.record.summary import Summary
 from tba.record.terminal import terminal
 from tba.runs.running import carry_out as make_run
 from tba.runs.validating import validate
-from tba.runtime.local.forkserver import prepare
+from tba.runtime.local.forkserver import prepare_forkserver
 from tba.runtime.prompting import prompts_of
 from tba.runtime.run_directory import RunDirectory
 from tba.settings import find, override
@@ -119,7 +119,7 @@ def _watch() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Carries out the order in the only argument, JSON; returns the exit code."""
-    prepare()  # while there is one thread
+    prepare_forkserver()  # while there is one thread
     threading.Thread(target=_watch, name="study-watch", daemon=True).start()
     return carry_out(json.loads(arguments[0]))
 

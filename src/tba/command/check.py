@@ -25,10 +25,10 @@ from tba.replay.buffer import OF_BODY, OF_TOKEN
 from tba.runs.estimate import Estimate, estimate
 from tba.runs.probe import DRIFT_UPDATES
 from tba.runs.validating import notes_on_data, notes_on_prompts, validate
-from tba.runtime.cluster.placement import Placed, plan, table, this_machine, whereabouts
-from tba.runtime.local.forkserver import prepare
-from tba.runtime.needs import Kept, kept_on_disk, needs, seconds_to_move
-from tba.runtime.sizing import Machine, places_on, refuse_what_cannot_fit, searchers_of, sized, unused
+from tba.runtime.cluster.placement import Placement, memory_lines, placement_lines, plan, this_machine
+from tba.runtime.local.forkserver import prepare_forkserver
+from tba.runtime.needs import DiskUse, disk_use, needs, seconds_to_move
+from tba.runtime.sizing import Machine, places_on, refuse_what_cannot_fit, searchers_of, sizing_flags, unused_gpus
 from tba.settings import find, newest_of_each, override
 
 # by which two passes over the same token may differ, in which it has other neighbours: a few units of the last place of
@@ -39,7 +39,7 @@ _TAUGHT = "Nothing stands in the way: the teacher tells answers apart, and few a
 
 def check_recipe(name: str, overrides: list[str]) -> int:
     """Prints the recipe, what there is to learn from, the estimate, what to change, and what to try besides."""
-    prepare()  # while there is one thread
+    prepare_forkserver()  # while there is one thread
     overrides = newest_of_each(overrides)
     recipe = override(find(name), overrides, f"tba check {name}")
     console = terminal()
@@ -52,14 +52,14 @@ def check_recipe(name: str, overrides: list[str]) -> int:
     recipe, overrides = override(recipe, decided, f"tba check {name}", recorded=True), [*overrides, *decided]
     for title, found in computed.items():
         console.print(section(title, pairs(found)))
-    warnings += [] if (idle := unused(made, Machine.here())) is None else [idle]
+    warnings += [] if (idle := unused_gpus(made, Machine.here())) is None else [idle]
     refuse_what_cannot_fit(made, Machine.here())
     shape = shape_of(prepared)
     console.print()
     try:
         e = estimate(made, name, overrides, shape, lambda line: console.print(f"{line} ...", style="dim"))
     except UserError:
-        for line in whereabouts(placed):
+        for line in placement_lines(placed):
             console.print(f"on {line}", highlight=False)
         raise
     console.print(
@@ -69,7 +69,7 @@ def check_recipe(name: str, overrides: list[str]) -> int:
         console.print(section("Prompts and answers", e.signal.examples()))
     own = machine_memory_bytes()
     console.print(section("What a run takes", pairs(_figures(made, e, own))))
-    for line in table(placed, e.trainer_bytes, e.searcher_bytes, e.weights_bytes) if placed else ():
+    for line in memory_lines(placed, e.trainer_bytes, e.searcher_bytes, e.weights_bytes) if placed else ():
         console.print(f"on {line}", highlight=False)
     if e.log_ratio is not None and e.log_ratio > _ROUNDING.get(recipe.model.compute, 0.5):
         warnings.append(
@@ -103,7 +103,7 @@ def fitted(recipe: Recipe, machine: Machine) -> tuple[Recipe, list[str], dict[st
     """Returns a recipe whose model is prepared with what it leaves open decided, the flags of that, and for people, by
     title: where its workers run, and what they need at most.
     """
-    decided = sized(recipe, machine)
+    decided = sizing_flags(recipe, machine)
     recipe = override(recipe, decided, "", recorded=True)
     said = {}
     if recipe.runtime != "cluster":
@@ -185,7 +185,7 @@ def _on_gpus(e: Estimate) -> str:
 
 def _on_disk(recipe: Recipe, e: Estimate) -> str:
     """Returns what checkpoints and versions take, and how long the journal's limit lasts at these speeds."""
-    kept = kept_on_disk(recipe)
+    kept = disk_use(recipe)
     said = [] if kept is None else [of_disk(kept)]
     a_day = 86_400 * e.trajectories_per_second * (OF_BODY + e.tokens_per_trajectory * OF_TOKEN) / 1e9
     keep = recipe.replay.keep_gb
@@ -195,7 +195,7 @@ def _on_disk(recipe: Recipe, e: Estimate) -> str:
     return "; ".join(said)
 
 
-def of_disk(kept: Kept) -> str:
+def of_disk(kept: DiskUse) -> str:
     """Returns what checkpoints and versions take on the disk, in words."""
     return (
         f"{_gb(kept.total)} for {kept.checkpoints} checkpoints of {_gb(kept.checkpoint)} (--run.checkpoints, and one "
@@ -207,7 +207,7 @@ def _gb(n: int) -> str:
     return f"{n / 1e9:,.0f} GB" if n >= 1e10 else f"{n / 1e9:,.1f} GB" if n >= 1e8 else f"{n / 1e6:,.1f} MB"
 
 
-def planned(recipe: Recipe) -> list[Placed]:
+def planned(recipe: Recipe) -> list[Placement]:
     """Returns where everything will run: on the nodes of the cluster at `--address`, else on this machine.
 
     Raises `UserError` when it does not fit.
@@ -215,7 +215,7 @@ def planned(recipe: Recipe) -> list[Placed]:
     searchers = searchers_of(recipe)
     if recipe.address is None:
         return plan(recipe, [this_machine()], searchers)
-    from tba.runtime.cluster.client import connected  # needs Ray
+    from tba.runtime.cluster.client import connect_to_ray  # needs Ray
 
-    with connected(recipe.address) as nodes:
+    with connect_to_ray(recipe.address) as nodes:
         return plan(recipe, nodes, searchers)

@@ -113,7 +113,7 @@ def began_with(recipe: Recipe, options: SmoothingOptions) -> tuple[str, Any, Seq
 def run_recipe_of(path: Path, trusted: bool) -> tuple[Recipe, Path]:
     """Returns a run's recipe and journal. Raises `UserError` for a recipe file that is not `trusted`."""
     run = RunDirectory.open(path)
-    return run.recipe_to_read(trusted), run.journal_there()
+    return run.recipe_to_read(trusted), run.journal_to_read()
 
 
 def _trajectories(journal: Path) -> Iterator[Trajectory]:

@@ -26,7 +26,7 @@ from tba.record.jsonl import plain, replaced, write_json
 from tba.record.terminal import terminal
 from tba.record.text import hundredfold
 from tba.runs.evaluating import assess_recipe, recipe_of, with_checkpoint
-from tba.runtime.isolation import Rebuilt
+from tba.runtime.isolation import RecipeSource
 from tba.runtime.prompting import grader_of
 from tba.runtime.run_directory import RunDirectory
 from tba.types import Prompt, Version
@@ -54,7 +54,7 @@ def evaluate_model(name: str, overrides: list[str], options: EvalOptions) -> int
     console = terminal()
     for line in [] if checkpoint is None else _unlike(begun, Path(checkpoint)):
         console.print(line, style="yellow", highlight=False)
-    source = Rebuilt(name, overrides)
+    source = RecipeSource(name, overrides)
     assessment, engine, prompts = assess_recipe(recipe, split, _shown(recipe, options), _Progress(), source)
     for e in assessment.evaluations:
         interval = wilson_interval(e.value * e.n, e.n)
@@ -155,7 +155,9 @@ def _write_texts(path: Path, answers: Sequence[AssessedAnswer], console: Console
     console.print(f"{len(answers):,} answers of {words:.1f} words on average in {path}", highlight=False)
 
 
-def _distance(begun: Recipe, engine: Engine, recipe: Recipe, prompts: Sequence[Prompt], source: Rebuilt) -> Divergence:
+def _distance(
+    begun: Recipe, engine: Engine, recipe: Recipe, prompts: Sequence[Prompt], source: RecipeSource
+) -> Divergence:
     """Print the distance to the recipe's initial model, from one answer to each prompt at the policy temperature."""
     with chdir("."):
         return divergence(

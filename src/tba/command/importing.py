@@ -14,7 +14,7 @@ from tba.replay.follower import JournalFollower
 from tba.runs.deciding import with_weights
 from tba.runs.importing import import_answers, refuse_files
 from tba.runtime.checkpointing import loss_of
-from tba.runtime.importing import prepare
+from tba.runtime.importing import prepare_run
 from tba.runtime.run_directory import RunDirectory, new_path
 from tba.settings import find, override
 
@@ -30,7 +30,7 @@ def import_files(path: Path, files: Sequence[Path], overrides: list[str], option
         recipe = override(find(options.recipe), overrides, f"tba import {path} --recipe {options.recipe}")
         refuse_files(recipe, files)
         recipe, decided = with_weights(recipe, overrides, view.say)
-        run = prepare(path, options.recipe, decided, recipe)
+        run = prepare_run(path, options.recipe, decided, recipe)
     elif overrides:
         raise UserError(f"tba import takes fields such as {overrides[0]} for a new run only: give --recipe NAME too")
     else:

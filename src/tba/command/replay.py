@@ -22,7 +22,7 @@ from tba.record.terminal import LossyOutput, terminal
 from tba.record.text import count, printable, size
 from tba.replay.codec import unpack_uses
 from tba.replay.queries import JournalQueries, Share, written_out
-from tba.runtime.checkpointing import held_by_journal, missing_from
+from tba.runtime.checkpointing import describe_missing_rows, held_by_journal
 from tba.runtime.run_directory import RunDirectory
 from tba.training.checkpoint import newest_sound
 from tba.types import Json
@@ -33,7 +33,7 @@ _JSON = ("fields", "reward_parts", "provenance")  # columns that are text in Par
 def show_replay(path: Path, options: ReplayOptions) -> int:
     """Print, query or export what the journal holds (`tba replay RUN`)."""
     run = RunDirectory.open(path)
-    journal = run.journal_there()
+    journal = run.journal_to_read()
     used, held = uses_of(run), held_by_journal(run)  # before the journal is read: a run in progress adds to it
     if options.export is not None:
         if options.sql is not None:
@@ -43,7 +43,7 @@ def show_replay(path: Path, options: ReplayOptions) -> int:
         return 0
     with JournalQueries(journal, used, options.seconds) as reader:
         if options.sql is None:
-            _show(terminal(), path, journal, reader, missing_from(reader.totals, held, _marks(run)))
+            _show(terminal(), path, journal, reader, describe_missing_rows(reader.totals, held, _marks(run)))
         else:
             _answer(*reader.answer(options.sql))
     return 0

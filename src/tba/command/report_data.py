@@ -32,7 +32,7 @@ from tba.replay.buffer import LEFT
 from tba.replay.excerpt import Facts, chosen, read_bodies, read_facts
 from tba.replay.queries import JournalQueries
 from tba.runs.importing import FILE as IMPORTS
-from tba.runtime.checkpointing import held_by_journal, missing_from
+from tba.runtime.checkpointing import describe_missing_rows, held_by_journal
 from tba.runtime.run_directory import RunDirectory, setting
 from tba.training.checkpoint import newest_sound
 from tba.types import Evaluation, Json, Sampling, Trajectory, is_text
@@ -259,7 +259,7 @@ def _imports(path: Path, hidden: bool) -> list[dict[str, Json]]:
 def _journal(
     run: RunDirectory, record: RunRecord, clock: _Clock, resolved: Mapping[str, Json], most: int, budget: int
 ) -> dict[str, Json]:
-    journal = run.journal_there()
+    journal = run.journal_to_read()
     if not journal.is_file():
         return {"searchers": [], "fates": None, "trajectories": None, "lost": None}
     hidden = setting(resolved, "record", "hide_text") is True
@@ -267,7 +267,7 @@ def _journal(
     known = checkpoint is not None
     held = held_by_journal(run)
     with JournalQueries(journal, deadline_s=DEADLINE_S) as reader:
-        lost = missing_from(reader.totals, held, run.marks)
+        lost = describe_missing_rows(reader.totals, held, run.marks)
         facts = read_facts(reader, fates_of(run))
         samples = _trained_samples(reader, record.directory)
         rows = chosen(facts, most, np.array(sorted(samples), np.int64))

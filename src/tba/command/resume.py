@@ -12,8 +12,8 @@ from tba.record.terminal import terminal
 from tba.runs.resuming import begin_incarnation, resume_point
 from tba.runs.running import execute
 from tba.runtime.checkpointing import note_recoveries
-from tba.runtime.elastic import Joined
-from tba.runtime.local.forkserver import prepare
+from tba.runtime.elastic import JoinedSearchers
+from tba.runtime.local.forkserver import prepare_forkserver
 from tba.runtime.program import version, version_of
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.run_lock import driver_lives
@@ -25,10 +25,10 @@ _ENDING = 120.0  # seconds that the parts of one whose driver was killed have, o
 def resume_run(path: Path, overrides: list[str], options: ResumeOptions) -> int:
     """Returns the exit code, the same as that of `tba train`."""
     console = terminal()
-    prepare()  # before the run's lock is held, which only its parts inherit
+    prepare_forkserver()  # before the run's lock is held, which only its parts inherit
     stopped = RunDirectory.open(path)
-    with stopped.held(_PATIENCE if driver_lives(stopped.path) else _ENDING) as run:
-        Joined(run).await_start()
+    with stopped.hold_lock(_PATIENCE if driver_lives(stopped.path) else _ENDING) as run:
+        JoinedSearchers(run).await_start()
         recipe, checkpoint = resume_point(run, overrides, options.accept_lost_rows)
         for line in (*note_recoveries(run, run.journal(recipe)), *note_unreadable(run.path)):
             console.print(line, style="yellow", highlight=False)

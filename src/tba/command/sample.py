@@ -25,7 +25,7 @@ from tba.recipe import Recipe
 from tba.record.jsonl import replaced
 from tba.record.terminal import terminal
 from tba.runs.evaluating import recipe_of, with_checkpoint
-from tba.runtime.isolation import Rebuilt
+from tba.runtime.isolation import RecipeSource
 from tba.runtime.prompting import engine_of, grader_of, prompts_of
 from tba.types import Json, Prompt, Sampling, Version
 
@@ -46,7 +46,7 @@ def sample_answers(name: str, overrides: list[str], options: SampleOptions) -> i
     options.out.parent.mkdir(parents=True, exist_ok=True)
     rewards: list[float] = []
     with replaced(options.out) as temporary, temporary.open("w", encoding="utf-8") as file, chdir("."):
-        grader = grader_of(recipe, Rebuilt(name, overrides))
+        grader = grader_of(recipe, RecipeSource(name, overrides))
         for line in _lines(recipe, grader, engine_of(recipe, model, Version()), asked, options.samples):
             rewards += [] if line["reward"] is None else [line["reward"]]
             file.write(json.dumps(line) + "\n")

@@ -19,9 +19,9 @@ from tba.record.live import STATUS_SECONDS
 from tba.record.log import log_to
 from tba.record.terminal import terminal
 from tba.runs.validating import require_ray
-from tba.runtime.cluster.remote import Visit, stand_in, through
-from tba.runtime.elastic import ASKED, Place, joined
-from tba.runtime.program import refuse_others, version
+from tba.runtime.cluster.remote import Visit, connect_via, reachable_directory
+from tba.runtime.elastic import INTERRUPTED, LocalMembership, join_run
+from tba.runtime.program import require_same_version, version
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.searcher_loop import NICENESS, SearcherLoop, searcher_loop_at, start_searching
 from tba.runtime.stop_requests import stop_requests
@@ -40,9 +40,9 @@ def add_searcher(options: SearchOptions) -> int:
 def _join(path: Path) -> int:
     console = terminal()
     run = RunDirectory.open(path)
-    refuse_others(run.facts, "a searcher that would join")
+    require_same_version(run.facts, "a searcher that would join")
     recipe = run.recipe()
-    with stop_requests() as asked, joined(run, recipe, asked) as place:
+    with stop_requests() as asked, join_run(run, recipe, asked) as place:
         _search(
             place,
             recipe,
@@ -50,38 +50,38 @@ def _join(path: Path) -> int:
             lambda log: start_searching(recipe, run, place.number, 0, place.stop, background=True),
             console,
         )
-    return asked.exit_code if place.why == ASKED else 0
+    return asked.exit_code if place.reason == INTERRUPTED else 0
 
 
 def _visit(name: str, address: str) -> int:
     """Join the run of this name from any machine of its Ray cluster. Raises `UserError` when the run is not in it."""
     require_ray()
     from tba.runtime.cluster.actors import place_of, scratch
-    from tba.runtime.cluster.client import connected, contact_with
+    from tba.runtime.cluster.client import connect_to_ray, contact_with
 
     console = terminal()
-    with connected(address), stop_requests() as asked:
+    with connect_to_ray(address), stop_requests() as asked:
         contact = contact_with(name, "a searcher that joins", _PATIENCE)
         number, facts = contact.call("join", version())
         visit = Visit(number, asked, contact)
-        run = stand_in(facts, scratch)
+        run = reachable_directory(facts, scratch)
         recipe = run.recipe()
 
         def start(log: Path) -> SearcherLoop:
             here = place_of(visit.name, log)
             return searcher_loop_at(
-                recipe, lambda: through(contact, visit.name, here), number, 0, visit.stop, background=True, run=run
+                recipe, lambda: connect_via(contact, visit.name, here), number, 0, visit.stop, background=True, run=run
             )
 
         try:
             _search(visit, recipe, run, start, console)
         finally:
-            contact.call("leave", number, visit.why or "an error")
-    return asked.exit_code if visit.why == ASKED else 0
+            contact.call("leave", number, visit.reason or "an error")
+    return asked.exit_code if visit.reason == INTERRUPTED else 0
 
 
 def _search(
-    place: Place | Visit,
+    place: LocalMembership | Visit,
     recipe: Recipe,
     run: RunDirectory,
     start: Callable[[Path], SearcherLoop],
@@ -94,21 +94,21 @@ def _search(
     torch.set_num_threads(recipe.run.threads)
     os.nice(NICENESS)
     with log_to(run.path, place.name) as log:
-        console.print(f"{place.name} joins {run.shown}; its log is {log}; Ctrl-C ends it", highlight=False)
+        console.print(f"{place.name} joins {run.displayed_path}; its log is {log}; Ctrl-C ends it", highlight=False)
         half, said = start(log), time.monotonic()
         try:
-            while not place.stop() and not half.told().get("stop"):
+            while not place.stop() and not half.newest_manifest().get("stop"):
                 half.round()
                 if time.monotonic() - said > STATUS_SECONDS:
                     said = time.monotonic()
                     now = half.searcher.engine.version
                     console.print(f"{place.name}: {half.searcher.rounds} rounds, weights {now}", highlight=False)
             half.searcher.drain(stop=True)
-            place.why = place.why or "the run ended"
+            place.reason = place.reason or "the run ended"
         except BaseException:
             half.searcher.save()
             raise
         finally:
             half.journal.resume()  # what it held is for others
             half.close()
-    console.print(f"{place.name} left after {half.searcher.rounds} rounds: {place.why}", highlight=False)
+    console.print(f"{place.name} left after {half.searcher.rounds} rounds: {place.reason}", highlight=False)

@@ -62,7 +62,7 @@ def closing_words(
     console: Console, recipe: Recipe, given: Sequence[str], run: RunDirectory, summary: Summary, code: int
 ) -> int:
     """Print the summary and next steps, and a ledger that does not close; returns `code`."""
-    console.print(closing_page(RunRecord.read(run.shown)))
+    console.print(closing_page(RunRecord.read(run.displayed_path)))
     console.print("\nWhat to try next", style="bold")
     for line in next_steps(recipe, given, run, summary, code):  # never wrapped: it is to be copied
         console.print(f"  {line}", highlight=False, soft_wrap=True)
@@ -88,7 +88,7 @@ def _offline(
 
 def next_steps(recipe: Recipe, given: Sequence[str], run: RunDirectory, summary: Summary, code: int) -> list[str]:
     """Returns what to try next, as commands that can be copied; given: the recipe as named, and settings."""
-    path, inline = shlex.quote(str(run.shown)), newest_of_each([*given, "--runtime", "inline"])
+    path, inline = shlex.quote(str(run.displayed_path)), newest_of_each([*given, "--runtime", "inline"])
     commands = {
         f"tba show {path}": "this page again, its course and all counts",
         f"tba report {path}": "curves that zoom and all answers to read, as one page: report.html",

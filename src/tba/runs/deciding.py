@@ -14,7 +14,7 @@ from typing import TypeAlias
 from tba.foreign import writes_day
 from tba.protocols import Model
 from tba.recipe import Recipe
-from tba.runtime.sizing import Machine, places_on, refuse_what_cannot_fit, sized, unused
+from tba.runtime.sizing import Machine, places_on, refuse_what_cannot_fit, sizing_flags, unused_gpus
 from tba.runtime.teaching import require_scorers, scorers_of
 from tba.settings import override, with_fields, words_of
 
@@ -57,12 +57,12 @@ def with_sizes(recipe: Recipe, overrides: list[str], say: Say) -> tuple[Recipe, 
     recipe leaves that open. Raises `UserError` where it cannot fit; nothing has been loaded yet.
     """
     machine, prepared_recipe = Machine.here(), replace(recipe, model=recipe.model.prepared(recipe.task))
-    decisions = sized(prepared_recipe, machine)
+    decisions = sizing_flags(prepared_recipe, machine)
     sized_recipe = override(prepared_recipe, decisions, "tba train", recorded=True)
     refuse_what_cannot_fit(sized_recipe, machine)
     if decisions:
         places = ", ".join(f"{worker} on {place}" for worker, place in places_on(sized_recipe, machine).items())
         say(f"where it runs: {places}")
-    if (idle_note := unused(sized_recipe, machine)) is not None:
+    if (idle_note := unused_gpus(sized_recipe, machine)) is not None:
         say(f"note: {idle_note}")
     return override(recipe, decisions, "tba train", recorded=True), [*overrides, *decisions]

@@ -34,9 +34,9 @@ from tba.record.text import duration, size
 from tba.runs.probe import PROGRESS
 from tba.runs.reward_time import PartTime, RoundTime
 from tba.runs.signal import Signal
-from tba.runtime.devices import USABLE, environment_of, visible
+from tba.runtime.devices import USABLE, environment_of, visible_devices
 from tba.runtime.local.forkserver import Program, start
-from tba.runtime.needs import kept_on_disk, needs
+from tba.runtime.needs import disk_use, needs
 from tba.runtime.sizing import Machine, places_on
 from tba.training.ranks.messages import RankSettings
 
@@ -239,7 +239,7 @@ def _environments(recipe: Recipe, machine: Machine) -> dict[str, dict[str, str]]
     """Returns the variables about GPUs in the environments of a searcher and of the trainer, as in a run."""
     if recipe.runtime != "processes":
         return {"trainer": {}, "searcher-0": {}}
-    return {worker: environment_of(place, visible()) for worker, place in places_on(recipe, machine).items()}
+    return {worker: environment_of(place, visible_devices()) for worker, place in places_on(recipe, machine).items()}
 
 
 def _computed_trainer(recipe: Recipe, shape: Shape | None, searcher: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,7 +249,7 @@ def _computed_trainer(recipe: Recipe, shape: Shape | None, searcher: Mapping[str
     assert shape is not None  # else it is measured
     assert isinstance(recipe.model, HuggingFace)
     trainer = next(need for need in needs(recipe) if need.part == "trainer")
-    disk_need, (round_prompt_tokens, _) = kept_on_disk(recipe), searcher["tokens"]
+    disk_need, (round_prompt_tokens, _) = disk_use(recipe), searcher["tokens"]
     assert disk_need is not None
     length = searcher["tokens"][1] / recipe.prompts_per_round / recipe.samples_per_prompt
     prompts = recipe.groups_per_step * round_prompt_tokens / recipe.prompts_per_round

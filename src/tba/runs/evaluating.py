@@ -17,7 +17,7 @@ from tba.models.huggingface import HuggingFace
 from tba.models.source import refuse_missing_model
 from tba.protocols import Engine
 from tba.recipe import Recipe
-from tba.runtime.isolation import Rebuilt
+from tba.runtime.isolation import RecipeSource
 from tba.runtime.prompting import engine_of, grader_of, prompts_of
 from tba.runtime.run_directory import RunDirectory
 from tba.settings import find, override
@@ -54,7 +54,7 @@ def assess_recipe(
     split: str,
     settings: EvaluationSettings,
     report: Callable[[int, int], object] = lambda answered, total: None,
-    source: Rebuilt | None = None,
+    source: RecipeSource | None = None,
 ) -> tuple[Assessment, Engine, list[Prompt]]:
     """Returns the figures of a recipe's model on a split, the engine that answered, and the prompts.
 

@@ -34,8 +34,8 @@ from tba.protocols import Model, Policy, Tokenizer, started
 from tba.recipe import Recipe
 from tba.record.memory import keep_few_kernels, peak_gpu_memory_bytes, peak_memory_bytes
 from tba.runs.reward_time import TimedReward
-from tba.runtime.devices import keep_to_share
-from tba.runtime.isolation import Rebuilt, isolated_reward
+from tba.runtime.devices import limit_gpu_memory
+from tba.runtime.isolation import RecipeSource, isolated_reward
 from tba.runtime.prompting import engine_of, prompts_of, reward_of, vine_of
 from tba.runtime.ranks.start import start_policy, start_ranks
 from tba.runtime.teaching import reference_of, teachers_of
@@ -548,10 +548,10 @@ def run(arguments: Sequence[str]) -> int:
     recipe = override(find(name), json.loads(overrides), f"tba check {name}", recorded=True)
     torch.set_num_threads(recipe.run.threads)
     keep_few_kernels()
-    keep_to_share()
+    limit_gpu_memory()
     say = ProgressLines()
     if half == "sampling":
-        isolate = isolated_reward(Rebuilt(name, json.loads(overrides)), recipe.run.reward_deadline)
+        isolate = isolated_reward(RecipeSource(name, json.loads(overrides)), recipe.run.reward_deadline)
         figures = sample_answers(recipe, int(seed), say, isolate)
     elif half == "flow":
         figures = time_full_slots(recipe, int(seed))

@@ -27,11 +27,11 @@ from tba.runs.importing import import_answers, import_initial_answers, refuse_fi
 from tba.runs.validating import notes_on_data, notes_on_prompts
 from tba.runtime.checkpointing import loss_of, note_recoveries
 from tba.runtime.disk import outside_cause
-from tba.runtime.importing import is_prepared, take_over
+from tba.runtime.importing import adopt_imports, is_prepared
 from tba.runtime.inline import Inline
-from tba.runtime.local.forkserver import prepare
+from tba.runtime.local.forkserver import prepare_forkserver
 from tba.runtime.local.processes import Processes
-from tba.runtime.reporting import Progress, summarise
+from tba.runtime.reporting import RunProgress, summarise
 from tba.runtime.run_directory import SCORERS, RunDirectory, setting
 from tba.runtime.supervisor import Driver
 from tba.runtime.teaching import fingerprints_of
@@ -52,7 +52,7 @@ def carry_out(
     """
     start_time = time.monotonic()
     if recipe.runtime == "processes":
-        prepare()
+        prepare_forkserver()
     warm_start_lines: list[str] = []  # a warm start that is made now says so
 
     def say(line: str) -> None:
@@ -68,11 +68,11 @@ def carry_out(
         view.say(f"note: {warning}")
     refuse_files(recipe, [*recipe.fill.files, *([] if data is None else [data])])
     if is_prepared_run:
-        take_over(path, recipe)
+        adopt_imports(path, recipe)
     run = RunDirectory.create(path, name, overrides, recipe, start_time, sft_seconds)
     run.write_facts({**run.facts, SCORERS: fingerprints_of(recipe, recipe.model.prepared(recipe.task))})
-    view.say(f"run {run.shown}")
-    with run.held(0.0) as locked_run:
+    view.say(f"run {run.displayed_path}")
+    with run.hold_lock(0.0) as locked_run:
         try:
             with failure_recorded(recipe, run):
                 import_initial_answers(recipe, run, view.say)
@@ -87,7 +87,7 @@ def carry_out(
 
 def execute(recipe: Recipe, run: RunDirectory, view: View, callbacks: Callbacks | None = None) -> tuple[Summary, int]:
     """Carries out a run whose folder is locked; returns its summary and the exit code."""
-    progress, callbacks = Progress(recipe, run), callbacks or Callbacks()
+    progress, callbacks = RunProgress(recipe, run), callbacks or Callbacks()
     with view.live(recipe.name) as live_view:
 
         def report(phase: str, note: str) -> None:

@@ -19,7 +19,7 @@ from tba.recipe import Recipe
 from tba.record.text import counted
 from tba.replay.selection import RecencyReward
 from tba.rewards.functions import check_fields
-from tba.runtime.prompting import asked_of, reward_of
+from tba.runtime.prompting import prompt_set_of, reward_of
 from tba.runtime.sizing import Machine, places_on
 from tba.types import SPLITS, Sampling
 
@@ -166,7 +166,7 @@ def notes_on_data(recipe: Recipe, model: Model) -> list[str]:
     in both splits, and a held-out split that is too small. Raises `UserError` where none are left, or the model has no
     room for them.
     """
-    pools = {split: asked_of(recipe, model, split) for split in SPLITS}
+    pools = {split: prompt_set_of(recipe, model, split) for split in SPLITS}
     notes = [pool.note for pool in pools.values() if pool.note]
     train, held_out = ([(p.text.strip(), p.seed) for p in pools[split].prompts] for split in SPLITS)
     train_keys = set(train)

@@ -20,38 +20,36 @@ Answered = tuple[Prompt, Completion]
 _SCALARS = (str, int, float, bool, type(None))
 
 
-def write_answers(answered: Sequence[Answered]) -> Json:
-    """Returns answers as JSON; a prompt that several have stands once. Raises `UserError` for a field of another
-    kind.
-    """
+def write_answers(answers: Sequence[Answered]) -> Json:
+    """Returns answers as JSON, with each prompt once. Raises `UserError` for a field that JSON cannot hold."""
     places: dict[int, int] = {}
     prompts: list[Json] = []
-    for prompt, _ in answered:
+    for prompt, _ in answers:
         if id(prompt) not in places:
             places[id(prompt)] = len(prompts)
             prompts.append(_write_prompt(prompt))
-    return {"prompts": prompts, "rows": [[places[id(p)], _write_completion(c)] for p, c in answered]}
+    return {"prompts": prompts, "rows": [[places[id(p)], _write_completion(c)] for p, c in answers]}
 
 
 def read_answers(value: Json) -> list[Answered]:
-    """Returns what `write_answers` was given."""
+    """Returns the answers that `write_answers` wrote."""
     prompts = [_read_prompt(prompt) for prompt in value["prompts"]]
     return [(prompts[place], _read_completion(completion)) for place, completion in value["rows"]]
 
 
 def write_values(values: Iterable[Any]) -> Json:
-    """Returns what a reward gave as JSON: judgements, numbers, None. Raises `UserError` for a value of another kind."""
+    """Returns a reward's values as JSON: judgements, numbers, None. Raises `UserError` for a value of another kind."""
     return [
         {"reward": _number(value.reward), "parts": {name: _number(part) for name, part in value.parts.items()}}
         if isinstance(value, Judgement)
-        else [_written(_number(value), "a value")]
+        else [_to_json(_number(value), "a value")]
         for value in values
     ]
 
 
 def read_values(values: Json) -> list[Any]:
-    """Returns what `write_values` was given; numbers of numpy and of torch as Python's."""
-    return [Judgement(v["reward"], v["parts"]) if isinstance(v, dict) else _read(v[0]) for v in values]
+    """Returns the values that `write_values` wrote; numbers of numpy and of torch as Python's."""
+    return [Judgement(v["reward"], v["parts"]) if isinstance(v, dict) else _from_json(v[0]) for v in values]
 
 
 def _number(value: Any) -> Any:
@@ -59,16 +57,16 @@ def _number(value: Any) -> Any:
 
 
 def _write_prompt(prompt: Prompt) -> Json:
-    where, messages = f"a prompt of task {prompt.task}", prompt.messages
+    owner, messages = f"a prompt of task {prompt.task}", prompt.messages
     return {
         "task": prompt.task,
         "tokens": prompt.tokens.tolist(),
         "text": prompt.text,
-        "fields": [[name, _written(value, f"the field {name!r} of {where}")] for name, value in prompt.fields.items()],
+        "fields": [[name, _to_json(value, f"the field {name!r} of {owner}")] for name, value in prompt.fields.items()],
         "seed": prompt.seed,
         "said": list(prompt.said),
         "thoughts": [list(marks) for marks in prompt.thoughts],
-        "messages": None if messages is None else [_written(m, f"a message of {where}") for m in messages],
+        "messages": None if messages is None else [_to_json(m, f"a message of {owner}") for m in messages],
     }
 
 
@@ -78,10 +76,10 @@ def _read_prompt(value: Json) -> Prompt:
         value["task"],
         np.array(value["tokens"], np.int32),
         value["text"],
-        {name: _read(inner) for name, inner in value["fields"]},
+        {name: _from_json(inner) for name, inner in value["fields"]},
         value["seed"],
         tuple(value["said"]),
-        None if messages is None else tuple(_read(message) for message in messages),
+        None if messages is None else tuple(_from_json(message) for message in messages),
         tuple((begin, end) for begin, end in value["thoughts"]),
     )
 
@@ -94,8 +92,8 @@ def _write_completion(completion: Completion) -> Json:
         "stop_reason": completion.stop_reason.value,
         "versions": [[version.incarnation, version.step] for version in completion.versions],
         "sampling": None if sampling is None else list(astuple(sampling)),
-        "log_behavior": _listed(completion.log_behavior),
-        "mask": _listed(completion.mask),
+        "log_behavior": _list_or_none(completion.log_behavior),
+        "mask": _list_or_none(completion.mask),
         "judgement": None if judgement is None else write_values([judgement])[0],
     }
 
@@ -115,31 +113,31 @@ def _read_completion(value: Json) -> Completion:
     )
 
 
-def _listed(array: npt.NDArray[Any] | None) -> list[Any] | None:
+def _list_or_none(array: npt.NDArray[Any] | None) -> list[Any] | None:
     return None if array is None else array.tolist()
 
 
-def _written(value: Any, name: str) -> Json:
+def _to_json(value: Any, name: str) -> Json:
     """Returns a value with tuples and dictionaries marked as such: JSON would make lists of them, and texts of keys."""
     if isinstance(value, _SCALARS):
         return value
     if isinstance(value, list):
-        return [_written(inner, name) for inner in value]
+        return [_to_json(inner, name) for inner in value]
     if isinstance(value, tuple):
-        return {"tuple": [_written(inner, name) for inner in value]}
+        return {"tuple": [_to_json(inner, name) for inner in value]}
     if isinstance(value, Mapping):
-        return {"dict": [[_written(key, name), _written(inner, name)] for key, inner in value.items()]}
+        return {"dict": [[_to_json(key, name), _to_json(inner, name)] for key, inner in value.items()]}
     raise UserError(
         f"{name} is of the type {type(value).__name__}, which cannot be given to another process, where its reward has "
         "to run: make it of texts, numbers, lists and dictionaries"
     )
 
 
-def _read(value: Json) -> Any:
+def _from_json(value: Json) -> Any:
     if isinstance(value, list):
-        return [_read(inner) for inner in value]
+        return [_from_json(inner) for inner in value]
     if not isinstance(value, dict):
         return value
     if "tuple" in value:
-        return tuple(_read(inner) for inner in value["tuple"])
-    return {_read(key): _read(inner) for key, inner in value["dict"]}
+        return tuple(_from_json(inner) for inner in value["tuple"])
+    return {_from_json(key): _from_json(inner) for key, inner in value["dict"]}

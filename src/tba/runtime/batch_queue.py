@@ -21,23 +21,23 @@ from tba.errors import DeadlineExceeded, UserError
 from tba.replay.replay import NotReady, Replay
 from tba.types import Version
 
-_POLL = 0.004  # seconds between two polls of the journal while there is no batch
-_LOOK = 0.02  # seconds between two checks of why there is none
-_WHY: dict[NotReady, str] = {  # explains a reason that lies in replay itself, not with the searchers
+_POLL_SECONDS = 0.004  # between two polls of the journal while there is no batch
+_CHECK_SECONDS = 0.02  # between two checks of why there is none
+_REASON_NOTES: dict[NotReady, str] = {  # explains a reason that lies in replay itself, not with the searchers
     "paced": "; those that came have been used as often as --replay.pacing.max-mean-uses or samples-per-insert allows",
 }
 
 
-class Stopped(Exception):
-    """Raised when a stop was requested while waiting for a batch."""
+class StopRequested(Exception):
+    """Says that a stop was requested while a batch was waited for."""
 
 
 def pause() -> None:
     """Sleep briefly: there is no batch, and other processes bring one."""
-    time.sleep(_POLL)
+    time.sleep(_POLL_SECONDS)
 
 
-def nothing_more() -> None:
+def raise_out_of_data() -> None:
     """Raise `UserError`: there is no batch, and nobody will bring one."""
     raise UserError(
         "--offline there is no further batch to learn from, and no searcher brings one: set --replay.pacing."
@@ -48,7 +48,7 @@ def nothing_more() -> None:
 class BatchQueue:
     """Batches of B prompts with K trajectories each.
 
-    deadline: seconds that a batch may take. fill: what to do while there is none. ahead: draw the next batch in the
+    deadline: seconds that a batch may take. fill: what to do while there is none. prefetch: draw the next batch in the
     background while this one is trained on. clock: the trainer's; waiting counts there as idle or paced.
     """
 
@@ -62,7 +62,7 @@ class BatchQueue:
         stop: Callable[[], bool],
         deadline: float,
         fill: Callable[[], object] = pause,
-        ahead: bool = False,
+        prefetch: bool = False,
     ) -> None:
         self._replay = replay
         self._groups_per_step = groups_per_step
@@ -71,90 +71,90 @@ class BatchQueue:
         self._stop = stop
         self._deadline = deadline
         self.fill = fill
-        self._thread = ThreadPoolExecutor(1, "batches") if ahead else None
-        self._ahead: Future[Fetched] | None = None
+        self._thread = ThreadPoolExecutor(1, "batches") if prefetch else None
+        self._prefetch: Future[Fetched] | None = None
         self._reason: NotReady | None = "warm_up"
-        self._synced: Version | None = None
+        self._synced_version: Version | None = None
         self._closed = False
 
     def next(self, version: Version, published: Version | None) -> Fetched:
         """Returns the next batch, for a trainer at `version` whose newest published weights are `published`.
 
-        Raises `Stopped`, or `DeadlineExceeded` when no batch can be drawn for too long.
+        Raises `StopRequested`, or `DeadlineExceeded` when no batch can be drawn for too long.
         """
         if self._thread is None:
-            fetched = self._sampled(version, published)
+            fetched = self._draw(version, published)
         else:
-            fetched = self._awaited(self._thread, version, published)
+            fetched = self._wait_for_batch(self._thread, version, published)
             if fetched.groups[0].reference != self._replay.reference:  # sampled before a reset
                 self._replay.take_back(fetched.groups)
-                fetched = self._awaited(self._thread, version, published)
-            self._ahead = self._thread.submit(self._sampled, version, published)
+                fetched = self._wait_for_batch(self._thread, version, published)
+            self._prefetch = self._thread.submit(self._draw, version, published)
         self._clock.end_warm_up()
         return fetched
 
     @property
-    def ahead(self) -> Fetched | None:
+    def prefetched_batch(self) -> Fetched | None:
         """Returns the batch that was drawn ahead, if there is one."""
-        ahead = self._ahead
-        if ahead is None or not ahead.done() or ahead.cancelled() or ahead.exception() is not None:
+        prefetch = self._prefetch
+        if prefetch is None or not prefetch.done() or prefetch.cancelled() or prefetch.exception() is not None:
             return None
-        return ahead.result()
+        return prefetch.result()
 
-    def settle(self) -> None:
-        """Wait until the batch that is being drawn ahead is there."""
-        if self._ahead is not None:
-            wait([self._ahead], self._deadline)
+    def wait_for_prefetch(self) -> None:
+        """Wait until the next batch has been drawn in the background."""
+        if self._prefetch is not None:
+            wait([self._prefetch], self._deadline)
 
     def close(self) -> None:
-        """End the wait and the thread; the batch drawn ahead is given back.
+        """End the thread and give the batch that was drawn ahead back to replay.
 
-        Raises `DeadlineExceeded` when that hangs.
+        Raises `DeadlineExceeded` when replay hangs.
         """
         self._closed = True
         if self._thread is None:
             return
         self._thread.shutdown(wait=False, cancel_futures=True)
-        if self._ahead is not None and not self._ahead.cancelled():
-            if wait([self._ahead], self._deadline).not_done:
+        if self._prefetch is not None and not self._prefetch.cancelled():
+            if wait([self._prefetch], self._deadline).not_done:
                 raise DeadlineExceeded(f"replay did not release a batch in {self._deadline:g} s")
-            if self.ahead is not None:
-                self._replay.take_back(self.ahead.groups)
+            if self.prefetched_batch is not None:
+                self._replay.take_back(self.prefetched_batch.groups)
 
-    def _awaited(self, thread: ThreadPoolExecutor, version: Version, published: Version | None) -> Fetched:
-        """Returns the batch that was drawn ahead, or draws one now. The wait is put on the clock."""
-        asked, self._ahead = self._ahead or thread.submit(self._sampled, version, published), None
-        if not asked.done():
+    def _wait_for_batch(self, thread: ThreadPoolExecutor, version: Version, published: Version | None) -> Fetched:
+        """Returns the batch that was drawn ahead, or draws one now; the clock counts the wait."""
+        batch, self._prefetch = self._prefetch or thread.submit(self._draw, version, published), None
+        if not batch.done():
             began, received = time.monotonic(), self._replay.buffer.received
             with self._clock.state("idle"):
-                while wait([asked], _LOOK).not_done:
+                while wait([batch], _CHECK_SECONDS).not_done:
                     self._clock.reclassify("paced" if self._reason == "paced" else "idle")
                     if self._replay.buffer.received > received:
                         began, received = time.monotonic(), self._replay.buffer.received
                     if time.monotonic() - began > 2 * self._deadline:  # the thread's own deadline comes earlier
                         raise DeadlineExceeded(f"replay gave no batch and no reason in {2 * self._deadline:g} s")
-        return asked.result()
+        return batch.result()
 
-    def _sampled(self, version: Version, published: Version | None) -> Fetched:
-        """Draws a batch as soon as replay allows it."""
+    def _draw(self, version: Version, published: Version | None) -> Fetched:
+        """Draw a batch as soon as replay allows it."""
         began, received = time.monotonic(), self._replay.buffer.received
-        if self._synced != published:
-            self._synced = published
+        if self._synced_version != published:
+            self._synced_version = published
             self._replay.drain()  # with `take_in = "sync"` this is when new data comes in
         self._replay.now = version
         while True:
-            found = self._replay.sample_if_ready(self._groups_per_step, self._group_size)
-            if not isinstance(found, str):
+            groups = self._replay.sample_if_ready(self._groups_per_step, self._group_size)
+            if not isinstance(groups, str):
                 self._reason = None
-                return Fetched(found, collate(found))
-            self._reason = found
+                return Fetched(groups, collate(groups))
+            self._reason = groups
             if self._replay.buffer.received > received:  # searchers bring trajectories, however slowly
                 began, received = time.monotonic(), self._replay.buffer.received
             if self._closed or self._stop():
-                raise Stopped
+                raise StopRequested
             if time.monotonic() - began > self._deadline:
                 raise DeadlineExceeded(
                     f"the trainer waited {self._deadline:g} s for a batch ({self._reason}): "
-                    f"look at logs/searcher-*.log for why no trajectories come{_WHY.get(self._reason, '')}"
+                    f"look at logs/searcher-*.log for why no trajectories come{_REASON_NOTES.get(self._reason, '')}"
                 )
             self.fill()

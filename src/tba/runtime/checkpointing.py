@@ -39,14 +39,14 @@ class TurnTaker(Protocol):
 
     def state(self) -> Json: ...
 
-    def turn(self, trainer: ShareClock) -> None:
+    def turn(self, trainer_clock: ShareClock) -> None:
         """Make a round; `trainer` is the trainer's clock."""
 
 
 log = logging.getLogger("tba.trainer")
 
 
-def beginning(run: RunDirectory) -> tuple[Version, Checkpoint | None]:
+def starting_point(run: RunDirectory) -> tuple[Version, Checkpoint | None]:
     """Returns the version that this incarnation's trainer begins with, and the checkpoint that it resumes from, if any.
 
     A damaged checkpoint is passed over for the one before it, and recorded as a fault. Without any, a later incarnation
@@ -55,9 +55,9 @@ def beginning(run: RunDirectory) -> tuple[Version, Checkpoint | None]:
     if run.incarnation == 0:
         return Version(), None
     checkpoint, damaged = newest_sound(run.checkpoints)
-    for what in damaged:
-        log.warning("%s; it is skipped", what)
-        record_fault(run.path, "damaged_checkpoints", what)
+    for description in damaged:
+        log.warning("%s; it is skipped", description)
+        record_fault(run.path, "damaged_checkpoints", description)
     if checkpoint is not None:
         log.info("resuming from %s, as incarnation %d", checkpoint.path, run.incarnation)
         return Version(run.incarnation, checkpoint.version.step), checkpoint
@@ -73,41 +73,41 @@ def note_recoveries(run: RunDirectory, journal: Path) -> list[str]:
     """Record each recovery of a damaged journal that is not recorded yet as a fault; returns a sentence for each."""
     with JournalFollower(journal, create=False) as follower:
         recoveries = [str(recovery) for recovery in follower.recoveries()]
-    new = recoveries[count_faults(run.path)["journal_recoveries"] :]
-    for what in new:
-        log.warning("%s", what)
-        record_fault(run.path, "journal_recoveries", what)
-    return new
+    new_recoveries = recoveries[count_faults(run.path)["journal_recoveries"] :]
+    for recovery in new_recoveries:
+        log.warning("%s", recovery)
+        record_fault(run.path, "journal_recoveries", recovery)
+    return new_recoveries
 
 
 def held_by_journal(run: RunDirectory) -> Held:
     """Returns the most that the journal is known to have held, according to the newest weights, the newest checkpoint,
-    the last line of metrics, searchers that have ended, what each owner had put, and the summary.
+    the last line of metrics, searchers that have ended, the rows acknowledged to each owner, and the summary.
     """
     weights = WeightDirectory(run.weights)
-    known = [Held.parse(weights.notes(version).get("journal")) for version in weights.versions()]
+    contents = [Held.parse(weights.notes(version).get("journal")) for version in weights.versions()]
     checkpoint, _ = newest_sound(run.checkpoints, verify=False)
-    known += [] if checkpoint is None else [Held.parse(checkpoint.state.get("journal"))]
-    counted = [read_last(run.path) or {}]
-    for left in (run.path / "logs").glob("searcher-*.result.json"):
+    contents += [] if checkpoint is None else [Held.parse(checkpoint.state.get("journal"))]
+    sources = [read_last(run.path) or {}]
+    for result_file in (run.path / "logs").glob("searcher-*.result.json"):
         with suppress(UserError):
-            counted.append(read_json(left, "", dict[str, Any]))
-    known += [Held(rows=int(n)) for said in counted if isinstance(n := said.get(JOURNAL_ROWS), float | int)]
-    known.append(acknowledged(run.journal_there()))
+            sources.append(read_json(result_file, "", dict[str, Any]))
+    contents += [Held(rows=int(n)) for facts in sources if isinstance(n := facts.get(JOURNAL_ROWS), float | int)]
+    contents.append(acknowledged(run.journal_to_read()))
     with suppress(UserError):  # a summary that cannot be read
         summary = Summary.read(run.path)
-        known += [] if summary is None else [Held(summary.trajectories.written, summary.tokens.written)]
-    return Held.most(known)
+        contents += [] if summary is None else [Held(summary.trajectories.written, summary.tokens.written)]
+    return Held.most(contents)
 
 
-def missing_from(there: Totals, held: Held, marks: Sequence[Sequence[int]]) -> str | None:
-    """Returns a sentence about a journal whose run knows of more rows, or that it has not marked; None for its own."""
-    if there.rows < held.rows:
+def describe_missing_rows(totals: Totals, largest: Held, marks: Sequence[Sequence[int]]) -> str | None:
+    """Returns a sentence about a journal that lacks rows of its run, or the run's mark; None for a whole one."""
+    if totals.rows < largest.rows:
         return (
-            f"{held.rows - there.rows:,} of the {held.rows:,} trajectories that the run had are missing: its journal "
-            "is an older copy, or was damaged"
+            f"{largest.rows - totals.rows:,} of the {largest.rows:,} trajectories that the run had are missing: its "
+            "journal is an older copy, or was damaged"
         )
-    if marks[-1] and there.mark and there.mark not in marks[-1]:
+    if marks[-1] and totals.mark and totals.mark not in marks[-1]:
         return "the journal is an older copy, or of a copy of the run: what was acknowledged since is missing"
     return None
 
@@ -139,8 +139,8 @@ def set_generators(state: Json) -> None:
     if torch.cuda.is_initialized():
         for device, text in enumerate(state["cuda"][: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(_tensor(text), device)
-    name, key, *rest = state["numpy"]
-    np.random.set_state((name, np.array(key, dtype=np.uint32), *rest))
+    name, key, *numpy_rest = state["numpy"]
+    np.random.set_state((name, np.array(key, dtype=np.uint32), *numpy_rest))
     kind, numbers, gauss_next = state["python"]
     random.setstate((kind, tuple(numbers), gauss_next))
 

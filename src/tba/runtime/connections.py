@@ -42,9 +42,9 @@ class RunRecords:
         with closing(EvaluationWriter(self.run.path, text=not self.recipe.record.hide_text)) as writer:
             writer.write(evaluations, answers)
 
-    def fault(self, kind: str, what: str) -> None:
+    def fault(self, kind: str, description: str) -> None:
         """Record a fault that the run survived."""
-        record_fault(self.run.path, kind, what)
+        record_fault(self.run.path, kind, description)
 
     def result(self, worker: str, result: Json) -> None:
         """Leave what the summary needs of the worker."""
@@ -61,9 +61,11 @@ class Connections:
     incarnation: int
 
 
-def on_disk(recipe: Recipe, run: RunDirectory, name: str, interrupted: Callable[[], bool] | None = None) -> Connections:
-    """Returns the connections to the run at `run`, on this machine. Prompts leased under this name earlier are given
-    back.
+def connect_on_disk(
+    recipe: Recipe, run: RunDirectory, name: str, interrupted: Callable[[], bool] | None = None
+) -> Connections:
+    """Returns the connections to a run on this machine, and releases the prompts that were leased under this name
+    earlier.
     """
     journal = JournalWriter(
         run.journal(recipe), name, recipe.run.journal_deadline, waiting=interrupted or (lambda: None), create=False
@@ -73,7 +75,7 @@ def on_disk(recipe: Recipe, run: RunDirectory, name: str, interrupted: Callable[
 
 
 # methods that are independent of what is being written
-_AT_ONCE = ("claim", "finish", "count", "unscored", "put_scores")
+_INDEPENDENT_METHODS = ("claim", "finish", "count", "unscored", "put_scores")
 
 
 class BackgroundJournal:
@@ -84,8 +86,8 @@ class BackgroundJournal:
     that it was making, and their prompts are handed out again. What fails in the thread is raised by the next call that
     has to come after it, at the latest by `close`.
 
-    deadline_s: how long a call may wait for those asked before it; more than the journal itself waits for its lock.
-    clock: where the time that is spent waiting all the same counts as `journal`.
+    deadline_s: how long a call may wait for those before it; more than the journal itself waits for its lock.
+    clock: counts the time that calls wait as `journal`.
     """
 
     def __init__(self, journal: Journal, deadline_s: float, clock: ShareClock) -> None:
@@ -93,68 +95,68 @@ class BackgroundJournal:
         self._deadline_s = deadline_s
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, "journal")
-        self._written: Future[None] | None = None
-        self._leased: Future[list[int]] | None = None
+        self._pending_write: Future[None] | None = None
+        self._pending_lease: Future[list[int]] | None = None
         self._leased_at = 0.0  # by a monotonic clock
-        self._on_hand: list[int] = []  # leased positions that are not handed out yet, oldest first
+        self._spare_positions: list[int] = []  # leased positions that are not handed out yet, oldest first
 
-    def __getattr__(self, verb: str) -> Any:
-        """Forwards a method of the journal; most run once all that was put is written, so that they see it."""
-        act = getattr(self._journal, verb)
-        return act if verb in _AT_ONCE else partial(self._after, act)
+    def __getattr__(self, name: str) -> Any:
+        """Returns the journal's method of this name; most wait for the round that is being written, to see it."""
+        method = getattr(self._journal, name)
+        return method if name in _INDEPENDENT_METHODS else partial(self._after, method)
 
-    def put(self, *given: Any, **named: Any) -> None:
-        """Returns once the round before this one is on disk, and raises what that raised."""
-        self._settle()
-        self._written = self._thread.submit(self._journal.put, *given, **named)
+    def put(self, *arguments: Any, **keywords: Any) -> None:
+        """Write a round in the background, once the round before is on disk. Raises the error of that one."""
+        self._await_write()
+        self._pending_write = self._thread.submit(self._journal.put, *arguments, **keywords)
 
     def lease(self, count: int, seconds: float) -> list[int]:
         """Lease prompts as the journal does. As many again are leased in the background, for the next call."""
         if time.monotonic() - self._leased_at > seconds / 2:  # the leases may run out before their prompts are answered
-            self._leased, self._on_hand = None, []
-        while len(self._on_hand) < count:
-            leased = self._waited(self._leased or self._lease(count, seconds))
-            self._on_hand += leased
-            self._leased = None
-        if self._leased is None:
-            self._leased = self._lease(count, seconds)
-        taken, self._on_hand = self._on_hand[:count], self._on_hand[count:]
-        return taken
+            self._pending_lease, self._spare_positions = None, []
+        while len(self._spare_positions) < count:
+            positions = self._result_of(self._pending_lease or self._lease(count, seconds))
+            self._spare_positions += positions
+            self._pending_lease = None
+        if self._pending_lease is None:
+            self._pending_lease = self._lease(count, seconds)
+        positions, self._spare_positions = self._spare_positions[:count], self._spare_positions[count:]
+        return positions
 
     def _lease(self, count: int, seconds: float) -> Future[list[int]]:
         self._leased_at = time.monotonic()
         return self._thread.submit(self._journal.lease, count, seconds)
 
     def resume(self) -> None:
-        """Give back what was leased, once what was put is written; what was leased ahead is given up too."""
+        """Release all leases, also those taken ahead, once all rounds are written."""
         self._after(self._journal.resume)
-        self._leased, self._on_hand = None, []
+        self._pending_lease, self._spare_positions = None, []
 
     def close(self) -> None:
-        """Close once all that was put is on disk. Raises what could not be written, after closing."""
+        """Close once all rounds are on disk. Raises, after closing, the error of a round that could not be written."""
         try:
-            self._settle()
+            self._await_write()
         finally:
             self._thread.shutdown(cancel_futures=True)
             self._journal.close()
 
-    def _after(self, act: Callable[..., T], *given: Any, **named: Any) -> T:
-        self._settle()
-        return self._waited(self._thread.submit(act, *given, **named))
+    def _after(self, method: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
+        self._await_write()
+        return self._result_of(self._thread.submit(method, *arguments, **keywords))
 
-    def _settle(self) -> None:
-        written, self._written = self._written, None
-        if written is not None:
-            self._waited(written)
+    def _await_write(self) -> None:
+        pending_write, self._pending_write = self._pending_write, None
+        if pending_write is not None:
+            self._result_of(pending_write)
 
-    def _waited(self, asked: Future[T]) -> T:
-        if asked.done():
-            return asked.result()
+    def _result_of(self, future: Future[T]) -> T:
+        if future.done():
+            return future.result()
         with self._clock.state("journal"):
             try:
-                return asked.result(self._deadline_s)
+                return future.result(self._deadline_s)
             except TimeoutError as error:
-                if asked.done():  # the call's own error, not this wait's
+                if future.done():  # the call's own error, not this wait's
                     raise
                 raise DeadlineExceeded(
                     f"the journal had not written a searcher's trajectories after {self._deadline_s:g} s"

@@ -21,7 +21,7 @@ import torch
 from tba.cards import GIVEN, VISIBLE
 from tba.errors import UserError
 from tba.recipe import Recipe
-from tba.runtime.needs import checkpointed, needs
+from tba.runtime.needs import needs, with_checkpointing
 from tba.training.ranks.messages import name_of_rank
 
 USABLE = 0.95  # of a GPU's memory: the rest is each process's context and what the driver holds
@@ -41,102 +41,102 @@ class Place:
         if not self.gpus:
             return "CPU"
         numbers = ", ".join(map(str, self.gpus))
-        alone = "" if self.share >= USABLE else f" ({self.share:.0%} of its memory)"
-        return f"GPU{'s' if len(self.gpus) > 1 else ''} {numbers}{alone}"
+        share_note = "" if self.share >= USABLE else f" ({self.share:.0%} of its memory)"
+        return f"GPU{'s' if len(self.gpus) > 1 else ''} {numbers}{share_note}"
 
 
-def placed(
+def assign_gpus(
     ranks: Sequence[str],
     searchers: Sequence[str],
     gpus: int,
-    each: int = 1,
-    whose: str = "this machine shows",
+    gpus_each: int = 1,
+    owner: str = "this machine shows",
     trainer: float = TRAINER,
 ) -> dict[str, Place]:
-    """A place for each rank of the trainer and each searcher, whose engine is spread over `each` GPUs.
+    """Returns a place for each rank of the trainer and each searcher, whose engine is spread over `gpus_each` GPUs.
 
-    trainer: its share of a GPU that it has with searchers. Raises `UserError` where they do not fit; `whose` GPUs they
-    are is said there.
+    trainer: its share of a GPU that it has with searchers. owner: names in the error whose GPUs they are. Raises
+    `UserError` where the workers do not fit.
     """
     if not gpus:
         return dict.fromkeys((*ranks, *searchers), Place())
-    if gpus == len(ranks) == 1 and each == 1:
-        left = (USABLE - trainer) / max(1, len(searchers))
-        alone = Place((0,), USABLE if not searchers else trainer)
-        return {ranks[0]: alone} | dict.fromkeys(searchers, Place((0,), left))
-    rest = gpus - len(ranks)
-    teams = min(rest // each, len(searchers))  # of GPUs, of which each is for one searcher or shared by several
-    if rest < 0 or (searchers and not teams) or (each > 1 and teams < len(searchers)):
-        raise UserError(_too_few(len(ranks), len(searchers), gpus, each, whose))
+    if gpus == len(ranks) == 1 and gpus_each == 1:
+        searcher_share = (USABLE - trainer) / max(1, len(searchers))
+        trainer_place = Place((0,), USABLE if not searchers else trainer)
+        return {ranks[0]: trainer_place} | dict.fromkeys(searchers, Place((0,), searcher_share))
+    other_gpus = gpus - len(ranks)
+    teams = min(other_gpus // gpus_each, len(searchers))  # of GPUs: each for one searcher, or shared by several
+    if other_gpus < 0 or (searchers and not teams) or (gpus_each > 1 and teams < len(searchers)):
+        raise UserError(_too_few_message(len(ranks), len(searchers), gpus, gpus_each, owner))
     places = {rank: Place((i,), USABLE) for i, rank in enumerate(ranks)}
     for i, searcher in enumerate(searchers):
         team = i % teams
-        first = len(ranks) + team * each
-        sharing = len(range(team, len(searchers), teams))
-        places[searcher] = Place(tuple(range(first, first + each)), USABLE / sharing)
+        first_gpu = len(ranks) + team * gpus_each
+        sharers = len(range(team, len(searchers), teams))
+        places[searcher] = Place(tuple(range(first_gpu, first_gpu + gpus_each)), USABLE / sharers)
     return places
 
 
-def _too_few(ranks: int, searchers: int, gpus: int, each: int, whose: str) -> str:
-    of_one = "one GPU" if each == 1 else f"{each} GPUs, unshared"
-    wanted = f"{ranks} rank{'s' if ranks > 1 else ''} of the trainer want one GPU each"
-    least = ranks + (each * searchers if each > 1 else 1)
-    less = "use fewer --trainer.ranks" if ranks > 1 else "use fewer --searchers"
-    if each > 1:
-        less += " or a smaller --model.vllm.tensor-parallel"
-    some = f"{searchers} searcher{'s' if searchers > 1 else ''}"
+def _too_few_message(ranks: int, searchers: int, gpus: int, gpus_each: int, owner: str) -> str:
+    searcher_need = "one GPU" if gpus_each == 1 else f"{gpus_each} GPUs, unshared"
+    trainer_need = f"{ranks} rank{'s' if ranks > 1 else ''} of the trainer want one GPU each"
+    least_gpus = ranks + (gpus_each * searchers if gpus_each > 1 else 1)
+    remedy = "use fewer --trainer.ranks" if ranks > 1 else "use fewer --searchers"
+    if gpus_each > 1:
+        remedy += " or a smaller --model.vllm.tensor-parallel"
+    searcher_count = f"{searchers} searcher{'s' if searchers > 1 else ''}"
     return (
-        f"{wanted}, {some} {of_one} each: at least {least}, and {whose} {gpus}; {less}, or let there be more of "
-        f"them ({VISIBLE})"
+        f"{trainer_need}, {searcher_count} {searcher_need} each: at least {least_gpus}, and "
+        f"{owner} {gpus}; {remedy}, or let there be more of them ({VISIBLE})"
     )
 
 
 def places(recipe: Recipe, searchers: Sequence[str], gpus: Sequence[int]) -> dict[str, Place]:
-    """A place for each worker of the run on a machine whose GPUs have so many bytes. Raises `UserError` where they are
-    too few.
+    """Returns a place for each worker of the run on a machine whose GPUs have so many bytes. Raises `UserError` where
+    they are too few.
     """
     ranks = [name_of_rank(rank) for rank in range(recipe.trainer.count)]
-    each = recipe.model.gpus_per_searcher
-    if each and not gpus:
+    gpus_each = recipe.model.gpus_per_searcher
+    if gpus_each and not gpus:
         raise UserError(
             f"the model should run on GPUs, but this machine shows none ({VISIBLE}): set --model.device cpu"
         )
-    share = _trainer_share(recipe, gpus[0], len(searchers)) if each and len(gpus) == 1 else TRAINER
-    return placed(ranks, searchers, len(gpus) if each else 0, max(1, each), trainer=share)
+    share = _trainer_share(recipe, gpus[0], len(searchers)) if gpus_each and len(gpus) == 1 else TRAINER
+    return assign_gpus(ranks, searchers, len(gpus) if gpus_each else 0, max(1, gpus_each), trainer=share)
 
 
 def _trainer_share(recipe: Recipe, memory: int, searchers: int) -> float:
-    """The trainer's share of a GPU of so many bytes, which it has with the searchers."""
-    found = {need.part: need.total for need in needs(recipe) if need.device == "cuda"}
-    if not found:
+    """Returns the trainer's share of a GPU of so many bytes, on which the searchers are too."""
+    need_of = {need.part: need.total for need in needs(recipe) if need.device == "cuda"}
+    if not need_of:
         return TRAINER
-    own, others = found.pop("trainer"), searchers * sum(found.values())  # engine, reference, rewards
-    if own + others > USABLE * memory and (least := checkpointed(recipe)) is not None:
-        return _trainer_share(least, memory, searchers)
-    if own + others > USABLE * memory:  # which is refused; a run that is started all the same shares what there is
-        return USABLE * own / (own + others)
-    return min(own + max(SLACK * own, LOST), USABLE * memory - others) / memory
+    trainer_need, other_need = need_of.pop("trainer"), searchers * sum(need_of.values())  # engine, reference, rewards
+    if trainer_need + other_need > USABLE * memory and (smaller_recipe := with_checkpointing(recipe)) is not None:
+        return _trainer_share(smaller_recipe, memory, searchers)
+    if trainer_need + other_need > USABLE * memory:  # refused; a run that is started all the same shares the GPU so
+        return USABLE * trainer_need / (trainer_need + other_need)
+    return min(trainer_need + max(SLACK * trainer_need, LOST), USABLE * memory - other_need) / memory
 
 
-def environment_of(place: Place, visible: str | None = None) -> dict[str, str]:
-    """Returns what a worker's process is given so that it sees its own GPUs only; without any, none.
+def environment_of(place: Place, driver_devices: str | None = None) -> dict[str, str]:
+    """Returns the environment by which a worker's process sees the GPUs of its place only.
 
-    visible: the driver's own CUDA_VISIBLE_DEVICES, whose entries are what is counted; None: all of the machine's.
+    driver_devices: the driver's own CUDA_VISIBLE_DEVICES, whose entries a place numbers; None: all of the machine's.
     """
     if not place.gpus:
         return {VISIBLE: ""}
-    names = None if visible is None else [name.strip() for name in visible.split(",") if name.strip()]
+    names = None if driver_devices is None else [name.strip() for name in driver_devices.split(",") if name.strip()]
     numbers = [str(gpu) if names is None else names[gpu] for gpu in place.gpus]
     return {VISIBLE: ",".join(numbers), GIVEN: f"{place.share:.4f}"}
 
 
-def visible() -> str | None:
+def visible_devices() -> str | None:
     """Returns the driver's own CUDA_VISIBLE_DEVICES."""
     return os.environ.get(VISIBLE)
 
 
-def keep_to_share() -> None:
-    """Hold this process to its share of its GPU's memory, if it has been given one."""
+def limit_gpu_memory() -> None:
+    """Limit this process to its share of its GPU's memory, if the environment names one."""
     share = float(os.environ.get(GIVEN, "0"))
     if 0 < share < USABLE and torch.cuda.is_available():
         for gpu in range(torch.cuda.device_count()):

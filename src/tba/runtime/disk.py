@@ -17,24 +17,24 @@ from pathlib import Path
 from tba.errors import UserError
 
 _ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # no space, no quota, no room under the limit of a file's size
-_FAILED = ("EIO", "ESTALE", "EROFS", "ENODEV", "ENXIO", "EUCLEAN", "ESHUTDOWN")  # a disk, or its file system, has
-_BROKEN = {getattr(errno, name) for name in _FAILED if hasattr(errno, name)}
+_FAILURES = ("EIO", "ESTALE", "EROFS", "ENODEV", "ENXIO", "EUCLEAN", "ESHUTDOWN")  # of a disk, or its file system
+_BROKEN = {getattr(errno, name) for name in _FAILURES if hasattr(errno, name)}
 _OS_ERROR = re.compile(r"\b(?:os error|code:) (\d+)\b")  # in the words of a library in Rust
 _WORDS = ("no space left", "os error 28", "disk quota exceeded", "file too large", "os error 27", "disk is full")
 # of the system, of torch, of a library in C++, and of a thread without room for its stack
 _NO_MEMORY = ("cannot allocate memory", "can't allocate memory", "bad_alloc", "can't start new thread")
-_NOTHING = 1 << 16  # bytes; less free space than this counts as none
+_LEAST_FREE_BYTES = 1 << 16  # less free space than this counts as none
 
 
 def disk_full(error: BaseException, run: Path) -> UserError | None:
     """Returns the error to raise for `error` if the disk of the run at `run` is full; None when it is another error."""
-    seen = _causes(error)
-    of_disk = any(
-        (isinstance(e, OSError) and e.errno in _ERRNOS) or any(word in str(e).lower() for word in _WORDS) for e in seen
+    chain = _causes(error)
+    is_full = any(
+        (isinstance(e, OSError) and e.errno in _ERRNOS) or any(word in str(e).lower() for word in _WORDS) for e in chain
     )
-    vague = any("disk i/o error" in str(e).lower() for e in seen)  # SQLite's message, for many causes
-    limited = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
-    if of_disk or (vague and (limited or shutil.disk_usage(run).free < _NOTHING)):
+    is_vague = any("disk i/o error" in str(e).lower() for e in chain)  # SQLite's message, for many causes
+    has_size_limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
+    if is_full or (is_vague and (has_size_limit or shutil.disk_usage(run).free < _LEAST_FREE_BYTES)):
         return no_space(run)
     return None
 
@@ -57,12 +57,12 @@ def outside_cause(error: BaseException, run: Path) -> UserError | None:
                 "smaller (`tba check` says what takes how much: --model.generation.slots, --max-tokens-per-pass), then "
                 f"continue with `tba resume {run}`"
             )
-        place = getattr(cause, "filename", None)
-        within = isinstance(place, str) and run.resolve() in Path(place).resolve().parents
-        if isinstance(cause, OSError) and (within or cause.errno in _BROKEN):
+        filename = getattr(cause, "filename", None)
+        is_in_run = isinstance(filename, str) and run.resolve() in Path(filename).resolve().parents
+        if isinstance(cause, OSError) and (is_in_run or cause.errno in _BROKEN):
             return UserError(
-                f"{place or f'a file of the run at {run}'} cannot be read or written ({cause.strerror}): it was taken "
-                f"away, or its disk gives errors; put it right, then continue with `tba resume {run}`"
+                f"{filename or f'a file of the run at {run}'} cannot be read or written ({cause.strerror}): it was "
+                f"taken away, or its disk gives errors; put it right, then continue with `tba resume {run}`"
             )
         if (number := _OS_ERROR.search(str(cause))) is not None and int(number[1]) in _BROKEN:
             return UserError(
@@ -73,13 +73,13 @@ def outside_cause(error: BaseException, run: Path) -> UserError | None:
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """Returns the error and what has led to it."""
-    seen: list[BaseException] = []
+    """Returns an error with the errors that have led to it."""
+    causes: list[BaseException] = []
     cause: BaseException | None = error
-    while cause is not None and cause not in seen:
-        seen.append(cause)
+    while cause is not None and cause not in causes:
+        causes.append(cause)
         cause = cause.__cause__ or cause.__context__
-    return seen
+    return causes
 
 
 def no_space(run: Path) -> UserError:

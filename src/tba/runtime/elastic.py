@@ -30,23 +30,23 @@ from tba.replay.journal import JournalWriter
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.run_lock import is_held
 
-ASKED = "Ctrl-C"  # why a searcher leaves that a signal asked to
-FIRST = 1000  # the number of the first that joins
-_LOOK = 0.5  # seconds between two checks whether the run is still in progress, or who has left
-_POLL = 0.05
+INTERRUPTED = "Ctrl-C"  # why a searcher leaves that a signal asked to
+FIRST_NUMBER = 1000  # the number of the first that joins
+_CHECK_SECONDS = 0.5  # seconds between two checks whether the run is still in progress, or who has left
+_POLL_SECONDS = 0.05
 _LOCK_SECONDS = 1.0  # for the journal, where the driver itself needs it
 
 
 @dataclass
-class Leaving(ABC):
-    """When a searcher that has joined is to leave: on Ctrl-C in its terminal, or when `called`, asked now and then,
-    says so.
+class Membership(ABC):
+    """A searcher's membership in a run that it has joined: it ends on Ctrl-C in the searcher's terminal, or when
+    `reason_to_leave`, which is called now and then, gives one.
     """
 
     number: int
-    asked: Callable[[], bool]  # whether Ctrl-C was pressed
-    why: str | None = field(default=None, init=False)  # why it is to leave, if it is
-    _looked: float = field(default=-_LOOK, init=False)
+    is_interrupted: Callable[[], bool]  # whether Ctrl-C was pressed
+    reason: str | None = field(default=None, init=False)  # why it is to leave, if it is
+    _checked_at: float = field(default=-_CHECK_SECONDS, init=False)
 
     @property
     def name(self) -> str:
@@ -54,37 +54,37 @@ class Leaving(ABC):
 
     def stop(self) -> bool:
         """Returns whether to leave; cheap, may be called often."""
-        if self.why is None and self.asked():
-            self.why = ASKED
-        if self.why is None and time.monotonic() - self._looked >= _LOOK:
-            self._looked = time.monotonic()
-            self.why = self.called()
-        return self.why is not None
+        if self.reason is None and self.is_interrupted():
+            self.reason = INTERRUPTED
+        if self.reason is None and time.monotonic() - self._checked_at >= _CHECK_SECONDS:
+            self._checked_at = time.monotonic()
+            self.reason = self.reason_to_leave()
+        return self.reason is not None
 
     @abstractmethod
-    def called(self) -> str | None:
-        """Returns why the run wants it to leave; None: it does not."""
+    def reason_to_leave(self) -> str | None:
+        """Returns why the run wants the searcher to leave; None: it does not."""
 
 
 @dataclass
-class Place(Leaving):
-    """A searcher's place in a run that it has joined."""
+class LocalMembership(Membership):
+    """A membership of a searcher that can reach the run's directory."""
 
     run: RunDirectory
     file: IO[str]
     facts: dict[str, Any] = field(default_factory=dict)  # the content of its file
 
-    def called(self) -> str | None:
+    def reason_to_leave(self) -> str | None:
         """Returns a reason when the run ends, or nobody holds it any longer."""
         return "the run ended" if _stop_file(self.run).exists() or not is_held(self.run.path) else None
 
-    def leave(self, how: str) -> None:
-        """Leave the run in order, and record how."""
+    def leave(self, departure: str) -> None:
+        """Leave the run in order, and record the kind of departure."""
         with self.file:
-            self.write(left=round(self.run.clock()(), 3), how=how)
+            self.write(left=round(self.run.clock()(), 3), how=departure)
 
     def write(self, **facts: Any) -> None:
-        """Write facts into the place's own file, which keeps its lock."""
+        """Write facts into the membership's file, which keeps its lock."""
         self.facts |= facts
         self.file.seek(0)
         self.file.truncate()
@@ -93,39 +93,39 @@ class Place(Leaving):
 
 
 @contextmanager
-def joined(run: RunDirectory, recipe: Recipe, asked: Callable[[], bool]) -> Iterator[Place]:
-    """Gives this process a place of its own in a run in progress. Raises `UserError` when there is none."""
-    place = enter(run, recipe, asked)
-    how = "an error"
+def join_run(run: RunDirectory, recipe: Recipe, is_interrupted: Callable[[], bool]) -> Iterator[LocalMembership]:
+    """Yields this process's membership in a run in progress, which it leaves. Raises `UserError` as `enter_run`."""
+    membership = enter_run(run, recipe, is_interrupted)
+    departure = "an error"
     try:
-        yield place
-        how = place.why or "it was done"
+        yield membership
+        departure = membership.reason or "it was done"
     finally:
-        place.leave(how)
+        membership.leave(departure)
 
 
-def enter(run: RunDirectory, recipe: Recipe, asked: Callable[[], bool]) -> Place:
-    """Returns a place in a run in progress; the caller has to leave it. Raises `UserError` when there is none."""
+def enter_run(run: RunDirectory, recipe: Recipe, is_interrupted: Callable[[], bool]) -> LocalMembership:
+    """Returns a membership in a run, which the caller has to leave. Raises `UserError` where nobody can join it."""
     if recipe.runtime == "inline" or recipe.offline:
-        how = "learns from what is there" if recipe.offline else "takes turns in one process"
-        raise UserError(f"the run at {run.path} {how}: no searcher can join it")
+        manner = "learns from what is there" if recipe.offline else "takes turns in one process"
+        raise UserError(f"the run at {run.path} {manner}: no searcher can join it")
     if not is_held(run.path):
         raise UserError(
             f"the run at {run.path} is not in progress: start it with `tba train`, or continue it (`tba resume`)"
         )
     with suppress(FileNotFoundError):
-        doing = _stop_file(run).read_text(encoding="utf-8") or "is ending: no searcher can join it now"
-        raise UserError(f"the run at {run.path} {doing}")
-    at_once = (recipe.searcher_count + len(Joined(run).present()) + 1) * recipe.prompts_per_round
-    if recipe.prompts.selection != "epochs" and at_once > len(problems_of(recipe.task, "train")):
+        state = _stop_file(run).read_text(encoding="utf-8") or "is ending: no searcher can join it now"
+        raise UserError(f"the run at {run.path} {state}")
+    prompts_at_once = (recipe.searcher_count + len(JoinedSearchers(run).present_names()) + 1) * recipe.prompts_per_round
+    if recipe.prompts.selection != "epochs" and prompts_at_once > len(problems_of(recipe.task, "train")):
         raise UserError(
             f"the run at {run.path} has too few prompts for another searcher, which needs prompts of its own"
         )
     number, file = _claim(run, recipe)
-    place = Place(number, asked, run, file)
-    since = round(run.clock()(), 3)
-    place.write(name=place.name, process=os.getpid(), joined=since, left=None, how=None)
-    return place
+    membership = LocalMembership(number, is_interrupted, run, file)
+    joined_seconds = round(run.clock()(), 3)
+    membership.write(name=membership.name, process=os.getpid(), joined=joined_seconds, left=None, how=None)
+    return membership
 
 
 def _claim(run: RunDirectory, recipe: Recipe) -> tuple[int, IO[str]]:
@@ -135,7 +135,7 @@ def _claim(run: RunDirectory, recipe: Recipe) -> tuple[int, IO[str]]:
     temporary = folder / f".{os.getpid()}"
     file = temporary.open("w+")
     fcntl.flock(file, fcntl.LOCK_EX)
-    number = max(FIRST, recipe.searcher_count)
+    number = max(FIRST_NUMBER, recipe.searcher_count)
     try:
         while True:  # terminates: each number that is taken has a file that somebody made
             try:
@@ -149,13 +149,13 @@ def _claim(run: RunDirectory, recipe: Recipe) -> tuple[int, IO[str]]:
 
 
 @dataclass
-class Joined:
-    """The driver's side: who has joined, and who has left."""
+class JoinedSearchers:
+    """The driver's view of the searchers that have joined a run, and of those that have left."""
 
     run: RunDirectory
-    _dead: set[str] = field(default_factory=set)
-    _left: dict[str, dict[str, Any]] = field(default_factory=dict)  # the files of those who have left, by name
-    _looked: float = -_LOOK
+    _dead_names: set[str] = field(default_factory=set)
+    _departed_facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # what the files of those who left say
+    _checked_at: float = -_CHECK_SECONDS
 
     def await_start(self) -> None:
         """Let none join until the run that is resumed has begun."""
@@ -167,77 +167,77 @@ class Joined:
         """Allow searchers to join: the run begins, or is resumed."""
         _stop_file(self.run).unlink(missing_ok=True)
 
-    def look(self, journal: Path) -> None:
-        """Give back what those had leased who died since the last call. Costs almost nothing when nobody has."""
-        if time.monotonic() - self._looked < _LOOK:
+    def release_leases_of_dead(self, journal: Path) -> None:
+        """Give back the leases of searchers that died since the last call. Costs almost nothing when nobody has."""
+        if time.monotonic() - self._checked_at < _CHECK_SECONDS:
             return
-        self._looked = time.monotonic()
-        for name, facts, there in self._all():
-            if there or facts.get("left") is not None or name in self._dead:
+        self._checked_at = time.monotonic()
+        for name, facts, is_alive in self._entries():
+            if is_alive or facts.get("left") is not None or name in self._dead_names:
                 continue
             try:
-                with JournalWriter(journal, name, _LOCK_SECONDS, create=False) as former:
-                    former.resume()
+                with JournalWriter(journal, name, _LOCK_SECONDS, create=False) as journal_writer:
+                    journal_writer.resume()
             except DeadlineExceeded:  # somebody hangs with the lock: the driver must continue, to end that process
                 continue
-            self._dead.add(name)
+            self._dead_names.add(name)
             record_fault(self.run.path, "joined_deaths", f"{name}, which had joined, died without a word")
 
-    def dismiss(self, seconds: float, tell: Callable[[], None]) -> list[str]:
-        """Let all leave, and wait until they have; returns those who had not after so many seconds."""
+    def dismiss(self, seconds: float, show_progress: Callable[[], None]) -> list[str]:
+        """Let all leave, and wait until they have; returns the names of those who had not after so many seconds."""
         with suppress(OSError):  # a full disk: they see that nobody holds the run any longer
             _stop_file(self.run).write_text("", encoding="utf-8")
         deadline = time.monotonic() + seconds
-        while (left := self.present()) and time.monotonic() < deadline:
-            tell()
-            time.sleep(_POLL)
-        return left
+        while (remaining := self.present_names()) and time.monotonic() < deadline:
+            show_progress()
+            time.sleep(_POLL_SECONDS)
+        return remaining
 
-    def present(self) -> list[str]:
-        """Returns the names of those who are there."""
-        return [name for name, _, there in self._all() if there]
+    def present_names(self) -> list[str]:
+        """Returns the names of the searchers that have joined and are alive."""
+        return [name for name, _, is_alive in self._entries() if is_alive]
 
     def record(self) -> list[dict[str, Any]]:
-        """Returns all who ever joined: `name`, when they `joined` and `left` (seconds since the run began), and
-        `how`.
+        """Returns facts of all that ever joined: `name`, when they `joined` and `left` (seconds since the run began),
+        and `how`.
         """
         return [
             {
                 "name": name,
                 **{key: facts.get(key) for key in ("joined", "left")},
-                "how": facts.get("how") or _how(there),
+                "how": facts.get("how") or _describe_presence(is_alive),
             }
-            for name, facts, there in self._all()
+            for name, facts, is_alive in self._entries()
         ]
 
-    def _all(self) -> list[tuple[str, dict[str, Any], bool]]:
+    def _entries(self) -> list[tuple[str, dict[str, Any], bool]]:
         """Returns (name, content of its file, whether the process is alive).
 
         The file of one who has left is read once.
         """
-        found: list[tuple[str, dict[str, Any], bool]] = []
-        numbered = [p for p in _folder(self.run).glob("searcher-*.json") if p.stem.rpartition("-")[2].isdecimal()]
-        for path in sorted(numbered, key=lambda p: int(p.stem.rpartition("-")[2])):
-            if path.stem in self._left:
-                found.append((path.stem, self._left[path.stem], False))
+        entries: list[tuple[str, dict[str, Any], bool]] = []
+        paths = [p for p in _folder(self.run).glob("searcher-*.json") if p.stem.rpartition("-")[2].isdecimal()]
+        for path in sorted(paths, key=lambda p: int(p.stem.rpartition("-")[2])):
+            if path.stem in self._departed_facts:
+                entries.append((path.stem, self._departed_facts[path.stem], False))
                 continue
             with path.open() as file:
-                there = not _locked(file)
+                is_alive = not _is_unlocked(file)
                 try:
                     facts = parsed(file.read(), joined=float | None, left=float | None, how=str | None)
                 except ValueError:  # the file is just being written, or its process died while writing
                     facts = {}
-            if not there and facts.get("left") is not None:
-                self._left[path.stem] = facts
-            found.append((path.stem, facts, there))
-        return found
+            if not is_alive and facts.get("left") is not None:
+                self._departed_facts[path.stem] = facts
+            entries.append((path.stem, facts, is_alive))
+        return entries
 
 
-def _how(there: bool) -> str:
-    return "it is still there" if there else "it died"
+def _describe_presence(is_alive: bool) -> str:
+    return "it is still there" if is_alive else "it died"
 
 
-def _locked(file: IO[str]) -> bool:
+def _is_unlocked(file: IO[str]) -> bool:
     """Returns whether the lock could be taken: then nobody else has it."""
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -28,69 +28,69 @@ _WHY = "evaluate"
 
 @dataclass
 class Requests:
-    """Keeps the versions that are to be evaluated until they are: the first, one every so many steps, the last."""
+    """Keeps the versions that wait for their evaluation: the first, one every so many steps, the last."""
 
     every: int  # steps; 0: the first and the last only
     steps: int  # of the run
     weights: KeptWeights
-    done: Callable[[str], bool]  # whether an evaluation has been done, by its name
+    is_done: Callable[[str], bool]  # whether an evaluation has been done, by its name
     averaged: bool = False  # the average of a version's weights is evaluated, under the version's name
-    # -> seconds into the run at which it had these weights
+    # seconds into the run at which it had the weights of each version
     _pending: dict[Version, float] = field(default_factory=dict)
-    _seen: int | None = None  # the step of the newest version that was published
+    _last_step: int | None = None  # the step of the newest version that was published
 
     def manifest_entries(self, version: Version, seconds: float) -> list[dict[str, Json]]:
-        """Returns what the manifest of a version that is published now says about evaluations."""
-        for done in [v for v in self._pending if self.done(_job(v))]:
-            del self._pending[done]
-            self.weights.unpin(self._measured(done), _WHY)
-        if self._seen is None or (version.step > self._seen and self._due(version.step, self._seen)):
+        """Returns the requests for evaluations that the manifest of a version, published now, has."""
+        for evaluated_version in [v for v in self._pending if self.is_done(_job(v))]:
+            del self._pending[evaluated_version]
+            self.weights.unpin(self._source(evaluated_version), _WHY)
+        if self._last_step is None or (version.step > self._last_step and self._is_due(version.step, self._last_step)):
             self._pending[version] = seconds
-        self._seen = version.step
+        self._last_step = version.step
         return [
-            {"version": str(v), "weights": str(self._measured(v)), "wall_seconds": s, "during": 0 < v.step < self.steps}
+            {"version": str(v), "weights": str(self._source(v)), "wall_seconds": s, "during": 0 < v.step < self.steps}
             for v, s in self._pending.items()
         ]
 
     def pin(self) -> None:
         """Pin the requested versions. Only the publishing process prunes: after publishing is soon enough."""
-        for version in map(self._measured, self._pending):
+        for version in map(self._source, self._pending):
             if _WHY not in self.weights.pins(version):
                 self.weights.pin(version, _WHY)
 
     @property
     def pending(self) -> list[Version]:
-        """Returns those that were requested and, as far as is known, have not been evaluated."""
+        """Returns the versions that were requested and, as far as is known, have not been evaluated."""
         return list(self._pending)
 
     def state(self) -> Json:
         """Returns the requests as JSON, which `restore` takes."""
-        return {"pending": {str(v): s for v, s in self._pending.items()}, "seen": self._seen}
+        return {"pending": {str(v): s for v, s in self._pending.items()}, "seen": self._last_step}
 
     def restore(self, state: Json) -> None:
-        """Continue from `state`, with what is still wanted and still there; later requests are forgotten."""
-        asked = {Version.parse(name): seconds for name, seconds in state["pending"].items()}
-        wanted = {version: seconds for version, seconds in asked.items() if not self.done(_job(version))}
-        there = self.weights.versions()
-        self._pending = {v: seconds for v, seconds in wanted.items() if self._measured(v) in there}
+        """Continue from `state` with the requests whose weights are still there; later requests are forgotten."""
+        requests = {Version.parse(name): seconds for name, seconds in state["pending"].items()}
+        pending = {version: seconds for version, seconds in requests.items() if not self.is_done(_job(version))}
+        kept_versions = self.weights.versions()
+        self._pending = {v: seconds for v, seconds in pending.items() if self._source(v) in kept_versions}
         # None: the next version is evaluated in their place
-        self._seen = state["seen"] if len(self._pending) == len(wanted) else None
-        measured = set(map(self._measured, self._pending))
-        for version in there:
-            if version not in measured and _WHY in self.weights.pins(version):
+        self._last_step = state["seen"] if len(self._pending) == len(pending) else None
+        sources = set(map(self._source, self._pending))
+        for version in kept_versions:
+            if version not in sources and _WHY in self.weights.pins(version):
                 self.weights.unpin(version, _WHY)
 
-    def _measured(self, version: Version) -> Version:
+    def _source(self, version: Version) -> Version:
         """Returns the version whose weights are evaluated as this one's."""
         return version.average if self.averaged else version
 
-    def _due(self, step: int, before: int) -> bool:
-        return step >= self.steps or (self.every > 0 and step // self.every > before // self.every)
+    def _is_due(self, step: int, previous_step: int) -> bool:
+        return step >= self.steps or (self.every > 0 and step // self.every > previous_step // self.every)
 
 
 @dataclass
 class Examiner:
-    """Evaluates the versions that are wanted, between a searcher's rounds."""
+    """Evaluates the requested versions, between a searcher's rounds."""
 
     engine: Engine
     prompts: Sequence[Prompt]
@@ -104,9 +104,9 @@ class Examiner:
     claim_seconds: float  # after which a version that was not finished may be evaluated by another searcher
     clock: ShareClock
     interrupted: Callable[[], bool] | None = None
-    done: set[str] = field(default_factory=set)
+    evaluated_versions: set[str] = field(default_factory=set)
 
-    def answer(
+    def evaluate_requests(
         self, manifest: Mapping[str, Json], before: Callable[[], None], between: Callable[[], None] | None = None
     ) -> None:
         """Evaluate the versions that `manifest` requests and nobody has claimed.
@@ -117,7 +117,7 @@ class Examiner:
         for request in manifest.get("evaluate", ()):
             name = request["version"]
             version = Version.parse(name)
-            if name not in self.done and self.journal.claim(_job(version), self.claim_seconds):
+            if name not in self.evaluated_versions and self.journal.claim(_job(version), self.claim_seconds):
                 before()
                 with self.clock.state("eval"):
                     settings = self.settings.during() if request["during"] else self.settings
@@ -137,7 +137,7 @@ class Examiner:
         """
         weights = weights or version
         self._load(weights)
-        found = assess_accuracy(
+        result = assess_accuracy(
             self.engine,
             self.prompts,
             self.reward,
@@ -147,21 +147,21 @@ class Examiner:
             now=time.monotonic,
             policy_temperature=self.policy_temperature,
             interrupted=self.interrupted,
-            between_batches=None if between is None else partial(self._between, between, weights),
+            between_batches=None if between is None else partial(self._run_between, between, weights),
         )
         self.journal.count(
-            evaluation_tokens=found.tokens,
-            evaluation_trajectories=found.trajectories,
-            evaluation_milliseconds=round(1000 * found.seconds),
+            evaluation_tokens=result.tokens,
+            evaluation_trajectories=result.trajectories,
+            evaluation_milliseconds=round(1000 * result.seconds),
         )
-        if found.interrupted:
+        if result.interrupted:
             return
-        evaluations = [replace(e, version=version, wall_seconds=wall_seconds) for e in found.evaluations]
-        self.records.write(evaluations, found.answers)
+        evaluations = [replace(e, version=version, wall_seconds=wall_seconds) for e in result.evaluations]
+        self.records.write(evaluations, result.answers)
         self.journal.finish(_job(version), evaluations)
-        self.done.add(str(version))
+        self.evaluated_versions.add(str(version))
 
-    def _between(self, between: Callable[[], None], version: Version) -> None:
+    def _run_between(self, between: Callable[[], None], version: Version) -> None:
         with self.clock.state("generating"):
             between()
         self._load(version)

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tba.runtime.isolated import be_nursery
+from tba.runtime.isolated import serve_grading
 from tba.types import Json
 
 if TYPE_CHECKING:
@@ -48,4 +48,4 @@ def _examination(task: Task) -> Reward:
 
 
 if __name__ == "__main__":
-    be_nursery(partial(load, json.loads(sys.argv[1])), sys.argv[2])
+    serve_grading(partial(load, json.loads(sys.argv[1])), sys.argv[2])

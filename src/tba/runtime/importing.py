@@ -35,14 +35,14 @@ from tba.tables import STATE, Refusal, read
 from tba.types import Json, Prompt, Split, Trajectory, Version
 from tba.weights.directory import WeightDirectory
 
-_DECIDES = (
+_DECIDING_NAMES = (
     "task",
     "model",
     "policy_temperature",
     "reference",
     "teacher",
 )  # settings that decide how a line is tokenised and scored
-_AT_ONCE = 1024  # trajectories of another run's journal read at a time
+_CHUNK_ROWS = 1024  # trajectories of another run's journal read at a time
 
 
 @contextmanager
@@ -59,12 +59,12 @@ def intake_of(recipe: Recipe, run: RunDirectory, believe: bool, max_tokens: int 
     with JournalWriter(path, IMPORTS) as journal, _import_lock(Path(f"{path}-import"), run):
         train = _prompts(recipe, tokenizer, "train")
         # a prompt on both sides (in a task with a single prompt, that one) is not held out
-        both = {prompt.key for prompt in train}
+        shared_keys = {prompt.key for prompt in train}
         encoder = Encoder(
             task=recipe.task.name,
             tokenizer=tokenizer,
             train=Known(train),
-            held_out=Known(prompt for prompt in _prompts(recipe, tokenizer, "eval") if prompt.key not in both),
+            held_out=Known(prompt for prompt in _prompts(recipe, tokenizer, "eval") if prompt.key not in shared_keys),
             chat=not isinstance(problems_of(recipe.task, "train")[0].prompt, str),
             max_prompt_tokens=recipe.prompts.max_tokens,
             max_tokens=max_tokens or model.max_completion_tokens,
@@ -87,32 +87,32 @@ def intake_of(recipe: Recipe, run: RunDirectory, believe: bool, max_tokens: int 
 def entries_of(path: Path, into: RunDirectory) -> Iterator[Entry]:
     """Yields the entries of a file of rows, of another run's folder, or of a journal (`.sqlite`).
 
-    Raises `UserError` when there is no such thing, or it is the run that imports.
+    Raises `UserError` when nothing is there, or it is the run that imports.
     """
     if path.is_dir() and not (path / STATE).is_file():
         if path.resolve() == into.path.resolve():
             raise UserError(f"{path} is the run itself: give a file, or another run")
-        return _trajectories(RunDirectory.open(path).journal_there())
+        return _trajectories(RunDirectory.open(path).journal_to_read())
     return _trajectories(path) if path.suffix == ".sqlite" else read(path)
 
 
-def demonstrations(recipe: Recipe, most: int) -> Iterator[Entry]:
+def demonstrations(recipe: Recipe, count: int) -> Iterator[Entry]:
     """Yields the first `most` of the task's own demonstrations; in environments they are acted now."""
     task = recipe.task
     if isinstance(task, Acted):
-        yield from _acted(recipe, task, most)
+        yield from _act_demonstrations(recipe, task, count)
         return
-    shown = (problem for problem in problems_of(task, "train") if problem.demonstration is not None)
-    for number, problem in enumerate(islice(shown, most), start=1):
+    demonstrated = (problem for problem in problems_of(task, "train") if problem.demonstration is not None)
+    for number, problem in enumerate(islice(demonstrated, count), start=1):
         prompt = problem.prompt if isinstance(problem.prompt, str) else [dict(message) for message in problem.prompt]
         yield number, {"prompt": prompt, "response": problem.demonstration}
 
 
-def _acted(recipe: Recipe, task: Acted, most: int) -> Iterator[Entry]:
+def _act_demonstrations(recipe: Recipe, task: Acted, count: int) -> Iterator[Entry]:
     tokenizer = recipe.model.prepared(recipe.task).tokenizer()
     speech = speech_of(recipe.task, tokenizer)
     problems = [problem for problem in problems_of(recipe.task, "train") if problem.demonstration is not None]
-    for number, problem in enumerate(problems[:most], start=1):
+    for number, problem in enumerate(problems[:count], start=1):
         (prompt,) = encode([problem], recipe.task.name, tokenizer, recipe.prompts).prompts
         try:
             parts, judgement = acted(task, problem, prompt.text)
@@ -127,7 +127,7 @@ def _acted(recipe: Recipe, task: Acted, most: int) -> Iterator[Entry]:
 def _trajectories(path: Path) -> Iterator[Entry]:
     number = 0
     with JournalFile(path) as file, JournalFollower(path, file=file) as journal:
-        while chunk := journal.drain(_AT_ONCE):
+        while chunk := journal.drain(_CHUNK_ROWS):
             for trajectory in chunk:
                 number += 1
                 yield number, trajectory
@@ -163,7 +163,7 @@ def _import_lock(path: Path, run: RunDirectory) -> Iterator[None]:
         yield
 
 
-def prepare(path: Path, name: str, overrides: list[str], recipe: Recipe) -> RunDirectory:
+def prepare_run(path: Path, name: str, overrides: list[str], recipe: Recipe) -> RunDirectory:
     """Make a run that has not begun and can import trajectories; `tba train` begins it.
 
     Raises `UserError` as `create`.
@@ -178,24 +178,24 @@ def is_prepared(path: Path) -> bool:
     return (path / "recipe.json").is_file() and bool(RunDirectory.open(path).facts.get(PREPARED))
 
 
-def take_over(path: Path, recipe: Recipe) -> None:
-    """Make room for a run at `path` that begins with what was imported there.
+def adopt_imports(path: Path, recipe: Recipe) -> None:
+    """Let the run of this recipe begin at `path` with what was imported there.
 
     Raises `UserError` when the imports were tokenised or scored by another model, task, policy temperature, reference
     or teacher.
     """
-    prepared, wanted = _deciding(RunDirectory.open(path).facts["resolved"]), _deciding(resolved(recipe))
-    differs = [name for name in _DECIDES if any(differences(prepared[name], wanted[name], name))]
-    if differs:
+    old_settings, new_settings = map(_deciding, (RunDirectory.open(path).facts["resolved"], resolved(recipe)))
+    names = [name for name in _DECIDING_NAMES if any(differences(old_settings[name], new_settings[name], name))]
+    if names:
         raise UserError(
-            f"{path} was prepared with another {' and '.join(differs)}, by which its imports are tokenised and scored: "
+            f"{path} was prepared with another {' and '.join(names)}, by which its imports are tokenised and scored: "
             "give the same settings, or another --run-name and --data to import them again"
         )
     (path / "recipe.json").unlink()
 
 
 def _deciding(settings: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns of resolved settings those that decide; of the teachers who they are, since their weights come later."""
+    """Returns the settings that decide how rows are tokenised and scored; of the teachers only their names."""
     teacher = settings.get("teacher") or {}
-    who = teacher.get("paths") or teacher.get("models") or []
-    return {name: settings.get(name) for name in _DECIDES} | {"teacher": list(who)}
+    teacher_names = teacher.get("paths") or teacher.get("models") or []
+    return {name: settings.get(name) for name in _DECIDING_NAMES} | {"teacher": list(teacher_names)}

@@ -39,51 +39,52 @@ class Inline:
         """
         torch.set_num_threads(self.recipe.run.threads)
         clock = self.run.clock()
-        with log_to(self.run.path, "inline"), stop_requests() as stop, ExitStack() as ends:
-            search = start_searching(self.recipe, self.run, 0, interrupted=stop)
-            ends.callback(search.close)
-            train = start_training(
+        with log_to(self.run.path, "inline"), stop_requests() as stop, ExitStack() as closers:
+            searcher_loop = start_searching(self.recipe, self.run, 0, interrupted=stop)
+            closers.callback(searcher_loop.close)
+            trainer_loop = start_training(
                 self.recipe,
                 self.run,
                 stop=stop,
-                ahead=False,
-                turn_taker=search,
-                elapsed=lambda: clock() - search.clock.seconds().get("eval", 0.0),
+                prefetch=False,
+                turn_taker=searcher_loop,
+                elapsed=lambda: clock() - searcher_loop.clock.seconds().get("eval", 0.0),
             )
-            ends.callback(train.close)
-            _restore(search, train)
-            self._turns(search, train, stop)
-            train.finish()
+            closers.callback(trainer_loop.close)
+            _restore(searcher_loop, trainer_loop)
+            self._turns(searcher_loop, trainer_loop, stop)
+            trainer_loop.finish()
             self.tell("evaluating", "")
-            _evaluate(search, train)
-            self.stopped = not train.finished or (stop() and not evaluated_to_the_end(self.run.path, self.recipe.steps))
-            self.exit_code = 0 if train.finished else stop.exit_code
+            _evaluate(searcher_loop, trainer_loop)
+            is_finished = trainer_loop.finished
+            self.stopped = not is_finished or (stop() and not evaluated_to_the_end(self.run.path, self.recipe.steps))
+            self.exit_code = 0 if is_finished else stop.exit_code
         return {"stopped": self.stopped}
 
-    def _turns(self, search: SearcherLoop, train: TrainerLoop, stop: Callable[[], bool]) -> None:
-        _evaluate(search, train)
-        while not train.finished and not stop():
+    def _turns(self, searcher_loop: SearcherLoop, trainer_loop: TrainerLoop, stop: Callable[[], bool]) -> None:
+        _evaluate(searcher_loop, trainer_loop)
+        while not trainer_loop.finished and not stop():
             for _ in range(0 if self.recipe.offline else self.recipe.run.inline_rounds_per_sync):
-                if not search.ahead():
-                    search.turn(train.clock)
-            published = train.trainer.published
-            while train.trainer.published == published and not train.finished and not stop():
-                with search.clock.state("idle"):
-                    train.step()
+                if not searcher_loop.is_ahead():
+                    searcher_loop.turn(trainer_loop.clock)
+            published = trainer_loop.trainer.published
+            while trainer_loop.trainer.published == published and not trainer_loop.finished and not stop():
+                with searcher_loop.clock.state("idle"):
+                    trainer_loop.step()
                 self.tell("training", "")
-            _evaluate(search, train)
+            _evaluate(searcher_loop, trainer_loop)
 
 
-def _restore(search: SearcherLoop, train: TrainerLoop) -> None:
+def _restore(searcher_loop: SearcherLoop, trainer_loop: TrainerLoop) -> None:
     """Continue the searcher with the checkpoint's random draws, unless it has put something since: else it would draw a
     second time what is there already.
     """
-    state = train.resumed
-    if state and state["searcher"] is not None and train.journal.totals().rows == state["journal"]["rows"]:
-        search.restore(state["searcher"])
+    state = trainer_loop.resumed_state
+    if state and state["searcher"] is not None and trainer_loop.journal.totals().rows == state["journal"]["rows"]:
+        searcher_loop.restore(state["searcher"])
 
 
-def _evaluate(search: SearcherLoop, train: TrainerLoop) -> None:
+def _evaluate(searcher_loop: SearcherLoop, trainer_loop: TrainerLoop) -> None:
     """Evaluate what the newest weights request, if anything; nobody trains meanwhile."""
-    with train.clock.state("eval"):
-        search.evaluate()
+    with trainer_loop.clock.state("eval"):
+        searcher_loop.evaluate()

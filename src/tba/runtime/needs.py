@@ -30,34 +30,34 @@ class Need:
 
     def __str__(self) -> str:
         largest = sorted(self.parts.items(), key=lambda item: -item[1])
-        named = ", ".join(f"{name} {size(n)}" for name, n in largest if n >= 2**19)  # what reads as 0 MiB is left out
-        where = "its GPU's memory" if self.device == "cuda" else "the machine's memory"
-        return f"{size(self.total)} of {where} ({named})"
+        listing = ", ".join(f"{name} {size(n)}" for name, n in largest if n >= 2**19)  # what reads as 0 MiB is left out
+        location = "its GPU's memory" if self.device == "cuda" else "the machine's memory"
+        return f"{size(self.total)} of {location} ({listing})"
 
 
 def needs(recipe: Recipe) -> list[Need]:
-    """Returns what a rank of the trainer, a searcher, its reference, the models of its rewards and the replay buffer
-    need, at most; nothing for a model of unknown shape.
+    """Returns the most that a rank of the trainer, a searcher, its reference, the models of its rewards and the replay
+    buffer need; nothing for a model of unknown shape.
     """
-    found = recipe.model.memory(work_of(recipe))
-    if found is None:
+    bytes_by_part = recipe.model.memory(work_of(recipe))
+    if bytes_by_part is None:
         return []
     device = recipe.model.trainer_device.type
-    halves = [Need(part, device, found[part]) for part in ("trainer", "searcher", "reference")]
+    result = [Need(part, device, bytes_by_part[part]) for part in ("trainer", "searcher", "reference")]
     for name, scorer in scorers_of(recipe, recipe.model).items():
-        if (other := scorer.memory(work_of(recipe))) is not None:
-            halves = [need for need in halves if need.part != name]
-            halves.append(
-                Need(name, getattr(scorer, "trainer_device", recipe.model.trainer_device).type, other["reference"])
+        if (memory := scorer.memory(work_of(recipe))) is not None:
+            result = [need for need in result if need.part != name]
+            result.append(
+                Need(name, getattr(scorer, "trainer_device", recipe.model.trainer_device).type, memory["reference"])
             )
-    halves += [Need("host", "cpu", found["host"])] if found["host"] else []
+    result += [Need("host", "cpu", bytes_by_part["host"])] if bytes_by_part["host"] else []
     if isinstance(recipe.task, JudgedByModels):
-        halves += [Need(f"rewards on {where}", where, parts) for where, parts in recipe.task.memory().items()]
-    return [*halves, Need("replay", "cpu", recipe.replay.buffer.memory(recipe.model.max_completion_tokens))]
+        result += [Need(f"rewards on {place}", place, parts) for place, parts in recipe.task.memory().items()]
+    return [*result, Need("replay", "cpu", recipe.replay.buffer.memory(recipe.model.max_completion_tokens))]
 
 
-def checkpointed(recipe: Recipe) -> Recipe | None:
-    """Returns the recipe as one GPU runs it where passes do not fit otherwise; None where that is not left open."""
+def with_checkpointing(recipe: Recipe) -> Recipe | None:
+    """Returns the recipe with gradient checkpointing, if one GPU trains and the recipe leaves it open; else None."""
     model: Any = recipe.model
     one_gpu = model.trainer_device.type == "cuda" and recipe.trainer.count == 1
     if not one_gpu or getattr(model, "gradient_checkpointing", True) is not None:
@@ -66,7 +66,7 @@ def checkpointed(recipe: Recipe) -> Recipe | None:
 
 
 def work_of(recipe: Recipe) -> Work:
-    """Returns what the recipe asks of its model."""
+    """Returns the work that the recipe asks of its model, by which the model computes its memory."""
     return Work(
         prompt_tokens=recipe.prompts.max_tokens,
         pass_tokens=recipe.max_tokens_per_pass,
@@ -79,17 +79,17 @@ def work_of(recipe: Recipe) -> Work:
 
 
 # GB/s between pinned memory and an NVIDIA H200, there and back
-_THERE, _BACK = 42.9, 55.1
+_TO_GPU, _FROM_GPU = 42.9, 55.1
 
 
 def seconds_to_move(recipe: Recipe) -> float:
-    """Returns how long an update's moments take to a GPU and back, at the rates measured once; 0 where they stay."""
-    moved = sum(need.total for need in needs(recipe) if need.part == "host")
-    return moved / 1e9 * (1 / _THERE + 1 / _BACK)
+    """Returns the seconds in which an update's moments go to a GPU and back; 0 where they stay on the GPU."""
+    bytes_moved = sum(need.total for need in needs(recipe) if need.part == "host")
+    return bytes_moved / 1e9 * (1 / _TO_GPU + 1 / _FROM_GPU)
 
 
 @dataclass(frozen=True)
-class Kept:
+class DiskUse:
     """Holds what a run keeps on the disk besides its journal, at most, in bytes."""
 
     checkpoint: int
@@ -102,14 +102,14 @@ class Kept:
         return self.checkpoint * self.checkpoints + self.version * self.versions
 
 
-def kept_on_disk(recipe: Recipe) -> Kept | None:
+def disk_use(recipe: Recipe) -> DiskUse | None:
     """Returns the checkpoints and versions that are on the disk at once; None for a model of unknown shape. References
     that are kept for old rows come on top.
     """
-    found = recipe.model.memory(work_of(recipe))
-    if found is None:
+    bytes_by_part = recipe.model.memory(work_of(recipe))
+    if bytes_by_part is None:
         return None
-    sizes = (sum(found[what].values()) for what in ("checkpoint", "weights"))
+    sizes = (sum(bytes_by_part[kind].values()) for kind in ("checkpoint", "weights"))
     checkpoint, version = sizes
-    averages = 2 if recipe.optimizer.averaged else 0  # one that is evaluated, and the next
-    return Kept(checkpoint, recipe.run.checkpoints + 1, version, 3 + averages)
+    average_count = 2 if recipe.optimizer.averaged else 0  # one that is evaluated, and the next
+    return DiskUse(checkpoint, recipe.run.checkpoints + 1, version, 3 + average_count)

@@ -38,14 +38,14 @@ def version() -> str:
 def version_of(facts: Mapping[str, Any]) -> str:
     """Returns the version of a run's present incarnation, as its recipe.json says."""
     incarnations = facts.get("incarnations")
-    last = incarnations[-1] if isinstance(incarnations, list) and incarnations else None
-    return str(last.get("program", _UNKNOWN)) if isinstance(last, dict) else _UNKNOWN
+    incarnation = incarnations[-1] if isinstance(incarnations, list) and incarnations else None
+    return str(incarnation.get("program", _UNKNOWN)) if isinstance(incarnation, dict) else _UNKNOWN
 
 
-def refuse_others(facts: Mapping[str, Any], who: str, its: str | None = None) -> None:
-    """Raises `UserError` unless `who`, of version `its` (None: this process's), has the same version as the run."""
-    its = version() if its is None else its
-    if its != version_of(facts):
+def require_same_version(facts: Mapping[str, Any], who: str, build: str | None = None) -> None:
+    """Raises `UserError` unless `who`, of version `build` (None: this process's), has the same version as the run."""
+    build = version() if build is None else build
+    if build != version_of(facts):
         raise UserError(
-            f"{who} uses tba {its}, but the run uses tba {version_of(facts)}: start it from the same source files"
+            f"{who} uses tba {build}, but the run uses tba {version_of(facts)}: start it from the same source files"
         )

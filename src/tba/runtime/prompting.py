@@ -35,7 +35,7 @@ from tba.protocols import (
 from tba.recipe import Recipe
 from tba.rollout.prompts import Encoded, PosteriorPrompts, PromptStream, UniformPrompts, encode
 from tba.rollout.vine import VineRollouts
-from tba.runtime.isolation import Rebuilt, isolated_reward
+from tba.runtime.isolation import RecipeSource, isolated_reward
 from tba.runtime.run_directory import RunDirectory
 from tba.types import Prompt, Split, Version
 
@@ -46,43 +46,44 @@ log = logging.getLogger("tba.searcher")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The prompts of a split, and what became of the others of its problems."""
+class PromptSet:
+    """The prompts of a split, and what became of its other problems."""
 
     prompts: list[Prompt]
-    counts: Mapping[str, int]  # problems, prompts, and the others by the reason for which they are not as they were
-    note: str  # what is left out or cut, in a sentence; empty: nothing is
+    counts: Mapping[str, int]  # problems, prompts, and those that were left out or cut, by the reason
+    note: str  # a sentence about what is left out or cut; empty where nothing is
 
 
 def prompts_of(recipe: Recipe, model: Model, split: Split) -> list[Prompt]:
     """Returns the prompts of a split, as the recipe's settings encode them; the log says what is left out."""
-    asked = asked_of(recipe, model, split)
-    if asked.note:
-        log.warning("%s", asked.note)
-    return asked.prompts
+    prompts = prompt_set_of(recipe, model, split)
+    if prompts.note:
+        log.warning("%s", prompts.note)
+    return prompts.prompts
 
 
-def asked_of(recipe: Recipe, model: Model, split: Split) -> Asked:
+def prompt_set_of(recipe: Recipe, model: Model, split: Split) -> PromptSet:
     """Returns the prompts of a split with what is left out.
 
     Raises `UserError` where the model has no room for a prompt beside an answer.
     """
     problems = problems_of(recipe.task, split)
     limit = recipe.prompts.limit if split == "train" else recipe.evaluation.problems or None
-    taken, settings = problems[:limit] if limit else problems, replace(recipe.prompts, limit=None)
-    encoded = encode(taken, recipe.task.name, model.tokenizer(), settings, _room(model))
-    outside = recipe.task.left_out() if split == "train" and isinstance(recipe.task, Selective) else {}
-    counts = {"problems": len(taken), "prompts": len(encoded.prompts)} | {
+    problems, settings = problems[:limit] if limit else problems, replace(recipe.prompts, limit=None)
+    encoding = encode(problems, recipe.task.name, model.tokenizer(), settings, _room(model))
+    exclusions = recipe.task.left_out() if split == "train" and isinstance(recipe.task, Selective) else {}
+    counts = {"problems": len(problems), "prompts": len(encoding.prompts)} | {
         reason: count
         for reason, count in {
-            "too_long": encoded.dropped,
-            "no_room": encoded.no_room,
-            "truncated": encoded.truncated,
-            **outside,
+            "too_long": encoding.dropped,
+            "no_room": encoding.no_room,
+            "truncated": encoding.truncated,
+            **exclusions,
         }.items()
         if count
     }
-    return Asked(encoded.prompts, counts, _left_out(recipe, model, split, len(taken), encoded, outside))
+    note = _exclusion_note(recipe, model, split, len(problems), encoding, exclusions)
+    return PromptSet(encoding.prompts, counts, note)
 
 
 def _room(model: Model) -> int | None:
@@ -99,35 +100,35 @@ def _room(model: Model) -> int | None:
     return room
 
 
-def _left_out(
-    recipe: Recipe, model: Model, split: Split, problems: int, encoded: Encoded, outside: Mapping[str, int]
+def _exclusion_note(
+    recipe: Recipe, model: Model, split: Split, problems: int, encoding: Encoded, exclusions: Mapping[str, int]
 ) -> str:
     """Returns the sentence about what is left out or cut of a split; empty where nothing is."""
-    what, most = "training" if split == "train" else "held-out", recipe.prompts.max_tokens
-    lost, elsewhere, found = problems - len(encoded.prompts), sum(outside.values()), list[str]()
-    longest = f"the longest has {encoded.longest:,}"
-    if encoded.dropped:
-        found.append(f"{encoded.dropped:,} have more than --prompts.max-tokens {most:,} tokens ({longest})")
-    if encoded.no_room:
-        found.append(
-            f"{encoded.no_room:,} leave less than --model.generation.max-completion-tokens "
+    kind, max_tokens = "training" if split == "train" else "held-out", recipe.prompts.max_tokens
+    lost_count, excluded_count, reasons = problems - len(encoding.prompts), sum(exclusions.values()), list[str]()
+    longest = f"the longest has {encoding.longest:,}"
+    if encoding.dropped:
+        reasons.append(f"{encoding.dropped:,} have more than --prompts.max-tokens {max_tokens:,} tokens ({longest})")
+    if encoding.no_room:
+        reasons.append(
+            f"{encoding.no_room:,} leave less than --model.generation.max-completion-tokens "
             f"{model.max_completion_tokens:,} of the model's {model.positions or 0:,} positions ({longest} tokens)"
         )
-    said = []
-    if lost:
-        most_of = "MOST OF THE DATA ARE NOT USED: " if lost > problems / 2 else ""
-        said.append(
-            f"{most_of}{lost:,} of {problems:,} {what} problems are left out, {len(encoded.prompts):,} are asked: "
-            f"{', '.join(found)}"
+    notes = []
+    if lost_count:
+        alarm = "MOST OF THE DATA ARE NOT USED: " if lost_count > problems / 2 else ""
+        notes.append(
+            f"{alarm}{lost_count:,} of {problems:,} {kind} problems are left out, {len(encoding.prompts):,} are asked: "
+            f"{', '.join(reasons)}"
         )
-    if encoded.truncated:
-        said.append(f"{encoded.truncated:,} of {problems:,} {what} prompts lose their beginnings ({longest} tokens)")
-    if elsewhere > problems:
-        said.append(
+    if encoding.truncated:
+        notes.append(f"{encoding.truncated:,} of {problems:,} {kind} prompts lose their beginnings ({longest} tokens)")
+    if excluded_count > problems:
+        notes.append(
             f"MOST OF THE DATA ARE NOT USED: beside the {problems:,} training problems "
-            + ", ".join(f"{count:,} are left out: {reason}" for reason, count in outside.items() if count)
+            + ", ".join(f"{count:,} are left out: {reason}" for reason, count in exclusions.items() if count)
         )
-    return "; ".join(said)
+    return "; ".join(notes)
 
 
 def reward_of(task: Task) -> Reward:
@@ -139,9 +140,9 @@ def reward_of(task: Task) -> Reward:
     except (Exception, SystemExit) as error:
         raise failed(f"reward() of task {task.name}", error) from error
     if isinstance(reward, type) or not isinstance(reward, Reward):
-        what = f"the function {reward.__name__!r}" if isinstance(reward, FunctionType) else f"{reward!r:.80}"
+        description = f"the function {reward.__name__!r}" if isinstance(reward, FunctionType) else f"{reward!r:.80}"
         raise UserError(
-            f"reward() of task {task.name} gave {what}, which has no judge(): for a plain function return "
+            f"reward() of task {task.name} gave {description}, which has no judge(): for a plain function return "
             "tba.WeightedFunctions(((function, 1.0),))"
         )
     return reward
@@ -149,7 +150,7 @@ def reward_of(task: Task) -> Reward:
 
 def grader_of(
     recipe: Recipe,
-    source: RunDirectory | Rebuilt | None,
+    source: RunDirectory | RecipeSource | None,
     split: Split = "train",
     *,
     retries: int = RETRIES,
@@ -157,7 +158,7 @@ def grader_of(
     report: Callable[[str], None] = lambda message: None,
     teachers: Sequence[Reference] = (),
 ) -> Grader:
-    """Returns what grades by a task's reward, as all commands and runs do.
+    """Returns the grader that all commands and runs use for a task's reward.
 
     source: what rebuilds the recipe in another process, should the reward have to run there. split: `eval` takes the
     reward that evaluates, where the task has another one for that. teachers: those that are servers score the answers
@@ -173,32 +174,32 @@ def grader_of(
 def engine_of(recipe: Recipe, model: Model, version: Version, clock: ShareClock | None = None) -> Engine:
     """Returns the engine of a recipe's model; where the task is acted in environments, one whose answers are episodes.
 
-    clock: where the time that it stands still for environments counts as theirs.
+    clock: counts the time that the engine waits for environments as theirs.
     """
-    task, longest = recipe.task, recipe.prompts.max_tokens
-    longest += recipe.model.max_completion_tokens if recipe.vine else 0  # beginnings of answers are prompts there
+    task, longest_prompt = recipe.task, recipe.prompts.max_tokens
+    longest_prompt += recipe.model.max_completion_tokens if recipe.vine else 0  # answers begun are prompts there
     if not isinstance(task, Acted):
-        return model.engine(version, longest)
+        return model.engine(version, longest_prompt)
     worlds = worlds_of(task, inline=recipe.runtime == "inline")  # before there is a model whose memory it would share
-    engine = model.engine(version, longest)
-    still = nullcontext if clock is None else partial(_standing_still, clock)
-    return EpisodeEngine(engine, task, speech_of(recipe.task, model.tokenizer()), worlds, still)
+    engine = model.engine(version, longest_prompt)
+    pause_clock = nullcontext if clock is None else partial(_environment_state, clock)
+    return EpisodeEngine(engine, task, speech_of(recipe.task, model.tokenizer()), worlds, pause_clock)
 
 
 def vine_of(recipe: Recipe, model: Model, engine: Engine, reward: Reward) -> VineRollouts | None:
-    """Returns what estimates the values of an answer's steps, where the recipe has it; an episode's steps are turns."""
+    """Returns the estimator of the values of an answer's steps, if the recipe has one; an episode's steps are turns."""
     if recipe.vine is None:
         return None
-    told = engine.speech.said if isinstance(engine, EpisodeEngine) else None
-    return recipe.vine.start(engine, reward, model.tokenizer(), recipe.largest_reward, told is not None, told)
+    texts = engine.speech.said if isinstance(engine, EpisodeEngine) else None
+    return recipe.vine.start(engine, reward, model.tokenizer(), recipe.largest_reward, texts is not None, texts)
 
 
-def _standing_still(clock: ShareClock) -> AbstractContextManager[None]:
+def _environment_state(clock: ShareClock) -> AbstractContextManager[None]:
     return clock.state("eval" if clock.present == "eval" else "environment")
 
 
 def worlds_of(task: Acted, inline: bool) -> Here | Hosts:
-    """Returns where a task's episodes are played. inline: in this process, so that a run is the same each time."""
+    """Returns the place where a task's episodes are played. inline: this process, so that a run is repeatable."""
     limits = getattr(task, "limits", None) or EpisodeLimits()
     if inline or not limits.processes:
         return Here(task)
@@ -209,13 +210,13 @@ def worlds_of(task: Acted, inline: bool) -> Here | Hosts:
 
 
 def speech_of(task: Task, tokenizer: Tokenizer) -> Speech:
-    """Returns how what an environment says is written for a model."""
-    first = problems_of(task, "train")[0]
-    return Speech(tokenizer, not isinstance(first.prompt, str), first.tools)
+    """Returns the writer of what an environment says, in the form that a model reads."""
+    first_problem = problems_of(task, "train")[0]
+    return Speech(tokenizer, not isinstance(first_problem.prompt, str), first_problem.tools)
 
 
 def prompt_source(recipe: Recipe, prompts: list[Prompt], journal: Journal, rng: np.random.Generator) -> PromptSource:
-    """Returns the prompts in the order that the recipe wants.
+    """Returns the source of prompts in the order that the recipe wants.
 
     Raises `UserError` when there are too few to choose from.
     """

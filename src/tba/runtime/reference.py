@@ -17,7 +17,7 @@ from tba.replay.replay import Replay
 from tba.types import Json, Version
 
 log = logging.getLogger("tba.trainer")
-WHY = "reference"
+PIN_REASON = "reference"
 
 
 @dataclass
@@ -36,46 +36,46 @@ class References:
     def __post_init__(self) -> None:
         self._of_checkpoints = deque(maxlen=self.checkpoints)
 
-    def due(self, version: Version) -> bool:
+    def is_due(self, version: Version) -> bool:
         """Returns whether the reference is to become `version`."""
         return (
             0 < version.step < self.steps
             and self.every > 0
             and version.step % self.every == 0
-            and self.now.step != version.step
+            and self.current.step != version.step
         )
 
     @property
-    def now(self) -> Version:
-        """The reference under which the trainer trains."""
+    def current(self) -> Version:
+        """Returns the reference under which the trainer trains."""
         return self.replay.reference
 
     def reset(self, version: Version, wall_seconds: float) -> None:
         """Make `version`, which is published, the reference from here on."""
-        self.weights.pin(version, WHY)
-        kept = {version, self.now, *self.replay.references, *self._of_checkpoints}
-        for old in [v for v in self._pinned if v not in kept]:
-            self.weights.unpin(old, WHY)
-            self._pinned.remove(old)
+        self.weights.pin(version, PIN_REASON)
+        versions_kept = {version, self.current, *self.replay.references, *self._of_checkpoints}
+        for unused_version in [v for v in self._pinned if v not in versions_kept]:
+            self.weights.unpin(unused_version, PIN_REASON)
+            self._pinned.remove(unused_version)
         self._pinned.append(version)
         self.replay.reference = version
         self.resets.append({"step": version.step, "version": str(version), "wall_seconds": round(wall_seconds, 3)})
         log.info("the reference is version %s of the policy from now on", version)
 
-    def checkpointed(self) -> None:
+    def note_checkpoint(self) -> None:
         """Note that a checkpoint has been made under the current reference."""
-        self._of_checkpoints.append(self.now)
+        self._of_checkpoints.append(self.current)
 
     def state(self) -> Json:
         """Returns what `restore` takes: the resets so far, and the references of the checkpoints that are kept."""
         return {"resets": list(self.resets), "of_checkpoints": [str(version) for version in self._of_checkpoints]}
 
     def restore(self, state: Json) -> None:
-        """Continue from `state`. What is pinned stays so until the next reset."""
+        """Continue from `state`. Pinned versions stay pinned until the next reset."""
         self.resets[:] = state["resets"]
         self._of_checkpoints.extend(Version.parse(version) for version in state["of_checkpoints"])
-        self._pinned[:] = [version for version in self.weights.versions() if WHY in self.weights.pins(version)]
+        self._pinned[:] = [version for version in self.weights.versions() if PIN_REASON in self.weights.pins(version)]
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of the step, where there are resets."""
-        return {"reference_step": float(self.now.step)} if self.every else {}
+        return {"reference_step": float(self.current.step)} if self.every else {}

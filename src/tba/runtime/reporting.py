@@ -33,9 +33,9 @@ from tba.replay.journal import JournalWriter
 from tba.replay.queries import rows_in
 from tba.rollout.rates import Rate
 from tba.runtime.checkpointing import loss_of
-from tba.runtime.elastic import Joined
+from tba.runtime.elastic import JoinedSearchers
 from tba.runtime.run_directory import RunDirectory
-from tba.runtime.watching import Watch
+from tba.runtime.watching import EvaluationWatch
 from tba.types import Json
 
 GO_ON = "resume the run (tba resume)"  # the remedy for a result that cannot be read
@@ -43,7 +43,7 @@ _SEARCHER = {"clock": dict[str, float], "peak_memory_bytes": int}  # what a sear
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """Snapshots of a run from its files, for the live view. Each call reads only what was written since the last."""
 
     recipe: Recipe
@@ -62,10 +62,10 @@ class Progress:
         self.evaluations.look()
         row: Mapping[str, Any] = self.metrics.newest
         mean, newest = self.metrics.mean, self.evaluations.newest
-        bad = self.metrics.bad + self.evaluations.bad
-        told = (noted_falls(self.run.path) or [""])[-1]
+        bad_lines = self.metrics.bad + self.evaluations.bad
+        fall = (noted_falls(self.run.path) or [""])[-1]
         phase = "warm-up" if phase == "training" and not row else phase
-        awaited = self._awaited() if phase == "warm-up" else ""
+        warm_up = self._describe_warm_up() if phase == "warm-up" else ""
         return Status(
             step=int(row.get("step", 0)),
             steps=self.recipe.steps,
@@ -85,10 +85,10 @@ class Progress:
             trainer_idle=row.get(metrics.TRAINER_IDLE),
             trainer_paced=row.get(metrics.TRAINER_PACED),
             searcher_evaluating=row.get(metrics.SEARCHER_EVALUATING),
-            note=note or (f"{bad} lines of what is recorded cannot be read" if bad else told or awaited),
+            note=note or (f"{bad_lines} lines of what is recorded cannot be read" if bad_lines else fall or warm_up),
         )
 
-    def _awaited(self) -> str:
+    def _describe_warm_up(self) -> str:
         """Returns how many of the answers that the first step waits for have arrived, and how long the others take at
         the rate so far; nothing when all have.
         """
@@ -110,27 +110,27 @@ def summarise(
     trainer = read_json(run.result("trainer"), GO_ON)
     if (loss := loss_of(run, run.journal(recipe))) is not None:
         raise UserError(f"{loss}; put it back if there is a copy, or {GO_ON} with --accept-lost-rows")
-    joined = Joined(run).record()
+    joined = JoinedSearchers(run).record()
     names = [*searchers, *(searcher["name"] for searcher in joined)]
     results = {name: read_json(run.result(name), GO_ON, **_SEARCHER) for name in names if run.result(name).exists()}
     for name in names:  # one that was killed may have left graded answers
-        with JournalWriter(run.journal(recipe), name, create=False) as former:
-            former.resume()
+        with JournalWriter(run.journal(recipe), name, create=False) as journal_writer:
+            journal_writer.resume()
     with JournalFollower(run.journal(recipe), position=trainer["position"], create=False) as journal:
         owners = journal.counters()
         undrained = journal.undrained()
     ledgers = {}
     for unit in ("tokens", "trajectories"):
-        own = Ledger.gather(owners, unit)
-        replayed = Ledger.of_counters({**trainer["ledger"]}, unit)
-        waiting = Ledger.of({"waiting": undrained[unit]})
-        ledgers[unit] = own + replayed + waiting
+        searcher_ledger = Ledger.gather(owners, unit)
+        replay_ledger = Ledger.of_counters({**trainer["ledger"]}, unit)
+        waiting_ledger = Ledger.of({"waiting": undrained[unit]})
+        ledgers[unit] = searcher_ledger + replay_ledger + waiting_ledger
     note_unreadable(run.path)
     clocks = [result["clock"] for result in results.values()]
     answers = ledgers["trajectories"]
     note_slow_reward(run.path, share_of(clocks, "reward"), answers.expired, answers.generated)
     evaluations = read_evaluations(run.path)
-    Watch(run).look()  # the last evaluations came after the trainer had ended
+    EvaluationWatch(run).check()  # the last evaluations came after the trainer had ended
     summary = Summary(
         recipe=recipe.name,
         seed=recipe.seed,
@@ -177,20 +177,20 @@ def utilisation(trainer: Json, ranks: int, owners: Mapping[str, Mapping[str, int
     """
     if trainer["arithmetic"] is None:
         return {}
-    a, own, count = Arithmetic(**trainer["arithmetic"]), Counter(trainer["computed"]), Counter[str]()
+    cost, work, counts = Arithmetic(**trainer["arithmetic"]), Counter(trainer["computed"]), Counter[str]()
     for counters in owners.values():
-        count.update(counters)
-    found = {}
-    if own["milliseconds"]:
-        found["trainer"] = a.passes * a.share(own["read"], own["scored"], ranks * own["milliseconds"] / 1000)
-    sampled = count["generated_tokens"] + count["auxiliary_tokens"] - count["observed_tokens"]
-    read = sampled + count["observed_tokens"] + count["asked_tokens"]
-    if sampled and count["generating_milliseconds"]:
-        found["searchers"] = a.share(read, sampled, count["generating_milliseconds"] / 1000)
-    return found
+        counts.update(counters)
+    shares = {}
+    if work["milliseconds"]:
+        shares["trainer"] = cost.passes * cost.share(work["read"], work["scored"], ranks * work["milliseconds"] / 1000)
+    sampled_tokens = counts["generated_tokens"] + counts["auxiliary_tokens"] - counts["observed_tokens"]
+    read_tokens = sampled_tokens + counts["observed_tokens"] + counts["asked_tokens"]
+    if sampled_tokens and counts["generating_milliseconds"]:
+        shares["searchers"] = cost.share(read_tokens, sampled_tokens, counts["generating_milliseconds"] / 1000)
+    return shares
 
 
 def _searchers_time(clocks: list[dict[State, float]]) -> dict[str, float]:
     """Returns what the searchers' time went to, in shares that add up to 1."""
     states = {**SEARCHERS_TIME, "waiting": (*SEARCHERS_TIME["waiting"], "idle"), "evaluating": ("eval",)}
-    return {name: sum(share_of(clocks, state) for state in of) for name, of in states.items()}
+    return {name: sum(share_of(clocks, state) for state in parts) for name, parts in states.items()}

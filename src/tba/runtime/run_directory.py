@@ -39,7 +39,7 @@ from tba.types import Json
 
 @dataclass(frozen=True)
 class Incarnation:
-    """Holds what recipe.json says of one beginning of a run."""
+    """One incarnation of a run, as recipe.json records it."""
 
     why: str
     program: str  # its version
@@ -90,7 +90,7 @@ class RunDirectory:
         began: float | None = None,
         sft_seconds: float = 0.0,
     ) -> RunDirectory:
-        """Make the directory and write recipe.json; `began` is when (by `time.monotonic`), None: now.
+        """Make the directory and write recipe.json. The run began at `began`, by `time.monotonic`; None: now.
 
         `sft_seconds` were spent on a warm start since. Raises `UserError` when a run is there already.
         """
@@ -99,19 +99,19 @@ class RunDirectory:
                 f"{path} holds a run already: continue it (tba resume {path}), choose another --run-name, or remove it"
             )
         for part in ("", "logs", "weights", "checkpoints"):
-            _make(path / part)
+            _make_folder(path / part)
         run = cls(path)
         began = time.monotonic() if began is None else began
-        name, of, variant = source.partition(MARK)
-        file = Path(name) if name.endswith(".py") else None
+        name, separator, variant = source.partition(MARK)
+        recipe_file = Path(name) if name.endswith(".py") else None
         facts = {
-            "recipe": f"{file.resolve()}{of}{variant}" if file else source,
-            "digest": _digest(file) if file else None,
+            "recipe": f"{recipe_file.resolve()}{separator}{variant}" if recipe_file else source,
+            "digest": _digest(recipe_file) if recipe_file else None,
             "overrides": overrides,
             "started": time.time() - (time.monotonic() - began),  # when `began` was, for the times of trajectories
             "clock": {"began": began, "before": 0.0},
             "sft_seconds": sft_seconds,
-            "incarnations": [{"why": "begun", "program": version(), "marks": [mark := _mark()]}],
+            "incarnations": [{"why": "begun", "program": version(), "marks": [mark := _new_mark()]}],
             "resolved": resolved(recipe),
         }
         # no worker creates it: one that finds no journal reports that
@@ -134,8 +134,8 @@ class RunDirectory:
         return cls(path)
 
     @property
-    def shown(self) -> Path:
-        """Returns its path as people write it: from where the command was given, if it lies there."""
+    def displayed_path(self) -> Path:
+        """Returns the run's path as people write it: relative to where the command was given, if it lies there."""
         return self.path.relative_to(self.base) if self.path.is_relative_to(self.base) else self.path
 
     @property
@@ -169,8 +169,8 @@ class RunDirectory:
         file = source.partition(MARK)[0]
         if facts["digest"] is not None and facts["digest"] != _digest(Path(file)):
             raise UserError(f"{file} has changed since the run at {self.path} began: start a new run")
-        begun = tba.settings.find(source)
-        return tba.settings.override(begun, facts["overrides"], f"tba train {source}", recorded=True)
+        base_recipe = tba.settings.find(source)
+        return tba.settings.override(base_recipe, facts["overrides"], f"tba train {source}", recorded=True)
 
     def recipe_to_read(self, trusted: bool) -> Recipe:
         """Returns the recipe for a command that does not continue the run, which may be somebody else's.
@@ -193,21 +193,21 @@ class RunDirectory:
     @property
     def marks(self) -> list[list[int]]:
         """Returns the marks that the journal may have had in each incarnation."""
-        return [made["marks"] for made in self.facts["incarnations"]]
+        return [incarnation["marks"] for incarnation in self.facts["incarnations"]]
 
-    def begin_again(self, why: str, overrides: Sequence[str] = (), before: float | None = None) -> None:
+    def begin_again(self, reason: str, overrides: Sequence[str] = (), seconds_before: float | None = None) -> None:
         """Begin another incarnation, with further overrides; every worker started from here on belongs to it.
 
-        before: seconds that the run had been going when it was left (None: it has never been left, and its journal
-        keeps its mark).
+        seconds_before: how long the run had been going when it ended (None: it has not ended, and its journal keeps
+        its mark).
         """
-        facts, marks = self.facts, self.marks[-1]
+        facts, marks = self.facts, self.marks[-1] + ([] if seconds_before is None else [_new_mark()])
         facts.pop(PREPARED, None)
         facts["overrides"] = [*facts["overrides"], *overrides]
-        now = {"why": why, "program": version(), "marks": marks if before is None else [*marks, _mark()]}
-        facts["incarnations"] = [*facts["incarnations"], now]
-        if before is not None:
-            facts["clock"] = {"began": time.monotonic(), "before": before}
+        incarnation = {"why": reason, "program": version(), "marks": marks}
+        facts["incarnations"] = [*facts["incarnations"], incarnation]
+        if seconds_before is not None:
+            facts["clock"] = {"began": time.monotonic(), "before": seconds_before}
         recipe = tba.settings.override(tba.settings.find(facts["recipe"]), facts["overrides"], "", recorded=True)
         facts["resolved"] = resolved(recipe)
         self.write_facts(facts)
@@ -231,11 +231,11 @@ class RunDirectory:
         return lambda: clock["before"] + time.monotonic() - clock["began"]
 
     @contextmanager
-    def held(self, seconds: float) -> Iterator[RunDirectory]:
+    def hold_lock(self, seconds: float) -> Iterator[RunDirectory]:
         """Yields the run with its lock, which the workers that are started from it inherit and hold for as long as they
         live. The working directory is afterwards what it was before.
 
-        Raises `UserError` when others hold it for `seconds` more.
+        Raises `UserError` when others hold the lock for `seconds` more.
         """
         with hold(self.path, seconds) as lock, chdir(self.base):
             yield replace(self, lock=lock)
@@ -244,7 +244,7 @@ class RunDirectory:
         """Returns the journal's file: in this directory, or in `run.journal_dir` under this run's name."""
         folder = recipe.run.journal_dir
         if folder is not None:
-            _make(self.base / folder)
+            _make_folder(self.base / folder)
         return self._journal_in(folder)
 
     def _journal_in(self, folder: Path | None) -> Path:
@@ -253,13 +253,11 @@ class RunDirectory:
         key = hashlib.blake2b(str(self.path.resolve()).encode(), digest_size=4).hexdigest()
         return self.base / folder / f"{self.path.name}-{key}.sqlite"
 
-    def journal_there(self) -> Path:
-        """Returns the journal's file from recipe.json alone, for commands that read a run: nothing is executed or
-        made.
-        """
-        own = self.path / "journal.sqlite"
-        if own.exists():
-            return own
+    def journal_to_read(self) -> Path:
+        """Returns the journal's file by recipe.json alone, for commands that read a run: no recipe is executed."""
+        local_journal = self.path / "journal.sqlite"
+        if local_journal.exists():
+            return local_journal
         folder = setting(self.facts["resolved"], "run", "journal_dir")
         return self._journal_in(Path(folder) if isinstance(folder, str) else None)
 
@@ -275,11 +273,11 @@ class RunDirectory:
         return self.path / "logs" / f"{worker}.log"
 
     def error(self, worker: str) -> Path:
-        """Returns the file in which a worker that ends with an error of its own leaves it."""
+        """Returns the file in which a worker leaves the error that ended it."""
         return self.path / "logs" / f"{worker}.error.json"
 
     def result(self, worker: str) -> Path:
-        """Returns the file in which a worker leaves what the summary needs of it."""
+        """Returns the file in which a worker leaves its result for the summary."""
         return self.path / "logs" / f"{worker}.result.json"
 
 
@@ -307,11 +305,11 @@ def new_path(root: Path, recipe_name: str, run_name: str | None) -> Path:
     return root / name
 
 
-def _mark() -> int:
+def _new_mark() -> int:
     return 1 + secrets.randbelow(2**62)
 
 
-def _make(folder: Path) -> None:
+def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -319,8 +317,8 @@ def _make(folder: Path) -> None:
 
 
 def _checksum(facts: Mapping[str, Any]) -> str:
-    checked = {name: value for name, value in facts.items() if name != CHECKSUM}
-    text = json.dumps(plain(checked), sort_keys=True, ensure_ascii=False)
+    checked_facts = {name: value for name, value in facts.items() if name != CHECKSUM}
+    text = json.dumps(plain(checked_facts), sort_keys=True, ensure_ascii=False)
     return hashlib.blake2b(text.encode(errors="replace"), digest_size=8).hexdigest()
 
 

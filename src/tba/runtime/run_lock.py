@@ -18,7 +18,7 @@ from typing import IO
 
 from tba.errors import UserError
 
-_LOCK, _PARTS = "lock", "lock-parts"
+_LOCK, _PARTS_LOCK = "lock", "lock-parts"
 _POLL = 0.05  # seconds between two attempts at the lock
 _PROBE = 0.5  # seconds to wait for a process that only probes whether a run is held
 
@@ -30,12 +30,12 @@ def hold(run: Path, seconds: float) -> Iterator[int]:
     """
     with (run / _LOCK).open("a+") as file:
         deadline = time.monotonic() + max(seconds, _PROBE)
-        while not (_locked(file.fileno()) and _parts_let_go(run)):
+        while not (_try_lock(file.fileno()) and _is_free_of_parts(run)):
             if time.monotonic() >= deadline:
                 file.seek(0)
-                who = file.read().strip() or "unknown"
+                holder = file.read().strip() or "unknown"
                 raise UserError(
-                    f"the run at {run} is still in progress (process {who} or a worker of it): "
+                    f"the run at {run} is still in progress (process {holder} or a worker of it): "
                     "let it end, or end it, before it is resumed"
                 )
             time.sleep(_POLL)
@@ -45,11 +45,11 @@ def hold(run: Path, seconds: float) -> Iterator[int]:
         yield file.fileno()
 
 
-def keep(run: Path) -> IO[str]:
+def hold_shared(run: Path) -> IO[str]:
     """Keep the run for a worker that has not inherited the lock: while the returned file is open, nobody else can hold
     the run.
     """
-    file = (run / _PARTS).open("a")
+    file = (run / _PARTS_LOCK).open("a")
     fcntl.flock(file, fcntl.LOCK_SH)
     return file
 
@@ -77,15 +77,15 @@ def driver_lives(run: Path) -> bool:
     return True
 
 
-def _parts_let_go(run: Path) -> bool:
+def _is_free_of_parts(run: Path) -> bool:
     """Returns whether no worker keeps it any longer."""
-    if not (run / _PARTS).exists():
+    if not (run / _PARTS_LOCK).exists():
         return True
-    with (run / _PARTS).open("a") as file:
-        return _locked(file.fileno())
+    with (run / _PARTS_LOCK).open("a") as file:
+        return _try_lock(file.fileno())
 
 
-def _locked(descriptor: int) -> bool:
+def _try_lock(descriptor: int) -> bool:
     """Returns whether the lock could be taken."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -28,9 +28,9 @@ from tba.rollout.overlong import Overlong
 from tba.rollout.prompts import PosteriorPrompts, UniformPrompts
 from tba.rollout.rescoring import Rescorer
 from tba.rollout.searcher import Searcher
-from tba.runtime.connections import BackgroundJournal, Connections, on_disk
+from tba.runtime.connections import BackgroundJournal, Connections, connect_on_disk
 from tba.runtime.evaluation import EVALUATION_DEADLINE, Examiner
-from tba.runtime.prompting import LEASE_SECONDS, Asked, asked_of, engine_of, grader_of, prompt_source, vine_of
+from tba.runtime.prompting import LEASE_SECONDS, PromptSet, engine_of, grader_of, prompt_set_of, prompt_source, vine_of
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.teaching import reference_of, teachers_of
 from tba.types import SPLITS, Json, Split, Version
@@ -38,22 +38,20 @@ from tba.types import SPLITS, Json, Split, Version
 log = logging.getLogger("tba.searcher")
 HAND_DOWN = 0.25  # seconds of a round after which the answers that are there are sent to the trainer
 NICENESS = 5  # how far searchers give way to the trainer where they share cores (nice(1)): docs/scaling.md has its gain
-DRAWN = (UniformPrompts, PosteriorPrompts)  # sources of prompts that draw them
-_LOOK = 0.1  # seconds between two polls for weights to evaluate, where that is all there is to do
-_PAUSE = 0.05  # seconds between two checks whether more is wanted
+DRAWING_SOURCES = (UniformPrompts, PosteriorPrompts)  # sources of prompts that draw them
+_POLL_SECONDS = 0.1  # between two polls for weights to evaluate, where that is all there is to do
+_PAUSE_SECONDS = 0.05  # between two checks whether more is wanted
 LONGEST_HELD_BACK = 60.0  # seconds, then a searcher makes a round all the same: it never waits for ever
 
 
-def search(recipe: Recipe, start: Callable[[], SearcherLoop], stop: Callable[[], bool]) -> None:
-    """Run a searcher's whole life, in a process or an actor of its own: rounds until asked to stop; offline it
-    evaluates only.
-    """
+def run_searcher(recipe: Recipe, start: Callable[[], SearcherLoop], stop: Callable[[], bool]) -> None:
+    """Run a searcher's whole life, in a process or an actor: rounds until asked to stop; offline only evaluations."""
     torch.set_num_threads(recipe.run.threads)
     loop = start()
     try:
         while not stop() and not loop.evaluate(None if recipe.offline else loop.round_between):
             if recipe.offline:
-                time.sleep(_LOOK)
+                time.sleep(_POLL_SECONDS)
             else:
                 loop.round()
         loop.searcher.drain(stop=True)
@@ -82,38 +80,33 @@ class SearcherLoop:
 
     def evaluate(self, between: Callable[[], None] | None = None) -> bool:
         """Run the evaluations that the newest weights' manifest requests; returns whether the trainer has asked to
-        stop; then nobody waits for what is being generated. `between`: what to do between two chunks of an evaluation.
+        stop, when nobody waits for running answers. `between`: what to do between two chunks of an evaluation.
         """
-        asked = self.told()
-        stop = bool(asked.get("stop"))
+        manifest = self.newest_manifest()
+        stop = bool(manifest.get("stop"))
         before = partial(self.searcher.drain, stop=True) if stop else self.searcher.free_engine
-        self.examiner.answer(asked, before, between)
+        self.examiner.evaluate_requests(manifest, before, between)
         return stop
 
-    def told(self) -> Mapping[str, Json]:
+    def newest_manifest(self) -> Mapping[str, Json]:
         """Returns the manifest of the newest weights; empty where they were sent by a trainer that is gone."""
         newest = self.weights.newer_than(None)
         return {} if newest is None or newest.version.incarnation < self.incarnation else newest.manifest
 
-    def ahead(self) -> bool:
-        """Returns whether there are as many trajectories as the trainer wants by now (`Pacing.wanted`), those that are
-        being graded included; by default never.
-        """
-        for newest in (False, True):  # the bound only rises: most often the one that is known already is enough
-            wanted = self.searcher.manifest.get("wanted")
-            if wanted is None or self.journal.rows() + self.searcher.unsent < wanted:
+    def is_ahead(self) -> bool:
+        """Returns whether the trainer has all trajectories that it wants by now, counting those still being graded."""
+        for has_pulled in (False, True):  # the bound only rises: most often the one that is known already is enough
+            wanted_rows = self.searcher.manifest.get("wanted")
+            if wanted_rows is None or self.journal.rows() + self.searcher.unsent < wanted_rows:
                 return False
-            if not newest:
+            if not has_pulled:
                 self.searcher.pull()
         return True
 
     def round(self) -> None:
-        """Make a round.
-
-        While the searcher is ahead of what is wanted: only rescore what is to be rescored, and pause.
-        """
-        held_back = 0.0 if self.held_back_since is None else time.monotonic() - self.held_back_since
-        if not self.ahead() or held_back > LONGEST_HELD_BACK:
+        """Make a round; while the searcher is ahead of what the trainer wants, only rescore old answers and pause."""
+        held_back_seconds = 0.0 if self.held_back_since is None else time.monotonic() - self.held_back_since
+        if not self.is_ahead() or held_back_seconds > LONGEST_HELD_BACK:
             self.held_back_since = None
             self.searcher.round()
             self.memory.give_back()
@@ -123,18 +116,18 @@ class SearcherLoop:
         self.searcher.tend()
         self.searcher.rescore()
         with self.clock.state("paced"):
-            time.sleep(_PAUSE)
+            time.sleep(_PAUSE_SECONDS)
 
-    def turn(self, trainer: ShareClock) -> None:
-        """Make a round where trainer and searcher take turns; the trainer's clock counts it as idle: it is what
+    def turn(self, trainer_clock: ShareClock) -> None:
+        """Make a round where trainer and searcher take turns. The trainer's clock counts it as idle, the time that
         asynchrony saves.
         """
-        with trainer.state("idle"), self.clock.state("generating"):
+        with trainer_clock.state("idle"), self.clock.state("generating"):
             self.searcher.round()
 
     def round_between(self) -> None:
         """Make a round between two chunks of an evaluation, unless the trainer is done or wants no more yet."""
-        if not self.told().get("stop") and not self.ahead():
+        if not self.newest_manifest().get("stop") and not self.is_ahead():
             self.searcher.round()
             self.searcher.free_engine()
 
@@ -143,19 +136,19 @@ class SearcherLoop:
         prompts = self.searcher.prompts
         return {
             "rng": self.searcher.rng.bit_generator.state,
-            "prompts_rng": prompts.rng.bit_generator.state if isinstance(prompts, DRAWN) else None,
+            "prompts_rng": prompts.rng.bit_generator.state if isinstance(prompts, DRAWING_SOURCES) else None,
             "rounds": self.searcher.rounds,
         }
 
     def restore(self, state: Json) -> None:
         """Continue with the generators and the count of rounds that `state` gave."""
         self.searcher.rng.bit_generator.state = state["rng"]
-        if isinstance(self.searcher.prompts, DRAWN):
+        if isinstance(self.searcher.prompts, DRAWING_SOURCES):
             self.searcher.prompts.rng.bit_generator.state = state["prompts_rng"]
         self.searcher.rounds = state["rounds"]
 
     def close(self) -> None:
-        """Leave what the summary needs, and how much the journal held: the trainer may have ended before."""
+        """Close the journal and the grader, and leave the searcher's result for the summary."""
         try:
             rows = self.journal.rows()
         finally:
@@ -185,46 +178,46 @@ def start_searching(
     background: its rounds flow into one another, and what it sends is written in the background. Otherwise each round
     is finished before the next begins, and nothing depends on how long anything takes.
     """
-    ends = partial(on_disk, recipe, run, f"searcher-{index}", interrupted)
-    return searcher_loop_at(recipe, ends, index, attempt, interrupted, background, run)
+    connect = partial(connect_on_disk, recipe, run, f"searcher-{index}", interrupted)
+    return searcher_loop_at(recipe, connect, index, attempt, interrupted, background, run)
 
 
 def searcher_loop_at(
     recipe: Recipe,
-    reach: Callable[[], Connections],
+    connect: Callable[[], Connections],
     index: int,
     attempt: int,
     interrupted: Callable[[], bool] | None,
     background: bool = False,
     run: RunDirectory | None = None,
 ) -> SearcherLoop:
-    """Build the same with other connections, which are opened once the model and the prompts are loaded. run: what
+    """Build a searcher's loop over any connections, which are opened once the model and the prompts are loaded. run:
     rebuilds the recipe in another process, should the reward have to run there.
     """
     keep_few_kernels()
     model = recipe.model.prepared(recipe.task)
-    prompts = {split: asked_of(recipe, model, split) for split in SPLITS}
-    for note in filter(None, (asked.note for asked in prompts.values())):
+    prompts = {split: prompt_set_of(recipe, model, split) for split in SPLITS}
+    for note in filter(None, (prompt_set.note for prompt_set in prompts.values())):
         log.warning("%s", note)
-    ends, clock = reach(), ShareClock(state="weights")
+    connections, clock = connect(), ShareClock(state="weights")
     if background:
-        in_background = BackgroundJournal(ends.journal, 2 * recipe.run.journal_deadline, clock)
-        ends = replace(ends, journal=cast(Journal, in_background))  # which it implements by forwarding
+        background_journal = BackgroundJournal(connections.journal, 2 * recipe.run.journal_deadline, clock)
+        connections = replace(connections, journal=cast(Journal, background_journal))  # it forwards the methods
     try:
-        loop = _loop_of(ends, clock, recipe, model, prompts, index, attempt, interrupted, background, run)
+        loop = _loop_of(connections, clock, recipe, model, prompts, index, attempt, interrupted, background, run)
     except BaseException:
-        ends.journal.close()
+        connections.journal.close()
         raise
     clock.reclassify("idle" if recipe.runtime == "inline" else "generating")  # `turn` generates inline
     return loop
 
 
 def _loop_of(
-    ends: Connections,
+    connections: Connections,
     clock: ShareClock,
     recipe: Recipe,
     model: Model,
-    prompts: Mapping[Split, Asked],
+    prompts: Mapping[Split, PromptSet],
     index: int,
     attempt: int,
     interrupted: Callable[[], bool] | None,
@@ -232,22 +225,22 @@ def _loop_of(
     run: RunDirectory | None,
 ) -> SearcherLoop:
     name = f"searcher-{index}"
-    journal, weights = ends.journal, ends.weights
-    grading = partial(
+    journal, weights = connections.journal, connections.weights
+    make_grader = partial(
         grader_of,
         recipe,
         run,
         share=(index, recipe.searcher_count),
-        report=partial(ends.records.fault, "reward_retries"),
+        report=partial(connections.records.fault, "reward_retries"),
     )
     engine = engine_of(recipe, model, Version(), clock)
     reference = reference_of(recipe, model)
     teachers = teachers_of(recipe, model, reference)
-    grader = grading("train", teachers=teachers)
+    grader = make_grader("train", teachers=teachers)
     grader.alive = interrupted or grader.alive
     rescorer = Rescorer(reference, journal, recipe.rescored_per_round, LEASE_SECONDS)
-    in_rounds = recipe.run.rounds or not background or recipe.vine is not None
-    seeds = [recipe.seed, 1 + index, attempt, *([ends.incarnation] if ends.incarnation else [])]
+    is_in_rounds = recipe.run.rounds or not background or recipe.vine is not None
+    seeds = [recipe.seed, 1 + index, attempt, *([connections.incarnation] if connections.incarnation else [])]
     searcher = Searcher(
         name=name,
         engine=engine,
@@ -262,7 +255,7 @@ def _loop_of(
         rng=np.random.default_rng(seeds),
         interrupted=interrupted,
         teachers=teachers,
-        flows=not in_rounds,
+        flows=not is_in_rounds,
         vine=vine_of(recipe, model, engine, grader),
         rescorer=rescorer if recipe.reference_reset else None,
         largest_reward=recipe.largest_reward,
@@ -277,12 +270,12 @@ def _loop_of(
     examiner = Examiner(
         engine=engine,
         prompts=prompts["eval"].prompts,
-        reward=grading("eval") if isinstance(recipe.task, Examined) else grader,
+        reward=make_grader("eval") if isinstance(recipe.task, Examined) else grader,
         settings=recipe.evaluation,
         policy_temperature=recipe.policy_temperature,
         journal=journal,
         weights=weights,
-        records=ends.records,
+        records=connections.records,
         seed=recipe.seed,
         claim_seconds=EVALUATION_DEADLINE,
         clock=clock,
@@ -294,7 +287,7 @@ def _loop_of(
         journal,
         weights,
         clock,
-        ends.records,
-        ends.incarnation,
-        prompts={split: asked.counts for split, asked in prompts.items()},
+        connections.records,
+        connections.incarnation,
+        prompts={split: prompt_set.counts for split, prompt_set in prompts.items()},
     )

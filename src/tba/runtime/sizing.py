@@ -21,12 +21,12 @@ from tba.recipe import Recipe
 from tba.record.memory import machine_memory_bytes
 from tba.record.text import size
 from tba.runtime.devices import USABLE, Place, places
-from tba.runtime.needs import checkpointed, needs
+from tba.runtime.needs import needs, with_checkpointing
 from tba.settings import override
 from tba.training.ranks.messages import RankSettings
 
-_RANK = "16"  # of the adapters that are proposed
-_KEPT = {"--model.lora.rank", "--model.dtype"}  # by a run
+_LORA_RANK = "16"  # that is proposed
+_FIXED_FLAGS = {"--model.lora.rank", "--model.dtype"}  # which a run that is resumed keeps
 
 
 @dataclass(frozen=True)
@@ -53,56 +53,56 @@ def places_on(recipe: Recipe, machine: Machine) -> dict[str, Place]:
     return places(recipe, searchers_of(recipe), machine.gpus)
 
 
-def sized(recipe: Recipe, machine: Machine) -> list[str]:
-    """Returns the flags that decide what the recipe leaves open; none where no GPU is used."""
-    each = recipe.model.gpus_per_searcher
-    if recipe.runtime != "processes" or not each or not machine.gpus:
+def sizing_flags(recipe: Recipe, machine: Machine) -> list[str]:
+    """Returns the flags for the numbers of ranks and searchers that the recipe leaves open; none without GPUs."""
+    gpus_each = recipe.model.gpus_per_searcher
+    if recipe.runtime != "processes" or not gpus_each or not machine.gpus:
         return []
-    count, known = len(machine.gpus), bool(needs(recipe))
-    most = count - each if known and getattr(recipe.model, "dtype", "") != "4-bit" else 1
-    decided = recipe
-    for ranks in range(1, max(1, most) + 1):
+    count, is_shape_known = len(machine.gpus), bool(needs(recipe))
+    most_ranks = count - gpus_each if is_shape_known and getattr(recipe.model, "dtype", "") != "4-bit" else 1
+    decided_recipe = recipe
+    for ranks in range(1, max(1, most_ranks) + 1):
         ranks = recipe.trainer.ranks or ranks
-        searchers = recipe.searchers or (1 if recipe.offline else max(1, (count - ranks) // each))
-        decided = replace(recipe, trainer=RankSettings(ranks), searchers=searchers)
-        if recipe.trainer.ranks or (too_much(decided, machine) or ("searcher",))[0] == "searcher":
+        searchers = recipe.searchers or (1 if recipe.offline else max(1, (count - ranks) // gpus_each))
+        decided_recipe = replace(recipe, trainer=RankSettings(ranks), searchers=searchers)
+        if recipe.trainer.ranks or (memory_shortage(decided_recipe, machine) or ("searcher",))[0] == "searcher":
             break  # the trainer fits
     return [
-        *([] if recipe.trainer.ranks else ["--trainer.ranks", str(decided.trainer.count)]),
-        *([] if recipe.searchers else ["--searchers", str(decided.searcher_count)]),
+        *([] if recipe.trainer.ranks else ["--trainer.ranks", str(decided_recipe.trainer.count)]),
+        *([] if recipe.searchers else ["--searchers", str(decided_recipe.searcher_count)]),
     ]
 
 
-def unused(recipe: Recipe, machine: Machine) -> str | None:
+def unused_gpus(recipe: Recipe, machine: Machine) -> str | None:
     """Returns a sentence about GPUs on which nothing will run; None where there are none."""
     if not recipe.model.gpus_per_searcher or recipe.runtime == "cluster":
         return None
-    used = {gpu for place in places_on(recipe, machine).values() for gpu in place.gpus}
-    idle = len(machine.gpus) - len(used)
-    if not idle:
+    used_gpus = {gpu for place in places_on(recipe, machine).values() for gpu in place.gpus}
+    unused_count = len(machine.gpus) - len(used_gpus)
+    if not unused_count:
         return None
-    more = "give more --searchers or --trainer.ranks, or neither, and as many are used as can be"
+    remedy = "give more --searchers or --trainer.ranks, or neither, and as many are used as can be"
     if recipe.runtime == "inline":
-        more = "the inline runtime has one process, --runtime processes has more"
+        remedy = "the inline runtime has one process, --runtime processes has more"
     elif recipe.offline:
-        more = "--offline nobody samples; more --trainer.ranks share a step"
-    return f"{idle} GPU{'s are' if idle > 1 else ' is'} unused: {more}"
+        remedy = "--offline nobody samples; more --trainer.ranks share a step"
+    return f"{unused_count} GPU{'s are' if unused_count > 1 else ' is'} unused: {remedy}"
 
 
 def refuse_what_cannot_fit(recipe: Recipe, machine: Machine, resumed: bool = False) -> None:
     """Raises `UserError` where a part cannot fit into the memory of its device; it names the fields that would help.
 
-    resumed: what is trained, all weights or adapters, and on which base, cannot be changed any more.
+    resumed: the weights that are trained and their base cannot be changed any more.
     """
-    told = too_much(recipe, machine)
-    if told is None:
+    shortage = memory_shortage(recipe, machine)
+    if shortage is None:
         return
-    half, sentence = told
-    for flags in _smaller(recipe, half):
-        if resumed and _KEPT & {*flags}:
+    half, sentence = shortage
+    for flags in _memory_saving_flags(recipe, half):
+        if resumed and _FIXED_FLAGS & {*flags}:
             continue
         try:
-            fits = too_much(override(recipe, flags, "", recorded=True), machine) is None
+            fits = memory_shortage(override(recipe, flags, "", recorded=True), machine) is None
         except UserError:  # too few GPUs, or what does not go together
             continue
         if fits:
@@ -110,119 +110,119 @@ def refuse_what_cannot_fit(recipe: Recipe, machine: Machine, resumed: bool = Fal
     raise UserError(f"{sentence}: use {'' if resumed else 'a smaller model, '}more GPUs, or a machine with more memory")
 
 
-def too_much(recipe: Recipe, machine: Machine) -> tuple[str, str] | None:
+def memory_shortage(recipe: Recipe, machine: Machine) -> tuple[str, str] | None:
     """Returns which half needs more than there is (trainer, searcher, or both where they share a GPU), and a sentence
     that says so; None when all fits. Raises `UserError` where the GPUs are too few.
     """
-    told = _too_much(recipe, machine)
-    if told is not None and (least := checkpointed(recipe)) is not None:
-        return _too_much(least, machine)
-    return told
+    shortage = _memory_shortage(recipe, machine)
+    if shortage is not None and (smaller_recipe := with_checkpointing(recipe)) is not None:
+        return _memory_shortage(smaller_recipe, machine)
+    return shortage
 
 
-def _too_much(recipe: Recipe, machine: Machine) -> tuple[str, str] | None:
-    found = {need.part: need for need in needs(recipe)}
-    if not found or recipe.runtime == "cluster":
+def _memory_shortage(recipe: Recipe, machine: Machine) -> tuple[str, str] | None:
+    needs_by_part = {need.part: need for need in needs(recipe)}
+    if not needs_by_part or recipe.runtime == "cluster":
         return None
-    if found["trainer"].device == "cuda":
-        bytes_of = {part: need.total for part, need in found.items() if need.device == "cuda"}
-        where = places_on(recipe, machine) if machine.gpus else {}
+    if needs_by_part["trainer"].device == "cuda":
+        bytes_of = {part: need.total for part, need in needs_by_part.items() if need.device == "cuda"}
+        worker_places = places_on(recipe, machine) if machine.gpus else {}
         for gpu, memory in enumerate(machine.gpus):
-            on = _needed_of(gpu, where, bytes_of)
-            if sum(on.values()) > USABLE * memory:
-                return _shortage(gpu, on, memory)
+            bytes_by_worker = _needs_on_gpu(gpu, worker_places, bytes_of)
+            if sum(bytes_by_worker.values()) > USABLE * memory:
+                return _describe_shortage(gpu, bytes_by_worker, memory)
     copies = {"trainer": recipe.trainer.count, "host": recipe.trainer.count, "replay": 1}
-    each = {
+    bytes_by_part = {
         part: need.total * copies.get(part, recipe.searcher_count)
-        for part, need in found.items()
+        for part, need in needs_by_part.items()
         if need.device != "cuda"
     }
-    if machine.memory is not None and sum(each.values()) > machine.memory:
-        named = ", ".join(f"{part} {size(n)}" for part, n in each.items())
-        half = "trainer" if 2 * each.get("trainer", 0) > sum(each.values()) else "searcher"
-        sentence = f"the run needs {size(sum(each.values()))} of memory ({named}), and this machine has "
+    if machine.memory is not None and sum(bytes_by_part.values()) > machine.memory:
+        listing = ", ".join(f"{part} {size(n)}" for part, n in bytes_by_part.items())
+        half = "trainer" if 2 * bytes_by_part.get("trainer", 0) > sum(bytes_by_part.values()) else "searcher"
+        sentence = f"the run needs {size(sum(bytes_by_part.values()))} of memory ({listing}), and this machine has "
         return half, sentence + size(machine.memory)
     return None
 
 
-def _needed_of(gpu: int, where: Mapping[str, Place], found: Mapping[str, int]) -> dict[str, int]:
+def _needs_on_gpu(gpu: int, worker_places: Mapping[str, Place], bytes_of: Mapping[str, int]) -> dict[str, int]:
     """Returns what each worker needs of one GPU: an engine is on all of its own, reference and rewards on the first."""
-    on = {}
-    for worker, place in where.items():
+    bytes_by_worker = {}
+    for worker, place in worker_places.items():
         if gpu in place.gpus and worker.startswith("trainer"):
-            on[worker] = found["trainer"]
+            bytes_by_worker[worker] = bytes_of["trainer"]
         elif gpu in place.gpus:
-            first = sum(n for part, n in found.items() if part not in ("trainer", "searcher"))
-            on[worker] = found["searcher"] + (first if gpu == place.gpus[0] else 0)
-    return on
+            reference_bytes = sum(n for part, n in bytes_of.items() if part not in ("trainer", "searcher"))
+            bytes_by_worker[worker] = bytes_of["searcher"] + (reference_bytes if gpu == place.gpus[0] else 0)
+    return bytes_by_worker
 
 
-def _shortage(gpu: int, on: Mapping[str, int], memory: int) -> tuple[str, str]:
+def _describe_shortage(gpu: int, bytes_by_worker: Mapping[str, int], memory: int) -> tuple[str, str]:
     """Returns who needs more than a GPU has (trainer, searcher, both), and how much, in words."""
-    trained = any(worker.startswith("trainer") for worker in on)
-    usable, needed = size(int(USABLE * memory)), size(sum(on.values()))
-    if len(on) == 1:
-        half = "trainer" if trained else "searcher"
-        return half, f"the {half} needs {needed} of its GPU, of which {usable} are usable"
-    named = ", ".join(f"{worker} {size(own)}" for worker, own in on.items())
-    half = "both" if trained else "searcher"
-    return half, f"the workers on GPU {gpu} need {needed} of it ({named}), of which {usable} are usable"
+    has_trainer = any(worker.startswith("trainer") for worker in bytes_by_worker)
+    usable_size, needed_size = size(int(USABLE * memory)), size(sum(bytes_by_worker.values()))
+    if len(bytes_by_worker) == 1:
+        half = "trainer" if has_trainer else "searcher"
+        return half, f"the {half} needs {needed_size} of its GPU, of which {usable_size} are usable"
+    listing = ", ".join(f"{worker} {size(n)}" for worker, n in bytes_by_worker.items())
+    half = "both" if has_trainer else "searcher"
+    return half, f"the workers on GPU {gpu} need {needed_size} of it ({listing}), of which {usable_size} are usable"
 
 
-def _smaller(recipe: Recipe, half: str) -> Iterator[list[str]]:
+def _memory_saving_flags(recipe: Recipe, half: str) -> Iterator[list[str]]:
     """Yields flags with which less memory is needed, the least intrusive first."""
-    to_train, to_search = list(_to_train(recipe)), list(_to_search(recipe))
+    trainer_savings, searcher_savings = list(_trainer_savings(recipe)), list(_searcher_savings(recipe))
     if half == "trainer":
-        to_search = to_search[:1]
+        searcher_savings = searcher_savings[:1]
     if half == "searcher":  # adapters leave its reference without weights of its own
-        to_train = [flags for flags in to_train if not flags or "--model.lora.rank" in flags]
-    pairs = list(product(range(len(to_train)), range(len(to_search))))
+        trainer_savings = [flags for flags in trainer_savings if not flags or "--model.lora.rank" in flags]
+    pairs = list(product(range(len(trainer_savings)), range(len(searcher_savings))))
     if half == "both":  # something of each
         pairs.sort(key=lambda pair: (sum(pair), pair[1]))
-    for flags in ([*to_train[i], *to_search[j]] for i, j in pairs[1:]):
+    for flags in ([*trainer_savings[i], *searcher_savings[j]] for i, j in pairs[1:]):
         if half != "searcher" and {"--model.lora.rank", "--optimizer.moments-on-host"} & {*flags}:
-            yield from _ranks(recipe)  # which train all weights, and in less time
+            yield from _rank_flags(recipe)  # which train all weights, and in less time
         yield flags
 
 
-def _ranks(recipe: Recipe) -> Iterator[list[str]]:
+def _rank_flags(recipe: Recipe) -> Iterator[list[str]]:
     """Yields flags with which more ranks share the trainer."""
     if recipe.runtime == "processes" and recipe.model.gpus_per_searcher:
-        more = (str(ranks) for ranks in (2, 4, 8) if ranks > recipe.trainer.count)
-        yield from ([*_checkpointing(recipe), "--trainer.ranks", ranks] for ranks in more)
+        rank_counts = (str(ranks) for ranks in (2, 4, 8) if ranks > recipe.trainer.count)
+        yield from ([*_checkpointing_flags(recipe), "--trainer.ranks", ranks] for ranks in rank_counts)
 
 
-def _checkpointing(recipe: Recipe) -> list[str]:
-    """Returns the flag that switches it on, if it is not."""
+def _checkpointing_flags(recipe: Recipe) -> list[str]:
+    """Returns the flag that switches gradient checkpointing on, if it is off."""
     return [] if getattr(recipe.model, "gradient_checkpointing", True) else ["--model.gradient-checkpointing"]
 
 
-def _to_train(recipe: Recipe) -> Iterator[list[str]]:
+def _trainer_savings(recipe: Recipe) -> Iterator[list[str]]:
     """Yields flags with which a trainer needs ever less, the first of them none."""
-    model, checkpointing, tokens = recipe.model, _checkpointing(recipe), recipe.max_tokens_per_pass
+    model, checkpointing, tokens = recipe.model, _checkpointing_flags(recipe), recipe.max_tokens_per_pass
     yield []
     if checkpointing:
-        yield from (["--max-tokens-per-pass", fewer] for fewer in _halves(tokens, 4096))
+        yield from (["--max-tokens-per-pass", limit] for limit in _halves(tokens, 4096))
         yield checkpointing
-    yield from ([*checkpointing, "--max-tokens-per-pass", fewer] for fewer in _halves(tokens, 1024))
+    yield from ([*checkpointing, "--max-tokens-per-pass", limit] for limit in _halves(tokens, 1024))
     if (lora := getattr(model, "lora", None)) is not None:
         if not lora.rank:
             if model.trainer_device.type == "cuda" and not recipe.optimizer.moments_on_host:
-                host = ["--optimizer.moments-on-host", *checkpointing]
-                yield host
-                yield from ([*host, "--max-tokens-per-pass", fewer] for fewer in _halves(tokens, 4096))
-            yield ["--model.lora.rank", _RANK, *checkpointing]
+                host_flags = ["--optimizer.moments-on-host", *checkpointing]
+                yield host_flags
+                yield from ([*host_flags, "--max-tokens-per-pass", limit] for limit in _halves(tokens, 4096))
+            yield ["--model.lora.rank", _LORA_RANK, *checkpointing]
         if recipe.trainer.count == 1:
-            yield ["--model.dtype", "4-bit", "--model.lora.rank", str(lora.rank or _RANK), *checkpointing]
+            yield ["--model.dtype", "4-bit", "--model.lora.rank", str(lora.rank or _LORA_RANK), *checkpointing]
 
 
-def _to_search(recipe: Recipe) -> Iterator[list[str]]:
+def _searcher_savings(recipe: Recipe) -> Iterator[list[str]]:
     """Yields flags with which searchers need ever less, the first of them none."""
     generation = getattr(recipe.model, "generation", None)
     yield []
     if generation is not None:
-        yield from (["--model.generation.slots", fewer] for fewer in _halves(generation.slots))
-    yield from (["--searchers", fewer] for fewer in _halves(recipe.searcher_count))
+        yield from (["--model.generation.slots", limit] for limit in _halves(generation.slots))
+    yield from (["--searchers", limit] for limit in _halves(recipe.searcher_count))
 
 
 def _halves(number: int, least: int = 1) -> Iterator[str]:

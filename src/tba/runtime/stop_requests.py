@@ -19,14 +19,14 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.number = 0  # of the signal that requested it
-        self._asked = threading.Event()
+        self._event = threading.Event()
 
     def __call__(self) -> bool:
-        return self._asked.is_set()
+        return self._event.is_set()
 
-    def ask(self, number: int) -> None:
+    def request(self, number: int) -> None:
         self.number = number
-        self._asked.set()
+        self._event.set()
 
     @property
     def exit_code(self) -> int:
@@ -37,19 +37,19 @@ class StopRequest:
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
     """Yields a function that says whether a stop was requested. Outside the main thread no signal is handled."""
-    asked = StopRequest()
+    stop = StopRequest()
 
-    def ask(number: int, frame: object) -> None:
-        if asked():
+    def handle_signal(number: int, frame: object) -> None:
+        if stop():
             raise KeyboardInterrupt
-        asked.ask(number)
+        stop.request(number)
 
     if threading.current_thread() is not threading.main_thread():
-        yield asked
+        yield stop
         return
-    before = [signal.signal(number, ask) for number in _SIGNALS]
+    former_handlers = [signal.signal(number, handle_signal) for number in _SIGNALS]
     try:
-        yield asked
+        yield stop
     finally:
-        for number, former in zip(_SIGNALS, before, strict=True):
-            signal.signal(number, former)
+        for number, former_handler in zip(_SIGNALS, former_handlers, strict=True):
+            signal.signal(number, former_handler)

@@ -26,41 +26,41 @@ from tba.turns import AssistantTurn, Frame, assistant_turn
 from tba.types import Completion, FloatArray, Prompt, StopReason, Version
 
 _Pairs: TypeAlias = "list[tuple[Prompt, Completion]]"
-_CHARACTERS = 256  # tokens of a vocabulary up to which it may be one of a task's characters, and write no others
-_PROMPTS = 20  # of the task whose encodings are compared
+_CHARACTER_VOCABULARY = 256  # tokens; one that is not larger may have a task's characters only, and write no others
+_COMPARED_PROMPTS = 20  # of the task whose encodings are compared
 _PARTS, _PART_BYTES = 64, 1 << 14  # of a file of weights, for its fingerprint
-_BEFORE = 4  # tokens of a prompt with which its answer is decoded: some tokenizers leave out a text's first blank
+_CONTEXT_TOKENS = 4  # of a prompt with which its answer is decoded: some tokenizers leave out a text's first blank
 _SAMPLE = "Ünïcode 12.345, (x + y)^2 = 0?\n\tdef f(a): return {'a': [1, 2]}  # 東京\n"
 
 
-def _nothing(line: str) -> None:
-    """Says nothing."""
+def _ignore(line: str) -> None:
+    """Ignore a line for people."""
 
 
 def reference_of(recipe: Recipe, model: Model) -> Reference:
     """Returns the reference that a run of a prepared model begins with. Raises `UserError` for another tokenizer."""
     if recipe.reference is None:
         return model.reference(recipe.policy_temperature, Version())
-    other = _other(recipe, model, recipe.reference, "--reference")
-    _require_same_tokenizer(recipe.task, model, other)
-    return other.reference(recipe.policy_temperature, Version())
+    reference_model = _load_model(recipe, model, recipe.reference, "--reference")
+    _require_same_tokenizer(recipe.task, model, reference_model)
+    return reference_model.reference(recipe.policy_temperature, Version())
 
 
 def teachers_of(recipe: Recipe, model: Model, reference: Reference) -> list[Reference]:
-    """Returns the recipe's teachers, in order; one with another tokenizer as a `ScoredByText`, which needs the run's
-    reference. Raises `UserError` where the recipe needs the log-probability of each token.
+    """Returns the recipe's teachers, in order. A teacher with another tokenizer is wrapped in a `ScoredByText`, which
+    needs the run's reference. Raises `UserError` where the recipe needs the log-probability of each token.
     """
-    return [_teaching(recipe, model, reference, teacher) for teacher in _teachers(recipe, model)]
+    return [_teacher_reference(recipe, model, reference, teacher) for teacher in _teachers(recipe, model)]
 
 
-def scorers_of(recipe: Recipe, model: Model, say: Callable[[str], None] = _nothing) -> dict[str, ScoringModel]:
-    """Returns the models that score answers besides the policy's own, prepared, by what they are called: `reference`,
-    `teacher 1`, ... `say` is called when one is made now. Raises `UserError` for one that is not there.
+def scorers_of(recipe: Recipe, model: Model, say: Callable[[str], None] = _ignore) -> dict[str, ScoringModel]:
+    """Returns the prepared models that score answers besides the policy's own, by name: `reference`, `teacher 1`, ...
+    `say` is called with a line for people when a model is made now. Raises `UserError` for a missing model.
     """
-    found: dict[str, ScoringModel] = {}
+    scorers: dict[str, ScoringModel] = {}
     if recipe.reference is not None:
-        found["reference"] = _other(recipe, model, recipe.reference, "--reference", say)
-    return found | {f"teacher {i}": one for i, one in enumerate(_teachers(recipe, model, say), start=1)}
+        scorers["reference"] = _load_model(recipe, model, recipe.reference, "--reference", say)
+    return scorers | {f"teacher {i}": teacher for i, teacher in enumerate(_teachers(recipe, model, say), start=1)}
 
 
 def fingerprints_of(recipe: Recipe, model: Model) -> dict[str, str]:
@@ -86,15 +86,15 @@ def _fingerprint(folder: Path) -> str:
 
 
 def require_scorers(recipe: Recipe, model: Model, say: Callable[[str], None]) -> None:
-    """Find or make all models that score. Raises `UserError` for one that is not there, or has another tokenizer where
-    tokens are scored.
+    """Find or make all models that score answers. Raises `UserError` for a model that is missing, or has another
+    tokenizer where tokens are scored.
     """
-    for what, scorer in scorers_of(recipe, model, say).items():
-        if what == "reference":
+    for name, scorer in scorers_of(recipe, model, say).items():
+        if name == "reference":
             _require_same_tokenizer(recipe.task, model, scorer)
-        elif differs := _difference(recipe.task, model, scorer):
-            _require_sums(recipe, scorer, differs)
-            say(f"{what} has another tokenizer than the policy ({differs}): it scores the text of each answer")
+        elif difference := _difference(recipe.task, model, scorer):
+            _require_sums(recipe, scorer, difference)
+            say(f"{name} has another tokenizer than the policy ({difference}): it scores the text of each answer")
         if not hasattr(scorer, "engine"):  # its weights are elsewhere: nothing is loaded by asking what it cannot do
             scorer.reference(recipe.policy_temperature, Version())
 
@@ -115,8 +115,8 @@ class ScoredByText:
 
     teacher: Reference
     reference: Reference  # of the policy
-    own: Any  # the policy's tokenizer
-    theirs: Any  # the teacher's
+    policy_tokenizer: Any  # the policy's tokenizer
+    teacher_tokenizer: Any  # the teacher's
     chat: bool  # prompts are chats
     positions: int | None = None  # of the teacher, for a prompt and its answer; None: no limit
 
@@ -125,140 +125,142 @@ class ScoredByText:
         """Returns the version of the teacher's weights."""
         return self.teacher.version
 
-    def log_probabilities_of(self, answered: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[FloatArray]]:
+    def log_probabilities_of(self, answers: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[FloatArray]]:
         """Returns scores of several prompts: [i][j] is of the j-th completion of the i-th prompt, float32 [T].
 
         Raises `UserError` for a chat of which only the student's text is known.
         """
-        texts: _Pairs = []  # as the teacher writes them
-        unusual: list[tuple[int, Prompt, Completion, Completion]] = []  # the place, as sampled, as is usual
-        for prompt, completions in answered:
-            asked = self._asked(prompt)
+        teacher_pairs: _Pairs = []  # as the teacher writes them
+        variants: list[tuple[int, Prompt, Completion, Completion]] = []  # place, as sampled, as usual
+        for prompt, completions in answers:
+            teacher_prompt = self._teacher_prompt(prompt)
             for completion in completions:
-                text, ended = self._text(prompt, completion)
-                usual = self._usual(prompt, text, ended, completion)
-                if not np.array_equal(usual.tokens, completion.tokens):
-                    unusual.append((len(texts), prompt, completion, usual))
-                texts.append((asked, self._written(asked, text, ended, completion)))
-        totals = self._totals(texts)
-        ways = _sums(self.reference, [(prompt, c) for _, prompt, *two in unusual for c in two])
-        for (place, *_), sampled, usual_way in zip(unusual, ways[::2], ways[1::2], strict=True):
-            totals[place] += sampled - usual_way
-        found = iter(totals)
-        return [[_at_end(next(found), c) for c in completions] for _, completions in answered]
+                text, has_ended = self._answer_text(prompt, completion)
+                usual_form = self._in_usual_form(prompt, text, has_ended, completion)
+                if not np.array_equal(usual_form.tokens, completion.tokens):
+                    variants.append((len(teacher_pairs), prompt, completion, usual_form))
+                teacher_pairs.append((teacher_prompt, self._for_teacher(teacher_prompt, text, has_ended, completion)))
+        totals = self._totals(teacher_pairs)
+        scores = _sums(self.reference, [(prompt, c) for _, prompt, *writings in variants for c in writings])
+        for (place, *_), score, usual_score in zip(variants, scores[::2], scores[1::2], strict=True):
+            totals[place] += score - usual_score
+        remaining_totals = iter(totals)
+        return [[_scores_at_end(next(remaining_totals), c) for c in completions] for _, completions in answers]
 
-    def _totals(self, texts: _Pairs) -> list[float]:
+    def _totals(self, pairs: _Pairs) -> list[float]:
         """Returns the score of each text."""
-        fits = [self.positions is None or len(p.tokens) + len(c.tokens) <= self.positions for p, c in texts]
-        scores = iter(_sums(self.teacher, [pair for pair, fit in zip(texts, fits, strict=True) if fit]))
-        return [next(scores) if fit else math.nan for fit in fits]
+        are_short = [self.positions is None or len(p.tokens) + len(c.tokens) <= self.positions for p, c in pairs]
+        scores = iter(_sums(self.teacher, [pair for pair, is_short in zip(pairs, are_short, strict=True) if is_short]))
+        return [next(scores) if is_short else math.nan for is_short in are_short]
 
     def load(self, weights: Mapping[str, Any], version: Version) -> None:
-        """Become another teacher, in place. Raises `KeyError` or `ValueError` on a name or shape mismatch."""
+        """Replace the teacher's weights, in place. Raises `KeyError` or `ValueError` on a name or shape mismatch."""
         self.teacher.load(weights, version)
 
-    def _asked(self, prompt: Prompt) -> Prompt:
+    def _teacher_prompt(self, prompt: Prompt) -> Prompt:
         if self.chat and prompt.messages is None:
             raise UserError("a teacher with another tokenizer needs the messages of a chat: give them, not their text")
-        text = prompt.text if prompt.messages is None else templated(self.theirs, prompt.messages)
-        tokens = np.array(prompt_tokens(self.theirs, [text], self.chat)[0], np.int32)
+        text = prompt.text if prompt.messages is None else templated(self.teacher_tokenizer, prompt.messages)
+        tokens = np.array(prompt_tokens(self.teacher_tokenizer, [text], self.chat)[0], np.int32)
         return replace(prompt, tokens=tokens, text=plain(text) if self.chat else text)
 
-    def _text(self, prompt: Prompt, completion: Completion) -> tuple[str, bool]:
+    def _answer_text(self, prompt: Prompt, completion: Completion) -> tuple[str, bool]:
         """Returns an answer's text, and whether it has ended."""
-        before, tokens = prompt.tokens[-_BEFORE:].tolist(), completion.tokens.tolist()
-        begin, text = (decoded(self.own, ids) for ids in (before, [*before, *tokens]))
-        text = text[len(begin) :] if text.startswith(begin) else decoded(self.own, tokens)
-        ended = completion.stop_reason is StopReason.EOS or tokens[-1] in self._turns[0].ends | {self.own.eos_token_id}
-        return text if ended else text.rstrip("\ufffd"), ended  # the first bytes of a character that was cut off
+        prompt_end, tokens = prompt.tokens[-_CONTEXT_TOKENS:].tolist(), completion.tokens.tolist()
+        prompt_text, text = (decoded(self.policy_tokenizer, ids) for ids in (prompt_end, [*prompt_end, *tokens]))
+        text = text[len(prompt_text) :] if text.startswith(prompt_text) else decoded(self.policy_tokenizer, tokens)
+        stop_tokens = self._turns[0].ends | {self.policy_tokenizer.eos_token_id}
+        has_ended = completion.stop_reason is StopReason.EOS or tokens[-1] in stop_tokens
+        return text if has_ended else text.rstrip("\ufffd"), has_ended  # without the bytes of a character cut off
 
-    def _written(self, asked: Prompt, text: str, ended: bool, completion: Completion) -> Completion:
-        """Returns an answer in the teacher's tokens; without any where nothing is said."""
-        turn = self._turns[1] if self.chat else self._turns[1].behind(asked.text)
-        encode, frame = partial(encoded, self.theirs), Frame(turn.last.opening)
-        tokens = turn.tokens(text, encode, None if ended else frame) if ended or text else []
+    def _for_teacher(self, prompt: Prompt, text: str, has_ended: bool, completion: Completion) -> Completion:
+        """Returns an answer in the teacher's tokens; an empty answer has none."""
+        turn = self._turns[1] if self.chat else self._turns[1].behind(prompt.text)
+        encode, frame = partial(encoded, self.teacher_tokenizer), Frame(turn.last.opening)
+        tokens = turn.tokens(text, encode, None if has_ended else frame) if has_ended or text else []
         return replace(completion, tokens=np.array(tokens, np.int32), text=text)
 
-    def _usual(self, prompt: Prompt, text: str, ended: bool, completion: Completion) -> Completion:
-        """Returns an answer as the policy's tokenizer writes it, with the end that it has."""
+    def _in_usual_form(self, prompt: Prompt, text: str, has_ended: bool, completion: Completion) -> Completion:
+        """Returns an answer in the tokens that the policy's tokenizer gives its text, with the end that was sampled."""
         turn = self._turns[0] if self.chat else self._turns[0].behind(prompt.text)
         markup = turn.control.markup(text, turn=True)
-        tokens = continuation(partial(encoded, self.own), markup, turn.lead) if text else []
-        end = completion.tokens[-1:].tolist() if ended else []
-        return replace(completion, tokens=np.array([*tokens, *end], np.int32), text=text)
+        tokens = continuation(partial(encoded, self.policy_tokenizer), markup, turn.lead) if text else []
+        end_tokens = completion.tokens[-1:].tolist() if has_ended else []
+        return replace(completion, tokens=np.array([*tokens, *end_tokens], np.int32), text=text)
 
     @cached_property
     def _turns(self) -> tuple[AssistantTurn, AssistantTurn]:
-        """Returns how the policy's turns are written, and the teacher's."""
-        return assistant_turn(self.own, self.chat), assistant_turn(self.theirs, self.chat)
+        """Returns how the policy's turns and the teacher's are written."""
+        return assistant_turn(self.policy_tokenizer, self.chat), assistant_turn(self.teacher_tokenizer, self.chat)
 
 
 def _sums(scorer: Reference, pairs: _Pairs) -> list[float]:
     """Returns the log-probability of each whole answer; 0 of one without tokens."""
-    said = [pair for pair in pairs if len(pair[1].tokens)]
-    asked = [(some[0][0], [c for _, c in some]) for some in (list(g) for _, g in groupby(said, lambda p: id(p[0])))]
-    scores = (float(log_T.sum(dtype=float)) for rows in scorer.log_probabilities_of(asked) for log_T in rows)
+    pairs_with_tokens = [pair for pair in pairs if len(pair[1].tokens)]
+    groups = (list(group) for _, group in groupby(pairs_with_tokens, lambda pair: id(pair[0])))
+    answers = [(group[0][0], [completion for _, completion in group]) for group in groups]
+    scores = (float(log_T.sum(dtype=float)) for rows in scorer.log_probabilities_of(answers) for log_T in rows)
     return [next(scores) if len(c.tokens) else 0.0 for _, c in pairs]
 
 
-def _at_end(total: float, completion: Completion) -> FloatArray:
+def _scores_at_end(total: float, completion: Completion) -> FloatArray:
     log_T = np.zeros(len(completion.tokens), np.float32)
     log_T[-1] = total
     return log_T
 
 
-def _teachers(recipe: Recipe, model: Model, say: Callable[[str], None] = _nothing) -> Iterator[ScoringModel]:
+def _teachers(recipe: Recipe, model: Model, say: Callable[[str], None] = _ignore) -> Iterator[ScoringModel]:
     for path in recipe.teachers.paths:
-        yield _other(recipe, model, path, "--teacher.paths", say)
-    for one in () if recipe.teachers.paths else recipe.teachers.models:
-        yield one.prepared(recipe.task, say)
+        yield _load_model(recipe, model, path, "--teacher.paths", say)
+    for teacher in () if recipe.teachers.paths else recipe.teachers.models:
+        yield teacher.prepared(recipe.task, say)
 
 
-def _teaching(recipe: Recipe, model: Model, reference: Reference, teacher: ScoringModel) -> Reference:
-    differs = _difference(recipe.task, model, teacher)
-    if differs:
-        _require_sums(recipe, teacher, differs)
+def _teacher_reference(recipe: Recipe, model: Model, reference: Reference, teacher: ScoringModel) -> Reference:
+    difference = _difference(recipe.task, model, teacher)
+    if difference:
+        _require_sums(recipe, teacher, difference)
     scorer = teacher.reference(recipe.policy_temperature, Version())
-    if not differs:
+    if not difference:
         return scorer
     tokenizers = model.tokenizer(), teacher.tokenizer()
     return ScoredByText(scorer, reference, *tokenizers, is_chat(recipe.task), teacher.positions)
 
 
-def _other(recipe: Recipe, model: Model, path: str, flag: str, say: Callable[[str], None] = _nothing) -> Model:
-    other: Any = getattr(model, "other", None)
-    if other is None:
+def _load_model(recipe: Recipe, model: Model, path: str, flag: str, say: Callable[[str], None] = _ignore) -> Model:
+    load: Any = getattr(model, "other", None)
+    if load is None:
         raise UserError(
             f"{flag} is {path}, but {type(model).__name__} does not load a model from a path: use tba.HuggingFace"
         )
-    found: Model = other(path).prepared(recipe.task, say)
-    return found
+    loaded_model: Model = load(path).prepared(recipe.task, say)
+    return loaded_model
 
 
-def _require_same_tokenizer(task: Task, model: Model, other: ScoringModel) -> None:
+def _require_same_tokenizer(task: Task, model: Model, scorer: ScoringModel) -> None:
     """Raises `UserError` for a reference with another tokenizer."""
-    if differs := _difference(task, model, other):
+    if difference := _difference(task, model, scorer):
         raise UserError(
-            f"--reference: {_name(other)} has another tokenizer than the policy ({differs}), and a reference scores "
-            "token by token: give a model with the policy's own, or make it a teacher (--teacher.paths)"
+            f"--reference: {_name(scorer)} has another tokenizer than the policy ({difference}), and a reference "
+            "scores token by token: give a model with the policy's own, or make it a teacher (--teacher.paths)"
         )
 
 
-def _require_sums(recipe: Recipe, teacher: ScoringModel, differs: str) -> None:
+def _require_sums(recipe: Recipe, teacher: ScoringModel, difference: str) -> None:
     """Raises `UserError` where a teacher with another tokenizer cannot score a recipe's answers."""
-    first = next(iter(problems_of(recipe.task, "train")))
-    because = None
+    first_problem = next(iter(problems_of(recipe.task, "train")))
+    reason = None
     if not hasattr(recipe.objective, "log_z"):
-        because = "the objective needs the log-probability of each token: choose TrajectoryBalance"
-    elif isinstance(recipe.task, Acted) or first.tools:
-        because = "it cannot write an environment's turns or tools in its own way"
-    if because is not None:
+        reason = "the objective needs the log-probability of each token: choose TrajectoryBalance"
+    elif isinstance(recipe.task, Acted) or first_problem.tools:
+        reason = "it cannot write an environment's turns or tools in its own way"
+    if reason is not None:
         raise UserError(
-            f"the teacher {_name(teacher)} has another tokenizer than the policy ({differs}), so that it scores the "
-            f"text of an answer, and {because}, or give a teacher with the policy's tokenizer"
+            f"the teacher {_name(teacher)} has another tokenizer than the policy ({difference}), so that it scores the "
+            f"text of an answer, and {reason}, or give a teacher with the policy's tokenizer"
         )
-    if not isinstance(first.prompt, str):
-        templated(teacher.tokenizer(), first.prompt)
+    if not isinstance(first_problem.prompt, str):
+        templated(teacher.tokenizer(), first_problem.prompt)
 
 
 def is_chat(task: Task) -> bool:
@@ -270,19 +272,19 @@ def _name(model: ScoringModel) -> str:
     return str(getattr(model, "path", "") or model)
 
 
-def _difference(task: Task, model: Model, other: ScoringModel) -> str:
+def _difference(task: Task, model: Model, scorer: ScoringModel) -> str:
     """Returns how two models' tokenizers differ, in words; empty where both write the same tokens: one tokenizer, or
     equal vocabularies, ends and encodings of some texts.
     """
-    own, theirs = model.tokenizer(), other.tokenizer()
-    if own.eos_token_id != theirs.eos_token_id:
-        return f"texts end in token {theirs.eos_token_id} there, in {own.eos_token_id} here"
-    if _description(own) == _description(theirs):
+    tokenizer, other_tokenizer = model.tokenizer(), scorer.tokenizer()
+    if tokenizer.eos_token_id != other_tokenizer.eos_token_id:
+        return f"texts end in token {other_tokenizer.eos_token_id} there, in {tokenizer.eos_token_id} here"
+    if _description(tokenizer) == _description(other_tokenizer):
         return ""
-    if _vocabulary(own) != _vocabulary(theirs):
+    if _vocabulary(tokenizer) != _vocabulary(other_tokenizer):
         return "the vocabularies differ"
-    for text in (*([_SAMPLE] if len(_vocabulary(own)) > _CHARACTERS else []), *_texts(task)):
-        if own.encode(text, add_special_tokens=False) != theirs.encode(text, add_special_tokens=False):
+    for text in (*([_SAMPLE] if len(_vocabulary(tokenizer)) > _CHARACTER_VOCABULARY else []), *_texts(task)):
+        if tokenizer.encode(text, add_special_tokens=False) != other_tokenizer.encode(text, add_special_tokens=False):
             return f"{text[:40]!r} is encoded in another way"
     return ""
 
@@ -298,7 +300,7 @@ def _vocabulary(tokenizer: Any) -> Any:
 
 
 def _texts(task: Task) -> Iterator[str]:
-    for problem in islice(problems_of(task, "train"), _PROMPTS):
+    for problem in islice(problems_of(task, "train"), _COMPARED_PROMPTS):
         if isinstance(problem.prompt, str):
             yield problem.prompt
         else:

@@ -38,13 +38,13 @@ from tba.replay.follower import JournalFollower
 from tba.replay.missing_rows import Held
 from tba.replay.replay import Replay
 from tba.replay.selection import SMALLEST_GROUP
-from tba.runtime.batch_queue import BatchQueue, Stopped, nothing_more, pause
-from tba.runtime.checkpointing import TurnTaker, beginning, generators, set_generators
+from tba.runtime.batch_queue import BatchQueue, StopRequested, pause, raise_out_of_data
+from tba.runtime.checkpointing import TurnTaker, generators, set_generators, starting_point
 from tba.runtime.evaluation import Requests
 from tba.runtime.ranks.start import start_policy, start_ranks
 from tba.runtime.reference import References
 from tba.runtime.run_directory import RunDirectory
-from tba.runtime.watching import Arrivals, Watch, arrivals_watched
+from tba.runtime.watching import AnswerWatch, EvaluationWatch, answer_watch_of
 from tba.training.checkpoint import Checkpoint, save_checkpoint
 from tba.training.control import Controller
 from tba.training.ranks.messages import Meeting, Ranks
@@ -55,14 +55,14 @@ from tba.weights.background import BackgroundPublisher
 from tba.weights.directory import WeightDirectory
 
 log = logging.getLogger("tba.trainer")
-_COUNTERS = 1.0  # seconds between two reads of the searchers' counts
-_OTHERS = 30.0  # seconds that another trainer of this run has to end
+_COUNTER_SECONDS = 1.0  # between two reads of the searchers' counts
+_LEAD_SECONDS = 30.0  # that another trainer of this run has to end
 
 
-def train(recipe: Recipe, run: RunDirectory, stop: Callable[[], bool], meeting: Meeting | None = None) -> None:
+def run_trainer(recipe: Recipe, run: RunDirectory, stop: Callable[[], bool], meeting: Meeting | None = None) -> None:
     """Run a trainer's whole life, in a process or an actor of its own. `meeting`: where its ranks find each other."""
     torch.set_num_threads(recipe.run.threads)
-    loop = start_training(recipe, run, stop, ahead=True, background=True, meeting=meeting)
+    loop = start_training(recipe, run, stop, prefetch=True, background=True, meeting=meeting)
     try:
         while not loop.finished and not stop():
             loop.step()
@@ -73,7 +73,7 @@ def train(recipe: Recipe, run: RunDirectory, stop: Callable[[], bool], meeting: 
 
 @dataclass
 class TrainerLoop:
-    """A trainer with what it consumes, what it publishes and what is recorded of it."""
+    """A trainer with its source of batches, its published weights and its records."""
 
     recipe: Recipe
     run: RunDirectory
@@ -86,26 +86,26 @@ class TrainerLoop:
     requests: Requests
     controller: Controller
     recorder: Recorder
-    watch: Watch
+    evaluation_watch: EvaluationWatch
     clock: ShareClock
     staleness: StalenessWatch
     elapsed: Callable[[], float]  # seconds since the run began, without evaluation
-    resumed: Mapping[str, Json] | None = None  # the state of the checkpoint that it resumes from
+    resumed_state: Mapping[str, Json] | None = None  # the state of the checkpoint that it resumes from
     turn_taker: TurnTaker | None = None  # the searcher that takes turns with it, saved at the same step
     ranks: Ranks | None = None  # where its policy is spread over several
-    trained: int = 0  # batches, by this process
-    checkpointed: Version | None = None  # the newest checkpoint's version
+    trained_batches: int = 0  # by this process
+    checkpointed_version: Version | None = None  # the newest checkpoint's version
     lags: Counter[int] = field(default_factory=Counter)
     arithmetic: Arithmetic | None = None  # what a token costs
-    computed: Counter[str] = field(default_factory=Counter)  # in all steps: tokens `read` and `scored`, milliseconds
+    compute_counts: Counter[str] = field(default_factory=Counter)  # tokens `read` and `scored`, `milliseconds`
     signal: SignalWatch = field(default_factory=SignalWatch)
     collapse: CollapseWatch = field(default_factory=CollapseWatch)
-    arrivals: Arrivals | None = None
+    answer_watch: AnswerWatch | None = None
     memory: FreedMemory = field(default_factory=FreedMemory)
     began_training: float | None = None
     ended_training: float = 0.0
-    _searched: dict[str, float] = field(default_factory=dict)
-    _looked: float = -_COUNTERS
+    _searcher_metrics: dict[str, float] = field(default_factory=dict)
+    _counters_read_at: float = -_COUNTER_SECONDS
 
     @property
     def finished(self) -> bool:
@@ -116,27 +116,27 @@ class TrainerLoop:
         trainer, began = self.trainer, time.perf_counter()
         try:
             fetched = self.batches.next(trainer.version, trainer.published)
-        except Stopped:
+        except StopRequested:
             return
-        waited, before, working = time.perf_counter() - began, trainer.version, time.thread_time()
+        wait_seconds, version_before, cpu_began = time.perf_counter() - began, trainer.version, time.thread_time()
         metrics = trainer.step(fetched)
-        reset = self.references.due(trainer.version)
-        if reset or trainer.due:
-            self.publish(reset)
-        if reset:
+        is_reset = self.references.is_due(trainer.version)
+        if is_reset or trainer.due:
+            self.publish(is_reset)
+        if is_reset:
             self._reset_reference()
-        cpu, seconds = time.thread_time() - working, time.perf_counter() - began
-        metrics |= {"wait_seconds": waited, "seconds": seconds, "cpu_seconds": cpu}
-        self.trained += 1
+        cpu_seconds, seconds = time.thread_time() - cpu_began, time.perf_counter() - began
+        metrics |= {"wait_seconds": wait_seconds, "seconds": seconds, "cpu_seconds": cpu_seconds}
+        self.trained_batches += 1
         if isinstance(trainer.policy, Rank0Policy):
             trainer.policy.saving.look()
-        self._record(before, fetched, metrics)
-        if self._checkpoint_due():
+        self._record(version_before, fetched, metrics)
+        if self._is_checkpoint_due():
             self.checkpoint()
         self.memory.give_back()
 
-    def publish(self, reset: bool = False) -> None:
-        """Publish the weights as they are; with `reset` they are the reference from here on."""
+    def publish(self, as_reference: bool = False) -> None:
+        """Publish the weights as they are; with `as_reference` they are the reference from here on."""
         version = self.trainer.version
         evaluate = self.requests.manifest_entries(version, self.elapsed())
         if self.requests.averaged and version in self.requests.pending:
@@ -144,18 +144,18 @@ class TrainerLoop:
         notes: dict[str, Json] = {
             "evaluate": evaluate,
             "stop": self.finished,
-            "reference": str(version if reset else self.references.now),
+            "reference": str(version if as_reference else self.references.current),
             "journal": Held.of(self.journal).state(),
         }
         batch = self.recipe.groups_per_step * self.recipe.group_size
-        if (wanted := self.replay.wanted(batch, self.trainer.sync_every)) is not None:
-            notes["wanted"] = wanted  # trajectories in all, before searchers are held back
+        if (wanted_rows := self.replay.wanted(batch, self.trainer.sync_every)) is not None:
+            notes["wanted"] = wanted_rows  # trajectories in all, before searchers are held back
         self.trainer.publish(notes)
         self.requests.pin()
 
     def _publish_average(self) -> None:
-        """Publish the average of the weights, to be evaluated in their place. It is waited for: it stands where they do
-        meanwhile.
+        """Publish the average of the weights, to be evaluated in their place, and wait for that: meanwhile the average
+        stands in the policy's tensors.
         """
         self.weights.settle()
         with self.trainer.optimizer.averages():
@@ -165,17 +165,20 @@ class TrainerLoop:
     def checkpoint(self) -> None:
         """Write model and optimizer in the Hugging Face layout, and all other state at this step (`checkpointing`)."""
         self.weights.settle()  # the reference that it was made under is on disk
-        self.references.checkpointed()
-        at, keep, state = self.trainer, self.recipe.run.checkpoints, self.state()
-        kept = self.watch.worth_keeping(self.requests.pending)
-        folder, version, model, heads = self.run.checkpoints, at.version, self.recipe.model, at.policy.heads
-        if isinstance(at.policy, Rank0Policy) and (laid_out := at.policy.lay_out(at.optimizer, folder)) is not None:
-            save, rows = partial(model.save, cast(Policy, laid_out[0])), laid_out[1]
+        self.references.note_checkpoint()
+        trainer, count, state = self.trainer, self.recipe.run.checkpoints, self.state()
+        kept_versions = self.evaluation_watch.versions_to_keep(self.requests.pending)
+        folder, version, model, heads = self.run.checkpoints, trainer.version, self.recipe.model, trainer.policy.heads
+        policy, optimizer = trainer.policy, trainer.optimizer
+        if isinstance(policy, Rank0Policy) and (layout := policy.lay_out(optimizer, folder)) is not None:
+            save, rows = partial(model.save, cast(Policy, layout[0])), layout[1]
             state, heads = json.loads(json.dumps(state)), deepcopy(heads)  # as they are now
-            at.policy.saving.begin(lambda: save_checkpoint(folder, version, save, rows, state, keep, heads, kept))
+            policy.saving.begin(
+                lambda: save_checkpoint(folder, version, save, rows, state, count, heads, kept_versions)
+            )
         else:
-            save_checkpoint(folder, version, self._save_model, at.optimizer, state, keep, heads, kept)
-        self.checkpointed = self.trainer.version
+            save_checkpoint(folder, version, self._save_model, optimizer, state, count, heads, kept_versions)
+        self.checkpointed_version = self.trainer.version
 
     def _save_model(self, path: Path) -> None:
         """Save the model, with the average of its weights where there is one: the optimizer's state has the weights."""
@@ -183,13 +186,13 @@ class TrainerLoop:
             self.recipe.model.save(self.trainer.policy, path)
 
     def finish(self) -> None:
-        """Publish the last version, write a checkpoint of it, and report what a run as short as this has shown."""
-        self._look_back()
+        """Publish the last version, write a checkpoint of it, and report the faults that only the whole run shows."""
+        self._finish_watches()
         if self.trainer.published != self.trainer.version:
             self.publish()
-        if self.checkpointed != self.trainer.version:
+        if self.checkpointed_version != self.trainer.version:
             self.checkpoint()
-        self._checkpoint_written()
+        self._wait_for_checkpoint()
         if self.ranks is not None:
             self.ranks.say("end")
 
@@ -198,27 +201,27 @@ class TrainerLoop:
 
         Everything is closed, even if something fails on the way.
         """
-        with ExitStack() as ends:
+        with ExitStack() as closers:
             ranks = [] if self.ranks is None else [self.ranks]
             for part in (*ranks, self.weights, self.journal, self.recorder):
-                ends.callback(part.close)
+                closers.callback(part.close)
             self.batches.close()
             self.replay.drain()
-            self._look_at_evaluations()
+            self._record_evaluations()
             write_json(self.run.result("trainer"), self.result())
 
     def state(self) -> dict[str, Json]:
         """Returns everything but the weights and the optimizer's moments, as JSON: what `restore` takes."""
         return {
-            "replay": self.replay.state(self.trained),
-            "reference": str(self.references.now),
+            "replay": self.replay.state(self.trained_batches),
+            "reference": str(self.references.current),
             "references": self.references.state(),
             "evaluations": self.requests.state(),
             "steering": self.controller.state() if self.controller.on else None,
             "generators": generators(),
             "journal": {**Held.of(self.journal).state(), "prompts_in_flight": self.journal.leases()},
             "lags": [[lag, count] for lag, count in sorted(self.lags.items())],
-            "computed": dict(self.computed),
+            "computed": dict(self.compute_counts),
             "skipped": self.trainer.skipped,
             "objective": o.state() if isinstance(o := self.trainer.objective, Remembering) else None,
             "clock": self.clock.seconds(),
@@ -246,16 +249,16 @@ class TrainerLoop:
             self.controller.restore(state["steering"])
             self._apply_control()
         self.lags = Counter(dict(state["lags"]))
-        self.computed = Counter(state["computed"])
+        self.compute_counts = Counter(state["computed"])
         self.clock.carry(state["clock"])
         self.began_training, self.ended_training = state["began_training"], state["ended_training"]
-        self.checkpointed = self.trainer.version
+        self.checkpointed_version = self.trainer.version
         set_generators(state["generators"])
 
     def result(self) -> dict[str, Json]:
         """Returns what the summary needs of a loop that has ended."""
-        began, drawn = self.began_training, self.replay.selector.counts
-        groups = drawn.get("recent", 0) + drawn.get("reward", 0)
+        training_began, draw_counts = self.began_training, self.replay.selector.counts
+        groups = draw_counts.get("recent", 0) + draw_counts.get("reward", 0)
         return {
             "clock": self.clock.seconds(),
             "peak_memory_bytes": peak_memory_bytes(),
@@ -265,135 +268,129 @@ class TrainerLoop:
             "ledger": self.replay.ledger(),
             "position": self.journal.position,
             "lags": dict(self.lags),
-            "computed": dict(self.computed),
+            "computed": dict(self.compute_counts),
             "arithmetic": None if self.arithmetic is None else asdict(self.arithmetic),
-            "recent_share": drawn.get("newest", 0) / max(1, groups),
+            "recent_share": draw_counts.get("newest", 0) / max(1, groups),
             "reference_resets": self.references.resets,
             "control": [change.to_json() for change in self.controller.changes],
-            "warm_up_seconds": self.elapsed() if began is None else began,
-            "train_seconds": 0.0 if began is None else self.ended_training - began,
+            "warm_up_seconds": self.elapsed() if training_began is None else training_began,
+            "train_seconds": 0.0 if training_began is None else self.ended_training - training_began,
         }
 
     def _reset_reference(self) -> None:
         """Make the policy as it was just published the reference of the steps to come."""
-        self._checkpoint_written()  # until then the one before is what a resume takes, and its reference stays
+        self._wait_for_checkpoint()  # until then the one before is what a resume takes, and its reference stays
         self.references.reset(self.trainer.version, self.elapsed())
         if self.recipe.reset_optimizer:
             self.trainer.optimizer.forget()
 
-    def _checkpoint_written(self) -> None:
+    def _wait_for_checkpoint(self) -> None:
         """Wait until the checkpoint that is being written is on the disk."""
         if isinstance(self.trainer.policy, Rank0Policy):
             self.trainer.policy.saving.settle()
 
-    def _record(self, before: Version, fetched: Fetched, metrics: Metrics) -> None:
-        """Write a line of metrics. before: the version that the batch was drawn for."""
+    def _record(self, version_before: Version, fetched: Fetched, metrics: Metrics) -> None:
+        """Write a line of metrics. version_before: the version that the batch was drawn for."""
         trajectories: list[Trajectory] = [t for group in fetched.groups for t in group.trajectories]
         self.ended_training = self.elapsed()
         if self.began_training is None:
             self.began_training = self.ended_training - metrics["seconds"] + metrics["wait_seconds"]
-        self.lags.update(t.version.lag(before) for t in trajectories if not t.imported)
-        self._count(fetched.batch, metrics["seconds"] - metrics["wait_seconds"])
+        self.lags.update(t.version.lag(version_before) for t in trajectories if not t.imported)
+        self._count_work(fetched.batch, metrics["seconds"] - metrics["wait_seconds"])
         step = self.trainer.version.step
         replay = self.replay.metrics()
-        told = [(STALE, what) for what in self.staleness.see(step, metrics | replay)]
+        staleness_faults = [(STALE, sentence) for sentence in self.staleness.see(step, metrics | replay)]
         copies = replay.get(REPEATED, 0.0)
         signal = self.signal.see(step, 1 - metrics["without_signal"], metrics["truncated"], copies)
-        self._report([*told, *signal.items(), *self.collapse.see(step, metrics).items()])
-        self._look()
-        own = {
+        self._report([*staleness_faults, *signal.items(), *self.collapse.see(step, metrics).items()])
+        self._read_counters()
+        loop_metrics = {
             "trainer_idle": self.clock.share("idle"),
             "trainer_paced": self.clock.share("paced"),
             **_parts(trajectories),
             **replay,
             **self.references.metrics(),
             **self._steer(metrics),
-            **self._searched,
+            **self._searcher_metrics,
             JOURNAL_ROWS: float(self.journal.position),
         }
         version, log_policy = self.trainer.version, self.trainer.log_policy
-        self.recorder.step(version, self.ended_training, metrics | own, trajectories, log_policy)
+        self.recorder.step(version, self.ended_training, metrics | loop_metrics, trajectories, log_policy)
 
-    def _look_back(self) -> None:
-        """Let every watcher look again: a run may be shorter than its window."""
+    def _finish_watches(self) -> None:
+        """Let every watch decide at the end of the run, which may be shorter than the watch's window."""
         step = self.trainer.version.step
-        stale = [(STALE, what) for what in self.staleness.finish(step)]
-        self._report([*stale, *self.signal.finish(step).items(), *self.collapse.finish(step).items()])
-        if self.arrivals is not None:
-            self.arrivals.finish()
+        staleness_faults = [(STALE, sentence) for sentence in self.staleness.finish(step)]
+        self._report([*staleness_faults, *self.signal.finish(step).items(), *self.collapse.finish(step).items()])
+        if self.answer_watch is not None:
+            self.answer_watch.finish()
 
     def _report(self, faults: Sequence[tuple[str, str]]) -> None:
-        for kind, what in faults:
-            log.warning("%s", what)
-            record_fault(self.run.path, kind, what)
+        for kind, sentence in faults:
+            log.warning("%s", sentence)
+            record_fault(self.run.path, kind, sentence)
 
-    def _count(self, batch: Batch, seconds: float) -> None:
-        """Count what the policy has computed: a prompt once for its group, and so each of equal answers."""
+    def _count_work(self, batch: Batch, seconds: float) -> None:
+        """Count the tokens that the policy has computed: a prompt once for its group, equal answers once too."""
         rows_D, _ = distinct_rows(batch)
-        answered = int(batch.length_B[rows_D].sum())
-        self.computed["read"] += int(batch.prompt_length_G.sum()) + answered
-        self.computed["scored"] += int(batch.mask_BT[rows_D].sum())
-        self.computed["milliseconds"] += round(1000 * seconds)
+        answer_tokens = int(batch.length_B[rows_D].sum())
+        self.compute_counts["read"] += int(batch.prompt_length_G.sum()) + answer_tokens
+        self.compute_counts["scored"] += int(batch.mask_BT[rows_D].sum())
+        self.compute_counts["milliseconds"] += round(1000 * seconds)
 
     def _steer(self, metrics: Metrics) -> dict[str, float]:
-        """Give a step's metrics to the staleness controller and apply what it decides; returns the values that held
-        during the step.
-        """
+        """Give a step's metrics to the staleness controller and apply its decision; returns the step's own values."""
         controller = self.controller
         if not controller.on:
             return {}
-        held = {"sync_every": float(controller.sync_every), "m": controller.m}
+        applied_values = {"sync_every": float(controller.sync_every), "m": controller.m}
         if (change := controller.observe(self.trainer.version.step, metrics)) is not None:
             self._apply_control()
             log.info(
                 "%s was %.3g: k = %d and m = %g from step %d on",
                 change.signal, change.value, change.sync_every, change.m, change.step,
             )  # fmt: skip
-        return held
+        return applied_values
 
     def _apply_control(self) -> None:
-        """Takes effect from the next batch that is drawn, and for the sync interval from the next update."""
+        """Apply the controller's values: m from the next drawn batch on, the sync interval from the next update on."""
         self.trainer.sync_every = self.controller.sync_every
         self.replay.steer(self.controller.m, self.controller.sync_every)
 
-    def _checkpoint_due(self) -> bool:
-        """Returns whether this is the first weight sync after every so many steps; a run that resumes begins with one
-        too.
-        """
+    def _is_checkpoint_due(self) -> bool:
+        """Returns whether so many steps have passed at this weight sync; a resumed run begins with a checkpoint too."""
         version, every = self.trainer.version, self.recipe.run.checkpoint_every
-        before = 0 if self.checkpointed is None else self.checkpointed.step
-        return every > 0 and version == self.trainer.published and version.step // every > before // every
+        last_step = 0 if self.checkpointed_version is None else self.checkpointed_version.step
+        return every > 0 and version == self.trainer.published and version.step // every > last_step // every
 
-    def _look(self) -> None:
-        """Read the searchers' own counts, now and then."""
+    def _read_counters(self) -> None:
+        """Read the searchers' counters from the journal, once a second at most."""
         now = time.monotonic()
-        if now - self._looked < _COUNTERS:
+        if now - self._counters_read_at < _COUNTER_SECONDS:
             return
-        self._looked = now
-        self._look_at_evaluations()
-        owners = [own for own in self.journal.counters().values() if own.get("generated_tokens")]
-        spent = {what: sum(own.get(f"{what}_milliseconds", 0) for own in owners) for what in SEARCHERS_TIME}
-        spent["evaluating"] = sum(own.get("evaluation_milliseconds", 0) for own in owners)
-        self._searched = {
-            GENERATED_TOKENS: float(sum(own["generated_tokens"] for own in owners)),
-            **{f"searcher_{what}": ms / max(1, sum(spent.values())) for what, ms in spent.items()},
+        self._counters_read_at = now
+        self._record_evaluations()
+        searchers = [counts for counts in self.journal.counters().values() if counts.get("generated_tokens")]
+        spent_ms = {kind: sum(counts.get(f"{kind}_milliseconds", 0) for counts in searchers) for kind in SEARCHERS_TIME}
+        spent_ms["evaluating"] = sum(counts.get("evaluation_milliseconds", 0) for counts in searchers)
+        self._searcher_metrics = {
+            GENERATED_TOKENS: float(sum(counts["generated_tokens"] for counts in searchers)),
+            **{f"searcher_{kind}": ms / max(1, sum(spent_ms.values())) for kind, ms in spent_ms.items()},
             EVALUATING: float(len(self.requests.pending)),
         }
 
-    def _look_at_evaluations(self) -> None:
-        """Pass on the searchers' evaluations (their own files have them already), and check whether the figure has
-        fallen.
-        """
+    def _record_evaluations(self) -> None:
+        """Give the searchers' evaluations to the recorder (their own files have them already), and check for falls."""
         for evaluation in self.journal.evaluations():
             self.recorder.evaluation(evaluation)
-        self.watch.look()
+        self.evaluation_watch.check()
 
 
 def start_training(
     recipe: Recipe,
     run: RunDirectory,
     stop: Callable[[], bool],
-    ahead: bool,
+    prefetch: bool,
     turn_taker: TurnTaker | None = None,
     elapsed: Callable[[], float] | None = None,
     background: bool = False,
@@ -401,25 +398,25 @@ def start_training(
 ) -> TrainerLoop:
     """Build the loop of the run at `run`, and publish its first version. A later incarnation resumes where it can.
 
-    ahead: draw a batch while the one before is trained on. turn_taker: the searcher of the same process, which makes a
-    round while there is no batch; None: others bring one. background: write weights while the next step is made.
+    prefetch: draw a batch while the one before is trained on. turn_taker: the searcher of the same process, which makes
+    a round while there is no batch; None: others bring one. background: write weights while the next step is made.
     """
     keep_few_kernels()
     recipe = replace(recipe, model=recipe.model.prepared(recipe.task))
-    version, checkpoint = beginning(run)
+    version, checkpoint = starting_point(run)
     ranks = start_ranks(recipe, 0, meeting)
     policy, optimizer = start_policy(recipe, ranks, None if checkpoint is None else checkpoint.path)
-    keep, deadline = recipe.replay.keep_bytes, recipe.run.journal_deadline
-    tell = partial(record_fault, run.path, "damaged_trajectories")
+    keep_bytes, deadline = recipe.replay.keep_bytes, recipe.run.journal_deadline
+    note_damage = partial(record_fault, run.path, "damaged_trajectories")
     journal = JournalFollower(
-        run.journal(recipe), keep_bytes=keep, deadline_s=deadline, waiting=stop, create=False, damaged=tell
+        run.journal(recipe), keep_bytes=keep_bytes, deadline_s=deadline, waiting=stop, create=False, damaged=note_damage
     )
     try:
-        journal.lead(_OTHERS)
-        arrivals = arrivals_watched(recipe, run)
-        resets = recipe.reference_reset > 0
+        journal.lead(_LEAD_SECONDS)
+        watch = answer_watch_of(recipe, run)
+        has_resets = recipe.reference_reset > 0
         settings = replace(recipe.replay, pacing=replace(recipe.replay.pacing, warm_up=recipe.warm_up))
-        replay = Replay(journal, settings, recipe.sync_every, seed=recipe.seed, resets=resets, arrived=arrivals.see)
+        replay = Replay(journal, settings, recipe.sync_every, seed=recipe.seed, resets=has_resets, arrived=watch.see)
         replay.now = version
         if checkpoint is not None:
             replay.restore(checkpoint.state["replay"], version)
@@ -428,12 +425,12 @@ def start_training(
     except BaseException:
         journal.close()
         raise
-    directory = WeightDirectory(run.weights, settings=recipe.publish, dtype=recipe.model.compute)
+    weight_directory = WeightDirectory(run.weights, settings=recipe.publish, dtype=recipe.model.compute)
     if version.incarnation:
-        directory.clean()  # before anything is asked of what was published: a crash, or a disk, may have damaged it
-    weights = BackgroundPublisher(directory, recipe.run.first_sign_deadline) if background else directory
+        weight_directory.clean()  # before any of it is read: a crash, or a disk, may have damaged it
+    weights = BackgroundPublisher(weight_directory, recipe.run.first_sign_deadline) if background else weight_directory
     clock = ShareClock(warming_up=True)
-    waiting = pause if turn_taker is None else partial(turn_taker.turn, clock)
+    wait_for_rows = pause if turn_taker is None else partial(turn_taker.turn, clock)
     m = getattr(recipe.replay.selection, "m", math.nan)  # with control on, the recipe has checked that there is one
     loop = TrainerLoop(
         recipe=recipe,
@@ -460,8 +457,8 @@ def start_training(
             clock=clock,
             stop=stop,
             deadline=recipe.run.idle_deadline,
-            fill=nothing_more if recipe.offline else waiting,
-            ahead=ahead,
+            fill=raise_out_of_data if recipe.offline else wait_for_rows,
+            prefetch=prefetch,
         ),
         journal=journal,
         weights=weights,
@@ -472,11 +469,11 @@ def start_training(
         controller=recipe.control.start(recipe.sync_every, m),
         staleness=StalenessWatch(recipe.sync_every),
         recorder=recipe.record.start(run.path, run.facts["resolved"]),
-        watch=Watch(run),
-        arrivals=arrivals,
+        evaluation_watch=EvaluationWatch(run),
+        answer_watch=watch,
         clock=clock,
         elapsed=elapsed or run.clock(),
-        resumed=None if checkpoint is None else checkpoint.state,
+        resumed_state=None if checkpoint is None else checkpoint.state,
         turn_taker=turn_taker,
         ranks=ranks,
         arithmetic=recipe.model.arithmetic(),  # before anybody else is at work
@@ -493,11 +490,11 @@ def _parts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     for t in trajectories:
         for name, value in t.reward_parts.items() if len(t.reward_parts) > 1 else ():
             values.setdefault(name, []).append(value)
-    return {f"{PART}{name}": sum(own) / len(own) for name, own in values.items()}
+    return {f"{PART}{name}": sum(part_values) / len(part_values) for name, part_values in values.items()}
 
 
 def require_enough(recipe: Recipe, replay: Replay) -> None:
-    """Take in what there is. Raises `UserError` when that is too little for all steps."""
+    """Drain the journal into replay. Raises `UserError` when its trajectories are too few for all steps."""
     replay.drain()
     received = replay.buffer.received
     if not replay.buffer.prompts(SMALLEST_GROUP):
@@ -514,11 +511,11 @@ def require_enough(recipe: Recipe, replay: Replay) -> None:
     batch = recipe.groups_per_step * recipe.group_size
     uses = recipe.steps * batch / received
     if uses > pacing.max_mean_uses:
-        most = math.floor(pacing.max_mean_uses * received / batch)
+        most_steps = math.floor(pacing.max_mean_uses * received / batch)
         raise UserError(
             f"--offline {recipe.steps} steps would use each of {received} trajectories {uses:.1f} times on average, "
             f"but --replay.pacing.max-mean-uses is {pacing.max_mean_uses:g}: set it to {math.ceil(uses)}, or "
-            f"--steps to at most {most}"
+            f"--steps to at most {most_steps}"
         )
     if pacing.held(received, (recipe.steps - 1) * batch, batch):
         raise UserError(

@@ -29,7 +29,7 @@ NAME = "best"
 
 
 @dataclass
-class Arrivals:
+class AnswerWatch:
     """Watches the answers that searchers bring, which replay passes to `see`, and reports when their mean reward has
     fallen, or their mean length is another than when the run began.
     """
@@ -39,7 +39,7 @@ class Arrivals:
     lengths: LengthWatch | None
 
     def see(self, answers: Sequence[tuple[str, float, int]]) -> None:
-        """Takes (prompt, reward, tokens) of each answer that came."""
+        """Observe (prompt, reward, tokens) of each answer that came."""
         if self.rewards is not None:
             self._report(REWARD, self.rewards.see((prompt, reward) for prompt, reward, _ in answers))
         if self.lengths is not None:
@@ -47,7 +47,7 @@ class Arrivals:
                 self._report(kind, [sentence])
 
     def finish(self) -> None:
-        """Looks once more at the end of the run."""
+        """Report at the end of the run what its last answers show."""
         if self.rewards is not None:
             self._report(REWARD, self.rewards.finish())
         if self.lengths is not None:
@@ -60,27 +60,27 @@ class Arrivals:
             record_fault(self.run.path, kind, sentence)
 
 
-def arrivals_watched(recipe: Recipe, run: RunDirectory) -> Arrivals:
-    """Returns what watches the answers of a run: not their rewards where prompts are chosen by these, whose mean then
-    says nothing, nor the length of episodes, which is decided by how many turns they need.
+def answer_watch_of(recipe: Recipe, run: RunDirectory) -> AnswerWatch:
+    """Returns the watch over the answers of a run. It leaves out rewards where prompts are chosen by them, since their
+    mean then says nothing, and the length of episodes, which depends on how many turns they need.
     """
     rewards = None if recipe.prompts.selection == "posterior" else RewardWatch()
-    return Arrivals(run, rewards, None if isinstance(recipe.task, Acted) else LengthWatch())
+    return AnswerWatch(run, rewards, None if isinstance(recipe.task, Acted) else LengthWatch())
 
 
-class Watch:
-    """Watches the evaluations of a run. Each call of `look` reads only new ones."""
+class EvaluationWatch:
+    """Watches the evaluations of a run. Each call of `check` reads only new ones."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._evaluations = RunningEvaluations(run.path)
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Report whether a figure has fallen, and link `best` to the checkpoint that is the best now."""
         if not self._evaluations.look():
             return
-        for what in note_falls(self._run.path, self._evaluations.found):
-            log.warning("%s", what)
+        for sentence in note_falls(self._run.path, self._evaluations.found):
+            log.warning("%s", sentence)
         if (best := self._best()) is None:
             return
         path, _ = best
@@ -92,7 +92,7 @@ class Watch:
             temporary.symlink_to(f"checkpoints/{path.name}")
             temporary.replace(link)
 
-    def worth_keeping(self, pending: Iterable[Version]) -> set[Version]:
+    def versions_to_keep(self, pending: Iterable[Version]) -> set[Version]:
         """Returns versions whose checkpoints stay whatever their age: the best, and those whose evaluation is still to
         come.
         """
@@ -106,9 +106,9 @@ class Watch:
         The best is the one whose 95 % interval has the highest lower end: over more problems a figure counts for more.
         """
         figures = by_version(self._evaluations.found)
-        there = [(path, figures[v]) for path, v in checkpoints_in(self._run.checkpoints) if v in figures]
-        return max(there, key=lambda found: (_at_least(found[1]), found[1].version), default=None)
+        candidates = [(path, figures[v]) for path, v in checkpoints_in(self._run.checkpoints) if v in figures]
+        return max(candidates, key=lambda pair: (_lower_bound(pair[1]), pair[1].version), default=None)
 
 
-def _at_least(e: Evaluation) -> float:
+def _lower_bound(e: Evaluation) -> float:
     return wilson_interval(e.value * e.n, e.n).low

@@ -28,7 +28,7 @@ from tba.record.jsonl import read_lines
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
 from tba.runtime.cluster.gateway import PLACES
-from tba.runtime.elastic import FIRST
+from tba.runtime.elastic import FIRST_NUMBER
 from tba.runtime.reporting import summarise
 from tba.types import Version
 from tba.weights.directory import WeightDirectory
@@ -45,7 +45,7 @@ SECONDS = 120.0  # that a busy machine may take for what takes a few
 
 
 @contextmanager
-def two_nodes(first: int, second: int) -> Iterator[tuple[Any, Any]]:
+def two_nodes(driver_cpus: int, other_cpus: int) -> Iterator[tuple[Any, Any]]:
     """A cluster of two nodes with so many cores, and the second; its files are nowhere but in a folder of its own."""
     from ray.cluster_utils import Cluster as Nodes
 
@@ -56,9 +56,9 @@ def two_nodes(first: int, second: int) -> Iterator[tuple[Any, Any]]:
         patch.setenv("RAY_AUTH_TOKEN", TOKEN)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_worker_niceness", "0")
-        nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": first, "include_dashboard": False})
+        nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": driver_cpus, "include_dashboard": False})
         try:
-            yield nodes, nodes.add_node(num_cpus=second)
+            yield nodes, nodes.add_node(num_cpus=other_cpus)
         finally:
             nodes.shutdown()
             shutil.rmtree(home, ignore_errors=True)
@@ -83,9 +83,9 @@ def train(path: Path, *arguments: str) -> subprocess.Popen[str]:
 
 LISTENING = """
 import psutil, ray
-from tba.runtime.cluster.client import connected
+from tba.runtime.cluster.client import connect_to_ray
 
-with connected(None, 0.2):
+with connect_to_ray(None, 0.2):
     @ray.remote(num_cpus=0)
     class Part:
         def name(self):
@@ -104,16 +104,16 @@ def test_a_cluster_that_is_started_for_a_run_listens_on_the_loopback_interface_o
     pytest.importorskip("psutil", reason="looking at who listens needs psutil, which peft brings")
     with tempfile.TemporaryDirectory(prefix="tba") as home:  # short, as below
         environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-        found = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", LISTENING],
             env=environment | {"HOME": home, "RAY_TMPDIR": home},
             capture_output=True,
             text=True,
             timeout=SECONDS,
         )
-    own, *listening = found.stdout.split()
-    assert own == "127.0.0.1", found.stderr
-    assert len(listening) >= 4, found.stderr  # of the driver, Ray's two servers and the part
+    node_address, *listening = process.stdout.split()
+    assert node_address == "127.0.0.1", process.stderr
+    assert len(listening) >= 4, process.stderr  # of the driver, Ray's two servers and the part
     assert {ip.removeprefix("::ffff:") for ip in listening} == {"127.0.0.1"}
 
 
@@ -122,11 +122,11 @@ def test_a_cluster_that_is_started_for_a_run_listens_on_the_loopback_interface_o
     [("127.0.0.1:1", r"nothing answers at [\d.]+:1"), ("127.0.0.1:99999999", ".*"), ("nowhere", ".*")],
 )
 def test_a_cluster_that_is_not_there_is_one_sentence_at_once(address: str, reason: str) -> None:
-    from tba.runtime.cluster.client import connected
+    from tba.runtime.cluster.client import connect_to_ray
 
     with (
         pytest.raises(UserError, match=rf"cannot join the Ray cluster at {address} \({reason}\): "),
-        connected(address),
+        connect_to_ray(address),
     ):
         raise AssertionError
 
@@ -134,16 +134,16 @@ def test_a_cluster_that_is_not_there_is_one_sentence_at_once(address: str, reaso
 def test_a_run_counts_what_is_free_on_each_node_and_not_what_there_is(address: str) -> None:
     import ray
 
-    from tba.runtime.cluster.client import connected, nodes
+    from tba.runtime.cluster.client import connect_to_ray, nodes
 
     def free() -> list[float]:
         return sorted(node.cpus for node in nodes())
 
-    with connected(address):
+    with connect_to_ray(address):
         until(lambda: free() == [2, 2], SECONDS, "all to be free")
-        other = ray.remote(num_cpus=1.5)(Counter).remote()
+        counter = ray.remote(num_cpus=1.5)(Counter).remote()
         until(lambda: free() == [0.5, 2], SECONDS, "what an actor of somebody else holds to be counted")
-        ray.kill(other)
+        ray.kill(counter)
         until(lambda: free() == [2, 2], SECONDS, "it to be given back")
 
 
@@ -171,8 +171,8 @@ def kill(path: Path, part: str, after: int = 20) -> None:
     until(lambda: steps_of(path) > after, SECONDS, "the first steps")
     if part.startswith("searcher"):
         until(lambda: makers(path)[part] > 0, SECONDS, f"what {part} brings")
-    found = until(lambda: [place["process"] for place in places(path) if place["part"] == part], SECONDS, part)
-    os.kill(found[0], signal.SIGKILL)
+    pids = until(lambda: [place["process"] for place in places(path) if place["part"] == part], SECONDS, part)
+    os.kill(pids[0], signal.SIGKILL)
 
 
 def test_the_toy_comes_to_its_ideal_policy_though_a_searcher_and_the_exchange_are_killed(
@@ -200,9 +200,9 @@ def test_the_toy_comes_to_its_ideal_policy_though_a_searcher_and_the_exchange_ar
     assert summary.trajectories.trained_total == 800 * 4 * 8
     assert summary.faults["exchange_restarts"] == 1
     assert summary.faults["searcher_restarts"] >= 1  # on a busy machine one can die of a call that Ray gave up
-    made = makers(path)
-    assert made.total() == summary.trajectories.generated - summary.trajectories.in_flight_at_stop
-    assert set(made) == {"searcher-0", "searcher-1"}
+    rounds_by_maker = makers(path)
+    assert rounds_by_maker.total() == summary.trajectories.generated - summary.trajectories.in_flight_at_stop
+    assert set(rounds_by_maker) == {"searcher-0", "searcher-1"}
     versions = [e.version for e in read_evaluations(path) if e.metric == "pass@1/greedy"]
     assert sorted(versions) == [Version(0, step) for step in (0, 300, 600, 800)]
     where = places(path)
@@ -230,10 +230,10 @@ def test_two_ranks_on_two_nodes_train_one_policy_and_outlive_the_death_of_one(tm
     )
     killer.join(SECONDS)
     assert summary.steps == 40
-    found = {kind: count for kind, count in summary.faults.items() if count}
+    fault_counts = {kind: count for kind, count in summary.faults.items() if count}
     learnt = {LARGE_STEPS, NO_SIGNAL, TRUNCATED, COPIES}  # is its data's, not the ranks'
-    assert found.keys() - learnt == {"trainer_restarts"}
-    assert found["trainer_restarts"] == 1
+    assert fault_counts.keys() - learnt == {"trainer_restarts"}
+    assert fault_counts["trainer_restarts"] == 1
     for ledger in (summary.tokens, summary.trajectories):
         assert ledger.closes(), ledger
     where = [place for place in places(path) if place["part"].startswith("trainer")]
@@ -256,42 +256,42 @@ def test_nothing_of_its_own_cluster_outlives_a_driver_that_is_killed(tmp_path: P
                 until(lambda: steps_of(path) > 3, SECONDS, "the first steps")
                 (stopped,) = [place["process"] for place in places(path) if place["part"] == "searcher-0"]
                 os.kill(stopped, signal.SIGSTOP)  # Ray's own way out of a worker is closed
-            there = of(mark, driver.pid)
+            pids = of(mark, driver.pid)
         finally:
             driver.kill()
             driver.communicate(timeout=SECONDS)
         kinds = ("gcs_server",) if moment == "while Ray starts" else ("gcs_server", "raylet", "Agent", "PartActor")
-        assert all(any(kind in line for line in there.values()) for kind in kinds), there
-        until(lambda: not any(map(alive, there)) and not of(mark, driver.pid), 30.0, "all of it to end")
+        assert all(any(kind in line for line in pids.values()) for kind in kinds), pids
+        until(lambda: not any(map(alive, pids)) and not of(mark, driver.pid), 30.0, "all of it to end")
         assert list(Path(home).iterdir()) == []
 
 
 def of(mark: str, driver: int) -> dict[int, str]:
     """The driver's descendants and whoever has this in the environment it began with, with their command lines."""
-    parents, found, lines = {}, {driver}, {}
+    parents, pids, lines = {}, {driver}, {}
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             pid = int(entry.name)
             parents[pid] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             lines[pid] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             if mark.encode() in (entry / "environ").read_bytes():
-                found.add(pid)
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return {pid: lines.get(pid, "") for pid in found - {driver} if alive(pid)}
+                pids.add(pid)
+    while descendants := {pid for pid, parent in parents.items() if parent in pids} - pids:
+        pids |= descendants
+    return {pid: lines.get(pid, "") for pid in pids - {driver} if alive(pid)}
 
 
 def test_the_folder_that_recipes_are_run_from_is_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tba.runtime.cluster.actors import scratch
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    own = scratch()
-    own.chmod(0o777)
-    assert scratch() == own
-    assert own.stat().st_mode & 0o777 == 0o700
-    own.rmdir()
+    folder = scratch()
+    folder.chmod(0o777)
+    assert scratch() == folder
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.rmdir()
     (tmp_path / "elsewhere").mkdir()
-    own.symlink_to(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match="belongs to another user"):
         scratch()
 
@@ -310,8 +310,8 @@ def test_a_run_goes_on_without_a_searcher_whose_node_is_gone(tmp_path: Path) -> 
             done = steps_of(path)
             until(lambda: steps_of(path) > done + 20, SECONDS, "more steps")
             driver.send_signal(signal.SIGINT)
-            said, errors = driver.communicate(timeout=SECONDS)
-            assert (driver.returncode, errors) == (130, ""), said
+            output, errors = driver.communicate(timeout=SECONDS)
+            assert (driver.returncode, errors) == (130, ""), output
         finally:
             driver.kill()
             driver.communicate(timeout=SECONDS)
@@ -347,29 +347,29 @@ def test_the_quickstart_learns_in_the_cluster_what_it_learns_elsewhere(tmp_path:
 def test_somebody_joins_by_address_and_a_run_goes_on_after_ctrl_c_and_after_its_driver_was_killed(
     tmp_path: Path, address: str
 ) -> None:
-    path, name = tmp_path / "run", f"searcher-{FIRST}"
+    path, name = tmp_path / "run", f"searcher-{FIRST_NUMBER}"
     driver = train(
         path, "--runtime", "cluster", "--address", address, "--evaluation.problems", "1", "--steps", "999999"
     )
-    others = [driver]
+    commands = [driver]
     try:
         until(lambda: steps_of(path) > 5, SECONDS, "the first steps")
-        others.append(command("search", "--run", path.name, "--address", address))
+        commands.append(command("search", "--run", path.name, "--address", address))
         until(lambda: name in makers(path), SECONDS, "something of who joined")
         driver.send_signal(signal.SIGINT)
-        assert [driver.wait(SECONDS), others[1].wait(SECONDS)] == [130, 0]
+        assert [driver.wait(SECONDS), commands[1].wait(SECONDS)] == [130, 0]
         done = steps_of(path)
-        others.append(command("resume", str(path)))
+        commands.append(command("resume", str(path)))
         until(lambda: steps_of(path) > done + 20, SECONDS, "more steps")
-        others[2].kill()
+        commands[2].kill()
         parts = [place["process"] for place in places(path) if place["part"] != name]
         until(lambda: not any(map(alive, parts)), SECONDS, "Ray to end what the driver had started")
         last = steps_of(path) + 20
-        others.append(command("resume", str(path), "--steps", str(last)))
-        said, errors = others[3].communicate(timeout=SECONDS)
-        assert (others[3].returncode, errors) == (0, ""), said
+        commands.append(command("resume", str(path), "--steps", str(last)))
+        output, errors = commands[3].communicate(timeout=SECONDS)
+        assert (commands[3].returncode, errors) == (0, ""), output
     finally:
-        for process in others:
+        for process in commands:
             process.kill()
             process.communicate(timeout=SECONDS)
     summary = Summary.read(path)

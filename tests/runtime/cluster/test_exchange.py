@@ -29,14 +29,14 @@ from tba.runtime.cluster.remote import (
     Visit,
     Visitors,
     checkpoint_through,
-    stand_in,
-    through,
-    whole_facts,
+    connect_via,
+    facts_with_text,
+    reachable_directory,
 )
-from tba.runtime.elastic import FIRST, Joined
+from tba.runtime.elastic import FIRST_NUMBER, JoinedSearchers
 from tba.runtime.program import version
 from tba.runtime.run_directory import RunDirectory
-from tba.runtime.run_lock import keep
+from tba.runtime.run_lock import hold_shared
 from tba.runtime.searcher_loop import SearcherLoop, searcher_loop_at, start_searching
 from tba.runtime.trainer_loop import start_training
 from tba.training.checkpoint import Checkpoint
@@ -89,7 +89,7 @@ class Noting(Direct):
 def elsewhere(recipe: Recipe, run: RunDirectory) -> tuple[SearcherLoop, Exchange]:
     exchange = Exchange(run, recipe, lambda piece: piece)
     contact = Direct(exchange)
-    return searcher_loop_at(recipe, lambda: through(contact, "searcher-0", PLACE), 0, 0, None), exchange
+    return searcher_loop_at(recipe, lambda: connect_via(contact, "searcher-0", PLACE), 0, 0, None), exchange
 
 
 def journal_of(run: RunDirectory) -> list[Trajectory]:
@@ -100,13 +100,13 @@ def journal_of(run: RunDirectory) -> list[Trajectory]:
 def test_the_same_answers_weights_and_evaluations_come_through_the_exchange_as_from_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tba.runtime.cluster.remote._FRESH", -1.0)  # each look at the newest version is a look
-    found = []
+    monkeypatch.setattr("tba.runtime.cluster.remote._FRESH_SECONDS", -1.0)  # each look at the newest version is a look
+    results = []
     for name in ("disk", "exchange"):
         few = ("--steps", "6", "--reference-reset", "5", "--run.rounds")  # what flows is sent by the clock
         recipe, run = made(tmp_path / name, *QUICK, *few)
         search, exchange = (start_searching(recipe, run, 0), None) if name == "disk" else elsewhere(recipe, run)
-        train = start_training(recipe, run, stop=lambda: False, ahead=False)
+        train = start_training(recipe, run, stop=lambda: False, prefetch=False)
         for _ in range(4):
             search.round()
         for _ in range(5):
@@ -127,8 +127,8 @@ def test_the_same_answers_weights_and_evaluations_come_through_the_exchange_as_f
         counters = {name: n for name, n in counters.items() if not name.endswith("_milliseconds")}
         figures = [(e.version, e.metric, e.value) for e in read_evaluations(run.path)]
         result = json.loads(run.result("searcher-0").read_text())
-        found.append((answers, weights, counters, list(rescored.values()), figures, result["rounds"]))
-    disk, remote = found
+        results.append((answers, weights, counters, list(rescored.values()), figures, result["rounds"]))
+    disk, remote = results
     assert np.array_equal(disk[1], remote[1])
     assert disk[0] == remote[0]
     assert disk[2:] == remote[2:]
@@ -147,12 +147,12 @@ def test_weights_that_were_handed_out_are_read_after_their_version_has_been_prun
     assert RemoteWeights(Direct(exchange)).newer_than(None) is None
     weights = RemoteWeights(Direct(exchange))
     directory.publish({WEIGHT: torch.full(shape, 7.0)}, Version(0, 1), {"stop": False})
-    first = weights.newer_than(None)
-    assert first is not None
+    newest = weights.newer_than(None)
+    assert newest is not None
     for step in (2, 3, 4):
         directory.publish({WEIGHT: torch.full(shape, float(step))}, Version(0, step), {})
     assert Version(0, 1) not in directory.versions()
-    assert float(first.read()[WEIGHT].mean()) == 7.0
+    assert float(newest.read()[WEIGHT].mean()) == 7.0
     assert weights.at(Version(0, 4)).version == Version(0, 4)
     with pytest.raises(UserError, match=r"version 0\.2 of the weights is not \(or no longer\) there"):
         weights.at(Version(0, 2))
@@ -204,26 +204,26 @@ def test_of_versions_that_are_changes_their_base_is_fetched_once(tmp_path: Path)
 
 def test_a_checkpoint_comes_to_a_rank_elsewhere_whole_or_not_at_all(tmp_path: Path) -> None:
     recipe, run = made(tmp_path / "run", *QUICK)
-    half = start_training(recipe, run, lambda: False, ahead=False)
+    half = start_training(recipe, run, lambda: False, prefetch=False)
     half.checkpoint()
     half.close()
     exchange = Exchange(run, recipe, lambda piece: piece)
-    contact, there = Direct(exchange), run.checkpoints / "step-0"
-    with checkpoint_through(contact, "trainer-1", there, run.checkpoints) as same:
-        assert same == there
-    kept = {path.relative_to(there): path.read_bytes() for path in there.rglob("*") if path.is_file()}
+    contact, checkpoint = Direct(exchange), run.checkpoints / "step-0"
+    with checkpoint_through(contact, "trainer-1", checkpoint, run.checkpoints) as same:
+        assert same == checkpoint
+    contents = {path.relative_to(checkpoint): path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
     scratch = tmp_path / "scratch" / "checkpoints"
     for part in ("trainer-1", "trainer-2", "trainer-1"):
-        with checkpoint_through(contact, part, there, scratch) as here:
-            assert {path.relative_to(here): path.read_bytes() for path in here.rglob("*") if path.is_file()} == kept
+        with checkpoint_through(contact, part, checkpoint, scratch) as here:
+            assert {path.relative_to(here): path.read_bytes() for path in here.rglob("*") if path.is_file()} == contents
             assert Checkpoint.load(here).version == Version(0, 0)
         assert not list(scratch.rglob("*.safetensors"))
     with pytest.raises(ValueError, match="is no checkpoint"):
         exchange.checkpoint("../../etc")
-    next(path for path in there.glob("*.safetensors")).write_bytes(b"")
+    next(path for path in checkpoint.glob("*.safetensors")).write_bytes(b"")
     with (
         pytest.raises(UserError, match=r"is damaged \(.*safetensors: 0 bytes instead of"),
-        checkpoint_through(contact, "trainer-1", there, scratch),
+        checkpoint_through(contact, "trainer-1", checkpoint, scratch),
     ):
         pass
     assert not list(scratch.rglob("step-*"))
@@ -247,7 +247,7 @@ def test_a_journal_elsewhere_has_the_verbs_of_the_protocol_and_what_it_sends_is_
     recipe, run = made(tmp_path / "run")
     exchange = Exchange(run, recipe, lambda piece: piece)
     contact = Noting(exchange)
-    journal = through(contact, "searcher-0", PLACE).journal
+    journal = connect_via(contact, "searcher-0", PLACE).journal
     assert set(vars(journal)) == JOURNAL
     original = [trajectory(n % 2, (1, n), uid=f"t{n}") for n in range(5)]
     for _ in range(2):  # a call may be repeated
@@ -260,7 +260,7 @@ def test_a_journal_elsewhere_has_the_verbs_of_the_protocol_and_what_it_sends_is_
         follower.ask(Version(0, 1), [t.uid for t in original])
         assert same(journal.unscored(Version(0, 1), 2, 60.0), [original[4], original[3]])
     sent = [value for call in contact.calls for value in call if isinstance(value, Encoded)]
-    assert [len(given.rows) for given in sent] == [5, 5]
+    assert [len(batch.rows) for batch in sent] == [5, 5]
     assert not [value for call in contact.calls for value in call if value is original]
     journal.close()
     journal.close()
@@ -270,13 +270,13 @@ def test_a_journal_elsewhere_has_the_verbs_of_the_protocol_and_what_it_sends_is_
 def test_who_has_left_holds_no_connection_to_the_journal(tmp_path: Path) -> None:
     exchange = Exchange(*made(tmp_path / "run")[::-1], lambda piece: piece)
     assert exchange.journal("searcher-0", "rows") == 0
-    there = []
-    for number in range(FIRST, FIRST + 5):
+    counts = []
+    for number in range(FIRST_NUMBER, FIRST_NUMBER + 5):
         exchange.journal(f"searcher-{number}", "count", generated_tokens=1)
-        exchange.let_go(f"searcher-{number}")
-        exchange.let_go(f"searcher-{number}")
-        there.append(len(os.listdir("/proc/self/fd")))
-    assert there[1:] == there[:1] * 4  # the first may leave a descriptor, which SQLite takes for the next
+        exchange.close_journal(f"searcher-{number}")
+        exchange.close_journal(f"searcher-{number}")
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert counts[1:] == counts[:1] * 4  # the first may leave a descriptor, which SQLite takes for the next
     exchange.close()
 
 
@@ -284,14 +284,14 @@ def test_a_recipe_comes_along_to_where_neither_the_run_nor_its_file_is(tmp_path:
     source = tmp_path / "mine.py"
     source.write_text(TOY.read_text())
     recipe, run = made(tmp_path / "run", "--steps", "77", source=source)
-    facts = json.loads(json.dumps(whole_facts(run)))
-    assert stand_in(facts, lambda: tmp_path / "scratch").path == run.path
+    facts = json.loads(json.dumps(facts_with_text(run)))
+    assert reachable_directory(facts, lambda: tmp_path / "scratch").path == run.path
     (run.path / "recipe.json").rename(run.path / "moved.json")
     source.unlink()
-    other = stand_in(facts, lambda: tmp_path / "scratch")
-    assert other.path.parent == tmp_path / "scratch"
-    assert other.recipe() == recipe
-    assert other.log("searcher-0").parent.is_dir()
+    stand_in = reachable_directory(facts, lambda: tmp_path / "scratch")
+    assert stand_in.path.parent == tmp_path / "scratch"
+    assert stand_in.recipe() == recipe
+    assert stand_in.log("searcher-0").parent.is_dir()
 
 
 def test_a_guest_is_one_who_joined_until_it_leaves_or_says_nothing_for_too_long(tmp_path: Path) -> None:
@@ -301,32 +301,32 @@ def test_a_guest_is_one_who_joined_until_it_leaves_or_says_nothing_for_too_long(
     visitors = Visitors(run, recipe, gone.append, now=lambda: clock[0])
     with pytest.raises(UserError, match="is not in progress"):
         visitors.join(version())
-    with run.held(0.0):
-        first, facts = visitors.join(version())
-        second, _ = visitors.join(version())
-        assert (first, second) == (FIRST, FIRST + 1)
-        assert stand_in(facts, lambda: tmp_path).path == run.path
-        joined = Joined(run)
-        assert joined.present() == [f"searcher-{first}", f"searcher-{second}"]
-        visitors.leave(first, "Ctrl-C")
+    with run.hold_lock(0.0):
+        first_number, facts = visitors.join(version())
+        second_number, _ = visitors.join(version())
+        assert (first_number, second_number) == (FIRST_NUMBER, FIRST_NUMBER + 1)
+        assert reachable_directory(facts, lambda: tmp_path).path == run.path
+        joined = JoinedSearchers(run)
+        assert joined.present_names() == [f"searcher-{first_number}", f"searcher-{second_number}"]
+        visitors.leave(first_number, "Ctrl-C")
         clock[0] += SILENCE - 1
-        assert visitors.stay(second) is None
+        assert visitors.stay(second_number) is None
         clock[0] += SILENCE - 1
-        assert visitors.stay(second) is None
+        assert visitors.stay(second_number) is None
         clock[0] += SILENCE + 1
-        assert visitors.stay(second) == "the run had lost touch with it"
-        assert gone == [f"searcher-{first}", f"searcher-{second}"]
-        assert joined.present() == []
+        assert visitors.stay(second_number) == "the run had lost touch with it"
+        assert gone == [f"searcher-{first_number}", f"searcher-{second_number}"]
+        assert joined.present_names() == []
         assert [s["how"] for s in joined.record()] == ["Ctrl-C", "it died"]
-        third, _ = visitors.join(version())
-        visit = Visit(third, lambda: False, Called(visitors))
+        third_number, _ = visitors.join(version())
+        visit = Visit(third_number, lambda: False, Called(visitors))
         assert not visit.stop()
         assert joined.dismiss(0.0, lambda: None) == [visit.name]
-        last = Visit(third, lambda: False, Called(visitors))
+        last = Visit(third_number, lambda: False, Called(visitors))
         until(last.stop, 10.0, "the guest to hear that the run is ending")
-        assert last.why == "the run ended"
-        visitors.leave(third, last.why)
-        assert joined.present() == []
+        assert last.reason == "the run ended"
+        visitors.leave(third_number, last.reason)
+        assert joined.present_names() == []
 
 
 @dataclass
@@ -344,7 +344,7 @@ class Called:
 
 def test_a_run_is_held_by_others_until_the_last_part_that_keeps_it_has_ended(tmp_path: Path) -> None:
     _, run = made(tmp_path / "run")
-    with keep(run.path), pytest.raises(UserError, match="is still in progress"), run.held(0.0):
+    with hold_shared(run.path), pytest.raises(UserError, match="is still in progress"), run.hold_lock(0.0):
         pass
-    with run.held(0.0), keep(run.path):
-        assert Joined(run).present() == []
+    with run.hold_lock(0.0), hold_shared(run.path):
+        assert JoinedSearchers(run).present_names() == []

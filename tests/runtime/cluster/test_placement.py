@@ -14,7 +14,7 @@ from tba.engines.vllm import VllmSettings
 from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
 from tba.recipe import ClusterSettings, Recipe
-from tba.runtime.cluster.placement import Node, plan, share_of_gpu, table
+from tba.runtime.cluster.placement import Node, memory_lines, plan, share_of_gpu
 from tba.settings import find
 from tba.training.ranks.messages import RankSettings
 
@@ -52,12 +52,12 @@ def test_ranks_fill_the_trainers_node_first_and_then_nodes_that_have_ranks() -> 
     placed = plan(ranks(5, trainer_gpus=1, searcher_gpus=1), three, searchers(2))
     assert [p.worker for p in placed[:5]] == ["trainer", "trainer-1", "trainer-2", "trainer-3", "trainer-4"]
     assert [p.node.key for p in placed] == ["a", "a", "b", "b", "b", "c", "c"]
-    first, second, third = table(placed, 10 * GB, 2 * GB, GB)
-    assert first.startswith(
+    first_line, second_line, third_line = memory_lines(placed, 10 * GB, 2 * GB, GB)
+    assert first_line.startswith(
         "10.0.0.1 (here): trainer (2 of 5 ranks) and journal; 2 of 4 CPU, 2 of 2 GPU, about 7.0 GiB"
     )
-    assert second.startswith("10.0.0.2: 3 ranks of the trainer; 3 of 8 CPU, 3 of 8 GPU, about 8.0 GiB")
-    assert third.startswith("10.0.0.3: 2 searchers;")
+    assert second_line.startswith("10.0.0.2: 3 ranks of the trainer; 3 of 8 CPU, 3 of 8 GPU, about 8.0 GiB")
+    assert third_line.startswith("10.0.0.3: 2 searchers;")
 
 
 def test_ranks_that_do_not_fit_or_share_a_gpu_are_refused() -> None:
@@ -69,7 +69,7 @@ def test_ranks_that_do_not_fit_or_share_a_gpu_are_refused() -> None:
 
 def test_two_halves_share_one_gpu_by_fractions_and_three_thirds_fill_it() -> None:
     placed = plan(recipe(trainer_gpus=0.5, searcher_gpus=0.5), [here(gpus=1)], searchers(1))
-    assert placed[0].node.left["GPU"] == pytest.approx(0)
+    assert placed[0].node.free["GPU"] == pytest.approx(0)
     thirds = recipe(trainer_gpus=1 / 3, searcher_gpus=1 / 3)
     assert len(plan(thirds, [here(gpus=1)], searchers(2))) == 3
 
@@ -81,7 +81,7 @@ def test_a_part_of_a_gpu_is_of_one_gpu_and_leaves_others_whole() -> None:
         plan(large, [here(gpus=2)], searchers(3))
     node = here(gpus=2)
     for amount in (0.5, 0.5):
-        node.take({"CPU": 0, "GPU": amount})
+        node.reserve({"CPU": 0, "GPU": amount})
     assert node.fits({"CPU": 0, "GPU": 1})
     assert not node.fits({"CPU": 0, "GPU": 2})
     with pytest.raises(UserError, match=r"--cluster\.trainer-gpus is 1\.5: give a part of one GPU, or whole ones"):
@@ -97,14 +97,14 @@ def test_what_does_not_fit_is_refused_with_what_is_left() -> None:
 
 def test_the_table_says_what_each_node_needs_and_refuses_more_than_it_has() -> None:
     nodes = [here(cpus=2), there(cpus=3)]
-    first, second = table(plan(recipe(), nodes, searchers(4)), 5 * GB, 2 * GB, GB)
+    first_line, second_line = memory_lines(plan(recipe(), nodes, searchers(4)), 5 * GB, 2 * GB, GB)
     assert (
-        first
+        first_line
         == "10.0.0.1 (here): trainer and journal and 1 searcher; 2 of 2 CPU, 0 of 0 GPU, about 10.0 GiB of 64.0 GiB"
     )
-    assert second.startswith("10.0.0.2: 3 searchers; 3 of 3 CPU, 0 of 0 GPU, about 8.0 GiB of")
+    assert second_line.startswith("10.0.0.2: 3 searchers; 3 of 3 CPU, 0 of 0 GPU, about 8.0 GiB of")
     with pytest.raises(UserError, match=r"about 10\.0 GiB of 8\.0 GiB: that is more than there is"):
-        table(plan(recipe(), [here(cpus=2, memory=8 * GB), there(cpus=3)], searchers(4)), 5 * GB, 2 * GB, GB)
+        memory_lines(plan(recipe(), [here(cpus=2, memory=8 * GB), there(cpus=3)], searchers(4)), 5 * GB, 2 * GB, GB)
 
 
 def test_an_address_wants_the_cluster_runtime(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def on_gpus(ranks: int = 1, each: int = 1, **settings: float) -> Recipe:
 
 
 @pytest.mark.parametrize(
-    ("own", "others", "ranks", "searchers", "each", "expected"),
+    ("own_gpus", "other_gpus", "ranks", "searchers", "each", "expected"),
     [
         (4, 0, 1, 3, 1, [1, 1, 1, 1]),  # the paper's own
         (1, 4, 1, 2, 1, [1, 1, 1]),
@@ -142,20 +142,20 @@ def on_gpus(ranks: int = 1, each: int = 1, **settings: float) -> Recipe:
     ],
 )
 def test_by_default_parts_ask_for_the_gpus_that_they_would_have_on_one_machine(
-    own: float, others: float, ranks: int, searchers: int, each: int, expected: list[float]
+    own_gpus: float, other_gpus: float, ranks: int, searchers: int, each: int, expected: list[float]
 ) -> None:
     names = [f"searcher-{i}" for i in range(searchers)]
-    found = plan(on_gpus(ranks, each), [here(16, own), there(16, others)], names)
-    assert [p.asked["GPU"] for p in found] == expected
-    assert all(p.node.key == "a" for p in found if p.worker == "trainer")
-    for share in (p.asked["GPU"] for p in found):
+    placements = plan(on_gpus(ranks, each), [here(16, own_gpus), there(16, other_gpus)], names)
+    assert [p.resources["GPU"] for p in placements] == expected
+    assert all(p.node.key == "a" for p in placements if p.worker == "trainer")
+    for share in (p.resources["GPU"] for p in placements):
         assert share_of_gpu(share) == {"TBA_GPU_SHARE": f"{min(share, 1) * 0.95:.4f}"}
 
 
 def test_without_gpus_for_the_model_nothing_is_asked_for_and_what_is_set_goes_before() -> None:
-    assert [p.asked["GPU"] for p in plan(recipe(), [here(gpus=4)], searchers(2))] == [0, 0, 0]
-    found = plan(on_gpus(searcher_gpus=0.25), [here(16, 4)], searchers(3))
-    assert [p.asked["GPU"] for p in found] == [1, 0.25, 0.25, 0.25]
+    assert [p.resources["GPU"] for p in plan(recipe(), [here(gpus=4)], searchers(2))] == [0, 0, 0]
+    placements = plan(on_gpus(searcher_gpus=0.25), [here(16, 4)], searchers(3))
+    assert [p.resources["GPU"] for p in placements] == [1, 0.25, 0.25, 0.25]
     with pytest.raises(UserError, match="the Ray cluster has free 2; use fewer --searchers"):
         plan(on_gpus(each=2), [here(16, 2)], searchers(1))
 
@@ -166,7 +166,7 @@ def test_gpus_that_others_use_are_not_counted() -> None:
     node = here(gpus=1.5)  # a whole one, and half of one that somebody uses
     assert node.fits({"CPU": 0, "GPU": 0.5})
     assert not node.fits({"CPU": 0, "GPU": 2})
-    node.take({"CPU": 0, "GPU": 0.5})
+    node.reserve({"CPU": 0, "GPU": 0.5})
     assert node.fits({"CPU": 0, "GPU": 1})
 
 
@@ -174,5 +174,5 @@ def test_parts_with_and_without_a_gpu_have_no_automatic_precision() -> None:
     apart = on_gpus(trainer_gpus=0.0, searcher_gpus=1.0)
     with pytest.raises(UserError, match=r"different precisions: .* set --model\.dtype"):
         plan(apart, [here(16, 4)], searchers(2))
-    one = replace(apart, model=replace(apart.model, dtype="float32"))
-    assert [p.asked["GPU"] for p in plan(one, [here(16, 4)], searchers(2))] == [0, 1, 1]
+    recipe_of_float32 = replace(apart, model=replace(apart.model, dtype="float32"))
+    assert [p.resources["GPU"] for p in plan(recipe_of_float32, [here(16, 4)], searchers(2))] == [0, 1, 1]

@@ -74,8 +74,8 @@ def test_it_reaches_the_ideal_policy_of_the_toy_from_random_answers_of_two_searc
     with JournalFollower(oracle.path / "journal.sqlite") as journal:
         makers = Counter(t.provenance["searcher"] for t in journal.drain())
     assert set(makers) == {"searcher-0", "searcher-1"}
-    made = oracle.summary.trajectories
-    assert makers.total() == made.generated - made.in_flight_at_stop
+    counts = oracle.summary.trajectories
+    assert makers.total() == counts.generated - counts.in_flight_at_stop
 
 
 def test_every_token_and_trajectory_is_accounted_for(oracle: Finished) -> None:
@@ -112,20 +112,20 @@ def test_a_searcher_that_is_killed_is_started_again_and_ctrl_c_ends_the_run_in_o
     driver = train(path, "--steps", "1000000", "--evaluation.problems", "1")
     try:
         until(lambda: steps_of(path) > 20, SECONDS, "the first steps")
-        first = children(driver.pid)
-        os.kill(first["searcher-0"], signal.SIGKILL)
+        parts = children(driver.pid)
+        os.kill(parts["searcher-0"], signal.SIGKILL)
         again = until(
-            lambda: (now := children(driver.pid)).get("searcher-0") not in (None, first["searcher-0"]) and now,
+            lambda: (now := children(driver.pid)).get("searcher-0") not in (None, parts["searcher-0"]) and now,
             SECONDS,
             "a new searcher",
         )
-        assert again["trainer"] == first["trainer"]
+        assert again["trainer"] == parts["trainer"]
         log = path / "logs" / "searcher-0.log"
         until(lambda: log.read_text().count("starts as process") == 2, SECONDS, "the new searcher's start")
         done = steps_of(path)
         until(lambda: steps_of(path) > done, SECONDS, "more steps")
         driver.send_signal(signal.SIGINT)
-        said, errors = driver.communicate(timeout=SECONDS)
+        output, errors = driver.communicate(timeout=SECONDS)
     finally:
         driver.kill()
     assert driver.returncode == 130, errors
@@ -139,7 +139,7 @@ def test_a_searcher_that_is_killed_is_started_again_and_ctrl_c_ends_the_run_in_o
     assert final_weights(path)
     assert summary.tokens.closes(), summary.tokens
     assert summary.trajectories.closes(), summary.trajectories
-    assert "the run was stopped before its last step" in said
+    assert "the run was stopped before its last step" in output
 
 
 def test_when_the_driver_is_killed_no_process_stays_behind(tmp_path: Path) -> None:
@@ -179,12 +179,12 @@ def test_a_reward_that_raises_ends_the_run_with_the_searchers_own_traceback_and_
 ) -> None:
     broken = str(Path(__file__).parents[1] / "broken_reward.py")
     assert main(["train", broken, "--runs", str(tmp_path), "--run-name", "run"]) == 1
-    said = capsys.readouterr().err
-    first = r"tba: searcher-0 \(process \d+\) ended with ZeroDivisionError; its log is .*searcher-0\.log\n"
-    assert re.match(first, said)
-    assert "broken_reward.py" in said
-    assert "1.0 / (len(completion.text) - len(completion.text))" in said
-    assert "runtime/local/processes.py" not in said
+    output = capsys.readouterr().err
+    first_line = r"tba: searcher-0 \(process \d+\) ended with ZeroDivisionError; its log is .*searcher-0\.log\n"
+    assert re.match(first_line, output)
+    assert "broken_reward.py" in output
+    assert "1.0 / (len(completion.text) - len(completion.text))" in output
+    assert "runtime/local/processes.py" not in output
     assert not children(os.getpid())
 
 

@@ -27,13 +27,13 @@ from tba.record.faults import record_fault
 from tba.record.log import log_to, set_up_log
 from tba.runtime.cluster.client import ActorContact, get
 from tba.runtime.cluster.gateway import Exchange, note_place
-from tba.runtime.cluster.remote import Visitors, checkpoint_through, stand_in, through
-from tba.runtime.devices import keep_to_share
+from tba.runtime.cluster.remote import Visitors, checkpoint_through, connect_via, reachable_directory
+from tba.runtime.devices import limit_gpu_memory
 from tba.runtime.disk import outside_cause
-from tba.runtime.program import refuse_others
+from tba.runtime.program import require_same_version
 from tba.runtime.ranks.store import ActorStore
 from tba.runtime.run_directory import RunDirectory
-from tba.runtime.run_lock import keep
+from tba.runtime.run_lock import hold_shared
 from tba.training.ranks.messages import Meeting
 from tba.types import Json, Version
 
@@ -46,8 +46,8 @@ def scratch() -> Path:
     """
     path = Path(tempfile.gettempdir()) / f"tba-{os.getuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise UserError(f"{path} belongs to another user, but recipes are run from there: remove it, or set TMPDIR")
     path.chmod(0o700)
     return path
@@ -68,29 +68,27 @@ def place_of(worker: str, log_file: Path) -> Json:
 
 
 class ExchangeActor:
-    """The gateway (called `exchange` in logs), on the trainer's machine: one thread for journal and records, one for
-    weights.
-    """
+    """The gateway (`exchange` in logs) on the trainer's machine: a thread for journal and records, one for weights."""
 
     def __init__(self, path: str) -> None:
         self._run = RunDirectory.open(Path(path))
-        self._kept = keep(self._run.path)
+        self._lock_file = hold_shared(self._run.path)
         set_up_log(self._run.path, "exchange")
         recipe = self._run.recipe()
         self._exchange = Exchange(self._run, recipe, ray.put)
-        self._visitors = Visitors(self._run, recipe, self._exchange.let_go)
+        self._visitors = Visitors(self._run, recipe, self._exchange.close_journal)
         note_place(self._run, place_of("exchange", self._run.log("exchange")))
         if ray.get_runtime_context().was_current_actor_reconstructed:
             record_fault(self._run.path, "exchange_restarts", "the gateway on the trainer's machine was restarted")
 
     @ray.method(concurrency_group="journal")
-    def journal(self, owner: str, verb: str, *arguments: Any, **named: Any) -> Any:
-        self._visitors.look()
-        return self._exchange.journal(owner, verb, *arguments, **named)
+    def journal(self, owner: str, verb: str, *arguments: Any, **keywords: Any) -> Any:
+        self._visitors.remove_silent()
+        return self._exchange.journal(owner, verb, *arguments, **keywords)
 
     @ray.method(concurrency_group="journal")
-    def record(self, verb: str, *arguments: Any, **named: Any) -> None:
-        self._exchange.record(verb, *arguments, **named)
+    def record(self, verb: str, *arguments: Any, **keywords: Any) -> None:
+        self._exchange.record(verb, *arguments, **keywords)
 
     @ray.method(concurrency_group="journal")
     def place(self, facts: Json) -> int:
@@ -105,12 +103,12 @@ class ExchangeActor:
         return self._visitors.stay(number)
 
     @ray.method(concurrency_group="journal")
-    def leave(self, number: int, why: str) -> None:
-        self._visitors.leave(number, why)
+    def leave(self, number: int, reason: str) -> None:
+        self._visitors.leave(number, reason)
 
     @ray.method(concurrency_group="weights")
-    def newest(self, seen: Version | None) -> Any:
-        return self._exchange.newest(seen)
+    def newest(self, version: Version | None) -> Any:
+        return self._exchange.newest(version)
 
     @ray.method(concurrency_group="weights")
     def checkpoint(self, name: str) -> Any:
@@ -126,23 +124,23 @@ class ExchangeActor:
 
 
 @dataclass
-class Told:
+class StopFlag:
     """Says whether a stop was requested; every call also counts as a heartbeat."""
 
-    stopped: threading.Event = field(default_factory=threading.Event)
-    beat: float | None = None  # the last heartbeat, by `time.monotonic`
+    event: threading.Event = field(default_factory=threading.Event)
+    heartbeat_at: float | None = None  # the last heartbeat, by `time.monotonic`
 
     def __call__(self) -> bool:
-        self.beat = time.monotonic()
-        return self.stopped.is_set()
+        self.heartbeat_at = time.monotonic()
+        return self.event.is_set()
 
 
 @dataclass(frozen=True)
-class MeetAt:
+class MeetingPlace:
     """Gives the ranks of one life of the trainer a place to find each other."""
 
     store: Any  # the actor that holds their key-value store
-    spread: bool  # whether they are on more than one machine
+    is_spread: bool  # whether they are on more than one machine
 
     def meeting(self, deadline: float) -> Meeting:
         """Returns the meeting point for the rank in this process."""
@@ -151,41 +149,41 @@ class MeetAt:
             reference = getattr(self.store, method).remote(*arguments)
             return get(reference, deadline, f"the store where the trainer's ranks meet ({method})")
 
-        return Meeting(ActorStore(call, deadline), ray.util.get_node_ip_address() if self.spread else None)
+        return Meeting(ActorStore(call, deadline), ray.util.get_node_ip_address() if self.is_spread else None)
 
 
 class PartActor:
     """A searcher or a rank of the trainer. `go` returns None, or what it raised as `kind`, `message`, `traceback`."""
 
     def __init__(self) -> None:
-        self._told = Told()
+        self._stop_flag = StopFlag()
 
     @ray.method(concurrency_group="ask")
     def stop(self) -> None:
-        self._told.stopped.set()
+        self._stop_flag.event.set()
 
     @ray.method(concurrency_group="ask")
     def silence(self) -> float | None:
         """Returns the seconds since its last heartbeat; None before the first."""
-        return None if self._told.beat is None else time.monotonic() - self._told.beat
+        return None if self._stop_flag.heartbeat_at is None else time.monotonic() - self._stop_flag.heartbeat_at
 
-    def go(self, worker: str, facts: Json, attempt: int, exchange: Any, meet: MeetAt | None) -> Json:
-        run = stand_in(facts, scratch)
+    def go(self, worker: str, facts: Json, attempt: int, exchange: Any, meet: MeetingPlace | None) -> Json:
+        run = reachable_directory(facts, scratch)
         try:
             with log_to(run.path, worker) as log_file:
                 if attempt == 0:  # a worker that is restarted may find newer files, which must not end the run
-                    refuse_others(run.facts, f"{worker} on {ray.util.get_node_ip_address()}")
-                keep_to_share()
+                    require_same_version(run.facts, f"{worker} on {ray.util.get_node_ip_address()}")
+                limit_gpu_memory()
                 recipe, place = run.recipe(), place_of(worker, log_file)
                 deadline = recipe.run.journal_deadline
                 contact = ActorContact(exchange, worker, deadline)
                 meeting = None if meet is None else meet.meeting(deadline)
                 if worker == "trainer":
-                    _train(recipe, run, place, self._told, meeting)
+                    _train(recipe, run, place, self._stop_flag, meeting)
                 elif meeting is not None:
                     _follow(run, contact, place, meeting)
                 else:
-                    _search(recipe, run, contact, place, attempt, self._told)
+                    _search(recipe, run, contact, place, attempt, self._stop_flag)
         except (ray.exceptions.RayError, PartFailed, HandedOutLost):
             raise  # it lost contact with its run, and is treated as dead
         except BaseException as error:  # noqa: BLE001 - the actor ends here; the driver shows the error as its own
@@ -194,12 +192,12 @@ class PartActor:
         return None
 
 
-def _train(recipe: Recipe, run: RunDirectory, place: Json, told: Callable[[], bool], meeting: Meeting | None) -> None:
-    from tba.runtime.trainer_loop import train
+def _train(recipe: Recipe, run: RunDirectory, place: Json, stop: Callable[[], bool], meeting: Meeting | None) -> None:
+    from tba.runtime.trainer_loop import run_trainer
 
     note_place(run, place)
-    with keep(run.path):
-        train(recipe, run, told, meeting)
+    with hold_shared(run.path):
+        run_trainer(recipe, run, stop, meeting)
 
 
 def _follow(run: RunDirectory, contact: ActorContact, place: Json, meeting: Meeting) -> None:
@@ -207,26 +205,26 @@ def _follow(run: RunDirectory, contact: ActorContact, place: Json, meeting: Meet
 
     contact.call("place", place)
     rank = int(contact.worker.removeprefix("trainer-"))
-    follow(run, rank, meeting, lambda there: checkpoint_through(contact, contact.worker, there, run.checkpoints))
+    follow(run, rank, meeting, lambda path: checkpoint_through(contact, contact.worker, path, run.checkpoints))
 
 
 def _search(
-    recipe: Recipe, run: RunDirectory, contact: ActorContact, place: Json, attempt: int, told: Callable[[], bool]
+    recipe: Recipe, run: RunDirectory, contact: ActorContact, place: Json, attempt: int, stop: Callable[[], bool]
 ) -> None:
-    from tba.runtime.searcher_loop import NICENESS, search, searcher_loop_at
+    from tba.runtime.searcher_loop import NICENESS, run_searcher, searcher_loop_at
 
     os.nice(NICENESS)
     index = int(contact.worker.removeprefix("searcher-"))
-    search(
+    run_searcher(
         recipe,
         lambda: searcher_loop_at(
             recipe,
-            lambda: through(contact, contact.worker, place),
+            lambda: connect_via(contact, contact.worker, place),
             index,
             attempt,
-            told,
+            stop,
             background=True,
             run=run,
         ),
-        told,
+        stop,
     )

@@ -31,12 +31,12 @@ from tba.runtime.cluster.reaper import folder_for_ray
 from tba.weights.chunks import Flat
 
 
-def get(reference: Any, deadline: float, what: str) -> Any:
+def get(reference: Any, deadline: float, purpose: str) -> Any:
     """Returns the value of a Ray reference. Raises `DeadlineExceeded` when that takes longer than `deadline`."""
     try:
         return ray.get(reference, timeout=deadline)
     except ray.exceptions.GetTimeoutError as error:
-        raise DeadlineExceeded(f"waited {deadline:g} s for {what}") from error
+        raise DeadlineExceeded(f"waited {deadline:g} s for {purpose}") from error
 
 
 def exchange_name(run: Path) -> str:
@@ -62,9 +62,9 @@ class ActorContact:
     worker: str
     deadline: float  # seconds
 
-    def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+    def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         """Call this method of the gateway and return its result. Raises what it raised."""
-        reference = getattr(self.exchange, method).remote(*arguments, **named)
+        reference = getattr(self.exchange, method).remote(*arguments, **keywords)
         try:
             return get(reference, self.deadline, f"the gateway on the trainer's machine ({method})")
         except ray.exceptions.RayTaskError as error:
@@ -79,41 +79,41 @@ class ActorContact:
 
         Raises `HandedOutLost` when they died with the gateway.
         """
-        what = "a piece of the weights from Ray's object store"
+        purpose = "a piece of the weights from Ray's object store"
         try:
-            return [get(reference, self.deadline, what) for reference in references]
+            return [get(reference, self.deadline, purpose) for reference in references]
         except ray.exceptions.ObjectLostError as error:
-            raise HandedOutLost(f"{what} is lost with the gateway that held it") from error
+            raise HandedOutLost(f"{purpose} is lost with the gateway that held it") from error
 
 
 NAMESPACE = "tba"
-_CONNECT = 10.0  # seconds to reach a cluster
+_CONNECT_SECONDS = 10.0  # to reach a cluster
 _LOOPBACK = "127.0.0.1"  # the one address at which Ray's servers do not listen on every interface
 
 
 @contextmanager
-def connected(address: str | None, object_store_gb: float | None = None) -> Iterator[list[Node]]:
-    """Inside, this process is connected to the cluster at `address` (None: a cluster of its own); yields its nodes.
+def connect_to_ray(address: str | None, object_store_gb: float | None = None) -> Iterator[list[Node]]:
+    """Connect this process to the cluster at `address` (None: a cluster of its own), and yield the cluster's nodes.
 
     A cluster of its own ends with this process, however that ends. Raises `UserError` when it cannot connect.
     """
-    with ExitStack() as ends:
-        folder = None if address is not None else str(ends.enter_context(folder_for_ray()))
-        yield from _connected(address, object_store_gb, folder)
+    with ExitStack() as closers:
+        folder = None if address is not None else str(closers.enter_context(folder_for_ray()))
+        yield from _connect_to_ray(address, object_store_gb, folder)
 
 
-def _connected(address: str | None, object_store_gb: float | None, folder: str | None) -> Iterator[list[Node]]:
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": NAMESPACE}
+def _connect_to_ray(address: str | None, object_store_gb: float | None, folder: str | None) -> Iterator[list[Node]]:
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": NAMESPACE}
     logging.getLogger("ray").setLevel(logging.ERROR)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    main = threading.current_thread() is threading.main_thread()
-    before = signal.getsignal(signal.SIGTERM)
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    former_handler = signal.getsignal(signal.SIGTERM)
     try:
         if address is None:
             if "RAY_AUTH_TOKEN_PATH" not in os.environ:  # otherwise Ray would write a token into the home folder
                 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
             os.environ.setdefault("RAY_worker_niceness", "0")  # like the workers of any other run; Ray's default is 15
-            with _one_machine():
+            with _loopback_allowed():
                 ray.init(
                     address="local",
                     num_cpus=usable_cores(),
@@ -121,23 +121,23 @@ def _connected(address: str | None, object_store_gb: float | None, folder: str |
                     include_dashboard=False,
                     _node_ip_address=_LOOPBACK,
                     _temp_dir=folder,
-                    **quiet,
+                    **options,
                 )
         else:
             _require_listener(address)
-            ray.init(address=address, **quiet)
+            ray.init(address=address, **options)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        where = "start a Ray cluster" if address is None else f"join the Ray cluster at {address}"
-        said = str(error).strip().splitlines()[0]
-        raise UserError(f"cannot {where} ({said}): `ray start --head` starts one, --address is HOST:PORT") from error
+        aim = "start a Ray cluster" if address is None else f"join the Ray cluster at {address}"
+        message = str(error).strip().splitlines()[0]
+        raise UserError(f"cannot {aim} ({message}): `ray start --head` starts one, --address is HOST:PORT") from error
     try:
-        if main:
-            signal.signal(signal.SIGTERM, before)  # Ray has replaced the handler
-        its_own = ray.util.get_node_ip_address()
-        if address is None and its_own != _LOOPBACK:
+        if is_main_thread:
+            signal.signal(signal.SIGTERM, former_handler)  # Ray has replaced the handler
+        node_address = ray.util.get_node_ip_address()
+        if address is None and node_address != _LOOPBACK:
             raise UserError(
-                f"Ray {ray.__version__} does not stay on the loopback interface here (its node is {its_own}): install "
-                "the version in constraints.txt, or start a cluster yourself and give its --address"
+                f"Ray {ray.__version__} does not stay on the loopback interface here (its node is {node_address}): "
+                "install the version in constraints.txt, or start a cluster yourself and give its --address"
             )
         yield nodes()
     finally:
@@ -148,45 +148,45 @@ def _require_listener(address: str) -> None:
     """Raises `ConnectionError` where nothing listens at an address, and `ValueError` for one that is none: Ray itself
     would try for a quarter of an hour.
     """
-    place = canonicalize_bootstrap_address(address)  # of loopback it makes this machine's own address
-    if place is None:
+    endpoint = canonicalize_bootstrap_address(address)  # of loopback it makes this machine's own address
+    if endpoint is None:
         return
-    host, _, port = place.rpartition(":")
+    host, _, port = endpoint.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT).close()
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
     except OSError as error:
-        raise ConnectionError(f"nothing answers at {place}") from error
+        raise ConnectionError(f"nothing answers at {endpoint}") from error
 
 
 @contextmanager
-def _one_machine() -> Iterator[None]:
+def _loopback_allowed() -> Iterator[None]:
     """Inside, Ray accepts the loopback address, as it does on a Mac.
 
     On Linux it would replace it by the machine's own address, and its servers would listen on every interface. The
     variable that prevents this (RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER) is read when Ray is imported, which is too early:
     then it is not known yet whether this process joins a cluster.
     """
-    before = ray_constants.ENABLE_RAY_CLUSTER
+    former_setting = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         yield
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
+        ray_constants.ENABLE_RAY_CLUSTER = former_setting
 
 
 def nodes() -> list[Node]:
-    """Returns the nodes of the cluster that this process is in, this one first, with what nobody uses of each.
+    """Returns the nodes of this process's cluster, its own first, with the resources that nobody uses on each.
 
-    What Ray says of that may be a moment old.
+    What Ray says of these may be a moment old.
     """
-    here = ray.get_runtime_context().get_node_id()
-    free = available_resources_per_node()
-    found = []
+    here_id = ray.get_runtime_context().get_node_id()
+    free_by_node = available_resources_per_node()
+    cluster_nodes = []
     for entry in ray.nodes():
-        has, key = entry["Resources"], entry["NodeID"]
+        total, key = entry["Resources"], entry["NodeID"]
         if entry["Alive"]:
-            left = free.get(key, has)
+            free = free_by_node.get(key, total)
             name = f"{entry['NodeManagerAddress']} ({key[:6]})"
-            memory = has.get("memory", 0.0) + has.get("object_store_memory", 0.0)
-            found.append(Node(key, name, left.get("CPU", 0.0), left.get("GPU", 0.0), memory, key == here))
-    return sorted(found, key=lambda node: not node.here)
+            memory = total.get("memory", 0.0) + total.get("object_store_memory", 0.0)
+            cluster_nodes.append(Node(key, name, free.get("CPU", 0.0), free.get("GPU", 0.0), memory, key == here_id))
+    return sorted(cluster_nodes, key=lambda node: not node.here)

@@ -25,19 +25,19 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tba.errors import DeadlineExceeded, PartFailed, UserError
 from tba.record.faults import record_fault
-from tba.runtime.cluster.actors import ExchangeActor, MeetAt, PartActor
-from tba.runtime.cluster.client import connected, exchange_name, get, nodes
+from tba.runtime.cluster.actors import ExchangeActor, MeetingPlace, PartActor
+from tba.runtime.cluster.client import connect_to_ray, exchange_name, get, nodes
 from tba.runtime.cluster.gateway import PLACES
-from tba.runtime.cluster.placement import Node, Placed, plan, share_of_gpu
-from tba.runtime.cluster.remote import whole_facts
+from tba.runtime.cluster.placement import Node, Placement, plan, share_of_gpu
+from tba.runtime.cluster.remote import facts_with_text
 from tba.runtime.ranks.store import KeyValueStore
 from tba.runtime.ranks.worker import RankedWorker
 from tba.runtime.run_directory import RunDirectory
-from tba.runtime.supervisor import POLL, STOP_DEADLINE, Driver, Worker, failed
+from tba.runtime.supervisor import POLL, STOP_DEADLINE, Driver, Worker, worker_error
 from tba.training.ranks.messages import name_of_rank
 from tba.types import Json
 
-_SETTLE = 10.0  # seconds within which Ray knows what is free
+_FREEING_SECONDS = 10.0  # within which Ray knows what is free
 _remote: Any = ray.remote  # Ray's own types leave out some of its options
 
 
@@ -45,8 +45,8 @@ _remote: Any = ray.remote  # Ray's own types leave out some of its options
 class Cluster(Driver):
     """One run on a Ray cluster: `go()` until it is finished, stopped or failed."""
 
-    _started: list[ActorWorker | RankedWorker[ActorWorker]] = field(default_factory=list)
-    _placed: dict[str, Placed] = field(default_factory=dict)
+    _launched: list[ActorWorker | RankedWorker[ActorWorker]] = field(default_factory=list)
+    _placements: dict[str, Placement] = field(default_factory=dict)
     _exchange: Any = None
 
     def go(self) -> dict[str, object]:
@@ -54,16 +54,16 @@ class Cluster(Driver):
 
         Raises the error that a worker ended with.
         """
-        with connected(self.recipe.address, self.recipe.cluster.object_store_gb):
-            self._placed = {placed.worker: placed for placed in self._plan()}
-            self._start_exchange(self._placed["trainer"].node)
+        with connect_to_ray(self.recipe.address, self.recipe.cluster.object_store_gb):
+            self._placements = {placement.worker: placement for placement in self._plan()}
+            self._start_exchange(self._placements["trainer"].node)
             faults = super().go()
             get(self._exchange.end.remote(), STOP_DEADLINE, "the exchange to close the journal")
             return faults
 
-    def _plan(self) -> list[Placed]:
-        """Wait a moment for what a run that has just ended gives back, and refuse the run only then."""
-        deadline = time.monotonic() + _SETTLE
+    def _plan(self) -> list[Placement]:
+        """Returns where each worker goes; waits a moment for what a run that has just ended gives back."""
+        deadline = time.monotonic() + _FREEING_SECONDS
         while True:
             try:
                 return plan(self.recipe, nodes(), self.searchers)
@@ -72,14 +72,14 @@ class Cluster(Driver):
                     raise
             time.sleep(POLL)
 
-    def _start_exchange(self, here: Node) -> None:
+    def _start_exchange(self, node: Node) -> None:
         deadline = self.recipe.cluster.start_deadline
         actor = _remote(concurrency_groups={"journal": 1, "weights": 1})(ExchangeActor).options(
             name=exchange_name(self.run.path),
             num_cpus=0,
             max_restarts=self.recipe.run.restarts,
             max_task_retries=-1,  # every call may be repeated
-            scheduling_strategy=NodeAffinitySchedulingStrategy(here.key, soft=False),
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node.key, soft=False),
         )
         try:
             self._exchange = actor.remote(str(self.run.path.resolve()))
@@ -96,103 +96,104 @@ class Cluster(Driver):
         """Start a worker as an actor on the node that it was given; a trainer of several ranks is several actors."""
         worker: ActorWorker | RankedWorker[ActorWorker]
         if name == "trainer" and self.recipe.trainer.count > 1:
-            worker = RankedWorker(self._ranks, _own_failure)
+            worker = RankedWorker(self._ranks, _rank_to_blame)
         else:
             worker = self._actor(name)
-        self._started.append(worker)
+        self._launched.append(worker)
         return worker
 
-    def _actor(self, name: str, attempt: int = 0, meet: MeetAt | None = None) -> ActorWorker:
+    def _actor(self, name: str, attempt: int = 0, meet: MeetingPlace | None = None) -> ActorWorker:
         deadline = self.recipe.cluster.start_deadline
-        return ActorWorker(self._placed[name], self.run, self._exchange, deadline, attempt, meet)
+        return ActorWorker(self._placements[name], self.run, self._exchange, deadline, attempt, meet)
 
-    def _ranks(self, attempt: int, ends: ExitStack) -> list[ActorWorker]:
+    def _ranks(self, attempt: int, closers: ExitStack) -> list[ActorWorker]:
         """Start the ranks of one life of the trainer, which find each other through a key-value store made for it."""
         names = [name_of_rank(rank) for rank in range(self.recipe.trainer.count)]
-        places = [self._placed[name].node for name in names]
-        here = NodeAffinitySchedulingStrategy(places[0].key, soft=False)
-        store = _remote(KeyValueStore).options(num_cpus=0, scheduling_strategy=here).remote()
-        ends.callback(ray.kill, store)
-        meet = MeetAt(store, spread=len({node.key for node in places}) > 1)
+        rank_nodes = [self._placements[name].node for name in names]
+        strategy = NodeAffinitySchedulingStrategy(rank_nodes[0].key, soft=False)
+        store = _remote(KeyValueStore).options(num_cpus=0, scheduling_strategy=strategy).remote()
+        closers.callback(ray.kill, store)
+        meet = MeetingPlace(store, is_spread=len({node.key for node in rank_nodes}) > 1)
         return [self._actor(name, attempt, meet) for name in names]
 
     @property
     def _workers(self) -> list[ActorWorker]:
-        return [p for worker in self._started for p in (worker.ranks if isinstance(worker, RankedWorker) else [worker])]
+        workers = [worker.ranks if isinstance(worker, RankedWorker) else [worker] for worker in self._launched]
+        return [part for parts in workers for part in parts]
 
     def pause(self) -> None:
-        """Wait as long as any other driver does, and take in what has become ready by then."""
-        references = [reference for worker in self._workers for reference in worker.awaited]
+        """Wait as long as any other driver does, and read which references have become ready by then."""
+        references = [reference for worker in self._workers for reference in worker.pending_references]
         if not references:
             time.sleep(POLL)
         ready = ray.wait(references, num_returns=len(references), timeout=POLL)[0] if references else []
         for worker in self._workers:
-            worker.look(set(ready))
+            worker.poll(set(ready))
 
 
-def _own_failure(failed: Sequence[ActorWorker], more_to_learn: bool) -> ActorWorker | None:
-    """Returns the rank whose actor died, else the one that raised; ranks that lost contact did so because of another.
+def _rank_to_blame(failed_ranks: Sequence[ActorWorker], may_learn_more: bool) -> ActorWorker | None:
+    """Returns the rank whose actor died, else the rank that raised; ranks that lost contact did so because of another.
 
-    A rank may also raise because another has died, which Ray reports a moment later.
+    A rank may also raise because another rank has died, which Ray reports a moment later.
     """
-    died = [worker for worker in failed if worker.code == DIED and not worker.lost_touch]
-    if died or more_to_learn:
-        return died[0] if died else None
-    return min(failed, key=lambda worker: worker.lost_touch)
+    dead_ranks = [worker for worker in failed_ranks if worker.code == DIED and not worker.lost_contact]
+    if dead_ranks or may_learn_more:
+        return dead_ranks[0] if dead_ranks else None
+    return min(failed_ranks, key=lambda worker: worker.lost_contact)
 
 
 DIED = -1  # the exit code of a worker whose actor is gone
-_ASK = 1.0  # seconds between two requests for how long a worker has been silent
+_REQUEST_SECONDS = 1.0  # between two requests for how long a worker has been silent
 
 
 @dataclass
 class ActorWorker:
     """A worker as a Ray actor, seen from its driver."""
 
-    placed: Placed
+    placement: Placement
     run: RunDirectory
     exchange: Any
     deadline: float  # seconds that Ray may take to start it
     attempt: int = 0
-    meet: MeetAt | None = None  # where a rank of the trainer finds the others
+    meet: MeetingPlace | None = None  # where a rank of the trainer finds the others
     code: int | None = field(init=False)
-    how: str = field(init=False)
-    lost_touch: bool = field(init=False)  # it ended because it could not reach another worker
-    heard: bool = field(init=False)
+    cause_of_death: str = field(init=False)
+    lost_contact: bool = field(init=False)  # it ended because it could not reach another worker
+    has_heartbeat: bool = field(init=False)
     _actor: Any = field(init=False)
-    _done: Any = field(init=False)
+    _end_reference: Any = field(init=False)
     _error: Json = field(init=False)
-    _question: Any = field(init=False)  # the pending request for how long it has been silent
-    _asked: float = field(init=False)
-    _last: float = field(init=False)  # when it last gave a heartbeat, or was started
-    _up: bool = field(init=False)
+    _silence_request: Any = field(init=False)  # the pending request for how long it has been silent
+    _requested_at: float = field(init=False)
+    _heartbeat_at: float = field(init=False)  # when it last gave a heartbeat, or was started
+    _is_up: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.start()
 
     def start(self) -> None:
         """Start it as a new actor: on its node, or on any node that has room if that one is gone."""
-        self.code, self.how, self.heard, self._error, self._up = None, "", False, None, False
-        self.lost_touch = False
-        self._last = self._asked = time.monotonic()
-        asked = self.placed.asked
-        soft = self._searches or not self.placed.node.here
-        place = NodeAffinitySchedulingStrategy(self.placed.node.key, soft=soft)
+        self.code, self.cause_of_death, self.has_heartbeat, self._error, self._is_up = None, "", False, None, False
+        self.lost_contact = False
+        self._heartbeat_at = self._requested_at = time.monotonic()
+        resources = self.placement.resources
+        is_movable = self._searches or not self.placement.node.here
+        strategy = NodeAffinitySchedulingStrategy(self.placement.node.key, soft=is_movable)
         # Ray would leave all GPUs visible to a worker that asks for none, including those that it has given to others.
-        environment = share_of_gpu(asked["GPU"])
+        environment = share_of_gpu(resources["GPU"])
         self._actor = (
             _remote(concurrency_groups={"ask": 1})(PartActor)
             .options(
-                num_cpus=asked["CPU"],
-                num_gpus=asked["GPU"],
-                scheduling_strategy=place,
+                num_cpus=resources["CPU"],
+                num_gpus=resources["GPU"],
+                scheduling_strategy=strategy,
                 runtime_env={"env_vars": environment},
             )
             .remote()
         )
-        facts = whole_facts(self.run)
-        self._done = self._actor.go.remote(self.name, facts, self.attempt, self.exchange, self.meet)
-        self._question = self._actor.silence.remote()
+        facts = facts_with_text(self.run)
+        self._end_reference = self._actor.go.remote(self.name, facts, self.attempt, self.exchange, self.meet)
+        self._silence_request = self._actor.silence.remote()
 
     def start_again(self) -> None:
         """Start the worker again after its death."""
@@ -202,7 +203,7 @@ class ActorWorker:
 
     @property
     def name(self) -> str:
-        return self.placed.worker
+        return self.placement.worker
 
     @property
     def _searches(self) -> bool:
@@ -210,73 +211,73 @@ class ActorWorker:
         return not self.name.startswith("trainer")
 
     @property
-    def who(self) -> str:
-        return f"{self.name} (on {self.placed.node.name})"
+    def description(self) -> str:
+        return f"{self.name} (on {self.placement.node.name})"
 
     @property
     def log(self) -> str:
-        own = self.run.log(self.name)
-        return str(own) if own.exists() else f"named in {self.run.path / 'logs' / PLACES}"
+        log_file = self.run.log(self.name)
+        return str(log_file) if log_file.exists() else f"named in {self.run.path / 'logs' / PLACES}"
 
     @property
-    def awaited(self) -> list[Any]:
-        """Returns the Ray references to wait for: its end, its answer."""
-        asked = [] if self._question is None else [self._question]
-        return [self._done, *asked] if self.code is None else []
+    def pending_references(self) -> list[Any]:
+        """Returns the Ray references to wait for: of the worker's end, and of its answer."""
+        silence_requests = [] if self._silence_request is None else [self._silence_request]
+        return [self._end_reference, *silence_requests] if self.code is None else []
 
-    def look(self, ready: set[Any]) -> None:
-        """Take in what has become ready. Raises `DeadlineExceeded` when Ray does not start the actor."""
+    def poll(self, ready: set[Any]) -> None:
+        """Read the references that have become ready. Raises `DeadlineExceeded` when Ray does not start the actor."""
         if self.code is not None:
             return
-        if self._done in ready:
-            self._settle()
+        if self._end_reference in ready:
+            self._record_end()
             return
         now = time.monotonic()
-        if self._question is None and now - self._asked > _ASK:
-            self._asked, self._question = now, self._actor.silence.remote()
-        elif self._question is not None and self._question in ready:
+        if self._silence_request is None and now - self._requested_at > _REQUEST_SECONDS:
+            self._requested_at, self._silence_request = now, self._actor.silence.remote()
+        elif self._silence_request is not None and self._silence_request in ready:
             with suppress(ray.exceptions.RayError):  # that the actor is gone is seen by its end
-                silence = get(self._question, self.deadline, f"an answer of {self.who}")
-                self._up = True
+                silence = get(self._silence_request, self.deadline, f"an answer of {self.description}")
+                self._is_up = True
                 if silence is not None:
-                    self.heard, self._last = True, now - silence
-            self._question = None
-        elif not self._up and now - self._last > self.deadline:
-            self._not_started()
+                    self.has_heartbeat, self._heartbeat_at = True, now - silence
+            self._silence_request = None
+        elif not self._is_up and now - self._heartbeat_at > self.deadline:
+            self._give_up_starting()
 
-    def _not_started(self) -> None:
-        """No node has room for the actor.
+    def _give_up_starting(self) -> None:
+        """Give up an actor for which no node has room.
 
         If it has never been started, or is the trainer's, the run cannot continue.
         """
-        asked = f"{self.placed.asked['CPU']:g} CPU and {self.placed.asked['GPU']:g} GPU"
-        waited = f"waited {self.deadline:g} s for Ray to start {self.who} with {asked}"
+        request = f"{self.placement.resources['CPU']:g} CPU and {self.placement.resources['GPU']:g} GPU"
+        complaint = f"waited {self.deadline:g} s for Ray to start {self.description} with {request}"
         self.kill()
         if self.attempt and self._searches:  # its machine is gone, most likely
             self.code = 0
             self.exchange.journal.remote(self.name, "resume")  # the prompts it had leased are given back, for others
-            record_fault(self.run.path, "searchers_given_up", f"{waited} again; the run continues without it")
+            record_fault(self.run.path, "searchers_given_up", f"{complaint} again; the run continues without it")
         else:
-            self.code, self.how = DIED, "was not started"
-            raise DeadlineExceeded(f"{waited}: others may hold them")
+            self.code, self.cause_of_death = DIED, "was not started"
+            raise DeadlineExceeded(f"{complaint}: others may hold them")
 
-    def _settle(self) -> None:
+    def _record_end(self) -> None:
         """Find out how the worker ended."""
         try:
-            self._error = get(self._done, self.deadline, f"the end of {self.who}")
+            self._error = get(self._end_reference, self.deadline, f"the end of {self.description}")
             self.code = 0 if self._error is None else 1
         except ray.exceptions.RayError as error:
-            self.lost_touch = isinstance(error, ray.exceptions.RayTaskError)  # the error that `go` raises
-            said = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-            self.code, self.how = DIED, f"died ({str(said).strip().splitlines()[0]})"
+            self.lost_contact = isinstance(error, ray.exceptions.RayTaskError)  # the error that `go` raises
+            cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+            self.code, self.cause_of_death = DIED, f"died ({str(cause).strip().splitlines()[0]})"
         ray.kill(self._actor)  # releases what the actor held
 
     def silence(self) -> float:
         """Returns the seconds since the worker's last heartbeat."""
-        return time.monotonic() - self._last
+        return time.monotonic() - self._heartbeat_at
 
     def ask_to_stop(self) -> None:
-        if self.code is None and self.attempt and self._searches and not self._up:
+        if self.code is None and self.attempt and self._searches and not self._is_up:
             self.kill()  # it is still waiting for a node, and has nothing to finish
             self.code = 0
         elif self.code is None:
@@ -290,10 +291,10 @@ class ActorWorker:
     def end(self) -> None:
         """End it as a worker that hangs."""
         self.kill()
-        self.code, self.how = DIED, "was killed, for it was silent"
+        self.code, self.cause_of_death = DIED, "was killed, for it was silent"
 
     def failure(self) -> Exception:
         """Returns why it ended, as the driver's own error."""
         if self._error is not None:
-            return failed(self.who, self.log, self._error)
-        return PartFailed(f"{self.who} {self.how}; its log is {self.log}")
+            return worker_error(self.description, self.log, self._error)
+        return PartFailed(f"{self.description} {self.cause_of_death}; its log is {self.log}")

@@ -32,7 +32,7 @@ def verbs_of(protocol: type) -> frozenset[str]:
 
 JOURNAL, RECORDS = verbs_of(Journal), verbs_of(Records)
 PLACES = "places.jsonl"  # where each worker runs or ran, and its logs
-KEPT = 2  # versions whose pieces are kept for the next searcher that asks, besides those of their base
+KEPT_VERSIONS = 2  # versions whose pieces are kept for the next searcher that asks, besides those of their base
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Offer:
 
 
 class Exchange:
-    """The run's side of all remote searchers' connections. `send` puts a piece where they can fetch it, and gives its
-    reference.
+    """The run's side of all remote searchers' connections. `send` puts a piece where the searchers can fetch it, and
+    returns its reference.
 
     Journal and weights may be called from two threads, one each.
     """
@@ -63,39 +63,39 @@ class Exchange:
         self._offers: dict[Version, Offer] = {}
         self._base: Offer | None = None  # the base of the newest changes that were asked for
 
-    def journal(self, owner: str, verb: str, *arguments: Any, **named: Any) -> Any:
+    def journal(self, owner: str, verb: str, *arguments: Any, **keywords: Any) -> Any:
         """Call `JournalWriter` for this owner; trajectories travel encoded, and are written as they come."""
-        _require(verb, JOURNAL)
+        _require_verb(verb, JOURNAL)
         if verb == "close":
-            return self.let_go(owner)
+            return self.close_journal(owner)
         if owner not in self._writers:
             path = self._run.journal(self._recipe)
             self._writers[owner] = JournalWriter(path, owner, self._recipe.run.journal_deadline, create=False)
-        return packed(getattr(self._writers[owner], verb)(*arguments, **named))
+        return packed(getattr(self._writers[owner], verb)(*arguments, **keywords))
 
-    def let_go(self, owner: str) -> None:
-        """Close this owner's connection to the journal: it has left, or is taken for dead."""
+    def close_journal(self, owner: str) -> None:
+        """Close the journal of an owner that has left, or is taken for dead."""
         if (writer := self._writers.pop(owner, None)) is not None:
             writer.close()
 
-    def record(self, verb: str, *arguments: Any, **named: Any) -> None:
+    def record(self, verb: str, *arguments: Any, **keywords: Any) -> None:
         """Call `RunRecords` for a remote searcher."""
-        _require(verb, RECORDS)
-        getattr(self._records, verb)(*arguments, **named)
+        _require_verb(verb, RECORDS)
+        getattr(self._records, verb)(*arguments, **keywords)
 
     def place(self, facts: Json) -> int:
         """Record where a worker has begun to run; returns the run's incarnation."""
         note_place(self._run, facts)
         return self._run.incarnation
 
-    def newest(self, seen: Version | None) -> Offer | Version | None:
-        """Returns the newest version, or only its name where the searcher has `seen` it already.
+    def newest(self, version: Version | None) -> Offer | Version | None:
+        """Returns the newest version, or only its name where the searcher has that `version` already.
 
         None before the first.
         """
         while True:  # terminates: where a version was pruned, a newer one exists
             newest = self._weights.newest()
-            if newest is None or newest == seen:
+            if newest is None or newest == version:
                 return newest
             offer = self.at(newest)
             if offer is not None:
@@ -108,20 +108,22 @@ class Exchange:
             if published is None:
                 return None
             try:
-                header, whole = flat(self._weights.file(version))
-                since = self._weights.base(version)
+                header, contents = flat(self._weights.file(version))
+                base_version = self._weights.base(version)
             except FileNotFoundError:  # pruned in the meantime
                 return None
             base = None
-            if since is not None:
-                base = self._base if self._base is not None and self._base.version == since else self.at(since)
+            if base_version is not None:
+                base = self._base
+                if base is None or base.version != base_version:
+                    base = self.at(base_version)
                 if base is None:
                     return None
                 self._base = base
-            references = [self._send(piece) for piece in pieces(whole)]
+            references = [self._send(piece) for piece in pieces(contents)]
             self._offers[version] = Offer(version, published.manifest, header, references, base)
-            for old in list(self._offers)[:-KEPT]:
-                del self._offers[old]
+            for version_to_drop in list(self._offers)[:-KEPT_VERSIONS]:
+                del self._offers[version_to_drop]
         return self._offers[version]
 
     def checkpoint(self, name: str) -> list[tuple[str, list[Any]]]:
@@ -139,7 +141,7 @@ class Exchange:
             writer.close()
 
 
-def _require(verb: str, verbs: frozenset[str]) -> None:
+def _require_verb(verb: str, verbs: frozenset[str]) -> None:
     if verb not in verbs:
         raise ValueError(f"{verb} is not for searchers")
 

@@ -25,8 +25,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _KEEP = b"keep"
-_DEADLINE = 30.0  # seconds for all of them to be gone
-_POLL = 0.1
+_DEADLINE_SECONDS = 30.0  # seconds for all of them to be gone
+_POLL_SECONDS = 0.1
 
 
 @contextmanager
@@ -35,8 +35,8 @@ def folder_for_ray() -> Iterator[Path]:
     ended.
     """
     # short: the paths of sockets begin with it, and are limited in length
-    made = tempfile.mkdtemp(prefix="ray-", dir=os.environ.get("RAY_TMPDIR"))
-    folder = Path(made).resolve()
+    path = tempfile.mkdtemp(prefix="ray-", dir=os.environ.get("RAY_TMPDIR"))
+    folder = Path(path).resolve()
     reaper = subprocess.Popen(  # noqa: S603 - our own module
         [sys.executable, "-m", "tba.runtime.cluster.reaper", str(folder)], stdin=subprocess.PIPE, start_new_session=True
     )
@@ -51,22 +51,22 @@ def folder_for_ray() -> Iterator[Path]:
     finally:
         reaper.stdin.close()
         with suppress(subprocess.TimeoutExpired):
-            reaper.wait(_DEADLINE + 1.0)
+            reaper.wait(_DEADLINE_SECONDS + 1.0)
 
 
-def reap(folder: Path, spared: int) -> None:
+def reap(folder: Path, spared_pid: int) -> None:
     """Kill all processes that use the folder except the process `spared`, until two scans in a row find none."""
-    quiet, deadline = 0, time.monotonic() + _DEADLINE
-    while quiet < 2 and time.monotonic() < deadline:
-        found = [pid for pid in _users(folder) if pid not in (spared, os.getpid())]
-        for pid in found:
+    quiet_scans, deadline = 0, time.monotonic() + _DEADLINE_SECONDS
+    while quiet_scans < 2 and time.monotonic() < deadline:
+        pids = [pid for pid in _users(folder) if pid not in (spared_pid, os.getpid())]
+        for pid in pids:
             with suppress(ProcessLookupError, PermissionError):
                 if os.getpgid(pid) == pid:  # a worker, with the processes that it has started
                     os.killpg(pid, signal.SIGKILL)
                 else:
                     os.kill(pid, signal.SIGKILL)
-        quiet = 0 if found else quiet + 1
-        time.sleep(_POLL)
+        quiet_scans = 0 if pids else quiet_scans + 1
+        time.sleep(_POLL_SECONDS)
 
 
 def _users(folder: Path) -> list[int]:
@@ -93,8 +93,8 @@ def _writes_into(process: Path, folder: Path) -> bool:
 
 
 if __name__ == "__main__":
-    driver = os.getppid()
-    said = sys.stdin.buffer.read()  # until the driver closes it, or is gone
-    reap(Path(sys.argv[1]), driver)
-    if said != _KEEP:
+    driver_pid = os.getppid()
+    driver_message = sys.stdin.buffer.read()  # until the driver closes it, or is gone
+    reap(Path(sys.argv[1]), driver_pid)
+    if driver_message != _KEEP:
         shutil.rmtree(sys.argv[1], ignore_errors=True)

@@ -29,8 +29,8 @@ from tba.recipe import Recipe
 from tba.replay.codec import packed, unpacked
 from tba.runtime.cluster.gateway import JOURNAL, RECORDS, Offer
 from tba.runtime.connections import Connections
-from tba.runtime.elastic import Leaving, Place, enter
-from tba.runtime.program import refuse_others
+from tba.runtime.elastic import LocalMembership, Membership, enter_run
+from tba.runtime.program import require_same_version
 from tba.runtime.run_directory import RunDirectory
 from tba.shipped import MARK
 from tba.training.checkpoint import Checkpoint
@@ -39,13 +39,13 @@ from tba.weights.atomic_dir import atomic_folder, remove_folder
 from tba.weights.chunks import Flat, tensors
 from tba.weights.deltas import Restored
 
-_FRESH = 0.05  # seconds for which the newest known version counts as the newest
+_FRESH_SECONDS = 0.05  # for which the newest known version counts as the newest
 
 
 class Contact(Protocol):
     """Calls the gateway for a worker, each time within a deadline."""
 
-    def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+    def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         """Call this method of the gateway and return its result."""
         ...
 
@@ -54,17 +54,16 @@ class Contact(Protocol):
         ...
 
 
-def remote(verbs: Iterable[str], call: Callable[..., Any]) -> Any:
-    """Returns a remote implementation of a protocol with these methods: each is a call, with its name before its
-    arguments.
+def remote_proxy(verbs: Iterable[str], call: Callable[..., Any]) -> Any:
+    """Returns a remote implementation of a protocol with these methods: each calls with its name before its arguments.
 
     Trajectories are encoded here, where they were made, and decoded here, where they are needed.
     """
 
-    def ask(verb: str, *arguments: Any, **named: Any) -> Any:
-        return unpacked(call(verb, *map(packed, arguments), **{name: packed(value) for name, value in named.items()}))
+    def call_verb(verb: str, *arguments: Any, **options: Any) -> Any:
+        return unpacked(call(verb, *map(packed, arguments), **{name: packed(value) for name, value in options.items()}))
 
-    return SimpleNamespace(**{verb: partial(ask, verb) for verb in verbs})
+    return SimpleNamespace(**{verb: partial(call_verb, verb) for verb in verbs})
 
 
 class RemoteWeights:
@@ -74,16 +73,16 @@ class RemoteWeights:
         self._contact = contact
         self._newest: PublishedWeights | None = None
         self._base: tuple[Version, dict[str, Any]] | None = None  # the newest base that was needed, fetched once
-        self._looked = -_FRESH
+        self._polled_at = -_FRESH_SECONDS
 
     def newer_than(self, version: Version | None) -> PublishedWeights | None:
         """Returns the newest version if it is newer than `version` (None: any), else None. Never waits for one."""
-        if time.monotonic() - self._looked > _FRESH:
-            seen = None if self._newest is None else self._newest.version
-            found = self._contact.call("newest", seen)
-            if isinstance(found, Offer):
-                self._newest = self._published(found)
-            self._looked = time.monotonic()
+        if time.monotonic() - self._polled_at > _FRESH_SECONDS:
+            newest_version = None if self._newest is None else self._newest.version
+            answer = self._contact.call("newest", newest_version)
+            if isinstance(answer, Offer):
+                self._newest = self._as_published(answer)
+            self._polled_at = time.monotonic()
         newest = self._newest
         return None if newest is None or (version is not None and newest.version <= version) else newest
 
@@ -92,93 +91,93 @@ class RemoteWeights:
         offer = self._contact.call("at", version)
         if offer is None:
             raise UserError(f"version {version} of the weights is not (or no longer) there; give another")
-        return self._published(offer)
+        return self._as_published(offer)
 
-    def _published(self, offer: Offer) -> PublishedWeights:
+    def _as_published(self, offer: Offer) -> PublishedWeights:
         def read() -> Mapping[str, Any]:
             try:
-                return self._fetched(offer)
+                return self._fetch_tensors(offer)
             except HandedOutLost:  # a gateway that was restarted hands it out again
-                again = self._contact.call("at", offer.version)
-                if again is None:
+                new_offer = self._contact.call("at", offer.version)
+                if new_offer is None:
                     raise
-                return self._fetched(again)
+                return self._fetch_tensors(new_offer)
 
         return PublishedWeights(offer.version, offer.manifest, read)
 
-    def _fetched(self, offer: Offer) -> Mapping[str, Any]:
-        own = tensors(offer.header, self._contact.fetch(offer.references))
+    def _fetch_tensors(self, offer: Offer) -> Mapping[str, Any]:
+        fetched_tensors = tensors(offer.header, self._contact.fetch(offer.references))
         if offer.base is None:
-            return own
+            return fetched_tensors
         if self._base is None or self._base[0] != offer.base.version:
             self._base = (offer.base.version, tensors(offer.base.header, self._contact.fetch(offer.base.references)))
-        return Restored(self._base[1], own)
+        return Restored(self._base[1], fetched_tensors)
 
 
-def through(contact: Contact, name: str, place: Json) -> Connections:
-    """Returns all connections of a searcher, which has begun at `place`. Prompts leased under this name earlier are
-    given back.
+def connect_via(contact: Contact, name: str, place: Json) -> Connections:
+    """Returns all connections of a searcher, which has begun at `place`, and releases the prompts that were leased
+    under its name earlier.
     """
     incarnation = int(contact.call("place", place))
-    journal: Journal = remote(JOURNAL, partial(contact.call, "journal", name))
-    records: Records = remote(RECORDS, partial(contact.call, "record"))
+    journal: Journal = remote_proxy(JOURNAL, partial(contact.call, "journal", name))
+    records: Records = remote_proxy(RECORDS, partial(contact.call, "record"))
     journal.resume()
     return Connections(journal, RemoteWeights(contact), records, incarnation)
 
 
 @contextmanager
-def checkpoint_through(contact: Contact, worker: str, there: Path, checkpoints: Path) -> Iterator[Path]:
+def checkpoint_through(contact: Contact, worker: str, path: Path, checkpoints: Path) -> Iterator[Path]:
     """Yields the path of a checkpoint of the trainer's machine where this worker can read it.
 
     That is the original, if the run's own `checkpoints` can be reached; otherwise it is fetched, and kept while the
     block runs. Raises `UserError` when it does not arrive whole.
     """
-    if there.parent == checkpoints:
-        yield there
+    if path.parent == checkpoints:
+        yield path
         return
-    here = checkpoints / worker / there.name
-    if here.exists():  # left by an earlier life: it may be a different one of the same step
-        remove_folder(here)
-    here.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with atomic_folder(here) as temporary:
-        for name, references in contact.call("checkpoint", there.name):
+    local_copy = checkpoints / worker / path.name
+    if local_copy.exists():  # left by an earlier life: it may be a different one of the same step
+        remove_folder(local_copy)
+    local_copy.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with atomic_folder(local_copy) as temporary:
+        for name, references in contact.call("checkpoint", path.name):
             file = temporary / name
             file.parent.mkdir(parents=True, exist_ok=True)
-            with file.open("wb") as out:
+            with file.open("wb") as writer:
                 for reference in references:
-                    out.write(contact.fetch([reference])[0])
+                    writer.write(contact.fetch([reference])[0])
         Checkpoint.load(temporary).verify()
     try:
-        yield here
+        yield local_copy
     finally:
-        remove_folder(here)
+        remove_folder(local_copy)
 
 
-def whole_facts(run: RunDirectory) -> dict[str, Json]:
+def facts_with_text(run: RunDirectory) -> dict[str, Json]:
     """Returns recipe.json, with the text of the recipe's file: enough to rebuild the recipe anywhere."""
     facts = run.facts
     source = facts["recipe"].partition(MARK)[0]
     return {**facts, "path": str(run.path.resolve()), "text": Path(source).read_text() if facts["digest"] else None}
 
 
-def stand_in(facts: Json, scratch: Callable[[], Path]) -> RunDirectory:
+def reachable_directory(facts: Json, scratch: Callable[[], Path]) -> RunDirectory:
     """Returns the run's directory where it can be reached; else one below `scratch()` with the same recipe and logs of
     its own.
 
     The recipe's file comes along, so that only what it imports has to be here already.
     """
-    there = Path(facts["path"])
-    if (there / "recipe.json").is_file() and RunDirectory.open(there).facts["started"] == facts["started"]:
-        return RunDirectory.open(there)
-    here = scratch() / f"{there.name}-{facts['started']:.0f}"
-    (here / "logs").mkdir(parents=True, exist_ok=True, mode=0o700)
+    original = Path(facts["path"])
+    if (original / "recipe.json").is_file() and RunDirectory.open(original).facts["started"] == facts["started"]:
+        return RunDirectory.open(original)
+    stand_in_folder = scratch() / f"{original.name}-{facts['started']:.0f}"
+    (stand_in_folder / "logs").mkdir(parents=True, exist_ok=True, mode=0o700)
     facts = {**facts}
     text = facts.pop("text")
     if text is not None:
         _, mark, variant = facts["recipe"].partition(MARK)
-        (here / "recipe.py").write_text(text)
-        facts["recipe"] = f"{here / 'recipe.py'}{mark}{variant}"
-    run = RunDirectory(here)
+        (stand_in_folder / "recipe.py").write_text(text)
+        facts["recipe"] = f"{stand_in_folder / 'recipe.py'}{mark}{variant}"
+    run = RunDirectory(stand_in_folder)
     run.write_facts(facts)
     return run
 
@@ -188,63 +187,63 @@ SILENCE = 900.0  # seconds: the guest may be loading a model, or waiting for a r
 
 @dataclass
 class _Guest:
-    place: Place
-    sign: float  # its last heartbeat, by a monotonic clock
+    membership: LocalMembership
+    last_heartbeat: float  # its last heartbeat, by a monotonic clock
 
 
 @dataclass
 class Visitors:
-    """The gateway's side: which visitors there are."""
+    """The gateway's view of the searchers that have joined from other machines."""
 
     run: RunDirectory
     recipe: Recipe
-    gone: Callable[[str], None] = lambda name: None  # called with the name of each guest that has left or died
+    on_departure: Callable[[str], None] = lambda name: None  # called with the name of each guest that has left or died
     now: Callable[[], float] = time.monotonic
-    _there: dict[int, _Guest] = field(default_factory=dict)
+    _guests: dict[int, _Guest] = field(default_factory=dict)
 
     def join(self, version: str) -> tuple[int, Json]:
-        """Returns a number, and all that rebuilds the recipe. `version` is that of the guest's program.
+        """Returns the guest's number, and all that rebuilds the recipe. `version` is that of the guest's program.
 
         Raises `UserError` when the run cannot be joined.
         """
-        self.look()
-        refuse_others(self.run.facts, "a searcher that would join", version)
-        place = enter(self.run, self.recipe, lambda: False)
-        self._there[place.number] = _Guest(place, self.now())
-        return place.number, whole_facts(self.run)
+        self.remove_silent()
+        require_same_version(self.run.facts, "a searcher that would join", version)
+        membership = enter_run(self.run, self.recipe, lambda: False)
+        self._guests[membership.number] = _Guest(membership, self.now())
+        return membership.number, facts_with_text(self.run)
 
     def stay(self, number: int) -> str | None:
-        """Take a heartbeat; returns why the guest is to leave, if it is."""
-        self.look()
-        guest = self._there.get(number)
+        """Note a heartbeat of the guest; returns why it is to leave, if it is."""
+        self.remove_silent()
+        guest = self._guests.get(number)
         if guest is None:  # the gateway was restarted, or has taken the guest for dead: it may join again
             return "the run had lost touch with it"
-        guest.sign = self.now()
-        return guest.place.why if guest.place.stop() else None
+        guest.last_heartbeat = self.now()
+        return guest.membership.reason if guest.membership.stop() else None
 
-    def leave(self, number: int, why: str) -> None:
-        """The guest leaves, with its counts whole."""
-        guest = self._there.pop(number, None)
+    def leave(self, number: int, reason: str) -> None:
+        """Let the guest leave, with its counts whole."""
+        guest = self._guests.pop(number, None)
         if guest is not None:
-            guest.place.leave(why)
-        self.gone(f"searcher-{number}")
+            guest.membership.leave(reason)
+        self.on_departure(f"searcher-{number}")
 
-    def look(self) -> None:
-        """Remove the visitors that have died: the driver sees that and gives back what they had leased."""
-        for number, guest in list(self._there.items()):
-            if self.now() - guest.sign > SILENCE:
-                del self._there[number]
-                guest.place.file.close()
-                self.gone(guest.place.name)
+    def remove_silent(self) -> None:
+        """Remove the guests that have died: the driver sees that and gives back what they had leased."""
+        for number, guest in list(self._guests.items()):
+            if self.now() - guest.last_heartbeat > SILENCE:
+                del self._guests[number]
+                guest.membership.file.close()
+                self.on_departure(guest.membership.name)
 
 
 @dataclass
-class Visit(Leaving):
-    """The guest's side. Each question is also its heartbeat."""
+class Visit(Membership):
+    """A membership of a guest, which asks the gateway. Each question is also the guest's heartbeat."""
 
     contact: Contact
 
-    def called(self) -> str | None:
-        """Returns what the gateway says."""
-        why: str | None = self.contact.call("stay", self.number)
-        return why
+    def reason_to_leave(self) -> str | None:
+        """Returns why the gateway wants the guest to leave; None: it does not."""
+        reason: str | None = self.contact.call("stay", self.number)
+        return reason

@@ -40,7 +40,7 @@ from tba.errors import PartFailed
 
 _LIBRARIES = ("tba.runtime.trainer_loop", "tba.runtime.searcher_loop", "tba.record.log")  # what every worker imports
 _CAN_FORK = platform.system() == "Linux"
-_WAIT = 60.0  # seconds for a killed worker to be gone: the forkserver may still be importing
+_WAIT_SECONDS = 60.0  # seconds for a killed worker to be gone: the forkserver may still be importing
 _KILLED = -int(signal.SIGKILL)
 
 
@@ -73,14 +73,14 @@ class Program:
     cwd: str = field(default_factory=os.getcwd)  # its working directory
 
 
-def start(program: Program, environment: Mapping[str, str], log: int, held: Sequence[int] = ()) -> Child:
-    """Start a process whose output goes to descriptor `log`, and which keeps the descriptors `held` for life.
+def start(program: Program, environment: Mapping[str, str], log: int, descriptors: Sequence[int] = ()) -> Child:
+    """Start a process whose output goes to the descriptor `log`, and which keeps the other descriptors open for life.
 
-    It is in a session of its own: Ctrl-C reaches only this process. The end of its input tells it that this process is
-    gone.
+    The process has a session of its own: Ctrl-C reaches only its driver. The end of its input tells it that the driver
+    is gone.
     """
     if _CAN_FORK:
-        return _the_forkserver().start(program, environment, log, held)
+        return _running_forkserver().start(program, environment, log, descriptors)
     return subprocess.Popen(  # noqa: S603 - our own module, our own arguments
         [sys.executable, "-m", program.module, *program.arguments],
         stdin=subprocess.PIPE,
@@ -88,22 +88,22 @@ def start(program: Program, environment: Mapping[str, str], log: int, held: Sequ
         stderr=log,
         env=dict(environment),
         cwd=program.cwd,
-        pass_fds=held,
+        pass_fds=descriptors,
         start_new_session=True,
     )
 
 
-def prepare() -> None:
+def prepare_forkserver() -> None:
     """Fork this process's forkserver now, which costs nothing: for a command that still has only one thread.
 
-    Without it, starting the first worker starts an interpreter as the forkserver, which imports everything once more.
-    So it is where this process has started CUDA, which what is forked from it could not use.
+    Otherwise the first worker starts an interpreter as the forkserver, which imports everything once more. So does the
+    first worker of a process that has started CUDA, which no fork of the process could use.
     """
     global _forkserver
     torch = sys.modules.get("torch")
-    started = torch is not None and torch.cuda.is_initialized()
-    if _CAN_FORK and _forkserver is None and threading.active_count() == 1 and not started:
-        _forkserver = Forkserver.forked()
+    has_cuda = torch is not None and torch.cuda.is_initialized()
+    if _CAN_FORK and _forkserver is None and threading.active_count() == 1 and not has_cuda:
+        _forkserver = Forkserver.fork()
 
 
 @dataclass
@@ -113,11 +113,11 @@ class _Forked:
     forkserver: Forkserver
     number: int
     stdin: IO[bytes]
-    pid: int = 0  # 0: not begun yet
+    pid: int = 0  # 0: the forkserver has not started it yet
     code: int | None = None
 
     def poll(self) -> int | None:
-        self.forkserver.look()
+        self.forkserver.poll()
         return self.code
 
     def kill(self) -> None:
@@ -125,12 +125,12 @@ class _Forked:
             self.forkserver.send({"kill": self.number})
 
     def wait(self) -> int:
-        """Wait until it has ended; returns its exit code. Raises `PartFailed` when it has not ended within a minute."""
-        deadline = time.monotonic() + _WAIT
+        """Wait until the child has ended; returns its exit code. Raises `PartFailed` after a minute."""
+        deadline = time.monotonic() + _WAIT_SECONDS
         while self.poll() is None:
             if time.monotonic() > deadline:
-                raise PartFailed(f"waited {_WAIT:g} s for process {self.pid} to end, which was killed")
-            self.forkserver.look(0.05)
+                raise PartFailed(f"waited {_WAIT_SECONDS:g} s for process {self.pid} to end, which was killed")
+            self.forkserver.poll(0.05)
         assert self.code is not None
         return self.code
 
@@ -141,16 +141,16 @@ class Forkserver:
 
     channel: socket.socket
     process: int
-    alive: bool = True
+    is_alive: bool = True
     _children: dict[int, _Forked] = field(default_factory=dict)
     _count: int = 0
-    _loaded: set[str] = field(default_factory=set)
+    _loaded_modules: set[str] = field(default_factory=set)
     one_at_a_time: threading.Lock = field(default_factory=threading.Lock)  # a study starts its runs from threads
 
     @classmethod
-    def forked(cls) -> Forkserver:
+    def fork(cls) -> Forkserver:
         """Fork a forkserver from this process, with all that it has loaded."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        driver_end, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sys.stdout.flush()  # otherwise buffered text would be written twice
         sys.stderr.flush()
         with warnings.catch_warnings():
@@ -158,53 +158,54 @@ class Forkserver:
             warnings.simplefilter("ignore", DeprecationWarning)
             process = os.fork()
         if process == 0:
-            ours.close()
-            be_a_forkserver(theirs)
-        theirs.close()
-        return cls(ours, process)
+            driver_end.close()
+            run_forkserver(server_end)
+        server_end.close()
+        return cls(driver_end, process)
 
     @classmethod
-    def executed(cls) -> Forkserver:
+    def execute(cls) -> Forkserver:
         """Start a forkserver as an interpreter of its own, which loads what its workers need."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            executed = subprocess.Popen(
+        driver_end, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with server_end:
+            popen = subprocess.Popen(
                 [sys.executable, "-m", "tba.runtime.local.forkserver"],
-                stdin=theirs.fileno(),
+                stdin=server_end.fileno(),
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        executed.returncode = 0  # we wait for it ourselves
-        return cls(ours, executed.pid)
+        popen.returncode = 0  # we wait for it ourselves
+        return cls(driver_end, popen.pid)
 
     def __post_init__(self) -> None:
         atexit.register(self._end, os.getpid())
 
-    def start(self, program: Program, environment: Mapping[str, str], log: int, held: Sequence[int]) -> _Forked:
-        theirs, ours = os.pipe()
+    def start(self, program: Program, environment: Mapping[str, str], log: int, descriptors: Sequence[int]) -> _Forked:
+        worker_end, driver_end = os.pipe()
         with self.one_at_a_time:
             self._count += 1
-            child = self._children[self._count] = _Forked(self, self._count, os.fdopen(ours, "wb", buffering=0))
-        if wanted := {*_LIBRARIES, *program.loads} - self._loaded:
-            self._loaded |= wanted
-            self.send({"import": sorted(wanted)})
+            stdin = os.fdopen(driver_end, "wb", buffering=0)
+            child = self._children[self._count] = _Forked(self, self._count, stdin)
+        if modules := {*_LIBRARIES, *program.loads} - self._loaded_modules:
+            self._loaded_modules |= modules
+            self.send({"import": sorted(modules)})
         order = {"number": child.number, **asdict(program), "env": dict(environment)}
         try:
-            self.send(order, (theirs, log, *held))
+            self.send(order, (worker_end, log, *descriptors))
         finally:
-            os.close(theirs)
+            os.close(worker_end)
         return child
 
     def send(self, message: object, descriptors: Sequence[int] = ()) -> None:
-        """Send an order to the forkserver. If it has died, the next `look` notices."""
+        """Send an order to the forkserver. If the forkserver has died, the next `poll` notices."""
         with self.one_at_a_time, suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self.channel, [json.dumps(message).encode()], descriptors)
 
-    def look(self, seconds: float = 0.0) -> None:
-        """Take in its answers, waiting for them for at most `seconds`."""
+    def poll(self, seconds: float = 0.0) -> None:
+        """Read the forkserver's answers, waiting for them for at most `seconds`."""
         with self.one_at_a_time:
             self.channel.settimeout(seconds)
-            while self.alive:
+            while self.is_alive:
                 try:
                     block = self.channel.recv(MESSAGE)
                 except (BlockingIOError, TimeoutError):
@@ -212,11 +213,11 @@ class Forkserver:
                 except ConnectionResetError:
                     block = b""
                 if not block:
-                    self._gone()
+                    self._note_death()
                     break
                 self._note_child(**json.loads(block))
                 self.channel.settimeout(0.0)
-            self.channel.settimeout(_WAIT)
+            self.channel.settimeout(_WAIT_SECONDS)
 
     def _note_child(self, number: int, pid: int, code: int | None) -> None:
         child = self._children[number]
@@ -225,16 +226,16 @@ class Forkserver:
             del self._children[number]
 
     def _end(self, driver: int) -> None:
-        """End with a driver that ends: remaining workers find that out by themselves."""
+        """End the forkserver with its driver: remaining workers find that out by themselves."""
         if os.getpid() == driver:
             with suppress(ProcessLookupError, ChildProcessError):
                 os.kill(self.process, signal.SIGKILL)
                 os.waitpid(self.process, 0)
             self.channel.close()
 
-    def _gone(self) -> None:
-        """The forkserver was killed, so nobody can say how its workers end: they are ended, and treated as killed."""
-        self.alive = False
+    def _note_death(self) -> None:
+        """End the workers of a forkserver that was killed, and treat them as killed: nobody can say how they end."""
+        self.is_alive = False
         for child in self._children.values():
             with suppress(ProcessLookupError):
                 if child.pid:
@@ -246,16 +247,16 @@ class Forkserver:
 _forkserver: Forkserver | None = None
 
 
-_making = threading.Lock()
+_creation_lock = threading.Lock()
 
 
-def _the_forkserver() -> Forkserver:
-    global _forkserver  # one for all runs of a process: it is what it has loaded
-    with _making:
+def _running_forkserver() -> Forkserver:
+    global _forkserver  # one for all runs of a process, which share the libraries that it has loaded
+    with _creation_lock:
         if _forkserver is not None:
-            _forkserver.look()
-        if _forkserver is None or not _forkserver.alive:
-            _forkserver = Forkserver.executed()
+            _forkserver.poll()
+        if _forkserver is None or not _forkserver.is_alive:
+            _forkserver = Forkserver.execute()
         return _forkserver
 
 
@@ -263,17 +264,17 @@ MESSAGE = 1 << 20  # bytes at most
 _DESCRIPTORS = 16  # that may come with a message
 
 
-def be_a_forkserver(channel: socket.socket) -> None:
-    """Serve, in a forked process. Does not return, and runs nothing of what the driver has still to do."""
+def run_forkserver(channel: socket.socket) -> None:
+    """Serve as a forkserver in a forked process. Does not return, and runs nothing that the driver has still to do."""
     os.setsid()
-    with open(os.devnull, "r+b") as nothing:
-        os.dup2(nothing.fileno(), 0)
-        os.dup2(nothing.fileno(), 1)
+    with open(os.devnull, "r+b") as null_device:
+        os.dup2(null_device.fileno(), 0)
+        os.dup2(null_device.fileno(), 1)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # the driver may have replaced them
-    _end_with(channel)
+    _serve_and_exit(channel)
 
 
-def _end_with(channel: socket.socket) -> None:
+def _serve_and_exit(channel: socket.socket) -> None:
     code = 1
     try:
         code = _serve(channel)
@@ -290,23 +291,23 @@ def _end_with(channel: socket.socket) -> None:
 
 
 def _serve(channel: socket.socket) -> int:
-    """Fork what is asked for, until the driver is gone. Returns, in a forked process, the exit code of its worker."""
+    """Fork workers as the driver orders, until it is gone. Returns, in a forked process, its worker's exit code."""
     Path("/proc/self/comm").write_text("tba-forge")
-    for one in (signal.SIGINT, signal.SIGTERM):  # the driver shuts down in order, and needs this process for that
-        signal.signal(one, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):  # the driver shuts down in order, and needs this process for that
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, lambda *_: None)  # only to wake the selector
-    wake, wakes = os.pipe()
-    for end in (wake, wakes):
-        os.set_blocking(end, False)
-    signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+    wake_reader, wake_writer = os.pipe()
+    for descriptor in (wake_reader, wake_writer):
+        os.set_blocking(descriptor, False)
+    signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
     children: dict[int, int] = {}  # number -> process
     with selectors.DefaultSelector() as selector:
         selector.register(channel, selectors.EVENT_READ)
-        selector.register(wake, selectors.EVENT_READ)
+        selector.register(wake_reader, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
-                if key.fd == wake:
-                    os.read(wake, 4096)
+                if key.fd == wake_reader:
+                    os.read(wake_reader, 4096)
                     _reap(channel, children)
                     continue
                 block, descriptors, _, _ = socket.recv_fds(channel, MESSAGE, _DESCRIPTORS)
@@ -314,21 +315,21 @@ def _serve(channel: socket.socket) -> int:
                     return 0
                 order = json.loads(block)
                 if "module" not in order:
-                    _obey(order, children)
+                    _follow_order(order, children)
                     continue
                 process = os.fork()
                 if process == 0:
                     signal.set_wakeup_fd(-1)
-                    for end in (wake, wakes, channel.detach()):
-                        os.close(end)
-                    return _be_one(order, descriptors)
+                    for descriptor in (wake_reader, wake_writer, channel.detach()):
+                        os.close(descriptor)
+                    return _run_worker(order, descriptors)
                 children[order["number"]] = process
-                _tell(channel, order["number"], process, None)
+                _send_state(channel, order["number"], process, None)
                 for descriptor in descriptors:
                     os.close(descriptor)
 
 
-def _obey(order: dict[str, Any], children: dict[int, int]) -> None:
+def _follow_order(order: dict[str, Any], children: dict[int, int]) -> None:
     if (number := order.get("kill")) in children:
         os.kill(children[number], signal.SIGKILL)
     for name in order.get("import", ()):
@@ -340,27 +341,27 @@ def _obey(order: dict[str, Any], children: dict[int, int]) -> None:
 
 def _reap(channel: socket.socket, children: dict[int, int]) -> None:
     for number, process in list(children.items()):
-        found, status = os.waitpid(process, os.WNOHANG)
-        if found:
+        ended_pid, status = os.waitpid(process, os.WNOHANG)
+        if ended_pid:
             del children[number]
-            _tell(channel, number, process, os.waitstatus_to_exitcode(status))
+            _send_state(channel, number, process, os.waitstatus_to_exitcode(status))
 
 
-def _tell(channel: socket.socket, number: int, process: int, code: int | None) -> None:
+def _send_state(channel: socket.socket, number: int, process: int, code: int | None) -> None:
     with suppress(BrokenPipeError):
         channel.send(json.dumps({"number": number, "pid": process, "code": code}).encode())
 
 
-def _be_one(order: dict[str, Any], descriptors: Sequence[int]) -> int:
+def _run_worker(order: dict[str, Any], descriptors: Sequence[int]) -> int:
     """Run a worker, in the forked process: as `python -m MODULE ARGUMENTS`, with the environment and descriptors of the
     order.
     """
     os.setsid()  # Ctrl-C reaches only the driver, which ends the workers in order
-    for one in (signal.SIGCHLD, signal.SIGTERM):
-        signal.signal(one, signal.SIG_DFL)
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     stdin, log, *_ = descriptors
-    for descriptor, place in ((stdin, 0), (log, 1), (log, 2)):
-        os.dup2(descriptor, place)
+    for descriptor, target in ((stdin, 0), (log, 1), (log, 2)):
+        os.dup2(descriptor, target)
     os.close(stdin)
     os.close(log)
     os.environ.clear()
@@ -372,4 +373,4 @@ def _be_one(order: dict[str, Any], descriptors: Sequence[int]) -> int:
 
 
 if __name__ == "__main__":
-    _end_with(socket.socket(fileno=os.dup(0)))
+    _serve_and_exit(socket.socket(fileno=os.dup(0)))

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_EVERY = 0.5  # seconds between two heartbeats at least
+_BEAT_SECONDS = 0.5  # between two heartbeats at least
 
 
 def heartbeat_file(run: Path, worker: str) -> Path:
@@ -23,17 +23,17 @@ def heartbeat_file(run: Path, worker: str) -> Path:
 
 @dataclass
 class Heartbeat:
-    """The worker's side: call `beat` as often as you like."""
+    """A worker's heartbeat, as the worker gives it: call `beat` as often as you like."""
 
     path: Path
-    _last: float = -_EVERY
+    _last_beat: float = -_BEAT_SECONDS
 
     def beat(self) -> None:
         """Give a heartbeat; nearly always free. A disk that is full or gone is reported elsewhere."""
         now = time.monotonic()
-        if now - self._last < _EVERY:
+        if now - self._last_beat < _BEAT_SECONDS:
             return
-        self._last = now
+        self._last_beat = now
         with suppress(OSError):
             self.path.touch()
             # differs from the value before in any case
@@ -41,30 +41,30 @@ class Heartbeat:
 
 
 @dataclass
-class Watch:
-    """The driver's side: how long a worker has been silent since it was started or last gave a heartbeat."""
+class SilenceWatch:
+    """Measures, in the driver, how long a worker has been silent since its start or its last heartbeat."""
 
     path: Path
-    _seen: int | None = None
-    _since: float = field(default_factory=time.monotonic)
-    _before: int | None = None  # the heartbeat that an earlier life of the worker left
+    _newest_heartbeat: int | None = None
+    _silent_since: float = field(default_factory=time.monotonic)
+    _former_heartbeat: int | None = None  # the heartbeat that an earlier life of the worker left
 
     def __post_init__(self) -> None:
-        self._seen = self._before = self._sign()
+        self._newest_heartbeat = self._former_heartbeat = self._modification_time()
 
     @property
-    def heard(self) -> bool:
-        """Returns whether it has given a heartbeat since it was started: until then it loads libraries and a model."""
-        return self._sign() != self._before
+    def has_heartbeat(self) -> bool:
+        """Returns whether the worker has given a heartbeat since its start."""
+        return self._modification_time() != self._former_heartbeat
 
     def silence(self) -> float:
-        """Seconds since the last heartbeat."""
-        sign = self._sign()
-        if sign != self._seen:
-            self._seen, self._since = sign, time.monotonic()
-        return time.monotonic() - self._since
+        """Returns the seconds since the last heartbeat, or since the start."""
+        heartbeat = self._modification_time()
+        if heartbeat != self._newest_heartbeat:
+            self._newest_heartbeat, self._silent_since = heartbeat, time.monotonic()
+        return time.monotonic() - self._silent_since
 
-    def _sign(self) -> int | None:
+    def _modification_time(self) -> int | None:
         try:
             return self.path.stat().st_mtime_ns
         except OSError:

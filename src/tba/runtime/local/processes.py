@@ -19,15 +19,15 @@ from tba.cards import cards
 from tba.errors import PartFailed
 from tba.foreign import read_json
 from tba.record.log import tail
-from tba.runtime.devices import environment_of, places, visible
+from tba.runtime.devices import environment_of, places, visible_devices
 from tba.runtime.disk import no_space
 from tba.runtime.local.forkserver import Child, Program, start
-from tba.runtime.local.heartbeat import Watch, heartbeat_file
+from tba.runtime.local.heartbeat import SilenceWatch, heartbeat_file
 from tba.runtime.local.worker import NO_SPACE
 from tba.runtime.ranks.start import STORE
 from tba.runtime.ranks.worker import RankedWorker
 from tba.runtime.run_directory import RunDirectory
-from tba.runtime.supervisor import Driver, Worker, failed
+from tba.runtime.supervisor import Driver, Worker, worker_error
 from tba.training.ranks.messages import name_of_rank
 
 
@@ -35,7 +35,7 @@ class Processes(Driver):
     """One run on this machine: `go()` until it is finished, stopped or failed."""
 
     def start(self, name: str) -> Worker:
-        """Start a worker as a child process; a trainer of several ranks is several."""
+        """Start a worker as a child process; a trainer of several ranks as several processes."""
         if name == "trainer" and self.recipe.trainer.count > 1:
             return RankedWorker(self._ranks, _first_to_fail)
         return self._process(name)
@@ -43,28 +43,28 @@ class Processes(Driver):
     def _process(self, name: str, attempt: int = 0, environment: dict[str, str] | None = None) -> Process:
         components = {type(getattr(self.recipe, f.name)).__module__ for f in fields(self.recipe)}
         loads = tuple(sorted(module for module in components if module.startswith("tba.")))
-        own = {**self.gpus_of(name), **(environment or {})}
-        return Process(name, self.run, self.recipe.run.threads, attempt, own, loads)
+        variables = {**self.gpus_of(name), **(environment or {})}
+        return Process(name, self.run, self.recipe.run.threads, attempt, variables, loads)
 
     def gpus_of(self, name: str) -> dict[str, str]:
-        """Returns what a worker's environment says of the GPUs that are its own."""
-        return environment_of(places(self.recipe, self.searchers, cards().memory)[name], visible())
+        """Returns the variables that give a worker its own GPUs."""
+        return environment_of(places(self.recipe, self.searchers, cards().memory)[name], visible_devices())
 
-    def _ranks(self, attempt: int, ends: ExitStack) -> list[Process]:
+    def _ranks(self, attempt: int, closers: ExitStack) -> list[Process]:
         """Start the ranks of one life of the trainer; they find each other through a file made for it."""
-        folder = ends.enter_context(tempfile.TemporaryDirectory(prefix="tba-ranks-", ignore_cleanup_errors=True))
+        folder = closers.enter_context(tempfile.TemporaryDirectory(prefix="tba-ranks-", ignore_cleanup_errors=True))
         names = [name_of_rank(rank) for rank in range(self.recipe.trainer.count)]
         for name in names:  # remove what an earlier life left
             self.run.error(name).unlink(missing_ok=True)
         return [self._process(name, attempt, {STORE: str(Path(folder) / "store")}) for name in names]
 
 
-def _first_to_fail(failed: Sequence[Process], more_to_learn: bool) -> Process:
+def _first_to_fail(failed_workers: Sequence[Process], may_learn_more: bool) -> Process:
     """Returns a rank that died; if none did, the first one that left an error."""
-    return min(failed, key=lambda worker: ((worker.code or 0) >= 0, _when(worker)))
+    return min(failed_workers, key=lambda worker: ((worker.code or 0) >= 0, _error_time(worker)))
 
 
-def _when(worker: Process) -> float:
+def _error_time(worker: Process) -> float:
     """Returns when the worker left its error; infinity if it left none."""
     try:
         return worker.run.error(worker.name).stat().st_mtime
@@ -83,21 +83,21 @@ class Process:
     environment: dict[str, str] = field(default_factory=dict)  # besides the driver's own
     loads: tuple[str, ...] = ()  # modules that its recipe imports
     process: Child = field(init=False)
-    watch: Watch = field(init=False)
+    watch: SilenceWatch = field(init=False)
 
     def __post_init__(self) -> None:
         self.start()
 
     def start(self) -> None:
-        own = {"TBA_ATTEMPT": str(self.attempt), "OMP_NUM_THREADS": str(self.threads)}
-        environment = {**os.environ, **own, **self.environment}
+        variables = {"TBA_ATTEMPT": str(self.attempt), "OMP_NUM_THREADS": str(self.threads)}
+        environment = {**os.environ, **variables, **self.environment}
         # the worker holds the run's lock for as long as it can write
-        held = () if self.run.lock is None else (self.run.lock,)
-        self.watch = Watch(heartbeat_file(self.run.path, self.name))
+        lock_descriptors = () if self.run.lock is None else (self.run.lock,)
+        self.watch = SilenceWatch(heartbeat_file(self.run.path, self.name))
         with self.run.log(self.name).open("ab") as log:
             arguments = (self.name, str(self.run.path))
             program = Program(self.name, "tba.runtime.local.worker", arguments, self.loads, str(self.run.base))
-            self.process = start(program, environment, log.fileno(), held)
+            self.process = start(program, environment, log.fileno(), lock_descriptors)
 
     def start_again(self) -> None:
         """Start the process again after its death."""
@@ -107,11 +107,11 @@ class Process:
 
     @property
     def code(self) -> int | None:
-        """The exit code, None while it runs; negative: killed by that signal."""
+        """Returns the exit code, None while the process runs; negative: killed by that signal."""
         return self.process.poll()
 
     @property
-    def who(self) -> str:
+    def description(self) -> str:
         return f"{self.name} (process {self.process.pid})"
 
     @property
@@ -119,15 +119,15 @@ class Process:
         return str(self.run.log(self.name))
 
     @property
-    def how(self) -> str:
+    def cause_of_death(self) -> str:
         return f"was killed by signal {-(self.code or 0)}"
 
     @property
-    def heard(self) -> bool:
-        return self.watch.heard
+    def has_heartbeat(self) -> bool:
+        return self.watch.has_heartbeat
 
     def silence(self) -> float:
-        """Seconds since the process's last heartbeat."""
+        """Returns the seconds since the process's last heartbeat."""
         return self.watch.silence()
 
     def ask_to_stop(self) -> None:
@@ -137,25 +137,26 @@ class Process:
             self.process.stdin.flush()
 
     def end(self) -> None:
-        """End it as a worker that hangs."""
+        """End the process as a worker that hangs."""
         self.process.kill()
         self.process.wait()
 
     def kill(self) -> None:
-        """End it, unless it has ended, and release what it held."""
+        """End the process, unless it has ended, and close its input."""
         self.end()
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
             self.process.stdin.close()
 
     def failure(self) -> Exception:
-        """Returns why it ended, as the driver's own error."""
+        """Returns why the process ended, as the driver's own error."""
         file = self.run.error(self.name)
         if file.exists():
             remedy = f"its log is {self.log}"
-            return failed(self.who, self.log, read_json(file, remedy, kind=str, message=str, traceback=str))
+            error = read_json(file, remedy, kind=str, message=str, traceback=str)
+            return worker_error(self.description, self.log, error)
         code = self.code or 0
         if code == NO_SPACE:
             return no_space(self.run.path)
-        how = self.how if code < 0 else f"ended with exit code {code}"
-        return PartFailed(f"{self.who} {how}; its log is {self.log}\n{tail(self.run.log(self.name), 15)}")
+        cause = self.cause_of_death if code < 0 else f"ended with exit code {code}"
+        return PartFailed(f"{self.description} {cause}; its log is {self.log}\n{tail(self.run.log(self.name), 15)}")

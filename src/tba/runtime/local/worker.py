@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 ORPHANED = 3  # exit code: its driver is gone
 NO_SPACE = 4  # exit code: the disk is full
-_GRACE = 5.0  # seconds an orphan has to end by itself
+_GRACE_SECONDS = 5.0  # that an orphan has to end by itself
 
 
-class Stop:
+class StopListener:
     """Says whether a stop was requested: by the driver, by SIGTERM, or because the driver is gone. Every call is also a
     heartbeat.
     """
@@ -48,13 +48,13 @@ class Stop:
         """Install the signal handler and a thread that reads standard input. SIGINT is handled by the driver."""
         signal.signal(signal.SIGTERM, lambda *_: self._event.set())
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        threading.Thread(target=self._watch, name="driver-watch", daemon=True).start()
+        threading.Thread(target=self._read_driver_pipe, name="driver-watch", daemon=True).start()
 
-    def _watch(self) -> None:
+    def _read_driver_pipe(self) -> None:
         while os.read(0, 4096):
             self._event.set()
         self._event.set()
-        threading.Event().wait(_GRACE)
+        threading.Event().wait(_GRACE_SECONDS)
         os._exit(ORPHANED)
 
 
@@ -64,18 +64,18 @@ def run(arguments: Sequence[str]) -> int:
     Returns its exit code.
     """
     worker, path = arguments[0], Path(arguments[1])
-    stop = Stop(heartbeat_file(path, worker))
+    stop = StopListener(heartbeat_file(path, worker))
     stop.listen()
     faulthandler.register(signal.SIGUSR1)  # writes a stack trace to its log
     from tba.record.log import set_up_log
-    from tba.runtime.devices import keep_to_share
+    from tba.runtime.devices import limit_gpu_memory
     from tba.runtime.run_directory import RunDirectory
 
     directory = RunDirectory.open(path)
     set_up_log(path, worker)
-    keep_to_share()
+    limit_gpu_memory()
     try:
-        _live(worker, directory, stop)
+        _run_part(worker, directory, stop)
     except BaseException as error:  # noqa: BLE001 - the process ends here; the driver shows the error as its own
         return _leave_error(directory, worker, error)
     return 0
@@ -88,40 +88,40 @@ def _leave_error(run: RunDirectory, worker: str, error: BaseException) -> int:
     from tba.record.text import printable
     from tba.runtime.disk import disk_full, outside_cause
 
-    text = traceback.format_exc()
-    full = disk_full(error, run.path) is not None
+    stack = traceback.format_exc()
+    is_disk_full = disk_full(error, run.path) is not None
     with suppress(OSError):
-        logged = f"{worker} ends: {error}" if isinstance(error, UserError) else text  # a sentence needs no traceback
-        print(printable(logged, sys.maxsize), file=sys.stderr)  # noqa: T201 - standard error is the worker's log
+        report = f"{worker} ends: {error}" if isinstance(error, UserError) else stack  # a sentence needs no traceback
+        print(printable(report, sys.maxsize), file=sys.stderr)  # noqa: T201 - standard error is the worker's log
     error = outside_cause(error, run.path) or error
     try:
-        if not full and (run.path / "recipe.json").exists():  # else it was moved, and is not made anew
-            facts = {"kind": type(error).__name__, "message": str(error), "traceback": text}
+        if not is_disk_full and (run.path / "recipe.json").exists():  # else it was moved, and is not made anew
+            facts = {"kind": type(error).__name__, "message": str(error), "traceback": stack}
             write_json(run.error(worker), facts)
-    except OSError as second:
-        full = disk_full(second, run.path) is not None
-    if full:
+    except OSError as write_error:
+        is_disk_full = disk_full(write_error, run.path) is not None
+    if is_disk_full:
         return NO_SPACE
     return 2 if isinstance(error, UserError) else 1
 
 
-def _live(worker: str, run: RunDirectory, stop: Stop) -> None:
-    """Be the trainer, one of its further ranks, or a searcher with connections to this disk, until it is done."""
+def _run_part(worker: str, run: RunDirectory, stop: StopListener) -> None:
+    """Run the trainer, one of its further ranks, or a searcher that works on this disk, until it is done."""
     number = int(worker.partition("-")[2] or 0)
     if worker == "trainer":
-        from tba.runtime.trainer_loop import train
+        from tba.runtime.trainer_loop import run_trainer
 
-        train(run.recipe(), run, stop)
+        run_trainer(run.recipe(), run, stop)
     elif worker.startswith("trainer-"):
         from tba.runtime.ranks.start import follow
 
         follow(run, number)
     else:
-        from tba.runtime.searcher_loop import NICENESS, search, start_searching
+        from tba.runtime.searcher_loop import NICENESS, run_searcher, start_searching
 
         recipe, attempt = run.recipe(), int(os.environ.get("TBA_ATTEMPT", "0"))
         os.nice(NICENESS)
-        search(recipe, lambda: start_searching(recipe, run, number, attempt, stop, background=True), stop)
+        run_searcher(recipe, lambda: start_searching(recipe, run, number, attempt, stop, background=True), stop)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from tba.training.ranks.policy import Follower, Rank0Optimizer, Rank0Policy
 if TYPE_CHECKING:
     from tba.runtime.run_directory import RunDirectory
 
-_BEGINNING = 1 << 24  # bytes of a file that its fingerprint reads
+_FINGERPRINT_BYTES = 1 << 24  # bytes of a file that its fingerprint reads
 STORE = "TBA_RANKS"  # names the file through which the ranks of this machine find each other
 
 
@@ -62,22 +62,22 @@ def start_policy(recipe: Recipe, ranks: Ranks | None, saved: Path | None) -> tup
     `recipe` has its model prepared; `saved` is the checkpoint to resume from.
     """
     if ranks is None:
-        asked = (recipe.policy_temperature, recipe.objective.needs & HEADS, saved)
-        of = recipe.optimizer
-        policy = recipe.model.policy(*asked, moments_on_host=of.moments_on_host, averaged=of.averaged)
+        arguments = (recipe.policy_temperature, recipe.objective.needs & HEADS, saved)
+        settings = recipe.optimizer
+        policy = recipe.model.policy(*arguments, moments_on_host=settings.moments_on_host, averaged=settings.averaged)
         return policy, recipe.optimizer.start(policy.parameters(), list(policy.heads.parameters()))
     ranks.say("begin", saved=None if saved is None else str(saved), model=_fingerprint(recipe))
-    own = _sharded(recipe, ranks, saved)
-    optimizer = Rank0Optimizer(ranks, recipe.optimizer, own.parameters(), list(own.heads.parameters()))
+    sharded = _sharded(recipe, ranks, saved)
+    optimizer = Rank0Optimizer(ranks, recipe.optimizer, sharded.parameters(), list(sharded.heads.parameters()))
     ranks.meet()
-    return Rank0Policy(own, ranks, recipe.max_tokens_per_pass, recipe.model.compute), optimizer
+    return Rank0Policy(sharded, ranks, recipe.max_tokens_per_pass, recipe.model.compute), optimizer
 
 
 def follow(
     run: RunDirectory,
     rank: int,
     meeting: Meeting | None = None,
-    fetched: Callable[[Path], AbstractContextManager[Path]] = nullcontext,
+    fetch: Callable[[Path], AbstractContextManager[Path]] = nullcontext,
 ) -> None:
     """Run the whole life of a rank other than 0. `fetched`: where a checkpoint of rank 0's machine can be read here.
 
@@ -89,10 +89,10 @@ def follow(
     ranks = start_ranks(recipe, rank, meeting)
     assert ranks is not None
     try:
-        begin = ranks.hear()
-        with nullcontext() if begin.facts["saved"] is None else fetched(Path(begin.facts["saved"])) as saved:
+        command = ranks.hear()
+        with nullcontext() if command.facts["saved"] is None else fetch(Path(command.facts["saved"])) as saved:
             recipe = replace(recipe, model=recipe.model.prepared(recipe.task))
-            if saved is None and _fingerprint(recipe) != begin.facts["model"]:
+            if saved is None and _fingerprint(recipe) != command.facts["model"]:
                 raise UserError(
                     f"the model of {name_of_rank(rank)} on this machine is not the trainer's: put the same files on "
                     "each machine and give --model.path (a warm start: make it once, with tba sft)"
@@ -115,11 +115,11 @@ def _fingerprint(recipe: Recipe) -> str:
     path = Path(getattr(recipe.model, "path", ""))
     if not path.is_dir():
         return str(path)
-    found = []
+    file_digests = []
     for file in sorted(path.glob("*.safetensors")):
         with file.open("rb") as weights:
-            found.append(f"{file.name} {file.stat().st_size} {zlib.crc32(weights.read(_BEGINNING))}")
-    return "; ".join(found)
+            file_digests.append(f"{file.name} {file.stat().st_size} {zlib.crc32(weights.read(_FINGERPRINT_BYTES))}")
+    return "; ".join(file_digests)
 
 
 def _sharded(recipe: Recipe, ranks: Ranks, saved: Path | None) -> SavedPolicy:

@@ -43,8 +43,8 @@ class KeyValueStore:
 
     def exchange(self, key: str, expected: bytes, desired: bytes) -> bytes:
         """Put `desired` in the place of `expected` (empty: of no value); returns the value afterwards."""
-        there = self._values.get(key)
-        if there == expected or (there is None and not expected):
+        current_value = self._values.get(key)
+        if current_value == expected or (current_value is None and not expected):
             self._values[key] = desired
         return self._values.get(key, expected)
 
@@ -69,7 +69,7 @@ class ActorStore(Store):
         self._call("put", key, _bytes(value))
 
     def get(self, key: str) -> bytes:
-        return self._awaited([key], self._patience)[0]
+        return self._wait_for([key], self._patience)[0]
 
     def append(self, key: str, value: Any) -> None:
         self._call("append", key, _bytes(value))
@@ -92,10 +92,10 @@ class ActorStore(Store):
         return self._call("find", list(keys)) is not None
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._awaited(keys, self._patience if timeout is None else timeout.total_seconds())
+        self._wait_for(keys, self._patience if timeout is None else timeout.total_seconds())
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return self._awaited(keys, self._patience)
+        return self._wait_for(keys, self._patience)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
         for key, value in zip(keys, values, strict=True):
@@ -114,13 +114,13 @@ class ActorStore(Store):
     def clone(self) -> ActorStore:
         return self
 
-    def _awaited(self, keys: Sequence[str], patience: float) -> list[bytes]:
+    def _wait_for(self, keys: Sequence[str], patience: float) -> list[bytes]:
         deadline = time.monotonic() + patience
-        while (found := self._call("find", list(keys))) is None:
+        while (values := self._call("find", list(keys))) is None:
             if time.monotonic() > deadline:
                 raise dist.DistStoreError(f"timed out after {patience:g} s, waiting for {', '.join(keys)}")
             time.sleep(_POLL)
-        return list(found)
+        return list(values)
 
 
 def _bytes(value: Any) -> bytes:

@@ -24,37 +24,37 @@ class RankedWorker(Generic[P]):
     """All ranks as one worker. Only rank 0 gives a heartbeat, for all of them."""
 
     # starts all ranks of its n-th life, 0 the first; the stack is unwound when that life ends
-    begin: Callable[[int, ExitStack], Sequence[P]]
-    culprit: Callable[[Sequence[P], bool], P | None]  # (failed ranks, whether more may be learnt) -> the rank
+    start_ranks: Callable[[int, ExitStack], Sequence[P]]
+    find_culprit: Callable[[Sequence[P], bool], P | None]  # (failed ranks, whether more may be learnt) -> the rank
     # that failed by itself; None while that cannot be decided
     attempt: int = 0
     ranks: Sequence[P] = field(init=False)
-    _failed: P | None = None
-    _first: float | None = None  # when the first one had failed
-    _ends: ExitStack = field(default_factory=ExitStack)
+    _failed_rank: P | None = None
+    _failure_time: float | None = None  # when the first one had failed
+    _closers: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
-        self.ranks = self.begin(self.attempt, self._ends)
+        self.ranks = self.start_ranks(self.attempt, self._closers)
 
     def start_again(self) -> None:
         """Start all ranks again after one has died."""
         self.kill()
         self.attempt += 1
-        self._failed = self._first = None
-        self.ranks = self.begin(self.attempt, self._ends)
+        self._failed_rank = self._failure_time = None
+        self.ranks = self.start_ranks(self.attempt, self._closers)
 
     @property
     def code(self) -> int | None:
         """The exit code of the rank that failed; None while any goes on; 0 once all have ended well."""
-        if self._failed is None and (failed := [rank for rank in self.ranks if rank.code]):
+        if self._failed_rank is None and (failed_ranks := [rank for rank in self.ranks if rank.code]):
             now = time.monotonic()
-            self._first = now if self._first is None else self._first
-            others_go_on = any(rank.code is None for rank in self.ranks)
-            self._failed = self.culprit(failed, others_go_on and now - self._first < SETTLE)
-            if self._failed is not None:
+            self._failure_time = now if self._failure_time is None else self._failure_time
+            is_running = any(rank.code is None for rank in self.ranks)
+            self._failed_rank = self.find_culprit(failed_ranks, is_running and now - self._failure_time < SETTLE)
+            if self._failed_rank is not None:
                 self.end()
-        if self._failed is not None:
-            return self._failed.code
+        if self._failed_rank is not None:
+            return self._failed_rank.code
         return None if any(rank.code is None for rank in self.ranks) else 0
 
     @property
@@ -62,21 +62,21 @@ class RankedWorker(Generic[P]):
         return self.ranks[0].name
 
     @property
-    def who(self) -> str:
-        return self._speaker.who
+    def description(self) -> str:
+        return self._speaker.description
 
     @property
     def log(self) -> str:
         return self._speaker.log
 
     @property
-    def how(self) -> str:
-        own = self._speaker
-        return own.how if own.name == self.name else f"was ended, for its {own.name} {own.how}"
+    def cause_of_death(self) -> str:
+        name, cause = self._speaker.name, self._speaker.cause_of_death
+        return cause if name == self.name else f"was ended, for its {name} {cause}"
 
     @property
-    def heard(self) -> bool:
-        return self.ranks[0].heard
+    def has_heartbeat(self) -> bool:
+        return self.ranks[0].has_heartbeat
 
     def silence(self) -> float:
         """Returns the seconds since rank 0's last heartbeat."""
@@ -88,13 +88,13 @@ class RankedWorker(Generic[P]):
     def kill(self) -> None:
         for rank in self.ranks:
             rank.kill()
-        self._ends.close()
+        self._closers.close()
 
     def end(self) -> None:
         """End the ranks that have not ended, as a worker that hangs. If one had failed before, that is why."""
-        failed = [rank for rank in self.ranks if rank.code]
-        if self._failed is None and failed:
-            self._failed = self.culprit(failed, False)
+        failed_ranks = [rank for rank in self.ranks if rank.code]
+        if self._failed_rank is None and failed_ranks:
+            self._failed_rank = self.find_culprit(failed_ranks, False)
         for rank in self.ranks:
             if rank.code is None:
                 rank.end()
@@ -104,4 +104,4 @@ class RankedWorker(Generic[P]):
 
     @property
     def _speaker(self) -> P:
-        return self.ranks[0] if self._failed is None else self._failed
+        return self.ranks[0] if self._failed_rank is None else self._failed_rank
