@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 from tba.errors import UserError
 from tba.fields import as_declared
-from tba.rewards.math_forms import same, same_value, spelled
+from tba.rewards.math_forms import equal_by_form, equal_in_words, equal_values
 from tba.rewards.math_text import boxed_span
 from tba.rewards.number_text import UNKNOWN, Amount, amounts, plain, quantity
 from tba.rewards.number_words import cardinal, ordinal
@@ -106,7 +106,7 @@ def grade(response: str, answer: str, strict: bool = False) -> bool:
         given = given or _last_amount(plain(response))
     if given is None or given.value is None or right.value is None or differ(given.unit, right.unit):
         return False
-    return same_value((given.value, given.unit == "percent"), (right.value, right.unit == "percent"))
+    return equal_values((given.value, given.unit == "percent"), (right.value, right.unit == "percent"))
 
 
 @functools.lru_cache(4096)
@@ -278,7 +278,7 @@ def _is(text: str, answer: str, edges: str) -> bool:
         return True
     if len(text) > 2 * len(answer) + _LONGEST_LABEL:
         return False
-    return len(text) <= _LONGEST_FORM >= len(answer) and same(text, answer, spelled) is True
+    return len(text) <= _LONGEST_FORM >= len(answer) and equal_by_form(text, answer, equal_in_words) is True
 
 
 def _is_one_of_several(before: str, wanted: str) -> bool:

@@ -23,7 +23,7 @@ from tba.errors import UserError
 from tba.rewards.children import Children, own_output
 from tba.rewards.confined import limit_memory
 from tba.rewards.exact_answer import right_answer
-from tba.rewards.math_forms import same, spelled
+from tba.rewards.math_forms import equal_by_form, equal_in_words
 from tba.rewards.math_text import canonical, last_boxed, other_base, other_units, words
 from tba.types import Completion, Judgement, Prompt
 
@@ -91,7 +91,7 @@ def at_once(answer: str | None, right: str) -> bool | None:
         return True
     if other_units(answer, right):
         return False
-    verdict = same(answer, right, spelled)
+    verdict = equal_by_form(answer, right, equal_in_words)
     if verdict is None and _IS_TEXT.match(right) and words(right) is not None:
         return False  # `abc` without \text may be a product
     return verdict
@@ -99,13 +99,13 @@ def at_once(answer: str | None, right: str) -> bool | None:
 
 def equal(answer: str, right: str) -> bool:
     """Returns whether the two are equal, by their forms and math-verify. It may hang: call it in a child process."""
-    verdict = same(answer, right, _by_algebra)
+    verdict = equal_by_form(answer, right, _by_algebra)
     return _by_algebra(canonical(answer), canonical(right)) if verdict is None else verdict
 
 
 def _by_algebra(answer: str, right: str) -> bool:
     """Returns whether math-verify takes two canonical texts for equal, if need be with i for the imaginary unit."""
-    known = spelled(answer, right)
+    known = equal_in_words(answer, right)
     if known is not None:
         return known
     if _differ_in_case(answer, right):
