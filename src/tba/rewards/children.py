@@ -235,7 +235,7 @@ class _Round:
         self.pool.drop(child)
 
 
-def own_output() -> IO[str]:
+def claim_stdout() -> IO[str]:
     """Returns a child's standard output, from here on its parent's alone: what a library prints goes to the errors."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

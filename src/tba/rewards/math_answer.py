@@ -20,7 +20,7 @@ from string import ascii_letters
 from typing import IO, Any
 
 from tba.errors import UserError
-from tba.rewards.children import Children, own_output
+from tba.rewards.children import Children, claim_stdout
 from tba.rewards.confined import limit_memory
 from tba.rewards.exact_answer import right_answer
 from tba.rewards.math_forms import equal_by_form, equal_in_words
@@ -199,7 +199,7 @@ def _bound_processor_seconds(seconds: float) -> None:
 
 def main() -> None:
     """Run as the child."""
-    serve(sys.stdin, own_output(), float(sys.argv[1]))
+    serve(sys.stdin, claim_stdout(), float(sys.argv[1]))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import numpy as np
 
 from tba.clock import ShareClock
 from tba.environments.engine import EpisodeEngine
-from tba.environments.hosts import CAN_FORK, EpisodeLimits, Here, Hosts
+from tba.environments.hosts import CAN_FORK, EpisodeLimits, Hosts, InProcessHost
 from tba.environments.speech import Speech
 from tba.errors import UserError
 from tba.foreign import failed, problems_of
@@ -189,7 +189,7 @@ def vine_of(recipe: Recipe, model: Model, engine: Engine, reward: Reward) -> Vin
     """Returns what estimates the values of an answer's steps, where the recipe has it; an episode's steps are turns."""
     if recipe.vine is None:
         return None
-    told = engine.speech.said if isinstance(engine, EpisodeEngine) else None
+    told = engine.speech.turn_text if isinstance(engine, EpisodeEngine) else None
     return recipe.vine.start(engine, reward, model.tokenizer(), recipe.largest_reward, told is not None, told)
 
 
@@ -197,14 +197,14 @@ def _standing_still(clock: ShareClock) -> AbstractContextManager[None]:
     return clock.state("eval" if clock.present == "eval" else "environment")
 
 
-def worlds_of(task: Acted, inline: bool) -> Here | Hosts:
+def worlds_of(task: Acted, inline: bool) -> InProcessHost | Hosts:
     """Returns where a task's episodes are played. inline: in this process, so that a run is the same each time."""
     limits = getattr(task, "limits", None) or EpisodeLimits()
     if inline or not limits.processes:
-        return Here(task)
+        return InProcessHost(task)
     if not CAN_FORK:
         log.warning("environments are played in the searcher's process, without limits: only Linux can fork safely")
-        return Here(task)
+        return InProcessHost(task)
     return Hosts(task, limits)
 
 

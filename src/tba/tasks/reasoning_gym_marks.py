@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 from tba.errors import UserError
-from tba.rewards.children import Children, own_output
+from tba.rewards.children import Children, claim_stdout
 from tba.rewards.confined import confine, confines, limit_memory
 from tba.types import Completion, Json, Judgement, Prompt
 
@@ -257,7 +257,7 @@ def serve(questions: IO[str], answers: IO[str], sources: Mapping[str, Source], s
 
 def main() -> None:
     """Run as the child."""
-    answers = own_output()
+    answers = claim_stdout()
     seconds, told = sys.argv[1:]
     sources = {split: Source(*source) for split, source in json.loads(told).items()}
     serve(sys.stdin, answers, sources, float(seconds) + 1)
