@@ -26,7 +26,7 @@ import numpy as np
 import tba
 from tba.evaluation.estimators import paired_difference, wilson_interval
 from tba.rewards.ifeval import fulfils, loose_forms
-from tba.rewards.instructions import fulfilled
+from tba.rewards.instructions import is_fulfilled
 from tba.tasks.ifeval import IfEval
 from tba.tasks.instruct import Instruct
 from tba.types import Problem, Version
@@ -119,7 +119,7 @@ def by_kind(answers: Sequence[Answers], problems: Sequence[Problem]) -> Rows:
     for problem, texts in matched(answers, problems):
         verdicts = []
         for one in problem.fields["instructions"]:
-            verdicts.append([fulfilled(one, problem.fields["question"], text) for text in texts])
+            verdicts.append([is_fulfilled(one, problem.fields["question"], text) for text in texts])
             marks[one["kind"]].append(verdicts[-1])
         marks["~instructions"] += verdicts
         marks["~prompts: all of their instructions"].append([all(row) for row in zip(*verdicts, strict=True)])
@@ -160,7 +160,7 @@ def samples(answers: Sequence[Answers], problems: Sequence[Problem], count: int)
     for problem, texts in matched(answers, problems)[:count]:
         print(f"- **{question(problem)}**")
         for when, text in zip(("before", "after"), texts, strict=True):
-            kept = [fulfilled(one, problem.fields["question"], text) for one in problem.fields["instructions"]]
+            kept = [is_fulfilled(one, problem.fields["question"], text) for one in problem.fields["instructions"]]
             print(f"  - {when} ({sum(kept)} of {len(kept)}): {' / '.join(text.split(chr(10)))}")
 
 

@@ -143,7 +143,7 @@ class InProcessHost:
             self._players[episode] = EpisodePlayer(self.task)
         self._replies[episode] = self._players[episode].answer(question)
 
-    def answers(self, wait: bool) -> Mapping[int, EpisodeReply]:
+    def replies(self, wait: bool) -> Mapping[int, EpisodeReply]:
         """Returns the replies since the last call, by episode."""
         replies, self._replies = self._replies, {}
         return replies
@@ -215,7 +215,7 @@ class Hosts:
         else:  # its process has died between two turns
             self._replies[episode] = EpisodeReply(failure="its process died")
 
-    def answers(self, wait: bool) -> Mapping[int, EpisodeReply]:
+    def replies(self, wait: bool) -> Mapping[int, EpisodeReply]:
         """Returns the replies since the last call, by episode. With `wait` it waits for one, but only for a moment.
 
         Raises `UserError` for an object that is no environment, and `PartFailed` when no process can be started.

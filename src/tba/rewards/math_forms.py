@@ -4,7 +4,7 @@ Invariant: what a form says is never undone by algebra (a list of two is no numb
 has no form is left to the caller's `compare`. Any text of bounded length has a verdict in time linear in it, but for
 lists: each item is compared with each, up to `_MOST_ITEMS`.
 
-Texts are `canonical` (`math_text`). Two readings are tried of `81,256`: a number, and a list; `81, 256` is a list.
+Texts are canonical (`math_text`). Two readings are tried of `81,256`: a number, and a list; `81, 256` is a list.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import TypeVar
 
-from tba.rewards.math_text import base, canonical, words
+from tba.rewards.math_text import canonical_words, canonicalize, split_base
 from tba.rewards.number_words import cardinal, ordinal
 
 Compare = Callable[[str, str], bool | None]  # whether two texts without a form are equal; None: it cannot tell
@@ -136,7 +136,7 @@ def equal_by_form(answer: str, right_answer: str, compare: Compare) -> bool | No
     """Returns whether two answers are equal by their forms, or by `compare` where they have none; None where that is
     undecided.
     """
-    left, right = (_without_label(canonical(_LETTER_PERIOD.sub(r"\1)", text))) for text in (answer, right_answer))
+    left, right = (_without_label(canonicalize(_LETTER_PERIOD.sub(r"\1)", text))) for text in (answer, right_answer))
     if left == right or {left, right} <= _EMPTY_SET or _same_numeral(left, right):
         return True
     in_words = any(text[:1].isalpha() and cardinal(text) is not None for text in (left, right))
@@ -161,7 +161,7 @@ def equal_by_form(answer: str, right_answer: str, compare: Compare) -> bool | No
 
 def _same_numeral(left: str, right: str) -> bool:
     """Returns whether two numerals have the same digits, and one of them does not say its base: `2A_{16}` and `2A`."""
-    numerals = base(left), base(right)
+    numerals = split_base(left), split_base(right)
     digits = [numeral[0] if numeral else text.upper() for numeral, text in zip(numerals, (left, right), strict=True)]
     return numerals != (None, None) and digits[0] == digits[1] and (None in numerals or numerals[0] == numerals[1])
 
@@ -176,7 +176,7 @@ def equal_in_words(left: str, right: str) -> bool | None:
     ordinals = ordinal(left), ordinal(right)
     if None not in ordinals:
         return ordinals[0] == ordinals[1]
-    spellings = words(left), words(right)
+    spellings = canonical_words(left), canonical_words(right)
     if spellings[0] is None or spellings[1] is None:
         return None
     return True if spellings[0] == spellings[1] else None

@@ -28,7 +28,7 @@ from tba.apps.red_team.victim import ModelVictim, Victim
 from tba.errors import UserError
 from tba.fields import as_declared
 from tba.tasks.held_out import check_share, is_held_out
-from tba.tasks.problem_rows import Row, read_rows
+from tba.tasks.problem_rows import ProblemRow, read_rows
 from tba.types import Problem, Split
 
 INSTRUCTION = "Write a prompt:"
@@ -100,7 +100,7 @@ class RedTeam:
                     found.setdefault(device, {}).update({part: held, f"{part} of evaluations": held})
         return found
 
-    def _prefixes(self, rows: list[Row], split: Split) -> list[Problem]:
+    def _prefixes(self, rows: list[ProblemRow], split: Split) -> list[Problem]:
         asked = [row for row in rows if is_held_out(row.text("prefix"), self.held_out) == (split == "eval")]
         if not asked:
             raise UserError(f"{self.attacks} leaves no prefix for {split}: give more of them, or another held_out")
