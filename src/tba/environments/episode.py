@@ -174,9 +174,9 @@ def begin(make: Callable[[], Environment], fields: Mapping[str, Json], seed: int
     made.
     """
     episode = Episode(make, fields, seed, turns)
-    if episode.first is not None and episode.first.strip() not in prompt:
+    if episode.opening is not None and episode.opening.strip() not in prompt:
         raise UserError(
-            f"reset() said {quoted(episode.first)} for seed {seed}, and something else when the prompt was made: "
+            f"reset() said {quoted(episode.opening)} for seed {seed}, and something else when the prompt was made: "
             "whatever it draws has to be drawn from its argument `seed`"
         )
     return episode

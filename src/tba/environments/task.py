@@ -64,7 +64,7 @@ class EnvironmentTask:
             raise UserError(f"task {self.name} has no prompt, and its reset() says nothing: give one of them a text")
         return Problem(prompt, {}, demonstration, seed, episode.tools)
 
-    def _played(self, episode: Episode, seed: int) -> tuple[str, ...]:
+    def _play_demonstration(self, episode: Episode, seed: int) -> tuple[str, ...]:
         """Returns the player's turns in an episode, which it plays to its end."""
         assert self.player is not None
         rng = random.Random(f"player {seed}")  # noqa: S311 - its dice; the world's own, often Random(seed), would tell

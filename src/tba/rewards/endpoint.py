@@ -158,12 +158,12 @@ class Usage:
         """Returns the tokens of prompts and replies together."""
         return self.prompt_tokens + self.completion_tokens
 
-    def __add__(self, other: Usage) -> Usage:
+    def __add__(self, usage: Usage) -> Usage:
         return Usage(
-            self.calls + other.calls,
-            self.prompt_tokens + other.prompt_tokens,
-            self.completion_tokens + other.completion_tokens,
-            self.uncounted_calls + other.uncounted_calls,
+            self.calls + usage.calls,
+            self.prompt_tokens + usage.prompt_tokens,
+            self.completion_tokens + usage.completion_tokens,
+            self.uncounted_calls + usage.uncounted_calls,
         )
 
 

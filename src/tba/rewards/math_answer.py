@@ -123,11 +123,11 @@ def _equal_by_algebra(answer: str, right: str) -> bool:
     return False
 
 
-def _differ_in_case(left: str, right: str) -> bool:
+def _differ_in_case(text_a: str, text_b: str) -> bool:
     """Returns whether a variable is a capital in one text only (r, R): math-verify does not see it. A constant C may be
     c.
     """
-    letters = [set(_COMMAND.sub("", text)) for text in (left, right)]
+    letters = [set(_COMMAND.sub("", text)) for text in (text_a, text_b)]
     return any(
         (letter in a) != (letter in b) and (letter.swapcase() in a) != (letter.swapcase() in b)
         for a, b in (letters,)

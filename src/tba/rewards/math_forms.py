@@ -136,47 +136,47 @@ def equal_by_form(answer: str, right_answer: str, compare: Compare) -> bool | No
     """Returns whether two answers are equal by their forms, or by `compare` where they have none; None where that is
     undecided.
     """
-    left, right = (_without_label(canonicalize(_LETTER_PERIOD.sub(r"\1)", text))) for text in (answer, right_answer))
-    if left == right or {left, right} <= _EMPTY_SET or _same_numeral(left, right):
+    text_a, text_b = (_without_label(canonicalize(_LETTER_PERIOD.sub(r"\1)", text))) for text in (answer, right_answer))
+    if text_a == text_b or {text_a, text_b} <= _EMPTY_SET or _same_numeral(text_a, text_b):
         return True
-    in_words = any(text[:1].isalpha() and cardinal(text) is not None for text in (left, right))
-    if in_words and (verdict := equal_in_words(left, right)) is not None:
+    in_words = any(text[:1].isalpha() and cardinal(text) is not None for text in (text_a, text_b))
+    if in_words and (verdict := equal_in_words(text_a, text_b)) is not None:
         return verdict  # before it is taken for a list: two and a half
-    have_same_choice = _same_choice(left, right)
+    have_same_choice = _same_choice(text_a, text_b)
     if have_same_choice is not None:
         return have_same_choice
-    if _turning_words(left) != _turning_words(right):
+    if _turning_words(text_a) != _turning_words(text_b):
         return False
-    clocks = [_CLOCK.fullmatch(_TEXT.sub(r"\1", text)) for text in (left, right)]
+    clocks = [_CLOCK.fullmatch(_TEXT.sub(r"\1", text)) for text in (text_a, text_b)]
     if clocks[0] and clocks[1]:
         return _same_clock(clocks[0], clocks[1])
-    if any(_RATIO.fullmatch(a) and _NUMERAL.fullmatch(b) for a, b in ((left, right), (right, left))):
+    if any(_RATIO.fullmatch(a) and _NUMERAL.fullmatch(b) for a, b in ((text_a, text_b), (text_b, text_a))):
         return False
-    readings = [(left, right)]
-    joined_texts = (_join_thousands(left), _join_thousands(right))
-    if joined_texts != (left, right):
+    readings = [(text_a, text_b)]
+    joined_texts = (_join_thousands(text_a), _join_thousands(text_b))
+    if joined_texts != (text_a, text_b):
         readings.append(joined_texts)
     return _any(_equal_forms(read_form(a), read_form(b), a, b, compare) for a, b in readings)
 
 
-def _same_numeral(left: str, right: str) -> bool:
+def _same_numeral(a: str, b: str) -> bool:
     """Returns whether two numerals have the same digits, and one of them does not say its base: `2A_{16}` and `2A`."""
-    numerals = split_base(left), split_base(right)
-    digits = [numeral[0] if numeral else text.upper() for numeral, text in zip(numerals, (left, right), strict=True)]
+    numerals = split_base(a), split_base(b)
+    digits = [numeral[0] if numeral else text.upper() for numeral, text in zip(numerals, (a, b), strict=True)]
     return numerals != (None, None) and digits[0] == digits[1] and (None in numerals or numerals[0] == numerals[1])
 
 
-def equal_in_words(left: str, right: str) -> bool | None:
+def equal_in_words(a: str, b: str) -> bool | None:
     """Returns whether two canonical texts are equal as numbers or as words; None where that takes algebra."""
-    if left == right:
+    if a == b:
         return True
-    numbers = _read_number(left), _read_number(right)
+    numbers = _read_number(a), _read_number(b)
     if numbers[0] is not None and numbers[1] is not None:
         return equal_values(numbers[0], numbers[1])
-    ordinals = ordinal(left), ordinal(right)
+    ordinals = ordinal(a), ordinal(b)
     if None not in ordinals:
         return ordinals[0] == ordinals[1]
-    spellings = canonical_words(left), canonical_words(right)
+    spellings = canonical_words(a), canonical_words(b)
     if spellings[0] is None or spellings[1] is None:
         return None
     return True if spellings[0] == spellings[1] else None
@@ -222,17 +222,17 @@ def _is_exponent(match: re.Match[str]) -> bool:
     return not has_sign or match["whole"] == "1" or "." in match["whole"] or len(match["e"]) > 3
 
 
-def equal_values(left: tuple[Fraction, bool], right: tuple[Fraction, bool]) -> bool:
+def equal_values(a: tuple[Fraction, bool], b: tuple[Fraction, bool]) -> bool:
     """Returns whether two numbers, each perhaps in percent, are equal: `50\\%` and 0.5; where only one says %, 50 and
     50 too.
 
     Less than 1 is no number of percent that leaves out its sign: 0.35 % is not 0.35.
     """
-    if left[1] == right[1]:
-        return left[0] == right[0]
-    if left[0] == right[0]:
-        return right[1] or abs(right[0]) >= 1 or not right[0]
-    return (left[0] / 100 if left[1] else left[0]) == (right[0] / 100 if right[1] else right[0])
+    if a[1] == b[1]:
+        return a[0] == b[0]
+    if a[0] == b[0]:
+        return b[1] or abs(b[0]) >= 1 or not b[0]
+    return (a[0] / 100 if a[1] else a[0]) == (b[0] / 100 if b[1] else b[0])
 
 
 def read_form(text: str) -> _Form:
@@ -383,8 +383,8 @@ def _read_vector(text: str) -> _Tuple | None:
 def _equal_forms(a: _Form, b: _Form, text_a: str, text_b: str, compare: Compare) -> bool | None:
     """Returns whether two forms are equal; `text_a` and `text_b` are what they were read from."""
 
-    def each_equal(left: Sequence[str], right: Sequence[str]) -> bool | None:
-        return len(left) == len(right) and _all(_equal_items(x, y, compare) for x, y in zip(left, right, strict=True))
+    def each_equal(xs: Sequence[str], ys: Sequence[str]) -> bool | None:
+        return len(xs) == len(ys) and _all(_equal_items(x, y, compare) for x, y in zip(xs, ys, strict=True))
 
     match a, b:
         case str(), str():
@@ -403,8 +403,8 @@ def _equal_forms(a: _Form, b: _Form, text_a: str, text_b: str, compare: Compare)
             names_differ = None not in (a.name, b.name) and a.name != b.name
             return not names_differ and _equal_regions(a, b, compare)
         case (_Region(), _Tuple()) | (_Tuple(), _Region()):
-            left, right = (side if isinstance(side, _Region) else _as_region(side) for side in (a, b))
-            return left is not None and right is not None and _equal_regions(left, right, compare)
+            region_a, region_b = (side if isinstance(side, _Region) else _as_region(side) for side in (a, b))
+            return region_a is not None and region_b is not None and _equal_regions(region_a, region_b, compare)
         case (_Tuple(), _Matrix()) | (_Matrix(), _Tuple()) | (_Tuple(), _Bindings()) | (_Bindings(), _Tuple()):
             return each_equal(*(_values_in_order(side) for side in (a, b)))
         case (_List(), _Bindings()) | (_Bindings(), _List()):
@@ -441,29 +441,29 @@ def _values_in_order(side: _Form) -> list[str]:
             return []
 
 
-def _equal_items(left: str, right: str, compare: Compare) -> bool | None:
-    return True if left == right else _equal_forms(read_form(left), read_form(right), left, right, compare)
+def _equal_items(a: str, b: str, compare: Compare) -> bool | None:
+    return True if a == b else _equal_forms(read_form(a), read_form(b), a, b, compare)
 
 
-def _equal_lists(left: Sequence[str], right: Sequence[str], compare: Compare) -> bool | None:
+def _equal_lists(items_a: Sequence[str], items_b: Sequence[str], compare: Compare) -> bool | None:
     """Returns whether two lists have the same items, in any order."""
-    if len(left) != len(right):
+    if len(items_a) != len(items_b):
         return False
-    unmatched_right, unmatched_left = list(right), list[str]()
-    for item in left:
-        if item in unmatched_right:
-            unmatched_right.remove(item)
+    unmatched_b, unmatched_a = list(items_b), list[str]()
+    for item in items_a:
+        if item in unmatched_b:
+            unmatched_b.remove(item)
         else:
-            unmatched_left.append(item)
-    if len(unmatched_left) > _MOST_ITEMS:
-        return _all(_equal_items(x, y, compare) for x, y in zip(left, right, strict=True))
-    return _equal_sets(unmatched_left, unmatched_right, lambda x, y: _equal_items(x, y, compare))
+            unmatched_a.append(item)
+    if len(unmatched_a) > _MOST_ITEMS:
+        return _all(_equal_items(x, y, compare) for x, y in zip(items_a, items_b, strict=True))
+    return _equal_sets(unmatched_a, unmatched_b, lambda x, y: _equal_items(x, y, compare))
 
 
-def _equal_sets(left: Sequence[_T], right: Sequence[_T], are_equal: Callable[[_T, _T], bool | None]) -> bool | None:
-    """Returns whether items on the left and on the right can be paired so that all pairs are equal; None: undecided."""
-    candidates, is_unsure = list(right), False
-    for item in left:
+def _equal_sets(xs: Sequence[_T], ys: Sequence[_T], are_equal: Callable[[_T, _T], bool | None]) -> bool | None:
+    """Returns whether the items of two lists can be paired so that all pairs are equal; None: undecided."""
+    candidates, is_unsure = list(ys), False
+    for item in xs:
         verdicts = [are_equal(item, candidate) for candidate in candidates]
         if True in verdicts:
             candidates.pop(verdicts.index(True))
@@ -487,24 +487,24 @@ def _equal_regions(a: _Region, b: _Region, compare: Compare) -> bool | None:
 
 def _equal_equations(text_a: str, text_b: str, compare: Compare) -> bool | None:
     """Returns whether two texts without a form are equal, where `x = 2 + 5 = 7` stands for its last side, 7."""
-    left, right = (_split_outside(text, _EQUALS) for text in (text_a, text_b))
-    if len(left) == 1 and len(right) == 1:
+    sides_a, sides_b = (_split_outside(text, _EQUALS) for text in (text_a, text_b))
+    if len(sides_a) == 1 and len(sides_b) == 1:
         return compare(text_a, text_b)
-    if len(left) > 1 and len(right) > 1:
-        if left[0] == right[0]:
-            return _equal_items(left[-1], right[-1], compare)
+    if len(sides_a) > 1 and len(sides_b) > 1:
+        if sides_a[0] == sides_b[0]:
+            return _equal_items(sides_a[-1], sides_b[-1], compare)
         return compare(text_a, text_b)
-    sides, single_side, chain = (left, text_b, text_a) if len(left) > 1 else (right, text_a, text_b)
+    sides, single_side, chain = (sides_a, text_b, text_a) if len(sides_a) > 1 else (sides_b, text_a, text_b)
     exact_sides = sides[: max(1, len(_split_outside(_EXACT_PART.split(chain)[0], _EQUALS)))]
     numbers = {value[0] for side in exact_sides if (value := read_value(side)) is not None and not value[1]}
     if len(numbers) > 1:
         return False  # 3 = 4
-    if len(sides) == 2 and not _LEFT_SIDE.fullmatch(sides[0]) and sides is right:
+    if len(sides) == 2 and not _LEFT_SIDE.fullmatch(sides[0]) and sides is sides_b:
         return compare(text_a, text_b)  # an equation is asked for
     last_side = exact_sides[-1]
     if len(exact_sides) > 1 and _IS_NAME.fullmatch(last_side) and not _IS_NAME.fullmatch(single_side):
         last_side = exact_sides[0]  # 7 = x
-    pair = (last_side, single_side) if sides is left else (single_side, last_side)
+    pair = (last_side, single_side) if sides is sides_a else (single_side, last_side)
     return _equal_items(_without_label(pair[0]), _without_label(pair[1]), compare)
 
 
@@ -525,9 +525,9 @@ def _same_choice(text_a: str, text_b: str) -> bool | None:
     return letters[0] == letters[1] and (not all(choice_texts) or choice_texts[0] == choice_texts[1])
 
 
-def _same_clock(left: re.Match[str], right: re.Match[str]) -> bool:
-    halves = {match[3].lower() for match in (left, right) if match[3]}
-    return (int(left[1]), left[2]) == (int(right[1]), right[2]) and len(halves) < 2
+def _same_clock(a: re.Match[str], b: re.Match[str]) -> bool:
+    halves = {match[3].lower() for match in (a, b) if match[3]}
+    return (int(a[1]), a[2]) == (int(b[1]), b[2]) and len(halves) < 2
 
 
 def _turning_words(text: str) -> set[str]:

@@ -207,15 +207,15 @@ def unit_after(text: str, position: int) -> tuple[str | None, int]:
     return _unit_name(powers), end
 
 
-def differ(left: str | None, right: str | None) -> bool:
+def differ(a: str | None, b: str | None) -> bool:
     """Returns whether both are units, and differ.
 
     A sign of `CURRENCIES` is the same as its currency per anything, a degree the same as one of a temperature, a unit
     the same as any, and square units the same as the square of any.
     """
-    if left is None or right is None or left == right:
+    if a is None or b is None or a == b:
         return False
-    for sign, unit in ((left, right), (right, left)):
+    for sign, unit in ((a, b), (b, a)):
         if sign in CURRENCIES:
             return CURRENCIES[sign] != unit.partition(" per ")[0]
         if sign == "unit" or (sign == "degree" and unit in _TEMPERATURES):

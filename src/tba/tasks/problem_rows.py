@@ -32,8 +32,8 @@ class ProblemRow:
         return self._look_up(field) is not _ABSENT
 
     def value(self, field: str) -> Json:
-        """Returns the value of a field, for `a.b` that of `b` in the object `a`, which may be JSON as a text. None: there
-        is none.
+        """Returns the value of a field, for `a.b` that of `b` in the object `a`, which may be a text of JSON. None:
+        there is none.
         """
         value = self._look_up(field)
         return None if value is _ABSENT else value
