@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 log = logging.getLogger("tba.searcher")
-_BETWEEN_REPORTS = 60.0  # seconds between two lines of the log on episodes that failed
+_REPORT_SECONDS = 60.0  # seconds between two lines of the log on episodes that failed
 
 
 @dataclass
@@ -102,15 +102,15 @@ class Episodes:
         self, interrupted: Callable[[], bool] | None = None, until_wanted: bool = True
     ) -> list[tuple[int, list[Completion]]]:
         """Computes until prompts are finished and judged, or (`until_wanted`) more are wanted; returns the former."""
-        judged: list[tuple[int, list[Completion]]] = []
+        judged_prompts: list[tuple[int, list[Completion]]] = []
         try:
-            while self._prompts and not judged:
-                finished: list[tuple[int, list[Completion]]] = []
+            while self._prompts and not judged_prompts:
+                finished_prompts: list[tuple[int, list[Completion]]] = []
                 if len(self._unjudged) < len(self._prompts):
-                    finished = self.flow.next(interrupted, until_wanted)
+                    finished_prompts = self.flow.next(interrupted, until_wanted)
                 else:
                     self._collect_replies(wait=True)
-                judged = list(self._take_judged(finished, interrupted is not None and interrupted()))
+                judged_prompts = list(self._take_judged(finished_prompts, interrupted is not None and interrupted()))
                 if until_wanted and self.wanted:
                     break
         except BaseException:
@@ -118,7 +118,7 @@ class Episodes:
             raise
         if not self._prompts:
             self._close()
-        return judged
+        return judged_prompts
 
     def hear(self, turns: Sequence[Turn]) -> None:
         """Play each turn to its environment."""
@@ -158,20 +158,20 @@ class Episodes:
             self._accept_reply(request, reply)
 
     def _take_judged(
-        self, finished: Sequence[tuple[int, list[Completion]]], interrupted: bool = False
+        self, finished_prompts: Sequence[tuple[int, list[Completion]]], interrupted: bool = False
     ) -> Iterator[tuple[int, list[Completion]]]:
         """Takes prompts that an engine has finished; yields those that have been judged, these and earlier ones.
 
         interrupted: all of them, and what has not been judged as interrupted.
         """
-        self._unjudged |= dict(finished)
+        self._unjudged |= dict(finished_prompts)
         for number in list(self._unjudged):
             completions = [self._finalize(c, interrupted) for c in self._unjudged[number]]
             self._unjudged[number] = completions
             if not any(id(c) in self._request_of for c in completions):
                 del self._unjudged[number], self._prompts[number]
                 yield number, completions
-        if time.monotonic() - self._report_time > _BETWEEN_REPORTS:
+        if time.monotonic() - self._report_time > _REPORT_SECONDS:
             self._report()
 
     def _close(self) -> None:

@@ -179,12 +179,12 @@ class _Host:
     def lines(self) -> list[bytes] | None:
         """Returns the complete lines that have arrived; None at the end of its output, or when a line is too long."""
         try:
-            block = self.channel.recv(_BLOCK_BYTES)
+            data = self.channel.recv(_BLOCK_BYTES)
         except OSError:
             return None
-        if not block or len(self._buffer) > _LONGEST_LINE:
+        if not data or len(self._buffer) > _LONGEST_LINE:
             return None
-        *lines, self._buffer = (self._buffer + block).split(b"\n")
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
         return lines
 
 
@@ -263,18 +263,18 @@ class Hosts:
             host = self._free_hosts.pop()
             host.episode, self._host_of[episode] = episode, host
             self._send_question(host, question)
-        starting = sum(not host.is_ready for host in self._hosts.values()) if self._queue else 0
-        while starting < len(self._queue) and len(self._hosts) < self.limits.processes:
+        starting_count = sum(not host.is_ready for host in self._hosts.values()) if self._queue else 0
+        while starting_count < len(self._queue) and len(self._hosts) < self.limits.processes:
             self._start_host()
-            starting += 1
+            starting_count += 1
 
     def _start_host(self) -> None:
         if not self._nurseries[-1].is_alive:
             self._nurseries.pop().close()
             self._nurseries.append(_HostNursery(self.task, self.limits))
-        self._host_count = episode = self._host_count + 1
-        host = self._hosts[episode] = _Host(episode, self._nurseries[-1].start(episode))
-        self._nursery_by_host[episode] = self._nurseries[-1]
+        self._host_count = number = self._host_count + 1
+        host = self._hosts[number] = _Host(number, self._nurseries[-1].start(number))
+        self._nursery_by_host[number] = self._nurseries[-1]
         self._selector.register(host.channel, selectors.EVENT_READ, host)
 
     def _send_question(self, host: _Host, question: Question | None) -> None:
@@ -450,23 +450,23 @@ class _HostNursery:
 
 def _run_nursery(channel: socket.socket, task: Acted, limits: EpisodeLimits) -> NoReturn:
     """Serve, in a forked process. Does not return, and runs nothing of what its parent has still to do."""
-    code = 1
+    exit_code = 1
     try:
         gc.freeze()  # pages that are shared stay shared
         _detach_process("tba-nursery", channel.fileno())
         _fork_hosts(channel, task, limits)
-        code = 0
+        exit_code = 0
     except BaseException as error:  # noqa: BLE001 - the process ends here
         print_error(error)
     finally:
-        os._exit(code)
+        os._exit(exit_code)
 
 
 def _detach_process(name: str, kept_descriptor: int) -> None:
     """Detach this process from its parent: close all files but the log and one descriptor, reset signal handlers."""
     os.setsid()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(signal_number, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
     with open(os.devnull, "rb") as null_device:
         os.dup2(null_device.fileno(), 0)
@@ -497,12 +497,12 @@ def _fork_hosts(channel: socket.socket, task: Acted, limits: EpisodeLimits) -> N
                         if os.waitpid(process, os.WNOHANG)[0]:
                             del hosts[number]
                     continue
-                block, descriptors, _, _ = socket.recv_fds(channel, _BLOCK_BYTES, 1)
-                if not block:
+                data, descriptors, _, _ = socket.recv_fds(channel, _BLOCK_BYTES, 1)
+                if not data:
                     for process in hosts.values():
                         _kill(process)
                     return
-                order = json.loads(block)
+                order = json.loads(data)
                 if (number := order.get("kill")) in hosts:
                     _kill(hosts[number])
                 elif "start" in order:
@@ -522,7 +522,7 @@ def _kill(process: int) -> None:
 
 def _run_host(number: int, descriptor: int, task: Acted, limits: EpisodeLimits) -> NoReturn:
     """Play episodes until nobody asks any more. Does not return."""
-    code = 1
+    exit_code = 1
     try:
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
         _detach_process(f"tba-world-{number}"[:15], descriptor)
@@ -531,20 +531,20 @@ def _run_host(number: int, descriptor: int, task: Acted, limits: EpisodeLimits) 
         channel = socket.socket(fileno=descriptor)  # open to the end: once it is closed, this process is killed
         with suppress(ConnectionError):  # nobody may be there any more
             _play_episodes(task, channel.makefile("rwb"))
-        code = 0
+        exit_code = 0
     except BaseException as error:  # noqa: BLE001 - the process ends here
         print_error(error)
     finally:
-        os._exit(code)
+        os._exit(exit_code)
 
 
 def _limit_memory(extra_bytes: int) -> None:
     """Limit this process's address space to its present size and `extra_bytes`, and write no core dump."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
     total_bytes = pages * resource.getpagesize() + extra_bytes
-    bounds = [total_bytes, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)]
+    bounds = [total_bytes, *(limit for limit in (soft_limit, hard_limit) if limit != resource.RLIM_INFINITY)]
     resource.setrlimit(resource.RLIMIT_AS, (min(bounds), min(bounds)))
 
 

@@ -97,12 +97,12 @@ class Speech:
         message and the next turn.
         """
         template_text = following(self._tokenizer, [{"role": "user", "content": HEARD}], self._tools)
-        before, separator, after = template_text.partition(HEARD)
+        prefix, separator, suffix = template_text.partition(HEARD)
         if not separator:
             raise UserError(
                 "the tokenizer's chat template does not write a user's message after a turn: take another model"
             )
-        return before, after
+        return prefix, suffix
 
     def _tool_messages(self, observation: Observation) -> str:
         """Returns what the chat template writes after a turn whose calls are answered: under the names that the policy

@@ -188,17 +188,17 @@ def _calls_in_functions(turn: str) -> list[Call]:
     ]
 
 
-def _text_call(name: str, body: str, pair: re.Pattern[str]) -> Call:
+def _text_call(name: str, body: str, pair_pattern: re.Pattern[str]) -> Call:
     """Returns a call whose arguments are written one by one, as texts."""
-    if leftover := pair.sub("", body).strip():
+    if leftover := pair_pattern.sub("", body).strip():
         return _unreadable_call(f"not of arguments alone ({quoted(leftover, 40)})")
-    return Call(name, {key.strip(): value for key, value in pair.findall(body)}, has_texts=True)
+    return Call(name, {key.strip(): value for key, value in pair_pattern.findall(body)}, has_texts=True)
 
 
 def _deepseek_call(block: str) -> Call:
     kind, _, content = block.partition(_SEP)
-    name, fence, rest_of_block = content.partition("```json")  # of V3 and R1
-    arguments = rest_of_block.rpartition("```")[0]
+    name, fence, behind_fence = content.partition("```json")  # of V3 and R1
+    arguments = behind_fence.rpartition("```")[0]
     return Call(*(name.strip(), _decode(arguments.strip())) if fence else (kind.strip(), _decode(content.strip())))
 
 
@@ -230,9 +230,9 @@ def bind_arguments(tools: Mapping[str, Callable[..., Any]], call: Call) -> dict[
         check(value, hints.get(name, Any), name)
         if not is_text(json.dumps(value, ensure_ascii=False)):
             raise ValueError(f"{name} has characters that are none")
-    missing = [p.name for p in parameters.values() if p.default is p.empty and p.name not in arguments]
-    if missing:
-        raise ValueError(f"{call.name} lacks the argument {missing[0]}")
+    missing_names = [p.name for p in parameters.values() if p.default is p.empty and p.name not in arguments]
+    if missing_names:
+        raise ValueError(f"{call.name} lacks the argument {missing_names[0]}")
     return arguments
 
 

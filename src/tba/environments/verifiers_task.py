@@ -71,18 +71,18 @@ class VerifiersTask:
         the package is missing, or the taskset cannot be played here.
         """
         _require_version()
-        held_out = self._tasks(0, self.eval_problems)
+        held_out_tasks = self._tasks(0, self.eval_problems)
         if split == "eval":
-            return [_problem(task) for task in held_out]
-        held_out_contents = {task["content"] for task in held_out}
-        training = self._tasks(self.eval_problems, self.train_problems)
-        training = [task for task in training if task["content"] not in held_out_contents]
-        if not training:
+            return [_problem(task) for task in held_out_tasks]
+        held_out_contents = {task["content"] for task in held_out_tasks}
+        training_tasks = self._tasks(self.eval_problems, self.train_problems)
+        training_tasks = [task for task in training_tasks if task["content"] not in held_out_contents]
+        if not training_tasks:
             raise UserError(
-                f"{self.name} has {len(held_out)} tasks, of which none is left for training: lower eval_problems"
+                f"{self.name} has {len(held_out_tasks)} tasks, of which none is left for training: lower eval_problems"
             )
-        self._play_one(training[0]["index"])
-        return [_problem(task) for task in training]
+        self._play_one(training_tasks[0]["index"])
+        return [_problem(task) for task in training_tasks]
 
     def reward(self) -> EnvironmentReward:
         return EnvironmentReward()

@@ -67,10 +67,10 @@ class _Child:
 
     def lines(self) -> list[bytes] | None:
         """Returns the complete lines that have arrived; None at the end of its output, or when a line is too long."""
-        block = os.read(self.stdout.fileno(), _BLOCK)
-        if not block or len(self._buffer) > _LONGEST_LINE:
+        data = os.read(self.stdout.fileno(), _BLOCK)
+        if not data or len(self._buffer) > _LONGEST_LINE:
             return None
-        *lines, self._buffer = (self._buffer + block).split(b"\n")
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
         return lines
 
     def end(self) -> None:
@@ -139,7 +139,7 @@ class _Round:
     def __init__(self, pool: Children, questions: Sequence[Json]) -> None:
         self.pool, self.questions = pool, questions
         self.answers_by_index: dict[int, Json | None] = {}
-        self.pending = deque(range(len(questions)))
+        self.queue = deque(range(len(questions)))
         self.failed_starts = 0
 
     def answers(self) -> list[Json | None]:
@@ -160,16 +160,16 @@ class _Round:
     def _hand_out(self) -> None:
         """Send questions to idle children, and start new children while there are too few for the questions left."""
         for child in [c for c in self.pool.members if c.is_ready and c.index is None]:
-            if self.pending and not child.ask(self.pending[0], self.questions[self.pending[0]], self.pool.seconds):
+            if self.queue and not child.ask(self.queue[0], self.questions[self.queue[0]], self.pool.seconds):
                 child.index = None  # it has died meanwhile, and not of this question
                 self._drop(child)
-            elif self.pending:
-                self.pending.popleft()
-        starting = sum(not c.is_ready for c in self.pool.members)
-        while starting < len(self.pending) and len(self.pool) < self.pool.processes:
+            elif self.queue:
+                self.queue.popleft()
+        starting_count = sum(not c.is_ready for c in self.pool.members)
+        while starting_count < len(self.queue) and len(self.pool) < self.pool.processes:
             child = self.pool.start()
             self.selector.register(child.stdout, selectors.EVENT_READ, child)
-            starting += 1
+            starting_count += 1
 
     def _wait(self) -> None:
         """Wait until a child writes something or the first deadline expires."""

@@ -30,10 +30,10 @@ class _Machine(NamedTuple):
 
     code: int  # AUDIT_ARCH_*: a call in the numbering of another kind has another code
     seccomp: int
-    allowed: list[int]
+    allowed_calls: list[int]
 
 
-_ALLOWED = {  # calls, by their numbers on x86_64 and on aarch64
+_ALLOWED_CALLS = {  # calls, by their numbers on x86_64 and on aarch64
     "read": (0, 63),
     "write": (1, 64),
     "close": (3, 57),
@@ -61,8 +61,8 @@ _ALLOWED = {  # calls, by their numbers on x86_64 and on aarch64
     "getrandom": (318, 278),
 }
 _MACHINES = {
-    "x86_64": _Machine(0xC000003E, 317, [x86_64 for x86_64, _ in _ALLOWED.values()]),
-    "aarch64": _Machine(0xC00000B7, 277, [aarch64 for _, aarch64 in _ALLOWED.values()]),
+    "x86_64": _Machine(0xC000003E, 317, [x86_64 for x86_64, _ in _ALLOWED_CALLS.values()]),
+    "aarch64": _Machine(0xC00000B7, 277, [aarch64 for _, aarch64 in _ALLOWED_CALLS.values()]),
 }
 
 
@@ -91,8 +91,8 @@ def confine() -> bool:
     if sys.platform != "linux" or machine is None:
         return False
     libc = ctypes.CDLL(None)
-    listing = _program(machine)
-    program = _Program(len(listing), (_Instruction * len(listing))(*listing))
+    instructions = _program(machine)
+    program = _Program(len(instructions), (_Instruction * len(instructions))(*instructions))
     return (
         libc.prctl(_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0) == 0
         and libc.syscall(machine.seccomp, _SET_FILTER, _ALL_THREADS, ctypes.byref(program)) == 0
@@ -119,12 +119,12 @@ def _lower_limit(resource_id: int, maximum: int) -> None:
 
 def _program(machine: _Machine) -> list[_Instruction]:
     """Returns the filter: a listed call in this machine's numbering is allowed; any other kills the process."""
-    numbers = machine.allowed
+    calls = machine.allowed_calls
     return [
         _Instruction(_LOAD, 0, 0, _ARCHITECTURE_OFFSET),
-        _Instruction(_EQUAL, 0, len(numbers) + 1, machine.code),  # on to the kill
+        _Instruction(_EQUAL, 0, len(calls) + 1, machine.code),  # on to the kill
         _Instruction(_LOAD, 0, 0, _CALL_OFFSET),
-        *(_Instruction(_EQUAL, len(numbers) - i, 0, number) for i, number in enumerate(numbers)),  # on to the allow
+        *(_Instruction(_EQUAL, len(calls) - i, 0, call) for i, call in enumerate(calls)),  # on to the allow
         _Instruction(_RETURN, 0, 0, _KILL),
         _Instruction(_RETURN, 0, 0, _ALLOW),
     ]

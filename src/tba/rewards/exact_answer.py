@@ -85,7 +85,7 @@ _GLUED_VARIABLE = re.compile(r"[A-Za-z](?![A-Za-z])|[√π]")
 def grade(response: str, answer: str, strict: bool = False) -> bool:
     """Returns whether `response` gives `answer`. Never raises, whatever the texts."""
     place = _after_mark(response) if strict else _last_mark(response)
-    target, (number, place_number) = _right_quantity(answer), _right_in_words(answer)
+    target, (number, place_number) = _target_quantity(answer), _target_in_words(answer)
     if target is None and number is None and place_number is None:
         return _same_text(place, response, answer, strict)
     candidate = _candidate(place, response, strict)
@@ -110,12 +110,12 @@ def grade(response: str, answer: str, strict: bool = False) -> bool:
 
 
 @functools.lru_cache(4096)
-def _right_quantity(answer: str) -> Quantity | None:
+def _target_quantity(answer: str) -> Quantity | None:
     return quantity(to_plain_text(answer))
 
 
 @functools.lru_cache(4096)
-def _right_in_words(answer: str) -> tuple[Fraction | None, int | None]:
+def _target_in_words(answer: str) -> tuple[Fraction | None, int | None]:
     """Returns the number that a right answer says in words, and the place that it names."""
     return cardinal(answer), ordinal(answer)
 
@@ -164,8 +164,8 @@ def _candidate(place: _Place | None, response: str, strict: bool) -> str:
     """Returns the text that may be an answer as a whole: that of the mark, the announced one, or a short response."""
     if place is not None and (strict or not place.heading):
         return place.text
-    announced = None if strict else _announced_answer(response)
-    return announced if announced is not None else "" if strict or len(response) > _LONGEST_FORM else response
+    sentence = None if strict else _announced_answer(response)
+    return sentence if sentence is not None else "" if strict or len(response) > _LONGEST_FORM else response
 
 
 class _Place(NamedTuple):
@@ -185,8 +185,8 @@ def _last_mark(response: str) -> _Place | None:
 
 
 def _after_mark(response: str) -> _Place | None:
-    _, mark, behind = response.rpartition(MARK)
-    text = behind.strip().partition("\n")[0] if mark else ""
+    _, mark, text_behind = response.rpartition(MARK)
+    text = text_behind.strip().partition("\n")[0] if mark else ""
     return _Place(text, bool(_HEADING.match(text))) if text else None
 
 
@@ -205,8 +205,8 @@ def _announced_answer(response: str) -> str | None:
     while response[start : start + 1].isspace():
         start += 1
     end = _SENTENCE_END.search(response, start)
-    announced, remainder = (response[start : end.start()], response[end.end() :]) if end else (response[start:], "")
-    return None if _RETRACTION.search(remainder) else announced.strip()
+    sentence, remainder = (response[start : end.start()], response[end.end() :]) if end else (response[start:], "")
+    return None if _RETRACTION.search(remainder) else sentence.strip()
 
 
 def _amount_in_mark(place: str) -> Quantity | None:
@@ -224,12 +224,12 @@ def _amount_in_mark(place: str) -> Quantity | None:
         return None
     before = place[max(0, amount.start - _CONTEXT_LENGTH) : amount.start]
     denial = _DENIAL.search(before) or _OR.search(before) or _FUNCTION_CALL.search(before) or _is_point(place, amount)
-    return None if denial or _AFTER_ONE.match(place, amount.end) else _signed(amount, before)
+    return None if denial or _AFTER_ONE.match(place, amount.end) else _with_sign(amount, before)
 
 
-def _signed(amount: Quantity, before: str) -> Quantity:
+def _with_sign(amount: Quantity, context: str) -> Quantity:
     """Returns the amount with the sign that a word before it gives: `negative 7`."""
-    if amount.value is None or _MINUS_WORD.search(before) is None:
+    if amount.value is None or _MINUS_WORD.search(context) is None:
         return amount
     return amount._replace(value=-amount.value)
 
@@ -249,7 +249,7 @@ def _last_amount(text: str) -> Quantity | None:
         return None
     if _COMPARISON.search(before) and not _TAG.search(before):
         return None
-    return None if amount.unit is None and _GLUED_VARIABLE.match(text, amount.end) else _signed(amount, before)
+    return None if amount.unit is None and _GLUED_VARIABLE.match(text, amount.end) else _with_sign(amount, before)
 
 
 def _same_text(place: _Place | None, response: str, answer: str, strict: bool) -> bool:
@@ -261,8 +261,8 @@ def _same_text(place: _Place | None, response: str, answer: str, strict: bool) -
         return True
     if strict or (place is not None and not place.heading):
         return False
-    announced = _announced_answer(response)
-    if _equals_answer(response.strip() if announced is None else announced, answer, edges):
+    sentence = _announced_answer(response)
+    if _equals_answer(response.strip() if sentence is None else sentence, answer, edges):
         return True
     words = _normalize(response, edges)
     start = len(words) - len(target)
@@ -281,9 +281,9 @@ def _equals_answer(text: str, answer: str, edges: str) -> bool:
     return len(text) <= _LONGEST_FORM >= len(answer) and equal_by_form(text, answer, equal_in_words) is True
 
 
-def _is_one_of_several(before: str, choice: str) -> bool:
+def _is_one_of_several(context: str, choice: str) -> bool:
     """Returns whether a choice stands last in a list of choices: `A, B` or `A and B`."""
-    return len(choice) == 1 and re.search(r"(?<![a-z])[a-z](?:,| and| &)\s?$", before[-8:]) is not None
+    return len(choice) == 1 and re.search(r"(?<![a-z])[a-z](?:,| and| &)\s?$", context[-8:]) is not None
 
 
 def _normalize(text: str, edges: str) -> str:

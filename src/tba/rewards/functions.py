@@ -92,26 +92,26 @@ class WeightedFunctions:
     def judgement(self, values: Sequence[float | None]) -> Judgement:
         """Returns the weighted sum of what each function gave one answer."""
         pairs = zip(self.functions, values, strict=True)
-        weighted = [(f, weight, v) for (f, weight), v in pairs if v is not None]
-        parts = {name_of(f): value for f, _, value in weighted}
-        if len(weighted) < len(values):
-            parts[ABSTAINED] = float(len(values) - len(weighted))
-        return Judgement(sum((weight * value for _, weight, value in weighted), 0.0), parts)
+        weighted_values = [(f, weight, v) for (f, weight), v in pairs if v is not None]
+        parts = {name_of(f): value for f, _, value in weighted_values}
+        if len(weighted_values) < len(values):
+            parts[ABSTAINED] = float(len(values) - len(weighted_values))
+        return Judgement(sum((weight * value for _, weight, value in weighted_values), 0.0), parts)
 
     def judge(self, answered: Sequence[AnsweredPrompt]) -> list[Judgement]:
         """Judges answers, one call after another. Raises `UserError` when a function raises, misses a field, or gives
         no finite number.
         """
-        by_function = [_call_all(calls, answered) for calls in self.calls()]
-        for (f, _), values in zip(self.functions, by_function, strict=True):
-            if abstained := values.count(None):
-                log.info("reward function %r abstained from %d of %d answers", name_of(f), abstained, len(answered))
-        if len(answered) > 1 and not any(value is not None for values in by_function for value in values):
+        values_by_function = [_call_all(calls, answered) for calls in self.calls()]
+        for (f, _), values in zip(self.functions, values_by_function, strict=True):
+            if abstentions := values.count(None):
+                log.info("reward function %r abstained from %d of %d answers", name_of(f), abstentions, len(answered))
+        if len(answered) > 1 and not any(value is not None for values in values_by_function for value in values):
             names = ", ".join(repr(name_of(f)) for f, _ in self.functions)
             raise UserError(
                 f"reward function {names} gave None for all of {len(answered)} answers: return a number for some"
             )
-        return [self.judgement(values) for values in zip(*by_function, strict=True)]
+        return [self.judgement(values) for values in zip(*values_by_function, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,8 @@ def _functions_in(reward: object) -> list[RewardFunction]:
         return [reward.function]
     if isinstance(reward, WeightedFunctions):
         return [f for f, _ in reward.functions]
-    parts = [getattr(reward, field.name) for field in fields(reward)] if is_dataclass(reward) else []
-    return [f for field in parts if isinstance(field, Reward) for f in _functions_in(field)]
+    field_values = [getattr(reward, field_value.name) for field_value in fields(reward)] if is_dataclass(reward) else []
+    return [f for field_value in field_values if isinstance(field_value, Reward) for f in _functions_in(field_value)]
 
 
 def name_of(function: RewardFunction) -> str:
@@ -271,13 +271,13 @@ class _Signature:
             values = [self._or_none(name, row) for row in rows] if self.is_batched else self.argument(name, rows[0])
             return copied(values)  # a function may change what it gets
 
-        by_name: dict[str, Any] = {}
+        keywords: dict[str, Any] = {}
         for name in names:
             with suppress(KeyError):
-                by_name[name] = value_of(name)
+                keywords[name] = value_of(name)
         if self.is_batched:
-            by_name = {n: v for n, v in by_name.items() if n in self.required_names or any(x is not None for x in v)}
-        return [value_of(name) for name in self.positional_names if name in self.required_names], by_name
+            keywords = {n: v for n, v in keywords.items() if n in self.required_names or any(x is not None for x in v)}
+        return [value_of(name) for name in self.positional_names if name in self.required_names], keywords
 
     def _or_none(self, name: str, row: AnsweredPrompt) -> Any:
         with suppress(KeyError):
@@ -287,9 +287,9 @@ class _Signature:
 
 def _find_gold(fields: Mapping[str, Any]) -> Any:
     """Returns the right answer of a problem, wherever it is."""
-    nested = fields.get("reward_model")
-    if isinstance(nested, Mapping) and "ground_truth" in nested:
-        return nested["ground_truth"]
+    reward_model = fields.get("reward_model")
+    if isinstance(reward_model, Mapping) and "ground_truth" in reward_model:
+        return reward_model["ground_truth"]
     return fields.get("ground_truth", fields.get("answer"))
 
 

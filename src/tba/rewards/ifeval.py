@@ -76,8 +76,8 @@ def _judgement(prompt: Prompt, answer: str) -> Judgement:
 def loose_forms(answer: str) -> list[str]:
     """Returns the forms of an answer of which one has to fulfil an instruction in IFEval's loose reading."""
     lines = answer.split("\n")
-    shortened = [answer, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
-    return [form for text in shortened for form in (text, text.replace("*", ""))]
+    shortened_answers = [answer, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
+    return [form for text in shortened_answers for form in (text, text.replace("*", ""))]
 
 
 @cache
@@ -152,8 +152,8 @@ def _bullets(num_bullets: int) -> Check:
 
 def _postscript(postscript_marker: str) -> Check:
     marker = postscript_marker.strip()
-    begins = re.compile(_POSTSCRIPTS.get(marker, marker.lower()))
-    return lambda answer: begins.search(answer.lower()) is not None
+    beginning = re.compile(_POSTSCRIPTS.get(marker, marker.lower()))
+    return lambda answer: beginning.search(answer.lower()) is not None
 
 
 def _title() -> Check:

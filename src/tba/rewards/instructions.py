@@ -17,7 +17,7 @@ from tba.types import Completion, Json, Judgement, Prompt
 
 _ITEM = re.compile(r"^[^\S\n]*+(\d{1,3})[.)]\s++\S", re.MULTILINE)
 _SENTENCE_END = re.compile(r"[.!?][\"')\]]*+(?=\s|$)")
-_MINOR = frozenset(
+_MINOR_WORDS = frozenset(
     ["a", "an", "and", "as", "at", "but", "by", "for", "from", "in", "into", "nor", "of", "on", "or", "so", "the", "to"]
 ) | {"up", "with", "yet"}
 
@@ -39,8 +39,8 @@ def _is_numbered_list(text: str, items: int) -> bool:
 
 
 def _is_title_case(text: str) -> bool:
-    letters = [word for word in re.findall(r"[A-Za-z][\w'\u2019-]*", text) if word.lower() not in _MINOR]
-    return bool(letters) and all(word[0].isupper() for word in letters)
+    title_words = [word for word in re.findall(r"[A-Za-z][\w'\u2019-]*", text) if word.lower() not in _MINOR_WORDS]
+    return bool(title_words) and all(word[0].isupper() for word in title_words)
 
 
 CHECKS: Mapping[str, Callable[..., bool]] = {

@@ -48,8 +48,8 @@ class Fences:
 
     def enclose(self, name: str, text: str) -> str:
         """Returns the data between two lines; whatever looks like such a line is taken out of it."""
-        clean = _FENCE.sub(_REMOVED_FENCE, text).replace(self.mark, _REMOVED_FENCE)
-        return f"<<<{name} {self.mark}>>>\n{clean}\n<<<END {name} {self.mark}>>>"
+        content = _FENCE.sub(_REMOVED_FENCE, text).replace(self.mark, _REMOVED_FENCE)
+        return f"<<<{name} {self.mark}>>>\n{content}\n<<<END {name} {self.mark}>>>"
 
     @property
     def explanation(self) -> str:
@@ -142,8 +142,8 @@ class Scale:
         if self.labels is not None:
             return self.labels.get(_normalize_label(match["value"]))
         score, maximum = float(match["value"]), match["of"]
-        on_scale = self.lowest <= score <= self.highest and maximum in (None, *_spellings(self.highest, maximum))
-        return score if on_scale else None
+        is_on_scale = self.lowest <= score <= self.highest and maximum in (None, *_spellings(self.highest, maximum))
+        return score if is_on_scale else None
 
 
 def _spellings(highest: float, maximum: str | None) -> list[str]:

@@ -29,7 +29,7 @@ T = TypeVar("T")
 _DEADLINE = 600.0  # seconds for all calls of one `judge`, where nobody else keeps time
 
 
-class Unreadable(TbaError):
+class UnreadableReply(TbaError):
     """A judge did not reply with a score or a ranking, and neither when it was asked again."""
 
 
@@ -79,18 +79,18 @@ class _Judge:
             data.append(fences.enclose("REFERENCE", str(prompt.fields[self.reference])))
         return [self.rubric.strip(), *data]
 
-    def _ask(self, question: str, reply_kind: str, read: Callable[[str, bool], T | None]) -> tuple[T, Usage]:
-        """Returns what a reply says, and what it cost. Raises `Unreadable` when two replies say nothing."""
+    def _ask(self, question: str, reply_kind: str, read_verdict: Callable[[str, bool], T | None]) -> tuple[T, Usage]:
+        """Returns what a reply says, and what it cost. Raises `UnreadableReply` when two replies say nothing."""
         cost, cut_count = Usage(), 0
         for message in (question, f"{question}\nWrite nothing else: a reply without that line cannot be read."):
             reply = self.client.reply(message)
             cost += reply.usage
-            if (verdict := read(reply.text, reply.is_cut)) is not None:
+            if (verdict := read_verdict(reply.text, reply.is_cut)) is not None:
                 return verdict, cost
             cut_count += reply.is_cut
             self.client.forget(message)
         note = f", of which {cut_count} ended at max_tokens={self.endpoint.max_tokens}: raise it" if cut_count else ""
-        raise Unreadable(f"{self.client} gave no {reply_kind} that can be read in 2 replies{note}")
+        raise UnreadableReply(f"{self.client} gave no {reply_kind} that can be read in 2 replies{note}")
 
     def _cost_parts(self, mark: JudgeMark) -> dict[str, float]:
         return {} if mark.tokens is None else {f"{self.name}_tokens": mark.tokens}
@@ -125,7 +125,7 @@ class RubricJudge(_Judge):
     def grade(self, answered: Sequence[AnsweredPrompt]) -> list[JudgeMark]:
         """Returns the score of each answer, one after another.
 
-        Raises `UserError` for a refusal, `Refused` when no call succeeds, `Unreadable` when no reply has a score.
+        Raises `UserError` for a refusal, `Refused` when no call succeeds, `UnreadableReply` when no reply has a score.
         """
         return [self._grade_answer(prompt, completion) for prompt, completion in answered]
 
@@ -172,9 +172,9 @@ class RankingJudge(_Judge):
     def grade(self, answered: Sequence[AnsweredPrompt]) -> list[JudgeMark]:
         """Returns the standing of each answer among all of the same prompt, one prompt after another.
 
-        Raises `UserError` for a refusal, `Refused` when no call succeeds, `Unreadable` when no reply has a ranking.
+        Raises `UserError` for a refusal, `Refused` when no call succeeds, `UnreadableReply` when no reply ranks them.
         """
-        return self._in_order(answered, [self._rank_group(group) for group in _group_by_prompt(answered).values()])
+        return self._flatten(answered, [self._rank_group(group) for group in _group_by_prompt(answered).values()])
 
     def judgement(self, values: Sequence[Any]) -> Judgement:
         """Returns the judgement of one answer, whose mark is the only value."""
@@ -195,18 +195,18 @@ class RankingJudge(_Judge):
         """Returns the standing of each answer to one prompt."""
         prompt, answers = group[0][0], [prompt.answer_in(completion.text) for prompt, completion in group]
         counts = Counter(answers)
-        texts = _shuffled(counts, prompt.key)
+        texts = _shuffle(counts, prompt.key)
         places, cost = [[1]], Usage()
         if len(texts) > 1:
-            read = partial(_read_places, count=len(texts))
-            places, cost = self._ask(self.question(prompt, texts), "ranking", read)
+            read_places = partial(_read_places, count=len(texts))
+            places, cost = self._ask(self.question(prompt, texts), "ranking", read_places)
         copies = {number: counts[text] for number, text in enumerate(texts, 1)}
         shares = win_shares(places, copies)
         numbers = {text: number for number, text in enumerate(texts, 1)}
         tokens = None if cost.uncounted_calls else cost.tokens / len(group)
         return [JudgeMark(shares[numbers[answer]], tokens) for answer in answers]
 
-    def _in_order(self, answered: Sequence[AnsweredPrompt], marks: Sequence[Sequence[JudgeMark]]) -> list[JudgeMark]:
+    def _flatten(self, answered: Sequence[AnsweredPrompt], marks: Sequence[Sequence[JudgeMark]]) -> list[JudgeMark]:
         """Returns the marks of groups in the order of their answers."""
         by_prompt = {key: iter(group) for key, group in zip(_group_by_prompt(answered), marks, strict=True)}
         return [next(by_prompt[prompt.key]) for prompt, _ in answered]
@@ -231,7 +231,7 @@ def _group_by_prompt(answered: Sequence[AnsweredPrompt]) -> dict[str, list[Answe
     return groups
 
 
-def _shuffled(texts: Iterable[str], key: str) -> list[str]:
+def _shuffle(texts: Iterable[str], key: str) -> list[str]:
     """Returns texts in an order that depends on the key and on all of them, but not on the one in which they come."""
     order = sorted(texts)
     digest = hashlib.blake2b("\0".join([key, *order]).encode(errors="surrogatepass"), digest_size=8)

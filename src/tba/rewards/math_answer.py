@@ -30,7 +30,7 @@ from tba.types import Completion, Judgement, Prompt
 log = logging.getLogger("tba.reward")
 
 _TEXT_COMMAND = re.compile(r"\s*\\(?:text|mbox|mathrm)")
-_LONGEST = 2000  # characters of an answer that is worth comparing
+_LONGEST_ANSWER = 2000  # characters of an answer that is worth comparing
 _COMMAND = re.compile(r"\\(?:text\{[^{}]*\}|begin\{[a-z]*\}|end\{[a-z]*\}|[A-Za-z]+)")
 _DECIMALS = 12  # to which numbers have to agree
 _TINY = 1e-6
@@ -64,18 +64,18 @@ class MathAnswer:
             (last_boxed(prompt.answer_in(completion.text)), right_answer(prompt)) for prompt, completion in answered
         ]
         verdicts = self.grade(pairs)
-        ungraded = sum(verdict is None for verdict in verdicts)
-        if ungraded:
-            log.warning("%d of %d math answers could not be compared in time and count as wrong", ungraded, len(pairs))
+        failures = sum(verdict is None for verdict in verdicts)
+        if failures:
+            log.warning("%d of %d math answers could not be compared in time and count as wrong", failures, len(pairs))
         return [Judgement(float(verdict or 0), {"ungraded": float(verdict is None)}) for verdict in verdicts]
 
     def grade(self, pairs: Sequence[tuple[str | None, str]]) -> list[bool | None]:
         """Returns whether each (boxed answer, right answer) are equal, in order; None: not compared in time."""
         verdicts = {pair: equal_without_algebra(*pair) for pair in dict.fromkeys(pairs)}
-        undecided = [pair for pair, verdict in verdicts.items() if verdict is None]
-        if undecided:
+        undecided_pairs = [pair for pair, verdict in verdicts.items() if verdict is None]
+        if undecided_pairs:
             require_math_verify()
-            verdicts |= zip(undecided, self.children.ask([list(pair) for pair in undecided]), strict=True)
+            verdicts |= zip(undecided_pairs, self.children.ask([list(pair) for pair in undecided_pairs]), strict=True)
         return [verdicts[pair] for pair in pairs]
 
     def close(self) -> None:
@@ -83,41 +83,41 @@ class MathAnswer:
         self.children.close()
 
 
-def equal_without_algebra(answer: str | None, right: str) -> bool | None:
+def equal_without_algebra(answer: str | None, target: str) -> bool | None:
     """Returns the verdict if it needs no algebra, else None."""
-    if answer is None or not answer.strip() or len(answer) > _LONGEST or bases_differ(answer, right):
+    if answer is None or not answer.strip() or len(answer) > _LONGEST_ANSWER or bases_differ(answer, target):
         return False
-    if answer == right or canonicalize(answer) == canonicalize(right):
+    if answer == target or canonicalize(answer) == canonicalize(target):
         return True
-    if units_differ(answer, right):
+    if units_differ(answer, target):
         return False
-    verdict = equal_by_form(answer, right, equal_in_words)
-    if verdict is None and _TEXT_COMMAND.match(right) and canonical_words(right) is not None:
+    verdict = equal_by_form(answer, target, equal_in_words)
+    if verdict is None and _TEXT_COMMAND.match(target) and canonical_words(target) is not None:
         return False  # `abc` without \text may be a product
     return verdict
 
 
-def equal(answer: str, right: str) -> bool:
+def equal(answer: str, target: str) -> bool:
     """Returns whether the two are equal, by their forms and math-verify. It may hang: call it in a child process."""
-    verdict = equal_by_form(answer, right, _equal_by_algebra)
-    return _equal_by_algebra(canonicalize(answer), canonicalize(right)) if verdict is None else verdict
+    verdict = equal_by_form(answer, target, _equal_by_algebra)
+    return _equal_by_algebra(canonicalize(answer), canonicalize(target)) if verdict is None else verdict
 
 
-def _equal_by_algebra(answer: str, right: str) -> bool:
+def _equal_by_algebra(answer: str, target: str) -> bool:
     """Returns whether math-verify takes two canonical texts for equal, if need be with i for the imaginary unit."""
-    verdict = equal_in_words(answer, right)
+    verdict = equal_in_words(answer, target)
     if verdict is not None:
         return verdict
-    if _differ_in_case(answer, right):
+    if _differ_in_case(answer, target):
         return False
     from math_verify import LatexExtractionConfig, parse, verify
 
-    boxed = [LatexExtractionConfig(boxed_match_priority=0)]
-    parsed_right, parsed_answer = (
-        parse(f"\\boxed{{{text.replace(';', ',')}}}", boxed, parsing_timeout=None)  # our own clock is running
-        for text in (right, answer)
+    extraction = [LatexExtractionConfig(boxed_match_priority=0)]
+    parsed_target, parsed_answer = (
+        parse(f"\\boxed{{{text.replace(';', ',')}}}", extraction, parsing_timeout=None)  # our own clock is running
+        for text in (target, answer)
     )
-    for a, b in ((parsed_right, parsed_answer), (_make_complex(parsed_right), _make_complex(parsed_answer))):
+    for a, b in ((parsed_target, parsed_answer), (_make_complex(parsed_target), _make_complex(parsed_answer))):
         if verify(a, b, float_rounding=_DECIMALS, allow_set_relation_comp=True, timeout_seconds=None):
             return not _differ_though_tiny(a[0], b[0])
     return False
@@ -192,8 +192,8 @@ def serve(questions: IO[str], answers: IO[str], seconds: float) -> None:
 
 def _bound_processor_seconds(seconds: float) -> None:
     """Limit processor time from here on, so that the system ends a child that hangs after its parent has died."""
-    used, hard = resource.getrusage(resource.RUSAGE_SELF), resource.getrlimit(resource.RLIMIT_CPU)[1]
-    value = int(used.ru_utime + used.ru_stime + seconds) + 1
+    usage, hard = resource.getrusage(resource.RUSAGE_SELF), resource.getrlimit(resource.RLIMIT_CPU)[1]
+    value = int(usage.ru_utime + usage.ru_stime + seconds) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 

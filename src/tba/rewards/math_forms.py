@@ -139,12 +139,12 @@ def equal_by_form(answer: str, right_answer: str, compare: Compare) -> bool | No
     text_a, text_b = (_without_label(canonicalize(_LETTER_PERIOD.sub(r"\1)", text))) for text in (answer, right_answer))
     if text_a == text_b or {text_a, text_b} <= _EMPTY_SET or _same_numeral(text_a, text_b):
         return True
-    in_words = any(text[:1].isalpha() and cardinal(text) is not None for text in (text_a, text_b))
-    if in_words and (verdict := equal_in_words(text_a, text_b)) is not None:
+    has_words = any(text[:1].isalpha() and cardinal(text) is not None for text in (text_a, text_b))
+    if has_words and (verdict := equal_in_words(text_a, text_b)) is not None:
         return verdict  # before it is taken for a list: two and a half
-    have_same_choice = _same_choice(text_a, text_b)
-    if have_same_choice is not None:
-        return have_same_choice
+    choices_agree = _same_choice(text_a, text_b)
+    if choices_agree is not None:
+        return choices_agree
     if _turning_words(text_a) != _turning_words(text_b):
         return False
     clocks = [_CLOCK.fullmatch(_TEXT.sub(r"\1", text)) for text in (text_a, text_b)]
@@ -250,8 +250,8 @@ def read_form(text: str) -> _Form:
         return _Matrix(rows) if "\\begin" not in match[1] else text
     if vector := _read_vector(text):
         return vector
-    if bracketed := _split_brackets(text):
-        opening, content, closing = bracketed
+    if brackets := _split_brackets(text):
+        opening, content, closing = brackets
         parts = _split_outside(content, _COMMA if opening != "\\{" else _ITEMS)
         if opening == "\\{":
             return text if len(parts) == 1 and re.search(r"\\mid|:|\|", content) else _read_list(parts, False)
@@ -331,8 +331,8 @@ def _read_inequality(text: str) -> _Region | None:
         return None
     name = parts[name_at]
     if signs == ["\\ne"]:
-        excluded = parts[1 - name_at]
-        return _Region((_Interval("-\\infty", True, excluded, True), _Interval(excluded, True, "\\infty", True)), name)
+        value = parts[1 - name_at]
+        return _Region((_Interval("-\\infty", True, value, True), _Interval(value, True, "\\infty", True)), name)
     if len(signs) == 2 and name_at != 1:
         return None
     low, open_low, high, open_high = "-\\infty", True, "\\infty", True

@@ -19,7 +19,7 @@ from tba.rewards.unicode_text import to_latex
 from tba.rewards.units import LETTERS, differ
 
 _BOX = re.compile(r"\\(?:f?boxed|fbox)(?![A-Za-z])(\s*+)")
-_UNBRACED = re.compile(r"[^\s$]*[^\s$.,]")
+_UNBRACED_CONTENT = re.compile(r"[^\s$]*[^\s$.,]")
 _AMOUNT = re.compile(r"[-+$]?\\?\$?[0-9.]")
 _PLACEHOLDER = re.compile(
     r"\s*(?:\.{3}|…|\\[cl]?dots|\\square|\?|\\text\{\s*\}|(?:\\text\{)?(?:your |final )?answer(?: here)?\}?)?\s*"
@@ -53,10 +53,10 @@ _LEVEL_OF_ONE = re.compile(r"([_^])\{\s*([0-9A-Za-z])\s*\}")
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\,|\\!|\\ |,\\!)(?=\d{3}(?!\d))")
 _SPACED_DIGITS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3}){1,9}(?![\d/])")
 _LIST_COMMA = re.compile(r"(?<=\d),(?>(?:\s|\\[ ;:])+)(?=\d{3}(?!\d))")  # `81, 256` is no number, as `81,256` may be
-_REPEATING = re.compile(r"(-?)(?<!\d)(\d*+)\.(\d*+)\\(?:overline|bar|dot)\s*+\{(\d++)\}")
+_REPEATING_DECIMAL = re.compile(r"(-?)(?<!\d)(\d*+)\.(\d*+)\\(?:overline|bar|dot)\s*+\{(\d++)\}")
 _ELLIPSIS = re.compile(r"(-?)(?<!\d)(\d*+)\.(\d{3,30})(?:\\[lc]?dots(?![a-z])|\.{3}|…)")
 _PERIOD = re.compile(r"(\d*?)(?:(\d)\2{2,}|(\d{2,}?)\3+)")
-_MIXED = re.compile(r"(?<![\d.])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])")
+_MIXED_NUMBER = re.compile(r"(?<![\d.])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])")
 _BASE = re.compile(r"(-?[A-F]{0,9}[0-9][0-9A-Fa-f.]*)_\{?(?:\\text\{)?(\d{1,3}|[A-Za-z-]{2,20})\}{0,2}")
 _WORDS = re.compile(r"[a-z][a-z'-]*(?:[ ,:]+(?:[a-z][a-z'-]*|\d{1,4}))*")
 _MICRO = re.compile(r"\\mu\s*\\(?:text|mathrm)\s*\{\s*|\\(?:text|mathrm)\s*\{\s*\\mu\s*")
@@ -82,7 +82,7 @@ _SYNONYMS = (  # commands of one meaning
     (re.compile(r"\+\s*\\infty"), r"\\infty"),
 )
 _AROUND_SIGN = re.compile(r" ?([^\w\s\\]) ?| +(?=\\)|(\\[A-Za-z]+|\\\\) +(?![A-Za-z])")  # where a space says nothing
-_LEADING = re.compile(r"^(?>(?:\\approx(?![A-Za-z])|[=≈ ])+)")
+_LEADING_SIGNS = re.compile(r"^(?>(?:\\approx(?![A-Za-z])|[=≈ ])+)")
 
 
 def last_boxed(text: str) -> str | None:
@@ -103,13 +103,13 @@ def boxed_span(text: str) -> tuple[int, int] | None:
         at = match.end()
         if text[at : at + 1] == "{":
             if at in closings:
-                blank = closings[at] - at < _LONGEST_PLACEHOLDER and _PLACEHOLDER.fullmatch(text, at + 1, closings[at])
-                spans["empty" if blank else "braced"] = (at + 1, closings[at])
-        elif match[1].strip(" ") == "" != match[1] and (unbraced := _UNBRACED.match(text, at)):
+                filler = closings[at] - at < _LONGEST_PLACEHOLDER and _PLACEHOLDER.fullmatch(text, at + 1, closings[at])
+                spans["empty" if filler else "braced"] = (at + 1, closings[at])
+        elif match[1].strip(" ") == "" != match[1] and (bare_content := _UNBRACED_CONTENT.match(text, at)):
             if _AMOUNT.match(text, at):
-                spans["braced"] = unbraced.span()
+                spans["braced"] = bare_content.span()
             else:
-                spans["mentioned"] = unbraced.span()
+                spans["mentioned"] = bare_content.span()
     return next((spans[kind] for kind in ("braced", "mentioned", "empty") if kind in spans), None)
 
 
@@ -125,12 +125,12 @@ def canonicalize(answer: str) -> str:
         text = pattern.sub(spelling, text)
     text = _TEXT.sub(lambda m: f"\\text{{{m[1].strip()}}}" if _LETTER.search(m[1]) else m[1], text)
     text = _LAST_ROW.sub("", _MATRIX.sub("{pmatrix}", text))
-    text = _REPEATING.sub(_as_fraction, _ELLIPSIS.sub(_mark_period, text))
-    text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
+    text = _REPEATING_DECIMAL.sub(_as_fraction, _ELLIPSIS.sub(_mark_period, text))
+    text = _MIXED_NUMBER.sub(r"\1\\frac{\2}{\3}", text)
     text = _brace_exponents(_normalize_fractions(text))
     text = _ROOT.sub(r"\\sqrt{\1}", text)
     text = _LEVEL_OF_ONE.sub(r"\1\2", text)
-    text = _LEADING.sub("", _SPACES.sub(" ", text).strip()).rstrip(" .,;")
+    text = _LEADING_SIGNS.sub("", _SPACES.sub(" ", text).strip()).rstrip(" .,;")
     text = _unwrap(text)
     text_command = re.fullmatch(r"\\text\{([^{}]*)\}", text)
     text = text_command[1].strip() if text_command else text
@@ -158,10 +158,10 @@ def _brace_exponents(text: str) -> str:
     closings = _closing_braces(text) if _RAISED_FRACTION.search(text) else {}
     edits: list[tuple[int, str]] = []
     for match in _RAISED_FRACTION.finditer(text):
-        upper = closings.get(match.end() + len(r"\frac"))
-        lower = closings.get(upper + 1) if upper is not None else None
-        if lower is not None:
-            edits += [(match.end(), "{"), (lower + 1, "}")]
+        numerator_end = closings.get(match.end() + len(r"\frac"))
+        denominator_end = closings.get(numerator_end + 1) if numerator_end is not None else None
+        if denominator_end is not None:
+            edits += [(match.end(), "{"), (denominator_end + 1, "}")]
     parts, copied_end = [], 0
     for position, brace in sorted(edits):
         parts += [text[copied_end:position], brace]
@@ -178,10 +178,10 @@ def canonical_words(answer: str) -> str | None:
     return text if _WORDS.fullmatch(text) and re.search(r"[a-z]{3}", text) else None
 
 
-def bases_differ(answer: str, right: str) -> bool:
+def bases_differ(answer: str, target: str) -> bool:
     """Returns whether both are numerals with a base as subscript, and the bases differ."""
-    answer_base, right_base = (split_base(canonicalize(a)) for a in (answer, right))
-    return answer_base is not None and right_base is not None and answer_base[1] != right_base[1]
+    answer_base, target_base = (split_base(canonicalize(a)) for a in (answer, target))
+    return answer_base is not None and target_base is not None and answer_base[1] != target_base[1]
 
 
 def split_base(text: str) -> tuple[str, int] | None:
@@ -193,15 +193,15 @@ def split_base(text: str) -> tuple[str, int] | None:
     return None if base is None else (match[1].upper(), int(base))
 
 
-def units_differ(answer: str, right: str) -> bool:
+def units_differ(answer: str, target: str) -> bool:
     r"""Returns whether both name units of measurement and these differ (`5\text{ cm}`, `5\text{ inches}`).
 
     Where an answer is made of several (`6\text{ feet }2\text{ inches}`), whether any amount does. Nothing is converted.
     """
-    answer_amounts, right_amounts = _count_amounts(answer), _count_amounts(right)
-    units = [{unit for _, unit in side if unit is not None} for side in (answer_amounts, right_amounts)]
+    answer_amounts, target_amounts = _count_amounts(answer), _count_amounts(target)
+    units = [{unit for _, unit in side if unit is not None} for side in (answer_amounts, target_amounts)]
     if max(map(len, units)) > 1:
-        return answer_amounts != right_amounts
+        return answer_amounts != target_amounts
     return all(units) and differ(*units[0], *units[1])
 
 
@@ -242,14 +242,14 @@ def _normalize_fractions(text: str) -> str:
     closings, arguments = _closing_braces(text), set[int]()
     edits: list[tuple[int, int, str]] = []  # start, end, and what stands between them from now on
     for match in _FRACTION.finditer(text):
-        upper = _next_argument(text, match.end(), closings)
-        lower = _next_argument(text, upper.end, closings) if upper else None
-        if upper is None or lower is None or match.start() in arguments:
+        numerator = _next_argument(text, match.end(), closings)
+        denominator = _next_argument(text, numerator.end, closings) if numerator else None
+        if numerator is None or denominator is None or match.start() in arguments:
             continue
-        arguments |= {part.start for part in (upper, lower) if part.stop == part.end}  # \frac of \frac\frac12
-        edits.append((match.start(), upper.start, "\\frac{"))
-        edits.append((upper.stop, lower.start, "}{"))
-        edits.append((lower.stop, lower.end, "}"))
+        arguments |= {part.start for part in (numerator, denominator) if part.stop == part.end}  # \frac of \frac\frac12
+        edits.append((match.start(), numerator.start, "\\frac{"))
+        edits.append((numerator.stop, denominator.start, "}{"))
+        edits.append((denominator.stop, denominator.end, "}"))
     parts, copied_end = [], 0
     for start, stop, replacement in sorted(edits):
         parts += [text[copied_end:start], replacement]
@@ -292,9 +292,9 @@ def _mark_period(match: re.Match[str]) -> str:
 
 def _as_fraction(match: re.Match[str]) -> str:
     """Returns a repeating decimal as a fraction: 0.1(6) is (16 - 1) / 90."""
-    sign, whole, fixed, repeated = match.groups()
-    if len(fixed) + len(repeated) > 30:
+    sign, whole_digits, fixed_digits, repeated_digits = match.groups()
+    if len(fixed_digits) + len(repeated_digits) > 30:
         return match[0]
-    upper = int(f"{whole}{fixed}{repeated}") - int(f"{whole}{fixed}" or 0)
-    value = Fraction(upper, (10 ** len(repeated) - 1) * 10 ** len(fixed))
+    numerator = int(f"{whole_digits}{fixed_digits}{repeated_digits}") - int(f"{whole_digits}{fixed_digits}" or 0)
+    value = Fraction(numerator, (10 ** len(repeated_digits) - 1) * 10 ** len(fixed_digits))
     return f"{sign}\\frac{{{value.numerator}}}{{{value.denominator}}}"

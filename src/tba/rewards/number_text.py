@@ -40,7 +40,7 @@ _NUMBER = re.compile(
     re.VERBOSE,
 )
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_GROUPED = re.compile(r"[1-9][0-9]{0,2}(?>(?:,[0-9]{3})+)(?:\.[0-9]++)?")
+_GROUPED_DIGITS = re.compile(r"[1-9][0-9]{0,2}(?>(?:,[0-9]{3})+)(?:\.[0-9]++)?")
 _FRACTION = re.compile(r"\\[cdt]?frac\s?(?:\{([^{}]{1,99})\}\s?\{([^{}]{1,99})\}|([0-9])\s?([0-9]))")
 _GROUP_SPACE = re.compile(r"(?<=[0-9])(?:\\[,!;: ]|,\\!|\{,\}|[\u00a0\u2009\u202f'_])(?=[0-9]{3}(?![0-9]))")
 _SPACED_GROUPS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?>(?: [0-9]{3}(?![0-9]))+)(?! ?/)")
@@ -109,11 +109,11 @@ def to_plain_text(text: str) -> str:
     text = _SPACED_GROUPS.sub(lambda m: m[0].replace(" ", ",") if " 0" in m[0] or m[0].count(" ") > 1 else m[0], text)
     text = _THIN_SPACE.sub(" ", text).replace("\\%", "%")
     text = _MACRO.sub(lambda m: _SYMBOLS.get(m[0], UNKNOWN), text)
-    text = _CURRENCY.sub(_currency, text)
+    text = _CURRENCY.sub(_replace_currency, text)
     return _DETACHED_SIGN.sub(r"\1", text)
 
 
-def _currency(match: re.Match[str]) -> str:
+def _replace_currency(match: re.Match[str]) -> str:
     if match["signed"] is not None:
         return ""
     return " " if match["sign"] == "$" and match["amount"] is None else match["sign"].lstrip("\\")
@@ -195,13 +195,13 @@ def _is_word(word: str, follows_digit: bool) -> bool:
 
 
 def _inline_fraction(match: re.Match[str]) -> str:
-    top, bottom = (match[1], match[2]) if match[1] else (match[3], match[4])
-    if bottom.startswith("-"):
-        top, bottom = top[1:] if top.startswith("-") else f"-{top}", bottom[1:]
-    after_digit = match.start() > 0 and match.string[match.start() - 1].isdigit()  # 1\frac{1}{2}: a mixed number
-    if _LETTER.search(top + bottom):
-        top, bottom = f"({top})", f"({bottom})"  # 1/(4m) is no quarter of a meter
-    return f"{' ' if after_digit else ''}{top}/{bottom}"
+    numerator, denominator = (match[1], match[2]) if match[1] else (match[3], match[4])
+    if denominator.startswith("-"):
+        numerator, denominator = numerator[1:] if numerator.startswith("-") else f"-{numerator}", denominator[1:]
+    follows_digit = match.start() > 0 and match.string[match.start() - 1].isdigit()  # 1\frac{1}{2}: a mixed number
+    if _LETTER.search(numerator + denominator):
+        numerator, denominator = f"({numerator})", f"({denominator})"  # 1/(4m) is no quarter of a meter
+    return f"{' ' if follows_digit else ''}{numerator}/{denominator}"
 
 
 def _values_of(match: re.Match[str]) -> list[Fraction | None]:
@@ -211,12 +211,12 @@ def _values_of(match: re.Match[str]) -> list[Fraction | None]:
         return []
     if match["raised"] is not None:
         return [_power_of_ten(match["raised"])] if digits == "10" and not denominator else []
-    groups = [digits] if _GROUPED.fullmatch(digits) else digits.split(",")
-    *leading_values, last_value = (_decimal(d) for d in groups)
+    groups = [digits] if _GROUPED_DIGITS.fullmatch(digits) else digits.split(",")
+    *leading_values, last_value = (_parse_decimal(d) for d in groups)
     if last_value is not None:
-        last_value = _scaled(last_value, match["e"], match["ten"])
+        last_value = _scale(last_value, match["e"], match["ten"])
     if last_value is not None and denominator:
-        last_value = _divided(last_value, denominator, match["whole"])
+        last_value = _divide(last_value, denominator, match["whole"])
     if last_value is not None and match["scale"] is not None:
         last_value *= _SCALES[match["scale"].lower()]
     values = [*leading_values, last_value]
@@ -225,7 +225,7 @@ def _values_of(match: re.Match[str]) -> list[Fraction | None]:
     return values
 
 
-def _decimal(digits: str) -> Fraction | None:
+def _parse_decimal(digits: str) -> Fraction | None:
     return Fraction(digits.replace(",", "")) if len(digits) <= MAX_DIGITS else None
 
 
@@ -235,7 +235,7 @@ def _power_of_ten(exponent: str) -> Fraction | None:
     return Fraction(10) ** int(exponent)
 
 
-def _scaled(value: Fraction, *exponents: str | None) -> Fraction | None:
+def _scale(value: Fraction, *exponents: str | None) -> Fraction | None:
     for exponent in exponents:
         if exponent is not None:
             factor = _power_of_ten(exponent)
@@ -245,8 +245,8 @@ def _scaled(value: Fraction, *exponents: str | None) -> Fraction | None:
     return value
 
 
-def _divided(numerator: Fraction, denominator_text: str, whole_part: str | None) -> Fraction | None:
-    denominator = _decimal(denominator_text.strip(" /"))
+def _divide(numerator: Fraction, denominator_text: str, whole_part: str | None) -> Fraction | None:
+    denominator = _parse_decimal(denominator_text.strip(" /"))
     if not denominator:
         return None
     is_proper = numerator < denominator

@@ -29,32 +29,32 @@ def ordinal(text: str) -> int | None:
     """Returns which place a text names (`3rd`, `third`, `the twenty-first`); None for anything else."""
     if len(text) > _LONGEST:
         return None
-    stripped = _TEXT.sub(r"\1", text).strip(" .$")
-    if match := _DIGIT_ORDINAL.fullmatch(stripped):
+    content = _TEXT.sub(r"\1", text).strip(" .$")
+    if match := _DIGIT_ORDINAL.fullmatch(content):
         n = int(match[1])
         ending = "th" if n % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th")
         return n if match[2].lower() == ending else None
-    words = _words(stripped)
+    words = _split_words(content)
     return _ordinal_value(words[1:] if words[:1] == ["the"] else words)
 
 
 def cardinal(text: str) -> Fraction | None:
     """Returns the number that a text says in words; None for anything else, digits among it."""
-    words = _words(_TEXT.sub(r"\1", text)) if len(text) <= _LONGEST else []
+    words = _split_words(_TEXT.sub(r"\1", text)) if len(text) <= _LONGEST else []
     sign = -1 if words[:1] in (["minus"], ["negative"]) else 1
     words = words[1:] if sign < 0 else words
     whole_number = _whole_number(words)
-    value = Fraction(whole_number) if whole_number is not None else _fraction(words)
+    value = Fraction(whole_number) if whole_number is not None else _fraction_value(words)
     if value is None and "and" in words:  # two and a half
         and_at = len(words) - 1 - words[::-1].index("and")
-        whole_part, fraction = _whole_number(words[:and_at]), _fraction(words[and_at + 1 :])
+        whole_part, fraction = _whole_number(words[:and_at]), _fraction_value(words[and_at + 1 :])
         value = whole_part + fraction if whole_part is not None and fraction is not None and fraction < 1 else None
     return None if value is None else sign * value
 
 
-def _words(text: str) -> list[str]:
-    normalized = " ".join(text.casefold().split()).strip(" .,*\"'")
-    return re.split("[ -]+", normalized) if _WORDS_ONLY.fullmatch(normalized) else []
+def _split_words(text: str) -> list[str]:
+    content = " ".join(text.casefold().split()).strip(" .,*\"'")
+    return re.split("[ -]+", content) if _WORDS_ONLY.fullmatch(content) else []
 
 
 def _whole_number(words: list[str]) -> int | None:
@@ -97,7 +97,7 @@ def _as_cardinal(word: str) -> str | None:
     return stem if stem != word and stem in _VALUES else None
 
 
-def _fraction(words: list[str]) -> Fraction | None:
+def _fraction_value(words: list[str]) -> Fraction | None:
     """Returns the value of `two thirds`, `a half`, `half`."""
     if words in (["half"], ["a", "half"]):
         return Fraction(1, 2)

@@ -145,8 +145,8 @@ _CASELESS_SPELLINGS = ["km", "cm", "mm", "kg", "mg", "ml", "khz", "ghz", "kw", "
 _CASELESS_NAMES = {
     **{
         spelling.lower(): _NAMES[spelling]
-        for _, many in (*_SPELLINGS.items(), *_PREFIXED_SPELLINGS.items())
-        for spelling in many.split()
+        for _, spellings in (*_SPELLINGS.items(), *_PREFIXED_SPELLINGS.items())
+        for spelling in spellings.split()
     },
     **{spelling: name for spelling, name in _NAMES.items() if len(spelling) > 4 and spelling.islower()},
     **{spelling.lower(): name for spelling, name in _ABBREVIATIONS.items()},

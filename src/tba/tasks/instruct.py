@@ -117,7 +117,7 @@ def _problem(rng: Random, topics: list[str], kinds: list[Kind], count: int) -> P
     question = rng.choice(QUESTIONS).format(topic=rng.choice(topics))
     chosen_kinds: list[Kind] = []
     for kind in rng.sample(kinds, len(kinds)):
-        if len(chosen_kinds) < count and not any(kind.rules & chosen.rules for chosen in chosen_kinds):
+        if len(chosen_kinds) < count and not any(kind.rules & chosen_kind.rules for chosen_kind in chosen_kinds):
             chosen_kinds.append(kind)
     instructions = [kind.instruction(rng) for kind in chosen_kinds]
     content = " ".join([question, *(wording for wording, _ in instructions)])

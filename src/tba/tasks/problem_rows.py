@@ -66,9 +66,9 @@ def read_rows(path: Path) -> list[ProblemRow]:
     return rows
 
 
-def _read_all(numbered: Rows, source: str, kind: str = "row") -> list[ProblemRow]:
+def _read_all(numbered_rows: Rows, source: str, kind: str = "row") -> list[ProblemRow]:
     rows = list[ProblemRow]()
-    for number, values in numbered:
+    for number, values in numbered_rows:
         place = f"{kind} {number} of {source}"
         if isinstance(values, Refusal) and values.reason == DAMAGED:
             count = f"{len(rows)} rows could be"

@@ -51,13 +51,13 @@ class ReasoningGym:
 
     def problems(self, split: Split) -> list[Problem]:
         """Returns distinct problems in the data set's order. Raises `UserError` when it does not offer that many."""
-        held_out = self._questions("eval", self.eval_problems, frozenset())
+        held_out_indices = self._questions("eval", self.eval_problems, frozenset())
         if not self._has_gsm8k_style:
             require_markable(self.dataset)  # before a run is started, not in its searchers
         if split == "eval":
-            return [self._problem(index, split) for index in held_out.values()]
-        training = self._questions("train", self.train_problems, frozenset(held_out))
-        return [self._problem(index, split) for index in training.values()]
+            return [self._problem(index, split) for index in held_out_indices.values()]
+        training_indices = self._questions("train", self.train_problems, frozenset(held_out_indices))
+        return [self._problem(index, split) for index in training_indices.values()]
 
     def reward(self) -> Reward:
         if self._has_gsm8k_style:

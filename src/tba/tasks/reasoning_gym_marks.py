@@ -49,11 +49,11 @@ _READ_NAMES = """
 """
 READ_DATASETS = frozenset(_READ_NAMES.split())  # answers are compared as text, or read by int, float, json, searches
 SLOW_DATASETS = frozenset({"coin_flip", "propositional_logic", "rubiks_cube", "rush_hour"})  # as at 1e999999999
-_HASHED = "its problems follow the hash seed of a Python process, so that two processes mean two problems by one number"
+_HASHES = "its problems follow the hash seed of a Python process, so that two processes mean two problems by one number"
 REFUSED_DATASETS = {
     "composite": "it mixes other data sets: name one of them",
     "codeio": "it makes its problems by running code that a language model wrote, some of them anew in each process",
-    **dict.fromkeys(("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note"), _HASHED),
+    **dict.fromkeys(("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note"), _HASHES),
 }
 
 _SUM_FORM = re.compile(r"(?!.*\*\*)[\d\s+*/().-]*", re.ASCII | re.DOTALL)
@@ -128,9 +128,9 @@ class ReasoningGymScore:
         questions = [(p.fields["split"], p.fields["index"], _answer(p.answer_in(c.text))) for p, c in answered]
         are_readable = [_is_readable(self.sources[split].dataset, answer) for split, _, answer in questions]
         scores = self.marks([(s, i, a if ok else "") for (s, i, a), ok in zip(questions, are_readable, strict=True)])
-        ungraded = scores.count(None)
-        if ungraded:
-            log.warning("%d of %d answers could not be graded by reasoning-gym and count as 0", ungraded, len(scores))
+        failures = scores.count(None)
+        if failures:
+            log.warning("%d of %d answers could not be graded by reasoning-gym and count as 0", failures, len(scores))
         return [
             Judgement(score or 0.0, {"ungraded": float(score is None), "unreadable": float(not is_readable)})
             for score, is_readable in zip(scores, are_readable, strict=True)
@@ -203,8 +203,8 @@ def _valid_score(score: Json) -> float | None:
 
 
 def _answer(text: str) -> str:
-    _, tag, behind = text.rpartition("<answer>")
-    return (behind.partition("</answer>")[0] if tag else text).strip()
+    _, tag, text_behind = text.rpartition("<answer>")
+    return (text_behind.partition("</answer>")[0] if tag else text).strip()
 
 
 @functools.cache
