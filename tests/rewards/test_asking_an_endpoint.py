@@ -134,7 +134,7 @@ def test_those_who_wait_for_an_equal_message_get_its_failure_too_and_the_next_on
     threads = [threading.Thread(target=call) for _ in range(4)]
     for thread in threads:
         thread.start()
-    (promised,) = _eventually(lambda: list(ask._remembered.values()))
+    (promised,) = _eventually(lambda: list(ask._reply_cache.values()))
     _eventually(lambda: promised._condition._waiters and len(promised._condition._waiters) == 3)
     waiting.set()
     for thread in threads:
@@ -152,7 +152,7 @@ def _eventually(look: Any) -> Any:
 
 
 def test_the_reply_that_was_not_used_for_longest_is_forgotten(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tba.rewards.endpoint._REMEMBERED", 2)
+    monkeypatch.setattr("tba.rewards.endpoint._CACHED_REPLIES", 2)
     server.script = lambda n, body: said([f"{n}"])
     ask = tba.Endpoint(url=server.url, model="m").start()
     assert [ask(message) for message in "abacaba"] == ["0", "1", "0", "2", "0", "3", "0"]
@@ -163,7 +163,7 @@ def test_a_refused_call_waits_as_long_as_the_server_says_and_halves_the_calls_at
     server.script = lambda n, body: replies[n]
     ask = tba.Endpoint(url=server.url, model="m", pause=0.0).start()
     assert ask("a") == "7"
-    assert (ask._gate.limit.calls, ask._gate.limit.halvings, ask._gate.busy) == (8, 1, 0)
+    assert (ask._gate.limit.calls, ask._gate.limit.halvings, ask._gate.active_calls) == (8, 1, 0)
 
 
 def test_a_call_that_times_out_halves_the_calls_at_once(server: Server) -> None:

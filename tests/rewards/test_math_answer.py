@@ -162,11 +162,11 @@ def test_an_answer_that_takes_for_ever_is_wrong_and_counted_and_the_others_get_t
 def test_a_grader_that_is_killed_is_replaced() -> None:
     reward = MathAnswer(processes=1)
     assert reward.grade([(r"\sqrt{12}", r"2\sqrt{3}")]) == [True]
-    (child,) = reward.children.idle
+    (child,) = reward.children.members
     child.process.kill()
     child.process.wait()
     assert reward.grade([(r"\sqrt{8}", r"2\sqrt{2}"), (r"\sqrt{8}", r"2\sqrt{3}")]) == [True, False]
-    assert child not in reward.children.idle
+    assert child not in reward.children.members
     reward.close()
 
 
@@ -175,9 +175,9 @@ import signal
 from tba.rewards.math_answer import MathAnswer
 reward = MathAnswer(processes=1, seconds=1.0)
 assert reward.grade([("2^3", "4+4")]) == [True]
-print(*[child.process.pid for child in reward.children.idle], flush=True)
-reward.children.idle[0].to.write(b'["9^{9^{9^{9}}}", "1"]\\n')  # busy with what never ends
-reward.children.idle[0].to.flush()
+print(*[child.process.pid for child in reward.children.members], flush=True)
+reward.children.members[0].stdin.write(b'["9^{9^{9^{9}}}", "1"]\\n')  # busy with what never ends
+reward.children.members[0].stdin.flush()
 signal.pause()
 """
 

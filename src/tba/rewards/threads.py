@@ -44,7 +44,7 @@ def run_in_threads(
 
     With `use_caller`, one call at a time runs in the calling thread, and no deadline ends it. `setting` is the
     deadline's name for the user. Waits for the threads it starts. Raises what the first failing call raised, and
-    `DeadlineExceeded`, with `describe_call(i)` of an unfinished call, when they take more than `deadline_seconds` in all.
+    `DeadlineExceeded`, with `describe_call(i)` of an unfinished call, when all take more than `deadline_seconds`.
     """
     if use_caller and (concurrency == 1 or len(calls) == 1):
         return [call() for call in calls]
