@@ -232,7 +232,7 @@ def test_an_answer_at_which_a_scorer_raises_is_counted_and_scores_0(dataset: str
 
 def test_a_score_is_believed_only_if_it_is_a_number_from_0_to_1() -> None:
     said = [0, 1, 0.5, 1.5, -0.1, float("nan"), float("inf"), 10**400, True, None, "1", [1], {"score": 1}]
-    assert [reasoning_gym_marks._believed(score) for score in said] == [0.0, 1.0, 0.5, *[None] * 10]
+    assert [reasoning_gym_marks._valid_score(score) for score in said] == [0.0, 1.0, 0.5, *[None] * 10]
 
 
 def test_without_confinement_what_evaluates_is_refused_and_the_rest_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
