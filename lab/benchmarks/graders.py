@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tba.rewards import math_text
 from tba.rewards.exact_answer import grade
-from tba.rewards.math_answer import equal, equal_without_algebra
+from tba.rewards.math_answer import equal_answers, equal_without_algebra
 from tba.rewards.math_text import last_boxed
 
 
@@ -29,7 +29,7 @@ def by_math(gold: str, response: str) -> bool:
     """As `MathAnswer`, in this process and without a time limit."""
     boxed = last_boxed(response)
     mark = equal_without_algebra(boxed, gold)
-    return equal(boxed or "", gold) if mark is None else mark
+    return equal_answers(boxed or "", gold) if mark is None else mark
 
 
 def by_exact(gold: str, response: str) -> bool:

@@ -57,7 +57,7 @@ class Calculator:
         return f"{int(question[1]) * int(question[2])}=" if question else "?="
 
     def get_reward(self) -> float:
-        """1 for the right answer, else 0, less the cost of the questions."""
+        """Returns 1 for the right answer, else 0, less the cost of the questions."""
         return float(self._is_right) - COST * self._question_count
 
 
@@ -79,7 +79,7 @@ class Multiplication:
         return a * b
 
     def get_reward(self, answer: str | None) -> float:
-        """1 for the right product, whichever way it was found, else 0."""
+        """Returns 1 for the right product, whichever way it was found, else 0."""
         return float(answer is not None and grade(answer, str(self._a * self._b)))
 
 

@@ -110,7 +110,7 @@ class Episodes:
                     finished_prompts = self.flow.next(interrupted, until_wanted)
                 else:
                     self._collect_replies(wait=True)
-                judged_prompts = list(self._take_judged(finished_prompts, interrupted is not None and interrupted()))
+                judged_prompts = list(self._pop_judged(finished_prompts, interrupted is not None and interrupted()))
                 if until_wanted and self.wanted:
                     break
         except BaseException:
@@ -157,7 +157,7 @@ class Episodes:
         for request, reply in replies.items():
             self._accept_reply(request, reply)
 
-    def _take_judged(
+    def _pop_judged(
         self, finished_prompts: Sequence[tuple[int, list[Completion]]], interrupted: bool = False
     ) -> Iterator[tuple[int, list[Completion]]]:
         """Takes prompts that an engine has finished; yields those that have been judged, these and earlier ones.

@@ -24,7 +24,7 @@ class GuessNumber:
         return self._range()
 
     def step(self, text: str) -> str | None:
-        """Returns the range that is left; None once the number is found, or not after 20 guesses."""
+        """Returns the range that is left; None once the number is found, and after 20 guesses."""
         self._guesses += 1
         guess = int(text) if text.isascii() and text.isdigit() and len(text) <= 3 else 0
         if guess == self._number:
@@ -35,7 +35,7 @@ class GuessNumber:
         return None if self._guesses == GUESSES else self._range()
 
     def get_reward(self) -> float:
-        """1 less a twentieth for each guess but the first, so that every guess counts the same; 0: not found."""
+        """Returns 1 less a twentieth for each guess but the first, so that all guesses count the same; 0: not found."""
         return 1 - (self._guesses - 1) / GUESSES if self._is_found else 0.0
 
     def _range(self) -> str:
@@ -43,6 +43,6 @@ class GuessNumber:
 
 
 def timid(observations: list[str], rng: random.Random) -> str:
-    """Guess as a scripted player: most often the lowest number of the range, else the middle."""
+    """Returns the guess of a scripted player: most often the lowest number of the range, else the middle."""
     low, high = map(int, observations[-1].removesuffix("?").split("-"))
     return f"{low if rng.random() < LOWEST else (low + high) // 2:03}"

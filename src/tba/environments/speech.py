@@ -22,7 +22,7 @@ class Speech:
     """Writes observations and scripted turns as tokens of one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, chat: bool, tools: Sequence[Json] = ()) -> None:
-        """chat: prompts are chats, so that observations become messages of the user, or of the `tools` (schemas)."""
+        """chat: prompts are chats; observations are messages of the user, or of the `tools` (their schemas)."""
         self._tokenizer, self._tools, self._chat = tokenizer, tools, chat
         turns_end = getattr(tokenizer, "end_of_turn", True)  # false: its turns have no end, its answers have
         self._frames = assistant_turn(tokenizer, chat, tools) if turns_end else AssistantTurn()

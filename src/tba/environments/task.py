@@ -44,7 +44,7 @@ class EnvironmentTask:
                 raise UserError(f"the environment task's {name} is {getattr(self, name)}, it must be at least 1")
 
     def problems(self, split: Split) -> list[Problem]:
-        """One problem for each seed. Raises `UserError` when an environment fails at once."""
+        """Returns one problem for each seed. Raises `UserError` when an environment fails at once."""
         first_seed, count = (0, self.worlds) if split == "train" else (HELD_OUT, self.held_out)
         try:
             return [self._problem(seed, split == "train") for seed in range(first_seed, first_seed + count)]
@@ -54,10 +54,10 @@ class EnvironmentTask:
     def reward(self) -> EnvironmentReward:
         return EnvironmentReward()
 
-    def _problem(self, seed: int, plays: bool) -> Problem:
+    def _problem(self, seed: int, is_training: bool) -> Problem:
         episode = Episode(self.environment, {}, seed, self.turns)
         opening = "" if episode.opening is None else episode.opening
-        demonstration = self._play_demonstration(episode, seed) if plays and self.player is not None else None
+        demonstration = self._play_demonstration(episode, seed) if is_training and self.player is not None else None
         episode.close()
         prompt = _append_text(self.prompt, opening)
         if not prompt:

@@ -58,12 +58,12 @@ class VerifiersTask:
 
     @property
     def limits(self) -> EpisodeLimits:
-        """All episodes are played by the one process that loads the taskset, which has limits of its own."""
+        """Returns limits without processes: the one process that loads the taskset plays all, with limits of its own."""
         return EpisodeLimits(processes=0)
 
     @property
     def environment(self) -> Callable[[], VerifiersEpisode]:
-        """Makes the environment of one episode."""
+        """Returns a function that makes the environment of one episode."""
         return functools.partial(VerifiersEpisode, self)
 
     def problems(self, split: Split) -> list[Problem]:
@@ -141,7 +141,7 @@ class VerifiersEpisode:
         return float(self._task.ask("judge", self._number)["reward"])
 
     def close(self) -> None:
-        """Forget the episode."""
+        """End the episode in its process."""
         self._task.ask("end", self._number)
 
 

@@ -50,7 +50,7 @@ class _Child:
         assert self.process.stdout is not None
         self.stdin, self.stdout = self.process.stdin, self.process.stdout
         self.index: int | None = None
-        self.question_id = ""  # of its question
+        self.question_id = ""
         self.is_ready = False
         self.deadline = time.monotonic() + start_seconds
         self._buffer = b""
@@ -74,7 +74,7 @@ class _Child:
         return lines
 
     def end(self) -> None:
-        """Close its input, which makes it exit; kill it when it does not."""
+        """Close the child's input, which makes it exit; kill it when it does not."""
         with suppress(BrokenPipeError):
             self.stdin.close()
         with suppress(subprocess.TimeoutExpired):
@@ -134,7 +134,7 @@ class Children:
 
 
 class _Round:
-    """One call of `ask`."""
+    """One call of `Children.ask`: its questions, and the answers so far."""
 
     def __init__(self, pool: Children, questions: Sequence[Json]) -> None:
         self.pool, self.questions = pool, questions
@@ -189,7 +189,7 @@ class _Round:
                     break
 
     def _accept_answer(self, child: _Child, line: bytes) -> bool:
-        """Take an answer. Returns False when it is not one to the question that the child was asked."""
+        """Record the answer on a line. Returns False when it does not answer the child's question."""
         if child.index is None:
             return False
         try:
@@ -243,7 +243,7 @@ def claim_stdout() -> IO[str]:
 
 
 def _end_children(children: list[_Child]) -> None:
-    """Ask all of them to end first, then wait for each."""
+    """Ask all children to end, then wait for each."""
     for child in children:
         with suppress(BrokenPipeError):
             child.stdin.close()

@@ -110,7 +110,7 @@ def check_sampling(label: str, temperature: float, top_p: float, max_tokens: int
 
 
 class Refused(TbaError):
-    """The endpoint did not answer, after all repetitions."""
+    """Raised when an endpoint did not answer, after all repetitions."""
 
 
 class CallRate:

@@ -222,9 +222,9 @@ def _amount_in_mark(place: str) -> Quantity | None:
         return None
     if _BEFORE_ONE.search(place[max(0, amount.start - _CONTEXT_LENGTH) : amount.start]) is None:
         return None
-    before = place[max(0, amount.start - _CONTEXT_LENGTH) : amount.start]
-    denial = _DENIAL.search(before) or _OR.search(before) or _FUNCTION_CALL.search(before) or _is_point(place, amount)
-    return None if denial or _AFTER_ONE.match(place, amount.end) else _with_sign(amount, before)
+    lead = place[max(0, amount.start - _CONTEXT_LENGTH) : amount.start]
+    denial = _DENIAL.search(lead) or _OR.search(lead) or _FUNCTION_CALL.search(lead) or _is_point(place, amount)
+    return None if denial or _AFTER_ONE.match(place, amount.end) else _with_sign(amount, lead)
 
 
 def _with_sign(amount: Quantity, context: str) -> Quantity:
@@ -244,12 +244,12 @@ def _last_amount(text: str) -> Quantity | None:
     amount = next(iter(deque(amounts(text), maxlen=1)), None)
     if amount is None:
         return None
-    before = text[max(0, amount.start - _CONTEXT_LENGTH) : amount.start]
-    if _DENIAL.search(before) or _ONE_OF_TWO.search(before):
+    lead = text[max(0, amount.start - _CONTEXT_LENGTH) : amount.start]
+    if _DENIAL.search(lead) or _ONE_OF_TWO.search(lead):
         return None
-    if _COMPARISON.search(before) and not _TAG.search(before):
+    if _COMPARISON.search(lead) and not _TAG.search(lead):
         return None
-    return None if amount.unit is None and _GLUED_VARIABLE.match(text, amount.end) else _with_sign(amount, before)
+    return None if amount.unit is None and _GLUED_VARIABLE.match(text, amount.end) else _with_sign(amount, lead)
 
 
 def _same_text(place: _Place | None, response: str, answer: str, strict: bool) -> bool:

@@ -24,7 +24,7 @@ _WINDOWS = 16  # whose best is compared with: a server that became slow for good
 
 
 class Limit:
-    """How many calls may be under way at once."""
+    """The number of calls that may be under way at once, by how earlier ones went."""
 
     def __init__(self, highest: int) -> None:
         self.highest = highest
@@ -34,7 +34,7 @@ class Limit:
         self._means: deque[float] = deque(maxlen=_WINDOWS)  # seconds of a call, by window
 
     def record_success(self, seconds: float) -> None:
-        """Counts a call that took so long while the limit was reached; others say nothing of a higher one."""
+        """Counts a successful call at the limit, which took `seconds`; calls below the limit say nothing of a higher one."""
         self._successes += 1
         self._seconds += seconds
         if self._successes < self.calls:
@@ -46,7 +46,7 @@ class Limit:
         self._successes, self._seconds = 0, 0.0
 
     def record_refusal(self, halvings: int) -> None:
-        """Halves the limit for a refused call, unless it has been halved since that began."""
+        """Halves the limit for a refused call, unless it has been halved since the call began."""
         if halvings == self.halvings:
             self.halvings += 1
             self.calls = max(1, self.calls // 2)
@@ -55,7 +55,7 @@ class Limit:
 
 @dataclass
 class PendingCall:
-    """One call that is under way, and what its caller says of it before it ends."""
+    """One call that is under way; its caller sets how it went before it ends."""
 
     halvings: int  # of the limit, when it began
     seconds: float | None = None  # that it took, if it succeeded
@@ -76,7 +76,7 @@ class Gate:
 
     @contextmanager
     def turn(self, patience: float) -> Iterator[PendingCall]:
-        """Waits for a turn, and ends it. Raises `DeadlineExceeded` after `patience` seconds."""
+        """Waits for a turn, yields its call, and ends it. Raises `DeadlineExceeded` after `patience` seconds."""
         with queueing():
             call = self.enter(patience)
         try:
@@ -85,7 +85,7 @@ class Gate:
             self.leave(call)
 
     def enter(self, patience: float) -> PendingCall:
-        """Returns a turn, which has to `leave`. Raises `DeadlineExceeded` after `patience` seconds."""
+        """Waits for a turn; returns its call, which has to `leave`. Raises `DeadlineExceeded` after `patience` seconds."""
         with self._lock:
             condition = threading.Condition(self._lock)
             self._queue.append(condition)
@@ -106,7 +106,7 @@ class Gate:
                 self._wake()
 
     def leave(self, call: PendingCall) -> None:
-        """Ends a turn, and learns from it."""
+        """Ends a call, and adapts the limit to how it went."""
         with self._lock:
             was_full = self.active_calls >= self.limit.calls
             self.active_calls -= 1
@@ -118,7 +118,7 @@ class Gate:
             self._wake()
 
     def _pause(self, condition: threading.Condition) -> float:
-        """Returns the seconds after which to look again; 0: it is its turn, infinite: it will be called."""
+        """Returns the seconds to wait before asking again; 0: the turn has come, infinite: the condition is notified."""
         if self._queue[0] is not condition or self.active_calls >= self.limit.calls:
             return math.inf
         return self._opening_time - self._clock()

@@ -142,12 +142,8 @@ class Scale:
         if self.labels is not None:
             return self.labels.get(_normalize_label(match["value"]))
         score, maximum = float(match["value"]), match["of"]
-        is_on_scale = self.lowest <= score <= self.highest and maximum in (None, *_spellings(self.highest, maximum))
+        is_on_scale = self.lowest <= score <= self.highest and (maximum is None or float(maximum) == self.highest)
         return score if is_on_scale else None
-
-
-def _spellings(highest: float, maximum: str | None) -> list[str]:
-    return [maximum] if maximum is not None and float(maximum) == highest else []
 
 
 def _normalize_label(label: str) -> str:

@@ -30,12 +30,12 @@ _DEADLINE = 600.0  # seconds for all calls of one `judge`, where nobody else kee
 
 
 class UnreadableReply(TbaError):
-    """A judge did not reply with a score or a ranking, and neither when it was asked again."""
+    """Raised when a judge replies twice without a score or a ranking."""
 
 
 @dataclass(frozen=True)
 class JudgeMark:
-    """What a judge says of one answer."""
+    """A judge's verdict on one answer, and what it cost."""
 
     value: float  # its score, or its standing in the group
     tokens: float | None  # what it cost, this answer's share; None: the server does not say

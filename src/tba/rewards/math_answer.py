@@ -97,7 +97,7 @@ def equal_without_algebra(answer: str | None, target: str) -> bool | None:
     return verdict
 
 
-def equal(answer: str, target: str) -> bool:
+def equal_answers(answer: str, target: str) -> bool:
     """Returns whether the two are equal, by their forms and math-verify. It may hang: call it in a child process."""
     verdict = equal_by_form(answer, target, _equal_by_algebra)
     return _equal_by_algebra(canonicalize(answer), canonicalize(target)) if verdict is None else verdict
@@ -169,11 +169,11 @@ def _expire(number: int, frame: object) -> None:
 
 
 def serve(questions: IO[str], answers: IO[str], seconds: float) -> None:
-    """Read answer and right answer, write true or false (null: gave up), until the input ends: the child's loop."""
+    """Read answer and right answer, write whether they are equal (null: gave up), until the input ends."""
     logging.disable()  # math-verify tells of every expression that it cannot read
     signal.signal(signal.SIGALRM, _expire)
     limit_memory()
-    equal("x + 1", "2x")  # imports, and its own tables, before the clock matters
+    equal_answers("x + 1", "2x")  # imports, and its own tables, before the clock matters
     print("ready", file=answers, flush=True)
     for line in questions:
         _bound_processor_seconds(seconds + 2 * _GRACE)
@@ -181,7 +181,7 @@ def serve(questions: IO[str], answers: IO[str], seconds: float) -> None:
         number, question = json.loads(line)
         try:
             signal.setitimer(signal.ITIMER_REAL, seconds)
-            verdict = equal(*question)
+            verdict = equal_answers(*question)
             signal.setitimer(signal.ITIMER_REAL, 0)
         except _Expired:
             verdict = None
@@ -192,9 +192,9 @@ def serve(questions: IO[str], answers: IO[str], seconds: float) -> None:
 
 def _bound_processor_seconds(seconds: float) -> None:
     """Limit processor time from here on, so that the system ends a child that hangs after its parent has died."""
-    usage, hard = resource.getrusage(resource.RUSAGE_SELF), resource.getrlimit(resource.RLIMIT_CPU)[1]
+    usage, limit = resource.getrusage(resource.RUSAGE_SELF), resource.getrlimit(resource.RLIMIT_CPU)[1]
     value = int(usage.ru_utime + usage.ru_stime + seconds) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+    resource.setrlimit(resource.RLIMIT_CPU, (value if limit == resource.RLIM_INFINITY else min(value, limit), limit))
 
 
 def main() -> None:

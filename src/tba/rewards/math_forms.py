@@ -276,7 +276,7 @@ def _read_list(items: Sequence[str], allow_names: bool = True) -> _Form:
     if allow_names and all(len(side) == 2 and _IS_NAME.fullmatch(side[0]) for side in sides):
         names = [side[0] for side in sides]
         if len(set(names)) == len(names):
-            return _Bindings(tuple(sorted((name, right) for name, right in sides)))
+            return _Bindings(tuple(sorted((name, value) for name, value in sides)))
         if len(set(names)) == 1:
             items = [side[1] for side in sides]
     elif allow_names and len(sides[0]) == 2 and _IS_NAME.fullmatch(sides[0][0]) and all(len(s) == 1 for s in sides[1:]):

@@ -140,7 +140,7 @@ def canonicalize(answer: str) -> str:
 
 
 def _join_digits(match: re.Match[str]) -> str:
-    """Joins groups of digits that can be no list: see `number_text`."""
+    """Returns groups of digits that can be no list (see `number_text`) as one number."""
     groups = match[0].split(" ")
     return "".join(groups) if len(groups) > 2 or groups[1].startswith("0") else match[0]
 
@@ -222,8 +222,8 @@ def _count_amounts(answer: str) -> Counter[tuple[Fraction | None, str | None]]:
 
 
 def _fills_text(text: str, amount: Quantity) -> bool:
-    before, after = text[: amount.start], text[amount.end :]
-    return bool(_BEFORE_AMOUNT.fullmatch(before) and _AFTER_AMOUNT.fullmatch(after))
+    prefix, suffix = text[: amount.start], text[amount.end :]
+    return bool(_BEFORE_AMOUNT.fullmatch(prefix) and _AFTER_AMOUNT.fullmatch(suffix))
 
 
 def _closing_braces(text: str) -> dict[int, int]:

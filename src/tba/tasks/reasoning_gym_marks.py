@@ -231,7 +231,7 @@ def _create_dataset(dataset: str, parameters: str, seed: int, size: int) -> Any:
 
 
 def serve(questions: IO[str], answers: IO[str], sources: Mapping[str, Source], seconds: float) -> None:
-    """Read split, index and answer, write the score (null: none), until the input ends: the child's loop."""
+    """Read split, index and answer, write the score (null: none), until the input ends."""
     warnings.simplefilter("ignore")  # one shows the line that it is about, from a file
     for source in sources.values():
         mark(source, 0, entry(source, 0)["answer"])  # opens and imports what it will need
