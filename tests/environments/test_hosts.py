@@ -352,4 +352,4 @@ def test_a_nursery_that_dies_while_many_processes_start_is_one_failed_start(worl
     assert nursery.has_ended()
     assert nursery.has_counted_failure
     assert not worlds._nurseries[-1].has_ended()
-    assert not worlds._started_by
+    assert not worlds._nursery_by_host

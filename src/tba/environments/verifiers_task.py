@@ -58,7 +58,7 @@ class VerifiersTask:
 
     @property
     def limits(self) -> EpisodeLimits:
-        """Returns limits without processes: the one process that loads the taskset plays all, with limits of its own."""
+        """Returns limits without processes: the process that loads the taskset plays all, within its own."""
         return EpisodeLimits(processes=0)
 
     @property

@@ -34,7 +34,7 @@ class Limit:
         self._means: deque[float] = deque(maxlen=_WINDOWS)  # seconds of a call, by window
 
     def record_success(self, seconds: float) -> None:
-        """Counts a successful call at the limit, which took `seconds`; calls below the limit say nothing of a higher one."""
+        """Counts a successful call at the limit; calls below the limit say nothing of a higher one."""
         self._successes += 1
         self._seconds += seconds
         if self._successes < self.calls:
@@ -85,7 +85,7 @@ class Gate:
             self.leave(call)
 
     def enter(self, patience: float) -> PendingCall:
-        """Waits for a turn; returns its call, which has to `leave`. Raises `DeadlineExceeded` after `patience` seconds."""
+        """Waits for a turn; returns its call, to be ended by `leave`. Raises `DeadlineExceeded` after `patience` s."""
         with self._lock:
             condition = threading.Condition(self._lock)
             self._queue.append(condition)
@@ -118,7 +118,7 @@ class Gate:
             self._wake()
 
     def _pause(self, condition: threading.Condition) -> float:
-        """Returns the seconds to wait before asking again; 0: the turn has come, infinite: the condition is notified."""
+        """Returns the seconds until to ask again; 0: the turn has come, infinite: the condition is notified."""
         if self._queue[0] is not condition or self.active_calls >= self.limit.calls:
             return math.inf
         return self._opening_time - self._clock()
