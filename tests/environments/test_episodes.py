@@ -167,7 +167,7 @@ def test_a_seed_decides_the_number_and_training_shares_none_with_evaluation() ->
     assert len(seeds[0]) == len(seeds[1]) == 50
     assert not seeds[0] & seeds[1]
     with pytest.raises(EpisodeFailed, match="gave the reward"):
-        Episode._number(Episode(GuessNumber, {}, 1, 3), "get_reward()", "much")
+        Episode._require_number(Episode(GuessNumber, {}, 1, 3), "get_reward()", "much")
 
 
 def test_an_environment_whose_reward_is_no_number_is_refused_while_the_player_shows_it() -> None:

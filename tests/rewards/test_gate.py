@@ -54,7 +54,7 @@ def test_it_does_not_grow_while_calls_are_slow_and_what_stays_slow_becomes_the_m
 
 
 def test_a_call_says_nothing_of_a_higher_limit_unless_the_limit_was_reached() -> None:
-    gate = Gate("a server", 4, now=lambda: 0.0)
+    gate = Gate("a server", 4, clock=lambda: 0.0)
     gate.limit.calls = 2
     for _ in range(10):  # one after another
         gate.leave(done(gate.enter(0.0)))
@@ -73,7 +73,7 @@ def done(turn: PendingCall) -> PendingCall:
 
 def test_retry_after_closes_the_gate_for_everybody_until_then() -> None:
     now = [100.0]
-    gate = Gate("a server", 4, now=lambda: now[0])
+    gate = Gate("a server", 4, clock=lambda: now[0])
     turn = gate.enter(0.0)
     turn.is_refused, turn.pause = True, 7.0
     gate.leave(turn)
@@ -111,7 +111,7 @@ def test_calls_pass_in_the_order_in_which_they_come_and_one_that_gives_up_holds_
 def test_a_server_that_refuses_beyond_a_number_is_used_to_most_of_it_and_refuses_few(takes: int) -> None:
     """Simulates a server whose calls take a second and refusals no time; there is always a call that waits to begin."""
     now, ends, refused, finished, number = 0.0, [], 0, 0, 0
-    gate = Gate("a server", 64, now=lambda: now)
+    gate = Gate("a server", 64, clock=lambda: now)
     while now < 300:
         while gate.active_calls < gate.limit.calls:
             turn, number = gate.enter(0.0), number + 1

@@ -74,9 +74,9 @@ def test_what_is_no_score_of_the_scale_is_none(reply: str) -> None:
 
 
 def test_a_score_at_the_end_of_a_reply_that_was_cut_off_may_be_half_of_one() -> None:
-    assert TEN.read("Score: 1", cut=True) is None
-    assert TEN.read("1", cut=True) is None
-    assert TEN.read('{"score": 10, "reason": "it is', cut=True) == 10
+    assert TEN.read("Score: 1", is_cut=True) is None
+    assert TEN.read("1", is_cut=True) is None
+    assert TEN.read('{"score": 10, "reason": "it is', is_cut=True) == 10
 
 
 @pytest.mark.parametrize(

@@ -212,10 +212,10 @@ def test_regular_expressions_that_see_a_whole_answer_never_give_back() -> None:
     seen = dict(
         item for module in (exact_answer, number_text, units, instructions, ifeval) for item in patterns(module)
     )
-    seen |= {f"math_text.{name}": getattr(math_text, name) for name in ("_BOX", "_UNBRACED", "_BRACE")}
+    seen |= {f"math_text.{name}": getattr(math_text, name) for name in ("_BOX", "_UNBRACED_CONTENT", "_BRACE")}
     assert len(seen) > 15
-    near = {f"exact_answer._{name}" for name in ("BEFORE_ONE", "UNSAID", "OR", "ONE_OF_TWO", "COMPARED", "TAG")}
+    near = {f"exact_answer._{name}" for name in ("BEFORE_ONE", "DENIAL", "OR", "ONE_OF_TWO", "COMPARISON", "TAG")}
     assert {name for name, pattern in seen.items() if repeats_in_two_ways(pattern)} == {
         *near,  # they see the few characters before a number
-        "math_text._UNBRACED",  # gives back the full stops at a word's end; each word is looked at once
+        "math_text._UNBRACED_CONTENT",  # gives back the full stops at a word's end; each word is looked at once
     }
