@@ -21,7 +21,7 @@ from chat_families import FAMILIES, Family, call, tokenizer
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.environments.engine import EpisodeEngine
 from tba.environments.episode import Episode, Observation
-from tba.environments.scripted import acted, written
+from tba.environments.scripted import encode_parts, play_demonstration
 from tba.environments.speech import Speech
 from tba.environments.task import EnvironmentTask
 from tba.environments.tools import calls_in
@@ -189,7 +189,7 @@ def test_three_turns_with_tools_are_written_as_transformers_renders_them(name: s
 
 def taught(made: PreTrainedTokenizerFast, turns: tuple[str, ...], prompt: str) -> Completion:
     problem = Problem(PROBLEM.prompt, {}, turns, PROBLEM.seed, PROBLEM.tools)
-    return written(*acted(TASK, problem, prompt), Speech(made, True, PROBLEM.tools))
+    return encode_parts(*play_demonstration(TASK, problem, prompt), Speech(made, True, PROBLEM.tools))
 
 
 @pytest.mark.parametrize(("name", "kind"), BOTH, ids=IDS)
@@ -254,7 +254,7 @@ def test_an_imported_answer_that_calls_a_tool_is_what_the_template_writes(name: 
     tokens = [*found.prompt.tokens.tolist(), *found.completion.tokens.tolist()]
     whole = templated(made, line["messages"], PROBLEM.tools, answered=True) + (end if name == "glm4.5" else "")
     assert tokens == made(whole[: whole.rindex(end) + len(end)], add_special_tokens=False)["input_ids"]
-    (asked,) = calls_in(Speech(made, True, PROBLEM.tools).said(found.completion.tokens[:-1].tolist()))
+    (asked,) = calls_in(Speech(made, True, PROBLEM.tools).turn_text(found.completion.tokens[:-1].tolist()))
     assert asked.name == "deposit"
     nameless = replace(answer, calling={"role": "assistant", "content": "Yes.", "tool_calls": [{}]})
     assert isinstance(encoder.encode(nameless), Refusal)
@@ -362,9 +362,9 @@ def test_what_others_say_is_text_whatever_control_tokens_it_spells(name: str, ki
     assert "".join(made.decode(prompts[1].tokens.tolist()).split()) == "".join(prompts[1].text.split())
     speech = Speech(made, True, PROBLEM.tools)
     for results in ((), (("deposit", text),)):
-        heard = speech.observation(Observation(text, results), by=assistant_turn(made).heard.token)
+        heard = speech.observation(Observation(text, results), end_token=assistant_turn(made).heard.token)
         plainly = speech.observation(
-            Observation("7", tuple((name, "7") for name, _ in results)), by=assistant_turn(made).heard.token
+            Observation("7", tuple((name, "7") for name, _ in results)), end_token=assistant_turn(made).heard.token
         )
         assert controls(made, heard.tolist()) == controls(made, plainly.tolist())
     assert controls(made, Speech(made, False).observation(Observation(text)).tolist()) == []

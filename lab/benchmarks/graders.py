@@ -21,15 +21,15 @@ from pathlib import Path
 
 from tba.rewards import math_text
 from tba.rewards.exact_answer import grade
-from tba.rewards.math_answer import at_once, equal
+from tba.rewards.math_answer import equal_answers, equal_without_algebra
 from tba.rewards.math_text import last_boxed
 
 
 def by_math(gold: str, response: str) -> bool:
     """As `MathAnswer`, in this process and without a time limit."""
     boxed = last_boxed(response)
-    mark = at_once(boxed, gold)
-    return equal(boxed or "", gold) if mark is None else mark
+    mark = equal_without_algebra(boxed, gold)
+    return equal_answers(boxed or "", gold) if mark is None else mark
 
 
 def by_exact(gold: str, response: str) -> bool:
@@ -84,7 +84,7 @@ def seconds_each(grader: Callable[[str, str], bool], pairs: list[dict[str, objec
     """Processor time per pair, the median over rounds."""
     each = []
     for _ in range(rounds):
-        getattr(math_text.canonical, "cache_clear", lambda: None)()  # a training run's answers are new
+        getattr(math_text.canonicalize, "cache_clear", lambda: None)()  # a training run's answers are new
         began = time.process_time()
         for pair in pairs:
             grader(str(pair["gold"]), str(pair["response"]))

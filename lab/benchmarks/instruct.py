@@ -26,7 +26,7 @@ import numpy as np
 import tba
 from tba.evaluation.estimators import paired_difference, wilson_interval
 from tba.rewards.ifeval import fulfils, loose_forms
-from tba.rewards.instructions import fulfilled
+from tba.rewards.instructions import is_fulfilled
 from tba.tasks.ifeval import IfEval
 from tba.tasks.instruct import Instruct
 from tba.types import Problem, Version
@@ -122,7 +122,7 @@ def rows_by_kind(answers: Sequence[Answers], problems: Sequence[Problem]) -> Row
     for problem, texts in answered_by_all(answers, problems):
         verdicts = []
         for instruction in problem.fields["instructions"]:
-            verdicts.append([fulfilled(instruction, problem.fields["question"], text) for text in texts])
+            verdicts.append([is_fulfilled(instruction, problem.fields["question"], text) for text in texts])
             marks[instruction["kind"]].append(verdicts[-1])
         marks["~instructions"] += verdicts
         marks["~prompts: all of their instructions"].append([all(row) for row in zip(*verdicts, strict=True)])
@@ -164,7 +164,7 @@ def print_samples(answers: Sequence[Answers], problems: Sequence[Problem], count
         print(f"- **{question(problem)}**")
         for moment, text in zip(("before", "after"), texts, strict=True):
             instructions = problem.fields["instructions"]
-            verdicts = [fulfilled(instruction, problem.fields["question"], text) for instruction in instructions]
+            verdicts = [is_fulfilled(instruction, problem.fields["question"], text) for instruction in instructions]
             print(f"  - {moment} ({sum(verdicts)} of {len(verdicts)}): {' / '.join(text.split(chr(10)))}")
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from graders import by_math_verify
 
 from tba.rewards.math_answer import MathAnswer
-from tba.rewards.math_text import canonical, last_boxed
+from tba.rewards.math_text import canonicalize, last_boxed
 from tba.tasks.math import Math
 
 RESPELT: dict[str, Callable[[str], str]] = {
@@ -41,7 +41,7 @@ RESPELT: dict[str, Callable[[str], str]] = {
 SPOILT: dict[str, Callable[[str], str]] = {
     "the last digit changed": lambda a: re.sub(r"\d(?=\D*$)", lambda m: str((int(m[0]) + 1) % 10), a),
     "the first digit changed": lambda a: re.sub(r"\d", lambda m: str(int(m[0]) % 9 + 1), a, count=1),
-    "the sign changed": lambda a: f"-{a}" if re.fullmatch(r"\d[^-+,]*", a) and canonical(a) != "0" else a,
+    "the sign changed": lambda a: f"-{a}" if re.fullmatch(r"\d[^-+,]*", a) and canonicalize(a) != "0" else a,
     "one more root": lambda a: f"{a}, 1234567",
 }
 
@@ -97,7 +97,7 @@ def alone(answers: list[str]) -> None:
 def others(reward: MathAnswer, answers: list[str]) -> None:
     """Answers of other problems, drawn with a seed."""
     shuffled = random.Random(0).sample(answers, len(answers))
-    pairs = [(b, a) for a, b in zip(answers, shuffled, strict=True) if canonical(a) != canonical(b)]
+    pairs = [(b, a) for a, b in zip(answers, shuffled, strict=True) if canonicalize(a) != canonicalize(b)]
     accepted = [pair for pair, mark in zip(pairs, reward.grade(pairs), strict=True) if mark]
     listed("answers of other problems, other spelling", accepted, len(pairs))
 

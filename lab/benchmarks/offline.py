@@ -45,7 +45,7 @@ def careless(task: Arithmetic, a: int, b: int, rng: random.Random) -> str:
         column = a // 10**place % 10 + b // 10**place % 10 + carry
         total += column % 10 * 10**place
         carry = int(column >= 10 and rng.random() >= FORGOTTEN)
-    return task.written(total + carry * 10**task.digits)
+    return task.format_result(total + carry * 10**task.digits)
 
 
 def slipped(answer: str, rng: random.Random) -> str:

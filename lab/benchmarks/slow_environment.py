@@ -32,7 +32,7 @@ import tba
 from tba.clock import ShareClock
 from tba.engines.transformers import Flow
 from tba.environments.engine import EpisodeEngine
-from tba.environments.hosts import Beginning, Here, Hosts, Question
+from tba.environments.hosts import Beginning, Hosts, InProcessHost, Question
 from tba.record.summary import Summary
 from tba.runtime.prompting import engine_of, prompts_of
 from tba.training.tiny_models import character_tokenizer
@@ -121,7 +121,7 @@ class Quick:
 def costs(rounds: int = 20, episodes: int = 64) -> str:
     """What a turn of an environment that answers at once takes, and how much memory each process has of its own."""
     task, took = tba.EnvironmentTask(Quick, turns=rounds + 2), []
-    for worlds in (Here(task), hosts := Hosts(task, tba.EpisodeLimits(episodes))):
+    for worlds in (InProcessHost(task), hosts := Hosts(task, tba.EpisodeLimits(episodes))):
         for number in range(episodes):
             worlds.ask(number, Question(Beginning({}, number, ""), "a"))
         wait_for(worlds, episodes)
@@ -138,9 +138,9 @@ def costs(rounds: int = 20, episodes: int = 64) -> str:
     return f"{took[0]:.0f} us here, {took[1]:.0f} us in {episodes} processes, each of {own / len(held):.1f} MB"
 
 
-def wait_for(worlds: Here | Hosts, answers: int) -> None:
+def wait_for(worlds: InProcessHost | Hosts, answers: int) -> None:
     while answers > 0:
-        answers -= len(worlds.answers(wait=True))
+        answers -= len(worlds.replies(wait=True))
 
 
 def main() -> int:
@@ -198,9 +198,9 @@ def timed(environment: type[Slow], processes: int, model: Path, seconds: float) 
     judged = [c for c in found if c.judgement is not None]
     failed = sum(np.isnan(c.judgement.reward) for c in judged if c.judgement is not None)
     tokens = sum(len(c.tokens) - c.observed for c in found)
-    lost = dict(engine.worlds.lost) if isinstance(engine.worlds, Hosts) else {}
-    if isinstance(engine.worlds, Hosts):
-        engine.worlds.end()
+    lost = dict(engine.hosts.losses) if isinstance(engine.hosts, Hosts) else {}
+    if isinstance(engine.hosts, Hosts):
+        engine.hosts.end()
     return (
         f"the engine computes {100 * (1 - waited / took):.1f} % of the time, "
         f"{np.mean(growing):.0f} of 64 rows growing, {tokens / took:,.0f} own tokens/s, {len(judged) / took:.1f} "

@@ -8,7 +8,7 @@ from typing import Any
 
 from tba.protocols import Reward
 from tba.recipes.instruct import recipe as instruct
-from tba.rewards.instructions import ShareFulfilled, fulfilled
+from tba.rewards.instructions import ShareFulfilled, is_fulfilled
 from tba.tasks.instruct import Instruct
 from tba_lab.judge import Judge
 
@@ -16,7 +16,7 @@ from tba_lab.judge import Judge
 def share(answer: str, fields: Mapping[str, Any]) -> float:
     """Returns the share of the instructions that the answer fulfils, as `ShareFulfilled` does."""
     instructions = fields["instructions"]
-    return sum(fulfilled(one, fields["question"], answer) for one in instructions) / len(instructions)
+    return sum(is_fulfilled(one, fields["question"], answer) for one in instructions) / len(instructions)
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from tba.rewards.instructions import fulfilled
+from tba.rewards.instructions import is_fulfilled
 
 
 def share(text: str, told: dict[str, Any]) -> float:
     """The share of the instructions that the answer fulfils, as `ShareFulfilled` has it."""
-    return sum(fulfilled(one, told["question"], text) for one in told["instructions"]) / len(told["instructions"])
+    return sum(is_fulfilled(one, told["question"], text) for one in told["instructions"]) / len(told["instructions"])
 
 
 class Examination(TrainerCallback):

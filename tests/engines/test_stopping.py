@@ -83,7 +83,7 @@ def test_what_ends_the_parts_of_a_turn_ends_no_answer(parts: bool) -> None:
     form = assistant_turn(made)
     assert (form.last.token, form.heard.token, form.last.opening) == (returned, end, "")
     for by in (end, returned):
-        heard = Speech(made, True).observation(Observation("7"), by=by)
+        heard = Speech(made, True).observation(Observation("7"), end_token=by)
         assert made.decode(heard).replace(" ", "") == "<|user|>7<|end|><|assistant|>"
 
 
@@ -102,7 +102,7 @@ def test_several_tokens_that_end_a_turn_together_are_written_together() -> None:
     for frame in (form.last, form.heard):
         assert made.decode(form.tokens("7", encode, frame)) == "<|START_RESPONSE|>7<|END_RESPONSE|><|END_OF_TURN|>"
     assert form.ends == {made.convert_tokens_to_ids("<|END_OF_TURN|>")}
-    heard = Speech(made, True).observation(Observation("7"), by=form.last.token)
+    heard = Speech(made, True).observation(Observation("7"), end_token=form.last.token)
     assert made.decode(heard) == "<|USER|>7<|END_OF_TURN|><|CHATBOT|>"
 
 

@@ -37,7 +37,7 @@ def test_what_is_no_product_is_not_evaluated(asked: str) -> None:
 def test_a_language_model_asks_by_a_call_and_then_answers(answer: str, reward: float) -> None:
     episode = Episode(Multiplication, {}, 0, turns=3)
     a, b = factors(0)
-    assert episode.first == f"What is {a} * {b}?"
+    assert episode.opening == f"What is {a} * {b}?"
     call = f'<tool_call>{{"name": "multiply", "arguments": {{"a": {a}, "b": {b}}}}}</tool_call>'
     told = episode.say(call)
     assert told is not None

@@ -17,7 +17,7 @@ from tests.environments.turning_toy import Turning, task
 from tba.environments.engine import EpisodeEngine
 from tba.environments.episode import Episode, EpisodeFailed, Observation
 from tba.environments.guess_number import BEST, GUESSES, GuessNumber, timid
-from tba.environments.scripted import acted
+from tba.environments.scripted import play_demonstration
 from tba.environments.speech import Speech
 from tba.environments.task import EnvironmentReward, EnvironmentTask, Player
 from tba.errors import UserError
@@ -44,7 +44,7 @@ class Counting:
 
 def test_an_asynchronous_environment_with_openenvs_results_is_one_too() -> None:
     episode = Episode(Counting, {"letter": "y", "other": 3}, seed=7, turns=9)
-    assert episode.first == "y7"
+    assert episode.opening == "y7"
     assert [episode.say("a"), episode.say("bb"), episode.say("ccc")] == [Observation("y"), Observation("yy"), None]
     assert episode.judgement().reward == 6
     assert episode.judgement().parts == {"turns": 3.0}
@@ -135,7 +135,7 @@ def test_an_environment_that_draws_without_its_seed_is_refused() -> None:
     made = EnvironmentTask(Random, "random", worlds=1, held_out=1)
     (problem,) = made.problems("train")
     with pytest.raises(UserError, match="drawn from its argument `seed`"):
-        acted(made, problem, str(problem.prompt))
+        play_demonstration(made, problem, str(problem.prompt))
 
 
 def test_what_was_never_acted_is_not_graded() -> None:
@@ -167,7 +167,7 @@ def test_a_seed_decides_the_number_and_training_shares_none_with_evaluation() ->
     assert len(seeds[0]) == len(seeds[1]) == 50
     assert not seeds[0] & seeds[1]
     with pytest.raises(EpisodeFailed, match="gave the reward"):
-        Episode._number(Episode(GuessNumber, {}, 1, 3), "get_reward()", "much")
+        Episode._require_number(Episode(GuessNumber, {}, 1, 3), "get_reward()", "much")
 
 
 def test_an_environment_whose_reward_is_no_number_is_refused_while_the_player_shows_it() -> None:

@@ -20,7 +20,7 @@ from tests.runtime.runs import alive, ended, forked, until
 
 from tba.environments.engine import EpisodeEngine
 from tba.environments.episode import Observation
-from tba.environments.hosts import Answer, Beginning, EpisodeLimits, Here, Hosts, Question
+from tba.environments.hosts import Beginning, EpisodeLimits, EpisodeReply, Hosts, InProcessHost, Question
 from tba.environments.speech import Speech
 from tba.errors import UserError
 from tba.generation import generate
@@ -79,16 +79,16 @@ def worlds() -> Iterator[Hosts]:
     made.end()
 
 
-def begin(worlds: Hosts | Here, count: int) -> None:
+def begin(worlds: Hosts | InProcessHost, count: int) -> None:
     for number in range(count):
         worlds.ask(number, Question(Beginning({}, number, ""), "hello"))
 
 
-def answered(worlds: Hosts | Here, count: int) -> Mapping[int, Answer]:
-    found: dict[int, Answer] = {}
+def answered(worlds: Hosts | InProcessHost, count: int) -> Mapping[int, EpisodeReply]:
+    found: dict[int, EpisodeReply] = {}
 
     def enough() -> bool:
-        found.update(worlds.answers(wait=True))
+        found.update(worlds.replies(wait=True))
         return len(found) >= count
 
     until(enough, 60.0, f"{count} answers")
@@ -107,18 +107,19 @@ FATES = {
 
 def test_what_raises_ends_crashes_or_takes_too_much_costs_its_own_episode_and_no_other(worlds: Hosts) -> None:
     begin(worlds, 8)
-    assert {n: a.said.text for n, a in answered(worlds, 8).items() if a.said} == {n: f"{n}: 1" for n in range(8)}
+    observations = [reply.observation for _, reply in sorted(answered(worlds, 8).items())]
+    assert observations == [Observation(f"{n}: 1") for n in range(8)]
     for number, fate in enumerate([*FATES, "end", "go on"]):
         worlds.ask(number, Question(None, fate))
     found = answered(worlds, 8)
     for number, why in enumerate(FATES.values()):
-        assert found[number].failed.startswith(why), found[number]
+        assert found[number].failure.startswith(why), found[number]
         assert found[number].judgement is None
-    assert found[6] == Answer(judgement=Judgement(2.0, {"turns": 2.0}))
-    assert found[7].said is not None
-    assert found[7].said.text == "7: 2"
+    assert found[6] == EpisodeReply(judgement=Judgement(2.0, {"turns": 2.0}))
+    assert found[7].observation is not None
+    assert found[7].observation.text == "7: 2"
     worlds.ask(7, Question(None, None))  # cut off, and judged as it stands
-    assert answered(worlds, 1) == {7: Answer(judgement=Judgement(2.0, {"turns": 2.0}))}
+    assert answered(worlds, 1) == {7: EpisodeReply(judgement=Judgement(2.0, {"turns": 2.0}))}
 
 
 def test_what_ends_a_process_is_in_the_log_before_it_is_known_and_without_what_a_terminal_obeys(
@@ -131,7 +132,7 @@ def test_what_ends_a_process_is_in_the_log_before_it_is_known_and_without_what_a
     found = answered(made, 1)
     said = capfd.readouterr().err
     made.end()
-    assert found[0].failed.startswith("its process died")
+    assert found[0].failure.startswith("its process died")
     assert said.endswith(r"KeyboardInterrupt: \x1b]0;owned\x07" + "\n")
     assert "\x1b" not in said
 
@@ -176,13 +177,13 @@ class Till:
 def test_what_tools_give_comes_back_from_a_process_under_the_names_of_their_calls() -> None:
     said = '[TOOL_CALLS]pay[CALL_ID]abc123def[ARGS]{"amount": 3}[TOOL_CALLS]pay[ARGS]{"amount": true}'
     wrong = "error: amount is True, it must be a whole number"
-    here, there = Here(Playing(Till)), Hosts(Playing(Till), EpisodeLimits(1, 60.0, memory_gb=0.5))
+    here, there = InProcessHost(Playing(Till)), Hosts(Playing(Till), EpisodeLimits(1, 60.0, memory_gb=0.5))
     for worlds in (here, there):
         worlds.ask(0, Question(Beginning({}, 0, ""), said))
         told = Observation(f"3\n{wrong}", (("pay", "3"), ("pay", wrong)), ("abc123def", ""))
-        assert answered(worlds, 1) == {0: Answer(told)}
+        assert answered(worlds, 1) == {0: EpisodeReply(told)}
         worlds.ask(0, Question(None, "done"))
-        assert answered(worlds, 1) == {0: Answer(judgement=Judgement(0.0, {"turns": 2.0, "wrong_calls": 1.0}))}
+        assert answered(worlds, 1) == {0: EpisodeReply(judgement=Judgement(0.0, {"turns": 2.0, "wrong_calls": 1.0}))}
     there.end()
 
 
@@ -195,8 +196,8 @@ def test_what_hangs_ends_after_its_time_while_others_are_answered() -> None:
     worlds.ask(2, Question(None, "end"))
     first = answered(worlds, 2)
     assert set(first) == {1, 2}
-    assert answered(worlds, 1) == {0: Answer(failed="its process took more than 2 s")}
-    assert worlds.lost == {"took more than 2 s": 1}
+    assert answered(worlds, 1) == {0: EpisodeReply(failure="its process took more than 2 s")}
+    assert worlds.losses == {"took more than 2 s": 1}
     worlds.end()
 
 
@@ -281,12 +282,12 @@ def test_with_its_nursery_killed_episodes_fail_and_the_next_ones_are_played(worl
     nursery, *_ = left = processes_of(os.getpid())[-4:]
     os.kill(nursery, signal.SIGKILL)
     until(lambda: not any(map(alive, left)), 30.0, "its processes to be gone with it")
-    worlds.answers(wait=True)
+    worlds.replies(wait=True)
     for number in range(3):
         worlds.ask(number, Question(None, "go on"))
-    assert {a.failed for a in answered(worlds, 3).values()} == {"its process died"}
+    assert {a.failure for a in answered(worlds, 3).values()} == {"its process died"}
     worlds.ask(9, Question(Beginning({}, 5, ""), "hello"))
-    said = answered(worlds, 1)[9].said
+    said = answered(worlds, 1)[9].observation
     assert said is not None
     assert said.text == "5: 1"
 
@@ -296,15 +297,15 @@ def test_a_killed_process_costs_its_episode_between_two_turns_too(worlds: Hosts)
     answered(worlds, 1)
     *_, host = processes_of(os.getpid())
     os.kill(host, signal.SIGKILL)
-    until(lambda: not worlds.answers(wait=True) and not len(worlds), 30.0, "its process to be missed")
+    until(lambda: not worlds.replies(wait=True) and not len(worlds), 30.0, "its process to be missed")
     worlds.ask(0, Question(None, "go on"))
-    assert worlds.answers(wait=False) == {0: Answer(failed="its process died")}
+    assert worlds.replies(wait=False) == {0: EpisodeReply(failure="its process died")}
 
 
 def test_episodes_are_the_same_wherever_they_are_played() -> None:
     prompts = encode(task.problems("train"), task.name, TabularTokenizer(4), PromptSettings()).prompts
     found = []
-    for worlds in (Here(task), Hosts(task, EpisodeLimits(4))):
+    for worlds in (InProcessHost(task), Hosts(task, EpisodeLimits(4))):
         engine = EpisodeEngine(TabularEngine(task), task, Speech(TabularTokenizer(4), chat=False), worlds)
         rows = generate(engine, prompts, 12, Sampling(1e6), np.random.default_rng(0))
         found.append([(c.digest, c.stop_reason, c.judgement) for c in chain.from_iterable(rows)])
@@ -346,8 +347,9 @@ def test_a_nursery_that_dies_while_many_processes_start_is_one_failed_start(worl
     begin(worlds, 8)  # none of them has been looked at: all are starting
     nursery = worlds._nurseries[-1]
     os.kill(nursery.process, signal.SIGKILL)
-    assert {n: a.said.text for n, a in answered(worlds, 8).items() if a.said} == {n: f"{n}: 1" for n in range(8)}
+    observations = [reply.observation for _, reply in sorted(answered(worlds, 8).items())]
+    assert observations == [Observation(f"{n}: 1") for n in range(8)]
     assert nursery.has_ended()
-    assert nursery.blamed
+    assert nursery.has_counted_failure
     assert not worlds._nurseries[-1].has_ended()
-    assert not worlds._started_by
+    assert not worlds._nursery_by_host

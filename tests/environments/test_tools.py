@@ -25,7 +25,7 @@ from tba.environments.guess_number import GuessNumber
 from tba.environments.hosts import EpisodeLimits, Hosts
 from tba.environments.speech import Speech
 from tba.environments.task import EnvironmentTask
-from tba.environments.tools import Call, bound, calls_in, schemas_of
+from tba.environments.tools import Call, bind_arguments, calls_in, schemas_of
 from tba.errors import UserError
 from tba.foreign import templated
 from tba.generation import generate
@@ -155,7 +155,7 @@ def test_a_text_is_what_its_parameter_takes(hint: Any, text: str, value: Any) ->
     def tool(x: object) -> None: ...
 
     tool.__annotations__["x"] = hint
-    assert bound({"tool": tool}, Call("tool", {"x": text}, texts=True)) == {"x": value}
+    assert bind_arguments({"tool": tool}, Call("tool", {"x": text}, has_texts=True)) == {"x": value}
 
 
 CALLED = qwen(deposit(amount=3))
@@ -218,8 +218,8 @@ def test_marks_that_are_special_tokens_are_text_for_who_reads_a_turn(family: str
     text = strings.text(tokens)  # as the reward is given it
     assert mark in text
     assert made.eos_token not in text
-    assert [c.name for c in calls_in(Speech(made, True, schemas_of(Account())).said(tokens, text))] == ["deposit"]
-    assert Speech(made, True).said(tokens) == text
+    assert [c.name for c in calls_in(Speech(made, True, schemas_of(Account())).turn_text(tokens, text))] == ["deposit"]
+    assert Speech(made, True).turn_text(tokens) == text
 
 
 def test_a_thought_that_the_prompt_has_begun_and_the_turn_does_not_end_is_a_thought() -> None:
@@ -229,7 +229,7 @@ def test_a_thought_that_the_prompt_has_begun_and_the_turn_does_not_end_is_a_thou
     speech = Speech(made, True, schemas_of(Account()))
 
     def said(text: str) -> str:
-        return speech.said(made.encode(text))
+        return speech.turn_text(made.encode(text))
 
     assert calls_in(said(CALLED)) == []
     assert calls_in(said(f"Yes.</think>{CALLED}")) == [Call("deposit", {"amount": 3})]
@@ -252,7 +252,7 @@ def test_a_turn_has_one_end_and_what_follows_it_is_what_the_template_writes(
 ) -> None:
     made = families_tokenizer(family, kind)
     token = made.convert_tokens_to_ids(by)
-    heard = Speech(made, True).observation(Observation("It is"), by=token).tolist()
+    heard = Speech(made, True).observation(Observation("It is"), end_token=token).tolist()
     assert made.decode(heard, skip_special_tokens=False).replace(" ", "").startswith(f"{written}Itis")
 
 
@@ -305,7 +305,7 @@ def test_whatever_is_wrong_with_a_call_is_said_to_the_policy_and_ends_nothing(tu
     assert said is not None
     ((_, result),) = said.results
     assert result.startswith("error: " + WRONG[turn]), result
-    assert not episode.over
+    assert not episode.is_over
     assert episode.say(qwen(deposit(amount=2))) == Observation("6 now", (("deposit", "6 now"),))
     assert episode.judgement().parts == {"turns": 2.0, "wrong_calls": float("LookupError" not in result)}
 
@@ -359,9 +359,9 @@ def test_what_a_degenerate_model_says_is_read_in_time_that_grows_with_its_length
     begin, sep = map(deepseek, ("<:tool call begin:>", "<:tool sep:>"))
     blanks = "\n" * 200_000
     for turn in ("{}" + blanks + "x", f"{begin}a{sep}b{blanks}```json{blanks}c", f"[TOOL_CALLS]{blanks}a{blanks}b"):
-        assert all(call.wrong or call.arguments == "" or isinstance(call.arguments, str) for call in calls_in(turn))
+        assert all(call.error or call.arguments == "" or isinstance(call.arguments, str) for call in calls_in(turn))
     for turn in (f"<tool_call>a<arg_key>{blanks}x", f"<tool_call><function=a>{blanks}<parameter=b>{blanks}x"):
-        assert [call.wrong != "" for call in calls_in(turn)] == [True]
+        assert [call.error != "" for call in calls_in(turn)] == [True]
 
 
 def test_a_tool_without_memory_fails_its_episode() -> None:
@@ -373,7 +373,7 @@ def test_a_tool_without_memory_fails_its_episode() -> None:
 def test_a_turn_without_a_call_is_the_answer_and_the_last(answer: str) -> None:
     episode = Episode(Account, {}, seed=4, turns=3)
     assert episode.say(answer) is None
-    assert episode.over
+    assert episode.is_over
     assert episode.judgement().reward == (4 if answer == "4" else -1)
     cut_off = Episode(Account, {}, seed=4, turns=1)
     assert cut_off.say(qwen(deposit(amount=1))) is None
@@ -475,7 +475,7 @@ def test_a_template_writes_tools_and_what_they_give(template: str, end: str, wri
     assert "how much" in told
     speech = Speech(model, True, tools)
     assert model.decode(speech.observation(RESULTS)) == written
-    assert model.decode(speech.observation(RESULTS, ended=False)) == end + written
+    assert model.decode(speech.observation(RESULTS, has_end=False)) == end + written
 
 
 def test_without_a_chat_what_tools_give_follows_as_it_is() -> None:

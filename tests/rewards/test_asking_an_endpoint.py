@@ -14,8 +14,8 @@ import tba
 from tba.apps.red_team.endpoint import EndpointVictim
 from tba.errors import TbaError, UserError
 from tba.fields import comments
-from tba.rewards.endpoint import Rate, Refused, Usage
-from tba.rewards.threads import in_threads
+from tba.rewards.endpoint import CallRate, Refused, Usage
+from tba.rewards.threads import run_in_threads
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_a_message_is_asked_once_at_temperature_0_however_many_ask_at_once(serve
     server.script = reply
     ask = tba.Endpoint(url=server.url, model="m").start()
     messages = ["a", "b", "c", "a", "b", "c"]
-    found = in_threads([functools.partial(ask, m) for m in messages], 6, 30.0, lambda i: messages[i])
+    found = run_in_threads([functools.partial(ask, m) for m in messages], 6, 30.0, lambda i: messages[i])
     assert found == [f"of {m}" for m in messages]
     assert sorted(q["messages"][-1]["content"] for q in server.asked) == ["a", "b", "c"]
     assert {(q["n"], q["temperature"]) for q in server.asked} == {(1, 0.0)}
@@ -93,11 +93,11 @@ def test_inherited_settings_are_explained_by_the_class_they_come_from() -> None:
 
 def test_a_rate_gives_turns_at_equal_distances_and_none_is_saved_up() -> None:
     now = [100.0]
-    rate = Rate(2.0, lambda: now[0])
+    rate = CallRate(2.0, lambda: now[0])
     assert [rate.turn() for _ in range(3)] == [0.0, 0.5, 1.0]
     now[0] = 200.0
     assert [rate.turn() for _ in range(2)] == [0.0, 0.5]
-    assert [Rate(None).turn() for _ in range(3)] == [0.0] * 3
+    assert [CallRate(None).turn() for _ in range(3)] == [0.0] * 3
 
 
 def test_what_calls_cost_is_counted_once_and_who_gets_a_remembered_reply_pays_nothing(server: Server) -> None:
@@ -105,13 +105,13 @@ def test_what_calls_cost_is_counted_once_and_who_gets_a_remembered_reply_pays_no
     server.script = lambda n, body: replies[n]
     ask = tba.Endpoint(url=server.url, model="m").start()
     bill = [ask.reply(message) for message in "aab"]
-    assert [(r.text, r.usage.tokens, r.usage.calls, r.usage.unstated) for r in bill] == [
+    assert [(r.text, r.usage.tokens, r.usage.calls, r.usage.uncounted_calls) for r in bill] == [
         ("7", 103, 1, 0),
         ("7", 0, 0, 0),
         ("8", 0, 1, 1),
     ]
     ask("c")
-    assert ask.usage == Usage(calls=3, prompt_tokens=100, completion_tokens=3, unstated=2)
+    assert ask.usage == Usage(calls=3, prompt_tokens=100, completion_tokens=3, uncounted_calls=2)
 
 
 def test_those_who_wait_for_an_equal_message_get_its_failure_too_and_the_next_one_is_sent_again(server: Server) -> None:
@@ -134,7 +134,7 @@ def test_those_who_wait_for_an_equal_message_get_its_failure_too_and_the_next_on
     threads = [threading.Thread(target=call) for _ in range(4)]
     for thread in threads:
         thread.start()
-    (promised,) = _eventually(lambda: list(ask._remembered.values()))
+    (promised,) = _eventually(lambda: list(ask._reply_cache.values()))
     _eventually(lambda: promised._condition._waiters and len(promised._condition._waiters) == 3)
     waiting.set()
     for thread in threads:
@@ -152,7 +152,7 @@ def _eventually(look: Any) -> Any:
 
 
 def test_the_reply_that_was_not_used_for_longest_is_forgotten(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tba.rewards.endpoint._REMEMBERED", 2)
+    monkeypatch.setattr("tba.rewards.endpoint._CACHED_REPLIES", 2)
     server.script = lambda n, body: said([f"{n}"])
     ask = tba.Endpoint(url=server.url, model="m").start()
     assert [ask(message) for message in "abacaba"] == ["0", "1", "0", "2", "0", "3", "0"]
@@ -163,7 +163,7 @@ def test_a_refused_call_waits_as_long_as_the_server_says_and_halves_the_calls_at
     server.script = lambda n, body: replies[n]
     ask = tba.Endpoint(url=server.url, model="m", pause=0.0).start()
     assert ask("a") == "7"
-    assert (ask._gate.limit.calls, ask._gate.limit.halvings, ask._gate.busy) == (8, 1, 0)
+    assert (ask._gate.limit.calls, ask._gate.limit.halvings, ask._gate.active_calls) == (8, 1, 0)
 
 
 def test_a_call_that_times_out_halves_the_calls_at_once(server: Server) -> None:

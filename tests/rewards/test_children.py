@@ -57,7 +57,7 @@ def test_answers_come_in_the_order_of_the_questions_from_as_many_children_as_wer
     assert [a[0] for a in answers if a] == list(range(300))
     pids = {a[1] for a in answers if a}
     assert 1 <= len(pids) <= 3
-    assert {a[1] for a in pool.ask(["again"] * 9) if a} <= {child.process.pid for child in pool.idle}
+    assert {a[1] for a in pool.ask(["again"] * 9) if a} <= {child.process.pid for child in pool.members}
     assert pool.ask([]) == []
     assert dict(pool.counts) == {"timed_out": 0, "crashed": 0}
     pool.close()

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tba.rewards.confined import confines
+from tba.rewards.confined import can_confine
 
-pytestmark = pytest.mark.skipif(not confines(), reason="this system has no seccomp")
+pytestmark = pytest.mark.skipif(not can_confine(), reason="this system has no seccomp")
 
 BEFORE = """
 import os, random, resource, socket, sys, threading

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tba.errors import UserError
 from tba.rewards.exact_answer import ExactAnswer, grade
-from tba.rewards.number_text import MAX_DIGITS, numbers, plain, quantity
+from tba.rewards.number_text import MAX_DIGITS, numbers, quantity, to_plain_text
 from tba.types import Completion, Prompt, StopReason, Version
 
 RIGHT = [
@@ -311,7 +311,7 @@ def test_any_integer_in_any_writing_equals_itself_and_not_its_successor(value: i
 
 @given(value=st.decimals(allow_nan=False, allow_infinity=False, places=4))
 def test_a_decimal_is_read_exactly(value: object) -> None:
-    read = quantity(plain(f"{value}"))
+    read = quantity(to_plain_text(f"{value}"))
     assert read is not None
     assert read.value == Fraction(str(value))
 

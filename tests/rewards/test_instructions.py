@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tba.errors import UserError
 from tba.rewards import ifeval, instructions
-from tba.rewards.ifeval import IfEvalReward, fulfils, known, loose_forms
-from tba.rewards.instructions import CHECKS, ShareFulfilled, fulfilled
+from tba.rewards.ifeval import IfEvalReward, fulfils, instruction_kinds, loose_forms
+from tba.rewards.instructions import CHECKS, ShareFulfilled, is_fulfilled
 from tba.types import Completion, Prompt, StopReason, Version
 
 QUESTION = "Why do people like tea?"
@@ -56,9 +56,9 @@ def test_a_kind_is_fulfilled_by_one_answer_and_not_by_the_other(
     kind: str, arguments: dict[str, Any], good: str, bad: str
 ) -> None:
     instruction = {"kind": kind, "arguments": arguments}
-    assert fulfilled(instruction, QUESTION, good)
-    assert not fulfilled(instruction, QUESTION, bad)
-    assert not fulfilled(instruction, QUESTION, " \n")
+    assert is_fulfilled(instruction, QUESTION, good)
+    assert not is_fulfilled(instruction, QUESTION, bad)
+    assert not is_fulfilled(instruction, QUESTION, " \n")
 
 
 def test_every_kind_of_ours_is_among_these() -> None:
@@ -69,7 +69,7 @@ def test_every_kind_of_ours_is_among_these() -> None:
 @given(st.text(max_size=200))
 def test_any_answer_gets_a_verdict(answer: str) -> None:
     for kind, arguments, _, _ in FULFILLED:
-        assert fulfilled({"kind": kind, "arguments": arguments}, QUESTION, answer) in (True, False)
+        assert is_fulfilled({"kind": kind, "arguments": arguments}, QUESTION, answer) in (True, False)
 
 
 @pytest.mark.parametrize(
@@ -82,23 +82,23 @@ def test_an_answer_on_which_a_check_breaks_does_not_fulfil_it(answer: str) -> No
 
 def test_an_unknown_kind_is_one_sentence() -> None:
     with pytest.raises(UserError, match="there is no kind of instruction 'rhyme'"):
-        fulfilled({"kind": "rhyme", "arguments": {}}, QUESTION, "a")
+        is_fulfilled({"kind": "rhyme", "arguments": {}}, QUESTION, "a")
     with pytest.raises(UserError, match="IFEval has no kind of instruction 'count:rhymes'"):
-        fulfilled({"kind": "count:rhymes", "arguments": {}}, QUESTION, "a")
+        is_fulfilled({"kind": "count:rhymes", "arguments": {}}, QUESTION, "a")
     for kind, arguments in (
         ("punctuation:no_comma", {"many": 1}),
         ("detectable_format:title", {"many": 1}),
         ("detectable_content:postscript", {"postscript_marker": "P.S.("}),
     ):
         with pytest.raises(UserError, match="does not take"):
-            fulfilled({"kind": kind, "arguments": arguments}, QUESTION, "a")
+            is_fulfilled({"kind": kind, "arguments": arguments}, QUESTION, "a")
 
 
 def test_without_the_package_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "if_verifiable.ifeval.instructions_registry", None)
     ifeval._kinds.cache_clear()
     with pytest.raises(UserError, match=r"pip install 'tba-rl\[instruct\]'"):
-        known()
+        instruction_kinds()
 
 
 def judged(
@@ -167,4 +167,4 @@ def test_a_numbered_list_is_the_numbers_that_begin_a_line_before_a_text(answer: 
 
 def test_all_of_ifevals_kinds_are_known() -> None:
     """The 25 kinds that its 541 prompts have, of which some want files of nltk that nobody downloads here."""
-    assert len(known()) == 25
+    assert len(instruction_kinds()) == 25

@@ -16,7 +16,7 @@ from tests.rewards.endpoint_server import Reply, Server, said, serving
 import tba
 from tba.errors import UserError
 from tba.protocols import Reward, Separable
-from tba.rewards.judges import Unreadable, tokens_per_thousand
+from tba.rewards.judges import UnreadableReply, tokens_per_thousand
 from tba.types import Completion, Prompt, StopReason, Version
 
 SECRET = "a secret crow"
@@ -120,7 +120,7 @@ def test_a_reply_without_a_score_is_asked_for_once_more(server: Server) -> None:
 def test_two_replies_without_a_score_are_an_error_that_tells_no_secret_and_is_not_remembered(server: Server) -> None:
     server.script = lambda n, body: said([f"{SECRET}: Score: 11"], end="length") if n < 2 else said(["Score: 10"])
     judge = rubric(server)
-    with pytest.raises(Unreadable) as error:
+    with pytest.raises(UnreadableReply) as error:
         judge.judge(answers(SECRET))
     assert "gave no score that can be read in 2 replies, of which 2 ended at max_tokens=64: raise it" in str(
         error.value
@@ -239,7 +239,7 @@ def test_a_ranking_that_misses_an_answer_is_asked_for_once_more_and_then_an_erro
     server.script = lambda n, body: said([replies[n]])
     judge = ranking(server)
     assert sorted(j.reward for j in judge.judge(answers("a", "aa", "aaa"))) == [0.25, 0.25, 1]
-    with pytest.raises(Unreadable, match=r"gave no ranking that can be read in 2 replies$") as error:
+    with pytest.raises(UnreadableReply, match=r"gave no ranking that can be read in 2 replies$") as error:
         judge.judge(answers("b", "bb", "bbb"))
     assert SECRET not in str(error.value)
 

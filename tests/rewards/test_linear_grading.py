@@ -24,7 +24,7 @@ from tba.rewards import exact_answer, ifeval, instructions, math_text, number_te
 from tba.rewards.exact_answer import ExactAnswer, ExactText
 from tba.rewards.ifeval import IfEvalReward
 from tba.rewards.instructions import ShareFulfilled
-from tba.rewards.math_answer import at_once
+from tba.rewards.math_answer import equal_without_algebra
 from tba.rewards.math_text import last_boxed
 from tba.types import Completion, Prompt, StopReason, Version
 
@@ -83,7 +83,7 @@ def answered(text: str, **fields: object) -> list[tuple[Prompt, Completion]]:
 
 def by_math(text: str) -> object:
     """As `MathAnswer`, up to what is left to its children."""
-    return at_once(last_boxed(text), "72")
+    return equal_without_algebra(last_boxed(text), "72")
 
 
 GRADERS: dict[str, Callable[[str], object]] = {
@@ -92,7 +92,7 @@ GRADERS: dict[str, Callable[[str], object]] = {
     "strict": lambda text: ExactAnswer(strict=True).judge(answered(text)),
     "math": by_math,
     "boxed": lambda text: by_math(f"\\boxed{{{text}}}"),
-    "box": lambda text: at_once(text, r"\frac{1}{2}\text{ cm}"),
+    "box": lambda text: equal_without_algebra(text, r"\frac{1}{2}\text{ cm}"),
     "instructions": lambda text: ShareFulfilled().judge(answered(text)),
     "ifeval": lambda text: IfEvalReward().judge(answered(text)),
     "same text": lambda text: ExactText().judge(answered(text)),
@@ -137,7 +137,7 @@ def test_ten_times_the_answer_takes_ten_times_the_steps() -> None:
 
 
 def test_fractions_in_one_another_take_linear_time() -> None:
-    few, many = (steps(lambda n=n: at_once("\\frac{" * n + "1" + "}{2}" * n, "72")) for n in (20, 200))
+    few, many = (steps(lambda n=n: equal_without_algebra("\\frac{" * n + "1" + "}{2}" * n, "72")) for n in (20, 200))
     assert many < 11 * few
 
 
@@ -212,10 +212,10 @@ def test_regular_expressions_that_see_a_whole_answer_never_give_back() -> None:
     seen = dict(
         item for module in (exact_answer, number_text, units, instructions, ifeval) for item in patterns(module)
     )
-    seen |= {f"math_text.{name}": getattr(math_text, name) for name in ("_BOX", "_UNBRACED", "_BRACE")}
+    seen |= {f"math_text.{name}": getattr(math_text, name) for name in ("_BOX", "_UNBRACED_CONTENT", "_BRACE")}
     assert len(seen) > 15
-    near = {f"exact_answer._{name}" for name in ("BEFORE_ONE", "UNSAID", "OR", "ONE_OF_TWO", "COMPARED", "TAG")}
+    near = {f"exact_answer._{name}" for name in ("BEFORE_ONE", "DENIAL", "OR", "ONE_OF_TWO", "COMPARISON", "TAG")}
     assert {name for name, pattern in seen.items() if repeats_in_two_ways(pattern)} == {
         *near,  # they see the few characters before a number
-        "math_text._UNBRACED",  # gives back the full stops at a word's end; each word is looked at once
+        "math_text._UNBRACED_CONTENT",  # gives back the full stops at a word's end; each word is looked at once
     }

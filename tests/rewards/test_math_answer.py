@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tba.errors import UserError
-from tba.rewards.math_answer import MathAnswer, at_once
-from tba.rewards.math_text import canonical, last_boxed, words
+from tba.rewards.math_answer import MathAnswer, equal_without_algebra
+from tba.rewards.math_text import canonical_words, canonicalize, last_boxed
 from tba.types import Completion, Prompt, StopReason, Version
 
 # (right answer, another spelling)
@@ -162,11 +162,11 @@ def test_an_answer_that_takes_for_ever_is_wrong_and_counted_and_the_others_get_t
 def test_a_grader_that_is_killed_is_replaced() -> None:
     reward = MathAnswer(processes=1)
     assert reward.grade([(r"\sqrt{12}", r"2\sqrt{3}")]) == [True]
-    (child,) = reward.children.idle
+    (child,) = reward.children.members
     child.process.kill()
     child.process.wait()
     assert reward.grade([(r"\sqrt{8}", r"2\sqrt{2}"), (r"\sqrt{8}", r"2\sqrt{3}")]) == [True, False]
-    assert child not in reward.children.idle
+    assert child not in reward.children.members
     reward.close()
 
 
@@ -175,9 +175,9 @@ import signal
 from tba.rewards.math_answer import MathAnswer
 reward = MathAnswer(processes=1, seconds=1.0)
 assert reward.grade([("2^3", "4+4")]) == [True]
-print(*[child.process.pid for child in reward.children.idle], flush=True)
-reward.children.idle[0].to.write(b'["9^{9^{9^{9}}}", "1"]\\n')  # busy with what never ends
-reward.children.idle[0].to.flush()
+print(*[child.process.pid for child in reward.children.members], flush=True)
+reward.children.members[0].stdin.write(b'["9^{9^{9^{9}}}", "1"]\\n')  # busy with what never ends
+reward.children.members[0].stdin.flush()
 signal.pause()
 """
 
@@ -202,8 +202,8 @@ def test_what_is_plain_needs_no_process() -> None:
     plain = [(r"\dfrac12", r"\frac{1}{2}"), (None, "3"), ("", "3"), ("odd", r"\text{even}"), ("1_3", "1_2")]
     assert reward.grade(plain) == [True, False, False, False, False]
     assert len(reward.children) == 0
-    assert at_once("0.5", r"\frac{1}{2}") is True
-    assert at_once(r"\sqrt{12}", r"2\sqrt{3}") is None
+    assert equal_without_algebra("0.5", r"\frac{1}{2}") is True
+    assert equal_without_algebra(r"\sqrt{12}", r"2\sqrt{3}") is None
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
@@ -237,17 +237,17 @@ def test_the_last_whole_box_is_read(text: str, held: str | None) -> None:
 @given(st.text(r"\{}boxed fract1 2,()$._", max_size=60))
 def test_no_text_can_break_the_reading_of_answers(text: str) -> None:
     last_boxed(text)
-    words(text)
-    assert isinstance(at_once(text, "3"), bool | None)
+    canonical_words(text)
+    assert isinstance(equal_without_algebra(text, "3"), bool | None)
 
 
 @given(st.sampled_from([a for pair in (*SAME, *OTHER) for a in pair if len(a) < 200]))
 def test_a_canonical_spelling_is_its_own(answer: str) -> None:
-    assert canonical(canonical(answer)) == canonical(answer)
+    assert canonicalize(canonicalize(answer)) == canonicalize(answer)
 
 
 def test_words_are_told_from_mathematics() -> None:
-    assert [words(a) for a in (r"\text{Even}", "June 20", "(C)", r"\text{no solution}")] == [
+    assert [canonical_words(a) for a in (r"\text{Even}", "June 20", "(C)", r"\text{no solution}")] == [
         *("even", "june 20", "C", "no solution")
     ]
-    assert [words(a) for a in (r"\sin x", "2x", r"a \cup b", "3", "x+1", "xy", "")] == [None] * 7
+    assert [canonical_words(a) for a in (r"\sin x", "2x", r"a \cup b", "3", "x+1", "xy", "")] == [None] * 7

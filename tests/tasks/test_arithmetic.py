@@ -31,10 +31,10 @@ def test_a_sum_is_answered_by_its_digits_least_significant_first() -> None:
 
 
 def test_results_are_written_as_the_fields_say() -> None:
-    assert Arithmetic().written(1023) == "3201"
-    assert Arithmetic().written(-120) == "-021"
-    assert Arithmetic(least_significant_first=False).written(-1023) == "-1023"
-    assert Arithmetic().written(0) == "0"
+    assert Arithmetic().format_result(1023) == "3201"
+    assert Arithmetic().format_result(-120) == "-021"
+    assert Arithmetic(least_significant_first=False).format_result(-1023) == "-1023"
+    assert Arithmetic().format_result(0) == "0"
 
 
 @settings(max_examples=15, deadline=None)

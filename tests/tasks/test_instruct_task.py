@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tba.errors import UserError
-from tba.rewards.instructions import fulfilled
+from tba.rewards.instructions import is_fulfilled
 from tba.tasks.ifeval import IfEval
 from tba.tasks.instruct import HELD_OUT, QUESTIONS, TOPICS, Instruct
 from tba.tasks.instruct_kinds import KINDS
@@ -83,7 +83,7 @@ def test_every_wording_and_every_argument_can_be_checked() -> None:
     for problem in [*Instruct().problems("train"), *Instruct(kinds="held_out").problems("eval")]:
         assert "{" not in problem.prompt[0]["content"]
         for one in problem.fields["instructions"]:
-            assert fulfilled(one, problem.fields["question"], "Tea.") in (True, False)
+            assert is_fulfilled(one, problem.fields["question"], "Tea.") in (True, False)
 
 
 def test_ifeval_is_read_as_it_is_published_and_is_never_trained_on(tmp_path: Path) -> None:

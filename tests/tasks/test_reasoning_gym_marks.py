@@ -10,13 +10,13 @@ import pytest
 from reasoning_gym.factory import DATASETS
 
 from tba.errors import UserError
-from tba.rewards.confined import confines
+from tba.rewards.confined import can_confine
 from tba.tasks import reasoning_gym_marks
 from tba.tasks.reasoning_gym_marks import (
-    EVALUATED,
-    READ,
-    REFUSED,
-    SLOW,
+    EVALUATED_FORMS,
+    READ_DATASETS,
+    REFUSED_DATASETS,
+    SLOW_DATASETS,
     ReasoningGymScore,
     Source,
     entry,
@@ -28,8 +28,8 @@ from tba.types import Completion, Judgement, Prompt, StopReason, Version
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # the package leaves its files to the collector
 
 SMALLER = {"futoshiki": '{"max_board_size": 4}'}  # problems that are quicker to make
-MARKED = sorted(READ | SLOW | EVALUATED.keys())
-AWAY = sorted(SLOW | EVALUATED.keys())
+MARKED = sorted(READ_DATASETS | SLOW_DATASETS | EVALUATED_FORMS.keys())
+AWAY = sorted(SLOW_DATASETS | EVALUATED_FORMS.keys())
 FORMULAS = ["simple_integration", "intermediate_integration"]
 REACHES = {
     *("os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "subprocess.Popen", "pty.spawn"),
@@ -111,7 +111,8 @@ def codes(file: Path, answer: str | None) -> list[str]:
 @pytest.fixture(scope="module")
 def away() -> Iterator[dict[str, ReasoningGymScore]]:
     """What marks each data set that is marked in children: one confined child, and one that is only limited."""
-    kinds = [ReasoningGymScore({d: source(d) for d in kind}, processes=1, seconds=100.0) for kind in (EVALUATED, SLOW)]
+    tables = (EVALUATED_FORMS, SLOW_DATASETS)
+    kinds = [ReasoningGymScore({d: source(d) for d in table}, processes=1, seconds=100.0) for table in tables]
     yield {dataset: reward for reward in kinds for dataset in reward.sources}
     for reward in kinds:
         assert dict(reward.children.counts) == {"timed_out": 0, "crashed": 0}
@@ -119,7 +120,7 @@ def away() -> Iterator[dict[str, ReasoningGymScore]]:
 
 
 def test_every_data_set_of_the_package_is_named_once_and_a_new_one_is_refused() -> None:
-    tables = [READ, SLOW, EVALUATED.keys(), REFUSED.keys()]
+    tables = [READ_DATASETS, SLOW_DATASETS, EVALUATED_FORMS.keys(), REFUSED_DATASETS.keys()]
     assert sorted(DATASETS) == sorted(name for table in tables for name in table)
     assert len(DATASETS) == 106
     with pytest.raises(UserError, match="answers of reasoning_gym's 'brand_new' cannot be graded: nobody has checked"):
@@ -141,15 +142,15 @@ def test_the_data_sets_that_evaluate_an_answer_are_those_that_are_said_to() -> N
             quietly(dataset, 0, answer)
             said, heard = heard, None
             evaluated |= {dataset for event, what in said if event in ("compile", "exec") and "7919" in what}
-            assert dataset in EVALUATED or not [event for event, _ in said if event in REACHES]
-    assert evaluated == set(EVALUATED)
+            assert dataset in EVALUATED_FORMS or not [event for event, _ in said if event in REACHES]
+    assert evaluated == set(EVALUATED_FORMS)
 
 
 def test_code_given_to_a_data_set_that_marks_here_stays_text(tmp_path: Path) -> None:
     global heard
     file = tmp_path / "file"
-    reward = ReasoningGymScore({dataset: source(dataset) for dataset in READ})
-    for dataset in sorted(READ):
+    reward = ReasoningGymScore({dataset: source(dataset) for dataset in READ_DATASETS})
+    for dataset in sorted(READ_DATASETS):
         asked = [(dataset, 0, code) for code in [*codes(file, right(dataset)), "9**9**9**9", "[[9**9**9**9]]"]]
         heard = []
         found = judged(reward, asked)
@@ -167,13 +168,13 @@ def test_code_given_to_a_data_set_that_evaluates_is_refused_and_scores_as_no_ans
     for dataset in AWAY:
         found = judged(away[dataset], [(dataset, 0, code) for code in codes(file, right(dataset))])
         nothing = judged(away[dataset], [(dataset, 0, "")])[0].reward
-        if dataset in EVALUATED:
+        if dataset in EVALUATED_FORMS:
             assert {(j.reward, j.parts["unreadable"]) for j in found} == {(nothing, 1.0)}
         assert max(j.reward for j in found) < 1
     assert not file.exists()
 
 
-@pytest.mark.skipif(not confines(), reason="this system has no seccomp")
+@pytest.mark.skipif(not can_confine(), reason="this system has no seccomp")
 @pytest.mark.parametrize("dataset", ["n_queens", "countdown"])
 def test_code_that_gets_as_far_as_the_scorer_ends_its_child_and_does_nothing(dataset: str, tmp_path: Path) -> None:
     file = tmp_path / "file"
@@ -214,7 +215,7 @@ def test_honest_answers_score_in_a_child_as_they_do_in_the_package(
 
 
 def test_the_right_answer_scores_1_wherever_the_package_gives_one() -> None:
-    scores = {dataset: mark(source(dataset), 0, answer) for dataset in sorted(READ) if (answer := right(dataset))}
+    scores = {name: mark(source(name), 0, answer) for name in sorted(READ_DATASETS) if (answer := right(name))}
     assert set(scores.values()) == {1.0}
     assert len(scores) >= 85
 
@@ -231,19 +232,19 @@ def test_an_answer_at_which_a_scorer_raises_is_counted_and_scores_0(dataset: str
 
 def test_a_score_is_believed_only_if_it_is_a_number_from_0_to_1() -> None:
     said = [0, 1, 0.5, 1.5, -0.1, float("nan"), float("inf"), 10**400, True, None, "1", [1], {"score": 1}]
-    assert [reasoning_gym_marks._believed(score) for score in said] == [0.0, 1.0, 0.5, *[None] * 10]
+    assert [reasoning_gym_marks._valid_score(score) for score in said] == [0.0, 1.0, 0.5, *[None] * 10]
 
 
 def test_without_confinement_what_evaluates_is_refused_and_the_rest_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reasoning_gym_marks, "confines", lambda: False)
-    for dataset in EVALUATED:
+    monkeypatch.setattr(reasoning_gym_marks, "can_confine", lambda: False)
+    for dataset in EVALUATED_FORMS:
         with pytest.raises(UserError, match=f"scorer of {dataset} evaluates answers as code, and this system has no"):
             require_markable(dataset)
-    for dataset in READ | SLOW:
+    for dataset in READ_DATASETS | SLOW_DATASETS:
         require_markable(dataset)
 
 
 def test_another_version_of_the_package_is_refused_until_it_was_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reasoning_gym_marks, "LOOKED_AT", "0.1.26")
+    monkeypatch.setattr(reasoning_gym_marks, "REVIEWED_VERSION", "0.1.26")
     with pytest.raises(UserError, match=r"0\.1\.25 is installed, .* reviewed in 0\.1\.26 only: `pip install"):
         require_markable("chain_sum")

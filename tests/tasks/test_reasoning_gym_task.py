@@ -125,6 +125,6 @@ def test_what_cannot_be_made_is_refused_in_a_sentence(make: Callable[[], object]
 
 def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # what Python does for a package that is not installed
-    reasoning_gym_marks._opened.cache_clear()
+    reasoning_gym_marks._create_dataset.cache_clear()
     with pytest.raises(UserError, match="needs the package reasoning-gym: `pip install reasoning-gym`"):
         ReasoningGym("chain_sum").problems("train")

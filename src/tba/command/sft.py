@@ -28,7 +28,7 @@ from tba.runtime.teaching import is_chat
 from tba.settings import find, override
 from tba.tables import is_file_of_rows
 from tba.tasks.jsonl import Jsonl
-from tba.tasks.problem_rows import Row, read_rows
+from tba.tasks.problem_rows import ProblemRow, read_rows
 from tba.types import Json, Problem, Split
 from tba.weights.atomic_dir import atomic_folder
 
@@ -116,7 +116,7 @@ def _from_file(name: str, overrides: list[str], console: Console) -> tuple[Task,
     return better, options.warm_start, model
 
 
-def _require_responses(rows: Sequence[Row], task: Jsonl) -> None:
+def _require_responses(rows: Sequence[ProblemRow], task: Jsonl) -> None:
     for row in rows:
         if task.demonstration(row) is None:
             raise UserError(

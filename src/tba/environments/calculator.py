@@ -16,7 +16,7 @@ from tba.types import Message
 
 COST = 0.05  # of each question to the calculator
 ASKS = 0.4  # share of the problems at which the player asks
-_ASKED = re.compile(r"\?([0-9]{1,3})\*([0-9]{1,3})")
+_QUESTION = re.compile(r"\?([0-9]{1,3})\*([0-9]{1,3})")
 
 
 # One product is worked out before it asks: a model of 135 M parameters does not call a tool that is only described.
@@ -44,21 +44,21 @@ class Calculator:
     def reset(self, seed: int) -> str:
         """Begin with the two numbers that the seed decides."""
         self._a, self._b = factors(seed)
-        self._asked, self._right = 0, False
+        self._question_count, self._is_right = 0, False
         return f"{self._a}*{self._b}="
 
     def step(self, text: str) -> str | None:
         """Returns what the calculator says, `?` where it cannot read the question; None after an answer."""
         if not text.startswith("?"):
-            self._right = text == str(self._a * self._b)
+            self._is_right = text == str(self._a * self._b)
             return None
-        self._asked += 1
-        found = _ASKED.fullmatch(text)
-        return f"{int(found[1]) * int(found[2])}=" if found else "?="
+        self._question_count += 1
+        question = _QUESTION.fullmatch(text)
+        return f"{int(question[1]) * int(question[2])}=" if question else "?="
 
     def get_reward(self) -> float:
-        """1 for the right answer, else 0, less the cost of the questions."""
-        return float(self._right) - COST * self._asked
+        """Returns 1 for the right answer, else 0, less the cost of the questions."""
+        return float(self._is_right) - COST * self._question_count
 
 
 class Multiplication:
@@ -79,13 +79,13 @@ class Multiplication:
         return a * b
 
     def get_reward(self, answer: str | None) -> float:
-        """1 for the right product, whichever way it was found, else 0."""
+        """Returns 1 for the right product, whichever way it was found, else 0."""
         return float(answer is not None and grade(answer, str(self._a * self._b)))
 
 
-def overconfident(told: list[str], rng: random.Random) -> str:
+def overconfident(observations: list[str], rng: random.Random) -> str:
     """Returns the next turn of a scripted player that mostly guesses a number of the right size, and seldom asks."""
-    if len(told) > 1:
-        return told[-1].removesuffix("=")
-    a, b = map(int, told[0].removesuffix("=").split("*"))
+    if len(observations) > 1:
+        return observations[-1].removesuffix("=")
+    a, b = map(int, observations[0].removesuffix("=").split("*"))
     return f"?{a}*{b}" if rng.random() < ASKS else str(round(a * b * rng.uniform(0.9, 1.1)))

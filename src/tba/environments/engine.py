@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tba.environments.episode import EpisodeFailed
-from tba.environments.hosts import Answer, Beginning, Here, Hosts, Question
+from tba.environments.hosts import Beginning, EpisodeReply, Hosts, InProcessHost, Question
 from tba.environments.speech import Speech
 from tba.protocols import Acted, Engine, Flow, Partner, Turn
 from tba.types import Completion, IntArray, Judgement, Prompt, Sampling, StopReason, Version
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 log = logging.getLogger("tba.searcher")
-_BETWEEN_REPORTS = 60.0  # seconds between two lines of the log on episodes that failed
+_REPORT_SECONDS = 60.0  # seconds between two lines of the log on episodes that failed
 
 
 @dataclass
@@ -37,8 +37,8 @@ class EpisodeEngine:
     engine: Engine
     task: Acted
     speech: Speech
-    worlds: Here | Hosts | None = None  # where episodes are played; None: in this process
-    still: Callable[[], AbstractContextManager[None]] = nullcontext  # around what keeps it from generating
+    hosts: InProcessHost | Hosts | None = None  # where episodes are played; None: in this process
+    idle_timer: Callable[[], AbstractContextManager[None]] = nullcontext  # around whatever keeps it from generating
 
     @property
     def version(self) -> Version:
@@ -53,9 +53,9 @@ class EpisodeEngine:
     ) -> Episodes:
         """Returns an empty flow of `count` episodes of each prompt, in which only the environment speaks."""
         assert partner is None
-        worlds = Here(self.task) if self.worlds is None else self.worlds
-        worlds.close()  # of an earlier flow that was not played to its end
-        episodes = Episodes(worlds, self.speech, count, self.still)
+        hosts = InProcessHost(self.task) if self.hosts is None else self.hosts
+        hosts.close()  # of an earlier flow that was not played to its end
+        episodes = Episodes(hosts, self.speech, count, self.idle_timer)
         episodes.flow = self.engine.flow(count, sampling, rng, episodes)
         return episodes
 
@@ -64,23 +64,23 @@ class EpisodeEngine:
 class Episodes:
     """Prompts that are being answered in environments: a flow (`protocols.Flow`), and the partner of the one within."""
 
-    worlds: Here | Hosts
+    hosts: InProcessHost | Hosts
     speech: Speech
     count: int  # requests of each prompt
-    still: Callable[[], AbstractContextManager[None]] = nullcontext
+    idle_timer: Callable[[], AbstractContextManager[None]] = nullcontext
     flow: Flow = field(init=False)  # of the turns
     _prompts: dict[int, Prompt] = field(default_factory=dict)  # those that have not been handed out
-    _begun: set[int] = field(default_factory=set)  # requests
-    _heard: dict[int, int] = field(default_factory=dict)  # turns that the environment was told, by request
+    _begun_requests: set[int] = field(default_factory=set)
+    _turn_counts: dict[int, int] = field(default_factory=dict)  # turns that the environment was told, by request
     # by request: whether its turn has a token that ended it, and which, as far as the engine says
-    _ended: dict[int, tuple[bool, int | None]] = field(default_factory=dict)
-    _said: dict[int, IntArray | None] = field(default_factory=dict)  # what has not been handed to the engine yet
+    _turn_ends: dict[int, tuple[bool, int | None]] = field(default_factory=dict)
+    _unread_replies: dict[int, IntArray | None] = field(default_factory=dict)  # not handed to the engine yet
     _judgements: dict[int, Judgement] = field(default_factory=dict)
-    _unjudged: dict[int, int] = field(default_factory=dict)  # request, by the identity of its completion
-    _held: dict[int, list[Completion]] = field(default_factory=dict)  # finished prompts with an unjudged completion
+    _request_of: dict[int, int] = field(default_factory=dict)  # by the identity of its unjudged completion
+    _unjudged: dict[int, list[Completion]] = field(default_factory=dict)  # prompts with an unjudged completion
     _failures: list[int] = field(default_factory=lambda: [0, 0])  # those that failed and all, since the last report
-    _why: str = ""  # the last one failed
-    _reported: float = field(default_factory=time.monotonic)
+    _last_failure: str = ""  # why the last one failed
+    _report_time: float = field(default_factory=time.monotonic)
 
     @property
     def submitted(self) -> int:
@@ -94,23 +94,23 @@ class Episodes:
 
     def submit(self, prompts: Sequence[Prompt]) -> None:
         """Adds prompts, numbered in the order of submission."""
-        first = self.submitted
+        first_number = self.submitted
         self.flow.submit(prompts)
-        self._prompts.update(enumerate(prompts, first))
+        self._prompts.update(enumerate(prompts, first_number))
 
     def next(
         self, interrupted: Callable[[], bool] | None = None, until_wanted: bool = True
     ) -> list[tuple[int, list[Completion]]]:
         """Computes until prompts are finished and judged, or (`until_wanted`) more are wanted; returns the former."""
-        judged: list[tuple[int, list[Completion]]] = []
+        judged_prompts: list[tuple[int, list[Completion]]] = []
         try:
-            while self._prompts and not judged:
-                found: list[tuple[int, list[Completion]]] = []
-                if len(self._held) < len(self._prompts):
-                    found = self.flow.next(interrupted, until_wanted)
+            while self._prompts and not judged_prompts:
+                finished_prompts: list[tuple[int, list[Completion]]] = []
+                if len(self._unjudged) < len(self._prompts):
+                    finished_prompts = self.flow.next(interrupted, until_wanted)
                 else:
-                    self._listen(wait=True)
-                judged = list(self._judged(found, interrupted is not None and interrupted()))
+                    self._collect_replies(wait=True)
+                judged_prompts = list(self._pop_judged(finished_prompts, interrupted is not None and interrupted()))
                 if until_wanted and self.wanted:
                     break
         except BaseException:
@@ -118,118 +118,119 @@ class Episodes:
             raise
         if not self._prompts:
             self._close()
-        return judged
+        return judged_prompts
 
     def hear(self, turns: Sequence[Turn]) -> None:
         """Play each turn to its environment."""
         for turn in turns:
-            self._heard[turn.request] = self._heard.get(turn.request, 0) + 1
-            self._ended[turn.request] = (turn.stop_reason is StopReason.EOS, turn.tokens[-1] if turn.tokens else None)
-            self._ask(turn.request, self.speech.said(turn.tokens, turn.text))
+            self._turn_counts[turn.request] = self._turn_counts.get(turn.request, 0) + 1
+            last_token = turn.tokens[-1] if turn.tokens else None
+            self._turn_ends[turn.request] = (turn.stop_reason is StopReason.EOS, last_token)
+            self._ask(turn.request, self.speech.turn_text(turn.tokens, turn.text))
 
     def replies(self, wait: bool) -> Mapping[int, IntArray | None]:
-        """Returns what the environments have said."""
-        self._listen(wait and not self._said)
-        said, self._said = self._said, {}
-        return said
+        """Returns the tokens of the environments' replies since the last call, by request."""
+        self._collect_replies(wait and not self._unread_replies)
+        replies, self._unread_replies = self._unread_replies, {}
+        return replies
 
     def ended(self, request: int, completion: Completion) -> Completion:
         """Returns the completion, with its environment's judgement if that is known by now."""
-        self._ended.pop(request, None)
+        self._turn_ends.pop(request, None)
         if completion.stop_reason is StopReason.INTERRUPTED:
-            self._leave(request)
+            self._release(request)
             return completion
         if request not in self._judgements:
             turns = completion.turns
-            was_cut = len(turns) > self._heard.get(request, 0)
+            was_cut = len(turns) > self._turn_counts.get(request, 0)
             self._ask(request, None, self.speech.text(completion.tokens[turns[-1][0] :]) if was_cut else None)
-            self._listen(wait=False)
+            self._collect_replies(wait=False)
         if request not in self._judgements:
-            self._unjudged[id(completion)] = request
+            self._request_of[id(completion)] = request
             return completion
         return self._with_judgement(request, completion)
 
-    def _listen(self, wait: bool) -> None:
-        """Take in what the environments have answered; with `wait` at least one of them, but only for a moment."""
-        with self.still() if wait else nullcontext():
-            answers = self.worlds.answers(wait)
-        for request, answer in answers.items():
-            self._take(request, answer)
+    def _collect_replies(self, wait: bool) -> None:
+        """Take the environments' replies; with `wait` it waits for one, but only for a moment."""
+        with self.idle_timer() if wait else nullcontext():
+            replies = self.hosts.replies(wait)
+        for request, reply in replies.items():
+            self._accept_reply(request, reply)
 
-    def _judged(
-        self, finished: Sequence[tuple[int, list[Completion]]], interrupted: bool = False
+    def _pop_judged(
+        self, finished_prompts: Sequence[tuple[int, list[Completion]]], interrupted: bool = False
     ) -> Iterator[tuple[int, list[Completion]]]:
         """Takes prompts that an engine has finished; yields those that have been judged, these and earlier ones.
 
         interrupted: all of them, and what has not been judged as interrupted.
         """
-        self._held |= dict(finished)
-        for number in list(self._held):
-            completions = [self._final(c, interrupted) for c in self._held[number]]
-            self._held[number] = completions
-            if not any(id(c) in self._unjudged for c in completions):
-                del self._held[number], self._prompts[number]
+        self._unjudged |= dict(finished_prompts)
+        for number in list(self._unjudged):
+            completions = [self._finalize(c, interrupted) for c in self._unjudged[number]]
+            self._unjudged[number] = completions
+            if not any(id(c) in self._request_of for c in completions):
+                del self._unjudged[number], self._prompts[number]
                 yield number, completions
-        if time.monotonic() - self._reported > _BETWEEN_REPORTS:
+        if time.monotonic() - self._report_time > _REPORT_SECONDS:
             self._report()
 
     def _close(self) -> None:
-        """Let go what has not ended, and say what has failed."""
-        self.worlds.close()
+        """End the episodes that are left, and log how many have failed."""
+        self.hosts.close()
         self._report()
 
-    def _final(self, completion: Completion, interrupted: bool) -> Completion:
-        request = self._unjudged.get(id(completion))
+    def _finalize(self, completion: Completion, interrupted: bool) -> Completion:
+        request = self._request_of.get(id(completion))
         if request is None or not (interrupted or request in self._judgements):
             return completion
-        del self._unjudged[id(completion)]
+        del self._request_of[id(completion)]
         if request in self._judgements:
             return self._with_judgement(request, completion)
-        self._leave(request)
+        self._release(request)
         return replace(completion, stop_reason=StopReason.INTERRUPTED)
 
     def _with_judgement(self, request: int, completion: Completion) -> Completion:
         judgement = self._judgements.pop(request)
-        self._leave(request)
+        self._release(request)
         self._failures[1] += 1
         return replace(completion, judgement=judgement)
 
-    def _ask(self, request: int, turn: str | None, cut: str | None = None) -> None:
-        begin = None
-        if request not in self._begun:
-            self._begun.add(request)
+    def _ask(self, request: int, turn: str | None, cut_turn: str | None = None) -> None:
+        beginning = None
+        if request not in self._begun_requests:
+            self._begun_requests.add(request)
             prompt = self._prompts[request // self.count]
-            begin = Beginning(prompt.fields, prompt.world, prompt.text, prompt.said)
-        with self.still() if isinstance(self.worlds, Here) else nullcontext():
-            self.worlds.ask(request, Question(begin, turn, cut))
+            beginning = Beginning(prompt.fields, prompt.world, prompt.text, prompt.said)
+        with self.idle_timer() if isinstance(self.hosts, InProcessHost) else nullcontext():
+            self.hosts.ask(request, Question(beginning, turn, cut_turn))
 
-    def _take(self, request: int, answer: Answer) -> None:
-        said = None
-        if answer.failed:
-            self._fail(request, answer.failed)
-        elif answer.said is None:
-            assert answer.judgement is not None
-            self._judgements[request] = answer.judgement
+    def _accept_reply(self, request: int, reply: EpisodeReply) -> None:
+        tokens = None
+        if reply.failure:
+            self._reject(request, reply.failure)
+        elif reply.observation is None:
+            assert reply.judgement is not None
+            self._judgements[request] = reply.judgement
         else:
             try:
-                said = self.speech.observation(answer.said, *self._ended[request])
+                tokens = self.speech.observation(reply.observation, *self._turn_ends[request])
             except EpisodeFailed as error:
-                self._fail(request, str(error))
-        if request in self._ended:  # else the engine has ended it before
-            self._said[request] = said
+                self._reject(request, str(error))
+        if request in self._turn_ends:  # else the engine has ended it before
+            self._unread_replies[request] = tokens
 
-    def _fail(self, request: int, why: str) -> None:
+    def _reject(self, request: int, reason: str) -> None:
         self._judgements[request] = Judgement(math.nan)
         self._failures[0] += 1
-        self._why = why
+        self._last_failure = reason
 
-    def _leave(self, request: int) -> None:
-        self._begun.discard(request)
-        self._heard.pop(request, None)
-        self.worlds.leave(request)
+    def _release(self, request: int) -> None:
+        self._begun_requests.discard(request)
+        self._turn_counts.pop(request, None)
+        self.hosts.release(request)
 
     def _report(self) -> None:
-        failed, played = self._failures
-        if failed:
-            log.warning("%d of %d episodes failed and are rejected, the last: %s", failed, played, self._why)
-        self._failures, self._reported = [0, 0], time.monotonic()
+        failures, total = self._failures
+        if failures:
+            log.warning("%d of %d episodes failed and are rejected, the last: %s", failures, total, self._last_failure)
+        self._failures, self._report_time = [0, 0], time.monotonic()

@@ -20,29 +20,29 @@ class GuessNumber:
         """Begin with a number that the seed decides."""
         self._number = random.Random(seed).randint(1, LAST)  # noqa: S311 - a game
         self._low, self._high = 1, LAST
-        self._guesses, self._found = 0, False
+        self._guesses, self._is_found = 0, False
         return self._range()
 
     def step(self, text: str) -> str | None:
-        """Returns the range that is left; None once the number is found, or not after 20 guesses."""
+        """Returns the range that is left; None once the number is found, and after 20 guesses."""
         self._guesses += 1
         guess = int(text) if text.isascii() and text.isdigit() and len(text) <= 3 else 0
         if guess == self._number:
-            self._found = True
+            self._is_found = True
             return None
         if self._low <= guess <= self._high:
             self._low, self._high = (guess + 1, self._high) if guess < self._number else (self._low, guess - 1)
         return None if self._guesses == GUESSES else self._range()
 
     def get_reward(self) -> float:
-        """1 less a twentieth for each guess but the first, so that every guess counts the same; 0: not found."""
-        return 1 - (self._guesses - 1) / GUESSES if self._found else 0.0
+        """Returns 1 less a twentieth for each guess but the first, so that all guesses count the same; 0: not found."""
+        return 1 - (self._guesses - 1) / GUESSES if self._is_found else 0.0
 
     def _range(self) -> str:
         return f"{self._low:03}-{self._high:03}?"
 
 
-def timid(told: list[str], rng: random.Random) -> str:
-    """Guess as a scripted player: most often the lowest number of the range, else the middle."""
-    low, high = map(int, told[-1].removesuffix("?").split("-"))
+def timid(observations: list[str], rng: random.Random) -> str:
+    """Returns the guess of a scripted player: most often the lowest number of the range, else the middle."""
+    low, high = map(int, observations[-1].removesuffix("?").split("-"))
     return f"{low if rng.random() < LOWEST else (low + high) // 2:03}"

@@ -11,58 +11,59 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tba.environments.episode import Episode, Observation, begun
+from tba.environments.episode import Episode, Observation, begin
 from tba.environments.speech import Speech
 from tba.protocols import Acted
 from tba.types import ELSEWHERE, Completion, Judgement, Problem, StopReason
 
 
 @dataclass(frozen=True)
-class Acting:
-    """One part of an episode: who speaks, and what."""
+class EpisodePart:
+    """One part of an episode: a turn of the policy, or what it was told then."""
 
-    said: str | Observation  # a turn, or what was heard
+    content: str | Observation  # a turn, or what was heard
 
     @property
-    def sampled(self) -> bool:
-        """Returns whether it is a turn."""
-        return isinstance(self.said, str)
+    def is_turn(self) -> bool:
+        """Returns whether the policy speaks."""
+        return isinstance(self.content, str)
 
     @property
     def text(self) -> str:
-        return self.said if isinstance(self.said, str) else self.said.text
+        return self.content if isinstance(self.content, str) else self.content.text
 
 
-def acted(task: Acted, problem: Problem, prompt: str) -> tuple[list[Acting], Judgement]:
+def play_demonstration(task: Acted, problem: Problem, prompt: str) -> tuple[list[EpisodePart], Judgement]:
     """Returns the parts of a problem's demonstration and the environment's judgement; `prompt` is the problem's text.
 
     Raises `EpisodeFailed` as the environment does.
     """
     turns = problem.demonstration if isinstance(problem.demonstration, tuple) else (problem.demonstration or "",)
-    episode = begun(task.environment, problem.fields, problem.seed or 0, task.turns, prompt)
+    episode = begin(task.environment, problem.fields, problem.seed or 0, task.turns, prompt)
     try:
-        return list(_parts(episode, turns)), episode.judgement()
+        return list(_play_turns(episode, turns)), episode.judgement()
     finally:
         episode.close()
 
 
-def _parts(episode: Episode, turns: Sequence[str]) -> Iterator[Acting]:
+def _play_turns(episode: Episode, turns: Sequence[str]) -> Iterator[EpisodePart]:
     for number, turn in enumerate(turns, start=1):
-        yield Acting(turn)
-        answer = episode.say(turn)
-        if answer is None or number == len(turns):
+        yield EpisodePart(turn)
+        observation = episode.say(turn)
+        if observation is None or number == len(turns):
             return
-        yield Acting(answer)
+        yield EpisodePart(observation)
 
 
-def written(parts: Sequence[Acting], judgement: Judgement, speech: Speech) -> Completion:
-    """Returns the parts as a completion from elsewhere."""
-    heard = [part.said if isinstance(part.said, Observation) else None for part in (*parts[1:], Acting(""))]
+def encode_parts(parts: Sequence[EpisodePart], judgement: Judgement, speech: Speech) -> Completion:
+    """Returns the parts of an episode as a completion that was not sampled here."""
+    contents = [part.content for part in parts]
+    replies = [content if isinstance(content, Observation) else None for content in (*contents[1:], "")]
     tokens = [
-        speech.turn(part.said, then) if isinstance(part.said, str) else speech.observation(part.said)
-        for part, then in zip(parts, heard, strict=True)
+        speech.turn(content, reply) if isinstance(content, str) else speech.observation(content)
+        for content, reply in zip(contents, replies, strict=True)
     ]
-    mask = [np.full(len(of_part), part.sampled) for of_part, part in zip(tokens, parts, strict=True)]
+    mask = [np.full(len(part_tokens), part.is_turn) for part_tokens, part in zip(tokens, parts, strict=True)]
     tokens_T = np.concatenate(tokens)
     return Completion(
         tokens=tokens_T,

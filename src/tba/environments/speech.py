@@ -19,18 +19,18 @@ from tba.types import IntArray, Json, quoted
 
 
 class Speech:
-    """How observations and scripted turns are written for one tokenizer."""
+    """Writes observations and scripted turns as tokens of one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, chat: bool, tools: Sequence[Json] = ()) -> None:
-        """chat: prompts are chats, so that observations become messages of the user, or of the `tools` (schemas)."""
+        """chat: prompts are chats; observations are messages of the user, or of the `tools` (their schemas)."""
         self._tokenizer, self._tools, self._chat = tokenizer, tools, chat
-        ends = getattr(tokenizer, "end_of_turn", True)  # false: its turns have no end, its answers have
-        self._form = assistant_turn(tokenizer, chat, tools) if ends else AssistantTurn()
-        self._before, self._after = self._between() if chat else ("", "")
-        self._by_tools = chat and bool(tools) and HEARD in self._behind([tool_message("tool", HEARD)])
+        turns_end = getattr(tokenizer, "end_of_turn", True)  # false: its turns have no end, its answers have
+        self._frames = assistant_turn(tokenizer, chat, tools) if turns_end else AssistantTurn()
+        self._user_prefix, self._user_suffix = self._text_around_user() if chat else ("", "")
+        self._has_tool_messages = chat and bool(tools) and HEARD in self._text_after_turn([tool_message("tool", HEARD)])
 
-    def said(self, tokens: Sequence[int], text: str | None = None) -> str:
-        """Returns a turn as its environment is told it. text: its own, without a stop string; None: its tokens'.
+    def turn_text(self, tokens: Sequence[int], text: str | None = None) -> str:
+        """Returns a turn's text for its environment. text: its own, without a stop string; None: that of its tokens.
 
         Where calls are read from it, it has the beginning of a thought that the template has begun and the turn does
         not end.
@@ -38,22 +38,22 @@ class Speech:
         text = decoded(self._tokenizer, tokens) if text is None else text
         if not self._tools:
             return text
-        return f"{THOUGHT[0]}\n{text}" if self._form.thinks and THOUGHT[1] not in text else text
+        return f"{THOUGHT[0]}\n{text}" if self._frames.thinks and THOUGHT[1] not in text else text
 
-    def observation(self, observation: Observation, ended: bool = True, by: int | None = None) -> IntArray:
-        """Returns the tokens of an observation. `ended`: the turn before it has a token that ends it already, `by`
-        says which; None: the template's own.
+    def observation(self, observation: Observation, has_end: bool = True, end_token: int | None = None) -> IntArray:
+        """Returns the tokens of an observation. With `has_end` the turn before it already has the token that ends it,
+        which is `end_token`; None: the template's own.
 
         Raises `EpisodeFailed` where tools have given what the tokenizer cannot write: it may be what the policy gave
         them. Raises `UserError` where the environment itself says so.
         """
-        tools = self._spoken_by_tools(observation)
-        text = self._heard(observation) if tools else self._spoken(observation)
-        end = (self._form.called if tools else self._form.heard).end
-        if not ended or (self._form.heads and end is not None and by not in (None, end.token)):
+        is_from_tools = self._is_tool_message(observation)
+        text = self._tool_messages(observation) if is_from_tools else self._user_message(observation)
+        end = (self._frames.called if is_from_tools else self._frames.heard).end
+        if not has_end or (self._frames.heads and end is not None and end_token not in (None, end.token)):
             end = None
         try:
-            tokens = self._encoded(text) if self._chat else continuation(self._encoded, text)
+            tokens = self._encode(text) if self._chat else continuation(self._encode, text)
             if end is not None and text.startswith(end.written) and end.token in tokens:
                 # cut off here and not in the text, since some tokens take the blanks behind them
                 tokens = tokens[tokens.index(end.token) + 1 :]
@@ -63,20 +63,20 @@ class Speech:
                 raise EpisodeFailed(str(error)) from error
             raise
 
-    def turn(self, text: str, heard: Observation | None = None) -> IntArray:
-        """Returns the tokens of a turn that somebody else has written, before what is `heard` then; None: it is the
-        last.
+    def turn(self, text: str, following_observation: Observation | None = None) -> IntArray:
+        """Returns the tokens of a turn that somebody else has written, before the observation that follows it; None: it
+        is the last.
         """
-        frame = self._form.heard if heard is not None else None
-        if heard is not None and self._spoken_by_tools(heard):
-            frame = self._form.called
-        return np.array(self._form.tokens(text, self._encoded, frame), dtype=np.int32)
+        frame = self._frames.heard if following_observation is not None else None
+        if following_observation is not None and self._is_tool_message(following_observation):
+            frame = self._frames.called
+        return np.array(self._frames.tokens(text, self._encode, frame), dtype=np.int32)
 
     def text(self, tokens: IntArray) -> str:
         """Returns tokens as text, without special ones but for the marks of thoughts and calls."""
         return decoded(self._tokenizer, tokens.tolist())
 
-    def _encoded(self, text: str) -> list[int]:
+    def _encode(self, text: str) -> list[int]:
         try:
             return encoded(self._tokenizer, text) if text else []
         except Exception as error:  # tokenizers of the Rust library raise nothing more precise
@@ -85,37 +85,37 @@ class Speech:
                 "it say what can be written with the characters that it knows, or take another model (--model.path)"
             ) from error
 
-    def _spoken(self, observation: Observation) -> Markup:
+    def _user_message(self, observation: Observation) -> Markup:
         """Returns an observation as a message of the user's, or as the text that goes on."""
-        return Markup(self._before + control_tokens(self._tokenizer).markup(observation.text) + self._after)
+        return Markup(self._user_prefix + control_tokens(self._tokenizer).markup(observation.text) + self._user_suffix)
 
-    def _spoken_by_tools(self, observation: Observation) -> bool:
-        return bool(observation.results) and self._by_tools
+    def _is_tool_message(self, observation: Observation) -> bool:
+        return bool(observation.results) and self._has_tool_messages
 
-    def _between(self) -> tuple[str, str]:
+    def _text_around_user(self) -> tuple[str, str]:
         """Returns what the chat template writes between a turn and the user's message that follows, and between that
         message and the next turn.
         """
-        written = following(self._tokenizer, [{"role": "user", "content": HEARD}], self._tools)
-        before, heard, after = written.partition(HEARD)
-        if not heard:
+        template_text = following(self._tokenizer, [{"role": "user", "content": HEARD}], self._tools)
+        prefix, separator, suffix = template_text.partition(HEARD)
+        if not separator:
             raise UserError(
                 "the tokenizer's chat template does not write a user's message after a turn: take another model"
             )
-        return before, after
+        return prefix, suffix
 
-    def _heard(self, observation: Observation) -> str:
+    def _tool_messages(self, observation: Observation) -> str:
         """Returns what the chat template writes after a turn whose calls are answered: under the names that the policy
         gave them, unless the template refuses these.
         """
-        own, none = observation.calls, ("",) * len(observation.results)
+        call_ids, no_ids = observation.call_ids, ("",) * len(observation.results)
         messages = [
-            [tool_message(name, said, call) for (name, said), call in zip(observation.results, calls, strict=True)]
-            for calls in ((own, none) if own else (none,))
+            [tool_message(name, result, id_) for (name, result), id_ in zip(observation.results, ids, strict=True)]
+            for ids in ((call_ids, no_ids) if call_ids else (no_ids,))
         ]
-        return next(filter(None, map(self._behind, messages)), "")
+        return next(filter(None, map(self._text_after_turn, messages)), "")
 
-    def _behind(self, messages: Sequence[dict[str, str]]) -> str:
+    def _text_after_turn(self, messages: Sequence[dict[str, str]]) -> str:
         """Returns what the chat template writes after a turn that tools answer; empty where it knows no tools: what
         they give becomes a message of the user.
         """

@@ -44,45 +44,45 @@ class EnvironmentTask:
                 raise UserError(f"the environment task's {name} is {getattr(self, name)}, it must be at least 1")
 
     def problems(self, split: Split) -> list[Problem]:
-        """One problem for each seed. Raises `UserError` when an environment fails at once."""
-        first, count = (0, self.worlds) if split == "train" else (HELD_OUT, self.held_out)
+        """Returns one problem for each seed. Raises `UserError` when an environment fails at once."""
+        first_seed, count = (0, self.worlds) if split == "train" else (HELD_OUT, self.held_out)
         try:
-            return [self._problem(seed, split == "train") for seed in range(first, first + count)]
+            return [self._problem(seed, split == "train") for seed in range(first_seed, first_seed + count)]
         except EpisodeFailed as error:
             raise UserError(f"the environment of task {self.name} fails: {error}") from error
 
     def reward(self) -> EnvironmentReward:
         return EnvironmentReward()
 
-    def _problem(self, seed: int, shown: bool) -> Problem:
+    def _problem(self, seed: int, is_training: bool) -> Problem:
         episode = Episode(self.environment, {}, seed, self.turns)
-        told = "" if episode.first is None else episode.first
-        demonstration = self._played(episode, seed) if shown and self.player is not None else None
+        opening = "" if episode.opening is None else episode.opening
+        demonstration = self._play_demonstration(episode, seed) if is_training and self.player is not None else None
         episode.close()
-        prompt = _with(self.prompt, told)
+        prompt = _append_text(self.prompt, opening)
         if not prompt:
             raise UserError(f"task {self.name} has no prompt, and its reset() says nothing: give one of them a text")
         return Problem(prompt, {}, demonstration, seed, episode.tools)
 
-    def _played(self, episode: Episode, seed: int) -> tuple[str, ...]:
-        """Returns what the player says by turns."""
+    def _play_demonstration(self, episode: Episode, seed: int) -> tuple[str, ...]:
+        """Returns the player's turns in an episode, which it plays to its end."""
         assert self.player is not None
         rng = random.Random(f"player {seed}")  # noqa: S311 - its dice; the world's own, often Random(seed), would tell
-        told = [] if episode.first is None else [episode.first]
-        said = []
-        while not episode.over:
-            said.append(self.player(told, rng))
-            answer = episode.say(said[-1])
-            told += [] if answer is None else [answer.text]
+        observations = [] if episode.opening is None else [episode.opening]
+        turns = []
+        while not episode.is_over:
+            turns.append(self.player(observations, rng))
+            observation = episode.say(turns[-1])
+            observations += [] if observation is None else [observation.text]
         episode.judgement()  # one that fails is found before the run
-        return tuple(said)
+        return tuple(turns)
 
 
-def _with(prompt: str | tuple[Message, ...], told: str) -> str | tuple[Message, ...]:
-    """Returns a prompt that ends with what `reset` says; in a chat its last message does."""
+def _append_text(prompt: str | tuple[Message, ...], text: str) -> str | tuple[Message, ...]:
+    """Returns a prompt with the text of `reset` at its end; in a chat at the end of its last message."""
     if isinstance(prompt, str):
-        return prompt + told
-    return (*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + told})
+        return prompt + text
+    return (*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + text})
 
 
 @dataclass(frozen=True)

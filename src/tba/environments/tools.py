@@ -27,7 +27,7 @@ from tba.foreign import check, parsed
 from tba.markup import DEEPSEEK_CALL
 from tba.types import THOUGHTS, Json, is_text, quoted
 
-_NO_TOOLS = {"reset", "step", "get_reward", "close"}
+_NOT_TOOLS = {"reset", "step", "get_reward", "close"}
 _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)  # Qwen, SmolLM2, Hermes, GLM
 # no begin is read beyond the next one, so that a turn that repeats itself is read in linear time
 _PAIR = re.compile(  # GLM
@@ -44,19 +44,19 @@ _MISTRAL = re.compile(r"([^\[\]{}]+?)(?:\[CALL_ID\](\w*))?\[ARGS\](.*)", re.DOTA
 _OBJECT = re.compile(r'\{\s*"(?:name|arguments|parameters|type"\s*:\s*"function)"')  # Llama 3: the whole turn
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 _ID = re.compile(r"[\w.:-]{1,64}")
-_SPELT = {"True": True, "False": False, "None": None}  # how Qwen3-Coder's template writes them
+_PYTHON_CONSTANTS = {"True": True, "False": False, "None": None}  # how Qwen3-Coder's template writes them
 
 
-def tools_of(environment: object) -> dict[str, Callable[..., Any]]:
+def find_tools(environment: object) -> dict[str, Callable[..., Any]]:
     """Returns an environment's tools by name, in the order in which they are defined; none where it has a `step`."""
     if callable(getattr(environment, "step", None)):
         return {}
-    kind, found = type(environment), {}
-    for name in (name for one in reversed(kind.__mro__[:-1]) for name in vars(one)):
-        defined = inspect.getattr_static(kind, name, None)
-        if not name.startswith("_") and name not in _NO_TOOLS and isinstance(defined, _METHODS):
-            found[name] = getattr(environment, name)
-    return found
+    kind, tools = type(environment), {}
+    for name in (name for base in reversed(kind.__mro__[:-1]) for name in vars(base)):
+        attribute = inspect.getattr_static(kind, name, None)
+        if not name.startswith("_") and name not in _NOT_TOOLS and isinstance(attribute, _METHODS):
+            tools[name] = getattr(environment, name)
+    return tools
 
 
 _METHODS = (FunctionType, staticmethod, classmethod)
@@ -66,7 +66,7 @@ def schemas_of(environment: object) -> tuple[Json, ...]:
     """Returns the tools as JSON schemas, as chat templates take them. Raises `UserError` where a tool lacks a type hint
     or a line of its docstring.
     """
-    return tuple(_schema(environment, name, tool) for name, tool in tools_of(environment).items())
+    return tuple(_schema(environment, name, tool) for name, tool in find_tools(environment).items())
 
 
 def _schema(environment: object, name: str, tool: Callable[..., Any]) -> Json:
@@ -86,9 +86,9 @@ class Call:
 
     name: str
     arguments: Json = None
-    wrong: str = ""
+    error: str = ""
     id: str = ""  # the call's own name, where the policy gave it one
-    texts: bool = False  # arguments are texts, which the types of the tool's parameters say how to read
+    has_texts: bool = False  # arguments are texts, which the types of the tool's parameters say how to read
 
 
 def calls_in(text: str) -> list[Call]:
@@ -99,49 +99,49 @@ def calls_in(text: str) -> list[Call]:
     GLM's keys and values and Qwen3-Coder's parameters in `<tool_call>`; a name and an object between DeepSeek's marks,
     or around Mistral's `[ARGS]`. What a model thinks before it speaks is no call.
     """
-    said = text
+    turn = text
     for begin, end in THOUGHTS:
-        said = said.rpartition(end)[2].partition(begin)[0]
-    said = said.strip()
-    if "<tool_call>" in said:
-        return [call for block in _BLOCK.findall(said) for call in _block(block.strip())]
-    if _BEGIN in said:
-        return [_deepseek(block) for block in _DEEPSEEK.findall(said)]
-    if "[TOOL_CALLS]" in said:
-        return [call for part in said.split("[TOOL_CALLS]")[1:] for call in _mistral(part.strip())]
-    if "<|tool_call|>" in said:
-        return _read(said.partition("<|tool_call|>")[2].removesuffix("<|/tool_call|>"))
-    if said.startswith("<function="):
-        return _functions(said)
-    if said.startswith("<|python_tag|>"):
-        return _read(said.removeprefix("<|python_tag|>"))
-    return _whole(said) if said.startswith("{") else []
+        turn = turn.rpartition(end)[2].partition(begin)[0]
+    turn = turn.strip()
+    if "<tool_call>" in turn:
+        return [call for block in _BLOCK.findall(turn) for call in _calls_in_block(block.strip())]
+    if _BEGIN in turn:
+        return [_deepseek_call(block) for block in _DEEPSEEK.findall(turn)]
+    if "[TOOL_CALLS]" in turn:
+        return [call for part in turn.split("[TOOL_CALLS]")[1:] for call in _mistral_calls(part.strip())]
+    if "<|tool_call|>" in turn:
+        return _calls_in_json(turn.partition("<|tool_call|>")[2].removesuffix("<|/tool_call|>"))
+    if turn.startswith("<function="):
+        return _calls_in_functions(turn)
+    if turn.startswith("<|python_tag|>"):
+        return _calls_in_json(turn.removeprefix("<|python_tag|>"))
+    return _calls_in_json_turn(turn) if turn.startswith("{") else []
 
 
-def _read(text: str) -> list[Call]:
-    """Returns the calls that JSON holds."""
+def _calls_in_json(text: str) -> list[Call]:
+    """Returns the calls that a text of JSON holds."""
     try:
-        found = parsed(text.strip(), Any)
+        value = parsed(text.strip(), Any)
     except ValueError as error:
-        return [_unread(str(error))]
-    return [_call(one) for one in (found if isinstance(found, list) else [found])]
+        return [_unreadable_call(str(error))]
+    return [_call_from_json(entry) for entry in (value if isinstance(value, list) else [value])]
 
 
-def _unread(why: str) -> Call:
-    return Call("", wrong=f"the call cannot be read: it is {why}")
+def _unreadable_call(reason: str) -> Call:
+    return Call("", error=f"the call cannot be read: it is {reason}")
 
 
-def _call(value: Json) -> Call:
+def _call_from_json(value: Json) -> Call:
     if isinstance(value, Mapping) and isinstance(function := value.get("function"), Mapping):  # as OpenAI's API has it
         value = {**value, **function}
     if not isinstance(value, Mapping) or not isinstance(name := value.get("name"), str):
-        return Call("", wrong='a call is an object with a "name" and its "arguments"')
-    given = value.get("id", value.get("call_id"))
-    named = given if isinstance(given, str) and _ID.fullmatch(given) else ""
-    return Call(name, _decoded(value.get("arguments", value.get("parameters", {}))), id=named)
+        return Call("", error='a call is an object with a "name" and its "arguments"')
+    call_id = value.get("id", value.get("call_id"))
+    valid_id = call_id if isinstance(call_id, str) and _ID.fullmatch(call_id) else ""
+    return Call(name, _decode(value.get("arguments", value.get("parameters", {}))), id=valid_id)
 
 
-def _decoded(arguments: Json) -> Json:
+def _decode(arguments: Json) -> Json:
     """Returns arguments; an object that was written as a text of JSON is read once more."""
     if not isinstance(arguments, str):
         return arguments
@@ -151,103 +151,103 @@ def _decoded(arguments: Json) -> Json:
         return arguments
 
 
-def _whole(said: str) -> list[Call]:
+def _calls_in_json_turn(turn: str) -> list[Call]:
     """Returns the calls of a turn that is JSON and nothing else; an object without a tool's name is an answer."""
     try:
-        found = [parsed(said, Any)]
+        values = [parsed(turn, Any)]
     except ValueError:
         try:
-            found = [parsed(part, Any) for part in re.split("[;\n]", said) if part.strip()]
+            values = [parsed(part, Any) for part in re.split("[;\n]", turn) if part.strip()]
         except ValueError:
-            return _read(said) if _OBJECT.match(said) else []
-    return [_call(one) for one in found] if all(map(_calls, found)) else []
+            return _calls_in_json(turn) if _OBJECT.match(turn) else []
+    return [_call_from_json(value) for value in values] if all(map(_is_call, values)) else []
 
 
-def _calls(value: Json) -> bool:
-    """Returns whether an object is meant as a call."""
+def _is_call(value: Json) -> bool:
+    """Returns whether a value is meant as a call."""
     if not isinstance(value, Mapping):
         return False
-    named = "name" in value and (next(iter(value)) == "name" or bool({"arguments", "parameters"} & value.keys()))
-    return named or (value.get("type") == "function" and bool({"name", "function"} & value.keys()))
+    has_name = "name" in value and (next(iter(value)) == "name" or bool({"arguments", "parameters"} & value.keys()))
+    return has_name or (value.get("type") == "function" and bool({"name", "function"} & value.keys()))
 
 
-def _block(block: str) -> list[Call]:
+def _calls_in_block(block: str) -> list[Call]:
     """Returns the calls between `<tool_call>` and its end."""
     if block.startswith("<function="):
-        return _functions(block)
+        return _calls_in_functions(block)
     name, key, _ = block.partition("<arg_key>")
     if (key or name not in ("true", "false", "null")) and _NAME.fullmatch(name.strip()):
-        return [_texts(name.strip(), block[len(name) :], _PAIR)]
-    return _read(block)
+        return [_text_call(name.strip(), block[len(name) :], _PAIR)]
+    return _calls_in_json(block)
 
 
-def _functions(said: str) -> list[Call]:
+def _calls_in_functions(turn: str) -> list[Call]:
     return [
-        Call(name, _decoded(body.strip())) if body.lstrip().startswith("{") else _texts(name, body, _PARAMETER)
-        for name, body in _FUNCTION.findall(said)
+        Call(name, _decode(body.strip())) if body.lstrip().startswith("{") else _text_call(name, body, _PARAMETER)
+        for name, body in _FUNCTION.findall(turn)
     ]
 
 
-def _texts(name: str, body: str, pair: re.Pattern[str]) -> Call:
+def _text_call(name: str, body: str, pair_pattern: re.Pattern[str]) -> Call:
     """Returns a call whose arguments are written one by one, as texts."""
-    if left := pair.sub("", body).strip():
-        return _unread(f"not of arguments alone ({quoted(left, 40)})")
-    return Call(name, {key.strip(): value for key, value in pair.findall(body)}, texts=True)
+    if leftover := pair_pattern.sub("", body).strip():
+        return _unreadable_call(f"not of arguments alone ({quoted(leftover, 40)})")
+    return Call(name, {key.strip(): value for key, value in pair_pattern.findall(body)}, has_texts=True)
 
 
-def _deepseek(block: str) -> Call:
-    kind, _, said = block.partition(_SEP)
-    name, fence, rest = said.partition("```json")  # of V3 and R1
-    arguments = rest.rpartition("```")[0]
-    return Call(*(name.strip(), _decoded(arguments.strip())) if fence else (kind.strip(), _decoded(said.strip())))
+def _deepseek_call(block: str) -> Call:
+    kind, _, content = block.partition(_SEP)
+    name, fence, behind_fence = content.partition("```json")  # of V3 and R1
+    arguments = behind_fence.rpartition("```")[0]
+    return Call(*(name.strip(), _decode(arguments.strip())) if fence else (kind.strip(), _decode(content.strip())))
 
 
-def _mistral(part: str) -> list[Call]:
-    found = _MISTRAL.fullmatch(part)
-    if found is None:
-        return _read(part)
-    name, given, arguments = found.groups()
-    return [Call(name.strip(), _decoded(arguments.strip()), id=given or "")]
+def _mistral_calls(part: str) -> list[Call]:
+    match = _MISTRAL.fullmatch(part)
+    if match is None:
+        return _calls_in_json(part)
+    name, call_id, arguments = match.groups()
+    return [Call(name.strip(), _decode(arguments.strip()), id=call_id or "")]
 
 
-def bound(tools: Mapping[str, Callable[..., Any]], call: Call) -> dict[str, Json]:
+def bind_arguments(tools: Mapping[str, Callable[..., Any]], call: Call) -> dict[str, Json]:
     """Returns the arguments of a call as its tool takes them. Raises `ValueError` for a call that cannot be made."""
-    if call.wrong:
-        raise ValueError(call.wrong)
+    if call.error:
+        raise ValueError(call.error)
     if call.name not in tools:
         raise ValueError(f"there is no tool {quoted(call.name, 60)}: the tools are {', '.join(tools)}")
     if not isinstance(call.arguments, dict):
         raise ValueError(f"the arguments of {call.name} are not an object")
-    declared, hints = inspect.signature(tools[call.name]).parameters, typing.get_type_hints(tools[call.name])
+    parameters, hints = inspect.signature(tools[call.name]).parameters, typing.get_type_hints(tools[call.name])
     arguments = {
-        name: _typed(value, hints.get(name, Any)) if call.texts else value for name, value in call.arguments.items()
+        name: _parse(value, hints.get(name, Any)) if call.has_texts else value for name, value in call.arguments.items()
     }
     for name, value in arguments.items():
-        if name not in declared:
+        if name not in parameters:
             raise ValueError(
-                f"{call.name} has no argument {quoted(name, 60)}: it takes {', '.join(declared) or 'none'}"
+                f"{call.name} has no argument {quoted(name, 60)}: it takes {', '.join(parameters) or 'none'}"
             )
         check(value, hints.get(name, Any), name)
         if not is_text(json.dumps(value, ensure_ascii=False)):
             raise ValueError(f"{name} has characters that are none")
-    missing = [p.name for p in declared.values() if p.default is p.empty and p.name not in arguments]
-    if missing:
-        raise ValueError(f"{call.name} lacks the argument {missing[0]}")
+    missing_names = [p.name for p in parameters.values() if p.default is p.empty and p.name not in arguments]
+    if missing_names:
+        raise ValueError(f"{call.name} lacks the argument {missing_names[0]}")
     return arguments
 
 
-def _typed(text: str, hint: Any) -> Json:
+def _parse(text: str, hint: Any) -> Json:
     """Returns an argument that is written as a text: the text where its parameter takes one, else what it spells."""
     try:
-        value = _SPELT[text.strip()] if text.strip() in _SPELT else parsed(text, Any)
+        value = _PYTHON_CONSTANTS[text.strip()] if text.strip() in _PYTHON_CONSTANTS else parsed(text, Any)
     except ValueError:
         return text
     if hint is Any:
         return value
-    return next((one for one in ((None, text) if value is None else (text, value)) if _fits(one, hint)), value)
+    return next((x for x in ((None, text) if value is None else (text, value)) if _has_type(x, hint)), value)
 
 
-def _fits(value: Json, hint: Any) -> bool:
+def _has_type(value: Json, hint: Any) -> bool:
     try:
         check(value, hint, "it")
     except ValueError:
@@ -255,8 +255,8 @@ def _fits(value: Json, hint: Any) -> bool:
     return True
 
 
-def written(result: object) -> str:
-    """Returns what a tool has returned as the policy reads it."""
+def format_result(result: object) -> str:
+    """Returns the result of a tool as the text that the policy reads."""
     if isinstance(result, str):
         return result
     try:

@@ -58,12 +58,12 @@ class VerifiersTask:
 
     @property
     def limits(self) -> EpisodeLimits:
-        """All episodes are played by the one process that loads the taskset, which has limits of its own."""
+        """Returns limits without processes: the process that loads the taskset plays all, within its own."""
         return EpisodeLimits(processes=0)
 
     @property
     def environment(self) -> Callable[[], VerifiersEpisode]:
-        """Makes the environment of one episode."""
+        """Returns a function that makes the environment of one episode."""
         return functools.partial(VerifiersEpisode, self)
 
     def problems(self, split: Split) -> list[Problem]:
@@ -71,18 +71,18 @@ class VerifiersTask:
         the package is missing, or the taskset cannot be played here.
         """
         _require_version()
-        held_out = self._tasks(0, self.eval_problems)
+        held_out_tasks = self._tasks(0, self.eval_problems)
         if split == "eval":
-            return [_problem(task) for task in held_out]
-        known = {task["content"] for task in held_out}
-        training = self._tasks(self.eval_problems, self.train_problems)
-        training = [task for task in training if task["content"] not in known]
-        if not training:
+            return [_problem(task) for task in held_out_tasks]
+        held_out_contents = {task["content"] for task in held_out_tasks}
+        training_tasks = self._tasks(self.eval_problems, self.train_problems)
+        training_tasks = [task for task in training_tasks if task["content"] not in held_out_contents]
+        if not training_tasks:
             raise UserError(
-                f"{self.name} has {len(held_out)} tasks, of which none is left for training: lower eval_problems"
+                f"{self.name} has {len(held_out_tasks)} tasks, of which none is left for training: lower eval_problems"
             )
-        self._play_one(training[0]["index"])
-        return [_problem(task) for task in training]
+        self._play_one(training_tasks[0]["index"])
+        return [_problem(task) for task in training_tasks]
 
     def reward(self) -> EnvironmentReward:
         return EnvironmentReward()
@@ -92,15 +92,15 @@ class VerifiersTask:
         `RuntimeError` for an episode that has failed.
         """
         (answer,) = self._process().ask([list(question)])
-        return _understood(self, answer)
+        return _read_answer(self, answer)
 
-    def _tasks(self, first: int, count: int) -> list[dict[str, Any]]:
-        answers = self._process().ask([["task", index] for index in range(first, first + count)])
+    def _tasks(self, first_index: int, count: int) -> list[dict[str, Any]]:
+        answers = self._process().ask([["task", index] for index in range(first_index, first_index + count)])
         try:
-            found = [_understood(self, answer) for answer in answers]
+            tasks = [_read_answer(self, answer) for answer in answers]
         except RuntimeError as error:
             raise UserError(f"{self.name} cannot give its tasks: {error}") from error
-        return [task for task in found if task]
+        return [task for task in tasks if task]
 
     def _play_one(self, index: int) -> None:
         """Begin an episode, so that what cannot be played is refused before the run."""
@@ -133,7 +133,7 @@ class VerifiersEpisode:
         return answer
 
     def cut(self, text: str) -> None:
-        """Tell the last turn, which was cut off."""
+        """Pass on the last turn, which was cut off."""
         self._task.ask("cut", self._number, text)
 
     def get_reward(self) -> float:
@@ -141,7 +141,7 @@ class VerifiersEpisode:
         return float(self._task.ask("judge", self._number)["reward"])
 
     def close(self) -> None:
-        """Forget the episode."""
+        """End the episode in its process."""
         self._task.ask("end", self._number)
 
 
@@ -149,14 +149,14 @@ _numbers = itertools.count()
 
 
 @functools.cache
-def _process(taskset: str, parameters: str, turns: int, seconds: float, of: int) -> Children:
-    """Returns what keeps the one process in which process `of` plays a taskset."""
-    told = json.dumps({"taskset": {"id": taskset, **json.loads(parameters)}, "turns": turns, "seconds": seconds})
-    command = (sys.executable, "-m", "tba.environments.verifiers_process", told)
+def _process(taskset: str, parameters: str, turns: int, seconds: float, owner: int) -> Children:
+    """Returns the pool of the one process that plays a taskset for process `owner`."""
+    settings = json.dumps({"taskset": {"id": taskset, **json.loads(parameters)}, "turns": turns, "seconds": seconds})
+    command = (sys.executable, "-m", "tba.environments.verifiers_process", settings)
     return Children(command, 1, seconds + _GRACE, start_seconds=_START_SECONDS)
 
 
-def _understood(task: VerifiersTask, answer: Any) -> Any:
+def _read_answer(task: VerifiersTask, answer: Any) -> Any:
     if answer is None:
         raise RuntimeError(f"its process has died, or was ended after {task.seconds + _GRACE:g} s")
     if "refused" in answer:

@@ -20,7 +20,7 @@ from tba.foreign import check
 from tba.models.huggingface import HuggingFace
 from tba.protocols import GradingCalls, Task, Work
 from tba.rewards.endpoint import Endpoint, EndpointClient
-from tba.rewards.threads import in_threads
+from tba.rewards.threads import run_in_threads
 from tba.types import Completion, FloatArray, Json, Prompt, Version
 
 LEAST = -1e5  # of a token, in nats: servers write -9999 where they mean none at all
@@ -95,7 +95,7 @@ class EndpointReference:
         if not calls:
             return [[] for _ in answered]
         settings, where = self._settings, str(self._client)
-        rows = iter(in_threads(calls, settings.concurrency, settings.deadline, lambda _: where, "`deadline`"))
+        rows = iter(run_in_threads(calls, settings.concurrency, settings.deadline, lambda _: where, "`deadline`"))
         return [[next(rows) for _ in completions] for _, completions in answered]
 
     @property

@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 
 import torch
 
-from tba.environments.scripted import acted, written
+from tba.environments.scripted import encode_parts, play_demonstration
 from tba.environments.speech import Speech
 from tba.errors import UserError
 from tba.fields import BY_CODE, as_declared
@@ -225,7 +225,7 @@ def _taught(task: Task, tokenizer: Any) -> list[Pair]:
     speech = Speech(tokenizer, _is_chat(problems[0]), problems[0].tools)
     pairs = []
     for problem, asked in zip(problems, pairs_of(problems, tokenizer), strict=True):
-        completion = written(*acted(task, problem, _shown(problem, tokenizer)), speech)
+        completion = encode_parts(*play_demonstration(task, problem, _shown(problem, tokenizer)), speech)
         pair = Pair.of(asked.prompt, completion, completion.tokens[-1:].tolist())
         pairs.append(replace(pair, end=_unless(tokenizer.eos_token_id, pair.end)))
     return pairs
@@ -252,7 +252,7 @@ def _text_of(problem: Problem, task: Acted | None) -> str:
     """Returns the text of a demonstration; of an episode all that is said in it."""
     if task is None:
         return problem.demonstration if isinstance(problem.demonstration, str) else ""
-    parts, _ = acted(task, problem, str(problem.prompt))
+    parts, _ = play_demonstration(task, problem, str(problem.prompt))
     return "".join(part.text for part in parts)
 
 

@@ -48,40 +48,40 @@ class _Child:
         )
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.to, self.of = self.process.stdin, self.process.stdout
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
         self.index: int | None = None
-        self.number = ""  # of its question
-        self.ready = False
+        self.question_id = ""
+        self.is_ready = False
         self.deadline = time.monotonic() + start_seconds
-        self._read = b""
+        self._buffer = b""
 
     def ask(self, index: int, question: Json, seconds: float) -> bool:
         """Send a question. Returns False for a child that has died."""
         self.index, self.deadline = index, time.monotonic() + seconds
-        self.number = secrets.token_hex(8)
+        self.question_id = secrets.token_hex(8)
         with suppress(BrokenPipeError):
-            self.to.write(json.dumps([self.number, question]).encode() + b"\n")
-            self.to.flush()
+            self.stdin.write(json.dumps([self.question_id, question]).encode() + b"\n")
+            self.stdin.flush()
             return True
         return False
 
     def lines(self) -> list[bytes] | None:
         """Returns the complete lines that have arrived; None at the end of its output, or when a line is too long."""
-        block = os.read(self.of.fileno(), _BLOCK)
-        if not block or len(self._read) > _LONGEST_LINE:
+        data = os.read(self.stdout.fileno(), _BLOCK)
+        if not data or len(self._buffer) > _LONGEST_LINE:
             return None
-        *lines, self._read = (self._read + block).split(b"\n")
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
         return lines
 
     def end(self) -> None:
-        """Close its input, which makes it exit; kill it when it does not."""
+        """Close the child's input, which makes it exit; kill it when it does not."""
         with suppress(BrokenPipeError):
-            self.to.close()
+            self.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(_END_SECONDS if self.index is None else 0.0)
         self.process.kill()
         self.process.wait()
-        self.of.close()
+        self.stdout.close()
 
 
 @dataclass
@@ -98,7 +98,7 @@ class Children:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self._finalizer = weakref.finalize(self, _end_all, self._children)
+        self._finalizer = weakref.finalize(self, _end_children, self._children)
 
     def ask(self, questions: Sequence[Json]) -> list[Json | None]:
         """Returns an answer to each, in order; None where the child took more than `seconds` or died.
@@ -111,7 +111,7 @@ class Children:
     def close(self) -> None:
         """End all children; asking again starts new ones."""
         with self._lock:
-            _end_all(self._children)
+            _end_children(self._children)
 
     def __len__(self) -> int:
         return len(self._children)
@@ -128,124 +128,124 @@ class Children:
         child.end()
 
     @property
-    def idle(self) -> list[_Child]:
+    def members(self) -> list[_Child]:
         """Returns the children; between two calls none is busy."""
         return list(self._children)
 
 
 class _Round:
-    """One call of `ask`."""
+    """One call of `Children.ask`: its questions, and the answers so far."""
 
     def __init__(self, pool: Children, questions: Sequence[Json]) -> None:
         self.pool, self.questions = pool, questions
-        self.found: dict[int, Json | None] = {}
-        self.pending = deque(range(len(questions)))
+        self.answers_by_index: dict[int, Json | None] = {}
+        self.queue = deque(range(len(questions)))
         self.failed_starts = 0
 
     def answers(self) -> list[Json | None]:
         with selectors.DefaultSelector() as self.selector:
-            for child in self.pool.idle:
-                self.selector.register(child.of, selectors.EVENT_READ, child)
+            for child in self.pool.members:
+                self.selector.register(child.stdout, selectors.EVENT_READ, child)
             try:
-                while len(self.found) < len(self.questions):
+                while len(self.answers_by_index) < len(self.questions):
                     self._hand_out()
                     self._wait()
-                    self._end_late()
+                    self._end_overdue()
             except BaseException:
-                for child in [c for c in self.pool.idle if c.index is not None]:
+                for child in [c for c in self.pool.members if c.index is not None]:
                     self.pool.drop(child)  # its answer would be taken for one to a question of the next call
                 raise
-        return [self.found[i] for i in range(len(self.questions))]
+        return [self.answers_by_index[i] for i in range(len(self.questions))]
 
     def _hand_out(self) -> None:
         """Send questions to idle children, and start new children while there are too few for the questions left."""
-        for child in [c for c in self.pool.idle if c.ready and c.index is None]:
-            if self.pending and not child.ask(self.pending[0], self.questions[self.pending[0]], self.pool.seconds):
+        for child in [c for c in self.pool.members if c.is_ready and c.index is None]:
+            if self.queue and not child.ask(self.queue[0], self.questions[self.queue[0]], self.pool.seconds):
                 child.index = None  # it has died meanwhile, and not of this question
-                self._lose(child)
-            elif self.pending:
-                self.pending.popleft()
-        starting = sum(not c.ready for c in self.pool.idle)
-        while starting < len(self.pending) and len(self.pool) < self.pool.processes:
+                self._drop(child)
+            elif self.queue:
+                self.queue.popleft()
+        starting_count = sum(not c.is_ready for c in self.pool.members)
+        while starting_count < len(self.queue) and len(self.pool) < self.pool.processes:
             child = self.pool.start()
-            self.selector.register(child.of, selectors.EVENT_READ, child)
-            starting += 1
+            self.selector.register(child.stdout, selectors.EVENT_READ, child)
+            starting_count += 1
 
     def _wait(self) -> None:
         """Wait until a child writes something or the first deadline expires."""
-        deadlines = [c.deadline for c in self.pool.idle if c.index is not None or not c.ready]
+        deadlines = [c.deadline for c in self.pool.members if c.index is not None or not c.is_ready]
         timeout = max(0.0, min(deadlines) - time.monotonic()) if deadlines else 0.0
         for key, _ in self.selector.select(timeout):
             child: _Child = key.data
             lines = child.lines()
             if lines is None:
-                self._died(child)
+                self._handle_death(child)
                 continue
             for line in lines:
-                if not child.ready:
-                    child.ready, self.failed_starts = True, 0
-                elif not self._answered(child, line):
-                    self._died(child)  # it is no longer what was started
+                if not child.is_ready:
+                    child.is_ready, self.failed_starts = True, 0
+                elif not self._accept_answer(child, line):
+                    self._handle_death(child)  # it is no longer what was started
                     break
 
-    def _answered(self, child: _Child, line: bytes) -> bool:
-        """Take an answer. Returns False when it is not one to the question that the child was asked."""
+    def _accept_answer(self, child: _Child, line: bytes) -> bool:
+        """Record the answer on a line. Returns False when it does not answer the child's question."""
         if child.index is None:
             return False
         try:
-            number, answer = json.loads(line)
+            question_id, answer = json.loads(line)
         except (ValueError, TypeError, RecursionError):
             return False
-        if number != child.number:
+        if question_id != child.question_id:
             return False
-        self.found[child.index] = answer
+        self.answers_by_index[child.index] = answer
         self.pool.counts["timed_out"] += answer is None
         child.index = None
         return True
 
-    def _died(self, child: _Child) -> None:
+    def _handle_death(self, child: _Child) -> None:
         if child.index is not None:
-            self.found[child.index] = None
+            self.answers_by_index[child.index] = None
             self.pool.counts["crashed"] += 1
-        elif not child.ready:
+        elif not child.is_ready:
             self.failed_starts += 1
-        self._lose(child)
+        self._drop(child)
         if self.failed_starts >= _FAILED_STARTS:
             raise PartFailed(
                 f"{self.failed_starts} processes of `{' '.join(self.pool.command)}` ended with exit code "
                 f"{child.process.returncode} before they were ready: run that command by hand to see why"
             )
 
-    def _end_late(self) -> None:
+    def _end_overdue(self) -> None:
         now = time.monotonic()
-        for child in self.pool.idle:
+        for child in self.pool.members:
             if child.index is not None and now > child.deadline:
-                self.found[child.index] = None
+                self.answers_by_index[child.index] = None
                 self.pool.counts["timed_out"] += 1
-                self._lose(child)
-            elif not child.ready and now > child.deadline:
-                self._lose(child)
+                self._drop(child)
+            elif not child.is_ready and now > child.deadline:
+                self._drop(child)
                 raise DeadlineExceeded(
                     f"waited {self.pool.start_seconds:g} s for process {child.process.pid} of "
                     f"`{' '.join(self.pool.command)}` to be ready"
                 )
 
-    def _lose(self, child: _Child) -> None:
-        self.selector.unregister(child.of)
+    def _drop(self, child: _Child) -> None:
+        self.selector.unregister(child.stdout)
         self.pool.drop(child)
 
 
-def own_output() -> IO[str]:
+def claim_stdout() -> IO[str]:
     """Returns a child's standard output, from here on its parent's alone: what a library prints goes to the errors."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return answers
 
 
-def _end_all(children: list[_Child]) -> None:
-    """Ask all of them to end first, then wait for each."""
+def _end_children(children: list[_Child]) -> None:
+    """Ask all children to end, then wait for each."""
     for child in children:
         with suppress(BrokenPipeError):
-            child.to.close()
+            child.stdin.close()
     while children:
         children.pop().end()

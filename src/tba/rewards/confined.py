@@ -3,7 +3,7 @@
 Invariant: after `confine` the process can compute, use what it has open, and exit. When it asks the kernel for anything
 else (a file, a socket, a process, a signal to another process, a higher limit) the kernel kills it: Linux's seccomp
 with an irrevocable list of allowed calls. Other systems have nothing comparable that Python can reach; there only
-resource limits hold, and `confines` returns False.
+resource limits hold, and `can_confine` returns False.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MEMORY_BYTES = 4 << 30  # of address space
 _SET_NO_NEW_PRIVILEGES = 38  # of prctl; a filter can be set without being root only after it
 _SET_FILTER, _ALL_THREADS = 1, 1  # of seccomp
 _LOAD, _EQUAL, _RETURN = 0x20, 0x15, 0x06  # a filter's instructions: load a word, skip unless equal, answer
-_NUMBER, _MACHINE = 0, 4  # where in what a filter is given they stand
+_CALL_OFFSET, _ARCHITECTURE_OFFSET = 0, 4  # where in what a filter is given they stand
 _ALLOW, _KILL = 0x7FFF0000, 0x80000000
 
 
@@ -30,10 +30,10 @@ class _Machine(NamedTuple):
 
     code: int  # AUDIT_ARCH_*: a call in the numbering of another kind has another code
     seccomp: int
-    allowed: list[int]
+    allowed_calls: list[int]
 
 
-_ALLOWED = {  # calls, by their numbers on x86_64 and on aarch64
+_ALLOWED_CALLS = {  # calls, by their numbers on x86_64 and on aarch64
     "read": (0, 63),
     "write": (1, 64),
     "close": (3, 57),
@@ -61,8 +61,8 @@ _ALLOWED = {  # calls, by their numbers on x86_64 and on aarch64
     "getrandom": (318, 278),
 }
 _MACHINES = {
-    "x86_64": _Machine(0xC000003E, 317, [x86_64 for x86_64, _ in _ALLOWED.values()]),
-    "aarch64": _Machine(0xC00000B7, 277, [aarch64 for _, aarch64 in _ALLOWED.values()]),
+    "x86_64": _Machine(0xC000003E, 317, [x86_64 for x86_64, _ in _ALLOWED_CALLS.values()]),
+    "aarch64": _Machine(0xC00000B7, 277, [aarch64 for _, aarch64 in _ALLOWED_CALLS.values()]),
 }
 
 
@@ -85,14 +85,14 @@ def confine() -> bool:
     Import, open and start everything that is needed before calling it.
     """
     limit_memory()
-    for what in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC):
-        _limit(what, 0)  # no dump, nothing written to a file, no more files, no more processes
+    for resource_id in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC):
+        _lower_limit(resource_id, 0)  # no dump, nothing written to a file, no more files, no more processes
     machine = _MACHINES.get(platform.machine())
     if sys.platform != "linux" or machine is None:
         return False
     libc = ctypes.CDLL(None)
-    listing = _program(machine)
-    program = _Program(len(listing), (_Instruction * len(listing))(*listing))
+    instructions = _program(machine)
+    program = _Program(len(instructions), (_Instruction * len(instructions))(*instructions))
     return (
         libc.prctl(_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0) == 0
         and libc.syscall(machine.seccomp, _SET_FILTER, _ALL_THREADS, ctypes.byref(program)) == 0
@@ -100,31 +100,31 @@ def confine() -> bool:
 
 
 @functools.cache
-def confines() -> bool:
+def can_confine() -> bool:
     """Returns whether this system can confine a process; tried out in a child."""
-    tried = subprocess.run([sys.executable, "-m", "tba.rewards.confined"], capture_output=True, timeout=120)
-    return tried.returncode == 0
+    trial = subprocess.run([sys.executable, "-m", "tba.rewards.confined"], capture_output=True, timeout=120)
+    return trial.returncode == 0
 
 
 def limit_memory() -> None:
     """Limit this process's memory for good, and nothing else."""
-    _limit(resource.RLIMIT_AS, _MEMORY_BYTES)
+    _lower_limit(resource.RLIMIT_AS, _MEMORY_BYTES)
 
 
-def _limit(what: int, most: int) -> None:
-    hard = resource.getrlimit(what)[1]
-    value = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    resource.setrlimit(what, (value, value))
+def _lower_limit(resource_id: int, maximum: int) -> None:
+    hard_limit = resource.getrlimit(resource_id)[1]
+    value = maximum if hard_limit == resource.RLIM_INFINITY else min(maximum, hard_limit)
+    resource.setrlimit(resource_id, (value, value))
 
 
 def _program(machine: _Machine) -> list[_Instruction]:
     """Returns the filter: a listed call in this machine's numbering is allowed; any other kills the process."""
-    numbers = machine.allowed
+    calls = machine.allowed_calls
     return [
-        _Instruction(_LOAD, 0, 0, _MACHINE),
-        _Instruction(_EQUAL, 0, len(numbers) + 1, machine.code),  # on to the kill
-        _Instruction(_LOAD, 0, 0, _NUMBER),
-        *(_Instruction(_EQUAL, len(numbers) - i, 0, number) for i, number in enumerate(numbers)),  # on to the allow
+        _Instruction(_LOAD, 0, 0, _ARCHITECTURE_OFFSET),
+        _Instruction(_EQUAL, 0, len(calls) + 1, machine.code),  # on to the kill
+        _Instruction(_LOAD, 0, 0, _CALL_OFFSET),
+        *(_Instruction(_EQUAL, len(calls) - i, 0, call) for i, call in enumerate(calls)),  # on to the allow
         _Instruction(_RETURN, 0, 0, _KILL),
         _Instruction(_RETURN, 0, 0, _ALLOW),
     ]

@@ -32,11 +32,11 @@ from tba.grading import queueing
 from tba.rewards.gate import Gate
 from tba.types import Json, quoted
 
-_FOR_THE_MOMENT = (408, 409, 425, 429, 500, 502, 503, 504, 529)
-_OVERLOADED = (408, 429, 503, 504, 529)  # those that fewer calls at once help against
+_TEMPORARY_CODES = (408, 409, 425, 429, 500, 502, 503, 504, 529)
+_OVERLOAD_CODES = (408, 429, 503, 504, 529)  # fewer calls at once help against these
 _LONGEST_PAUSE = 60.0  # seconds
-_LARGEST = 1 << 24  # bytes of a reply: an endpoint is not trusted to end
-_REMEMBERED = 1 << 16  # replies
+_LARGEST_REPLY = 1 << 24  # bytes of a reply: an endpoint is not trusted to end
+_CACHED_REPLIES = 1 << 16  # replies
 _PATIENCE = 600.0  # seconds that a call waits for its turn, or for an equal one that is under way
 _MOST_TOKENS = 1 << 32  # that the usage of one call is believed to have
 
@@ -66,67 +66,67 @@ class Endpoint:
     calls_per_second: float | None = None  # rate limit of one searcher; None: no limit
     concurrency: int = 64  # most calls of one searcher at once; fewer while the server refuses or slows down
 
-    called: ClassVar[str] = "endpoint"  # what errors call it
-    option: ClassVar[str] = "its {}"  # what they call a setting
+    label: ClassVar[str] = "endpoint"  # what errors call it
+    option: ClassVar[str] = "its {}"  # how they name a setting
 
     def __post_init__(self) -> None:
-        check_sampling(self.called, self.temperature, self.top_p, self.max_tokens)
+        check_sampling(self.label, self.temperature, self.top_p, self.max_tokens)
         if _has_secret(self.url):  # which is neither repeated nor stored with the run
             raise UserError(
-                f"the {self.called}'s url has an @ or a ?, where a password or a key would stand: give the url "
+                f"the {self.label}'s url has an @ or a ?, where a password or a key would stand: give the url "
                 f"without, and a token in the environment variable {self.token_variable}"
             )
         if self.url and not _is_address(self.url):
-            raise UserError(f"the {self.called}'s url is {self.url!r}: give one such as http://127.0.0.1:8000/v1")
+            raise UserError(f"the {self.label}'s url is {self.url!r}: give one such as http://127.0.0.1:8000/v1")
         if self.retries < 0:
-            raise UserError(f"the {self.called}'s retries is {self.retries}: give 0 or more")
+            raise UserError(f"the {self.label}'s retries is {self.retries}: give 0 or more")
         if self.concurrency < 1:
             raise UserError(
-                f"the {self.called}'s concurrency is {self.concurrency}: give the number of calls at once, at least 1"
+                f"the {self.label}'s concurrency is {self.concurrency}: give the number of calls at once, at least 1"
             )
         for name in ("timeout", "calls_per_second"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise UserError(f"the {self.called}'s {name} is {value}, it must be above 0")
+                raise UserError(f"the {self.label}'s {name} is {value}, it must be above 0")
         if self.pause < 0:
-            raise UserError(f"the {self.called}'s pause is {self.pause}: give seconds, 0 or more")
+            raise UserError(f"the {self.label}'s pause is {self.pause}: give seconds, 0 or more")
 
     def start(self) -> EndpointClient:
-        """Makes no call yet. Raises `UserError` without a url or a model."""
+        """Returns a client of the endpoint, without a call. Raises `UserError` without a url or a model."""
         return EndpointClient(self)
 
-    def named(self, setting: str) -> str:
+    def name_of(self, setting: str) -> str:
         """Returns what errors call a setting, such as `calls_per_second`."""
         return self.option.format(setting.replace("_", "-"))
 
 
-def check_sampling(called: str, temperature: float, top_p: float, max_tokens: int) -> None:
+def check_sampling(label: str, temperature: float, top_p: float, max_tokens: int) -> None:
     """Raises `UserError` for impossible sampling settings."""
     if temperature < 0 or not 0 < top_p <= 1 or max_tokens < 1:
         raise UserError(
-            f"the {called} has temperature {temperature}, top_p {top_p} and max_tokens {max_tokens}: give a "
+            f"the {label} has temperature {temperature}, top_p {top_p} and max_tokens {max_tokens}: give a "
             "temperature of 0 or more, a top_p above 0 and up to 1, and at least 1 token"
         )
 
 
 class Refused(TbaError):
-    """The endpoint did not answer, after all repetitions."""
+    """Raised when an endpoint did not answer, after all repetitions."""
 
 
-class Rate:
-    """Limits the calls per second: each waits for its turn."""
+class CallRate:
+    """Limits the calls per second, each of which waits for its turn."""
 
-    def __init__(self, per_second: float | None, now: Callable[[], float] = time.monotonic) -> None:
-        self._gap = 0.0 if per_second is None else 1.0 / per_second
-        self._now, self._next, self._lock = now, 0.0, threading.Lock()
+    def __init__(self, per_second: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._interval = 0.0 if per_second is None else 1.0 / per_second
+        self._clock, self._next_time, self._lock = clock, 0.0, threading.Lock()
 
     def turn(self) -> float:
         """Returns the seconds to wait before the next call; turns are given in the order of requests."""
         with self._lock:
-            now = self._now()
-            at = max(now, self._next)
-            self._next = at + self._gap
-            return at - now
+            now = self._clock()
+            call_time = max(now, self._next_time)
+            self._next_time = call_time + self._interval
+            return call_time - now
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -151,19 +151,19 @@ class Usage:
     calls: int = 0  # that were answered
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    unstated: int = 0  # calls of whose tokens the server says nothing
+    uncounted_calls: int = 0  # calls of whose tokens the server says nothing
 
     @property
     def tokens(self) -> int:
-        """Returns those of prompts and replies together."""
+        """Returns the tokens of prompts and replies together."""
         return self.prompt_tokens + self.completion_tokens
 
-    def __add__(self, other: Usage) -> Usage:
+    def __add__(self, usage: Usage) -> Usage:
         return Usage(
-            self.calls + other.calls,
-            self.prompt_tokens + other.prompt_tokens,
-            self.completion_tokens + other.completion_tokens,
-            self.unstated + other.unstated,
+            self.calls + usage.calls,
+            self.prompt_tokens + usage.prompt_tokens,
+            self.completion_tokens + usage.completion_tokens,
+            self.uncounted_calls + usage.uncounted_calls,
         )
 
 
@@ -172,7 +172,7 @@ class Reply:
     """A reply to a message."""
 
     text: str
-    cut: bool = False  # it ended at `max_tokens`
+    is_cut: bool = False  # it ended at `max_tokens`
     usage: Usage = Usage()  # of the call that gave it; nothing where the reply was remembered
 
 
@@ -183,22 +183,23 @@ class EndpointClient:
         self.settings = settings
         if not settings.url or not settings.model:
             raise UserError(
-                f"the {settings.called} needs {settings.named('url')}, such as http://127.0.0.1:8000/v1, and "
-                f"{settings.named('model')}, its name there"
+                f"the {settings.label} needs {settings.name_of('url')}, such as http://127.0.0.1:8000/v1, and "
+                f"{settings.name_of('model')}, its name there"
             )
         path = "chat/completions" if settings.api == "chat" else "completions"
         self._url = f"{settings.url.rstrip('/')}/{path}"
-        self._rate = Rate(settings.calls_per_second)
-        own = urlsplit(self._url).hostname in ("127.0.0.1", "localhost", "::1")
-        self._opener = urllib.request.build_opener(_NoRedirects(), *([urllib.request.ProxyHandler({})] if own else []))
+        self._rate = CallRate(settings.calls_per_second)
+        is_local = urlsplit(self._url).hostname in ("127.0.0.1", "localhost", "::1")
+        handlers = [urllib.request.ProxyHandler({})] if is_local else []
+        self._opener = urllib.request.build_opener(_NoRedirects(), *handlers)
         self._token = _token(settings.token_variable)
         self._gate = Gate(str(self), settings.concurrency)
-        self._remembered: OrderedDict[bytes, Future[Reply]] = OrderedDict()  # by message, the last used last
+        self._reply_cache: OrderedDict[bytes, Future[Reply]] = OrderedDict()  # by message, the last used last
         self._usage = Usage()
         self._lock = threading.Lock()  # of what is remembered and counted
 
     def __str__(self) -> str:
-        return f"the {self.settings.called} at {self._url}"
+        return f"the {self.settings.label} at {self._url}"
 
     @property
     def usage(self) -> Usage:
@@ -218,48 +219,48 @@ class EndpointClient:
         a call under way, pays nothing.
         """
         if self.settings.temperature > 0:
-            return self._sampled(message, 1)[0]
+            return self._sample(message, 1)[0]
         key, is_new = _digest(message), False
         with self._lock:
-            if (reply := self._remembered.get(key)) is None:
-                reply, is_new = self._remembered.setdefault(key, Future()), True
-            self._remembered.move_to_end(key)
-            if len(self._remembered) > _REMEMBERED:
-                self._remembered.popitem(last=False)
-        return self._fetched(message, reply) if is_new else self._awaited(reply)
+            if (future := self._reply_cache.get(key)) is None:
+                future, is_new = self._reply_cache.setdefault(key, Future()), True
+            self._reply_cache.move_to_end(key)
+            if len(self._reply_cache) > _CACHED_REPLIES:
+                self._reply_cache.popitem(last=False)
+        return self._fetch(message, future) if is_new else self._await_reply(future)
 
-    def _fetched(self, message: str, promised: Future[Reply]) -> Reply:
-        """Returns the reply, also to all who wait for it; one that failed is not remembered."""
+    def _fetch(self, message: str, future: Future[Reply]) -> Reply:
+        """Returns the reply, and sets it for all who wait for it; a failure is not remembered."""
         try:
-            reply = self._sampled(message, 1)[0]
+            reply = self._sample(message, 1)[0]
         except BaseException as error:
             self.forget(message)
-            promised.set_exception(error if isinstance(error, Exception) else Refused(f"the call of {self} was ended"))
+            future.set_exception(error if isinstance(error, Exception) else Refused(f"the call of {self} was ended"))
             raise
-        promised.set_result(replace(reply, usage=Usage()))
+        future.set_result(replace(reply, usage=Usage()))
         return reply
 
-    def _awaited(self, promised: Future[Reply]) -> Reply:
+    def _await_reply(self, future: Future[Reply]) -> Reply:
         try:
             with queueing():
-                return promised.result(_PATIENCE)
+                return future.result(_PATIENCE)
         except TimeoutError:
             raise Refused(f"{self} did not answer an equal message in {_PATIENCE:g} s; see that it is up") from None
 
     def forget(self, message: str) -> None:
-        """Sends the message again when it is next asked, as is right after a reply of no use."""
+        """Forgets the reply to a message, so that the message is sent again, as is right after a reply of no use."""
         with self._lock:
-            self._remembered.pop(_digest(message), None)
+            self._reply_cache.pop(_digest(message), None)
 
     def replies(self, message: str, count: int) -> list[str]:
         """Returns `count` replies; a server that gives fewer is asked for the rest."""
-        return [reply.text for reply in self._sampled(message, count)]
+        return [reply.text for reply in self._sample(message, count)]
 
-    def _sampled(self, message: str, count: int) -> list[Reply]:
-        greedy = self.settings.temperature == 0  # all alike, and servers refuse to sample several greedily
+    def _sample(self, message: str, count: int) -> list[Reply]:
+        is_greedy = self.settings.temperature == 0  # all alike, and servers refuse to sample several greedily
         replies: list[Reply] = []
         for _ in range(count):
-            if greedy:
+            if is_greedy:
                 replies += self._call(message, 1)[:1] * count
             else:
                 replies += self._call(message, count - len(replies))
@@ -274,49 +275,49 @@ class EndpointClient:
         """Returns the reply to a question, both JSON objects. Raises `UserError` for a refusal, `Refused` when no call
         succeeds.
         """
-        slower, more = self.settings.named("calls_per_second"), self.settings.named("retries")
+        rate_name, retries_name = self.settings.name_of("calls_per_second"), self.settings.name_of("retries")
         body = json.dumps(question).encode()
         for attempt in range(self.settings.retries + 1):
-            with self._gate.turn(_PATIENCE) as turn:
+            with self._gate.turn(_PATIENCE) as call:
                 with queueing():
                     time.sleep(self._rate.turn())
-                started, remedy = time.monotonic(), f"see that it is up, lower {slower}, or raise {more}"
+                start, remedy = time.monotonic(), f"see that it is up, lower {rate_name}, or raise {retries_name}"
                 try:
-                    reply = self._post(body)
-                    turn.seconds = time.monotonic() - started
-                    document: dict[str, Json] = parsed(reply)
+                    reply_body = self._post(body)
+                    call.seconds = time.monotonic() - start
+                    document: dict[str, Json] = parsed(reply_body)
                     return document
                 except ValueError:
-                    failure, pause = f"a reply of {len(reply)} bytes that is no JSON object", None
-                    remedy = f"check {self.settings.named('url')}, and what stands between it and here"
+                    failure, pause = f"a reply of {len(reply_body)} bytes that is no JSON object", None
+                    remedy = f"check {self.settings.name_of('url')}, and what stands between it and here"
                 except urllib.error.HTTPError as error:
                     with error:
                         failure, pause = _reason(error), _retry_after(error)
-                    if error.code not in _FOR_THE_MOMENT:
+                    if error.code not in _TEMPORARY_CODES:
                         raise UserError(self._refusal(error.code, failure)) from None
-                    turn.refused = error.code in _OVERLOADED
-                    turn.pause = min(_LONGEST_PAUSE, pause or 0.0)
+                    call.is_refused = error.code in _OVERLOAD_CODES
+                    call.pause = min(_LONGEST_PAUSE, pause or 0.0)
                 except (OSError, http.client.HTTPException) as error:  # refused, broken off, timed out
                     reason = getattr(error, "reason", error)
-                    failure, pause = _spelt(f"{type(error).__name__}: {reason}"), None
-                    turn.refused = isinstance(reason, TimeoutError)
+                    failure, pause = _spell_out(f"{type(error).__name__}: {reason}"), None
+                    call.is_refused = isinstance(reason, TimeoutError)
             if attempt < self.settings.retries:
                 with queueing():
                     time.sleep(min(_LONGEST_PAUSE, self.settings.pause * 2**attempt if pause is None else pause))
         raise Refused(f"{self} did not answer in {self.settings.retries + 1} calls, the last: {failure}; {remedy}")
 
     def _question(self, message: str, count: int) -> dict[str, Any]:
-        s = self.settings
+        settings = self.settings
         sampling = {
-            "model": s.model,
+            "model": settings.model,
             "n": count,
-            "max_tokens": s.max_tokens,
-            "temperature": s.temperature,
-            "top_p": s.top_p,
+            "max_tokens": settings.max_tokens,
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
         }
-        if s.api == "completions":
+        if settings.api == "completions":
             return {**sampling, "prompt": message}
-        system = [{"role": "system", "content": s.system}] if s.system else []
+        system = [{"role": "system", "content": settings.system}] if settings.system else []
         return {**sampling, "messages": [*system, {"role": "user", "content": message}]}
 
     def _post(self, body: bytes) -> bytes:
@@ -324,57 +325,57 @@ class EndpointClient:
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
         request = urllib.request.Request(self._url, body, headers)  # noqa: S310 - http or https, checked by the settings
-        expires = time.monotonic() + self.settings.timeout
+        deadline = time.monotonic() + self.settings.timeout
         with self._opener.open(request, timeout=self.settings.timeout) as reply:
             parts, size = [], 0
             while part := reply.read1(1 << 16):
                 parts.append(part)
                 size += len(part)
-                if size > _LARGEST or time.monotonic() > expires:
+                if size > _LARGEST_REPLY or time.monotonic() > deadline:
                     raise TimeoutError(f"no end of the reply in {self.settings.timeout:g} s and {size} bytes")
         return b"".join(parts)
 
     def _replies_in(self, document: Mapping[str, Json]) -> list[Reply]:
-        """Returns the replies of one call, whose cost is the first one's."""
-        chat = self.settings.api == "chat"
+        """Returns the replies of one call; the first of them has the cost of the call."""
+        is_chat = self.settings.api == "chat"
         try:
             check(document, {"choices": list[dict[str, Any]]}, "it")
             choices = document["choices"]
-            texts = [choice["message"]["content"] if chat else choice["text"] for choice in choices]
+            texts = [choice["message"]["content"] if is_chat else choice["text"] for choice in choices]
         except (ValueError, KeyError, TypeError):
             raise UserError(
-                f"{self} does not reply as an OpenAI-compatible endpoint does: check {self.settings.named('url')} and "
-                f"{self.settings.named('model')}"
+                f"{self} does not reply as an OpenAI-compatible endpoint does: check {self.settings.name_of('url')} "
+                f"and {self.settings.name_of('model')}"
             ) from None
         if not all(text is None or isinstance(text, str) for text in texts):
             raise UserError(f"{self} replied with something that is no text: check its model")
         usage = _usage_in(document.get("usage"))
         with self._lock:
             self._usage += usage
-        cuts = [choice.get("finish_reason") == "length" for choice in choices]
-        replies = [Reply(text or "", cut) for text, cut in zip(texts, cuts, strict=True)]
+        cut_flags = [choice.get("finish_reason") == "length" for choice in choices]
+        replies = [Reply(text or "", is_cut) for text, is_cut in zip(texts, cut_flags, strict=True)]
         return [replace(replies[0], usage=usage), *replies[1:]] if replies else []
 
-    def _refusal(self, code: int, said: str) -> str:
-        s = self.settings
-        token = f"put the token into the environment variable {s.token_variable}"
-        what = {
+    def _refusal(self, code: int, reason: str) -> str:
+        settings, url = self.settings, self.settings.name_of("url")
+        token = f"put the token into the environment variable {settings.token_variable}"
+        remedy = {
             **dict.fromkeys((401, 403), token),
-            **dict.fromkeys((301, 302, 303, 307, 308), f"it redirects: give {s.named('url')} its final address"),
-            404: f"check {s.named('url')} and {s.named('model')}",
-        }.get(code, f"check the settings of the {s.called}")
-        return f"{self} refuses the call ({code}{said and f', {said}'}): {what}"
+            **dict.fromkeys((301, 302, 303, 307, 308), f"it redirects: give {url} its final address"),
+            404: f"check {url} and {settings.name_of('model')}",
+        }.get(code, f"check the settings of the {settings.label}")
+        return f"{self} refuses the call ({code}{reason and f', {reason}'}): {remedy}"
 
 
 def _digest(message: str) -> bytes:
     return hashlib.blake2b(message.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
-def _usage_in(stated: object) -> Usage:
-    """Returns what one call cost, by what the server states of it, which may be nothing or nonsense."""
-    counts = [stated.get(name) for name in ("prompt_tokens", "completion_tokens")] if isinstance(stated, dict) else []
+def _usage_in(usage: object) -> Usage:
+    """Returns what one call cost as the server states it, which may be nothing or nonsense."""
+    counts = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")] if isinstance(usage, dict) else []
     tokens = [count for count in counts if type(count) is int and 0 <= count < _MOST_TOKENS]
-    return Usage(1, tokens[0], tokens[1]) if len(tokens) == 2 else Usage(1, unstated=1)
+    return Usage(1, tokens[0], tokens[1]) if len(tokens) == 2 else Usage(1, uncounted_calls=1)
 
 
 def _retry_after(error: urllib.error.HTTPError) -> float | None:
@@ -389,13 +390,13 @@ def _retry_after(error: urllib.error.HTTPError) -> float | None:
 def _reason(error: urllib.error.HTTPError) -> str:
     """Returns the server's code or type of the error, but not its message, which may quote what was asked."""
     try:
-        said = parsed(error.read(1 << 16), error=dict[str, Any])["error"]
-        return _spelt(str(said.get("code") or said.get("type") or ""))
+        error_fields = parsed(error.read(1 << 16), error=dict[str, Any])["error"]
+        return _spell_out(str(error_fields.get("code") or error_fields.get("type") or ""))
     except (OSError, ValueError, http.client.HTTPException):
         return ""
 
 
-def _spelt(text: str) -> str:
+def _spell_out(text: str) -> str:
     """Returns a text of a server on one line, with control characters spelt out."""
     return quoted(text, 100)[1:-1]
 
@@ -409,7 +410,7 @@ def _is_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
         host = (parts.hostname or "").encode("idna")  # raises for what is no name, as `port` does for what is no port
-        plain = url.isascii() and len(url.split()) == 1
-        return parts.scheme in ("http", "https") and bool(host) and parts.port != 0 and plain
+        is_plain = url.isascii() and len(url.split()) == 1
+        return parts.scheme in ("http", "https") and bool(host) and parts.port != 0 and is_plain
     except ValueError:
         return False

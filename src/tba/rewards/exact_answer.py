@@ -35,9 +35,9 @@ from typing import NamedTuple
 
 from tba.errors import UserError
 from tba.fields import as_declared
-from tba.rewards.math_forms import same, same_value, spelled
+from tba.rewards.math_forms import equal_by_form, equal_in_words, equal_values
 from tba.rewards.math_text import boxed_span
-from tba.rewards.number_text import UNKNOWN, Amount, amounts, plain, quantity
+from tba.rewards.number_text import UNKNOWN, Quantity, amounts, quantity, to_plain_text
 from tba.rewards.number_words import cardinal, ordinal
 from tba.rewards.units import differ
 from tba.types import Completion, Judgement, Prompt
@@ -45,30 +45,30 @@ from tba.types import Completion, Judgement, Prompt
 MARK = "####"
 _HEADING = re.compile(r"[\s*_]*+(?>(?:[0-9]++[.):]\s++)?)[A-Za-z]")
 _LETTER_OR_DIGIT = re.compile(r"[A-Za-z]|[0-9]")
-_ANNOUNCED = re.compile(r"(?:answer[*_ ]*+(?:(?:is|would be|=)(?![A-Za-z])|:)|答案[是为為:：])[*_ ]*+:?", re.IGNORECASE)
+_LEAD_IN = re.compile(r"(?:answer[*_ ]*+(?:(?:is|would be|=)(?![A-Za-z])|:)|答案[是为為:：])[*_ ]*+:?", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)|[。！？\n]")
-_RETRACTED = re.compile(
+_RETRACTION = re.compile(
     r"(?<![a-z])(?:wait|no(?=[,.:;!])|actually|sorry|correction|mistake|instead|rather|should|however|oops|scratch"
     r"|(?:that|this|it)(?:['’]s| is| was) (?:wrong|not|incorrect))(?![a-z])",
     re.IGNORECASE,
 )
 _FORMATTING = re.compile(r"\\(?:text|textbf|mathrm|mathbf|left|right|displaystyle|boxed)(?![A-Za-z])|\\[,!;: ]")
 _AROUND_SYMBOL = re.compile(r" ?([!-/:-@\[-`{-~]) ?")
-_EDGES = " .,;:?*_`'\"$#。"
-_LOOSE_EDGES = _EDGES + "!()[]{}"  # of a right answer in words; those of `[0,1)` and `3!` are part of it
-_IN_WORDS = re.compile(r"[^0-9,^\\]*+")
-_BEFORE_LAST_WORDS = frozenset(" :=.!?\"'*_`$([{>—：。是")
+_EDGE_SIGNS = " .,;:?*_`'\"$#。"
+_LOOSE_EDGE_SIGNS = _EDGE_SIGNS + "!()[]{}"  # of a right answer in words; those of `[0,1)` and `3!` are part of it
+_WORDS_ONLY = re.compile(r"[^0-9,^\\]*+")
+_BEFORE_ANSWER = frozenset(" :=.!?\"'*_`$([{>—：。是")
 _LONGEST_LABEL = 60  # characters that may stand before or after an answer in its place
 _LONGEST_FORM = 300  # characters of a place that is compared by its form
-_NEAR = 24  # characters before a number that say what it belongs to
-_UNSAID = re.compile(r"(?:\bnot|n['’]t|\bnor|\bneither)[\s\"'*_$(]*$", re.IGNORECASE)
+_CONTEXT_LENGTH = 24  # characters before a number that say what it belongs to
+_DENIAL = re.compile(r"(?:\bnot|n['’]t|\bnor|\bneither)[\s\"'*_$(]*$", re.IGNORECASE)
 _OR = re.compile(r"\bor[\s$*_]*$")
 _ONE_OF_TWO = re.compile(r"[0-9][^.;\n]{0,12}\bor[\s$*_]*$", re.IGNORECASE)
-_COMPARED = re.compile(r"(?:[0-9A-Za-z)}\]]\s*[<>]|[≤≥≠±^√])\s*\$?\s*$")
+_COMPARISON = re.compile(r"(?:[0-9A-Za-z)}\]]\s*[<>]|[≤≥≠±^√])\s*\$?\s*$")
 _POINT = re.compile(r"[ $\n]{0,9}[(\[][^()\[\]]{1,300}[)\]][ $.\n]{0,9}")
-_OF_NUMBER = re.compile(r"\b(?:log|ln|exp|sin|cos|tan)\s?\($")
-_MORE_SAID = re.compile(r",(?![0-9]{3})|;|\b(?:and|or|where|with|if|when|for|since|because)\b", re.IGNORECASE)
-_NEGATIVE = re.compile(r"(?<![0-9] )\b(?:negative|minus) $", re.IGNORECASE)
+_FUNCTION_CALL = re.compile(r"\b(?:log|ln|exp|sin|cos|tan)\s?\($")
+_FURTHER_CLAUSE = re.compile(r",(?![0-9]{3})|;|\b(?:and|or|where|with|if|when|for|since|because)\b", re.IGNORECASE)
+_MINUS_WORD = re.compile(r"(?<![0-9] )\b(?:negative|minus) $", re.IGNORECASE)
 _TAG = re.compile(r"</?[A-Za-z_]{1,20}>\s*$")
 _BEFORE_ONE = re.compile(r"(?:^|[A-Za-z]{2}[\s:.,;]*|[:.,;≈~。：\u3000-\u9fff]|\b[aA]\s)[\s({\[*'\"`~$€£¥₹_-]*$")
 _AFTER_ONE = re.compile(
@@ -84,38 +84,38 @@ _GLUED_VARIABLE = re.compile(r"[A-Za-z](?![A-Za-z])|[√π]")
 
 def grade(response: str, answer: str, strict: bool = False) -> bool:
     """Returns whether `response` gives `answer`. Never raises, whatever the texts."""
-    place = _after_mark(response) if strict else _marked(response)
-    right, (number, at) = _right(answer), _worded(answer)
-    if right is None and number is None and at is None:
+    place = _after_mark(response) if strict else _last_mark(response)
+    target, (number, place_number) = _target_quantity(answer), _target_in_words(answer)
+    if target is None and number is None and place_number is None:
         return _same_text(place, response, answer, strict)
-    said = _in_place(place, response, strict)
-    if at is not None and ordinal(said) == at:
+    candidate = _candidate(place, response, strict)
+    if place_number is not None and ordinal(candidate) == place_number:
         return True
-    if right is None:
+    if target is None:
         return _same_text(place, response, answer, strict) or (
             number is not None and grade(response, str(number), strict)
         )
-    if not _DIGIT.search(said) and (number := cardinal(said)) is not None:
-        return number == right.value
+    if not _DIGIT.search(candidate) and (number := cardinal(candidate)) is not None:
+        return number == target.value
     if place is not None and (strict or not place.heading):
-        given = _marked_amount(plain(place.text))
+        amount = _amount_in_mark(to_plain_text(place.text))
     elif strict:
-        given = None
+        amount = None
     else:
-        given = quantity(plain(said)) if len(said) < len(response) else None
-        given = given or _last_amount(plain(response))
-    if given is None or given.value is None or right.value is None or differ(given.unit, right.unit):
+        amount = quantity(to_plain_text(candidate)) if len(candidate) < len(response) else None
+        amount = amount or _last_amount(to_plain_text(response))
+    if amount is None or amount.value is None or target.value is None or differ(amount.unit, target.unit):
         return False
-    return same_value((given.value, given.unit == "percent"), (right.value, right.unit == "percent"))
+    return equal_values((amount.value, amount.unit == "percent"), (target.value, target.unit == "percent"))
 
 
 @functools.lru_cache(4096)
-def _right(answer: str) -> Amount | None:
-    return quantity(plain(answer))
+def _target_quantity(answer: str) -> Quantity | None:
+    return quantity(to_plain_text(answer))
 
 
 @functools.lru_cache(4096)
-def _worded(answer: str) -> tuple[Fraction | None, int | None]:
+def _target_in_words(answer: str) -> tuple[Fraction | None, int | None]:
     """Returns the number that a right answer says in words, and the place that it names."""
     return cardinal(answer), ordinal(answer)
 
@@ -152,7 +152,7 @@ def right_answer(prompt: Prompt) -> str:
     return str(answer)
 
 
-def marked(text: str) -> str | None:
+def marked_answer(text: str) -> str | None:
     r"""Returns the answer that a worked solution marks, after its last `####` or in its only `\boxed{}`; None: none."""
     place = _after_mark(text)
     if place is None and text.count("\\boxed") == 1 and (boxed := boxed_span(text)):
@@ -160,12 +160,12 @@ def marked(text: str) -> str | None:
     return None if place is None or place.heading else place.text
 
 
-def _in_place(place: _Place | None, response: str, strict: bool) -> str:
+def _candidate(place: _Place | None, response: str, strict: bool) -> str:
     """Returns the text that may be an answer as a whole: that of the mark, the announced one, or a short response."""
     if place is not None and (strict or not place.heading):
         return place.text
-    said = None if strict else _announced(response)
-    return said if said is not None else "" if strict or len(response) > _LONGEST_FORM else response
+    sentence = None if strict else _announced_answer(response)
+    return sentence if sentence is not None else "" if strict or len(response) > _LONGEST_FORM else response
 
 
 class _Place(NamedTuple):
@@ -175,118 +175,118 @@ class _Place(NamedTuple):
     heading: bool
 
 
-def _marked(response: str) -> _Place | None:
+def _last_mark(response: str) -> _Place | None:
     """Returns the last mark of any kind that has a text; None if there is none."""
-    places = [(response.rfind(MARK), _after_mark(response)), _tagged(response)]
+    places = [(response.rfind(MARK), _after_mark(response)), _last_tag(response)]
     if (boxed := boxed_span(response)) and (text := response[slice(*boxed)].strip()):
         places.append((boxed[0], _Place(text, heading=False)))
-    found = [(at, place) for at, place in places if place is not None]
-    return max(found, key=lambda one: one[0])[1] if found else None
+    marked_places = [(position, place) for position, place in places if place is not None]
+    return max(marked_places, key=lambda entry: entry[0])[1] if marked_places else None
 
 
 def _after_mark(response: str) -> _Place | None:
-    _, mark, after = response.rpartition(MARK)
-    text = after.strip().partition("\n")[0] if mark else ""
+    _, mark, text_behind = response.rpartition(MARK)
+    text = text_behind.strip().partition("\n")[0] if mark else ""
     return _Place(text, bool(_HEADING.match(text))) if text else None
 
 
-def _tagged(response: str) -> tuple[int, _Place | None]:
-    at = response.rfind("<answer>")
-    text = response[at + len("<answer>") :].partition("</answer>")[0].strip() if at >= 0 else ""
-    return at, (_Place(text, heading=False) if text else None)
+def _last_tag(response: str) -> tuple[int, _Place | None]:
+    position = response.rfind("<answer>")
+    text = response[position + len("<answer>") :].partition("</answer>")[0].strip() if position >= 0 else ""
+    return position, (_Place(text, heading=False) if text else None)
 
 
-def _announced(response: str) -> str | None:
+def _announced_answer(response: str) -> str | None:
     """Returns what the last `answer is` or `Answer:` says up to the end of its sentence, unless it is taken back."""
-    last = deque(_ANNOUNCED.finditer(response), maxlen=1)
-    if not last:
+    announcements = deque(_LEAD_IN.finditer(response), maxlen=1)
+    if not announcements:
         return None
-    at = last[0].end()
-    while response[at : at + 1].isspace():
-        at += 1
-    end = _SENTENCE_END.search(response, at)
-    said, rest = (response[at : end.start()], response[end.end() :]) if end else (response[at:], "")
-    return None if _RETRACTED.search(rest) else said.strip()
+    start = announcements[0].end()
+    while response[start : start + 1].isspace():
+        start += 1
+    end = _SENTENCE_END.search(response, start)
+    sentence, remainder = (response[start : end.start()], response[end.end() :]) if end else (response[start:], "")
+    return None if _RETRACTION.search(remainder) else sentence.strip()
 
 
-def _marked_amount(place: str) -> Amount | None:
-    left, equals, right = place.rpartition("=")
-    kinds = {"letter" if m[0].isalpha() else "digit" for m in _LETTER_OR_DIGIT.finditer(left)}
+def _amount_in_mark(place: str) -> Quantity | None:
+    lhs, equals, rhs = place.rpartition("=")
+    kinds = {"letter" if m[0].isalpha() else "digit" for m in _LETTER_OR_DIGIT.finditer(lhs)}
     if equals and kinds != {"letter", "digit"}:  # `x = 72` and `6 * 12 = 72`, but not `72 (with x = 3)`
-        place = right if any(c.isdigit() for c in right) else left
-    elif equals and left.count("(") == left.count(")") and not _MORE_SAID.search(left):  # `f(2) = 6`
-        return quantity(right)
-    found = amounts(place)
-    first, second = next(found, None), next(found, None)
-    if first is None or (second is not None and second.start == first.start):  # 1,2 is a list
+        place = rhs if any(c.isdigit() for c in rhs) else lhs
+    elif equals and lhs.count("(") == lhs.count(")") and not _FURTHER_CLAUSE.search(lhs):  # `f(2) = 6`
+        return quantity(rhs)
+    quantities = amounts(place)
+    amount, second_amount = next(quantities, None), next(quantities, None)
+    if amount is None or (second_amount is not None and second_amount.start == amount.start):  # 1,2 is a list
         return None
-    if _BEFORE_ONE.search(place[max(0, first.start - _NEAR) : first.start]) is None:
+    if _BEFORE_ONE.search(place[max(0, amount.start - _CONTEXT_LENGTH) : amount.start]) is None:
         return None
-    before = place[max(0, first.start - _NEAR) : first.start]
-    unsaid = _UNSAID.search(before) or _OR.search(before) or _OF_NUMBER.search(before) or _is_point(place, first)
-    return None if unsaid or _AFTER_ONE.match(place, first.end) else _said(first, before)
+    lead = place[max(0, amount.start - _CONTEXT_LENGTH) : amount.start]
+    denial = _DENIAL.search(lead) or _OR.search(lead) or _FUNCTION_CALL.search(lead) or _is_point(place, amount)
+    return None if denial or _AFTER_ONE.match(place, amount.end) else _with_sign(amount, lead)
 
 
-def _said(amount: Amount, before: str) -> Amount:
+def _with_sign(amount: Quantity, context: str) -> Quantity:
     """Returns the amount with the sign that a word before it gives: `negative 7`."""
-    if amount.value is None or _NEGATIVE.search(before) is None:
+    if amount.value is None or _MINUS_WORD.search(context) is None:
         return amount
     return amount._replace(value=-amount.value)
 
 
-def _is_point(text: str, amount: Amount) -> bool:
+def _is_point(text: str, amount: Quantity) -> bool:
     """Returns whether a number with commas is all that stands between brackets, and so may be a point: `(20,100)`."""
     return "," in text[amount.start : amount.end] and _POINT.fullmatch(text[: _LONGEST_FORM + 1]) is not None
 
 
-def _last_amount(text: str) -> Amount | None:
+def _last_amount(text: str) -> Quantity | None:
     """Returns the last number of a text, unless it is said not to be the answer, or is one end of a comparison."""
-    last = next(iter(deque(amounts(text), maxlen=1)), None)
-    if last is None:
+    amount = next(iter(deque(amounts(text), maxlen=1)), None)
+    if amount is None:
         return None
-    before = text[max(0, last.start - _NEAR) : last.start]
-    if _UNSAID.search(before) or _ONE_OF_TWO.search(before):
+    lead = text[max(0, amount.start - _CONTEXT_LENGTH) : amount.start]
+    if _DENIAL.search(lead) or _ONE_OF_TWO.search(lead):
         return None
-    if _COMPARED.search(before) and not _TAG.search(before):
+    if _COMPARISON.search(lead) and not _TAG.search(lead):
         return None
-    return None if last.unit is None and _GLUED_VARIABLE.match(text, last.end) else _said(last, before)
+    return None if amount.unit is None and _GLUED_VARIABLE.match(text, amount.end) else _with_sign(amount, lead)
 
 
 def _same_text(place: _Place | None, response: str, answer: str, strict: bool) -> bool:
-    edges = _LOOSE_EDGES if _IN_WORDS.fullmatch(answer) else _EDGES
-    wanted = _words(answer, edges)
-    if not wanted:
+    edges = _LOOSE_EDGE_SIGNS if _WORDS_ONLY.fullmatch(answer) else _EDGE_SIGNS
+    target = _normalize(answer, edges)
+    if not target:
         return False
-    if place is not None and _is(place.text, answer, edges):
+    if place is not None and _equals_answer(place.text, answer, edges):
         return True
     if strict or (place is not None and not place.heading):
         return False
-    said = _announced(response)
-    if _is(response.strip() if said is None else said, answer, edges):
+    sentence = _announced_answer(response)
+    if _equals_answer(response.strip() if sentence is None else sentence, answer, edges):
         return True
-    given = _words(response, edges)
-    before = len(given) - len(wanted)
-    if not given.endswith(wanted) or (before > 0 and given[before - 1] not in _BEFORE_LAST_WORDS):
+    words = _normalize(response, edges)
+    start = len(words) - len(target)
+    if not words.endswith(target) or (start > 0 and words[start - 1] not in _BEFORE_ANSWER):
         return False
-    near = given[max(0, before - _NEAR) : before]
-    return not _UNSAID.search(near) and not _OR.search(near) and not _is_one_of_several(near, wanted)
+    context = words[max(0, start - _CONTEXT_LENGTH) : start]
+    return not _DENIAL.search(context) and not _OR.search(context) and not _is_one_of_several(context, target)
 
 
-def _is(text: str, answer: str, edges: str) -> bool:
+def _equals_answer(text: str, answer: str, edges: str) -> bool:
     """Returns whether a place's text is the answer, as words or by its form."""
-    if _words(text, edges) == _words(answer, edges):
+    if _normalize(text, edges) == _normalize(answer, edges):
         return True
     if len(text) > 2 * len(answer) + _LONGEST_LABEL:
         return False
-    return len(text) <= _LONGEST_FORM >= len(answer) and same(text, answer, spelled) is True
+    return len(text) <= _LONGEST_FORM >= len(answer) and equal_by_form(text, answer, equal_in_words) is True
 
 
-def _is_one_of_several(before: str, wanted: str) -> bool:
+def _is_one_of_several(context: str, choice: str) -> bool:
     """Returns whether a choice stands last in a list of choices: `A, B` or `A and B`."""
-    return len(wanted) == 1 and re.search(r"(?<![a-z])[a-z](?:,| and| &)\s?$", before[-8:]) is not None
+    return len(choice) == 1 and re.search(r"(?<![a-z])[a-z](?:,| and| &)\s?$", context[-8:]) is not None
 
 
-def _words(text: str, edges: str) -> str:
+def _normalize(text: str, edges: str) -> str:
     """Returns the text without case, spacing, formatting and what is at its edges."""
     text = unicodedata.normalize("NFC", _FORMATTING.sub(" ", text).casefold())
     return _AROUND_SYMBOL.sub(lambda m: m[1], " ".join(text.split())).strip(edges)

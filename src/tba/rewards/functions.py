@@ -43,14 +43,15 @@ ABSTAINED = "abstained"  # the part of a judgement that says how many functions 
 ASYNC_CONCURRENCY = 64  # calls of an async function at once, where nothing else is said
 
 RewardFunction = Callable[..., Any]
-Answered = tuple[Prompt, Completion]
+AnsweredPrompt = tuple[Prompt, Completion]
 
-_ONE = ("completion", "response", "solution_str", "output", "generation")  # the first of these is the answer
-_MANY = ("completions", "responses", "solution_strs", "outputs")
-_PROMPT = ("prompt", "prompts")
-_GOLD = ("ground_truth", "target", "label", "gold", "expected", "solution")
-_OF_VERL = {"data_sources": "data_source", "ground_truths": "ground_truth", "extra_infos": "extra_info"}  # in a batch
-_SHOWN = "write it as (prompt, completion, **fields) -> float, with the names of the problem's fields that it needs"
+_ANSWER_NAMES = ("completion", "response", "solution_str", "output", "generation")  # the first of these is the answer
+_BATCH_NAMES = ("completions", "responses", "solution_strs", "outputs")
+_PROMPT_NAMES = ("prompt", "prompts")
+_DERIVED_NAMES = ("messages", "completion_ids", "data_source", "extra_info", "question")
+_GOLD_NAMES = ("ground_truth", "target", "label", "gold", "expected", "solution")
+_SINGULARS = {"data_sources": "data_source", "ground_truths": "ground_truth", "extra_infos": "extra_info"}  # in a batch
+_USAGE = "write it as (prompt, completion, **fields) -> float, with the names of the problem's fields that it needs"
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,8 @@ class WeightedFunctions:
         names = [name_of(f) for f, _ in self.functions]
         if not names:
             raise UserError("a reward of functions needs at least one: give ((function, weight), ...)")
-        if twice := {n for n in names if names.count(n) > 1}:
-            raise UserError(f"two reward functions are both named {min(twice)!r}: give each its own `def` and name")
+        if repeats := {n for n in names if names.count(n) > 1}:
+            raise UserError(f"two reward functions are both named {min(repeats)!r}: give each its own `def` and name")
         for name, (_, weight) in zip(names, self.functions, strict=True):
             if not math.isfinite(weight):
                 raise UserError(f"reward function {name!r} has weight {weight}: give a finite number")
@@ -86,31 +87,31 @@ class WeightedFunctions:
 
     def calls(self) -> Sequence[GradingCalls]:
         """Returns how each function is called, and how many of its calls may be under way at once."""
-        return [_calls(_Signature.of(f), self.concurrency) for f, _ in self.functions]
+        return [_grading_calls(_Signature.of(f), self.concurrency) for f, _ in self.functions]
 
     def judgement(self, values: Sequence[float | None]) -> Judgement:
         """Returns the weighted sum of what each function gave one answer."""
         pairs = zip(self.functions, values, strict=True)
-        weighted = [(f, weight, v) for (f, weight), v in pairs if v is not None]
-        parts = {name_of(f): value for f, _, value in weighted}
-        if len(weighted) < len(values):
-            parts[ABSTAINED] = float(len(values) - len(weighted))
-        return Judgement(sum((weight * value for _, weight, value in weighted), 0.0), parts)
+        weighted_values = [(f, weight, v) for (f, weight), v in pairs if v is not None]
+        parts = {name_of(f): value for f, _, value in weighted_values}
+        if len(weighted_values) < len(values):
+            parts[ABSTAINED] = float(len(values) - len(weighted_values))
+        return Judgement(sum((weight * value for _, weight, value in weighted_values), 0.0), parts)
 
-    def judge(self, answered: Sequence[Answered]) -> list[Judgement]:
+    def judge(self, answered: Sequence[AnsweredPrompt]) -> list[Judgement]:
         """Judges answers, one call after another. Raises `UserError` when a function raises, misses a field, or gives
         no finite number.
         """
-        by_function = [_called(part, answered) for part in self.calls()]
-        for (f, _), values in zip(self.functions, by_function, strict=True):
-            if abstained := values.count(None):
-                log.info("reward function %r abstained from %d of %d answers", name_of(f), abstained, len(answered))
-        if len(answered) > 1 and not any(value is not None for values in by_function for value in values):
+        values_by_function = [_call_all(calls, answered) for calls in self.calls()]
+        for (f, _), values in zip(self.functions, values_by_function, strict=True):
+            if abstentions := values.count(None):
+                log.info("reward function %r abstained from %d of %d answers", name_of(f), abstentions, len(answered))
+        if len(answered) > 1 and not any(value is not None for values in values_by_function for value in values):
             names = ", ".join(repr(name_of(f)) for f, _ in self.functions)
             raise UserError(
                 f"reward function {names} gave None for all of {len(answered)} answers: return a number for some"
             )
-        return [self.judgement(values) for values in zip(*by_function, strict=True)]
+        return [self.judgement(values) for values in zip(*values_by_function, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class FunctionReward:
     def __post_init__(self) -> None:
         self.weighted()
 
-    def judge(self, answered: Sequence[Answered]) -> list[Judgement]:
+    def judge(self, answered: Sequence[AnsweredPrompt]) -> list[Judgement]:
         """Judges answers, one call after another. Raises `UserError` when the function raises, misses a field, or
         gives no finite number.
         """
@@ -140,7 +141,7 @@ class FunctionReward:
         return self.weighted().judgement(values)
 
     def weighted(self) -> WeightedFunctions:
-        """Returns it as a sum of one."""
+        """Returns the same reward as a weighted sum of one function."""
         return WeightedFunctions(((self.function, 1.0),), self.concurrency)
 
 
@@ -151,18 +152,18 @@ def check_fields(reward: Reward, problems: Sequence[Problem], task: str) -> None
     for f in _functions_in(reward):
         signature = _Signature.of(f)
         for number, problem in enumerate(problems):
-            if missing := signature.missing(problem.fields):
-                raise UserError(_asks(signature, missing, f"problem {number} of task {task}", problem.fields))
+            if name := signature.find_missing(problem.fields):
+                raise UserError(_missing_field(signature, name, f"problem {number} of task {task}", problem.fields))
 
 
 def _functions_in(reward: object) -> list[RewardFunction]:
-    """Returns the functions of a reward, and of those that are its fields (`Scaled(FunctionReward(f))`)."""
+    """Returns the functions of a reward, and of the rewards in its fields (`Scaled(FunctionReward(f))`)."""
     if isinstance(reward, FunctionReward):
         return [reward.function]
     if isinstance(reward, WeightedFunctions):
         return [f for f, _ in reward.functions]
-    inner = [getattr(reward, one.name) for one in fields(reward)] if is_dataclass(reward) else []
-    return [f for one in inner if isinstance(one, Reward) for f in _functions_in(one)]
+    field_values = [getattr(reward, field_value.name) for field_value in fields(reward)] if is_dataclass(reward) else []
+    return [f for field_value in field_values if isinstance(field_value, Reward) for f in _functions_in(field_value)]
 
 
 def name_of(function: RewardFunction) -> str:
@@ -180,74 +181,74 @@ def check_concurrency(concurrency: int) -> None:
 
 @dataclass(frozen=True)
 class _Signature:
-    """How a function is called."""
+    """How a reward function is called, by the names of its parameters."""
 
     function: RewardFunction
-    answer: str  # the parameter that is the answer, or the answers
-    batched: bool  # every parameter is a list
-    by_position: tuple[str, ...]  # parameters that cannot be named in a call
-    named: tuple[str, ...]
-    required: frozenset[str]
-    all_fields: bool  # **kwargs
+    answer_name: str  # the parameter that is the answer, or the answers
+    is_batched: bool  # every parameter is a list
+    positional_names: tuple[str, ...]  # parameters that cannot be named in a call
+    keyword_names: tuple[str, ...]
+    required_names: frozenset[str]
+    takes_all_fields: bool  # **kwargs
 
     @classmethod
     def of(cls, function: RewardFunction) -> _Signature:
         try:
             parameters = list(inspect.signature(function).parameters.values())
         except (TypeError, ValueError):
-            raise UserError(f"reward function {name_of(function)!r} does not say what it takes: {_SHOWN}") from None
-        single = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        names = [p.name for p in single]
-        many = next((name for name in _MANY if name in names), None)
-        answer = many or next((name for name in (*_ONE, "messages") if name in names), None)
+            raise UserError(f"reward function {name_of(function)!r} does not say what it takes: {_USAGE}") from None
+        named_parameters = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        names = [p.name for p in named_parameters]
+        batch_name = next((name for name in _BATCH_NAMES if name in names), None)
+        answer = batch_name or next((name for name in (*_ANSWER_NAMES, "messages") if name in names), None)
         if answer is None:
-            takes = ", ".join(str(p).partition(":")[0].partition("=")[0].strip() for p in parameters) or "nothing"
+            listing = ", ".join(str(p).partition(":")[0].partition("=")[0].strip() for p in parameters) or "nothing"
             raise UserError(
-                f"reward function {name_of(function)!r} takes ({takes}), of which none is named `completion`, the "
-                f"answer that it grades: {_SHOWN}"
+                f"reward function {name_of(function)!r} takes ({listing}), of which none is named `completion`, the "
+                f"answer that it grades: {_USAGE}"
             )
         return cls(
             function,
             answer,
-            batched=many is not None,
-            by_position=tuple(p.name for p in single if p.kind is p.POSITIONAL_ONLY),
-            named=tuple(p.name for p in single if p.kind is not p.POSITIONAL_ONLY),
-            required=frozenset(p.name for p in single if p.default is p.empty),
-            all_fields=any(p.kind is p.VAR_KEYWORD for p in parameters),
+            is_batched=batch_name is not None,
+            positional_names=tuple(p.name for p in named_parameters if p.kind is p.POSITIONAL_ONLY),
+            keyword_names=tuple(p.name for p in named_parameters if p.kind is not p.POSITIONAL_ONLY),
+            required_names=frozenset(p.name for p in named_parameters if p.default is p.empty),
+            takes_all_fields=any(p.kind is p.VAR_KEYWORD for p in parameters),
         )
 
     @property
-    def waits(self) -> bool:
-        """Returns whether it is async."""
+    def is_async(self) -> bool:
+        """Returns whether the function is async."""
         function = self.function.func if isinstance(self.function, functools.partial) else self.function
         return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
-    def missing(self, fields: Mapping[str, Any]) -> str | None:
-        """Returns a parameter that must be given and that fields do not have."""
-        return min((name for name in self.required if not self._known(name, fields)), default=None)
+    def find_missing(self, fields: Mapping[str, Any]) -> str | None:
+        """Returns the name of a required parameter that these fields do not have; None: there is none."""
+        return min((name for name in self.required_names if not self._is_available(name, fields)), default=None)
 
-    def _known(self, name: str, fields: Mapping[str, Any]) -> bool:
-        if name in (self.answer, *_PROMPT, "messages", "completion_ids", "data_source", "extra_info", "question"):
+    def _is_available(self, name: str, fields: Mapping[str, Any]) -> bool:
+        if name in (self.answer_name, *_PROMPT_NAMES, *_DERIVED_NAMES):
             return True
-        name = _OF_VERL.get(name, name) if self.batched else name
-        return name in fields or name in ("data_source", "extra_info") or (name in _GOLD and _gold(fields) is not None)
+        name = _SINGULARS.get(name, name) if self.is_batched else name
+        has_gold = name in _GOLD_NAMES and _find_gold(fields) is not None
+        return has_gold or name in fields or name in ("data_source", "extra_info")
 
-    def given(self, name: str, row: Answered) -> Any:
-        """Returns what a parameter is for one answer. Raises `KeyError` where there is no such thing."""
+    def argument(self, name: str, row: AnsweredPrompt) -> Any:
+        """Returns the value of a parameter for one answer. Raises `KeyError` where it has none."""
         prompt, completion = row
-        name = _OF_VERL.get(name, name) if self.batched else name
-        if name == self.answer and name != "messages":
-            chat = self.batched and prompt.messages is not None
-            return [{"role": "assistant", "content": completion.text}] if chat else completion.text
-        if name in _PROMPT:
-            return [dict(m) for m in prompt.messages] if self.batched and prompt.messages is not None else prompt.text
+        name, chat = (_SINGULARS.get(name, name), prompt.messages) if self.is_batched else (name, None)
+        if name == self.answer_name and name != "messages":
+            return [{"role": "assistant", "content": completion.text}] if chat is not None else completion.text
+        if name in _PROMPT_NAMES:
+            return [dict(m) for m in chat] if chat is not None else prompt.text
         if name == "messages":
-            before = prompt.messages or ({"role": "user", "content": prompt.text},)
-            return [*(dict(m) for m in before), {"role": "assistant", "content": completion.text}]
+            history = prompt.messages or ({"role": "user", "content": prompt.text},)
+            return [*(dict(m) for m in history), {"role": "assistant", "content": completion.text}]
         if name in prompt.fields:
             return prompt.fields[name]
-        if name in _GOLD and (gold := _gold(prompt.fields)) is not None:
-            return gold
+        if name in _GOLD_NAMES and (gold_answer := _find_gold(prompt.fields)) is not None:
+            return gold_answer
         return {
             "completion_ids": completion.tokens.tolist(),
             "data_source": prompt.task,
@@ -255,124 +256,124 @@ class _Signature:
             "question": prompt.text,
         }[name]
 
-    def arguments(self, rows: Sequence[Answered]) -> tuple[list[Any], dict[str, Any]]:
+    def arguments(self, rows: Sequence[AnsweredPrompt]) -> tuple[list[Any], dict[str, Any]]:
         """Returns the positional and named arguments for a batch, or for the one answer of a function of one."""
         for prompt, _ in rows:
-            if missing := self.missing(prompt.fields):
-                raise UserError(_asks(self, missing, f"prompt {prompt.key} of task {prompt.task}", prompt.fields))
-        names = list(self.named)
-        if self.all_fields:
-            others = dict.fromkeys(name for prompt, _ in rows for name in prompt.fields)
-            names += [n for n in others if n not in (*self.named, *self.by_position, *_PROMPT, *_ONE, *_MANY)]
-            names += ["prompts"] if self.batched and "prompts" not in names else []
+            if name := self.find_missing(prompt.fields):
+                raise UserError(_missing_field(self, name, f"prompt {prompt.key} of task {prompt.task}", prompt.fields))
+        names = list(self.keyword_names)
+        if self.takes_all_fields:
+            fixed_names = (*_PROMPT_NAMES, *_ANSWER_NAMES, *_BATCH_NAMES, *self.keyword_names, *self.positional_names)
+            names += dict.fromkeys(n for prompt, _ in rows for n in prompt.fields if n not in fixed_names)
+            names += ["prompts"] if self.is_batched and "prompts" not in names else []
 
-        def value(name: str) -> Any:
-            values = [self._or_none(name, row) for row in rows] if self.batched else self.given(name, rows[0])
+        def value_of(name: str) -> Any:
+            values = [self._or_none(name, row) for row in rows] if self.is_batched else self.argument(name, rows[0])
             return copied(values)  # a function may change what it gets
 
-        by_name: dict[str, Any] = {}
+        keywords: dict[str, Any] = {}
         for name in names:
             with suppress(KeyError):
-                by_name[name] = value(name)
-        if self.batched:
-            by_name = {n: v for n, v in by_name.items() if n in self.required or any(x is not None for x in v)}
-        return [value(name) for name in self.by_position if name in self.required], by_name
+                keywords[name] = value_of(name)
+        if self.is_batched:
+            keywords = {n: v for n, v in keywords.items() if n in self.required_names or any(x is not None for x in v)}
+        return [value_of(name) for name in self.positional_names if name in self.required_names], keywords
 
-    def _or_none(self, name: str, row: Answered) -> Any:
+    def _or_none(self, name: str, row: AnsweredPrompt) -> Any:
         with suppress(KeyError):
-            return self.given(name, row)
+            return self.argument(name, row)
         return None
 
 
-def _gold(fields: Mapping[str, Any]) -> Any:
+def _find_gold(fields: Mapping[str, Any]) -> Any:
     """Returns the right answer of a problem, wherever it is."""
-    nested = fields.get("reward_model")
-    if isinstance(nested, Mapping) and "ground_truth" in nested:
-        return nested["ground_truth"]
+    reward_model = fields.get("reward_model")
+    if isinstance(reward_model, Mapping) and "ground_truth" in reward_model:
+        return reward_model["ground_truth"]
     return fields.get("ground_truth", fields.get("answer"))
 
 
-def _asks(signature: _Signature, missing: str, what: str, fields: Mapping[str, Any]) -> str:
+def _missing_field(signature: _Signature, name: str, row_name: str, fields: Mapping[str, Any]) -> str:
     return (
-        f"reward function {name_of(signature.function)!r} asks for the field {missing!r}, which {what} "
+        f"reward function {name_of(signature.function)!r} asks for the field {name!r}, which {row_name} "
         f"does not have: it has {', '.join(sorted(fields)) or 'no fields'}"
     )
 
 
-def _calls(signature: _Signature, concurrency: int | None) -> GradingCalls:
+def _grading_calls(signature: _Signature, concurrency: int | None) -> GradingCalls:
     """Returns how a function is called."""
     name = f"reward function {name_of(signature.function)!r}"
-    if signature.batched:
-        return GradingCalls(name, functools.partial(_of_batch, signature), copies=False)
-    if signature.waits:
-        many = ASYNC_CONCURRENCY if concurrency is None else concurrency
+    if signature.is_batched:
+        return GradingCalls(name, functools.partial(_call_for_batch, signature), copies=False)
+    if signature.is_async:
+        concurrent_calls = ASYNC_CONCURRENCY if concurrency is None else concurrency
         return GradingCalls(
-            name, functools.partial(_awaited_one, signature), "answer", many, asynchronous=True, copies=False
+            name, functools.partial(_call_async, signature), "answer", concurrent_calls, asynchronous=True, copies=False
         )
-    return GradingCalls(name, functools.partial(_of_one, signature), "answer", concurrency or 1, copies=False)
+    return GradingCalls(name, functools.partial(_call_for_answer, signature), "answer", concurrency or 1, copies=False)
 
 
-def _called(part: GradingCalls, answered: Sequence[Answered]) -> list[float | None]:
+def _call_all(calls: GradingCalls, answered: Sequence[AnsweredPrompt]) -> list[float | None]:
     """Returns the values that a function gives, one call after another."""
-    rows = [[row] for row in answered] if part.unit == "answer" else [answered] * bool(answered)
-    values = [part.grade(row) for row in rows]
-    return [value for row in values for value in (_in_a_loop(row) if part.asynchronous else row)]
+    rows = [[row] for row in answered] if calls.unit == "answer" else [answered] * bool(answered)
+    values = [calls.grade(row) for row in rows]
+    return [value for row in values for value in (_run_in_loop(row) if calls.asynchronous else row)]
 
 
-def _of_one(signature: _Signature, rows: Sequence[Answered]) -> list[float | None]:
+def _call_for_answer(signature: _Signature, rows: Sequence[AnsweredPrompt]) -> list[float | None]:
     """Returns what a function of one answer gives it."""
-    return [_number(_awaited(_invoked(signature, rows), signature.function, rows), signature.function, rows[0])]
+    return [_check_value(_await_value(_invoke(signature, rows), signature.function, rows), signature.function, rows[0])]
 
 
-def _of_batch(signature: _Signature, rows: Sequence[Answered]) -> list[float | None]:
+def _call_for_batch(signature: _Signature, rows: Sequence[AnsweredPrompt]) -> list[float | None]:
     """Returns what a function of a batch gives each answer."""
-    values = _awaited(_invoked(signature, rows), signature.function, rows)
+    values = _await_value(_invoke(signature, rows), signature.function, rows)
     values = values.tolist() if hasattr(values, "tolist") else values
     name = name_of(signature.function)
     if not isinstance(values, list | tuple) or len(values) != len(rows):
-        what = f"{len(values)} rewards" if isinstance(values, list | tuple) else f"{quoted(repr(values)[:200])}"
+        description = f"{len(values)} rewards" if isinstance(values, list | tuple) else f"{quoted(repr(values)[:200])}"
         raise UserError(
-            f"reward function {name!r} gave {what} for {len(rows)} answers: since it takes "
-            f"{signature.answer!r}, return a list with a number for each"
+            f"reward function {name!r} gave {description} for {len(rows)} answers: since it takes "
+            f"{signature.answer_name!r}, return a list with a number for each"
         )
-    return [_number(value, signature.function, row) for value, row in zip(values, rows, strict=True)]
+    return [_check_value(value, signature.function, row) for value, row in zip(values, rows, strict=True)]
 
 
-async def _awaited_one(signature: _Signature, rows: Sequence[Answered]) -> list[float | None]:
+async def _call_async(signature: _Signature, rows: Sequence[AnsweredPrompt]) -> list[float | None]:
     """Returns what an async function of one answer gives it."""
-    coroutine = _invoked(signature, rows)
-    with _Naming(signature.function, rows):
+    coroutine = _invoke(signature, rows)
+    with _NamedErrors(signature.function, rows):
         value = await coroutine
-    return [_number(value, signature.function, rows[0])]
+    return [_check_value(value, signature.function, rows[0])]
 
 
-def _invoked(signature: _Signature, rows: Sequence[Answered]) -> Any:
-    positional, named = signature.arguments(rows)
-    with _Naming(signature.function, rows):
-        return signature.function(*positional, **named)
+def _invoke(signature: _Signature, rows: Sequence[AnsweredPrompt]) -> Any:
+    positional_arguments, keyword_arguments = signature.arguments(rows)
+    with _NamedErrors(signature.function, rows):
+        return signature.function(*positional_arguments, **keyword_arguments)
 
 
-def _awaited(value: Any, function: RewardFunction, rows: Sequence[Answered]) -> Any:
-    """Returns what a call gives, waiting for it where it has to be awaited."""
+def _await_value(value: Any, function: RewardFunction, rows: Sequence[AnsweredPrompt]) -> Any:
+    """Returns the result of a call, which it awaits where that is needed."""
     if not inspect.isawaitable(value):
         return value
-    with _Naming(function, rows):
-        return _in_a_loop(_of(value))
+    with _NamedErrors(function, rows):
+        return _run_in_loop(_as_coroutine(value))
 
 
-async def _of(value: Awaitable[Any]) -> Any:
+async def _as_coroutine(value: Awaitable[Any]) -> Any:
     return await value
 
 
-def _in_a_loop(coroutine: Coroutine[Any, Any, T]) -> T:
+def _run_in_loop(coroutine: Coroutine[Any, Any, T]) -> T:
     """Runs a coroutine to its end, in the loop in which all asynchronous user code runs."""
     return asyncio.run_coroutine_threadsafe(coroutine, event_loop()).result()
 
 
-class _Naming:
+class _NamedErrors:
     """Turns whatever a user's function raises, or that it exits, into a `UserError` that names it."""
 
-    def __init__(self, function: RewardFunction, rows: Sequence[Answered]) -> None:
+    def __init__(self, function: RewardFunction, rows: Sequence[AnsweredPrompt]) -> None:
         self.function, self.rows = function, rows
 
     def __enter__(self) -> None:
@@ -381,16 +382,16 @@ class _Naming:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if isinstance(error, Exception | SystemExit) and not isinstance(error, TbaError):
             frame = traceback.extract_tb(error.__traceback__)[-1]
-            (prompt, completion), more = self.rows[0], len(self.rows) - 1
-            others = f" (or on one of {more} others)" if more else ""
+            (prompt, completion), other_count = self.rows[0], len(self.rows) - 1
+            note = f" (or on one of {other_count} others)" if other_count else ""
             raise UserError(
                 f"reward function {name_of(self.function)!r} failed on the answer {quoted(completion.text)} to "
-                f"prompt {quoted(prompt.text)} of task {prompt.task}{others}: {type(error).__name__}: {error} "
+                f"prompt {quoted(prompt.text)} of task {prompt.task}{note}: {type(error).__name__}: {error} "
                 f"({frame.filename}, line {frame.lineno}: {frame.line})"
             ) from error
 
 
-def _number(value: Any, function: RewardFunction, row: Answered) -> float | None:
+def _check_value(value: Any, function: RewardFunction, row: AnsweredPrompt) -> float | None:
     """Returns a reward as a float, None for one that abstains. Raises `UserError` unless it is a finite number."""
     if isinstance(value, Mapping) and "score" in value:
         value = value["score"]  # verl's
@@ -400,13 +401,13 @@ def _number(value: Any, function: RewardFunction, row: Answered) -> float | None
         value = value.item()  # of numpy, of torch
     try:
         number = float(value) if isinstance(value, int | float) else math.nan
-        shown = repr(value)[:200]
+        description = repr(value)[:200]
     except (OverflowError, ValueError):  # an int, which may have any number of digits
-        number, shown = math.nan, "an integer of more than 300 digits"
+        number, description = math.nan, "an integer of more than 300 digits"
     if not math.isfinite(number):
         prompt = row[0]
         raise UserError(
-            f"reward function {name_of(function)!r} gave {shown} for prompt {prompt.key} of task {prompt.task}: "
+            f"reward function {name_of(function)!r} gave {description} for prompt {prompt.key} of task {prompt.task}: "
             "return a finite number, or None to abstain"
         )
     return number

@@ -28,7 +28,7 @@ EXTRA = "IFEval's checks need the package if-verifiable: pip install 'tba-rl[ins
 _BRACKETED = re.compile(r"\[[^\]\n]*+(\]?)")  # or the rest of a line without a closing bracket
 _BULLETS = (re.compile(r"^[^\S\n]*+\*[^*].*$", re.MULTILINE), re.compile(r"^[^\S\n]*+-", re.MULTILINE))
 _POSTSCRIPTS = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}
-_BREAKS = (ValueError, IndexError, RecursionError)  # what a check raises for an answer that it did not expect
+_CHECK_ERRORS = (ValueError, IndexError, RecursionError)  # what a check raises for an answer that it did not expect
 
 
 def fulfils(kind: str, arguments: Mapping[str, Json], question: str, answer: str) -> bool:
@@ -39,12 +39,12 @@ def fulfils(kind: str, arguments: Mapping[str, Json], question: str, answer: str
     if not answer.strip():
         return False
     try:
-        return bool(_check(kind, json.dumps(arguments, sort_keys=True), question)(answer))
-    except _BREAKS:
+        return bool(_make_check(kind, json.dumps(arguments, sort_keys=True), question)(answer))
+    except _CHECK_ERRORS:
         return False
 
 
-def known() -> frozenset[str]:
+def instruction_kinds() -> frozenset[str]:
     """Returns the kinds of instructions that there are. Raises `UserError` without the package."""
     return frozenset(_kinds())
 
@@ -64,10 +64,10 @@ def _judgement(prompt: Prompt, answer: str) -> Judgement:
     kinds, arguments = prompt.fields["instruction_id_list"], prompt.fields["kwargs"]
     question = str(prompt.fields["question"])
     forms = {*loose_forms(answer)} - {answer}
-    strict, loose = [], []
-    for kind, given in zip(kinds, arguments, strict=True):
-        strict.append(fulfils(kind, given, question, answer))
-        loose.append(strict[-1] or any(fulfils(kind, given, question, form) for form in forms))
+    strict, loose = list[bool](), list[bool]()  # by instruction
+    for kind, kind_arguments in zip(kinds, arguments, strict=True):
+        strict.append(fulfils(kind, kind_arguments, question, answer))
+        loose.append(strict[-1] or any(fulfils(kind, kind_arguments, question, form) for form in forms))
     count = len(kinds)
     parts = {"strict": sum(strict) / count, "loose": sum(loose) / count, "prompt_loose": float(all(loose))}
     return Judgement(float(all(strict)), parts)
@@ -76,23 +76,23 @@ def _judgement(prompt: Prompt, answer: str) -> Judgement:
 def loose_forms(answer: str) -> list[str]:
     """Returns the forms of an answer of which one has to fulfil an instruction in IFEval's loose reading."""
     lines = answer.split("\n")
-    cut = [answer, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
-    return [form for text in cut for form in (text, text.replace("*", ""))]
+    shortened_answers = [answer, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
+    return [form for text in shortened_answers for form in (text, text.replace("*", ""))]
 
 
 @cache
-def _check(kind: str, arguments: str, question: str) -> Check:
+def _make_check(kind: str, arguments: str, question: str) -> Check:
     """Returns the check of an instruction; cached, because a prompt is answered many times."""
-    own = _OWN.get(kind)
-    given = {name: value for name, value in json.loads(arguments).items() if value is not None}
-    if own is None and kind not in _kinds():
+    local_check = _LOCAL_CHECKS.get(kind)
+    settings = {name: value for name, value in json.loads(arguments).items() if value is not None}
+    if local_check is None and kind not in _kinds():
         raise UserError(f"IFEval has no kind of instruction {kind!r}: give one of {', '.join(sorted(_kinds()))}")
     try:
-        if own is not None:
-            return own(**given)
+        if local_check is not None:
+            return local_check(**settings)
         checker = _kinds()[kind](kind)
-        checker.build_description(**given)
-        with suppress(*_BREAKS):
+        checker.build_description(**settings)
+        with suppress(*_CHECK_ERRORS):
             checker.check_following("a word")  # what the package does not look at before
     except (AttributeError, TypeError, ValueError, re.error) as error:
         raise UserError(f"IFEval's instruction {kind} does not take {arguments} ({error})") from error
@@ -114,14 +114,14 @@ def _kinds() -> Mapping[str, Any]:
     return kinds
 
 
-def _compared(relation: str, threshold: int) -> Callable[[int], bool]:
+def _count_test(relation: str, threshold: int) -> Callable[[int], bool]:
     if relation not in ("less than", "at least"):
         raise UserError(f"IFEval compares by 'less than' or 'at least', and {relation!r} is neither")
     return (lambda count: count < threshold) if relation == "less than" else (lambda count: count >= threshold)
 
 
 def _number_of_sentences(num_sentences: int, relation: str) -> Check:
-    fits = _compared(relation, num_sentences)
+    fits = _count_test(relation, num_sentences)
 
     def check(answer: str) -> bool:
         from nltk.tokenize.punkt import PunktSentenceTokenizer
@@ -132,7 +132,7 @@ def _number_of_sentences(num_sentences: int, relation: str) -> Check:
 
 
 def _capital_words(capital_frequency: int, capital_relation: str) -> Check:
-    fits = _compared(capital_relation, capital_frequency)
+    fits = _count_test(capital_relation, capital_frequency)
 
     def check(answer: str) -> bool:
         from nltk.tokenize import word_tokenize
@@ -152,8 +152,8 @@ def _bullets(num_bullets: int) -> Check:
 
 def _postscript(postscript_marker: str) -> Check:
     marker = postscript_marker.strip()
-    begins = re.compile(_POSTSCRIPTS.get(marker, marker.lower()))
-    return lambda answer: begins.search(answer.lower()) is not None
+    beginning = re.compile(_POSTSCRIPTS.get(marker, marker.lower()))
+    return lambda answer: beginning.search(answer.lower()) is not None
 
 
 def _title() -> Check:
@@ -164,7 +164,7 @@ def _title() -> Check:
     return check
 
 
-_OWN: Mapping[str, Callable[..., Check]] = {
+_LOCAL_CHECKS: Mapping[str, Callable[..., Check]] = {
     "length_constraints:number_sentences": _number_of_sentences,
     "change_case:capital_word_frequency": _capital_words,
     "detectable_content:number_placeholders": _placeholders,

@@ -17,43 +17,43 @@ from tba.types import Completion, Json, Judgement, Prompt
 
 _ITEM = re.compile(r"^[^\S\n]*+(\d{1,3})[.)]\s++\S", re.MULTILINE)
 _SENTENCE_END = re.compile(r"[.!?][\"')\]]*+(?=\s|$)")
-_MINOR = frozenset(
+_MINOR_WORDS = frozenset(
     ["a", "an", "and", "as", "at", "but", "by", "for", "from", "in", "into", "nor", "of", "on", "or", "so", "the", "to"]
 ) | {"up", "with", "yet"}
 
 
-def words(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """Returns the words of a text, as IFEval counts them: runs of letters, digits and underscores."""
     return re.findall(r"\w+", text)
 
 
-def sentences(text: str) -> int:
-    """Returns how many sentences there are: ends of sentences, and one more for what stands after the last."""
-    ends = list(_SENTENCE_END.finditer(text))
-    rest = text[ends[-1].end() :] if ends else text
-    return len(ends) + bool(words(rest))
+def count_sentences(text: str) -> int:
+    """Returns the number of sentences in a text: ends of sentences, and one more for words after the last end."""
+    sentence_ends = list(_SENTENCE_END.finditer(text))
+    last_part = text[sentence_ends[-1].end() :] if sentence_ends else text
+    return len(sentence_ends) + bool(split_words(last_part))
 
 
-def _numbered(text: str, items: int) -> bool:
+def _is_numbered_list(text: str, items: int) -> bool:
     return [int(number) for number in _ITEM.findall(text)] == list(range(1, items + 1))
 
 
-def _title_case(text: str) -> bool:
-    letters = [word for word in re.findall(r"[A-Za-z][\w'\u2019-]*", text) if word.lower() not in _MINOR]
-    return bool(letters) and all(word[0].isupper() for word in letters)
+def _is_title_case(text: str) -> bool:
+    title_words = [word for word in re.findall(r"[A-Za-z][\w'\u2019-]*", text) if word.lower() not in _MINOR_WORDS]
+    return bool(title_words) and all(word[0].isupper() for word in title_words)
 
 
 CHECKS: Mapping[str, Callable[..., bool]] = {
-    "least_words": lambda text, count: len(words(text)) >= count,
-    "words_between": lambda text, low, high: low <= len(words(text)) <= high,
-    "sentences": lambda text, count: sentences(text) == count,
-    "first_word": lambda text, word: words(text)[:1] == [word],
+    "least_words": lambda text, count: len(split_words(text)) >= count,
+    "words_between": lambda text, low, high: low <= len(split_words(text)) <= high,
+    "sentences": lambda text, count: count_sentences(text) == count,
+    "first_word": lambda text, word: split_words(text)[:1] == [word],
     "parentheses": lambda text: re.search(r"\(\s*\w[^()\n]*\)", text) is not None,
-    "numbered_list": _numbered,
+    "numbered_list": _is_numbered_list,
     "hashtags": lambda text, count: len(re.findall(r"(?<!\w)#[A-Za-z]\w*", text)) >= count,
     "figures": lambda text, count: len(re.findall(r"\d+", text)) >= count,
-    "title_case": _title_case,
-    "capital_words": lambda text, count: sum(w.isupper() and len(w) > 1 for w in words(text)) >= count,
+    "title_case": _is_title_case,
+    "capital_words": lambda text, count: sum(w.isupper() and len(w) > 1 for w in split_words(text)) >= count,
     "asks": lambda text: "?" in text,
     "no_letter": lambda text, letter: letter not in text.lower(),
     "one_line": lambda text: "\n" not in text.strip(),
@@ -62,7 +62,7 @@ CHECKS: Mapping[str, Callable[..., bool]] = {
 }
 
 
-def fulfilled(instruction: Mapping[str, Json], question: str, answer: str) -> bool:
+def is_fulfilled(instruction: Mapping[str, Json], question: str, answer: str) -> bool:
     """Returns whether `answer` fulfils one instruction; an empty one fulfils none. Raises `UserError` for an unknown
     kind.
     """
@@ -73,7 +73,7 @@ def fulfilled(instruction: Mapping[str, Json], question: str, answer: str) -> bo
         raise UserError(
             f"there is no kind of instruction {kind!r}: give one of {', '.join(sorted(CHECKS))}, or IFEval's"
         )
-    return bool(words(answer)) and CHECKS[kind](answer, **arguments)
+    return bool(split_words(answer)) and CHECKS[kind](answer, **arguments)
 
 
 class ShareFulfilled:
@@ -88,5 +88,5 @@ class ShareFulfilled:
 
 def _judgement(prompt: Prompt, answer: str) -> Judgement:
     question = str(prompt.fields["question"])
-    parts = {one["kind"]: float(fulfilled(one, question, answer)) for one in prompt.fields["instructions"]}
+    parts = {item["kind"]: float(is_fulfilled(item, question, answer)) for item in prompt.fields["instructions"]}
     return Judgement(sum(parts.values()) / len(parts), parts)

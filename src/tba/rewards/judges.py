@@ -20,22 +20,22 @@ from tba.fields import as_declared
 from tba.grading import Grader
 from tba.protocols import GradingCalls
 from tba.rewards.endpoint import Endpoint, EndpointClient, Usage
-from tba.rewards.judge_text import Fences, Scale, problem_text, read_ranking, standing
+from tba.rewards.judge_text import Fences, Scale, problem_text, read_ranking, win_shares
 from tba.types import Completion, Judgement, Prompt
 
-Answered = tuple[Prompt, Completion]
+AnsweredPrompt = tuple[Prompt, Completion]
 T = TypeVar("T")
 
 _DEADLINE = 600.0  # seconds for all calls of one `judge`, where nobody else keeps time
 
 
-class Unreadable(TbaError):
-    """A judge did not reply with a score or a ranking, and neither when it was asked again."""
+class UnreadableReply(TbaError):
+    """Raised when a judge replies twice without a score or a ranking."""
 
 
 @dataclass(frozen=True)
-class Mark:
-    """What a judge says of one answer."""
+class JudgeMark:
+    """A judge's verdict on one answer, and what it cost."""
 
     value: float  # its score, or its standing in the group
     tokens: float | None  # what it cost, this answer's share; None: the server does not say
@@ -67,35 +67,35 @@ class _Judge:
         """Returns what all calls cost so far, also those whose reply could not be read."""
         return self.client.usage
 
-    def _task(self, prompt: Prompt, fences: Fences) -> list[str]:
+    def _shared_parts(self, prompt: Prompt, fences: Fences) -> list[str]:
         """Returns the parts of a question that all answers to a prompt have in common, which come first."""
-        data = [fences.explained, fences.around("TASK", problem_text(prompt))]
+        data = [fences.explanation, fences.enclose("TASK", problem_text(prompt))]
         if self.reference:
             if self.reference not in prompt.fields:
                 raise UserError(
                     f"the judge {self.name!r} compares with the field {self.reference!r}, which prompt {prompt.key} of "
                     f"task {prompt.task} does not have: it has {', '.join(sorted(prompt.fields)) or 'no fields'}"
                 )
-            data.append(fences.around("REFERENCE", str(prompt.fields[self.reference])))
+            data.append(fences.enclose("REFERENCE", str(prompt.fields[self.reference])))
         return [self.rubric.strip(), *data]
 
-    def _read(self, question: str, form: str, read: Callable[[str, bool], T | None]) -> tuple[T, Usage]:
-        """Returns what a reply says, and what it cost. Raises `Unreadable` when two replies say nothing."""
-        cost, cuts = Usage(), 0
+    def _ask(self, question: str, reply_kind: str, read_verdict: Callable[[str, bool], T | None]) -> tuple[T, Usage]:
+        """Returns what a reply says, and what it cost. Raises `UnreadableReply` when two replies say nothing."""
+        cost, cut_count = Usage(), 0
         for message in (question, f"{question}\nWrite nothing else: a reply without that line cannot be read."):
             reply = self.client.reply(message)
             cost += reply.usage
-            if (value := read(reply.text, reply.cut)) is not None:
-                return value, cost
-            cuts += reply.cut
+            if (verdict := read_verdict(reply.text, reply.is_cut)) is not None:
+                return verdict, cost
+            cut_count += reply.is_cut
             self.client.forget(message)
-        longer = f", of which {cuts} ended at max_tokens={self.endpoint.max_tokens}: raise it" if cuts else ""
-        raise Unreadable(f"{self.client} gave no {form} that can be read in 2 replies{longer}")
+        note = f", of which {cut_count} ended at max_tokens={self.endpoint.max_tokens}: raise it" if cut_count else ""
+        raise UnreadableReply(f"{self.client} gave no {reply_kind} that can be read in 2 replies{note}")
 
-    def _parts(self, mark: Mark) -> dict[str, float]:
+    def _cost_parts(self, mark: JudgeMark) -> dict[str, float]:
         return {} if mark.tokens is None else {f"{self.name}_tokens": mark.tokens}
 
-    def judge(self, answered: Sequence[Answered]) -> list[Judgement]:
+    def judge(self, answered: Sequence[AnsweredPrompt]) -> list[Judgement]:
         """Returns one judgement for each, in order, several calls at once. Raises what `grade` raises."""
         return Grader(self, _DEADLINE, retries=0).judge(answered)
 
@@ -122,31 +122,31 @@ class RubricJudge(_Judge):
         _ = self.client  # made here, before threads share it
         return [GradingCalls(self.name, self.grade, "answer", self.endpoint.concurrency, copies=False)]
 
-    def grade(self, answered: Sequence[Answered]) -> list[Mark]:
+    def grade(self, answered: Sequence[AnsweredPrompt]) -> list[JudgeMark]:
         """Returns the score of each answer, one after another.
 
-        Raises `UserError` for a refusal, `Refused` when no call succeeds, `Unreadable` when no reply has a score.
+        Raises `UserError` for a refusal, `Refused` when no call succeeds, `UnreadableReply` when no reply has a score.
         """
-        return [self._graded(prompt, completion) for prompt, completion in answered]
+        return [self._grade_answer(prompt, completion) for prompt, completion in answered]
 
     def judgement(self, values: Sequence[Any]) -> Judgement:
         """Returns the judgement of one answer, whose mark is the only value."""
         (mark,) = values
         return Judgement(
-            Scale.of(self.scale).reward(mark.value), {f"{self.name}_score": mark.value, **self._parts(mark)}
+            Scale.of(self.scale).reward(mark.value), {f"{self.name}_score": mark.value, **self._cost_parts(mark)}
         )
 
     def question(self, prompt: Prompt, completion: Completion) -> str:
         """Returns what the judge is asked about an answer."""
         fences = Fences.of(prompt)
-        answer = fences.around("ANSWER", prompt.answer_in(completion.text))
-        form = Scale.of(self.scale).explained
-        closing = f"Grade the answer by the rubric at the top. End with one line {form}."
-        return "\n\n".join([*self._task(prompt, fences), answer, closing])
+        answer = fences.enclose("ANSWER", prompt.answer_in(completion.text))
+        reply_form = Scale.of(self.scale).explanation
+        closing = f"Grade the answer by the rubric at the top. End with one line {reply_form}."
+        return "\n\n".join([*self._shared_parts(prompt, fences), answer, closing])
 
-    def _graded(self, prompt: Prompt, completion: Completion) -> Mark:
-        score, cost = self._read(self.question(prompt, completion), "score", Scale.of(self.scale).read)
-        return Mark(score, None if cost.unstated else float(cost.tokens))
+    def _grade_answer(self, prompt: Prompt, completion: Completion) -> JudgeMark:
+        score, cost = self._ask(self.question(prompt, completion), "score", Scale.of(self.scale).read)
+        return JudgeMark(score, None if cost.uncounted_calls else float(cost.tokens))
 
 
 @dataclass(frozen=True)
@@ -169,46 +169,46 @@ class RankingJudge(_Judge):
         _ = self.client  # made here, before threads share it
         return [GradingCalls(self.name, self.grade, "group", self.endpoint.concurrency, copies=False)]
 
-    def grade(self, answered: Sequence[Answered]) -> list[Mark]:
+    def grade(self, answered: Sequence[AnsweredPrompt]) -> list[JudgeMark]:
         """Returns the standing of each answer among all of the same prompt, one prompt after another.
 
-        Raises `UserError` for a refusal, `Refused` when no call succeeds, `Unreadable` when no reply has a ranking.
+        Raises `UserError` for a refusal, `Refused` when no call succeeds, `UnreadableReply` when no reply ranks them.
         """
-        return self._scattered(answered, [self._ranked(group) for group in _groups(answered).values()])
+        return self._flatten(answered, [self._rank_group(group) for group in _group_by_prompt(answered).values()])
 
     def judgement(self, values: Sequence[Any]) -> Judgement:
         """Returns the judgement of one answer, whose mark is the only value."""
         (mark,) = values
-        return Judgement(mark.value, self._parts(mark))
+        return Judgement(mark.value, self._cost_parts(mark))
 
     def question(self, prompt: Prompt, texts: Sequence[str]) -> str:
         """Returns what the judge is asked about answers, which are numbered from 1 as they come."""
         fences = Fences.of(prompt)
-        answers = [fences.around(f"ANSWER {number}", text) for number, text in enumerate(texts, 1)]
+        answers = [fences.enclose(f"ANSWER {number}", text) for number, text in enumerate(texts, 1)]
         closing = (
             f"Rank the answers 1 to {len(texts)} by the rubric at the top, the best first; their order here means "
             "nothing. End with one line such as `2 > 1 = 3`, with every number once and = between equally good ones."
         )
-        return "\n\n".join([*self._task(prompt, fences), *answers, closing])
+        return "\n\n".join([*self._shared_parts(prompt, fences), *answers, closing])
 
-    def _ranked(self, group: Sequence[Answered]) -> list[Mark]:
+    def _rank_group(self, group: Sequence[AnsweredPrompt]) -> list[JudgeMark]:
         """Returns the standing of each answer to one prompt."""
         prompt, answers = group[0][0], [prompt.answer_in(completion.text) for prompt, completion in group]
         counts = Counter(answers)
-        texts = _shuffled(counts, prompt.key)
+        texts = _shuffle(counts, prompt.key)
         places, cost = [[1]], Usage()
         if len(texts) > 1:
-            read = partial(_places, count=len(texts))
-            places, cost = self._read(self.question(prompt, texts), "ranking", read)
+            read_places = partial(_read_places, count=len(texts))
+            places, cost = self._ask(self.question(prompt, texts), "ranking", read_places)
         copies = {number: counts[text] for number, text in enumerate(texts, 1)}
-        shares = standing(places, copies)
+        shares = win_shares(places, copies)
         numbers = {text: number for number, text in enumerate(texts, 1)}
-        tokens = None if cost.unstated else cost.tokens / len(group)
-        return [Mark(shares[numbers[answer]], tokens) for answer in answers]
+        tokens = None if cost.uncounted_calls else cost.tokens / len(group)
+        return [JudgeMark(shares[numbers[answer]], tokens) for answer in answers]
 
-    def _scattered(self, answered: Sequence[Answered], marks: Sequence[Sequence[Mark]]) -> list[Mark]:
+    def _flatten(self, answered: Sequence[AnsweredPrompt], marks: Sequence[Sequence[JudgeMark]]) -> list[JudgeMark]:
         """Returns the marks of groups in the order of their answers."""
-        by_prompt = {key: iter(group) for key, group in zip(_groups(answered), marks, strict=True)}
+        by_prompt = {key: iter(group) for key, group in zip(_group_by_prompt(answered), marks, strict=True)}
         return [next(by_prompt[prompt.key]) for prompt, _ in answered]
 
 
@@ -219,19 +219,19 @@ def tokens_per_thousand(judgements: Iterable[Judgement], name: str = "judge") ->
     return 1000 * sum(tokens) / len(tokens) if tokens else None
 
 
-def _places(text: str, cut: bool, count: int) -> list[list[int]] | None:
+def _read_places(text: str, is_cut: bool, count: int) -> list[list[int]] | None:
     """Returns the ranking of a reply; each number once is the sign that it was not cut off."""
     return read_ranking(text, count)
 
 
-def _groups(answered: Sequence[Answered]) -> dict[str, list[Answered]]:
-    groups: dict[str, list[Answered]] = {}
+def _group_by_prompt(answered: Sequence[AnsweredPrompt]) -> dict[str, list[AnsweredPrompt]]:
+    groups: dict[str, list[AnsweredPrompt]] = {}
     for prompt, completion in answered:
         groups.setdefault(prompt.key, []).append((prompt, completion))
     return groups
 
 
-def _shuffled(texts: Iterable[str], key: str) -> list[str]:
+def _shuffle(texts: Iterable[str], key: str) -> list[str]:
     """Returns texts in an order that depends on the key and on all of them, but not on the one in which they come."""
     order = sorted(texts)
     digest = hashlib.blake2b("\0".join([key, *order]).encode(errors="surrogatepass"), digest_size=8)

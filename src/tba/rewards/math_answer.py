@@ -20,17 +20,17 @@ from string import ascii_letters
 from typing import IO, Any
 
 from tba.errors import UserError
-from tba.rewards.children import Children, own_output
+from tba.rewards.children import Children, claim_stdout
 from tba.rewards.confined import limit_memory
 from tba.rewards.exact_answer import right_answer
-from tba.rewards.math_forms import same, spelled
-from tba.rewards.math_text import canonical, last_boxed, other_base, other_units, words
+from tba.rewards.math_forms import equal_by_form, equal_in_words
+from tba.rewards.math_text import bases_differ, canonical_words, canonicalize, last_boxed, units_differ
 from tba.types import Completion, Judgement, Prompt
 
 log = logging.getLogger("tba.reward")
 
-_IS_TEXT = re.compile(r"\s*\\(?:text|mbox|mathrm)")
-_LONGEST = 2000  # characters of an answer that is worth comparing
+_TEXT_COMMAND = re.compile(r"\s*\\(?:text|mbox|mathrm)")
+_LONGEST_ANSWER = 2000  # characters of an answer that is worth comparing
 _COMMAND = re.compile(r"\\(?:text\{[^{}]*\}|begin\{[a-z]*\}|end\{[a-z]*\}|[A-Za-z]+)")
 _DECIMALS = 12  # to which numbers have to agree
 _TINY = 1e-6
@@ -63,71 +63,71 @@ class MathAnswer:
         pairs = [
             (last_boxed(prompt.answer_in(completion.text)), right_answer(prompt)) for prompt, completion in answered
         ]
-        marks = self.grade(pairs)
-        late = sum(mark is None for mark in marks)
-        if late:
-            log.warning("%d of %d math answers could not be compared in time and count as wrong", late, len(marks))
-        return [Judgement(float(mark or 0), {"ungraded": float(mark is None)}) for mark in marks]
+        verdicts = self.grade(pairs)
+        failures = sum(verdict is None for verdict in verdicts)
+        if failures:
+            log.warning("%d of %d math answers could not be compared in time and count as wrong", failures, len(pairs))
+        return [Judgement(float(verdict or 0), {"ungraded": float(verdict is None)}) for verdict in verdicts]
 
     def grade(self, pairs: Sequence[tuple[str | None, str]]) -> list[bool | None]:
         """Returns whether each (boxed answer, right answer) are equal, in order; None: not compared in time."""
-        found = {pair: at_once(*pair) for pair in dict.fromkeys(pairs)}
-        hard = [pair for pair, mark in found.items() if mark is None]
-        if hard:
+        verdicts = {pair: equal_without_algebra(*pair) for pair in dict.fromkeys(pairs)}
+        undecided_pairs = [pair for pair, verdict in verdicts.items() if verdict is None]
+        if undecided_pairs:
             require_math_verify()
-            found |= zip(hard, self.children.ask([list(pair) for pair in hard]), strict=True)
-        return [found[pair] for pair in pairs]
+            verdicts |= zip(undecided_pairs, self.children.ask([list(pair) for pair in undecided_pairs]), strict=True)
+        return [verdicts[pair] for pair in pairs]
 
     def close(self) -> None:
         """End the grading processes."""
         self.children.close()
 
 
-def at_once(answer: str | None, right: str) -> bool | None:
+def equal_without_algebra(answer: str | None, target: str) -> bool | None:
     """Returns the verdict if it needs no algebra, else None."""
-    if answer is None or not answer.strip() or len(answer) > _LONGEST or other_base(answer, right):
+    if answer is None or not answer.strip() or len(answer) > _LONGEST_ANSWER or bases_differ(answer, target):
         return False
-    if answer == right or canonical(answer) == canonical(right):
+    if answer == target or canonicalize(answer) == canonicalize(target):
         return True
-    if other_units(answer, right):
+    if units_differ(answer, target):
         return False
-    verdict = same(answer, right, spelled)
-    if verdict is None and _IS_TEXT.match(right) and words(right) is not None:
+    verdict = equal_by_form(answer, target, equal_in_words)
+    if verdict is None and _TEXT_COMMAND.match(target) and canonical_words(target) is not None:
         return False  # `abc` without \text may be a product
     return verdict
 
 
-def equal(answer: str, right: str) -> bool:
+def equal_answers(answer: str, target: str) -> bool:
     """Returns whether the two are equal, by their forms and math-verify. It may hang: call it in a child process."""
-    verdict = same(answer, right, _by_algebra)
-    return _by_algebra(canonical(answer), canonical(right)) if verdict is None else verdict
+    verdict = equal_by_form(answer, target, _equal_by_algebra)
+    return _equal_by_algebra(canonicalize(answer), canonicalize(target)) if verdict is None else verdict
 
 
-def _by_algebra(answer: str, right: str) -> bool:
+def _equal_by_algebra(answer: str, target: str) -> bool:
     """Returns whether math-verify takes two canonical texts for equal, if need be with i for the imaginary unit."""
-    known = spelled(answer, right)
-    if known is not None:
-        return known
-    if _differ_in_case(answer, right):
+    verdict = equal_in_words(answer, target)
+    if verdict is not None:
+        return verdict
+    if _differ_in_case(answer, target):
         return False
     from math_verify import LatexExtractionConfig, parse, verify
 
-    boxed = [LatexExtractionConfig(boxed_match_priority=0)]
-    wanted, given = (
-        parse(f"\\boxed{{{text.replace(';', ',')}}}", boxed, parsing_timeout=None)  # our own clock is running
-        for text in (right, answer)
+    extraction = [LatexExtractionConfig(boxed_match_priority=0)]
+    parsed_target, parsed_answer = (
+        parse(f"\\boxed{{{text.replace(';', ',')}}}", extraction, parsing_timeout=None)  # our own clock is running
+        for text in (target, answer)
     )
-    for a, b in ((wanted, given), (_complex(wanted), _complex(given))):
+    for a, b in ((parsed_target, parsed_answer), (_make_complex(parsed_target), _make_complex(parsed_answer))):
         if verify(a, b, float_rounding=_DECIMALS, allow_set_relation_comp=True, timeout_seconds=None):
             return not _differ_though_tiny(a[0], b[0])
     return False
 
 
-def _differ_in_case(one: str, other: str) -> bool:
+def _differ_in_case(text_a: str, text_b: str) -> bool:
     """Returns whether a variable is a capital in one text only (r, R): math-verify does not see it. A constant C may be
     c.
     """
-    letters = [set(_COMMAND.sub("", text)) for text in (one, other)]
+    letters = [set(_COMMAND.sub("", text)) for text in (text_a, text_b)]
     return any(
         (letter in a) != (letter in b) and (letter.swapcase() in a) != (letter.swapcase() in b)
         for a, b in (letters,)
@@ -135,15 +135,15 @@ def _differ_in_case(one: str, other: str) -> bool:
     )
 
 
-def _complex(parsed: list[Any]) -> list[Any]:
-    """Returns what was parsed with the letter i as the imaginary unit."""
+def _make_complex(expressions: list[Any]) -> list[Any]:
+    """Returns parsed expressions with the letter i as the imaginary unit."""
     from sympy import Basic, I
 
-    found: list[Any] = []
-    for part in parsed:
+    parts: list[Any] = []
+    for part in expressions:
         letters = part.free_symbols if isinstance(part, Basic) else ()
-        found.append(part.subs({letter: I for letter in letters if str(letter) == "i"}) if letters else part)
-    return found
+        parts.append(part.subs({letter: I for letter in letters if str(letter) == "i"}) if letters else part)
+    return parts
 
 
 def _differ_though_tiny(a: Any, b: Any) -> bool:
@@ -169,37 +169,37 @@ def _expire(number: int, frame: object) -> None:
 
 
 def serve(questions: IO[str], answers: IO[str], seconds: float) -> None:
-    """Read answer and right answer, write true or false (null: gave up), until the input ends: the child's loop."""
+    """Read answer and right answer, write whether they are equal (null: gave up), until the input ends."""
     logging.disable()  # math-verify tells of every expression that it cannot read
     signal.signal(signal.SIGALRM, _expire)
     limit_memory()
-    equal("x + 1", "2x")  # imports, and its own tables, before the clock matters
+    equal_answers("x + 1", "2x")  # imports, and its own tables, before the clock matters
     print("ready", file=answers, flush=True)
     for line in questions:
         _bound_processor_seconds(seconds + 2 * _GRACE)
-        mark: bool | None = None
+        verdict: bool | None = None
         number, question = json.loads(line)
         try:
             signal.setitimer(signal.ITIMER_REAL, seconds)
-            mark = equal(*question)
+            verdict = equal_answers(*question)
             signal.setitimer(signal.ITIMER_REAL, 0)
         except _Expired:
-            mark = None
+            verdict = None
         except (MemoryError, RecursionError):
             signal.setitimer(signal.ITIMER_REAL, 0)
-        print(json.dumps([number, mark]), file=answers, flush=True)
+        print(json.dumps([number, verdict]), file=answers, flush=True)
 
 
 def _bound_processor_seconds(seconds: float) -> None:
     """Limit processor time from here on, so that the system ends a child that hangs after its parent has died."""
-    used, hard = resource.getrusage(resource.RUSAGE_SELF), resource.getrlimit(resource.RLIMIT_CPU)[1]
-    value = int(used.ru_utime + used.ru_stime + seconds) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+    usage, limit = resource.getrusage(resource.RUSAGE_SELF), resource.getrlimit(resource.RLIMIT_CPU)[1]
+    value = int(usage.ru_utime + usage.ru_stime + seconds) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (value if limit == resource.RLIM_INFINITY else min(value, limit), limit))
 
 
 def main() -> None:
     """Run as the child."""
-    serve(sys.stdin, own_output(), float(sys.argv[1]))
+    serve(sys.stdin, claim_stdout(), float(sys.argv[1]))
 
 
 if __name__ == "__main__":

@@ -40,11 +40,11 @@ _NUMBER = re.compile(
     re.VERBOSE,
 )
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_GROUPED = re.compile(r"[1-9][0-9]{0,2}(?>(?:,[0-9]{3})+)(?:\.[0-9]++)?")
+_GROUPED_DIGITS = re.compile(r"[1-9][0-9]{0,2}(?>(?:,[0-9]{3})+)(?:\.[0-9]++)?")
 _FRACTION = re.compile(r"\\[cdt]?frac\s?(?:\{([^{}]{1,99})\}\s?\{([^{}]{1,99})\}|([0-9])\s?([0-9]))")
 _GROUP_SPACE = re.compile(r"(?<=[0-9])(?:\\[,!;: ]|,\\!|\{,\}|[\u00a0\u2009\u202f'_])(?=[0-9]{3}(?![0-9]))")
-_SPACED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?>(?: [0-9]{3}(?![0-9]))+)(?! ?/)")
-_THIN = re.compile(r"\\[,;:> ]")
+_SPACED_GROUPS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?>(?: [0-9]{3}(?![0-9]))+)(?! ?/)")
+_THIN_SPACE = re.compile(r"\\[,;:> ]")
 _MACRO = re.compile(r"\\[A-Za-z]++")
 _CURRENCY = re.compile(
     r"(?P<signed>(?<=[-+])[ ]?)?(?P<sign>\\?[$€£¥₹])[ ]?(?P<amount>(?=[0-9][0-9.,]*+(?![ ]?[$\\^+*/=-])))?"
@@ -82,7 +82,7 @@ _SYMBOLS = {
     **dict.fromkeys((r"\displaystyle", r"\textstyle", r"\quad", r"\qquad", r"\thinspace", r"\newline", r"\bf"), " "),
 }
 UNKNOWN = "¤"  # stands for a LaTeX command that says more than how a number looks (`\ln`, `\infty`)
-_PLAIN = str.maketrans(
+_ASCII_SIGNS = str.maketrans(
     WIDE
     | {ord(sign): f" {value}" for sign, value in FRACTIONS.items()}
     | {ord("\u2044"): "/", ord("\u03bc"): "µ", ord("\u2126"): "Ω"}
@@ -90,30 +90,30 @@ _PLAIN = str.maketrans(
 _BEFORE_QUANTITY = re.compile(r"[\s({\[*'\"`~≈$€£¥₹]*+")
 _ONE_LETTER = re.compile(r"[A-Za-z](?![A-Za-z/])")
 _WORD = re.compile(r"[A-Za-z]++")
-_REST = re.compile(r"(?>(?:[\s.(){}\]*'\"`_$?;,]++)?)(?>(?:\^\{?[23](?![0-9]))?)(?>(?:-(?=[A-Za-z]{3}))?)")
+_GAP = re.compile(r"(?>(?:[\s.(){}\]*'\"`_$?;,]++)?)(?>(?:\^\{?[23](?![0-9]))?)(?>(?:-(?=[A-Za-z]{3}))?)")
 _SHORT_WORDS = frozenset(["of", "in", "to", "at", "on", "by", "for", "the", "per", "all", "any", "men", "new", "old"])
 _LETTER = re.compile(r"[A-Za-z]")
 _VOWEL = re.compile(r"[aeiouyAEIOUY]")
 
 
-def plain(text: str) -> str:
-    """`text` with LaTeX, currency signs and typographic minus signs reduced to what `numbers` reads.
+def to_plain_text(text: str) -> str:
+    """Returns a text with LaTeX, currency signs and typographic minus signs reduced to what `numbers` reads.
 
     Of currency signs `\\$`, `€`, `£`, `¥` and `₹` are left, `\\$` as `$`; a bare `$` only before a number that no other
     `$` or operation follows, since it may begin or end mathematics. A command that is not known becomes `UNKNOWN`.
     """
     if not text.isascii():
-        text = with_powers(text).translate(_PLAIN)
+        text = with_powers(text).translate(_ASCII_SIGNS)
     text = _FRACTION.sub(_inline_fraction, text)
     text = _GROUP_SPACE.sub(",", text).replace("\\!", "")
-    text = _SPACED.sub(lambda m: m[0].replace(" ", ",") if " 0" in m[0] or m[0].count(" ") > 1 else m[0], text)
-    text = _THIN.sub(" ", text).replace("\\%", "%")
+    text = _SPACED_GROUPS.sub(lambda m: m[0].replace(" ", ",") if " 0" in m[0] or m[0].count(" ") > 1 else m[0], text)
+    text = _THIN_SPACE.sub(" ", text).replace("\\%", "%")
     text = _MACRO.sub(lambda m: _SYMBOLS.get(m[0], UNKNOWN), text)
-    text = _CURRENCY.sub(_currency, text)
+    text = _CURRENCY.sub(_replace_currency, text)
     return _DETACHED_SIGN.sub(r"\1", text)
 
 
-def _currency(match: re.Match[str]) -> str:
+def _replace_currency(match: re.Match[str]) -> str:
     if match["signed"] is not None:
         return ""
     return " " if match["sign"] == "$" and match["amount"] is None else match["sign"].lstrip("\\")
@@ -122,10 +122,10 @@ def _currency(match: re.Match[str]) -> str:
 def numbers(text: str) -> Iterator[Fraction | None]:
     """Yields every number of a plain text, in order; None for one without a value (too long, or divided by zero)."""
     for match in _NUMBER.finditer(text):
-        yield from _values(match)
+        yield from _values_of(match)
 
 
-class Amount(NamedTuple):
+class Quantity(NamedTuple):
     """A number in a text, the unit after it or the currency before it (see `units`; None: neither), and where it is."""
 
     value: Fraction | None
@@ -134,21 +134,21 @@ class Amount(NamedTuple):
     end: int
 
 
-def amounts(text: str) -> Iterator[Amount]:
+def amounts(text: str) -> Iterator[Quantity]:
     """Yields the same as `numbers`, with units. In a list such as `1,2,3 cm` only the last has one."""
     for match in _NUMBER.finditer(text):
-        values = _values(match)
+        values = _values_of(match)
         unit, end = unit_after(text, match.end())
-        before = text[max(0, match.start() - 1) : match.start()]
-        if unit is None and before in CURRENCIES:
-            unit = before
+        sign = text[max(0, match.start() - 1) : match.start()]
+        if unit is None and sign in CURRENCIES:
+            unit = sign
         for value in values[:-1]:
-            yield Amount(value, None, match.start(), match.end())
+            yield Quantity(value, None, match.start(), match.end())
         for value in values[-1:]:
-            yield Amount(value, unit, match.start(), end)
+            yield Quantity(value, unit, match.start(), end)
 
 
-def quantity(text: str) -> Amount | None:
+def quantity(text: str) -> Quantity | None:
     """Returns the amount that a plain text is, perhaps with words (`12 apples`, `50%`); None for all other text.
 
     None also for what has a number in it and is none: `3!`, `2x`, `(5, ∞)`, `8-i`, `2 \\sec x`.
@@ -156,76 +156,76 @@ def quantity(text: str) -> Amount | None:
     match = _NUMBER.search(text)
     if match is None or not _BEFORE_QUANTITY.fullmatch(text[: match.start()]):
         return None
-    values = _values(match)
+    values = _values_of(match)
     if len(values) != 1 or ("," in match[0] and text[: match.start()].rstrip().endswith(("(", "[", "{"))):
         return None  # (100,101) is a point
     unit, end = unit_after(text, match.end())
-    if unit is None and (sign := text[max(0, match.start() - 1) : match.start()]) in CURRENCIES:
-        unit = sign
+    if unit is None and (currency := text[max(0, match.start() - 1) : match.start()]) in CURRENCIES:
+        unit = currency
     if unit is not None and _ONE_LETTER.match(text, match.end()):
         return None  # 2s
-    return Amount(values[0], unit, match.start(), end) if _only_words(text, end, match.end() == end) else None
+    return Quantity(values[0], unit, match.start(), end) if _only_words(text, end, match.end() == end) else None
 
 
-def _only_words(text: str, at: int, after_number: bool) -> bool:
+def _only_words(text: str, position: int, after_number: bool) -> bool:
     """Returns whether nothing but words and punctuation follows: no variable, no operation, no further number."""
-    if text[at : at + 1] == "!":
+    if text[position : position + 1] == "!":
         return False
-    while at < len(text):
-        if rest := _REST.match(text, at):
-            after_number &= rest.end() == at
-            at = rest.end()
-        if at == len(text):
+    while position < len(text):
+        if gap := _GAP.match(text, position):
+            after_number &= gap.end() == position
+            position = gap.end()
+        if position == len(text):
             return True
-        word = _WORD.match(text, at)
+        word = _WORD.match(text, position)
         if word is None or not _is_word(word[0], after_number):
             return False
-        at, after_number = word.end(), False
+        position, after_number = word.end(), False
     return True
 
 
-def _is_word(word: str, glued: bool) -> bool:
-    """Returns whether letters are a word rather than variables; `glued`: right after a digit, as in `3xy`."""
+def _is_word(word: str, follows_digit: bool) -> bool:
+    """Returns whether letters are a word rather than variables; `follows_digit`: right after a digit, as in `3xy`."""
     if len(word) > 3:
         return _VOWEL.search(word) is not None
-    if glued or len(word) < 3:
-        return not glued and word.lower() in _SHORT_WORDS
-    spread = [ord(b) - ord(a) for a, b in pairwise(word)]
-    return word.isupper() or (_VOWEL.search(word) is not None and spread != [1, 1])
+    if follows_digit or len(word) < 3:
+        return not follows_digit and word.lower() in _SHORT_WORDS
+    steps = [ord(b) - ord(a) for a, b in pairwise(word)]
+    return word.isupper() or (_VOWEL.search(word) is not None and steps != [1, 1])
 
 
 def _inline_fraction(match: re.Match[str]) -> str:
-    top, bottom = (match[1], match[2]) if match[1] else (match[3], match[4])
-    if bottom.startswith("-"):
-        top, bottom = top[1:] if top.startswith("-") else f"-{top}", bottom[1:]
-    after_digit = match.start() > 0 and match.string[match.start() - 1].isdigit()  # 1\frac{1}{2}: a mixed number
-    if _LETTER.search(top + bottom):
-        top, bottom = f"({top})", f"({bottom})"  # 1/(4m) is no quarter of a meter
-    return f"{' ' if after_digit else ''}{top}/{bottom}"
+    numerator, denominator = (match[1], match[2]) if match[1] else (match[3], match[4])
+    if denominator.startswith("-"):
+        numerator, denominator = numerator[1:] if numerator.startswith("-") else f"-{numerator}", denominator[1:]
+    follows_digit = match.start() > 0 and match.string[match.start() - 1].isdigit()  # 1\frac{1}{2}: a mixed number
+    if _LETTER.search(numerator + denominator):
+        numerator, denominator = f"({numerator})", f"({denominator})"  # 1/(4m) is no quarter of a meter
+    return f"{' ' if follows_digit else ''}{numerator}/{denominator}"
 
 
-def _values(match: re.Match[str]) -> list[Fraction | None]:
+def _values_of(match: re.Match[str]) -> list[Fraction | None]:
     """Returns the numbers of one match: none for a date or the like, several for a list such as `1,2,3`."""
-    digits, over = match["digits"], match["over"]
-    if digits is None or digits.count(".") > 1 or over.count("/") > 1:
+    digits, denominator = match["digits"], match["over"]
+    if digits is None or digits.count(".") > 1 or denominator.count("/") > 1:
         return []
     if match["raised"] is not None:
-        return [_power_of_ten(match["raised"])] if digits == "10" and not over else []
-    listed = [digits] if _GROUPED.fullmatch(digits) else digits.split(",")
-    *before, last = (_decimal(d) for d in listed)
-    if last is not None:
-        last = _scaled(last, match["e"], match["ten"])
-    if last is not None and over:
-        last = _divided(last, over, match["whole"])
-    if last is not None and match["scale"] is not None:
-        last *= _SCALES[match["scale"].lower()]
-    values = [*before, last]
+        return [_power_of_ten(match["raised"])] if digits == "10" and not denominator else []
+    groups = [digits] if _GROUPED_DIGITS.fullmatch(digits) else digits.split(",")
+    *leading_values, last_value = (_parse_decimal(d) for d in groups)
+    if last_value is not None:
+        last_value = _scale(last_value, match["e"], match["ten"])
+    if last_value is not None and denominator:
+        last_value = _divide(last_value, denominator, match["whole"])
+    if last_value is not None and match["scale"] is not None:
+        last_value *= _SCALES[match["scale"].lower()]
+    values = [*leading_values, last_value]
     if match["sign"] == "-" and values[0] is not None:
         values[0] = -values[0]
     return values
 
 
-def _decimal(digits: str) -> Fraction | None:
+def _parse_decimal(digits: str) -> Fraction | None:
     return Fraction(digits.replace(",", "")) if len(digits) <= MAX_DIGITS else None
 
 
@@ -235,7 +235,7 @@ def _power_of_ten(exponent: str) -> Fraction | None:
     return Fraction(10) ** int(exponent)
 
 
-def _scaled(value: Fraction, *exponents: str | None) -> Fraction | None:
+def _scale(value: Fraction, *exponents: str | None) -> Fraction | None:
     for exponent in exponents:
         if exponent is not None:
             factor = _power_of_ten(exponent)
@@ -245,9 +245,9 @@ def _scaled(value: Fraction, *exponents: str | None) -> Fraction | None:
     return value
 
 
-def _divided(top: Fraction, over: str, whole: str | None) -> Fraction | None:
-    bottom = _decimal(over.strip(" /"))
-    if not bottom:
+def _divide(numerator: Fraction, denominator_text: str, whole_part: str | None) -> Fraction | None:
+    denominator = _parse_decimal(denominator_text.strip(" /"))
+    if not denominator:
         return None
-    proper = top < bottom
-    return top / bottom + (int(whole) if whole is not None and proper else 0)
+    is_proper = numerator < denominator
+    return numerator / denominator + (int(whole_part) if whole_part is not None and is_proper else 0)

@@ -32,56 +32,56 @@ class _Outcome(Generic[T]):
         return True
 
 
-def in_threads(
+def run_in_threads(
     calls: Sequence[Callable[[], T]],
     concurrency: int,
     deadline_seconds: float,
-    waiting_for: Callable[[int], str],
+    describe_call: Callable[[int], str],
     setting: str = "`deadline_seconds`",
-    here: bool = True,
+    use_caller: bool = True,
 ) -> list[T]:
     """Returns the results of `calls`; at most `concurrency` of them run at once.
 
-    With `here`, one call at a time runs in the calling thread, and no deadline ends it. `setting` is the deadline's
-    name for the user. Waits for the threads it starts. Raises what the first failing call raised, and
-    `DeadlineExceeded`, with `waiting_for(i)` of an unfinished call, when they take more than `deadline_seconds` in all.
+    With `use_caller`, one call at a time runs in the calling thread, and no deadline ends it. `setting` is the
+    deadline's name for the user. Waits for the threads it starts. Raises what the first failing call raised, and
+    `DeadlineExceeded`, with `describe_call(i)` of an unfinished call, when all take more than `deadline_seconds`.
     """
-    if here and (concurrency == 1 or len(calls) == 1):
+    if use_caller and (concurrency == 1 or len(calls) == 1):
         return [call() for call in calls]
-    pending: SimpleQueue[int] = SimpleQueue()
-    finished: SimpleQueue[tuple[int, _Outcome[T]]] = SimpleQueue()
-    closed = threading.Event()
+    pending_indices: SimpleQueue[int] = SimpleQueue()
+    outcomes: SimpleQueue[tuple[int, _Outcome[T]]] = SimpleQueue()
+    stop = threading.Event()
     for index in range(len(calls)):
-        pending.put(index)
+        pending_indices.put(index)
 
     def serve() -> None:
-        while not closed.is_set():
+        while not stop.is_set():
             try:
-                index = pending.get_nowait()
+                index = pending_indices.get_nowait()
             except Empty:
                 return
             outcome: _Outcome[T] = _Outcome()
             with outcome:
                 outcome.value = calls[index]()
-            finished.put((index, outcome))
+            outcomes.put((index, outcome))
 
     for _ in range(min(concurrency, len(calls))):
         threading.Thread(target=serve, name="reward", daemon=True).start()
     results: dict[int, T] = {}
-    expires = time.monotonic() + deadline_seconds
+    deadline = time.monotonic() + deadline_seconds
     try:
         while len(results) < len(calls):
             try:
-                index, outcome = finished.get(timeout=max(0.0, expires - time.monotonic()))
+                index, outcome = outcomes.get(timeout=max(0.0, deadline - time.monotonic()))
             except Empty:
-                late = next(i for i in range(len(calls)) if i not in results)
+                call_index = next(i for i in range(len(calls)) if i not in results)
                 raise DeadlineExceeded(
-                    f"waited {deadline_seconds:g} s for {waiting_for(late)}: {len(calls) - len(results)} of "
+                    f"waited {deadline_seconds:g} s for {describe_call(call_index)}: {len(calls) - len(results)} of "
                     f"{len(calls)} calls are unfinished, so raise {setting} or make the calls faster"
                 ) from None
             if outcome.error is not None:
                 raise outcome.error
             results[index] = outcome.value
     finally:
-        closed.set()
+        stop.set()
     return [results[i] for i in range(len(calls))]

@@ -39,8 +39,8 @@ _COMMANDS = {
     "∧": "land",
     "∨": "lor",
 }
-_OTHERS = {"∛": "\\sqrt[3]", "÷": "/", "∕": "/", "⁄": "/", "ℝ": "\\mathbb{R}", "ℤ": "\\mathbb{Z}", "’": "'", "º": "°"}
-_OTHERS |= dict.fromkeys("⟨〈", "(") | dict.fromkeys("⟩〉", ")")
+_TEXTS = {"∛": "\\sqrt[3]", "÷": "/", "∕": "/", "⁄": "/", "ℝ": "\\mathbb{R}", "ℤ": "\\mathbb{Z}", "’": "'", "º": "°"}
+_TEXTS |= dict.fromkeys("⟨〈", "(") | dict.fromkeys("⟩〉", ")")
 
 
 def _greek(letter: str) -> str:
@@ -50,28 +50,28 @@ def _greek(letter: str) -> str:
 
 _COMMANDS |= {letter: _greek(letter) for letter in "αβγδεθλμνξπρστφχψωΓΔΘΛΠΣΦΨΩ"}
 _LATEX = str.maketrans(
-    {ord(sign): text for sign, text in _OTHERS.items()}
+    {ord(sign): text for sign, text in _TEXTS.items()}
     | {ord(sign): f"\\{name} " for sign, name in _COMMANDS.items()}
     | {ord(sign): f"\\frac{{{value.numerator}}}{{{value.denominator}}}" for sign, value in FRACTIONS.items()}
     | WIDE
 )
 _ROOT = re.compile(r"([√∛])\s{0,9}(?:\(([^()]{1,99})\)|([0-9]{1,30}))")
-_HIGH = re.compile(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]++")
+_SUPERSCRIPTS = re.compile(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]++")
 _POWER = re.compile(r"(?<=[0-9])[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]++")
-_LOW = re.compile(r"[₀₁₂₃₄₅₆₇₈₉₊₋]++")
-_LEVEL = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ₀₁₂₃₄₅₆₇₈₉₊₋", "0123456789+-n0123456789+-")
+_SUBSCRIPTS = re.compile(r"[₀₁₂₃₄₅₆₇₈₉₊₋]++")
+_LEVEL_DIGITS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ₀₁₂₃₄₅₆₇₈₉₊₋", "0123456789+-n0123456789+-")
 
 
 def with_powers(text: str) -> str:
     """Returns the text with raised digits behind a digit as a power: `10²` as `10^2`, but `cm²` as it is."""
-    return _POWER.sub(lambda m: f"^{m[0].translate(_LEVEL)}", text)
+    return _POWER.sub(lambda m: f"^{m[0].translate(_LEVEL_DIGITS)}", text)
 
 
-def latex(text: str) -> str:
+def to_latex(text: str) -> str:
     r"""Returns the text with Unicode's mathematics as LaTeX: `2√3` as `2\sqrt {3}`, `x₁²` as `x_{1}^{2}`."""
     if text.isascii():
         return text
     text = _ROOT.sub(lambda m: f"{m[1]}{{{m[2] or m[3]}}}", text)
-    text = _HIGH.sub(lambda m: f"^{{{m[0].translate(_LEVEL)}}}", text)
-    text = _LOW.sub(lambda m: f"_{{{m[0].translate(_LEVEL)}}}", text)
+    text = _SUPERSCRIPTS.sub(lambda m: f"^{{{m[0].translate(_LEVEL_DIGITS)}}}", text)
+    text = _SUBSCRIPTS.sub(lambda m: f"_{{{m[0].translate(_LEVEL_DIGITS)}}}", text)
     return unicodedata.normalize("NFC", text.translate(_LATEX))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-_SPELT = {
+_SPELLINGS = {
     "inch": "in inch inche",  # of inches, less its s
     "foot": "ft foot feet",
     "yard": "yd yard",
@@ -63,7 +63,7 @@ _SPELT = {
     "percent": "% percent",
     "unit": "unit",  # whichever they are
 }
-_SCALED = {  # these also with a decimal prefix, except as given
+_PREFIXED_SPELLINGS = {  # these also with a decimal prefix, except as given
     "meter": "m meter metre",
     "gram": "g gram gramme",
     "liter": "l L liter litre",
@@ -103,8 +103,8 @@ _PREFIXES = {
     "G": "giga",
     "T": "tera",
 }
-_ONLY_SCALED = {"b": "bit", "B": "byte", "A": "ampere"}  # 5 A may be a grade: alone no unit
-_BY_HABIT = {
+_ONLY_PREFIXED = {"b": "bit", "B": "byte", "A": "ampere"}  # 5 A may be a grade: alone no unit
+_ABBREVIATIONS = {
     "gm": "gram",
     "cc": "centimeter^3",
     "kilo": "kilogram",
@@ -125,32 +125,32 @@ _BY_HABIT = {
 }
 
 
-def _table() -> dict[str, str]:
+def _unit_names() -> dict[str, str]:
     """Returns the name of every spelling."""
-    names = {spelling: name for name, spellings in _SPELT.items() for spelling in spellings.split()}
-    for name, spellings in _SCALED.items():
+    names = {spelling: name for name, spellings in _SPELLINGS.items() for spelling in spellings.split()}
+    for name, spellings in _PREFIXED_SPELLINGS.items():
         for spelling in spellings.split():
             names[spelling] = name
-            whole = len(spelling) > 2 and spelling.islower() and spelling not in ("mol", "cal", "bar", "sec", "amp")
+            is_word = len(spelling) > 2 and spelling.islower() and spelling not in ("mol", "cal", "bar", "sec", "amp")
             for sign, prefix in _PREFIXES.items():
-                names.setdefault((prefix if whole else sign) + spelling, prefix + name)
-    for letter, name in _ONLY_SCALED.items():
+                names.setdefault((prefix if is_word else sign) + spelling, prefix + name)
+    for letter, name in _ONLY_PREFIXED.items():
         names |= {sign + letter: prefix + name for sign, prefix in _PREFIXES.items() if letter == "A" or sign in "kMGT"}
     names |= {sign + "Wh": f"hour {prefix}watt" for sign, prefix in (*_PREFIXES.items(), ("", ""))}
-    return names | _BY_HABIT
+    return names | _ABBREVIATIONS
 
 
-_NAMES = _table()
-_CASELESS = ["km", "cm", "mm", "kg", "mg", "ml", "khz", "ghz", "kw", "kwh", "kj"]
-_ANY_CASE = {
+_NAMES = _unit_names()
+_CASELESS_SPELLINGS = ["km", "cm", "mm", "kg", "mg", "ml", "khz", "ghz", "kw", "kwh", "kj"]
+_CASELESS_NAMES = {
     **{
         spelling.lower(): _NAMES[spelling]
-        for _, many in (*_SPELT.items(), *_SCALED.items())
-        for spelling in many.split()
+        for _, spellings in (*_SPELLINGS.items(), *_PREFIXED_SPELLINGS.items())
+        for spelling in spellings.split()
     },
     **{spelling: name for spelling, name in _NAMES.items() if len(spelling) > 4 and spelling.islower()},
-    **{spelling.lower(): name for spelling, name in _BY_HABIT.items()},
-    **{name: next(n for s, n in _NAMES.items() if s.lower() == name) for name in _CASELESS},
+    **{spelling.lower(): name for spelling, name in _ABBREVIATIONS.items()},
+    **{name: next(n for s, n in _NAMES.items() if s.lower() == name) for name in _CASELESS_SPELLINGS},
     "mhz": "megahertz",
     "kb": "kilobyte",
     "mb": "megabyte",
@@ -178,44 +178,44 @@ _FACTOR = re.compile(
     r"(?P<word>[A-Za-zΩ]++)"
     rf"(?P<power>(?>(?:{_GAP}(?:\^\{{?\s?-?[0-9]|[²³]|squared))?))"
 )
-_MORE = re.compile(r" ++[A-Za-z]")
+_NEXT_WORD = re.compile(r" ++[A-Za-z]")
 
 
-def unit_after(text: str, at: int) -> tuple[str | None, int]:
-    """Returns the name of the unit at `at` in a plain text (right after a number) and where it ends; None: no unit."""
-    match = _UNIT.match(text, at)
-    if match is None or (match["word"] == "in" and _MORE.match(text, match.end())):  # 5 in total
-        return None, at
+def unit_after(text: str, position: int) -> tuple[str | None, int]:
+    """Returns the name of the unit at a position of a plain text (behind a number) and where it ends; None: no unit."""
+    match = _UNIT.match(text, position)
+    if match is None or (match["word"] == "in" and _NEXT_WORD.match(text, match.end())):  # 5 in total
+        return None, position
     word = "".join(match["word"].strip("^ {}~").replace(".", "").split())
-    name = _named(word)
+    name = _find_unit(word)
     if name is None:
-        return None, at
+        return None, position
     end = match.end("power")
-    first = _power(match["kind"]) or _power(match["power"]) or 1
-    if name in ("a.m.", "p.m.", "percent") and first == 1:
+    exponent = _exponent(match["kind"]) or _exponent(match["power"]) or 1
+    if name in ("a.m.", "p.m.", "percent") and exponent == 1:
         return name, match.end("word")
-    powers = Counter({name: first})
-    for part, sign in (("times", 1), ("per", -1), ("again", -1)):
-        if not match[part]:
+    powers = Counter({name: exponent})
+    for group, sign in (("times", 1), ("per", -1), ("again", -1)):
+        if not match[group]:
             continue
-        found = _FACTOR.match(match[part])
-        other = _named(found["word"]) if found else None
-        if found is None or other is None:
+        factor = _FACTOR.match(match[group])
+        factor_name = _find_unit(factor["word"]) if factor else None
+        if factor is None or factor_name is None:
             break
-        powers[other] += sign * (_power(found["kind"]) or _power(found["power"]) or 1)
-        end = match.end(part)
-    return _spelt(powers), end
+        powers[factor_name] += sign * (_exponent(factor["kind"]) or _exponent(factor["power"]) or 1)
+        end = match.end(group)
+    return _unit_name(powers), end
 
 
-def differ(one: str | None, other: str | None) -> bool:
-    """Returns whether both are units, and not the same.
+def differ(a: str | None, b: str | None) -> bool:
+    """Returns whether both are units, and differ.
 
     A sign of `CURRENCIES` is the same as its currency per anything, a degree the same as one of a temperature, a unit
     the same as any, and square units the same as the square of any.
     """
-    if one is None or other is None or one == other:
+    if a is None or b is None or a == b:
         return False
-    for sign, unit in ((one, other), (other, one)):
+    for sign, unit in ((a, b), (b, a)):
         if sign in CURRENCIES:
             return CURRENCIES[sign] != unit.partition(" per ")[0]
         if sign == "unit" or (sign == "degree" and unit in _TEMPERATURES):
@@ -225,14 +225,14 @@ def differ(one: str | None, other: str | None) -> bool:
     return True
 
 
-def _spelt(powers: Counter[str]) -> str:
-    above = sorted(name + (f"^{n}" if n > 1 else "") for name, n in powers.items() if n > 0)
-    below = sorted(name + (f"^{-n}" if n < -1 else "") for name, n in powers.items() if n < 0)
-    return " ".join(above) + (f" per {' '.join(below)}" if below else "")
+def _unit_name(powers: Counter[str]) -> str:
+    numerator = sorted(name + (f"^{n}" if n > 1 else "") for name, n in powers.items() if n > 0)
+    denominator = sorted(name + (f"^{-n}" if n < -1 else "") for name, n in powers.items() if n < 0)
+    return " ".join(numerator) + (f" per {' '.join(denominator)}" if denominator else "")
 
 
-def _power(text: str | None) -> int | None:
-    """Returns the exponent that a word or a raised number gives."""
+def _exponent(text: str | None) -> int | None:
+    """Returns the exponent that a word or a raised number stands for."""
     if not text:
         return None
     word = text.strip(" {}~\\,;:!")
@@ -240,11 +240,11 @@ def _power(text: str | None) -> int | None:
     return _POWERS.get(word) or (int(digits) if digits.lstrip("-").isdigit() else None)
 
 
-def _named(word: str) -> str | None:
+def _find_unit(word: str) -> str | None:
     """Returns the unit that a word names: a single letter as written (`m`, not `M`), others in any case or number."""
-    found = _NAMES.get(word)
-    if found is not None or len(word) == 1:
-        return found
-    lower = word.lower()
-    found = _ANY_CASE.get(lower)
-    return _ANY_CASE.get(lower.removesuffix("s")) if found is None and len(lower) > 2 else found
+    name = _NAMES.get(word)
+    if name is not None or len(word) == 1:
+        return name
+    lowercase = word.lower()
+    name = _CASELESS_NAMES.get(lowercase)
+    return _CASELESS_NAMES.get(lowercase.removesuffix("s")) if name is None and len(lowercase) > 2 else name

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from tba.environments.episode import EpisodeFailed
-from tba.environments.scripted import acted, written
+from tba.environments.scripted import encode_parts, play_demonstration
 from tba.errors import UserError
 from tba.foreign import problems_of
 from tba.intake.encoding import Encoder, Known
@@ -115,11 +115,11 @@ def _act_demonstrations(recipe: Recipe, task: Acted, count: int) -> Iterator[Ent
     for number, problem in enumerate(problems[:count], start=1):
         (prompt,) = encode([problem], recipe.task.name, tokenizer, recipe.prompts).prompts
         try:
-            parts, judgement = acted(task, problem, prompt.text)
+            parts, judgement = play_demonstration(task, problem, prompt.text)
         except EpisodeFailed as error:
             yield number, Refusal("a demonstration whose environment failed", str(error))
             continue
-        completion = written(parts, judgement, speech)
+        completion = encode_parts(parts, judgement, speech)
         unscored = np.zeros(len(completion.tokens), dtype=np.float32)
         yield number, Trajectory("", prompt, completion, judgement.reward, unscored, Version())
 

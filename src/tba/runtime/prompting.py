@@ -13,7 +13,7 @@ import numpy as np
 
 from tba.clock import ShareClock
 from tba.environments.engine import EpisodeEngine
-from tba.environments.hosts import CAN_FORK, EpisodeLimits, Here, Hosts
+from tba.environments.hosts import CAN_FORK, EpisodeLimits, Hosts, InProcessHost
 from tba.environments.speech import Speech
 from tba.errors import UserError
 from tba.foreign import failed, problems_of
@@ -190,7 +190,7 @@ def vine_of(recipe: Recipe, model: Model, engine: Engine, reward: Reward) -> Vin
     """Returns the estimator of the values of an answer's steps, if the recipe has one; an episode's steps are turns."""
     if recipe.vine is None:
         return None
-    texts = engine.speech.said if isinstance(engine, EpisodeEngine) else None
+    texts = engine.speech.turn_text if isinstance(engine, EpisodeEngine) else None
     return recipe.vine.start(engine, reward, model.tokenizer(), recipe.largest_reward, texts is not None, texts)
 
 
@@ -198,14 +198,14 @@ def _environment_state(clock: ShareClock) -> AbstractContextManager[None]:
     return clock.state("eval" if clock.present == "eval" else "environment")
 
 
-def worlds_of(task: Acted, inline: bool) -> Here | Hosts:
+def worlds_of(task: Acted, inline: bool) -> InProcessHost | Hosts:
     """Returns the place where a task's episodes are played. inline: this process, so that a run is repeatable."""
     limits = getattr(task, "limits", None) or EpisodeLimits()
     if inline or not limits.processes:
-        return Here(task)
+        return InProcessHost(task)
     if not CAN_FORK:
         log.warning("environments are played in the searcher's process, without limits: only Linux can fork safely")
-        return Here(task)
+        return InProcessHost(task)
     return Hosts(task, limits)
 
 

@@ -24,7 +24,7 @@ from tba.rewards.exact_answer import ExactText
 from tba.tasks.held_out import check_share, is_held_out
 from tba.types import Problem, Split
 
-_RESULT = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+_OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Arithmetic:
     def __post_init__(self) -> None:
         if not 1 <= self.digits <= 9:
             raise UserError(f"arithmetic has digits {self.digits}: give a number from 1 to 9")
-        if not self.operations or sorted(self.operations) != sorted(set(self.operations) & set(_RESULT)):
+        if not self.operations or sorted(self.operations) != sorted(set(self.operations) & set(_OPERATIONS)):
             raise UserError(f"arithmetic has operations {self.operations!r}: give each of + - * at most once, as '+-'")
         if min(self.train_problems, self.eval_problems) < 1:
             raise UserError(
@@ -73,16 +73,16 @@ class Arithmetic:
 
     def problems(self, split: Split) -> list[Problem]:
         """Returns distinct problems in an order fixed by `seed`. Raises `UserError` when there are not that many."""
-        if split not in self._made:
+        if split not in self._problems_by_split:
             rng = np.random.default_rng([self.seed, split == "eval"])
             pairs = self._pairs(split, rng)
-            drawn = rng.integers(len(self.operations), size=len(pairs))
-            problems = zip(pairs, drawn, strict=True)
-            self._made[split] = [self._problem(a, self.operations[o], b, rng) for (a, b), o in problems]
-        return list(self._made[split])
+            choices = rng.integers(len(self.operations), size=len(pairs))
+            problems = zip(pairs, choices, strict=True)
+            self._problems_by_split[split] = [self._problem(a, self.operations[o], b, rng) for (a, b), o in problems]
+        return list(self._problems_by_split[split])
 
     @cached_property
-    def _made(self) -> dict[Split, list[Problem]]:
+    def _problems_by_split(self) -> dict[Split, list[Problem]]:
         """Keeps the problems of each split: a command asks for them many times."""
         return {}
 
@@ -90,32 +90,32 @@ class Arithmetic:
         return ExactText()
 
     def _pairs(self, split: Split, rng: np.random.Generator) -> list[tuple[int, int]]:
-        low = 10 ** (self.digits - 1) if self.digits > 1 else 0
-        span = 10**self.digits - low
-        wanted, share = self.train_problems, 1 - self.held_out
+        lowest = 10 ** (self.digits - 1) if self.digits > 1 else 0
+        operand_count = 10**self.digits - lowest
+        count, share = self.train_problems, 1 - self.held_out
         if split == "eval":
-            wanted, share = self.eval_problems, self.held_out
-        candidates = int(1.1 * wanted / share) + 100
+            count, share = self.eval_problems, self.held_out
+        candidates = int(1.1 * count / share) + 100
         while True:
-            drawn = rng.choice(span**2, size=min(candidates, span**2), replace=False)
-            pairs = [(low + int(code) // span, low + int(code) % span) for code in drawn]
+            codes = rng.choice(operand_count**2, size=min(candidates, operand_count**2), replace=False)
+            pairs = [(lowest + int(code) // operand_count, lowest + int(code) % operand_count) for code in codes]
             pairs = [p for p in pairs if is_held_out(f"{min(p)},{max(p)}", self.held_out) == (split == "eval")]
-            if len(pairs) >= wanted:
-                return pairs[:wanted]
-            if candidates >= span**2:
+            if len(pairs) >= count:
+                return pairs[:count]
+            if candidates >= operand_count**2:
                 raise UserError(
-                    f"arithmetic has only {len(pairs)} {split} problems of {self.digits} digits, {wanted} are asked "
+                    f"arithmetic has only {len(pairs)} {split} problems of {self.digits} digits, {count} are asked "
                     f"for: raise digits, or lower {split}_problems"
                 )
             candidates *= 2
 
     def _problem(self, a: int, operation: str, b: int, rng: np.random.Generator) -> Problem:
-        answer = self.written(_RESULT[operation](a, b))
-        shown = self.written(self._careless_sum(a, b, rng)) if self.forgotten_carries else answer
-        return Problem(f"{a}{operation}{b}=", {"answer": answer}, shown)
+        answer = self.format_result(_OPERATIONS[operation](a, b))
+        demonstration = self.format_result(self._careless_sum(a, b, rng)) if self.forgotten_carries else answer
+        return Problem(f"{a}{operation}{b}=", {"answer": answer}, demonstration)
 
     def _careless_sum(self, a: int, b: int, rng: np.random.Generator) -> int:
-        """a + b worked out digit by digit, where each carry is forgotten with probability `forgotten_carries`."""
+        """Returns a + b worked out digit by digit; each carry is forgotten with probability `forgotten_carries`."""
         total, carry = 0, 0
         for place in range(self.digits):
             column = a // 10**place % 10 + b // 10**place % 10 + carry
@@ -123,7 +123,7 @@ class Arithmetic:
             carry = int(column >= 10 and rng.random() >= self.forgotten_carries)
         return total + carry * 10**self.digits
 
-    def written(self, result: int) -> str:
+    def format_result(self, result: int) -> str:
         """Returns a result as the answer spells it."""
         digits = str(abs(result))
         return ("-" if result < 0 else "") + (digits[::-1] if self.least_significant_first else digits)

@@ -16,8 +16,8 @@ from tba.errors import UserError
 from tba.fields import as_declared
 from tba.rewards.exact_answer import MARK, ExactAnswer
 from tba.tables import file_in
-from tba.tasks.held_out import IN_BOTH, without
-from tba.tasks.problem_rows import Row, read_rows, rows_from_hub
+from tba.tasks.held_out import IN_BOTH, exclude
+from tba.tasks.problem_rows import ProblemRow, read_rows, rows_from_hub
 from tba.types import Problem, Split
 
 Style = Literal["tba", "vineppo"]
@@ -29,7 +29,7 @@ _PROMPT = {
 _BEFORE_SOLUTION = {"tba": "", "vineppo": "\n"}  # that prompt ends before the line break
 _FILE = {"train": "train", "eval": "test"}
 _CALCULATION = re.compile(r"<<[^<>]*+>>")
-_LOCAL = "a folder with train.jsonl and test.jsonl or a JSON Lines file"
+_LOCAL_SOURCE = "a folder with train.jsonl and test.jsonl or a JSON Lines file"
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,16 @@ class Gsm8k:
 
         Raises `UserError` for a missing or malformed file, naming its line.
         """
-        rows = self._rows("eval") if split == "eval" else self._kept(self._rows("train"))
+        rows = self._rows("eval") if split == "eval" else self._training_rows(self._rows("train"))
         return [self._problem(row) for row in rows]
 
     def left_out(self) -> Mapping[str, int]:
         rows = self._rows("train")
-        return {IN_BOTH: len(rows) - len(self._kept(rows))}
+        return {IN_BOTH: len(rows) - len(self._training_rows(rows))}
 
-    def _kept(self, rows: list[Row]) -> list[Row]:
+    def _training_rows(self, rows: list[ProblemRow]) -> list[ProblemRow]:
         """Returns the rows that are not held out."""
-        return without(rows, self._rows("eval"), lambda row: row.text("question").strip()) if self._has_eval() else rows
+        return exclude(rows, self._rows("eval"), lambda row: row.text("question").strip()) if self._has_eval() else rows
 
     def reward(self) -> ExactAnswer:
         return ExactAnswer(self.strict)
@@ -69,7 +69,7 @@ class Gsm8k:
     def _has_eval(self) -> bool:
         return self.eval_path is not None or not Path(self.path).is_file()
 
-    def _rows(self, split: Split) -> list[Row]:
+    def _rows(self, split: Split) -> list[ProblemRow]:
         path = Path(self.path)
         if split == "eval" and self.eval_path is not None:
             return read_rows(Path(self.eval_path))
@@ -82,12 +82,12 @@ class Gsm8k:
                     "or as path a folder with train.jsonl and test.jsonl"
                 )
             return read_rows(path)
-        return rows_from_hub("gsm8k", self.path, _FILE[split], _LOCAL, "main")
+        return rows_from_hub("gsm8k", self.path, _FILE[split], _LOCAL_SOURCE, "main")
 
-    def _problem(self, row: Row) -> Problem:
+    def _problem(self, row: ProblemRow) -> Problem:
         question, solution = row.text("question").strip(), row.text("answer").strip()
-        reasoning, mark, final = solution.rpartition(MARK)
-        answer = final.strip().replace(",", "")
+        reasoning, mark, marked_answer = solution.rpartition(MARK)
+        answer = marked_answer.strip().replace(",", "")
         if not mark or not answer:
             raise UserError(
                 f"{row.place} has a field 'answer' without '{MARK} number' at its end: write it as GSM8K does"

@@ -28,7 +28,7 @@ def check_share(share: float, field: str) -> None:
         raise UserError(f"{field} is {share}: give the share of problems to hold out, above 0 and below 1")
 
 
-def without(train: Sequence[T], held_out: Sequence[T], key: Callable[[T], object]) -> list[T]:
-    """Returns `train` without the problems that are also held out."""
-    seen = {key(problem) for problem in held_out}
-    return [problem for problem in train if key(problem) not in seen]
+def exclude(train: Sequence[T], held_out: Sequence[T], key: Callable[[T], object]) -> list[T]:
+    """Returns the problems of `train` that are not held out, too."""
+    held_out_keys = {key(problem) for problem in held_out}
+    return [problem for problem in train if key(problem) not in held_out_keys]

@@ -13,11 +13,11 @@ from typing import Any
 from tba.errors import UserError
 from tba.fields import as_declared
 from tba.foreign import check
-from tba.rewards.ifeval import IfEvalReward, known
-from tba.tasks.problem_rows import Row, read_rows, rows_from_hub
+from tba.rewards.ifeval import IfEvalReward, instruction_kinds
+from tba.tasks.problem_rows import ProblemRow, read_rows, rows_from_hub
 from tba.types import Problem, Split
 
-_LOCAL = "the file input_data.jsonl of google-research/instruction_following_eval"
+_LOCAL_SOURCE = "the file input_data.jsonl of google-research/instruction_following_eval"
 
 
 @dataclass(frozen=True)
@@ -37,22 +37,22 @@ class IfEval:
             raise UserError(
                 "ifeval has no training prompts: train on another task, such as instruct, and evaluate here"
             )
-        local = Path(self.path).is_file()
-        rows = read_rows(Path(self.path)) if local else rows_from_hub("ifeval", self.path, "train", _LOCAL)
+        is_file = Path(self.path).is_file()
+        rows = read_rows(Path(self.path)) if is_file else rows_from_hub("ifeval", self.path, "train", _LOCAL_SOURCE)
         return [_problem(row) for row in rows]
 
     def reward(self) -> IfEvalReward:
         return IfEvalReward()
 
 
-def _problem(row: Row) -> Problem:
+def _problem(row: ProblemRow) -> Problem:
     question = row.text("prompt")
     try:
         check(row.values, {"instruction_id_list": list[str], "kwargs": list[dict[str, Any]]}, "it")
         kinds, arguments = row.values["instruction_id_list"], row.values["kwargs"]
-        if not kinds or len(kinds) != len(arguments) or not known().issuperset(kinds):
+        if not kinds or len(kinds) != len(arguments) or not instruction_kinds().issuperset(kinds):
             raise ValueError("they are not some of IFEval's kinds, and as many kwargs")
     except ValueError as error:
-        raise UserError(f"{row.place} has no instructions of IFEval ({error}): give {_LOCAL}") from error
+        raise UserError(f"{row.place} has no instructions of IFEval ({error}): give {_LOCAL_SOURCE}") from error
     fields = {"question": question, "instruction_id_list": kinds, "kwargs": arguments}
     return Problem(({"role": "user", "content": question},), fields)

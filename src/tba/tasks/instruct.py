@@ -13,7 +13,7 @@ from typing import Literal
 from tba.errors import UserError
 from tba.fields import as_declared
 from tba.protocols import Reward
-from tba.rewards.ifeval import known
+from tba.rewards.ifeval import instruction_kinds
 from tba.rewards.instructions import ShareFulfilled
 from tba.tasks.held_out import is_held_out
 from tba.tasks.instruct_kinds import KINDS, Kind
@@ -87,39 +87,39 @@ class Instruct:
 
     def problems(self, split: Split) -> list[Problem]:
         """Returns distinct problems. Raises `UserError` without the package if-verifiable."""
-        known()  # says that the package is missing, before a run begins
+        instruction_kinds()  # says that the package is missing, before a run begins
         held_out = split == "eval" and self.kinds == "held_out"
         kinds = [kind for kind in KINDS if (kind.name in HELD_OUT) == held_out]
         topics = [topic for topic in TOPICS if is_held_out(topic, _EVALUATED_TOPICS) == (split == "eval")]
         count = self.eval_problems if split == "eval" else self.train_problems
         rng = Random(f"{self.seed} {split} {self.kinds if split == 'eval' else ''}")  # noqa: S311
-        found: dict[str, Problem] = {}
-        while len(found) < count:
+        problems: dict[str, Problem] = {}
+        while len(problems) < count:
             problem = _problem(rng, topics, kinds, 1 if held_out else rng.choice(_COUNTS))
-            found.setdefault(str(problem.prompt), problem)
-        least = self.least_words if split == "train" else 0
-        return [_of_length(problem, least) if least else problem for problem in found.values()]
+            problems.setdefault(str(problem.prompt), problem)
+        least_words = self.least_words if split == "train" else 0
+        return [_add_length(problem, least_words) if least_words else problem for problem in problems.values()]
 
     def reward(self) -> Reward:
         return ShareFulfilled()
 
 
-def _of_length(problem: Problem, least: int) -> Problem:
+def _add_length(problem: Problem, least_words: int) -> Problem:
     """Returns a problem with one more instruction, of so many words, unless it has one about the answer's length."""
     instructions = problem.fields["instructions"]
     if any("length" in _RULES[instruction["kind"]] for instruction in instructions):
         return problem
-    words = {"kind": "least_words", "arguments": {"count": least}}
-    return replace(problem, fields={**problem.fields, "instructions": [*instructions, words]})
+    instruction = {"kind": "least_words", "arguments": {"count": least_words}}
+    return replace(problem, fields={**problem.fields, "instructions": [*instructions, instruction]})
 
 
 def _problem(rng: Random, topics: list[str], kinds: list[Kind], count: int) -> Problem:
     question = rng.choice(QUESTIONS).format(topic=rng.choice(topics))
-    chosen: list[Kind] = []
+    chosen_kinds: list[Kind] = []
     for kind in rng.sample(kinds, len(kinds)):
-        if len(chosen) < count and not any(kind.rules & other.rules for other in chosen):
-            chosen.append(kind)
-    instructions = [kind.instruction(rng) for kind in chosen]
-    asked = " ".join([question, *(said for said, _ in instructions)])
-    fields = {"question": question, "instructions": [checked for _, checked in instructions]}
-    return Problem(({"role": "user", "content": asked},), fields)
+        if len(chosen_kinds) < count and not any(kind.rules & chosen_kind.rules for chosen_kind in chosen_kinds):
+            chosen_kinds.append(kind)
+    instructions = [kind.instruction(rng) for kind in chosen_kinds]
+    content = " ".join([question, *(wording for wording, _ in instructions)])
+    fields = {"question": question, "instructions": [check for _, check in instructions]}
+    return Problem(({"role": "user", "content": content},), fields)

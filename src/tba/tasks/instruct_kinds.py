@@ -27,16 +27,16 @@ class Kind:
     def instruction(self, rng: Random) -> tuple[str, dict[str, Json]]:
         """Returns an instruction in words, and as its check takes it."""
         arguments = self.draw(rng)
-        said = {k: " and ".join(f'"{x}"' for x in v) if isinstance(v, list) else v for k, v in arguments.items()}
-        return rng.choice(self.wordings).format(**said), {"kind": self.name, "arguments": dict(arguments)}
+        spelled = {k: " and ".join(f'"{x}"' for x in v) if isinstance(v, list) else v for k, v in arguments.items()}
+        return rng.choice(self.wordings).format(**spelled), {"kind": self.name, "arguments": dict(arguments)}
 
 
-def _ruling(parts: str) -> frozenset[str]:
+def _parts(parts: str) -> frozenset[str]:
     return frozenset(parts.split())
 
 
-_COMMON = ("the", "and", "is", "of", "a", "to", "in", "it", "that", "can")
-_WANTED = (
+_COMMON_WORDS = ("the", "and", "is", "of", "a", "to", "in", "it", "that", "can")
+_REQUIRED_WORDS = (
     *(
         "simple",
         "often",
@@ -53,7 +53,7 @@ _WANTED = (
     ),
     *("family", "careful", "water", "light", "strong", "change", "slowly", "home", "friend", "color", "early", "warm"),
 )
-_FIRST = ("Well", "Sure", "Honestly", "Today", "People", "Once", "Many", "Perhaps", "Imagine", "Usually")
+_FIRST_WORDS = ("Well", "Sure", "Honestly", "Today", "People", "Once", "Many", "Perhaps", "Imagine", "Usually")
 _ENDINGS = ("That is all.", "I hope this helps.", "Try it yourself.", "Now you know.", "The end.", "What do you think?")
 
 KINDS: tuple[Kind, ...] = (
@@ -64,25 +64,25 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         "startend:end_checker",
         ('End your answer with the exact words "{end_phrase}"', 'The last words of your answer must be "{end_phrase}"'),
-        _ruling("end stop"),
+        _parts("end stop"),
         lambda rng: {"end_phrase": rng.choice(_ENDINGS)},
     ),
     Kind(
         "keywords:existence",
         ("Use the words {keywords}.", "Your answer must include {keywords}."),
-        _ruling("words"),
-        lambda rng: {"keywords": rng.sample(_WANTED, 2)},
+        _parts("words"),
+        lambda rng: {"keywords": rng.sample(_REQUIRED_WORDS, 2)},
     ),
     Kind(
         "keywords:forbidden_words",
         ("Do not use the words {forbidden_words}.", "The words {forbidden_words} are forbidden."),
-        _ruling("words end start"),
-        lambda rng: {"forbidden_words": rng.sample(_COMMON, 2)},
+        _parts("words end start"),
+        lambda rng: {"forbidden_words": rng.sample(_COMMON_WORDS, 2)},
     ),
     Kind(
         "keywords:letter_frequency",
         ('Use the letter "{letter}" {let_relation} {let_frequency} times.',),
-        _ruling("words"),
+        _parts("words"),
         lambda rng: {
             "letter": rng.choice("bfgmpuwy"),
             "let_frequency": rng.choice((2, 3, 4)),
@@ -92,7 +92,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         "length_constraints:number_words",
         ("Answer with {relation} {num_words} words.", "Use {relation} {num_words} words."),
-        _ruling("length"),
+        _parts("length"),
         lambda rng: {"relation": "less than", "num_words": rng.choice((10, 15, 20, 25))},
     ),
     Kind(
@@ -101,7 +101,7 @@ KINDS: tuple[Kind, ...] = (
             'Answer with exactly {num_bullets} bullet points that begin with "* ".',
             "Give a list of exactly {num_bullets} bullets (* like this).",
         ),
-        _ruling("start end length layout"),
+        _parts("start end length layout"),
         lambda rng: {"num_bullets": rng.choice((2, 3))},
     ),
     Kind(
@@ -116,7 +116,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         "detectable_format:title",
         ("Give your answer a title in double angular brackets, such as <<a title>>.", "Include a title like <<this>>."),
-        _ruling("start"),
+        _parts("start"),
     ),
     Kind(
         "detectable_content:number_placeholders",
@@ -133,7 +133,7 @@ KINDS: tuple[Kind, ...] = (
             "Add a postscript that begins with {postscript_marker}",
             "At the end, write a postscript starting with {postscript_marker}",
         ),
-        _ruling("end case length"),
+        _parts("end case length"),
         lambda rng: {"postscript_marker": "P.S."},
     ),
     Kind(
@@ -142,26 +142,26 @@ KINDS: tuple[Kind, ...] = (
             "Write {num_paragraphs} short paragraphs, with *** between them.",
             "Write {num_paragraphs} paragraphs separated by the divider ***",
         ),
-        _ruling("length layout"),
+        _parts("length layout"),
         lambda rng: {"num_paragraphs": 2},
     ),
     Kind(
         "words_between",
         ("Use between {low} and {high} words.", "Your answer must have {low} to {high} words."),
-        _ruling("length"),
+        _parts("length"),
         lambda rng: dict(zip(("low", "high"), rng.choice(((5, 10), (10, 20), (15, 25), (20, 30))), strict=True)),
     ),
     Kind(
         "sentences",
         ("Answer in exactly {count} sentences.", "Write exactly {count} sentences."),
-        _ruling("length layout stop"),
+        _parts("length layout stop"),
         lambda rng: {"count": rng.choice((2, 3))},
     ),
     Kind(
         "first_word",
         ('Begin your answer with the word "{word}".', 'The first word must be "{word}".'),
-        _ruling("start case"),
-        lambda rng: {"word": rng.choice(_FIRST)},
+        _parts("start case"),
+        lambda rng: {"word": rng.choice(_FIRST_WORDS)},
     ),
     Kind(
         "parentheses",
@@ -173,7 +173,7 @@ KINDS: tuple[Kind, ...] = (
             "Answer with a numbered list of exactly {items} items (1., 2., ...).",
             "Give exactly {items} numbered points.",
         ),
-        _ruling("start end length layout stop"),
+        _parts("start end length layout stop"),
         lambda rng: {"items": rng.choice((2, 3))},
     ),
     Kind(
@@ -191,27 +191,27 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         "title_case",
         ("Write In Title Case, Like This.", "Begin every word with a capital letter."),
-        _ruling("case"),
+        _parts("case"),
     ),
     Kind(
         "capital_words",
         ("Write at least {count} word in ALL CAPITALS.", "Put {count} word or more in CAPITAL letters."),
-        _ruling("case"),
+        _parts("case"),
         lambda rng: {"count": 1},
     ),
-    Kind("asks", ("Ask a question in your answer.", "Include a question to the reader."), _ruling("stop end")),
+    Kind("asks", ("Ask a question in your answer.", "Include a question to the reader."), _parts("stop end")),
     Kind(
         "no_letter",
         ('Do not use the letter "{letter}" anywhere.', 'Your answer must not contain the letter "{letter}".'),
-        _ruling("words start end"),
+        _parts("words start end"),
         lambda rng: {"letter": rng.choice("kbvjx")},
     ),
-    Kind("one_line", ("Write everything on one line.", "Do not begin a new line."), _ruling("layout")),
+    Kind("one_line", ("Write everything on one line.", "Do not begin a new line."), _parts("layout")),
     Kind("colon", ("Use a colon (:) in your answer.", "Your answer must contain a colon, as in: this.")),
     Kind(
         "name_twice",
         ('Use the word "{word}" at least twice.', 'The word "{word}" must appear 2 times or more.'),
-        _ruling("words"),
-        lambda rng: {"word": rng.choice(_WANTED)},
+        _parts("words"),
+        lambda rng: {"word": rng.choice(_REQUIRED_WORDS)},
     ),
 )

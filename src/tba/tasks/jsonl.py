@@ -30,11 +30,11 @@ from pathlib import Path
 from tba.errors import UserError
 from tba.fields import as_declared
 from tba.protocols import Reward
-from tba.rewards.exact_answer import ExactAnswer, marked
+from tba.rewards.exact_answer import ExactAnswer, marked_answer
 from tba.rewards.functions import FunctionReward
 from tba.tables import Refusal, chat_of, conversation, file_in, splits_of, tools_of
-from tba.tasks.held_out import IN_BOTH, check_share, is_held_out, without
-from tba.tasks.problem_rows import Row, read_rows
+from tba.tasks.held_out import IN_BOTH, check_share, exclude, is_held_out
+from tba.tasks.problem_rows import ProblemRow, read_rows
 from tba.types import Json, Message, Problem, Split
 
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # of a message, apart from its text
@@ -80,24 +80,24 @@ class Jsonl:
         """
         problems, held_out = self._read()
         if held_out is not None:
-            chosen = held_out if split == "eval" else without(problems, held_out, _identity)
+            split_problems = held_out if split == "eval" else exclude(problems, held_out, _identity)
         else:
-            chosen = [p for p in problems if is_held_out(_identity(p), self.eval_fraction) == (split == "eval")]
-        if not chosen:
+            split_problems = [p for p in problems if is_held_out(_identity(p), self.eval_fraction) == (split == "eval")]
+        if not split_problems:
             raise UserError(
                 f"{self.train} leaves nothing for {split} ({len(problems)} lines, eval_fraction "
                 f"{self.eval_fraction}): give an evaluation file of other prompts, another eval_fraction or more lines"
             )
-        return chosen
+        return split_problems
 
     def left_out(self) -> Mapping[str, int]:
         problems, held_out = self._read()
-        return {IN_BOTH: len(problems) - len(without(problems, held_out or (), _identity))}
+        return {IN_BOTH: len(problems) - len(exclude(problems, held_out or (), _identity))}
 
     def reward(self) -> Reward:
         return ExactAnswer(self.strict) if self.marked_by is None else self.marked_by
 
-    def demonstration(self, row: Row) -> str | None:
+    def demonstration(self, row: ProblemRow) -> str | None:
         """Returns the worked answer that a row has, in a field or as its chat's last message; None where it has none.
 
         Raises `UserError` for a row that is malformed.
@@ -106,28 +106,28 @@ class Jsonl:
 
     def _read(self) -> tuple[list[Problem], list[Problem] | None]:
         """Returns the problems of the training file, and of the evaluation file if there is one."""
-        train, held = self._files()
-        return [self._problem(row) for row in read_rows(train)], (
-            None if held is None else [self._problem(row) for row in read_rows(held)]
+        train_path, eval_path = self._files()
+        return [self._problem(row) for row in read_rows(train_path)], (
+            None if eval_path is None else [self._problem(row) for row in read_rows(eval_path)]
         )
 
     def _files(self) -> tuple[Path, Path | None]:
         """Returns the training file and the evaluation file, if there is one."""
         parts = splits_of(self.train)
         if not parts and self.train.is_dir():
-            found = {name: file_in(self.train, name) for name in ("train", *_HELD_OUT)}
-            parts = {name: path for name, path in found.items() if path is not None}
+            paths = {name: file_in(self.train, name) for name in ("train", *_HELD_OUT)}
+            parts = {name: path for name, path in paths.items() if path is not None}
         if "train" not in parts:
             return self.train, self.eval
         return parts["train"], self.eval or next((parts[name] for name in _HELD_OUT if name in parts), None)
 
-    def _problem(self, row: Row) -> Problem:
+    def _problem(self, row: ProblemRow) -> Problem:
         prompt, demonstration = self._prompt(row)
         demonstration = self._response(row) or demonstration
         fields = {k: v for k, v in row.values.items() if k not in (self.prompt_field, self.messages_field)}
-        name = _first(row, self.answer_field, _ANSWERS if self.answer_field == "answer" else ())
+        name = _first_field(row, self.answer_field, _ANSWERS if self.answer_field == "answer" else ())
         if name is not None and (self.marked_by is None or name == self.answer_field):
-            fields["answer"] = row.at(name) if self.marked_by is not None else _right(row, name)
+            fields["answer"] = row.value(name) if self.marked_by is not None else _right_answer(row, name)
             if isinstance(fields["answer"], float) and not math.isfinite(fields["answer"]):
                 raise UserError(f"{row.place} has {fields['answer']!r} as its {name!r}: give the right answer")
         elif self.marked_by is None and demonstration is None:
@@ -140,46 +140,46 @@ class Jsonl:
             raise UserError(f"{row.place} has {tools} as its 'tools': give a list of JSON schemas")
         return Problem(prompt, fields, demonstration, tools=tools)
 
-    def _prompt(self, row: Row) -> tuple[str | tuple[Message, ...], str | None]:
+    def _prompt(self, row: ProblemRow) -> tuple[str | tuple[Message, ...], str | None]:
         """Returns the prompt, and the demonstration if the chat contains one."""
         questions = _QUESTIONS if self.prompt_field == "prompt" else ()
-        field = _first(row, self.prompt_field, (self.messages_field, *questions))
+        field = _first_field(row, self.prompt_field, (self.messages_field, *questions))
         if field is None:
             raise UserError(
                 f"{row.place} has neither a field {self.prompt_field!r} nor {self.messages_field!r}: it has "
                 f"{', '.join(sorted(row.values)) or 'none'}, so name the right one with prompt_field or messages_field"
             )
-        said = chat_of(row.at(field))
-        if isinstance(said, list):
-            return _conversation(said, row.place, field)
-        asked = row.text(field)
-        return (({"role": "user", "content": asked},) if field in questions else asked), None
+        chat = chat_of(row.value(field))
+        if isinstance(chat, list):
+            return _read_conversation(chat, row.place, field)
+        question = row.text(field)
+        return (({"role": "user", "content": question},) if field in questions else question), None
 
-    def _response(self, row: Row) -> str | None:
+    def _response(self, row: ProblemRow) -> str | None:
         """Returns the worked answer in a field of its own."""
-        field = _first(row, self.response_field, ("completion",) if self.response_field == "response" else ())
+        field = _first_field(row, self.response_field, ("completion",) if self.response_field == "response" else ())
         if field is None:
             return None
-        said = row.at(field)
-        if said is None:
+        response = row.value(field)
+        if response is None:
             return None
-        if field != self.response_field and isinstance(said, list):
-            said = conversation(said)
-            if isinstance(said, Refusal) or len(said) != 1:
+        if field != self.response_field and isinstance(response, list):
+            response = conversation(response)
+            if isinstance(response, Refusal) or len(response) != 1:
                 raise UserError(f"{row.place} has no single message as its {field!r}: give a text, or {_MESSAGE}")
-            return _said(said[0])
+            return _spoken_text(response[0])
         return row.text(field)
 
 
-def _first(row: Row, field: str, others: tuple[str, ...]) -> str | None:
-    """Returns the first of the fields that has a value, else one that there is without; None where there is none."""
-    there = [name for name in (field, *others) if row.has(name)]
-    return next((name for name in there if row.at(name) is not None), there[0] if there else None)
+def _first_field(row: ProblemRow, field: str, fallbacks: tuple[str, ...]) -> str | None:
+    """Returns the first of the fields that has a value, else the first that the row has; None where it has none."""
+    names = [name for name in (field, *fallbacks) if row.has(name)]
+    return next((name for name in names if row.value(name) is not None), names[0] if names else None)
 
 
-def _right(row: Row, field: str) -> str | int | float:
+def _right_answer(row: ProblemRow, field: str) -> str | int | float:
     """Returns the right answer that exact answers are graded against. Raises `UserError` for what cannot be one."""
-    value = row.at(field)
+    value = row.value(field)
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, bool):
@@ -193,38 +193,38 @@ def _right(row: Row, field: str) -> str | int | float:
         raise UserError(f"{row.place} has {value!r} as its {field!r}: give the right answer")
     if not isinstance(value, str):
         return value
-    found = marked(value)
-    if found is None and field == "solution" and len(value) > _LONGEST_ANSWER:
+    final_answer = marked_answer(value)
+    if final_answer is None and field == "solution" and len(value) > _LONGEST_ANSWER:
         raise UserError(
             f"{row.place} has a {field!r} in which no answer is marked by '####' or \\boxed{{}}: mark it, or give a "
             "field 'answer'"
         )
-    return value if found is None else found
+    return value if final_answer is None else final_answer
 
 
-def _conversation(messages: list[Json], place: str, field: str) -> tuple[tuple[Message, ...], str | None]:
-    asked = conversation(messages)
-    if isinstance(asked, Refusal):
-        raise UserError(f"{place} has {asked.detail} among its {field!r}: write each message as {_MESSAGE}")
+def _read_conversation(messages: list[Json], place: str, field: str) -> tuple[tuple[Message, ...], str | None]:
+    turns = conversation(messages)
+    if isinstance(turns, Refusal):
+        raise UserError(f"{place} has {turns.detail} among its {field!r}: write each message as {_MESSAGE}")
     demonstration = None
-    if asked and asked[-1]["role"] == "assistant":
-        demonstration = None if "tool_calls" in asked[-1] else _said(asked[-1])  # calls are more than a text
-        asked = asked[:-1]
-    if not any(m["role"] == "user" for m in asked):
+    if turns and turns[-1]["role"] == "assistant":
+        demonstration = None if "tool_calls" in turns[-1] else _spoken_text(turns[-1])  # calls are more than a text
+        turns = turns[:-1]
+    if not any(m["role"] == "user" for m in turns):
         raise UserError(f"{place} has no user message to answer among its {field!r}: give it one")
-    return asked, demonstration
+    return turns, demonstration
 
 
-def _said(message: Message) -> str:
-    """Returns what a model is to say: the text, after the thought where that has a field of its own."""
+def _spoken_text(message: Message) -> str:
+    """Returns the text that a model is to write for a message, with the thought before it where there is one."""
     content = str(message["content"])
     thought = next((message[name] for name in _THOUGHTS if message.get(name)), None)
     return content if thought is None else f"<think>\n{str(thought).strip()}\n</think>\n\n{content}"
 
 
 def _identity(problem: Problem) -> str:
-    """Returns what identifies a prompt: its text, or its messages and tools."""
+    """Returns the text that identifies a prompt: its own, or its messages and tools as JSON."""
     if isinstance(problem.prompt, str):
         return problem.prompt
-    asked = json.dumps(problem.prompt, ensure_ascii=False)
-    return asked + json.dumps(problem.tools) if problem.tools else asked
+    messages_json = json.dumps(problem.prompt, ensure_ascii=False)
+    return messages_json + json.dumps(problem.tools) if problem.tools else messages_json

@@ -19,13 +19,13 @@ from tba.fields import as_declared
 from tba.rewards.math_answer import MathAnswer
 from tba.rewards.math_text import last_boxed
 from tba.tables import file_in
-from tba.tasks.held_out import IN_BOTH, without
-from tba.tasks.problem_rows import Row, read_rows, rows_from_hub
+from tba.tasks.held_out import IN_BOTH, exclude
+from tba.tasks.problem_rows import ProblemRow, read_rows, rows_from_hub
 from tba.types import Message, Problem, Split
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
-_PLAIN = "Problem:\n{problem}\n\n{instruction}\n\nSolution:\n"
-_MATH500 = 500
+_PLAIN_PROMPT = "Problem:\n{problem}\n\n{instruction}\n\nSolution:\n"
+_MATH500_SIZE = 500
 
 
 @dataclass(frozen=True)
@@ -55,43 +55,43 @@ class Math:
         Raises `UserError` for a missing or malformed file, naming its line.
         """
         if split == "eval":
-            return [self._problem(row) for row in self._evaluation()]
-        rows, held_out = self._training()
-        return [self._problem(row) for row in without(rows, held_out, _question) if _has_answer(row)]
+            return [self._problem(row) for row in self._evaluation_rows()]
+        rows, held_out = self._training_rows()
+        return [self._problem(row) for row in exclude(rows, held_out, _question) if _has_answer(row)]
 
     def left_out(self) -> Mapping[str, int]:
-        rows, held_out = self._training()
-        kept = without(rows, held_out, _question)
-        return {IN_BOTH: len(rows) - len(kept), "without an answer": sum(not _has_answer(row) for row in kept)}
+        rows, held_out = self._training_rows()
+        new_rows = exclude(rows, held_out, _question)
+        return {IN_BOTH: len(rows) - len(new_rows), "without an answer": sum(not _has_answer(row) for row in new_rows)}
 
     def reward(self) -> MathAnswer:
         return MathAnswer(self.graders, self.grading_seconds)
 
-    def _training(self) -> tuple[list[Row], list[Row]]:
+    def _training_rows(self) -> tuple[list[ProblemRow], list[ProblemRow]]:
         """Returns the rows to train on, and those that are held out of them."""
         rows, held_out = self._rows("train"), self._rows("test")
         if self.train_on_rest and self.evaluate_on == "math500":
-            return [*rows, *held_out], self._evaluation()
+            return [*rows, *held_out], self._evaluation_rows()
         return rows, held_out
 
-    def _evaluation(self) -> list[Row]:
+    def _evaluation_rows(self) -> list[ProblemRow]:
         if self.evaluate_on == "test":
             return self._rows("test")
         file = file_in(Path(self.path), "math500")
         if file is not None:
             return read_rows(file)
         rows = self._rows("test")
-        chosen = [row for row in rows if row.values.get("in_math500") is True]
-        if chosen:
-            return chosen
-        if len(rows) == _MATH500:
+        math500_rows = [row for row in rows if row.values.get("in_math500") is True]
+        if math500_rows:
+            return math500_rows
+        if len(rows) == _MATH500_SIZE:
             return rows
         raise UserError(
             f"math has no MATH-500 in {self.path!r}: add math500.jsonl, or a field 'in_math500' to its test rows, or "
             "set --task.evaluate-on test"
         )
 
-    def _rows(self, name: Literal["train", "test"]) -> list[Row]:
+    def _rows(self, name: Literal["train", "test"]) -> list[ProblemRow]:
         folder = Path(self.path)
         if not folder.is_dir():
             return rows_from_hub("math", self.path, name, "a folder with train.jsonl and test.jsonl")
@@ -100,7 +100,7 @@ class Math:
             raise UserError(f"math has the folder {folder}, but there is no {name}.jsonl (or .jsonl.gz) in it: add it")
         return read_rows(file)
 
-    def _problem(self, row: Row) -> Problem:
+    def _problem(self, row: ProblemRow) -> Problem:
         question, solution = _question(row), row.text("solution").strip()
         answer = row.text("answer") if "answer" in row.values else last_boxed(solution)
         if not answer:
@@ -111,15 +111,15 @@ class Math:
 
     def _prompt(self, question: str) -> str | tuple[Message, ...]:
         if self.style == "plain":
-            return _PLAIN.replace("{instruction}", INSTRUCTION).replace("{problem}", question)
+            return _PLAIN_PROMPT.replace("{instruction}", INSTRUCTION).replace("{problem}", question)
         return ({"role": "user", "content": f"{question}\n\n{INSTRUCTION}"},)
 
 
-def _question(row: Row) -> str:
+def _question(row: ProblemRow) -> str:
     return row.text("problem").strip()
 
 
-def _has_answer(row: Row) -> bool:
-    """Two training problems of the original have an empty box. (One without any box is malformed and refused.)"""
+def _has_answer(row: ProblemRow) -> bool:
+    """Returns whether a row has an answer: two training problems of the original have an empty box."""
     answer = row.values.get("answer", last_boxed(row.text("solution")))
     return not (isinstance(answer, str) and not answer.strip())

@@ -51,56 +51,56 @@ class ReasoningGym:
 
     def problems(self, split: Split) -> list[Problem]:
         """Returns distinct problems in the data set's order. Raises `UserError` when it does not offer that many."""
-        held_out = self._questions("eval", self.eval_problems, frozenset())
-        if not self._as_gsm8k_asks:
+        held_out_indices = self._questions("eval", self.eval_problems, frozenset())
+        if not self._has_gsm8k_style:
             require_markable(self.dataset)  # before a run is started, not in its searchers
         if split == "eval":
-            return [self._problem(index, split) for index in held_out.values()]
-        training = self._questions("train", self.train_problems, frozenset(held_out))
-        return [self._problem(index, split) for index in training.values()]
+            return [self._problem(index, split) for index in held_out_indices.values()]
+        training_indices = self._questions("train", self.train_problems, frozenset(held_out_indices))
+        return [self._problem(index, split) for index in training_indices.values()]
 
     def reward(self) -> Reward:
-        if self._as_gsm8k_asks:
+        if self._has_gsm8k_style:
             return ExactAnswer(self.strict)
         return ReasoningGymScore({"train": self._source("train"), "eval": self._source("eval")})
 
     def entry(self, split: Split, index: int) -> dict[str, Json]:
         """Returns problem `index` as reasoning-gym gives it: question, answer, metadata."""
-        found: dict[str, Json] = entry(self._source(split), index)
-        return found
+        problem: dict[str, Json] = entry(self._source(split), index)
+        return problem
 
     @property
-    def _as_gsm8k_asks(self) -> bool:
+    def _has_gsm8k_style(self) -> bool:
         return self.style in ("tba", "vineppo")
 
     def _source(self, split: Split) -> Source:
         count = self.eval_problems if split == "eval" else self.train_problems
         seed = self.seed + (_EVAL_SEED if split == "eval" else 0)
-        return Source(self.dataset, self.parameters, seed, _draws(count))
+        return Source(self.dataset, self.parameters, seed, _draw_limit(count))
 
-    def _questions(self, split: Split, count: int, taken: frozenset[str]) -> dict[str, int]:
-        """Returns the first `count` distinct questions that are not `taken`, and their indices."""
-        found: dict[str, int] = {}
-        for index in range(_draws(count)):
+    def _questions(self, split: Split, count: int, excluded_questions: frozenset[str]) -> dict[str, int]:
+        """Returns the first `count` distinct questions that are not excluded, and their indices."""
+        indices: dict[str, int] = {}  # by question
+        for index in range(_draw_limit(count)):
             question = self.entry(split, index)["question"]
-            if question not in taken:
-                found.setdefault(question, index)
-            if len(found) == count:
-                return found
+            if question not in excluded_questions:
+                indices.setdefault(question, index)
+            if len(indices) == count:
+                return indices
         raise UserError(
-            f"reasoning_gym's {self.dataset} gave only {len(found)} distinct {split} problems in {_draws(count)} "
-            f"draws, {count} are asked for: lower {split}_problems"
+            f"reasoning_gym's {self.dataset} gave only {len(indices)} distinct {split} problems in "
+            f"{_draw_limit(count)} draws, {count} are asked for: lower {split}_problems"
         )
 
     def _problem(self, index: int, split: Split) -> Problem:
-        found = self.entry(split, index)
-        question, answer = found["question"], found["answer"]
+        problem = self.entry(split, index)
+        question, answer = problem["question"], problem["answer"]
         fields = {"answer": answer, "split": split, "index": index}
         if self.style == "chat":
             return Problem(({"role": "user", "content": question},), fields, answer)
         if self.style == "plain":
             return Problem(question + "\n", fields, answer)
-        return self._as_gsm8k(question, answer, found["metadata"], fields, self.style)
+        return self._as_gsm8k(question, answer, problem["metadata"], fields, self.style)
 
     def _as_gsm8k(self, question: str, answer: Json, metadata: Json, fields: dict[str, Json], style: Style) -> Problem:
         if not isinstance(answer, str):
@@ -109,10 +109,10 @@ class ReasoningGym:
                 "use the style 'plain' or 'chat', which its own scorer marks"
             )
         reasoning = str(metadata.get(_RATIONALE, "")).rpartition(MARK)[0]
-        asked = prompt_text(question.removesuffix(_INSTRUCTION), style)
-        return Problem(asked, fields, demonstration_text(reasoning, answer, style))
+        prompt = prompt_text(question.removesuffix(_INSTRUCTION), style)
+        return Problem(prompt, fields, demonstration_text(reasoning, answer, style))
 
 
-def _draws(count: int) -> int:
+def _draw_limit(count: int) -> int:
     """Returns how many problems are drawn at most to find `count` distinct ones."""
     return 4 * count + 100

@@ -23,7 +23,7 @@ from tba.apps.preference.similarity import split_sentences
 from tba.errors import UserError
 from tba.fields import as_declared
 from tba.tasks.held_out import check_share, is_held_out
-from tba.tasks.problem_rows import Row, read_rows, rows_from_hub
+from tba.tasks.problem_rows import ProblemRow, read_rows, rows_from_hub
 from tba.types import Message, Problem, Split, is_text
 
 log = logging.getLogger("tba.task")
@@ -115,7 +115,7 @@ class Tldr:
     def _on_hub(self) -> bool:
         return not Path(self.path).is_file()
 
-    def _rows(self, split: Split) -> list[Row]:
+    def _rows(self, split: Split) -> list[ProblemRow]:
         if self._on_hub:
             return rows_from_hub(
                 "tldr", self.path, "train" if split == "train" else "validation", "a .jsonl file (--task.path)"
@@ -125,7 +125,7 @@ class Tldr:
     def _is_in_split(self, split: Split, prompt: str) -> bool:
         return is_held_out(prompt, self.held_out) == (split == "eval")
 
-    def _post_and_summary(self, row: Row, refused: Counter[str]) -> tuple[str, str] | None:
+    def _post_and_summary(self, row: ProblemRow, refused: Counter[str]) -> tuple[str, str] | None:
         post, summary = (_first_text(row, names) for names in (_POSTS, _SUMMARIES))
         if post is None or summary is None:
             refused["no post" if post is None else "no summary"] += 1
@@ -170,5 +170,5 @@ def _prompt(post: str) -> str:
     return post if post.rstrip().endswith(_CUE) else f"{post.strip()}\n\n{_CUE}"
 
 
-def _first_text(row: Row, names: tuple[str, ...]) -> str | None:
+def _first_text(row: ProblemRow, names: tuple[str, ...]) -> str | None:
     return next((v for name in names if isinstance(v := row.values.get(name), str) and v.strip()), None)

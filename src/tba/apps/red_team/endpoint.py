@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from tba.errors import UserError
 from tba.rewards.endpoint import Endpoint, EndpointClient
-from tba.rewards.threads import in_threads
+from tba.rewards.threads import run_in_threads
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class EndpointVictim(Endpoint):
     concurrency: int = 8  # simultaneous calls of one searcher
     deadline: float = 600.0  # seconds for all calls of one round
 
-    called: ClassVar[str] = "victim"
+    label: ClassVar[str] = "victim"
     option: ClassVar[str] = "--task.victim.{}"
 
     def __post_init__(self) -> None:
@@ -46,6 +46,6 @@ class AttackedEndpoint(EndpointClient):
         calls = [functools.partial(self.replies, attack, count) for attack in attacks]
         if not calls:
             return []
-        return in_threads(
-            calls, self._concurrency, self._deadline, lambda _: str(self), "--task.victim.deadline", here=False
+        return run_in_threads(
+            calls, self._concurrency, self._deadline, lambda _: str(self), "--task.victim.deadline", use_caller=False
         )

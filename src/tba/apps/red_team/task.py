@@ -28,7 +28,7 @@ from tba.apps.red_team.victim import ModelVictim, Victim
 from tba.errors import UserError
 from tba.fields import as_declared
 from tba.tasks.held_out import check_share, is_held_out
-from tba.tasks.problem_rows import Row, read_rows
+from tba.tasks.problem_rows import ProblemRow, read_rows
 from tba.types import Problem, Split
 
 INSTRUCTION = "Write a prompt:"
@@ -100,7 +100,7 @@ class RedTeam:
                     needs.setdefault(device, {}).update({part: size, f"{part} of evaluations": size})
         return needs
 
-    def _prefixes(self, rows: list[Row], split: Split) -> list[Problem]:
+    def _prefixes(self, rows: list[ProblemRow], split: Split) -> list[Problem]:
         split_rows = [row for row in rows if is_held_out(row.text("prefix"), self.held_out) == (split == "eval")]
         if not split_rows:
             raise UserError(f"{self.attacks} leaves no prefix for {split}: give more of them, or another held_out")
