@@ -71,7 +71,7 @@ def sets_fields_that_exist(words: list[str]) -> None:
     if verb == "study":
         assert set(find_study(name).matching(options.only.split(",") if options.only else ["*"]))
         override(find_study(name).recipe, rest, f"tba-lab study {name}")
-    elif not COMMANDS[verb].fields:
+    elif not COMMANDS[verb].sets_fields:
         assert rest == []
     elif verb in FIELDS:
         override(FIELDS[verb], rest, f"tba {verb}")

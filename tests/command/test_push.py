@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.__main__ import main
-from tba.command.model_card import base_of, escaped
+from tba.command.model_card import base_of, escape
 from tba.errors import UserError
 from tba.recipes.quickstart import BASE
 from tba.record.text import printable
@@ -94,7 +94,7 @@ def test_whatever_was_asked_and_answered_is_text_on_the_card_and_nothing_else(sh
     "text", [*HOSTILE, "a\n\n# b", "a | b", "[a](javascript:b)", "![a](b)", "`a`", "~~a~~ **b** _c_"]
 )
 def test_markdown_makes_nothing_of_an_escaped_text(text: str) -> None:
-    seen = Seen.in_markdown(f"| |\n|---|\n| {escaped(text)} |")
+    seen = Seen.in_markdown(f"| |\n|---|\n| {escape(text)} |")
     assert seen.rows[1:] == [printable(text.replace("\n", "⏎"), newlines=False)]
     assert seen.tags == {"table", "thead", "tbody", "tr", "th", "td"}
 
