@@ -14,7 +14,7 @@ from pathlib import Path
 from tba.models.huggingface import HuggingFace
 from tba.recipe import Recipe
 from tba.settings import find, module_of
-from tba.shipped import description_of, names
+from tba.shipped import description_of, recipe_names
 
 PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
 HEAD = """\
@@ -32,8 +32,8 @@ batch. `python tools/recipes_page.py` makes this page from the code; a test keep
 
 def page() -> str:
     """The whole page."""
-    rows = [row(name, find(name)) for name in names()]
-    return HEAD + "\n".join([*rows, "", *(entry(name) for name in names() if details(name))])
+    rows = [row(name, find(name)) for name in recipe_names()]
+    return HEAD + "\n".join([*rows, "", *(entry(name) for name in recipe_names() if details(name))])
 
 
 def row(name: str, recipe: Recipe) -> str:

@@ -79,7 +79,7 @@ from one_gpu_sharing import BY_DEFAULT, OTHERS, arranged
 
 from tba.__main__ import main as tba
 from tba.batch import collate
-from tba.cards import cards
+from tba.cards import visible_gpus
 from tba.engines.transformers import EngineSettings
 from tba.generation import generate
 from tba.models.arithmetic import passes, product_rate
@@ -482,7 +482,7 @@ def prepare(given: Given, note: Note, model: bool) -> None:
     if given.device == "cuda" and not torch.cuda.is_available():
         print("this machine shows no GPU: --device cpu --small proves the script without one")
         raise SystemExit(2)
-    note(machine=machine(cards().names), versions=versions())
+    note(machine=machine(visible_gpus().names), versions=versions())
     if model:
         models_in(given.folder, given.shape)
 

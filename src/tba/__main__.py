@@ -233,11 +233,11 @@ def _split_words(command: Command, arguments: list[str]) -> tuple[list[Any], lis
 def _refuse_missing(kind: str, name: str, command: Command) -> None:
     """Raises `UserError` for a recipe or a run that is not there, before anything heavy is loaded."""
     from tba.errors import UserError
-    from tba.shipped import MARK, require_shipped
+    from tba.shipped import VARIANT_MARK, require_shipped
 
     if kind == "RUN" and command.name != "import" and not Path(name).exists():
         raise UserError(f"{name}: there is no such run; give the directory of one, for example runs/NAME")
-    if kind not in ("RECIPE", "RECIPE|RUN") or MARK in name or name.endswith(".py"):
+    if kind not in ("RECIPE", "RECIPE|RUN") or VARIANT_MARK in name or name.endswith(".py"):
         return
     is_run = (Path(name) / "recipe.json").is_file()
     if is_run and kind == "RECIPE":

@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias, get_args
 Searching: TypeAlias = Literal["generating", "environment", "reward", "reference", "weights"]
 State: TypeAlias = Literal["warm_up", "busy", "idle", "paced", "eval", "journal"] | Searching
 # What a searcher's time goes to, besides evaluating: it generates, or stands still for what is named.
-SEARCHERS_TIME: Mapping[str, tuple[State, ...]] = {
+SEARCHER_STATES: Mapping[str, tuple[State, ...]] = {
     **{name: (name,) for name in get_args(Searching)},
     "waiting": ("paced", "journal"),
 }
@@ -24,12 +24,12 @@ class ShareClock:
     """Divides the wall-clock time of one loop among states, from `state` on. `now` gives seconds and is monotone."""
 
     def __init__(
-        self, warming_up: bool = False, now: Callable[[], float] = time.perf_counter, state: State = "busy"
+        self, is_warming_up: bool = False, now: Callable[[], float] = time.perf_counter, state: State = "busy"
     ) -> None:
         self._now = now
-        self._warming_up = warming_up
+        self._is_warming_up = is_warming_up
         self._state = state
-        self._since = now()
+        self._counted_until = now()
         self._seconds: dict[State, float] = {}
 
     @contextmanager
@@ -42,7 +42,7 @@ class ShareClock:
             self._switch(outer)
 
     @property
-    def present(self) -> State:
+    def current_state(self) -> State:
         """The state that it is in."""
         return self._state
 
@@ -52,8 +52,8 @@ class ShareClock:
 
     def end_warm_up(self) -> None:
         """From here on time counts as the state it is in. Further calls change nothing."""
-        self._settle()
-        self._warming_up = False
+        self._add_elapsed()
+        self._is_warming_up = False
 
     def carry(self, seconds: Mapping[State, float]) -> None:
         """Add the seconds of an earlier clock of the same loop, which this one continues."""
@@ -61,35 +61,35 @@ class ShareClock:
             self._seconds[name] = self._seconds.get(name, 0.0) + spent
 
     @property
-    def warming_up(self) -> bool:
-        return self._warming_up
+    def is_warming_up(self) -> bool:
+        return self._is_warming_up
 
     def seconds(self) -> dict[State, float]:
         """Seconds in each state that was entered, up to now."""
-        self._settle()
+        self._add_elapsed()
         return dict(self._seconds)
 
     def share(self, name: State) -> float:
         """The share of `name` in the wall-clock after warm-up, 0..1."""
-        return share_of([self.seconds()], name)
+        return combined_share([self.seconds()], name)
 
     def _switch(self, name: State) -> State:
-        self._settle()
-        before, self._state = self._state, name
-        return before
+        self._add_elapsed()
+        previous, self._state = self._state, name
+        return previous
 
-    def _settle(self) -> None:
+    def _add_elapsed(self) -> None:
         """Add the time since the last call to the present state."""
         now = self._now()
-        name: State = "warm_up" if self._warming_up else self._state
-        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
-        self._since = now
+        name: State = "warm_up" if self._is_warming_up else self._state
+        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._counted_until
+        self._counted_until = now
 
 
-def share_of(clocks: Iterable[Mapping[State, float]], name: State) -> float:
+def combined_share(clocks: Iterable[Mapping[State, float]], name: State) -> float:
     """The share of `name` in the wall-clock after warm-up of several loops together (their `seconds()`), 0..1."""
-    spent = whole = 0.0
+    state_seconds = total_seconds = 0.0
     for seconds in clocks:
-        spent += seconds.get(name, 0.0)
-        whole += sum(v for state, v in seconds.items() if state != "warm_up")
-    return spent / whole if whole > 0 else 0.0
+        state_seconds += seconds.get(name, 0.0)
+        total_seconds += sum(v for state, v in seconds.items() if state != "warm_up")
+    return state_seconds / total_seconds if total_seconds > 0 else 0.0

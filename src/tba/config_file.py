@@ -22,23 +22,23 @@ def with_config(arguments: Sequence[str]) -> list[str]:
     words: list[str] = []
     remaining = iter(arguments)
     for argument in remaining:
-        flag, mark, value = argument.partition("=")
+        flag, equals_sign, value = argument.partition("=")
         if flag == "--config":
-            if not (name := value if mark else next(remaining, "")):
+            if not (name := value if equals_sign else next(remaining, "")):
                 raise UserError("--config needs the name of a TOML file of fields, such as steps = 200")
-            words += _flags_of(Path(name))
+            words += _flags_of_file(Path(name))
         else:
             words.append(argument)
     return words
 
 
-def _flags_of(path: Path) -> list[str]:
+def _flags_of_file(path: Path) -> list[str]:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
-        why = getattr(error, "strerror", None) or str(error)
+        reason = getattr(error, "strerror", None) or str(error)
         raise UserError(
-            f"--config {path} cannot be read ({why}): give a TOML file of fields, such as steps = 200"
+            f"--config {path} cannot be read ({reason}): give a TOML file of fields, such as steps = 200"
         ) from error
     return [word for flag in _flags(values, path) for word in flag]
 

@@ -23,8 +23,8 @@ def generate(
     Once `interrupted()` is true, what is unfinished comes back as `Flow.next` says. Raises `UserError` for a prompt
     that is too long or empty, before anything is generated.
     """
-    found = dict(stream(engine, prompts, count, sampling, rng, interrupted))
-    return [found[i] for i in range(len(prompts))]
+    completions = dict(stream(engine, prompts, count, sampling, rng, interrupted))
+    return [completions[i] for i in range(len(prompts))]
 
 
 def stream(
@@ -42,8 +42,8 @@ def stream(
     """
     flow = engine.flow(count, sampling, rng, partner)
     flow.submit(prompts)
-    left = len(prompts)
-    while left:
-        found = flow.next(interrupted, until_wanted=False)
-        left -= len(found)
-        yield from found
+    unfinished_count = len(prompts)
+    while unfinished_count:
+        finished_prompts = flow.next(interrupted, until_wanted=False)
+        unfinished_count -= len(finished_prompts)
+        yield from finished_prompts

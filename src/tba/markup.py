@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 from tba.errors import UserError
 from tba.templates import render_chat
-from tba.types import THOUGHTS, Json, quoted
+from tba.types import THOUGHTS, Json, quote
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -31,17 +31,17 @@ Markup = NewType("Markup", str)
 BREAK, _QUOTE = "\ufdd0", "\ufdd2"  # noncharacters, which hardly any text has; the other stands for either in one
 THOUGHT = THOUGHTS[0]
 DEEPSEEK_CALL = tuple(f"<\uff5ctool\u2581{name}\uff5c>" for name in ("call\u2581begin", "sep", "call\u2581end"))
-MARKS = (  # what families write around thoughts and calls
+FAMILY_MARKS = (  # what families write around thoughts and calls
     *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", *DEEPSEEK_CALL),
     *("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|tool_call|>", "<|/tool_call|>", "<|python_tag|>"),
     *(mark for pair in THOUGHTS for mark in pair),
 )
-_BROKEN = re.compile(f"(.){BREAK}|{_QUOTE}(.)", re.DOTALL)
-_QUOTED = {BREAK: f"{_QUOTE}0", _QUOTE: f"{_QUOTE}2"}
-_UNQUOTED = {"0": BREAK, "2": _QUOTE}
-_LEADS = ("\n", "=")  # what nothing is likely to become one token with
-_LABELS = frozenset(("role", "type"))  # of messages, which templates do not join to texts
-_FORM = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)  # of a control token that a tokenizer does not call special
+_BREAKS = re.compile(f"(.){BREAK}|{_QUOTE}(.)", re.DOTALL)
+_ESCAPES = {BREAK: f"{_QUOTE}0", _QUOTE: f"{_QUOTE}2"}
+_UNESCAPES = {"0": BREAK, "2": _QUOTE}
+_NEUTRAL_LEADS = ("\n", "=")  # what nothing is likely to become one token with
+_LABEL_FIELDS = frozenset(("role", "type"))  # of messages, which templates do not join to texts
+_CONTROL_FORM = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)  # that is not among the special ones
 _QUESTION, _ANSWER, _IDEA = "\u2039question\u203a", "\u2039answer\u203a", "\u2039idea\u203a"
 _VALUE, _RESULT = "valuenowhereelse", "resultnowhereelse"
 _USER = {"role": "user", "content": _QUESTION}
@@ -63,7 +63,7 @@ class ControlTokens:
     ids: Mapping[str, int] = field(default_factory=dict)
     special: frozenset[int] = frozenset()  # those that decoding leaves out where it is asked to
     turn_marks: tuple[str, ...] = ()  # what the template writes within an assistant's turn, around thoughts and calls
-    thought: tuple[str, str] = THOUGHT  # what it writes before a thought and behind it
+    thought_marks: tuple[str, str] = THOUGHT  # what it writes before a thought and behind it
     writes_calls: bool = False  # it has a place for calls of tools,
     writes_results: bool = False  # and for what tools give
 
@@ -73,35 +73,35 @@ class ControlTokens:
         return _alternatives(self.ids)
 
     @cached_property
-    def _foreign(self) -> re.Pattern[str]:
+    def _escaped_signs(self) -> re.Pattern[str]:
         return _alternatives({BREAK, _QUOTE, *(text[0] for text in self.ids)})
 
     @cached_property
-    def _turn(self) -> re.Pattern[str]:
-        return re.compile(f"{_alternatives(self.turn_marks).pattern}|{self._foreign.pattern}")
+    def _turn_signs(self) -> re.Pattern[str]:
+        return re.compile(f"{_alternatives(self.turn_marks).pattern}|{self._escaped_signs.pattern}")
 
     @cached_property
-    def within(self) -> frozenset[int]:
+    def turn_mark_ids(self) -> frozenset[int]:
         """The tokens of which marks within a turn consist."""
         return frozenset(self.ids[text] for mark in self.turn_marks for text in self.pattern.findall(mark))
 
     @cached_property
     def hidden_marks(self) -> frozenset[int]:
         """Those of them that decoding may leave out."""
-        return self.within & self.special
+        return self.turn_mark_ids & self.special
 
-    def spelled(self, text: str) -> bool:
+    def is_spelled_in(self, text: str) -> bool:
         """Returns whether a text has what would be taken for a control token."""
         return _has_breaks(text) or self.pattern.search(text) is not None
 
-    def escape(self, text: str, turn: bool = False) -> Markup:
+    def escape(self, text: str, is_turn: bool = False) -> Markup:
         """Returns a text as markup. turn: an assistant's own, in which the marks of its thoughts and calls are such."""
-        pattern = self._turn if turn else self._foreign
-        return Markup(pattern.sub(lambda match: _broken(match[0]), text))
+        pattern = self._turn_signs if is_turn else self._escaped_signs
+        return Markup(pattern.sub(lambda match: _break_match(match[0]), text))
 
-    def markup(self, text: str, turn: bool = False) -> Markup:
+    def markup(self, text: str, is_turn: bool = False) -> Markup:
         """Returns a text as markup, itself where it spells no control token."""
-        return self.escape(text, turn) if self.spelled(text) else Markup(text)
+        return self.escape(text, is_turn) if self.is_spelled_in(text) else Markup(text)
 
 
 def control_tokens(tokenizer: Any) -> ControlTokens:
@@ -122,12 +122,12 @@ def control_tokens(tokenizer: Any) -> ControlTokens:
 
 
 _CONTROL: WeakKeyDictionary[Any, tuple[Any, ControlTokens]] = WeakKeyDictionary()
-_TEXTUAL: WeakKeyDictionary[Any, _Textual] = WeakKeyDictionary()
+_RENAMED: WeakKeyDictionary[Any, _RenamedTokenizer] = WeakKeyDictionary()
 
 
 def thoughts_of(tokenizer: Any) -> tuple[tuple[str, str], ...]:
     """Returns what stands around thoughts in a model's answers."""
-    return tuple(dict.fromkeys((*THOUGHTS, control_tokens(tokenizer).thought)))
+    return tuple(dict.fromkeys((*THOUGHTS, control_tokens(tokenizer).thought_marks)))
 
 
 def _control_tokens(tokenizer: Any, template: str) -> ControlTokens:
@@ -138,12 +138,12 @@ def _control_tokens(tokenizer: Any, template: str) -> ControlTokens:
     special |= {str(token.content): number for number, token in decoder.items() if token.special}
     ids = special | {text: number for text, number in added.items() if _is_control(text, template)}
     ids = {text: number for text, number in ids.items() if text}
-    control = ControlTokens(ids, frozenset(special.values()), tuple(mark for mark in MARKS if mark in ids))
+    control = ControlTokens(ids, frozenset(special.values()), tuple(mark for mark in FAMILY_MARKS if mark in ids))
     return _with_turn_marks(tokenizer, control) if template else control
 
 
 def _is_control(text: str, template: str) -> bool:
-    if text in MARKS or _FORM.fullmatch(text):
+    if text in FAMILY_MARKS or _CONTROL_FORM.fullmatch(text):
         return True
     return len(text) > 2 and not (text[0].isalnum() or text[-1].isalnum() or text.isspace()) and text in template
 
@@ -153,201 +153,204 @@ def _with_turn_marks(tokenizer: Any, control: ControlTokens) -> ControlTokens:
     those around a call that it does not write around turns, and whatever stands before a thought and behind it.
     """
     answer = {"role": "assistant", "content": _ANSWER}
-    plain = _rendered(tokenizer, [_USER, answer, _USER], begin=True) + _rendered(tokenizer, [_USER, answer])
+    plain_chat = _rendered(tokenizer, [_USER, answer, _USER], begins_turn=True) + _rendered(tokenizer, [_USER, answer])
     calls = [_USER, {"role": "assistant", "content": "", "tool_calls": [_CALLING]}]
-    called = _rendered(tokenizer, calls, [_TOOL])
+    call_chat = _rendered(tokenizer, calls, [_TOOL])
     result = {"role": "tool", "name": "f", "content": _RESULT, "tool_call_id": _CALLING["id"]}
-    heard = _rendered(tokenizer, [*calls, result], [_TOOL]) + _rendered(tokenizer, [_USER, answer, result])
-    call = control.pattern.findall(called.rpartition(_QUESTION)[2])
-    around_turns = {*control.pattern.findall(plain), *call[-1:]} - {*control.turn_marks}
+    result_chat = _rendered(tokenizer, [*calls, result], [_TOOL]) + _rendered(tokenizer, [_USER, answer, result])
+    call_marks = control.pattern.findall(call_chat.rpartition(_QUESTION)[2])
+    around_turns = {*control.pattern.findall(plain_chat), *call_marks[-1:]} - {*control.turn_marks}
     thinking = [_USER, {**answer, "thinking": _IDEA, "reasoning_content": _IDEA}]
-    before, idea, tail = _rendered(tokenizer, thinking).rpartition(_QUESTION)[2].partition(_IDEA)
-    behind, answered, _ = tail.partition(_ANSWER)
-    prompt_end = _rendered(tokenizer, [_USER], begin=True).rpartition(_QUESTION)[2]
-    thinks = idea and answered and before.startswith(prompt_end)
-    phrases = (before.removeprefix(prompt_end).strip(), behind.strip()) if thinks else ("", "")
-    marks = dict.fromkeys((*control.turn_marks, *call, *phrases))
-    marks_within = tuple(m for m in marks if m and m not in around_turns and control.pattern.search(m))
+    before_thought, thought, after_prompt = _rendered(tokenizer, thinking).rpartition(_QUESTION)[2].partition(_IDEA)
+    after_thought, has_answer, _ = after_prompt.partition(_ANSWER)
+    prompt_end = _rendered(tokenizer, [_USER], begins_turn=True).rpartition(_QUESTION)[2]
+    writes_thoughts = thought and has_answer and before_thought.startswith(prompt_end)
+    phrases = (before_thought.removeprefix(prompt_end).strip(), after_thought.strip()) if writes_thoughts else ("", "")
+    candidates = dict.fromkeys((*control.turn_marks, *call_marks, *phrases))
+    marks_within = tuple(m for m in candidates if m and m not in around_turns and control.pattern.search(m))
     return replace(
         control,
         turn_marks=marks_within,
-        thought=phrases if all(phrases) else control.thought,
-        writes_calls=_VALUE in called,
-        writes_results=_RESULT in heard,
+        thought_marks=phrases if all(phrases) else control.thought_marks,
+        writes_calls=_VALUE in call_chat,
+        writes_results=_RESULT in result_chat,
     )
 
 
-def _rendered(tokenizer: Any, messages: list[Any], tools: list[Any] | None = None, begin: bool = False) -> str:
+def _rendered(tokenizer: Any, messages: list[Any], tools: list[Any] | None = None, begins_turn: bool = False) -> str:
     """Returns what the template writes; nothing where it raises."""
     options = {"tools": tools} if tools else {}
     try:
-        return render_chat(tokenizer, messages, add_generation_prompt=begin, **options)
+        return render_chat(tokenizer, messages, add_generation_prompt=begins_turn, **options)
     except UserError:
         raise
     except Exception:  # noqa: BLE001 - a template raises what it likes, and one that knows no calls has no marks of them
         return ""
 
 
-def escaped(
+def escape_messages(
     control: ControlTokens, messages: Sequence[Mapping[str, Any]], tools: Sequence[Json]
 ) -> tuple[list[Mapping[str, Any]], list[Json]]:
     """Returns messages and tools whose texts are markup; as they are, where no text spells a control token, nor would
     several texts that a template joins.
     """
-    texts = list(_texts([*messages, *tools], _LABELS))
-    joined = ("".join(texts), "".join(map(str.strip, texts)))
-    apart = sum(len(control.pattern.findall(text)) for text in texts)
-    write = control.escape if any(len(control.pattern.findall(text)) > apart for text in joined) else control.markup
-    if write == control.markup and not any(map(control.spelled, _texts([*messages, *tools]))):
+    texts = list(_texts([*messages, *tools], _LABEL_FIELDS))
+    joined_texts = ("".join(texts), "".join(map(str.strip, texts)))
+    separate_count = sum(len(control.pattern.findall(text)) for text in texts)
+    is_spelled_by_joining = any(len(control.pattern.findall(text)) > separate_count for text in joined_texts)
+    write = control.escape if is_spelled_by_joining else control.markup
+    if write == control.markup and not any(map(control.is_spelled_in, _texts([*messages, *tools]))):
         return list(messages), list(tools)
-    written = [_each(message, partial(write, turn=message.get("role") == "assistant")) for message in messages]
-    return written, [_each(tool, write) for tool in tools]
+    markups = [_map_texts(message, partial(write, is_turn=message.get("role") == "assistant")) for message in messages]
+    return markups, [_map_texts(tool, write) for tool in tools]
 
 
-def filled(control: ControlTokens, template: str, **texts: str) -> Markup:
+def fill_template(control: ControlTokens, template: str, **texts: str) -> Markup:
     """Returns a text template with `texts` in its places, `{name}`, as markup: the control tokens in it are those that
     the template itself spells.
     """
     places = re.compile("|".join(re.escape(f"{{{name}}}") for name in texts))
-    whole = places.sub(lambda match: texts[match[0][1:-1]], template)
-    spelled = sum(len(control.pattern.findall(part)) for part in places.split(template))
-    if len(control.pattern.findall(whole)) == spelled and not _has_breaks(whole):
-        return Markup(whole)
+    text = places.sub(lambda match: texts[match[0][1:-1]], template)
+    own_count = sum(len(control.pattern.findall(part)) for part in places.split(template))
+    if len(control.pattern.findall(text)) == own_count and not _has_breaks(text):
+        return Markup(text)
     return Markup(places.sub(lambda match: control.escape(texts[match[0][1:-1]]), template))
 
 
-def _texts(value: Any, without: frozenset[str] | None = None) -> Iterator[str]:
+def _texts(value: Any, excluded: frozenset[str] | None = None) -> Iterator[str]:
     """Yields all texts in a value, in order, with the names of its fields; without: no names, and not those fields."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for name, inner in value.items():
-            if without is None:
+        for name, item in value.items():
+            if excluded is None:
                 yield str(name)
-            if without is None or name not in without:
-                yield from _texts(inner, without)
+            if excluded is None or name not in excluded:
+                yield from _texts(item, excluded)
     elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _texts(inner, without)
+        for item in value:
+            yield from _texts(item, excluded)
 
 
-def _each(value: Any, change: Callable[[str], str]) -> Any:
+def _map_texts(value: Any, function: Callable[[str], str]) -> Any:
     """Returns a value with each text in it changed."""
     if isinstance(value, str):
-        return change(value)
+        return function(value)
     if isinstance(value, Mapping):
-        return {change(name) if isinstance(name, str) else name: _each(inner, change) for name, inner in value.items()}
-    return [_each(inner, change) for inner in value] if isinstance(value, list | tuple) else value
+        pairs = ((function(name) if isinstance(name, str) else name, item) for name, item in value.items())
+        return {name: _map_texts(item, function) for name, item in pairs}
+    return [_map_texts(item, function) for item in value] if isinstance(value, list | tuple) else value
 
 
-def plain(markup: str) -> str:
+def visible_text(markup: str) -> str:
     """Returns markup as the text that a reader sees."""
-    return _BROKEN.sub(lambda match: match[1] or _UNQUOTED.get(match[2], match[2]), markup)
+    return _BREAKS.sub(lambda match: match[1] or _UNESCAPES.get(match[2], match[2]), markup)
 
 
 def _has_breaks(text: str) -> bool:
     return BREAK in text or _QUOTE in text
 
 
-def _broken(match: str) -> str:
+def _break_match(match: str) -> str:
     """Returns what stands in markup for a mark, which is left as it is, or for the first character of one."""
-    return match if len(match) > 1 else _QUOTED.get(match, match + BREAK)
+    return match if len(match) > 1 else _ESCAPES.get(match, match + BREAK)
 
 
-def encoded(tokenizer: Any, markup: str) -> list[int]:
+def encode_markup(tokenizer: Any, markup: str) -> list[int]:
     """Returns the tokens of markup, and none that begin or end a text. What the tokenizer raises is raised."""
     if not _has_breaks(markup):
         return list(tokenizer.encode(markup, add_special_tokens=False))
     control = control_tokens(tokenizer)
-    parts = list(_parts(control, markup))
+    parts = list(_split_markup(control, markup))
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        return [token for part in parts for token in _encoded_apart(tokenizer, control, part)]
+        return [token for part in parts for token in _encode_part(tokenizer, control, part)]
     with suppress(TypeError):
-        if (cached := _TEXTUAL.get(tokenizer)) is not None and cached.control is control:
+        if (cached := _RENAMED.get(tokenizer)) is not None and cached.control is control:
             return cached.encode(parts)
-    textual = _Textual.of(backend, control)
+    renamed = _RenamedTokenizer.of(backend, control)
     with suppress(TypeError):
-        _TEXTUAL[tokenizer] = textual
-    return textual.encode(parts)
+        _RENAMED[tokenizer] = renamed
+    return renamed.encode(parts)
 
 
-def encoded_whole(tokenizer: Any, markup: str, longest: int | None = None) -> list[int]:
+def encode_whole_text(tokenizer: Any, markup: str, max_tokens: int | None = None) -> list[int]:
     """Returns the tokens of markup with those that the tokenizer begins and ends a text with, of the text at most as
     many as make `longest`.
     """
     if not _has_breaks(markup):
-        return list(tokenizer.encode(markup, truncation=longest is not None, max_length=longest))
-    bare, whole = (tokenizer.encode(plain(markup), add_special_tokens=around) for around in (False, True))
-    begin = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
-    end = whole[begin + len(bare) :]
-    tokens = encoded(tokenizer, markup)
-    return [*whole[:begin], *(tokens if longest is None else tokens[: longest - begin - len(end)]), *end]
+        return list(tokenizer.encode(markup, truncation=max_tokens is not None, max_length=max_tokens))
+    text = visible_text(markup)
+    inner_tokens, outer_tokens = (tokenizer.encode(text, add_special_tokens=with_ends) for with_ends in (False, True))
+    start = next((i for i in range(len(outer_tokens)) if outer_tokens[i : i + len(inner_tokens)] == inner_tokens), 0)
+    end = outer_tokens[start + len(inner_tokens) :]
+    tokens = encode_markup(tokenizer, markup)
+    return [*outer_tokens[:start], *(tokens if max_tokens is None else tokens[: max_tokens - start - len(end)]), *end]
 
 
-def padded(tokenizer: Any, texts: Sequence[str], longest: int) -> Any:
+def pad_texts(tokenizer: Any, texts: Sequence[str], max_tokens: int) -> Any:
     """Returns whole texts as a classifier or an encoder reads them, as tensors with a mask; what spells a control token
     in one is text.
     """
     control = control_tokens(tokenizer)
-    if not any(map(control.spelled, texts)):
-        return tokenizer(list(texts), return_tensors="pt", padding=True, truncation=True, max_length=longest)
-    rows = [encoded_whole(tokenizer, control.markup(text), longest) for text in texts]
+    if not any(map(control.is_spelled_in, texts)):
+        return tokenizer(list(texts), return_tensors="pt", padding=True, truncation=True, max_length=max_tokens)
+    rows = [encode_whole_text(tokenizer, control.markup(text), max_tokens) for text in texts]
     return tokenizer.pad({"input_ids": rows}, return_tensors="pt")
 
 
-def encoded_all(tokenizer: Any, markups: Sequence[str]) -> list[list[int]]:
+def encode_markups(tokenizer: Any, markups: Sequence[str]) -> list[list[int]]:
     """Returns the tokens of several texts, which is several times faster than one by one."""
-    usual = [markup for markup in markups if not _has_breaks(markup)]
-    if not callable(tokenizer) or not usual:
-        return [encoded(tokenizer, markup) for markup in markups]
-    rows = iter(tokenizer(usual, add_special_tokens=False, return_attention_mask=False)["input_ids"])
-    return [encoded(tokenizer, markup) if _has_breaks(markup) else next(rows) for markup in markups]
+    unescaped = [markup for markup in markups if not _has_breaks(markup)]
+    if not callable(tokenizer) or not unescaped:
+        return [encode_markup(tokenizer, markup) for markup in markups]
+    rows = iter(tokenizer(unescaped, add_special_tokens=False, return_attention_mask=False)["input_ids"])
+    return [encode_markup(tokenizer, markup) if _has_breaks(markup) else next(rows) for markup in markups]
 
 
-def continuation(encode: Callable[[str], list[int]], markup: str, lead: str = "") -> list[int]:
+def encode_continuation(encode: Callable[[str], list[int]], markup: str, lead: str = "") -> list[int]:
     """Returns the tokens of markup that goes on from `lead`: some tokenizers write a text by itself with a blank before
     it. Where the lead's last token would be another one, or there is none, it goes on from another text.
     """
-    for text in (lead, *_LEADS) if lead else _LEADS:
+    for text in (lead, *_NEUTRAL_LEADS) if lead else _NEUTRAL_LEADS:
         try:
-            before, tokens = encode(text), encode(text + markup)
+            lead_tokens, tokens = encode(text), encode(text + markup)
         except Exception:  # noqa: BLE001 - it cannot write the lead; what it says of the text itself is raised below
-            before = tokens = []
-        if before and tokens[: len(before)] == before:
-            return tokens[len(before) :]
+            lead_tokens = tokens = []
+        if lead_tokens and tokens[: len(lead_tokens)] == lead_tokens:
+            return tokens[len(lead_tokens) :]
     return encode(markup)
 
 
-def continuations(tokenizer: Any, markups: Sequence[str], leads: Sequence[str]) -> list[list[int]]:
+def encode_continuations(tokenizer: Any, markups: Sequence[str], leads: Sequence[str]) -> list[list[int]]:
     """Returns the `continuation` of each lead."""
-    rows = encoded_all(tokenizer, [lead + markup for lead, markup in zip(leads, markups, strict=True)])
+    rows = encode_markups(tokenizer, [lead + markup for lead, markup in zip(leads, markups, strict=True)])
     distinct = list(dict.fromkeys(leads))
-    before = dict(zip(distinct, encoded_all(tokenizer, distinct), strict=True))
+    lead_tokens = dict(zip(distinct, encode_markups(tokenizer, distinct), strict=True))
     return [
-        row[len(before[lead]) :]
-        if lead and row[: len(before[lead])] == before[lead]
-        else continuation(partial(encoded, tokenizer), markup, lead)
+        row[len(lead_tokens[lead]) :]
+        if lead and row[: len(lead_tokens[lead])] == lead_tokens[lead]
+        else encode_continuation(partial(encode_markup, tokenizer), markup, lead)
         for row, markup, lead in zip(rows, markups, leads, strict=True)
     ]
 
 
-def _parts(control: ControlTokens, markup: str) -> Iterator[str | int]:
+def _split_markup(control: ControlTokens, markup: str) -> Iterator[str | int]:
     """Yields texts, and between them control tokens."""
-    text, at = "", 0
-    for match in re.finditer(f"{_BROKEN.pattern}|{control.pattern.pattern}", markup, re.DOTALL):
-        text += markup[at : match.start()]
+    text, end = "", 0
+    for match in re.finditer(f"{_BREAKS.pattern}|{control.pattern.pattern}", markup, re.DOTALL):
+        text += markup[end : match.start()]
         if match[0] in control.ids:
             yield from (text, control.ids[match[0]])
             text = ""
         else:
-            text += plain(match[0])
-        at = match.end()
-    yield text + markup[at:]
+            text += visible_text(match[0])
+        end = match.end()
+    yield text + markup[end:]
 
 
 @dataclass(frozen=True)
-class _Textual:
+class _RenamedTokenizer:
     """A tokenizer that finds its control tokens under names that no text has, and nothing in what they are called.
 
     All else is the tokenizer's own, so that the tokens before, between and behind control tokens are what they are
@@ -357,11 +360,11 @@ class _Textual:
     backend: Tokenizer
     control: ControlTokens
     names: Mapping[int, str]  # of control tokens
-    ids: Mapping[int, int]  # of the added tokens, by what they are here
+    original_ids: Mapping[int, int]  # of the added tokens, by what they are here
     unknown: int | None  # which stands for characters
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, control: ControlTokens) -> _Textual:
+    def of(cls, tokenizer: Tokenizer, control: ControlTokens) -> _RenamedTokenizer:
         from tokenizers import AddedToken, Tokenizer  # not needed by tasks, which import this
 
         nonce, backend = secrets.token_hex(8), Tokenizer(tokenizer.model)
@@ -377,53 +380,53 @@ class _Textual:
             }
             content = names.get(number, token.content)
             backend.add_tokens([AddedToken(content, **flags)])
-            if (here := backend.token_to_id(content)) is not None:
-                ids[here] = number
-        if any(here in vocabulary and here != number for here, number in ids.items()):
+            if (new_id := backend.token_to_id(content)) is not None:
+                ids[new_id] = number
+        if any(new_id in vocabulary and new_id != number for new_id, number in ids.items()):
             raise UserError("the tokenizer's vocabulary has holes, where a text spells control tokens: leave these out")
-        word = getattr(tokenizer.model, "unk_token", None)
-        return cls(backend, control, names, ids, None if word is None else tokenizer.model.token_to_id(word))
+        unknown = getattr(tokenizer.model, "unk_token", None)
+        return cls(backend, control, names, ids, None if unknown is None else tokenizer.model.token_to_id(unknown))
 
     def encode(self, parts: Sequence[str | int]) -> list[int]:
         text = "".join(part if isinstance(part, str) else self.names[part] for part in parts)
         encoding = self.backend.encode(text, add_special_tokens=False)
-        marks = [number for here in encoding.ids if (number := self.ids.get(here)) in self.names]
-        if marks != [part for part in parts if isinstance(part, int)]:
+        control_ids = [number for new_id in encoding.ids if (number := self.original_ids.get(new_id)) in self.names]
+        if control_ids != [part for part in parts if isinstance(part, int)]:
             raise UserError("the tokenizer does not find its control tokens in a text: give another model")
         return [
-            n for token, here in zip(encoding.tokens, encoding.ids, strict=True) for n in self._numbers(token, here)
+            n for token, new_id in zip(encoding.tokens, encoding.ids, strict=True) for n in self._numbers(token, new_id)
         ]
 
-    def _numbers(self, token: str, here: int) -> list[int]:
+    def _numbers(self, token: str, new_id: int) -> list[int]:
         """Returns the tokenizer's own number of a token; of a word called as a control token is, those of its parts."""
-        if here in self.ids or here not in self.names or here == self.unknown or len(token) < 2:
-            return [self.ids.get(here, here)]
+        if new_id in self.original_ids or new_id not in self.names or new_id == self.unknown or len(token) < 2:
+            return [self.original_ids.get(new_id, new_id)]
         pieces = [piece for part in (token[:1], token[1:]) for piece in self.backend.model.tokenize(part)]
         return [number for piece in pieces for number in self._numbers(piece.value, piece.id)]
 
 
-def _encoded_apart(tokenizer: Any, control: ControlTokens, part: str | int) -> list[int]:
+def _encode_part(tokenizer: Any, control: ControlTokens, part: str | int) -> list[int]:
     """Returns the tokens of a text by itself, or of a control token, of a tokenizer that is no Rust library's."""
     if isinstance(part, int):
         return [part]
-    if not control.spelled(part):
+    if not control.is_spelled_in(part):
         return list(tokenizer.encode(part, add_special_tokens=False)) if part else []
     tokens: list[int] = tokenizer.convert_tokens_to_ids(tokenizer.tokenize(part, split_special_tokens=True))
     if not set(control.ids.values()).isdisjoint(tokens):
         raise UserError(
-            f"the tokenizer cannot write {quoted(part)} as a text, since it has control tokens of that name: leave "
+            f"the tokenizer cannot write {quote(part)} as a text, since it has control tokens of that name: leave "
             "them out of the text, or give a model with a tokenizer.json"
         )
     return tokens
 
 
-def decoded(tokenizer: Any, tokens: Sequence[int]) -> str:
+def decode_tokens(tokenizer: Any, tokens: Sequence[int]) -> str:
     """Returns tokens as text, without special ones, but with the marks of thoughts and calls, which a model writes."""
     control = control_tokens(tokenizer)
     if control.hidden_marks.isdisjoint(tokens):
         return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
-    hidden = control.special - control.within
-    return str(tokenizer.decode([token for token in tokens if token not in hidden], skip_special_tokens=False))
+    hidden_ids = control.special - control.turn_mark_ids
+    return str(tokenizer.decode([token for token in tokens if token not in hidden_ids], skip_special_tokens=False))
 
 
 def _alternatives(texts: Iterable[str]) -> re.Pattern[str]:

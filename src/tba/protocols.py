@@ -411,7 +411,7 @@ class Startable(Protocol):
     def start(self) -> Objective: ...
 
 
-def started(objective: Objective) -> Objective:
+def start_objective(objective: Objective) -> Objective:
     """Returns what one run trains with: what settings start, or an objective that needs no start itself."""
     return objective.start() if isinstance(objective, Startable) else objective
 
@@ -528,7 +528,7 @@ class Records(Protocol):
         """Writes the results of one evaluation of one version."""
         ...
 
-    def fault(self, kind: str, what: str) -> None:
+    def fault(self, kind: str, message: str) -> None:
         """Records a fault that was survived."""
         ...
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.errors import UserError
-from tba.recipe import Recipe, differences, resolved
+from tba.recipe import Recipe, differences, settings_json
 from tba.settings import find
 
 _HEAD = '"""The recipe of this run, as it was given to tba.train."""\n\n'
@@ -28,16 +28,16 @@ def write_recipe(recipe: Recipe, path: Path) -> None:
     functions, open files, loaded models.
     """
     writer = _Writer()
-    made = writer.expression(recipe, "the recipe")
+    expression = writer.expression(recipe, "the recipe")
     imports = "".join(f"import {module}\n" for module in sorted(writer.modules))
-    loaded = "".join(f"{name} = tba.settings.module_of({file!r})\n" for file, name in writer.files.items())
-    path.write_text(f"{_HEAD}{imports}\n{loaded}recipe = {made}\n")
-    for name, was, now in differences(resolved(recipe), resolved(find(str(path)))):
-        if str(was).startswith("__main__.") and str(was).rpartition(".")[2] == str(now).rpartition(".")[2]:
+    file_lines = "".join(f"{name} = tba.settings.module_of({file!r})\n" for file, name in writer.files.items())
+    path.write_text(f"{_HEAD}{imports}\n{file_lines}recipe = {expression}\n")
+    for name, here, rebuilt in differences(settings_json(recipe), settings_json(find(str(path)))):
+        if str(here).startswith("__main__.") and str(here).rpartition(".")[2] == str(rebuilt).rpartition(".")[2]:
             continue  # a function of the running script, which is another module where it is loaded
         raise UserError(
-            f"{recipe.name}: {name} is {was}, and would be {now} in another process: put what it is made of into "
-            'fields of a dataclass, or train with runtime="inline"'
+            f"{recipe.name}: {name} is {here}, and would be {rebuilt} in another process: put what it is made of "
+            'into fields of a dataclass, or train with runtime="inline"'
         )
 
 
@@ -62,24 +62,24 @@ class _Writer:
         if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
             return self.name_of(value, where)
         if dataclasses.is_dataclass(value):
-            given = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-            inner = ", ".join(f"{name}={self.expression(v, f'{where}.{name}')}" for name, v in given.items())
-            return f"{self.name_of(type(value), where)}({inner})"
+            field_values = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+            arguments = ", ".join(f"{name}={self.expression(v, f'{where}.{name}')}" for name, v in field_values.items())
+            return f"{self.name_of(type(value), where)}({arguments})"
         if isinstance(value, Mapping):
             pairs = (f"{self.expression(k, where)}: {self.expression(v, f'{where}[{k!r}]')}" for k, v in value.items())
             return "{" + ", ".join(pairs) + "}"
         if isinstance(value, list | tuple | set | frozenset):
-            inner = ", ".join(self.expression(v, where) for v in value)
-            opened, closed = {list: "[]", tuple: ("(", ",)" if value else ")"), set: "{}"}.get(type(value), ("", ""))
-            return f"{opened}{inner}{closed}" if opened else f"frozenset({{{inner}}})" if value else "frozenset()"
+            items = ", ".join(self.expression(v, where) for v in value)
+            opening, closing = {list: "[]", tuple: ("(", ",)" if value else ")"), set: "{}"}.get(type(value), ("", ""))
+            return f"{opening}{items}{closing}" if opening else f"frozenset({{{items}}})" if value else "frozenset()"
         raise UserError(
             f"{where} is {value!r}, which other processes cannot make: use a dataclass of an importable module in its "
             'place, or train with runtime="inline"'
         )
 
-    def name_of(self, thing: Any, where: str) -> str:
+    def name_of(self, target: Any, where: str) -> str:
         """Returns the name of a class or function, by the module or the file that defines it."""
-        module, name = thing.__module__, thing.__qualname__
+        module, name = target.__module__, target.__qualname__
         if "<" in name:
             raise UserError(
                 f"{where} is {name}, made within a function or a lambda, which other processes cannot find: define it "

@@ -27,7 +27,7 @@ class Constant:
         _require_finite("Constant", value=self.value)
 
     def __call__(self, step: int) -> float:
-        _behind(step)
+        _updates_before(step)
         return self.value
 
     @property
@@ -50,7 +50,7 @@ class Linear:
         _require_at_least("Linear", 1, steps=self.steps)
 
     def __call__(self, step: int) -> float:
-        progress = min(_behind(step) / self.steps, 1.0)
+        progress = min(_updates_before(step) / self.steps, 1.0)
         return (1 - progress) * self.start + progress * self.end  # exact at both ends
 
     @property
@@ -77,7 +77,7 @@ class LinearThenCut:
         _require_at_least("LinearThenCut", 1, target_steps=self.target_steps, cut_step=self.cut_step)
 
     def __call__(self, step: int) -> float:
-        if _behind(step) + 1 >= self.cut_step:
+        if _updates_before(step) + 1 >= self.cut_step:
             return self.end
         return Linear(self.start, self.end, self.target_steps)(step)
 
@@ -120,7 +120,7 @@ class WarmupConstant:
         _require_at_least("WarmupConstant", 0, warmup=self.warmup)
 
     def __call__(self, step: int) -> float:
-        return warm(step, self.warmup)
+        return warmup_share(step, self.warmup)
 
     @property
     def planned(self) -> None:
@@ -145,7 +145,7 @@ class WarmupLinear:
 
     def __call__(self, step: int) -> float:
         remaining = 1 - _progress(step, self.warmup, self.steps - self.warmup)
-        return warm(step, self.warmup) * (self.final + (1 - self.final) * remaining)
+        return warmup_share(step, self.warmup) * (self.final + (1 - self.final) * remaining)
 
     @property
     def planned(self) -> int:
@@ -154,7 +154,7 @@ class WarmupLinear:
 
     def lasting(self, steps: int) -> WarmupLinear:
         """Returns the schedule's shape over another number of updates."""
-        return replace(self, steps=steps, warmup=_share(self.warmup, self.steps, steps))
+        return replace(self, steps=steps, warmup=_scaled_part(self.warmup, self.steps, steps))
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class WarmupCosine:
 
     def __call__(self, step: int) -> float:
         remaining = _half_cosine(_progress(step, self.warmup, self.steps - self.warmup))
-        return warm(step, self.warmup) * (self.final + (1 - self.final) * remaining)
+        return warmup_share(step, self.warmup) * (self.final + (1 - self.final) * remaining)
 
     @property
     def planned(self) -> int:
@@ -180,7 +180,7 @@ class WarmupCosine:
 
     def lasting(self, steps: int) -> WarmupCosine:
         """Returns the schedule's shape over another number of updates."""
-        return replace(self, steps=steps, warmup=_share(self.warmup, self.steps, steps))
+        return replace(self, steps=steps, warmup=_scaled_part(self.warmup, self.steps, steps))
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class WarmupStableDecay:
 
     def __call__(self, step: int) -> float:
         remaining = _half_cosine(_progress(step, self.warmup + self.stable, self.decay))
-        return warm(step, self.warmup) * (self.final + (1 - self.final) * remaining)
+        return warmup_share(step, self.warmup) * (self.final + (1 - self.final) * remaining)
 
     @property
     def planned(self) -> int:
@@ -210,37 +210,37 @@ class WarmupStableDecay:
 
     def lasting(self, steps: int) -> WarmupStableDecay:
         """Returns the schedule's shape over another number of updates."""
-        warmup, held = (_share(n, self.planned, steps) for n in (self.warmup, self.warmup + self.stable))
-        return replace(self, warmup=warmup, stable=held - warmup, decay=steps - held)
+        warmup, decay_start = (_scaled_part(n, self.planned, steps) for n in (self.warmup, self.warmup + self.stable))
+        return replace(self, warmup=warmup, stable=decay_start - warmup, decay=steps - decay_start)
 
 
 RateShape: TypeAlias = WarmupConstant | WarmupLinear | WarmupCosine | WarmupStableDecay
 
 
-def _behind(step: int) -> int:
+def _updates_before(step: int) -> int:
     """Returns how many updates were made before `step`."""
     if step < 1:
         raise ValueError(f"steps count from 1 (the first update), but got step {step}")
     return step - 1
 
 
-def warm(step: int, warmup: int) -> float:
+def warmup_share(step: int, warmup: int) -> float:
     """Returns the share of the peak that update number `step` of a linear rise over `warmup` has."""
-    made = _behind(step) + 1
-    return min(made / warmup, 1.0) if warmup else 1.0
+    update = _updates_before(step) + 1
+    return min(update / warmup, 1.0) if warmup else 1.0
 
 
-def _progress(step: int, held: int, decay: int) -> float:
+def _progress(step: int, decay_start: int, decay: int) -> float:
     """Returns 0 for at most `held` updates, then a linear rise to 1 at `held + decay` of them."""
-    return min(max(_behind(step) - held, 0) / decay, 1.0)
+    return min(max(_updates_before(step) - decay_start, 0) / decay, 1.0)
 
 
 def _half_cosine(progress: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def _share(part: int, whole: int, of: int) -> int:
-    return round(part / whole * of)
+def _scaled_part(part: int, whole: int, new_whole: int) -> int:
+    return round(part / whole * new_whole)
 
 
 def _require_finite(where: str, **values: float) -> None:
@@ -255,9 +255,9 @@ def _require_at_least(where: str, least: int, **values: int) -> None:
             raise UserError(f"{where}: {name} is {value}, but it counts steps; give {least} or more.")
 
 
-def _require_decay(where: str, steps: int, held: int, final: float) -> None:
-    _require_at_least(where, 0, warmup=held)
-    if steps <= held:
-        raise UserError(f"{where}: {steps} steps in all leave none to decay after the first {held}; give more steps.")
+def _require_decay(where: str, steps: int, start: int, final: float) -> None:
+    _require_at_least(where, 0, warmup=start)
+    if steps <= start:
+        raise UserError(f"{where}: {steps} steps in all leave none to decay after the first {start}; give more steps.")
     if not 0 <= final <= 1:
         raise UserError(f"{where}: final is {final}, but it is a share of the peak rate; give a number from 0 to 1.")

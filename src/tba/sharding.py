@@ -33,50 +33,50 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     return hasattr(tensor, "device_mesh")
 
 
-def own_rows(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """Returns this rank's part of a tensor, detached, on the same memory: its rows, or all of what is not sharded."""
     if not is_sharded(tensor):
         return tensor.detach()
     with torch.no_grad():
-        own: Tensor = tensor.to_local()
-    return own.detach()
+        local: Tensor = tensor.to_local()
+    return local.detach()
 
 
-def copied(own: Tensor, whole: Tensor) -> tuple[int, Tensor] | None:
+def copy_local_rows(local: Tensor, tensor: Tensor) -> tuple[int, Tensor] | None:
     """Returns (number of the first row, rows), in memory of their own on the host, of this rank's part `own` of what is
     sharded as `whole` is; None where it has no rows, or another rank has the same tensor and comes first.
     """
-    if not (own.ndim and is_sharded(whole)):
-        return None if dist.get_rank() else (0, own.detach().to("cpu", copy=True))
-    if not len(own):
+    if not (local.ndim and is_sharded(tensor)):
+        return None if dist.get_rank() else (0, local.detach().to("cpu", copy=True))
+    if not len(local):
         return None
-    first, _ = rows_of(len(whole), whole.device_mesh.get_local_rank(), whole.device_mesh.size())
-    return first, own.detach().to("cpu", copy=True)
+    first_row, _ = row_range(len(tensor), tensor.device_mesh.get_local_rank(), tensor.device_mesh.size())
+    return first_row, local.detach().to("cpu", copy=True)
 
 
-def group_of(tensors: Sequence[Tensor]) -> Any:
+def process_group(tensors: Sequence[Tensor]) -> Any:
     """The process group over which they are sharded; None when none is."""
     sharded = next((t for t in tensors if is_sharded(t)), None)
     return None if sharded is None else sharded.device_mesh.get_group()
 
 
-def rows_of(count: int, rank: int, ranks: int) -> tuple[int, int]:
+def row_range(count: int, rank: int, ranks: int) -> tuple[int, int]:
     """First and one past the last of the rows of `rank`, of `count`."""
-    share = -(-count // ranks)
-    return min(rank * share, count), min((rank + 1) * share, count)
+    rows_per_rank = -(-count // ranks)
+    return min(rank * rows_per_rank, count), min((rank + 1) * rows_per_rank, count)
 
 
-def gathered(own: Tensor, shape: Sequence[int], group: Any) -> Tensor | None:
+def gather_rows(local: Tensor, shape: Sequence[int], group: Any) -> Tensor | None:
     """The whole tensor, of `shape`, on rank 0 of `group`, None on the others. Every rank calls it with its rows."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     if ranks == 1:
-        return own
-    share = -(-shape[0] // ranks)
-    if len(own) < share:
-        padded = own.new_zeros(share, *shape[1:])
-        padded[: len(own)] = own
-        own = padded
-    whole = own.new_empty(ranks * share, *shape[1:]) if rank == 0 else None
-    parts = None if whole is None else list(whole.split(share))
-    dist.gather(own.contiguous(), parts, group=group, group_dst=0)
-    return None if whole is None else whole[: shape[0]]
+        return local
+    rows_per_rank = -(-shape[0] // ranks)
+    if len(local) < rows_per_rank:
+        padded_rows = local.new_zeros(rows_per_rank, *shape[1:])
+        padded_rows[: len(local)] = local
+        local = padded_rows
+    gathered_rows = local.new_empty(ranks * rows_per_rank, *shape[1:]) if rank == 0 else None
+    parts = None if gathered_rows is None else list(gathered_rows.split(rows_per_rank))
+    dist.gather(local.contiguous(), parts, group=group, group_dst=0)
+    return None if gathered_rows is None else gathered_rows[: shape[0]]

@@ -28,7 +28,7 @@ Json: TypeAlias = Any  # what json.dumps takes: None, bool, int, float, str, lis
 _SCALARS = frozenset({str, int, float, bool, type(None)})
 
 
-def copied(value: Json) -> Json:
+def deep_copy(value: Json) -> Json:
     """Returns a copy as deep as its lists and dictionaries, for code of a user, which may change what it gets.
 
     What cannot be copied, such as an open connection, is handed out itself.
@@ -37,9 +37,9 @@ def copied(value: Json) -> Json:
     if kind in _SCALARS:
         return value
     if kind is list:
-        return [copied(inner) for inner in value]
+        return [deep_copy(item) for item in value]
     if kind is dict:
-        return {key: copied(inner) for key, inner in value.items()}
+        return {key: deep_copy(item) for key, item in value.items()}
     try:
         return copy.deepcopy(value)
     except TypeError:
@@ -55,7 +55,7 @@ def is_text(text: str) -> bool:
     return True
 
 
-def quoted(text: str, longest: int = 200) -> str:
+def quote(text: str, longest: int = 200) -> str:
     """For messages: `text` in quotes on one line, control characters spelt out; `...` says that it was cut."""
     return repr(text if len(text) <= longest else f"{text[: longest - 3]}...")
 
@@ -94,8 +94,8 @@ class Version:
         """Returns what people call it: `step 50`, and of a run that was resumed, `step 50 of incarnation 1`."""
         if self.is_average:
             return f"the average at {self.average.in_words}"
-        of = f" of incarnation {self.incarnation}" if self.incarnation else ""
-        return "none" if self.incarnation < 0 else f"step {self.step}{of}"
+        incarnation_words = f" of incarnation {self.incarnation}" if self.incarnation else ""
+        return "none" if self.incarnation < 0 else f"step {self.step}{incarnation_words}"
 
     @property
     def average(self) -> Version:
@@ -168,8 +168,8 @@ class Prompt:
     def answer_in(self, text: str) -> str:
         """Returns what a completion's text answers: what follows its thoughts; nothing where one has no end."""
         for begin, end in self.thoughts:
-            _, ended, text_behind = text.rpartition(end)
-            if not ended and self.text.rstrip().endswith(begin):
+            _, has_end, text_behind = text.rpartition(end)
+            if not has_end and self.text.rstrip().endswith(begin):
                 return ""  # the prompt has begun a thought
             text = text_behind.partition(begin)[0]
         return text
@@ -209,9 +209,10 @@ class Sampling:
         return self.temperature > 0 and not self.cuts
 
     def __str__(self) -> str:
-        more = {"top-k": (self.top_k, 0), "min-p": (self.min_p, 0), "repetition penalty": (self.repetition_penalty, 1)}
-        set_too = "".join(f", {name} {value:g}" for name, (value, off) in more.items() if value != off)
-        return f"T {self.temperature:g}, top-p {self.top_p:g}{set_too}"
+        penalty = self.repetition_penalty
+        options = {"top-k": (self.top_k, 0), "min-p": (self.min_p, 0), "repetition penalty": (penalty, 1)}
+        extras = "".join(f", {name} {value:g}" for name, (value, default) in options.items() if value != default)
+        return f"T {self.temperature:g}, top-p {self.top_p:g}{extras}"
 
 
 class StopReason(StrEnum):
@@ -286,14 +287,14 @@ def _brief(value: float) -> str:
         return "an integer of more than 300 digits"
 
 
-def handed_out(answered: Sequence[tuple[Prompt, Completion]]) -> list[tuple[Prompt, Completion]]:
+def copies_for_reward(answered: Sequence[tuple[Prompt, Completion]]) -> list[tuple[Prompt, Completion]]:
     """Returns copies of all that can be changed, for a reward's `judge`: the next one gets what this one got."""
     return [(_copy_of_prompt(prompt), _copy_of_completion(completion)) for prompt, completion in answered]
 
 
 def _copy_of_prompt(prompt: Prompt) -> Prompt:
-    messages = None if prompt.messages is None else tuple(copied(dict(message)) for message in prompt.messages)
-    return replace(prompt, tokens=prompt.tokens.copy(), fields=copied(dict(prompt.fields)), messages=messages)
+    messages = None if prompt.messages is None else tuple(deep_copy(dict(message)) for message in prompt.messages)
+    return replace(prompt, tokens=prompt.tokens.copy(), fields=deep_copy(dict(prompt.fields)), messages=messages)
 
 
 def _copy_of_completion(completion: Completion) -> Completion:
@@ -355,12 +356,11 @@ class Group:
     def __post_init__(self) -> None:
         if not self.trajectories:
             raise ValueError("a group needs at least one trajectory")
-        first = self.trajectories[0]
-        for other in self.trajectories[1:]:
-            if other.prompt.key != first.prompt.key:
-                raise ValueError(f"a group has one prompt, but got {first.prompt.key} and {other.prompt.key}")
-            if other.reference != first.reference:
-                raise ValueError(f"a group has one reference, but got {first.reference} and {other.reference}")
+        for t in self.trajectories[1:]:
+            if t.prompt.key != self.prompt.key:
+                raise ValueError(f"a group has one prompt, but got {self.prompt.key} and {t.prompt.key}")
+            if t.reference != self.reference:
+                raise ValueError(f"a group has one reference, but got {self.reference} and {t.reference}")
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory]) -> Group:

@@ -29,7 +29,7 @@ from tba.runs.validating import validate
 from tba.runtime.local.forkserver import prepare
 from tba.runtime.stop_requests import stop_requests
 from tba.settings import override
-from tba.shipped import MARK
+from tba.shipped import VARIANT_MARK
 from tba_lab.comparison import Outcome
 from tba_lab.figures import accuracy_curve, heading, pass_of, read_diversity, shown
 from tba_lab.study import Study, check_seeds, file_of, find_study, positions, varying
@@ -154,7 +154,7 @@ def _every_trial(
             continue
         recipe = override(study.recipe_of(variant), fields, f"tba-lab study {name}, variant {variant}")
         for seed in seeds:
-            source = f"{file_of(name).resolve()}{MARK}{variant}"
+            source = f"{file_of(name).resolve()}{VARIANT_MARK}{variant}"
             path, overrides = folder / "runs" / f"{variant}-{seed}", ("--seed", str(seed), *fields)
             made = replace(recipe, seed=seed)
             found.append(Trial(study, variant, seed, source, overrides, made, path, keep))

@@ -58,8 +58,9 @@ class Collected:
         pairs = []
         for t in self.trajectories:
             has_end_token = t.completion.stop_reason is StopReason.EOS
-            end_tokens = set(t.completion.tokens[-1:].tolist()) if has_end_token else turn.ends | text_turn.ends
-            pairs.append(Pair.of(t.prompt.tokens.tolist(), t.completion, end_tokens, turn.last.token))
+            last_token = set(t.completion.tokens[-1:].tolist())
+            end_tokens = last_token if has_end_token else turn.end_tokens | text_turn.end_tokens
+            pairs.append(Pair.of(t.prompt.tokens.tolist(), t.completion, end_tokens, turn.final_frame.token))
         return pairs
 
 

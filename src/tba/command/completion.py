@@ -15,7 +15,7 @@ from pathlib import Path
 from tba.command.table import COMMANDS, Command
 from tba.errors import UserError
 from tba.fields import fields_of
-from tba.shipped import names
+from tba.shipped import recipe_names
 from tba.weights.atomic_dir import cache_folder
 
 SHELLS = {
@@ -74,7 +74,7 @@ def candidates(words: Sequence[str]) -> list[str]:
 
 def _values_of(place: str) -> list[str]:
     """Returns the values of an argument such as `RECIPE|RUN`, of which words in small letters are values themselves."""
-    sources = {"RECIPE": names, "RUN": _run_folders}
+    sources = {"RECIPE": recipe_names, "RUN": _run_folders}
     alternatives = (sources.get(word, list)() if word.isupper() else [word] for word in place.split("|"))
     return [value for values in alternatives for value in values]
 
@@ -87,7 +87,7 @@ def _options(command: Command, arguments: Sequence[str]) -> list[str]:
     """Returns the flags of a command's options, and of the fields of the recipe in its arguments."""
     flags = [field.flag for options in command.option_classes() for field in fields_of(options())]
     flags += [word.strip("[]") for word in command.usage_options.split() if word.strip("[").startswith("--")]
-    is_recipe = command.sets_fields and arguments and arguments[0] in names()
+    is_recipe = command.sets_fields and arguments and arguments[0] in recipe_names()
     return flags + (_recipe_flags(arguments[0]) if is_recipe else [])
 
 

@@ -21,7 +21,7 @@ from tba.evaluation.divergence import Divergence, divergence
 from tba.evaluation.estimators import paired_difference, wilson_interval
 from tba.foreign import read_json
 from tba.protocols import Engine
-from tba.recipe import Recipe, differences, resolved
+from tba.recipe import Recipe, differences, settings_json
 from tba.record.jsonl import plain, replaced, write_json
 from tba.record.terminal import terminal
 from tba.record.text import hundredfold
@@ -89,7 +89,7 @@ def _differences_to_run(recipe: Recipe, run: Path) -> Iterator[str]:
     """Yields a line for each setting of tasks or sampling that differs from the run that made the checkpoint."""
     if not (run / "recipe.json").is_file():
         return
-    for name, run_value, value in differences(RunDirectory.open(run).facts["resolved"], plain(resolved(recipe))):
+    for name, run_value, value in differences(RunDirectory.open(run).facts["resolved"], plain(settings_json(recipe))):
         if name.startswith(_RELEVANT_PREFIXES):
             yield f"unlike the run at {run}: {name} is {value!r} here, {run_value!r} there"
 

@@ -21,7 +21,7 @@ from tba.policy.lora import CONFIG
 from tba.record.evaluations import figure
 from tba.record.run_record import RunRecord
 from tba.record.text import count, duration, percent, printable
-from tba.shipped import MARK
+from tba.shipped import VARIANT_MARK
 from tba.types import Json, Version
 
 LICENCE_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")  # as the Hub names licences
@@ -151,7 +151,7 @@ def _metadata(base: Base, files: set[str]) -> str:
 
 
 def _opening(facts: Mapping[str, Any], version: Version, base: Base) -> str:
-    source, mark, variant = facts["recipe"].partition(MARK)
+    source, mark, variant = facts["recipe"].partition(VARIANT_MARK)
     recipe = f"a recipe of its own, {escape(Path(source).name)}" if source.endswith(".py") else escape(source)
     name = f"[{base.hub}](https://huggingface.co/{base.hub})" if base.hub else base.description
     task = facts["resolved"].get("task")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from tba.command.model_card import LICENCE_NAME, base_of, card_text, require_repo
 from tba.command.options import PushOptions
 from tba.errors import UserError
-from tba.grading import in_thread
+from tba.grading import call_in_thread
 from tba.record.live import View
 from tba.record.run_record import RunRecord
 from tba.record.terminal import terminal
@@ -140,7 +140,7 @@ def _call_hub(seconds: float, action: str, request: Callable[[], T]) -> T:
 
     The request is made in a thread, because looking up an address and connecting to it have no deadline.
     """
-    future = in_thread("hub", request)
+    future = call_in_thread("hub", request)
     try:
         return future.result(seconds)
     except Exception as error:  # the libraries that speak HTTP raise errors of many classes

@@ -472,8 +472,9 @@ def _hundredths(values: npt.ArrayLike) -> list[int]:
 def _training_use(sample: Mapping[str, Json], hides_text: bool) -> dict[str, Json]:
     """Returns the step at which a sample was trained on, and the log-probabilities of its tokens then, if recorded."""
     log_policy = None if hides_text else sample.get("log_policy")
-    is_recorded = isinstance(log_policy, list) and all(is_number(x) for x in log_policy)
-    return {"step": sample["step"], "log_policy": _hundredths(log_policy[:LONGEST_TOKENS]) if is_recorded else None}
+    if isinstance(log_policy, list) and all(is_number(x) for x in log_policy):
+        return {"step": sample["step"], "log_policy": _hundredths(log_policy[:LONGEST_TOKENS])}
+    return {"step": sample["step"], "log_policy": None}
 
 
 def _add_residuals(rows: Sequence[dict[str, Json]], metrics_rows: Sequence[Mapping[str, Json]]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from tba.environments.tools import Call, bound, calls_in, schemas_of, tools_of, written
 from tba.errors import TbaError, UserError
 from tba.protocols import Environment
-from tba.types import Json, Judgement, copied, quoted
+from tba.types import Json, Judgement, deep_copy, quote
 
 
 class EpisodeFailed(TbaError):
@@ -51,7 +51,7 @@ class Episode:
         self._step, self._tools = self._method("step"), tools_of(self._environment)
         if self._step is None and not self._tools:
             raise UserError(f"{name} has no step() and no tools: give it a method step(self, text), or public methods")
-        first = self._called("reset()", reset, **_accepted(reset, {**copied(dict(fields)), "seed": seed}))
+        first = self._called("reset()", reset, **_accepted(reset, {**deep_copy(dict(fields)), "seed": seed}))
         self.first = self._text("reset()", first)  # what the policy is told first
 
     @property
@@ -176,7 +176,7 @@ def begun(make: Callable[[], Environment], fields: Mapping[str, Json], seed: int
     episode = Episode(make, fields, seed, turns)
     if episode.first is not None and episode.first.strip() not in prompt:
         raise UserError(
-            f"reset() said {quoted(episode.first)} for seed {seed}, and something else when the prompt was made: "
+            f"reset() said {quote(episode.first)} for seed {seed}, and something else when the prompt was made: "
             "whatever it draws has to be drawn from its argument `seed`"
         )
     return episode

@@ -12,10 +12,10 @@ import numpy as np
 
 from tba.environments.episode import EpisodeFailed, Observation
 from tba.errors import UserError
-from tba.markup import THOUGHT, Markup, continuation, control_tokens, decoded, encoded, plain
+from tba.markup import THOUGHT, Markup, control_tokens, decode_tokens, encode_continuation, encode_markup, visible_text
 from tba.protocols import Tokenizer
-from tba.turns import HEARD, AssistantTurn, assistant_turn, following, tool_message
-from tba.types import IntArray, Json, quoted
+from tba.turns import LATER_SLOT, AssistantTurn, assistant_turn, render_after_answer, tool_message
+from tba.types import IntArray, Json, quote
 
 
 class Speech:
@@ -27,7 +27,7 @@ class Speech:
         ends = getattr(tokenizer, "end_of_turn", True)  # false: its turns have no end, its answers have
         self._form = assistant_turn(tokenizer, chat, tools) if ends else AssistantTurn()
         self._before, self._after = self._between() if chat else ("", "")
-        self._by_tools = chat and bool(tools) and HEARD in self._behind([tool_message("tool", HEARD)])
+        self._by_tools = chat and bool(tools) and LATER_SLOT in self._behind([tool_message("tool", LATER_SLOT)])
 
     def said(self, tokens: Sequence[int], text: str | None = None) -> str:
         """Returns a turn as its environment is told it. text: its own, without a stop string; None: its tokens'.
@@ -35,10 +35,10 @@ class Speech:
         Where calls are read from it, it has the beginning of a thought that the template has begun and the turn does
         not end.
         """
-        text = decoded(self._tokenizer, tokens) if text is None else text
+        text = decode_tokens(self._tokenizer, tokens) if text is None else text
         if not self._tools:
             return text
-        return f"{THOUGHT[0]}\n{text}" if self._form.thinks and THOUGHT[1] not in text else text
+        return f"{THOUGHT[0]}\n{text}" if self._form.begins_in_thought and THOUGHT[1] not in text else text
 
     def observation(self, observation: Observation, ended: bool = True, by: int | None = None) -> IntArray:
         """Returns the tokens of an observation. `ended`: the turn before it has a token that ends it already, `by`
@@ -49,12 +49,12 @@ class Speech:
         """
         tools = self._spoken_by_tools(observation)
         text = self._heard(observation) if tools else self._spoken(observation)
-        end = (self._form.called if tools else self._form.heard).end
-        if not ended or (self._form.heads and end is not None and by not in (None, end.token)):
+        end = (self._form.tool_frame if tools else self._form.user_frame).end
+        if not ended or (self._form.end_names_speaker and end is not None and by not in (None, end.token)):
             end = None
         try:
-            tokens = self._encoded(text) if self._chat else continuation(self._encoded, text)
-            if end is not None and text.startswith(end.written) and end.token in tokens:
+            tokens = self._encoded(text) if self._chat else encode_continuation(self._encoded, text)
+            if end is not None and text.startswith(end.closing_text) and end.token in tokens:
                 # cut off here and not in the text, since some tokens take the blanks behind them
                 tokens = tokens[tokens.index(end.token) + 1 :]
             return np.array(tokens, dtype=np.int32)
@@ -67,22 +67,22 @@ class Speech:
         """Returns the tokens of a turn that somebody else has written, before what is `heard` then; None: it is the
         last.
         """
-        frame = self._form.heard if heard is not None else None
+        frame = self._form.user_frame if heard is not None else None
         if heard is not None and self._spoken_by_tools(heard):
-            frame = self._form.called
+            frame = self._form.tool_frame
         return np.array(self._form.tokens(text, self._encoded, frame), dtype=np.int32)
 
     def text(self, tokens: IntArray) -> str:
         """Returns tokens as text, without special ones but for the marks of thoughts and calls."""
-        return decoded(self._tokenizer, tokens.tolist())
+        return decode_tokens(self._tokenizer, tokens.tolist())
 
     def _encoded(self, text: str) -> list[int]:
         try:
-            return encoded(self._tokenizer, text) if text else []
+            return encode_markup(self._tokenizer, text) if text else []
         except Exception as error:  # tokenizers of the Rust library raise nothing more precise
             raise UserError(
-                f"the model's tokenizer cannot write what the environment said, {quoted(plain(text))} ({error}): let "
-                "it say what can be written with the characters that it knows, or take another model (--model.path)"
+                f"the model's tokenizer cannot write what the environment said, {quote(visible_text(text))} ({error}): "
+                "let it say what can be written with the characters that it knows, or take another model (--model.path)"
             ) from error
 
     def _spoken(self, observation: Observation) -> Markup:
@@ -96,8 +96,8 @@ class Speech:
         """Returns what the chat template writes between a turn and the user's message that follows, and between that
         message and the next turn.
         """
-        written = following(self._tokenizer, [{"role": "user", "content": HEARD}], self._tools)
-        before, heard, after = written.partition(HEARD)
+        written = render_after_answer(self._tokenizer, [{"role": "user", "content": LATER_SLOT}], self._tools)
+        before, heard, after = written.partition(LATER_SLOT)
         if not heard:
             raise UserError(
                 "the tokenizer's chat template does not write a user's message after a turn: take another model"
@@ -120,6 +120,6 @@ class Speech:
         they give becomes a message of the user.
         """
         try:
-            return following(self._tokenizer, messages, self._tools)
+            return render_after_answer(self._tokenizer, messages, self._tools)
         except UserError:
             return ""

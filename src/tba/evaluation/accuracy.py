@@ -211,7 +211,8 @@ class _Examiner:
         return np.array(marks, dtype=np.bool_)
 
     def _submit(self, prompts: Sequence[Prompt], answered: Sequence[Sequence[Completion]]) -> list[list[Grade]]:
-        grades = self.grader.submit(list(zip(prompts, answered, strict=True)), self.graded, urgent=True, scored=False)
+        rows = list(zip(prompts, answered, strict=True))
+        grades = self.grader.submit(rows, self.graded, is_urgent=True, with_scores=False)
         self.submitted += sum(map(len, grades))
         self.grader.wait(_FAST)  # most rewards are done by then
         return grades

@@ -35,7 +35,7 @@ from tba.errors import TbaError, UserError
 from tba.fields import as_declared
 from tba.grading import event_loop
 from tba.protocols import GradingCalls, Reward
-from tba.types import Completion, Judgement, Problem, Prompt, copied, quoted
+from tba.types import Completion, Judgement, Problem, Prompt, deep_copy, quote
 
 T = TypeVar("T")
 log = logging.getLogger("tba.reward")
@@ -268,7 +268,7 @@ class _Signature:
 
         def value(name: str) -> Any:
             values = [self._or_none(name, row) for row in rows] if self.batched else self.given(name, rows[0])
-            return copied(values)  # a function may change what it gets
+            return deep_copy(values)  # a function may change what it gets
 
         by_name: dict[str, Any] = {}
         for name in names:
@@ -330,7 +330,7 @@ def _of_batch(signature: _Signature, rows: Sequence[Answered]) -> list[float | N
     values = values.tolist() if hasattr(values, "tolist") else values
     name = name_of(signature.function)
     if not isinstance(values, list | tuple) or len(values) != len(rows):
-        what = f"{len(values)} rewards" if isinstance(values, list | tuple) else f"{quoted(repr(values)[:200])}"
+        what = f"{len(values)} rewards" if isinstance(values, list | tuple) else f"{quote(repr(values)[:200])}"
         raise UserError(
             f"reward function {name!r} gave {what} for {len(rows)} answers: since it takes "
             f"{signature.answer!r}, return a list with a number for each"
@@ -384,8 +384,8 @@ class _Naming:
             (prompt, completion), more = self.rows[0], len(self.rows) - 1
             others = f" (or on one of {more} others)" if more else ""
             raise UserError(
-                f"reward function {name_of(self.function)!r} failed on the answer {quoted(completion.text)} to "
-                f"prompt {quoted(prompt.text)} of task {prompt.task}{others}: {type(error).__name__}: {error} "
+                f"reward function {name_of(self.function)!r} failed on the answer {quote(completion.text)} to "
+                f"prompt {quote(prompt.text)} of task {prompt.task}{others}: {type(error).__name__}: {error} "
                 f"({frame.filename}, line {frame.lineno}: {frame.line})"
             ) from error
 

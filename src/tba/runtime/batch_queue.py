@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from tba.batch import Fetched, collate
+from tba.batch import FetchedBatch, collate
 from tba.clock import ShareClock
 from tba.errors import DeadlineExceeded, UserError
 from tba.replay.replay import NotReady, Replay
@@ -72,12 +72,12 @@ class BatchQueue:
         self._deadline = deadline
         self.fill = fill
         self._thread = ThreadPoolExecutor(1, "batches") if ahead else None
-        self._ahead: Future[Fetched] | None = None
+        self._ahead: Future[FetchedBatch] | None = None
         self._reason: NotReady | None = "warm_up"
         self._synced: Version | None = None
         self._closed = False
 
-    def next(self, version: Version, published: Version | None) -> Fetched:
+    def next(self, version: Version, published: Version | None) -> FetchedBatch:
         """Returns the next batch, for a trainer at `version` whose newest published weights are `published`.
 
         Raises `Stopped`, or `DeadlineExceeded` when no batch can be drawn for too long.
@@ -94,7 +94,7 @@ class BatchQueue:
         return fetched
 
     @property
-    def ahead(self) -> Fetched | None:
+    def ahead(self) -> FetchedBatch | None:
         """Returns the batch that was drawn ahead, if there is one."""
         ahead = self._ahead
         if ahead is None or not ahead.done() or ahead.cancelled() or ahead.exception() is not None:
@@ -121,7 +121,7 @@ class BatchQueue:
             if self.ahead is not None:
                 self._replay.take_back(self.ahead.groups)
 
-    def _awaited(self, thread: ThreadPoolExecutor, version: Version, published: Version | None) -> Fetched:
+    def _awaited(self, thread: ThreadPoolExecutor, version: Version, published: Version | None) -> FetchedBatch:
         """Returns the batch that was drawn ahead, or draws one now. The wait is put on the clock."""
         asked, self._ahead = self._ahead or thread.submit(self._sampled, version, published), None
         if not asked.done():
@@ -135,7 +135,7 @@ class BatchQueue:
                         raise DeadlineExceeded(f"replay gave no batch and no reason in {2 * self._deadline:g} s")
         return asked.result()
 
-    def _sampled(self, version: Version, published: Version | None) -> Fetched:
+    def _sampled(self, version: Version, published: Version | None) -> FetchedBatch:
         """Draws a batch as soon as replay allows it."""
         began, received = time.monotonic(), self._replay.buffer.received
         if self._synced != published:
@@ -146,7 +146,7 @@ class BatchQueue:
             found = self._replay.sample_if_ready(self._groups_per_step, self._group_size)
             if not isinstance(found, str):
                 self._reason = None
-                return Fetched(found, collate(found))
+                return FetchedBatch(found, collate(found))
             self._reason = found
             if self._replay.buffer.received > received:  # searchers bring trajectories, however slowly
                 began, received = time.monotonic(), self._replay.buffer.received

@@ -194,7 +194,7 @@ def vine_of(recipe: Recipe, model: Model, engine: Engine, reward: Reward) -> Vin
 
 
 def _standing_still(clock: ShareClock) -> AbstractContextManager[None]:
-    return clock.state("eval" if clock.present == "eval" else "environment")
+    return clock.state("eval" if clock.current_state == "eval" else "environment")
 
 
 def worlds_of(task: Acted, inline: bool) -> Here | Hosts:

@@ -19,10 +19,10 @@ import numpy as np
 
 from tba.errors import UserError
 from tba.foreign import problems_of, prompt_tokens, templated
-from tba.markup import continuation, decoded, encoded, plain
+from tba.markup import decode_tokens, encode_continuation, encode_markup, visible_text
 from tba.protocols import Acted, Model, Reference, ScoringModel, Task
 from tba.recipe import Recipe
-from tba.turns import AssistantTurn, Frame, assistant_turn
+from tba.turns import AnswerFrame, AssistantTurn, assistant_turn
 from tba.types import Completion, FloatArray, Prompt, StopReason, Version
 
 _Pairs: TypeAlias = "list[tuple[Prompt, Completion]]"
@@ -162,28 +162,29 @@ class ScoredByText:
             raise UserError("a teacher with another tokenizer needs the messages of a chat: give them, not their text")
         text = prompt.text if prompt.messages is None else templated(self.theirs, prompt.messages)
         tokens = np.array(prompt_tokens(self.theirs, [text], self.chat)[0], np.int32)
-        return replace(prompt, tokens=tokens, text=plain(text) if self.chat else text)
+        return replace(prompt, tokens=tokens, text=visible_text(text) if self.chat else text)
 
     def _text(self, prompt: Prompt, completion: Completion) -> tuple[str, bool]:
         """Returns an answer's text, and whether it has ended."""
         before, tokens = prompt.tokens[-_BEFORE:].tolist(), completion.tokens.tolist()
-        begin, text = (decoded(self.own, ids) for ids in (before, [*before, *tokens]))
-        text = text[len(begin) :] if text.startswith(begin) else decoded(self.own, tokens)
-        ended = completion.stop_reason is StopReason.EOS or tokens[-1] in self._turns[0].ends | {self.own.eos_token_id}
+        begin, text = (decode_tokens(self.own, ids) for ids in (before, [*before, *tokens]))
+        text = text[len(begin) :] if text.startswith(begin) else decode_tokens(self.own, tokens)
+        end_tokens = self._turns[0].end_tokens | {self.own.eos_token_id}
+        ended = completion.stop_reason is StopReason.EOS or tokens[-1] in end_tokens
         return text if ended else text.rstrip("\ufffd"), ended  # the first bytes of a character that was cut off
 
     def _written(self, asked: Prompt, text: str, ended: bool, completion: Completion) -> Completion:
         """Returns an answer in the teacher's tokens; without any where nothing is said."""
-        turn = self._turns[1] if self.chat else self._turns[1].behind(asked.text)
-        encode, frame = partial(encoded, self.theirs), Frame(turn.last.opening)
+        turn = self._turns[1] if self.chat else self._turns[1].after_prompt(asked.text)
+        encode, frame = partial(encode_markup, self.theirs), AnswerFrame(turn.final_frame.opening)
         tokens = turn.tokens(text, encode, None if ended else frame) if ended or text else []
         return replace(completion, tokens=np.array(tokens, np.int32), text=text)
 
     def _usual(self, prompt: Prompt, text: str, ended: bool, completion: Completion) -> Completion:
         """Returns an answer as the policy's tokenizer writes it, with the end that it has."""
-        turn = self._turns[0] if self.chat else self._turns[0].behind(prompt.text)
-        markup = turn.control.markup(text, turn=True)
-        tokens = continuation(partial(encoded, self.own), markup, turn.lead) if text else []
+        turn = self._turns[0] if self.chat else self._turns[0].after_prompt(prompt.text)
+        markup = turn.control.markup(text, is_turn=True)
+        tokens = encode_continuation(partial(encode_markup, self.own), markup, turn.lead) if text else []
         end = completion.tokens[-1:].tolist() if ended else []
         return replace(completion, tokens=np.array([*tokens, *end], np.int32), text=text)
 

@@ -23,10 +23,10 @@ from typing import cast
 
 import torch
 
-from tba.batch import Batch, Fetched, distinct_rows
-from tba.clock import SEARCHERS_TIME, ShareClock
+from tba.batch import Batch, FetchedBatch, distinct_rows
+from tba.clock import SEARCHER_STATES, ShareClock
 from tba.errors import UserError
-from tba.protocols import Arithmetic, Policy, Remembering, started
+from tba.protocols import Arithmetic, Policy, Remembering, start_objective
 from tba.recipe import Recipe
 from tba.record.falls import STALE, CollapseWatch, SignalWatch, StalenessWatch
 from tba.record.faults import record_fault
@@ -286,7 +286,7 @@ class TrainerLoop:
         if isinstance(self.trainer.policy, Rank0Policy):
             self.trainer.policy.saving.settle()
 
-    def _record(self, before: Version, fetched: Fetched, metrics: Metrics) -> None:
+    def _record(self, before: Version, fetched: FetchedBatch, metrics: Metrics) -> None:
         """Write a line of metrics. before: the version that the batch was drawn for."""
         trajectories: list[Trajectory] = [t for group in fetched.groups for t in group.trajectories]
         self.ended_training = self.elapsed()
@@ -372,7 +372,7 @@ class TrainerLoop:
         self._looked = now
         self._look_at_evaluations()
         owners = [own for own in self.journal.counters().values() if own.get("generated_tokens")]
-        spent = {what: sum(own.get(f"{what}_milliseconds", 0) for own in owners) for what in SEARCHERS_TIME}
+        spent = {what: sum(own.get(f"{what}_milliseconds", 0) for own in owners) for what in SEARCHER_STATES}
         spent["evaluating"] = sum(own.get("evaluation_milliseconds", 0) for own in owners)
         self._searched = {
             GENERATED_TOKENS: float(sum(own["generated_tokens"] for own in owners)),
@@ -432,7 +432,7 @@ def start_training(
     if version.incarnation:
         directory.clean()  # before anything is asked of what was published: a crash, or a disk, may have damaged it
     weights = BackgroundPublisher(directory, recipe.run.first_sign_deadline) if background else directory
-    clock = ShareClock(warming_up=True)
+    clock = ShareClock(is_warming_up=True)
     waiting = pause if turn_taker is None else partial(turn_taker.turn, clock)
     m = getattr(recipe.replay.selection, "m", math.nan)  # with control on, the recipe has checked that there is one
     loop = TrainerLoop(
@@ -440,7 +440,7 @@ def start_training(
         run=run,
         trainer=Trainer(
             policy=policy,
-            objective=started(recipe.objective),
+            objective=start_objective(recipe.objective),
             weights=weights,
             optimizer=optimizer,
             sync_every=recipe.sync_every,

@@ -28,7 +28,7 @@ from tba.apps.preference.scoring import RewardModel, Scored, made_to_read, unrea
 from tba.apps.preference.similarity import NAMES, Floats, features, sentences
 from tba.errors import UserError
 from tba.foreign import SAFE, UNREADABLE, read_json
-from tba.markup import padded
+from tba.markup import pad_texts
 from tba.models.arithmetic import judge_bytes
 from tba.policy.loading import no_bars, pretrained
 
@@ -80,7 +80,7 @@ class SentenceEncoder:
 
     @torch.inference_mode()
     def _pass(self, texts: list[str]) -> Floats:
-        read = padded(self.tokenizer, texts, TOKENS).to(self.model.device)
+        read = pad_texts(self.tokenizer, texts, TOKENS).to(self.model.device)
         hidden_NTH = self.model(**read).last_hidden_state.float()
         there_NT1 = read["attention_mask"][..., None]
         mean_NH = (hidden_NTH * there_NT1).sum(1) / there_NT1.sum(1).clamp(min=1)

@@ -24,7 +24,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from tba.engines.rules import positions
 from tba.errors import UserError
 from tba.foreign import SAFE, read_json
-from tba.markup import control_tokens, encoded
+from tba.markup import control_tokens, encode_markup
 from tba.policy.loading import no_bars, pretrained, readable
 
 REPORT = "reward_model.json"  # in a folder of `tba reward-model`: what it was made of, and its report
@@ -141,7 +141,7 @@ class RewardModel:
     def read(self, prompt: str, response: str) -> Text | None:
         """Returns prompt and response as tokens; None for a response that is too long by itself."""
         first = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        second = encoded(self.tokenizer, control_tokens(self.tokenizer).markup(response))
+        second = encode_markup(self.tokenizer, control_tokens(self.tokenizer).markup(response))
         begin = [self.tokenizer.cls_token_id] if self._pair else []
         middle = [self.tokenizer.sep_token_id] if self._pair else []
         room = self.max_tokens - len(begin) - len(middle) - len(second) - 1

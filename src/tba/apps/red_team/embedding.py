@@ -24,7 +24,7 @@ from transformers.utils import cached_file
 
 from tba.errors import UserError
 from tba.foreign import SAFE, read_json
-from tba.markup import padded
+from tba.markup import pad_texts
 from tba.policy.loading import no_bars, pretrained, readable
 
 
@@ -54,7 +54,7 @@ class SentenceEncoder:
         found: dict[str, npt.NDArray[np.float32]] = {}
         for start in range(0, len(distinct), rows_per_pass):
             part = distinct[start : start + rows_per_pass]
-            encoded = padded(self.tokenizer, part, self.max_tokens).to(self.model.device)
+            encoded = pad_texts(self.tokenizer, part, self.max_tokens).to(self.model.device)
             hidden_NTW = self.model(**encoded).last_hidden_state.float()
             there_NT1 = encoded["attention_mask"][:, :, None].float()
             mean_NW = (hidden_NTW * there_NT1).sum(1) / there_NT1.sum(1).clamp(min=1)

@@ -32,7 +32,7 @@ from tba.runtime.connections import Connections
 from tba.runtime.elastic import Leaving, Place, enter
 from tba.runtime.program import refuse_others
 from tba.runtime.run_directory import RunDirectory
-from tba.shipped import MARK
+from tba.shipped import VARIANT_MARK
 from tba.training.checkpoint import Checkpoint
 from tba.types import Json, Version
 from tba.weights.atomic_dir import atomic_folder, remove_folder
@@ -157,7 +157,7 @@ def checkpoint_through(contact: Contact, worker: str, there: Path, checkpoints: 
 def whole_facts(run: RunDirectory) -> dict[str, Json]:
     """Returns recipe.json, with the text of the recipe's file: enough to rebuild the recipe anywhere."""
     facts = run.facts
-    source = facts["recipe"].partition(MARK)[0]
+    source = facts["recipe"].partition(VARIANT_MARK)[0]
     return {**facts, "path": str(run.path.resolve()), "text": Path(source).read_text() if facts["digest"] else None}
 
 
@@ -175,7 +175,7 @@ def stand_in(facts: Json, scratch: Callable[[], Path]) -> RunDirectory:
     facts = {**facts}
     text = facts.pop("text")
     if text is not None:
-        _, mark, variant = facts["recipe"].partition(MARK)
+        _, mark, variant = facts["recipe"].partition(VARIANT_MARK)
         (here / "recipe.py").write_text(text)
         facts["recipe"] = f"{here / 'recipe.py'}{mark}{variant}"
     run = RunDirectory(here)
