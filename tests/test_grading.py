@@ -134,7 +134,7 @@ def test_an_answer_whose_call_hangs_comes_back_without_a_judgement_and_holds_up_
     while len(finished) < 6:
         grader.wait(LONG)
     released.set()
-    assert [grade.expired for grade in grades] == [False, False, True, False, False, False]
+    assert [grade.has_expired for grade in grades] == [False, False, True, False, False, False]
     assert [None if g.judgement is None else g.judgement.reward for g in grades] == [0.0, 1.0, None, 3.0, 4.0, 5.0]
     assert grader.unfinished_count == 0
     grader.poll()

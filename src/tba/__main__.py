@@ -205,8 +205,8 @@ def _refuse_unknown_fields(
     settings = command.settings_class_for(source)
     names = field_names.of_class(settings) if settings else field_names.of_recipe(source)
     candidates = [*(field.flag for values in options for field in fields_of(values)), *field_names.flags(names)]
-    unknown = [flag for flag in flags_in(arguments) if flag not in HELP and not field_names.has(names, flag)]
-    refuse_unknown(unknown, candidates, program)
+    unknown_flags = [flag for flag in flags_in(arguments) if flag not in HELP and not field_names.has(names, flag)]
+    refuse_unknown(unknown_flags, candidates, program)
 
 
 def _split_words(command: Command, arguments: list[str]) -> tuple[list[Any], list[str]]:

@@ -61,8 +61,8 @@ class Run(Shown):
         """Returns the folder of the newest checkpoint, in the Hugging Face layout; None before the first."""
         from tba.training.checkpoint import newest_checkpoint
 
-        newest = newest_checkpoint(self.path / "checkpoints")
-        return None if newest is None else newest.path
+        checkpoint = newest_checkpoint(self.path / "checkpoints")
+        return None if checkpoint is None else checkpoint.path
 
     def metrics(self) -> Sequence[Mapping[str, Json]]:
         """Returns one mapping for each optimizer step (docs/run.md says what is in it)."""

@@ -56,7 +56,7 @@ class Batch:
         return replace(self, **{name: to_device(tensor, torch.device(device)) for name, tensor in tensors.items()})
 
     def select(self, rows: Tensor) -> Batch:
-        """The batch of some of its rows (int64 indices), trimmed to their longest, with only their prompts."""
+        """Returns the batch of these rows (int64 indices), trimmed to the longest of them, with only their prompts."""
         length_B = self.length_B[rows]
         width = int(length_B.max())
         used_G, group_B = torch.unique(self.group_B[rows], return_inverse=True)
@@ -91,8 +91,8 @@ class FetchedBatch:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on `device`. To a GPU it is copied from pinned memory on a stream of its own: the host does not wait
-    for it, nor does what the GPU has been given to compute before, only what is launched from here on.
+    """Returns the tensor on `device`. To a GPU it is copied from pinned memory on a stream of its own, so that neither
+    the host nor earlier work of the GPU waits for it, only work that is launched from here on.
     """
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
@@ -107,15 +107,15 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 @cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which a GPU takes what comes from the host."""
+    """Returns the stream on which a GPU copies tensors from the host."""
     return torch.cuda.Stream(device)
 
 
 def distinct_rows(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Returns which rows to evaluate, and where each row then finds itself: (row indices [D], place among them [B]).
+    """Returns the rows to evaluate (indices [D]) and, for each row, its place among these ([B]).
 
     Rows of one group with the same tokens and the same mask have the same log-probabilities under any policy, so the
-    first of them stands for all. Those kept stay in order.
+    first of them stands for all. The rows to evaluate stay in order.
     """
     key_BX = torch.cat(
         [batch.group_B[:, None], batch.length_B[:, None], batch.completion_BT, batch.mask_BT.to(torch.int64)], 1
@@ -128,7 +128,7 @@ def distinct_rows(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def collate(groups: Sequence[Group]) -> Batch:
-    """Groups -> one batch, rows in group order. Raises `ValueError` for no groups."""
+    """Returns the groups as one batch, with rows in the order of groups. Raises `ValueError` for no groups."""
     if not groups:
         raise ValueError("collate needs at least one group")
     trajectories = [t for g in groups for t in g.trajectories]
@@ -172,7 +172,7 @@ def collate(groups: Sequence[Group]) -> Batch:
 
 
 def _log_teachers(trajectories: Sequence[Trajectory], mask: npt.NDArray[np.bool_]) -> Tensor | None:
-    """log_teacher_BTN from the arrays `log_teacher`, [N, T] each; None unless every row has it, of as many teachers."""
+    """Returns log_teacher_BTN from the arrays `log_teacher` [N, T]; None unless every row has one of as many teachers."""
     log_teachers = [t.arrays.get(TEACHER) for t in trajectories]
     count = 0 if log_teachers[0] is None else len(log_teachers[0])
     teachers = np.zeros((*mask.shape, count), dtype=np.float32)
@@ -184,7 +184,7 @@ def _log_teachers(trajectories: Sequence[Trajectory], mask: npt.NDArray[np.bool_
 
 
 def _step_tensors(trajectories: Sequence[Trajectory]) -> tuple[Tensor | None, Tensor | None]:
-    """(start_BS, value_BS) from the arrays `step_start` and `step_value`; (None, None) unless every row has both.
+    """Returns (start_BS, value_BS) from the arrays `step_start` and `step_value`; None each unless every row has both.
 
     Raises `ValueError` for steps that do not begin at 0 and go up within the completion.
     """
@@ -216,7 +216,7 @@ class _Pass:
     last_group: int = -1
 
     def with_completions(self, group: int, prompt: int, lengths: Sequence[int]) -> _Pass:
-        """Returns an example with completions of these lengths to a group's prompt."""
+        """Returns the pass that also runs completions of these lengths to a group's prompt."""
         tokens = self.tokens + sum(lengths) + (0 if group == self.last_group else prompt)
         longest = max(self.longest, prompt + max(lengths))
         return _Pass(self.share_prompt, tokens, self.rows + len(lengths), longest, group)
@@ -227,11 +227,11 @@ class _Pass:
 
 
 def micro_batches(batch: Batch, max_tokens: int, by_group: bool = True, share_prompt: bool = True) -> Iterator[Tensor]:
-    """Row indices of micro-batches of at most `max_tokens` tokens: each prompt once, plus its completions, or without
-    `share_prompt` prompt and completion of each row, padded to the longest of them.
+    """Yields row indices of micro-batches of at most `max_tokens` tokens. A prompt counts once with its completions;
+    without `share_prompt` each row counts as its prompt and completion, padded to the longest row.
 
-    With `by_group` a group that fits stays whole; one that does not fit is split, rows sorted by length. A single
-    row larger than the limit goes alone: it cannot be made smaller.
+    With `by_group` a group that fits stays whole, and one that does not fit is split, rows sorted by length. A single
+    row larger than the limit goes alone, because it cannot be made smaller.
     """
     pass_rows: list[int] = []
     current_pass = empty_pass = _Pass(share_prompt)
@@ -257,12 +257,12 @@ def micro_batches(batch: Batch, max_tokens: int, by_group: bool = True, share_pr
 
 
 def largest_group(batch: Batch, share_prompt: bool = True) -> int:
-    """The tokens that a pass of the largest group runs, as `micro_batches` counts them."""
+    """Returns the tokens that a pass of the largest group runs, as `micro_batches` counts them."""
     return max(_pass_cost(batch, batch.group_B == g, share_prompt) for g in range(batch.groups))
 
 
 def _pass_cost(batch: Batch, chosen_B: Tensor, share_prompt: bool) -> int:
-    """The tokens that a pass of these rows runs."""
+    """Returns the tokens that a pass of these rows runs."""
     length_R, group_R = batch.length_B[chosen_B], batch.group_B[chosen_B]
     if not len(length_R):
         return 0
@@ -273,10 +273,11 @@ def _pass_cost(batch: Batch, chosen_B: Tensor, share_prompt: bool) -> int:
 
 
 def deal(batch: Batch, ranks: int, max_tokens: int, share_prompt: bool = True) -> list[Tensor]:
-    """Row indices for each of `ranks`, of whole groups: the largest first, each to the rank that has least so far.
+    """Returns the row indices for each rank. Whole groups are dealt, the largest first, each to the rank with the fewest
+    tokens so far.
 
-    Some may be empty. Where that would give a rank more than `max_tokens`, the micro-batches are dealt as they are, if
-    there are no more of them than ranks (a group larger than a pass is split then).
+    A rank may get no rows. Where a rank would get more than `max_tokens`, the micro-batches are dealt instead, if there
+    are no more of them than ranks (a group larger than a pass is split then).
     """
     tokens_G = batch.prompt_length_G.scatter_add(0, batch.group_B, batch.length_B).tolist()
     rank_of_group, rank_tokens = [0] * batch.groups, [0] * ranks
@@ -294,5 +295,5 @@ def deal(batch: Batch, ranks: int, max_tokens: int, share_prompt: bool = True) -
 
 
 def shortest_row(batch: Batch) -> Tensor:
-    """The index of the shortest row, as a micro-batch of its own."""
+    """Returns the index of the shortest row, as a micro-batch of its own."""
     return batch.length_B.argmin()[None]

@@ -24,17 +24,17 @@ from functools import cache
 
 import torch
 
-GPU_SHARE = "TBA_GPU_SHARE"  # in a worker's environment: its share of the memory of its GPUs
+GPU_SHARE = "TBA_GPU_SHARE"  # environment variable: a worker's share of the memory of its GPUs
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-_DEADLINE = 120.0  # seconds for a process that is started to ask
-_POLL = 0.005  # seconds between two looks whether it has ended
+_DEADLINE = 120.0  # seconds that a child may take
+_POLL = 0.005  # seconds between two checks whether the process has ended
 _MAX_REPLY = 1 << 16  # bytes of an answer; eight GPUs take 500
 _QUERY_SCRIPT = "from tba.cards import *; import sys; sys.stdout.write(gpus_as_json())"
 
 
 @dataclass(frozen=True)
 class Gpus:
-    """The GPUs that this process sees and can compute on."""
+    """Holds the GPUs that this process sees and can compute on."""
 
     names: tuple[str, ...] = ()
     memory: tuple[int, ...] = ()  # bytes of each
@@ -50,17 +50,17 @@ _hidden_fault = ""  # of the GPUs that are hidden from this process
 def visible_gpus() -> Gpus:
     """Returns the GPUs that this process sees. The first call takes as long as CUDA takes to start."""
     global _hidden_fault
-    visible = os.environ.get(VISIBLE_DEVICES)
-    if visible == "" or not (torch.backends.cuda.is_built() or torch.version.hip):
+    visible_devices = os.environ.get(VISIBLE_DEVICES)
+    if visible_devices == "" or not (torch.backends.cuda.is_built() or torch.version.hip):
         return Gpus(fault=_hidden_fault)
-    gpus = _query(visible)
+    gpus = _query(visible_devices)
     if gpus.fault:
         _hidden_fault, os.environ[VISIBLE_DEVICES] = gpus.fault, ""
     return gpus
 
 
 @cache
-def _query(visible: str | None) -> Gpus:
+def _query(visible_devices: str | None) -> Gpus:
     if GPU_SHARE in os.environ or torch.cuda.is_initialized() or not hasattr(os, "fork"):
         reply = gpus_as_json()
     else:
@@ -70,9 +70,9 @@ def _query(visible: str | None) -> Gpus:
 
 
 def gpus_as_json() -> str:
-    """Returns this machine's GPUs as JSON. Starts CUDA where there are any."""
+    """Returns the GPUs that torch sees as JSON. Starts CUDA where there are any."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what torch warns of is the fault
+        warnings.simplefilter("ignore")  # torch's warning becomes the fault
         count = torch.cuda.device_count()
         try:
             gpus = [torch.cuda.get_device_properties(i) for i in range(count)]
@@ -82,7 +82,7 @@ def gpus_as_json() -> str:
 
 
 def _query_in_child() -> str:
-    """Returns what `asked` does without starting CUDA here; GPUs that do not answer in time have a fault."""
+    """Returns the GPUs as JSON without starting CUDA in this process; GPUs that do not answer in time have a fault."""
     try:
         return _query_in_fork() or _query_in_interpreter()
     except (TimeoutError, subprocess.TimeoutExpired):
@@ -90,9 +90,8 @@ def _query_in_child() -> str:
 
 
 def _query_in_fork() -> str:
-    """Returns what a child forked from this process says; nothing where it cannot ask, because CUDA was started before.
-
-    Raises `TimeoutError`.
+    """Returns the GPUs as a forked child sees them; an empty text where it cannot, because CUDA was started before the
+    fork. Raises `TimeoutError`.
     """
     read_end, write_end = os.pipe()
     with warnings.catch_warnings():
@@ -105,18 +104,20 @@ def _query_in_fork() -> str:
         finally:
             os._exit(0)
     os.close(write_end)
-    readable, _, _ = select.select([read_end], [], [], _DEADLINE)
-    reply = os.read(read_end, _MAX_REPLY) if readable else b""  # a pipe gives what was written at once as a whole
+    ready_ends, _, _ = select.select([read_end], [], [], _DEADLINE)
+    reply = os.read(read_end, _MAX_REPLY) if ready_ends else b""  # a pipe gives what was written at once as a whole
     os.close(read_end)
-    os.kill(child, signal.SIGKILL)  # it has nothing more to say
+    os.kill(child, signal.SIGKILL)  # it has written its answer, or never will
     _wait_for(lambda: os.waitpid(child, os.WNOHANG)[0])
-    if not readable:
+    if not ready_ends:
         raise TimeoutError
     return reply.decode()
 
 
 def _query_in_interpreter() -> str:
-    """Returns what a new interpreter says, or its last words as the fault. Raises `subprocess.TimeoutExpired`."""
+    """Returns the GPUs as a new interpreter sees them, or the last line of its errors as the fault. Raises
+    `subprocess.TimeoutExpired`.
+    """
     pipe = subprocess.PIPE
     process = subprocess.Popen(  # noqa: S603 - our own words
         [sys.executable, "-c", _QUERY_SCRIPT], stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
@@ -134,7 +135,7 @@ def _query_in_interpreter() -> str:
 
 
 def _wait_for(has_ended: Callable[[], object]) -> None:
-    """Wait until a process that was killed has ended; one that hangs in the driver stays."""
+    """Waits until a killed process has ended, up to a deadline, because one that hangs in the driver never does."""
     limit = time.monotonic() + _DEADLINE
     while not has_ended() and time.monotonic() < limit:
         time.sleep(_POLL)

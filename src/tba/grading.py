@@ -58,8 +58,8 @@ class Grade:
     missing_parts: int  # parts that have not given their value
     judgement: Judgement | None = None
     scores: tuple[FloatArray, ...] = ()  # log-probabilities [T] under each scorer
-    expired: bool = False
-    failed: bool = False  # a call about it raised, or is not made: it does not come back
+    has_expired: bool = False
+    has_failed: bool = False  # a call about it raised, or is not made: it does not come back
     seconds: float = 0.0  # of the longest call about it
 
     @property
@@ -78,7 +78,7 @@ class _Call:
     error: BaseException | None = None
     is_paused: bool = False  # its deadline rests
     is_isolated: bool = False  # it runs in a process, which is killed in time
-    expired: bool = False
+    has_expired: bool = False
     seconds: float = 0.0
 
 
@@ -226,8 +226,8 @@ class Grader:
     def _fail(self, grades: Sequence[Grade]) -> None:
         """Give up answers: they do not come back."""
         for grade in grades:
-            self.unfinished_count -= not grade.failed
-            grade.failed = True
+            self.unfinished_count -= not grade.has_failed
+            grade.has_failed = True
 
     def _note_abstention(self, values: Sequence[Any]) -> None:
         """Raises `UserError` where the first answers get no value from any part: there would be nothing to learn."""
@@ -251,7 +251,7 @@ class Grader:
     def _receive(self, window: _Window, call: _Call) -> int:
         """Take in one call; returns how many answers came back by it."""
         if call.error is not None:
-            if not all(grade.failed for grade in call.grades):  # else nobody waits for it any more
+            if not all(grade.has_failed for grade in call.grades):  # else nobody waits for it any more
                 self._error = self._error or call.error
             self._fail(call.grades)
             return 0
@@ -259,15 +259,15 @@ class Grader:
         self.call_seconds += call.seconds
         for i, grade in enumerate(call.grades):
             grade.seconds = max(grade.seconds, call.seconds)
-            if grade.failed:
+            if grade.has_failed:
                 continue
             grade.missing_parts -= 1
-            grade.expired |= call.expired
+            grade.has_expired |= call.has_expired
             if call.values is not None:
                 grade.part_values[window.position] = call.values[i]
             if grade.missing_parts:
                 continue
-            if not grade.expired:
+            if not grade.has_expired:
                 try:
                     self._note_abstention(grade.part_values[: self._part_count])
                     grade.judgement = self._combine_values(grade.part_values[: self._part_count])
@@ -386,7 +386,7 @@ class _Window:
             while self._worker_count < self.limit and self._idle_count < len(self._waiting_entries):
                 self._start_thread()
             # a server that stalls lets its calls end in time; what hangs twice as long is taken to hang for ever
-            hanging_count = sum(time.monotonic() - since > self._deadline for since in self._abandoned_calls.values())
+            hanging_count = sum(time.monotonic() - expiry > self._deadline for expiry in self._abandoned_calls.values())
             if hanging_count > MAX_ABANDONED and not self._is_isolated:
                 self._isolate(f"{hanging_count} of its calls hang for more than {2 * self._deadline:g} s each")
 
@@ -418,7 +418,7 @@ class _Window:
             self._condition.notify_all()
 
     def _mark_expired(self, call: _Call) -> None:
-        call.expired, call.seconds = True, self._deadline
+        call.has_expired, call.seconds = True, self._deadline
         log.warning("%s did not grade %d answers within %g s", self.part.name, len(call.grades), self._deadline)
 
     def pause_deadline(self, call: _Call) -> None:

@@ -25,23 +25,23 @@ class WorkPoint(Protocol):
     """A point in a lane's work."""
 
     def hold(self) -> None:
-        """Have the device wait for it before it begins with what it is given from here on."""
+        """Makes the device reach this point before it begins any work that it is given from here on."""
         ...
 
     def wait(self) -> None:
-        """Have the caller wait for it."""
+        """Blocks the caller until this point is reached."""
         ...
 
 
 class Lane(Protocol):
-    """Does work beside what a device computes."""
+    """Does work at the same time as a device computes."""
 
     def run(self, function: Callable[[], None]) -> WorkPoint:
-        """Have `act` done after all that the device has been given so far; returns the point after it."""
+        """Runs `function` after all work that the device has been given so far, and returns the point after it."""
         ...
 
-    def room(self, size: int) -> Tensor:
-        """Returns so many bytes on the host, as uint8, into which the device copies."""
+    def allocate(self, size: int) -> Tensor:
+        """Returns `size` bytes of the host's memory, as uint8, into which the device copies."""
         ...
 
 
@@ -58,7 +58,7 @@ class CudaStream:
             function()
         return CudaEvent(self._stream.record_event(), self._device)
 
-    def room(self, size: int) -> Tensor:
+    def allocate(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)  # torch rounds up to a power of two
 
 
@@ -86,10 +86,10 @@ class HostCopies:
         self._last_copy: WorkPoint | None = None
 
     def begin_copy(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Mapping[str, Tensor]:
-        """Begin to copy; returns what is read by `items()`, which waits for the copy. Those of floating point become
-        `dtype` (None: they stay as they are).
+        """Begins a copy and returns its tensors, whose `items()` wait for it. Tensors of floating point become `dtype`
+        (None: they keep their type).
 
-        The copies before must not be read any more. Where nothing is to be copied, `tensors` are returned.
+        Earlier copies must not be read any more. Where the tensors lie on the host, they are returned themselves.
         """
         device = next((t.device for t in tensors.values()), None)
         if self._lane is None and device is not None and device.type == "cuda":
@@ -98,7 +98,7 @@ class HostCopies:
             return tensors
         layout = {name: (written_type(t.dtype, dtype), t.shape) for name, t in tensors.items()}
         if layout != self._layout:
-            self._layout, self._copies = layout, _allocate(layout, self._lane.room)
+            self._layout, self._copies = layout, _allocate(layout, self._lane.allocate)
         copies, sources = self._copies, {name: t.detach() for name, t in tensors.items()}
 
         def copy() -> None:
@@ -115,9 +115,9 @@ class HostCopies:
         return TensorStream(meta_tensors, items, hold=self.hold)
 
     def hold(self) -> bool:
-        """Have what changes the tensors, launched from here on, wait for the copy that was begun last.
+        """Makes work of the device from here on, which may change the tensors, wait for the last copy.
 
-        False where nothing is copied: then whoever reads the tensors has to be waited for.
+        Returns False where nothing is copied; then the caller has to wait for the readers of the tensors.
         """
         if self._last_copy is None:
             return False
@@ -137,7 +137,7 @@ def _allocate(layout: Mapping[str, tuple[torch.dtype, torch.Size]], room: Callab
 
 
 def _copy_in_blocks(tensor: Tensor, target: Tensor) -> None:
-    """Copy a tensor, cast where it lies: a block at a time, so that little memory is taken for that."""
+    """Copies a tensor, cast on its own device a block at a time, so that the cast takes little memory."""
     if tensor.dtype == target.dtype:
         target.copy_(tensor, non_blocking=True)
         return

@@ -61,7 +61,7 @@ class ControlTokens:
     """Holds the tokens of a tokenizer that are found in a text before anything else is, and that are no text."""
 
     ids: Mapping[str, int] = field(default_factory=dict)
-    special: frozenset[int] = frozenset()  # those that decoding leaves out where it is asked to
+    special_ids: frozenset[int] = frozenset()  # those that decoding leaves out where it is asked to
     turn_marks: tuple[str, ...] = ()  # what the template writes within an assistant's turn, around thoughts and calls
     thought_marks: tuple[str, str] = THOUGHT  # what it writes before a thought and behind it
     writes_calls: bool = False  # it has a place for calls of tools,
@@ -88,7 +88,7 @@ class ControlTokens:
     @cached_property
     def hidden_marks(self) -> frozenset[int]:
         """Those of them that decoding may leave out."""
-        return self.turn_mark_ids & self.special
+        return self.turn_mark_ids & self.special_ids
 
     def is_spelled_in(self, text: str) -> bool:
         """Returns whether a text has what would be taken for a control token."""
@@ -133,12 +133,12 @@ def thoughts_of(tokenizer: Any) -> tuple[tuple[str, str], ...]:
 def _control_tokens(tokenizer: Any, template: str) -> ControlTokens:
     added: dict[str, int] = dict(tokenizer.get_added_vocab()) if hasattr(tokenizer, "get_added_vocab") else {}
     names, numbers = getattr(tokenizer, "all_special_tokens", ()), getattr(tokenizer, "all_special_ids", ())
-    special = dict(zip(names, numbers, strict=True))
+    special_ids = dict(zip(names, numbers, strict=True))
     decoder: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
-    special |= {str(token.content): number for number, token in decoder.items() if token.special}
-    ids = special | {text: number for text, number in added.items() if _is_control(text, template)}
+    special_ids |= {str(token.content): number for number, token in decoder.items() if token.special}
+    ids = special_ids | {text: number for text, number in added.items() if _is_control(text, template)}
     ids = {text: number for text, number in ids.items() if text}
-    control = ControlTokens(ids, frozenset(special.values()), tuple(mark for mark in FAMILY_MARKS if mark in ids))
+    control = ControlTokens(ids, frozenset(special_ids.values()), tuple(mark for mark in FAMILY_MARKS if mark in ids))
     return _with_turn_marks(tokenizer, control) if template else control
 
 
@@ -153,17 +153,17 @@ def _with_turn_marks(tokenizer: Any, control: ControlTokens) -> ControlTokens:
     those around a call that it does not write around turns, and whatever stands before a thought and behind it.
     """
     answer = {"role": "assistant", "content": _ANSWER}
-    plain_chat = _rendered(tokenizer, [_USER, answer, _USER], begins_turn=True) + _rendered(tokenizer, [_USER, answer])
+    plain_chat = _render(tokenizer, [_USER, answer, _USER], begins_turn=True) + _render(tokenizer, [_USER, answer])
     calls = [_USER, {"role": "assistant", "content": "", "tool_calls": [_CALLING]}]
-    call_chat = _rendered(tokenizer, calls, [_TOOL])
+    call_chat = _render(tokenizer, calls, [_TOOL])
     result = {"role": "tool", "name": "f", "content": _RESULT, "tool_call_id": _CALLING["id"]}
-    result_chat = _rendered(tokenizer, [*calls, result], [_TOOL]) + _rendered(tokenizer, [_USER, answer, result])
+    result_chat = _render(tokenizer, [*calls, result], [_TOOL]) + _render(tokenizer, [_USER, answer, result])
     call_marks = control.pattern.findall(call_chat.rpartition(_QUESTION)[2])
     around_turns = {*control.pattern.findall(plain_chat), *call_marks[-1:]} - {*control.turn_marks}
-    thinking = [_USER, {**answer, "thinking": _IDEA, "reasoning_content": _IDEA}]
-    before_thought, thought, after_prompt = _rendered(tokenizer, thinking).rpartition(_QUESTION)[2].partition(_IDEA)
+    thinking_chat = [_USER, {**answer, "thinking": _IDEA, "reasoning_content": _IDEA}]
+    before_thought, thought, after_prompt = _render(tokenizer, thinking_chat).rpartition(_QUESTION)[2].partition(_IDEA)
     after_thought, has_answer, _ = after_prompt.partition(_ANSWER)
-    prompt_end = _rendered(tokenizer, [_USER], begins_turn=True).rpartition(_QUESTION)[2]
+    prompt_end = _render(tokenizer, [_USER], begins_turn=True).rpartition(_QUESTION)[2]
     writes_thoughts = thought and has_answer and before_thought.startswith(prompt_end)
     phrases = (before_thought.removeprefix(prompt_end).strip(), after_thought.strip()) if writes_thoughts else ("", "")
     candidates = dict.fromkeys((*control.turn_marks, *call_marks, *phrases))
@@ -177,7 +177,7 @@ def _with_turn_marks(tokenizer: Any, control: ControlTokens) -> ControlTokens:
     )
 
 
-def _rendered(tokenizer: Any, messages: list[Any], tools: list[Any] | None = None, begins_turn: bool = False) -> str:
+def _render(tokenizer: Any, messages: list[Any], tools: list[Any] | None = None, begins_turn: bool = False) -> str:
     """Returns what the template writes; nothing where it raises."""
     options = {"tools": tools} if tools else {}
     try:
@@ -217,19 +217,19 @@ def fill_template(control: ControlTokens, template: str, **texts: str) -> Markup
     return Markup(places.sub(lambda match: control.escape(texts[match[0][1:-1]]), template))
 
 
-def _texts(value: Any, excluded: frozenset[str] | None = None) -> Iterator[str]:
+def _texts(value: Any, excluded_fields: frozenset[str] | None = None) -> Iterator[str]:
     """Yields all texts in a value, in order, with the names of its fields; without: no names, and not those fields."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for name, item in value.items():
-            if excluded is None:
+            if excluded_fields is None:
                 yield str(name)
-            if excluded is None or name not in excluded:
-                yield from _texts(item, excluded)
+            if excluded_fields is None or name not in excluded_fields:
+                yield from _texts(item, excluded_fields)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _texts(item, excluded)
+            yield from _texts(item, excluded_fields)
 
 
 def _map_texts(value: Any, function: Callable[[str], str]) -> Any:
@@ -268,10 +268,10 @@ def encode_markup(tokenizer: Any, markup: str) -> list[int]:
     with suppress(TypeError):
         if (cached := _RENAMED.get(tokenizer)) is not None and cached.control is control:
             return cached.encode(parts)
-    renamed = _RenamedTokenizer.of(backend, control)
+    renamed_tokenizer = _RenamedTokenizer.of(backend, control)
     with suppress(TypeError):
-        _RENAMED[tokenizer] = renamed
-    return renamed.encode(parts)
+        _RENAMED[tokenizer] = renamed_tokenizer
+    return renamed_tokenizer.encode(parts)
 
 
 def encode_whole_text(tokenizer: Any, markup: str, max_tokens: int | None = None) -> list[int]:
@@ -301,10 +301,10 @@ def pad_texts(tokenizer: Any, texts: Sequence[str], max_tokens: int) -> Any:
 
 def encode_markups(tokenizer: Any, markups: Sequence[str]) -> list[list[int]]:
     """Returns the tokens of several texts, which is several times faster than one by one."""
-    unescaped = [markup for markup in markups if not _has_breaks(markup)]
-    if not callable(tokenizer) or not unescaped:
+    unescaped_markups = [markup for markup in markups if not _has_breaks(markup)]
+    if not callable(tokenizer) or not unescaped_markups:
         return [encode_markup(tokenizer, markup) for markup in markups]
-    rows = iter(tokenizer(unescaped, add_special_tokens=False, return_attention_mask=False)["input_ids"])
+    rows = iter(tokenizer(unescaped_markups, add_special_tokens=False, return_attention_mask=False)["input_ids"])
     return [encode_markup(tokenizer, markup) if _has_breaks(markup) else next(rows) for markup in markups]
 
 
@@ -325,8 +325,8 @@ def encode_continuation(encode: Callable[[str], list[int]], markup: str, lead: s
 def encode_continuations(tokenizer: Any, markups: Sequence[str], leads: Sequence[str]) -> list[list[int]]:
     """Returns the `continuation` of each lead."""
     rows = encode_markups(tokenizer, [lead + markup for lead, markup in zip(leads, markups, strict=True)])
-    distinct = list(dict.fromkeys(leads))
-    lead_tokens = dict(zip(distinct, encode_markups(tokenizer, distinct), strict=True))
+    distinct_leads = list(dict.fromkeys(leads))
+    lead_tokens = dict(zip(distinct_leads, encode_markups(tokenizer, distinct_leads), strict=True))
     return [
         row[len(lead_tokens[lead]) :]
         if lead and row[: len(lead_tokens[lead])] == lead_tokens[lead]
@@ -384,8 +384,8 @@ class _RenamedTokenizer:
                 ids[new_id] = number
         if any(new_id in vocabulary and new_id != number for new_id, number in ids.items()):
             raise UserError("the tokenizer's vocabulary has holes, where a text spells control tokens: leave these out")
-        unknown = getattr(tokenizer.model, "unk_token", None)
-        return cls(backend, control, names, ids, None if unknown is None else tokenizer.model.token_to_id(unknown))
+        word = getattr(tokenizer.model, "unk_token", None)  # that stands for unknown characters
+        return cls(backend, control, names, ids, None if word is None else tokenizer.model.token_to_id(word))
 
     def encode(self, parts: Sequence[str | int]) -> list[int]:
         text = "".join(part if isinstance(part, str) else self.names[part] for part in parts)
@@ -425,7 +425,7 @@ def decode_tokens(tokenizer: Any, tokens: Sequence[int]) -> str:
     control = control_tokens(tokenizer)
     if control.hidden_marks.isdisjoint(tokens):
         return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
-    hidden_ids = control.special - control.turn_mark_ids
+    hidden_ids = control.special_ids - control.turn_mark_ids
     return str(tokenizer.decode([token for token in tokens if token not in hidden_ids], skip_special_tokens=False))
 
 

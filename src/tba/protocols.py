@@ -58,7 +58,7 @@ class Tokenizer(Protocol):
 class Reward(Protocol):
     """Grades completions in batches. Rewards are computed here; claimed ones are not trusted."""
 
-    def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> Sequence[Judgement]:
+    def judge(self, answers: Sequence[tuple[Prompt, Completion]]) -> Sequence[Judgement]:
         """One judgement for each (prompt, completion), in order."""
         ...
 
@@ -289,7 +289,7 @@ class Reference(Protocol):
     @property
     def version(self) -> Version: ...
 
-    def log_probabilities_of(self, answered: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[FloatArray]]:
+    def log_probabilities_of(self, answers: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[FloatArray]]:
         """Score completions of several prompts at the recipe's policy temperature: [i][j] is of the j-th completion of
         the i-th prompt, float32 [T].
         """

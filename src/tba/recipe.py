@@ -251,11 +251,11 @@ class Recipe:
 
     def _require_what_the_objective_needs(self) -> None:
         objective, needs = type(self.objective).__name__, self.objective.needs
-        missing = (needs & HEADS) - self.model.heads
-        if missing:
+        missing_heads = (needs & HEADS) - self.model.heads
+        if missing_heads:
             raise UserError(
-                f"{objective} needs {' and '.join(sorted(missing))} of the policy, but {type(self.model).__name__} has "
-                "no such head: choose another model or another objective"
+                f"{objective} needs {' and '.join(sorted(missing_heads))} of the policy, but "
+                f"{type(self.model).__name__} has no such head: choose another model or another objective"
             )
         if getattr(self.objective, "flow", "learned") == "one" and not self.teachers.is_target:
             raise UserError(
@@ -356,8 +356,8 @@ def _require_component(name: str, component: Any, members: tuple[str, ...], exam
     kind = type(component).__name__
     for member in members:
         if not hasattr(component, member):
-            how = f'the line `name: str = "{kind.lower()}"`' if member == "name" else f"`{member}`"
-            raise UserError(f"the recipe's {name}, {kind}, has no {member}: give the class {how}, as {example} has it")
+            line = f'the line `name: str = "{kind.lower()}"`' if member == "name" else f"`{member}`"
+            raise UserError(f"the recipe's {name}, {kind}, has no {member}: give the class {line}, as {example} has it")
 
 
 _COMPONENTS: Mapping[str, tuple[tuple[str, ...], str]] = {  # what each must have, and one that has it
@@ -394,19 +394,19 @@ def settings_json(value: Any) -> Json:
     return str(value)
 
 
-def differences(recorded: Any, present: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yields (dotted name, then, now) wherever two resolved recipes differ; a missing value is None.
+def differences(old_value: Any, new_value: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yields (dotted name, old value, new value) wherever two recipes, as JSON, differ; a missing value is None.
 
-    A class is identified by its name: its module may have moved since. name: of the two values, within their recipe.
+    A class is identified by its name: its module may have moved since. `name` is the place of both values in their recipes.
     """
-    if isinstance(recorded, Mapping) and isinstance(present, Mapping):
-        for key in [*present, *(k for k in recorded if k not in present)]:
-            yield from differences(recorded.get(key), present.get(key), f"{name}.{key}" if name else key)
-    elif isinstance(recorded, list) and isinstance(present, list) and len(recorded) == len(present):
-        for i, (recorded_item, present_item) in enumerate(zip(recorded, present, strict=True)):
-            yield from differences(recorded_item, present_item, f"{name}.{i}")
-    elif isinstance(recorded, str) and isinstance(present, str) and name.rpartition(".")[2] == "class":
-        if recorded.rpartition(".")[2] != present.rpartition(".")[2]:
-            yield name, recorded, present
-    elif recorded != present:
-        yield name, recorded, present
+    if isinstance(old_value, Mapping) and isinstance(new_value, Mapping):
+        for key in [*new_value, *(k for k in old_value if k not in new_value)]:
+            yield from differences(old_value.get(key), new_value.get(key), f"{name}.{key}" if name else key)
+    elif isinstance(old_value, list) and isinstance(new_value, list) and len(old_value) == len(new_value):
+        for i, (old_item, new_item) in enumerate(zip(old_value, new_value, strict=True)):
+            yield from differences(old_item, new_item, f"{name}.{i}")
+    elif isinstance(old_value, str) and isinstance(new_value, str) and name.rpartition(".")[2] == "class":
+        if old_value.rpartition(".")[2] != new_value.rpartition(".")[2]:
+            yield name, old_value, new_value
+    elif old_value != new_value:
+        yield name, old_value, new_value

@@ -144,8 +144,8 @@ class WarmupLinear:
         _require_decay("WarmupLinear", self.steps, self.warmup, self.final)
 
     def __call__(self, step: int) -> float:
-        remaining = 1 - _progress(step, self.warmup, self.steps - self.warmup)
-        return warmup_share(step, self.warmup) * (self.final + (1 - self.final) * remaining)
+        decay_left = 1 - _progress(step, self.warmup, self.steps - self.warmup)
+        return warmup_share(step, self.warmup) * (self.final + (1 - self.final) * decay_left)
 
     @property
     def planned(self) -> int:
@@ -170,8 +170,8 @@ class WarmupCosine:
         _require_decay("WarmupCosine", self.steps, self.warmup, self.final)
 
     def __call__(self, step: int) -> float:
-        remaining = _half_cosine(_progress(step, self.warmup, self.steps - self.warmup))
-        return warmup_share(step, self.warmup) * (self.final + (1 - self.final) * remaining)
+        decay_left = _half_cosine(_progress(step, self.warmup, self.steps - self.warmup))
+        return warmup_share(step, self.warmup) * (self.final + (1 - self.final) * decay_left)
 
     @property
     def planned(self) -> int:
@@ -200,8 +200,8 @@ class WarmupStableDecay:
         )
 
     def __call__(self, step: int) -> float:
-        remaining = _half_cosine(_progress(step, self.warmup + self.stable, self.decay))
-        return warmup_share(step, self.warmup) * (self.final + (1 - self.final) * remaining)
+        decay_left = _half_cosine(_progress(step, self.warmup + self.stable, self.decay))
+        return warmup_share(step, self.warmup) * (self.final + (1 - self.final) * decay_left)
 
     @property
     def planned(self) -> int:
@@ -239,25 +239,25 @@ def _half_cosine(progress: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def _scaled_part(part: int, whole: int, new_whole: int) -> int:
-    return round(part / whole * new_whole)
+def _scaled_part(part: int, total: int, new_total: int) -> int:
+    return round(part / total * new_total)
 
 
-def _require_finite(where: str, **values: float) -> None:
+def _require_finite(schedule: str, **values: float) -> None:
     for name, value in values.items():
         if not math.isfinite(value):
-            raise UserError(f"{where}: {name} is {value}, but it has to be a finite number; give one.")
+            raise UserError(f"{schedule}: {name} is {value}, but it has to be a finite number; give one.")
 
 
-def _require_at_least(where: str, least: int, **values: int) -> None:
+def _require_at_least(schedule: str, least: int, **values: int) -> None:
     for name, value in values.items():
         if value < least:
-            raise UserError(f"{where}: {name} is {value}, but it counts steps; give {least} or more.")
+            raise UserError(f"{schedule}: {name} is {value}, but it counts steps; give {least} or more.")
 
 
-def _require_decay(where: str, steps: int, start: int, final: float) -> None:
-    _require_at_least(where, 0, warmup=start)
-    if steps <= start:
-        raise UserError(f"{where}: {steps} steps in all leave none to decay after the first {start}; give more steps.")
+def _require_decay(schedule: str, n: int, start: int, final: float) -> None:
+    _require_at_least(schedule, 0, warmup=start)
+    if n <= start:
+        raise UserError(f"{schedule}: {n} steps in all leave none to decay after the first {start}; give more steps.")
     if not 0 <= final <= 1:
-        raise UserError(f"{where}: final is {final}, but it is a share of the peak rate; give a number from 0 to 1.")
+        raise UserError(f"{schedule}: final is {final}, but it is a share of the peak rate; give a number from 0 to 1.")

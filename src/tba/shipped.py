@@ -32,7 +32,7 @@ def description_of(name: str, folder: Path = _FOLDER) -> str:
 
 
 def require_shipped(name: str, or_run: bool = False) -> None:
-    """Raises `UserError` when none has this name; or_run: it says that a run's folder would do as well."""
+    """Raises `UserError` when no recipe has this name; with `or_run` the message offers a run's folder too."""
     names = recipe_names()
     if Path(name).is_file():
         raise UserError(

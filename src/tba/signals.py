@@ -26,21 +26,21 @@ from typing import Any
 
 @dataclass
 class SignalUse:
-    """Says what a call tried."""
+    """Says whether a call tried to use signals outside the main thread."""
 
-    was_tried: bool = False  # to use signals, outside the main thread
+    was_tried: bool = False
 
 
 _current_use: ContextVar[SignalUse | None] = ContextVar("watch", default=None)  # each task of a loop has its own
 _patch_lock = threading.Lock()
 _low_level = importlib.import_module("_signal")
-_patched: set[str] = set()
+_patched_names: set[str] = set()
 
 
 @contextmanager
 def watching_signals() -> Iterator[SignalUse]:
-    """Yields what says, at the end, whether this thread or task tried to use signals and could not."""
-    if not _patched:
+    """Yields a record that says, at the end, whether this thread or task tried to use signals and could not."""
+    if not _patched_names:
         with _patch_lock:
             _patch()
     signal_use = SignalUse()
@@ -52,15 +52,15 @@ def watching_signals() -> Iterator[SignalUse]:
 
 
 def _patch() -> None:
-    """Put functions that take note in the place of those of the signal module, once; they do the same."""
-    if not _patched:
+    """Replaces functions of the signal module, once, by functions that do the same and note the attempt."""
+    if not _patched_names:
         _low_level.signal = _with_note(_low_level.signal, refuses=False)  # type: ignore[attr-defined] # it refuses itself
         for name in ("alarm", "setitimer"):
             if hasattr(signal, name):
                 function = _with_note(getattr(signal, name), refuses=True)
                 for module in (_low_level, signal):
                     setattr(module, name, function)
-        _patched.update(("signal", "alarm", "setitimer"))
+        _patched_names.update(("signal", "alarm", "setitimer"))
 
 
 def _with_note(function: Callable[..., Any], refuses: bool) -> Callable[..., Any]:

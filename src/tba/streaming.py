@@ -34,15 +34,15 @@ SAFETENSORS_NAMES = {
     torch.bool: "BOOL",
 }
 BLOCK = 1 << 24  # bytes that are written at a time
-ALIGNED_ELEMENTS = 8  # elements of a tensor, or a multiple of them, are written: whatever follows is aligned
+ALIGNED_ELEMENTS = 8  # a multiple of so many elements is written, so that whatever follows is aligned
 
-_pinned = threading.local()
+_pinned_memory = threading.local()
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer types by their number of bytes
 
 
 @dataclass(frozen=True)
 class TensorChange:
-    """Holds what a tensor has become: all of it, or the elements that are other ones. It is cast when it is written."""
+    """Holds a tensor's new values: all of them, or those of the changed elements. They are cast when they are written."""
 
     name: str
     values: Tensor
@@ -50,10 +50,10 @@ class TensorChange:
 
 
 class TensorStream(Mapping[str, Tensor]):
-    """Tensors by name, each made when it is reached. `like` has their names, types and shapes, as meta tensors.
+    """Makes tensors by name, each when it is reached. `declared_tensors` has names, types and shapes, as meta tensors.
 
-    `changes`, of tensors that lie on several ranks: reads what has changed since those in a file, in place of `items`.
-    `hold`, of copies that are being made: see `HostCopies.hold`; otherwise whoever reads has to be waited for.
+    `changes`, for tensors that lie on several ranks, yields the changes since those in a file and replaces `items`.
+    `hold` is that of `HostCopies` for copies in the making; without it the caller has to wait for readers.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class TensorStream(Mapping[str, Tensor]):
         return len(self.declared_tensors)
 
     def items(self) -> ItemsView[str, Tensor]:
-        """(name, tensor), in the order of `like`."""
+        """Returns (name, tensor) pairs in the order of `declared_tensors`, which can be read once."""
         return _Items(self, self._tensors)
 
 
@@ -104,31 +104,31 @@ def bytes_of(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) ->
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> int:
-    """Write `tensors` as a safetensors file, one after the other; returns its bytes.
+    """Writes `tensors` as a safetensors file, one after the other, and returns its bytes.
 
-    Those of floating point are written as `dtype` (None: as they are); the place of one on the meta device is left for
-    `write_rows`. Raises `ValueError` when a tensor does not have its declared shape.
+    Those of floating point are written as `dtype` (None: as they are); a tensor on the meta device only gets a place,
+    for `write_rows`. Raises `ValueError` when a tensor does not have its declared shape.
     """
-    expected = {name: (written_type(t.dtype, dtype), tuple(t.shape)) for name, t in shapes_of(tensors).items()}
-    header, places = _file_header(expected)
-    sizes = list(expected.values())
+    expected_types = {name: (written_type(t.dtype, dtype), tuple(t.shape)) for name, t in shapes_of(tensors).items()}
+    header, places = _file_header(expected_types)
+    sizes = list(expected_types.values())
     with path.open("wb") as file:
         file.write(header)
         for name, tensor in tensors.items():
-            dtype_written, shape = expected.pop(name, (None, None))
-            if dtype_written is None or shape != tuple(tensor.shape):
+            file_type, shape = expected_types.pop(name, (None, None))
+            if file_type is None or shape != tuple(tensor.shape):
                 raise ValueError(f"{name} of shape {tuple(tensor.shape)} was read: expected shape {shape}")
             file.seek(len(header) + places[name])
             if not tensor.is_meta:
-                write_flat(file, tensor.detach(), dtype_written)
-        if expected:
-            raise ValueError(f"{next(iter(expected))} is missing: the tensors ended before it")
-        file.truncate(len(header) + sum(math.prod(shape) * dtype_written.itemsize for dtype_written, shape in sizes))
+                write_flat(file, tensor.detach(), file_type)
+        if expected_types:
+            raise ValueError(f"{next(iter(expected_types))} is missing: the tensors ended before it")
+        file.truncate(len(header) + sum(math.prod(shape) * file_type.itemsize for file_type, shape in sizes))
         return file.seek(0, os.SEEK_END)
 
 
 def write_rows(path: Path, rows: Mapping[str, tuple[int, Tensor]]) -> None:
-    """Write rows of tensors, each with the number of its first one, into the places that `write_tensors` has left in a
+    """Writes rows of tensors, given with the number of the first row, into the places that `write_tensors` left in a
     file. They are on the disk when this ends; several processes can do it at once.
     """
     with path.open("r+b") as file:
@@ -154,11 +154,11 @@ def changes_since(
     for name, tensor in tensors.items():
         if shapes.pop(name, None) != tuple(tensor.shape):
             raise ValueError(f"{name} of shape {tuple(tensor.shape)} was read, which is not its declared shape")
-        flat, type_written = tensor.detach().contiguous().view(-1), written_type(tensor.dtype, dtype)
-        indices = changed_indices(flat, base(name).contiguous().view(-1), type_written)
+        flat, file_type = tensor.detach().contiguous().view(-1), written_type(tensor.dtype, dtype)
+        indices = changed_indices(flat, base(name).contiguous().view(-1), file_type)
         if not len(indices):
             continue
-        if is_whole_smaller(len(indices), flat.numel(), type_written):
+        if is_whole_smaller(len(indices), flat.numel(), file_type):
             yield TensorChange(name, flat)
         else:
             yield TensorChange(name, flat[indices.to(flat.device)], indices.to(index_type(flat.numel())))
@@ -167,8 +167,8 @@ def changes_since(
 
 
 def changed_indices(values: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns which elements of flat tensors have other bits when both are of type `kind`: int64, on the host. A block
-    is compared at a time.
+    """Returns the int64 indices, on the host, of elements of flat tensors whose bits differ when both are of `dtype`.
+    They are compared a block at a time.
     """
     bits, size = _BITS[dtype.itemsize], BLOCK // dtype.itemsize
     chunks = [torch.empty(0, dtype=torch.int64)]
@@ -179,25 +179,25 @@ def changed_indices(values: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def index_type(count: int) -> torch.dtype:
-    """Returns the type of the indices of the changes in so many."""
+    """Returns the integer type that can index `count` elements."""
     return torch.int32 if count <= torch.iinfo(torch.int32).max else torch.int64
 
 
 def is_whole_smaller(changed_count: int, count: int, dtype: torch.dtype) -> bool:
-    """Returns whether so many changes, with their indices, take as many bytes as the whole tensor does, which can be
-    written if what follows it is aligned.
+    """Returns whether the whole tensor takes no more bytes than its changes with their indices. A tensor of a size that
+    would leave the next one unaligned is never written as a whole.
     """
     bytes_of_changes = changed_count * (index_type(count).itemsize + dtype.itemsize)
     return count % ALIGNED_ELEMENTS == 0 and bytes_of_changes >= count * dtype.itemsize
 
 
 def written_type(dtype: torch.dtype, float_type: torch.dtype | None) -> torch.dtype:
-    """Returns the type that a tensor is written in: `wanted` if given and the tensor is of floating point."""
+    """Returns the type that a tensor of `dtype` is written in: `float_type`, if given, for one of floating point."""
     return float_type if float_type is not None and dtype.is_floating_point else dtype
 
 
 def _file_header(kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
-    """Returns the file's first bytes, and where each tensor begins after them: the widest types first, so all are
+    """Returns the file's first bytes, and each tensor's offset after them. The widest types come first, so that all are
     aligned.
     """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers requires it
@@ -214,7 +214,7 @@ def _file_header(kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tu
 
 
 def write_flat(file: BinaryIO, tensor: Tensor, dtype: torch.dtype) -> None:
-    """Write a block at a time: what is converted or comes from a device is never in memory as a whole."""
+    """Writes a tensor a block at a time, so that it is never converted or copied from a device as a whole."""
     flat = tensor.contiguous().view(-1)
     for block in flat.split(max(1, BLOCK // dtype.itemsize)):
         host_block = copy_to_host(block, dtype)
@@ -223,12 +223,12 @@ def write_flat(file: BinaryIO, tensor: Tensor, dtype: torch.dtype) -> None:
 
 
 def copy_to_host(block: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a flat block of at most `BLOCK` bytes on the host as `kind`. It is cast where it lies; one of a GPU comes
-    into pinned memory that the thread's next block takes again.
+    """Returns a flat block of at most `BLOCK` bytes on the host as `dtype`. It is cast on its own device; a GPU's block
+    goes into pinned memory that the thread's next block overwrites.
     """
     if block.device.type != "cuda":
         return block.to("cpu", dtype)
-    if not hasattr(_pinned, "room"):
-        _pinned.room = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True)
-    buffer: Tensor = _pinned.room[: block.numel() * dtype.itemsize].view(dtype)
+    if not hasattr(_pinned_memory, "buffer"):
+        _pinned_memory.buffer = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True)
+    buffer: Tensor = _pinned_memory.buffer[: block.numel() * dtype.itemsize].view(dtype)
     return buffer.copy_(block.to(dtype))

@@ -125,8 +125,8 @@ def parse_json_text(value: Json) -> Json:
 
 def parse_chat_text(value: Json) -> Json:
     """Returns the chat that a text of JSON holds, since a cell of CSV holds no list; else the value."""
-    parsed = parse_json_text(value)
-    return parsed if _is_chat(parsed) else value
+    parsed_value = parse_json_text(value)
+    return parsed_value if _is_chat(parsed_value) else value
 
 
 def _is_chat(value: Json) -> bool:
@@ -374,7 +374,7 @@ def _arrow_rows(path: Path) -> Rows:
     number = 0
     for file in files:
         try:
-            with pyarrow.memory_map(str(file)) as mapped, pyarrow.ipc.open_stream(mapped) as batches:
+            with pyarrow.memory_map(str(file)) as mapped_file, pyarrow.ipc.open_stream(mapped_file) as batches:
                 for _, row in read_batches(batches, batches.schema):
                     number += 1
                     yield number, row

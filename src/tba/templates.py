@@ -16,8 +16,8 @@ TEMPLATE_SECONDS = 10.0  # for a template to write one chat, which takes millise
 
 
 def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """Returns what a tokenizer's template writes; options: of `apply_chat_template`. Raises what the template raises,
-    and `UserError` when it has no end.
+    """Returns the text that a tokenizer's template writes, given options of `apply_chat_template`. Raises what the
+    template raises, and `UserError` when it does not end.
     """
     write = partial(tokenizer.apply_chat_template, list(messages), tokenize=False, **options)
     try:
@@ -30,18 +30,18 @@ class _Overtime(BaseException):
     """Ends a call that takes too long; no `except Exception` on its way stops it."""
 
 
-_DEADLINES: dict[int, float] = {}  # by the thread of a call that has a limit: when it is to be ended
-_WATCHER = [threading.Thread()]  # the thread that ends them, while there are any
+_DEADLINES: dict[int, float] = {}  # of calls with a limit, by their thread
+_WATCHER = [threading.Thread()]  # the thread that ends overdue calls, while there are any calls
 
 
 def _call_within(seconds: float, call: Callable[[], T]) -> T:
-    """Returns what a call of Python code returns. Raises `TimeoutError` when it takes longer.
+    """Returns the result of a call of Python code. Raises `TimeoutError` when it takes longer than `seconds`.
 
-    The call stays in its thread, since a thread for each would take ten times as long as a template does.
+    The call runs in the present thread, since starting a thread would take ten times as long as a template does.
     """
     thread = threading.get_ident()
     _DEADLINES[thread] = time.monotonic() + seconds
-    if not _WATCHER[0].is_alive():  # it had nothing more to do, or was left behind by a fork
+    if not _WATCHER[0].is_alive():  # it has ended for lack of calls, or a fork has lost it
         _WATCHER[0] = threading.Thread(target=_end_overdue_calls, name="deadlines", daemon=True)
         _WATCHER[0].start()
     try:
@@ -59,8 +59,8 @@ def _call_within(seconds: float, call: Callable[[], T]) -> T:
 
 
 def _cancel_deadline(thread: int) -> None:
-    """Takes back the limit of this thread, or waits for the end that is on its way: it is not to meet what comes
-    later.
+    """Removes the deadline of this thread. If its call is being ended already, waits for that, so that it does not end
+    later code instead.
     """
     while _DEADLINES.pop(thread, None) is None:
         time.sleep(0.001)

@@ -136,7 +136,7 @@ def assistant_turn(tokenizer: Any, chat: bool = True, tools: Sequence[Json] = ()
     if not chat or not getattr(tokenizer, "chat_template", None):
         return AssistantTurn(text_frame, text_frame, text_frame)  # a text may be written out in full, with its markup
     starts = {getattr(tokenizer, "bos_token_id", None)} - {eos}  # a token that begins texts ends no turn
-    specials = {text: token for text, token in _special_tokens(tokenizer).items() if text and token not in starts}
+    special_tokens = {text: token for text, token in _special_tokens(tokenizer).items() if text and token not in starts}
     prompt = _render(tokenizer, [_USER_MESSAGE], tools)
     final_text = _render(tokenizer, [_USER_MESSAGE, _ANSWER_MESSAGE], tools, ends_with_answer=True)
     user_text = _render(tokenizer, [_USER_MESSAGE, _ANSWER_MESSAGE, {"role": "user", "content": LATER_SLOT}], tools)
@@ -146,7 +146,7 @@ def assistant_turn(tokenizer: Any, chat: bool = True, tools: Sequence[Json] = ()
     before_answer = _text_before_answer(thought_text, prompt)
     final_tail, user_tail, tool_tail = (text.partition(ANSWER_SLOT)[2] for text in (final_text, user_text, tool_text))
     # also what stands behind the last message of all; with a user's message, what begins that
-    leading_ends = _leading_ends(final_tail, specials)
+    leading_ends = _leading_ends(final_tail, special_tokens)
     possible_ends = [end for end in leading_ends if user_tail.startswith(end.closing_text)] or leading_ends[:1]
     final_end = possible_ends[-1] if possible_ends else None
 
@@ -154,11 +154,11 @@ def assistant_turn(tokenizer: Any, chat: bool = True, tools: Sequence[Json] = ()
         """Returns what ends a turn that others have answered."""
         if final_end is not None and tail.startswith(final_end.closing_text):
             return final_end
-        return next(iter(_leading_ends(tail, specials)), None)
+        return next(iter(_leading_ends(tail, special_tokens)), None)
 
     user_end = end_before(user_tail)
     turn_start = prompt.rfind(USER_SLOT) + len(USER_SLOT) if USER_SLOT in prompt else len(prompt)
-    lead_start = max((turn_start, *(prompt.rfind(mark) for mark in specials)))
+    lead_start = max((turn_start, *(prompt.rfind(mark) for mark in special_tokens)))
     usual_end = user_end or final_end or text_frame.end
     return AssistantTurn(
         AnswerFrame(_text_before_answer(final_text, prompt), final_end or usual_end),
@@ -167,7 +167,7 @@ def assistant_turn(tokenizer: Any, chat: bool = True, tools: Sequence[Json] = ()
         end_names_speaker=user_end is not None and bool(final_text) and final_end is None,
         end_closes_thoughts=bool(final_end and user_end and user_end != final_end and user_end.text in before_answer),
         lead=prompt[lead_start:],
-        special_texts=tuple(specials),
+        special_texts=tuple(special_tokens),
         control=control_tokens(tokenizer),
     )
 
@@ -180,24 +180,25 @@ def _text_before_answer(text: str, prompt: str) -> str:
 
 def _leading_ends(tail: str, special_tokens: Mapping[str, int]) -> list[TurnEnd]:
     """Returns the special tokens that a text begins with, one after the other, with nothing but blanks between them."""
-    ends: list[TurnEnd] = []
-    remaining = tail
-    while special := max((text for text in special_tokens if remaining.lstrip().startswith(text)), key=len, default=""):
-        remaining = remaining.lstrip().removeprefix(special)
-        gap = tail[: len(tail) - len(remaining)].removesuffix(special)
-        ends.append(TurnEnd(special_tokens[special], special, gap))
-    return ends
+    turn_ends: list[TurnEnd] = []
+    remaining_text = tail
+    while matches := [special for special in special_tokens if remaining_text.lstrip().startswith(special)]:
+        special = max(matches, key=len)
+        remaining_text = remaining_text.lstrip().removeprefix(special)
+        gap = tail[: len(tail) - len(remaining_text)].removesuffix(special)
+        turn_ends.append(TurnEnd(special_tokens[special], special, gap))
+    return turn_ends
 
 
 def add_end_tokens(generation_config: Any, tokenizer: Any) -> None:
     """Adds what ends a turn in the tokenizer's template to a model's generation settings, in place, so that whoever
     samples from the model ends its answers where it has learnt to.
     """
-    configured = generation_config.eos_token_id
-    known = set(configured if isinstance(configured, list) else [] if configured is None else [configured])
-    if getattr(tokenizer, "chat_template", None) and not (ends := assistant_turn(tokenizer).end_tokens) <= known:
+    eos_ids = generation_config.eos_token_id
+    end_ids = set(eos_ids if isinstance(eos_ids, list) else [] if eos_ids is None else [eos_ids])
+    if getattr(tokenizer, "chat_template", None) and not (turn_ids := assistant_turn(tokenizer).end_tokens) <= end_ids:
         eos_token = tokenizer.eos_token_id
-        generation_config.eos_token_id = sorted(known | ends | (set() if eos_token is None else {eos_token}))
+        generation_config.eos_token_id = sorted(end_ids | turn_ids | (set() if eos_token is None else {eos_token}))
 
 
 def tool_message(name: str, content: str, call: str = "") -> dict[str, str]:

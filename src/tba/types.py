@@ -155,7 +155,7 @@ class Prompt:
     text: str = ""  # what the tokens were made from, chat template applied
     fields: Mapping[str, Json] = field(default_factory=dict)  # the problem's
     seed: int | None = None  # the problem's; None: there is no world, or only one
-    said: tuple[str, ...] = ()  # in the middle of an episode, to be played on: the turns so far (never stored)
+    earlier_turns: tuple[str, ...] = ()  # in the middle of an episode, to be played on: the turns so far (never stored)
     messages: tuple[Message, ...] | None = None  # the chat that it was made from, for rewards (never stored)
     thoughts: tuple[tuple[str, str], ...] = THOUGHTS  # what stands around thoughts in answers, which graders do not
     # read; empty: they do (never stored)
@@ -287,9 +287,9 @@ def _brief(value: float) -> str:
         return "an integer of more than 300 digits"
 
 
-def copies_for_reward(answered: Sequence[tuple[Prompt, Completion]]) -> list[tuple[Prompt, Completion]]:
+def copies_for_reward(answers: Sequence[tuple[Prompt, Completion]]) -> list[tuple[Prompt, Completion]]:
     """Returns copies of all that can be changed, for a reward's `judge`: the next one gets what this one got."""
-    return [(_copy_of_prompt(prompt), _copy_of_completion(completion)) for prompt, completion in answered]
+    return [(_copy_of_prompt(prompt), _copy_of_completion(completion)) for prompt, completion in answers]
 
 
 def _copy_of_prompt(prompt: Prompt) -> Prompt:

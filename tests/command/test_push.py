@@ -108,7 +108,7 @@ def test_the_base_of_a_run_from_an_adapter_is_what_the_adapter_is_of(tmp_path: P
         config.write_text(json.dumps({"base_model_name_or_path": named}))
         found = base_of({"path": str(config.parent)})
         assert (found.hub, found.licence) == ("them/base", "mit")
-        assert found.said == "a model in a folder, with an adapter merged into it"
+        assert found.description == "a model in a folder, with an adapter merged into it"
     (config.parent / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
     assert base_of({"path": str(config.parent)}).licence == "apache-2.0"
     config.write_text(json.dumps({"base_model_name_or_path": str(config.parent)}))

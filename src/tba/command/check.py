@@ -178,8 +178,8 @@ def _processor_figure(e: Estimate, compute_type: str) -> str:
 def _gpu_memory_figure(e: Estimate) -> str:
     """Returns the GPU memory that the searcher and the trainer use, if any."""
     trainer = "trainer" if e.trainer_measured else "each rank of the trainer (computed)"
-    halves = {trainer: e.trainer_gpu_bytes, "each searcher": e.searcher_gpu_bytes}
-    peaks = ", ".join(f"{half} {size(peak)}" for half, peak in halves.items() if peak is not None)
+    bytes_by_process = {trainer: e.trainer_gpu_bytes, "each searcher": e.searcher_gpu_bytes}
+    peaks = ", ".join(f"{process} {size(peak)}" for process, peak in bytes_by_process.items() if peak is not None)
     return peaks and f"at its peak: {peaks}"
 
 

@@ -145,13 +145,13 @@ def _drop_near(trajectories: list[Trajectory], near_rule: Near | None, omissions
     by_reward = sorted(trajectories, key=attrgetter("reward"), reverse=True)
     tokens: list[Stored] = []
     index = near_rule.start(lambda row: tokens[row].tokens)
-    distinct: list[Trajectory] = []
+    result: list[Trajectory] = []
     for t in by_reward if near_rule.keep == "better" else trajectories[::-1]:
-        stored = Stored.of(t)
-        if len(index.of(stored)):
+        stored_answer = Stored.of(t)
+        if len(index.of(stored_answer)):
             omissions["near another"] += 1
             continue
-        tokens.append(stored)
-        index.add(len(distinct), stored)
-        distinct.append(t)
-    return distinct
+        tokens.append(stored_answer)
+        index.add(len(result), stored_answer)
+        result.append(t)
+    return result

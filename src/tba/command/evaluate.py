@@ -161,13 +161,13 @@ def _write_texts(path: Path, answers: Sequence[Answer], console: Console) -> Non
 
 
 def _measure_distance(
-    initial: Recipe, engine: Engine, recipe: Recipe, prompts: Sequence[Prompt], source: Rebuilt
+    initial_recipe: Recipe, engine: Engine, recipe: Recipe, prompts: Sequence[Prompt], source: Rebuilt
 ) -> Divergence:
     """Returns the distance to the recipe's initial model, from one answer to each prompt at the policy temperature."""
     with chdir("."):
         return divergence(
             engine,
-            initial.model.prepared(initial.task).reference(recipe.policy_temperature, Version()),
+            initial_recipe.model.prepared(initial_recipe.task).reference(recipe.policy_temperature, Version()),
             grader_of(recipe, source),
             prompts,
             1,

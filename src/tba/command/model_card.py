@@ -62,8 +62,8 @@ def base_of(model: Mapping[str, Json], hub: str | None = None, licence: str | No
     if (config := Path(path) / CONFIG).is_file():  # an adapter: its configuration names the model it belongs to
         adapter_config = read_json(config, "give the run's own model back", base_model_name_or_path=str)
         base_path, adapter_note = adapter_config["base_model_name_or_path"], ", with an adapter merged into it"
-        licence, inside = licence or _licence(config.parent), config.parent / base_path
-        path = str(inside) if inside.exists() and not Path(base_path).exists() else base_path
+        licence, inner_path = licence or _licence(config.parent), config.parent / base_path
+        path = str(inner_path) if inner_path.exists() and not Path(base_path).exists() else base_path
     if not Path(path).is_dir():
         name = hub or (path if _is_cached(path) else None)
         return Base(name, licence, f"a model that the run has read from elsewhere{adapter_note}")
@@ -114,11 +114,11 @@ def accuracy_table(record: RunRecord, version: Version) -> str:
     rows = [
         [
             escape(name),
-            figure(initial),
+            figure(first_figure),
             figure(final),
-            f"{initial.n:,}" + (f", then {final.n:,}" if final and final.n != initial.n else ""),
+            f"{first_figure.n:,}" + (f", then {final.n:,}" if final and final.n != first_figure.n else ""),
         ]
-        for name, (initial, final) in figures.items()
+        for name, (first_figure, final) in figures.items()
     ]
     if not rows:
         return "It was not evaluated."
@@ -127,11 +127,12 @@ def accuracy_table(record: RunRecord, version: Version) -> str:
         "\n\nWith 95 % intervals, on problems that were held out of training. *pass@1/greedy*: the most likely answer; "
         "*sampled*: at the training temperature; *pass@K*: one of K samples is right."
     )
-    measured = max((final.version for _, final in figures.values() if final is not None), default=None)
-    if measured is None:
+    measured_version = max((final.version for _, final in figures.values() if final is not None), default=None)
+    if measured_version is None:
         return f"{text} Of the weights here nothing was measured."
-    if measured < version:
-        text += f" *After* is of step {measured.step}, the last evaluated; the weights here are of step {version.step}."
+    if measured_version < version:
+        text += f" *After* is of step {measured_version.step}, the last evaluated; the weights here are of step "
+        text += f"{version.step}."
     return text
 
 
@@ -188,8 +189,8 @@ def _examples(record: RunRecord) -> list[str]:
     if not pairs:
         return []
     rows = [
-        [escape(before.prompt), _graded(before.completion, before.correct), _graded(after.completion, after.correct)]
-        for before, after in pairs[:MAX_PROBLEMS]
+        [escape(answers[0].prompt), *(_graded_answer(answer.completion, answer.correct) for answer in answers)]
+        for answers in pairs[:MAX_PROBLEMS]
     ]
     return ["## The same held-out problems, before and after", _table(("problem", "before", "after"), rows)]
 
@@ -218,7 +219,7 @@ def _licence_sentence(base: Base, files: set[str]) -> str:
     return f"{base.licence}.{file_note}"
 
 
-def _graded(answer: str, is_correct: bool) -> str:
+def _graded_answer(answer: str, is_correct: bool) -> str:
     return f"{'right' if is_correct else 'wrong'}: {escape(answer) or '(nothing)'}"
 
 

@@ -124,8 +124,8 @@ class _Clock:
 
 def _figures(record: RunRecord) -> list[dict[str, Json]]:
     return [
-        {"metric": name, "before": _evaluation(initial), "after": final and _evaluation(final)}
-        for name, (initial, final) in record.figures().items()
+        {"metric": name, "before": _evaluation(first_figure), "after": last_figure and _evaluation(last_figure)}
+        for name, (first_figure, last_figure) in record.figures().items()
     ]
 
 

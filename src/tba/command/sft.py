@@ -70,13 +70,13 @@ def make_model(name: str, overrides: list[str], options: OutOptions) -> int:
     with atomic_folder(out) as temporary:
         for file in model_folder.iterdir():
             shutil.copy2(file, temporary / file.name)
-    console.print(f"model in {out}: {_learned(json.loads((out / FACTS).read_text()))}", highlight=False)
+    console.print(f"model in {out}: {_loss_sentence(json.loads((out / FACTS).read_text()))}", highlight=False)
     console.print("What to try next", style="bold")
     console.print(f"  tba train RECIPE --model.path {shlex.quote(str(out))}", highlight=False, soft_wrap=True)
     return 0
 
 
-def _learned(facts: Mapping[str, Json]) -> str:
+def _loss_sentence(facts: Mapping[str, Json]) -> str:
     """Returns a sentence on the losses of a trained model, from the record in its folder."""
     held_out, too_long = facts["held_out_loss"], facts["too_long"]
     return (
@@ -91,10 +91,10 @@ def _from_run(path: Path, overrides: list[str], console: Console) -> Path:
     options = override(SmoothingOptions(), overrides, f"tba sft {path}")
     recipe, journal = run_recipe_of(path, options.trust)
     model, tokenizer, arguments = initial_model(recipe, options)
-    collected = collect(journal, options, recipe.replay.buffer.near)
-    omissions = "".join(f", {count:,} {reason}" for reason, count in collected.omissions.items() if count)
-    console.print(f"{len(collected.trajectories):,} answers to learn{omissions}", highlight=False, soft_wrap=True)
-    pairs = collected.pairs(tokenizer, is_chat(recipe.task))
+    collection = collect(journal, options, recipe.replay.buffer.near)
+    omissions = "".join(f", {count:,} {reason}" for reason, count in collection.omissions.items() if count)
+    console.print(f"{len(collection.trajectories):,} answers to learn{omissions}", highlight=False, soft_wrap=True)
+    pairs = collection.pairs(tokenizer, is_chat(recipe.task))
     return taught(model, options.sft, lambda _: pairs, console.print, arguments)
 
 
@@ -150,8 +150,8 @@ def _from_recipe(name: str, overrides: list[str]) -> tuple[Task, WarmStart, Hugg
         raise UserError(
             f"recipe {name} has no warm start: give one to its model, a .jsonl file of prompt and response, or a run"
         )
-    untrained = replace(recipe.model, path="")  # only --model.path says what to train further
-    recipe = override(replace(recipe, model=untrained), overrides, f"tba sft {name}", recorded=True)
+    untrained_model = replace(recipe.model, path="")  # only --model.path says what to train further
+    recipe = override(replace(recipe, model=untrained_model), overrides, f"tba sft {name}", recorded=True)
     model = recipe.model
     assert isinstance(model, HuggingFace)
     assert model.warm_start is not None

@@ -19,14 +19,14 @@ from tba.runtime.run_lock import is_held
 def show_run(path: Path) -> int:
     """Print a run so far, or its summary; of a folder of runs, a line for each."""
     console = terminal()
-    if run_folders := sorted(inner.parent for inner in path.glob("*/recipe.json")):
-        console.print(listing([_read(run) for run in run_folders], [is_held(run) for run in run_folders]))
+    if run_folders := sorted(recipe_file.parent for recipe_file in path.glob("*/recipe.json")):
+        console.print(listing([_read_or_path(run) for run in run_folders], [is_held(run) for run in run_folders]))
     else:
         console.print(show(RunRecord.read(path)))
     return 0
 
 
-def _read(run: Path) -> RunRecord | Path:
+def _read_or_path(run: Path) -> RunRecord | Path:
     try:
         return RunRecord.read(run)
     except UserError:  # one damaged file does not hide the other runs

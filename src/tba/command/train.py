@@ -40,7 +40,7 @@ def run_recipe(name: str, overrides: list[str], options: TrainOptions) -> int:
         recipe = override(find(name), overrides, f"tba train {name}")
     path = new_path(options.runs, recipe.name, options.run_name)
     if recipe.offline:
-        recipe, overrides = _offline(recipe, name, overrides, path, data)
+        recipe, overrides = _without_warm_up(recipe, name, overrides, path, data)
     for warning in validate(recipe):
         view.say(f"note: {warning}")
     console.print(": ".join(filter(None, (recipe.name, recipe.description))), highlight=False)
@@ -72,7 +72,7 @@ def closing_words(
     return code
 
 
-def _offline(
+def _without_warm_up(
     recipe: Recipe, name: str, overrides: list[str], path: Path, data: Path | None
 ) -> tuple[Recipe, list[str]]:
     """Returns the recipe without a warm-up, since no more data will arrive. Raises `UserError` when it has no data."""
@@ -98,8 +98,8 @@ def next_steps(recipe: Recipe, words: Sequence[str], run: RunDirectory, summary:
         commands[f"tba train {shlex.join(inline_words)}"] = "the same in one process, taking turns"
     if not words[0].endswith(".py"):
         commands["tba example my_task"] = "your own task: a file to change"
-    where = "before its last step" if code else "in its last evaluation"
-    resume_lines = [f"the run was stopped {where}; this continues it:", f"tba resume {path}"]
+    stop_point = "before its last step" if code else "in its last evaluation"
+    resume_lines = [f"the run was stopped {stop_point}; this continues it:", f"tba resume {path}"]
     stop_lines = resume_lines if summary.faults.get("stopped") else []
     return [*stop_lines, *(line for command, meaning in commands.items() for line in (f"# {meaning}", command))]
 

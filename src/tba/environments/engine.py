@@ -199,7 +199,7 @@ class Episodes:
         if request not in self._begun:
             self._begun.add(request)
             prompt = self._prompts[request // self.count]
-            begin = Beginning(prompt.fields, prompt.world, prompt.text, prompt.said)
+            begin = Beginning(prompt.fields, prompt.world, prompt.text, prompt.earlier_turns)
         with self.still() if isinstance(self.worlds, Here) else nullcontext():
             self.worlds.ask(request, Question(begin, turn, cut))
 

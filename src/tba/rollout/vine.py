@@ -154,7 +154,7 @@ class VineRollouts:
             )
         told = self._text if self.turn_text is None else self.turn_text
         said = tuple(told(completion.tokens[a:b].tolist()) for a, b in completion.turns if b <= start)
-        return replace(prompt, tokens=tokens, seed=prompt.world, said=said)
+        return replace(prompt, tokens=tokens, seed=prompt.world, earlier_turns=said)
 
     def _values(
         self,

@@ -94,7 +94,7 @@ class TimedReward:
             (grades,) = grader.grade([(prompt, completions)])
             times.append((len(grades), grader.call_seconds - spent, self._processor() - computed))
             by_part.append([grade.part_values[0] for grade in grades])
-            expired = [was or grade.expired for was, grade in zip(expired, grades, strict=True)]
+            expired = [was or grade.has_expired for was, grade in zip(expired, grades, strict=True)]
         self.seconds += self._now() - began
         return [
             Judgement(math.nan) if late else values[0] if self._judgement is None else self._judgement(values)

@@ -66,7 +66,7 @@ def _write_prompt(prompt: Prompt) -> Json:
         "text": prompt.text,
         "fields": [[name, _written(value, f"the field {name!r} of {where}")] for name, value in prompt.fields.items()],
         "seed": prompt.seed,
-        "said": list(prompt.said),
+        "said": list(prompt.earlier_turns),
         "thoughts": [list(marks) for marks in prompt.thoughts],
         "messages": None if messages is None else [_written(m, f"a message of {where}") for m in messages],
     }
