@@ -29,7 +29,7 @@ _CHUNK_ROWS = 512  # trajectories in memory
 
 @dataclass(frozen=True, repr=False)
 class Run(Shown):
-    """Gives access to a run on disk, in progress or ended. Everything is read when it is asked for."""
+    """Gives access to a run on disk, in progress or ended. Each property reads its files anew."""
 
     path: Path  # its folder, such as runs/NAME
 
@@ -178,10 +178,10 @@ def evaluate(
 
 
 def _resolve(recipe: Recipe | str, fields: Mapping[str, Any]) -> tuple[Recipe, str, list[str]]:
-    """Returns the recipe with the fields set; its name or path and the fields as on a command line, if these suffice.
+    """Returns the recipe with the fields set, its name or path, and the fields as words of a command line.
 
-    The name is empty for a recipe that they cannot express (an object, or one with a field set to an object). Raises
-    `UserError` for a field that the recipe does not have.
+    The name is empty for a recipe that a command line cannot express: an object, or one with a field set to an object.
+    Raises `UserError` for a field that the recipe does not have.
     """
     if (file := being_loaded()) is not None:
         raise UserError(
@@ -197,14 +197,14 @@ def _resolve(recipe: Recipe | str, fields: Mapping[str, Any]) -> tuple[Recipe, s
             name = "model.path"  # a folder or a Hub name, with the recipe's other settings
         flag = f"--{name.replace('_', '-')}"
         if flag not in known_flags and not _has_field(base, name):
-            # this says that there is none, and what may be meant
+            # `given` raises an error that suggests similar names
             given([flag], base, f"tba train {recipe if isinstance(recipe, str) else 'RECIPE'}", by_code=True)
         values[flag] = value
     resolved_recipe = with_fields(base, list(values.items()))
     if not isinstance(recipe, str) or values.keys() - known_flags:
         return resolved_recipe, "", []
     words = [word for flag, value in values.items() for word in words_of(flag, value)]
-    override(base, words, "tba.train")  # what resumes the run reads these: it is refused here or nowhere
+    override(base, words, "tba.train")  # refuses what a resume of the run could not read from these words
     return resolved_recipe, recipe, words
 
 
@@ -227,8 +227,8 @@ def _has_field(recipe: Recipe, name: str) -> bool:
 
 
 def _write_recipe_file(recipe: Recipe, folder: Path) -> str:
-    """Writes the file from which other processes make a recipe object; in the inline runtime, one that says there are
-    none.
+    """Writes the file from which other processes rebuild a recipe object, and returns its path. In the inline runtime,
+    which has no other processes, a recipe that cannot be rebuilt gets a file that raises an error.
 
     Nothing is written where the recipe is refused, or where the folder has a run already.
     """

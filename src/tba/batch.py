@@ -172,7 +172,7 @@ def collate(groups: Sequence[Group]) -> Batch:
 
 
 def _log_teachers(trajectories: Sequence[Trajectory], mask: npt.NDArray[np.bool_]) -> Tensor | None:
-    """Returns log_teacher_BTN from the arrays `log_teacher` [N, T]; None unless every row has one of as many teachers."""
+    """Returns log_teacher_BTN from the arrays `log_teacher` [N, T]; None unless all rows have one of equal N."""
     log_teachers = [t.arrays.get(TEACHER) for t in trajectories]
     count = 0 if log_teachers[0] is None else len(log_teachers[0])
     teachers = np.zeros((*mask.shape, count), dtype=np.float32)
@@ -273,8 +273,8 @@ def _pass_cost(batch: Batch, chosen_B: Tensor, share_prompt: bool) -> int:
 
 
 def deal(batch: Batch, ranks: int, max_tokens: int, share_prompt: bool = True) -> list[Tensor]:
-    """Returns the row indices for each rank. Whole groups are dealt, the largest first, each to the rank with the fewest
-    tokens so far.
+    """Returns the row indices for each rank. Whole groups are dealt, the largest first, each to the rank that has the
+    fewest tokens so far.
 
     A rank may get no rows. Where a rank would get more than `max_tokens`, the micro-batches are dealt instead, if there
     are no more of them than ranks (a group larger than a pass is split then).

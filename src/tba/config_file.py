@@ -14,7 +14,7 @@ from tba.errors import UserError
 
 
 def with_config(arguments: Sequence[str]) -> list[str]:
-    """Returns the arguments with `--config FILE.toml` replaced by the fields that the file sets, in its order.
+    """Returns the arguments with `--config FILE.toml` replaced by the fields that the file sets, in the file's order.
 
     A table is a group of fields: `[optimizer]` with `lr = 1e-4` is `--optimizer.lr 1e-4`. Raises `UserError` for a file
     that cannot be read, and for a value that is no text, number or truth value.

@@ -38,23 +38,23 @@ log = logging.getLogger("tba.reward")
 DEADLINE = 120.0  # seconds of one call
 RETRIES = 2  # repetitions of a call that raised: what fails for longer is better mended than waited for
 MAX_ABANDONED = 16  # threads of expired calls that may go on for ever; then calls run in processes of their own
-MAX_PROCESSES = 32  # of such
+MAX_PROCESSES = 32  # of one part
 MAX_ABSTENTIONS = 64  # first answers that may get no value from any part
 _FIRST_PAUSE = 0.25  # seconds before a call is repeated; doubled each time
-_MAX_BATCH = 1024  # answers of a call about all that wait
-_ANSWERS_PER_DEADLINE = 64  # answers of such a call for which it has the deadline once
+_MAX_BATCH = 1024  # answers of one call of a part whose unit is "waiting"
+_ANSWERS_PER_DEADLINE = 64  # such a call has the deadline once for so many answers
 _LOOP_GRACE = 10.0  # seconds beyond the deadline after which the event loop itself must hang
 _CHECK_SECONDS = 0.5  # seconds between two checks for expired calls while there is nothing else to do
 
 
 @dataclass(eq=False, slots=True)
 class Grade:
-    """One answer on its way through the windows. `judgement` stays None for an answer whose call expired."""
+    """Follows one answer through the windows. `judgement` stays None for an answer whose call expired."""
 
     prompt: Prompt
     completion: Completion
-    destination: list[Grade]  # where it is put when it comes back
-    part_values: list[Any]  # of each part
+    destination: list[Grade]  # the list that the grade is added to when it comes back
+    part_values: list[Any]  # one for each part
     missing_parts: int  # parts that have not given their value
     judgement: Judgement | None = None
     scores: tuple[FloatArray, ...] = ()  # log-probabilities [T] under each scorer
@@ -69,7 +69,7 @@ class Grade:
 
 @dataclass(eq=False, slots=True)
 class _Call:
-    """A call that is under way about some answers."""
+    """Describes a call about some answers that is in progress."""
 
     grades: Sequence[Grade]
     started_at: float
@@ -86,8 +86,8 @@ class Grader:
     """Grades answers by a reward. Make one where answers are graded, and `close` it at the end.
 
     deadline: seconds of one call. share: (index, count) of this searcher among those that share the windows' limits.
-    report: called with a sentence before a call is repeated. isolate: makes what grades in a process of its own, for a
-    part that uses signals or does not end; None: that cannot be. now: by which a call's seconds are measured. scorers:
+    report: called with a sentence before a call is repeated. isolate: starts a process that grades, for a part that
+    uses signals or does not end; None: no process can be started. now: the clock by which calls are measured. scorers:
     further calls about each answer, whose values come back with its judgement (`Grade.scores`).
     """
 
@@ -136,14 +136,14 @@ class Grader:
         self.call_seconds = 0.0  # of all calls, each by itself
 
     def capacity(self, samples: int) -> int:
-        """Returns how many answers the calls are about that are under way at once, at most, with so many answers to a
-        prompt; a call about all that wait counts as one.
+        """Returns the most answers that calls in progress are about at once, with `samples` answers to a prompt. One
+        call about all waiting answers counts as one answer.
         """
         return max(w.limit * (samples if w.part.unit == "group" else 1) for w in self._windows)
 
     @property
     def has_batched_part(self) -> bool:
-        """Returns whether some part is called about all answers that wait."""
+        """Returns whether some part is called about all waiting answers at once."""
         return any(window.part.unit == "waiting" for window in self._windows)
 
     def submit(
@@ -153,10 +153,10 @@ class Grader:
         is_urgent: bool = False,
         with_scores: bool = True,
     ) -> list[list[Grade]]:
-        """Hand in prompts, each with answers to it; each answer is added to `finished` by the `poll` after it has been
-        graded. Returns [i][j], of the j-th answer to the i-th prompt.
+        """Submits prompts, each with answers to it. `poll` adds each grade to `destination` once it is complete. Returns
+        the grades [i][j] of the j-th answer to the i-th prompt.
 
-        urgent: before all others that wait. scored: by the scorers too.
+        `is_urgent` puts them before all waiting answers; `with_scores` has the scorers called about them too.
         """
         windows = self._windows if with_scores else self._windows[: self._part_count]
         count = len(windows)
@@ -170,8 +170,8 @@ class Grader:
         return grades
 
     def poll(self) -> None:
-        """Take in what has been graded, and give up calls that have expired. Raises what a call raised, once nothing
-        else comes back.
+        """Receives results of calls and gives up calls that have expired. Raises the error of a call once no further
+        answer comes back.
         """
         count = self._receive_all()
         for window in self._windows:
@@ -182,20 +182,20 @@ class Grader:
             raise error
 
     def wait(self, seconds: float) -> None:
-        """Wait until an answer comes back, at most so long; then `poll`."""
+        """Waits until a call returns, at most `seconds`, and then polls."""
         if self.unfinished_count and self._error is None:
             with suppress(Empty):
                 self._receive(*self._returned_calls.get(timeout=min(seconds, _CHECK_SECONDS)))
         self.poll()
 
     def cancel(self) -> None:
-        """Begin no further call: answers that wait for one do not come back."""
+        """Begins no further calls, so that waiting answers do not come back."""
         for window in self._windows:
             self._fail(window.cancel())
 
     def judge(self, answers: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
-        """Returns the judgement of every answer, in order, before any other that waits; its reward is NaN where a call
-        about it expired.
+        """Returns the judgement of every answer, in order, graded before all waiting answers. The reward is NaN where a
+        call about the answer expired.
         """
         rows_by_prompt: dict[str, list[int]] = {}  # of the answers to each prompt
         for i, (prompt, _) in enumerate(answers):
@@ -210,7 +210,7 @@ class Grader:
         return judgements
 
     def grade(self, answers: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[Grade]]:
-        """Returns what `submit` does, once all are graded by the reward alone, before any other that waits."""
+        """Returns complete grades as `submit` arranges them, by the reward alone and before all waiting answers."""
         returned_grades: list[Grade] = []
         grades = self.submit(answers, returned_grades, is_urgent=True, with_scores=False)
         try:
@@ -224,7 +224,7 @@ class Grader:
         return grades
 
     def _fail(self, grades: Sequence[Grade]) -> None:
-        """Give up answers: they do not come back."""
+        """Gives up answers, which then do not come back."""
         for grade in grades:
             self.unfinished_count -= not grade.has_failed
             grade.has_failed = True
@@ -249,9 +249,9 @@ class Grader:
             count += self._receive(window, call)
 
     def _receive(self, window: _Window, call: _Call) -> int:
-        """Take in one call; returns how many answers came back by it."""
+        """Receives the result of one call, and returns how many answers came back with it."""
         if call.error is not None:
-            if not all(grade.has_failed for grade in call.grades):  # else nobody waits for it any more
+            if not all(grade.has_failed for grade in call.grades):  # else nobody waits for these answers
                 self._error = self._error or call.error
             self._fail(call.grades)
             return 0
@@ -288,19 +288,19 @@ class GradingProcess(Protocol):
     seconds: float  # that a call may take
 
     def grade(self, answers: Sequence[tuple[Prompt, Completion]], part: int | None = None) -> Sequence[Any]:
-        """Returns the values of a part (`calls`), or the judgements. Raises `DeadlineExceeded` when the call took too
-        long and was killed.
+        """Returns the values of a part of the reward, or without a part the judgements. Raises `DeadlineExceeded` when
+        the call took too long and was killed.
         """
         ...
 
     def close(self) -> None:
-        """End the process."""
+        """Ends the process."""
         ...
 
 
 @dataclass(frozen=True)
 class _WindowSettings:
-    """What all windows of a grader have in common."""
+    """Holds what all windows of a grader have in common."""
 
     deadline: float
     retries: int
@@ -310,7 +310,7 @@ class _WindowSettings:
 
 
 class _Window:
-    """The calls of one part of a reward: those that wait, and at most `limit` that run."""
+    """Holds the calls of one part of a reward: those that wait, and at most `limit` that run."""
 
     def __init__(
         self,
@@ -336,7 +336,7 @@ class _Window:
         self._is_closed = False
 
     def submit(self, groups: Sequence[Sequence[Grade]], is_urgent: bool) -> None:
-        """Let the answers of these prompts wait for a call; calls begin as far as the limit allows."""
+        """Queues the answers of these prompts, and begins calls as far as the limit allows."""
         entries: list[Sequence[Grade]] = list(groups)
         if self.part.unit == "answer":
             entries = [entry for group in groups for entry in self._entries(group)]
@@ -353,7 +353,7 @@ class _Window:
             self._condition.notify(len(entries))
 
     def _entries(self, group: Sequence[Grade]) -> list[list[Grade]]:
-        """Returns what a call each is about; equal answers to a prompt are scored once."""
+        """Returns the answers to one prompt by call. A scorer gets equal answers in one call."""
         if not self._is_scorer:
             return [[grade] for grade in group]
         by_digest: dict[str, list[Grade]] = {}
@@ -366,7 +366,7 @@ class _Window:
         threading.Thread(target=self._run_thread, name="reward", daemon=True).start()
 
     def expire(self) -> None:
-        """Give up the calls that run for longer than the deadline."""
+        """Gives up the calls that have run for longer than the deadline."""
         now = time.monotonic() - (_LOOP_GRACE if self.part.asynchronous else 0.0)
         with self._condition:
             late_calls = [call for call in self._calls_to_check() if now - call.started_at > self._time_limit(call)]
@@ -385,33 +385,33 @@ class _Window:
                 return
             while self._worker_count < self.limit and self._idle_count < len(self._waiting_entries):
                 self._start_thread()
-            # a server that stalls lets its calls end in time; what hangs twice as long is taken to hang for ever
+            # Calls to a server that stalls end some time; one that hangs twice as long counts as hanging for ever.
             hanging_count = sum(time.monotonic() - expiry > self._deadline for expiry in self._abandoned_calls.values())
             if hanging_count > MAX_ABANDONED and not self._is_isolated:
                 self._isolate(f"{hanging_count} of its calls hang for more than {2 * self._deadline:g} s each")
 
     def _calls_to_check(self) -> Sequence[_Call]:
-        """Returns the calls that may be late: none of 500 that were begun just now is looked at."""
+        """Returns the calls that may be late; none while the oldest is not, so that 500 new calls cost nothing."""
         calls = self._running_calls
         if not calls or time.monotonic() - next(iter(calls)).started_at <= self._deadline:
             return ()
         return [call for call in calls if not call.is_isolated]
 
     def _time_limit(self, call: _Call) -> float:
-        """Returns the seconds that a call may take: the deadline, of a large batch a multiple of it."""
+        """Returns the seconds that a call may take: the deadline, or for a large batch a multiple of it."""
         if self.part.unit != "waiting":
             return self._deadline
         return self._deadline * math.ceil(len(call.grades) / _ANSWERS_PER_DEADLINE)
 
     def cancel(self) -> list[Grade]:
-        """Returns the answers that wait, which wait no longer."""
+        """Removes the waiting answers and returns them."""
         with self._condition:
             grades = [grade for entry in self._waiting_entries for grade in entry]
             self._waiting_entries.clear()
         return grades
 
     def close(self) -> None:
-        """End idle threads; nothing more is called."""
+        """Ends idle threads, and begins no further calls."""
         with self._condition:
             self._is_closed = True
             self._waiting_entries.clear()
@@ -422,21 +422,21 @@ class _Window:
         log.warning("%s did not grade %d answers within %g s", self.part.name, len(call.grades), self._deadline)
 
     def pause_deadline(self, call: _Call) -> None:
-        """Let a call's deadline rest."""
+        """Stops the deadline of a call."""
         with self._condition:
             if call in self._running_calls:
                 del self._running_calls[call]
                 call.is_paused = True
 
     def resume_deadline(self, call: _Call) -> None:
-        """Let a call's deadline begin."""
+        """Restarts the deadline of a call that was stopped."""
         with self._condition:
             if call.is_paused:
                 call.is_paused, call.started_at = False, time.monotonic()
                 self._running_calls[call] = None
 
     def _isolate(self, reason: str) -> None:
-        """From here on make all calls in processes of their own. Raises `PartFailed` where there can be none."""
+        """Makes all calls from here on in processes of their own. Raises `PartFailed` where none can be started."""
         if self._settings.isolate is None:
             raise PartFailed(
                 f"{self.part.name} has to run in processes of its own, but cannot here ({reason}): give what it waits "
@@ -448,7 +448,7 @@ class _Window:
             self._is_isolated, self.limit = True, min(self.limit, MAX_PROCESSES)
 
     def _run_thread(self) -> None:
-        """Make calls, one after another, until the window is closed or a call has expired."""
+        """Makes calls, one after another, until the window is closed or a call has expired."""
         try:
             self._make_calls()
         finally:
@@ -468,7 +468,7 @@ class _Window:
             self._returned_calls.put((self, call))
 
     def _next_call(self) -> _Call | None:
-        """Returns the next call, which counts as running; waits for one. None: the window is closed."""
+        """Waits for the next call and returns it, counted as running; None when this thread is to end."""
         with self._condition:
             while not self._waiting_entries and not self._is_closed and self._worker_count <= self.limit:
                 self._condition.wait()
@@ -479,7 +479,7 @@ class _Window:
             return self._start_call()
 
     def _start_call(self) -> _Call:
-        """Take what waits longest; for a part that takes all that waits, up to a batch."""
+        """Starts a call about the entry that has waited longest, or for the unit "waiting" about a whole batch."""
         grades = self._waiting_entries.popleft()
         if self.part.unit == "waiting":
             grades = list(grades)
@@ -490,7 +490,7 @@ class _Window:
         return call
 
     def _attempt(self, call: _Call) -> bool:
-        """Make a call once; returns whether that was its last attempt."""
+        """Makes a call once, and returns whether that was its last attempt."""
         started_at, _thread_call.call = self._settings.now(), (self, call)
         try:
             answers = [grade.answer for grade in call.grades]
@@ -515,15 +515,15 @@ class _Window:
         return True
 
     def _attempt_values(self, call: _Call, answers: Sequence[tuple[Prompt, Completion]]) -> Sequence[Any]:
-        """Make a call, here or in this thread's process: there if it tries to use signals here, since the error that it
-        gets may become its value.
+        """Returns the values of a call made in this thread, or in the thread's process. A call that tries to use
+        signals is made again in the process, since the error that it got in the thread may have become its value.
         """
         if not self._is_isolated:
             values: Sequence[Any] = ()
             with watching_signals() as signal_use:
                 try:
                     values = self.part.grade(self._call_arguments(answers))
-                except Exception:  # of a call that tried to use signals none counts: it is made again, in a process
+                except Exception:  # a call that tried to use signals is made again, in a process
                     if not signal_use.was_tried:
                         raise
             if not signal_use.was_tried:
@@ -536,11 +536,11 @@ class _Window:
         return self._in_process(call, answers)
 
     def _call_arguments(self, answers: Sequence[tuple[Prompt, Completion]]) -> Sequence[tuple[Prompt, Completion]]:
-        """Returns what a call gets."""
+        """Returns the answers that a call gets, as copies where the part asks for them."""
         return copies_for_reward(answers) if self.part.copies else answers
 
     def _in_process(self, call: _Call, answers: Sequence[tuple[Prompt, Completion]]) -> Sequence[Any]:
-        """Make a call in this thread's process."""
+        """Returns the values of a call made in this thread's process."""
         assert self._settings.isolate is not None
         if not hasattr(self._thread_state, "process"):
             self._thread_state.process = self._settings.isolate()
@@ -554,7 +554,7 @@ class _Window:
         call.values = values
 
     def _pause_before_retry(self, call: _Call, error: BaseException) -> float | None:
-        """Returns the seconds until a call that raised is repeated; None: it is not, and its error stands."""
+        """Returns the seconds until a call that raised is repeated; None if it is not repeated and keeps its error."""
         bad_input = isinstance(error, UserError) and error.__cause__ is None
         if call.attempt >= self._settings.retries or bad_input or not isinstance(error, Exception):
             call.error = error
@@ -566,12 +566,12 @@ class _Window:
         return _FIRST_PAUSE * 2.0 ** (call.attempt - 1)
 
     def _report(self, message: str) -> None:
-        """Record a fault; that it cannot be recorded is no fault of the call."""
+        """Records a fault. A failure to record is no fault of the call, and is ignored."""
         with suppress(Exception):
             self._settings.report(message)
 
     def _start_tasks(self) -> None:
-        """Begin asynchronous calls, as many as the limit allows."""
+        """Begins asynchronous calls, as many as the limit allows."""
         while self._waiting_entries and len(self._running_calls) < self.limit and not self._is_closed:
             asyncio.run_coroutine_threadsafe(self._run_task(self._start_call()), event_loop())
 
@@ -584,7 +584,7 @@ class _Window:
         self._returned_calls.put((self, call))
 
     async def _attempt_async(self, call: _Call) -> bool:
-        """Make an asynchronous call once; returns whether that was its last attempt."""
+        """Makes an asynchronous call once, and returns whether that was its last attempt."""
         call.started_at, started_at = time.monotonic(), self._settings.now()
         try:
             async with asyncio.timeout(self._deadline) as limit:
@@ -614,7 +614,7 @@ def _abstention_message(windows: Sequence[_Window], count: int) -> str:
 
 
 def _close_windows(windows: Sequence[_Window]) -> None:
-    """End the threads that are idle; those of unfinished calls are abandoned."""
+    """Ends the idle threads; those of unfinished calls are abandoned."""
     for window in windows:
         window.close()
 
@@ -624,8 +624,8 @@ _thread_call = threading.local()  # the call that a thread makes
 
 @contextmanager
 def pausing_deadline() -> Iterator[None]:
-    """Inside, the deadline of the call that this thread makes does not run: it waits for its turn at a server that is
-    shared with other calls, which has a deadline of its own.
+    """Stops the deadline of the grading call that this thread makes, while inside. It is for a call that waits for its
+    turn at a server which other calls share and which has a deadline of its own.
     """
     window_and_call: tuple[_Window, _Call] | None = getattr(_thread_call, "call", None)
     if window_and_call is None:
@@ -640,12 +640,12 @@ def pausing_deadline() -> Iterator[None]:
 
 
 def limit_of_searcher(limit: int, index: int, count: int) -> int:
-    """Returns how many of `limit` calls the searcher of this index may have under way, of `count` that share them."""
+    """Returns how many of `limit` concurrent calls the searcher `index` may make, of `count` that share the limit."""
     return max(1, limit // count + (index < limit % count))
 
 
 def as_single_part(reward: Reward) -> GradingCalls:
-    """Returns a reward that is called by `judge` as its only part."""
+    """Returns a reward without `calls` as a single part, which is called by `judge`."""
     return GradingCalls(f"the reward {type(reward).__name__}", reward.judge)
 
 
@@ -671,7 +671,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 def call_in_thread(name: str, function: Callable[..., T], *arguments: Any) -> Future[T]:
-    """Call in a thread of its own, which cannot keep the process alive."""
+    """Calls a function in a thread of its own, which cannot keep the process alive, and returns its future."""
     future: Future[T] = Future()
 
     def call() -> None:

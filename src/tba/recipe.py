@@ -63,15 +63,15 @@ class RuntimeSettings:
 
     @property
     def first_sign_deadline(self) -> float:
-        """Returns the seconds until a part must give its first heartbeat: it loads libraries and a model before, for
-        which ranks of the trainer wait as long for each other.
+        """Returns the seconds until a part must give its first heartbeat. Before that it loads libraries and a model,
+        and ranks of the trainer wait as long for each other.
         """
         return max(self.silence_deadline, LOADING + 60.0)
 
     @property
     def journal_deadline(self) -> float:
-        """Returns the seconds that a part waits for the journal's lock: a part that hangs while it holds the lock is
-        killed earlier.
+        """Returns the seconds that a part waits for the journal's lock, which are more than a part that hangs with the
+        lock may live.
         """
         return max(self.silence_deadline, 120.0) + 30.0
 
@@ -299,7 +299,7 @@ class Recipe:
 
     @property
     def unused(self) -> Mapping[str, str]:
-        """Returns the fields without effect, each with what would give it one (`tba.fields`)."""
+        """Returns the fields without effect, each with the setting that would give it one (`tba.fields`)."""
         unused_fields: dict[str, str] = {}
         if self.runtime != "cluster":
             unused_fields |= {"cluster": "runtime cluster", "address": "runtime cluster"}
@@ -322,7 +322,7 @@ class Recipe:
 
     @property
     def searcher_count(self) -> int:
-        """Returns how many processes generate, as far as it is decided."""
+        """Returns how many processes generate: 1 until the number is decided."""
         return 1 if self.searchers is None else self.searchers
 
     @property
@@ -338,7 +338,7 @@ class Recipe:
         An objective without a beta, or whose beta reaches 0, is treated as if beta were 1.
         """
         smallest_divisor = 1.0
-        for name in ("beta", "reward_temperature"):  # what Trajectory Balance divides a reward by
+        for name in ("beta", "reward_temperature"):  # by which Trajectory Balance divides a reward
             schedule = getattr(self.objective, name, None)
             if callable(schedule):  # anneals are monotone
                 value = min(schedule(1), getattr(schedule, "last", math.inf))
@@ -347,7 +347,7 @@ class Recipe:
 
 
 def _require_component(name: str, component: Any, members: tuple[str, ...], example: str) -> None:
-    """Raises `UserError` for what is no component of a recipe: a text, a class, or one that lacks something."""
+    """Raises `UserError` for an object that cannot be a recipe's component: a text, a class, one without a member."""
     if isinstance(component, type):
         kind = component.__name__
         raise UserError(f"the recipe's {name} is the class {kind}: give one of it, {kind}(...)")
@@ -360,7 +360,7 @@ def _require_component(name: str, component: Any, members: tuple[str, ...], exam
             raise UserError(f"the recipe's {name}, {kind}, has no {member}: give the class {line}, as {example} has it")
 
 
-_COMPONENTS: Mapping[str, tuple[tuple[str, ...], str]] = {  # what each must have, and one that has it
+_COMPONENTS: Mapping[str, tuple[tuple[str, ...], str]] = {  # the members that each must have, and an example
     "task": (("name", "problems", "reward"), 'tba.Jsonl(train="problems.jsonl")'),
     "model": (("heads", "engine", "policy"), 'tba.HuggingFace(path="folder")'),
     "objective": (("needs", "by_group"), "tba.TrajectoryBalance(beta=0.05) or tba.Grpo()"),
@@ -375,8 +375,8 @@ _COUNTS = (
 
 
 def settings_json(value: Any) -> Json:
-    """Returns any setting as JSON: dataclasses by field (with their class), paths as text (ours relative to the
-    package).
+    """Returns any setting as JSON: dataclasses by field (with their class), paths as text (those within the package
+    relative to it).
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: settings_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
@@ -397,7 +397,7 @@ def settings_json(value: Any) -> Json:
 def differences(old_value: Any, new_value: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yields (dotted name, old value, new value) wherever two recipes, as JSON, differ; a missing value is None.
 
-    A class is identified by its name: its module may have moved since. `name` is the place of both values in their recipes.
+    A class is identified by its name, since its module may have moved. `name` is the place of both values.
     """
     if isinstance(old_value, Mapping) and isinstance(new_value, Mapping):
         for key in [*new_value, *(k for k in old_value if k not in new_value)]:

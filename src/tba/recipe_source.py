@@ -49,7 +49,7 @@ class _Writer:
         self.files: dict[str, str] = {}
 
     def expression(self, value: Any, place: str) -> str:
-        """Returns `value` as an expression; `where` names it in errors."""
+        """Returns `value` as an expression; `place` names it in errors."""
         if value is None or (isinstance(value, bool | int | str | bytes) and not isinstance(value, Enum)):
             return repr(value)
         if isinstance(value, float):

@@ -32,7 +32,7 @@ class Constant:
 
     @property
     def last(self) -> float:
-        """The value it ends at."""
+        """Returns the value that the schedule ends at."""
         return self.value
 
 
@@ -55,7 +55,7 @@ class Linear:
 
     @property
     def last(self) -> float:
-        """The value it ends at."""
+        """Returns the value that the schedule ends at."""
         return self.end
 
 
@@ -83,7 +83,7 @@ class LinearThenCut:
 
     @property
     def last(self) -> float:
-        """The value it ends at."""
+        """Returns the value that the schedule ends at."""
         return self.end
 
 
@@ -91,12 +91,12 @@ Schedule: TypeAlias = Constant | Linear | LinearThenCut
 
 
 def gsm8k_anneal(start: float = 0.012) -> Linear:
-    """The paper's beta on GSM8K: `start` -> 0.004 over 500 steps (Table 2; its 700-step run starts from 0.014)."""
+    """Returns the paper's beta on GSM8K: `start` to 0.004 over 500 steps (Table 2; the 700-step run starts at 0.014)."""
     return Linear(start, 0.004, 500)
 
 
 def tldr_anneal(steps: int = 256) -> LinearThenCut:
-    """The paper's beta on TL;DR: a line 1 -> 0.05 over half of the run's `steps`, cut off at an eighth (rounded up)."""
+    """Returns the paper's beta on TL;DR: a line from 1 to 0.05 over half of the run's `steps`, cut off at an eighth."""
     return LinearThenCut(1.0, 0.05, target_steps=max(steps // 2, 1), cut_step=max(-(-steps // 8), 1))
 
 
@@ -124,10 +124,10 @@ class WarmupConstant:
 
     @property
     def planned(self) -> None:
-        """Returns None: it has no end."""
+        """Returns None, because the schedule has no end."""
 
     def lasting(self, steps: int) -> WarmupConstant:
-        """Returns itself: it lasts as long as any run."""
+        """Returns the schedule itself, which lasts as long as any run."""
         return self
 
 
@@ -149,7 +149,7 @@ class WarmupLinear:
 
     @property
     def planned(self) -> int:
-        """The updates that it is made for."""
+        """Returns the number of updates that the schedule is made for."""
         return self.steps
 
     def lasting(self, steps: int) -> WarmupLinear:
@@ -175,7 +175,7 @@ class WarmupCosine:
 
     @property
     def planned(self) -> int:
-        """The updates that it is made for."""
+        """Returns the number of updates that the schedule is made for."""
         return self.steps
 
     def lasting(self, steps: int) -> WarmupCosine:
@@ -205,7 +205,7 @@ class WarmupStableDecay:
 
     @property
     def planned(self) -> int:
-        """The updates that it is made for."""
+        """Returns the number of updates that the schedule is made for."""
         return self.warmup + self.stable + self.decay
 
     def lasting(self, steps: int) -> WarmupStableDecay:
@@ -225,13 +225,13 @@ def _updates_before(step: int) -> int:
 
 
 def warmup_share(step: int, warmup: int) -> float:
-    """Returns the share of the peak that update number `step` of a linear rise over `warmup` has."""
+    """Returns the share of the peak at update number `step`, after a linear rise over `warmup` updates."""
     update = _updates_before(step) + 1
     return min(update / warmup, 1.0) if warmup else 1.0
 
 
 def _progress(step: int, decay_start: int, decay: int) -> float:
-    """Returns 0 for at most `held` updates, then a linear rise to 1 at `held + decay` of them."""
+    """Returns the progress of a decay: 0 up to `decay_start` updates, then a linear rise to 1 over `decay` updates."""
     return min(max(_updates_before(step) - decay_start, 0) / decay, 1.0)
 
 

@@ -67,7 +67,7 @@ def row_range(count: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def gather_rows(local_rows: Tensor, shape: Sequence[int], group: Any) -> Tensor | None:
-    """Returns the whole tensor, of `shape`, on rank 0 of `group`, None on other ranks. Every rank calls it with its rows."""
+    """Returns the whole tensor, of `shape`, on rank 0 of `group`, else None. Every rank calls it with its rows."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     if ranks == 1:
         return local_rows

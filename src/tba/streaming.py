@@ -42,7 +42,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # inte
 
 @dataclass(frozen=True)
 class TensorChange:
-    """Holds a tensor's new values: all of them, or those of the changed elements. They are cast when they are written."""
+    """Holds a tensor's new values: all, or those of the changed elements. They are cast when they are written."""
 
     name: str
     values: Tensor

@@ -33,7 +33,7 @@ from tba.types import Json, Message, is_text
 MAX_ROW_BYTES = 1 << 24  # bytes of a row: no answer is 16 MiB long, and a file may be anything
 MAX_DOCUMENT_BYTES = 1 << 30  # bytes of a JSON document, which is parsed as a whole
 KINDS = "a JSON Lines, JSON, CSV or Parquet file, or a folder that datasets saved"
-_BATCH_ROWS = 1024  # of a Parquet file at a time; bytes of a text by which its kind is told
+_BATCH_ROWS = 1024  # of a Parquet file at a time; also the bytes of a text that decide whether it has a second row
 _SEPARATORS = {".csv": ",;\t", ".tsv": "\t"}  # the first that makes columns of the first line
 _BYTE_ORDER_MARKS = {  # at the beginning of a text, UTF-32's before those of UTF-16 with which they begin
     codecs.BOM_UTF32_LE: "utf-32",
@@ -50,7 +50,7 @@ STATE, _SPLITS = "state.json", "dataset_dict.json"  # in a folder of `save_to_di
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a row is not taken: a reason that is counted, and its details."""
+    """Says why a row is refused: a reason that is counted, and details."""
 
     reason: str
     detail: str = ""
@@ -81,7 +81,7 @@ def is_file_of_rows(name: str) -> bool:
 
 
 def splits_of(folder: Path) -> dict[str, Path]:
-    """Returns the folders of the splits that `datasets` saved to a folder together, by name; empty: it did not."""
+    """Returns the folders of the splits that `datasets` saved into one folder, by name; empty where it saved none."""
     if not (folder / _SPLITS).is_file():
         return {}
     names = read_json(folder / _SPLITS, "save the data set again", splits=list[str])["splits"]
@@ -89,15 +89,15 @@ def splits_of(folder: Path) -> dict[str, Path]:
 
 
 def file_in(folder: Path, name: str) -> Path | None:
-    """Returns the file of that name without its ending (`train`) in a folder; None where there is none."""
+    """Returns the file in a folder whose name without its ending is `name` (`train`); None where there is none."""
     endings = [f"{suffix}{compression}" for compression in ("", ".gz") for suffix in _SUFFIXES]
     return next((path for ending in endings if (path := folder / f"{name}{ending}").is_file()), None)
 
 
 def conversation(messages: Sequence[Json]) -> tuple[Message, ...] | Refusal:
-    """Returns chat messages as templates take them: a content of text parts as one text, none (beside calls of tools)
-    as an empty one, a call's arguments as an object where they are a text of JSON. What is null counts as missing,
-    since columns give every message all fields that one has. The rest (`name`, `tool_call_id`, ...) stays.
+    """Returns chat messages in the form that templates take. Text parts become one text, a missing content beside calls
+    of tools an empty one, and a call's arguments an object where they are a text of JSON. Null fields count as missing,
+    since columns give every message all fields that any has. Other fields (`name`, `tool_call_id`, ...) stay.
     """
     chat: list[Message] = []
     for message in messages:
@@ -114,7 +114,7 @@ def conversation(messages: Sequence[Json]) -> tuple[Message, ...] | Refusal:
 
 
 def parse_json_text(value: Json) -> Json:
-    """Returns the object or list that a text of JSON holds, as columns of many shapes are published; else the value."""
+    """Returns the object or list that a text of JSON holds, as published columns do; any other value as it is."""
     if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
         return value
     try:
@@ -124,7 +124,7 @@ def parse_json_text(value: Json) -> Json:
 
 
 def parse_chat_text(value: Json) -> Json:
-    """Returns the chat that a text of JSON holds, since a cell of CSV holds no list; else the value."""
+    """Returns the chat that a text of JSON holds, because a cell of CSV holds no list; any other value as it is."""
     parsed_value = parse_json_text(value)
     return parsed_value if _is_chat(parsed_value) else value
 
@@ -134,7 +134,7 @@ def _is_chat(value: Json) -> bool:
 
 
 def tool_schemas(value: Json) -> tuple[Json, ...] | Refusal:
-    """Returns the schemas of the tools that may be called, also from a text of JSON; None is none."""
+    """Returns the schemas of the tools that may be called, given as a list, a text of JSON, or None for no tools."""
     value = parse_json_text(value)
     if not isinstance(value, list | None) or not all(isinstance(tool, dict) for tool in value or ()):
         return Refusal("tools that are no list of schemas", f"{value!r:.200}")
@@ -142,7 +142,7 @@ def tool_schemas(value: Json) -> tuple[Json, ...] | Refusal:
 
 
 def _message_text(content: Json) -> str | None:
-    """Returns a message's text, which some write in parts; None when it is (also) something else."""
+    """Returns a message's text, which may be written in parts; None where some part is not text."""
     if not isinstance(content, list):
         return content if isinstance(content, str) else None
     parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
@@ -200,12 +200,12 @@ class _Utf8Reader(io.RawIOBase):
 
 
 def _open_text(path: Path) -> io.BufferedReader | gzip.GzipFile:
-    """Returns a file's bytes, those of a text in UTF-8. Raises `UserError` when it cannot be opened."""
+    """Opens a file for reading its text as bytes of UTF-8. Raises `UserError` when it cannot be opened."""
     file = _open_bytes(path)
     try:
         first_bytes = file.peek(4)
     except (OSError, EOFError, zlib.error):
-        return file  # whoever reads it says what it is
+        return file  # reading it will raise the same error, which is reported there
     encoding = next((encoding for mark, encoding in _BYTE_ORDER_MARKS.items() if first_bytes.startswith(mark)), None)
     return file if encoding is None else io.BufferedReader(_Utf8Reader(file, encoding))
 
@@ -227,7 +227,7 @@ def _json_rows(path: Path, row_limit: int) -> Rows:
 
 
 def _document_rows(path: Path, row_limit: int) -> list[Values | Refusal] | None:
-    """Returns the rows of a file that is one JSON document; None: it is none, or its lines are its rows."""
+    """Returns the rows of a file that is one JSON document; None where it is not, or its lines are its rows."""
     with _open_text(path) as file:
         try:
             line = b""
@@ -242,15 +242,15 @@ def _document_rows(path: Path, row_limit: int) -> list[Values | Refusal] | None:
             text = line + file.read(MAX_DOCUMENT_BYTES)
             document = json.loads(text.decode())
         except (OSError, EOFError, zlib.error, ValueError, RecursionError):
-            return None  # `_lines` says what it is
+            return None  # `_line_rows` reports the error
     if isinstance(document, dict):
         document = _rows_of_object(path, document)
     return [_as_object(item) for item in document] if any(isinstance(item, dict) for item in document) else None
 
 
 def _rows_of_object(path: Path, document: Values) -> list[Json]:
-    """Returns the rows of an object: its one list of rows (`{"train": [...]}`), its columns, as lists or as pandas
-    numbers them, or itself. Raises `UserError` for several lists of rows.
+    """Returns the rows of a JSON object: its one list of rows (`{"train": [...]}`), the rows of its columns (lists, or
+    objects numbered as pandas does), or the object itself. Raises `UserError` for several lists of rows.
     """
     lists: dict[str, list[Json]] = {name: document[name] for name in _LIST_NAMES if _is_rows(document.get(name))}
     if len(lists) > 1:
@@ -306,7 +306,7 @@ def _as_object(values: Json) -> Values | Refusal:
 
 
 def _csv_rows(path: Path, row_limit: int) -> Rows:
-    """Yields rows as texts by the names in the first one."""
+    """Yields the rows of CSV or TSV, as texts by the names in the first row."""
     with closing(cells(path, row_limit)) as lines:
         number, header = 0, list[str]()
         while True:
@@ -341,9 +341,9 @@ def _csv_rows(path: Path, row_limit: int) -> Rows:
 
 
 def cells(path: Path, row_limit: int = MAX_ROW_BYTES, errors: str = "strict") -> Generator[list[str]]:
-    """Yields the cells of each line of CSV or TSV. What separates them is a tab in TSV, and in CSV what a spreadsheet
-    names in a first line of its own (`sep=;`), else the first of comma, semicolon and tab that makes several cells of
-    the first line. Raises what reading and decoding (with `errors`, see `open`) raise.
+    """Yields the cells of each line of CSV or TSV. The separator is a tab in TSV. In CSV it is what a first line of its
+    own names (`sep=;`), else the first of comma, semicolon and tab that makes several cells of the first line. Raises
+    what reading and decoding (with `errors`, see `open`) raise.
     """
     csv.field_size_limit(row_limit)
     with _open_text(path) as file, io.TextIOWrapper(file, "utf-8-sig", errors, newline="") as text:
@@ -429,7 +429,7 @@ def read_batches(batches: Iterable[Any], schema: Any) -> Rows:
 
 
 def _features(schema: Any) -> Json:
-    """Returns the types in `datasets` of a table's columns; None where it does not come from there."""
+    """Returns the types that `datasets` recorded for a table's columns; None where it recorded none."""
     try:
         return json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
     except (ValueError, RecursionError, LookupError, TypeError):
@@ -437,9 +437,9 @@ def _features(schema: Any) -> Json:
 
 
 def _conversion(kind: Any, feature: Json) -> Conversion | None:
-    """Returns what makes a value of an Arrow type what was written: a float of 16 or 32 bits the shortest decimal that
-    rounds to it (0.1, not 0.10000000149), a number of a label (by `feature`, its type in `datasets`) the label's name.
-    None: it is that already.
+    """Returns the function that restores a value of an Arrow type as it was written. A float of 16 or 32 bits becomes
+    the shortest decimal that rounds to it (0.1, not 0.10000000149), the number of a label its name (by `feature`, the
+    type in `datasets`). None where values need no change.
     """
     from pyarrow import types
 
@@ -463,7 +463,7 @@ def _conversion(kind: Any, feature: Json) -> Conversion | None:
 
 
 def _inner_feature(feature: Json, name: str | None = None) -> Json:
-    """Returns the type in `datasets` of an object's field, or (without a name) of a list's items; None: not known."""
+    """Returns the type in `datasets` of an object's field, or without a name of a list's items; None where unknown."""
     is_list = isinstance(feature, dict) and isinstance(feature.get("_type"), str) and "feature" in feature
     if name is None:
         if isinstance(feature, list):

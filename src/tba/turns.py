@@ -15,7 +15,7 @@ from tba.foreign import templated
 from tba.markup import THOUGHT, ControlTokens, Markup, control_tokens, encode_continuation
 from tba.types import Json
 
-# stand-ins in a conversation that the template writes
+# stand-ins for texts in a conversation that the template writes
 USER_SLOT, ANSWER_SLOT, LATER_SLOT = "\u2039asked\u203a", "\u2039said\u203a", "\u2039heard\u203a"
 _USER_MESSAGE = {"role": "user", "content": USER_SLOT}
 _ANSWER_MESSAGE = {"role": "assistant", "content": ANSWER_SLOT}
@@ -26,7 +26,7 @@ CALL_ID = "0toolcall"  # nine letters and digits, as Mistral's templates want th
 
 @dataclass(frozen=True)
 class TurnEnd:
-    """The token that ends a turn."""
+    """Holds the token that ends a turn."""
 
     token: int
     text: str
@@ -34,7 +34,7 @@ class TurnEnd:
 
     @property
     def closing_text(self) -> str:
-        """All that is written behind an answer, up to and with the token."""
+        """Returns all that the template writes behind an answer, up to and with the token."""
         return self.gap + self.text
 
 
@@ -47,7 +47,7 @@ class AnswerFrame:
 
     @property
     def token(self) -> int | None:
-        """The token that ends the answer; None: nothing does."""
+        """Returns the token that ends the answer; None where nothing does."""
         return None if self.end is None else self.end.token
 
     @property
@@ -58,8 +58,7 @@ class AnswerFrame:
 
 @dataclass(frozen=True)
 class AssistantTurn:
-    """Holds how a template writes an assistant's turn: as the last one, before a user's message, before what tools
-    give.
+    """Holds how a template writes an assistant's turn: as the last one, before a user's message and before a tool's.
 
     Without a template an answer ends in the end-of-text token, if there is one.
     """
@@ -80,13 +79,13 @@ class AssistantTurn:
 
     @property
     def end_tokens(self) -> frozenset[int]:
-        """The tokens that end a turn when it is said."""
+        """Returns the tokens that may end a turn which is being generated."""
         frames = (self.final_frame, self.user_frame, self.tool_frame)[: 1 if self.end_closes_thoughts else None]
         return frozenset(frame.token for frame in frames if frame.token is not None)
 
     def text(self, answer: str, frame: AnswerFrame | None = None) -> Markup:
-        """Returns an answer with what the template writes around it, but for its end. frame: `last`, unless another is
-        given.
+        """Returns an answer with what the template writes around it, without the token that ends it. `frame` defaults
+        to `final_frame`.
 
         A thought that the prompt has begun already is not begun again. Marks of turns in the answer are text.
         """
@@ -100,7 +99,7 @@ class AssistantTurn:
         return Markup(opening + self.control.markup(answer, is_turn=True) + frame.gap)
 
     def _text_before_answer(self, answer: str, opening: str) -> str:
-        """Returns what the template writes before an answer that has some of it already."""
+        """Returns the part of `opening` that is still missing before an answer, which may begin with a part of it."""
         blanks = opening[: len(opening) - len(opening.lstrip())]
         if opening == blanks and answer.startswith(self.special_texts):
             return ""  # a call that is written with marks of its own
@@ -109,26 +108,26 @@ class AssistantTurn:
         return opening
 
     def tokens(self, answer: str, encode: Callable[[str], list[int]], frame: AnswerFrame | None = None) -> list[int]:
-        """Returns the tokens of an answer as the template writes it, up to and with the one that ends it; `encode` as
-        `markup.encode_markup` does. What it raises is raised.
+        """Returns the tokens of an answer as the template writes it, up to and with the token that ends it. `encode`
+        does what `markup.encode_markup` does for one tokenizer, and raises what that raises.
         """
         return self.with_end(self.text(answer, frame), encode, frame)
 
     def with_end(self, text: Markup, encode: Callable[[str], list[int]], frame: AnswerFrame | None = None) -> list[int]:
-        """Returns the tokens of a text that is written as a turn's already, and the one that ends it."""
+        """Returns the tokens of a text that `text` has written, and the token that ends the turn."""
         end = (frame or self.final_frame).end
         return [*encode_continuation(encode, text, self.lead), *([end.token] if end else ())]
 
     def after_prompt(self, prompt: str) -> AssistantTurn:
-        """Returns how an answer to a text is written, behind its last characters."""
+        """Returns this turn for an answer that continues a prompt without a template."""
         return replace(self, lead=prompt[-_LEAD_CHARACTERS:])
 
 
 def assistant_turn(tokenizer: Any, chat: bool = True, tools: Sequence[Json] = ()) -> AssistantTurn:
-    """Returns what begins and what ends a turn.
+    """Returns how the tokenizer's template writes an assistant's turn.
 
-    chat: prompts are chats; else an answer ends in the end-of-text token. tools: their schemas, which a template may
-    need in order to write what they give. A template that cannot write a conversation says nothing.
+    Without `chat` prompts are texts, and an answer ends in the end-of-text token. `tools` are schemas, which a template
+    may need in order to write a tool's message. A template that cannot write a conversation counts as empty.
     """
     eos = getattr(tokenizer, "eos_token_id", None)
     text_end = None if eos is None else TurnEnd(eos, tokenizer.decode([eos], skip_special_tokens=False))
@@ -145,13 +144,13 @@ def assistant_turn(tokenizer: Any, chat: bool = True, tools: Sequence[Json] = ()
     thought_text = _render(tokenizer, [_USER_MESSAGE, thoughtful_answer], tools, ends_with_answer=True)
     before_answer = _text_before_answer(thought_text, prompt)
     final_tail, user_tail, tool_tail = (text.partition(ANSWER_SLOT)[2] for text in (final_text, user_text, tool_text))
-    # also what stands behind the last message of all; with a user's message, what begins that
+    # The tail after the last message may hold more than its end: whatever closes the conversation.
     leading_ends = _leading_ends(final_tail, special_tokens)
     possible_ends = [end for end in leading_ends if user_tail.startswith(end.closing_text)] or leading_ends[:1]
     final_end = possible_ends[-1] if possible_ends else None
 
     def end_before(tail: str) -> TurnEnd | None:
-        """Returns what ends a turn that others have answered."""
+        """Returns the end of a turn that another message follows."""
         if final_end is not None and tail.startswith(final_end.closing_text):
             return final_end
         return next(iter(_leading_ends(tail, special_tokens)), None)
@@ -173,13 +172,13 @@ def assistant_turn(tokenizer: Any, chat: bool = True, tools: Sequence[Json] = ()
 
 
 def _text_before_answer(text: str, prompt: str) -> str:
-    """Returns what stands before the answer in a conversation that begins as the prompt `begun` does."""
+    """Returns what stands between the prompt and the answer in a conversation that begins with the prompt."""
     before, slot, _ = text.partition(ANSWER_SLOT)
     return before.removeprefix(prompt) if slot and prompt and before.startswith(prompt) else ""
 
 
 def _leading_ends(tail: str, special_tokens: Mapping[str, int]) -> list[TurnEnd]:
-    """Returns the special tokens that a text begins with, one after the other, with nothing but blanks between them."""
+    """Returns the special tokens at the beginning of a text that have nothing but blanks between them."""
     turn_ends: list[TurnEnd] = []
     remaining_text = tail
     while matches := [special for special in special_tokens if remaining_text.lstrip().startswith(special)]:
@@ -191,8 +190,8 @@ def _leading_ends(tail: str, special_tokens: Mapping[str, int]) -> list[TurnEnd]
 
 
 def add_end_tokens(generation_config: Any, tokenizer: Any) -> None:
-    """Adds what ends a turn in the tokenizer's template to a model's generation settings, in place, so that whoever
-    samples from the model ends its answers where it has learnt to.
+    """Adds the tokens that end a turn in the tokenizer's template to a model's generation settings, in place. So other
+    programs that sample from the model end its answers where it has learnt to.
     """
     eos_ids = generation_config.eos_token_id
     end_ids = set(eos_ids if isinstance(eos_ids, list) else [] if eos_ids is None else [eos_ids])
@@ -202,20 +201,20 @@ def add_end_tokens(generation_config: Any, tokenizer: Any) -> None:
 
 
 def tool_message(name: str, content: str, call: str = "") -> dict[str, str]:
-    """Returns the message with what a tool gives; `call`: the call's own name, where the policy gave it one."""
+    """Returns the chat message with a tool's result; `call` is the id of the call, where the policy gave it one."""
     return {"role": "tool", "name": name, "content": content, "tool_call_id": call or CALL_ID}
 
 
 def render_after_answer(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Json] = ()) -> Markup:
-    """Returns what the template writes behind an answer that these messages follow, its end included. Raises
-    `UserError` where it cannot.
+    """Returns what the template writes behind an answer (its end included) for the messages that follow it. Raises
+    `UserError` where the template cannot write them.
     """
     text = templated(tokenizer, [_USER_MESSAGE, _ANSWER_MESSAGE, *messages], tools, complete=False)
     return Markup(text.partition(ANSWER_SLOT)[2])
 
 
 def special_id(tokenizer: Any, text: str) -> int | None:
-    """Returns the token that a text is, if it is one that no decoded answer shows."""
+    """Returns the special token that is spelled as `text`; None where there is none, or decoded answers show it."""
     token = _special_tokens(tokenizer).get(text)
     return None if token is None or tokenizer.decode([token], skip_special_tokens=True) else token
 
@@ -230,7 +229,7 @@ def _render(
 
 
 def _special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Returns the tokens that are found in a text before anything else is, by their text."""
+    """Returns the tokens that a tokenizer looks for in a text before anything else, by their text."""
     added: dict[str, int] = dict(tokenizer.get_added_vocab()) if hasattr(tokenizer, "get_added_vocab") else {}
     names, ids = getattr(tokenizer, "all_special_tokens", ()), getattr(tokenizer, "all_special_ids", ())
     return added | dict(zip(names, ids, strict=True))
