@@ -241,7 +241,7 @@ def test_an_imported_answer_and_a_demonstration_end_as_the_template_says(name: s
     assert [*pair.prompt, *pair.response, end] == right.prompt + right.completion
     cut = encoder.encode(Answer(tuple(messages), ANSWER, truncated=True, tools=PROBLEM.tools))
     assert isinstance(cut, Encoded)
-    assert assistant_turn(made).ends.isdisjoint(cut.completion.tokens.tolist())
+    assert assistant_turn(made).end_tokens.isdisjoint(cut.completion.tokens.tolist())
 
 
 @pytest.mark.parametrize(("name", "kind"), BOTH, ids=IDS)

@@ -136,8 +136,8 @@ class Grader:
         self.call_seconds = 0.0  # of all calls, each by itself
 
     def capacity(self, samples: int) -> int:
-        """Returns the most answers that calls in progress are about at once, with `samples` answers to a prompt. One
-        call about all waiting answers counts as one answer.
+        """Returns the most answers that calls in progress are about at once, with `samples` answers to a prompt. A call
+        about all waiting answers counts as one.
         """
         return max(w.limit * (samples if w.part.unit == "group" else 1) for w in self._windows)
 
@@ -153,7 +153,7 @@ class Grader:
         is_urgent: bool = False,
         with_scores: bool = True,
     ) -> list[list[Grade]]:
-        """Submits prompts, each with answers to it. `poll` adds each grade to `destination` once it is complete. Returns
+        """Submits prompts with answers to each. `poll` adds each grade to `destination` once it is complete. Returns
         the grades [i][j] of the j-th answer to the i-th prompt.
 
         `is_urgent` puts them before all waiting answers; `with_scores` has the scorers called about them too.

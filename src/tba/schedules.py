@@ -91,7 +91,7 @@ Schedule: TypeAlias = Constant | Linear | LinearThenCut
 
 
 def gsm8k_anneal(start: float = 0.012) -> Linear:
-    """Returns the paper's beta on GSM8K: `start` to 0.004 over 500 steps (Table 2; the 700-step run starts at 0.014)."""
+    """Returns the paper's beta on GSM8K: `start` to 0.004 over 500 steps (Table 2; 0.014 for its 700-step run)."""
     return Linear(start, 0.004, 500)
 
 

@@ -64,15 +64,15 @@ Rows: TypeAlias = Iterator[tuple[int, Values | Refusal]]
 Conversion: TypeAlias = Callable[[Any], Any]
 
 
-def read_table(path: Path, row_limit: int = MAX_ROW_BYTES) -> Rows:
+def read_table(path: Path, max_row_bytes: int = MAX_ROW_BYTES) -> Rows:
     """Yields (number from 1, object or refusal) of every row. Raises `UserError` when the file cannot be opened."""
     if path.is_dir() or path.suffix == ".arrow":
         return _arrow_rows(path)
     if path.suffix == ".parquet":
         return _parquet_rows(path)
     if _suffix(path) in _SEPARATORS:
-        return _csv_rows(path, row_limit)
-    return _json_rows(path, row_limit)
+        return _csv_rows(path, max_row_bytes)
+    return _json_rows(path, max_row_bytes)
 
 
 def is_file_of_rows(name: str) -> bool:
@@ -217,21 +217,21 @@ def _open_bytes(path: Path) -> io.BufferedReader | gzip.GzipFile:
         raise UserError(f"{path} cannot be read ({error.strerror}): give {KINDS}") from error
 
 
-def _json_rows(path: Path, row_limit: int) -> Rows:
-    items = _document_rows(path, row_limit)
+def _json_rows(path: Path, max_row_bytes: int) -> Rows:
+    items = _document_rows(path, max_row_bytes)
     if items is not None:
         yield from enumerate(items, 1)
         return
     with _open_text(path) as file:
-        yield from _line_rows(file, row_limit)
+        yield from _line_rows(file, max_row_bytes)
 
 
-def _document_rows(path: Path, row_limit: int) -> list[Values | Refusal] | None:
+def _document_rows(path: Path, max_row_bytes: int) -> list[Values | Refusal] | None:
     """Returns the rows of a file that is one JSON document; None where it is not, or its lines are its rows."""
     with _open_text(path) as file:
         try:
             line = b""
-            for line in iter(lambda: file.readline(row_limit), b""):
+            for line in iter(lambda: file.readline(max_row_bytes), b""):
                 if line := line.removeprefix(b"\xef\xbb\xbf").strip():
                     break
             is_object = line[:1] == b"{" and _suffix(path) == ".json"
@@ -274,12 +274,12 @@ def _is_rows(value: Json) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
 
 
-def _line_rows(file: io.BufferedReader | gzip.GzipFile, row_limit: int) -> Rows:
+def _line_rows(file: io.BufferedReader | gzip.GzipFile, max_row_bytes: int) -> Rows:
     for number in count(1):
         try:
-            line = file.readline(row_limit)
-            is_too_long = len(line) == row_limit and not line.endswith(b"\n")
-            while is_too_long and (continuation := file.readline(row_limit)) and not continuation.endswith(b"\n"):
+            line = file.readline(max_row_bytes)
+            is_too_long = len(line) == max_row_bytes and not line.endswith(b"\n")
+            while is_too_long and (continuation := file.readline(max_row_bytes)) and not continuation.endswith(b"\n"):
                 pass
         except (OSError, EOFError, zlib.error) as error:
             yield number, Refusal(DAMAGED, str(error))
@@ -287,7 +287,7 @@ def _line_rows(file: io.BufferedReader | gzip.GzipFile, row_limit: int) -> Rows:
         if not line:
             return
         if is_too_long:
-            yield number, Refusal(f"longer than {row_limit} bytes")
+            yield number, Refusal(f"longer than {max_row_bytes} bytes")
         elif line.strip():
             yield number, _parse_object(line)
 
@@ -305,9 +305,9 @@ def _as_object(values: Json) -> Values | Refusal:
     return values if isinstance(values, dict) else Refusal("JSON, but no object", type(values).__name__)
 
 
-def _csv_rows(path: Path, row_limit: int) -> Rows:
+def _csv_rows(path: Path, max_row_bytes: int) -> Rows:
     """Yields the rows of CSV or TSV, as texts by the names in the first row."""
-    with closing(cells(path, row_limit)) as lines:
+    with closing(cells(path, max_row_bytes)) as lines:
         number, header = 0, list[str]()
         while True:
             try:
@@ -340,12 +340,12 @@ def _csv_rows(path: Path, row_limit: int) -> Rows:
                 )
 
 
-def cells(path: Path, row_limit: int = MAX_ROW_BYTES, errors: str = "strict") -> Generator[list[str]]:
+def cells(path: Path, max_row_bytes: int = MAX_ROW_BYTES, errors: str = "strict") -> Generator[list[str]]:
     """Yields the cells of each line of CSV or TSV. The separator is a tab in TSV. In CSV it is what a first line of its
     own names (`sep=;`), else the first of comma, semicolon and tab that makes several cells of the first line. Raises
     what reading and decoding (with `errors`, see `open`) raise.
     """
-    csv.field_size_limit(row_limit)
+    csv.field_size_limit(max_row_bytes)
     with _open_text(path) as file, io.TextIOWrapper(file, "utf-8-sig", errors, newline="") as text:
         separators = _SEPARATORS[_suffix(path)]
         header = next((line for line in text if line.strip()), "")

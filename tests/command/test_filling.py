@@ -159,7 +159,7 @@ def test_what_is_collected_is_the_best_of_each_and_what_is_left_out_is_counted_b
 @pytest.mark.parametrize("family", ["gemma3", "qwen2.5", "glm4.5", "phi3"])
 def test_what_is_collected_ends_as_it_ended_and_what_was_heard_is_not_learnt(family: str) -> None:
     made = tokenizer(family, "base")
-    end, eos = assistant_turn(made).last.token, made.eos_token_id
+    end, eos = assistant_turn(made).final_frame.token, made.eos_token_id
     assert end != eos
     chat, text, prompt = True, False, Prompt("toy", np.array([5], np.int32))
 

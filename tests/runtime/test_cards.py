@@ -27,7 +27,7 @@ def shown(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     count = lambda: 0 if os.environ.get(VISIBLE_DEVICES) == "" else request.param  # noqa: E731
     monkeypatch.setattr(torch.cuda, "device_count", count)
-    monkeypatch.setattr(tba.cards, "_fault", "")
+    monkeypatch.setattr(tba.cards, "_hidden_fault", "")
     monkeypatch.delenv(VISIBLE_DEVICES, raising=False)
     monkeypatch.setenv(VISIBLE_DEVICES, "to be undone")  # the test's end restores what was there
     monkeypatch.delenv(VISIBLE_DEVICES)
@@ -95,7 +95,7 @@ def test_an_interpreter_that_does_not_answer_is_left_alone_after_the_deadline_to
     shown: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tba.cards, "_DEADLINE", 0.1)
-    monkeypatch.setattr(tba.cards, "_ASKING", "import signal; signal.pause()")
+    monkeypatch.setattr(tba.cards, "_QUERY_SCRIPT", "import signal; signal.pause()")
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)  # so that the child cannot ask
     assert visible_gpus() == Gpus(fault="it does not answer within 0.1 s")
 
@@ -103,6 +103,6 @@ def test_an_interpreter_that_does_not_answer_is_left_alone_after_the_deadline_to
 def test_a_build_without_cuda_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.backends.cuda.is_built():
         pytest.skip("this build of torch has CUDA")
-    monkeypatch.setattr(tba.cards, "_fault", "")
+    monkeypatch.setattr(tba.cards, "_hidden_fault", "")
     monkeypatch.setattr(os, "fork", None)  # which nobody needs for that
     assert visible_gpus() == Gpus()

@@ -233,7 +233,7 @@ def test_weights_are_cast_before_they_are_gathered_and_have_the_bits_of_casting_
         sent.append(own.nbytes)
         return gather_rows(own, shape, group)
 
-    monkeypatch.setattr("tba.training.ranks.weights.gathered", counted)
+    monkeypatch.setattr("tba.training.ranks.weights.gather_rows", counted)
 
     def life(ranks: Ranks) -> None:
         follow(ranks, WHOLE)
@@ -270,7 +270,7 @@ def test_of_changes_ranks_send_what_is_written_and_the_file_is_the_one_that_gath
         return gather_rows(own, shape, group)
 
     monkeypatch.setattr("torch.distributed.send", counted)
-    monkeypatch.setattr("tba.training.ranks.weights.gathered", counted_rows)
+    monkeypatch.setattr("tba.training.ranks.weights.gather_rows", counted_rows)
 
     def life(ranks: Ranks) -> None:
         follow(ranks, WHOLE)
