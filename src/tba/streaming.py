@@ -1,7 +1,7 @@
 """Tensors that are made one after the other, and a safetensors file written from them: never a second copy of all.
 
-Invariant: a tensor has the name, type and shape that were declared before it was made. A `Streamed` is read once, by
-`items()`, to the end: other ranks may be sending each tensor as it is reached.
+Invariant: a tensor has the name, type and shape that were declared before it was made. A `TensorStream` is read once,
+by `items()`, to the end: other ranks may be sending each tensor as it is reached.
 
 The file format is that of the safetensors library (a header of JSON with every tensor's place, then their bytes), whose
 own writer needs all tensors at once.
@@ -83,7 +83,7 @@ class TensorStream(Mapping[str, Tensor]):
 
 
 class _Items(ItemsView[str, Tensor]):
-    """The items of a `Streamed`, which can be read once."""
+    """Yields the items of a `TensorStream`, which can be read once."""
 
     def __init__(self, mapping: TensorStream, tensors: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
         super().__init__(mapping)
@@ -94,7 +94,7 @@ class _Items(ItemsView[str, Tensor]):
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Returns tensors with each one's type and shape: the tensors themselves, or the declared ones of a `Streamed`."""
+    """Returns tensors of the same types and shapes: the tensors themselves, or those that a stream has declared."""
     return tensors.declared_tensors if isinstance(tensors, TensorStream) else tensors
 
 

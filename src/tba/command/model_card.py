@@ -43,7 +43,7 @@ _ON_CARD = re.compile(
 
 @dataclass(frozen=True)
 class Base:
-    """Describes the model that a run began with, as far as it can be known without a network."""
+    """Describes the model that a run began with, as far as this machine's files say."""
 
     hub: str | None  # its name on the Hub
     licence: str | None

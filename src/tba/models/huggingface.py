@@ -40,7 +40,7 @@ from tba.policy.causal import CausalPolicy
 from tba.policy.loading import load_model, load_unfilled, no_bars, readable
 from tba.policy.lora import LoraSettings, add_adapters, copy_on_same_base, saved_adapters, switch_adapters
 from tba.policy.reference import FrozenReference
-from tba.protocols import HEADS, Arithmetic, Policy, SavedPolicy, Task, Work
+from tba.protocols import HEADS, ComputeCost, Policy, SavedPolicy, Task, Work
 from tba.sharding import Sharding
 from tba.types import Version
 
@@ -222,7 +222,7 @@ class HuggingFace:
     def trainer_device(self) -> torch.device:
         return self._device
 
-    def arithmetic(self) -> Arithmetic | None:
+    def arithmetic(self) -> ComputeCost | None:
         return arithmetic_of(self._whole, self.lora.rank, self.compute, self._device)
 
     @property

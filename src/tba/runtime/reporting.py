@@ -16,7 +16,7 @@ from tba.cards import visible_gpus
 from tba.clock import SEARCHER_STATES, State, combined_share
 from tba.errors import UserError
 from tba.foreign import read_json
-from tba.protocols import Arithmetic
+from tba.protocols import ComputeCost
 from tba.recipe import Recipe
 from tba.record import metrics
 from tba.record.evaluations import RunningEvaluations, read_evaluations
@@ -177,7 +177,7 @@ def utilisation(trainer: Json, ranks: int, owners: Mapping[str, Mapping[str, int
     """
     if trainer["arithmetic"] is None:
         return {}
-    a, own, count = Arithmetic(**trainer["arithmetic"]), Counter(trainer["computed"]), Counter[str]()
+    a, own, count = ComputeCost(**trainer["arithmetic"]), Counter(trainer["computed"]), Counter[str]()
     for counters in owners.values():
         count.update(counters)
     found = {}

@@ -26,7 +26,7 @@ import torch
 from tba.batch import Batch, FetchedBatch, distinct_rows
 from tba.clock import SEARCHER_STATES, ShareClock
 from tba.errors import UserError
-from tba.protocols import Arithmetic, Policy, Remembering, start_objective
+from tba.protocols import ComputeCost, Policy, Remembering, start_objective
 from tba.recipe import Recipe
 from tba.record.falls import STALE, CollapseWatch, SignalWatch, StalenessWatch
 from tba.record.faults import record_fault
@@ -96,7 +96,7 @@ class TrainerLoop:
     trained: int = 0  # batches, by this process
     checkpointed: Version | None = None  # the newest checkpoint's version
     lags: Counter[int] = field(default_factory=Counter)
-    arithmetic: Arithmetic | None = None  # what a token costs
+    arithmetic: ComputeCost | None = None  # what a token costs
     computed: Counter[str] = field(default_factory=Counter)  # in all steps: tokens `read` and `scored`, milliseconds
     signal: SignalWatch = field(default_factory=SignalWatch)
     collapse: CollapseWatch = field(default_factory=CollapseWatch)
