@@ -234,8 +234,8 @@ def _write_recipe_file(recipe: Recipe, folder: Path) -> str:
     """
     if (folder / "recipe.json").exists():
         raise UserError(f"{folder} holds a run already: choose another run_name, or remove it")
-    with tempfile.TemporaryDirectory() as temporary:
-        path = Path(temporary) / "recipe.py"
+    with tempfile.TemporaryDirectory() as temporary_folder:
+        path = Path(temporary_folder) / "recipe.py"
         try:
             write_recipe(recipe, path)
         except UserError:

@@ -212,18 +212,18 @@ class _Pass:
     share_prompt: bool
     tokens: int = 0  # those without padding
     rows: int = 0
-    longest: int = 0  # prompt and completion
+    longest_row: int = 0  # prompt and completion
     last_group: int = -1
 
     def with_completions(self, group: int, prompt: int, lengths: Sequence[int]) -> _Pass:
         """Returns the pass that also runs completions of these lengths to a group's prompt."""
         tokens = self.tokens + sum(lengths) + (0 if group == self.last_group else prompt)
-        longest = max(self.longest, prompt + max(lengths))
-        return _Pass(self.share_prompt, tokens, self.rows + len(lengths), longest, group)
+        longest_row = max(self.longest_row, prompt + max(lengths))
+        return _Pass(self.share_prompt, tokens, self.rows + len(lengths), longest_row, group)
 
     @property
     def cost(self) -> int:
-        return self.tokens if self.share_prompt else self.rows * self.longest
+        return self.tokens if self.share_prompt else self.rows * self.longest_row
 
 
 def micro_batches(batch: Batch, max_tokens: int, by_group: bool = True, share_prompt: bool = True) -> Iterator[Tensor]:

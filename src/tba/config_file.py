@@ -20,11 +20,11 @@ def with_config(arguments: Sequence[str]) -> list[str]:
     that cannot be read, and for a value that is no text, number or truth value.
     """
     words: list[str] = []
-    iterator = iter(arguments)
-    for argument in iterator:
+    argument_iterator = iter(arguments)
+    for argument in argument_iterator:
         flag, equals_sign, value = argument.partition("=")
         if flag == "--config":
-            if not (name := value if equals_sign else next(iterator, "")):
+            if not (name := value if equals_sign else next(argument_iterator, "")):
                 raise UserError("--config needs the name of a TOML file of fields, such as steps = 200")
             words += _flags_of_file(Path(name))
         else:

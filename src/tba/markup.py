@@ -113,8 +113,8 @@ def control_tokens(tokenizer: Any) -> ControlTokens:
     template = getattr(tokenizer, "chat_template", None)
     state = (str(template), *(getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk")))
     with suppress(TypeError):  # what has no weak references or no hash is looked at each time
-        if (cached := _CONTROL.get(tokenizer)) is not None and cached[0] == state:
-            return cached[1]
+        if (cache_entry := _CONTROL.get(tokenizer)) is not None and cache_entry[0] == state:
+            return cache_entry[1]
     control = _control_tokens(tokenizer, str(template or ""))
     with suppress(TypeError):
         _CONTROL[tokenizer] = (state, control)
@@ -268,8 +268,8 @@ def encode_markup(tokenizer: Any, markup: str) -> list[int]:
     if backend is None:
         return [token for part in parts for token in _encode_part(tokenizer, control, part)]
     with suppress(TypeError):
-        if (cached := _RENAMED.get(tokenizer)) is not None and cached.control is control:
-            return cached.encode(parts)
+        if (cached_tokenizer := _RENAMED.get(tokenizer)) is not None and cached_tokenizer.control is control:
+            return cached_tokenizer.encode(parts)
     renamed_tokenizer = _RenamedTokenizer.of(backend, control)
     with suppress(TypeError):
         _RENAMED[tokenizer] = renamed_tokenizer

@@ -249,10 +249,10 @@ def _require_finite(schedule: str, **values: float) -> None:
             raise UserError(f"{schedule}: {name} is {value}, but it has to be a finite number; give one.")
 
 
-def _require_at_least(schedule: str, least: int, **values: int) -> None:
+def _require_at_least(schedule: str, minimum: int, **values: int) -> None:
     for name, value in values.items():
-        if value < least:
-            raise UserError(f"{schedule}: {name} is {value}, but it counts steps; give {least} or more.")
+        if value < minimum:
+            raise UserError(f"{schedule}: {name} is {value}, but it counts steps; give {minimum} or more.")
 
 
 def _require_decay(schedule: str, n: int, start: int, final: float) -> None:

@@ -24,7 +24,7 @@ class Sharding:
 
     mesh: Any  # a one-dimensional torch DeviceMesh
     compute: torch.dtype  # of forward and backward; parameters, sums of gradients and moments keep their own
-    meet: Callable[[], None] = lambda: None  # waits for all ranks: a rank that has read its rows calls it, before any
+    wait_for_ranks: Callable[[], None] = lambda: None  # a rank calls it once it has read its rows, before any
     # collective, since others may still be reading theirs
 
 

@@ -55,9 +55,9 @@ def is_text(text: str) -> bool:
     return True
 
 
-def quote(text: str, longest: int = 200) -> str:
+def quote(text: str, max_length: int = 200) -> str:
     """Returns `text` in quotes on one line for messages, control characters spelt out; `...` says that it was cut."""
-    return repr(text if len(text) <= longest else f"{text[: longest - 3]}...")
+    return repr(text if len(text) <= max_length else f"{text[: max_length - 3]}...")
 
 
 Split: TypeAlias = Literal["train", "eval"]

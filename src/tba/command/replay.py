@@ -127,7 +127,7 @@ def _export(journal: Path, file: Path, uses: npt.NDArray[np.int32]) -> int:
         raise UserError(f"--export is {file}: give a name that ends in .jsonl or .parquet")
     row_count, writer = 0, _json_lines_writer if file.suffix == ".jsonl" else _parquet_writer
     try:
-        with replaced(file) as temporary, writer(temporary) as write:
+        with replaced(file) as temporary_path, writer(temporary_path) as write:
             for chunk in written_out(journal, uses):
                 write(chunk)
                 row_count += len(chunk)

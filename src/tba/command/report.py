@@ -102,8 +102,8 @@ def report_runs(runs: Sequence[Path], options: ReportOptions) -> int:
     try:
         text = json.dumps(data, ensure_ascii=False, allow_nan=False) + "\n"
         for path, file_bytes in ((data_path, text.encode(errors="replace")), (options.out, content)):
-            with replaced(path) as temporary:
-                temporary.write_bytes(file_bytes)
+            with replaced(path) as temporary_path:
+                temporary_path.write_bytes(file_bytes)
     except OSError as error:
         raise UserError(f"{options.out} cannot be written ({error.strerror}): give another --out") from error
     view = View(terminal())

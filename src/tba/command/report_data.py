@@ -289,15 +289,15 @@ def _searchers(facts: Facts, clock: _Clock) -> list[dict[str, Json]]:
     searchers = []
     walls = clock.wall(facts.created)
     for number, name in enumerate(facts.owners):
-        is_from = facts.owner == number
-        reward = facts.reward[is_from]
+        owner_mask = facts.owner == number
+        reward = facts.reward[owner_mask]
         searchers.append(
             {
                 "name": name,
-                "first": round(float(walls[is_from].min()), 1),
-                "last": round(float(walls[is_from].max()), 1),
-                "trajectories": int(is_from.sum()),
-                "tokens": int(facts.tokens[is_from].sum()),
+                "first": round(float(walls[owner_mask].min()), 1),
+                "last": round(float(walls[owner_mask].max()), 1),
+                "trajectories": int(owner_mask.sum()),
+                "tokens": int(facts.tokens[owner_mask].sum()),
                 "reward": plain(np.round(np.nanmean(reward), 4)) if not np.isnan(reward).all() else None,
             }
         )

@@ -45,7 +45,7 @@ def sample_answers(name: str, overrides: list[str], options: SampleOptions) -> i
     prompts = prompts[: options.prompts] if options.prompts else prompts
     options.out.parent.mkdir(parents=True, exist_ok=True)
     rewards: list[float] = []
-    with replaced(options.out) as temporary, temporary.open("w", encoding="utf-8") as file, chdir("."):
+    with replaced(options.out) as temporary_path, temporary_path.open("w", encoding="utf-8") as file, chdir("."):
         grader = grader_of(recipe, Rebuilt(name, overrides))
         for line in _lines(recipe, grader, engine_of(recipe, model, Version()), prompts, options.samples):
             rewards += [] if line["reward"] is None else [line["reward"]]

@@ -67,9 +67,9 @@ def make_model(name: str, overrides: list[str], options: OutOptions) -> int:
             if model.path
             else warm_started(replace(warm_start, shipped=None), task, console.print)
         )
-    with atomic_folder(out) as temporary:
+    with atomic_folder(out) as temporary_folder:
         for file in model_folder.iterdir():
-            shutil.copy2(file, temporary / file.name)
+            shutil.copy2(file, temporary_folder / file.name)
     console.print(f"model in {out}: {_loss_sentence(json.loads((out / FACTS).read_text()))}", highlight=False)
     console.print("What to try next", style="bold")
     console.print(f"  tba train RECIPE --model.path {shlex.quote(str(out))}", highlight=False, soft_wrap=True)

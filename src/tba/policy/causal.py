@@ -131,7 +131,7 @@ class CausalPolicy:
         self.heads.to(sharding.mesh.device_type)
         if files is not None:
             self._sharded.fill(files, sharding.mesh.device_type)
-            sharding.meet()
+            sharding.wait_for_ranks()
             self._sharded.run(self._probe)
             self._sharded.let_go()  # or `parameters` would be those that were gathered for it
 
