@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tba.errors import PartFailed, UserError
-from tba.grading import MAX_ABANDONED, Grade, Grader, limit_of_searcher
+from tba.grading import MAX_ABANDONED, Grade, Grader, searcher_limit
 from tba.protocols import GradingCalls
 from tba.rewards.functions import FunctionReward, WeightedFunctions
 from tba.types import Completion, Judgement, Prompt, StopReason, Version
@@ -244,7 +244,7 @@ def test_threads_that_hang_are_bounded_and_then_calls_go_to_processes() -> None:
 
 @pytest.mark.parametrize(("limit", "count"), [(1, 3), (7, 3), (256, 7), (2, 2)])
 def test_searchers_share_the_calls_of_a_run_and_each_has_at_least_one(limit: int, count: int) -> None:
-    shares = [limit_of_searcher(limit, index, count) for index in range(count)]
+    shares = [searcher_limit(limit, index, count) for index in range(count)]
     assert sum(shares) == max(limit, count)
     assert max(shares) - min(shares) <= 1
 

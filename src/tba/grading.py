@@ -111,22 +111,16 @@ class Grader:
         else:
             parts, self._combine_values = [as_single_part(reward)], _single_judgement
         self._returned_calls: SimpleQueue[tuple[_Window, _Call]] = SimpleQueue()
-        self._part_count = len(parts)
+        self._part_count = n = len(parts)
         settings = _WindowSettings(deadline, retries, report, isolate, now)
         scorer_settings = _WindowSettings(deadline, retries, report, None, now)
         windows = [(part, settings, i if is_separable else None) for i, part in enumerate(parts)]
         windows += [(part, scorer_settings, None) for part in scorers]
         self._windows = [
             _Window(
-                part,
-                position,
-                index,
-                limit_of_searcher(part.concurrency, *share),
-                part_settings,
-                position >= len(parts),
-                self._returned_calls,
+                part, i, index, searcher_limit(part.concurrency, *share), part_settings, i >= n, self._returned_calls
             )
-            for position, (part, part_settings, index) in enumerate(windows)
+            for i, (part, part_settings, index) in enumerate(windows)
         ]
         self.close = weakref.finalize(self, _close_windows, self._windows)  # ends its threads
         self._error: BaseException | None = None
@@ -159,10 +153,9 @@ class Grader:
         `is_urgent` puts them before all waiting answers; `with_scores` has the scorers called about them too.
         """
         windows = self._windows if with_scores else self._windows[: self._part_count]
-        count = len(windows)
+        n = len(windows)
         grades = [
-            [Grade(prompt, c, destination, [None] * count, count) for c in completions]
-            for prompt, completions in answers
+            [Grade(prompt, c, destination, [None] * n, n) for c in completions] for prompt, completions in answers
         ]
         self.unfinished_count += sum(map(len, grades))
         for window in windows:
@@ -639,7 +632,7 @@ def pausing_deadline() -> Iterator[None]:
         window.resume_deadline(call)
 
 
-def limit_of_searcher(limit: int, index: int, count: int) -> int:
+def searcher_limit(limit: int, index: int, count: int) -> int:
     """Returns how many of `limit` concurrent calls the searcher `index` may make, of `count` that share the limit."""
     return max(1, limit // count + (index < limit % count))
 

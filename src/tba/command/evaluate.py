@@ -32,12 +32,8 @@ from tba.runtime.run_directory import RunDirectory
 from tba.types import Prompt, Version
 
 Scores: TypeAlias = Mapping[str, Sequence[float]]  # metric -> one for each problem, in order
-_RELEVANT_PREFIXES = (
-    "task.",
-    "prompts.",
-    "policy_temperature",
-    "model.generation.",
-)  # of settings that change an evaluation's result
+# Of settings that change an evaluation's result.
+_RELEVANT_PREFIXES = ("task.", "prompts.", "policy_temperature", "model.generation.")
 _PROGRESS_SECONDS = 20.0  # seconds between two lines about the progress
 
 
@@ -161,13 +157,13 @@ def _write_texts(path: Path, answers: Sequence[Answer], console: Console) -> Non
 
 
 def _measure_distance(
-    initial_recipe: Recipe, engine: Engine, recipe: Recipe, prompts: Sequence[Prompt], source: Rebuilt
+    base: Recipe, engine: Engine, recipe: Recipe, prompts: Sequence[Prompt], source: Rebuilt
 ) -> Divergence:
     """Returns the distance to the recipe's initial model, from one answer to each prompt at the policy temperature."""
     with chdir("."):
         return divergence(
             engine,
-            initial_recipe.model.prepared(initial_recipe.task).reference(recipe.policy_temperature, Version()),
+            base.model.prepared(base.task).reference(recipe.policy_temperature, Version()),
             grader_of(recipe, source),
             prompts,
             1,

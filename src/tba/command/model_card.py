@@ -127,12 +127,12 @@ def accuracy_table(record: RunRecord, version: Version) -> str:
         "\n\nWith 95 % intervals, on problems that were held out of training. *pass@1/greedy*: the most likely answer; "
         "*sampled*: at the training temperature; *pass@K*: one of K samples is right."
     )
-    measured_version = max((final.version for _, final in figures.values() if final is not None), default=None)
-    if measured_version is None:
+    newest_version = max((final.version for _, final in figures.values() if final is not None), default=None)
+    if newest_version is None:
         return f"{text} Of the weights here nothing was measured."
-    if measured_version < version:
-        text += f" *After* is of step {measured_version.step}, the last evaluated; the weights here are of step "
-        text += f"{version.step}."
+    if newest_version < version:
+        steps = f"step {newest_version.step}, the last evaluated; the weights here are of step {version.step}"
+        text += f" *After* is of {steps}."
     return text
 
 
