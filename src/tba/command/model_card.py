@@ -115,10 +115,10 @@ def accuracy_table(record: RunRecord, version: Version) -> str:
         [
             escape(name),
             figure(first_figure),
-            figure(final),
-            f"{first_figure.n:,}" + (f", then {final.n:,}" if final and final.n != first_figure.n else ""),
+            figure(last_figure),
+            f"{first_figure.n:,}" + (f", then {last_figure.n:,}" if last_figure and last_figure.n != first_figure.n else ""),
         ]
-        for name, (first_figure, final) in figures.items()
+        for name, (first_figure, last_figure) in figures.items()
     ]
     if not rows:
         return "It was not evaluated."
@@ -127,7 +127,7 @@ def accuracy_table(record: RunRecord, version: Version) -> str:
         "\n\nWith 95 % intervals, on problems that were held out of training. *pass@1/greedy*: the most likely answer; "
         "*sampled*: at the training temperature; *pass@K*: one of K samples is right."
     )
-    newest_version = max((final.version for _, final in figures.values() if final is not None), default=None)
+    newest_version = max((last_figure.version for _, last_figure in figures.values() if last_figure is not None), default=None)
     if newest_version is None:
         return f"{text} Of the weights here nothing was measured."
     if newest_version < version:
