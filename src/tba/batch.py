@@ -207,7 +207,7 @@ def _step_tensors(trajectories: Sequence[Trajectory]) -> tuple[Tensor | None, Te
 
 @dataclass
 class _Pass:
-    """The tokens that one pass runs: each prompt once and its completions, or every row padded to the longest."""
+    """Counts the tokens of one pass: each prompt once with its completions, or every row padded to the longest."""
 
     share_prompt: bool
     tokens: int = 0  # those without padding

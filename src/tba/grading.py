@@ -223,7 +223,7 @@ class Grader:
             grade.has_failed = True
 
     def _note_abstention(self, values: Sequence[Any]) -> None:
-        """Raises `UserError` where the first answers get no value from any part: there would be nothing to learn."""
+        """Raises `UserError` where the first answers get no value from any part, since nothing could be learnt."""
         if self._abstention_count is None:
             return
         self._abstention_count += 1

@@ -309,7 +309,7 @@ class ScoredByCalls(Protocol):
 
     @property
     def scoring(self) -> GradingCalls:
-        """Returns how it is called; its values are log-probabilities, float32 [T]."""
+        """Returns how the reference is called; the values are log-probabilities, float32 [T]."""
         ...
 
 
@@ -319,7 +319,7 @@ class Concurrent(Protocol):
 
     @property
     def concurrent(self) -> bool:
-        """Returns whether it is to do so: on an accelerator. On a processor the two would only share it."""
+        """Returns whether the reference scores in such a thread. On a processor the two threads would only share it."""
         ...
 
 
@@ -561,7 +561,7 @@ class WeightSource(Protocol):
         ...
 
     def at(self, version: Version) -> PublishedWeights:
-        """Returns exactly that version. Raises `UserError` when it is not (or no longer) there."""
+        """Returns exactly this version. Raises `UserError` when it does not exist (any more)."""
         ...
 
 
@@ -605,7 +605,7 @@ class Work:
 
 
 class ScoringModel(Protocol):
-    """A model that need only score answers: a teacher."""
+    """A model that only has to score answers, such as a teacher."""
 
     def prepared(self, task: Task, log: Any = ...) -> ScoringModel:
         """Returns the model, with its weights ready (a supervised warm start is run, or found in the cache)."""
@@ -680,7 +680,7 @@ class Model(ScoringModel, Protocol):
         ...
 
     def arithmetic(self) -> ComputeCost | None:
-        """Returns what its tokens cost, measured now; None where that is not known."""
+        """Returns the cost of the model's tokens, measured now; None where it is unknown."""
         ...
 
     @property

@@ -24,7 +24,7 @@ def list_recipes() -> str:
 
 
 def description_of(name: str, folder: Path = _FOLDER) -> str:
-    """Returns the description in the source of a recipe (or of what else is the last call that a file assigns)."""
+    """Returns the description in the source of a recipe, or of another last call that a file assigns."""
     source = ast.parse((folder / f"{name}.py").read_text(encoding="utf-8"))
     call = [node.value for node in source.body if isinstance(node, ast.Assign)][-1]
     assert isinstance(call, ast.Call)

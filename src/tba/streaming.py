@@ -146,7 +146,7 @@ def write_rows(path: Path, rows: Mapping[str, tuple[int, Tensor]]) -> None:
 def changes_since(
     base: Callable[[str], Tensor], tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
 ) -> Iterator[TensorChange]:
-    """Yields what differs from `base` (a tensor by its name) once both are of type `dtype`, one after the other.
+    """Yields the tensors' changes from `base` (a tensor by its name), one after the other, with both as `dtype`.
 
     Raises `ValueError` when a tensor does not have the declared shape.
     """

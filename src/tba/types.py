@@ -29,9 +29,9 @@ _SCALARS = frozenset({str, int, float, bool, type(None)})
 
 
 def deep_copy(value: Json) -> Json:
-    """Returns a copy as deep as its lists and dictionaries, for code of a user, which may change what it gets.
+    """Returns a deep copy of lists and dictionaries, for code of a user, which may change its arguments.
 
-    What cannot be copied, such as an open connection, is handed out itself.
+    An object that cannot be copied, such as an open connection, stays itself.
     """
     kind = type(value)
     if kind in _SCALARS:

@@ -38,7 +38,7 @@ _TEACHER_VERDICT = "Nothing stands in the way: the teacher tells answers apart, 
 
 
 def check_recipe(name: str, overrides: list[str]) -> int:
-    """Prints the recipe, what there is to learn from, the estimate, what to change, and what to try besides."""
+    """Prints the recipe, the signal to learn from, the estimate, warnings and what to try."""
     prepare()  # while there is one thread
     overrides = newest_of_each(overrides)
     recipe = override(find(name), overrides, f"tba check {name}")
@@ -209,9 +209,9 @@ def _gigabytes(n: int) -> str:
 
 
 def plan_placements(recipe: Recipe) -> list[Placed]:
-    """Returns where everything will run: on the nodes of the cluster at `--address`, else on this machine.
+    """Returns where each part of a cluster run will be: on nodes of the cluster at `--address`, else on this machine.
 
-    Raises `UserError` when it does not fit.
+    Raises `UserError` when the parts do not fit.
     """
     searchers = searchers_of(recipe)
     if recipe.address is None:

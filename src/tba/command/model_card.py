@@ -109,16 +109,16 @@ def escape(text: str, max_chars: int = _MAX_CHARS) -> str:
 
 
 def accuracy_table(record: RunRecord, version: Version) -> str:
-    """Returns the table of held-out figures, of the first version and of the last one until `version`, the weights'."""
+    """Returns the table of held-out figures of the run's first version and of its last one up to `version`."""
     figures = record.figures()
     rows = [
         [
             escape(name),
-            figure(first_figure),
-            figure(last_figure),
-            f"{first_figure.n:,}" + (f", then {last_figure.n:,}" if last_figure and last_figure.n != first_figure.n else ""),
+            figure(start),
+            figure(end),
+            f"{start.n:,}" + (f", then {end.n:,}" if end and end.n != start.n else ""),
         ]
-        for name, (first_figure, last_figure) in figures.items()
+        for name, (start, end) in figures.items()
     ]
     if not rows:
         return "It was not evaluated."
@@ -127,7 +127,7 @@ def accuracy_table(record: RunRecord, version: Version) -> str:
         "\n\nWith 95 % intervals, on problems that were held out of training. *pass@1/greedy*: the most likely answer; "
         "*sampled*: at the training temperature; *pass@K*: one of K samples is right."
     )
-    newest_version = max((last_figure.version for _, last_figure in figures.values() if last_figure is not None), default=None)
+    newest_version = max((end.version for _, end in figures.values() if end is not None), default=None)
     if newest_version is None:
         return f"{text} Of the weights here nothing was measured."
     if newest_version < version:

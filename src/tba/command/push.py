@@ -37,7 +37,7 @@ _LICENCE_NAMES = ("LICENSE", "LICENSE.txt", "LICENSE.md")
 
 
 def push_run(path: Path, repo: str, options: PushOptions) -> int:
-    """Upload a run's model, or write the folder that would be uploaded; prints where it is."""
+    """Uploads a run's model, or writes the folder that would be uploaded, and prints its place."""
     require_repo(repo, "the name")
     if options.base is not None:
         require_repo(options.base, "--base")

@@ -86,7 +86,7 @@ PANELS = (
 
 
 def report_runs(runs: Sequence[Path], options: ReportOptions) -> int:
-    """Write the report, and print where it is and what it leaves out."""
+    """Writes the report, and prints its place and how many trajectories it leaves out."""
     if options.out.suffix != ".html":
         raise UserError(f"--out is {options.out}, but a report is a page: give a name that ends in .html")
     if not options.out.absolute().parent.is_dir():

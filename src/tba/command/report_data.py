@@ -478,7 +478,7 @@ def _training_use(sample: Mapping[str, Json], hides_text: bool) -> dict[str, Jso
 
 
 def _add_residuals(rows: Sequence[dict[str, Json]], metrics_rows: Sequence[Mapping[str, Json]]) -> None:
-    """Give each row its residual log Z + log(pi / pi_ref) - r / beta at the time of sampling, log Z estimated from its
+    """Adds to each row its residual log Z + log(pi / pi_ref) - r / beta at the time of sampling, log Z from its
     round; None where the policy's own log-probabilities are unknown, or there is no beta.
     """
     steps, betas = column(metrics_rows, "beta", over="step")  # in the order of steps, but for those made again

@@ -34,8 +34,8 @@ def _read_or_path(run: Path) -> RunRecord | Path:
 
 
 def show_runs(paths: Sequence[Path]) -> int:
-    """Print what the settings of several runs differ in and how they did; of one run what `show_run` does, and
-    without any of the folder `runs`.
+    """Prints the settings in which several runs differ and their results. One run, or without any the folder `runs`, is
+    printed as `show_run` does.
     """
     if not paths and not any(Path("runs").glob("*/recipe.json")):
         raise UserError("`tba show RUN` needs a run's folder first, such as runs/NAME")
