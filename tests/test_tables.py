@@ -42,7 +42,7 @@ def test_what_is_no_object_says_what_it_is(tmp_path: Path) -> None:
 def test_a_line_longer_than_the_limit_is_refused_and_the_next_one_read(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text(json.dumps({"a": "x" * 300}) + '\n{"a": 1}\n')
-    entries = [entry for _, entry in read_table(path, row_limit=64)]
+    entries = [entry for _, entry in read_table(path, max_row_bytes=64)]
     assert entries == [Refusal("longer than 64 bytes"), {"a": 1}]
 
 
