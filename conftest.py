@@ -22,7 +22,7 @@ os.environ.update(
 import torch
 from hypothesis import HealthCheck, settings
 
-from tba.cards import cards
+from tba.cards import visible_gpus
 from tba.runtime.local import forkserver
 
 gc.disable()  # until all is imported: torch and transformers are two million objects, which each collection visits
@@ -35,7 +35,7 @@ settings.load_profile("untimed")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What needs a GPU, or vLLM, is skipped where there is none."""
-    if not cards() and os.environ.get("TBA_TEST_DEVICE", "cuda") == "cuda":
+    if not visible_gpus() and os.environ.get("TBA_TEST_DEVICE", "cuda") == "cuda":
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU: make test-gpu"))

@@ -39,7 +39,7 @@ class ThreadLane:
 
         return Done(self._thread.submit(later))
 
-    def room(self, size: int) -> Tensor:
+    def allocate(self, size: int) -> Tensor:
         self.rooms.append(size)
         return torch.empty(size, dtype=torch.uint8)
 

@@ -18,15 +18,15 @@ from tests.written_run import write as written_run
 
 import tba
 from tba.__main__ import main
-from tba.api import _found
+from tba.api import _resolve
 from tba.errors import UserError
 from tba.evaluation.accuracy import EvaluationSettings
-from tba.recipe import Recipe, differences, resolved
+from tba.recipe import Recipe, differences, settings_json
 from tba.recipe_source import write_recipe
 from tba.recipes.quickstart import BASE
 from tba.replay.pacing import Pacing
 from tba.settings import find, override
-from tba.shipped import names
+from tba.shipped import recipe_names
 from tba.tasks.arithmetic import Arithmetic
 from tba.types import Problem, Split, Version
 from toy.policy import TabularTask
@@ -67,12 +67,12 @@ def test_parts_of_the_package_do_not_hide_public_names() -> None:
     assert tba.training.trainer.Trainer
 
 
-@pytest.mark.parametrize("name", [*names(), str(TOY), str(ROOT / "examples" / "my_task.py")])
+@pytest.mark.parametrize("name", [*recipe_names(), str(TOY), str(ROOT / "examples" / "my_task.py")])
 def test_a_recipe_object_is_made_again_from_its_source(name: str, tmp_path: Path) -> None:
     recipe = find(name)
     write_recipe(recipe, tmp_path / "recipe.py")
     again = find(str(tmp_path / "recipe.py"))
-    assert resolved(again).keys() == resolved(recipe).keys()
+    assert settings_json(again).keys() == settings_json(recipe).keys()
     if "my_task" not in name:  # whose classes are of a file, and other objects in each process
         assert again == recipe
     write_recipe(again, tmp_path / "again.py")
@@ -173,7 +173,7 @@ def test_a_script_that_trains_while_it_is_loaded_is_told_how_to_guard_it(tmp_pat
     ids=["dictionaries", "dotted", "texts"],
 )
 def test_nested_fields_of_a_named_recipe_are_set_as_on_the_command_line(fields: dict[str, object]) -> None:
-    made, name, flags = _found("quickstart", fields)
+    made, name, flags = _resolve("quickstart", fields)
     begun, words = find("quickstart"), ["--optimizer.lr", "0.003", "--model.path", str(BASE), "--evaluation.no-greedy"]
     assert made == override(begun, words, "tba train")
     assert made.optimizer == replace(begun.optimizer, lr=3e-3)
@@ -182,7 +182,7 @@ def test_nested_fields_of_a_named_recipe_are_set_as_on_the_command_line(fields: 
 
 
 def test_components_of_a_named_recipe_are_set_by_objects_beside_plain_fields() -> None:
-    made, name, flags = _found("quickstart", {"replay": {"selection": tba.RecencyReward(m=0.5)}, "steps": 3})
+    made, name, flags = _resolve("quickstart", {"replay": {"selection": tba.RecencyReward(m=0.5)}, "steps": 3})
     begun = find("quickstart")
     assert made.replay == replace(begun.replay, selection=tba.RecencyReward(m=0.5))
     assert (made.steps, name, flags) == (3, "", [])
@@ -204,7 +204,7 @@ def test_components_of_a_named_recipe_are_set_by_objects_beside_plain_fields() -
 )
 def test_a_field_of_a_named_recipe_that_means_nothing_is_a_sentence(fields: dict[str, object], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        _found("quickstart", fields)
+        _resolve("quickstart", fields)
 
 
 def test_evaluate_gives_the_recipes_figures_the_version_it_measured_and_its_own_seconds(tmp_path: Path) -> None:

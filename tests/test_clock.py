@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tba.clock import ShareClock, State, share_of
+from tba.clock import ShareClock, State, combined_share
 
 
 class Hand:
@@ -59,7 +59,7 @@ def test_a_wait_may_change_its_reason_while_it_lasts() -> None:
 
 def test_time_before_the_end_of_warm_up_is_warm_up_whatever_the_state() -> None:
     hand = Hand()
-    clock = ShareClock(warming_up=True, now=hand)
+    clock = ShareClock(is_warming_up=True, now=hand)
     with clock.state("idle"):
         hand.time += 100
         clock.end_warm_up()
@@ -68,7 +68,7 @@ def test_time_before_the_end_of_warm_up_is_warm_up_whatever_the_state() -> None:
     clock.end_warm_up()
     assert clock.seconds() == {"warm_up": 100, "idle": 1, "busy": 3}
     assert clock.share("idle") == 0.25
-    assert not clock.warming_up
+    assert not clock.is_warming_up
 
 
 def test_a_state_that_is_still_open_is_counted_up_to_now() -> None:
@@ -87,7 +87,7 @@ states: st.SearchStrategy[State] = st.sampled_from(["busy", "idle", "paced", "ev
 @given(st.lists(st.tuples(states, st.integers(0, 100))), st.integers(0, 10))
 def test_seconds_of_all_states_add_up_to_the_whole(spans: list[tuple[State, int]], warm: int) -> None:
     hand = Hand()
-    clock = ShareClock(warming_up=True, now=hand)
+    clock = ShareClock(is_warming_up=True, now=hand)
     for i, (name, seconds) in enumerate(spans):
         if i == warm:
             clock.end_warm_up()
@@ -97,5 +97,5 @@ def test_seconds_of_all_states_add_up_to_the_whole(spans: list[tuple[State, int]
 
 
 def test_the_share_of_several_loops_is_weighted_by_their_time() -> None:
-    assert share_of([{"idle": 1, "busy": 9}, {"idle": 20, "busy": 10, "warm_up": 500}], "idle") == 21 / 40
-    assert share_of([], "idle") == 0.0
+    assert combined_share([{"idle": 1, "busy": 9}, {"idle": 20, "busy": 10, "warm_up": 500}], "idle") == 21 / 40
+    assert combined_share([], "idle") == 0.0

@@ -20,7 +20,7 @@ from tba.record import metrics
 from tba.record.ledger import TERMS
 from tba.record.summary import Summary, WallSeconds
 from tba.settings import find, override
-from tba.shipped import names
+from tba.shipped import recipe_names
 from tba_lab.command import StudyOptions
 from tba_lab.study import find_study
 
@@ -71,7 +71,7 @@ def sets_fields_that_exist(words: list[str]) -> None:
     if verb == "study":
         assert set(find_study(name).matching(options.only.split(",") if options.only else ["*"]))
         override(find_study(name).recipe, rest, f"tba-lab study {name}")
-    elif not COMMANDS[verb].fields:
+    elif not COMMANDS[verb].sets_fields:
         assert rest == []
     elif verb in FIELDS:
         override(FIELDS[verb], rest, f"tba {verb}")
@@ -87,7 +87,7 @@ def test_the_documents_have_commands() -> None:
 
 
 def test_a_flag_named_in_passing_exists() -> None:
-    known = {field.flag for recipe in names() for field in fields_of(find(recipe))}
+    known = {field.flag for recipe in recipe_names() for field in fields_of(find(recipe))}
     known |= {field.flag for field in fields_of(EndpointVictim(), "--task.victim.")}  # of no recipe that comes along
     known |= {field.flag for file in EXAMPLES for field in fields_of(find(str(file)))}
     others = [*(own for options in OPTIONS.values() for own in options), SmoothingOptions(), SftOptions()]

@@ -11,7 +11,7 @@ import pytest
 from tba import field_names
 from tba.fields import fields_of
 from tba.settings import find
-from tba.shipped import names
+from tba.shipped import recipe_names
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted(str(path) for path in (ROOT / "examples").glob("*.py") if "\nrecipe = " in path.read_text())
@@ -36,7 +36,7 @@ recipe = replace(quickstart, task=Mine())
 """
 
 
-@pytest.mark.parametrize("name", [*names(), *EXAMPLES])
+@pytest.mark.parametrize("name", [*recipe_names(), *EXAMPLES])
 def test_the_source_has_the_fields_that_the_loaded_recipe_has(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for neighbour in Path(name).parent.glob("*.py"):  # of another folder, in a test before this one
         monkeypatch.delitem(sys.modules, neighbour.stem, raising=False)

@@ -15,7 +15,7 @@ import pytest
 from tba.errors import UserError
 from tba.fields import BY_CODE, as_declared, fields_of, flags, help_of
 from tba.settings import find, override
-from tba.shipped import names
+from tba.shipped import recipe_names
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def settings_in(found: Any) -> Iterator[Any]:
 
 
 def test_every_field_of_every_recipe_takes_its_value_as_a_text_where_that_has_one_meaning_and_no_other_text() -> None:
-    every = {type(s): s for name in names() for s in settings_in(find(name))}
+    every = {type(s): s for name in recipe_names() for s in settings_in(find(name))}
     assert len(every) > 30
     for settings in every.values():
         hints = typing.get_type_hints(type(settings))

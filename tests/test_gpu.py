@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import tba.recipes
-from tba.batch import Batch, _copying, collate, moved
+from tba.batch import Batch, _copy_stream, collate, to_device
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.generation import generate
 from tba.host_copies import HostCopies
@@ -137,13 +137,13 @@ def test_the_attention_kernel_is_the_definition_up_to_its_precision() -> None:
 def test_a_copy_from_the_host_does_not_wait_for_what_the_gpu_computes_and_what_follows_waits_for_it() -> None:
     busy, host = torch.cuda.Event(), torch.arange(1 << 20)
     expected = host + 1
-    moved(host, DEVICE)  # pinned memory that is new may be waited for
+    to_device(host, DEVICE)  # pinned memory that is new may be waited for
     torch.cuda.synchronize()
     torch.cuda._sleep(10**9)  # cycles: half a second
     busy.record()
-    there = moved(host, DEVICE)
+    there = to_device(host, DEVICE)
     copied = torch.cuda.Event()
-    copied.record(_copying(there.device))
+    copied.record(_copy_stream(there.device))
     copied.synchronize()
     assert not busy.query()  # the copy is there while the sleep goes on
     host.zero_()  # the pinned copy is what was read
@@ -154,11 +154,11 @@ def test_a_copy_from_the_host_does_not_wait_for_what_the_gpu_computes_and_what_f
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["as they are", "cast"])
 def test_weights_are_copied_beside_the_next_step_and_the_next_update_waits_for_that_on_the_gpu(dtype: Any) -> None:
     weight, copies = torch.zeros(1 << 24, device=DEVICE), HostCopies()
-    dict(copies.of({"w": weight}, dtype).items())  # pinned memory that is new may be waited for
+    dict(copies.begin_copy({"w": weight}, dtype).items())  # pinned memory that is new may be waited for
     torch.cuda.synchronize()
     computed = torch.cuda.Event()
     weight.add_(1)  # an update
-    leaving = copies.of({"w": weight}, dtype)
+    leaving = copies.begin_copy({"w": weight}, dtype)
     torch.cuda._sleep(10**9)  # the next step: half a second
     assert copies.hold()
     weight.add_(1)  # its update
@@ -168,7 +168,7 @@ def test_weights_are_copied_beside_the_next_step_and_the_next_update_waits_for_t
     assert there.is_pinned()
     assert torch.equal(there, torch.ones(1 << 24, dtype=dtype or torch.float32))
     for value in (2.0, 3.0, 4.0):  # versions that follow each other at once
-        leaving = copies.of({"w": weight}, dtype)
+        leaving = copies.begin_copy({"w": weight}, dtype)
         assert copies.hold()
         weight.add_(1)
         assert float(dict(leaving.items())["w"].float().min()) == value

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tba.errors import PartFailed, UserError
-from tba.grading import MOST_ABANDONED, Grade, Grader, share_of
+from tba.grading import MAX_ABANDONED, Grade, Grader, searcher_limit
 from tba.protocols import GradingCalls
 from tba.rewards.functions import FunctionReward, WeightedFunctions
 from tba.types import Completion, Judgement, Prompt, StopReason, Version
@@ -134,9 +134,9 @@ def test_an_answer_whose_call_hangs_comes_back_without_a_judgement_and_holds_up_
     while len(finished) < 6:
         grader.wait(LONG)
     released.set()
-    assert [grade.expired for grade in grades] == [False, False, True, False, False, False]
+    assert [grade.has_expired for grade in grades] == [False, False, True, False, False, False]
     assert [None if g.judgement is None else g.judgement.reward for g in grades] == [0.0, 1.0, None, 3.0, 4.0, 5.0]
-    assert grader.unfinished == 0
+    assert grader.unfinished_count == 0
     grader.poll()
     assert len(finished) == 6  # what it gave later is dropped
 
@@ -166,7 +166,7 @@ def test_a_call_that_raises_is_repeated_alone_and_what_it_raises_last_is_raised_
     grader.submit([(prompt(0), [completion("x" * i) for i in range(4)])], finished)
 
     def to_the_end() -> None:
-        while grader.unfinished:
+        while grader.unfinished_count:
             grader.wait(LONG)
 
     with pytest.raises(UserError, match="OSError: never"):
@@ -226,11 +226,11 @@ def test_threads_that_hang_are_bounded_and_then_calls_go_to_processes() -> None:
         def close(self) -> None:
             pass
 
-    count = 8 * MOST_ABANDONED
+    count = 8 * MAX_ABANDONED
     try:
-        grader = Grader(FunctionReward(hangs, concurrency=MOST_ABANDONED + 1), deadline=0.05, isolate=Process)
+        grader = Grader(FunctionReward(hangs, concurrency=MAX_ABANDONED + 1), deadline=0.05, isolate=Process)
         judged = grader.judge(answers(count))
-        alone = Grader(FunctionReward(hangs, concurrency=MOST_ABANDONED + 1), deadline=0.05)
+        alone = Grader(FunctionReward(hangs, concurrency=MAX_ABANDONED + 1), deadline=0.05)
         with pytest.raises(
             PartFailed, match=r"has to run in processes of its own, but cannot here \(\d+ of its calls hang"
         ):
@@ -238,13 +238,13 @@ def test_threads_that_hang_are_bounded_and_then_calls_go_to_processes() -> None:
     finally:
         released.set()
     hung = sum(math.isnan(judgement.reward) for judgement in judged)
-    assert MOST_ABANDONED < hung < count
+    assert MAX_ABANDONED < hung < count
     assert all(judgement.reward in (i, math.nan) or math.isnan(judgement.reward) for i, judgement in enumerate(judged))
 
 
 @pytest.mark.parametrize(("limit", "count"), [(1, 3), (7, 3), (256, 7), (2, 2)])
 def test_searchers_share_the_calls_of_a_run_and_each_has_at_least_one(limit: int, count: int) -> None:
-    shares = [share_of(limit, index, count) for index in range(count)]
+    shares = [searcher_limit(limit, index, count) for index in range(count)]
     assert sum(shares) == max(limit, count)
     assert max(shares) - min(shares) <= 1
 

@@ -31,7 +31,7 @@ def odd_tensors() -> dict[str, torch.Tensor]:
 def test_the_file_of_copies_is_that_of_the_tensors(dtype: torch.dtype | None, tmp_path: Path) -> None:
     tensors = odd_tensors()
     write_tensors(tmp_path / "own", tensors, dtype)
-    write_tensors(tmp_path / "copies", HostCopies(open_lane()).of(tensors, dtype), dtype)
+    write_tensors(tmp_path / "copies", HostCopies(open_lane()).begin_copy(tensors, dtype), dtype)
     assert (tmp_path / "own").read_bytes() == (tmp_path / "copies").read_bytes()
     assert load_file(tmp_path / "copies").keys() == tensors.keys()
 
@@ -39,7 +39,7 @@ def test_the_file_of_copies_is_that_of_the_tensors(dtype: torch.dtype | None, tm
 def test_a_copy_has_what_was_there_when_it_was_begun_because_what_changes_it_waits() -> None:
     lane, weight = ThreadLane(), torch.arange(4.0)
     copies = HostCopies(lane)
-    leaving = copies.of({"w": weight})
+    leaving = copies.begin_copy({"w": weight})
     with ThreadPoolExecutor(2) as others:
 
         def update() -> None:
@@ -59,17 +59,17 @@ def test_versions_go_through_the_same_memory_until_the_tensors_are_others() -> N
     lane = open_lane()
     copies, rooms = HostCopies(lane), []
     for value in range(3):
-        there = dict(copies.of({"a": torch.full((5,), float(value)), "b": torch.full((2, 3), value)}).items())
+        there = dict(copies.begin_copy({"a": torch.full((5,), float(value)), "b": torch.full((2, 3), value)}).items())
         assert there["a"].tolist() == [value] * 5
         assert there["b"].tolist() == [[value] * 3] * 2
         rooms.append([t.data_ptr() for t in there.values()])
     assert rooms[0] == rooms[1] == rooms[2]
     assert lane.rooms == [128]  # 20 and 48 bytes, each from a multiple of 64
-    copies.of({"a": torch.zeros(5)}, torch.bfloat16)
+    copies.begin_copy({"a": torch.zeros(5)}, torch.bfloat16)
     assert lane.rooms == [128, 64]
 
 
 def test_what_lies_on_the_host_is_not_copied_and_its_readers_are_waited_for() -> None:
     tensors, copies = {"w": torch.zeros(3)}, HostCopies()
-    assert copies.of(tensors) is tensors
+    assert copies.begin_copy(tensors) is tensors
     assert not copies.hold()

@@ -23,7 +23,7 @@ from tba.schedules import (
     tldr_anneal,
 )
 from tba.settings import find, override
-from tba.shipped import names
+from tba.shipped import recipe_names
 
 
 def test_on_tldr_beta_is_0_777_at_step_31_and_jumps_to_0_05_at_step_32() -> None:
@@ -116,7 +116,7 @@ def test_a_shape_that_is_made_to_last_has_the_same_rates_at_the_same_share_of_th
         assert longer(1 + round((n - 1) * steps / 50)) == pytest.approx(shape(n), abs=0.05)
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", recipe_names())
 def test_a_recipe_has_a_learning_rate_to_its_last_step_however_many_are_asked_for(name: str) -> None:
     recipe = find(name)
     for steps in (recipe.steps, 625, 1500, 3 * recipe.steps):

@@ -22,11 +22,11 @@ from tba.command.table import COMMANDS
 from tba.config_file import with_config
 from tba.errors import UserError
 from tba.fields import _THEIR_NAMES, comments, fields_of, flags, help_of, without_effect
-from tba.recipe import Recipe, resolved
+from tba.recipe import Recipe, settings_json
 from tba.runtime.run_directory import RunDirectory, new_path
 from tba.schedules import WarmupCosine, WarmupStableDecay
 from tba.settings import FIRST, find, newest_of_each, override
-from tba.shipped import description_of, names
+from tba.shipped import description_of, recipe_names
 
 TOY = str(Path(__file__).parent / "toy" / "recipe.py")
 QUICKSTART, GSM8K = find("quickstart"), find("gsm8k")
@@ -37,7 +37,7 @@ def overridden(recipe: Recipe, *arguments: str) -> Recipe:
 
 
 def test_nothing_given_changes_nothing() -> None:
-    for name in names():
+    for name in recipe_names():
         assert overridden(find(name)) == find(name)
 
 
@@ -73,7 +73,7 @@ def test_a_schedule_has_the_fields_of_the_class_that_the_recipe_chose() -> None:
     assert changed == replace(QUICKSTART.optimizer.schedule, stable=411)
     toy = overridden(find(TOY), "--optimizer.schedule.steps", "1200", "--objective.beta.value", "0.3")
     assert toy.optimizer.schedule == WarmupCosine(1200)
-    assert resolved(toy.objective)["beta"] == {"class": "tba.schedules.Constant", "value": 0.3}
+    assert settings_json(toy.objective)["beta"] == {"class": "tba.schedules.Constant", "value": 0.3}
     with pytest.raises(UserError, match=r"has no field --optimizer\.schedule\.stable"):
         overridden(find(TOY), "--optimizer.schedule.stable", "11")
 
@@ -93,7 +93,7 @@ def test_what_only_code_can_choose_is_no_field() -> None:
 
 
 def test_every_flag_of_a_recipe_takes_the_value_it_has() -> None:
-    for name in names():
+    for name in recipe_names():
         recipe, spelt = find(name), list[str]()
         for flag in flags(recipe):
             value: Any = recipe
@@ -253,7 +253,7 @@ def test_a_run_rebuilds_its_recipe_from_recipe_json_alone(tmp_path: Path) -> Non
         assert RunDirectory.open(made.path).recipe() == recipe
         facts = json.loads((made.path / "recipe.json").read_text())
         assert facts["resolved"]["steps"] == recipe.steps
-        assert facts["resolved"] == json.loads(json.dumps(resolved(recipe)))
+        assert facts["resolved"] == json.loads(json.dumps(settings_json(recipe)))
 
 
 def test_a_changed_recipe_file_and_a_second_run_of_one_name_are_refused(tmp_path: Path) -> None:
@@ -391,7 +391,7 @@ def test_what_is_off_until_it_is_set_is_set_by_its_flag_and_is_none_of_those_tha
 
 
 def test_whatever_has_no_effect_in_a_recipe_is_among_its_fields() -> None:
-    for name in names():
+    for name in recipe_names():
         known = [f.flag for f in fields_of(find(name))]
         for flag, when in without_effect(find(name)).items():
             assert any(k == flag or k.startswith(f"{flag}.") for k in known), (name, flag)
@@ -461,7 +461,8 @@ def test_another_part_is_answered_by_how_to_choose_it() -> None:
 
 
 def test_descriptions_are_those_of_the_recipes_and_studies_themselves() -> None:
-    assert {name: description_of(name) for name in names()} == {name: find(name).description for name in names()}
+    names = recipe_names()
+    assert {name: description_of(name) for name in names} == {name: find(name).description for name in names}
 
 
 def test_a_list_of_recipes_and_a_misspelt_name_load_nothing_heavy() -> None:

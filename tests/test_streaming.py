@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tba.streaming import Streamed, write_tensors
+from tba.streaming import TensorStream, write_tensors
 
 
 def test_the_file_is_read_by_safetensors_whatever_types_and_shapes_follow_each_other(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_stream_is_written_with_one_of_its_tensors_in_memory_at_a_time(tmp_pat
             del tensor
 
     like = {str(i): torch.empty(1000, device="meta") for i in range(20)}
-    write_tensors(tmp_path / "t", Streamed(like, tensors))
+    write_tensors(tmp_path / "t", TensorStream(like, tensors))
     assert most <= 2  # the one that is written, and the next
     assert float(load_file(tmp_path / "t")["19"][999]) == 19
 
@@ -62,4 +62,4 @@ def test_a_stream_is_written_with_one_of_its_tensors_in_memory_at_a_time(tmp_pat
 def test_a_stream_that_is_not_what_was_said_is_refused(tmp_path: Path, come: dict[str, Tensor], what: str) -> None:
     like = {"a": torch.empty(3, device="meta"), "b": torch.empty(2, device="meta")}
     with pytest.raises(ValueError, match=what):
-        write_tensors(tmp_path / "t", Streamed(like, lambda: iter(come.items())))
+        write_tensors(tmp_path / "t", TensorStream(like, lambda: iter(come.items())))

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tba.errors import UserError
-from tba.tables import Refusal, conversation, read, splits_of, tools_of
+from tba.tables import Refusal, conversation, read_table, splits_of, tool_schemas
 from tba.tasks.problem_rows import read_rows
 
 FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -25,7 +25,7 @@ def test_every_line_that_is_not_blank_comes_out_once_with_its_number(tmp_path: P
     path = tmp_path / "lines.jsonl"
     path.write_bytes(b"\n".join(lines))
     whole = b"\n".join(lines).split(b"\n")  # a line may hold line ends itself
-    found = list(read(path))
+    found = list(read_table(path))
     assert [number for number, _ in found] == [n for n, line in enumerate(whole, 1) if line.strip()]
     assert [number for number, entry in found if entry == {"a": 1}] == [
         n for n, line in enumerate(whole, 1) if line.strip() == b'{"a": 1}'
@@ -35,14 +35,14 @@ def test_every_line_that_is_not_blank_comes_out_once_with_its_number(tmp_path: P
 def test_what_is_no_object_says_what_it_is(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_bytes(b'{"a": 1}\n[1]\n{"a": \n\xff\n' + b"1" * 5000 + b"\n")
-    reasons = [entry.reason if isinstance(entry, Refusal) else entry for _, entry in read(path)]
+    reasons = [entry.reason if isinstance(entry, Refusal) else entry for _, entry in read_table(path)]
     assert reasons == [{"a": 1}, "JSON, but no object", "not JSON", "not text in UTF-8", "not JSON"]
 
 
 def test_a_line_longer_than_the_limit_is_refused_and_the_next_one_read(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text(json.dumps({"a": "x" * 300}) + '\n{"a": 1}\n')
-    entries = [entry for _, entry in read(path, longest=64)]
+    entries = [entry for _, entry in read_table(path, max_row_bytes=64)]
     assert entries == [Refusal("longer than 64 bytes"), {"a": 1}]
 
 
@@ -50,9 +50,9 @@ def test_a_file_that_ends_early_is_read_as_far_as_it_goes(tmp_path: Path) -> Non
     whole = gzip.compress(b"".join(b'{"a": %d}\n' % n for n in range(5000)))
     path = tmp_path / "lines.jsonl.gz"
     path.write_bytes(whole)
-    assert len(list(read(path))) == 5000
+    assert len(list(read_table(path))) == 5000
     path.write_bytes(whole[: len(whole) // 2])
-    entries = [entry for _, entry in read(path)]
+    entries = [entry for _, entry in read_table(path)]
     assert len(entries) > 100
     assert isinstance(entries[-1], Refusal)
     assert "any further" in entries[-1].reason
@@ -61,7 +61,7 @@ def test_a_file_that_ends_early_is_read_as_far_as_it_goes(tmp_path: Path) -> Non
 
 def test_a_missing_file_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
-        list(read(tmp_path / "none.jsonl"))
+        list(read_table(tmp_path / "none.jsonl"))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pyarrow") is not None, reason="pyarrow is installed")
@@ -70,7 +70,7 @@ def test_a_parquet_file_without_pyarrow_is_one_sentence(tmp_path: Path, monkeypa
         monkeypatch.setitem(sys.modules, name, None)  # importing it fails, as where it is not installed
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
     with pytest.raises(UserError, match="needs the package pyarrow"):
-        list(read(tmp_path / "rows.parquet"))
+        list(read_table(tmp_path / "rows.parquet"))
 
 
 def test_rows_of_a_parquet_file_are_lines(tmp_path: Path) -> None:
@@ -80,10 +80,10 @@ def test_rows_of_a_parquet_file_are_lines(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "1+1="}]
     rows = [{"prompt": "1+1=", "reward": 0.5, "messages": None}, {"prompt": None, "reward": None, "messages": chat}]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    assert list(read(tmp_path / "rows.parquet")) == [(1, rows[0]), (2, rows[1])]
+    assert list(read_table(tmp_path / "rows.parquet")) == [(1, rows[0]), (2, rows[1])]
     (tmp_path / "rows.parquet").write_bytes(b"PAR1 and no more")
     with pytest.raises(UserError, match="as Parquet"):
-        list(read(tmp_path / "rows.parquet"))
+        list(read_table(tmp_path / "rows.parquet"))
 
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": 'a, "b"\nc', "answer": "3,5"}, {"prompt": "ü", "answer": ""}]
@@ -110,7 +110,7 @@ def written(path: Path) -> Path:
 def test_a_file_of_any_format_has_the_same_rows(tmp_path: Path, ending: str) -> None:
     empty = None if ending.startswith(("csv", "tsv")) else ""  # a cell without a text has no value
     rows = [{name: text or empty for name, text in row.items()} for row in ROWS]
-    assert [row for _, row in read(written(tmp_path / f"rows.{ending}"))] == rows
+    assert [row for _, row in read_table(written(tmp_path / f"rows.{ending}"))] == rows
 
 
 def test_columns_of_half_the_precision_and_of_bytes_are_what_was_written(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_columns_of_half_the_precision_and_of_bytes_are_what_was_written(tmp_pat
         "prompt": pyarrow.array([b"0.1?", "ü".encode(), None, b"\xff"], pyarrow.binary()),
     }
     parquet.write_table(pyarrow.table(columns), tmp_path / "rows.parquet")
-    rows = [row for _, row in read(tmp_path / "rows.parquet")]
+    rows = [row for _, row in read_table(tmp_path / "rows.parquet")]
     assert [row["answer"] for row in rows] == [0.1, 1e-7, None, 2.0]
     assert [row["prompt"] for row in rows] == ["0.1?", "ü", None, "b'\\xff'"]
 
@@ -149,7 +149,7 @@ def test_floats_of_few_bits_are_what_was_written_however_deep_they_are(tmp_path:
         columns = {name: json.loads(json.dumps(column)) for name, (_, column) in kinds.items()}
         rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         for name in ("rows.parquet", "rows.arrow"):
-            assert [row for _, row in read(tmp_path / name)] == rows
+            assert [row for _, row in read_table(tmp_path / name)] == rows
 
 
 def test_a_label_of_a_data_set_is_its_name(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_label_of_a_data_set_is_its_name(tmp_path: Path) -> None:
     data.save_to_disk(tmp_path / "saved")
     data.to_parquet(tmp_path / "rows.parquet")
     for path in (tmp_path / "saved", tmp_path / "rows.parquet"):
-        *found, last = (row for _, row in read(path))
+        *found, last = (row for _, row in read_table(path))
         assert found == [named, named]
         assert last["answer"] is None  # of the hidden labels of a competition
     import pyarrow
@@ -171,28 +171,28 @@ def test_a_label_of_a_data_set_is_its_name(tmp_path: Path) -> None:
     for odd in (b"no JSON", b'{"info": 3}', b'{"info": {"features": {"answer": {"_type": "ClassLabel", "names": 3}}}}'):
         table = pyarrow.table({"answer": [1]}).replace_schema_metadata({b"huggingface": odd})
         parquet.write_table(table, tmp_path / "odd.parquet")
-        assert list(read(tmp_path / "odd.parquet")) == [(1, {"answer": 1})]
+        assert list(read_table(tmp_path / "odd.parquet")) == [(1, {"answer": 1})]
 
 
 def test_an_array_may_be_on_any_number_of_lines_and_its_items_are_checked_like_lines(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     for text in ('\n\n [{"a": 1}, 2]', '\ufeff[{"a": 1},\n2\n]\n'):
         path.write_text(text)
-        assert list(read(path)) == [(1, {"a": 1}), (2, Refusal("JSON, but no object", "int"))]
+        assert list(read_table(path)) == [(1, {"a": 1}), (2, Refusal("JSON, but no object", "int"))]
     path.write_text('[{"a": 1}, ')
-    assert [entry.reason for _, entry in read(path) if isinstance(entry, Refusal)] == ["not JSON"]
+    assert [entry.reason for _, entry in read_table(path) if isinstance(entry, Refusal)] == ["not JSON"]
 
 
 def test_a_row_of_csv_has_as_many_cells_as_the_first_or_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("prompt,answer\n1+1=,2\n\n1+2=\n1,2,3\n")
-    entries = [entry.detail if isinstance(entry, Refusal) else entry for _, entry in read(path)]
+    entries = [entry.detail if isinstance(entry, Refusal) else entry for _, entry in read_table(path)]
     assert entries == [{"prompt": "1+1=", "answer": "2"}, "1, not 2", "3, not 2"]
     path.write_bytes(b"prompt,answer\n1+1=,2\n\xff,3\n")
-    assert [isinstance(entry, Refusal) for _, entry in read(path)][-1]
+    assert [isinstance(entry, Refusal) for _, entry in read_table(path)][-1]
     path.write_text("prompt,prompt\n1,2\n")
     with pytest.raises(UserError, match="two columns named 'prompt'"):
-        list(read(path))
+        list(read_table(path))
 
 
 COLUMNS = {"prompt": ["1+1=", "a;b"], "answer": ["2", "3"]}
@@ -211,19 +211,19 @@ def test_a_text_is_read_in_the_encoding_that_its_first_bytes_name(tmp_path: Path
     for ending, text in texts.items():
         path = tmp_path / (f"rows.{ending}.gz" if packed else f"rows.{ending}")
         path.write_bytes(gzip.compress(text.encode(encoding)) if packed else text.encode(encoding))
-        assert list(read(path)) == list(enumerate(SAME, 1))
+        assert list(read_table(path)) == list(enumerate(SAME, 1))
 
 
 def test_a_text_whose_encoding_is_not_known_is_said_to_be_so(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     for text in ("prompt,answer\nü,2\n".encode("latin-1"), "prompt,answer\n1,2\n".encode("utf-16-le")):
         path.write_bytes(text)
-        assert [entry.reason for _, entry in read(path) if isinstance(entry, Refusal)] == ["not text in UTF-8"]
+        assert [entry.reason for _, entry in read_table(path) if isinstance(entry, Refusal)] == ["not text in UTF-8"]
         with pytest.raises(UserError, match=r"^row 1 of .*rows.csv is not text in UTF-8 \(.*\): save it in UTF-8$"):
             read_rows(path)
     path.write_bytes("prompt,answer\n1,2\n".encode("utf-16")[:-1])  # half of a character at the end
-    assert [row for _, row in read(path) if isinstance(row, dict)] == []
-    assert "any further" in str([row for _, row in read(path)][-1])
+    assert [row for _, row in read_table(path) if isinstance(row, dict)] == []
+    assert "any further" in str([row for _, row in read_table(path)][-1])
 
 
 @pytest.mark.parametrize("first", ["", "sep=S\n"])
@@ -234,9 +234,9 @@ def test_cells_may_be_separated_as_in_other_countries(tmp_path: Path, separator:
     table.writeheader()
     table.writerows(SAME)
     (tmp_path / "rows.csv").write_text(first.replace("S", separator) + text.getvalue())
-    assert [row for _, row in read(tmp_path / "rows.csv")] == SAME
+    assert [row for _, row in read_table(tmp_path / "rows.csv")] == SAME
     (tmp_path / "one.csv").write_text("prompt\n1+1=\n2;3\n")  # one column has no separator
-    assert [row for _, row in read(tmp_path / "one.csv")] == [{"prompt": "1+1="}, {"prompt": "2;3"}]
+    assert [row for _, row in read_table(tmp_path / "one.csv")] == [{"prompt": "1+1="}, {"prompt": "2;3"}]
 
 
 CHAT = {"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]}
@@ -267,20 +267,20 @@ def test_a_json_document_is_its_list_of_rows_its_columns_or_one_row(
     tmp_path: Path, document: dict[str, object], rows: list[object], indent: int | None
 ) -> None:
     (tmp_path / "rows.json").write_text(json.dumps(document, indent=indent))
-    assert list(read(tmp_path / "rows.json")) == list(enumerate(rows, 1))
+    assert list(read_table(tmp_path / "rows.json")) == list(enumerate(rows, 1))
 
 
 def test_several_lists_of_rows_in_one_document_are_named(tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_text(json.dumps({"train": SAME, "test": SAME}))
     with pytest.raises(UserError, match=r"several lists of rows \(train, test\): give a file of each, as train.json"):
-        list(read(tmp_path / "rows.json"))
+        list(read_table(tmp_path / "rows.json"))
 
 
 def test_lines_in_a_file_with_the_name_of_a_document_are_rows_even_where_they_are_columns(tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_text((json.dumps(COLUMNS) + "\n") * 2)
-    assert [row for _, row in read(tmp_path / "rows.json")] == [COLUMNS, COLUMNS]
+    assert [row for _, row in read_table(tmp_path / "rows.json")] == [COLUMNS, COLUMNS]
     (tmp_path / "rows.jsonl").write_text(json.dumps(COLUMNS))
-    assert [row for _, row in read(tmp_path / "rows.jsonl")] == [COLUMNS]
+    assert [row for _, row in read_table(tmp_path / "rows.jsonl")] == [COLUMNS]
 
 
 def test_a_folder_that_datasets_saved_has_the_rows_that_were_saved(tmp_path: Path) -> None:
@@ -289,16 +289,16 @@ def test_a_folder_that_datasets_saved_has_the_rows_that_were_saved(tmp_path: Pat
     rows = [{"prompt": chat, "n": n, "info": {"index": n}} for n in range(3)]
     train, test = datasets.Dataset.from_list(rows), datasets.Dataset.from_list(rows[:1])
     train.save_to_disk(tmp_path / "one", num_shards=2)
-    assert list(read(tmp_path / "one")) == list(enumerate(rows, 1))
+    assert list(read_table(tmp_path / "one")) == list(enumerate(rows, 1))
     datasets.DatasetDict(train=train, test=test).save_to_disk(tmp_path / "both")
     assert splits_of(tmp_path / "both") == {name: tmp_path / "both" / name for name in ("train", "test")}
-    assert list(read(tmp_path / "both" / "test")) == [(1, rows[0])]
+    assert list(read_table(tmp_path / "both" / "test")) == [(1, rows[0])]
     with pytest.raises(UserError, match=r"holds several splits: give the folder of one \(.*both/train, "):
-        list(read(tmp_path / "both"))
+        list(read_table(tmp_path / "both"))
     with pytest.raises(UserError, match=r"not one that datasets saved \(no state.json\)"):
-        list(read(tmp_path))
+        list(read_table(tmp_path))
     (tmp_path / "one" / "state.json").write_text('{"_data_files": [{"filename": "../both/train/x.arrow"}]}')
-    assert list(read(tmp_path / "one")) == []  # a name that leads out of the folder is none
+    assert list(read_table(tmp_path / "one")) == []  # a name that leads out of the folder is none
 
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
@@ -337,6 +337,6 @@ def test_parts_of_text_are_one_text_and_other_parts_are_refused() -> None:
 
 def test_schemas_lose_the_fields_that_a_column_gave_them_from_others() -> None:
     tool = {"function": {"name": "f", "parameters": {"properties": {"x": {"type": "int"}, "y": None}, "enum": None}}}
-    assert tools_of([tool]) == ({"function": {"name": "f", "parameters": {"properties": {"x": {"type": "int"}}}}},)
-    assert tools_of(None) == ()
-    assert isinstance(tools_of(["f"]), Refusal)
+    assert tool_schemas([tool]) == ({"function": {"name": "f", "parameters": {"properties": {"x": {"type": "int"}}}}},)
+    assert tool_schemas(None) == ()
+    assert isinstance(tool_schemas(["f"]), Refusal)

@@ -29,7 +29,16 @@ from tba.foreign import templated, with_arguments
 from tba.generation import generate
 from tba.intake.answers import Answer, answer_of
 from tba.intake.encoding import Encoded, Encoder, Known
-from tba.markup import control_tokens, decoded, encoded, encoded_all, encoded_whole, filled, padded, plain
+from tba.markup import (
+    control_tokens,
+    decode_tokens,
+    encode_markup,
+    encode_markups,
+    encode_whole_text,
+    fill_template,
+    pad_texts,
+    visible_text,
+)
 from tba.models.warm_start import pairs_of
 from tba.rollout.prompts import PromptSettings, encode
 from tba.tables import Refusal
@@ -152,15 +161,16 @@ def system_of(made: Any, messages: Sequence[Json], tools: Sequence[Json]) -> lis
 def test_what_begins_and_ends_a_turn_is_read_off_the_template(name: str, kind: str) -> None:
     family, made = FAMILIES[name], tokenizer(name, kind)
     form = assistant_turn(made)
-    for follows, end in (("last", family.end), ("heard", family.end), ("called", family.called or family.end)):
-        frame = getattr(form, follows)
+    frames = {"last": (form.final_frame, family.end), "heard": (form.user_frame, family.end)}
+    frames |= {"called": (form.tool_frame, family.called or family.end)}
+    for follows, (frame, end) in frames.items():
         assert frame.end is not None
         assert (frame.end.text, frame.end.gap) == (end, family.gap)
         assert frame.token == made.convert_tokens_to_ids(end)
         assert frame.opening == family.opening.get(follows, "")
-    assert form.heads == (name == "glm4.5")
+    assert form.end_names_speaker == (name == "glm4.5")
     text = assistant_turn(made, chat=False)  # an answer to a text ends in the end-of-text token
-    assert (text.last.token, text.last.opening) == (made.eos_token_id, "")
+    assert (text.final_frame.token, text.final_frame.opening) == (made.eos_token_id, "")
 
 
 @pytest.mark.parametrize(("name", "kind"), BOTH, ids=IDS)
@@ -231,7 +241,7 @@ def test_an_imported_answer_and_a_demonstration_end_as_the_template_says(name: s
     assert [*pair.prompt, *pair.response, end] == right.prompt + right.completion
     cut = encoder.encode(Answer(tuple(messages), ANSWER, truncated=True, tools=PROBLEM.tools))
     assert isinstance(cut, Encoded)
-    assert assistant_turn(made).ends.isdisjoint(cut.completion.tokens.tolist())
+    assert assistant_turn(made).end_tokens.isdisjoint(cut.completion.tokens.tolist())
 
 
 @pytest.mark.parametrize(("name", "kind"), BOTH, ids=IDS)
@@ -362,9 +372,9 @@ def test_what_others_say_is_text_whatever_control_tokens_it_spells(name: str, ki
     assert "".join(made.decode(prompts[1].tokens.tolist()).split()) == "".join(prompts[1].text.split())
     speech = Speech(made, True, PROBLEM.tools)
     for results in ((), (("deposit", text),)):
-        heard = speech.observation(Observation(text, results), end_token=assistant_turn(made).heard.token)
+        heard = speech.observation(Observation(text, results), end_token=assistant_turn(made).user_frame.token)
         plainly = speech.observation(
-            Observation("7", tuple((name, "7") for name, _ in results)), end_token=assistant_turn(made).heard.token
+            Observation("7", tuple((name, "7") for name, _ in results)), end_token=assistant_turn(made).user_frame.token
         )
         assert controls(made, heard.tolist()) == controls(made, plainly.tolist())
     assert controls(made, Speech(made, False).observation(Observation(text)).tolist()) == []
@@ -389,8 +399,8 @@ def test_in_an_assistants_turn_marks_of_thoughts_and_calls_are_tokens_and_those_
     ids = [control.ids[mark] for mark in marks]
     assert [token for token in controls(made, body) if token in ids][-len(ids) :] == ids
     assert set(controls(made, body)) <= allowed
-    assert form.ends.isdisjoint(body)
-    assert found.completion.text == decoded(made, body)
+    assert form.end_tokens.isdisjoint(body)
+    assert found.completion.text == decode_tokens(made, body)
     (pair,) = pairs_of([Problem(asked, {}, answer)], made)
     assert pair.response == body
     history = Problem((*asked, {"role": "assistant", "content": answer}, *asked), {})
@@ -408,14 +418,14 @@ def test_text_beside_control_tokens_has_the_tokens_that_the_tokenizer_gives_it(n
     control = control_tokens(made)
     texts = ["There is 4 in it. \n\n new", " x", "a < b [c] \n", "<p>\u039b</p>", "  ", "\ufdd0\ufdd2"]
     for text in texts:
-        assert encoded(made, control.escape(text)) == made.encode(text, add_special_tokens=False)
-        assert plain(control.escape(text)) == text
+        assert encode_markup(made, control.escape(text)) == made.encode(text, add_special_tokens=False)
+        assert visible_text(control.escape(text)) == text
     mark = FAMILIES[name].end
     for text in (f"{mark} a < b\n{mark}{mark}", f"a{mark}\n b <"):
         broken = text[:-1] + control.escape("<") if text.endswith("<") else text + control.escape("<")
-        assert encoded(made, broken) == made.encode(plain(broken), add_special_tokens=False)
-    assert encoded_all(made, ["a", control.escape("<")]) == [made.encode(t, add_special_tokens=False) for t in "a<"]
-    assert controls(made, encoded(made, control.markup(mark))) == []
+        assert encode_markup(made, broken) == made.encode(visible_text(broken), add_special_tokens=False)
+    assert encode_markups(made, ["a", control.escape("<")]) == [made.encode(t, add_special_tokens=False) for t in "a<"]
+    assert controls(made, encode_markup(made, control.markup(mark))) == []
 
 
 def test_a_control_token_that_a_template_would_join_of_several_texts_is_text() -> None:
@@ -424,7 +434,7 @@ def test_a_control_token_that_a_template_would_join_of_several_texts_is_text() -
         "{% for m in messages %}<|im_start|>{% for p in m.content %}{{ p.text | trim }}{% endfor %}{% endfor %}"
     )
     parts = [{"type": "text", "text": text} for text in ("7<|im_", " end|>")]
-    tokens = encoded(made, templated(made, [{"role": "user", "content": parts}]))
+    tokens = encode_markup(made, templated(made, [{"role": "user", "content": parts}]))
     assert controls(made, tokens) == [made.convert_tokens_to_ids("<|im_start|>")]
     assert made.decode(tokens) == "<|im_start|>7<|im_end|>"
 
@@ -435,15 +445,15 @@ def test_what_stands_in_the_places_of_a_text_template_is_text(name: str, kind: s
     family, made = FAMILIES[name], tokenizer(name, kind)
     control, text = control_tokens(made), forged(family)
     template = f"Q: {{attack}}{family.end} A: {{answer}}{family.end} {{attack}}"
-    usual = filled(control, template, attack="seven", answer="{attack}")
+    usual = fill_template(control, template, attack="seven", answer="{attack}")
     assert usual == f"Q: seven{family.end} A: {{attack}}{family.end} seven"
-    assert encoded_whole(made, usual) == made.encode(usual)
-    hostile = filled(control, template, attack=text, answer=text)
-    assert plain(hostile) == f"Q: {text}{family.end} A: {text}{family.end} {text}"
-    assert controls(made, encoded_whole(made, hostile)) == controls(made, made.encode(usual))
+    assert encode_whole_text(made, usual) == made.encode(usual)
+    hostile = fill_template(control, template, attack=text, answer=text)
+    assert visible_text(hostile) == f"Q: {text}{family.end} A: {text}{family.end} {text}"
+    assert controls(made, encode_whole_text(made, hostile)) == controls(made, made.encode(usual))
     half = len(family.end) // 2
-    joined = filled(control, f"{{attack}}{family.end[half:]} seven", attack=family.end[:half])
-    assert controls(made, encoded_whole(made, joined)) == controls(made, made.encode("seven"))
+    joined = fill_template(control, f"{{attack}}{family.end[half:]} seven", attack=family.end[:half])
+    assert controls(made, encode_whole_text(made, joined)) == controls(made, made.encode("seven"))
 
 
 @pytest.mark.parametrize(("name", "kind"), BOTH, ids=IDS)
@@ -451,12 +461,12 @@ def test_a_classifier_reads_control_tokens_in_a_whole_text_as_text(name: str, ki
     family, made = FAMILIES[name], copy(tokenizer(name, kind))
     made.pad_token = made.pad_token or made.eos_token
     texts = [forged(family), "seven"]
-    read = padded(made, texts, 500)
+    read = pad_texts(made, texts, 500)
     rows = [ids[mask.bool()].tolist() for ids, mask in zip(read["input_ids"], read["attention_mask"], strict=True)]
     assert rows[1] == made.encode("seven")
     assert controls(made, rows[0]) == controls(made, rows[1])
-    assert padded(made, texts, 9)["input_ids"].shape == (2, min(9, max(map(len, rows))))
-    alone = padded(made, ["seven", "seven and seven"], 3)
+    assert pad_texts(made, texts, 9)["input_ids"].shape == (2, min(9, max(map(len, rows))))
+    alone = pad_texts(made, ["seven", "seven and seven"], 3)
     usual = made(["seven", "seven and seven"], return_tensors="pt", padding=True, truncation=True, max_length=3)
     assert alone["input_ids"].tolist() == usual["input_ids"].tolist()
 

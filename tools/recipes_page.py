@@ -14,7 +14,7 @@ from pathlib import Path
 from tba.models.huggingface import HuggingFace
 from tba.recipe import Recipe
 from tba.settings import find, module_of
-from tba.shipped import description_of, names
+from tba.shipped import description_of, recipe_names
 
 PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
 HEAD = """\
@@ -35,8 +35,8 @@ Below are commands that come first, and departures from the paper. *B x K* means
 
 def page() -> str:
     """The whole page."""
-    rows = [row(name, find(name)) for name in names()]
-    return HEAD + "\n".join([*rows, "", *(entry(name) for name in names() if details(name))])
+    rows = [row(name, find(name)) for name in recipe_names()]
+    return HEAD + "\n".join([*rows, "", *(entry(name) for name in recipe_names() if details(name))])
 
 
 def row(name: str, recipe: Recipe) -> str:

@@ -246,7 +246,7 @@ def measure(lengths: Lengths, flows: bool, seconds: float, folder: Path) -> tupl
     clock = ShareClock(now=lambda: time.now, state="generating")
 
     def interrupted() -> bool:
-        if clock.present in ("reward", "reference"):  # nothing else makes time pass
+        if clock.current_state in ("reward", "reference"):  # nothing else makes time pass
             time.spend(TOKEN)
         return time.now > seconds
 

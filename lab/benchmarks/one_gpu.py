@@ -79,7 +79,7 @@ from one_gpu_sharing import BY_DEFAULT, OTHERS, time_arrangements
 
 from tba.__main__ import main as tba
 from tba.batch import collate
-from tba.cards import cards
+from tba.cards import visible_gpus
 from tba.engines.transformers import EngineSettings
 from tba.generation import generate
 from tba.models.arithmetic import passes, product_rate
@@ -484,7 +484,7 @@ def prepare(context: Context, note: Note, model: bool) -> None:
     if context.device == "cuda" and not torch.cuda.is_available():
         print("this machine shows no GPU: --device cpu --small proves the script without one")
         raise SystemExit(2)
-    note(machine=machine(cards().names), versions=versions())
+    note(machine=machine(visible_gpus().names), versions=versions())
     if model:
         write_models(context.folder, context.shape)
 

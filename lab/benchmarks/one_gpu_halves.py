@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_memory import qwen2
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
-from tba.batch import Batch, Fetched, collate
+from tba.batch import Batch, FetchedBatch, collate
 from tba.models.huggingface import HuggingFace
 from tba.recipe import Recipe
 from tba.record.memory import peak_gpu_memory_bytes, peak_memory_bytes, resident_memory_bytes
@@ -212,7 +212,7 @@ class SearcherHalf(Half):
         return tokens_of(answers for _, answers in self.flow.next())
 
 
-def batch_of(size: Size) -> Fetched:
+def batch_of(size: Size) -> FetchedBatch:
     """Answers of random tokens."""
     rng = np.random.default_rng(0)
 
@@ -226,7 +226,7 @@ def batch_of(size: Size) -> Fetched:
     for g in range(size.groups):
         prompt = Prompt("random", rng.integers(1, size.vocabulary, size.prompt).astype(np.int32), str(g))
         groups.append(Group.of([answer(prompt, f"{g}-{i}") for i in range(size.answers)]))
-    return Fetched(groups, collate(groups))
+    return FetchedBatch(groups, collate(groups))
 
 
 def prompts_of(size: Size, count: int, rng: np.random.Generator) -> list[Prompt]:

@@ -40,7 +40,7 @@ import numpy as np
 import torch
 from parts import parts_of
 
-from tba.batch import Fetched, collate
+from tba.batch import FetchedBatch, collate
 from tba.command.replay import uses_of
 from tba.evaluation.accuracy import EvaluationSettings, assess_accuracy
 from tba.evaluation.estimators import SAMPLED
@@ -302,9 +302,9 @@ class Synchronous:
             by_prompt.setdefault(t.prompt.key, []).append(t)
         self.newest = [Group.of(own) for own in by_prompt.values()]
 
-    def next(self) -> Fetched:
+    def next(self) -> FetchedBatch:
         """The batch that was chosen."""
-        return Fetched(self.batch, collate(self.batch))
+        return FetchedBatch(self.batch, collate(self.batch))
 
 
 def mechanism(seeds: Sequence[int]) -> None:

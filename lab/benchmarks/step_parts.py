@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch.autograd.profiler_util import FunctionEvent
 
-from tba.batch import Fetched, collate
+from tba.batch import FetchedBatch, collate
 from tba.models.arithmetic import shape_of
 from tba.runtime.prompting import prompts_of
 from tba.runtime.ranks.start import start_policy, start_ranks
@@ -73,7 +73,7 @@ def part_of(event: FunctionEvent | None, vocabulary: int) -> str:
 
 def batch(
     prompts: list[Prompt], vocabulary: int, groups: int, size: int, answer: int, rng: np.random.Generator
-) -> Fetched:
+) -> FetchedBatch:
     made = []
     for i in rng.choice(len(prompts), groups):
         rows = []
@@ -87,10 +87,10 @@ def batch(
             reward = float(rng.integers(2))
             rows.append(Trajectory(rng.bytes(16).hex(), prompts[int(i)], completion, reward, log_reference, Version()))
         made.append(Group.of(rows))
-    return Fetched(made, collate(made))
+    return FetchedBatch(made, collate(made))
 
 
-def measured(trainer: Trainer, batches: Iterable[Fetched], vocabulary: int) -> tuple[dict[str, float], float]:
+def measured(trainer: Trainer, batches: Iterable[FetchedBatch], vocabulary: int) -> tuple[dict[str, float], float]:
     """Seconds of each part over the steps, and of the steps whole."""
     parts = dict.fromkeys((*NAMES, REST), 0.0)
     began = time.perf_counter()

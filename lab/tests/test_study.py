@@ -30,7 +30,7 @@ from tba.record.summary import Summary
 from tba.runs.deciding import with_weights
 from tba.runtime.run_directory import RunDirectory
 from tba.settings import find
-from tba.shipped import names
+from tba.shipped import recipe_names
 from tba_lab import STUDIES, trial_process
 from tba_lab.__main__ import main
 from tba_lab.command import StudyOptions, run_study
@@ -231,8 +231,9 @@ def test_a_run_whose_process_was_killed_or_said_nothing_is_a_row_too(tmp_path: P
 def test_studies_lists_each_study_with_its_description(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["studies"]) == 0
     listed = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in listed] == names(STUDIES)
-    assert {"staleness", "ablations", "selection", "frontier", "sizes", "noise", "correction"} <= set(names(STUDIES))
+    assert [line.split()[0] for line in listed] == recipe_names(STUDIES)
+    known = {"staleness", "ablations", "selection", "frontier", "sizes", "noise", "correction"}
+    assert known <= set(recipe_names(STUDIES))
 
 
 def test_plots_are_drawn_of_what_varies(whole: Path) -> None:
@@ -344,7 +345,7 @@ def test_where_a_variant_stands_is_its_recipes_field_or_what_was_measured() -> N
     assert [against.x for against in varying_field_plots(recipes)] == ["sync_every"]
 
 
-@pytest.mark.parametrize("name", names(STUDIES))
+@pytest.mark.parametrize("name", recipe_names(STUDIES))
 def test_every_variant_of_every_shipped_study_is_a_recipe_that_can_run(name: str) -> None:
     from tba.runs.validating import validate
 

@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from tba.command.table import Command
 
 HELP = {"-h", "--help"}
-# errors of a path that was given, whatever command opens it
-UNUSABLE = {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG}
-LEAST_MEMORY = 1_200_000_000  # bytes that its libraries map; with less, one of them tries for ever to get it (OpenBLAS)
+# Errors of a path that the user gave, whatever command opens it.
+PATH_ERRORS = {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG}
+MIN_MEMORY = 1_200_000_000  # bytes that the libraries map; with less, OpenBLAS tries for ever to get them
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command of the command line; returns its exit code."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    os.environ["RUST_BACKTRACE"] = "0"  # of a tokenizer that gets no memory it waits for ever
+    os.environ["RUST_BACKTRACE"] = "0"  # a tokenizer that gets no memory waits for its backtrace for ever
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     _open_standard_streams()
     from tba.errors import TbaError, UserError
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for argument in arguments:
                 if any("\ud800" <= letter <= "\udfff" for letter in argument):
                     raise UserError(f"the argument {argument!r} is not valid UTF-8: give names that are")
-            code = run(arguments)
+            code = run_command(arguments)
         sys.stdout.flush()
         return code
     except UserError as error:
@@ -71,10 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.errno == errno.ENOSPC and error.filename is None:
             print(f"tba: the output cannot be written ({error.strerror}): send it elsewhere", file=sys.stderr)
             return 2
-        if error.errno not in UNUSABLE or error.filename is None:
+        if error.errno not in PATH_ERRORS or error.filename is None:
             raise
-        named = printable(str(error.filename), newlines=False)
-        print(f"tba: {named} cannot be read or written ({error.strerror}): give another path", file=sys.stderr)
+        path_text = printable(str(error.filename), newlines=False)
+        print(f"tba: {path_text} cannot be read or written ({error.strerror}): give another path", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("tba: stopped", file=sys.stderr)
@@ -82,83 +82,83 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refuse_little_memory() -> None:
-    """Raises `UserError` where this process may not get the memory that loading takes."""
+    """Raises `UserError` where the limit of this process is below the memory that loading the libraries takes."""
     import resource
 
     from tba.errors import UserError
 
-    most, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if most != resource.RLIM_INFINITY and most < LEAST_MEMORY:
+    memory_limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if memory_limit != resource.RLIM_INFINITY and memory_limit < MIN_MEMORY:
         raise UserError(
-            f"this process may have {most / 1e9:.1f} GB of memory (`ulimit -v`), and its libraries alone map "
-            f"{LEAST_MEMORY / 1e9:.1f}: raise the limit"
+            f"this process may have {memory_limit / 1e9:.1f} GB of memory (`ulimit -v`), and its libraries alone map "
+            f"{MIN_MEMORY / 1e9:.1f}: raise the limit"
         )
 
 
 def _open_standard_streams() -> None:
-    """Open those that whoever started this had closed (`tba train >&-`): otherwise the next file that is opened would
-    be taken for one of them, and printed into.
+    """Opens standard streams that the caller had closed (`tba train >&-`). Without this the next file that is opened
+    would get the number of a standard stream, and be printed into.
     """
     if None not in (sys.stdin, sys.stdout, sys.stderr):
         return
-    while (nowhere := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(nowhere, True)
-    os.close(nowhere)
+    while (null_device := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(null_device, True)
+    os.close(null_device)
     for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
         if getattr(sys, name) is None:
-            opened = os.fdopen(number, mode, closefd=False)
-            setattr(sys, name, opened)
-            setattr(sys, f"__{name}__", opened)
+            stream = os.fdopen(number, mode, closefd=False)
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
 
 
-def run(arguments: list[str]) -> int:
+def run_command(arguments: list[str]) -> int:
     """Run the command that the arguments begin with; returns its exit code."""
     from tba.command.table import COMMANDS
 
-    name, rest = arguments[0], arguments[1:]
+    name, words = arguments[0], arguments[1:]
     if name == "complete":  # for the scripts of `tba completion`
         from tba.command.completion import candidates
 
-        print("\n".join(candidates(rest)))
+        print("\n".join(candidates(words)))
         return 0
-    if rest and f"{name} {rest[0]}" in COMMANDS:
-        name, rest = f"{name} {rest[0]}", rest[1:]
-    if HELP & set(rest) and _helped(name, rest):
+    if words and f"{name} {words[0]}" in COMMANDS:
+        name, words = f"{name} {words[0]}", words[1:]
+    if HELP & set(words) and _print_help(name, words):
         return 0
-    command = _command(name, rest)
-    if command.fields or name == "search":  # they load torch
+    command = _find_command(name, words)
+    if command.sets_fields or name == "search":  # they load torch
         _refuse_little_memory()
-    done = _called(command, _configured(rest))
-    if isinstance(done, str):
-        print(done)
-    return 0 if isinstance(done, str) else done
+    result = _call(command, _with_config_file(words))
+    if isinstance(result, str):
+        print(result)
+    return 0 if isinstance(result, str) else result
 
 
-def _command(name: str, rest: Sequence[str]) -> Command:
-    from tba.command.table import COMMANDS, named
+def _find_command(name: str, words: Sequence[str]) -> Command:
+    from tba.command.table import COMMANDS, commands_named
     from tba.errors import UserError
 
     if name in COMMANDS:
         return COMMANDS[name]
-    if inner := [command.name.partition(" ")[2] for command in named(name)]:
-        given = f"there is no `tba {name} {rest[0]}`" if rest else f"`tba {name}` needs to know what to do"
-        raise UserError(f"{given}: use one of {', '.join(inner)}; `tba {name} --help` shows how")
-    known = dict.fromkeys(known.partition(" ")[0] for known in COMMANDS)
-    raise UserError(f"there is no command {name!r}: use one of {', '.join(known)}; `tba --help` shows how")
+    if subcommands := [command.name.partition(" ")[2] for command in commands_named(name)]:
+        problem = f"there is no `tba {name} {words[0]}`" if words else f"`tba {name}` needs to know what to do"
+        raise UserError(f"{problem}: use one of {', '.join(subcommands)}; `tba {name} --help` shows how")
+    command_names = dict.fromkeys(full_name.partition(" ")[0] for full_name in COMMANDS)
+    raise UserError(f"there is no command {name!r}: use one of {', '.join(command_names)}; `tba --help` shows how")
 
 
-def _helped(name: str, rest: Sequence[str]) -> bool:
-    """Print a command's help. Returns False when a recipe is named, whose fields follow."""
-    from tba.command.table import COMMANDS, help_of, named
+def _print_help(name: str, words: Sequence[str]) -> bool:
+    """Print a command's help. Returns False when a recipe is named, because its fields are printed later."""
+    from tba.command.table import COMMANDS, commands_named, help_text
 
-    if not any(named(name)):
-        _command(name, rest)  # says that there is no such command
-    print(help_of(name), end="\n\n")
-    takes_recipe = name in COMMANDS and COMMANDS[name].takes.startswith("RECIPE")
-    return not (takes_recipe and not rest[0].startswith("-"))
+    if not any(commands_named(name)):
+        _find_command(name, words)  # says that there is no such command
+    print(help_text(name), end="\n\n")
+    takes_recipe = name in COMMANDS and COMMANDS[name].arguments.startswith("RECIPE")
+    return not (takes_recipe and not words[0].startswith("-"))
 
 
-def _configured(arguments: list[str]) -> list[str]:
+def _with_config_file(arguments: list[str]) -> list[str]:
     if not any(argument.partition("=")[0] == "--config" for argument in arguments):
         return arguments
     from tba.config_file import with_config
@@ -166,35 +166,35 @@ def _configured(arguments: list[str]) -> list[str]:
     return with_config(arguments)
 
 
-def _called(command: Command, arguments: list[str]) -> Any:
-    """Returns what the command's function returns, called with what the arguments give."""
+def _call(command: Command, arguments: list[str]) -> Any:
+    """Calls the command's function with the values of the arguments, and returns its result."""
     from tba.errors import UserError
 
-    words, fields = _taken(command, arguments)
+    words, fields = _split_words(command, arguments)
     options = []
     if command.options:
         from tba.fields import split_options
 
-        chosen, fields = split_options(next(command.option_classes())(), fields, f"tba {command.name}")
-        options = [chosen]
-    if command.fields:
+        option_values, fields = split_options(next(command.option_classes())(), fields, f"tba {command.name}")
+        options = [option_values]
+    if command.sets_fields:
         _refuse_unknown_fields(command, words, options, fields)
-    for name, what in command.needs.items():
+    for name, meaning in command.required_options.items():
         if getattr(options[0], name) is None and not HELP & set(fields):
-            raise UserError(f"tba {command.name} needs --{name} {what}")
-    if command.fields:
+            raise UserError(f"tba {command.name} needs --{name} {meaning}")
+    if command.sets_fields:
         words.append(fields)
     elif fields:
         raise UserError(
             f"`{command.synopsis}` does not take {fields[0]!r}: `tba {command.name} --help` says what it does"
         )
-    return command.loaded()(*words, *options)
+    return command.load_function()(*words, *options)
 
 
 def _refuse_unknown_fields(
     command: Command, words: Sequence[Any], options: Sequence[Any], arguments: Sequence[str]
 ) -> None:
-    """Raises `UserError` for fields that the command cannot set of what it was given, before that is loaded."""
+    """Raises `UserError` for fields that the recipe, run or file does not have, before it is loaded."""
     from tba import field_names
     from tba.fields import fields_of, flags_in, refuse_unknown
 
@@ -202,42 +202,42 @@ def _refuse_unknown_fields(
     if command.name == "import":  # a new run's recipe; other runs have their fields
         source = options[0].recipe or ""
         program += f" --recipe {source}"
-    settings = command.settings_for(source)
+    settings = command.settings_class_for(source)
     names = field_names.of_class(settings) if settings else field_names.of_recipe(source)
-    candidates = [*(field.flag for chosen in options for field in fields_of(chosen)), *field_names.flags(names)]
-    unknown = [flag for flag in flags_in(arguments) if flag not in HELP and not field_names.has(names, flag)]
-    refuse_unknown(unknown, candidates, program)
+    candidates = [*(field.flag for values in options for field in fields_of(values)), *field_names.flags(names)]
+    unknown_flags = [flag for flag in flags_in(arguments) if flag not in HELP and not field_names.has(names, flag)]
+    refuse_unknown(unknown_flags, candidates, program)
 
 
-def _taken(command: Command, arguments: list[str]) -> tuple[list[Any], list[str]]:
-    """Returns what the words before the first option give the command's function, and the arguments that are left."""
-    from tba.command.table import MEANT
+def _split_words(command: Command, arguments: list[str]) -> tuple[list[Any], list[str]]:
+    """Returns the values of the words before the first option, for the command's function, and all other arguments."""
+    from tba.command.table import WORD_MEANINGS
     from tba.errors import UserError
 
-    end = next((i for i, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
-    words, found = arguments[:end], list[Any]()
-    for place in command.takes.split():
+    word_count = next((i for i, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
+    words, values = arguments[:word_count], list[Any]()
+    for place in command.arguments.split():
         kind = place.strip("[].")
         if not words and not place.startswith("["):
-            what = MEANT.get(kind) or f"one of {kind.replace('|', ', ')}"
-            raise UserError(f"`{command.synopsis}` needs {what} first")
-        many = place.endswith(("...", "...]"))
-        own, words = (words, []) if many else (words[:1], words[1:])
-        for word in own:
+            meaning = WORD_MEANINGS.get(kind) or f"one of {kind.replace('|', ', ')}"
+            raise UserError(f"`{command.synopsis}` needs {meaning} first")
+        takes_all = place.endswith(("...", "...]"))
+        place_words, words = (words, []) if takes_all else (words[:1], words[1:])
+        for word in place_words:
             _refuse_missing(kind, word, command)
-        read = [Path(word) for word in own] if kind in ("RUN", "FILE") else own
-        found += [read] if many else read
-    return found, [*words, *arguments[end:]]
+        place_values = [Path(word) for word in place_words] if kind in ("RUN", "FILE") else place_words
+        values += [place_values] if takes_all else place_values
+    return values, [*words, *arguments[word_count:]]
 
 
 def _refuse_missing(kind: str, name: str, command: Command) -> None:
     """Raises `UserError` for a recipe or a run that is not there, before anything heavy is loaded."""
     from tba.errors import UserError
-    from tba.shipped import MARK, require_shipped
+    from tba.shipped import VARIANT_MARK, require_shipped
 
     if kind == "RUN" and command.name != "import" and not Path(name).exists():
         raise UserError(f"{name}: there is no such run; give the directory of one, for example runs/NAME")
-    if kind not in ("RECIPE", "RECIPE|RUN") or MARK in name or name.endswith(".py"):
+    if kind not in ("RECIPE", "RECIPE|RUN") or VARIANT_MARK in name or name.endswith(".py"):
         return
     is_run = (Path(name) / "recipe.json").is_file()
     if is_run and kind == "RECIPE":

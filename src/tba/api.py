@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from tba.record.summary import Summary
     from tba.runs.estimate import Estimate
 
-_AT_ONCE = 512  # trajectories in memory
+_CHUNK_ROWS = 512  # trajectories in memory
 
 
 @dataclass(frozen=True, repr=False)
 class Run(Shown):
-    """Gives access to a run on disk, in progress or ended. Everything is read when it is asked for."""
+    """Gives access to a run on disk, in progress or ended. Each property reads its files anew."""
 
     path: Path  # its folder, such as runs/NAME
 
@@ -61,8 +61,8 @@ class Run(Shown):
         """Returns the folder of the newest checkpoint, in the Hugging Face layout; None before the first."""
         from tba.training.checkpoint import newest_checkpoint
 
-        newest = newest_checkpoint(self.path / "checkpoints")
-        return None if newest is None else newest.path
+        checkpoint = newest_checkpoint(self.path / "checkpoints")
+        return None if checkpoint is None else checkpoint.path
 
     def metrics(self) -> Sequence[Mapping[str, Json]]:
         """Returns one mapping for each optimizer step (docs/run.md says what is in it)."""
@@ -78,7 +78,7 @@ class Run(Shown):
 
         path = RunDirectory.open(self.path).journal_to_read()
         with JournalFile(path) as file, JournalFollower(path, file=file) as journal:
-            while chunk := journal.drain(_AT_ONCE):
+            while chunk := journal.drain(_CHUNK_ROWS):
                 yield from chunk
 
 
@@ -125,14 +125,14 @@ def train(
     if epochs is not None:
         if "steps" in fields:
             raise UserError("epochs and steps both say how long the run is: give one of them")
-        fields["steps"] = steps_in(_found(recipe, fields)[0], epochs)
-    resolved_recipe, name, overrides = _found(recipe, fields)
+        fields["steps"] = steps_in(_resolve(recipe, fields)[0], epochs)
+    resolved_recipe, name, overrides = _resolve(recipe, fields)
     path = new_path(Path(runs), resolved_recipe.name, run_name)
     view = View(terminal(quiet=quiet))
     for warning in validate(resolved_recipe):
         view.say(f"note: {warning}")
     if not name:
-        name, overrides = _written(resolved_recipe, path), []
+        name, overrides = _write_recipe_file(resolved_recipe, path), []
     run, *_ = carry_out(resolved_recipe, name, overrides, path, view, callbacks=Callbacks(on_step, on_evaluation))
     return Run(run.path)
 
@@ -146,19 +146,19 @@ def check(recipe: Recipe | str, **fields: Any) -> Estimate:
     from tba.runs.estimate import estimate
     from tba.runs.validating import validate
 
-    found, name, overrides = _found(recipe, fields)
-    validate(found)
+    resolved_recipe, name, overrides = _resolve(recipe, fields)
+    validate(resolved_recipe)
     with tempfile.TemporaryDirectory() as folder:
         if not name:
             name, overrides = str(Path(folder) / "recipe.py"), []
             try:
-                write_recipe(found, Path(name))
+                write_recipe(resolved_recipe, Path(name))
             except UserError as error:
                 raise UserError(
-                    f"{found.name} cannot be checked from here: its searcher and its trainer are measured in other "
-                    f"processes, which have to import what it is made of; put that into a .py file ({error})"
+                    f"{resolved_recipe.name} cannot be checked from here: its searcher and its trainer are measured in "
+                    f"other processes, which have to import what it is made of; put that into a .py file ({error})"
                 ) from error
-        return estimate(found, name, overrides)
+        return estimate(resolved_recipe, name, overrides)
 
 
 def evaluate(
@@ -172,70 +172,70 @@ def evaluate(
     """
     from tba.runs.evaluating import assess_recipe, with_checkpoint
 
-    found, _, _ = _found(recipe, fields)
-    found = with_checkpoint(found, None if checkpoint is None else str(checkpoint))
-    return assess_recipe(found, split, found.evaluation)[0].evaluations
+    resolved_recipe, _, _ = _resolve(recipe, fields)
+    resolved_recipe = with_checkpoint(resolved_recipe, None if checkpoint is None else str(checkpoint))
+    return assess_recipe(resolved_recipe, split, resolved_recipe.evaluation)[0].evaluations
 
 
-def _found(recipe: Recipe | str, fields: Mapping[str, Any]) -> tuple[Recipe, str, list[str]]:
-    """Returns the recipe with the fields set; its name or path and the fields as on a command line, if these suffice.
+def _resolve(recipe: Recipe | str, fields: Mapping[str, Any]) -> tuple[Recipe, str, list[str]]:
+    """Returns the recipe with the fields set, its name or path, and the fields as words of a command line.
 
-    The name is empty for a recipe that they cannot express (an object, or one with a field set to an object). Raises
-    `UserError` for a field that the recipe does not have.
+    The name is empty for a recipe that a command line cannot express: an object, or one with a field set to an object.
+    Raises `UserError` for a field that the recipe does not have.
     """
     if (file := being_loaded()) is not None:
         raise UserError(
             f"{file} trains, checks or evaluates while it is loaded, and other processes load it too: put that below "
             '`if __name__ == "__main__":`'
         )
-    begun = find(recipe) if isinstance(recipe, str) else recipe
-    known = {field.flag for field in fields_of(begun, by_code=True)}
+    base = find(recipe) if isinstance(recipe, str) else recipe
+    known_flags = {field.flag for field in fields_of(base, by_code=True)}
     values = {}
-    for given_name, value in _flat(fields):
-        name = given_name.replace("-", "_")
-        if name == "model" and isinstance(value, str | Path) and hasattr(begun.model, "path"):
+    for written_name, value in _flatten(fields):
+        name = written_name.replace("-", "_")
+        if name == "model" and isinstance(value, str | Path) and hasattr(base.model, "path"):
             name = "model.path"  # a folder or a Hub name, with the recipe's other settings
         flag = f"--{name.replace('_', '-')}"
-        if flag not in known and not _has(begun, name):
-            # this says that there is none, and what may be meant
-            given([flag], begun, f"tba train {recipe if isinstance(recipe, str) else 'RECIPE'}", by_code=True)
+        if flag not in known_flags and not _has_field(base, name):
+            # `given` raises an error that suggests similar names
+            given([flag], base, f"tba train {recipe if isinstance(recipe, str) else 'RECIPE'}", by_code=True)
         values[flag] = value
-    made = with_fields(begun, list(values.items()))
-    if not isinstance(recipe, str) or values.keys() - known:
-        return made, "", []
+    resolved_recipe = with_fields(base, list(values.items()))
+    if not isinstance(recipe, str) or values.keys() - known_flags:
+        return resolved_recipe, "", []
     words = [word for flag, value in values.items() for word in words_of(flag, value)]
-    override(begun, words, "tba.train")  # what resumes the run reads these: it is refused here or nowhere
-    return made, recipe, words
+    override(base, words, "tba.train")  # refuses what a resume of the run could not read from these words
+    return resolved_recipe, recipe, words
 
 
-def _flat(fields: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(fields: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
     """Yields the fields of a nested mapping by dotted name: `optimizer={"lr": 1e-5}` is `optimizer.lr`."""
     for name, value in fields.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{place}{name}.")
+            yield from _flatten(value, f"{place}{name}.")
         else:
             yield f"{place}{name}", value
 
 
-def _has(recipe: Recipe, name: str) -> bool:
+def _has_field(recipe: Recipe, name: str) -> bool:
     """Returns whether the recipe, or settings in it, have a field of that dotted name."""
-    *places, last = name.split(".")
+    *places, field_name = name.split(".")
     settings: Any = recipe
     for place in places:
         settings = getattr(settings, place, None)
-    return is_dataclass(settings) and last in {f.name for f in dataclass_fields(settings)}
+    return is_dataclass(settings) and field_name in {f.name for f in dataclass_fields(settings)}
 
 
-def _written(recipe: Recipe, folder: Path) -> str:
-    """Writes the file from which other processes make a recipe object; in the inline runtime, one that says there are
-    none.
+def _write_recipe_file(recipe: Recipe, folder: Path) -> str:
+    """Writes the file from which other processes rebuild a recipe object, and returns its path. In the inline runtime,
+    which has no other processes, a recipe that cannot be rebuilt gets a file that raises an error.
 
     Nothing is written where the recipe is refused, or where the folder has a run already.
     """
     if (folder / "recipe.json").exists():
         raise UserError(f"{folder} holds a run already: choose another run_name, or remove it")
-    with tempfile.TemporaryDirectory() as temporary:
-        path = Path(temporary) / "recipe.py"
+    with tempfile.TemporaryDirectory() as temporary_folder:
+        path = Path(temporary_folder) / "recipe.py"
         try:
             write_recipe(recipe, path)
         except UserError:

@@ -53,113 +53,113 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         """Returns the batch on another device."""
         tensors = {f.name: v for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)}
-        return replace(self, **{name: moved(tensor, torch.device(device)) for name, tensor in tensors.items()})
+        return replace(self, **{name: to_device(tensor, torch.device(device)) for name, tensor in tensors.items()})
 
     def select(self, rows: Tensor) -> Batch:
-        """The batch of some of its rows (int64 indices), trimmed to their longest, with only their prompts."""
+        """Returns the batch of these rows (int64 indices), trimmed to the longest of them, with only their prompts."""
         length_B = self.length_B[rows]
         width = int(length_B.max())
-        kept_G, group_B = torch.unique(self.group_B[rows], return_inverse=True)
-        prompt_width = int(self.prompt_length_G[kept_G].max())
-        behavior, start_BS, value_BS = self.log_behavior_BT, self.step_start_BS, self.step_value_BS
+        used_G, group_B = torch.unique(self.group_B[rows], return_inverse=True)
+        prompt_width = int(self.prompt_length_G[used_G].max())
+        log_behavior_BT, start_BS, value_BS = self.log_behavior_BT, self.step_start_BS, self.step_value_BS
         steps = 0 if start_BS is None else int((start_BS[rows] < length_B[:, None]).sum(1).max())
         return Batch(
-            prompt_GP=self.prompt_GP[kept_G, :prompt_width],
-            prompt_length_G=self.prompt_length_G[kept_G],
+            prompt_GP=self.prompt_GP[used_G, :prompt_width],
+            prompt_length_G=self.prompt_length_G[used_G],
             completion_BT=self.completion_BT[rows, :width],
             length_B=length_B,
             mask_BT=self.mask_BT[rows, :width],
             log_reference_BT=self.log_reference_BT[rows, :width],
             reward_B=self.reward_B[rows],
             group_B=group_B,
-            log_behavior_BT=None if behavior is None else behavior[rows, :width],
+            log_behavior_BT=None if log_behavior_BT is None else log_behavior_BT[rows, :width],
             step_start_BS=None if start_BS is None else start_BS[rows, :steps],
             step_value_BS=None if value_BS is None else value_BS[rows, :steps],
             some_behavior_BT=None if self.some_behavior_BT is None else self.some_behavior_BT[rows, :width],
-            as_sampled_G=None if self.as_sampled_G is None else self.as_sampled_G[kept_G],
+            as_sampled_G=None if self.as_sampled_G is None else self.as_sampled_G[used_G],
             lag_B=None if self.lag_B is None else self.lag_B[rows],
             log_teacher_BTN=None if self.log_teacher_BTN is None else self.log_teacher_BTN[rows, :width],
         )
 
 
 @dataclass(frozen=True)
-class Fetched:
+class FetchedBatch:
     """A batch, and the groups that replay drew for it."""
 
     groups: Sequence[Group]
     batch: Batch
 
 
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on `device`. To a GPU it is copied from pinned memory on a stream of its own: the host does not wait
-    for it, nor does what the GPU has been given to compute before, only what is launched from here on.
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns the tensor on `device`. To a GPU it is copied from pinned memory on a stream of its own, so that neither
+    the host nor earlier work of the GPU waits for it, only work that is launched from here on.
     """
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
-    computing = torch.cuda.current_stream(device)
-    copying = _copying(computing.device)
-    with torch.cuda.stream(copying):
-        there = tensor.pin_memory().to(device, non_blocking=True)
-    computing.wait_stream(copying)
-    there.record_stream(computing)  # its memory is the other stream's, which may give it away only after this one's use
-    return there
+    compute_stream = torch.cuda.current_stream(device)
+    copy_stream = _copy_stream(compute_stream.device)
+    with torch.cuda.stream(copy_stream):
+        copy = tensor.pin_memory().to(device, non_blocking=True)
+    compute_stream.wait_stream(copy_stream)
+    copy.record_stream(compute_stream)  # so that the copy stream does not give its memory away before it is used
+    return copy
 
 
 @cache
-def _copying(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which a GPU takes what comes from the host."""
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """Returns the stream on which a GPU copies tensors from the host."""
     return torch.cuda.Stream(device)
 
 
 def distinct_rows(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Returns which rows to evaluate, and where each row then finds itself: (row indices [D], place among them [B]).
+    """Returns the rows to evaluate (indices [D]) and, for each row, its place among these ([B]).
 
     Rows of one group with the same tokens and the same mask have the same log-probabilities under any policy, so the
-    first of them stands for all. Those kept stay in order.
+    first of them stands for all. The rows to evaluate stay in order.
     """
     key_BX = torch.cat(
         [batch.group_B[:, None], batch.length_B[:, None], batch.completion_BT, batch.mask_BT.to(torch.int64)], 1
     )
-    _, kind_B = torch.unique(key_BX, dim=0, return_inverse=True)
-    row_B = torch.arange(batch.rows, device=kind_B.device)
-    first_K = row_B.new_full((int(kind_B.max()) + 1,), batch.rows).scatter_reduce(0, kind_B, row_B, "amin")
+    _, class_B = torch.unique(key_BX, dim=0, return_inverse=True)
+    row_B = torch.arange(batch.rows, device=class_B.device)
+    first_K = row_B.new_full((int(class_B.max()) + 1,), batch.rows).scatter_reduce(0, class_B, row_B, "amin")
     first_D, place_K = first_K.unique(return_inverse=True)
-    return first_D, place_K[kind_B]
+    return first_D, place_K[class_B]
 
 
 def collate(groups: Sequence[Group]) -> Batch:
-    """Groups -> one batch, rows in group order. Raises `ValueError` for no groups."""
+    """Returns the groups as one batch, with rows in the order of groups. Raises `ValueError` for no groups."""
     if not groups:
         raise ValueError("collate needs at least one group")
     trajectories = [t for g in groups for t in g.trajectories]
     lengths = np.array([t.length for t in trajectories], dtype=np.int64)
     prompt_lengths = np.array([len(g.prompt.tokens) for g in groups], dtype=np.int64)
     rows, width = len(trajectories), int(lengths.max())
-    prompt = np.zeros((len(groups), int(prompt_lengths.max())), dtype=np.int64)
+    prompt_tokens = np.zeros((len(groups), int(prompt_lengths.max())), dtype=np.int64)
     for g, group in enumerate(groups):
-        prompt[g, : prompt_lengths[g]] = group.prompt.tokens
-    completion = np.zeros((rows, width), dtype=np.int64)
+        prompt_tokens[g, : prompt_lengths[g]] = group.prompt.tokens
+    completion_tokens = np.zeros((rows, width), dtype=np.int64)
     mask = np.zeros((rows, width), dtype=np.bool_)
-    reference = np.zeros((rows, width), dtype=np.float32)
+    log_reference = np.zeros((rows, width), dtype=np.float32)
     has_behavior = [t.completion.log_behavior is not None for t in trajectories]
-    behavior = np.zeros((rows, width), dtype=np.float32) if any(has_behavior) else None
+    log_behavior = np.zeros((rows, width), dtype=np.float32) if any(has_behavior) else None
     for b, trajectory in enumerate(trajectories):
         n, c = lengths[b], trajectory.completion
-        completion[b, :n] = c.tokens
+        completion_tokens[b, :n] = c.tokens
         mask[b, :n] = True if c.mask is None else c.mask
-        reference[b, :n] = trajectory.log_reference
-        if behavior is not None:
-            behavior[b, :n] = np.nan if c.log_behavior is None else np.where(mask[b, :n], c.log_behavior, 0.0)
-    reference *= mask
-    log_behavior_BT = None if behavior is None else torch.from_numpy(behavior)
-    step_start, step_value = _steps(trajectories)
+        log_reference[b, :n] = trajectory.log_reference
+        if log_behavior is not None:
+            log_behavior[b, :n] = np.nan if c.log_behavior is None else np.where(mask[b, :n], c.log_behavior, 0.0)
+    log_reference *= mask
+    log_behavior_BT = None if log_behavior is None else torch.from_numpy(log_behavior)
+    step_start, step_value = _step_tensors(trajectories)
     return Batch(
-        prompt_GP=torch.from_numpy(prompt),
+        prompt_GP=torch.from_numpy(prompt_tokens),
         prompt_length_G=torch.from_numpy(prompt_lengths),
-        completion_BT=torch.from_numpy(completion),
+        completion_BT=torch.from_numpy(completion_tokens),
         length_B=torch.from_numpy(lengths),
         mask_BT=torch.from_numpy(mask),
-        log_reference_BT=torch.from_numpy(reference),
+        log_reference_BT=torch.from_numpy(log_reference),
         reward_B=torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
         group_B=torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(g) for g in groups])),
         log_behavior_BT=log_behavior_BT if all(has_behavior) else None,
@@ -167,24 +167,24 @@ def collate(groups: Sequence[Group]) -> Batch:
         step_value_BS=step_value,
         some_behavior_BT=None if all(has_behavior) else log_behavior_BT,
         as_sampled_G=torch.tensor([g.as_sampled for g in groups]),
-        log_teacher_BTN=_teachers(trajectories, mask),
+        log_teacher_BTN=_log_teachers(trajectories, mask),
     )
 
 
-def _teachers(trajectories: Sequence[Trajectory], mask: npt.NDArray[np.bool_]) -> Tensor | None:
-    """log_teacher_BTN from the arrays `log_teacher`, [N, T] each; None unless every row has it, of as many teachers."""
-    found = [t.arrays.get(TEACHER) for t in trajectories]
-    count = 0 if found[0] is None else len(found[0])
+def _log_teachers(trajectories: Sequence[Trajectory], mask: npt.NDArray[np.bool_]) -> Tensor | None:
+    """Returns log_teacher_BTN from the arrays `log_teacher` [N, T]; None unless all rows have one of equal N."""
+    log_teachers = [t.arrays.get(TEACHER) for t in trajectories]
+    count = 0 if log_teachers[0] is None else len(log_teachers[0])
     teachers = np.zeros((*mask.shape, count), dtype=np.float32)
-    for row, log_teacher in zip(teachers, found, strict=True):
+    for row, log_teacher in zip(teachers, log_teachers, strict=True):
         if log_teacher is None or len(log_teacher) != count:
             return None
         row[: log_teacher.shape[1]] = log_teacher.T
     return torch.from_numpy(teachers * mask[:, :, None])
 
 
-def _steps(trajectories: Sequence[Trajectory]) -> tuple[Tensor | None, Tensor | None]:
-    """(start_BS, value_BS) from the arrays `step_start` and `step_value`; (None, None) unless every row has both.
+def _step_tensors(trajectories: Sequence[Trajectory]) -> tuple[Tensor | None, Tensor | None]:
+    """Returns (start_BS, value_BS) from the arrays `step_start` and `step_value`; None each unless every row has both.
 
     Raises `ValueError` for steps that do not begin at 0 and go up within the completion.
     """
@@ -195,8 +195,8 @@ def _steps(trajectories: Sequence[Trajectory]) -> tuple[Tensor | None, Tensor | 
     value = np.zeros((rows, width), dtype=np.float32)
     for b, trajectory in enumerate(trajectories):
         starts, values = trajectory.arrays["step_start"].tolist(), trajectory.arrays["step_value"]
-        ordered = all(one < next_one for one, next_one in pairwise([*starts, trajectory.length]))
-        if starts[:1] != [0] or not ordered or len(values) != len(starts):
+        is_ordered = all(step < next_step for step, next_step in pairwise([*starts, trajectory.length]))
+        if starts[:1] != [0] or not is_ordered or len(values) != len(starts):
             raise ValueError(
                 f"the steps of trajectory {trajectory.uid} begin at {starts} and have {len(values)} values, but they "
                 f"have to begin at 0 and go up to below its {trajectory.length} tokens, each with a value"
@@ -207,62 +207,62 @@ def _steps(trajectories: Sequence[Trajectory]) -> tuple[Tensor | None, Tensor | 
 
 @dataclass
 class _Pass:
-    """The tokens that one pass runs: each prompt once and its completions, or every row padded to the longest."""
+    """Counts the tokens of one pass: each prompt once with its completions, or every row padded to the longest."""
 
     share_prompt: bool
     tokens: int = 0  # those without padding
     rows: int = 0
-    longest: int = 0  # prompt and completion
+    longest_row: int = 0  # prompt and completion
     last_group: int = -1
 
-    def joined_by(self, group: int, prompt: int, lengths: Sequence[int]) -> _Pass:
-        """Returns an example with completions of these lengths to a group's prompt."""
+    def with_completions(self, group: int, prompt: int, lengths: Sequence[int]) -> _Pass:
+        """Returns the pass that also runs completions of these lengths to a group's prompt."""
         tokens = self.tokens + sum(lengths) + (0 if group == self.last_group else prompt)
-        longest = max(self.longest, prompt + max(lengths))
-        return _Pass(self.share_prompt, tokens, self.rows + len(lengths), longest, group)
+        longest_row = max(self.longest_row, prompt + max(lengths))
+        return _Pass(self.share_prompt, tokens, self.rows + len(lengths), longest_row, group)
 
     @property
     def cost(self) -> int:
-        return self.tokens if self.share_prompt else self.rows * self.longest
+        return self.tokens if self.share_prompt else self.rows * self.longest_row
 
 
 def micro_batches(batch: Batch, max_tokens: int, by_group: bool = True, share_prompt: bool = True) -> Iterator[Tensor]:
-    """Row indices of micro-batches of at most `max_tokens` tokens: each prompt once, plus its completions, or without
-    `share_prompt` prompt and completion of each row, padded to the longest of them.
+    """Yields row indices of micro-batches of at most `max_tokens` tokens. A prompt counts once with its completions;
+    without `share_prompt` each row counts as its prompt and completion, padded to the longest row.
 
-    With `by_group` a group that fits stays whole; one that does not fit is split, rows sorted by length. A single
-    row larger than the limit goes alone: it cannot be made smaller.
+    With `by_group` a group that fits stays whole, and one that does not fit is split, rows sorted by length. A single
+    row larger than the limit goes alone, because it cannot be made smaller.
     """
-    taken: list[int] = []
-    used = empty = _Pass(share_prompt)
+    pass_rows: list[int] = []
+    current_pass = empty_pass = _Pass(share_prompt)
     length = batch.length_B.tolist()
     prompt = batch.prompt_length_G.tolist()
     by_length = torch.argsort(batch.length_B, stable=True)
     group_sorted = batch.group_B[by_length]
     for g in range(batch.groups):
         rows = by_length[group_sorted == g].tolist()
-        whole = used.joined_by(g, prompt[g], [length[b] for b in rows]).cost if rows else 0
-        if by_group and taken and whole > max_tokens:
-            yield torch.tensor(taken)
-            taken, used = [], empty
+        group_cost = current_pass.with_completions(g, prompt[g], [length[b] for b in rows]).cost if rows else 0
+        if by_group and pass_rows and group_cost > max_tokens:
+            yield torch.tensor(pass_rows)
+            pass_rows, current_pass = [], empty_pass
         for b in rows:
-            with_row = used.joined_by(g, prompt[g], [length[b]])
-            if taken and with_row.cost > max_tokens:
-                yield torch.tensor(taken)
-                taken, with_row = [], empty.joined_by(g, prompt[g], [length[b]])
-            taken.append(b)
-            used = with_row
-    if taken:
-        yield torch.tensor(taken)
+            extended_pass = current_pass.with_completions(g, prompt[g], [length[b]])
+            if pass_rows and extended_pass.cost > max_tokens:
+                yield torch.tensor(pass_rows)
+                pass_rows, extended_pass = [], empty_pass.with_completions(g, prompt[g], [length[b]])
+            pass_rows.append(b)
+            current_pass = extended_pass
+    if pass_rows:
+        yield torch.tensor(pass_rows)
 
 
 def largest_group(batch: Batch, share_prompt: bool = True) -> int:
-    """The tokens that a pass of the largest group runs, as `micro_batches` counts them."""
-    return max(_cost(batch, batch.group_B == g, share_prompt) for g in range(batch.groups))
+    """Returns the tokens that a pass of the largest group runs, as `micro_batches` counts them."""
+    return max(_pass_cost(batch, batch.group_B == g, share_prompt) for g in range(batch.groups))
 
 
-def _cost(batch: Batch, chosen_B: Tensor, share_prompt: bool) -> int:
-    """The tokens that a pass of these rows runs."""
+def _pass_cost(batch: Batch, chosen_B: Tensor, share_prompt: bool) -> int:
+    """Returns the tokens that a pass of these rows runs."""
     length_R, group_R = batch.length_B[chosen_B], batch.group_B[chosen_B]
     if not len(length_R):
         return 0
@@ -273,26 +273,27 @@ def _cost(batch: Batch, chosen_B: Tensor, share_prompt: bool) -> int:
 
 
 def deal(batch: Batch, ranks: int, max_tokens: int, share_prompt: bool = True) -> list[Tensor]:
-    """Row indices for each of `ranks`, of whole groups: the largest first, each to the rank that has least so far.
+    """Returns the row indices for each rank. Whole groups are dealt, the largest first, each to the rank that has the
+    fewest tokens so far.
 
-    Some may be empty. Where that would give a rank more than `max_tokens`, the micro-batches are dealt as they are, if
-    there are no more of them than ranks (a group larger than a pass is split then).
+    A rank may get no rows. Where a rank would get more than `max_tokens`, the micro-batches are dealt instead, if there
+    are no more of them than ranks (a group larger than a pass is split then).
     """
     tokens_G = batch.prompt_length_G.scatter_add(0, batch.group_B, batch.length_B).tolist()
-    owner, load = [0] * batch.groups, [0] * ranks
+    rank_of_group, rank_tokens = [0] * batch.groups, [0] * ranks
     for g in sorted(range(batch.groups), key=lambda g: -tokens_G[g]):
-        owner[g] = min(range(ranks), key=load.__getitem__)
-        load[owner[g]] += tokens_G[g]
-    owner_B = torch.tensor(owner, device=batch.group_B.device)[batch.group_B]
-    if max(_cost(batch, owner_B == rank, share_prompt) for rank in range(ranks)) > max_tokens:
+        rank_of_group[g] = min(range(ranks), key=rank_tokens.__getitem__)
+        rank_tokens[rank_of_group[g]] += tokens_G[g]
+    owner_B = torch.tensor(rank_of_group, device=batch.group_B.device)[batch.group_B]
+    if max(_pass_cost(batch, owner_B == rank, share_prompt) for rank in range(ranks)) > max_tokens:
         parts = list(micro_batches(batch, max_tokens, share_prompt=share_prompt))
         if len(parts) <= ranks:
             device = batch.group_B.device
-            none = torch.zeros(0, dtype=torch.int64)
-            return [part.to(device) for part in (*parts, *[none] * (ranks - len(parts)))]
+            no_rows = torch.zeros(0, dtype=torch.int64)
+            return [part.to(device) for part in (*parts, *[no_rows] * (ranks - len(parts)))]
     return [(owner_B == rank).nonzero()[:, 0] for rank in range(ranks)]
 
 
 def shortest_row(batch: Batch) -> Tensor:
-    """The index of the shortest row, as a micro-batch of its own."""
+    """Returns the index of the shortest row, as a micro-batch of its own."""
     return batch.length_B.argmin()[None]

@@ -24,17 +24,17 @@ from functools import cache
 
 import torch
 
-GIVEN = "TBA_GPU_SHARE"  # in a worker's environment: its share of the memory of its GPUs
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-_DEADLINE = 120.0  # seconds for a process that is started to ask
-_POLL = 0.005  # seconds between two looks whether it has ended
-_LONGEST = 1 << 16  # bytes of an answer; eight GPUs take 500
-_ASKING = "from tba.cards import *; import sys; sys.stdout.write(asked())"
+GPU_SHARE = "TBA_GPU_SHARE"  # environment variable: a worker's share of the memory of its GPUs
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+_DEADLINE = 120.0  # seconds that a child may take
+_POLL = 0.005  # seconds between two checks whether the process has ended
+_MAX_REPLY = 1 << 16  # bytes of an answer; eight GPUs take 500
+_QUERY_SCRIPT = "from tba.cards import *; import sys; sys.stdout.write(gpus_as_json())"
 
 
 @dataclass(frozen=True)
-class Cards:
-    """The GPUs that this process sees and can compute on."""
+class Gpus:
+    """Holds the GPUs that this process sees and can compute on."""
 
     names: tuple[str, ...] = ()
     memory: tuple[int, ...] = ()  # bytes of each
@@ -44,97 +44,98 @@ class Cards:
         return len(self.memory)
 
 
-_fault = ""  # of the GPUs that are hidden from this process
+_hidden_fault = ""  # of the GPUs that are hidden from this process
 
 
-def cards() -> Cards:
+def visible_gpus() -> Gpus:
     """Returns the GPUs that this process sees. The first call takes as long as CUDA takes to start."""
-    global _fault
-    visible = os.environ.get(VISIBLE)
-    if visible == "" or not (torch.backends.cuda.is_built() or torch.version.hip):
-        return Cards(fault=_fault)
-    found = _seen(visible)
-    if found.fault:
-        _fault, os.environ[VISIBLE] = found.fault, ""
-    return found
+    global _hidden_fault
+    visible_devices = os.environ.get(VISIBLE_DEVICES)
+    if visible_devices == "" or not (torch.backends.cuda.is_built() or torch.version.hip):
+        return Gpus(fault=_hidden_fault)
+    gpus = _query(visible_devices)
+    if gpus.fault:
+        _hidden_fault, os.environ[VISIBLE_DEVICES] = gpus.fault, ""
+    return gpus
 
 
 @cache
-def _seen(visible: str | None) -> Cards:
-    if GIVEN in os.environ or torch.cuda.is_initialized() or not hasattr(os, "fork"):
-        said = asked()
+def _query(visible_devices: str | None) -> Gpus:
+    if GPU_SHARE in os.environ or torch.cuda.is_initialized() or not hasattr(os, "fork"):
+        reply = gpus_as_json()
     else:
-        said = _asked_elsewhere()
-    found = json.loads(said)
-    return Cards(tuple(found["names"]), tuple(found["memory"]), found["fault"])
+        reply = _query_in_child()
+    values = json.loads(reply)
+    return Gpus(tuple(values["names"]), tuple(values["memory"]), values["fault"])
 
 
-def asked() -> str:
-    """Returns this machine's GPUs as JSON. Starts CUDA where there are any."""
+def gpus_as_json() -> str:
+    """Returns the GPUs that torch sees as JSON. Starts CUDA where there are any."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what torch warns of is the fault
+        warnings.simplefilter("ignore")  # torch's warning becomes the fault
         count = torch.cuda.device_count()
         try:
-            own = [torch.cuda.get_device_properties(i) for i in range(count)]
+            gpus = [torch.cuda.get_device_properties(i) for i in range(count)]
         except (RuntimeError, AssertionError) as error:
-            return json.dumps(asdict(Cards(fault=str(error).strip().split("\n")[0].partition(". ")[0])))
-    return json.dumps({"names": [p.name for p in own], "memory": [p.total_memory for p in own], "fault": ""})
+            return json.dumps(asdict(Gpus(fault=str(error).strip().split("\n")[0].partition(". ")[0])))
+    return json.dumps({"names": [p.name for p in gpus], "memory": [p.total_memory for p in gpus], "fault": ""})
 
 
-def _asked_elsewhere() -> str:
-    """Returns what `asked` does without starting CUDA here; GPUs that do not answer in time have a fault."""
+def _query_in_child() -> str:
+    """Returns the GPUs as JSON without starting CUDA in this process; GPUs that do not answer in time have a fault."""
     try:
-        return _asked_in_a_child() or _asked_in_an_interpreter()
+        return _query_in_fork() or _query_in_interpreter()
     except (TimeoutError, subprocess.TimeoutExpired):
-        return json.dumps(asdict(Cards(fault=f"it does not answer within {_DEADLINE:g} s")))
+        return json.dumps(asdict(Gpus(fault=f"it does not answer within {_DEADLINE:g} s")))
 
 
-def _asked_in_a_child() -> str:
-    """Returns what a child forked from this process says; nothing where it cannot ask, because CUDA was started before.
-
-    Raises `TimeoutError`.
+def _query_in_fork() -> str:
+    """Returns the GPUs as a forked child sees them; an empty text where it cannot, because CUDA was started before the
+    fork. Raises `TimeoutError`.
     """
-    reads, writes = os.pipe()
+    read_end, write_end = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # about threads: they are a matrix library's
         child = os.fork()
     if child == 0:
         try:
             if not torch.cuda._is_in_bad_fork():
-                os.write(writes, asked().encode())
+                os.write(write_end, gpus_as_json().encode())
         finally:
             os._exit(0)
-    os.close(writes)
-    answered, _, _ = select.select([reads], [], [], _DEADLINE)
-    said = os.read(reads, _LONGEST) if answered else b""  # a pipe gives what was written at once as a whole
-    os.close(reads)
-    os.kill(child, signal.SIGKILL)  # it has nothing more to say
+    os.close(write_end)
+    ready_ends, _, _ = select.select([read_end], [], [], _DEADLINE)
+    reply = os.read(read_end, _MAX_REPLY) if ready_ends else b""  # a pipe gives what was written at once as a whole
+    os.close(read_end)
+    os.kill(child, signal.SIGKILL)  # it has written its answer, or never will
     _wait_for(lambda: os.waitpid(child, os.WNOHANG)[0])
-    if not answered:
+    if not ready_ends:
         raise TimeoutError
-    return said.decode()
+    return reply.decode()
 
 
-def _asked_in_an_interpreter() -> str:
-    """Returns what a new interpreter says, or its last words as the fault. Raises `subprocess.TimeoutExpired`."""
-    heard = subprocess.PIPE
-    asked = subprocess.Popen(  # noqa: S603 - our own words
-        [sys.executable, "-c", _ASKING], stdin=subprocess.DEVNULL, stdout=heard, stderr=heard, text=True
+def _query_in_interpreter() -> str:
+    """Returns the GPUs as a new interpreter sees them, or the last line of its errors as the fault. Raises
+    `subprocess.TimeoutExpired`.
+    """
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(  # noqa: S603 - our own words
+        [sys.executable, "-c", _QUERY_SCRIPT], stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
     )
     try:
-        said, complaints = asked.communicate(timeout=_DEADLINE)
+        reply, errors = process.communicate(timeout=_DEADLINE)
     except subprocess.TimeoutExpired:
-        asked.kill()
-        _wait_for(lambda: asked.poll() is not None)
-        for end in (asked.stdout, asked.stderr):
-            if end is not None:
-                end.close()
+        process.kill()
+        _wait_for(lambda: process.poll() is not None)
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
         raise
-    return said or json.dumps(asdict(Cards(fault=(complaints.strip().splitlines() or ["it cannot"])[-1])))
+    return reply or json.dumps(asdict(Gpus(fault=(errors.strip().splitlines() or ["it cannot"])[-1])))
 
 
-def _wait_for(ended: Callable[[], object]) -> None:
-    """Wait until a process that was killed has ended; one that hangs in the driver stays."""
+def _wait_for(has_ended: Callable[[], object]) -> None:
+    """Waits until a killed process has ended, up to a deadline, because one that hangs in the driver never does."""
     limit = time.monotonic() + _DEADLINE
-    while not ended() and time.monotonic() < limit:
+    while not has_ended() and time.monotonic() < limit:
         time.sleep(_POLL)

@@ -14,31 +14,31 @@ from tba.errors import UserError
 
 
 def with_config(arguments: Sequence[str]) -> list[str]:
-    """Returns the arguments with `--config FILE.toml` replaced by the fields that the file sets, in its order.
+    """Returns the arguments with `--config FILE.toml` replaced by the fields that the file sets, in the file's order.
 
     A table is a group of fields: `[optimizer]` with `lr = 1e-4` is `--optimizer.lr 1e-4`. Raises `UserError` for a file
     that cannot be read, and for a value that is no text, number or truth value.
     """
     words: list[str] = []
-    remaining = iter(arguments)
-    for argument in remaining:
-        flag, mark, value = argument.partition("=")
+    argument_iterator = iter(arguments)
+    for argument in argument_iterator:
+        flag, equals_sign, value = argument.partition("=")
         if flag == "--config":
-            if not (name := value if mark else next(remaining, "")):
+            if not (name := value if equals_sign else next(argument_iterator, "")):
                 raise UserError("--config needs the name of a TOML file of fields, such as steps = 200")
-            words += _flags_of(Path(name))
+            words += _flags_of_file(Path(name))
         else:
             words.append(argument)
     return words
 
 
-def _flags_of(path: Path) -> list[str]:
+def _flags_of_file(path: Path) -> list[str]:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
-        why = getattr(error, "strerror", None) or str(error)
+        reason = getattr(error, "strerror", None) or str(error)
         raise UserError(
-            f"--config {path} cannot be read ({why}): give a TOML file of fields, such as steps = 200"
+            f"--config {path} cannot be read ({reason}): give a TOML file of fields, such as steps = 200"
         ) from error
     return [word for flag in _flags(values, path) for word in flag]
 

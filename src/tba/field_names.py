@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import TypeAlias
 
-from tba.shipped import MARK
+from tba.shipped import VARIANT_MARK
 
 Names: TypeAlias = "Mapping[str, Names] | None"  # of settings, each with those inside it; {}: a value that a command
 # line can spell; None: whatever it may be
@@ -40,7 +40,7 @@ def of_recipe(name: str) -> Names:
     """
     with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
         name = str(json.loads((Path(name) / "recipe.json").read_bytes())["recipe"])
-    if MARK in name:
+    if VARIANT_MARK in name:
         return of_any_recipe()
     path = Path(name) if name.endswith(".py") else _PACKAGE / "recipes" / f"{name}.py"
     return _names_in(path, "recipe")

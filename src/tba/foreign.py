@@ -30,9 +30,9 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from tba.errors import UserError
-from tba.markup import ControlTokens, Markup, control_tokens, encoded_all, escaped
+from tba.markup import ControlTokens, Markup, control_tokens, encode_markups, escape_messages
 from tba.templates import render_chat
-from tba.types import Json, Problem, Split, Version, quoted
+from tba.types import Json, Problem, Split, Version, quote
 
 log = logging.getLogger(__name__)
 
@@ -219,7 +219,7 @@ def print_error(error: BaseException) -> None:
     """
     bad_input = isinstance(error, UserError)
     text = f"tba: {error}" if bad_input else "".join(traceback.format_exception(error)).rstrip("\n")
-    lines = (line if line.isprintable() else quoted(line, sys.maxsize)[1:-1] for line in text.split("\n"))
+    lines = (line if line.isprintable() else quote(line, sys.maxsize)[1:-1] for line in text.split("\n"))
     with suppress(OSError):  # a full disk, an output that is closed
         os.write(_ERRORS, "".join(f"{line}\n" for line in lines).encode(errors="replace"))
 
@@ -287,7 +287,7 @@ def templated(
     if complete:
         history = len(messages) - answered
         messages = [*_complete(tokenizer, control, messages[:history]), *messages[history:]]
-    messages, tools = escaped(control, messages, tools)
+    messages, tools = escape_messages(control, messages, tools)
     text = _templated(tokenizer, messages, tools, answered)
     if tools and text == _templated(tokenizer, messages, (), answered):
         return Markup(_templated(tokenizer, _described(messages, tools), (), answered))
@@ -454,7 +454,7 @@ def prompt_tokens(tokenizer: Any, texts: Sequence[str], chat: bool = False) -> l
     """
     rows: list[list[int]]
     if chat:
-        return encoded_all(tokenizer, texts)
+        return encode_markups(tokenizer, texts)
     if callable(tokenizer) and texts:
         rows = tokenizer(list(texts), return_attention_mask=False)["input_ids"]
     else:

@@ -20,11 +20,11 @@ def generate(
 ) -> list[list[Completion]]:
     """Returns `count` completions of each prompt; [i] are those of prompts[i].
 
-    Once `interrupted()` is true, what is unfinished comes back as `Flow.next` says. Raises `UserError` for a prompt
+    Once `interrupted()` is true, unfinished completions come back as `Flow.next` says. Raises `UserError` for a prompt
     that is too long or empty, before anything is generated.
     """
-    found = dict(stream(engine, prompts, count, sampling, rng, interrupted))
-    return [found[i] for i in range(len(prompts))]
+    completions = dict(stream(engine, prompts, count, sampling, rng, interrupted))
+    return [completions[i] for i in range(len(prompts))]
 
 
 def stream(
@@ -36,14 +36,14 @@ def stream(
     interrupted: Callable[[], bool] | None = None,
     partner: Partner | None = None,
 ) -> Iterator[tuple[int, list[Completion]]]:
-    """Yields what `generate` returns, as (i, its completions): each prompt once, as soon as all its answers are there.
+    """Yields (i, completions of prompts[i]) for each prompt once, as soon as all its completions are finished.
 
-    With a `partner` the completions have several turns, between which it speaks.
+    With a `partner` the completions have several turns, between which the partner speaks.
     """
     flow = engine.flow(count, sampling, rng, partner)
     flow.submit(prompts)
-    left = len(prompts)
-    while left:
-        found = flow.next(interrupted, until_wanted=False)
-        left -= len(found)
-        yield from found
+    unfinished_count = len(prompts)
+    while unfinished_count:
+        finished_prompts = flow.next(interrupted, until_wanted=False)
+        unfinished_count -= len(finished_prompts)
+        yield from finished_prompts

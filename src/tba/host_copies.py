@@ -16,32 +16,32 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tba.streaming import BLOCK, Streamed, as_written
+from tba.streaming import BLOCK, TensorStream, written_type
 
-_ALIGNED = 64  # bytes: where a tensor may begin
+_ALIGNMENT = 64  # bytes: where a tensor may begin
 
 
-class Mark(Protocol):
+class WorkPoint(Protocol):
     """A point in a lane's work."""
 
     def hold(self) -> None:
-        """Have the device wait for it before it begins with what it is given from here on."""
+        """Makes the device reach this point before it begins any work that it is given from here on."""
         ...
 
     def wait(self) -> None:
-        """Have the caller wait for it."""
+        """Blocks the caller until this point is reached."""
         ...
 
 
 class Lane(Protocol):
-    """Does work beside what a device computes."""
+    """Does work at the same time as a device computes."""
 
-    def run(self, act: Callable[[], None]) -> Mark:
-        """Have `act` done after all that the device has been given so far; returns the point after it."""
+    def run(self, function: Callable[[], None]) -> WorkPoint:
+        """Runs `function` after all work that the device has been given so far, and returns the point after it."""
         ...
 
-    def room(self, size: int) -> Tensor:
-        """Returns so many bytes on the host, as uint8, into which the device copies."""
+    def allocate(self, size: int) -> Tensor:
+        """Returns `size` bytes of the host's memory, as uint8, into which the device copies."""
         ...
 
 
@@ -52,13 +52,13 @@ class CudaStream:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    def run(self, act: Callable[[], None]) -> Mark:
+    def run(self, function: Callable[[], None]) -> WorkPoint:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            act()
+            function()
         return CudaEvent(self._stream.record_event(), self._device)
 
-    def room(self, size: int) -> Tensor:
+    def allocate(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)  # torch rounds up to a power of two
 
 
@@ -83,64 +83,64 @@ class HostCopies:
         self._lane = lane  # None: a stream of the GPU on which the first tensor lies, if it does
         self._layout: dict[str, tuple[torch.dtype, torch.Size]] = {}
         self._copies: dict[str, Tensor] = {}
-        self._copied: Mark | None = None
+        self._last_copy: WorkPoint | None = None
 
-    def of(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Mapping[str, Tensor]:
-        """Begin to copy; returns what is read by `items()`, which waits for the copy. Those of floating point become
-        `dtype` (None: they stay as they are).
+    def begin_copy(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Mapping[str, Tensor]:
+        """Begins a copy and returns its tensors, whose `items()` wait for it. Tensors of floating point become `dtype`
+        (None: they keep their type).
 
-        The copies before must not be read any more. Where nothing is to be copied, `tensors` are returned.
+        Earlier copies must not be read any more. Where the tensors lie on the host, they are returned themselves.
         """
         device = next((t.device for t in tensors.values()), None)
         if self._lane is None and device is not None and device.type == "cuda":
             self._lane = CudaStream(device)
         if self._lane is None:
             return tensors
-        layout = {name: (as_written(t.dtype, dtype), t.shape) for name, t in tensors.items()}
+        layout = {name: (written_type(t.dtype, dtype), t.shape) for name, t in tensors.items()}
         if layout != self._layout:
-            self._layout, self._copies = layout, _laid_out(layout, self._lane.room)
-        copies, own = self._copies, {name: t.detach() for name, t in tensors.items()}
+            self._layout, self._copies = layout, _allocate(layout, self._lane.allocate)
+        copies, sources = self._copies, {name: t.detach() for name, t in tensors.items()}
 
         def copy() -> None:
-            for name, tensor in own.items():
-                _copy(tensor, copies[name])
+            for name, tensor in sources.items():
+                _copy_in_blocks(tensor, copies[name])
 
-        copied = self._copied = self._lane.run(copy)
+        point = self._last_copy = self._lane.run(copy)
 
         def items() -> Iterator[tuple[str, Tensor]]:
-            copied.wait()
+            point.wait()
             yield from copies.items()
 
-        like = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in copies.items()}
-        return Streamed(like, items, hold=self.hold)
+        meta_tensors = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in copies.items()}
+        return TensorStream(meta_tensors, items, hold=self.hold)
 
     def hold(self) -> bool:
-        """Have what changes the tensors, launched from here on, wait for the copy that was begun last.
+        """Makes work of the device from here on, which may change the tensors, wait for the last copy.
 
-        False where nothing is copied: then whoever reads the tensors has to be waited for.
+        Returns False where nothing is copied; then the caller has to wait for the readers of the tensors.
         """
-        if self._copied is None:
+        if self._last_copy is None:
             return False
-        self._copied.hold()
+        self._last_copy.hold()
         return True
 
 
-def _laid_out(layout: Mapping[str, tuple[torch.dtype, torch.Size]], room: Callable[[int], Tensor]) -> dict[str, Tensor]:
+def _allocate(layout: Mapping[str, tuple[torch.dtype, torch.Size]], room: Callable[[int], Tensor]) -> dict[str, Tensor]:
     """Returns a tensor for each entry, all in one block of memory."""
     sizes = {name: math.prod(shape) * kind.itemsize for name, (kind, shape) in layout.items()}
-    taken = [size + -size % _ALIGNED for size in sizes.values()]
-    parts = room(max(sum(taken), 1))[: sum(taken)].split(taken)
+    aligned_sizes = [size + -size % _ALIGNMENT for size in sizes.values()]
+    parts = room(max(sum(aligned_sizes), 1))[: sum(aligned_sizes)].split(aligned_sizes)
     return {
         name: part[: sizes[name]].view(kind).view(shape)
         for part, (name, (kind, shape)) in zip(parts, layout.items(), strict=True)
     }
 
 
-def _copy(tensor: Tensor, to: Tensor) -> None:
-    """Copy a tensor, cast where it lies: a block at a time, so that little memory is taken for that."""
-    if tensor.dtype == to.dtype:
-        to.copy_(tensor, non_blocking=True)
+def _copy_in_blocks(tensor: Tensor, target: Tensor) -> None:
+    """Copies a tensor, cast on its own device a block at a time, so that the cast takes little memory."""
+    if tensor.dtype == target.dtype:
+        target.copy_(tensor, non_blocking=True)
         return
-    size = max(1, BLOCK // to.dtype.itemsize)
-    for block, place in zip(tensor.reshape(-1).split(size), to.view(-1).split(size), strict=True):
-        place.copy_(block.to(to.dtype), non_blocking=True)
+    size = max(1, BLOCK // target.dtype.itemsize)
+    for block, place in zip(tensor.reshape(-1).split(size), target.view(-1).split(size), strict=True):
+        place.copy_(block.to(target.dtype), non_blocking=True)

@@ -58,14 +58,14 @@ class Tokenizer(Protocol):
 class Reward(Protocol):
     """Grades completions in batches. Rewards are computed here; claimed ones are not trusted."""
 
-    def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> Sequence[Judgement]:
-        """One judgement for each (prompt, completion), in order."""
+    def judge(self, answers: Sequence[tuple[Prompt, Completion]]) -> Sequence[Judgement]:
+        """Returns one judgement for each (prompt, completion), in order."""
         ...
 
 
 @dataclass(frozen=True)
 class GradingCalls:
-    """Says how answers are given to one part of a reward, and how many calls may be under way at once."""
+    """Says how one part of a reward is called, and how many calls may be in progress at once."""
 
     name: str  # for messages and reports
     grade: Callable[[Sequence[tuple[Prompt, Completion]]], Any]  # returns one value for each answer; an awaitable of
@@ -102,7 +102,7 @@ class Task(Protocol):
     def name(self) -> str: ...
 
     def problems(self, split: Split) -> Sequence[Problem]:
-        """All problems of a split, in a fixed order; `train` and `eval` never share one."""
+        """Returns all problems of a split, in a fixed order; `train` and `eval` never share one."""
         ...
 
     def reward(self) -> Reward: ...
@@ -113,7 +113,7 @@ class Examined(Protocol):
     """A task whose answers are evaluated by another reward than they are trained on, such as a gold model's."""
 
     def examination(self) -> Reward:
-        """1 for an answer that is counted as right, 0 for one that is not."""
+        """Returns the reward that evaluations use: 1 for an answer that counts as right, 0 for any other."""
         ...
 
 
@@ -122,9 +122,9 @@ class JudgedByModels(Protocol):
     """A task whose rewards hold models, which every searcher loads."""
 
     def memory(self) -> Mapping[str, Mapping[str, int]]:
-        """Returns the bytes that a searcher needs for them, at most, by device (cpu, cuda or mps) and part.
+        """Returns the bytes that a searcher needs for these models, at most, by device (cpu, cuda or mps) and part.
 
-        One whose configuration cannot be read is left out; nothing is loaded, and CUDA is not started.
+        A model whose configuration cannot be read is left out; nothing is loaded, and CUDA is not started.
         """
         ...
 
@@ -155,9 +155,9 @@ class Environment(Protocol):
 
     @property
     def reset(self) -> Callable[..., Any]:
-        """A method that begins an episode with the problem's fields and `seed`, of which it is given those that it
-        names. The seed must decide everything that is drawn: in a group the same actions meet the same world. It
-        returns what the policy is told first, after the prompt; None: nothing.
+        """Returns the method that begins an episode. It gets those of the problem's fields and `seed` that it names.
+        The seed must decide everything that is drawn, so that in a group the same actions meet the same world. The
+        method returns the text that the policy reads first, after the prompt, or None.
         """
         ...
 
@@ -218,11 +218,11 @@ class Engine(Protocol):
 
 
 class Flow(Protocol):
-    """Prompts that are being answered, to which more can be added at any time."""
+    """Holds prompts that are being answered, to which further ones can be added at any time."""
 
     @property
     def submitted(self) -> int:
-        """Returns how many prompts there have been."""
+        """Returns how many prompts were submitted."""
         ...
 
     @property
@@ -261,54 +261,55 @@ class Turn:
 
 
 class Partner(Protocol):
-    """Who an engine's completions talk with: asked at the end of a turn, it says what is to be read before the next.
+    """Talks with an engine's completions: at the end of a turn it gives the tokens to be read before the next turn.
 
-    A completion goes on after an EOS token or a stop string for as long as something is said that leaves room for
-    another token; its `mask` says which tokens were sampled. What has been read is not read again, and nobody waits for
-    another's partner.
+    A completion goes on after an EOS token or a stop string as long as its partner replies and there is room for
+    another token; its `mask` says which tokens were sampled. A completion never waits for another one's reply.
     """
 
     def hear(self, turns: Sequence[Turn]) -> None:
-        """Takes turns that have ended; the answers may come later."""
+        """Takes turns that have ended; the replies may come later."""
         ...
 
     def replies(self, wait: bool) -> Mapping[int, IntArray | None]:
-        """By request, what has been answered since the last call: tokens to be read, or None at the end of its
-        completion. With `wait` it returns when there is something, or after a moment all the same.
+        """Returns the replies since the last call by request: tokens to be read, or None where the completion ends.
+        With `wait` it returns once there is a reply, or after a moment without one.
         """
         ...
 
     def ended(self, request: int, completion: Completion) -> Completion:
-        """Takes a completion that is at its end, for whatever reason; returns what the engine hands out for it."""
+        """Takes a completion that has ended for any reason, and returns the completion that the engine hands out."""
         ...
 
 
 class Reference(Protocol):
-    """Log-probabilities under the reference policy, on the searcher's side."""
+    """Computes log-probabilities under the reference policy, on the searcher's side."""
 
     @property
     def version(self) -> Version: ...
 
-    def log_probabilities_of(self, answered: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[FloatArray]]:
-        """Score completions of several prompts at the recipe's policy temperature: [i][j] is of the j-th completion of
-        the i-th prompt, float32 [T].
+    def log_probabilities_of(self, answers: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[FloatArray]]:
+        """Returns the log-probabilities of completions at the recipe's policy temperature: [i][j], float32 [T], of the
+        j-th completion of the i-th prompt.
         """
         ...
 
     def load(self, weights: Mapping[str, torch.Tensor], version: Version) -> None:
-        """Become another reference, in place. Raises `KeyError` or `ValueError` on a name or shape mismatch."""
+        """Loads the weights of another reference, in place. Raises `KeyError` or `ValueError` on a name or shape
+        mismatch.
+        """
         ...
 
 
 @runtime_checkable
 class ScoredByCalls(Protocol):
-    """A reference that waits for somebody else, such as a server: its answers are scored by calls in a window, beside
-    those of the reward.
+    """A reference that waits for another program, such as a server. Answers are scored by calls in a window of its own,
+    at the same time as the reward's.
     """
 
     @property
     def scoring(self) -> GradingCalls:
-        """Returns how it is called; its values are log-probabilities, float32 [T]."""
+        """Returns how the reference is called; the values are log-probabilities, float32 [T]."""
         ...
 
 
@@ -318,7 +319,7 @@ class Concurrent(Protocol):
 
     @property
     def concurrent(self) -> bool:
-        """Returns whether it is to do so: on an accelerator. On a processor the two would only share it."""
+        """Returns whether the reference scores in such a thread. On a processor the two threads would only share it."""
         ...
 
 
@@ -343,7 +344,7 @@ class Policy(Protocol):
 
     @property
     def heads(self) -> torch.nn.ModuleDict:
-        """Returns those of `HEADS` that it was made with, by name, all zero at first."""
+        """Returns the heads (of `HEADS`) that the policy was made with, by name, all zero at first."""
         ...
 
     @property
@@ -356,7 +357,7 @@ class Policy(Protocol):
     def parameters(self) -> Sequence[torch.nn.Parameter]: ...
 
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """Detached tensors by Hugging Face name, heads left out; views of the live parameters, to be copied at once."""
+        """Returns detached tensors by Hugging Face name, without heads; they are views of live parameters."""
         ...
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -368,7 +369,7 @@ class SavedPolicy(Policy, Protocol):
     """A policy that can be spread over ranks, and written with weights that were gathered from them."""
 
     def everything(self) -> Mapping[str, torch.Tensor]:
-        """Returns `weights`, and those that adapters leave unchanged."""
+        """Returns `weights` and the weights that adapters leave unchanged."""
         ...
 
     def save(self, path: Path, tokenizer: Any = None, weights: Mapping[str, torch.Tensor] | None = None) -> None: ...
@@ -397,7 +398,7 @@ class Objective(Protocol):
 
 @runtime_checkable
 class Remembering(Protocol):
-    """An objective of one run that has learnt from its earlier batches, as a checkpoint keeps it."""
+    """An objective that learns from the batches of its run, with a state that a checkpoint keeps."""
 
     def state(self) -> Json: ...
 
@@ -411,8 +412,8 @@ class Startable(Protocol):
     def start(self) -> Objective: ...
 
 
-def started(objective: Objective) -> Objective:
-    """Returns what one run trains with: what settings start, or an objective that needs no start itself."""
+def start_objective(objective: Objective) -> Objective:
+    """Returns the objective of one run: the one that settings start, or `objective` itself if it needs no start."""
     return objective.start() if isinstance(objective, Startable) else objective
 
 
@@ -420,18 +421,18 @@ class PromptSource(Protocol):
     """The source of the prompts that a searcher answers."""
 
     def take(self, count: int) -> tuple[list[int], list[Prompt]]:
-        """Leases the next positions; returns them and their prompts. The positions are given back with their
-        trajectories.
+        """Leases the next positions, and returns them and their prompts. The searcher gives the positions back with
+        their trajectories.
         """
         ...
 
     def outcomes(self, rewards: Mapping[int, Sequence[float]]) -> Sequence[Outcome]:
-        """Returns what all searchers are to learn from the answers' rewards, by position."""
+        """Returns the outcomes that all searchers are told, from the answers' rewards by position."""
         ...
 
 
 class Journal(Protocol):
-    """Asks the journal, for a part that is not the trainer: all of it in the name of one owner.
+    """Gives a part other than the trainer access to the journal, in the name of one owner.
 
     Every method may be called from another machine: the remote side is generated from these names, and the gateway on
     the trainer's machine answers to no others (`runtime/cluster/`). So arguments and results are plain values or the
@@ -458,7 +459,7 @@ class Journal(Protocol):
         ...
 
     def known(self, uids: Sequence[str]) -> set[str]:
-        """Returns which of these were ever put."""
+        """Returns the uids of trajectories that were ever put."""
         ...
 
     def rows(self) -> int:
@@ -486,7 +487,7 @@ class Journal(Protocol):
         ...
 
     def count(self, **increments: int) -> None:
-        """Add to the owner's counters."""
+        """Adds to the owner's counters."""
         ...
 
     def claim(self, job: str, seconds: float) -> bool:
@@ -498,16 +499,16 @@ class Journal(Protocol):
         ...
 
     def resume(self) -> None:
-        """Lets everything expire that an earlier process of this name held, and puts what it has staged."""
+        """Ends the leases and jobs that an earlier process of this owner held, and puts the answers that it staged."""
         ...
 
     def close(self) -> None:
-        """Close the connection; what was not acknowledged is lost."""
+        """Closes the connection; calls that were not acknowledged are lost."""
         ...
 
 
 class Answered(Protocol):
-    """One problem of an evaluation and how it was answered."""
+    """One problem of an evaluation and its answer."""
 
     @property
     def prompt(self) -> str: ...
@@ -522,18 +523,18 @@ class Answered(Protocol):
 
 
 class Records(Protocol):
-    """Records what a searcher leaves for people and for the summary, on its own machine or through the gateway."""
+    """Records a searcher's results for people and for the summary, on its own machine or through the gateway."""
 
     def write(self, evaluations: Sequence[Evaluation], answers: Sequence[Answered] = ()) -> None:
         """Writes the results of one evaluation of one version."""
         ...
 
-    def fault(self, kind: str, what: str) -> None:
-        """Records a fault that was survived."""
+    def fault(self, kind: str, message: str) -> None:
+        """Records a fault that did not end the run."""
         ...
 
     def result(self, part: str, result: Json) -> None:
-        """Leaves what the summary needs of the part."""
+        """Records the figures of a part that the summary needs."""
         ...
 
 
@@ -556,11 +557,11 @@ class WeightSource(Protocol):
     """Gives searchers the published weights."""
 
     def newer_than(self, version: Version | None) -> PublishedWeights | None:
-        """The newest published version if it is newer than `version` (None: any), else None. Never waits."""
+        """Returns the newest published version if it is newer than `version` (None: any), else None. Never waits."""
         ...
 
     def at(self, version: Version) -> PublishedWeights:
-        """Returns exactly that version. Raises `UserError` when it is not (or no longer) there."""
+        """Returns exactly this version. Raises `UserError` when it does not exist (any more)."""
         ...
 
 
@@ -577,8 +578,8 @@ class KeptWeights(Protocol):
 
 
 @dataclass(frozen=True)
-class Arithmetic:
-    """Holds what a token costs a policy, in floating-point operations of a forward, and what its device does."""
+class ComputeCost:
+    """Holds a token's cost in floating-point operations of a forward pass, and the rate of the policy's device."""
 
     read: float  # of a token that the layers read
     scored: float  # of a token that goes through the head
@@ -592,7 +593,7 @@ class Arithmetic:
 
 @dataclass(frozen=True)
 class Work:
-    """Holds what a run asks of its model, as far as the memory that it needs depends on it."""
+    """Holds the sizes of a run that decide how much memory its model needs."""
 
     prompt_tokens: int  # of the longest prompt
     pass_tokens: int  # of one forward and backward pass, at most
@@ -604,7 +605,7 @@ class Work:
 
 
 class ScoringModel(Protocol):
-    """A model that need only score answers: a teacher."""
+    """A model that only has to score answers, such as a teacher."""
 
     def prepared(self, task: Task, log: Any = ...) -> ScoringModel:
         """Returns the model, with its weights ready (a supervised warm start is run, or found in the cache)."""
@@ -648,7 +649,7 @@ class Model(ScoringModel, Protocol):
 
     @property
     def never_sampled(self) -> tuple[str, ...]:
-        """The answers that rules of its engines forbid at any sampling settings, in words."""
+        """Returns the answers that rules of its engines forbid at any sampling settings, in words."""
         ...
 
     def policy(
@@ -670,7 +671,7 @@ class Model(ScoringModel, Protocol):
 
     @property
     def compute(self) -> torch.dtype:
-        """The precision in which its policies, engines and references compute, and in which weights are published."""
+        """Returns the type in which its policies, engines and references compute and weights are published."""
         ...
 
     @property
@@ -678,17 +679,17 @@ class Model(ScoringModel, Protocol):
         """Returns where its policies are trained."""
         ...
 
-    def arithmetic(self) -> Arithmetic | None:
-        """Returns what its tokens cost, measured now; None where that is not known."""
+    def arithmetic(self) -> ComputeCost | None:
+        """Returns the cost of the model's tokens, measured now; None where it is unknown."""
         ...
 
     @property
     def gpus_per_searcher(self) -> int:
-        """Over how many GPUs one searcher's engine is spread; 0 where the model runs on none."""
+        """Returns over how many GPUs one searcher's engine is spread; 0 where the model runs on none."""
         ...
 
     def engine(self, version: Version, longest_prompt: int = ...) -> Engine:
-        """Returns what samples; it may refuse a prompt of more tokens than `longest_prompt`."""
+        """Returns the engine that samples; it may refuse a prompt of more tokens than `longest_prompt`."""
         ...
 
     def save(self, policy: Policy, path: Path) -> None:

@@ -53,24 +53,25 @@ class RuntimeSettings:
     checkpoint_every: int = 100  # steps between checkpoints, each made at the next weight sync; 0: one at the end
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
-            if not getattr(self, name) >= least:
-                raise UserError(f"--run.{name.replace('_', '-')} is {getattr(self, name)}, it must be at least {least}")
+        for name, minimum in _MINIMA.items():
+            if not getattr(self, name) >= minimum:
+                flag = f"--run.{name.replace('_', '-')}"
+                raise UserError(f"{flag} is {getattr(self, name)}, it must be at least {minimum}")
         for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise UserError(f"--run.{name.replace('_', '-')} is {getattr(self, name)}, give a number above 0")
 
     @property
     def first_sign_deadline(self) -> float:
-        """Returns the seconds until a part must give its first heartbeat: it loads libraries and a model before, for
-        which ranks of the trainer wait as long for each other.
+        """Returns the seconds until a part must give its first heartbeat. Before that it loads libraries and a model,
+        and ranks of the trainer wait as long for each other.
         """
         return max(self.silence_deadline, LOADING + 60.0)
 
     @property
     def journal_deadline(self) -> float:
-        """Returns the seconds that a part waits for the journal's lock: a part that hangs while it holds the lock is
-        killed earlier.
+        """Returns the seconds that a part waits for the journal's lock, which are more than a part that hangs with the
+        lock may live.
         """
         return max(self.silence_deadline, 120.0) + 30.0
 
@@ -99,7 +100,7 @@ class ClusterSettings:
 
 
 _POSITIVE = ("idle_deadline", "silence_deadline", "reward_deadline", "grading_lag")
-_LEAST = {
+_MINIMA = {
     "restarts": 0,
     "inline_rounds_per_sync": 1,
     "threads": 1,
@@ -111,8 +112,8 @@ _LEAST = {
 @dataclass(frozen=True)
 @as_declared
 class InitialFill:
-    """Says what is imported before a run begins, graded by the task and scored under the reference as `tba import`
-    does. Raises `UserError` when a field makes no sense.
+    """Says which answers a run begins with, graded by the task and scored under the reference as `tba import` does.
+    Raises `UserError` when a field makes no sense.
     """
 
     demonstrations: int = 0  # how many of the task's own demonstrations, from the first; 0: none
@@ -178,8 +179,8 @@ class Recipe:
             from tba.models.huggingface import HuggingFace  # which loads transformers
 
             object.__setattr__(self, "model", HuggingFace(path=str(self.model)))
-        for name, (members, such) in _COMPONENTS.items():
-            _require_component(name, getattr(self, name), members, such)
+        for name, (members, example) in _COMPONENTS.items():
+            _require_component(name, getattr(self, name), members, example)
         for name in _COUNTS:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"--{name.replace('_', '-')} is {value}, it must be at least 1")
@@ -214,25 +215,25 @@ class Recipe:
             raise UserError(f"--trainer.ranks is {self.trainer.ranks}, but the inline runtime has one process for all")
         if self.runtime == "inline" and self.searcher_count != 1:
             raise UserError(f"--searchers is {self.searchers}, but the inline runtime takes turns with exactly 1")
-        share = self.cluster.trainer_gpus
+        trainer_gpus = self.cluster.trainer_gpus
         if self.trainer.count > 1 and getattr(self.model, "dtype", "") == "4-bit":
             raise UserError(
                 f"--trainer.ranks is {self.trainer.ranks}, but a base in 4 bits (--model.dtype 4-bit) is not sharded: "
                 "train it with one rank, or with another dtype"
             )
-        if self.runtime == "cluster" and self.trainer.count > 1 and share is not None and 0 < share < 1:
+        if self.runtime == "cluster" and self.trainer.count > 1 and trainer_gpus is not None and 0 < trainer_gpus < 1:
             raise UserError(
-                f"--cluster.trainer-gpus is {share:g}, but each of {self.trainer.ranks} ranks "
+                f"--cluster.trainer-gpus is {trainer_gpus:g}, but each of {self.trainer.ranks} ranks "
                 "needs a whole GPU (NCCL takes no two on one): give 1, or 0 to train on CPUs"
             )
         if self.address is not None and self.runtime != "cluster":
             raise UserError(f"--address is {self.address}, but the runtime is {self.runtime}: add --runtime cluster")
-        shape = self.optimizer.schedule
-        if shape.planned is not None and shape.planned < self.steps and shape(self.steps) == 0:
+        schedule = self.optimizer.schedule
+        if schedule.planned is not None and schedule.planned < self.steps and schedule(self.steps) == 0:
             raise UserError(
-                f"--steps is {self.steps}, but the learning rate is 0 after {shape.planned} of them: make the schedule "
-                f"as long ({type(shape).__name__}'s fields, or `.lasting({self.steps})` in code), give it a final rate "
-                "(--optimizer.schedule.final), or take fewer steps"
+                f"--steps is {self.steps}, but the learning rate is 0 after {schedule.planned} of them: make the "
+                f"schedule as long ({type(schedule).__name__}'s fields, or `.lasting({self.steps})` in code), give it "
+                "a final rate (--optimizer.schedule.final), or take fewer steps"
             )
         self._require_what_the_control_moves()
         self._require_what_the_objective_needs()
@@ -250,11 +251,11 @@ class Recipe:
 
     def _require_what_the_objective_needs(self) -> None:
         objective, needs = type(self.objective).__name__, self.objective.needs
-        missing = (needs & HEADS) - self.model.heads
-        if missing:
+        missing_heads = (needs & HEADS) - self.model.heads
+        if missing_heads:
             raise UserError(
-                f"{objective} needs {' and '.join(sorted(missing))} of the policy, but {type(self.model).__name__} has "
-                "no such head: choose another model or another objective"
+                f"{objective} needs {' and '.join(sorted(missing_heads))} of the policy, but "
+                f"{type(self.model).__name__} has no such head: choose another model or another objective"
             )
         if getattr(self.objective, "flow", "learned") == "one" and not self.teachers.is_target:
             raise UserError(
@@ -298,21 +299,21 @@ class Recipe:
 
     @property
     def unused(self) -> Mapping[str, str]:
-        """Returns the fields without effect, each with what would give it one (`tba.fields`)."""
-        found: dict[str, str] = {}
+        """Returns the fields without effect, each with the setting that would give it one (`tba.fields`)."""
+        unused_fields: dict[str, str] = {}
         if self.runtime != "cluster":
-            found |= {"cluster": "runtime cluster", "address": "runtime cluster"}
+            unused_fields |= {"cluster": "runtime cluster", "address": "runtime cluster"}
         if self.runtime == "inline" and hasattr(self.task, "limits"):
-            found |= {"task.limits": "runtime processes"}
+            unused_fields |= {"task.limits": "runtime processes"}
         if self.runtime == "inline":
-            found |= {"run.rounds": "runtime processes"}
+            unused_fields |= {"run.rounds": "runtime processes"}
         else:
-            found |= {"run.inline_rounds_per_sync": "runtime inline"}
+            unused_fields |= {"run.inline_rounds_per_sync": "runtime inline"}
         if not self.reference_reset:
-            found |= {"reset_optimizer": "reference_reset", "rescored_per_round": "reference_reset"}
+            unused_fields |= {"reset_optimizer": "reference_reset", "rescored_per_round": "reference_reset"}
         if hasattr(self.objective, "log_z") and not self.objective.needs & HEADS:
-            found |= {"optimizer.head_lr": "objective.log_z learned"}
-        return found
+            unused_fields |= {"optimizer.head_lr": "objective.log_z learned"}
+        return unused_fields
 
     @property
     def teachers(self) -> Teacher:
@@ -321,7 +322,7 @@ class Recipe:
 
     @property
     def searcher_count(self) -> int:
-        """Returns how many processes generate, as far as it is decided."""
+        """Returns how many processes generate: 1 until the number is decided."""
         return 1 if self.searchers is None else self.searchers
 
     @property
@@ -336,29 +337,30 @@ class Recipe:
 
         An objective without a beta, or whose beta reaches 0, is treated as if beta were 1.
         """
-        smallest = 1.0
-        for name in ("beta", "reward_temperature"):  # what Trajectory Balance divides a reward by
+        smallest_divisor = 1.0
+        for name in ("beta", "reward_temperature"):  # by which Trajectory Balance divides a reward
             schedule = getattr(self.objective, name, None)
             if callable(schedule):  # anneals are monotone
                 value = min(schedule(1), getattr(schedule, "last", math.inf))
-                smallest *= value if value > 0 else 1.0
-        return LARGEST_SQUARED * smallest
+                smallest_divisor *= value if value > 0 else 1.0
+        return LARGEST_SQUARED * smallest_divisor
 
 
-def _require_component(name: str, given: Any, members: tuple[str, ...], such: str) -> None:
-    """Raises `UserError` for what is no component of a recipe: a text, a class, or one that lacks something."""
-    if isinstance(given, type):
-        raise UserError(f"the recipe's {name} is the class {given.__name__}: give one of it, {given.__name__}(...)")
-    if isinstance(given, str | Path | float | None):
-        raise UserError(f"the recipe's {name} is {given!r:.80}: give an object, such as {such}")
-    kind = type(given).__name__
+def _require_component(name: str, component: Any, members: tuple[str, ...], example: str) -> None:
+    """Raises `UserError` for an object that cannot be a recipe's component: a text, a class, one without a member."""
+    if isinstance(component, type):
+        kind = component.__name__
+        raise UserError(f"the recipe's {name} is the class {kind}: give one of it, {kind}(...)")
+    if isinstance(component, str | Path | float | None):
+        raise UserError(f"the recipe's {name} is {component!r:.80}: give an object, such as {example}")
+    kind = type(component).__name__
     for member in members:
-        if not hasattr(given, member):
-            how = f'the line `name: str = "{kind.lower()}"`' if member == "name" else f"`{member}`"
-            raise UserError(f"the recipe's {name}, {kind}, has no {member}: give the class {how}, as {such} has it")
+        if not hasattr(component, member):
+            line = f'the line `name: str = "{kind.lower()}"`' if member == "name" else f"`{member}`"
+            raise UserError(f"the recipe's {name}, {kind}, has no {member}: give the class {line}, as {example} has it")
 
 
-_COMPONENTS: Mapping[str, tuple[tuple[str, ...], str]] = {  # what each must have, and one that has it
+_COMPONENTS: Mapping[str, tuple[tuple[str, ...], str]] = {  # the members that each must have, and an example
     "task": (("name", "problems", "reward"), 'tba.Jsonl(train="problems.jsonl")'),
     "model": (("heads", "engine", "policy"), 'tba.HuggingFace(path="folder")'),
     "objective": (("needs", "by_group"), "tba.TrajectoryBalance(beta=0.05) or tba.Grpo()"),
@@ -372,17 +374,17 @@ _COUNTS = (
 )
 
 
-def resolved(value: Any) -> Json:
-    """Returns any setting as JSON: dataclasses by field (with their class), paths as text (ours relative to the
-    package).
+def settings_json(value: Any) -> Json:
+    """Returns any setting as JSON: dataclasses by field (with their class), paths as text (those within the package
+    relative to it).
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: resolved(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        fields = {f.name: settings_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return {"class": f"{type(value).__module__}.{type(value).__qualname__}", **fields}
     if isinstance(value, Mapping):
-        return {str(k): resolved(v) for k, v in value.items()}
+        return {str(k): settings_json(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [resolved(v) for v in value]
+        return [settings_json(v) for v in value]
     if isinstance(value, str | Path):
         return str(value).replace(f"{_PACKAGE.parent}{os.sep}", "")  # the same on every machine
     if isinstance(value, int | float | bool) or value is None:
@@ -392,19 +394,19 @@ def resolved(value: Any) -> Json:
     return str(value)
 
 
-def differences(made: Any, wanted: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yields (dotted name, then, now) wherever two resolved recipes differ; a missing value is None.
+def differences(old_value: Any, new_value: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yields (dotted name, old value, new value) wherever two recipes, as JSON, differ; a missing value is None.
 
-    A class is identified by its name: its module may have moved since. name: of the two values, within their recipe.
+    A class is identified by its name, since its module may have moved. `name` is the place of both values.
     """
-    if isinstance(made, Mapping) and isinstance(wanted, Mapping):
-        for key in [*wanted, *(k for k in made if k not in wanted)]:
-            yield from differences(made.get(key), wanted.get(key), f"{name}.{key}" if name else key)
-    elif isinstance(made, list) and isinstance(wanted, list) and len(made) == len(wanted):
-        for i, (then, now) in enumerate(zip(made, wanted, strict=True)):
-            yield from differences(then, now, f"{name}.{i}")
-    elif isinstance(made, str) and isinstance(wanted, str) and name.rpartition(".")[2] == "class":
-        if made.rpartition(".")[2] != wanted.rpartition(".")[2]:
-            yield name, made, wanted
-    elif made != wanted:
-        yield name, made, wanted
+    if isinstance(old_value, Mapping) and isinstance(new_value, Mapping):
+        for key in [*new_value, *(k for k in old_value if k not in new_value)]:
+            yield from differences(old_value.get(key), new_value.get(key), f"{name}.{key}" if name else key)
+    elif isinstance(old_value, list) and isinstance(new_value, list) and len(old_value) == len(new_value):
+        for i, (old_item, new_item) in enumerate(zip(old_value, new_value, strict=True)):
+            yield from differences(old_item, new_item, f"{name}.{i}")
+    elif isinstance(old_value, str) and isinstance(new_value, str) and name.rpartition(".")[2] == "class":
+        if old_value.rpartition(".")[2] != new_value.rpartition(".")[2]:
+            yield name, old_value, new_value
+    elif old_value != new_value:
+        yield name, old_value, new_value

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.errors import UserError
-from tba.recipe import Recipe, differences, resolved
+from tba.recipe import Recipe, differences, settings_json
 from tba.settings import find
 
 _HEAD = '"""The recipe of this run, as it was given to tba.train."""\n\n'
@@ -28,16 +28,16 @@ def write_recipe(recipe: Recipe, path: Path) -> None:
     functions, open files, loaded models.
     """
     writer = _Writer()
-    made = writer.expression(recipe, "the recipe")
+    expression = writer.expression(recipe, "the recipe")
     imports = "".join(f"import {module}\n" for module in sorted(writer.modules))
-    loaded = "".join(f"{name} = tba.settings.module_of({file!r})\n" for file, name in writer.files.items())
-    path.write_text(f"{_HEAD}{imports}\n{loaded}recipe = {made}\n")
-    for name, was, now in differences(resolved(recipe), resolved(find(str(path)))):
-        if str(was).startswith("__main__.") and str(was).rpartition(".")[2] == str(now).rpartition(".")[2]:
+    file_lines = "".join(f"{name} = tba.settings.module_of({file!r})\n" for file, name in writer.files.items())
+    path.write_text(f"{_HEAD}{imports}\n{file_lines}recipe = {expression}\n")
+    for name, value, rebuilt in differences(settings_json(recipe), settings_json(find(str(path)))):
+        if str(value).startswith("__main__.") and str(value).rpartition(".")[2] == str(rebuilt).rpartition(".")[2]:
             continue  # a function of the running script, which is another module where it is loaded
         raise UserError(
-            f"{recipe.name}: {name} is {was}, and would be {now} in another process: put what it is made of into "
-            'fields of a dataclass, or train with runtime="inline"'
+            f"{recipe.name}: {name} is {value}, and would be {rebuilt} in another process: put what it is made "
+            'of into fields of a dataclass, or train with runtime="inline"'
         )
 
 
@@ -48,48 +48,48 @@ class _Writer:
         self.modules: set[str] = set()
         self.files: dict[str, str] = {}
 
-    def expression(self, value: Any, where: str) -> str:
-        """Returns `value` as an expression; `where` names it in errors."""
+    def expression(self, value: Any, place: str) -> str:
+        """Returns `value` as an expression; `place` names it in errors."""
         if value is None or (isinstance(value, bool | int | str | bytes) and not isinstance(value, Enum)):
             return repr(value)
         if isinstance(value, float):
             return repr(value) if math.isfinite(value) else f'float("{value}")'
         if isinstance(value, Enum):
-            return f"{self.name_of(type(value), where)}.{value.name}"
+            return f"{self.name_of(type(value), place)}.{value.name}"
         if isinstance(value, Path):
             self.modules.add("pathlib")
             return f"pathlib.Path({str(value)!r})"
         if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
-            return self.name_of(value, where)
+            return self.name_of(value, place)
         if dataclasses.is_dataclass(value):
-            given = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-            inner = ", ".join(f"{name}={self.expression(v, f'{where}.{name}')}" for name, v in given.items())
-            return f"{self.name_of(type(value), where)}({inner})"
+            field_values = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+            arguments = ", ".join(f"{name}={self.expression(v, f'{place}.{name}')}" for name, v in field_values.items())
+            return f"{self.name_of(type(value), place)}({arguments})"
         if isinstance(value, Mapping):
-            pairs = (f"{self.expression(k, where)}: {self.expression(v, f'{where}[{k!r}]')}" for k, v in value.items())
+            pairs = (f"{self.expression(k, place)}: {self.expression(v, f'{place}[{k!r}]')}" for k, v in value.items())
             return "{" + ", ".join(pairs) + "}"
         if isinstance(value, list | tuple | set | frozenset):
-            inner = ", ".join(self.expression(v, where) for v in value)
-            opened, closed = {list: "[]", tuple: ("(", ",)" if value else ")"), set: "{}"}.get(type(value), ("", ""))
-            return f"{opened}{inner}{closed}" if opened else f"frozenset({{{inner}}})" if value else "frozenset()"
+            items = ", ".join(self.expression(v, place) for v in value)
+            opening, closing = {list: "[]", tuple: ("(", ",)" if value else ")"), set: "{}"}.get(type(value), ("", ""))
+            return f"{opening}{items}{closing}" if opening else f"frozenset({{{items}}})" if value else "frozenset()"
         raise UserError(
-            f"{where} is {value!r}, which other processes cannot make: use a dataclass of an importable module in its "
+            f"{place} is {value!r}, which other processes cannot make: use a dataclass of an importable module in its "
             'place, or train with runtime="inline"'
         )
 
-    def name_of(self, thing: Any, where: str) -> str:
+    def name_of(self, target: Any, place: str) -> str:
         """Returns the name of a class or function, by the module or the file that defines it."""
-        module, name = thing.__module__, thing.__qualname__
+        module, name = target.__module__, target.__qualname__
         if "<" in name:
             raise UserError(
-                f"{where} is {name}, made within a function or a lambda, which other processes cannot find: define it "
+                f"{place} is {name}, made within a function or a lambda, which other processes cannot find: define it "
                 'at the top of a module, or train with runtime="inline"'
             )
         file = getattr(sys.modules.get(module), "__file__", None)
         if module == "__main__" or module.startswith("tba_user_"):
             if file is None or not Path(file).is_file():
                 raise UserError(
-                    f"{where} is {name} of a notebook or a prompt, which other processes cannot import: put it into a "
+                    f"{place} is {name} of a notebook or a prompt, which other processes cannot import: put it into a "
                     'file and import that, or train with runtime="inline"'
                 )
             self.modules.add("tba.settings")

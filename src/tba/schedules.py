@@ -27,12 +27,12 @@ class Constant:
         _require_finite("Constant", value=self.value)
 
     def __call__(self, step: int) -> float:
-        _behind(step)
+        _updates_before(step)
         return self.value
 
     @property
     def last(self) -> float:
-        """The value it ends at."""
+        """Returns the value that the schedule ends at."""
         return self.value
 
 
@@ -50,12 +50,12 @@ class Linear:
         _require_at_least("Linear", 1, steps=self.steps)
 
     def __call__(self, step: int) -> float:
-        progress = min(_behind(step) / self.steps, 1.0)
+        progress = min(_updates_before(step) / self.steps, 1.0)
         return (1 - progress) * self.start + progress * self.end  # exact at both ends
 
     @property
     def last(self) -> float:
-        """The value it ends at."""
+        """Returns the value that the schedule ends at."""
         return self.end
 
 
@@ -77,13 +77,13 @@ class LinearThenCut:
         _require_at_least("LinearThenCut", 1, target_steps=self.target_steps, cut_step=self.cut_step)
 
     def __call__(self, step: int) -> float:
-        if _behind(step) + 1 >= self.cut_step:
+        if _updates_before(step) + 1 >= self.cut_step:
             return self.end
         return Linear(self.start, self.end, self.target_steps)(step)
 
     @property
     def last(self) -> float:
-        """The value it ends at."""
+        """Returns the value that the schedule ends at."""
         return self.end
 
 
@@ -91,12 +91,12 @@ Schedule: TypeAlias = Constant | Linear | LinearThenCut
 
 
 def gsm8k_anneal(start: float = 0.012) -> Linear:
-    """The paper's beta on GSM8K: `start` -> 0.004 over 500 steps (Table 2; its 700-step run starts from 0.014)."""
+    """Returns the paper's beta on GSM8K: `start` to 0.004 over 500 steps (Table 2; 0.014 for its 700-step run)."""
     return Linear(start, 0.004, 500)
 
 
 def tldr_anneal(steps: int = 256) -> LinearThenCut:
-    """The paper's beta on TL;DR: a line 1 -> 0.05 over half of the run's `steps`, cut off at an eighth (rounded up)."""
+    """Returns the paper's beta on TL;DR: a line from 1 to 0.05 over half of the run's `steps`, cut off at an eighth."""
     return LinearThenCut(1.0, 0.05, target_steps=max(steps // 2, 1), cut_step=max(-(-steps // 8), 1))
 
 
@@ -120,14 +120,14 @@ class WarmupConstant:
         _require_at_least("WarmupConstant", 0, warmup=self.warmup)
 
     def __call__(self, step: int) -> float:
-        return warm(step, self.warmup)
+        return warmup_share(step, self.warmup)
 
     @property
     def planned(self) -> None:
-        """Returns None: it has no end."""
+        """Returns None, because the schedule has no end."""
 
     def lasting(self, steps: int) -> WarmupConstant:
-        """Returns itself: it lasts as long as any run."""
+        """Returns the schedule itself, which lasts as long as any run."""
         return self
 
 
@@ -144,17 +144,17 @@ class WarmupLinear:
         _require_decay("WarmupLinear", self.steps, self.warmup, self.final)
 
     def __call__(self, step: int) -> float:
-        remaining = 1 - _progress(step, self.warmup, self.steps - self.warmup)
-        return warm(step, self.warmup) * (self.final + (1 - self.final) * remaining)
+        decay_left = 1 - _progress(step, self.warmup, self.steps - self.warmup)
+        return warmup_share(step, self.warmup) * (self.final + (1 - self.final) * decay_left)
 
     @property
     def planned(self) -> int:
-        """The updates that it is made for."""
+        """Returns the number of updates that the schedule is made for."""
         return self.steps
 
     def lasting(self, steps: int) -> WarmupLinear:
         """Returns the schedule's shape over another number of updates."""
-        return replace(self, steps=steps, warmup=_share(self.warmup, self.steps, steps))
+        return replace(self, steps=steps, warmup=_scaled_part(self.warmup, self.steps, steps))
 
 
 @dataclass(frozen=True)
@@ -170,17 +170,17 @@ class WarmupCosine:
         _require_decay("WarmupCosine", self.steps, self.warmup, self.final)
 
     def __call__(self, step: int) -> float:
-        remaining = _half_cosine(_progress(step, self.warmup, self.steps - self.warmup))
-        return warm(step, self.warmup) * (self.final + (1 - self.final) * remaining)
+        decay_left = _half_cosine(_progress(step, self.warmup, self.steps - self.warmup))
+        return warmup_share(step, self.warmup) * (self.final + (1 - self.final) * decay_left)
 
     @property
     def planned(self) -> int:
-        """The updates that it is made for."""
+        """Returns the number of updates that the schedule is made for."""
         return self.steps
 
     def lasting(self, steps: int) -> WarmupCosine:
         """Returns the schedule's shape over another number of updates."""
-        return replace(self, steps=steps, warmup=_share(self.warmup, self.steps, steps))
+        return replace(self, steps=steps, warmup=_scaled_part(self.warmup, self.steps, steps))
 
 
 @dataclass(frozen=True)
@@ -200,64 +200,64 @@ class WarmupStableDecay:
         )
 
     def __call__(self, step: int) -> float:
-        remaining = _half_cosine(_progress(step, self.warmup + self.stable, self.decay))
-        return warm(step, self.warmup) * (self.final + (1 - self.final) * remaining)
+        decay_left = _half_cosine(_progress(step, self.warmup + self.stable, self.decay))
+        return warmup_share(step, self.warmup) * (self.final + (1 - self.final) * decay_left)
 
     @property
     def planned(self) -> int:
-        """The updates that it is made for."""
+        """Returns the number of updates that the schedule is made for."""
         return self.warmup + self.stable + self.decay
 
     def lasting(self, steps: int) -> WarmupStableDecay:
         """Returns the schedule's shape over another number of updates."""
-        warmup, held = (_share(n, self.planned, steps) for n in (self.warmup, self.warmup + self.stable))
-        return replace(self, warmup=warmup, stable=held - warmup, decay=steps - held)
+        warmup, decay_start = (_scaled_part(n, self.planned, steps) for n in (self.warmup, self.warmup + self.stable))
+        return replace(self, warmup=warmup, stable=decay_start - warmup, decay=steps - decay_start)
 
 
 RateShape: TypeAlias = WarmupConstant | WarmupLinear | WarmupCosine | WarmupStableDecay
 
 
-def _behind(step: int) -> int:
+def _updates_before(step: int) -> int:
     """Returns how many updates were made before `step`."""
     if step < 1:
         raise ValueError(f"steps count from 1 (the first update), but got step {step}")
     return step - 1
 
 
-def warm(step: int, warmup: int) -> float:
-    """Returns the share of the peak that update number `step` of a linear rise over `warmup` has."""
-    made = _behind(step) + 1
-    return min(made / warmup, 1.0) if warmup else 1.0
+def warmup_share(step: int, warmup: int) -> float:
+    """Returns the share of the peak at update number `step`, after a linear rise over `warmup` updates."""
+    update = _updates_before(step) + 1
+    return min(update / warmup, 1.0) if warmup else 1.0
 
 
-def _progress(step: int, held: int, decay: int) -> float:
-    """Returns 0 for at most `held` updates, then a linear rise to 1 at `held + decay` of them."""
-    return min(max(_behind(step) - held, 0) / decay, 1.0)
+def _progress(step: int, decay_start: int, decay: int) -> float:
+    """Returns the progress of a decay: 0 up to `decay_start` updates, then a linear rise to 1 over `decay` updates."""
+    return min(max(_updates_before(step) - decay_start, 0) / decay, 1.0)
 
 
 def _half_cosine(progress: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def _share(part: int, whole: int, of: int) -> int:
-    return round(part / whole * of)
+def _scaled_part(part: int, total: int, new_total: int) -> int:
+    return round(part / total * new_total)
 
 
-def _require_finite(where: str, **values: float) -> None:
+def _require_finite(schedule: str, **values: float) -> None:
     for name, value in values.items():
         if not math.isfinite(value):
-            raise UserError(f"{where}: {name} is {value}, but it has to be a finite number; give one.")
+            raise UserError(f"{schedule}: {name} is {value}, but it has to be a finite number; give one.")
 
 
-def _require_at_least(where: str, least: int, **values: int) -> None:
+def _require_at_least(schedule: str, minimum: int, **values: int) -> None:
     for name, value in values.items():
-        if value < least:
-            raise UserError(f"{where}: {name} is {value}, but it counts steps; give {least} or more.")
+        if value < minimum:
+            raise UserError(f"{schedule}: {name} is {value}, but it counts steps; give {minimum} or more.")
 
 
-def _require_decay(where: str, steps: int, held: int, final: float) -> None:
-    _require_at_least(where, 0, warmup=held)
-    if steps <= held:
-        raise UserError(f"{where}: {steps} steps in all leave none to decay after the first {held}; give more steps.")
+def _require_decay(schedule: str, n: int, start: int, final: float) -> None:
+    _require_at_least(schedule, 0, warmup=start)
+    if n <= start:
+        raise UserError(f"{schedule}: {n} steps in all leave none to decay after the first {start}; give more steps.")
     if not 0 <= final <= 1:
-        raise UserError(f"{where}: final is {final}, but it is a share of the peak rate; give a number from 0 to 1.")
+        raise UserError(f"{schedule}: final is {final}, but it is a share of the peak rate; give a number from 0 to 1.")

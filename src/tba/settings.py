@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from tba.errors import UserError
 from tba.fields import given, help_of, refuse_without_effect, replaced
 from tba.recipe import Recipe
-from tba.shipped import MARK, require_shipped
+from tba.shipped import VARIANT_MARK, require_shipped
 
 T = TypeVar("T")
 FIRST = (  # the fields that are set most: a recipe's help begins with them
@@ -35,7 +35,7 @@ def find(name: str) -> Recipe:
     """Returns the recipe of a name (`quickstart`), of a path to a Python file that defines `recipe`, or of a variant
     of the `study` that a file defines (FILE.py::VARIANT).
     """
-    file, mark, variant = name.partition(MARK)
+    file, mark, variant = name.partition(VARIANT_MARK)
     if mark:
         recipe: Recipe = defined(Path(file), "study").recipe_of(variant)
         return recipe

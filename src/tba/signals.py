@@ -25,52 +25,52 @@ from typing import Any
 
 
 @dataclass
-class Watch:
-    """Says what a call tried."""
+class SignalUse:
+    """Says whether a call tried to use signals outside the main thread."""
 
-    tried: bool = False  # to use signals, outside the main thread
+    was_tried: bool = False
 
 
-_present: ContextVar[Watch | None] = ContextVar("watch", default=None)  # each task of a loop has its own
-_begins = threading.Lock()
+_current_use: ContextVar[SignalUse | None] = ContextVar("watch", default=None)  # each task of a loop has its own
+_patch_lock = threading.Lock()
 _low_level = importlib.import_module("_signal")
-_patched: set[str] = set()
+_patched_names: set[str] = set()
 
 
 @contextmanager
-def watching_signals() -> Iterator[Watch]:
-    """Yields what says, at the end, whether this thread or task tried to use signals and could not."""
-    if not _patched:
-        with _begins:
+def watching_signals() -> Iterator[SignalUse]:
+    """Yields a record that says, at the end, whether this thread or task tried to use signals and could not."""
+    if not _patched_names:
+        with _patch_lock:
             _patch()
-    watch = Watch()
-    before = _present.set(watch)
+    signal_use = SignalUse()
+    token = _current_use.set(signal_use)
     try:
-        yield watch
+        yield signal_use
     finally:
-        _present.reset(before)
+        _current_use.reset(token)
 
 
 def _patch() -> None:
-    """Put functions that take note in the place of those of the signal module, once; they do the same."""
-    if not _patched:
-        _low_level.signal = _noting(_low_level.signal, refuses=False)  # type: ignore[attr-defined] # it refuses itself
+    """Replaces functions of the signal module, once, by functions that do the same and note the attempt."""
+    if not _patched_names:
+        _low_level.signal = _with_note(_low_level.signal, refuses=False)  # type: ignore[attr-defined] # it refuses itself
         for name in ("alarm", "setitimer"):
             if hasattr(signal, name):
-                noting = _noting(getattr(signal, name), refuses=True)
+                function = _with_note(getattr(signal, name), refuses=True)
                 for module in (_low_level, signal):
-                    setattr(module, name, noting)
-        _patched.update(("signal", "alarm", "setitimer"))
+                    setattr(module, name, function)
+        _patched_names.update(("signal", "alarm", "setitimer"))
 
 
-def _noting(function: Callable[..., Any], refuses: bool) -> Callable[..., Any]:
+def _with_note(function: Callable[..., Any], refuses: bool) -> Callable[..., Any]:
     @wraps(function)
-    def noting(*arguments: Any) -> Any:
-        watch = _present.get()
-        if watch is not None and threading.current_thread() is not threading.main_thread():
-            watch.tried = True
+    def note_and_call(*arguments: Any) -> Any:
+        signal_use = _current_use.get()
+        if signal_use is not None and threading.current_thread() is not threading.main_thread():
+            signal_use.was_tried = True
             if refuses:
                 raise ValueError("signal only works in main thread of the main interpreter")
         return function(*arguments)
 
-    return noting
+    return note_and_call

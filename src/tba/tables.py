@@ -30,27 +30,27 @@ from tba.errors import UserError
 from tba.foreign import is_name, python_values, read_json
 from tba.types import Json, Message, is_text
 
-LONGEST = 1 << 24  # bytes of a row: no answer is 16 MiB long, and a file may be anything
-LARGEST_ARRAY = 1 << 30  # bytes of a JSON document, which is parsed as a whole
+MAX_ROW_BYTES = 1 << 24  # bytes of a row: no answer is 16 MiB long, and a file may be anything
+MAX_DOCUMENT_BYTES = 1 << 30  # bytes of a JSON document, which is parsed as a whole
 KINDS = "a JSON Lines, JSON, CSV or Parquet file, or a folder that datasets saved"
-_ROWS = 1024  # of a Parquet file at a time; bytes of a text by which its kind is told
+_BATCH_ROWS = 1024  # of a Parquet file at a time; also the bytes of a text that decide whether it has a second row
 _SEPARATORS = {".csv": ",;\t", ".tsv": "\t"}  # the first that makes columns of the first line
-_MARKS = {  # at the beginning of a text, UTF-32's before those of UTF-16 with which they begin
+_BYTE_ORDER_MARKS = {  # at the beginning of a text, UTF-32's before those of UTF-16 with which they begin
     codecs.BOM_UTF32_LE: "utf-32",
     codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
-_LISTS = ("train", "test", "validation", "eval", "data", "rows", "examples", "instances")  # of rows, in a document
+_LIST_NAMES = ("train", "test", "validation", "eval", "data", "rows", "examples", "instances")  # of rows, in a document
 _SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", *_SEPARATORS)
 DAMAGED = "cut off or damaged: the file cannot be read any further"
-NO_UTF8 = "not text in UTF-8"
+NOT_UTF8 = "not text in UTF-8"
 STATE, _SPLITS = "state.json", "dataset_dict.json"  # in a folder of `save_to_disk`
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a row is not taken: a reason that is counted, and its details."""
+    """Says why a row is refused: a reason that is counted, and details."""
 
     reason: str
     detail: str = ""
@@ -64,15 +64,15 @@ Rows: TypeAlias = Iterator[tuple[int, Values | Refusal]]
 Conversion: TypeAlias = Callable[[Any], Any]
 
 
-def read(path: Path, longest: int = LONGEST) -> Rows:
+def read_table(path: Path, max_row_bytes: int = MAX_ROW_BYTES) -> Rows:
     """Yields (number from 1, object or refusal) of every row. Raises `UserError` when the file cannot be opened."""
     if path.is_dir() or path.suffix == ".arrow":
-        return _arrow(path)
+        return _arrow_rows(path)
     if path.suffix == ".parquet":
-        return _parquet(path)
+        return _parquet_rows(path)
     if _suffix(path) in _SEPARATORS:
-        return _separated(path, longest)
-    return _json(path, longest)
+        return _csv_rows(path, max_row_bytes)
+    return _json_rows(path, max_row_bytes)
 
 
 def is_file_of_rows(name: str) -> bool:
@@ -81,7 +81,7 @@ def is_file_of_rows(name: str) -> bool:
 
 
 def splits_of(folder: Path) -> dict[str, Path]:
-    """Returns the folders of the splits that `datasets` saved to a folder together, by name; empty: it did not."""
+    """Returns the folders of the splits that `datasets` saved into one folder, by name; empty where it saved none."""
     if not (folder / _SPLITS).is_file():
         return {}
     names = read_json(folder / _SPLITS, "save the data set again", splits=list[str])["splits"]
@@ -89,31 +89,32 @@ def splits_of(folder: Path) -> dict[str, Path]:
 
 
 def file_in(folder: Path, name: str) -> Path | None:
-    """Returns the file of that name without its ending (`train`) in a folder; None where there is none."""
-    ends = [f"{suffix}{packed}" for packed in ("", ".gz") for suffix in _SUFFIXES]
-    return next((path for end in ends if (path := folder / f"{name}{end}").is_file()), None)
+    """Returns the file in a folder whose name without its ending is `name` (`train`); None where there is none."""
+    endings = [f"{suffix}{compression}" for compression in ("", ".gz") for suffix in _SUFFIXES]
+    return next((path for ending in endings if (path := folder / f"{name}{ending}").is_file()), None)
 
 
 def conversation(messages: Sequence[Json]) -> tuple[Message, ...] | Refusal:
-    """Returns chat messages as templates take them: a content of text parts as one text, none (beside calls of tools)
-    as an empty one, a call's arguments as an object where they are a text of JSON. What is null counts as missing,
-    since columns give every message all fields that one has. The rest (`name`, `tool_call_id`, ...) stays.
+    """Returns chat messages in the form that templates take. Text parts become one text, a missing content beside calls
+    of tools an empty one, and a call's arguments an object where they are a text of JSON. Null fields count as missing,
+    since columns give every message all fields that any has. Other fields (`name`, `tool_call_id`, ...) stay.
     """
-    said: list[Message] = []
+    chat: list[Message] = []
     for message in messages:
-        given = _without_null(message) if isinstance(message, dict) else {}
-        content = _content(given.get("content", "" if given.get("tool_calls") else None))
-        calls = given.get("tool_calls", [])
-        if not isinstance(given.get("role"), str) or content is None or not isinstance(calls, list):
+        fields = _without_null(message) if isinstance(message, dict) else {}
+        content = _message_text(fields.get("content", "" if fields.get("tool_calls") else None))
+        calls = fields.get("tool_calls", [])
+        if not isinstance(fields.get("role"), str) or content is None or not isinstance(calls, list):
             return Refusal("a message that is not of a role with a text", f"{message!r:.200}")
         if not is_text(content):
             return Refusal("a message that is not valid text", "half of a surrogate pair")
-        said.append({**given, "content": content} | ({"tool_calls": [_call(call) for call in calls]} if calls else {}))
-    return tuple(said)
+        parsed_calls = {"tool_calls": [_parse_call(call) for call in calls]} if calls else {}
+        chat.append({**fields, "content": content} | parsed_calls)
+    return tuple(chat)
 
 
-def unpacked(value: Json) -> Json:
-    """Returns the object or list that a text of JSON holds, as columns of many shapes are published; else the value."""
+def parse_json_text(value: Json) -> Json:
+    """Returns the object or list that a text of JSON holds, as published columns do; any other value as it is."""
     if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
         return value
     try:
@@ -122,26 +123,26 @@ def unpacked(value: Json) -> Json:
         return value
 
 
-def chat_of(value: Json) -> Json:
-    """Returns the chat that a text of JSON holds, since a cell of CSV holds no list; else the value."""
-    said = unpacked(value)
-    return said if _is_chat(said) else value
+def parse_chat_text(value: Json) -> Json:
+    """Returns the chat that a text of JSON holds, because a cell of CSV holds no list; any other value as it is."""
+    parsed_value = parse_json_text(value)
+    return parsed_value if _is_chat(parsed_value) else value
 
 
 def _is_chat(value: Json) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
 
 
-def tools_of(value: Json) -> tuple[Json, ...] | Refusal:
-    """Returns the schemas of the tools that may be called, also from a text of JSON; None is none."""
-    value = unpacked(value)
+def tool_schemas(value: Json) -> tuple[Json, ...] | Refusal:
+    """Returns the schemas of the tools that may be called, given as a list, a text of JSON, or None for no tools."""
+    value = parse_json_text(value)
     if not isinstance(value, list | None) or not all(isinstance(tool, dict) for tool in value or ()):
         return Refusal("tools that are no list of schemas", f"{value!r:.200}")
     return tuple(_without_null(tool) for tool in value or ())
 
 
-def _content(content: Json) -> str | None:
-    """Returns a message's text, which some write in parts; None when it is (also) something else."""
+def _message_text(content: Json) -> str | None:
+    """Returns a message's text, which may be written in parts; None where some part is not text."""
     if not isinstance(content, list):
         return content if isinstance(content, str) else None
     parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
@@ -149,28 +150,28 @@ def _content(content: Json) -> str | None:
     return "".join(texts) if len(texts) == len(parts) else None
 
 
-def _call(call: Json) -> Json:
-    called = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(called, dict) or not isinstance(called.get("arguments"), str):
+def _parse_call(call: Json) -> Json:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        arguments = json.loads(called["arguments"])
+        arguments = json.loads(function["arguments"])
     except (ValueError, RecursionError):
         return call
-    return {**call, "function": {**called, "arguments": arguments}} if isinstance(arguments, dict) else call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _without_null(value: Json) -> Json:
     if isinstance(value, dict):
-        return {name: _without_null(inner) for name, inner in value.items() if inner is not None}
-    return [_without_null(inner) for inner in value] if isinstance(value, list) else value
+        return {name: _without_null(field_value) for name, field_value in value.items() if field_value is not None}
+    return [_without_null(field_value) for field_value in value] if isinstance(value, list) else value
 
 
 def _suffix(path: Path) -> str:
     return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
 
 
-class _Recoded(io.RawIOBase):
+class _Utf8Reader(io.RawIOBase):
     """Reads a text of another encoding as UTF-8."""
 
     def __init__(self, file: io.BufferedReader | gzip.GzipFile, encoding: str) -> None:
@@ -198,60 +199,60 @@ class _Recoded(io.RawIOBase):
         super().close()
 
 
-def _opened(path: Path) -> io.BufferedReader | gzip.GzipFile:
-    """Returns a file's bytes, those of a text in UTF-8. Raises `UserError` when it cannot be opened."""
-    file = _unpacked(path)
+def _open_text(path: Path) -> io.BufferedReader | gzip.GzipFile:
+    """Opens a file for reading its text as bytes of UTF-8. Raises `UserError` when it cannot be opened."""
+    file = _open_bytes(path)
     try:
-        begin = file.peek(4)
+        first_bytes = file.peek(4)
     except (OSError, EOFError, zlib.error):
-        return file  # whoever reads it says what it is
-    encoding = next((encoding for mark, encoding in _MARKS.items() if begin.startswith(mark)), None)
-    return file if encoding is None else io.BufferedReader(_Recoded(file, encoding))
+        return file  # reading it will raise the same error, which is reported there
+    encoding = next((encoding for mark, encoding in _BYTE_ORDER_MARKS.items() if first_bytes.startswith(mark)), None)
+    return file if encoding is None else io.BufferedReader(_Utf8Reader(file, encoding))
 
 
-def _unpacked(path: Path) -> io.BufferedReader | gzip.GzipFile:
+def _open_bytes(path: Path) -> io.BufferedReader | gzip.GzipFile:
     try:
         return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): give {KINDS}") from error
 
 
-def _json(path: Path, longest: int) -> Rows:
-    items = _items(path, longest)
+def _json_rows(path: Path, max_row_bytes: int) -> Rows:
+    items = _document_rows(path, max_row_bytes)
     if items is not None:
         yield from enumerate(items, 1)
         return
-    with _opened(path) as file:
-        yield from _lines(file, longest)
+    with _open_text(path) as file:
+        yield from _line_rows(file, max_row_bytes)
 
 
-def _items(path: Path, longest: int) -> list[Values | Refusal] | None:
-    """Returns the rows of a file that is one JSON document; None: it is none, or its lines are its rows."""
-    with _opened(path) as file:
+def _document_rows(path: Path, max_row_bytes: int) -> list[Values | Refusal] | None:
+    """Returns the rows of a file that is one JSON document; None where it is not, or its lines are its rows."""
+    with _open_text(path) as file:
         try:
             line = b""
-            for line in iter(lambda: file.readline(longest), b""):
+            for line in iter(lambda: file.readline(max_row_bytes), b""):
                 if line := line.removeprefix(b"\xef\xbb\xbf").strip():
                     break
             is_object = line[:1] == b"{" and _suffix(path) == ".json"
             if line[:1] != b"[" and not is_object:
                 return None
-            if is_object and isinstance(_object(line), dict) and file.read(_ROWS).strip():
+            if is_object and isinstance(_parse_object(line), dict) and file.read(_BATCH_ROWS).strip():
                 return None
-            text = line + file.read(LARGEST_ARRAY)
+            text = line + file.read(MAX_DOCUMENT_BYTES)
             document = json.loads(text.decode())
         except (OSError, EOFError, zlib.error, ValueError, RecursionError):
-            return None  # `_lines` says what it is
+            return None  # `_line_rows` reports the error
     if isinstance(document, dict):
-        document = _rows_of_document(path, document)
-    return [_checked(item) for item in document] if any(isinstance(item, dict) for item in document) else None
+        document = _rows_of_object(path, document)
+    return [_as_object(item) for item in document] if any(isinstance(item, dict) for item in document) else None
 
 
-def _rows_of_document(path: Path, document: Values) -> list[Json]:
-    """Returns the rows of an object: its one list of rows (`{"train": [...]}`), its columns, as lists or as pandas
-    numbers them, or itself. Raises `UserError` for several lists of rows.
+def _rows_of_object(path: Path, document: Values) -> list[Json]:
+    """Returns the rows of a JSON object: its one list of rows (`{"train": [...]}`), the rows of its columns (lists, or
+    objects numbered as pandas does), or the object itself. Raises `UserError` for several lists of rows.
     """
-    lists: dict[str, list[Json]] = {name: document[name] for name in _LISTS if _is_rows(document.get(name))}
+    lists: dict[str, list[Json]] = {name: document[name] for name in _LIST_NAMES if _is_rows(document.get(name))}
     if len(lists) > 1:
         raise UserError(
             f"{path} has several lists of rows ({', '.join(lists)}): give a file of each, as train.json and test.json "
@@ -273,46 +274,46 @@ def _is_rows(value: Json) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
 
 
-def _lines(file: io.BufferedReader | gzip.GzipFile, longest: int) -> Rows:
+def _line_rows(file: io.BufferedReader | gzip.GzipFile, max_row_bytes: int) -> Rows:
     for number in count(1):
         try:
-            line = file.readline(longest)
-            long = len(line) == longest and not line.endswith(b"\n")
-            while long and (more := file.readline(longest)) and not more.endswith(b"\n"):
+            line = file.readline(max_row_bytes)
+            is_too_long = len(line) == max_row_bytes and not line.endswith(b"\n")
+            while is_too_long and (continuation := file.readline(max_row_bytes)) and not continuation.endswith(b"\n"):
                 pass
         except (OSError, EOFError, zlib.error) as error:
             yield number, Refusal(DAMAGED, str(error))
             return
         if not line:
             return
-        if long:
-            yield number, Refusal(f"longer than {longest} bytes")
+        if is_too_long:
+            yield number, Refusal(f"longer than {max_row_bytes} bytes")
         elif line.strip():
-            yield number, _object(line)
+            yield number, _parse_object(line)
 
 
-def _object(line: bytes) -> Values | Refusal:
+def _parse_object(line: bytes) -> Values | Refusal:
     try:
-        return _checked(json.loads(line.decode("utf-8-sig")))  # some editors put a mark of the encoding first
+        return _as_object(json.loads(line.decode("utf-8-sig")))  # some editors put a mark of the encoding first
     except UnicodeDecodeError as error:
-        return Refusal(NO_UTF8, str(error))
+        return Refusal(NOT_UTF8, str(error))
     except (ValueError, RecursionError) as error:  # not JSON, or nested beyond reason
         return Refusal("not JSON", str(error))
 
 
-def _checked(values: Json) -> Values | Refusal:
+def _as_object(values: Json) -> Values | Refusal:
     return values if isinstance(values, dict) else Refusal("JSON, but no object", type(values).__name__)
 
 
-def _separated(path: Path, longest: int) -> Rows:
-    """Yields rows as texts by the names in the first one."""
-    with closing(cells(path, longest)) as lines:
+def _csv_rows(path: Path, max_row_bytes: int) -> Rows:
+    """Yields the rows of CSV or TSV, as texts by the names in the first row."""
+    with closing(cells(path, max_row_bytes)) as lines:
         number, header = 0, list[str]()
         while True:
             try:
                 line = next(lines, None)
             except UnicodeDecodeError as error:
-                yield number + 1, Refusal(NO_UTF8, str(error))
+                yield number + 1, Refusal(NOT_UTF8, str(error))
                 return
             except (csv.Error, ValueError, OSError, EOFError, zlib.error) as error:
                 yield number + 1, Refusal(DAMAGED, str(error))
@@ -323,10 +324,10 @@ def _separated(path: Path, longest: int) -> Rows:
                 continue
             if not header:
                 header = line
-                if twice := {name for name in header if header.count(name) > 1}:
-                    raise UserError(f"{path} has two columns named {min(twice)!r}: give each a name of its own")
+                if duplicates := {name for name in header if header.count(name) > 1}:
+                    raise UserError(f"{path} has two columns named {min(duplicates)!r}: give each a name of its own")
                 if any("\0" in name for name in header):
-                    yield 1, Refusal(NO_UTF8, "but perhaps in UTF-16 without its mark")
+                    yield 1, Refusal(NOT_UTF8, "but perhaps in UTF-16 without its mark")
                     return
                 continue
             number += 1
@@ -339,13 +340,13 @@ def _separated(path: Path, longest: int) -> Rows:
                 )
 
 
-def cells(path: Path, longest: int = LONGEST, errors: str = "strict") -> Generator[list[str]]:
-    """Yields the cells of each line of CSV or TSV. What separates them is a tab in TSV, and in CSV what a spreadsheet
-    names in a first line of its own (`sep=;`), else the first of comma, semicolon and tab that makes several cells of
-    the first line. Raises what reading and decoding (with `errors`, see `open`) raise.
+def cells(path: Path, max_row_bytes: int = MAX_ROW_BYTES, errors: str = "strict") -> Generator[list[str]]:
+    """Yields the cells of each line of CSV or TSV. The separator is a tab in TSV. In CSV it is what a first line of its
+    own names (`sep=;`), else the first of comma, semicolon and tab that makes several cells of the first line. Raises
+    what reading and decoding (with `errors`, see `open`) raise.
     """
-    csv.field_size_limit(longest)
-    with _opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", errors, newline="") as text:
+    csv.field_size_limit(max_row_bytes)
+    with _open_text(path) as file, io.TextIOWrapper(file, "utf-8-sig", errors, newline="") as text:
         separators = _SEPARATORS[_suffix(path)]
         header = next((line for line in text if line.strip()), "")
         if separator_line := re.fullmatch(r'"?sep=(.)"?\s*', header):
@@ -355,7 +356,7 @@ def cells(path: Path, longest: int = LONGEST, errors: str = "strict") -> Generat
         yield from csv.reader(chain([header], text), delimiter=separator)
 
 
-def _parquet(path: Path) -> Rows:
+def _parquet_rows(path: Path) -> Rows:
     pyarrow, parquet = _pyarrow(path)
     try:
         file: Any = parquet.ParquetFile(path)
@@ -363,18 +364,18 @@ def _parquet(path: Path) -> Rows:
         reason = str(error).partition("\n")[0]
         raise UserError(f"{path} cannot be read as Parquet ({reason}): give {KINDS}") from error
     with file as file:
-        yield from rows_of(file.iter_batches(_ROWS), file.schema_arrow)
+        yield from read_batches(file.iter_batches(_BATCH_ROWS), file.schema_arrow)
 
 
-def _arrow(path: Path) -> Rows:
+def _arrow_rows(path: Path) -> Rows:
     """Yields the rows of an Arrow file, or of all those in a folder that `datasets` saved."""
     files = _arrow_files(path) if path.is_dir() else [path]
     pyarrow, _ = _pyarrow(path)
     number = 0
     for file in files:
         try:
-            with pyarrow.memory_map(str(file)) as held, pyarrow.ipc.open_stream(held) as batches:
-                for _, row in rows_of(batches, batches.schema):
+            with pyarrow.memory_map(str(file)) as mapped_file, pyarrow.ipc.open_stream(mapped_file) as batches:
+                for _, row in read_batches(batches, batches.schema):
                     number += 1
                     yield number, row
         except (OSError, pyarrow.ArrowException) as error:
@@ -389,8 +390,8 @@ def _arrow_files(folder: Path) -> list[Path]:
         )
     if not (folder / STATE).is_file():
         raise UserError(f"{folder} is a folder, but not one that datasets saved (no {STATE}): give {KINDS}")
-    found = read_json(folder / STATE, "save the data set again", _data_files=list[dict[str, str]])["_data_files"]
-    return [folder / name for file in found if is_name(name := file.get("filename", ""))]
+    files = read_json(folder / STATE, "save the data set again", _data_files=list[dict[str, str]])["_data_files"]
+    return [folder / name for file in files if is_name(name := file.get("filename", ""))]
 
 
 def _pyarrow(path: Path) -> tuple[Any, Any]:
@@ -405,7 +406,7 @@ def _pyarrow(path: Path) -> tuple[Any, Any]:
     return pyarrow, parquet
 
 
-def _text(value: object) -> str:
+def _as_text(value: object) -> str:
     """Returns a date or a decimal as text, and bytes as the text that they are in UTF-8."""
     try:
         return value.decode() if isinstance(value, bytes) else str(value)
@@ -413,7 +414,7 @@ def _text(value: object) -> str:
         return str(value)
 
 
-def rows_of(batches: Iterable[Any], schema: Any) -> Rows:
+def read_batches(batches: Iterable[Any], schema: Any) -> Rows:
     """Yields (number from 1, object or refusal) of every row of Arrow tables of one schema."""
     import pyarrow
 
@@ -422,13 +423,13 @@ def rows_of(batches: Iterable[Any], schema: Any) -> Rows:
         for batch in batches:
             for row in batch.to_pylist():
                 number += 1
-                yield number, json.loads(json.dumps(row if convert is None else convert(row), default=_text))
+                yield number, json.loads(json.dumps(row if convert is None else convert(row), default=_as_text))
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         yield number + 1, Refusal(DAMAGED, str(error).partition("\n")[0])
 
 
 def _features(schema: Any) -> Json:
-    """Returns the types in `datasets` of a table's columns; None where it does not come from there."""
+    """Returns the types that `datasets` recorded for a table's columns; None where it recorded none."""
     try:
         return json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
     except (ValueError, RecursionError, LookupError, TypeError):
@@ -436,33 +437,33 @@ def _features(schema: Any) -> Json:
 
 
 def _conversion(kind: Any, feature: Json) -> Conversion | None:
-    """Returns what makes a value of an Arrow type what was written: a float of 16 or 32 bits the shortest decimal that
-    rounds to it (0.1, not 0.10000000149), a number of a label (by `feature`, its type in `datasets`) the label's name.
-    None: it is that already.
+    """Returns the function that restores a value of an Arrow type as it was written. A float of 16 or 32 bits becomes
+    the shortest decimal that rounds to it (0.1, not 0.10000000149), the number of a label its name (by `feature`, the
+    type in `datasets`). None where values need no change.
     """
     from pyarrow import types
 
     if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" and types.is_integer(kind):
         names = feature.get("names")
-        return partial(_label, names) if isinstance(names, list) else None
+        return partial(_label_name, names) if isinstance(names, list) else None
     if types.is_float32(kind) or types.is_float16(kind):
-        return partial(_decimal, np.float32 if types.is_float32(kind) else np.float16)
+        return partial(_shortest_decimal, np.float32 if types.is_float32(kind) else np.float16)
     if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
         return _conversion(kind.value_type, feature)
     if types.is_struct(kind):
-        inner = {field.name: _conversion(field.type, _feature(feature, field.name)) for field in kind}
-        return partial(_object_of, inner) if any(inner.values()) else None
+        conversions = {field.name: _conversion(field.type, _inner_feature(feature, field.name)) for field in kind}
+        return partial(_convert_object, conversions) if any(conversions.values()) else None
     if types.is_map(kind):
         pair = _conversion(kind.key_type, None), _conversion(kind.item_type, None)
-        return partial(_list_of, partial(_pair_of, pair)) if any(pair) else None
+        return partial(_convert_list, partial(_convert_pair, pair)) if any(pair) else None
     if hasattr(kind, "value_type"):  # a list of any kind
-        item = _conversion(kind.value_type, _feature(feature))
-        return None if item is None else partial(_list_of, item)
+        item = _conversion(kind.value_type, _inner_feature(feature))
+        return None if item is None else partial(_convert_list, item)
     return _conversion(kind.storage_type, feature) if hasattr(kind, "storage_type") else None
 
 
-def _feature(feature: Json, name: str | None = None) -> Json:
-    """Returns the type in `datasets` of an object's field, or (without a name) of a list's items; None: not known."""
+def _inner_feature(feature: Json, name: str | None = None) -> Json:
+    """Returns the type in `datasets` of an object's field, or without a name of a list's items; None where unknown."""
     is_list = isinstance(feature, dict) and isinstance(feature.get("_type"), str) and "feature" in feature
     if name is None:
         if isinstance(feature, list):
@@ -472,26 +473,26 @@ def _feature(feature: Json, name: str | None = None) -> Json:
     return fields.get(name) if isinstance(fields, dict) else None
 
 
-def _label(names: Sequence[Json], number: int | None) -> Json:
+def _label_name(names: Sequence[Json], number: int | None) -> Json:
     """Returns the name of a label; -1 stands for none."""
     if number is None or number < 0:
         return None
     return names[number] if number < len(names) else number
 
 
-def _decimal(kind: Callable[[float], np.floating[Any]], value: float | None) -> float | None:
+def _shortest_decimal(kind: Callable[[float], np.floating[Any]], value: float | None) -> float | None:
     return None if value is None else python_values(kind(value))
 
 
-def _list_of(convert: Conversion, items: Sequence[Any] | None) -> list[Any] | None:
+def _convert_list(convert: Conversion, items: Sequence[Any] | None) -> list[Any] | None:
     return None if items is None else [convert(item) for item in items]
 
 
-def _pair_of(conversions: tuple[Conversion | None, ...], pair: tuple[Any, ...]) -> list[Any]:
+def _convert_pair(conversions: tuple[Conversion | None, ...], pair: tuple[Any, ...]) -> list[Any]:
     return [value if convert is None else convert(value) for convert, value in zip(conversions, pair, strict=True)]
 
 
-def _object_of(conversions: Mapping[str, Conversion | None], values: Mapping[str, Any] | None) -> Json:
+def _convert_object(conversions: Mapping[str, Conversion | None], values: Mapping[str, Any] | None) -> Json:
     if values is None:
         return None
     return {name: value if (convert := conversions[name]) is None else convert(value) for name, value in values.items()}

@@ -16,12 +16,12 @@ TEMPLATE_SECONDS = 10.0  # for a template to write one chat, which takes millise
 
 
 def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """Returns what a tokenizer's template writes; options: of `apply_chat_template`. Raises what the template raises,
-    and `UserError` when it has no end.
+    """Returns the text that a tokenizer's template writes, given options of `apply_chat_template`. Raises what the
+    template raises, and `UserError` when it does not end.
     """
     write = partial(tokenizer.apply_chat_template, list(messages), tokenize=False, **options)
     try:
-        return str(_within(TEMPLATE_SECONDS, write))
+        return str(_call_within(TEMPLATE_SECONDS, write))
     except TimeoutError as error:
         raise UserError(f"the model's chat template cannot write a prompt ({error}): give another model") from error
 
@@ -30,45 +30,45 @@ class _Overtime(BaseException):
     """Ends a call that takes too long; no `except Exception` on its way stops it."""
 
 
-_DUE: dict[int, float] = {}  # by the thread of a call that has a limit: when it is to be ended
-_WATCH = [threading.Thread()]  # the thread that ends them, while there are any
+_DEADLINES: dict[int, float] = {}  # of calls with a limit, by their thread
+_WATCHER = [threading.Thread()]  # the thread that ends overdue calls, while there are any calls
 
 
-def _within(seconds: float, call: Callable[[], T]) -> T:
-    """Returns what a call of Python code returns. Raises `TimeoutError` when it takes longer.
+def _call_within(seconds: float, call: Callable[[], T]) -> T:
+    """Returns the result of a call of Python code. Raises `TimeoutError` when it takes longer than `seconds`.
 
-    The call stays in its thread, since a thread for each would take ten times as long as a template does.
+    The call runs in the present thread, since starting a thread would take ten times as long as a template does.
     """
     thread = threading.get_ident()
-    _DUE[thread] = time.monotonic() + seconds
-    if not _WATCH[0].is_alive():  # it had nothing more to do, or was left behind by a fork
-        _WATCH[0] = threading.Thread(target=_end_what_is_due, name="deadlines", daemon=True)
-        _WATCH[0].start()
+    _DEADLINES[thread] = time.monotonic() + seconds
+    if not _WATCHER[0].is_alive():  # it has ended for lack of calls, or a fork has lost it
+        _WATCHER[0] = threading.Thread(target=_end_overdue_calls, name="deadlines", daemon=True)
+        _WATCHER[0].start()
     try:
         try:
             result = call()
         except _Overtime:
             raise
         except BaseException:
-            _take_back(thread)
+            _cancel_deadline(thread)
             raise
-        _take_back(thread)
+        _cancel_deadline(thread)
     except _Overtime:
         raise TimeoutError(f"no end after {seconds:g} s") from None
     return result
 
 
-def _take_back(thread: int) -> None:
-    """Takes back the limit of this thread, or waits for the end that is on its way: it is not to meet what comes
-    later.
+def _cancel_deadline(thread: int) -> None:
+    """Removes the deadline of this thread. If its call is being ended already, waits for that, so that it does not end
+    later code instead.
     """
-    while _DUE.pop(thread, None) is None:
+    while _DEADLINES.pop(thread, None) is None:
         time.sleep(0.001)
 
 
-def _end_what_is_due() -> None:
-    while _DUE:
+def _end_overdue_calls() -> None:
+    while _DEADLINES:
         time.sleep(0.1)
-        for thread, due in list(_DUE.items()):
-            if time.monotonic() > due and _DUE.pop(thread, None) is not None:
+        for thread, deadline in list(_DEADLINES.items()):
+            if time.monotonic() > deadline and _DEADLINES.pop(thread, None) is not None:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Overtime))

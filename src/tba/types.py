@@ -28,18 +28,18 @@ Json: TypeAlias = Any  # what json.dumps takes: None, bool, int, float, str, lis
 _SCALARS = frozenset({str, int, float, bool, type(None)})
 
 
-def copied(value: Json) -> Json:
-    """Returns a copy as deep as its lists and dictionaries, for code of a user, which may change what it gets.
+def deep_copy(value: Json) -> Json:
+    """Returns a deep copy of lists and dictionaries, for code of a user, which may change its arguments.
 
-    What cannot be copied, such as an open connection, is handed out itself.
+    An object that cannot be copied, such as an open connection, stays itself.
     """
     kind = type(value)
     if kind in _SCALARS:
         return value
     if kind is list:
-        return [copied(inner) for inner in value]
+        return [deep_copy(item) for item in value]
     if kind is dict:
-        return {key: copied(inner) for key, inner in value.items()}
+        return {key: deep_copy(item) for key, item in value.items()}
     try:
         return copy.deepcopy(value)
     except TypeError:
@@ -47,7 +47,7 @@ def copied(value: Json) -> Json:
 
 
 def is_text(text: str) -> bool:
-    """Returns whether it can be written at all: JSON can spell halves of surrogate pairs, which are no characters."""
+    """Returns whether the text can be encoded; JSON can spell halves of surrogate pairs, which are no characters."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -55,9 +55,9 @@ def is_text(text: str) -> bool:
     return True
 
 
-def quoted(text: str, longest: int = 200) -> str:
-    """For messages: `text` in quotes on one line, control characters spelt out; `...` says that it was cut."""
-    return repr(text if len(text) <= longest else f"{text[: longest - 3]}...")
+def quote(text: str, max_length: int = 200) -> str:
+    """Returns `text` in quotes on one line for messages, control characters spelt out; `...` says that it was cut."""
+    return repr(text if len(text) <= max_length else f"{text[: max_length - 3]}...")
 
 
 Split: TypeAlias = Literal["train", "eval"]
@@ -82,7 +82,7 @@ class Version:
 
     @classmethod
     def parse(cls, text: str) -> Version:
-        """The inverse of `str`; raises `ValueError` for anything else."""
+        """Returns the version that `str` has written as `text`; raises `ValueError` for any other text."""
         if text == "none":
             return ELSEWHERE
         incarnation, _, step = text.removesuffix("a").partition(".")
@@ -91,16 +91,16 @@ class Version:
 
     @property
     def in_words(self) -> str:
-        """Returns what people call it: `step 50`, and of a run that was resumed, `step 50 of incarnation 1`."""
+        """Returns the version in words: `step 50`, or in a run that was resumed `step 50 of incarnation 1`."""
         if self.is_average:
             return f"the average at {self.average.in_words}"
-        of = f" of incarnation {self.incarnation}" if self.incarnation else ""
-        return "none" if self.incarnation < 0 else f"step {self.step}{of}"
+        incarnation_words = f" of incarnation {self.incarnation}" if self.incarnation else ""
+        return "none" if self.incarnation < 0 else f"step {self.step}{incarnation_words}"
 
     @property
     def average(self) -> Version:
-        """The name of the average of weights up to these, or of an average's newest weights. Averages are evaluated and
-        never sampled from: they are older than all weights.
+        """Returns the name of the average of weights up to these, or for an average its newest weights. Averages are
+        evaluated and never sampled from, and compare as older than all weights.
         """
         return Version(-2 - self.incarnation, self.step)
 
@@ -109,10 +109,10 @@ class Version:
         return self.incarnation <= -2
 
     def lag(self, now: Version) -> int:
-        """Trainer updates from these weights to `now`.
+        """Returns the trainer updates from these weights to `now`.
 
-        Weights of an earlier incarnation are older than all of the present one's: their updates are not
-        comparable, so they count as at least `now.step + 1` behind.
+        Weights of an earlier incarnation are older than all of the present one's. Their updates are not comparable, so
+        they count as `now.step + 1` behind.
         """
         if self.incarnation == now.incarnation:
             return now.step - self.step
@@ -126,7 +126,7 @@ ELSEWHERE = Version(-1, 0)  # of what no weights of this run sampled: before eve
 
 @dataclass(frozen=True)
 class Problem:
-    """A question as its task states it, before any tokenizer has seen it: what `Task.problems` gives.
+    """A question as its task states it, before any tokenizer has seen it; `Task.problems` returns these.
 
     `fields` are handed to the reward by name and never shown to the model.
     """
@@ -155,28 +155,28 @@ class Prompt:
     text: str = ""  # what the tokens were made from, chat template applied
     fields: Mapping[str, Json] = field(default_factory=dict)  # the problem's
     seed: int | None = None  # the problem's; None: there is no world, or only one
-    said: tuple[str, ...] = ()  # in the middle of an episode, to be played on: the turns so far (never stored)
+    earlier_turns: tuple[str, ...] = ()  # turns so far of an episode that continues from its middle (never stored)
     messages: tuple[Message, ...] | None = None  # the chat that it was made from, for rewards (never stored)
     thoughts: tuple[tuple[str, str], ...] = THOUGHTS  # what stands around thoughts in answers, which graders do not
     # read; empty: they do (never stored)
 
     @property
     def world(self) -> int:
-        """The seed of the world that answers meet."""
+        """Returns the seed of the world that answers meet."""
         return int(self.key[:7], 16) if self.seed is None else self.seed
 
     def answer_in(self, text: str) -> str:
-        """Returns what a completion's text answers: what follows its thoughts; nothing where one has no end."""
+        """Returns the part of a completion's text that follows its thoughts; empty where a thought has no end."""
         for begin, end in self.thoughts:
-            _, ended, text_behind = text.rpartition(end)
-            if not ended and self.text.rstrip().endswith(begin):
+            _, has_end, text_behind = text.rpartition(end)
+            if not has_end and self.text.rstrip().endswith(begin):
                 return ""  # the prompt has begun a thought
             text = text_behind.partition(begin)[0]
         return text
 
     @cached_property
     def key(self) -> str:
-        """A digest of task, tokens and seed (16 hex digits), never an index: it survives reordering and resume."""
+        """Returns a digest of task, tokens and seed (16 hex digits), which unlike an index survives a new order."""
         digest = hashlib.blake2b(self.task.encode() + b"\0", digest_size=8)
         digest.update(np.ascontiguousarray(self.tokens, dtype="<i4").tobytes())
         if self.seed is not None:
@@ -209,9 +209,10 @@ class Sampling:
         return self.temperature > 0 and not self.cuts
 
     def __str__(self) -> str:
-        more = {"top-k": (self.top_k, 0), "min-p": (self.min_p, 0), "repetition penalty": (self.repetition_penalty, 1)}
-        set_too = "".join(f", {name} {value:g}" for name, (value, off) in more.items() if value != off)
-        return f"T {self.temperature:g}, top-p {self.top_p:g}{set_too}"
+        penalty = self.repetition_penalty
+        options = {"top-k": (self.top_k, 0), "min-p": (self.min_p, 0), "repetition penalty": (penalty, 1)}
+        extras = "".join(f", {name} {value:g}" for name, (value, default) in options.items() if value != default)
+        return f"T {self.temperature:g}, top-p {self.top_p:g}{extras}"
 
 
 class StopReason(StrEnum):
@@ -244,7 +245,7 @@ class Completion:
 
     @cached_property
     def digest(self) -> str:
-        """A digest of the tokens (16 hex digits): two completions of one prompt are *the same* if these agree."""
+        """Returns a digest of the tokens (16 hex digits); completions of one prompt are *the same* if these agree."""
         digest = hashlib.blake2b(np.ascontiguousarray(self.tokens, dtype="<i4").tobytes(), digest_size=8)
         if self.mask is not None:
             digest.update(np.packbits(self.mask).tobytes())
@@ -252,7 +253,7 @@ class Completion:
 
     @property
     def turns(self) -> list[tuple[int, int]]:
-        """Where each turn of the policy begins and ends."""
+        """Returns the (begin, end) of each turn of the policy, as places among the tokens."""
         if self.mask is None:
             return [(0, len(self.tokens))]
         steps = np.diff(self.mask.astype(np.int8), prepend=0, append=0)
@@ -260,13 +261,13 @@ class Completion:
 
     @property
     def observed(self) -> int:
-        """How many of its tokens are observations."""
+        """Returns how many of the tokens are observations."""
         return 0 if self.mask is None else len(self.mask) - int(np.count_nonzero(self.mask))
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Holds what a reward says of one completion: the number, and the parts it was made of.
+    """Holds what a reward says of one completion: the number, and its parts.
 
     Objectives see `reward` alone; parts are recorded for people.
     """
@@ -286,14 +287,14 @@ def _brief(value: float) -> str:
         return "an integer of more than 300 digits"
 
 
-def handed_out(answered: Sequence[tuple[Prompt, Completion]]) -> list[tuple[Prompt, Completion]]:
-    """Returns copies of all that can be changed, for a reward's `judge`: the next one gets what this one got."""
-    return [(_copy_of_prompt(prompt), _copy_of_completion(completion)) for prompt, completion in answered]
+def copies_for_reward(answers: Sequence[tuple[Prompt, Completion]]) -> list[tuple[Prompt, Completion]]:
+    """Returns answers with copies of all that a reward's `judge` could change, so that other calls see no changes."""
+    return [(_copy_of_prompt(prompt), _copy_of_completion(completion)) for prompt, completion in answers]
 
 
 def _copy_of_prompt(prompt: Prompt) -> Prompt:
-    messages = None if prompt.messages is None else tuple(copied(dict(message)) for message in prompt.messages)
-    return replace(prompt, tokens=prompt.tokens.copy(), fields=copied(dict(prompt.fields)), messages=messages)
+    messages = None if prompt.messages is None else tuple(deep_copy(dict(message)) for message in prompt.messages)
+    return replace(prompt, tokens=prompt.tokens.copy(), fields=deep_copy(dict(prompt.fields)), messages=messages)
 
 
 def _copy_of_completion(completion: Completion) -> Completion:
@@ -328,17 +329,17 @@ class Trajectory:
 
     @property
     def version(self) -> Version:
-        """The oldest weights that sampled a part of it."""
+        """Returns the oldest weights that sampled a part of the completion."""
         return self.completion.versions[0]
 
     @property
     def imported(self) -> bool:
-        """Returns whether it came from elsewhere: its lag behind the trainer means nothing."""
+        """Returns whether no weights of this run sampled it, so that its lag behind the trainer means nothing."""
         return self.version == ELSEWHERE
 
     @property
     def length(self) -> int:
-        """Completion tokens: the unit of the token ledger."""
+        """Returns the number of completion tokens, the unit of the token ledger."""
         return len(self.completion.tokens)
 
 
@@ -355,16 +356,15 @@ class Group:
     def __post_init__(self) -> None:
         if not self.trajectories:
             raise ValueError("a group needs at least one trajectory")
-        first = self.trajectories[0]
-        for other in self.trajectories[1:]:
-            if other.prompt.key != first.prompt.key:
-                raise ValueError(f"a group has one prompt, but got {first.prompt.key} and {other.prompt.key}")
-            if other.reference != first.reference:
-                raise ValueError(f"a group has one reference, but got {first.reference} and {other.reference}")
+        for t in self.trajectories[1:]:
+            if t.prompt.key != self.prompt.key:
+                raise ValueError(f"a group has one prompt, but got {self.prompt.key} and {t.prompt.key}")
+            if t.reference != self.reference:
+                raise ValueError(f"a group has one reference, but got {self.reference} and {t.reference}")
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory]) -> Group:
-        """A group of any sequence of trajectories."""
+        """Returns a group of any sequence of trajectories."""
         return cls(tuple(trajectories))
 
     def __len__(self) -> int:

@@ -23,7 +23,7 @@ from tba.record.run_record import RunRecord
 from tba.record.summary import Summary
 from tba.runtime.run_directory import RunDirectory
 from tba.settings import find
-from tba.shipped import names
+from tba.shipped import recipe_names
 from tba.training.checkpoint import newest_checkpoint
 from tba.types import Version
 
@@ -59,7 +59,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_recipes_lists_each_recipe_with_its_description(said: Said) -> None:
     listed = said("recipes")
-    assert all(name in listed for name in names())
+    assert all(name in listed for name in recipe_names())
     assert "three-digit sums, last digit first (345+678=3201)" in listed
 
 

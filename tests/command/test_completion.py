@@ -13,7 +13,7 @@ from tba.__main__ import main
 from tba.command.completion import SHELLS, candidates
 from tba.fields import flags
 from tba.settings import find
-from tba.shipped import names
+from tba.shipped import recipe_names
 
 
 def completed(*words: str) -> list[str]:
@@ -24,7 +24,7 @@ def test_commands_recipes_and_what_else_a_command_takes_are_completed() -> None:
     assert completed("sh") == ["show"]
     assert {"train", "completion", "red-team"} <= set(completed(""))
     assert completed("train", "quick") == ["quickstart"]
-    assert completed("check", "") == names()
+    assert completed("check", "") == recipe_names()
     assert completed("model", "") == ["smollm2"]
     assert completed("reward-model", "") == completed("search", "") == []
     assert completed("red-team", "") == ["world", "classifier", "eval"]

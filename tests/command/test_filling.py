@@ -140,10 +140,10 @@ def test_what_is_collected_is_the_best_of_each_and_what_is_left_out_is_counted_b
     assert found.pairs(character_tokenizer("abc"), chat=False)[0].response == [1, 2, 7, 4]
     assert found.pairs(character_tokenizer("abc"), chat=False)[0].prompt == [5, 6]
     reasons = {"repeats another": 1, "below --min-reward": 1, "below --min-log-reference": 1, "cut off": 1}
-    assert +found.left_out == Counter(reasons)
+    assert +found.omissions == Counter(reasons)
     apart = collect(journal, replace(options, truncated=True), NearDuplicates("edit", 0.2))
     assert [t.completion.tokens[0] for t in apart.trajectories] == [1, 6, 8]
-    assert apart.left_out["near another"] == 1
+    assert apart.omissions["near another"] == 1
     assert apart.pairs(character_tokenizer("abc"), chat=False)[1].response == [6, 6, 6]
     assert [t.reward for t in collect(journal, replace(options, most=1)).trajectories] == [1.0]
     by_part = collect(journal, SmoothingOptions(min_reward=0.45, part="toxic"))
@@ -159,7 +159,7 @@ def test_what_is_collected_is_the_best_of_each_and_what_is_left_out_is_counted_b
 @pytest.mark.parametrize("family", ["gemma3", "qwen2.5", "glm4.5", "phi3"])
 def test_what_is_collected_ends_as_it_ended_and_what_was_heard_is_not_learnt(family: str) -> None:
     made = tokenizer(family, "base")
-    end, eos = assistant_turn(made).last.token, made.eos_token_id
+    end, eos = assistant_turn(made).final_frame.token, made.eos_token_id
     assert end != eos
     chat, text, prompt = True, False, Prompt("toy", np.array([5], np.int32))
 

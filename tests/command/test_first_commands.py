@@ -20,7 +20,7 @@ from tests.written_run import write as written_run
 
 import tba
 from tba.__main__ import main
-from tba.api import _found
+from tba.api import _resolve
 from tba.errors import UserError
 from tba.recipes.quickstart import BASE
 
@@ -119,7 +119,7 @@ WRITTEN = (
         "OptimizerSettings's lr is 'fast': give a number",
     ),
     Written(
-        lambda: _found("quickstart", {"optimizer": {"lr": 1e-5}})[0].optimizer.lr,
+        lambda: _resolve("quickstart", {"optimizer": {"lr": 1e-5}})[0].optimizer.lr,
         "AttributeError: 'dict' object has no attribute 'schedule'",
         1e-5,
     ),

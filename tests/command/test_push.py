@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.__main__ import main
-from tba.command.model_card import base_of, escaped
+from tba.command.model_card import base_of, escape
 from tba.errors import UserError
 from tba.recipes.quickstart import BASE
 from tba.record.text import printable
@@ -94,7 +94,7 @@ def test_whatever_was_asked_and_answered_is_text_on_the_card_and_nothing_else(sh
     "text", [*HOSTILE, "a\n\n# b", "a | b", "[a](javascript:b)", "![a](b)", "`a`", "~~a~~ **b** _c_"]
 )
 def test_markdown_makes_nothing_of_an_escaped_text(text: str) -> None:
-    seen = Seen.in_markdown(f"| |\n|---|\n| {escaped(text)} |")
+    seen = Seen.in_markdown(f"| |\n|---|\n| {escape(text)} |")
     assert seen.rows[1:] == [printable(text.replace("\n", "⏎"), newlines=False)]
     assert seen.tags == {"table", "thead", "tbody", "tr", "th", "td"}
 
@@ -108,7 +108,7 @@ def test_the_base_of_a_run_from_an_adapter_is_what_the_adapter_is_of(tmp_path: P
         config.write_text(json.dumps({"base_model_name_or_path": named}))
         found = base_of({"path": str(config.parent)})
         assert (found.hub, found.licence) == ("them/base", "mit")
-        assert found.said == "a model in a folder, with an adapter merged into it"
+        assert found.description == "a model in a folder, with an adapter merged into it"
     (config.parent / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
     assert base_of({"path": str(config.parent)}).licence == "apache-2.0"
     config.write_text(json.dumps({"base_model_name_or_path": str(config.parent)}))

@@ -15,8 +15,8 @@ import pytest
 from tests.runtime.runs import TOY
 
 from tba.__main__ import main
-from tba.command.report import report
-from tba.command.report_data import different, report_data
+from tba.command.report import make_report
+from tba.command.report_data import differing_settings, report_data
 from tba.record.page import embedded
 from tba.record.summary import Summary
 from tba.replay.excerpt import Facts, chosen
@@ -154,7 +154,7 @@ def test_of_many_steps_a_point_is_the_mean_of_some_and_the_last_of_their_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = write(tmp_path / "long", rounds=6)
-    monkeypatch.setattr("tba.command.report_data.POINTS", 14)
+    monkeypatch.setattr("tba.command.report_data.MAX_POINTS", 14)
     curves = report_data(run, 10, 10_000)["metrics"]
     assert curves["steps_per_point"] == 3
     assert curves["columns"]["step"] == [*range(3, 40, 3), 40]
@@ -197,16 +197,16 @@ def test_what_is_chosen_first_are_the_newest_best_worst_and_most_used() -> None:
 
 
 def test_a_page_is_never_larger_than_it_may_be_and_says_how_much_it_shows(run: Path) -> None:
-    _, whole = report([run])
+    _, whole = make_report([run])
     limit = len(whole) - 20_000
-    data, page = report([run], limit)
+    data, page = make_report([run], limit)
     assert len(page) <= limit
     assert 0 < data["runs"][0]["trajectories"]["shown"] < ALL
     assert data["runs"][0]["trajectories"]["of"] == ALL
 
 
 def test_foreign_text_is_nowhere_in_the_page_but_as_escaped_json_and_nothing_else_may_run(run: Path) -> None:
-    data, page = report([run, run])
+    data, page = make_report([run, run])
     text = page.decode()
     policy = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
     head, found = re.split(r'<script type="application/json" id="data">', text)
@@ -263,7 +263,7 @@ def test_what_differs_between_runs_is_found_by_name(tmp_path: Path) -> None:
     assert data["different"] == ["seed"]
     assert [run["settings"]["seed"] for run in data["runs"]] == [0, 1, 2]
     assert data["runs"][0]["settings"]["objective"] == "TrajectoryBalance"
-    assert different([{"a": 1, "b": 2}, {"a": 1}]) == ["b"]
+    assert differing_settings([{"a": 1, "b": 2}, {"a": 1}]) == ["b"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2", "three.html", "three.json"]
 
 
@@ -272,12 +272,12 @@ def test_a_run_that_has_just_begun_has_a_report_too(tmp_path: Path) -> None:
     for name in ("summary.json", "metrics.jsonl", "evaluations.jsonl", "answers.jsonl", "samples.jsonl"):
         (run / name).unlink()
     (run / "checkpoints" / f"step-{STEPS}" / "run.json").unlink()
-    data, _ = report([run])
+    data, _ = make_report([run])
     assert data["runs"][0]["account"] is None
     assert data["runs"][0]["fates"] is None
     assert data["runs"][0]["trajectories"]["columns"]["uses"] == [None] * 8
     (run / "journal.sqlite").unlink()
-    data, _ = report([run])
+    data, _ = make_report([run])
     assert data["runs"][0]["trajectories"] is None
 
 

@@ -15,10 +15,10 @@ from tba.fields import fields_of
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_function_of_a_command_takes_what_the_table_gives_it_and_what_is_needed_is_an_option(name: str) -> None:
     command = COMMANDS[name]
-    given = [*command.takes.split(), *(["fields"] if command.fields else []), *(["options"] if command.options else [])]
-    inspect.signature(command.loaded()).bind(*given)
+    fields, options = ["fields"] * command.sets_fields, ["options"] * bool(command.options)
+    inspect.signature(command.load_function()).bind(*command.arguments.split(), *fields, *options)
     read = {f"--{field.name}" for field in fields_of(next(command.option_classes())())} if command.options else set()
-    assert {f"--{need}" for need in command.needs} <= read
+    assert {f"--{need}" for need in command.required_options} <= read
 
 
 def test_the_usage_has_every_command_once_in_lines_that_a_terminal_holds_and_loads_nothing_heavy() -> None:

@@ -81,7 +81,7 @@ def test_what_ends_the_parts_of_a_turn_ends_no_answer(parts: bool) -> None:
     found, _ = ends_of((), made, config(made))
     assert found == {returned, made.eos_token_id} | ({end} if not parts else set())
     form = assistant_turn(made)
-    assert (form.last.token, form.heard.token, form.last.opening) == (returned, end, "")
+    assert (form.final_frame.token, form.user_frame.token, form.final_frame.opening) == (returned, end, "")
     for by in (end, returned):
         heard = Speech(made, True).observation(Observation("7"), end_token=by)
         assert made.decode(heard).replace(" ", "") == "<|user|>7<|end|><|assistant|>"
@@ -99,10 +99,10 @@ def test_several_tokens_that_end_a_turn_together_are_written_together() -> None:
     )
     form = assistant_turn(made)
     encode = partial(made.encode, add_special_tokens=False)
-    for frame in (form.last, form.heard):
+    for frame in (form.final_frame, form.user_frame):
         assert made.decode(form.tokens("7", encode, frame)) == "<|START_RESPONSE|>7<|END_RESPONSE|><|END_OF_TURN|>"
-    assert form.ends == {made.convert_tokens_to_ids("<|END_OF_TURN|>")}
-    heard = Speech(made, True).observation(Observation("7"), end_token=form.last.token)
+    assert form.end_tokens == {made.convert_tokens_to_ids("<|END_OF_TURN|>")}
+    heard = Speech(made, True).observation(Observation("7"), end_token=form.final_frame.token)
     assert made.decode(heard) == "<|USER|>7<|END_OF_TURN|><|CHATBOT|>"
 
 

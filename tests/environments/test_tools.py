@@ -29,7 +29,7 @@ from tba.environments.tools import Call, bind_arguments, calls_in, schemas_of
 from tba.errors import UserError
 from tba.foreign import templated
 from tba.generation import generate
-from tba.markup import MARKS
+from tba.markup import FAMILY_MARKS
 from tba.protocols import Environment
 from tba.rollout.prompts import PromptSettings, encode
 from tba.training.tiny_models import ScratchModel, train_bpe_tokenizer
@@ -311,7 +311,7 @@ def test_whatever_is_wrong_with_a_call_is_said_to_the_policy_and_ends_nothing(tu
 
 
 PIECES = [
-    *MARKS,
+    *FAMILY_MARKS,
     "<function=deposit>",
     "</function>",
     "<parameter=amount>",

@@ -22,7 +22,7 @@ from tba.record.ledger import Ledger
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
 from tba.rollout.prompts import PromptSettings, encode
-from tba.tables import Values, read
+from tba.tables import Values, read_table
 from tba.types import ELSEWHERE, Completion, Judgement, Prompt, Sampling, Trajectory, Version
 from toy.engine import TabularEngine
 from toy.policy import TabularReference, TabularTask, TabularTokenizer
@@ -192,8 +192,8 @@ def test_any_file_is_taken_in_without_an_error_and_without_losing_a_line(
     folder = tmp_path_factory.mktemp("fuzz")
     (folder / "lines.jsonl").write_bytes(b"\n".join(lines))
     with JournalWriter(folder / "journal", "import") as journal:
-        report = intake(journal, believe=believe).take(read(folder / "lines.jsonl"), "fuzz")
-        again = intake(journal, believe=believe).take(read(folder / "lines.jsonl"), "fuzz")
+        report = intake(journal, believe=believe).take(read_table(folder / "lines.jsonl"), "fuzz")
+        again = intake(journal, believe=believe).take(read_table(folder / "lines.jsonl"), "fuzz")
     assert report.lines == sum(bool(raw.strip()) for raw in lines)
     assert report.lines == report.imported + report.repeated + report.refused
     assert (again.imported, again.repeated, again.refused) == (0, report.imported, report.refused)

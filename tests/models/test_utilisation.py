@@ -13,13 +13,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig
 from tba.models.arithmetic import passes, shape_of
 from tba.models.huggingface import HuggingFace
 from tba.models.memory import Shape
-from tba.protocols import Arithmetic
+from tba.protocols import ComputeCost
 from tba.runtime.reporting import utilisation
 from tba.settings import find
 
 
 def test_a_share_is_operations_per_second_over_the_best_rate() -> None:
-    arithmetic = Arithmetic(read=2e6, scored=3e6, passes=3, rate=1e9)
+    arithmetic = ComputeCost(read=2e6, scored=3e6, passes=3, rate=1e9)
     assert arithmetic.share(100, 50, seconds=7) == pytest.approx((200 + 150) * 1e6 / 7 / 1e9)
     assert arithmetic.share(100, 50, seconds=0) == 0
 
@@ -49,7 +49,7 @@ def test_a_model_that_is_not_prepared_or_no_transformer_has_none() -> None:
 
 
 def test_a_run_is_told_what_it_computed_over_all_lives_of_its_searchers() -> None:
-    arithmetic = asdict(Arithmetic(read=1e6, scored=2e6, passes=3, rate=1e9))
+    arithmetic = asdict(ComputeCost(read=1e6, scored=2e6, passes=3, rate=1e9))
     trainer = {"arithmetic": arithmetic, "computed": {"read": 600, "scored": 200, "milliseconds": 4000}}
     searcher = {
         "generated_tokens": 300,  # of which 100 were said by environments

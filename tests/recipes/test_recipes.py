@@ -16,13 +16,13 @@ from tba.recipes.tldr_small import recipe as small
 from tba.rollout.exploration import Fixed
 from tba.runs.validating import validate
 from tba.settings import find
-from tba.shipped import names
+from tba.shipped import recipe_names
 from tba.training.tiny_models import train_bpe_tokenizer
 
 
 def test_every_recipe_is_found_by_its_own_name_and_says_what_it_is() -> None:
-    assert {"quickstart", "gsm8k"} <= set(names())
-    for name in names():
+    assert {"quickstart", "gsm8k"} <= set(recipe_names())
+    for name in recipe_names():
         recipe = find(name)
         assert recipe.name == name
         assert recipe.description
@@ -62,12 +62,12 @@ def test_a_recipe_without_full_support_is_warned_of() -> None:
 
 
 def test_of_red_teaming_nothing_that_is_said_is_shown() -> None:
-    recipes = [find(name) for name in names() if isinstance(find(name).task, RedTeam)]
+    recipes = [find(name) for name in recipe_names() if isinstance(find(name).task, RedTeam)]
     assert len(recipes) >= 4
     assert all(recipe.record.hide_text for recipe in recipes)
 
 
 def test_no_recipe_but_those_of_red_teaming_is_warned_of_anything_but_this_machine() -> None:
-    recipes = [find(name) for name in names()]
+    recipes = [find(name) for name in recipe_names()]
     warnings = {r.name: validate(r) for r in recipes if not isinstance(r.task, RedTeam)}
     assert {name: said for name, said in warnings.items() if any("cores" not in line for line in said)} == {}

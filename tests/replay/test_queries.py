@@ -23,7 +23,7 @@ from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
 from tba.replay.queries import JournalQueries, Share
 from tba.runtime.run_directory import RunDirectory
-from tba.tables import read
+from tba.tables import read_table
 from tba.types import ELSEWHERE
 
 ROWS = 60
@@ -148,7 +148,7 @@ def test_any_text_as_a_query_ends_in_rows_or_in_a_sentence(reader: JournalQuerie
 def test_what_is_written_out_is_what_an_import_reads(run: Path, tmp_path: Path) -> None:
     file = tmp_path / "all.jsonl"
     assert main(["replay", str(run), "--export", str(file)]) == 0
-    lines = [values for _, values in read(file)]
+    lines = [values for _, values in read_table(file)]
     assert len(lines) == ROWS + 1
     assert isinstance(lines[0], dict)
     kept = {name: lines[0][name] for name in ("prompt", "reward", "uid", "version", "source", "uses", "tokens")}

@@ -12,7 +12,7 @@ import pytest
 
 from tba.environments.episode import Episode
 from tba.rewards.functions import FunctionReward
-from tba.types import Completion, Judgement, Prompt, StopReason, Version, copied, handed_out
+from tba.types import Completion, Judgement, Prompt, StopReason, Version, copies_for_reward, deep_copy
 
 FIELDS: dict[str, Any] = {
     "answer": "72",
@@ -121,11 +121,11 @@ def test_a_reward_of_a_class_gets_copies_too() -> None:
     reward, rows = Emptying(), answered(3)
     key, digest = rows[0][0].key, rows[0][1].digest
     for _ in range(2):
-        reward.judge(handed_out(rows))
+        reward.judge(copies_for_reward(rows))
     assert len(reward.seen) == 6
     assert len(set(reward.seen)) == 1
     assert (rows[0][0].key, rows[0][1].digest) == (key, digest)
-    assert [(p.key, c.digest) for p, c in handed_out(rows[:1])] == [(key, digest)]
+    assert [(p.key, c.digest) for p, c in copies_for_reward(rows[:1])] == [(key, digest)]
 
 
 def test_an_environment_that_empties_its_fields_begins_the_next_episode_with_the_same() -> None:
@@ -148,7 +148,7 @@ def test_an_environment_that_empties_its_fields_begins_the_next_episode_with_the
 def test_a_copy_is_equal_and_shares_nothing_and_what_cannot_be_copied_is_handed_out_itself() -> None:
     twice = [[1, 2.5, None, True, "text"]] * 2
     value = {"twice": twice, "pair": ([1], {"a": [2]}), "lock": threading.Lock()}
-    copy_of_it = copied(value)
+    copy_of_it = deep_copy(value)
     assert copy_of_it == value
     copy_of_it["twice"][0].append("more")
     copy_of_it["pair"][1]["a"].clear()

@@ -23,7 +23,7 @@ def in_a_thread(act: Callable[[], Any]) -> Any:
 def tried(function: Callable[[], Any]) -> bool:
     with watching_signals() as watch:
         function()
-    return watch.tried
+    return watch.was_tried
 
 
 def limited() -> float:
@@ -77,7 +77,7 @@ def test_of_calls_in_one_loop_only_the_culprit_is_noticed_and_none_after_the_wat
             await asyncio.sleep(0)
             function()
             await asyncio.sleep(0)
-        return watch.tried
+        return watch.was_tried
 
     async def several() -> list[bool]:
         return list(await asyncio.gather(call(plain), call(by_name), call(plain), call(limited)))

@@ -16,7 +16,7 @@ import torch
 from runs import command
 
 import tba.cards
-from tba.cards import GIVEN, VISIBLE, Cards, cards
+from tba.cards import GPU_SHARE, VISIBLE_DEVICES, Gpus, visible_gpus
 from tba.runs.validating import validate
 from tba.settings import find
 
@@ -25,12 +25,13 @@ from tba.settings import find
 def gpu_count(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """So many GPUs as torch counts, none of which can be used."""
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: request.param if os.environ.get(VISIBLE) != "" else 0)
-    monkeypatch.setattr(tba.cards, "_fault", "")
-    monkeypatch.delenv(VISIBLE, raising=False)
-    monkeypatch.setenv(VISIBLE, "to be undone")  # the test's end restores what was there
-    monkeypatch.delenv(VISIBLE)
-    tba.cards._seen.cache_clear()
+    count = lambda: 0 if os.environ.get(VISIBLE_DEVICES) == "" else request.param  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "device_count", count)
+    monkeypatch.setattr(tba.cards, "_hidden_fault", "")
+    monkeypatch.delenv(VISIBLE_DEVICES, raising=False)
+    monkeypatch.setenv(VISIBLE_DEVICES, "to be undone")  # the test's end restores what was there
+    monkeypatch.delenv(VISIBLE_DEVICES)
+    tba.cards._query.cache_clear()
     return int(request.param)
 
 
@@ -50,10 +51,10 @@ def test_the_quickstart_runs_to_its_end_where_gpus_are_counted_and_cuda_cannot_b
 
 @pytest.mark.parametrize("gpu_count", [4], indirect=True)
 def test_gpus_that_cannot_be_used_are_hidden_and_the_reason_is_kept(gpu_count: int) -> None:
-    cards_before, cards_after = cards(), cards()
+    cards_before, cards_after = visible_gpus(), visible_gpus()
     assert (len(cards_before), len(cards_after)) == (0, 0)
     assert cards_before.fault == cards_after.fault == "Torch not compiled with CUDA enabled"
-    assert os.environ[VISIBLE] == ""
+    assert os.environ[VISIBLE_DEVICES] == ""
     with torch.random.fork_rng():  # torch's own code asks for each GPU that it counts
         pass
     assert any("Torch not compiled with CUDA enabled" in line for line in validate(find("quickstart")))
@@ -70,12 +71,12 @@ def test_gpus_are_asked_for_in_a_child_but_by_a_worker_that_was_given_some(
         return SimpleNamespace(name=f"card {gpu}", total_memory=80 * 10**9)
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    both = Cards(("card 0", "card 1"), (80 * 10**9, 80 * 10**9))
-    assert cards() == both
+    both = Gpus(("card 0", "card 1"), (80 * 10**9, 80 * 10**9))
+    assert visible_gpus() == both
     assert asking == []
-    monkeypatch.setenv(GIVEN, "0.9500")
-    monkeypatch.setenv(VISIBLE, "0,1")
-    assert cards() == both
+    monkeypatch.setenv(GPU_SHARE, "0.9500")
+    monkeypatch.setenv(VISIBLE_DEVICES, "0,1")
+    assert visible_gpus() == both
     assert asking == [os.getpid()] * 2
 
 
@@ -85,8 +86,8 @@ def test_gpus_whose_driver_does_not_answer_are_left_alone_after_the_deadline(
 ) -> None:
     monkeypatch.setattr(tba.cards, "_DEADLINE", 0.1)
     monkeypatch.setattr(torch.cuda, "device_count", signal.pause)  # in the child, which is then ended
-    assert cards() == Cards(fault="it does not answer within 0.1 s")
-    assert os.environ[VISIBLE] == ""
+    assert visible_gpus() == Gpus(fault="it does not answer within 0.1 s")
+    assert os.environ[VISIBLE_DEVICES] == ""
 
 
 @pytest.mark.parametrize("gpu_count", [2], indirect=True)
@@ -94,14 +95,14 @@ def test_an_interpreter_that_does_not_answer_is_left_alone_after_the_deadline_to
     gpu_count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tba.cards, "_DEADLINE", 0.1)
-    monkeypatch.setattr(tba.cards, "_ASKING", "import signal; signal.pause()")
+    monkeypatch.setattr(tba.cards, "_QUERY_SCRIPT", "import signal; signal.pause()")
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)  # so that the child cannot ask
-    assert cards() == Cards(fault="it does not answer within 0.1 s")
+    assert visible_gpus() == Gpus(fault="it does not answer within 0.1 s")
 
 
 def test_a_build_without_cuda_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.backends.cuda.is_built():
         pytest.skip("this build of torch has CUDA")
-    monkeypatch.setattr(tba.cards, "_fault", "")
+    monkeypatch.setattr(tba.cards, "_hidden_fault", "")
     monkeypatch.setattr(os, "fork", None)  # which nobody needs for that
-    assert cards() == Cards()
+    assert visible_gpus() == Gpus()

@@ -74,7 +74,7 @@ def test_a_reward_that_uses_signals_is_right_in_a_process_and_wrong_and_noticed_
     def in_a_thread() -> None:
         with watching_signals() as watch:
             here.extend(j.reward for j in Acting().judge(rows[:1]))
-        here.append(watch.tried)
+        here.append(watch.was_tried)
         away.extend(acting.grader(LONG).grade(rows))
 
     here: list[float | bool] = []

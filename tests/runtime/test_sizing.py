@@ -20,7 +20,7 @@ from tba.apps.red_team.task import RedTeam
 from tba.apps.red_team.toxicity import CausalJudge
 from tba.apps.red_team.victim import ModelVictim
 from tba.command import check
-from tba.command.check import fitted, of_disk
+from tba.command.check import decide_open_settings, disk_use
 from tba.errors import UserError
 from tba.models.arithmetic import shape_of
 from tba.models.huggingface import HuggingFace
@@ -277,7 +277,7 @@ def test_on_a_cpu_all_parts_share_the_machines_memory(at: Models) -> None:
 
 def test_7_b_over_4_ranks_fits_80_gb_cards_and_one_rank_is_not_measured(at: Models) -> None:
     recipe, host = replace(recipe_of("math", at(SEVEN)), trainer=RankSettings(4)), machine(*[80] * 8)
-    sized_recipe, flags, sentence = fitted(recipe, host)
+    sized_recipe, flags, sentence = decide_open_settings(recipe, host)
     assert flags == ["--searchers", "4"]
     refuse_what_cannot_fit(sized_recipe, host)
     assert by_part(sized_recipe)["trainer"].total < 0.6 * 80 * GB
@@ -292,7 +292,7 @@ def test_a_run_of_7_b_keeps_checkpoints_of_91_gb_and_versions_of_15(at: Models) 
     disk = disk_use(recipe_of("math", at(SEVEN)))
     assert disk is not None
     assert (round(disk.checkpoint / GB), round(disk.version / GB)) == (91, 15)
-    assert of_disk(disk).startswith("320 GB for 3 checkpoints of 91 GB")
+    assert disk_use(disk).startswith("320 GB for 3 checkpoints of 91 GB")
     adapted = disk_use(override(recipe_of("math", at(SEVEN)), ["--model.lora.rank", "16"], ""))
     assert adapted is not None
     assert adapted.version < 0.1 * GB  # adapters alone
@@ -337,10 +337,10 @@ def test_moments_on_the_host_are_counted_there_with_the_seconds_that_they_travel
 
 
 def test_check_says_what_moments_on_the_host_cost(at: Models) -> None:
-    sentence = check._of_moments(override(recipe_of("math", at(SEVEN)), ["--optimizer.moments-on-host"], ""))
+    sentence = check._moments_figure(override(recipe_of("math", at(SEVEN)), ["--optimizer.moments-on-host"], ""))
     assert sentence.startswith("56.7 GiB of each rank's are in the host's memory")
     assert "about 2.5 s of an update" in sentence
-    assert check._of_moments(recipe_of("math", at(SEVEN))) == ""
+    assert check._moments_figure(recipe_of("math", at(SEVEN))) == ""
 
 
 def test_the_reward_models_that_each_searcher_loads_are_in_its_sum(at: Models) -> None:

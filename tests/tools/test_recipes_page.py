@@ -3,7 +3,7 @@
 from types import ModuleType
 
 from tba.settings import module_of
-from tba.shipped import names
+from tba.shipped import recipe_names
 
 
 def test_the_committed_page_is_the_one_the_recipes_give(tool: ModuleType) -> None:
@@ -11,4 +11,4 @@ def test_the_committed_page_is_the_one_the_recipes_give(tool: ModuleType) -> Non
 
 
 def test_every_recipe_says_more_of_itself_than_its_name() -> None:
-    assert [name for name in names() if len(module_of(name).__doc__ or "") < 100] == []
+    assert [name for name in recipe_names() if len(module_of(name).__doc__ or "") < 100] == []

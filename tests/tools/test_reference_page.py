@@ -8,7 +8,7 @@ from types import ModuleType
 import tba
 from tba.fields import fields_of
 from tba.settings import find
-from tba.shipped import names
+from tba.shipped import recipe_names
 
 
 def test_the_committed_page_is_the_one_the_code_gives(tool: ModuleType) -> None:
@@ -17,7 +17,7 @@ def test_the_committed_page_is_the_one_the_code_gives(tool: ModuleType) -> None:
 
 def test_every_flag_of_every_recipe_is_on_the_page(tool: ModuleType) -> None:
     page = tool.page()
-    for recipe in names():
+    for recipe in recipe_names():
         flags = [f.flag for f in fields_of(find(recipe))]
         for field, listed in tool.SAME.items():
             flags = [flag.replace(f"{field}.", f"{listed}.") for flag in flags]

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tba.errors import PartFailed
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.causal import CausalPolicy
-from tba.sharding import own_rows
+from tba.sharding import local_part
 from tba.training.checkpoint import Checkpoint, newest_sound, save_checkpoint
 from tba.training.optimizer import Optimizer, OptimizerSettings
 from tba.training.ranks.checkpoint import Shards
@@ -163,7 +163,7 @@ def test_a_rank_copies_its_share_and_nothing_else(tmp_path: Path) -> None:
         policy = llama_policy()
         policy.shard(ranks.sharding(torch.float32))
         optimizer = OptimizerSettings().start(policy.parameters())
-        assert size(Shards.of(policy, optimizer)) == sum(own_rows(p).nbytes for p in policy.parameters())
+        assert size(Shards.of(policy, optimizer)) == sum(local_part(p).nbytes for p in policy.parameters())
 
     with ranks_of(2, tmp_path / "store", life) as ranks:
         policy = llama_policy()

@@ -37,7 +37,7 @@ from tba.policy.causal import CausalPolicy
 from tba.policy.fsdp import ShardedModel
 from tba.policy.loading import load_unfilled
 from tba.policy.lora import LoraSettings, add_adapters, is_adapter
-from tba.sharding import is_sharded, own_rows
+from tba.sharding import is_sharded, local_part
 from tba.training.ranks.messages import Ranks
 from tba.training.ranks.weights import Leaving
 
@@ -85,7 +85,7 @@ def saved(model: PreTrainedModel, folder: Path) -> Path:
 def whole(policy: CausalPolicy, ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a sharded policy, on rank 0; the others send their rows."""
     shards = policy.everything()
-    return Leaving(shards, {name: own_rows(tensor) for name, tensor in shards.items()}, ranks, None).whole()
+    return Leaving(shards, {name: local_part(tensor) for name, tensor in shards.items()}, ranks, None).whole()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -102,7 +102,7 @@ def test_a_sharded_policy_has_the_weights_and_the_forward_of_the_whole_model(fam
         assert all(p.is_meta == as_it_is for p in model.parameters())
         policy = CausalPolicy(model)
         policy.shard(ranks.sharding(torch.float32), files)
-        own = {name: own_rows(tensor) for name, tensor in policy.everything().items()}
+        own = {name: local_part(tensor) for name, tensor in policy.everything().items()}
         assert own.keys() == plain.everything().keys()
         assert all(torch.equal(own[name], tensor) for name, tensor in plain.everything().items())
         assert policy.share_prompt == plain.share_prompt

@@ -34,7 +34,7 @@ from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.causal import CausalPolicy
 from tba.policy.lora import LoraSettings, add_adapters
 from tba.protocols import Objective
-from tba.sharding import gathered, rows_of
+from tba.sharding import gather_rows, row_range
 from tba.training.checkpoint import Checkpoint, save_checkpoint
 from tba.training.optimizer import Optimizer, OptimizerSettings
 from tba.training.ranks.messages import Message, Ranks
@@ -231,9 +231,9 @@ def test_weights_are_cast_before_they_are_gathered_and_have_the_bits_of_casting_
 
     def counted(own: torch.Tensor, shape: Sequence[int], group: Any) -> torch.Tensor | None:
         sent.append(own.nbytes)
-        return gathered(own, shape, group)
+        return gather_rows(own, shape, group)
 
-    monkeypatch.setattr("tba.training.ranks.weights.gathered", counted)
+    monkeypatch.setattr("tba.training.ranks.weights.gather_rows", counted)
 
     def life(ranks: Ranks) -> None:
         follow(ranks, WHOLE)
@@ -267,10 +267,10 @@ def test_of_changes_ranks_send_what_is_written_and_the_file_is_the_one_that_gath
 
     def counted_rows(own: torch.Tensor, shape: Sequence[int], group: Any) -> torch.Tensor | None:
         sent.append(own.nbytes)
-        return gathered(own, shape, group)
+        return gather_rows(own, shape, group)
 
     monkeypatch.setattr("torch.distributed.send", counted)
-    monkeypatch.setattr("tba.training.ranks.weights.gathered", counted_rows)
+    monkeypatch.setattr("tba.training.ranks.weights.gather_rows", counted_rows)
 
     def life(ranks: Ranks) -> None:
         follow(ranks, WHOLE)
@@ -298,7 +298,7 @@ def test_of_changes_ranks_send_what_is_written_and_the_file_is_the_one_that_gath
 
     rows = {name: len(tensor) for name, tensor in before.items()}
     for rank in range(1, count):
-        mine = {name: slice(*rows_of(n, rank, count)) for name, n in rows.items()}
+        mine = {name: slice(*row_range(n, rank, count)) for name, n in rows.items()}
         expected = 0
         for name, tensor in first.items():
             own = tensor[mine[name]]

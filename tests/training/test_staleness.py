@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toys import BETA, TASK, Scripted, groups_of, llama_policy, trainer_of
 
-from tba.batch import Batch, Fetched, collate
+from tba.batch import Batch, FetchedBatch, collate
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.protocols import PolicyOutput
 from tba.training.gradients import backward
@@ -183,7 +183,7 @@ def with_behavior(t: Trajectory, row: int) -> Trajectory:
 def test_a_step_on_its_own_samples_is_on_policy_and_on_anothers_is_not(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     groups = sample_groups(TASK, tabular_prompts(TASK), 64, Sampling(), rng)
-    source = Scripted([Fetched(groups, collate(groups))] * 12)
+    source = Scripted([FetchedBatch(groups, collate(groups))] * 12)
     trainer = trainer_of(TabularPolicy(TASK), TrajectoryBalance(BETA), tmp_path, batches=source)
     metrics = [trainer.go() for _ in range(12)]
     assert metrics[0]["off_policy"] == pytest.approx(0.0, abs=1e-5)

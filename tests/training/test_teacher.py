@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from toys import trainer_of
 
-from tba.batch import Batch, Fetched, collate
+from tba.batch import Batch, FetchedBatch, collate
 from tba.errors import UserError
 from tba.objectives.subtrajectory_balance import SubtrajectoryBalance
 from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.protocols import Objective, started
+from tba.protocols import Objective, start_objective
 from tba.schedules import Constant, Linear
 from tba.training.teacher import Teacher
 from tba.types import TEACHER, Group, Sampling, Version
@@ -68,7 +68,7 @@ def settled(objective: Objective, of: Teacher, source: str) -> float:
     """How far (total variation) the policy is from the target after training on that source's data."""
     rng, policy, engine = np.random.default_rng(0), TabularPolicy(TASK), TabularEngine(TASK)
     taught, optimizer = TabularEngine(TEACHERS[0]), torch.optim.Adam(policy.parameters())
-    objective = started(objective)
+    objective = start_objective(objective)
     for step in range(1, STEPS + 1):
         if source == "on-policy" or (source in ("stale", "mixed") and step % 25 == 0):
             engine.load({name: tensor.clone() for name, tensor in policy.weights().items()}, Version(0, step))
@@ -180,7 +180,7 @@ def test_with_a_teacher_answers_of_equal_rewards_are_no_lack_of_signal_and_rewar
     alike = Group(tuple(replace(t, reward=0.25) for t in alike.trajectories))
     for of, without in ((teacher(1.0, reward=False), 0.0), (Teacher(), 1.0)):
         trainer = trainer_of(TabularPolicy(TASK), TrajectoryBalance(Constant(BETA)), tmp_path, teacher=of)
-        metrics = trainer.step(Fetched([alike], collate([alike])))
+        metrics = trainer.step(FetchedBatch([alike], collate([alike])))
         assert metrics["without_signal"] == without
         if of.count:  # the policy is still the reference: at no distance from it, and as far from the teacher
             apart = [float(t.log_reference.sum() - t.arrays[TEACHER].sum()) for t in alike.trajectories]

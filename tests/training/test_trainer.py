@@ -19,7 +19,7 @@ from toys import (
     trainer_of,
 )
 
-from tba.batch import Fetched, collate
+from tba.batch import FetchedBatch, collate
 from tba.errors import NonFiniteLoss, UserError
 from tba.objectives.policy_gradient import Reinforce
 from tba.objectives.trajectory_balance import TrajectoryBalance
@@ -30,12 +30,12 @@ from tba.types import Version
 from toy.policy import WEIGHT, TabularPolicy
 
 
-def fetched(reward: float | None = None, versions: tuple[Version, ...] = (Version(),), seed: int = 0) -> Fetched:
+def fetched(reward: float | None = None, versions: tuple[Version, ...] = (Version(),), seed: int = 0) -> FetchedBatch:
     groups = groups_of([4, 4], seed, versions)
     batch = collate(groups)
     if reward is not None:
         batch.reward_B[:] = reward
-    return Fetched(groups, batch)
+    return FetchedBatch(groups, batch)
 
 
 def test_a_step_is_the_plain_loop_written_out(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from toys import BETA, groups_of, llama, trainer_of
 
-from tba.batch import Fetched, collate, moved
+from tba.batch import FetchedBatch, collate, to_device
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.causal import CausalPolicy
 from tba.protocols import HEADS, Objective
@@ -34,11 +34,11 @@ WHOLE, BY_GROUPS, BY_SLICES = 10**6, 60, 12  # tokens of a pass
 CASES = [(objective, limit) for objective in OBJECTIVES for limit in (WHOLE, BY_GROUPS, BY_SLICES)]
 
 
-def fetched() -> Fetched:
+def fetched() -> FetchedBatch:
     """Groups whose behaviour was the reference."""
     groups = groups_of([4, 3, 5])
     batch = collate(groups)
-    return Fetched(groups, replace(batch, log_behavior_BT=batch.log_reference_BT.clone()))
+    return FetchedBatch(groups, replace(batch, log_behavior_BT=batch.log_reference_BT.clone()))
 
 
 def trainer_on_meta(objective: Objective, limit: int, path: Path) -> Trainer:
@@ -104,7 +104,7 @@ class Copies(TorchDispatchMode):
         tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)]
         if any(x.is_meta for x in tensors) and any(not x.is_meta and x.ndim for x in tensors):
             frame: Any = sys._getframe()
-            while frame is not None and frame.f_code is not moved.__code__:
+            while frame is not None and frame.f_code is not to_device.__code__:
                 frame = frame.f_back
             self.seen.append((str(func), frame is not None))
         return result

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from tba.batch import Batch, Fetched, collate
+from tba.batch import Batch, FetchedBatch, collate
 from tba.policy.causal import CausalPolicy
 from tba.protocols import HEADS, Objective, Policy, PolicyOutput
 from tba.schedules import Constant, WarmupConstant
@@ -165,9 +165,9 @@ class Sampled:
     groups_per_step: int  # B
     group_size: int  # K
 
-    def next(self) -> Fetched:
+    def next(self) -> FetchedBatch:
         groups = self.replay.sample(self.groups_per_step, self.group_size)
-        return Fetched(groups, collate(groups))
+        return FetchedBatch(groups, collate(groups))
 
 
 @dataclass
@@ -184,9 +184,9 @@ class Published:
 class Scripted:
     """A source that gives prepared batches."""
 
-    fetched: list[Fetched]
+    fetched: list[FetchedBatch]
 
-    def next(self) -> Fetched:
+    def next(self) -> FetchedBatch:
         return self.fetched.pop(0)
 
 

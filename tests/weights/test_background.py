@@ -15,7 +15,7 @@ from torch import Tensor
 from lanes import ThreadLane, open_lane
 from tba.errors import DeadlineExceeded
 from tba.host_copies import HostCopies
-from tba.streaming import Streamed
+from tba.streaming import TensorStream
 from tba.types import Json, Version
 from tba.weights.background import BackgroundPublisher
 from tba.weights.directory import PublishSettings, WeightDirectory
@@ -23,14 +23,14 @@ from tba.weights.directory import PublishSettings, WeightDirectory
 ONE, TWO = Version(0, 1), Version(0, 2)
 
 
-def held(gate: threading.Event, value: float = 1.0) -> Streamed:
+def held(gate: threading.Event, value: float = 1.0) -> TensorStream:
     """Weights that come once the gate is open."""
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         assert gate.wait(60)
         yield "w", torch.full((4,), value)
 
-    return Streamed({"w": torch.empty(4, device="meta")}, tensors)
+    return TensorStream({"w": torch.empty(4, device="meta")}, tensors)
 
 
 def test_publishing_returns_at_once_and_what_is_asked_meanwhile_comes_after_it(tmp_path: Path) -> None:

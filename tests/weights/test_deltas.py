@@ -16,7 +16,7 @@ from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.errors import UserError
 from tba.policy.causal import CausalPolicy
 from tba.policy.reference import FrozenReference
-from tba.streaming import Streamed, changes_since, shapes_of
+from tba.streaming import TensorStream, changes_since, shapes_of
 from tba.types import Version
 from tba.weights.deltas import Restored, _changed, write_changes
 from tba.weights.directory import PublishSettings, WeightDirectory
@@ -150,10 +150,10 @@ def test_tensors_may_come_one_after_the_other(tmp_path: Path) -> None:
     def come() -> Iterator[tuple[str, torch.Tensor]]:
         yield from new.items()
 
-    streamed = Streamed({name: t.to("meta") for name, t in new.items()}, come)
+    streamed = TensorStream({name: t.to("meta") for name, t in new.items()}, come)
     written(tmp_path / "changes.safetensors", streamed, old)
     assert same_bits(Restored(old, load_file(tmp_path / "changes.safetensors")), new)
-    few = Streamed({name: t.to("meta") for name, t in new.items()}, lambda: iter(list(new.items())[:2]))
+    few = TensorStream({name: t.to("meta") for name, t in new.items()}, lambda: iter(list(new.items())[:2]))
     with pytest.raises(ValueError, match="ended before"):
         written(tmp_path / "few.safetensors", few, old)
 

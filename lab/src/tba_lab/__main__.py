@@ -11,7 +11,7 @@ from tba import field_names
 from tba.config_file import with_config
 from tba.errors import TbaError, UserError
 from tba.fields import fields_of, flags_in, refuse_unknown, rows, split_options
-from tba.shipped import description_of, names
+from tba.shipped import description_of, recipe_names
 from tba_lab import STUDIES
 
 USAGE = """\
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command, *command_arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         if command == "studies":
-            studies = names(STUDIES)
+            studies = recipe_names(STUDIES)
             print("\n".join(f"{name:{max(map(len, studies))}}  {description_of(name, STUDIES)}" for name in studies))
             sys.stdout.flush()
             return 0

@@ -29,7 +29,7 @@ from tba.runs.validating import validate
 from tba.runtime.local.forkserver import prepare_forkserver
 from tba.runtime.stop_requests import stop_requests
 from tba.settings import override
-from tba.shipped import MARK
+from tba.shipped import VARIANT_MARK
 from tba_lab.comparison import Outcome
 from tba_lab.figures import accuracy_curve, format_figure, heading, pass_of, read_diversity
 from tba_lab.study import Study, check_seeds, file_of, find_study, positions, varying_field_plots
@@ -155,7 +155,7 @@ def _all_trials(
             continue
         recipe = override(study.recipe_of(variant), fields, f"tba-lab study {name}, variant {variant}")
         for seed in seeds:
-            source = f"{file_of(name).resolve()}{MARK}{variant}"
+            source = f"{file_of(name).resolve()}{VARIANT_MARK}{variant}"
             path, overrides = folder / "runs" / f"{variant}-{seed}", ("--seed", str(seed), *fields)
             seeded_recipe = replace(recipe, seed=seed)
             trials.append(Trial(study, variant, seed, source, overrides, seeded_recipe, path, keep))

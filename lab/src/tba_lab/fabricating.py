@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from tba.errors import UserError
-from tba.markup import decoded
+from tba.markup import decode_tokens
 from tba.models.huggingface import HuggingFace
 from tba.protocols import Engine, Flow, Partner, Tokenizer
 from tba.types import Completion, Prompt, Sampling, StopReason, Version
@@ -83,7 +83,7 @@ class FabricatingEngine:
         log_behavior = np.full(len(tokens), -math.log(len(self.vocabulary)), dtype=np.float32)
         if has_ended:
             tokens[-1], log_behavior[-1] = completion.tokens[-1], 0.0
-        text = decoded(self.tokenizer, tokens.tolist())
+        text = decode_tokens(self.tokenizer, tokens.tolist())
         return replace(
             completion,
             tokens=tokens,

@@ -20,9 +20,9 @@ import numpy as np
 from tba.errors import UserError
 from tba.evaluation.estimators import SAMPLED
 from tba.foreign import is_name
-from tba.recipe import Recipe, resolved
+from tba.recipe import Recipe, settings_json
 from tba.settings import defined, override
-from tba.shipped import names
+from tba.shipped import recipe_names
 from tba.types import Json
 from tba_lab import STUDIES
 from tba_lab.comparison import Outcome
@@ -137,7 +137,7 @@ def file_of(name: str) -> Path:
     """Returns the Python file of a study: of one that comes with the laboratory by its name, else the path itself."""
     if name.endswith(".py"):
         return Path(name)
-    study_names = names(STUDIES)
+    study_names = recipe_names(STUDIES)
     if name not in study_names:
         raise UserError(f"there is no study {name!r}; give one of {', '.join(study_names)} or a path to a .py file")
     return STUDIES / f"{name}.py"
@@ -157,13 +157,13 @@ def positions(x: str, recipes: Mapping[str, Recipe], outcomes: Sequence[Outcome]
     figure_values = {v: [o.figures[x] for o in outcomes if o.variant == v and x in o.figures] for v in recipes}
     if any(figure_values.values()):
         return {variant: float(np.mean(values)) for variant, values in figure_values.items() if values}
-    field_values = {variant: _numbers(resolved(recipe)).get(x.replace("-", "_")) for variant, recipe in recipes.items()}
+    field_values = {variant: _numbers(settings_json(recipe)).get(x.replace("-", "_")) for variant, recipe in recipes.items()}
     return {variant: value for variant, value in field_values.items() if value is not None}
 
 
 def varying_field_plots(recipes: Mapping[str, Recipe]) -> list[Plot]:
     """Returns a plot against every field in which the variants have different numbers."""
-    tables = [_numbers(resolved(recipe)) for recipe in recipes.values()]
+    tables = [_numbers(settings_json(recipe)) for recipe in recipes.values()]
     names = dict.fromkeys(name for table in tables for name in table)
     return [Plot(name) for name in names if len({table[name] for table in tables if name in table}) > 1]
 

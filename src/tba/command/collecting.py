@@ -25,7 +25,7 @@ from tba.training.supervised import Pair, SupervisedSettings
 from tba.turns import assistant_turn
 from tba.types import StopReason, Trajectory
 
-_AT_ONCE = 512  # trajectories of a journal
+_CHUNK_ROWS = 512  # trajectories of a journal
 
 
 @dataclass(frozen=True)
@@ -47,19 +47,20 @@ class Collected:
     """Holds the trajectories to learn, best first, and how many are left out for which reason."""
 
     trajectories: list[Trajectory]
-    left_out: Counter[str]
+    omissions: Counter[str]
 
     def pairs(self, tokenizer: Any, chat: bool) -> list[Pair]:
         """Returns prompts and answers, each with the token that ended it; one that had none ends as a turn of a `chat`
         does, or a text.
         """
-        text = assistant_turn(tokenizer, chat=False)
-        form = assistant_turn(tokenizer) if chat else text
+        text_turn = assistant_turn(tokenizer, chat=False)
+        turn = assistant_turn(tokenizer) if chat else text_turn
         pairs = []
         for t in self.trajectories:
-            by_token = t.completion.stop_reason is StopReason.EOS
-            known = set(t.completion.tokens[-1:].tolist()) if by_token else form.ends | text.ends
-            pairs.append(Pair.of(t.prompt.tokens.tolist(), t.completion, known, form.last.token))
+            has_end_token = t.completion.stop_reason is StopReason.EOS
+            last_token = set(t.completion.tokens[-1:].tolist())
+            end_tokens = last_token if has_end_token else turn.end_tokens | text_turn.end_tokens
+            pairs.append(Pair.of(t.prompt.tokens.tolist(), t.completion, end_tokens, turn.final_frame.token))
         return pairs
 
 
@@ -68,8 +69,8 @@ def is_run(path: Path) -> bool:
     return (path / "recipe.json").is_file()
 
 
-def collect(journal: Path, options: SmoothingOptions, near: Near | None = None) -> Collected:
-    """Returns what is learnt of a journal; of answers that are near duplicates by the run's own rule, one is.
+def collect(journal: Path, options: SmoothingOptions, near_rule: Near | None = None) -> Collected:
+    """Returns the trajectories of a journal to learn; of near duplicates by the run's own rule, one is learnt.
 
     Raises `UserError` when the options leave nothing, or there is no such journal or part of the reward."""
     if options.min_reward is None:
@@ -78,57 +79,57 @@ def collect(journal: Path, options: SmoothingOptions, near: Near | None = None) 
         raise UserError(f"--most is {options.most}: give the number of answers to learn at most, 1 or more")
     if not journal.is_file():
         raise UserError(f"there is no journal at {journal}: give the folder of a run that has one")
-    left_out: Counter[str] = Counter()
-    found: dict[tuple[str, str], Trajectory] = {}
+    omissions: Counter[str] = Counter()
+    best_by_text: dict[tuple[str, str], Trajectory] = {}
     for t in _trajectories(journal):
-        if (reason := _why_not(t, options, options.min_reward)) is not None:
-            left_out[reason] += 1
+        if (reason := _omission_reason(t, options, options.min_reward)) is not None:
+            omissions[reason] += 1
             continue
-        same = (t.prompt.key, t.completion.digest)
-        left_out["repeats another"] += same in found
-        if same not in found or t.reward > found[same].reward:
-            found[same] = t
-    kept = _apart(list(found.values()), near, left_out)
-    kept.sort(key=attrgetter("reward"), reverse=True)
+        answer_key = (t.prompt.key, t.completion.digest)
+        omissions["repeats another"] += answer_key in best_by_text
+        if answer_key not in best_by_text or t.reward > best_by_text[answer_key].reward:
+            best_by_text[answer_key] = t
+    trajectories = _drop_near(list(best_by_text.values()), near_rule, omissions)
+    trajectories.sort(key=attrgetter("reward"), reverse=True)
     if options.most is not None:
-        left_out["beyond --most"] += len(kept[options.most :])
-        del kept[options.most :]
-    if not kept:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count) or "it is empty"
+        omissions["beyond --most"] += len(trajectories[options.most :])
+        del trajectories[options.most :]
+    if not trajectories:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in omissions.items() if count) or "it is empty"
         raise UserError(f"no answer in {journal} can be learnt ({reasons}): lower --min-reward, or give another run")
-    return Collected(kept, left_out)
+    return Collected(trajectories, omissions)
 
 
-def began_with(recipe: Recipe, options: SmoothingOptions) -> tuple[str, Any, Sequence[str]]:
+def initial_model(recipe: Recipe, options: SmoothingOptions) -> tuple[str, Any, Sequence[str]]:
     """Returns (the model to train further, the tokenizer of the run's answers, the arguments of its template)."""
     if not isinstance(recipe.model, HuggingFace):
         raise UserError(f"the run's model is a {type(recipe.model).__name__}, which cannot be taught: give another run")
-    own = recipe.model.prepared(recipe.task)
-    tokenizer = own.tokenizer()
+    run_model = recipe.model.prepared(recipe.task)
+    tokenizer = run_model.tokenizer()
     if options.model and HuggingFace(options.model).tokenizer().get_vocab() != tokenizer.get_vocab():
         raise UserError(f"{options.model} has another tokenizer than the run, whose answers are tokens: give another")
-    return options.model or own.path, tokenizer, () if options.model else own.template_arguments
+    return options.model or run_model.path, tokenizer, () if options.model else run_model.template_arguments
 
 
-def run_recipe_of(path: Path, trusted: bool) -> tuple[Recipe, Path]:
+def run_recipe_of(path: Path, is_trusted: bool) -> tuple[Recipe, Path]:
     """Returns a run's recipe and journal. Raises `UserError` for a recipe file that is not `trusted`."""
     run = RunDirectory.open(path)
-    return run.recipe_to_read(trusted), run.journal_to_read()
+    return run.recipe_to_read(is_trusted), run.journal_to_read()
 
 
 def _trajectories(journal: Path) -> Iterator[Trajectory]:
     with JournalFile(journal) as file, JournalFollower(journal, file=file) as follower:
-        while chunk := follower.drain(_AT_ONCE):
+        while chunk := follower.drain(_CHUNK_ROWS):
             yield from chunk
 
 
-def _why_not(t: Trajectory, options: SmoothingOptions, least: float) -> str | None:
+def _omission_reason(t: Trajectory, options: SmoothingOptions, min_reward: float) -> str | None:
     if options.part and options.part not in t.reward_parts:
         raise UserError(
             f"a trajectory's reward has no part {options.part!r} ({', '.join(t.reward_parts) or 'it has none'}): "
             "choose one of these, or leave --part out"
         )
-    if (t.reward_parts[options.part] if options.part else t.reward) < least:
+    if (t.reward_parts[options.part] if options.part else t.reward) < min_reward:
         return "below --min-reward"
     if options.min_log_reference is not None and float(t.log_reference.sum()) < options.min_log_reference:
         return "below --min-log-reference"
@@ -137,20 +138,20 @@ def _why_not(t: Trajectory, options: SmoothingOptions, least: float) -> str | No
     return None
 
 
-def _apart(found: list[Trajectory], near: Near | None, left_out: Counter[str]) -> list[Trajectory]:
-    """Returns the trajectories without those that are near an earlier, that is a better or newer, one."""
-    if near is None:
-        return found
-    order = sorted(found, key=attrgetter("reward"), reverse=True) if near.keep == "better" else found[::-1]
+def _drop_near(trajectories: list[Trajectory], near_rule: Near | None, omissions: Counter[str]) -> list[Trajectory]:
+    """Returns the trajectories without near duplicates. Of these the best stays, or the newest, as the rule says."""
+    if near_rule is None:
+        return trajectories
+    by_reward = sorted(trajectories, key=attrgetter("reward"), reverse=True)
     tokens: list[Stored] = []
-    index = near.start(lambda row: tokens[row].tokens)
-    kept: list[Trajectory] = []
-    for t in order:
-        stored = Stored.of(t)
-        if len(index.of(stored)):
-            left_out["near another"] += 1
+    index = near_rule.start(lambda row: tokens[row].tokens)
+    result: list[Trajectory] = []
+    for t in by_reward if near_rule.keep == "better" else trajectories[::-1]:
+        stored_answer = Stored.of(t)
+        if len(index.of(stored_answer)):
+            omissions["near another"] += 1
             continue
-        tokens.append(stored)
-        index.add(len(kept), stored)
-        kept.append(t)
-    return kept
+        tokens.append(stored_answer)
+        index.add(len(result), stored_answer)
+        result.append(t)
+    return result

@@ -15,7 +15,7 @@ from pathlib import Path
 from tba.command.table import COMMANDS, Command
 from tba.errors import UserError
 from tba.fields import fields_of
-from tba.shipped import names
+from tba.shipped import recipe_names
 from tba.weights.atomic_dir import cache_folder
 
 SHELLS = {
@@ -29,9 +29,9 @@ complete -o default -F _tba tba
     "zsh": """\
 #compdef tba
 _tba() {
-  local -a found
-  found=("${(@f)$(tba complete "${(@)words[2,CURRENT]}" 2> /dev/null)}")
-  if [[ -n "$found" ]]; then compadd -a found; else _files; fi
+  local -a candidates
+  candidates=("${(@f)$(tba complete "${(@)words[2,CURRENT]}" 2> /dev/null)}")
+  if [[ -n "$candidates" ]]; then compadd -a candidates; else _files; fi
 }
 compdef _tba tba
 """,
@@ -42,67 +42,69 @@ complete -c tba -a "(tba complete (commandline -opc)[2..] (commandline -ct) 2> /
 
 
 def script(shell: str) -> str:
-    """Returns the script for a shell. Raises `UserError` for one that it is not known for."""
+    """Returns the completion script of a shell. Raises `UserError` for a shell that has none."""
     if shell not in SHELLS:
         raise UserError(f"`tba completion` knows no shell {shell!r}: give one of {', '.join(SHELLS)}")
     return SHELLS[shell]
 
 
 def candidates(words: Sequence[str]) -> list[str]:
-    """Returns what the last of `words` (those after `tba`, the last one possibly empty) can become.
+    """Returns the completions of the last of `words`, which follow `tba`; the last may be empty.
 
-    Nothing: a file, or nothing that is known.
+    An empty list leaves the word to the shell, which completes names of files.
     """
-    *before, begun = words or [""]
-    name = " ".join(before[:2]) if " ".join(before[:2]) in COMMANDS else "".join(before[:1])
-    command, after = COMMANDS.get(name), before[len(name.split()) :]
+    *complete_words, prefix = words or [""]
+    two_words = " ".join(complete_words[:2])
+    name = two_words if two_words in COMMANDS else "".join(complete_words[:1])
+    command, arguments = COMMANDS.get(name), complete_words[len(name.split()) :]
     if command is None:  # the first word, or the second of a command of two
-        at = len(before)
-        ways = (known.split() for known in COMMANDS)
-        found = [way[at] for way in ways if way[:at] == before and len(way) > at]
-    elif before[-1] == "--run":
-        found = _runs()
-    elif begun.startswith("-"):
-        found = _options(command, after)
+        n = len(complete_words)
+        names_as_words = (full_name.split() for full_name in COMMANDS)
+        completions = [parts[n] for parts in names_as_words if parts[:n] == complete_words and len(parts) > n]
+    elif complete_words[-1] == "--run":
+        completions = _run_folders()
+    elif prefix.startswith("-"):
+        completions = _options(command, arguments)
     else:
-        places = command.takes.split()
-        place = places[min(len(after), len(places) - 1)] if places else ""
-        found = _of(place.strip("[].")) if len(after) < len(places) or "..." in place else []
-    return [word for word in dict.fromkeys(found) if word.startswith(begun)]
+        places = command.arguments.split()
+        place = places[min(len(arguments), len(places) - 1)] if places else ""
+        completions = _values_of(place.strip("[].")) if len(arguments) < len(places) or "..." in place else []
+    return [word for word in dict.fromkeys(completions) if word.startswith(prefix)]
 
 
-def _of(place: str) -> list[str]:
-    """Returns what a word that a command takes stands for; words in small letters stand for themselves."""
-    known = {"RECIPE": names, "RUN": _runs}
-    ways = (known.get(word, list)() if word.isupper() else [word] for word in place.split("|"))
-    return [found for way in ways for found in way]
+def _values_of(place: str) -> list[str]:
+    """Returns the values of an argument such as `RECIPE|RUN`, of which words in small letters are values themselves."""
+    sources = {"RECIPE": recipe_names, "RUN": _run_folders}
+    alternatives = (sources.get(word, list)() if word.isupper() else [word] for word in place.split("|"))
+    return [value for values in alternatives for value in values]
 
 
-def _runs() -> list[str]:
+def _run_folders() -> list[str]:
     return sorted(str(path.parent) for path in Path("runs").glob("*/recipe.json"))
 
 
-def _options(command: Command, given: Sequence[str]) -> list[str]:
-    """Returns the options of a command, and the fields of a recipe that it is given."""
-    found = [field.flag for options in command.option_classes() for field in fields_of(options())]
-    found += [word.strip("[]") for word in command.shown.split() if word.strip("[").startswith("--")]
-    return found + (_fields(given[0]) if command.fields and given and given[0] in names() else [])
+def _options(command: Command, arguments: Sequence[str]) -> list[str]:
+    """Returns the flags of a command's options, and of the fields of the recipe in its arguments."""
+    flags = [field.flag for options in command.option_classes() for field in fields_of(options())]
+    flags += [word.strip("[]") for word in command.usage_options.split() if word.strip("[").startswith("--")]
+    is_recipe = command.sets_fields and arguments and arguments[0] in recipe_names()
+    return flags + (_recipe_flags(arguments[0]) if is_recipe else [])
 
 
-def _fields(recipe: str) -> list[str]:
+def _recipe_flags(recipe: str) -> list[str]:
     """Returns the flags of a recipe's fields, from the cache if nothing of the package has changed since."""
     package = Path(__file__).parents[1]
-    newest = max(path.stat().st_mtime_ns for path in package.rglob("*.py"))
-    kept = cache_folder("completion") / f"{recipe}-{newest}.json"
+    modified_ns = max(path.stat().st_mtime_ns for path in package.rglob("*.py"))
+    cache_path = cache_folder("completion") / f"{recipe}-{modified_ns}.json"
     with suppress(OSError):
-        return [str(flag) for flag in json.loads(kept.read_text(encoding="utf-8"))]
+        return [str(flag) for flag in json.loads(cache_path.read_text(encoding="utf-8"))]
     from tba.fields import flags
     from tba.record.jsonl import write_json
     from tba.settings import find
 
-    found = flags(find(recipe))
-    with suppress(OSError):  # no room for it: it is computed each time
-        for old in kept.parent.glob(f"{recipe}-*"):
-            old.unlink(missing_ok=True)
-        write_json(kept, found)
-    return found
+    field_flags = flags(find(recipe))
+    with suppress(OSError):  # without room for the cache the flags are computed each time
+        for stale_path in cache_path.parent.glob(f"{recipe}-*"):
+            stale_path.unlink(missing_ok=True)
+        write_json(cache_path, field_flags)
+    return field_flags

@@ -21,7 +21,7 @@ from tba.evaluation.divergence import Divergence, divergence
 from tba.evaluation.estimators import paired_difference, wilson_interval
 from tba.foreign import read_json
 from tba.protocols import Engine
-from tba.recipe import Recipe, differences, resolved
+from tba.recipe import Recipe, differences, settings_json
 from tba.record.jsonl import plain, replaced, write_json
 from tba.record.terminal import terminal
 from tba.record.text import hundredfold
@@ -32,8 +32,9 @@ from tba.runtime.run_directory import RunDirectory
 from tba.types import Prompt, Version
 
 Scores: TypeAlias = Mapping[str, Sequence[float]]  # metric -> one for each problem, in order
-_MATTERS = ("task.", "prompts.", "policy_temperature", "model.generation.")  # to the result of an evaluation
-_QUIET = 20.0  # seconds between two lines on how far it is
+# Of settings that change an evaluation's result.
+_RELEVANT_PREFIXES = ("task.", "prompts.", "policy_temperature", "model.generation.")
+_PROGRESS_SECONDS = 20.0  # seconds between two lines about the progress
 
 
 def evaluate_model(name: str, overrides: list[str], options: EvalOptions) -> int:
@@ -41,7 +42,7 @@ def evaluate_model(name: str, overrides: list[str], options: EvalOptions) -> int
     split, checkpoint, out, distance = options.split, options.checkpoint, options.out, options.distance
     if distance < 0:
         raise UserError(f"--distance is {distance}: give the number of prompts to measure it on, 0 for none")
-    before = None if options.against is None else _scores_in(options.against, split)
+    earlier_scores = None if options.against is None else _read_scores(options.against, split)
     for flag, file in (("out", out), ("texts", options.texts)):
         if file is not None and file.is_dir():
             raise UserError(f"--{flag} is {file}, a folder: give the name of a file")
@@ -49,13 +50,13 @@ def evaluate_model(name: str, overrides: list[str], options: EvalOptions) -> int
             file.parent.mkdir(parents=True, exist_ok=True)
     if out is not None and options.texts is not None and out.resolve() == options.texts.resolve():
         raise UserError(f"--out and --texts are both {out}: give two names")
-    begun, checkpoint = recipe_of(name, overrides, f"tba eval {name}", checkpoint)
-    recipe = with_checkpoint(begun, checkpoint)
+    initial_recipe, checkpoint = recipe_of(name, overrides, f"tba eval {name}", checkpoint)
+    recipe = with_checkpoint(initial_recipe, checkpoint)
     console = terminal()
-    for line in [] if checkpoint is None else _unlike(begun, Path(checkpoint)):
+    for line in [] if checkpoint is None else _differences_to_run(initial_recipe, Path(checkpoint)):
         console.print(line, style="yellow", highlight=False)
     source = RecipeSource(name, overrides)
-    assessment, engine, prompts = assess_recipe(recipe, split, _shown(recipe, options), _Progress(), source)
+    assessment, engine, prompts = assess_recipe(recipe, split, _evaluation_settings(recipe, options), _Progress(), source)
     for e in assessment.evaluations:
         interval = wilson_interval(e.value * e.n, e.n)
         console.print(
@@ -63,33 +64,33 @@ def evaluate_model(name: str, overrides: list[str], options: EvalOptions) -> int
             f"{e.n} {split} problems",
             highlight=False,
         )
-    of = f"{assessment.version.in_words}: " if assessment.version.step else ""
-    console.print(f"{of}{assessment.tokens} tokens in {assessment.seconds:.1f} s", highlight=False)
+    version_prefix = f"{assessment.version.in_words}: " if assessment.version.step else ""
+    console.print(f"{version_prefix}{assessment.tokens} tokens in {assessment.seconds:.1f} s", highlight=False)
     scores = {metric: [float(v) for v in values] for metric, values in assessment.scores.items()}
     facts = {"recipe": name, "overrides": overrides, "checkpoint": checkpoint, "split": split, "scores": scores}
     if distance:
-        far = _distance(begun, engine, recipe, prompts[:distance], source)
-        _tell_distance(console, far)
-        facts["distance"] = asdict(far)
+        measured_distance = _measure_distance(initial_recipe, engine, recipe, prompts[:distance], source)
+        _print_distance(console, measured_distance)
+        facts["distance"] = asdict(measured_distance)
     if out is not None:
         write_json(out, facts)
     if options.texts is not None:
         _write_texts(options.texts, assessment.answers, console)
-    if before is not None:  # last: what cannot be compared has been written all the same
-        _tell_difference(console, before, assessment, options.against)
+    if earlier_scores is not None:  # last: what cannot be compared has been written all the same
+        _print_difference(console, earlier_scores, assessment, options.against)
     return 0
 
 
-def _unlike(recipe: Recipe, run: Path) -> Iterator[str]:
-    """Yields what is asked or sampled otherwise than in the run whose checkpoint it is."""
+def _differences_to_run(recipe: Recipe, run: Path) -> Iterator[str]:
+    """Yields a line for each setting of tasks or sampling that differs from the run that made the checkpoint."""
     if not (run / "recipe.json").is_file():
         return
-    for name, then, now in differences(RunDirectory.open(run).facts["resolved"], plain(resolved(recipe))):
-        if name.startswith(_MATTERS):
-            yield f"unlike the run at {run}: {name} is {now!r} here, {then!r} there"
+    for name, run_value, value in differences(RunDirectory.open(run).facts["resolved"], plain(settings_json(recipe))):
+        if name.startswith(_RELEVANT_PREFIXES):
+            yield f"unlike the run at {run}: {name} is {value!r} here, {run_value!r} there"
 
 
-def _scores_in(path: Path, split: str) -> Scores:
+def _read_scores(path: Path, split: str) -> Scores:
     facts = read_json(path, "give a file that `tba eval --out` wrote", scores=dict[str, list[float]])
     if facts.get("split", split) != split:
         raise UserError(f"{path} is of {facts['split']} problems, and this evaluation of {split}: give one of the same")
@@ -97,22 +98,22 @@ def _scores_in(path: Path, split: str) -> Scores:
     return scores
 
 
-def _tell_difference(console: Console, before: Scores, found: Assessment, path: Path | None) -> None:
-    """Print, problem by problem, what changed since another evaluation. Raises `UserError` if it was of others."""
-    shared = [metric for metric in found.scores if metric in before]
-    if not shared:
+def _print_difference(console: Console, earlier_scores: Scores, assessment: Assessment, path: Path | None) -> None:
+    """Print the change since an earlier evaluation, paired by problem. Raises `UserError` for one of other problems."""
+    shared_metrics = [metric for metric in assessment.scores if metric in earlier_scores]
+    if not shared_metrics:
         raise UserError(
-            f"{path} has {', '.join(before) or 'no metric'}, and this evaluation {', '.join(found.scores)}: give one "
-            "of the same metrics"
+            f"{path} has {', '.join(earlier_scores) or 'no metric'}, and this evaluation "
+            f"{', '.join(assessment.scores)}: give one of the same metrics"
         )
-    for metric in shared:
-        others, values = before[metric], found.scores[metric]
-        if len(others) != len(values):
+    for metric in shared_metrics:
+        earlier_values, values = earlier_scores[metric], assessment.scores[metric]
+        if len(earlier_values) != len(values):
             raise UserError(
-                f"{path} has {len(others)} problems and this evaluation {len(values)}: give one of the same problems "
-                "(--evaluation.problems)"
+                f"{path} has {len(earlier_values)} problems and this evaluation {len(values)}: give one of the same "
+                "problems (--evaluation.problems)"
             )
-        d = paired_difference(others, values)
+        d = paired_difference(earlier_values, values)
         change, low, high = (hundredfold(share, sign=True) for share in (d.estimate, d.low, d.high))
         console.print(
             f"{metric:16} {change} points against {path} [{low}, {high}], paired by problem",
@@ -121,19 +122,19 @@ def _tell_difference(console: Console, before: Scores, found: Assessment, path: 
 
 
 class _Progress:
-    """Says on standard error how far an evaluation of minutes is, now and then."""
+    """Prints the progress of a long evaluation to standard error, now and then."""
 
     def __init__(self) -> None:
-        self.said = time.monotonic()
+        self.printed_at = time.monotonic()
 
-    def __call__(self, done: int, of: int) -> None:
-        if time.monotonic() - self.said >= _QUIET:
-            self.said = time.monotonic()
-            print(f"{done:,} of {of:,} questions", file=sys.stderr, flush=True)  # noqa: T201
+    def __call__(self, answered_count: int, total: int) -> None:
+        if time.monotonic() - self.printed_at >= _PROGRESS_SECONDS:
+            self.printed_at = time.monotonic()
+            print(f"{answered_count:,} of {total:,} questions", file=sys.stderr, flush=True)  # noqa: T201
 
 
-def _shown(recipe: Recipe, options: EvalOptions) -> EvaluationSettings:
-    """Returns the recipe, which keeps all answers if they are to be written."""
+def _evaluation_settings(recipe: Recipe, options: EvalOptions) -> EvaluationSettings:
+    """Returns the recipe's settings of evaluation, with all answers recorded if they are to be written."""
     if options.texts is None:
         return recipe.evaluation
     if recipe.record.hide_text:
@@ -149,20 +150,20 @@ def _write_texts(path: Path, answers: Sequence[AssessedAnswer], console: Console
         {"prompt": a.prompt, "response": a.completion, "reward": a.reward, "correct": a.correct, "metric": a.metric}
         for a in answers
     ]
-    with replaced(path) as temporary:
-        temporary.write_text("".join(json.dumps(plain(line)) + "\n" for line in lines), encoding="utf-8")
+    with replaced(path) as temporary_path:
+        temporary_path.write_text("".join(json.dumps(plain(line)) + "\n" for line in lines), encoding="utf-8")
     words = np.mean([len(a.completion.split()) for a in answers]) if answers else 0.0
     console.print(f"{len(answers):,} answers of {words:.1f} words on average in {path}", highlight=False)
 
 
-def _distance(
-    begun: Recipe, engine: Engine, recipe: Recipe, prompts: Sequence[Prompt], source: RecipeSource
+def _measure_distance(
+    base: Recipe, engine: Engine, recipe: Recipe, prompts: Sequence[Prompt], source: RecipeSource
 ) -> Divergence:
-    """Print the distance to the recipe's initial model, from one answer to each prompt at the policy temperature."""
+    """Returns the distance to the recipe's initial model, from one answer to each prompt at the policy temperature."""
     with chdir("."):
         return divergence(
             engine,
-            begun.model.prepared(begun.task).reference(recipe.policy_temperature, Version()),
+            base.model.prepared(base.task).reference(recipe.policy_temperature, Version()),
             grader_of(recipe, source),
             prompts,
             1,
@@ -172,13 +173,13 @@ def _distance(
         )
 
 
-def _tell_distance(console: Console, found: Divergence) -> None:
+def _print_distance(console: Console, result: Divergence) -> None:
     for line in (
-        f"reward           {found.reward:.3f} (standard error {found.reward_error:.3f}), {found.prompts} answers of "
-        f"{found.tokens:.1f} tokens on average",
-        f"KL to the model that the recipe begins with: {found.kl:.2f} nats an answer (standard error "
-        f"{found.kl_error:.2f}), {found.kl_per_token:.4f} a token",
-        f"perplexity under that model: {found.perplexity:.3f} per token of an answer; by the tokens of prompts too, as "
-        f"the paper counts, {found.perplexity_with_prompt:.3f}",
+        f"reward           {result.reward:.3f} (standard error {result.reward_error:.3f}), {result.prompts} answers of "
+        f"{result.tokens:.1f} tokens on average",
+        f"KL to the model that the recipe begins with: {result.kl:.2f} nats an answer (standard error "
+        f"{result.kl_error:.2f}), {result.kl_per_token:.4f} a token",
+        f"perplexity under that model: {result.perplexity:.3f} per token of an answer; by the tokens of prompts too, "
+        f"as the paper counts, {result.perplexity_with_prompt:.3f}",
     ):
         console.print(line, highlight=False)

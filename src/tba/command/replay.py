@@ -27,29 +27,30 @@ from tba.runtime.run_directory import RunDirectory
 from tba.training.checkpoint import newest_sound
 from tba.types import Json
 
-_JSON = ("fields", "reward_parts", "provenance")  # columns that are text in Parquet: their shape is the task's own
+_JSON_COLUMNS = ("fields", "reward_parts", "provenance")  # text in Parquet: their shape is the task's own
 
 
 def show_replay(path: Path, options: ReplayOptions) -> int:
-    """Print, query or export what the journal holds (`tba replay RUN`)."""
+    """Prints, queries or exports the trajectories in a run's journal (`tba replay RUN`)."""
     run = RunDirectory.open(path)
     journal = run.journal_to_read()
-    used, held = uses_of(run), held_by_journal(run)  # before the journal is read: a run in progress adds to it
+    uses, recorded_counts = uses_of(run), held_by_journal(run)  # before the journal, to which a run in progress adds
     if options.export is not None:
         if options.sql is not None:
             raise UserError("give --sql or --export, not both: an export has all trajectories")
-        done = _export(journal, options.export, used)
-        print(f"{done} trajectories in {options.export}")  # noqa: T201 - the command's answer
+        row_count = _export(journal, options.export, uses)
+        print(f"{row_count} trajectories in {options.export}")  # noqa: T201 - the command's answer
         return 0
-    with JournalQueries(journal, used, options.seconds) as reader:
+    with JournalQueries(journal, uses, options.seconds) as reader:
         if options.sql is None:
-            _show(terminal(), path, journal, reader, describe_missing_rows(reader.totals, held, _marks(run)))
+            loss_note = describe_missing_rows(reader.totals, recorded_counts, _journal_marks(run))
+            _print_counts(terminal(), path, journal, reader, loss_note)
         else:
-            _answer(*reader.answer(options.sql))
+            _print_rows(*reader.answer(options.sql))
     return 0
 
 
-def _marks(run: RunDirectory) -> Sequence[Sequence[int]]:
+def _journal_marks(run: RunDirectory) -> Sequence[Sequence[int]]:
     """Returns the marks that a run has given its journal; none where its recipe.json cannot be read."""
     try:
         return run.marks
@@ -63,7 +64,7 @@ def uses_of(run: RunDirectory) -> npt.NDArray[np.int32]:
 
 
 def fates_of(run: RunDirectory) -> npt.NDArray[np.int32]:
-    """Returns the uses, with a negative number where one has left that was never trained on (`replay.buffer.LEFT`)."""
+    """Returns uses by trajectory; a negative number says how one left replay without any use (`replay.buffer.LEFT`)."""
     checkpoint, _ = newest_sound(run.checkpoints, verify=False)
     if checkpoint is None:
         return np.zeros(0, dtype=np.int32)
@@ -73,7 +74,7 @@ def fates_of(run: RunDirectory) -> npt.NDArray[np.int32]:
         raise UserError(f"{checkpoint.path} does not say what was trained on ({error}): remove it") from error
 
 
-def _answer(names: Sequence[str], rows: Iterator[tuple[Any, ...]]) -> None:
+def _print_rows(names: Sequence[str], rows: Iterator[tuple[Any, ...]]) -> None:
     """Print columns separated by tabs, for other programs to read."""
     out = LossyOutput()
     for row in (names, *rows):
@@ -88,14 +89,14 @@ def _cell(value: object) -> str:
     return printable(str(value), longest=sys.maxsize, newlines=False)
 
 
-def _show(console: Console, path: Path, journal: Path, reader: JournalQueries, lost: str | None) -> None:
+def _print_counts(console: Console, path: Path, journal: Path, reader: JournalQueries, loss_note: str | None) -> None:
     totals = reader.totals
     console.print(
         f"{path}: {totals.rows:,} trajectories, {count(totals.tokens)} tokens, {size(journal.stat().st_size)}",
         highlight=False,
     )
-    if lost is not None:
-        console.print(lost, style="yellow", highlight=False)
+    if loss_note is not None:
+        console.print(loss_note, style="yellow", highlight=False)
     if totals.retired_rows:
         console.print(f"{totals.retired_rows:,} of them were deleted from disk (--replay.keep-gb)", highlight=False)
     for recovery in reader.recoveries:
@@ -118,38 +119,38 @@ def _table(title: str, shares: Sequence[Share]) -> Table:
     return table
 
 
-def _export(journal: Path, file: Path, used: npt.NDArray[np.int32]) -> int:
+def _export(journal: Path, file: Path, uses: npt.NDArray[np.int32]) -> int:
     """Write all trajectories to the file; returns how many."""
     if not journal.is_file():
         raise UserError(f"there is no journal at {journal}: give the folder of a run that has one")
     if file.suffix not in (".jsonl", ".parquet"):
         raise UserError(f"--export is {file}: give a name that ends in .jsonl or .parquet")
-    done, writer = 0, _lines if file.suffix == ".jsonl" else _parquet
+    row_count, writer = 0, _json_lines_writer if file.suffix == ".jsonl" else _parquet_writer
     try:
-        with replaced(file) as temporary, writer(temporary) as put:
-            for chunk in written_out(journal, used):
-                put(chunk)
-                done += len(chunk)
+        with replaced(file) as temporary_path, writer(temporary_path) as write:
+            for chunk in written_out(journal, uses):
+                write(chunk)
+                row_count += len(chunk)
     except OSError as error:
         raise UserError(f"{file} cannot be written ({error.strerror}): give another place") from error
-    return done
+    return row_count
 
 
 @contextmanager
-def _lines(path: Path) -> Iterator[Any]:
+def _json_lines_writer(path: Path) -> Iterator[Any]:
     file: IO[bytes]
     with path.open("wb") as file:
 
-        def put(chunk: Sequence[Mapping[str, Json]]) -> None:
+        def write(chunk: Sequence[Mapping[str, Json]]) -> None:
             for values in chunk:
                 text = json.dumps(plain(values), ensure_ascii=False, allow_nan=False)
                 file.write(text.encode("utf-8", "backslashreplace") + b"\n")
 
-        yield put
+        yield write
 
 
 @contextmanager
-def _parquet(path: Path) -> Iterator[Any]:
+def _parquet_writer(path: Path) -> Iterator[Any]:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -157,7 +158,7 @@ def _parquet(path: Path) -> Iterator[Any]:
         raise UserError(
             "a .parquet file needs the package pyarrow: `pip install pyarrow`, or give a name that ends in .jsonl"
         ) from error
-    texts = ("prompt", "response", "stop_reason", "uid", "version", "source", "task", "reference", *_JSON)
+    texts = ("prompt", "response", "stop_reason", "uid", "version", "source", "task", "reference", *_JSON_COLUMNS)
     columns = {name: pyarrow.string() for name in texts} | {"uses": pyarrow.int64()}
     columns |= {name: pyarrow.float64() for name in ("reward", "created")}
     columns |= {name: pyarrow.list_(pyarrow.int32()) for name in ("prompt_tokens", "tokens")}
@@ -165,8 +166,8 @@ def _parquet(path: Path) -> Iterator[Any]:
     schema = pyarrow.schema(list(columns.items()))
     with parquet.ParquetWriter(path, schema) as writer:
 
-        def put(chunk: Sequence[Mapping[str, Json]]) -> None:
-            rows = [{**row, **{name: json.dumps(plain(row[name])) for name in _JSON}} for row in chunk]
+        def write(chunk: Sequence[Mapping[str, Json]]) -> None:
+            rows = [{**row, **{name: json.dumps(plain(row[name])) for name in _JSON_COLUMNS}} for row in chunk]
             writer.write_table(pyarrow.Table.from_pylist(rows, schema))
 
-        yield put
+        yield write

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tba.command.options import ReportOptions
-from tba.command.report_data import different, report_data
+from tba.command.report_data import differing_settings, report_data
 from tba.errors import UserError
 from tba.record import metrics
 from tba.record.jsonl import replaced
@@ -17,9 +17,9 @@ from tba.record.page import page
 from tba.record.terminal import terminal
 from tba.types import Json
 
-MOST = 50_000  # trajectories of all runs together; of more a sample is shown
-LARGEST = 20_000_000  # bytes of the page
-_OPENING = b'{"made": '  # of its data
+MAX_TRAJECTORIES = 50_000  # of all runs together; of more trajectories a sample is shown
+MAX_BYTES = 20_000_000  # bytes of the page
+_DATA_PREFIX = b'{"made": '  # which the file of a report's data begins with
 
 
 def _panel(title: str, note: str, *series: tuple[str, str], percent: bool = False, kind: str = "metrics") -> Json:
@@ -86,7 +86,7 @@ PANELS = (
 
 
 def report_runs(runs: Sequence[Path], options: ReportOptions) -> int:
-    """Write the report, and print where it is and what it leaves out."""
+    """Writes the report, and prints its place and how many trajectories it leaves out."""
     if options.out.suffix != ".html":
         raise UserError(f"--out is {options.out}, but a report is a page: give a name that ends in .html")
     if not options.out.absolute().parent.is_dir():
@@ -95,58 +95,58 @@ def report_runs(runs: Sequence[Path], options: ReportOptions) -> int:
         )
     if options.out.is_dir():
         raise UserError(f"--out is {options.out}, a folder: give another name")
-    beside = options.out.with_suffix(".json")
-    if beside.exists() and not _is_ours(beside):
-        raise UserError(f"--out is {options.out}, whose data would replace {beside}: give another name")
-    data, content = report(runs)
+    data_path = options.out.with_suffix(".json")
+    if data_path.exists() and not _is_report_data(data_path):
+        raise UserError(f"--out is {options.out}, whose data would replace {data_path}: give another name")
+    data, content = make_report(runs)
     try:
         text = json.dumps(data, ensure_ascii=False, allow_nan=False) + "\n"
-        for path, written in ((beside, text.encode(errors="replace")), (options.out, content)):
-            with replaced(path) as temporary:
-                temporary.write_bytes(written)
+        for path, file_bytes in ((data_path, text.encode(errors="replace")), (options.out, content)):
+            with replaced(path) as temporary_path:
+                temporary_path.write_bytes(file_bytes)
     except OSError as error:
         raise UserError(f"{options.out} cannot be written ({error.strerror}): give another --out") from error
     view = View(terminal())
     for run in data["runs"]:
-        view.say(f"{run['name']}: {said_of_sample(run)}")
-    view.say(f"{options.out} ({len(content) / 1e6:.1f} MB; open it in a browser), its data in {beside}")
+        view.say(f"{run['name']}: {sample_sentence(run)}")
+    view.say(f"{options.out} ({len(content) / 1e6:.1f} MB; open it in a browser), its data in {data_path}")
     return 0
 
 
-def _is_ours(path: Path) -> bool:
-    """Returns whether it is the data of an earlier report."""
+def _is_report_data(path: Path) -> bool:
+    """Returns whether the file holds the data of an earlier report."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
-        return file.read(len(_OPENING)) == _OPENING
+        return file.read(len(_DATA_PREFIX)) == _DATA_PREFIX
 
 
-def report(runs: Sequence[Path], largest: int = LARGEST) -> tuple[dict[str, Json], bytes]:
+def make_report(runs: Sequence[Path], byte_limit: int = MAX_BYTES) -> tuple[dict[str, Json], bytes]:
     """Returns the data of a report, and the page that shows them, of at most `largest` bytes."""
-    budget = int(0.9 * largest) // len(runs)
+    run_limit = int(0.9 * byte_limit) // len(runs)
     while True:
-        found = [report_data(path, MOST // len(runs), budget) for path in runs]
+        runs_data = [report_data(path, MAX_TRAJECTORIES // len(runs), run_limit) for path in runs]
         data = {
             "made": time.time(),
-            "runs": found,
+            "runs": runs_data,
             "panels": PANELS,
-            "different": different([run["settings"] for run in found]),
+            "different": differing_settings([run["settings"] for run in runs_data]),
         }
         content = page(data)
-        if len(content) <= largest or not budget:
+        if len(content) <= byte_limit or not run_limit:
             return data, content
-        over = (len(content) - largest) // len(runs)
-        budget = max(0, int(0.95 * budget) - over)  # what else is in the page, or too low an estimate of bytes
+        excess = (len(content) - byte_limit) // len(runs)
+        run_limit = max(0, int(0.95 * run_limit) - excess)  # other parts are large, or the estimate was too low
 
 
-def said_of_sample(run: dict[str, Json]) -> str:
+def sample_sentence(run: dict[str, Json]) -> str:
     """Returns how many of the run's trajectories are shown, and which."""
-    shown = run["trajectories"]
-    if shown is None:
+    excerpt = run["trajectories"]
+    if excerpt is None:
         return "it has no journal, so that no trajectories are shown"
-    if shown["shown"] == shown["of"]:
-        return f"all {shown['of']:,} trajectories are shown"
+    if excerpt["shown"] == excerpt["of"]:
+        return f"all {excerpt['of']:,} trajectories are shown"
     return (
-        f"{shown['shown']:,} of {shown['of']:,} trajectories are shown: the newest, best, worst and most used, and of "
-        "the others a sample of whole rounds and of whole prompts; counts are of all"
+        f"{excerpt['shown']:,} of {excerpt['of']:,} trajectories are shown: the newest, best, worst and most used, "
+        "and of the others a sample of whole rounds and of whole prompts; counts are of all"
     )

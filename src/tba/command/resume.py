@@ -19,25 +19,25 @@ from tba.runtime.run_directory import RunDirectory
 from tba.runtime.run_lock import driver_lives
 
 _PATIENCE = 15.0  # seconds that a run whose driver lives has to end
-_ENDING = 120.0  # seconds that the parts of one whose driver was killed have, on a machine that may be busy
+_KILLED_PATIENCE = 120.0  # seconds that the other processes of a killed driver have, on a machine that may be busy
 
 
 def resume_run(path: Path, overrides: list[str], options: ResumeOptions) -> int:
     """Returns the exit code, the same as that of `tba train`."""
     console = terminal()
-    prepare_forkserver()  # before the run's lock is held, which only its parts inherit
-    stopped = RunDirectory.open(path)
-    with stopped.hold_lock(_PATIENCE if driver_lives(stopped.path) else _ENDING) as run:
+    prepare_forkserver()  # before the run's lock is held, which only the run's processes inherit
+    stopped_run = RunDirectory.open(path)
+    with stopped_run.hold_lock(_PATIENCE if driver_lives(stopped_run.path) else _KILLED_PATIENCE) as run:
         JoinedSearchers(run).await_start()
         recipe, checkpoint = resume_point(run, overrides, options.accept_lost_rows)
         for line in (*note_recoveries(run, run.journal(recipe)), *note_unreadable(run.path)):
             console.print(line, style="yellow", highlight=False)
-        before = version_of(run.facts)
-        why = begin_incarnation(run, recipe, overrides)
-        if before != version():
-            console.print(f"from here on with tba {version()}; until now with {before}", highlight=False)
+        earlier_version = version_of(run.facts)
+        reason = begin_incarnation(run, recipe, overrides)
+        if earlier_version != version():
+            console.print(f"from here on with tba {version()}; until now with {earlier_version}", highlight=False)
         start = "step 0, for there is no checkpoint yet," if checkpoint is None else checkpoint.path
-        console.print(f"{recipe.name}: resuming from {start} ({why})", highlight=False)
+        console.print(f"{recipe.name}: resuming from {start} ({reason})", highlight=False)
         warn_if_busy(console)
         summary, code = execute(recipe, run, View(console))
     return closing_words(console, recipe, [run.facts["recipe"], *run.facts["overrides"]], run, summary, code)

@@ -42,18 +42,18 @@ def sample_answers(name: str, overrides: list[str], options: SampleOptions) -> i
     torch.set_num_threads(recipe.run.threads)
     model = recipe.model.prepared(recipe.task)
     prompts = prompts_of(recipe, model, "train" if options.split == "train" else "eval")
-    asked = prompts[: options.prompts] if options.prompts else prompts
+    prompts = prompts[: options.prompts] if options.prompts else prompts
     options.out.parent.mkdir(parents=True, exist_ok=True)
     rewards: list[float] = []
-    with replaced(options.out) as temporary, temporary.open("w", encoding="utf-8") as file, chdir("."):
+    with replaced(options.out) as temporary_path, temporary_path.open("w", encoding="utf-8") as file, chdir("."):
         grader = grader_of(recipe, RecipeSource(name, overrides))
-        for line in _lines(recipe, grader, engine_of(recipe, model, Version()), asked, options.samples):
+        for line in _lines(recipe, grader, engine_of(recipe, model, Version()), prompts, options.samples):
             rewards += [] if line["reward"] is None else [line["reward"]]
             file.write(json.dumps(line) + "\n")
-    mean, spread = (float(np.mean(rewards)), float(np.std(rewards))) if rewards else (math.nan, math.nan)
+    mean, deviation = (float(np.mean(rewards)), float(np.std(rewards))) if rewards else (math.nan, math.nan)
     terminal().print(
-        f"{options.samples} answers to each of {len(asked):,} prompts in {options.out}: reward {mean:.3f} "
-        f"± {spread:.3f}",
+        f"{options.samples} answers to each of {len(prompts):,} prompts in {options.out}: reward {mean:.3f} "
+        f"± {deviation:.3f}",
         highlight=False,
     )
     return 0
@@ -65,15 +65,15 @@ def _lines(
     """Yields one line per answer, prompt by prompt in order; a reward that is not finite is null."""
     rng = np.random.default_rng([recipe.seed, 13])
     for start in range(0, len(prompts), recipe.evaluation.chunk):
-        part = prompts[start : start + recipe.evaluation.chunk]
-        answered = generate(engine, part, samples, Sampling(recipe.policy_temperature), rng)
-        marks = iter(grader.judge([(p, c) for p, row in zip(part, answered, strict=True) for c in row]))
-        for prompt, row in zip(part, answered, strict=True):
+        chunk = prompts[start : start + recipe.evaluation.chunk]
+        completions = generate(engine, chunk, samples, Sampling(recipe.policy_temperature), rng)
+        grades = iter(grader.judge([(p, c) for p, row in zip(chunk, completions, strict=True) for c in row]))
+        for prompt, row in zip(chunk, completions, strict=True):
             for completion in row:
-                mark = next(marks).reward
+                reward = next(grades).reward
                 yield {
                     "prompt": prompt.text,
                     "response": completion.text,
-                    "reward": mark if math.isfinite(mark) else None,
+                    "reward": reward if math.isfinite(reward) else None,
                     "stop_reason": completion.stop_reason.value,
                 }

@@ -34,7 +34,7 @@ def add_searcher(options: SearchOptions) -> int:
     when the run ended, 130 or 143 when Ctrl-C or SIGTERM ended this searcher before.
     """
     assert options.run is not None  # the command line has seen to it
-    return _join(options.run) if options.address is None else _visit(options.run.name, options.address)
+    return _join(options.run) if options.address is None else _join_in_cluster(options.run.name, options.address)
 
 
 def _join(path: Path) -> int:
@@ -42,7 +42,7 @@ def _join(path: Path) -> int:
     run = RunDirectory.open(path)
     require_same_version(run.facts, "a searcher that would join")
     recipe = run.recipe()
-    with stop_requests() as asked, join_run(run, recipe, asked) as place:
+    with stop_requests() as stop_request, join_run(run, recipe, stop_request) as place:
         _search(
             place,
             recipe,
@@ -50,65 +50,66 @@ def _join(path: Path) -> int:
             lambda log: start_searching(recipe, run, place.number, 0, place.stop, background=True),
             console,
         )
-    return asked.exit_code if place.reason == INTERRUPTED else 0
+    return stop_request.exit_code if place.reason == INTERRUPTED else 0
 
 
-def _visit(name: str, address: str) -> int:
+def _join_in_cluster(name: str, address: str) -> int:
     """Join the run of this name from any machine of its Ray cluster. Raises `UserError` when the run is not in it."""
     require_ray()
     from tba.runtime.cluster.actors import place_of, scratch
     from tba.runtime.cluster.client import connect_to_ray, contact_with
 
     console = terminal()
-    with connect_to_ray(address), stop_requests() as asked:
+    with connect_to_ray(address), stop_requests() as stop_request:
         contact = contact_with(name, "a searcher that joins", _PATIENCE)
         number, facts = contact.call("join", version())
-        visit = Visit(number, asked, contact)
+        visit = Visit(number, stop_request, contact)
         run = reachable_directory(facts, scratch)
         recipe = run.recipe()
 
-        def start(log: Path) -> SearcherLoop:
-            here = place_of(visit.name, log)
+        def start_loop(log: Path) -> SearcherLoop:
+            place = place_of(visit.name, log)
             return searcher_loop_at(
-                recipe, lambda: connect_via(contact, visit.name, here), number, 0, visit.stop, background=True, run=run
+                recipe, lambda: connect_via(contact, visit.name, place), number, 0, visit.stop, background=True, run=run
             )
 
         try:
-            _search(visit, recipe, run, start, console)
+            _search(visit, recipe, run, start_loop, console)
         finally:
             contact.call("leave", number, visit.reason or "an error")
-    return asked.exit_code if visit.reason == INTERRUPTED else 0
+    return stop_request.exit_code if visit.reason == INTERRUPTED else 0
 
 
 def _search(
     place: LocalMembership | Visit,
     recipe: Recipe,
     run: RunDirectory,
-    start: Callable[[Path], SearcherLoop],
+    start_loop: Callable[[Path], SearcherLoop],
     console: Console,
 ) -> None:
-    """Make rounds, each written in one piece. It does not evaluate: others would wait for a searcher that may leave.
+    """Makes rounds until the searcher is stopped. It does not evaluate, because others would wait for a searcher that
+    may leave.
 
-    start: returns the loop, given the searcher's log.
+    `start_loop` returns the loop, given the searcher's log.
     """
     torch.set_num_threads(recipe.run.threads)
     os.nice(NICENESS)
     with log_to(run.path, place.name) as log:
         console.print(f"{place.name} joins {run.displayed_path}; its log is {log}; Ctrl-C ends it", highlight=False)
-        half, said = start(log), time.monotonic()
+        loop, printed_at = start_loop(log), time.monotonic()
         try:
-            while not place.stop() and not half.newest_manifest().get("stop"):
-                half.round()
-                if time.monotonic() - said > STATUS_SECONDS:
-                    said = time.monotonic()
-                    now = half.searcher.engine.version
-                    console.print(f"{place.name}: {half.searcher.rounds} rounds, weights {now}", highlight=False)
-            half.searcher.drain(stop=True)
+            while not place.stop() and not loop.newest_manifest().get("stop"):
+                loop.round()
+                if time.monotonic() - printed_at > STATUS_SECONDS:
+                    printed_at = time.monotonic()
+                    weights = loop.searcher.engine.version
+                    console.print(f"{place.name}: {loop.searcher.rounds} rounds, weights {weights}", highlight=False)
+            loop.searcher.drain(stop=True)
             place.reason = place.reason or "the run ended"
         except BaseException:
-            half.searcher.save()
+            loop.searcher.save()
             raise
         finally:
-            half.journal.resume()  # what it held is for others
-            half.close()
-    console.print(f"{place.name} left after {half.searcher.rounds} rounds: {place.reason}", highlight=False)
+            loop.journal.resume()  # so that other searchers get the prompts that it had leased
+            loop.close()
+    console.print(f"{place.name} left after {loop.searcher.rounds} rounds: {place.reason}", highlight=False)

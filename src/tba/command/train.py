@@ -24,7 +24,7 @@ from tba.runtime.run_directory import RunDirectory, new_path
 from tba.settings import find, newest_of_each, override
 
 WARM_UP = "--replay.pacing.warm-up"
-_BUSY = 0.5  # load per core, before the run begins, from which the machine counts as busy
+_BUSY_LOAD = 0.5  # load per core, before the run begins, from which the machine counts as busy
 
 
 def run_recipe(name: str, overrides: list[str], options: TrainOptions) -> int:
@@ -40,7 +40,7 @@ def run_recipe(name: str, overrides: list[str], options: TrainOptions) -> int:
         recipe = override(find(name), overrides, f"tba train {name}")
     path = new_path(options.runs, recipe.name, options.run_name)
     if recipe.offline:
-        recipe, overrides = _offline(recipe, name, overrides, path, data)
+        recipe, overrides = _without_warm_up(recipe, name, overrides, path, data)
     for warning in validate(recipe):
         view.say(f"note: {warning}")
     console.print(": ".join(filter(None, (recipe.name, recipe.description))), highlight=False)
@@ -51,20 +51,20 @@ def run_recipe(name: str, overrides: list[str], options: TrainOptions) -> int:
 
 def warn_if_busy(console: Console) -> None:
     """Print a note when other programs are using the processors."""
-    busy = os.getloadavg()[0] / (os.cpu_count() or 1)
-    if busy > _BUSY:
+    load = os.getloadavg()[0] / (os.cpu_count() or 1)
+    if load > _BUSY_LOAD:
         console.print(
-            f"note: this machine is busy (load {busy:.1f} per core): expect it to take longer", style="yellow"
+            f"note: this machine is busy (load {load:.1f} per core): expect it to take longer", style="yellow"
         )
 
 
 def closing_words(
-    console: Console, recipe: Recipe, given: Sequence[str], run: RunDirectory, summary: Summary, code: int
+    console: Console, recipe: Recipe, words: Sequence[str], run: RunDirectory, summary: Summary, code: int
 ) -> int:
-    """Print the summary and next steps, and a ledger that does not close; returns `code`."""
+    """Prints the summary, next steps and any ledger that does not close, and returns `code`."""
     console.print(closing_page(RunRecord.read(run.displayed_path)))
     console.print("\nWhat to try next", style="bold")
-    for line in next_steps(recipe, given, run, summary, code):  # never wrapped: it is to be copied
+    for line in next_steps(recipe, words, run, summary, code):  # not wrapped, so that it can be copied
         console.print(f"  {line}", highlight=False, soft_wrap=True)
     for unit, ledger in (("tokens", summary.tokens), ("trajectories", summary.trajectories)):
         if not ledger.closes():
@@ -72,10 +72,10 @@ def closing_words(
     return code
 
 
-def _offline(
+def _without_warm_up(
     recipe: Recipe, name: str, overrides: list[str], path: Path, data: Path | None
 ) -> tuple[Recipe, list[str]]:
-    """Returns the recipe without a warm-up, since no more data will arrive. Raises `UserError` when there are none."""
+    """Returns the recipe without a warm-up, since no more data will arrive. Raises `UserError` when it has no data."""
     if data is None and not is_prepared(path) and recipe.fill == InitialFill():
         raise UserError(
             "--offline learns from trajectories that are there, but a new run has none: give --data FILE or --data "
@@ -86,22 +86,22 @@ def _offline(
     return override(find(name), overrides, f"tba train {name}"), overrides
 
 
-def next_steps(recipe: Recipe, given: Sequence[str], run: RunDirectory, summary: Summary, code: int) -> list[str]:
-    """Returns what to try next, as commands that can be copied; given: the recipe as named, and settings."""
-    path, inline = shlex.quote(str(run.displayed_path)), newest_of_each([*given, "--runtime", "inline"])
+def next_steps(recipe: Recipe, words: Sequence[str], run: RunDirectory, summary: Summary, code: int) -> list[str]:
+    """Returns what to try next, as commands that can be copied; `words` are the recipe's name and its settings."""
+    path, inline_words = shlex.quote(str(run.displayed_path)), newest_of_each([*words, "--runtime", "inline"])
     commands = {
         f"tba show {path}": "this page again, its course and all counts",
         f"tba report {path}": "curves that zoom and all answers to read, as one page: report.html",
         f"tba eval {path}": "any figure on its newest checkpoint",
     }
-    if recipe.runtime != "inline" and _is_a_recipe(inline):
-        commands[f"tba train {shlex.join(inline)}"] = "the same in one process, taking turns"
-    if not given[0].endswith(".py"):
+    if recipe.runtime != "inline" and _is_a_recipe(inline_words):
+        commands[f"tba train {shlex.join(inline_words)}"] = "the same in one process, taking turns"
+    if not words[0].endswith(".py"):
         commands["tba example my_task"] = "your own task: a file to change"
-    where = "before its last step" if code else "in its last evaluation"
-    left = [f"the run was stopped {where}; this continues it:", f"tba resume {path}"]
-    first = left if summary.faults.get("stopped") else []
-    return [*first, *(line for command, why in commands.items() for line in (f"# {why}", command))]
+    stop_point = "before its last step" if code else "in its last evaluation"
+    resume_lines = [f"the run was stopped {stop_point}; this continues it:", f"tba resume {path}"]
+    stop_lines = resume_lines if summary.faults.get("stopped") else []
+    return [*stop_lines, *(line for command, meaning in commands.items() for line in (f"# {meaning}", command))]
 
 
 def _is_a_recipe(words: Sequence[str]) -> bool:

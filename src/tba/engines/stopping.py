@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tba.errors import UserError
-from tba.markup import decoded
+from tba.markup import decode_tokens
 from tba.protocols import Tokenizer
 from tba.turns import assistant_turn, special_id
 from tba.types import StopReason
@@ -36,7 +36,7 @@ def ends_of(
     for owner in (generation_config, config, config.get_text_config(), tokenizer):
         ids: Any = getattr(owner, "eos_token_id", None)
         eos.update(i for i in (ids if isinstance(ids, list | tuple) else [ids]) if _is_token(i, vocabulary))
-    turn = {i for i in assistant_turn(tokenizer).ends - eos if _is_token(i, vocabulary)}
+    turn = {i for i in assistant_turn(tokenizer).end_tokens - eos if _is_token(i, vocabulary)}
     if turn:
         log.info("an answer ends at %s, too, which ends a turn in the chat template", _named(turn, tokenizer))
     strings, marks = [], set()
@@ -73,7 +73,7 @@ class StopStrings:
 
     def text(self, tokens: Sequence[int]) -> str:
         """The decoded tokens without special ones, but with the marks of thoughts and calls."""
-        return decoded(self.tokenizer, tokens)
+        return decode_tokens(self.tokenizer, tokens)
 
     def _find(self, text: str) -> int:
         """Returns where the earliest stop string begins; -1 if there is none."""

@@ -41,7 +41,7 @@ from tba.foreign import most_positions
 from tba.policy.loading import load_model, read_config, refuse_other_files
 from tba.policy.lora import is_adapter, merged_with
 from tba.protocols import Partner, Tokenizer, Turn
-from tba.streaming import Streamed, bytes_of, shapes_of, write_tensors
+from tba.streaming import TensorStream, bytes_of, shapes_of, write_tensors
 from tba.types import Completion, IntArray, Prompt, Sampling, StopReason, Version
 
 SUPPORTED = ("0.32",)
@@ -174,7 +174,7 @@ class VllmEngine:
         chosen = {id(place): name for name, place in matched(self._shapes, shapes).items()}  # one of several tied names
         names = {name: self._names[place] for place, name in chosen.items() if place in self._names}
         like = {one: shapes[name] for name, its in names.items() for one in its}
-        named = Streamed(like, lambda: ((one, t) for name, t in weights.items() for one in names.get(name, ())))
+        named = TensorStream(like, lambda: ((one, t) for name, t in weights.items() for one in names.get(name, ())))
         self._loads += 1
         if self.own.tensor_parallel == 1:
             self._reload({"weights_iterator": iter(named.items())})

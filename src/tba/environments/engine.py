@@ -200,7 +200,7 @@ class Episodes:
         if request not in self._begun_requests:
             self._begun_requests.add(request)
             prompt = self._prompts[request // self.count]
-            beginning = Beginning(prompt.fields, prompt.world, prompt.text, prompt.said)
+            beginning = Beginning(prompt.fields, prompt.world, prompt.text, prompt.earlier_turns)
         with self.idle_timer() if isinstance(self.hosts, InProcessHost) else nullcontext():
             self.hosts.ask(request, Question(beginning, turn, cut_turn))
 

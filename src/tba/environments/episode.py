@@ -17,7 +17,7 @@ from typing import Any
 from tba.environments.tools import Call, bind_arguments, calls_in, find_tools, format_result, schemas_of
 from tba.errors import TbaError, UserError
 from tba.protocols import Environment
-from tba.types import Json, Judgement, copied, quoted
+from tba.types import Json, Judgement, deep_copy, quote
 
 
 class EpisodeFailed(TbaError):
@@ -51,7 +51,7 @@ class Episode:
         self._step, self._tools = self._find_method("step"), find_tools(self._environment)
         if self._step is None and not self._tools:
             raise UserError(f"{name} has no step() and no tools: give it a method step(self, text), or public methods")
-        opening = self._invoke("reset()", reset, **_accepted_arguments(reset, {**copied(dict(fields)), "seed": seed}))
+        opening = self._invoke("reset()", reset, **_accepted_arguments(reset, {**deep_copy(dict(fields)), "seed": seed}))
         self.opening = self._require_text("reset()", opening)  # what the policy is told first
 
     @property
@@ -176,7 +176,7 @@ def begin(make: Callable[[], Environment], fields: Mapping[str, Json], seed: int
     episode = Episode(make, fields, seed, turns)
     if episode.opening is not None and episode.opening.strip() not in prompt:
         raise UserError(
-            f"reset() said {quoted(episode.opening)} for seed {seed}, and something else when the prompt was made: "
+            f"reset() said {quote(episode.opening)} for seed {seed}, and something else when the prompt was made: "
             "whatever it draws has to be drawn from its argument `seed`"
         )
     return episode

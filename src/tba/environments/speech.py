@@ -12,10 +12,10 @@ import numpy as np
 
 from tba.environments.episode import EpisodeFailed, Observation
 from tba.errors import UserError
-from tba.markup import THOUGHT, Markup, continuation, control_tokens, decoded, encoded, plain
+from tba.markup import THOUGHT, Markup, control_tokens, decode_tokens, encode_continuation, encode_markup, visible_text
 from tba.protocols import Tokenizer
-from tba.turns import HEARD, AssistantTurn, assistant_turn, following, tool_message
-from tba.types import IntArray, Json, quoted
+from tba.turns import LATER_SLOT, AssistantTurn, assistant_turn, render_after_answer, tool_message
+from tba.types import IntArray, Json, quote
 
 
 class Speech:
@@ -27,7 +27,7 @@ class Speech:
         turns_end = getattr(tokenizer, "end_of_turn", True)  # false: its turns have no end, its answers have
         self._frames = assistant_turn(tokenizer, chat, tools) if turns_end else AssistantTurn()
         self._user_prefix, self._user_suffix = self._text_around_user() if chat else ("", "")
-        self._has_tool_messages = chat and bool(tools) and HEARD in self._text_after_turn([tool_message("tool", HEARD)])
+        self._has_tool_messages = chat and bool(tools) and LATER_SLOT in self._text_after_turn([tool_message("tool", LATER_SLOT)])
 
     def turn_text(self, tokens: Sequence[int], text: str | None = None) -> str:
         """Returns a turn's text for its environment. text: its own, without a stop string; None: that of its tokens.
@@ -35,10 +35,10 @@ class Speech:
         Where calls are read from it, it has the beginning of a thought that the template has begun and the turn does
         not end.
         """
-        text = decoded(self._tokenizer, tokens) if text is None else text
+        text = decode_tokens(self._tokenizer, tokens) if text is None else text
         if not self._tools:
             return text
-        return f"{THOUGHT[0]}\n{text}" if self._frames.thinks and THOUGHT[1] not in text else text
+        return f"{THOUGHT[0]}\n{text}" if self._frames.begins_in_thought and THOUGHT[1] not in text else text
 
     def observation(self, observation: Observation, has_end: bool = True, end_token: int | None = None) -> IntArray:
         """Returns the tokens of an observation. With `has_end` the turn before it already has the token that ends it,
@@ -49,12 +49,12 @@ class Speech:
         """
         is_from_tools = self._is_tool_message(observation)
         text = self._tool_messages(observation) if is_from_tools else self._user_message(observation)
-        end = (self._frames.called if is_from_tools else self._frames.heard).end
-        if not has_end or (self._frames.heads and end is not None and end_token not in (None, end.token)):
+        end = (self._frames.tool_frame if is_from_tools else self._frames.user_frame).end
+        if not has_end or (self._frames.end_names_speaker and end is not None and end_token not in (None, end.token)):
             end = None
         try:
-            tokens = self._encode(text) if self._chat else continuation(self._encode, text)
-            if end is not None and text.startswith(end.written) and end.token in tokens:
+            tokens = self._encode(text) if self._chat else encode_continuation(self._encode, text)
+            if end is not None and text.startswith(end.closing_text) and end.token in tokens:
                 # cut off here and not in the text, since some tokens take the blanks behind them
                 tokens = tokens[tokens.index(end.token) + 1 :]
             return np.array(tokens, dtype=np.int32)
@@ -67,22 +67,22 @@ class Speech:
         """Returns the tokens of a turn that somebody else has written, before the observation that follows it; None: it
         is the last.
         """
-        frame = self._frames.heard if following_observation is not None else None
+        frame = self._frames.user_frame if following_observation is not None else None
         if following_observation is not None and self._is_tool_message(following_observation):
-            frame = self._frames.called
+            frame = self._frames.tool_frame
         return np.array(self._frames.tokens(text, self._encode, frame), dtype=np.int32)
 
     def text(self, tokens: IntArray) -> str:
         """Returns tokens as text, without special ones but for the marks of thoughts and calls."""
-        return decoded(self._tokenizer, tokens.tolist())
+        return decode_tokens(self._tokenizer, tokens.tolist())
 
     def _encode(self, text: str) -> list[int]:
         try:
-            return encoded(self._tokenizer, text) if text else []
+            return encode_markup(self._tokenizer, text) if text else []
         except Exception as error:  # tokenizers of the Rust library raise nothing more precise
             raise UserError(
-                f"the model's tokenizer cannot write what the environment said, {quoted(plain(text))} ({error}): let "
-                "it say what can be written with the characters that it knows, or take another model (--model.path)"
+                f"the model's tokenizer cannot write what the environment said, {quote(visible_text(text))} ({error}): "
+                "let it say what can be written with the characters that it knows, or take another model (--model.path)"
             ) from error
 
     def _user_message(self, observation: Observation) -> Markup:
@@ -96,8 +96,8 @@ class Speech:
         """Returns what the chat template writes between a turn and the user's message that follows, and between that
         message and the next turn.
         """
-        template_text = following(self._tokenizer, [{"role": "user", "content": HEARD}], self._tools)
-        prefix, separator, suffix = template_text.partition(HEARD)
+        template_text = render_after_answer(self._tokenizer, [{"role": "user", "content": LATER_SLOT}], self._tools)
+        prefix, separator, suffix = template_text.partition(LATER_SLOT)
         if not separator:
             raise UserError(
                 "the tokenizer's chat template does not write a user's message after a turn: take another model"
@@ -120,6 +120,6 @@ class Speech:
         they give becomes a message of the user.
         """
         try:
-            return following(self._tokenizer, messages, self._tools)
+            return render_after_answer(self._tokenizer, messages, self._tools)
         except UserError:
             return ""

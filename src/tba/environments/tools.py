@@ -25,7 +25,7 @@ from transformers.utils.chat_template_utils import (
 from tba.errors import UserError
 from tba.foreign import check, parsed
 from tba.markup import DEEPSEEK_CALL
-from tba.types import THOUGHTS, Json, is_text, quoted
+from tba.types import THOUGHTS, Json, is_text, quote
 
 _NOT_TOOLS = {"reset", "step", "get_reward", "close"}
 _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)  # Qwen, SmolLM2, Hermes, GLM
@@ -191,7 +191,7 @@ def _calls_in_functions(turn: str) -> list[Call]:
 def _text_call(name: str, body: str, pair_pattern: re.Pattern[str]) -> Call:
     """Returns a call whose arguments are written one by one, as texts."""
     if leftover := pair_pattern.sub("", body).strip():
-        return _unreadable_call(f"not of arguments alone ({quoted(leftover, 40)})")
+        return _unreadable_call(f"not of arguments alone ({quote(leftover, 40)})")
     return Call(name, {key.strip(): value for key, value in pair_pattern.findall(body)}, has_texts=True)
 
 
@@ -215,7 +215,7 @@ def bind_arguments(tools: Mapping[str, Callable[..., Any]], call: Call) -> dict[
     if call.error:
         raise ValueError(call.error)
     if call.name not in tools:
-        raise ValueError(f"there is no tool {quoted(call.name, 60)}: the tools are {', '.join(tools)}")
+        raise ValueError(f"there is no tool {quote(call.name, 60)}: the tools are {', '.join(tools)}")
     if not isinstance(call.arguments, dict):
         raise ValueError(f"the arguments of {call.name} are not an object")
     parameters, hints = inspect.signature(tools[call.name]).parameters, typing.get_type_hints(tools[call.name])
@@ -225,7 +225,7 @@ def bind_arguments(tools: Mapping[str, Callable[..., Any]], call: Call) -> dict[
     for name, value in arguments.items():
         if name not in parameters:
             raise ValueError(
-                f"{call.name} has no argument {quoted(name, 60)}: it takes {', '.join(parameters) or 'none'}"
+                f"{call.name} has no argument {quote(name, 60)}: it takes {', '.join(parameters) or 'none'}"
             )
         check(value, hints.get(name, Any), name)
         if not is_text(json.dumps(value, ensure_ascii=False)):

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from tba.tables import Refusal, Values, chat_of, conversation, tools_of, unpacked
+from tba.tables import Refusal, Values, conversation, parse_chat_text, parse_json_text, tool_schemas
 from tba.types import Json, Message, is_text
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -40,11 +40,11 @@ class Answer:
 def answer_of(values: Values) -> Answer | Refusal:
     """Returns the answer that an object holds, or why it holds none. Fields that are null count as missing."""
     given = {name: value for name, value in values.items() if value is not None}
-    asked = chat_of(given.get("prompt", given.get("messages")))
+    asked = parse_chat_text(given.get("prompt", given.get("messages")))
     if asked is None:
         return Refusal("no field 'prompt' or 'messages'", f"it has {', '.join(sorted(given)) or 'none'}")
     response = next((given[name] for name in RESPONSE if name in given), None)
-    tools = tools_of(given.get("tools"))
+    tools = tool_schemas(given.get("tools"))
     if isinstance(tools, Refusal):
         return tools
     prompt = _conversation(asked) if isinstance(asked, list) else asked
@@ -75,7 +75,7 @@ def _answer(given: Values, prompt: Json, response: Json, tools: tuple[Json, ...]
             return Refusal(f"{name} that is empty")
         if not is_text(text):
             return Refusal(f"{name} that is not valid text", "it has half of a surrogate pair")
-    source, problem = given.get("source"), unpacked(given.get(FIELDS))
+    source, problem = given.get("source"), parse_json_text(given.get(FIELDS))
     rest = problem if isinstance(problem, dict) else given
     return Answer(
         prompt,

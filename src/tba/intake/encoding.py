@@ -16,10 +16,10 @@ import numpy as np
 from tba.errors import UserError
 from tba.foreign import prompt_tokens, templated
 from tba.intake.answers import Answer
-from tba.markup import Markup, decoded, encoded, plain
+from tba.markup import Markup, decode_tokens, encode_markup, visible_text
 from tba.protocols import Tokenizer
 from tba.tables import Refusal
-from tba.turns import AssistantTurn, Frame, assistant_turn
+from tba.turns import AnswerFrame, AssistantTurn, assistant_turn
 from tba.types import ELSEWHERE, THOUGHTS, Completion, Json, Message, Prompt, StopReason, Trajectory
 
 _QUESTION = "question"  # the field in which a task keeps what its prompt asks, without the words around it
@@ -120,7 +120,7 @@ class Encoder:
 
     def _prompt(self, answer: Answer) -> Prompt | Refusal:
         texts, question = self._texts(answer.prompt, answer.tools)
-        plain_texts = [*map(plain, texts)]
+        plain_texts = [*map(visible_text, texts)]
         if self.held_out.find(plain_texts, question) is not None:
             return _HELD_OUT
         known_prompt = self.train.find(plain_texts, question)
@@ -181,10 +181,10 @@ class Encoder:
     def _completion(self, answer: Answer, prompt: str, chat: bool) -> Completion | Refusal:
         if len(answer.response) > _CHARACTERS * self.max_tokens:
             return self._too_long(None)
-        form, ends = self._forms[chat], self._forms[0].ends | self._forms[chat].ends
-        form = form if chat and form.lead else form.behind(prompt)
-        frame = form.called if answer.calling is not None else form.last
-        frame = Frame(frame.opening) if answer.truncated else frame
+        form, ends = self._forms[chat], self._forms[0].end_tokens | self._forms[chat].end_tokens
+        form = form if chat and form.lead else form.after_prompt(prompt)
+        frame = form.tool_frame if answer.calling is not None else form.final_frame
+        frame = AnswerFrame(frame.opening) if answer.truncated else frame
         if answer.calling is not None:
             markup = self._called(answer, form)
             if not markup:
@@ -193,12 +193,12 @@ class Encoder:
             markup = form.text(response, frame)
         else:
             return Refusal("an answer that the tokenizer cannot write")
-        tokens = self._tokens(lambda: form.closed(markup, partial(encoded, self.tokenizer), frame))
+        tokens = self._tokens(lambda: form.with_end(markup, partial(encode_markup, self.tokenizer), frame))
         if tokens is None:
             return Refusal("an answer that the tokenizer cannot write")
         body = tokens if frame.end is None else tokens[:-1]
         text, read = self._shown(body), self._read(form, body, chat)
-        written = self._comparable(plain(markup), chat)
+        written = self._comparable(visible_text(markup), chat)
         if not body or text is None or read is None or not ends.isdisjoint(body) or read != written:
             return Refusal("an answer that the tokenizer cannot write", f"it reads back as {read!r:.200}")
         if len(tokens) > self.max_tokens:
@@ -208,7 +208,7 @@ class Encoder:
 
     def _read(self, form: AssistantTurn, body: list[int], chat: bool) -> str | None:
         """Returns an answer's text as it reads behind its prompt, to be compared; with what the template writes."""
-        lead = self._tokens(lambda: encoded(self.tokenizer, form.lead)) or []
+        lead = self._tokens(lambda: encode_markup(self.tokenizer, form.lead)) or []
         before, text = (self._decoded(t, True) if chat else self._shown(t) for t in (lead, [*lead, *body]))
         if before is None or text is None:
             return None
@@ -236,9 +236,9 @@ class Encoder:
         said = whole[len(begun) :]
         called = [call.get("function") or call for call in answer.calling["tool_calls"] if isinstance(call, Mapping)]
         names = [one.get("name") for one in called if isinstance(one, Mapping)]
-        if not names or not all(isinstance(name, str) and name in plain(said) for name in names):
+        if not names or not all(isinstance(name, str) and name in visible_text(said) for name in names):
             return Markup("")  # it leaves them out
-        ends = [frame.end.written for frame in (form.called, form.last) if frame.end is not None]
+        ends = [frame.end.closing_text for frame in (form.tool_frame, form.final_frame) if frame.end is not None]
         return Markup(said[: min((at for end in ends if (at := said.find(end)) >= 0), default=None)])
 
     def _without_end(self, response: str, ends: Iterable[int]) -> str:
@@ -262,7 +262,7 @@ class Encoder:
     def _shown(self, tokens: Sequence[int]) -> str | None:
         """Returns tokens as a reward reads them."""
         try:
-            return decoded(self.tokenizer, tokens)
+            return decode_tokens(self.tokenizer, tokens)
         except Exception:  # noqa: BLE001 - ids of another tokenizer, for example
             return None
 

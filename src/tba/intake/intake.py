@@ -27,7 +27,7 @@ from tba.intake.encoding import Encoded, Encoder
 from tba.intake.report import Report, counters
 from tba.protocols import Journal, Reference, Reward
 from tba.tables import Refusal, Values
-from tba.types import TEACHER, Completion, FloatArray, Json, Judgement, Prompt, Trajectory, quoted
+from tba.types import TEACHER, Completion, FloatArray, Json, Judgement, Prompt, Trajectory, quote
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -243,7 +243,7 @@ def _in_parts(items: Sequence[S], act: Callable[[Sequence[S]], Sequence[T]], rea
 
 def _with_reward(reason: str, candidate: Candidate, mark: Judgement) -> Refusal:
     prompt, completion = candidate.pair
-    return Refusal(reason, f"{mark} for {quoted(completion.text, 80)} to {quoted(prompt.text, 80)}")
+    return Refusal(reason, f"{mark} for {quote(completion.text, 80)} to {quote(prompt.text, 80)}")
 
 
 def _one_line(error: Exception) -> str:

@@ -17,13 +17,13 @@ from tba.foreign import UNREADABLE
 from tba.models import memory
 from tba.models.memory import Shape
 from tba.policy.loading import plain_config
-from tba.protocols import Arithmetic
+from tba.protocols import ComputeCost
 
 _TRIES = 5
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def arithmetic_of(path: str, rank: int, dtype: torch.dtype, device: torch.device) -> Arithmetic | None:
+def arithmetic_of(path: str, rank: int, dtype: torch.dtype, device: torch.device) -> ComputeCost | None:
     """Returns that of the model in a folder, with adapters of this rank, on `device` as it is now.
 
     None for a model of unknown shape or with experts, of which a token meets some, and where it cannot be measured: a
@@ -36,7 +36,7 @@ def arithmetic_of(path: str, rank: int, dtype: torch.dtype, device: torch.device
         shape, rate = Shape.of(config), product_rate(dtype, device)
     except (*UNREADABLE, RuntimeError, StopIteration):
         return None
-    return Arithmetic(shape.operations(1, 0), shape.operations(0, 1), passes(rank), rate)
+    return ComputeCost(shape.operations(1, 0), shape.operations(0, 1), passes(rank), rate)
 
 
 def passes(rank: int) -> int:

@@ -25,7 +25,7 @@ from tba.errors import UserError
 from tba.foreign import MOST_COUNTED, SAFE
 from tba.policy.loading import pretrained, readable
 from tba.training.cache import cached_folder
-from tba.types import quoted
+from tba.types import quote
 from tba.weights.atomic_dir import cache_folder
 
 SUFFIX = ".gguf"
@@ -163,16 +163,16 @@ def _check_counts(header: _Header) -> None:
     for _ in range(tensors):
         name, axes = header.text(), header.number("I")
         if axes > _MOST_AXES:
-            raise ValueError(f"its tensor {quoted(name, 40)} has {axes:,} axes")
+            raise ValueError(f"its tensor {quote(name, 40)} has {axes:,} axes")
         shape = header.numbers("Q", axes)
         header.numbers("I"), header.numbers("Q")  # its kind, and where it is
         if math.prod(shape) > 8 * header.size:  # no kind has less than a bit for each
-            raise ValueError(f"its tensor {quoted(name, 40)} is {list(shape)!s:.60}, and it has {header.size:,} bytes")
+            raise ValueError(f"its tensor {quote(name, 40)} is {list(shape)!s:.60}, and it has {header.size:,} bytes")
         longest = max(longest, *shape, 0)
     for name, numbers in values.items():
         most = MOST_COUNTED if _COUNTED.search(name) else longest if name.endswith(_SIZES) else math.inf
         if numbers and not max(numbers) <= most:
-            raise ValueError(f"its {quoted(name, 60)} is {max(numbers)!s:.20}, more than {most:,}")
+            raise ValueError(f"its {quote(name, 60)} is {max(numbers)!s:.20}, more than {most:,}")
 
 
 def made_plain(model: Any) -> Any:

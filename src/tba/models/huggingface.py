@@ -22,7 +22,7 @@ import safetensors
 import torch
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 
-from tba.cards import GIVEN, cards
+from tba.cards import GPU_SHARE, visible_gpus
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.engines.vllm import REFUSALS, VllmEngine, VllmSettings
 from tba.errors import TbaError, UserError
@@ -40,7 +40,7 @@ from tba.policy.causal import CausalPolicy
 from tba.policy.loading import load_model, load_unfilled, no_bars, readable
 from tba.policy.lora import LoraSettings, add_adapters, copy_on_same_base, saved_adapters, switch_adapters
 from tba.policy.reference import FrozenReference
-from tba.protocols import HEADS, Arithmetic, Policy, SavedPolicy, Task, Work
+from tba.protocols import HEADS, ComputeCost, Policy, SavedPolicy, Task, Work
 from tba.sharding import Sharding
 from tba.types import Version
 
@@ -222,7 +222,7 @@ class HuggingFace:
     def trainer_device(self) -> torch.device:
         return self._device
 
-    def arithmetic(self) -> Arithmetic | None:
+    def arithmetic(self) -> ComputeCost | None:
         return arithmetic_of(self._whole, self.lora.rank, self.compute, self._device)
 
     @property
@@ -338,7 +338,7 @@ class HuggingFace:
         shape, room = Shape.of(config), None
         of = self._sampling(longest_prompt, shape.positions)
         if self._device.type == "cuda":
-            room = int(float(os.environ.get(GIVEN, 0.95)) * torch.cuda.get_device_properties(0).total_memory)
+            room = int(float(os.environ.get(GPU_SHARE, 0.95)) * torch.cuda.get_device_properties(0).total_memory)
         return memory.vllm(shape, of, self.vllm.tensor_parallel, room)["keys and values"]
 
     def reference(self, temperature: float, version: Version) -> FrozenReference:
@@ -362,7 +362,7 @@ class HuggingFace:
     def _device(self) -> torch.device:
         if self.device != "auto":
             return torch.device(self.device)
-        if cards():
+        if visible_gpus():
             return torch.device("cuda")
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 

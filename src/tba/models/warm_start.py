@@ -19,14 +19,14 @@ from tba.environments.speech import Speech
 from tba.errors import UserError
 from tba.fields import BY_CODE, as_declared
 from tba.foreign import problems_of, prompt_tokens, read_json, templated, with_arguments
-from tba.markup import continuations, plain
+from tba.markup import encode_continuations, visible_text
 from tba.models.source import whole
 from tba.policy.loading import load_model, no_bars
 from tba.protocols import Acted, Task
 from tba.training.cache import cached_folder, supervised_key
 from tba.training.supervised import Pair, SupervisedSettings, supervise
 from tba.training.tiny_models import ScratchModel, character_tokenizer, train_bpe_tokenizer
-from tba.turns import add_ends, assistant_turn
+from tba.turns import add_end_tokens, assistant_turn
 from tba.types import Json, Problem
 from tba.weights.atomic_dir import cache_folder
 
@@ -165,7 +165,7 @@ def teach(
             log(f"sft step {step} of {steps}, loss {loss:.3f}")
 
     found = [supervise(model, tokenizer, pairs, settings, progress) for settings, pairs in lessons]
-    add_ends(model.generation_config, tokenizer)
+    add_end_tokens(model.generation_config, tokenizer)
     with no_bars():
         model.save_pretrained(path)
         tokenizer.save_pretrained(path)
@@ -189,7 +189,7 @@ def pairs_of(problems: list[Problem], tokenizer: Any) -> Iterator[Pair]:
         return
     texts, chats = [_text(p, tokenizer) for p in problems], [_is_chat(p) for p in problems]
     forms = {chat: assistant_turn(tokenizer, chat) for chat in {*chats}}
-    turns = [forms[chat] if chat else forms[chat].behind(text) for chat, text in zip(chats, texts, strict=True)]
+    turns = [forms[chat] if chat else forms[chat].after_prompt(text) for chat, text in zip(chats, texts, strict=True)]
     answers = [
         turn.text(p.demonstration) if isinstance(p.demonstration, str) else ""
         for p, turn in zip(problems, turns, strict=True)
@@ -198,10 +198,10 @@ def pairs_of(problems: list[Problem], tokenizer: Any) -> Iterator[Pair]:
         chat: iter(prompt_tokens(tokenizer, [t for t, own in zip(texts, chats, strict=True) if own is chat], chat))
         for chat in forms
     }
-    responses = continuations(tokenizer, answers, [turn.lead for turn in turns])
+    responses = encode_continuations(tokenizer, answers, [turn.lead for turn in turns])
     eos = tokenizer.eos_token_id
     for chat, response, turn in zip(chats, responses, turns, strict=True):
-        yield Pair(next(of[chat]), response, end=_unless(eos, turn.last.token))
+        yield Pair(next(of[chat]), response, end=_unless(eos, turn.final_frame.token))
 
 
 def _is_chat(problem: Problem) -> bool:
@@ -245,7 +245,7 @@ def _text(problem: Problem, tokenizer: Any) -> str:
 
 
 def _shown(problem: Problem, tokenizer: Any) -> str:
-    return problem.prompt if isinstance(problem.prompt, str) else plain(_text(problem, tokenizer))
+    return problem.prompt if isinstance(problem.prompt, str) else visible_text(_text(problem, tokenizer))
 
 
 def _text_of(problem: Problem, task: Acted | None) -> str:

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from tba.batch import Batch, moved
+from tba.batch import Batch, to_device
 from tba.errors import UserError
 from tba.policy.head import Head, KeptProbabilities, linear_heads, read, token_log_probabilities, write_entropy
 from tba.policy.loading import WeightFiles
@@ -34,9 +34,9 @@ from tba.policy.low_precision import LowPrecision
 from tba.policy.norms import fuse_norms
 from tba.policy.packed import ATTENTION, pack, packed_hidden, use_packed_attention
 from tba.protocols import PolicyOutput
-from tba.sharding import Sharding, is_sharded, own_rows, rows_of
+from tba.sharding import Sharding, is_sharded, local_part, row_range
 from tba.streaming import shapes_of, write_tensors
-from tba.turns import add_ends
+from tba.turns import add_end_tokens
 
 if TYPE_CHECKING:
     from tba.policy.fsdp import ShardedModel
@@ -131,7 +131,7 @@ class CausalPolicy:
         self.heads.to(sharding.mesh.device_type)
         if files is not None:
             self._sharded.fill(files, sharding.mesh.device_type)
-            sharding.meet()
+            sharding.wait_for_ranks()
             self._sharded.run(self._probe)
             self._sharded.let_go()  # or `parameters` would be those that were gathered for it
 
@@ -197,8 +197,8 @@ class CausalPolicy:
         prompt_B = host.prompt_length_G[host.group_B]
         target_M, predictor_M = host.completion_BT[row_M, step_M], prompt_B[row_M] + step_M - 1
         indices = torch.stack([row_M, predictor_M, target_M, row_M * host.mask_BT.shape[1] + step_M])
-        row_M, predictor_M, target_M, place_M = moved(indices, device)
-        input_BT = moved(_joined(host), device)
+        row_M, predictor_M, target_M, place_M = to_device(indices, device)
+        input_BT = to_device(_joined(host), device)
         if not self._linear:
             output = self.model(input_ids=input_BT, use_cache=False, output_hidden_states=len(self.heads) > 0)
             logits_MV = output.logits[row_M, predictor_M].float()
@@ -257,8 +257,8 @@ class CausalPolicy:
                 rows: Any = ...
                 if is_sharded(tensor):
                     mesh = tensor.device_mesh
-                    rows = slice(*rows_of(len(tensor), mesh.get_local_rank(), mesh.size()))
-                own_rows(tensor).copy_(weights[name][rows])  # kept by no name while the next one is made
+                    rows = slice(*row_range(len(tensor), mesh.get_local_rank(), mesh.size()))
+                local_part(tensor).copy_(weights[name][rows])  # kept by no name while the next one is made
 
     def save(
         self,
@@ -274,7 +274,7 @@ class CausalPolicy:
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         if tokenizer is not None and self.model.can_generate():
-            add_ends(self.model.generation_config, tokenizer)
+            add_end_tokens(self.model.generation_config, tokenizer)
         # A kill leaves a folder of such a name behind, which the next checkpoint deletes (`weights.atomic_dir`).
         temporary, replaced = (path.with_name(f".{what}-{path.name}-{os.getpid()}") for what in ("writing", "removed"))
         try:

@@ -45,7 +45,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 from tba.errors import UserError
 from tba.foreign import SAFE, SAFE_MODEL, UNREADABLE, is_name, read_json, refuse_impossible_counts
 from tba.policy.lora import is_adapter, plain_name, untied
-from tba.sharding import is_sharded, own_rows, rows_of
+from tba.sharding import is_sharded, local_part, row_range
 
 log = logging.getLogger(__name__)
 
@@ -344,8 +344,8 @@ def fill(model: PreTrainedModel, whole: Module, files: WeightFiles, device: torc
             continue  # or a buffer that the files do not have: it is what the model's own code made it
         first, last = 0, len(tensor) if tensor.ndim else 0
         if is_sharded(tensor):
-            first, last = rows_of(last, tensor.device_mesh.get_local_rank(), tensor.device_mesh.size())
-        files.copy_rows(plain_name(name), first, last, own_rows(tensor))
+            first, last = row_range(last, tensor.device_mesh.get_local_rank(), tensor.device_mesh.size())
+        files.copy_rows(plain_name(name), first, last, local_part(tensor))
 
 
 def _converted(model: PreTrainedModel) -> str | None:

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from tba.errors import UserError
 from tba.fields import as_declared
-from tba.streaming import Streamed, shapes_of, write_tensors
+from tba.streaming import TensorStream, shapes_of, write_tensors
 
 log = logging.getLogger(__name__)
 
@@ -273,7 +273,7 @@ def saved_adapters(checkpoint: Path) -> dict[str, Tensor]:
     return {name.removeprefix(_PREFIX).removesuffix(".weight") + ends: tensor for name, tensor in found.items()}
 
 
-def merged_with(model: PreTrainedModel, adapters: Mapping[str, Tensor]) -> Streamed:
+def merged_with(model: PreTrainedModel, adapters: Mapping[str, Tensor]) -> TensorStream:
     """`merged` of a model that is given these adapters first, in place of its own."""
     own = untied(model)
     with torch.no_grad():
@@ -290,7 +290,7 @@ def untied(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: t for name, t in kept.items() if name.partition(".weight.")[0] + ".weight" not in own or name in own}
 
 
-def merged(model: PreTrainedModel, weights: Mapping[str, Tensor], adapters: dict[str, Tensor]) -> Streamed:
+def merged(model: PreTrainedModel, weights: Mapping[str, Tensor], adapters: dict[str, Tensor]) -> TensorStream:
     """Yields `model` without adapters: plain weights by the names of its base, one after the other.
 
     `weights` are all of its own, the base's before its adapter's; those of adapters are put into `adapters`. What is
@@ -313,7 +313,7 @@ def merged(model: PreTrainedModel, weights: Mapping[str, Tensor], adapters: dict
                 a, b = adapters[f"{layer}.lora_A.{_NAME}.weight"], tensor
                 yield f"{layer}.weight", _with_change(model.get_submodule(layer), whole(waiting.pop(layer)), a, b)
 
-    return Streamed(like, tensors)
+    return TensorStream(like, tensors)
 
 
 def _like(tensor: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, PreTrainedModel
 
-from tba.batch import Batch, moved
+from tba.batch import Batch, to_device
 from tba.policy.varlen import Attention, Sequences
 
 ATTENTION = "tba_packed"  # the name the attention function has with transformers
@@ -53,7 +53,7 @@ class PackedLayout:
         segments = [*prompts, *(length for _, length in answers)]
         positions = [*map(torch.arange, prompts), *(torch.arange(prompt, prompt + n) for prompt, n in answers)]
         return cls(
-            position_N=moved(torch.cat(positions), device),
+            position_N=to_device(torch.cat(positions), device),
             prompts=tuple(prompts),
             completions=lengths,
             own=Sequences.of(segments, segments, device, causal=True),
@@ -85,7 +85,7 @@ class PackedLayout:
                     query_lengths.append(length)
                     at += length
             sequences = Sequences.of(query_lengths, key_lengths, device, causal=True, window=window)
-            self._windowed[window] = sequences, moved(torch.cat(keys), device)
+            self._windowed[window] = sequences, to_device(torch.cat(keys), device)
         return self._windowed[window]
 
 
@@ -129,7 +129,7 @@ def pack(batch: Batch, device: torch.device) -> Pack:
     trained_M = batch.mask_BT.flatten()[place_M]
     predictor_M, place_M = predictor_M[trained_M], place_M[trained_M]
     parts = (torch.cat(tokens), predictor_M, batch.completion_BT.flatten()[place_M], place_M)
-    token_N, predictor_M, target_M, place_M = moved(torch.cat(parts), device).split([len(part) for part in parts])
+    token_N, predictor_M, target_M, place_M = to_device(torch.cat(parts), device).split([len(part) for part in parts])
     return Pack(token_N, layout, predictor_M, target_M, place_M)
 
 

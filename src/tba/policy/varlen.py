@@ -24,7 +24,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from tba.batch import moved
+from tba.batch import to_device
 
 _PADDED_PAIRS_PER_CALL = 1024  # attention pairs of padding that cost about as much as one more call on a CPU
 _LONE = 48  # tokens from which copying a sequence into a bucket costs more than a call of its own
@@ -57,7 +57,7 @@ class Sequences:
         window: int | None = None,
     ) -> Sequences:
         starts = torch.tensor([_starts(query_lengths), _starts(key_lengths)], dtype=torch.int32)
-        query_start, key_start = moved(starts, device)
+        query_start, key_start = to_device(starts, device)
         return cls(tuple(query_lengths), tuple(key_lengths), query_start, key_start, causal, window)
 
     def runs(self) -> Iterator[tuple[slice, slice]]:
@@ -337,4 +337,4 @@ def _bucket(members: list[tuple[int, int]], device: torch.device) -> Run | Bucke
     step_T = torch.arange(longest)
     index_nT = start_n1 + torch.minimum(step_T, length_n1 - 1)
     valid = (step_T < length_n1).flatten().nonzero().flatten()
-    return Bucket(moved(index_nT, device), None if len(valid) == index_nT.numel() else moved(valid, device))
+    return Bucket(to_device(index_nT, device), None if len(valid) == index_nT.numel() else to_device(valid, device))

@@ -28,9 +28,9 @@ from urllib.parse import urlsplit
 from tba.errors import TbaError, UserError
 from tba.fields import as_declared
 from tba.foreign import check, parsed
-from tba.grading import queueing
+from tba.grading import pausing_deadline
 from tba.rewards.gate import Gate
-from tba.types import Json, quoted
+from tba.types import Json, quote
 
 _TEMPORARY_CODES = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 _OVERLOAD_CODES = (408, 429, 503, 504, 529)  # fewer calls at once help against these
@@ -242,7 +242,7 @@ class EndpointClient:
 
     def _await_reply(self, future: Future[Reply]) -> Reply:
         try:
-            with queueing():
+            with pausing_deadline():
                 return future.result(_PATIENCE)
         except TimeoutError:
             raise Refused(f"{self} did not answer an equal message in {_PATIENCE:g} s; see that it is up") from None
@@ -279,7 +279,7 @@ class EndpointClient:
         body = json.dumps(question).encode()
         for attempt in range(self.settings.retries + 1):
             with self._gate.turn(_PATIENCE) as call:
-                with queueing():
+                with pausing_deadline():
                     time.sleep(self._rate.turn())
                 start, remedy = time.monotonic(), f"see that it is up, lower {rate_name}, or raise {retries_name}"
                 try:
@@ -302,7 +302,7 @@ class EndpointClient:
                     failure, pause = _spell_out(f"{type(error).__name__}: {reason}"), None
                     call.is_refused = isinstance(reason, TimeoutError)
             if attempt < self.settings.retries:
-                with queueing():
+                with pausing_deadline():
                     time.sleep(min(_LONGEST_PAUSE, self.settings.pause * 2**attempt if pause is None else pause))
         raise Refused(f"{self} did not answer in {self.settings.retries + 1} calls, the last: {failure}; {remedy}")
 
@@ -398,7 +398,7 @@ def _reason(error: urllib.error.HTTPError) -> str:
 
 def _spell_out(text: str) -> str:
     """Returns a text of a server on one line, with control characters spelt out."""
-    return quoted(text, 100)[1:-1]
+    return quote(text, 100)[1:-1]
 
 
 def _has_secret(url: str) -> bool:

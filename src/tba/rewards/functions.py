@@ -35,7 +35,7 @@ from tba.errors import TbaError, UserError
 from tba.fields import as_declared
 from tba.grading import event_loop
 from tba.protocols import GradingCalls, Reward
-from tba.types import Completion, Judgement, Problem, Prompt, copied, quoted
+from tba.types import Completion, Judgement, Problem, Prompt, deep_copy, quote
 
 T = TypeVar("T")
 log = logging.getLogger("tba.reward")
@@ -269,7 +269,7 @@ class _Signature:
 
         def value_of(name: str) -> Any:
             values = [self._or_none(name, row) for row in rows] if self.is_batched else self.argument(name, rows[0])
-            return copied(values)  # a function may change what it gets
+            return deep_copy(values)  # a function may change what it gets
 
         keywords: dict[str, Any] = {}
         for name in names:
@@ -331,7 +331,7 @@ def _call_for_batch(signature: _Signature, rows: Sequence[AnsweredPrompt]) -> li
     values = values.tolist() if hasattr(values, "tolist") else values
     name = name_of(signature.function)
     if not isinstance(values, list | tuple) or len(values) != len(rows):
-        description = f"{len(values)} rewards" if isinstance(values, list | tuple) else f"{quoted(repr(values)[:200])}"
+        description = f"{len(values)} rewards" if isinstance(values, list | tuple) else f"{quote(repr(values)[:200])}"
         raise UserError(
             f"reward function {name!r} gave {description} for {len(rows)} answers: since it takes "
             f"{signature.answer_name!r}, return a list with a number for each"
@@ -385,8 +385,8 @@ class _NamedErrors:
             (prompt, completion), other_count = self.rows[0], len(self.rows) - 1
             note = f" (or on one of {other_count} others)" if other_count else ""
             raise UserError(
-                f"reward function {name_of(self.function)!r} failed on the answer {quoted(completion.text)} to "
-                f"prompt {quoted(prompt.text)} of task {prompt.task}{note}: {type(error).__name__}: {error} "
+                f"reward function {name_of(self.function)!r} failed on the answer {quote(completion.text)} to "
+                f"prompt {quote(prompt.text)} of task {prompt.task}{note}: {type(error).__name__}: {error} "
                 f"({frame.filename}, line {frame.lineno}: {frame.line})"
             ) from error
 

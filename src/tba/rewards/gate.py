@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tba.errors import DeadlineExceeded
-from tba.grading import queueing
+from tba.grading import pausing_deadline
 
 _INITIAL_CALLS = 16  # calls at once before anything is known of a server
 _SLOWDOWN = 3.0  # times the best mean duration, beyond which more calls at once are no gain
@@ -77,7 +77,7 @@ class Gate:
     @contextmanager
     def turn(self, patience: float) -> Iterator[PendingCall]:
         """Waits for a turn, yields its call, and ends it. Raises `DeadlineExceeded` after `patience` seconds."""
-        with queueing():
+        with pausing_deadline():
             call = self.enter(patience)
         try:
             yield call

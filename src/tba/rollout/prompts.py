@@ -17,10 +17,10 @@ import numpy as np
 from tba.errors import UserError
 from tba.fields import as_declared
 from tba.foreign import prompt_tokens, python_values, templated
-from tba.markup import plain, thoughts_of
+from tba.markup import thoughts_of, visible_text
 from tba.protocols import Tokenizer
 from tba.rollout.posterior import Posterior, PosteriorSettings
-from tba.types import Outcome, Problem, Prompt, quoted
+from tba.types import Outcome, Problem, Prompt, quote
 
 _AT_ONCE = 1000  # prompts that are tokenised together
 
@@ -101,7 +101,7 @@ def encode(
         if not tokens or not text:
             raise UserError(f"a prompt of task {task} is empty after tokenising ({text!r}): give it some text")
         chat = None if isinstance(problem.prompt, str) else problem.prompt
-        shown = text if chat is None else plain(text)
+        shown = text if chat is None else visible_text(text)
         prompts.append(
             Prompt(
                 task,
@@ -140,8 +140,8 @@ def _tokens(tokenizer: Tokenizer, texts: Sequence[str], chats: Sequence[bool], t
         except Exception as error:  # tokenizers of the Rust library raise nothing more precise
             if len(block) == 1:
                 raise UserError(
-                    f"the model's tokenizer cannot write the prompt {quoted(plain(block[0]))} of task {task} ({error}"
-                    "): give prompts of the characters that it knows, or another model (--model.path)"
+                    f"the model's tokenizer cannot write the prompt {quote(visible_text(block[0]))} of task {task} "
+                    f"({error}): give prompts of the characters that it knows, or another model (--model.path)"
                 ) from error
             rows = [row for text in block for row in _tokens(tokenizer, [text], [chat], task)]
         yield from rows

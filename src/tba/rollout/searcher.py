@@ -38,9 +38,9 @@ from typing import Any
 
 import numpy as np
 
-from tba.clock import SEARCHERS_TIME, ShareClock, State
+from tba.clock import SEARCHER_STATES, ShareClock, State
 from tba.errors import DeadlineExceeded, UserError
-from tba.grading import Grade, Grader, in_thread
+from tba.grading import Grade, Grader, call_in_thread
 from tba.protocols import (
     Concurrent,
     Engine,
@@ -91,7 +91,7 @@ class OpenAnswer:
     @property
     def ready(self) -> bool:
         """Returns whether it is graded and scored."""
-        return self.grade is not None and self.grade.missing == 0 and self.scores is not None
+        return self.grade is not None and self.grade.missing_parts == 0 and self.scores is not None
 
 
 @dataclass(eq=False)
@@ -289,7 +289,7 @@ class Searcher:
     @property
     def waiting(self) -> int:
         """Returns how many answers are generated and not graded."""
-        return self.grader.unfinished + sum(len(group.answers) for group in self._generated)
+        return self.grader.unfinished_count + sum(len(group.answers) for group in self._generated)
 
     # The loop, in its two forms
 
@@ -427,7 +427,7 @@ class Searcher:
             if newest is not None:
                 self._see(newest)
                 if newest.version > self.engine.version:
-                    self._reading = in_thread("weights", _read, newest)
+                    self._reading = call_in_thread("weights", _read, newest)
 
     def _see(self, published: PublishedWeights) -> None:
         """Remember the newest manifest, and how fast the trainer makes updates."""
@@ -469,7 +469,7 @@ class Searcher:
             return
         self._scored = time.perf_counter()
         if background and isinstance(self.reference, Concurrent) and self.reference.concurrent:
-            self._scoring = groups, in_thread("reference", self._scores, groups)
+            self._scoring = groups, call_in_thread("reference", self._scores, groups)
         else:
             with self.clock.state("reference"):
                 self._take_scores(groups, *self._scores(groups))
@@ -592,8 +592,8 @@ class Searcher:
         that no place in the window is ever empty. Before the first update answers do not age: all that the warm-up
         lacks may wait.
         """
-        now, least = time.monotonic(), self.grader.busy(self.samples_per_prompt) + 2 * self.samples_per_prompt
-        if self.grader.batched:  # one round is graded while the next waits
+        now, least = time.monotonic(), self.grader.capacity(self.samples_per_prompt) + 2 * self.samples_per_prompt
+        if self.grader.has_batched_part:  # one round is graded while the next waits
             least = max(least, 2 * self.prompts_per_round * self.samples_per_prompt)
         if updates := self._updates.per_second(now):
             return max(least, self.grading_lag * self._judged.per_second(now) / updates)
@@ -616,7 +616,7 @@ class Searcher:
         polled = time.monotonic()
         end, stop = polled + seconds, False
         with self.clock.state("reward"):
-            while self.grader.unfinished:
+            while self.grader.unfinished_count:
                 self.grader.wait(_POLL)
                 self._collect_grades()
                 if self._costly and self.vine is None and self._write_due():
@@ -774,7 +774,7 @@ class Searcher:
         """Returns the counts that are not written yet, with what the clock has measured since the last time."""
         counts, self._counts = self._counts, Counter()
         seconds = self.clock.seconds()
-        for name, states in SEARCHERS_TIME.items():
+        for name, states in SEARCHER_STATES.items():
             milliseconds = round(1000 * sum(seconds.get(state, 0.0) for state in states))
             counts[f"{name}_milliseconds"] = milliseconds - self._counted[name]
             self._counted[name] = milliseconds

@@ -27,7 +27,7 @@ from tba.types import (
     StopReason,
     Trajectory,
     Version,
-    quoted,
+    quote,
 )
 
 Scores: TypeAlias = "tuple[FloatArray, ...]"  # log-probabilities [T] under the reference, then under each teacher
@@ -84,7 +84,7 @@ def unusable(
     if finite and abs(judgement.reward) <= limits.largest_reward:  # NaN fails this comparison too
         return None
     because = "" if finite else f", and its log-probability under {limits.scorers} is not finite"
-    answer, question = quoted(completion.text), quoted(prompt.text)
+    answer, question = quote(completion.text), quote(prompt.text)
     if limits.hide_text:
         answer, question = f"{completion.digest} of {len(completion.tokens)} tokens", prompt.key
     return f"{limits.reward_name} gave {judgement} for the answer {answer} to the prompt {question}{because}"

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from tba.errors import UserError
 from tba.generation import generate
-from tba.markup import decoded
+from tba.markup import decode_tokens
 from tba.protocols import Engine, Reward, Tokenizer
 from tba.types import Completion, IntArray, Prompt, Sampling, StopReason, Trajectory
 
@@ -66,7 +66,7 @@ class Vine:
         """
         if not self.separator:
             return list(range(len(tokens)))
-        pieces = [decoded(tokenizer, [int(token)]) for token in tokens]
+        pieces = [decode_tokens(tokenizer, [int(token)]) for token in tokens]
         text, end, starts = "".join(pieces), 0, [0]
         for i, piece in enumerate(pieces[:-1]):
             begin, end = end, end + len(piece)
@@ -154,7 +154,7 @@ class VineRollouts:
             )
         told = self._text if self.turn_text is None else self.turn_text
         said = tuple(told(completion.tokens[a:b].tolist()) for a, b in completion.turns if b <= start)
-        return replace(prompt, tokens=tokens, seed=prompt.world, said=said)
+        return replace(prompt, tokens=tokens, seed=prompt.world, earlier_turns=said)
 
     def _values(
         self,
@@ -197,7 +197,7 @@ class VineRollouts:
         return Completion(tokens, text[: len(text) - removed], rollout.stop_reason, rollout.versions, rollout.sampling)
 
     def _text(self, tokens: IntArray | Sequence[int]) -> str:
-        return decoded(self.tokenizer, np.asarray(tokens).tolist())
+        return decode_tokens(self.tokenizer, np.asarray(tokens).tolist())
 
 
 def _prefixes(trajectory: Trajectory, starts: Sequence[int]) -> Iterator[Prefix]:

@@ -23,14 +23,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tba.batch import Fetched, collate
+from tba.batch import FetchedBatch, collate
 from tba.clock import ShareClock
 from tba.generation import stream
-from tba.grading import Grader, Isolated
-from tba.markup import decoded
+from tba.grading import Grader, GradingProcess
+from tba.markup import decode_tokens
 from tba.models.arithmetic import product_rate
 from tba.models.huggingface import HuggingFace
-from tba.protocols import Model, Policy, Tokenizer, started
+from tba.protocols import Model, Policy, Tokenizer, start_objective
 from tba.recipe import Recipe
 from tba.record.memory import keep_few_kernels, peak_gpu_memory_bytes, peak_memory_bytes
 from tba.runs.reward_time import TimedReward
@@ -163,7 +163,7 @@ def sample_answers(
     recipe: Recipe,
     seed: int,
     say: _Say = lambda line: None,
-    isolate: Callable[[], Isolated] | None = None,
+    isolate: Callable[[], GradingProcess] | None = None,
 ) -> dict[str, Json]:
     """Sample and grade answers; returns figures on rewards and lengths, and the seconds of each stage and of grading.
 
@@ -336,7 +336,7 @@ def _turns(completion: Completion, tokenizer: Tokenizer) -> list[tuple[bool, str
     if completion.mask is None:
         return []
     parts = np.split(completion.tokens, np.flatnonzero(np.diff(completion.mask)) + 1)
-    texts = [decoded(tokenizer, part.tolist()) for part in parts]
+    texts = [decode_tokens(tokenizer, part.tolist()) for part in parts]
     return [(i % 2 == 0, text) for i, text in enumerate(texts)]
 
 
@@ -384,7 +384,7 @@ def time_steps(
         weights = WeightDirectory(Path(folder) / "weights", dtype=model.compute)
         trainer = Trainer(
             policy=policy,
-            objective=started(recipe.objective),
+            objective=start_objective(recipe.objective),
             weights=weights,
             optimizer=optimizer,
             sync_every=recipe.sync_every,
@@ -446,7 +446,7 @@ def _extrapolated_step_seconds(trainer: Trainer, source: _AnswerBatches, say: _S
     return fixed_seconds + token_seconds * source.tokens_per_step + publish_seconds / trainer.sync_every
 
 
-def _batch_tokens(fetched: Fetched) -> int:
+def _batch_tokens(fetched: FetchedBatch) -> int:
     return int(fetched.batch.prompt_length_G.sum()) + int(fetched.batch.length_B.sum())
 
 
@@ -487,22 +487,22 @@ class _AnswerBatches:
     def tokens_per_step(self) -> float:
         return sum(self.tokens_of_step)
 
-    def first_batch(self, groups: int) -> Fetched:
+    def first_batch(self, groups: int) -> FetchedBatch:
         """Returns a batch of the first so many prompts, each with its first answers."""
         parts = [
             Group.of([self.trajectory(self.prompts[position], answer) for answer in rows[:SCORED_ANSWERS]])
             for position, rows in self.answers[:groups]
         ]
-        return Fetched(parts, collate(parts))
+        return FetchedBatch(parts, collate(parts))
 
-    def draw_batch(self) -> Fetched:
+    def draw_batch(self) -> FetchedBatch:
         groups = []
         for i in self.rng.choice(len(self.answers), size=self.recipe.groups_per_step):
             position, rows = self.answers[int(i)]
             group_size = self.recipe.group_size
             chosen_rows = self.rng.choice(len(rows), size=group_size, replace=group_size > len(rows))
             groups.append(Group.of([self.trajectory(self.prompts[position], rows[int(j)]) for j in chosen_rows]))
-        return Fetched(groups, collate(groups))
+        return FetchedBatch(groups, collate(groups))
 
     def groups(self) -> Iterator[Group]:
         """Yields a few answers to each prompt, which fit into a pass."""

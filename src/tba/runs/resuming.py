@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tba.errors import UserError
-from tba.recipe import Recipe, differences, resolved
+from tba.recipe import Recipe, differences, settings_json
 from tba.record.failure import FILE as FAILURE
 from tba.record.failure import Failure
 from tba.record.faults import record_fault
@@ -51,7 +51,7 @@ def resume_point(
     """
     facts = run.facts
     recorded_recipe = run.recipe()
-    recorded_fields, current_fields = facts["resolved"], plain(resolved(recorded_recipe))
+    recorded_fields, current_fields = facts["resolved"], plain(settings_json(recorded_recipe))
     for name, old_value, new_value in differences(recorded_fields, current_fields):
         if old_value is not None and new_value is not None and not name.startswith("run."):  # how it is run may change
             raise UserError(
@@ -65,7 +65,7 @@ def resume_point(
         )
     override(recorded_recipe, overrides, "tba resume")  # alone, for what is asked for now has to count
     recipe = override(find(facts["recipe"]), [*facts["overrides"], *overrides], "tba resume", recorded=True)
-    for name, old_value, new_value in differences(plain(resolved(recorded_recipe)), plain(resolved(recipe))):
+    for name, old_value, new_value in differences(plain(settings_json(recorded_recipe)), plain(settings_json(recipe))):
         if name.startswith(_FIXED_FIELDS) and name != "reference_reset":
             raise UserError(f"a run keeps its {name}, which is {old_value!r}: start a new run for {new_value!r}")
     checkpoint = newest_checkpoint(run.checkpoints)

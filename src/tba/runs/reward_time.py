@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tba.grading import Grader, Isolated, whole
+from tba.grading import Grader, GradingProcess, as_single_part
 from tba.protocols import GradingCalls, Reward, Separable
 from tba.types import Completion, Json, Judgement, Prompt
 
@@ -73,12 +73,12 @@ class TimedReward:
         reward: Reward,
         now: Callable[[], float] = time.perf_counter,
         processor: Callable[[], float] = time.process_time,
-        isolate: Callable[[], Isolated] | None = None,
+        isolate: Callable[[], GradingProcess] | None = None,
     ) -> None:
         self._now, self._processor = now, processor
         separable = reward if isinstance(reward, Separable) else None
         self._judgement = None if separable is None else separable.judgement
-        self._parts = [whole(reward)] if separable is None else list(separable.calls())
+        self._parts = [as_single_part(reward)] if separable is None else list(separable.calls())
         self._graders = [
             Grader(_SinglePart(part), isolate=_part_isolation(isolate, None if separable is None else i), now=now)
             for i, part in enumerate(self._parts)
@@ -93,8 +93,8 @@ class TimedReward:
             processor_before, call_seconds_before = self._processor(), grader.call_seconds
             (grades,) = grader.grade([(prompt, completions)])
             times.append((len(grades), grader.call_seconds - call_seconds_before, self._processor() - processor_before))
-            by_part.append([grade.values[0] for grade in grades])
-            expired_flags = [flag or grade.expired for flag, grade in zip(expired_flags, grades, strict=True)]
+            by_part.append([grade.part_values[0] for grade in grades])
+            expired_flags = [flag or grade.has_expired for flag, grade in zip(expired_flags, grades, strict=True)]
         self.seconds += self._now() - start
         return [
             Judgement(math.nan) if has_expired else values[0] if self._judgement is None else self._judgement(values)
@@ -121,7 +121,7 @@ class TimedReward:
 class _IsolatedPart:
     """Grades by one part of a reward in a process of its own."""
 
-    process: Isolated
+    process: GradingProcess
     part: int | None  # None: by its `judge`
     seconds: float = 0.0
 
@@ -133,7 +133,7 @@ class _IsolatedPart:
         self.process.close()
 
 
-def _part_isolation(isolate: Callable[[], Isolated] | None, part: int | None) -> Callable[[], Isolated] | None:
+def _part_isolation(isolate: Callable[[], GradingProcess] | None, part: int | None) -> Callable[[], GradingProcess] | None:
     return None if isolate is None else lambda: _IsolatedPart(isolate(), part)
 
 

@@ -8,7 +8,7 @@ import os
 
 import numpy as np
 
-from tba.cards import cards
+from tba.cards import visible_gpus
 from tba.engines.vllm import require_vllm
 from tba.errors import UserError
 from tba.foreign import problems_of
@@ -30,7 +30,7 @@ _LEAST_HELD_OUT = 25  # problems: the standard error of an accuracy on fewer is 
 def validate(recipe: Recipe) -> list[str]:
     """Returns warnings. Raises `UserError` for a recipe that cannot run."""
     warnings = []
-    if fault := cards().fault:
+    if fault := visible_gpus().fault:
         warnings.append(
             f"the GPUs of this machine are left alone, since CUDA cannot be started ({fault}): install the build of "
             "torch that suits their driver, which `python tools/preflight.py` names, or the CPU build (TORCH=cpu)"
@@ -67,7 +67,7 @@ def validate(recipe: Recipe) -> list[str]:
         warnings.append("searchers ask for GPUs and the trainer for none: set --cluster.trainer-gpus, or it has none")
     parts = recipe.searcher_count + recipe.trainer.count
     cores = os.cpu_count() or 1
-    if recipe.runtime == "processes" and parts * recipe.run.threads > cores and not cards():
+    if recipe.runtime == "processes" and parts * recipe.run.threads > cores and not visible_gpus():
         warnings.append(f"{parts} processes share {cores} cores: they will slow each other down")
     return warnings
 

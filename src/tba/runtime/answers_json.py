@@ -64,7 +64,7 @@ def _write_prompt(prompt: Prompt) -> Json:
         "text": prompt.text,
         "fields": [[name, _to_json(value, f"the field {name!r} of {owner}")] for name, value in prompt.fields.items()],
         "seed": prompt.seed,
-        "said": list(prompt.said),
+        "said": list(prompt.earlier_turns),
         "thoughts": [list(marks) for marks in prompt.thoughts],
         "messages": None if messages is None else [_to_json(m, f"a message of {owner}") for m in messages],
     }

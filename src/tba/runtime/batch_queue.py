@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from tba.batch import Fetched, collate
+from tba.batch import FetchedBatch, collate
 from tba.clock import ShareClock
 from tba.errors import DeadlineExceeded, UserError
 from tba.replay.replay import NotReady, Replay
@@ -72,12 +72,12 @@ class BatchQueue:
         self._deadline = deadline
         self.fill = fill
         self._thread = ThreadPoolExecutor(1, "batches") if prefetch else None
-        self._prefetch: Future[Fetched] | None = None
+        self._prefetch: Future[FetchedBatch] | None = None
         self._reason: NotReady | None = "warm_up"
         self._synced_version: Version | None = None
         self._closed = False
 
-    def next(self, version: Version, published: Version | None) -> Fetched:
+    def next(self, version: Version, published: Version | None) -> FetchedBatch:
         """Returns the next batch, for a trainer at `version` whose newest published weights are `published`.
 
         Raises `StopRequested`, or `DeadlineExceeded` when no batch can be drawn for too long.
@@ -94,7 +94,7 @@ class BatchQueue:
         return fetched
 
     @property
-    def prefetched_batch(self) -> Fetched | None:
+    def prefetched_batch(self) -> FetchedBatch | None:
         """Returns the batch that was drawn ahead, if there is one."""
         prefetch = self._prefetch
         if prefetch is None or not prefetch.done() or prefetch.cancelled() or prefetch.exception() is not None:
@@ -121,7 +121,7 @@ class BatchQueue:
             if self.prefetched_batch is not None:
                 self._replay.take_back(self.prefetched_batch.groups)
 
-    def _wait_for_batch(self, thread: ThreadPoolExecutor, version: Version, published: Version | None) -> Fetched:
+    def _wait_for_batch(self, thread: ThreadPoolExecutor, version: Version, published: Version | None) -> FetchedBatch:
         """Returns the batch that was drawn ahead, or draws one now; the clock counts the wait."""
         batch, self._prefetch = self._prefetch or thread.submit(self._draw, version, published), None
         if not batch.done():
@@ -135,7 +135,7 @@ class BatchQueue:
                         raise DeadlineExceeded(f"replay gave no batch and no reason in {2 * self._deadline:g} s")
         return batch.result()
 
-    def _draw(self, version: Version, published: Version | None) -> Fetched:
+    def _draw(self, version: Version, published: Version | None) -> FetchedBatch:
         """Draw a batch as soon as replay allows it."""
         began, received = time.monotonic(), self._replay.buffer.received
         if self._synced_version != published:
@@ -146,7 +146,7 @@ class BatchQueue:
             groups = self._replay.sample_if_ready(self._groups_per_step, self._group_size)
             if not isinstance(groups, str):
                 self._reason = None
-                return Fetched(groups, collate(groups))
+                return FetchedBatch(groups, collate(groups))
             self._reason = groups
             if self._replay.buffer.received > received:  # searchers bring trajectories, however slowly
                 began, received = time.monotonic(), self._replay.buffer.received

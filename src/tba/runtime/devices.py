@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tba.cards import GIVEN, VISIBLE
+from tba.cards import GPU_SHARE, VISIBLE_DEVICES
 from tba.errors import UserError
 from tba.recipe import Recipe
 from tba.runtime.needs import needs, with_checkpointing
@@ -87,7 +87,7 @@ def _too_few_message(ranks: int, searchers: int, gpus: int, gpus_each: int, owne
     searcher_count = f"{searchers} searcher{'s' if searchers > 1 else ''}"
     return (
         f"{trainer_need}, {searcher_count} {searcher_need} each: at least {least_gpus}, and "
-        f"{owner} {gpus}; {remedy}, or let there be more of them ({VISIBLE})"
+        f"{owner} {gpus}; {remedy}, or let there be more of them ({VISIBLE_DEVICES})"
     )
 
 
@@ -99,7 +99,7 @@ def places(recipe: Recipe, searchers: Sequence[str], gpus: Sequence[int]) -> dic
     gpus_each = recipe.model.gpus_per_searcher
     if gpus_each and not gpus:
         raise UserError(
-            f"the model should run on GPUs, but this machine shows none ({VISIBLE}): set --model.device cpu"
+            f"the model should run on GPUs, but this machine shows none ({VISIBLE_DEVICES}): set --model.device cpu"
         )
     share = _trainer_share(recipe, gpus[0], len(searchers)) if gpus_each and len(gpus) == 1 else TRAINER
     return assign_gpus(ranks, searchers, len(gpus) if gpus_each else 0, max(1, gpus_each), trainer=share)
@@ -124,20 +124,20 @@ def environment_of(place: Place, driver_devices: str | None = None) -> dict[str,
     driver_devices: the driver's own CUDA_VISIBLE_DEVICES, whose entries a place numbers; None: all of the machine's.
     """
     if not place.gpus:
-        return {VISIBLE: ""}
+        return {VISIBLE_DEVICES: ""}
     names = None if driver_devices is None else [name.strip() for name in driver_devices.split(",") if name.strip()]
     numbers = [str(gpu) if names is None else names[gpu] for gpu in place.gpus]
-    return {VISIBLE: ",".join(numbers), GIVEN: f"{place.share:.4f}"}
+    return {VISIBLE_DEVICES: ",".join(numbers), GPU_SHARE: f"{place.share:.4f}"}
 
 
 def visible_devices() -> str | None:
     """Returns the driver's own CUDA_VISIBLE_DEVICES."""
-    return os.environ.get(VISIBLE)
+    return os.environ.get(VISIBLE_DEVICES)
 
 
 def limit_gpu_memory() -> None:
     """Limit this process to its share of its GPU's memory, if the environment names one."""
-    share = float(os.environ.get(GIVEN, "0"))
+    share = float(os.environ.get(GPU_SHARE, "0"))
     if 0 < share < USABLE and torch.cuda.is_available():
         for gpu in range(torch.cuda.device_count()):
             torch.cuda.set_per_process_memory_fraction(share, gpu)

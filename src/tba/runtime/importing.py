@@ -23,7 +23,7 @@ from tba.intake.encoding import Encoder, Known
 from tba.intake.intake import Entry, Intake
 from tba.markup import thoughts_of
 from tba.protocols import Acted, Reference, Tokenizer
-from tba.recipe import Recipe, differences, resolved
+from tba.recipe import Recipe, differences, settings_json
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
 from tba.replay.reading import JournalFile
@@ -31,7 +31,7 @@ from tba.rollout.prompts import encode
 from tba.runtime.prompting import grader_of, speech_of
 from tba.runtime.run_directory import IMPORTS, PREPARED, RunDirectory
 from tba.runtime.teaching import reference_of, teachers_of
-from tba.tables import STATE, Refusal, read
+from tba.tables import STATE, Refusal, read_table
 from tba.types import Json, Prompt, Split, Trajectory, Version
 from tba.weights.directory import WeightDirectory
 
@@ -93,7 +93,7 @@ def entries_of(path: Path, into: RunDirectory) -> Iterator[Entry]:
         if path.resolve() == into.path.resolve():
             raise UserError(f"{path} is the run itself: give a file, or another run")
         return _trajectories(RunDirectory.open(path).journal_to_read())
-    return _trajectories(path) if path.suffix == ".sqlite" else read(path)
+    return _trajectories(path) if path.suffix == ".sqlite" else read_table(path)
 
 
 def demonstrations(recipe: Recipe, count: int) -> Iterator[Entry]:
@@ -184,7 +184,7 @@ def adopt_imports(path: Path, recipe: Recipe) -> None:
     Raises `UserError` when the imports were tokenised or scored by another model, task, policy temperature, reference
     or teacher.
     """
-    old_settings, new_settings = map(_deciding, (RunDirectory.open(path).facts["resolved"], resolved(recipe)))
+    old_settings, new_settings = map(_deciding, (RunDirectory.open(path).facts["resolved"],settings_json(recipe)))
     names = [name for name in _DECIDING_NAMES if any(differences(old_settings[name], new_settings[name], name))]
     if names:
         raise UserError(

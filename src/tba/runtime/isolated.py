@@ -45,7 +45,7 @@ from tba.errors import DeadlineExceeded, PartFailed, TbaError, UserError
 from tba.foreign import failed, print_error
 from tba.protocols import Reward, Separable
 from tba.runtime.answers_json import Answered, read_answers, read_values, write_answers, write_values
-from tba.types import Json, quoted
+from tba.types import Json, quote
 
 CAN_FORK = platform.system() == "Linux"
 _START_SECONDS = 300.0  # that loading a recipe may take
@@ -257,7 +257,7 @@ class IsolatedGrader:
 def _describe(answers: Sequence[Answered]) -> str:
     (prompt, completion), count = answers[0], len(answers)
     suffix = f" and {count - 1} other{'s' * (count > 2)}" if count > 1 else ""
-    return f"the answer {quoted(completion.text)} to prompt {quoted(prompt.text)} of task {prompt.task}{suffix}"
+    return f"the answer {quote(completion.text)} to prompt {quote(prompt.text)} of task {prompt.task}{suffix}"
 
 
 class _Process:

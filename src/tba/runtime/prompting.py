@@ -195,7 +195,7 @@ def vine_of(recipe: Recipe, model: Model, engine: Engine, reward: Reward) -> Vin
 
 
 def _environment_state(clock: ShareClock) -> AbstractContextManager[None]:
-    return clock.state("eval" if clock.present == "eval" else "environment")
+    return clock.state("eval" if clock.current_state == "eval" else "environment")
 
 
 def worlds_of(task: Acted, inline: bool) -> InProcessHost | Hosts:

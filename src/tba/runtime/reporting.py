@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tba.cards import cards
-from tba.clock import SEARCHERS_TIME, State, share_of
+from tba.cards import visible_gpus
+from tba.clock import SEARCHER_STATES, State, combined_share
 from tba.errors import UserError
 from tba.foreign import read_json
-from tba.protocols import Arithmetic
+from tba.protocols import ComputeCost
 from tba.recipe import Recipe
 from tba.record import metrics
 from tba.record.evaluations import RunningEvaluations, read_evaluations
@@ -128,7 +128,7 @@ def summarise(
     note_unreadable(run.path)
     clocks = [result["clock"] for result in results.values()]
     answers = ledgers["trajectories"]
-    note_slow_reward(run.path, share_of(clocks, "reward"), answers.expired, answers.generated)
+    note_slow_reward(run.path, combined_share(clocks, "reward"), answers.expired, answers.generated)
     evaluations = read_evaluations(run.path)
     EvaluationWatch(run).check()  # the last evaluations came after the trainer had ended
     summary = Summary(
@@ -143,11 +143,11 @@ def summarise(
             eval=sum(e.seconds for e in evaluations),
         ),
         evaluations=evaluations,
-        trainer_idle=share_of([trainer["clock"]], "idle"),
-        trainer_paced=share_of([trainer["clock"]], "paced"),
-        searcher_idle=share_of(clocks, "idle"),
-        searcher_paced=share_of(clocks, "paced"),
-        searcher_evaluating=share_of(clocks, "eval"),
+        trainer_idle=combined_share([trainer["clock"]], "idle"),
+        trainer_paced=combined_share([trainer["clock"]], "paced"),
+        searcher_idle=combined_share(clocks, "idle"),
+        searcher_paced=combined_share(clocks, "paced"),
+        searcher_evaluating=combined_share(clocks, "eval"),
         searcher_time=_searchers_time(clocks),
         tokens=ledgers["tokens"],
         trajectories=ledgers["trajectories"],
@@ -163,7 +163,7 @@ def summarise(
             **{name: result["peak_memory_bytes"] for name, result in results.items()},
         },
         utilisation=utilisation(trainer, recipe.trainer.count, owners),
-        machine=machine(cards().names),
+        machine=machine(visible_gpus().names),
     )
     summary.write(run.path)
     return summary
@@ -177,7 +177,7 @@ def utilisation(trainer: Json, ranks: int, owners: Mapping[str, Mapping[str, int
     """
     if trainer["arithmetic"] is None:
         return {}
-    cost, work, counts = Arithmetic(**trainer["arithmetic"]), Counter(trainer["computed"]), Counter[str]()
+    cost, work, counts = ComputeCost(**trainer["arithmetic"]), Counter(trainer["computed"]), Counter[str]()
     for counters in owners.values():
         counts.update(counters)
     shares = {}
@@ -192,5 +192,5 @@ def utilisation(trainer: Json, ranks: int, owners: Mapping[str, Mapping[str, int
 
 def _searchers_time(clocks: list[dict[State, float]]) -> dict[str, float]:
     """Returns what the searchers' time went to, in shares that add up to 1."""
-    states = {**SEARCHERS_TIME, "waiting": (*SEARCHERS_TIME["waiting"], "idle"), "evaluating": ("eval",)}
-    return {name: sum(share_of(clocks, state) for state in parts) for name, parts in states.items()}
+    states = {**SEARCHER_STATES, "waiting": (*SEARCHER_STATES["waiting"], "idle"), "evaluating": ("eval",)}
+    return {name: sum(combined_share(clocks, state) for state in parts) for name, parts in states.items()}

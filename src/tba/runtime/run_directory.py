@@ -26,14 +26,14 @@ from typing import Any
 import tba.settings
 from tba.errors import UserError
 from tba.foreign import is_name, read_json
-from tba.recipe import Recipe, resolved
+from tba.recipe import Recipe, settings_json
 from tba.record.jsonl import plain, write_json
 from tba.replay.database import acknowledged_folder
 from tba.replay.follower import JournalFollower
 from tba.replay.missing_rows import leave_mark
 from tba.runtime.program import version
 from tba.runtime.run_lock import hold
-from tba.shipped import MARK
+from tba.shipped import VARIANT_MARK
 from tba.types import Json
 
 
@@ -102,7 +102,7 @@ class RunDirectory:
             _make_folder(path / part)
         run = cls(path)
         began = time.monotonic() if began is None else began
-        name, separator, variant = source.partition(MARK)
+        name, separator, variant = source.partition(VARIANT_MARK)
         recipe_file = Path(name) if name.endswith(".py") else None
         facts = {
             "recipe": f"{recipe_file.resolve()}{separator}{variant}" if recipe_file else source,
@@ -112,7 +112,7 @@ class RunDirectory:
             "clock": {"began": began, "before": 0.0},
             "sft_seconds": sft_seconds,
             "incarnations": [{"why": "begun", "program": version(), "marks": [mark := _new_mark()]}],
-            "resolved": resolved(recipe),
+            "resolved": settings_json(recipe),
         }
         # no worker creates it: one that finds no journal reports that
         with JournalFollower(run.journal(recipe)) as journal:
@@ -166,7 +166,7 @@ class RunDirectory:
                 " was, or start a new run"
             )
         source = facts["recipe"]
-        file = source.partition(MARK)[0]
+        file = source.partition(VARIANT_MARK)[0]
         if facts["digest"] is not None and facts["digest"] != _digest(Path(file)):
             raise UserError(f"{file} has changed since the run at {self.path} began: start a new run")
         base_recipe = tba.settings.find(source)
@@ -177,7 +177,7 @@ class RunDirectory:
 
         Raises `UserError` where a file would be executed, unless it is `trusted`.
         """
-        file = self.facts["recipe"].partition(MARK)[0]
+        file = self.facts["recipe"].partition(VARIANT_MARK)[0]
         if file.endswith(".py") and not trusted:
             raise UserError(
                 f"the run at {self.path} is of the recipe file {file}, which would be executed: look at it, then give "
@@ -209,7 +209,7 @@ class RunDirectory:
         if seconds_before is not None:
             facts["clock"] = {"began": time.monotonic(), "before": seconds_before}
         recipe = tba.settings.override(tba.settings.find(facts["recipe"]), facts["overrides"], "", recorded=True)
-        facts["resolved"] = resolved(recipe)
+        facts["resolved"] = settings_json(recipe)
         self.write_facts(facts)
 
     def mark_journal(self, journal: Path) -> None:

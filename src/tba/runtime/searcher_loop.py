@@ -237,7 +237,7 @@ def _loop_of(
     reference = reference_of(recipe, model)
     teachers = teachers_of(recipe, model, reference)
     grader = make_grader("train", teachers=teachers)
-    grader.alive = interrupted or grader.alive
+    grader.on_wait = interrupted or grader.on_wait
     rescorer = Rescorer(reference, journal, recipe.rescored_per_round, LEASE_SECONDS)
     is_in_rounds = recipe.run.rounds or not background or recipe.vine is not None
     seeds = [recipe.seed, 1 + index, attempt, *([connections.incarnation] if connections.incarnation else [])]

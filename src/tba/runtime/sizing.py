@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
-from tba.cards import cards
+from tba.cards import visible_gpus
 from tba.errors import UserError
 from tba.recipe import Recipe
 from tba.record.memory import machine_memory_bytes
@@ -38,7 +38,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        return cls(machine_memory_bytes(), cards().memory)
+        return cls(machine_memory_bytes(), visible_gpus().memory)
 
 
 def searchers_of(recipe: Recipe) -> list[str]:

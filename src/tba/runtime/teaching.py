@@ -19,10 +19,10 @@ import numpy as np
 
 from tba.errors import UserError
 from tba.foreign import problems_of, prompt_tokens, templated
-from tba.markup import continuation, decoded, encoded, plain
+from tba.markup import decode_tokens, encode_continuation, encode_markup, visible_text
 from tba.protocols import Acted, Model, Reference, ScoringModel, Task
 from tba.recipe import Recipe
-from tba.turns import AssistantTurn, Frame, assistant_turn
+from tba.turns import AnswerFrame, AssistantTurn, assistant_turn
 from tba.types import Completion, FloatArray, Prompt, StopReason, Version
 
 _Pairs: TypeAlias = "list[tuple[Prompt, Completion]]"
@@ -162,29 +162,29 @@ class ScoredByText:
             raise UserError("a teacher with another tokenizer needs the messages of a chat: give them, not their text")
         text = prompt.text if prompt.messages is None else templated(self.teacher_tokenizer, prompt.messages)
         tokens = np.array(prompt_tokens(self.teacher_tokenizer, [text], self.chat)[0], np.int32)
-        return replace(prompt, tokens=tokens, text=plain(text) if self.chat else text)
+        return replace(prompt, tokens=tokens, text=visible_text(text) if self.chat else text)
 
     def _answer_text(self, prompt: Prompt, completion: Completion) -> tuple[str, bool]:
         """Returns an answer's text, and whether it has ended."""
         prompt_end, tokens = prompt.tokens[-_CONTEXT_TOKENS:].tolist(), completion.tokens.tolist()
-        prompt_text, text = (decoded(self.policy_tokenizer, ids) for ids in (prompt_end, [*prompt_end, *tokens]))
-        text = text[len(prompt_text) :] if text.startswith(prompt_text) else decoded(self.policy_tokenizer, tokens)
-        stop_tokens = self._turns[0].ends | {self.policy_tokenizer.eos_token_id}
+        prompt_text, text = (decode_tokens(self.policy_tokenizer, ids) for ids in (prompt_end, [*prompt_end, *tokens]))
+        text = text[len(prompt_text) :] if text.startswith(prompt_text) else decode_tokens(self.policy_tokenizer, tokens)
+        stop_tokens = self._turns[0].end_tokens | {self.policy_tokenizer.eos_token_id}
         has_ended = completion.stop_reason is StopReason.EOS or tokens[-1] in stop_tokens
         return text if has_ended else text.rstrip("\ufffd"), has_ended  # without the bytes of a character cut off
 
     def _for_teacher(self, prompt: Prompt, text: str, has_ended: bool, completion: Completion) -> Completion:
         """Returns an answer in the teacher's tokens; an empty answer has none."""
-        turn = self._turns[1] if self.chat else self._turns[1].behind(prompt.text)
-        encode, frame = partial(encoded, self.teacher_tokenizer), Frame(turn.last.opening)
+        turn = self._turns[1] if self.chat else self._turns[1].after_prompt(prompt.text)
+        encode, frame = partial(encode_markup, self.teacher_tokenizer), AnswerFrame(turn.final_frame.opening)
         tokens = turn.tokens(text, encode, None if has_ended else frame) if has_ended or text else []
         return replace(completion, tokens=np.array(tokens, np.int32), text=text)
 
     def _in_usual_form(self, prompt: Prompt, text: str, has_ended: bool, completion: Completion) -> Completion:
         """Returns an answer in the tokens that the policy's tokenizer gives its text, with the end that was sampled."""
-        turn = self._turns[0] if self.chat else self._turns[0].behind(prompt.text)
-        markup = turn.control.markup(text, turn=True)
-        tokens = continuation(partial(encoded, self.policy_tokenizer), markup, turn.lead) if text else []
+        turn = self._turns[0] if self.chat else self._turns[0].after_prompt(prompt.text)
+        markup = turn.control.markup(text, is_turn=True)
+        tokens = encode_continuation(partial(encode_markup, self.policy_tokenizer), markup, turn.lead) if text else []
         end_tokens = completion.tokens[-1:].tolist() if has_ended else []
         return replace(completion, tokens=np.array([*tokens, *end_tokens], np.int32), text=text)
 

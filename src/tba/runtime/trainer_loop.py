@@ -23,10 +23,10 @@ from typing import cast
 
 import torch
 
-from tba.batch import Batch, Fetched, distinct_rows
-from tba.clock import SEARCHERS_TIME, ShareClock
+from tba.batch import Batch, FetchedBatch, distinct_rows
+from tba.clock import SEARCHER_STATES, ShareClock
 from tba.errors import UserError
-from tba.protocols import Arithmetic, Policy, Remembering, started
+from tba.protocols import ComputeCost, Policy, Remembering, start_objective
 from tba.recipe import Recipe
 from tba.record.falls import STALE, CollapseWatch, SignalWatch, StalenessWatch
 from tba.record.faults import record_fault
@@ -96,7 +96,7 @@ class TrainerLoop:
     trained_batches: int = 0  # by this process
     checkpointed_version: Version | None = None  # the newest checkpoint's version
     lags: Counter[int] = field(default_factory=Counter)
-    arithmetic: Arithmetic | None = None  # what a token costs
+    arithmetic: ComputeCost | None = None  # what a token costs
     compute_counts: Counter[str] = field(default_factory=Counter)  # tokens `read` and `scored`, `milliseconds`
     signal: SignalWatch = field(default_factory=SignalWatch)
     collapse: CollapseWatch = field(default_factory=CollapseWatch)
@@ -289,7 +289,7 @@ class TrainerLoop:
         if isinstance(self.trainer.policy, Rank0Policy):
             self.trainer.policy.saving.settle()
 
-    def _record(self, version_before: Version, fetched: Fetched, metrics: Metrics) -> None:
+    def _record(self, version_before: Version, fetched: FetchedBatch, metrics: Metrics) -> None:
         """Write a line of metrics. version_before: the version that the batch was drawn for."""
         trajectories: list[Trajectory] = [t for group in fetched.groups for t in group.trajectories]
         self.ended_training = self.elapsed()
@@ -371,7 +371,7 @@ class TrainerLoop:
         self._counters_read_at = now
         self._record_evaluations()
         searchers = [counts for counts in self.journal.counters().values() if counts.get("generated_tokens")]
-        spent_ms = {kind: sum(counts.get(f"{kind}_milliseconds", 0) for counts in searchers) for kind in SEARCHERS_TIME}
+        spent_ms = {kind: sum(counts.get(f"{kind}_milliseconds", 0) for counts in searchers) for kind in SEARCHER_STATES}
         spent_ms["evaluating"] = sum(counts.get("evaluation_milliseconds", 0) for counts in searchers)
         self._searcher_metrics = {
             GENERATED_TOKENS: float(sum(counts["generated_tokens"] for counts in searchers)),
@@ -429,7 +429,7 @@ def start_training(
     if version.incarnation:
         weight_directory.clean()  # before any of it is read: a crash, or a disk, may have damaged it
     weights = BackgroundPublisher(weight_directory, recipe.run.first_sign_deadline) if background else weight_directory
-    clock = ShareClock(warming_up=True)
+    clock = ShareClock(is_warming_up=True)
     wait_for_rows = pause if turn_taker is None else partial(turn_taker.turn, clock)
     m = getattr(recipe.replay.selection, "m", math.nan)  # with control on, the recipe has checked that there is one
     loop = TrainerLoop(
@@ -437,7 +437,7 @@ def start_training(
         run=run,
         trainer=Trainer(
             policy=policy,
-            objective=started(recipe.objective),
+            objective=start_objective(recipe.objective),
             weights=weights,
             optimizer=optimizer,
             sync_every=recipe.sync_every,

@@ -32,7 +32,7 @@ from tba.fields import as_declared
 from tba.protocols import Reward
 from tba.rewards.exact_answer import ExactAnswer, marked_answer
 from tba.rewards.functions import FunctionReward
-from tba.tables import Refusal, chat_of, conversation, file_in, splits_of, tools_of
+from tba.tables import Refusal, conversation, file_in, parse_chat_text, splits_of, tool_schemas
 from tba.tasks.held_out import IN_BOTH, check_share, exclude, is_held_out
 from tba.tasks.problem_rows import ProblemRow, read_rows
 from tba.types import Json, Message, Problem, Split
@@ -135,7 +135,7 @@ class Jsonl:
                 f"{row.place} has no field {self.answer_field!r} to mark an answer against: add it, "
                 "or name another with answer_field, or give a reward of your own in a recipe"
             )
-        tools = tools_of(row.values.get("tools"))
+        tools = tool_schemas(row.values.get("tools"))
         if isinstance(tools, Refusal):
             raise UserError(f"{row.place} has {tools} as its 'tools': give a list of JSON schemas")
         return Problem(prompt, fields, demonstration, tools=tools)
@@ -149,7 +149,7 @@ class Jsonl:
                 f"{row.place} has neither a field {self.prompt_field!r} nor {self.messages_field!r}: it has "
                 f"{', '.join(sorted(row.values)) or 'none'}, so name the right one with prompt_field or messages_field"
             )
-        chat = chat_of(row.value(field))
+        chat = parse_chat_text(row.value(field))
         if isinstance(chat, list):
             return _read_conversation(chat, row.place, field)
         question = row.text(field)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tba.errors import UserError
-from tba.tables import DAMAGED, NO_UTF8, Refusal, Rows, is_file_of_rows, read, rows_of, unpacked
+from tba.tables import DAMAGED, NOT_UTF8, Refusal, Rows, is_file_of_rows, parse_json_text, read_batches, read_table
 from tba.types import Json, is_text
 
 _ABSENT = object()
@@ -51,7 +51,7 @@ class ProblemRow:
     def _look_up(self, field: str) -> object:
         value: object = self.values
         for name in [field] if field in self.values else field.split("."):
-            value = unpacked(value)
+            value = parse_json_text(value)
             if not isinstance(value, Mapping) or name not in value:
                 return _ABSENT
             value = value[name]
@@ -60,7 +60,7 @@ class ProblemRow:
 
 def read_rows(path: Path) -> list[ProblemRow]:
     """Returns all rows of a file. Raises `UserError` when it is missing or empty, or a row is not an object."""
-    rows = _read_all(read(path), str(path), "line" if ".jsonl" in path.suffixes else "row")
+    rows = _read_all(read_table(path), str(path), "line" if ".jsonl" in path.suffixes else "row")
     if not rows:
         raise UserError(f"{path} is empty: give a file of rows with a problem each")
     return rows
@@ -74,7 +74,7 @@ def _read_all(numbered_rows: Rows, source: str, kind: str = "row") -> list[Probl
             count = f"{len(rows)} rows could be"
             raise UserError(f"{source} cannot be read ({values.detail}; {count}): give the whole file")
         if isinstance(values, Refusal):
-            remedy = "save it in UTF-8" if values.reason == NO_UTF8 else "each must be one object such as {...}"
+            remedy = "save it in UTF-8" if values.reason == NOT_UTF8 else "each must be one object such as {...}"
             raise UserError(f"{place} is {values}: {remedy}")
         rows.append(ProblemRow(values, place))
     return rows
@@ -102,4 +102,4 @@ def rows_from_hub(task: str, name: str, split: str, remedy: str, configuration: 
             f"network, or give {remedy}"
         ) from error
     tables = rows.with_format("arrow").iter(_BATCH_ROWS)
-    return _read_all(rows_of(tables, rows.features.arrow_schema), f"{name} ({split})")
+    return _read_all(read_batches(tables, rows.features.arrow_schema), f"{name} ({split})")

@@ -27,7 +27,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from tba.batch import Batch, distinct_rows, largest_group, micro_batches, moved
+from tba.batch import Batch, distinct_rows, largest_group, micro_batches, to_device
 from tba.protocols import Measured, Objective, Policy, PolicyOutput
 
 See: TypeAlias = Callable[[PolicyOutput, Batch], None]  # is shown each row once, with what the policy gave for it
@@ -142,13 +142,13 @@ class Slice:
 
     def place_BT(self, device: torch.device) -> tuple[Tensor, slice]:
         """Returns where its rows lie in a tensor of shape [B, T] there."""
-        return moved(self.row_index, device), slice(0, self.batch.completion_BT.shape[1])
+        return to_device(self.row_index, device), slice(0, self.batch.completion_BT.shape[1])
 
     def first_groups(self, derivative_G: Tensor, done_G: Tensor) -> Tensor:
         """The derivative with respect to its groups' log Z; 0 for those of `done_G`, which had it before."""
         device = derivative_G.device
-        done = moved(done_G[self.group_index], device)
-        return derivative_G[moved(self.group_index, device)].masked_fill(done, 0.0)
+        done = to_device(done_G[self.group_index], device)
+        return derivative_G[to_device(self.group_index, device)].masked_fill(done, 0.0)
 
     def derivatives(self, output: PolicyOutput, leaves: PolicyOutput, done_G: Tensor) -> list[tuple[Tensor, Tensor]]:
         """(what the policy gave, the loss's derivative with respect to it), for each output that the loss uses.
@@ -170,7 +170,7 @@ def _evaluate(policy: Policy, batch: Batch) -> PolicyOutput:
     if len(rows_D) == batch.rows:
         return policy.evaluate(batch)
     output = policy.evaluate(batch.select(rows_D))
-    place_B = moved(place_B, output.log_policy_BT.device)
+    place_B = to_device(place_B, output.log_policy_BT.device)
     value_BT = None if output.value_BT is None else output.value_BT.index_select(0, place_B)
     entropy_D = output.entropy_B
 
@@ -188,7 +188,7 @@ def _evaluate_without_gradient(policy: Policy, batch: Batch, slices: Sequence[Sl
         outputs = [_evaluate(policy, part.batch) for part in slices]
     device = outputs[0].log_policy_BT.device
     rows = [part.place_BT(device) for part in slices]
-    groups = [moved(part.group_index, device) for part in slices]
+    groups = [to_device(part.group_index, device) for part in slices]
     shape_BT = tuple(batch.completion_BT.shape)
     log_policy_BT = put_together([o.log_policy_BT for o in outputs], rows, shape_BT)
     assert log_policy_BT is not None

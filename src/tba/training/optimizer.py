@@ -26,9 +26,9 @@ from torch.nn import Parameter
 from tba.errors import UserError
 from tba.fields import as_declared
 from tba.foreign import parsed
-from tba.schedules import RateShape, WarmupConstant, warm
-from tba.sharding import copied, gathered, group_of, is_sharded, own_rows, rows_of
-from tba.streaming import Streamed, write_tensors
+from tba.schedules import RateShape, WarmupConstant, warmup_share
+from tba.sharding import copy_local_rows, gather_rows, is_sharded, local_part, process_group, row_range
+from tba.streaming import TensorStream, write_tensors
 from tba.types import Json
 
 STATE = "optimizer.safetensors"
@@ -80,8 +80,8 @@ class Optimizer:
     ) -> None:
         self.settings = settings
         self.parameters = list(parameters)
-        self._group = group_of(self.parameters)
-        self._own = [own_rows(p) if is_sharded(p) else p for p in self.parameters]
+        self._group = process_group(self.parameters)
+        self._own = [local_part(p) if is_sharded(p) else p for p in self.parameters]
         self._masters = [self._master(own) for own in self._own]
         # float32, like the masters: their exponential moving averages
         self._averages = [m.detach().clone() for m in self._masters] if settings.averaged else []
@@ -101,7 +101,7 @@ class Optimizer:
         """
         for parameter, master in zip(self.parameters, self._masters, strict=True):
             if master is not parameter:
-                master.grad = None if parameter.grad is None else own_rows(parameter.grad).to(torch.float32)
+                master.grad = None if parameter.grad is None else local_part(parameter.grad).to(torch.float32)
         norm = self._norm(loss)
         norm_value = read(norm)
         if math.isfinite(norm_value):
@@ -121,7 +121,7 @@ class Optimizer:
     def _shape(self, step: int) -> float:
         """Returns the share of the peak rate: by the schedule, and warmed up again since moments were reset."""
         schedule = self.settings.schedule
-        return min(schedule(step), warm(max(self._made, 1), schedule.warmup))
+        return min(schedule(step), warmup_share(max(self._made, 1), schedule.warmup))
 
     @contextmanager
     def averages(self) -> Iterator[None]:
@@ -162,14 +162,14 @@ class Optimizer:
 
     def like(self) -> Mapping[str, Tensor]:
         """Returns what `save` writes, as whole tensors on the meta device."""
-        return self._streamed().like
+        return self._streamed().declared_tensors
 
     def snapshot(self) -> dict[str, tuple[int, Tensor]]:
         """Returns copies of this rank's part of it: by name, the number of the first row and the rows. What every rank
         has as a whole is the first one's part.
         """
         whole = self._numbered_parameters()
-        return {name: rows for i, name, own in self._parts() if (rows := copied(own, whole[i])) is not None}
+        return {name: rows for i, name, own in self._parts() if (rows := copy_local_rows(own, whole[i])) is not None}
 
     def save_empty(self, folder: Path, like: Mapping[str, Tensor]) -> None:
         """Do what `save` does, with room for the tensors of all ranks (`like`, from before) instead of them."""
@@ -211,7 +211,7 @@ class Optimizer:
             return
         self._adamw.load_state_dict({"state": state, "param_groups": self._adamw.state_dict()["param_groups"]})
 
-    def _streamed(self) -> Streamed:
+    def _streamed(self) -> TensorStream:
         """Returns all that is saved, each tensor whole when it is reached."""
         parts = self._parts()
         whole = self._numbered_parameters()
@@ -224,10 +224,10 @@ class Optimizer:
                 if not (own.ndim and is_sharded(whole[i])):
                     yield name, own
                     continue
-                tensor = gathered(own, whole[i].shape, self._group)
+                tensor = gather_rows(own, whole[i].shape, self._group)
                 yield name, own if tensor is None else tensor
 
-        return Streamed(like, tensors)
+        return TensorStream(like, tensors)
 
     def _parts(self) -> list[tuple[int, str, Tensor]]:
         """Returns (number of the parameter, name, this rank's part) of all that is saved."""
@@ -251,8 +251,8 @@ class Optimizer:
                 parameter, part = whole[int(name.split(".")[0])], file.get_slice(name)
                 if part.get_shape() and is_sharded(parameter):
                     rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
-                    first, last = rows_of(len(parameter), rank, ranks)
-                    tensors[name] = part[first:last] if last > first else own_rows(parameter).to(torch.float32)
+                    first, last = row_range(len(parameter), rank, ranks)
+                    tensors[name] = part[first:last] if last > first else local_part(parameter).to(torch.float32)
                 else:
                     tensors[name] = file.get_tensor(name)
         return tensors

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tba.batch import Batch, moved
+from tba.batch import Batch, to_device
 from tba.protocols import Measured, PolicyOutput
 
 LARGEST = 20.0  # of a log-ratio in the quantiles: beyond it a ratio has no meaning
@@ -47,7 +47,7 @@ class Staleness:
             off_policy_BT = torch.where(there.mask_BT, there_BT - log_policy_BT, 0.0)
             off_policy_B = off_policy_BT.sum(1)  # NaN without behaviour log-probabilities
             token_N = (batch.mask_BT & known_B[:, None]).flatten().nonzero()[:, 0]
-            self._tokens.append(off_policy_BT.flatten().index_select(0, moved(token_N, device)))
+            self._tokens.append(off_policy_BT.flatten().index_select(0, to_device(token_N, device)))
             self._see_lags(off_policy_BT, batch, known_B)
         self._known.append(known_B)
         log_ratio_B = torch.where(there.mask_BT, log_policy_BT - there.log_reference_BT, 0.0).sum(1)
@@ -64,7 +64,7 @@ class Staleness:
         now_B, before_B = known_B & (batch.lag_B == 0), known_B & (batch.lag_B > 0)
         tokens_B = batch.mask_BT.sum(1)
         self._counts.append(torch.stack([tokens_B[now_B].sum(), now_B.sum(), (tokens_B * batch.lag_B)[before_B].sum()]))
-        now_B, before_B = moved(torch.stack([now_B, before_B]), off_policy_BT.device)
+        now_B, before_B = to_device(torch.stack([now_B, before_B]), off_policy_BT.device)
         apart_BT = torch.where(now_B[:, None], off_policy_BT, 0.0)
         row_B = off_policy_BT.sum(1)
         moved_B = torch.where(before_B, row_B, 0.0)
@@ -93,7 +93,7 @@ class Staleness:
             return {}
         off_policy_B, log_ratio_B, reward_B, group_B = torch.cat(self._rows, 1)
         known_N = torch.cat(self._known).nonzero()[:, 0]
-        known_B = off_policy_B.index_select(0, moved(known_N, off_policy_B.device))
+        known_B = off_policy_B.index_select(0, to_device(known_N, off_policy_B.device))
         found: Measured = {"behavior_share": len(known_B) / len(off_policy_B)}
         if len(known_B):
             found |= _spread("off_policy", known_B) | {"ess": effective_share(-known_B)}

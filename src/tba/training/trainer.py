@@ -21,7 +21,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from tba.batch import Batch, Fetched
+from tba.batch import Batch, FetchedBatch
 from tba.errors import NonFiniteLoss, UserError
 from tba.protocols import HEADS, Measured, Objective, Policy, PolicyOutput, WeightPublisher
 from tba.training.gradients import backward
@@ -74,7 +74,7 @@ class Trainer:
                 "such head; choose a policy that has it or another objective"
             )
 
-    def step(self, fetched: Fetched) -> Metrics:
+    def step(self, fetched: FetchedBatch) -> Metrics:
         """Make one update from one batch. The policy's device is waited for once, when the update is decided on."""
         self.groups = fetched.groups
         batch = dataclasses.replace(fetched.batch, lag_B=self._lag_B())

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from tba.errors import DeadlineExceeded
 from tba.host_copies import HostCopies
 from tba.protocols import PublishedWeights
-from tba.streaming import Streamed
+from tba.streaming import TensorStream
 from tba.types import Json, Version
 from tba.weights.directory import WeightDirectory
 
@@ -39,8 +39,9 @@ class BackgroundPublisher:
     def publish(self, weights: Mapping[str, torch.Tensor], version: Version, manifest: Mapping[str, Json]) -> None:
         """Returns once the version before is written; until `hold` has been called `weights` must stay as they are."""
         self.settle()
-        leaving = weights if isinstance(weights, Streamed) else self._copies.of(weights, self._directory.dtype)
-        self._held = leaving.hold if isinstance(leaving, Streamed) else lambda: False
+        is_stream = isinstance(weights, TensorStream)
+        leaving = weights if is_stream else self._copies.begin_copy(weights, self._directory.dtype)
+        self._held = leaving.hold if isinstance(leaving, TensorStream) else lambda: False
         self._later(lambda: self._directory.publish(leaving, version, manifest))
 
     def hold(self) -> None:

@@ -19,13 +19,13 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from tba.streaming import EVEN, SAFETENSORS_NAMES, Change, Streamed, as_written, write_flat
+from tba.streaming import ALIGNED_ELEMENTS, SAFETENSORS_NAMES, TensorChange, TensorStream, write_flat, written_type
 
 _AT, _IS = "@at", "@is"
 
 
 def write_changes(
-    path: Path, like: Mapping[str, Tensor], changes: Iterable[Change], dtype: torch.dtype | None = None
+    path: Path, like: Mapping[str, Tensor], changes: Iterable[TensorChange], dtype: torch.dtype | None = None
 ) -> int:
     """Write the changes of tensors with the names, types and shapes of `like` as a safetensors file, those of floating
     point as `dtype` (None: as they are); returns its bytes.
@@ -39,7 +39,7 @@ def write_changes(
             own = like[change.name]
             for key, written, shape in _written(change, tuple(own.shape)):
                 begin = file.tell() - room
-                kind = written.dtype if key.endswith(_AT) else as_written(own.dtype, dtype)
+                kind = written.dtype if key.endswith(_AT) else written_type(own.dtype, dtype)
                 write_flat(file, written, kind)
                 entries[key] = {
                     "dtype": SAFETENSORS_NAMES[kind],
@@ -51,13 +51,13 @@ def write_changes(
         return end
 
 
-def _written(change: Change, shape: tuple[int, ...]) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
+def _written(change: TensorChange, shape: tuple[int, ...]) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
     """Yields what is to be written of a tensor: (name, values, their shape)."""
-    values, at = change.values, change.at
+    values, at = change.values, change.indices
     if at is None:
         yield change.name, values, shape
         return
-    more = -len(at) % EVEN  # repeats the last element, which changes nothing
+    more = -len(at) % ALIGNED_ELEMENTS  # repeats the last element, which changes nothing
     yield change.name + _AT, torch.cat([at, at[-1:].expand(more)]), (len(at) + more,)
     yield change.name + _IS, torch.cat([values, values[-1:].expand(more)]), (len(at) + more,)
 
@@ -68,7 +68,7 @@ def _write_header(file: BinaryIO, entries: Mapping[str, object], room: int) -> N
     file.write((room - 8).to_bytes(8, "little") + text.ljust(room - 8))
 
 
-class Restored(Streamed):
+class Restored(TensorStream):
     """Reads what was published: a tensor that has changed is put together whenever it is asked for, any other is the
     base's own. Whoever copies them one after the other holds one at a time.
     """
@@ -78,7 +78,7 @@ class Restored(Streamed):
         self._changes = changes
 
     def __getitem__(self, name: str) -> Tensor:
-        base, at = self.like[name], self._changes.get(name + _AT)
+        base, at = self.declared_tensors[name], self._changes.get(name + _AT)
         return self._changes.get(name, base) if at is None else _changed(base, at, self._changes[name + _IS])
 
 

@@ -31,7 +31,7 @@ from tba.errors import UserError
 from tba.fields import as_declared
 from tba.foreign import parsed
 from tba.protocols import PublishedWeights
-from tba.streaming import Streamed, bytes_of, changes_since, shapes_of, write_tensors
+from tba.streaming import TensorStream, bytes_of, changes_since, shapes_of, write_tensors
 from tba.types import Json, Version
 from tba.weights.atomic_dir import sync
 from tba.weights.deltas import Restored, write_changes
@@ -125,7 +125,7 @@ class WeightDirectory:
         with safetensors.safe_open(self.file(self._base), framework="pt") as base:
             if sorted(base.keys()) != sorted(weights):
                 raise ValueError(f"these weights have other names than those of version {self._base}")
-            of_ranks = weights.changes if isinstance(weights, Streamed) else None
+            of_ranks = weights.changes if isinstance(weights, TensorStream) else None
             changes = (
                 changes_since(base.get_tensor, weights, self.dtype)
                 if of_ranks is None

@@ -29,7 +29,7 @@ from tba.apps.preference.scoring import PairScorer, RewardModel, naming_load_err
 from tba.apps.preference.similarity import NAMES, Floats, features, split_sentences
 from tba.errors import UserError
 from tba.foreign import SAFE, UNREADABLE, read_json
-from tba.markup import padded
+from tba.markup import pad_texts
 from tba.models.arithmetic import judge_bytes
 from tba.policy.loading import no_bars, pretrained
 
@@ -81,7 +81,7 @@ class CachedSentenceEncoder:
 
     @torch.inference_mode()
     def _pass(self, texts: list[str]) -> Floats:
-        batch = padded(self.tokenizer, texts, SENTENCE_TOKENS).to(self.model.device)
+        batch = pad_texts(self.tokenizer, texts, SENTENCE_TOKENS).to(self.model.device)
         hidden_NTH = self.model(**batch).last_hidden_state.float()
         mask_NT1 = batch["attention_mask"][..., None]
         mean_NH = (hidden_NTH * mask_NT1).sum(1) / mask_NT1.sum(1).clamp(min=1)

@@ -26,7 +26,7 @@ from itertools import combinations
 from pathlib import Path
 
 from tba.errors import UserError
-from tba.tables import Refusal, Values, read
+from tba.tables import Refusal, Values, read_table
 from tba.types import Json, is_text
 
 _PROMPTS = ("prompt", "post", "question", "instruction", "context", "document", "article", "query")
@@ -63,7 +63,7 @@ def read_pairs(path: Path, score: str = "score") -> tuple[list[PreferencePair], 
 
     Raises `UserError` when the file cannot be opened or has no pair.
     """
-    return preference_pairs(read(path), str(path), score)
+    return preference_pairs(read_table(path), str(path), score)
 
 
 def preference_pairs(

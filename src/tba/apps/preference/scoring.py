@@ -24,7 +24,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from tba.engines.rules import positions
 from tba.errors import UserError
 from tba.foreign import SAFE, read_json
-from tba.markup import control_tokens, encoded
+from tba.markup import control_tokens, encode_markup
 from tba.policy.loading import no_bars, pretrained, readable
 
 REPORT = "reward_model.json"  # in a folder of `tba reward-model`: what it was made of, and its report
@@ -141,7 +141,7 @@ class RewardModel:
     def read(self, prompt: str, response: str) -> TokenisedText | None:
         """Returns prompt and response as tokens; None for a response that is too long by itself."""
         prompt_tokens = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        response_tokens = encoded(self.tokenizer, control_tokens(self.tokenizer).markup(response))
+        response_tokens = encode_markup(self.tokenizer, control_tokens(self.tokenizer).markup(response))
         start_tokens = [self.tokenizer.cls_token_id] if self._is_pair_model else []
         middle_tokens = [self.tokenizer.sep_token_id] if self._is_pair_model else []
         room = self.max_tokens - len(start_tokens) - len(middle_tokens) - len(response_tokens) - 1

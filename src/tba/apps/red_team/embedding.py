@@ -24,7 +24,7 @@ from transformers.utils import cached_file
 
 from tba.errors import UserError
 from tba.foreign import SAFE, read_json
-from tba.markup import padded
+from tba.markup import pad_texts
 from tba.policy.loading import no_bars, pretrained, readable
 
 
@@ -54,7 +54,7 @@ class SentenceEmbedder:
         embeddings: dict[str, npt.NDArray[np.float32]] = {}
         for start in range(0, len(distinct_sentences), rows_per_pass):
             batch = distinct_sentences[start : start + rows_per_pass]
-            tokens = padded(self.tokenizer, batch, self.max_tokens).to(self.model.device)
+            tokens = pad_texts(self.tokenizer, batch, self.max_tokens).to(self.model.device)
             hidden_NTW = self.model(**tokens).last_hidden_state.float()
             mask_NT1 = tokens["attention_mask"][:, :, None].float()
             mean_NW = (hidden_NTW * mask_NT1).sum(1) / mask_NT1.sum(1).clamp(min=1)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tba.errors import UserError
-from tba.tables import Refusal, cells, read
+from tba.tables import Refusal, cells, read_table
 from tba.types import Json, is_text
 
 
@@ -86,7 +86,7 @@ def _is_csv(path: Path) -> bool:
 
 
 def _lines(path: Path) -> Iterator[Mapping[str, Json] | Refusal]:
-    return (values for _, values in read(path))
+    return (values for _, values in read_table(path))
 
 
 def _csv(path: Path, fields: LabelledFields) -> Iterator[Mapping[str, Json] | Refusal]:

@@ -20,7 +20,7 @@ from tba.apps.red_team.victim_model import chosen_device, load_model
 from tba.engines.rules import positions
 from tba.errors import UserError
 from tba.foreign import templated
-from tba.markup import control_tokens, encoded, encoded_whole, filled, padded
+from tba.markup import control_tokens, encode_markup, encode_whole_text, fill_template, pad_texts
 
 
 @dataclass
@@ -55,7 +55,7 @@ class SequenceScores:
         """Returns log P(toxic) of each answer, whatever the attack."""
 
         def scores(texts: list[str]) -> Tensor:
-            logits_NL = self.model(**padded(self.tokenizer, texts, self._limit).to(self.model.device)).logits.float()
+            logits_NL = self.model(**pad_texts(self.tokenizer, texts, self._limit).to(self.model.device)).logits.float()
             if self._is_sigmoid:
                 return torch.nn.functional.logsigmoid(logits_NL[:, self._label_index])
             return torch.log_softmax(logits_NL, -1)[:, self._label_index]
@@ -121,13 +121,13 @@ class JudgeScores:
 
     def _text(self, attack: str, answer: str) -> str:
         if self.template != "chat":
-            return filled(control_tokens(self.tokenizer), self.template, attack=attack, answer=answer)
+            return fill_template(control_tokens(self.tokenizer), self.template, attack=attack, answer=answer)
         messages = [{"role": "user", "content": attack}, {"role": "assistant", "content": answer}]
         return templated(self.tokenizer, messages)
 
     def _tokens(self, text: str) -> list[int]:
         """Tokenise what comes before the verdict by itself: the model writes the verdict in tokens of its own."""
-        encode = encoded if self.template == "chat" else encoded_whole
+        encode = encode_markup if self.template == "chat" else encode_whole_text
         return [*encode(self.tokenizer, text), *self._verdict_prefix][-self.max_tokens :]
 
     def _token_ids(self, text: str) -> list[int]:

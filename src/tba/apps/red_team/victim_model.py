@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tba.cards import cards
+from tba.cards import visible_gpus
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.errors import UserError
 from tba.foreign import SAFE, templated
 from tba.generation import generate
-from tba.markup import control_tokens, encoded, encoded_whole, filled, plain
+from tba.markup import control_tokens, encode_markup, encode_whole_text, fill_template, visible_text
 from tba.policy.loading import no_bars, pretrained, readable
 from tba.types import Prompt, Sampling
 
@@ -64,14 +64,14 @@ class VictimModel:
 
     def _text(self, attack: str) -> str:
         if self.template != "chat":
-            return filled(control_tokens(self.tokenizer), self.template, attack=attack)
+            return fill_template(control_tokens(self.tokenizer), self.template, attack=attack)
         messages = [{"role": "user", "content": attack}]
         return templated(self.tokenizer, messages)
 
     def _prompt(self, text: str) -> Prompt:
         # A chat template writes the beginning of a text itself.
-        encode = encoded if self.template == "chat" else encoded_whole
-        return Prompt("victim", np.array(encode(self.tokenizer, text), np.int32), plain(text))
+        encode = encode_markup if self.template == "chat" else encode_whole_text
+        return Prompt("victim", np.array(encode(self.tokenizer, text), np.int32), visible_text(text))
 
 
 def chosen_device(name: str) -> str:
@@ -87,7 +87,7 @@ def expected_device(name: str) -> str:
     """Returns what `chosen_device` will return in a searcher, without starting CUDA here."""
     if name != "auto":
         return name
-    return "cuda" if cards() else chosen_device(name)
+    return "cuda" if visible_gpus() else chosen_device(name)
 
 
 def load_model(auto_class: Any, path: str, role: str, device: str, dtype: torch.dtype) -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tba.cards import GIVEN, VISIBLE, cards
+from tba.cards import GPU_SHARE, VISIBLE_DEVICES, visible_gpus
 from tba.errors import UserError
 from tba.recipe import Recipe
 from tba.record.memory import machine_memory_bytes, usable_cores
@@ -66,7 +66,7 @@ class Node:
 def this_machine() -> Node:
     """Returns the single node of a cluster of our own."""
     memory = machine_memory_bytes() or 0
-    return Node("here", "this machine", usable_cores(), len(cards()), memory, here=True)
+    return Node("here", "this machine", usable_cores(), len(visible_gpus()), memory, here=True)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def share_of_gpu(gpus: float) -> dict[str, str]:
     """Returns the environment of a worker that was given so many GPUs: its share of each one's memory. One that was
     given none sees none; of the others Ray says which they see.
     """
-    return {GIVEN: f"{min(gpus, 1.0) * USABLE:.4f}"} if gpus else {VISIBLE: ""}
+    return {GPU_SHARE: f"{min(gpus, 1.0) * USABLE:.4f}"} if gpus else {VISIBLE_DEVICES: ""}
 
 
 def plan(recipe: Recipe, nodes: Sequence[Node], searchers: Sequence[str]) -> list[Placement]:

@@ -32,7 +32,7 @@ from tba.runtime.connections import Connections
 from tba.runtime.elastic import LocalMembership, Membership, enter_run
 from tba.runtime.program import require_same_version
 from tba.runtime.run_directory import RunDirectory
-from tba.shipped import MARK
+from tba.shipped import VARIANT_MARK
 from tba.training.checkpoint import Checkpoint
 from tba.types import Json, Version
 from tba.weights.atomic_dir import atomic_folder, remove_folder
@@ -156,7 +156,7 @@ def checkpoint_through(contact: Contact, worker: str, path: Path, checkpoints: P
 def facts_with_text(run: RunDirectory) -> dict[str, Json]:
     """Returns recipe.json, with the text of the recipe's file: enough to rebuild the recipe anywhere."""
     facts = run.facts
-    source = facts["recipe"].partition(MARK)[0]
+    source = facts["recipe"].partition(VARIANT_MARK)[0]
     return {**facts, "path": str(run.path.resolve()), "text": Path(source).read_text() if facts["digest"] else None}
 
 
@@ -174,7 +174,7 @@ def reachable_directory(facts: Json, scratch: Callable[[], Path]) -> RunDirector
     facts = {**facts}
     text = facts.pop("text")
     if text is not None:
-        _, mark, variant = facts["recipe"].partition(MARK)
+        _, mark, variant = facts["recipe"].partition(VARIANT_MARK)
         (stand_in_folder / "recipe.py").write_text(text)
         facts["recipe"] = f"{stand_in_folder / 'recipe.py'}{mark}{variant}"
     run = RunDirectory(stand_in_folder)

@@ -15,7 +15,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from tba.cards import cards
+from tba.cards import visible_gpus
 from tba.errors import PartFailed
 from tba.foreign import read_json
 from tba.record.log import tail
@@ -48,7 +48,7 @@ class Processes(Driver):
 
     def gpus_of(self, name: str) -> dict[str, str]:
         """Returns the variables that give a worker its own GPUs."""
-        return environment_of(places(self.recipe, self.searchers, cards().memory)[name], visible_devices())
+        return environment_of(places(self.recipe, self.searchers, visible_gpus().memory)[name], visible_devices())
 
     def _ranks(self, attempt: int, closers: ExitStack) -> list[Process]:
         """Start the ranks of one life of the trainer; they find each other through a file made for it."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tba.errors import PartFailed
 from tba.protocols import SavedPolicy
-from tba.sharding import copied, own_rows
+from tba.sharding import copy_local_rows, local_part
 from tba.streaming import write_rows
 from tba.training.optimizer import STATE, Optimizer
 from tba.training.ranks.background import Background
@@ -47,7 +47,7 @@ class Shards:
     @classmethod
     def of(cls, policy: SavedPolicy, optimizer: Optimizer) -> Shards:
         optimizer.exchange()  # of a model with averages these are saved
-        own = {name: copied(own_rows(t), t) for name, t in policy.everything().items()}
+        own = {name: copy_local_rows(local_part(t), t) for name, t in policy.everything().items()}
         optimizer.exchange()
         return cls({name: rows for name, rows in own.items() if rows is not None}, optimizer.snapshot())
 

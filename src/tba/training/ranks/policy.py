@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tba.batch import Batch, deal, moved, shortest_row
+from tba.batch import Batch, deal, shortest_row, to_device
 from tba.errors import DeadlineExceeded
 from tba.host_copies import HostCopies
 from tba.protocols import PolicyOutput, SavedPolicy
-from tba.streaming import SAFETENSORS_NAMES, Change, Streamed, changes_since
+from tba.streaming import SAFETENSORS_NAMES, TensorChange, TensorStream, changes_since
 from tba.training.gradients import Slice, put_together
 from tba.training.optimizer import Optimizer, OptimizerSettings
 from tba.training.ranks.background import Background
@@ -160,11 +160,11 @@ class Rank0Policy:
         with self.ranks.inside("backpropagate"):
             torch.autograd.backward(list(own), mine)
 
-    def weights(self) -> Streamed:
+    def weights(self) -> TensorStream:
         """Returns whole tensors, one after the other; a second reader waits until the first has finished."""
         return self._sent(everything=False)
 
-    def _sent(self, everything: bool) -> Streamed:
+    def _sent(self, everything: bool) -> TensorStream:
         """`everything` is gathered as it is trained, for a checkpoint."""
         if not self.reading.wait(self.ranks.deadline):
             raise DeadlineExceeded(f"the weights were still being read after {self.ranks.deadline:g} s")
@@ -180,18 +180,18 @@ class Rank0Policy:
             finally:
                 self.reading.set()
 
-        def changes(base: Path) -> Iterator[Change]:
+        def changes(base: Path) -> Iterator[TensorChange]:
             try:
                 since = leaving.since(base)
                 with safetensors.safe_open(base, framework="pt") as old:
                     if since is None:
-                        yield from changes_since(old.get_tensor, Streamed(leaving.like, leaving.whole))
+                        yield from changes_since(old.get_tensor, TensorStream(leaving.like, leaving.whole))
                     else:
                         yield from leaving.changes(old)
             finally:
                 self.reading.set()
 
-        return Streamed(leaving.like, tensors, changes, leaving.hold)
+        return TensorStream(leaving.like, tensors, changes, leaving.hold)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         self.ranks.say("load", weights)
@@ -354,7 +354,7 @@ def _whole(batch: Batch, made: Sequence[tuple[Slice, Sequence[Tensor]]]) -> list
     for column in zip(*(tensors for _, tensors in made), strict=True):
         rows = column[0].ndim == 2
         device = column[0].device
-        places: list[Any] = [part.place_BT(device) if rows else moved(part.group_index, device) for part, _ in made]
+        places: list[Any] = [part.place_BT(device) if rows else to_device(part.group_index, device) for part, _ in made]
         tensor = put_together(column, places, shape_BT if rows else (batch.groups,))
         assert tensor is not None
         whole.append(tensor.detach())

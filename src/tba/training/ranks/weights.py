@@ -17,8 +17,16 @@ from torch import Tensor
 
 from tba.host_copies import HostCopies
 from tba.protocols import SavedPolicy
-from tba.sharding import gathered, is_sharded, own_rows, rows_of
-from tba.streaming import Change, Streamed, as_written, changes_since, differing, index_type, smaller_whole
+from tba.sharding import gather_rows, is_sharded, local_part, row_range
+from tba.streaming import (
+    TensorChange,
+    TensorStream,
+    changed_indices,
+    changes_since,
+    index_type,
+    is_whole_smaller,
+    written_type,
+)
 from tba.training.ranks.messages import Ranks
 
 _WHY = "for the other ranks' part of the weights"
@@ -39,18 +47,18 @@ class Leaving:
     ) -> Leaving:
         """Begin; `everything` leaves as it is trained, for a checkpoint, else what is published, from `copies`."""
         shards = policy.everything() if everything else policy.weights()
-        rows = {name: own_rows(tensor) for name, tensor in shards.items()}
-        return cls(shards, rows if everything else copies.of(rows, dtype), ranks, dtype)
+        rows = {name: local_part(tensor) for name, tensor in shards.items()}
+        return cls(shards, rows if everything else copies.begin_copy(rows, dtype), ranks, dtype)
 
     @property
     def hold(self) -> Callable[[], bool]:
         """Returns what the next update calls before it (`HostCopies`): False where the rows are read in place."""
-        return self.rows.hold if isinstance(self.rows, Streamed) else lambda: False
+        return self.rows.hold if isinstance(self.rows, TensorStream) else lambda: False
 
     @property
     def like(self) -> dict[str, Tensor]:
         """Whole tensors as they leave, on the meta device."""
-        dtypes = {name: as_written(t.dtype, self.dtype) for name, t in self.shards.items()}
+        dtypes = {name: written_type(t.dtype, self.dtype) for name, t in self.shards.items()}
         return {n: torch.empty(tuple(t.shape), dtype=dtypes[n], device="meta") for n, t in self.shards.items()}
 
     def send(self) -> None:
@@ -78,15 +86,15 @@ class Leaving:
     def whole(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, whole tensor) on rank 0; the others send their rows."""
         for (name, own), tensor in zip(self.rows.items(), self.shards.values(), strict=True):
-            cast = own.to(as_written(own.dtype, self.dtype))  # on its device: half as much leaves it
+            cast = own.to(written_type(own.dtype, self.dtype))  # on its device: half as much leaves it
             if not is_sharded(tensor):
                 yield name, cast
                 continue
-            whole = gathered(cast.cpu(), tensor.shape, self.ranks.weights)
+            whole = gather_rows(cast.cpu(), tensor.shape, self.ranks.weights)
             if whole is not None:
                 yield name, whole
 
-    def changes(self, old: Any) -> Iterator[Change]:
+    def changes(self, old: Any) -> Iterator[TensorChange]:
         """Yields what differs from an open file on rank 0; the others send what differs in their rows. Where many
         elements do, the whole tensor travels and is written.
         """
@@ -96,18 +104,18 @@ class Leaving:
                 if ranks.rank == 0:
                     yield from changes_since(old.get_tensor, {name: own}, self.dtype)
                 continue
-            kind, numbers = as_written(own.dtype, self.dtype), tensor.numel()
-            first, last = rows_of(len(tensor), ranks.rank, ranks.count)
+            kind, numbers = written_type(own.dtype, self.dtype), tensor.numel()
+            first, last = row_range(len(tensor), ranks.rank, ranks.count)
             flat = own.reshape(-1)
-            at = differing(flat, old.get_slice(name)[first:last].reshape(-1), kind)
+            at = changed_indices(flat, old.get_slice(name)[first:last].reshape(-1), kind)
             counts = ranks.counts(len(at), _WHY, ranks.weights)
-            if smaller_whole(sum(counts), numbers, kind):
-                whole = gathered(own.to(kind).cpu(), tensor.shape, ranks.weights)
+            if is_whole_smaller(sum(counts), numbers, kind):
+                whole = gather_rows(own.to(kind).cpu(), tensor.shape, ranks.weights)
                 if whole is not None:
-                    yield Change(name, whole)
+                    yield TensorChange(name, whole)
             elif any(counts):
                 values = flat[at.to(flat.device)].to("cpu", kind)
                 at = (at + first * (numbers // len(tensor))).to(index_type(numbers))
                 all_at, all_values = (ranks.brought(part, counts, _WHY, ranks.weights) for part in (at, values))
                 if all_values is not None:
-                    yield Change(name, all_values, all_at)
+                    yield TensorChange(name, all_values, all_at)
