@@ -222,8 +222,8 @@ def drawn(dtype: str, sampling: Sampling, captured: bool) -> list[Completion]:
     found += list(chain(*generate(engine, [longer], 16, sampling, rng)))
     assert engine.version == Version(0, 1)
     if DEVICE.type == "cuda":
-        assert engine.step.captured == captured
-        assert engine._flash == (dtype == "bfloat16" and torch.cuda.get_device_capability() >= (8, 0))
+        assert engine.step.is_capturing == captured
+        assert engine._uses_flash == (dtype == "bfloat16" and torch.cuda.get_device_capability() >= (8, 0))
     return found
 
 

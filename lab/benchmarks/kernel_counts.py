@@ -42,7 +42,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from tba.batch import Batch
-from tba.engines.decoding import Rows
+from tba.engines.decoding import DecodingRows
 from tba.engines.rules import Rules
 from tba.engines.slots import PackedPrompts, SlotCache, slot_attention
 from tba.engines.step import Step
@@ -339,7 +339,7 @@ def token_step(flash: bool, rows: int = 72, length: int = 360) -> tuple[Callable
         packed = PackedPrompts([torch.arange(100)], META)
         packed.run(model)
     cache = SlotCache(packed, rows, length, flash)
-    of_rows = Rows(rows, 256, Rules(torch.empty(model.config.vocab_size, dtype=torch.bool, device=META)))
+    of_rows = DecodingRows(rows, 256, Rules(torch.empty(model.config.vocab_size, dtype=torch.bool, device=META)))
     step = Step(model, of_rows, None)
 
     def forward() -> Tensor:

@@ -204,7 +204,7 @@ def grown(half: SearcherHalf, slots: int, often: int) -> int:
     """Begin an answer in every slot, and stop when the engine has asked so often; returns the tokens of each."""
     left, flow = iter([False] * (often - 1)), half.engine.flow(8, Drawing(1.0, 1.0), half.rng)
     flow.submit(prompts_of(half.size, slots // 8, np.random.default_rng(0)))
-    answers = flow.next(lambda: next(left, True), until_wanted=False)
+    answers = flow.next(lambda: next(left, True), until_needed=False)
     return max(len(completion.tokens) for _, own in answers for completion in own)
 
 

@@ -44,6 +44,6 @@ def stream(
     flow.submit(prompts)
     left = len(prompts)
     while left:
-        found = flow.next(interrupted, until_wanted=False)
+        found = flow.next(interrupted, until_needed=False)
         left -= len(found)
         yield from found

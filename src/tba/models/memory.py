@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 import torch
 from transformers import AutoModelForCausalLM
 
-from tba.engines.step import sizes_of
+from tba.engines.step import captured_sizes
 from tba.engines.transformers import PREFILL_TOKENS
 from tba.foreign import most_positions
 from tba.models.precision import Precision
@@ -186,7 +186,7 @@ def engine(shape: Shape, of: Sampling) -> Bytes:
         "keys and values": of.slots * -(-of.positions // 16) * 16 * shape.layers * 2 * shape.keys * i,
         "a step": max(prefill, step),
         # logits of each graph, and of the largest what its draw needs, none of which is shared with other work
-        "captured steps": shape.vocabulary * (sum(sizes_of(of.slots)) * i + of.slots * 3 * 4) * (of.device == "cuda"),
+        "captured steps": shape.vocabulary * (sum(captured_sizes(of.slots)) * i + of.slots * 3 * 4) * (of.device == "cuda"),
     } | _made_whole(shape, of.precision)
 
 

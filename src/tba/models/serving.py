@@ -51,7 +51,7 @@ def doubt(engine: TransformersEngine | VllmEngine, model: PreTrainedModel, longe
         found: dict[int, list[Completion]] = {}
         flow.submit(prompts)
         while len(found) < len(prompts):
-            found |= dict(flow.next(lambda: next(asked) * 8 > least + _TOKENS, until_wanted=False))
+            found |= dict(flow.next(lambda: next(asked) * 8 > least + _TOKENS, until_needed=False))
         return [found[i] for i in range(len(prompts))]
 
     def distance(answered: list[list[Completion]]) -> float:

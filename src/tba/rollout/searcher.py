@@ -302,7 +302,7 @@ class Searcher:
         self._flow = self.engine.flow(self.samples_per_prompt, sampling, self.rng), sampling
         self._submit(positions, prompts)
         while self._generating:
-            self._take_in(self._flow[0].next(self.interrupted, until_wanted=False))
+            self._take_in(self._flow[0].next(self.interrupted, until_needed=False))
             if self.hand_down_seconds < math.inf:
                 self._advance()
         self._flow = None
@@ -349,15 +349,15 @@ class Searcher:
         """Begin as many prompts as there is room for, and generate until some are finished or there is room for
         others; returns how many are finished.
         """
-        room = flow.wanted
+        room = flow.prompts_needed
         positions, prompts = self.prompts.take(room) if room else ([], [])
         self._submit(positions, prompts)
         # where the rest of the prompts is leased, no more will be begun than those that are there
-        return self._take_in(flow.next(self._between, until_wanted=len(prompts) == room))
+        return self._take_in(flow.next(self._between, until_needed=len(prompts) == room))
 
     def _submit(self, positions: Sequence[int], prompts: Sequence[Prompt]) -> None:
         assert self._flow is not None
-        number, began = self._flow[0].submitted, time.perf_counter()
+        number, began = self._flow[0].prompts_submitted, time.perf_counter()
         self._flow[0].submit(prompts)
         for i, (position, prompt) in enumerate(zip(positions, prompts, strict=True)):
             self._generating[number + i] = (position, prompt, began)
@@ -366,7 +366,7 @@ class Searcher:
         """Generate what has begun to its end, or stop it where it is."""
         while self._generating:
             assert self._flow is not None
-            self._take_in(self._flow[0].next((lambda: True) if stop else self._between, until_wanted=False))
+            self._take_in(self._flow[0].next((lambda: True) if stop else self._between, until_needed=False))
         self._flow = None
 
     def _take_in(self, finished: Sequence[tuple[int, list[Completion]]]) -> int:

@@ -246,9 +246,9 @@ def flow(recipe: Recipe, seed: int) -> dict[str, Json]:
 
     tokens, rows = 0, 0
     while len(times) < 3 or times[-1] - times[1] < _STEADY:
-        room = flowing.wanted
+        room = flowing.prompts_needed
         flowing.submit([prompts[j] for j in rng.integers(len(prompts), size=room)] if room else [])
-        completions = [c for _, row in flowing.next(interrupted, until_wanted=False) for c in row]
+        completions = [c for _, row in flowing.next(interrupted, until_needed=False) for c in row]
         tokens, rows = tokens + sum(len(c.tokens) for c in completions), rows + len(completions)
         if not completions:
             break
@@ -256,7 +256,7 @@ def flow(recipe: Recipe, seed: int) -> dict[str, Json]:
     return {
         "token_seconds": steady / max(1, tokens - rows),  # the first token of each comes with its prompt
         "timed_seconds": times[-1] - times[0],
-        "prompt_seconds": (times[1] - times[0]) / flowing.submitted,
+        "prompt_seconds": (times[1] - times[0]) / flowing.prompts_submitted,
         "product_rates": _product_rates(model),
         "peak_memory_bytes": peak_memory_bytes(),
         "peak_gpu_bytes": peak_gpu_memory_bytes(),
