@@ -82,14 +82,13 @@ from tba.batch import collate
 from tba.cards import cards
 from tba.engines.transformers import EngineSettings
 from tba.generation import generate
-from tba.models.arithmetic import passes, product_rate
-from tba.models.memory import Pass, Sampling, Shape, engine, total, trainer
+from tba.models.arithmetic import forwards_per_update, product_rate
+from tba.models.memory import SearcherWorkload, Shape, TrainerWorkload, engine_bytes, total, trainer_bytes
 from tba.policy.lora import LoraSettings
 from tba.record.jsonl import write_json
 from tba.record.memory import keep_few_kernels, machine, versions
 from tba.runtime.ranks.start import start_policy, start_ranks
-from tba.types import Group, Trajectory, Version
-from tba.types import Sampling as Drawing
+from tba.types import Group, Sampling, Trajectory, Version
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 240.0  # for everything, unless told otherwise
@@ -173,8 +172,8 @@ def engine_part(given: Given, note: Note, slots: int) -> None:
     half.warm()
     note(flow_tokens_per_second=half.work(shape.window, device).a_second)
     longest = 2 * shape.prompt
-    of = Sampling(model_of(recipe).precision, slots, longest + shape.longest, longest, device=device)
-    note(peak_bytes=peak.bytes(), computed_bytes=total(engine(Shape.of(shape.config), of)))
+    of = SearcherWorkload(model_of(recipe).precision, slots, longest + shape.longest, longest, device=device)
+    note(peak_bytes=peak.bytes(), computed_bytes=total(engine_bytes(Shape.of(shape.config), of)))
     del half
     recipe = recipe_of(given.folder / "endless", device, shape, generation=settings)
     half = SearcherHalf(recipe, shape)
@@ -202,7 +201,7 @@ def engine_part(given: Given, note: Note, slots: int) -> None:
 
 def grown(half: SearcherHalf, slots: int, often: int) -> int:
     """Begin an answer in every slot, and stop when the engine has asked so often; returns the tokens of each."""
-    left, flow = iter([False] * (often - 1)), half.engine.flow(8, Drawing(1.0, 1.0), half.rng)
+    left, flow = iter([False] * (often - 1)), half.engine.flow(8, Sampling(1.0, 1.0), half.rng)
     flow.submit(prompts_of(half.size, slots // 8, np.random.default_rng(0)))
     answers = flow.next(lambda: next(left, True), until_needed=False)
     return max(len(completion.tokens) for _, own in answers for completion in own)
@@ -223,7 +222,7 @@ def a_token(half: SearcherHalf, slots: int, device: str) -> float:
 
 def a_round(half: SearcherHalf, asked: list[Any]) -> list[Any]:
     """`SAMPLES` answers to each prompt, until the last one is there."""
-    return generate(half.engine, asked, SAMPLES, Drawing(1.0, 1.0), half.rng)
+    return generate(half.engine, asked, SAMPLES, Sampling(1.0, 1.0), half.rng)
 
 
 def trainer_part(given: Given, note: Note, checkpointed: bool = False, rank: int = 0, size: str = "") -> None:
@@ -272,13 +271,15 @@ def a_step(
     recipe_model, made = model_of(half.recipe), Shape.of(shape.config)
     tokens, step = tokens_in(half.fetched.batch), statistics.median(steps)
     rate = product_rate(recipe_model.compute, torch.device(device))
-    computed = trainer(made, Pass(tokens, recipe_model.precision, device, rank, checkpointed=checkpointed))
+    computed = trainer_bytes(
+        made, TrainerWorkload(tokens, recipe_model.precision, device, rank, checkpointed=checkpointed)
+    )
     return {
         "first_step_seconds": first,
         "seconds_a_step": step,
         "longest_step_seconds": max(steps),
         "tokens_per_second": tokens / step,
-        "share_of_product_rate": 2 * passes(rank) * made.parameters * tokens / step / rate,
+        "share_of_product_rate": 2 * forwards_per_update(rank) * made.parameters * tokens / step / rate,
         "peak_bytes": peak.bytes(),
         "computed_bytes": total(computed),
     }

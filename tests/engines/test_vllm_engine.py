@@ -25,7 +25,7 @@ from tba.engines.vllm import VllmEngine, VllmSettings
 from tba.errors import TbaError, UserError
 from tba.generation import generate, stream
 from tba.models.huggingface import HuggingFace
-from tba.models.serving import doubt
+from tba.models.serving import find_mismatch
 from tba.policy.loading import load_model
 from tba.policy.lora import LoraSettings, is_adapter
 from tba.protocols import Engine
@@ -577,13 +577,13 @@ def test_it_passes_the_self_test_by_which_auto_takes_it_and_an_engine_without_up
     def probe() -> Any:
         return load_model(model.path, "cpu", torch.float32)[0]
 
-    assert doubt(engine, probe(), 250) is None
+    assert find_mismatch(engine, probe(), 250) is None
     assert engine.version == Version(0, 3)
     prompts = prompts_of(40, 200)
     answered = generate(engine, prompts, 4, Sampling(), np.random.default_rng(0))
     assert farthest(answered, trained_on(model, prompts, answered, 1.0)) < TOLERANCE  # its weights are there again
     monkeypatch.setattr(engine, "load", lambda weights, version: None)
-    assert "from the policy's after an update" in str(doubt(engine, probe(), 250))
+    assert "from the policy's after an update" in str(find_mismatch(engine, probe(), 250))
 
 
 @pytest.mark.parametrize("rank", [0, 4])

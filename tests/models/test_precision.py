@@ -17,7 +17,7 @@ from tba.batch import collate
 from tba.engines.transformers import EngineSettings
 from tba.generation import generate
 from tba.models.huggingface import HuggingFace
-from tba.models.precision import Precision, Wanted, precision
+from tba.models.precision import Precision, PrecisionName, choose_precision
 from tba.policy.lora import LoraSettings, saved_adapters
 from tba.record.metrics import read_metrics
 from tba.runs.deciding import with_weights
@@ -50,9 +50,9 @@ TEXTS = ("123+456=", "99+1=", "700+250=")
     ],
 )
 def test_precision_follows_from_device_setting_and_adapters(
-    wanted: Wanted, device: str, adapters: bool, expected: Precision
+    wanted: PrecisionName, device: str, adapters: bool, expected: Precision
 ) -> None:
-    assert precision(wanted, device, adapters) == expected
+    assert choose_precision(wanted, device, adapters) == expected
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "math", "tldr", "quickstart", "red_team_gpt2"])
