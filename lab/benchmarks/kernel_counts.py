@@ -274,7 +274,7 @@ def step(policy: CausalPolicy, batch: Batch) -> dict[str, Count]:
     counts["optimizer"] = update([tuple(p.shape) for p in policy.parameters()])
     for weight in policy.parameters():
         torch.autograd.graph.increment_version(weight)
-    counts["rounding"] = counted(policy._low.refresh) if policy._low is not None else Count()
+    counts["rounding"] = counted(policy._low_precision.refresh) if policy._low_precision is not None else Count()
     weight, tokens = policy.model.get_output_embeddings().weight, int(batch.mask_BT.sum())
     hidden = torch.empty(tokens, weight.shape[1], dtype=weight.dtype, device=META, requires_grad=True)
     target = torch.empty(tokens, dtype=torch.int64, device=META)

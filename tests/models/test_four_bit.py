@@ -102,7 +102,7 @@ def test_what_is_saved_is_whole_and_any_program_can_read_it(tmp_path: Path) -> N
     assert set(plain.state_dict()) == set(AutoModelForCausalLM.from_pretrained(BASE).state_dict())
     token = torch.arange(12)[None]
     expected = CausalPolicy(plain)
-    assert not expected.adapted
+    assert not expected.has_adapters
     batch = fixed(token[0].tolist())
     with torch.no_grad():
         found, own = (p.evaluate(batch).log_policy_BT for p in (expected, policy))

@@ -18,7 +18,7 @@ from tba.engines.transformers import EngineSettings
 from tba.generation import generate
 from tba.models.huggingface import HuggingFace
 from tba.models.precision import Precision, PrecisionName, choose_precision
-from tba.policy.lora import LoraSettings, saved_adapters
+from tba.policy.lora import LoraSettings, read_adapters
 from tba.record.metrics import read_metrics
 from tba.runs.deciding import with_weights
 from tba.runtime.inline import Inline
@@ -128,7 +128,7 @@ def test_a_run_in_bfloat16_begins_with_log_ratios_of_zero_and_again_after_a_rese
     assert {t.dtype for t in newest.values()} == {HALF}
     checkpoint = newest_checkpoint(path / "checkpoints")
     assert checkpoint is not None
-    kept = saved_adapters(checkpoint.path) if rank else load_file(checkpoint.path / "model.safetensors")
+    kept = read_adapters(checkpoint.path) if rank else load_file(checkpoint.path / "model.safetensors")
     assert {t.dtype for t in kept.values()} == {FULL}
     assert all(torch.equal(newest[name], tensor.to(HALF)) for name, tensor in kept.items())
 

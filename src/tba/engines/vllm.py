@@ -39,7 +39,7 @@ from tba.errors import TbaError, UserError
 from tba.fields import as_declared
 from tba.foreign import most_positions
 from tba.policy.loading import load_model, read_config, refuse_other_files
-from tba.policy.lora import is_adapter, merged_with
+from tba.policy.lora import is_adapter, merge_with_adapters
 from tba.protocols import Partner, Tokenizer, Turn
 from tba.streaming import Streamed, bytes_of, shapes_of, write_tensors
 from tba.types import Completion, IntArray, Prompt, Sampling, StopReason, Version
@@ -90,7 +90,7 @@ class VllmEngine:
         longest_prompt: int,
         cache_bytes: Callable[[PretrainedConfig], int],
         version: Version | None = None,
-        adapted: PreTrainedModel | None = None,
+        adapter_model: PreTrainedModel | None = None,
     ) -> None:
         """longest_prompt: in tokens, a longer one is refused; cache_bytes: of keys and values on each GPU, from the
         model's configuration; adapted: the same model with adapters; then only adapters are loaded, which vLLM is given
@@ -99,7 +99,7 @@ class VllmEngine:
         Raises `UserError` when vLLM is missing, of another version, for another device or cannot serve the model.
         """
         vllm = _import_vllm(device)
-        self.settings, self.vllm_settings, self._adapted = settings, vllm_settings, adapted
+        self.settings, self.vllm_settings, self._adapter_model = settings, vllm_settings, adapter_model
         config = read_config(path)
         with torch.device("meta"):
             self._shapes = AutoModelForCausalLM.from_config(config)
@@ -162,9 +162,9 @@ class VllmEngine:
         `KeyError` for an unknown or a missing name and `ValueError` for a wrong shape, in which cases nothing was
         copied.
         """
-        if self._adapted is not None:
-            match_weights(self._adapted, shapes_of(weights), is_adapter)
-            weights = merged_with(self._adapted, weights)
+        if self._adapter_model is not None:
+            match_weights(self._adapter_model, shapes_of(weights), is_adapter)
+            weights = merge_with_adapters(self._adapter_model, weights)
         self._replace(weights)
         self._version = version
 

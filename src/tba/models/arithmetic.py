@@ -63,7 +63,7 @@ def _shape_at(path: str) -> Shape | None:
 
 @cache
 def judge_bytes(path: str, kind: Any, tokens: int, itemsize: int = 4) -> int:
-    """Returns `memory.scoring_model_bytes` of the model at a path, which is not loaded; 0 where its configuration cannot
+    """Returns `memory.scoring_model_bytes` of the model at a path, without loading it; 0 where its configuration cannot
     be read.
     """
     try:

@@ -37,7 +37,7 @@ from tba.models.source import merged_if_adapter, resolve_model_path
 from tba.models.warm_start import WarmStart, prepare_warm_start, results_folder
 from tba.policy.causal import CausalPolicy
 from tba.policy.loading import load_model, load_unfilled, no_bars, readable
-from tba.policy.lora import LoraSettings, add_adapters, copy_on_same_base, saved_adapters, switch_adapters
+from tba.policy.lora import LoraSettings, add_adapters, copy_on_same_base, read_adapters, switch_adapters
 from tba.policy.reference import FrozenReference
 from tba.protocols import HEADS, Arithmetic, Policy, SavedPolicy, Task, Work
 from tba.sharding import Sharding
@@ -389,7 +389,7 @@ class HuggingFace:
 def load_adapters(folder: Path) -> dict[str, torch.Tensor]:
     """Returns the adapters that `save` left next to the merged model. Raises `UserError` when there are none."""
     try:
-        return saved_adapters(folder)
+        return read_adapters(folder)
     except (OSError, safetensors.SafetensorError) as error:
         raise UserError(
             f"the checkpoint at {folder} has no adapters ({error}): use the --model.lora.rank it was made with"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tba.policy.lora import has_adapters, is_adapter, untied
+from tba.policy.lora import has_adapters, is_adapter, untied_weights
 from tba.policy.reference import FrozenReference
 from tba.types import Completion, Prompt, Sampling
 
@@ -40,7 +40,7 @@ def find_mismatch(engine: TransformersEngine | VllmEngine, model: PreTrainedMode
     the precision of the engine. Afterwards the engine has the weights that it had.
     """
     policy, version = FrozenReference(model, engine.version), engine.version
-    weights = {name: t for name, t in untied(model).items() if is_adapter(name) or not has_adapters(model)}
+    weights = {name: t for name, t in untied_weights(model).items() if is_adapter(name) or not has_adapters(model)}
     masks = {name: _mask(tensor) for name, tensor in weights.items()}
     tolerance = TOLERANCE[next(iter(weights.values())).element_size()]
     prompts = _prompts(int(model.config.get_text_config().vocab_size), longest_prompt)

@@ -57,23 +57,23 @@ class FrozenReference:
         if not any(completions for _, completions in answered):
             return [[] for _ in answered]
         batch = _batch(answered)
-        scored: dict[int, FloatArray] = {}
+        log_by_row: dict[int, FloatArray] = {}
         for rows in micro_batches(batch, self._tokens_per_pass, share_prompt=self._policy.share_prompt):
-            with torch.inference_mode(), self._in_order():
+            with torch.inference_mode(), self._stream_context():
                 log_RT = self._policy.evaluate(batch.select(rows)).log_policy_BT.cpu().numpy()
             for row, log_T in zip(rows.tolist(), log_RT, strict=True):
-                scored[row] = log_T[: int(batch.length_B[row])].copy()
+                log_by_row[row] = log_T[: int(batch.length_B[row])].copy()
         rows_in_order = iter(range(batch.rows))
-        return [[scored[next(rows_in_order)] for _ in completions] for _, completions in answered]
+        return [[log_by_row[next(rows_in_order)] for _ in completions] for _, completions in answered]
 
     def load(self, weights: Mapping[str, Tensor], version: Version) -> None:
         """Copy `weights` in, in place. Raises `KeyError` or `ValueError` on a name or shape mismatch."""
         switch_adapters(self._policy.model, on=True)
-        with self._in_order():  # with what it scores
+        with self._stream_context():  # with what it scores
             self._policy.load(weights)
         self._version = version
 
-    def _in_order(self) -> AbstractContextManager[object]:
+    def _stream_context(self) -> AbstractContextManager[object]:
         """Inside, work on a GPU is done in its stream; elsewhere CUDA is not asked for one."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
