@@ -33,7 +33,7 @@ from tba.protocols import (
     Tokenizer,
 )
 from tba.recipe import Recipe
-from tba.rollout.prompts import Encoded, PosteriorPrompts, PromptStream, UniformPrompts, encode
+from tba.rollout.prompts import EncodedPrompts, PosteriorPrompts, PromptStream, UniformPrompts, encode
 from tba.rollout.vine import VineRollouts
 from tba.runtime.isolation import Rebuilt, isolated_reward
 from tba.runtime.run_directory import RunDirectory
@@ -100,7 +100,7 @@ def _room(model: Model) -> int | None:
 
 
 def _left_out(
-    recipe: Recipe, model: Model, split: Split, problems: int, encoded: Encoded, outside: Mapping[str, int]
+    recipe: Recipe, model: Model, split: Split, problems: int, encoded: EncodedPrompts, outside: Mapping[str, int]
 ) -> str:
     """Returns the sentence about what is left out or cut of a split; empty where nothing is."""
     what, most = "training" if split == "train" else "held-out", recipe.prompts.max_tokens
