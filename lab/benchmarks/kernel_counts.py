@@ -49,7 +49,7 @@ from tba.engines.step import Step
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy import norms
 from tba.policy.causal import KEPT_BYTES, CausalPolicy, chunk_of
-from tba.policy.head import Head, KeptProbabilities, token_log_probabilities
+from tba.policy.head import Head, ProbabilityBuffer, token_log_probabilities
 from tba.policy.packed import ATTENTION, Pack, PackedLayout, packed_attention, packed_hidden
 from tba.protocols import PolicyOutput
 from tba.schedules import Constant
@@ -234,7 +234,7 @@ def checkpointed_pass(model: PreTrainedModel, pack: Pack) -> None:
 
 def _head(hidden_MW: Tensor, weight_VW: Tensor, target_M: Tensor) -> None:
     """Forward, and backward as far as it goes."""
-    chunk, kept = chunk_of(len(weight_VW), META), KeptProbabilities(KEPT_BYTES)
+    chunk, kept = chunk_of(len(weight_VW), META), ProbabilityBuffer(KEPT_BYTES)
     token_log_probabilities(hidden_MW, Head(weight_VW), target_M, 1.0, chunk, kept).sum().backward()
 
 

@@ -152,7 +152,7 @@ class Searching:
         pairs = [(p, c) for p, row in zip(lot.prompts, lot.answers, strict=True) for c in row]
         unscored = [Trajectory("", p, c, 0.0, np.zeros(len(c.tokens), np.float32), Version()) for p, c in pairs]
         began = time.perf_counter()
-        self.vine.grow(unscored, lot.sampling, self.rng, Counter())
+        self.vine.add_values(unscored, lot.sampling, self.rng, Counter())
         lot.seconds["rollouts"] = time.perf_counter() - began
 
     def _environment(self) -> float:
