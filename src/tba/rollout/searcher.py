@@ -7,7 +7,7 @@ One loop owns the flow of prompts through the engine, the weights, and the answe
                    weights, read in a thread
 
 With `flows`, prompts begin as soon as there is room for them, whatever round they belong to. Between two tokens, every
-few of them (`_run_stages`), the loop loads weights that have been read, hands what is generated to the reward and the
+few of them (`run_stages`), the loop loads weights that have been read, hands what is generated to the reward and the
 reference, takes in what is graded and sends it. Rows that are being generated keep the keys and values of older
 weights. Without `flows` (inline) the same stages follow one another: a round is generated, graded, scored and sent
 before the next begins, with weights that are loaded between rounds.
@@ -53,36 +53,27 @@ from tba.protocols import (
     ScoredByCalls,
     WeightSource,
 )
+from tba.rollout import stages
 from tba.rollout.overlong import Overlong
 from tba.rollout.rates import GrowthRate
 from tba.rollout.rescoring import Rescorer
-from tba.rollout.stages import (
-    Limits,
-    Scores,
-    build_trajectory,
-    count_answer,
-    has_failed_environment,
-    rejection_reason,
-    score_answers,
-    sort_answers,
-    stamp,
-)
+from tba.rollout.stages import Limits, Scores
 from tba.rollout.vine import VineRollouts
 from tba.types import Completion, FloatArray, Json, Outcome, Prompt, Sampling, StopReason, Trajectory, Version
 
 log = logging.getLogger("tba.searcher")
-COSTLY = 0.25  # seconds of a call, beyond which a grade is put on the disk with little delay
-GENERATING = 8  # generate this many times as long as scoring or sending what is there takes, before doing it again
-_COSTLY_HOLD = 0.05  # seconds for which grades that were costly are held at most: a kill takes them
-MOST_ROUNDS = 4  # rounds of answers, which are sent at once however long that takes
-_ROUNDS_WITHOUT_USE = 10  # first rounds without a usable answer, after which no further one is expected to bring any
-_POLL = 0.05  # seconds between two polls for newer weights, and of a wait for grades or prompts
-_WAIT = 1.0  # seconds that a round waits for grades before it ends, so that other duties get their turn
-_COUNTED = 1.0  # seconds after which counts are written though there is no trajectory to write them with
-_SOON = 0.1  # seconds at a stop in which quick rewards grade all that waits
+COSTLY_SECONDS = 0.25  # seconds of a call, beyond which a grade is put on the disk with little delay
+GENERATION_RATIO = 8  # generate this many times as long as scoring or sending takes, before doing that again
+_HOLD_SECONDS = 0.05  # seconds for which grades that were costly are held at most: a kill takes them
+MAX_ROUNDS = 4  # rounds of answers, which are sent at once however long that takes
+_MAX_USELESS_ROUNDS = 10  # first rounds without a usable answer, after which no further one is expected to bring any
+_POLL_SECONDS = 0.05  # seconds between two polls for newer weights, and of a wait for grades or prompts
+_WAIT_SECONDS = 1.0  # seconds that a round waits for grades before it ends, so that other duties get their turn
+_COUNTS_SECONDS = 1.0  # seconds after which counts are written though there is no trajectory to write them with
+_QUICK_SECONDS = 0.1  # seconds at a stop in which quick rewards grade all that waits
 _STOP_SECONDS = 1.0  # that calls which are under way have at a stop
 _READ_SECONDS = 1800.0  # that reading weights may take
-_PAGE = 1024  # of so many numbers in a row one is read, which brings all of them into memory
+_PAGE_NUMBERS = 1024  # of so many numbers in a row one is read, which brings all of them into memory
 
 
 @dataclass(eq=False)
@@ -176,7 +167,7 @@ class Searcher:
     _weights_future: Future[PublishedWeights] | None = None  # newer weights
     _ordered_answers: deque[OpenAnswer] = field(default_factory=deque)  # without `flows`: those that are not done yet
     _prompts_left: int = 0  # prompts that the round lacks which has waited for grades
-    _polled_at: float = -_POLL  # when newer weights were looked for
+    _polled_at: float = -_POLL_SECONDS  # when newer weights were looked for
     _scored_at: float = field(default_factory=time.perf_counter)  # when scoring began last
     _score_seconds: float = 0.0
     _written_at: float = field(default_factory=time.perf_counter)  # when something was written last
@@ -206,9 +197,11 @@ class Searcher:
         self.require_use(self.rejected - rejected_before)
         return self.sent - sent_before
 
-    def tend(self) -> None:
-        """Run all stages but generating: load weights, collect grades and send graded answers."""
-        self._run_stages()
+    def run_stages(self) -> bool:
+        """Run the stages besides generating that are due; returns whether generation is to stop."""
+        self._load_weights()
+        self._advance()
+        return self.interrupted is not None and self.interrupted()
 
     def free_engine(self) -> None:
         """Finish what is being generated, so that the engine can be used otherwise. What is graded quickly is sent:
@@ -217,7 +210,7 @@ class Searcher:
         self._finish_generating()
         self._submit_to_grader()
         self._score()
-        self._wait_for_grades(_SOON)
+        self._wait_for_grades(_QUICK_SECONDS)
         self._collect_grades()
         if self._writable:
             self._write()
@@ -234,7 +227,7 @@ class Searcher:
         if not stop:
             self._send_all(give_up=self._wait_for_grades())
             return
-        if self._wait_for_grades(_SOON):
+        if self._wait_for_grades(_QUICK_SECONDS):
             self.grader.cancel()
             self._wait_for_grades(_STOP_SECONDS)
         self._send_all(give_up=True)
@@ -274,10 +267,10 @@ class Searcher:
         if self.rounds_without_use is None or not rejected:
             return
         self.rounds_without_use += 1
-        answers = _ROUNDS_WITHOUT_USE * self.prompts_per_round * self.samples_per_prompt
-        if self.rounds_without_use >= _ROUNDS_WITHOUT_USE and self.rejected >= answers:
+        answers = _MAX_USELESS_ROUNDS * self.prompts_per_round * self.samples_per_prompt
+        if self.rounds_without_use >= _MAX_USELESS_ROUNDS and self.rejected >= answers:
             raise UserError(
-                f"all answers of the first {_ROUNDS_WITHOUT_USE} rounds are rejected: there is nothing to learn from; "
+                f"all answers of the first {_MAX_USELESS_ROUNDS} rounds are rejected: there is nothing to learn from; "
                 f"the last: {self.rejection}; what can be used has a reward from {-self.largest_reward:g} to "
                 f"{self.largest_reward:g} and finite log-probabilities: "
                 + self._remedy
@@ -292,12 +285,12 @@ class Searcher:
         return "allow longer answers" if self.overlong.penalty == "drop" else "fix the reward"
 
     @property
-    def unsent(self) -> int:
+    def unsent_count(self) -> int:
         """Returns how many answers are generated and neither sent nor rejected."""
         return sum(len(group.answers) for group in self._open_groups)
 
     @property
-    def waiting(self) -> int:
+    def waiting_count(self) -> int:
         """Returns how many answers are generated and not graded."""
         return self.grader.unfinished + sum(len(group.answers) for group in self._ungraded_groups)
 
@@ -328,8 +321,8 @@ class Searcher:
             self._prompts_left = self.prompts_per_round
         assert self._flow is not None
         flow, waited_seconds = self._flow[0], 0.0
-        while self._prompts_left > 0 and waited_seconds < _WAIT:
-            if self._run_stages():
+        while self._prompts_left > 0 and waited_seconds < _WAIT_SECONDS:
+            if self.run_stages():
                 self.drain(stop=True)
                 return
             if self._must_wait():
@@ -339,7 +332,7 @@ class Searcher:
             self._prompts_left -= finished_count
             if not self._open_prompts:  # all prompts are leased, or generation was told to stop
                 if not finished_count:
-                    self._wait("reward" if self.waiting else "paced")
+                    self._wait("reward" if self.waiting_count else "paced")
                 return
 
     def _current_flow(self) -> Flow:
@@ -363,7 +356,7 @@ class Searcher:
         positions, prompts = self.prompts.take(prompt_count) if prompt_count else ([], [])
         self._submit(positions, prompts)
         # where the rest of the prompts is leased, no more will be begun than those that are there
-        return self._collect_answers(flow.next(self._run_stages, until_needed=len(prompts) == prompt_count))
+        return self._collect_answers(flow.next(self.run_stages, until_needed=len(prompts) == prompt_count))
 
     def _submit(self, positions: Sequence[int], prompts: Sequence[Prompt]) -> None:
         assert self._flow is not None
@@ -376,7 +369,7 @@ class Searcher:
         """Generate what has begun to its end, or stop it where it is."""
         while self._open_prompts:
             assert self._flow is not None
-            self._collect_answers(self._flow[0].next((lambda: True) if stop else self._run_stages, until_needed=False))
+            self._collect_answers(self._flow[0].next((lambda: True) if stop else self.run_stages, until_needed=False))
         self._flow = None
 
     def _collect_answers(self, finished_prompts: Sequence[tuple[int, list[Completion]]]) -> int:
@@ -385,7 +378,7 @@ class Searcher:
             position, prompt, start = self._open_prompts.pop(number)
             generated_count = sum(c.stop_reason is not StopReason.INTERRUPTED for c in completions)
             group = OpenGroup(position, prompt, start, generated_count)
-            gradable, counts = sort_answers(prompt, completions, self.overlong)
+            gradable, counts = stages.sort_answers(prompt, completions, self.overlong)
             self._counts.update(counts)
             if dropped_count := counts["rejected_trajectories"]:
                 self.rejected += dropped_count
@@ -394,18 +387,12 @@ class Searcher:
             group.answers = [OpenAnswer(group, c) for c in gradable]
             group.open_count = len(gradable)
             for completion in gradable:
-                count_answer(self._counts, "grading", completion)
+                stages.count_answer(self._counts, "grading", completion)
             self._open_groups[group] = None
             self._ungraded_groups.append(group)
             if not gradable:
                 self._unwritten_groups[group] = None
         return len(finished_prompts)
-
-    def _run_stages(self) -> bool:
-        """Run the stages that are due between two tokens; returns whether generation is to stop."""
-        self._load()
-        self._advance()
-        return self.interrupted is not None and self.interrupted()
 
     def _advance(self) -> None:
         """Submit generated answers to be graded, collect scores and grades, and send what is due."""
@@ -420,7 +407,7 @@ class Searcher:
 
     # Weights
 
-    def _load(self) -> None:
+    def _load_weights(self) -> None:
         """Load the weights that have been read, and begin to read newer ones."""
         now = time.monotonic()
         if self._weights_future is not None:
@@ -431,7 +418,7 @@ class Searcher:
                         self.engine.load(published.read(), published.version)
             elif now - self._polled_at > _READ_SECONDS:
                 raise DeadlineExceeded(f"newer weights could not be read within {_READ_SECONDS:g} s")
-        elif now - self._polled_at >= _POLL:
+        elif now - self._polled_at >= _POLL_SECONDS:
             self._polled_at = now
             newest = self.weights.newer_than(None)
             if newest is not None:
@@ -467,7 +454,7 @@ class Searcher:
         if len(self._unscored_groups) >= self.prompts_per_round:
             return True
         seconds = time.perf_counter() - self._scored_at
-        return seconds >= max(self.hand_down_seconds, GENERATING * self._score_seconds)
+        return seconds >= max(self.hand_down_seconds, GENERATION_RATIO * self._score_seconds)
 
     def _score(self, background: bool = False) -> None:
         """Score all queued answers under the reference that the newest weights name; in a thread of its own if that is
@@ -479,22 +466,22 @@ class Searcher:
             return
         self._scored_at = time.perf_counter()
         if background and isinstance(self.reference, Concurrent) and self.reference.concurrent:
-            self._scoring_job = groups, in_thread("reference", self._scores, groups)
+            self._scoring_job = groups, in_thread("reference", self._load_and_score, groups)
         else:
             with self.clock.state("reference"):
-                self._store_scores(groups, *self._scores(groups))
+                self._store_scores(groups, *self._load_and_score(groups))
             self._score_seconds = time.perf_counter() - self._scored_at
 
-    def _scores(self, groups: Sequence[OpenGroup]) -> tuple[Version, list[list[Scores]]]:
-        """Returns the reference and the scores under it; before, load another reference if one is named, and score
-        older trajectories.
+    def _load_and_score(self, groups: Sequence[OpenGroup]) -> tuple[Version, list[list[Scores]]]:
+        """Load another reference if one is named, and score older trajectories; returns the version of the reference
+        and the scores of the groups under it.
         """
         if self.flows:
             self.load_reference()
             if self.rescorer is not None:
                 self.rescorer.round()
         answers = [(group.prompt, [a.completion for a in group.answers]) for group in groups]
-        return self.reference.version, score_answers((self.reference, *self._local_teachers), answers)
+        return self.reference.version, stages.score_answers((self.reference, *self._local_teachers), answers)
 
     def _collect_scores(self, wait: bool = False) -> None:
         """Collect the scores of the reference's thread, if it is done."""
@@ -544,22 +531,22 @@ class Searcher:
         if answer.is_done:
             return
         answer.is_done = True
-        count_answer(group.counts, "grading", completion, -1)
+        stages.count_answer(group.counts, "grading", completion, -1)
         group.open_count -= 1
         if group not in self._unwritten_groups:
             self._unwritten_groups[group], group.unwritten_since = None, time.perf_counter()
-        self._is_costly |= grade.seconds > COSTLY
+        self._is_costly |= grade.seconds > COSTLY_SECONDS
         if grade.judgement is None:
-            count_answer(group.counts, "expired", completion)
+            stages.count_answer(group.counts, "expired", completion)
             reason: str | None = f"{self._limits.reward_name} did not grade an answer within {self.grader.deadline:g} s"
         else:
             judgement = self.overlong.penalise(completion, grade.judgement)
             scores = (answer.scores[0], *self._teacher_scores(answer.scores[1:], grade.scores))
-            reason = rejection_reason(group.prompt, completion, judgement, scores, self._limits)
+            reason = stages.rejection_reason(group.prompt, completion, judgement, scores, self._limits)
         if reason is not None:
-            count_answer(group.counts, "rejected", completion)
-            if has_failed_environment(completion):
-                count_answer(group.counts, "failed", completion)
+            stages.count_answer(group.counts, "rejected", completion)
+            if stages.has_failed_environment(completion):
+                stages.count_answer(group.counts, "failed", completion)
             self._newest_has_expired = grade.judgement is None
             self.rejected, self._unreported_count = self.rejected + 1, self._unreported_count + 1
             self.rejection = reason
@@ -567,7 +554,7 @@ class Searcher:
         provenance = {"searcher": self.name, "round": self.rounds}
         uid, self.rounds_without_use = self._uid(), None
         row = (group.prompt, completion, judgement, scores, answer.reference)
-        answer.trajectory = build_trajectory(uid, *row, provenance)
+        answer.trajectory = stages.build_trajectory(uid, *row, provenance)
 
     def _uid(self) -> str:
         """Returns a new name. Names increase with the rounds, so that inserts touch the index page just written."""
@@ -597,7 +584,7 @@ class Searcher:
 
     def _must_wait(self) -> bool:
         """Returns whether generation stands still because too many answers wait for their grades."""
-        return self.waiting >= self._waiting_limit()
+        return self.waiting_count >= self._waiting_limit()
 
     def _waiting_limit(self) -> float:
         """Returns how many answers may wait: as many as are graded in the time of `grading_lag` updates, but enough
@@ -609,7 +596,7 @@ class Searcher:
             lower_limit = max(lower_limit, 2 * self.prompts_per_round * self.samples_per_prompt)
         if updates := self._update_rate.per_second(now):
             return max(lower_limit, self.grading_lag * self._grade_rate.per_second(now) / updates)
-        if now - self._warm_up_gap[0] > _COUNTED:
+        if now - self._warm_up_gap[0] > _COUNTS_SECONDS:
             self._warm_up_gap = now, (self.warm_up - self.journal.rows()) // self.searchers
         return max(lower_limit, self._warm_up_gap[1])
 
@@ -617,38 +604,38 @@ class Searcher:
         """Wait a moment, for grades if there are any to come; returns the seconds."""
         start = time.monotonic()
         with self.clock.state(state):
-            if self.waiting:
-                self.grader.wait(_POLL)
+            if self.waiting_count:
+                self.grader.wait(_POLL_SECONDS)
             else:
-                time.sleep(_POLL)
+                time.sleep(_POLL_SECONDS)
         return time.monotonic() - start
 
     def _wait_for_grades(self, seconds: float = math.inf) -> bool:
-        """Wait until all that was handed over is graded; returns whether to stop before."""
-        polled = time.monotonic()
-        end, stop = polled + seconds, False
+        """Wait until all submitted answers are graded; returns whether the wait was given up."""
+        poll_time = time.monotonic()
+        end, must_stop = poll_time + seconds, False
         with self.clock.state("reward"):
             while self.grader.unfinished:
-                self.grader.wait(_POLL)
+                self.grader.wait(_POLL_SECONDS)
                 self._collect_grades()
                 if self._is_costly and self.vine is None and self._is_write_due():
                     self._write()
                 now = time.monotonic()
-                if now - polled >= _POLL and self.interrupted is not None:
-                    polled = now
-                    if self.interrupted() and not stop:
+                if now - poll_time >= _POLL_SECONDS and self.interrupted is not None:
+                    poll_time = now
+                    if self.interrupted() and not must_stop:
                         self.grader.cancel()
-                        stop, end = True, min(end, now + _STOP_SECONDS)
+                        must_stop, end = True, min(end, now + _STOP_SECONDS)
                 if now > end:
                     return True
-        return stop
+        return must_stop
 
     def _await(self, future: Future[Any], stage: str) -> None:
         """Wait for a thread of this searcher, with signs of life."""
         end = time.monotonic() + _READ_SECONDS
         while not future.done():
             with suppress(TimeoutError):
-                future.exception(_POLL)
+                future.exception(_POLL_SECONDS)
             if self.interrupted is not None:
                 self.interrupted()
             if time.monotonic() > end:
@@ -677,7 +664,7 @@ class Searcher:
                 self._complete(answer)
             elif give_up:
                 answer.group.counts.update(grading_trajectories=-1, grading_tokens=-len(answer.completion.tokens))
-                count_answer(answer.group.counts, "in_flight", answer.completion)
+                stages.count_answer(answer.group.counts, "in_flight", answer.completion)
                 answer.is_done = True
         if give_up:
             self._by_grade.clear()
@@ -691,20 +678,20 @@ class Searcher:
         seconds = time.perf_counter() - self._written_at
         groups = self._writable
         if not groups:
-            return bool(self._counts) and seconds >= _COUNTED
+            return bool(self._counts) and seconds >= _COUNTS_SECONDS
         answer_count = sum(len(group.unstaged) for group in groups)
         round_count = answer_count / (self.prompts_per_round * self.samples_per_prompt)
         if self._is_costly:
-            return seconds >= max(_COSTLY_HOLD, 2 * self._write_seconds)
+            return seconds >= max(_HOLD_SECONDS, 2 * self._write_seconds)
         hold_seconds = 0.0 if round_count >= 1 else self.hand_down_seconds
-        return round_count >= MOST_ROUNDS or seconds >= max(hold_seconds, GENERATING * self._write_seconds)
+        return round_count >= MAX_ROUNDS or seconds >= max(hold_seconds, GENERATION_RATIO * self._write_seconds)
 
     @property
     def _writable(self) -> list[OpenGroup]:
         """Returns the groups of which there is something to write: complete ones, and others whose graded answers have
         waited for the other answers for a while, which is short where grades are costly.
         """
-        deadline = time.perf_counter() - (_COSTLY_HOLD if self._is_costly else COSTLY)
+        deadline = time.perf_counter() - (_HOLD_SECONDS if self._is_costly else COSTLY_SECONDS)
         return [g for g in self._unwritten_groups if not g.open_count or g.unwritten_since <= deadline]
 
     def _write(self, groups: Iterable[OpenGroup] | None = None, sampling: Sampling | None = None) -> None:
@@ -755,15 +742,15 @@ class Searcher:
         trajectories = [
             t
             for group, row in by_group
-            for t in stamp(row, now, seconds, (group.generated_count - len(row)) / max(1, len(row)))
+            for t in stages.stamp(row, now, seconds, (group.generated_count - len(row)) / max(1, len(row)))
         ]
         staged_answers = [answer for group in partial_groups for answer in group.unstaged]
-        staged_trajectories = stamp([a.trajectory for a in staged_answers if a.trajectory is not None], now, seconds)
+        staged_rows = stages.stamp([a.trajectory for a in staged_answers if a.trajectory is not None], now, seconds)
         outcomes = self._outcomes({group.position: group.prompt for group in complete_groups}, leases, trajectories)
         staging: dict[str, Any] = {}
-        if staged_trajectories:
-            staging = {"staged": staged_trajectories, "positions": [a.group.position for a in staged_answers]}
-            staging["samples"] = samples
+        if staged_rows:
+            positions = [answer.group.position for answer in staged_answers]
+            staging = {"staged": staged_rows, "positions": positions, "samples": samples}
         counts = self._pop_counts()
         try:
             self.journal.put(trajectories, leases, counts, outcomes, **staging)
@@ -800,5 +787,5 @@ def _read(published: PublishedWeights) -> PublishedWeights:
     """Returns published weights once all of them are in memory, so that loading them is only copying."""
     weights = published.read()
     for tensor in weights.values():
-        tensor.flatten()[::_PAGE].sum()
+        tensor.flatten()[::_PAGE_NUMBERS].sum()
     return PublishedWeights(published.version, published.manifest, lambda: weights)

@@ -101,7 +101,7 @@ class SearcherLoop:
         """
         for newest in (False, True):  # the bound only rises: most often the one that is known already is enough
             wanted = self.searcher.manifest.get("wanted")
-            if wanted is None or self.journal.rows() + self.searcher.unsent < wanted:
+            if wanted is None or self.journal.rows() + self.searcher.unsent_count < wanted:
                 return False
             if not newest:
                 self.searcher.pull()
@@ -120,7 +120,7 @@ class SearcherLoop:
             return
         if self.held_back_since is None:
             self.held_back_since = time.monotonic()
-        self.searcher.tend()
+        self.searcher.run_stages()
         self.searcher.rescore()
         with self.clock.state("paced"):
             time.sleep(_PAUSE)
