@@ -625,7 +625,7 @@ def test_what_vllm_refuses_at_its_start_is_one_sentence(model: HuggingFace, monk
 
 
 def test_another_version_of_vllm_is_refused(model: HuggingFace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tba.engines.vllm.SUPPORTED", ("0.1",))
+    monkeypatch.setattr("tba.engines.vllm.SUPPORTED_VERSIONS", ("0.1",))
     with pytest.raises(UserError, match=r"0\.32\.0 is installed, but this engine was written for 0\.1"):
         model.engine(Version())
 

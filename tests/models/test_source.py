@@ -29,7 +29,7 @@ from tba.generation import generate
 from tba.models.arithmetic import judge_bytes, shape_of
 from tba.models.huggingface import HuggingFace
 from tba.models.source import refuse_missing_model, resolve_model_path
-from tba.models.warm_start import taught
+from tba.models.warm_start import teach_pairs
 from tba.policy.causal import CausalPolicy
 from tba.policy.loading import read_config
 from tba.policy.lora import LoraSettings, is_adapter
@@ -222,7 +222,7 @@ def test_a_model_is_taught_again_when_what_is_saved_with_its_weights_has_changed
     base = base_in(tmp_path / "base")
 
     def made() -> Path:
-        return taught(str(base), SupervisedSettings(steps=1), lambda _: [Pair([5], [6])], str)
+        return teach_pairs(str(base), SupervisedSettings(steps=1), lambda _: [Pair([5], [6])], str)
 
     first = made()
     assert made() == first

@@ -71,7 +71,7 @@ class DecodingRows:
 
     def admit(self, rows: Tensor, prompt_length: Tensor, uniform: Tensor, logits: Tensor, sampling: Sampling) -> None:
         """Start completions in `rows` (int64 indices) with a token from each prompt's logits."""
-        logits = self._penalised(logits, rows, sampling)
+        logits = self._penalise(logits, rows, sampling)
         token, log_behavior = draw(self.rules.mask_first_token(logits), uniform[:, 0], sampling)
         if sampling.repetition_penalty != 1:
             self._occurrences()[rows, token] = True
@@ -88,7 +88,7 @@ class DecodingRows:
         n = len(logits_RV)
         count_R1 = self.count_R1[:n]
         uniform_R = self.uniform_RT[:n].gather(1, count_R1)[:, 0]
-        logits_RV = self._penalised(logits_RV, slice(n), sampling)
+        logits_RV = self._penalise(logits_RV, slice(n), sampling)
         token_R, log_behavior_R = draw(self.rules.mask_next_token(logits_RV, count_R1), uniform_R, sampling)
         if sampling.repetition_penalty != 1:
             self._occurrences()[:n].scatter_(1, token_R[:, None], True)
@@ -115,7 +115,7 @@ class DecodingRows:
         """
         self.token_RT[reply.row_N, reply.place_N] = reply.token_N
         self.log_behavior_RT[reply.row_N, reply.place_N] = 0.0
-        logits = self._penalised(logits, rows, sampling)
+        logits = self._penalise(logits, rows, sampling)
         logits = self.rules.mask_next_token(logits, count[:, None])
         token, log_behavior = draw(logits, self.uniform_RT[rows, count], sampling)
         if sampling.repetition_penalty != 1:
@@ -127,13 +127,13 @@ class DecodingRows:
         self.newest_R1[rows] = token[:, None]
         self.ended_R[rows] = self.eos_V[token]
 
-    def _penalised(self, logits: Tensor, rows: Tensor | slice, sampling: Sampling) -> Tensor:
+    def _penalise(self, logits: Tensor, rows: Tensor | slice, sampling: Sampling) -> Tensor:
         """Returns the logits after the repetition penalty (Keskar et al. 2019, arXiv 1909.05858)."""
         if sampling.repetition_penalty == 1:
             return logits
         logits, penalty = logits.float(), sampling.repetition_penalty
-        penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
-        return torch.where(self._occurrences()[rows], penalised, logits)
+        penalised_logits = torch.where(logits > 0, logits / penalty, logits * penalty)
+        return torch.where(self._occurrences()[rows], penalised_logits, logits)
 
     def _occurrences(self) -> Tensor:
         if self._occurs_RV is None:

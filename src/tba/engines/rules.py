@@ -102,8 +102,8 @@ class LengthLimits:
 
     def longest_completion(self, prompt: Prompt) -> int:
         """Returns the most tokens a completion of `prompt` can have."""
-        longest = self.max_completion_tokens
-        return longest if self.positions is None else min(longest, self.positions - len(prompt.tokens))
+        limit = self.max_completion_tokens
+        return limit if self.positions is None else min(limit, self.positions - len(prompt.tokens))
 
 
 def match_weights(
@@ -123,9 +123,9 @@ def match_weights(
             shape = tuple(parameters[name].shape)
             raise ValueError(f"weight {name} has shape {tuple(value.shape)}, the model's {shape}")
     matched_ids = {id(parameters[name]) for name in weights}
-    missing = [name for name, p in model.named_parameters() if is_required(name) and id(p) not in matched_ids]
-    if missing:
-        raise KeyError(f"{len(missing)} of the model's weights are missing, the first is {missing[0]}")
+    missing_names = [name for name, p in model.named_parameters() if is_required(name) and id(p) not in matched_ids]
+    if missing_names:
+        raise KeyError(f"{len(missing_names)} of the model's weights are missing, the first is {missing_names[0]}")
     return {name: parameters[name] for name in weights}
 
 

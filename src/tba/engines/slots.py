@@ -31,7 +31,7 @@ from tba.policy.varlen import takes_flash
 
 ATTENTION = "tba_slots"
 _ALIGNMENT = 16  # the kernels like widths of a multiple of this
-_NARROWEST = 128  # width of a step whose shapes do not change
+_MIN_WIDTH = 128  # width of a step whose shapes do not change
 
 
 class AttentionPass(Protocol):
@@ -257,7 +257,7 @@ class SlotCache:
 
     def round_width(self, width: int) -> int:
         """Returns one of few widths from `width` on, for a pass that is to be computed again without new shapes."""
-        return self.length if self.uses_flash else min(self.length, max(_NARROWEST, 1 << (width - 1).bit_length()))
+        return self.length if self.uses_flash else min(self.length, max(_MIN_WIDTH, 1 << (width - 1).bit_length()))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
         """Attends from one token of each row: [R, H * Q, 1, D] -> [R, H * Q, 1, D]."""
@@ -267,10 +267,10 @@ class SlotCache:
         if self.uses_flash:
             out = self._attend_flash(layer, query.reshape(rows * heads, -1, width), kind)
         else:
-            grouped = query.reshape(rows, heads, -1, width)
+            grouped_query = query.reshape(rows, heads, -1, width)
             keys = self.keys[layer, :rows, :, : self._width]
             values = self.values[layer, :rows, :, : self._width]
-            out = _attention(grouped, keys, values, self._bias_of(kind.window), kind)
+            out = _attention(grouped_query, keys, values, self._bias_of(kind.window), kind)
         return out.reshape(rows, -1, 1, value.shape[-1])
 
     def _attend_flash(self, layer: int, query_NQD: Tensor, kind: AttentionKind) -> Tensor:
@@ -297,9 +297,9 @@ class SlotCache:
         """Returns [R, 1, 1, width]: 0 where a row sees, -inf elsewhere; the same for all layers of one window."""
         bias = self._bias.get(window)
         if bias is None:
-            behind = self._position_R[:, None] - self._positions[: self._width]
-            unseen = (behind < 0) if window is None else (behind < 0) | (behind >= window)
-            bias = self.keys.new_zeros(unseen.shape).masked_fill_(unseen, -torch.inf)[:, None, None]
+            distance = self._position_R[:, None] - self._positions[: self._width]
+            is_hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
+            bias = self.keys.new_zeros(is_hidden.shape).masked_fill_(is_hidden, -torch.inf)[:, None, None]
             self._bias[window] = bias
         return bias
 
@@ -389,9 +389,9 @@ class Continuations:
         repeat = query.shape[0] // keys.shape[1]
         queries = query[:, begin : begin + len(row_R) * length].unflatten(1, (len(row_R), length)).transpose(0, 1)
         position_RT = start_R[:, None] + torch.arange(length, device=query.device)
-        behind = position_RT[:, None, :, None] - torch.arange(width, device=query.device)
-        unseen = (behind < 0) if kind.window is None else (behind < 0) | (behind >= kind.window)
-        bias = queries.new_zeros(unseen.shape).masked_fill_(unseen, -torch.inf)
+        distance = position_RT[:, None, :, None] - torch.arange(width, device=query.device)
+        is_hidden = (distance < 0) if kind.window is None else (distance < 0) | (distance >= kind.window)
+        bias = queries.new_zeros(is_hidden.shape).masked_fill_(is_hidden, -torch.inf)
         keys, values = keys.repeat_interleave(repeat, 1), values.repeat_interleave(repeat, 1)
         return _attention(queries, keys, values, bias, kind).transpose(0, 1).flatten(1, 2)
 

@@ -86,7 +86,7 @@ class CudaGraphs:
 
 
 @dataclass
-class _Captured:
+class _CapturedStep:
     """A step for a number of rows: the model's graph, the logits [R, V] it writes, and graphs that draw from these."""
 
     graph: Graph
@@ -103,14 +103,14 @@ class Step:
         self, model: PreTrainedModel, rows: DecodingRows, capture: Capture | None, compiled: bool = False
     ) -> None:
         self._model, self._rows, self._capture = model, rows, capture
-        self._compiled: dict[GradientCheckpointingLayer, Callable[..., Any]] = {}
+        self._compiled_forwards: dict[GradientCheckpointingLayer, Callable[..., Any]] = {}
         if compiled:
             exclude_attention_from_compile()
             layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
-            self._compiled = {layer: torch.compile(layer.forward, dynamic=True) for layer in layers}
+            self._compiled_forwards = {layer: torch.compile(layer.forward, dynamic=True) for layer in layers}
         self._attention_mask_R1 = torch.ones_like(rows.newest_R1)  # so that no mask is built
         self._sizes = captured_sizes(len(rows.newest_R1))
-        self._captured_steps: dict[tuple[int, int], _Captured] = {}  # by rows and width
+        self._captured_steps: dict[tuple[int, int], _CapturedStep] = {}  # by rows and width
         self._is_compared = True
         self._temperature = torch.ones((), device=rows.eos_V.device)
         self._graph_temperature = 1.0  # what `_temperature` holds
@@ -151,7 +151,7 @@ class Step:
         logits: Tensor = output.logits[:, -1]
         return logits
 
-    def _replay(self, cache: SlotCache, n: int, width: int) -> _Captured | None:
+    def _replay(self, cache: SlotCache, n: int, width: int) -> _CapturedStep | None:
         """Returns the captured step that has computed the logits of at least `n` rows; None where the caller has to."""
         if self._capture is None:
             return None
@@ -169,7 +169,7 @@ class Step:
         if fault is None:
             try:
                 with self._layers_compiled():
-                    captured = cached_step or _Captured(*self._capture(run, warm_up=True))
+                    captured = cached_step or _CapturedStep(*self._capture(run, warm_up=True))
                 captured.graph.replay()
                 fault = describe_difference(eager_RV, captured.logits_RV)
             except RuntimeError as error:
@@ -183,15 +183,15 @@ class Step:
     @contextmanager
     def _layers_compiled(self) -> Iterator[None]:
         """Within the block layers are computed as they were compiled: all but attention, for any number of rows."""
-        for layer, forward in self._compiled.items():
+        for layer, forward in self._compiled_forwards.items():
             layer.forward = forward
         try:
             yield
         finally:
-            for layer in self._compiled:
+            for layer in self._compiled_forwards:
                 del layer.forward
 
-    def _draw(self, captured: _Captured, n: int, sampling: Sampling) -> None:
+    def _draw(self, captured: _CapturedStep, n: int, sampling: Sampling) -> None:
         """Append a token to the rows, drawn from captured logits."""
         temperature = sampling.temperature
         # top-p looks at how many candidates it needs; a penalty looks at what has been read

@@ -102,8 +102,8 @@ class StopStrings:
         """Returns where a completion whose generation is over ends: (its tokens, its text, why)."""
         eos_end = next((i + 1 for i, token in enumerate(tokens) if token in eos), None)
         if self.strings or eos_end is None:
-            n, text, stopped = self.cut(tokens[:eos_end])
-            if stopped:
+            n, text, has_stop_string = self.cut(tokens[:eos_end])
+            if has_stop_string:
                 return n, text, StopReason.STOP_STRING
             if eos_end is None:
                 return n, text, StopReason.INTERRUPTED if interrupted else StopReason.LENGTH

@@ -247,12 +247,12 @@ class _Queue:
 
 
 @dataclass(frozen=True)
-class _PrefilledPrompts:
+class _PrefillBatch:
     """The prompts begin .. end - 1, which were run through the model together."""
 
     begin: int
     end: int
-    packed: PackedPrompts
+    prompts: PackedPrompts
     version: Version  # of the weights
 
 
@@ -294,7 +294,7 @@ class TransformersFlow:
         self.engine, self.settings, self.rows = engine, engine.settings, engine._rows
         self.sampling, self.rng, self.partner = sampling, rng, partner
         self.queue = _Queue(count, engine.limits)
-        self.prefilled: _PrefilledPrompts | None = None  # with the prompt of the next request, or of the last one
+        self.prefill_batch: _PrefillBatch | None = None  # with the prompt of the next request, or of the last one
         # the rows, as they are known without waiting for the device
         slots = self.settings.slots
         self.extent = 0
@@ -383,33 +383,33 @@ class TransformersFlow:
             extent = self.extent + min(row_count, self.settings.slots - self.extent)
             self.free_rows, self.extent = [*self.free_rows, *range(self.extent, extent)], extent
         while self.free_rows and queue.requests_left:
-            prefilled = self.prefilled
-            if prefilled is None or queue.next_request >= prefilled.end * queue.count:
-                prefilled = self._prefill_next()
-            n = min(len(self.free_rows), prefilled.end * queue.count - queue.next_request)
+            batch = self.prefill_batch
+            if batch is None or queue.next_request >= batch.end * queue.count:
+                batch = self._prefill_next()
+            n = min(len(self.free_rows), batch.end * queue.count - queue.next_request)
             rows, self.free_rows = self.free_rows[:n], self.free_rows[n:]
-            self._admit(rows, prefilled)
+            self._admit(rows, batch)
         if self.free_rows:
             self._close_gaps()
 
-    def _prefill_next(self) -> _PrefilledPrompts:
+    def _prefill_next(self) -> _PrefillBatch:
         """Run the next prompts through the model."""
         queue = self.queue
         begin = end = queue.next_request // queue.count
-        self.prefilled = None  # all its requests have begun, and its memory is freed for the next ones
+        self.prefill_batch = None  # all its requests have begun, and its memory is freed for the next ones
         tokens = 0
         while end < queue.prompt_count:
             tokens += len(queue.prompts[end].prompt.tokens)
             if tokens > PREFILL_TOKENS and end > begin:
                 break
             end += 1
-        packed = self.engine.prefill([queue.prompts[i].prompt for i in range(begin, end)])
-        self.prefilled = _PrefilledPrompts(begin, end, packed, self.engine.version)
+        prompts = self.engine.prefill([queue.prompts[i].prompt for i in range(begin, end)])
+        self.prefill_batch = _PrefillBatch(begin, end, prompts, self.engine.version)
         rows = self.extent if len(self.free_rows) < self.extent else 0
-        self.cache = self.engine.cache(packed, queue.longest_sequence, rows)
-        return self.prefilled
+        self.cache = self.engine.cache(prompts, queue.longest_sequence, rows)
+        return self.prefill_batch
 
-    def _admit(self, rows: list[int], prefilled: _PrefilledPrompts) -> None:
+    def _admit(self, rows: list[int], batch: _PrefillBatch) -> None:
         """Start the next requests in `rows` (ascending), all of `prefilled` prompts."""
         queue = self.queue
         requests = np.arange(queue.next_request, queue.next_request + len(rows))
@@ -417,11 +417,11 @@ class TransformersFlow:
         prompts = requests // queue.count
         for p in range(prompts[0], prompts[-1] + 1):
             prompt_rows = [row for row, prompt in zip(rows, prompts, strict=True) if prompt == p]
-            self.cache.fill(prompt_rows, prefilled.packed, p - prefilled.begin)
+            self.cache.fill(prompt_rows, batch.prompts, p - batch.begin)
             self.prompt_R[prompt_rows] = len(queue.prompts[p].prompt.tokens)
             self.limit_R[prompt_rows] = queue.limits.longest_completion(queue.prompts[p].prompt)
         for row, number in zip(rows, requests.tolist(), strict=True):
-            self.request_R[row] = _Request(number, prefilled.version, row)
+            self.request_R[row] = _Request(number, batch.version, row)
         self.count_R[rows] = 1
         shape = (len(rows), self.settings.max_completion_tokens)
         uniform = np.zeros(shape, np.float32) if self.sampling.temperature == 0 else self.rng.random(shape, np.float32)
@@ -432,7 +432,7 @@ class TransformersFlow:
             torch.tensor(rows, device=self.device),
             torch.from_numpy(self.prompt_R[rows]).to(self.device),
             torch.from_numpy(uniform).to(self.device),
-            prefilled.packed.logits_PV[torch.from_numpy(prompts - prefilled.begin).to(self.device)],
+            batch.prompts.logits_PV[torch.from_numpy(prompts - batch.begin).to(self.device)],
             self.sampling,
         )
 

@@ -44,7 +44,7 @@ from tba.protocols import Partner, Tokenizer, Turn
 from tba.streaming import Streamed, bytes_of, shapes_of, write_tensors
 from tba.types import Completion, IntArray, Prompt, Sampling, StopReason, Version
 
-SUPPORTED = ("0.32",)
+SUPPORTED_VERSIONS = ("0.32",)
 _STEPS_BETWEEN_ASKING = 8  # how often `interrupted` is asked
 _SPARE_BYTES = 1 << 24  # bytes that are left free in a folder: vLLM's processes talk through it
 # what vLLM raises where it cannot serve a model
@@ -93,7 +93,7 @@ class VllmEngine:
         adapter_model: PreTrainedModel | None = None,
     ) -> None:
         """longest_prompt: in tokens, a longer one is refused; cache_bytes: of keys and values on each GPU, from the
-        model's configuration; adapted: the same model with adapters; then only adapters are loaded, which vLLM is given
+        model's configuration; adapter_model: the same model with adapters; then only adapters are loaded, which vLLM gets
         merged.
 
         Raises `UserError` when vLLM is missing, of another version, for another device or cannot serve the model.
@@ -175,16 +175,16 @@ class VllmEngine:
         name_of = {id(parameter): name for name, parameter in parameters.items()}  # one of several tied names
         targets = {name: self._vllm_names[key] for key, name in name_of.items() if key in self._vllm_names}
         target_shapes = {target: shapes[name] for name, names in targets.items() for target in names}
-        streamed = Streamed(
+        stream = Streamed(
             target_shapes, lambda: ((target, t) for name, t in weights.items() for target in targets.get(name, ()))
         )
         self._load_count += 1
         if self.vllm_settings.tensor_parallel == 1:
-            self._reload({"weights_iterator": iter(streamed.items())})
+            self._reload({"weights_iterator": iter(stream.items())})
         else:  # its workers are other processes, and nothing is to be pickled: through a file
             size = bytes_of(target_shapes)
             with tempfile.TemporaryDirectory(prefix="tba-weights-", dir=folder_with_room(size)) as folder:
-                write_tensors(Path(folder) / "model.safetensors", streamed)
+                write_tensors(Path(folder) / "model.safetensors", stream)
                 self._reload({"weights_path": folder})
 
     def _reload(self, arguments: dict[str, object]) -> None:
@@ -254,7 +254,7 @@ class VllmEngine:
         self._llm.abort_request(list(self._growing_answers))
         self._growing_answers.clear()
         for answer in answers:
-            self._end(answer, stopped=False)
+            self._end(answer, has_stop_string=False)
         return answers
 
     @property
@@ -266,15 +266,15 @@ class VllmEngine:
         """Returns the text of tokens without special ones."""
         return self._stops.text(tokens)
 
-    def _end(self, answer: GrowingAnswer, stopped: bool) -> None:
-        """Cut the present turn of an answer where it ended; stopped: vLLM has seen a stop string. Raises `TbaError` for
+    def _end(self, answer: GrowingAnswer, has_stop_string: bool) -> None:
+        """Cut the present turn of an answer where it ended; has_stop_string: vLLM has seen one. Raises `TbaError` for
         log-probabilities that are not finite.
         """
         if not np.isfinite(answer.log_behavior).all():
             raise TbaError(f"the weights of version {self.version} give probabilities that are not finite")
         n, answer.text, answer.reason = self._stops.cut_at_end(answer.tokens[answer.turn_start :], self._eos_ids, False)
         # its text as it was generated; not that of all tokens together
-        if stopped and answer.reason is StopReason.LENGTH:
+        if has_stop_string and answer.reason is StopReason.LENGTH:
             answer.reason = StopReason.STOP_STRING
         del answer.tokens[answer.turn_start + n :], answer.log_behavior[answer.turn_start + n :]
 
@@ -389,9 +389,9 @@ class VllmFlow:
                 self._finish(answer)
         self._queue.extendleft(reversed(continuing_answers))
 
-    def _end_turns(self, ended: Sequence[GrowingAnswer]) -> None:
+    def _end_turns(self, answers: Sequence[GrowingAnswer]) -> None:
         turns: list[Turn] = []
-        for answer in ended:
+        for answer in answers:
             if self.partner is None or answer.reason is StopReason.LENGTH:
                 self._finish(answer)
             else:
@@ -461,10 +461,10 @@ def require_vllm() -> None:
             "the engine is vllm, which is not installed: pip install -e '.[vllm]' -c constraints-vllm.txt in an "
             "environment of its own (Linux with an NVIDIA GPU), or choose --model.generation.engine transformers"
         )
-    installed_version = _installed_version()
-    if ".".join(installed_version.split(".")[:2]) not in SUPPORTED:
+    installed_version, supported_versions = _installed_version(), " and ".join(SUPPORTED_VERSIONS)
+    if ".".join(installed_version.split(".")[:2]) not in SUPPORTED_VERSIONS:
         raise UserError(
-            f"vllm {installed_version} is installed, but this engine was written for {' and '.join(SUPPORTED)}: "
+            f"vllm {installed_version} is installed, but this engine was written for {supported_versions}: "
             "pip install -e '.[vllm]' -c constraints-vllm.txt, or choose --model.generation.engine transformers"
         )
 
@@ -520,9 +520,9 @@ def folder_with_room(size: int, places: Sequence[str] = ("/dev/shm", tempfile.ge
     Linux keeps files in memory at /dev/shm; there is little of it in a container unless it is asked for.
     """
     free_bytes = {folder: shutil.disk_usage(folder).free for folder in places if Path(folder).is_dir()}
-    folder = next((folder for folder, free in free_bytes.items() if free > size + _SPARE_BYTES), None)
+    folder = next((folder for folder, byte_count in free_bytes.items() if byte_count > size + _SPARE_BYTES), None)
     if folder is None:
-        sizes = " and ".join(f"{free / 1e9:.2f} GB in {folder}" for folder, free in free_bytes.items())
+        sizes = " and ".join(f"{byte_count / 1e9:.2f} GB in {folder}" for folder, byte_count in free_bytes.items())
         raise UserError(
             f"vllm's processes are given weights through a file of {size / 1e9:.2f} GB, and there are {sizes}: start "
             f"the container with a larger --shm-size, or set TMPDIR to a folder that has room"

@@ -36,7 +36,7 @@ _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _LEAST_FIELD, _LEAST_TENSOR = 13, 24  # bytes of one in a header
 _LONGEST_NAME = 1 << 16  # bytes
 _MOST_AXES = 8
-_COUNTED = re.compile(r"\.(?:\w*_)?(?:block|head|expert)_\w*count")  # names of what MOST_COUNTED bounds
+_COUNT_NAMES = re.compile(r"\.(?:\w*_)?(?:block|head|expert)_\w*count")  # names of what MOST_COUNTED bounds
 _SIZES = (".embedding_length", ".feed_forward_length", ".vocab_size")  # a tensor of a model is as long
 
 
@@ -170,7 +170,7 @@ def _check_counts(header: _Header) -> None:
             raise ValueError(f"its tensor {quoted(name, 40)} is {list(shape)!s:.60}, and it has {header.size:,} bytes")
         longest_axis = max(longest_axis, *shape, 0)
     for name, numbers in values.items():
-        limit = MOST_COUNTED if _COUNTED.search(name) else longest_axis if name.endswith(_SIZES) else math.inf
+        limit = MOST_COUNTED if _COUNT_NAMES.search(name) else longest_axis if name.endswith(_SIZES) else math.inf
         if numbers and not max(numbers) <= limit:
             raise ValueError(f"its {quoted(name, 60)} is {max(numbers)!s:.20}, more than {limit:,}")
 

@@ -44,7 +44,7 @@ from tba.sharding import Sharding
 from tba.types import Version
 
 log = logging.getLogger("tba.searcher")
-_USABLE = 0.95  # of what a process may take of its GPU: its allocator loses some
+_USABLE_SHARE = 0.95  # of what a process may take of its GPU: its allocator loses some
 # of engines with adapters, whose bases are shared
 _ENGINE_MODELS: WeakValueDictionary[str, PreTrainedModel] = WeakValueDictionary()
 # folders that this process knows: to find one, all problems are built and encoded. The task's class is part of the key,
@@ -128,7 +128,7 @@ class HuggingFace:
             tokenizer = with_arguments(AutoTokenizer.from_pretrained(self._full_path, **SAFE), self.template_arguments)
             return with_day(tokenizer, self.day)
 
-    def other(self, path: str) -> HuggingFace:
+    def with_path(self, path: str) -> HuggingFace:
         """Returns another model that only scores, in the same place and precision."""
         dtype: PrecisionName = "bfloat16" if self.dtype == "4-bit" else self.dtype
         settings = replace(self, lora=LoraSettings(), warm_start=None, template_arguments=())  # of its own template
@@ -193,7 +193,7 @@ class HuggingFace:
             return False
         shape, gpu_index = shape_of(self), self._device.index or torch.cuda.current_device()
         share = torch.cuda.get_per_process_memory_fraction(gpu_index)
-        gpu_bytes = int(_USABLE * share * torch.cuda.get_device_properties(gpu_index).total_memory)
+        gpu_bytes = int(_USABLE_SHARE * share * torch.cuda.get_device_properties(gpu_index).total_memory)
         return False if shape is None else self.recomputation_rule(shape, gpu_bytes, moments_on_host, averaged)
 
     def recomputation_rule(
@@ -353,7 +353,7 @@ class HuggingFace:
             add_adapters(model, self.lora, self.compute)
         else:
             model = copy_on_same_base(engine_model)
-        switch_adapters(model, on=False)
+        switch_adapters(model, enabled=False)
         return FrozenReference(model, version, temperature)
 
     def save(self, policy: Policy, path: Path) -> None:

@@ -33,7 +33,7 @@ from tba.models.precision import Precision
 from tba.policy.causal import KEPT_BYTES, chunk_of
 
 Bytes: TypeAlias = dict[str, int]  # by part; parts are alive at the same time
-SCORED = 8192  # tokens of a pass of the reference (`FrozenReference`)
+SCORED_TOKENS = 8192  # tokens of a pass of the reference (`FrozenReference`)
 _BLOCK = 128  # positions in a block of vLLM's keys and values, at most
 _GRAPHS = 1 << 30  # bytes allowed for what vLLM records and keeps for itself, which no formula here knows
 
@@ -51,8 +51,8 @@ class Shape:
     head_width: int
     vocabulary: int
     has_gate: bool  # whether the feed-forward layer has a gate
-    layer: int  # parameters of one layer
-    outside: int  # and of embeddings, head and final norm; tied ones once
+    layer_parameters: int  # parameters of one layer
+    other_parameters: int  # and of embeddings, head and final norm; tied ones once
     is_tied: bool
     positions: int  # tokens of the longest prompt and completion
     linear: Mapping[str, tuple[int, int]]  # the linear layers of one layer: (in, out) by name
@@ -67,7 +67,7 @@ class Shape:
         head_width = getattr(text, "head_dim", None) or text.hidden_size // heads
         blocks = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == layers)
         parameters = sum(p.numel() for p in model.parameters())
-        layer = sum(p.numel() for p in blocks[0].parameters())
+        layer_parameters = sum(p.numel() for p in blocks[0].parameters())
         linear = {
             name.rpartition(".")[2]: (module.weight.shape[1], module.weight.shape[0])
             for name, module in blocks[0].named_modules()
@@ -83,8 +83,8 @@ class Shape:
             head_width=head_width,
             vocabulary=len(model.get_input_embeddings().weight),
             has_gate=any("gate" in name for name in linear),
-            layer=layer,
-            outside=parameters - layers * layer,
+            layer_parameters=layer_parameters,
+            other_parameters=parameters - layers * layer_parameters,
             positions=most_positions(text) or sys.maxsize,
             is_tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
             linear=linear,
@@ -92,23 +92,23 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        return self.layers * self.layer + self.outside
+        return self.layers * self.layer_parameters + self.other_parameters
 
     @property
     def matrices(self) -> int:
         """Returns the parameters of the layers' linear layers, without biases."""
         return self.layers * sum(n * m for n, m in self.linear.values())
 
-    def operations(self, read: float, scored: float) -> float:
+    def operations(self, read_tokens: float, scored_tokens: float) -> float:
         """Returns the floating-point operations of a forward over `read` tokens, of which `scored` go through the head:
         two for each weight of a matrix. Attention to other tokens is left out, which for long ones is not little.
         """
-        return 2 * (self.layers * self.layer * read + self.vocabulary * self.width * scored)
+        return 2 * (self.layers * self.layer_parameters * read_tokens + self.vocabulary * self.width * scored_tokens)
 
     def adapters(self, rank: int, targets: tuple[str, ...] = ()) -> int:
         """Returns the parameters of adapters of this rank on each layer's linear layers, or those in `targets`."""
-        adapted = [size for name, size in self.linear.items() if not targets or name in targets]
-        return self.layers * sum(rank * (n + m) for n, m in adapted)
+        adapted_sizes = [size for name, size in self.linear.items() if not targets or name in targets]
+        return self.layers * sum(rank * (n + m) for n, m in adapted_sizes)
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class SearcherWorkload:
     slots: int  # completions that grow at the same time
     positions: int  # tokens of the longest prompt and completion
     prompt: int = 0  # and of the longest prompt
-    scored: int = SCORED  # of a pass of the reference
+    scored_tokens: int = SCORED_TOKENS  # of a pass of the reference
     device: str = "cpu"
     rank: int = 0  # of adapters: the reference shares the engine's base
     targets: tuple[str, ...] = ()
@@ -227,11 +227,11 @@ def disk_bytes(shape: Shape, work: TrainerWorkload) -> tuple[Bytes, Bytes]:
 def reference_bytes(shape: Shape, work: SearcherWorkload) -> Bytes:
     """Returns the bytes of the reference that scores what the engine samples, by part."""
     i = work.precision.compute.itemsize
-    scoring_pass = TrainerWorkload(work.scored, work.precision, work.device)
+    scoring_pass = TrainerWorkload(work.scored_tokens, work.precision, work.device)
     forward_logits, _ = _logit_bytes(shape, scoring_pass, kept_bytes=0)
     return {
         "weights": i * (shape.adapters(work.rank, work.targets) if work.rank else shape.parameters),
-        "a pass": work.scored * (3 * shape.ff + 4 * shape.width) * i + forward_logits,
+        "a pass": work.scored_tokens * (3 * shape.ff + 4 * shape.width) * i + forward_logits,
     }
 
 
@@ -296,9 +296,9 @@ def _copy_bytes(shape: Shape, work: TrainerWorkload) -> Bytes:
     i = work.precision.compute.itemsize
     if work.ranks == 1:
         adapters = shape.adapters(work.rank, work.targets)
-        parameters, layer = (adapters, 0) if work.rank else (shape.parameters, shape.layer)
+        parameters, layer = (adapters, 0) if work.rank else (shape.parameters, shape.layer_parameters)
         return {} if i == 4 else {"computed with": i * (parameters + 2 * layer)}
-    return {"gathered": i * (2 * shape.layer + shape.outside) + (4 + i) * shape.layer}
+    return {"gathered": i * (2 * shape.layer_parameters + shape.other_parameters) + (4 + i) * shape.layer_parameters}
 
 
 def host_bytes(shape: Shape, work: TrainerWorkload) -> Bytes:

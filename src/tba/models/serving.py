@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # of the mean |difference| of a token: float32 sums in another order; in 16 bits engine and trainer differ by 0.01
 TOLERANCE = {4: 1e-3, 2: 0.03}
 _MIN_SHIFT = 4.0  # times that tolerance an update has to move log-probabilities: otherwise it would show nothing
-_PROMPTS, _ANSWERS, _LONGEST = 4, 4, 32  # of the self-test: answers to each prompt; tokens of the longest prompt
+_PROMPTS, _ANSWERS, _MAX_PROMPT_TOKENS = 4, 4, 32  # of the self-test; answers are to each prompt
 _TOKENS = 32  # of an answer, about
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 
@@ -87,7 +87,7 @@ def find_mismatch(engine: TransformersEngine | VllmEngine, model: PreTrainedMode
 
 def _prompts(vocabulary: int, longest_prompt: int) -> list[Prompt]:
     """Returns prompts of some tokens, each shorter than the one before: whole blocks of a cache, and parts of one."""
-    lengths = [max(1, min(longest_prompt, _LONGEST) - 5 * i) for i in range(_PROMPTS)]
+    lengths = [max(1, min(longest_prompt, _MAX_PROMPT_TOKENS) - 5 * i) for i in range(_PROMPTS)]
     return [Prompt("self-test", (np.arange(n) * 31 + 7 * n).astype(np.int32) % vocabulary) for n in lengths]
 
 

@@ -31,7 +31,7 @@ from tba.weights.atomic_dir import cache_folder
 
 _FORMAT = b"merged 1"  # raised when the same adapter and base are to give another folder
 _OF_ADAPTER = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
-_CONNECT = 5.0  # seconds to reach the Hub
+_CONNECT_SECONDS = 5.0  # seconds to reach the Hub
 
 
 def refuse_missing_model(path: str) -> None:
@@ -63,7 +63,7 @@ def _require_hub(name: str) -> None:
     host = urlsplit(constants.ENDPOINT)
     try:
         address = (str(host.hostname), host.port or (80 if host.scheme == "http" else 443))
-        socket.create_connection(address, _CONNECT).close()
+        socket.create_connection(address, _CONNECT_SECONDS).close()
     except OSError as error:
         raise UserError(
             f"{name!r} is no folder here and not in the cache of the Hub, and {host.hostname} cannot be reached "
@@ -149,8 +149,8 @@ def _key(folder: Path, base: str, revision: str | None) -> str:
         with file.open("rb") as stream:
             digest.update(f"{file.name} {hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
     digest.update(f"{base if not Path(base).exists() else Path(base).resolve()} {revision}".encode())
-    cached = try_to_load_from_cache(base, "config.json", revision=revision) if not Path(base).is_dir() else None
-    files = Path(base) if Path(base).is_dir() else Path(cached).parent if isinstance(cached, str) else None
+    config = try_to_load_from_cache(base, "config.json", revision=revision) if not Path(base).is_dir() else None
+    files = Path(base) if Path(base).is_dir() else Path(config).parent if isinstance(config, str) else None
     for file in sorted(files.glob("*.*")) if files is not None else ():
         if file.suffix in (".json", ".safetensors", ".jinja", ".txt", ".model"):
             stat = file.stat()
@@ -168,7 +168,7 @@ def _merge(folder: Path, base: str, revision: str | None, out: Path) -> None:
     with readable(f"the adapter {folder} cannot be put on its base {base}", remedy):
         options: dict[str, Any] = {"revision": revision} if revision else {}
         model = pretrained(AutoModelForCausalLM, base, torch.float32, **options)
-        if quantized := getattr(model.config, "quantization_config", None) is not None:
+        if is_quantized := getattr(model.config, "quantization_config", None) is not None:
             model = model.dequantize().float()
         has_tokenizer = any((folder / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json"))
         source, source_options = (folder, {}) if has_tokenizer else (base, options)
@@ -179,23 +179,23 @@ def _merge(folder: Path, base: str, revision: str | None, out: Path) -> None:
             config.inference_mode = True
             if config.is_prompt_learning or config.is_adaption_prompt:
                 raise ValueError(f"the kind {config.peft_type.value} cannot be merged; LoRA can")
-            adapted = PeftModel(model, config)
-            report = adapted.load_adapter(folder, "default", torch_device="cpu")
+            adapter_model = PeftModel(model, config)
+            report = adapter_model.load_adapter(folder, "default", torch_device="cpu")
     copies = [name for name in report.unexpected_keys if ".modules_to_save." in name]  # with save_embedding_layers
-    if missing := [*report.missing_keys, *{*report.unexpected_keys}.difference(copies)]:
+    if names := [*report.missing_keys, *{*report.unexpected_keys}.difference(copies)]:
         raise UserError(
-            f"the adapter {folder} does not fit its base {base}: {len(missing)} weights have no counterpart, such as "
-            f"{missing[0]}; give the base that it was trained on"
+            f"the adapter {folder} does not fit its base {base}: {len(names)} weights have no counterpart, such as "
+            f"{names[0]}; give the base that it was trained on"
         )
     problem = f"the adapter {folder} cannot be merged into its base"
     with readable(problem, "give another one"), warnings.catch_warnings(action="ignore"):
-        _untie(adapted.base_model.model)
-        merged = adapted.merge_and_unload().eval()
-        _record_whether_tied(merged)
-        merged = as_plain_model(merged) if quantized else merged
-    make_writable(merged)
+        _untie(adapter_model.base_model.model)
+        merged_model = adapter_model.merge_and_unload().eval()
+        _record_whether_tied(merged_model)
+        merged_model = as_plain_model(merged_model) if is_quantized else merged_model
+    make_writable(merged_model)
     try:
-        merged.save_pretrained(out)
+        merged_model.save_pretrained(out)
     except RuntimeError as error:  # such as layers that are copies of others
         reason = str(error).strip().split("\n")[0]
         raise UserError(f"{problem} ({reason}): give another one") from error

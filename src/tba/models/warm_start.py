@@ -231,8 +231,8 @@ def _task_pairs(task: Task, tokenizer: Any) -> list[Pair]:
 def _with_prompt(pair: Pair) -> Pair:
     """Returns the pair whose prompt is learnt, too, but for its first token."""
     offset = len(pair.prompt) - 1
-    observed = tuple((begin + offset, end + offset) for begin, end in pair.observed)
-    return replace(pair, prompt=pair.prompt[:1], response=[*pair.prompt[1:], *pair.response], observed=observed)
+    spans = tuple((begin + offset, end + offset) for begin, end in pair.observed)
+    return replace(pair, prompt=pair.prompt[:1], response=[*pair.prompt[1:], *pair.response], observed=spans)
 
 
 def _prompt_text(problem: Problem, tokenizer: Any) -> str:

@@ -111,10 +111,10 @@ class CausalPolicy:
     def _probe(self) -> None:
         """Find out by running the model on a few tokens which forward it can take."""
         head, fault = Head.of(self.model), None
-        self._linear = head is not None
+        self._has_linear_head = head is not None
         self._softcap = None if head is None else head.softcap  # its weight stays the model's: shards may replace that
         if self.share_prompt:
-            fault = use_packed_attention(self.model) if self._linear else "its head is more than a linear layer"
+            fault = use_packed_attention(self.model) if head is not None else "its head is more than a linear layer"
         if fault is not None:
             log.warning("prompts are not shared within groups by %s: %s", type(self.model).__name__, fault)
             self.share_prompt = False
@@ -199,7 +199,7 @@ class CausalPolicy:
         indices = torch.stack([row_M, predictor_M, target_M, row_M * host.mask_BT.shape[1] + step_M])
         row_M, predictor_M, target_M, place_M = moved(indices, device)
         input_BT = moved(_join(host), device)
-        if not self._linear:
+        if not self._has_linear_head:
             output = self.model(input_ids=input_BT, use_cache=False, output_hidden_states=len(self.heads) > 0)
             logits_MV = output.logits[row_M, predictor_M].float()
             log_MV = torch.log_softmax(logits_MV / self.temperature, dim=-1)
@@ -234,8 +234,8 @@ class CausalPolicy:
         For a model with adapters (`policy.lora`) these are the adapters alone. For a sharded policy they are shards, in
         the same order on every rank.
         """
-        everything = self.everything()
-        return {name: tensor for name, tensor in everything.items() if not self.has_adapters or is_adapter(name)}
+        weights = self.everything()
+        return {name: tensor for name, tensor in weights.items() if not self.has_adapters or is_adapter(name)}
 
     def everything(self) -> Mapping[str, Tensor]:
         """Returns all weights by name, under adapters those of their base too."""

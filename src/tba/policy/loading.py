@@ -130,19 +130,21 @@ def _refuse_other_tensors(
     """Raises `UserError` for tensors that are missing, have no place, or another shape by transformers' report, unless
     nothing that is used depends on them.
     """
-    missing, unexpected = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
+    missing_names, unexpected_names = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
     shapes = sorted((name, tuple(size), tuple(shape)) for name, size, shape in report["mismatched_keys"])
     body = getattr(model, model.base_model_prefix, model)
     if headless:  # a pooler of the body is a part of the head: nothing else reads it
-        missing = [name for name in missing if _belongs_to(name, model, body) and "pooler" not in name.split(".")]
-        unexpected = [name for name in unexpected if _belongs_to(name, model, body)]
-        shapes = [(name, *sizes) for name, *sizes in shapes if _belongs_to(name, model, body)]
+        missing_names = [
+            name for name in missing_names if _is_part(name, model, body) and "pooler" not in name.split(".")
+        ]
+        unexpected_names = [name for name in unexpected_names if _is_part(name, model, body)]
+        shapes = [(name, *sizes) for name, *sizes in shapes if _is_part(name, model, body)]
     text = config.get_text_config()
     if text is not config and isinstance(model.config, type(text)):  # what is beside the text model sees or hears
-        unexpected = [name for name in unexpected if _belongs_to(name, model, body, model)]
+        unexpected_names = [name for name in unexpected_names if _is_part(name, model, body, model)]
     clauses = [
         f"{len(names)} tensor{'s are' if len(names) > 1 else ' is'} {fault} (such as {names[0]})"
-        for fault, names in (("missing", missing), ("unknown to it", unexpected))
+        for fault, names in (("missing", missing_names), ("unknown to it", unexpected_names))
         if names
     ]
     clauses += [f"{name} is {list(size)}, not {list(shape)}" for name, size, shape in shapes[:1]]
@@ -163,8 +165,8 @@ def _refuse_no_numbers(path: str | Path, model: PreTrainedModel) -> None:
             )
 
 
-def _belongs_to(name: str, model: PreTrainedModel, *modules: Module) -> bool:
-    """Returns whether a tensor of that name, with or without the prefix of the model's body, belongs to a module."""
+def _is_part(name: str, model: PreTrainedModel, *modules: Module) -> bool:
+    """Returns whether a tensor of this name, with or without the prefix of the model's body, belongs to a module."""
     prefix = f"{model.base_model_prefix}."
     children = {child for module in modules for child, _ in module.named_children()}
     return name.startswith(prefix) or name.partition(".")[0] in children

@@ -124,10 +124,10 @@ def _refuse_unfit(model: PreTrainedModel, targets: Sequence[str]) -> None:
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    adapted = [f".{name}" for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
-    if unknown := [target for target in targets if not any(name.endswith(f".{target}") for name in adapted)]:
+    adapted_names = [f".{name}" for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+    if unknown_targets := [t for t in targets if not any(name.endswith(f".{t}") for name in adapted_names)]:
         raise UserError(
-            f"the model has no layers that --model.lora.targets names ({', '.join(unknown)}): leave them out"
+            f"the model has no layers that --model.lora.targets names ({', '.join(unknown_targets)}): leave them out"
         )
     outer_layers = (model.get_output_embeddings(), model.get_input_embeddings())
     if any(isinstance(layer, BaseTunerLayer) for layer in outer_layers):
@@ -232,13 +232,13 @@ def has_adapters(model: torch.nn.Module) -> bool:
     return any(is_adapter(name) for name, _ in model.named_parameters())
 
 
-def switch_adapters(model: torch.nn.Module, on: bool) -> None:
+def switch_adapters(model: torch.nn.Module, enabled: bool) -> None:
     """Switch adapters on or off: with them the model is the policy, without them the base."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
-            module.enable_adapters(on)
+            module.enable_adapters(enabled)
 
 
 def copy_on_same_base(model: PreTrainedModel) -> PreTrainedModel:
@@ -284,11 +284,11 @@ def merge_with_adapters(model: PreTrainedModel, adapters: Mapping[str, Tensor]) 
 
 def untied_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """Returns all weights by name, detached; of tied ones only one. Those in 4 bits are as they are held."""
-    tied = model.all_tied_weights_keys
-    quantized = {name: p for name, p in model.named_parameters() if _four_bit(p) is not None}
-    tensors = {name: quantized.get(name, tensor) for name, tensor in model.state_dict().items() if name not in tied}
+    tied_names = model.all_tied_weights_keys
+    in_4_bits = {name: p for name, p in model.named_parameters() if _four_bit(p) is not None}
+    tensors = {name: in_4_bits.get(name, t) for name, t in model.state_dict().items() if name not in tied_names}
     layer_weights = {name: name.partition(".weight.")[0] + ".weight" for name in tensors}
-    return {name: t for name, t in tensors.items() if layer_weights[name] not in quantized or name in quantized}
+    return {name: t for name, t in tensors.items() if layer_weights[name] not in in_4_bits or name in in_4_bits}
 
 
 def merge_adapters(model: PreTrainedModel, weights: Mapping[str, Tensor], adapters: dict[str, Tensor]) -> Streamed:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.nn import Parameter
 
-_TOGETHER = 16  # gradients that are cast by one call, and wait for each other
+_CASTS_PER_CALL = 16  # gradients that are cast by one call, and wait for each other
 
 
 class LowPrecision:
@@ -66,7 +66,7 @@ class LowPrecision:
         if not self._pending_copies:
             Variable._execution_engine.queue_callback(self._cast)
         self._pending_copies.append(copy)
-        if len(self._pending_copies) == _TOGETHER:
+        if len(self._pending_copies) == _CASTS_PER_CALL:
             self._cast()
 
     @torch.no_grad()

@@ -170,14 +170,15 @@ def packed_attention(
     window = sliding_window if sliding_window is not None and sliding_window < packed_layout.longest else None
     attention = Attention(scale, softcap)
     if window is not None:
-        return _Windowed.apply(query_1HND, key_1JND, value_1JND, *packed_layout.windowed(window), attention), None
-    return _Merged.apply(query_1HND, key_1JND, value_1JND, packed_layout, attention), None
+        sequences, index_K = packed_layout.windowed(window)
+        return _WindowedAttention.apply(query_1HND, key_1JND, value_1JND, sequences, index_K, attention), None
+    return _MergedAttention.apply(query_1HND, key_1JND, value_1JND, packed_layout, attention), None
 
 
 AttentionInterface.register(ATTENTION, packed_attention)
 
 
-class _Merged(torch.autograd.Function):
+class _MergedAttention(torch.autograd.Function):
     """Both parts of packed attention, and their exact gradient."""
 
     @staticmethod
@@ -214,7 +215,7 @@ class _Merged(torch.autograd.Function):
         return *(x.transpose(0, 1)[None] for x in grads), None, None
 
 
-class _Windowed(torch.autograd.Function):
+class _WindowedAttention(torch.autograd.Function):
     """Packed attention with a sliding window: the end of a prompt is copied to each of its completions."""
 
     @staticmethod

@@ -18,7 +18,7 @@ from tba.policy.causal import CausalPolicy
 from tba.policy.lora import switch_adapters
 from tba.types import Completion, FloatArray, Prompt, Version
 
-Answered = tuple[Prompt, Sequence[Completion]]
+AnsweredPrompt = tuple[Prompt, Sequence[Completion]]
 
 
 class FrozenReference:
@@ -48,7 +48,7 @@ class FrozenReference:
     def version(self) -> Version:
         return self._version
 
-    def log_probabilities_of(self, answered: Sequence[Answered]) -> list[list[FloatArray]]:
+    def log_probabilities_of(self, answered: Sequence[AnsweredPrompt]) -> list[list[FloatArray]]:
         """Score completions of several prompts: [i][j] is of the i-th prompt's j-th completion, float32 [T], at the
         policy temperature; 0 where the policy did not sample.
 
@@ -68,7 +68,7 @@ class FrozenReference:
 
     def load(self, weights: Mapping[str, Tensor], version: Version) -> None:
         """Copy `weights` in, in place. Raises `KeyError` or `ValueError` on a name or shape mismatch."""
-        switch_adapters(self._policy.model, on=True)
+        switch_adapters(self._policy.model, enabled=True)
         with self._stream_context():  # with what it scores
             self._policy.load(weights)
         self._version = version
@@ -78,7 +78,7 @@ class FrozenReference:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
-def _batch(answered: Sequence[Answered]) -> Batch:
+def _batch(answered: Sequence[AnsweredPrompt]) -> Batch:
     """Returns a batch to be scored: its rewards and reference log-probabilities are not known yet, so these are 0."""
     completions = [c for _, completions in answered for c in completions]
     length_B = np.array([len(c.tokens) for c in completions], dtype=np.int64)

@@ -27,9 +27,9 @@ from torch import Tensor
 from tba.batch import moved
 
 _PADDED_PAIRS_PER_CALL = 1024  # attention pairs of padding that cost about as much as one more call on a CPU
-_LONE = 48  # tokens from which copying a sequence into a bucket costs more than a call of its own
+_LONE_LENGTH = 48  # tokens from which copying a sequence into a bucket costs more than a call of its own
 _SCORES = 2**26  # of a block that is written out: 256 MiB of float32
-_WIDEST = 256  # head that the kernel takes; it has to be a multiple of 8
+_MAX_WIDTH = 256  # head that the kernel takes; it has to be a multiple of 8
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,8 @@ class Attention:
 
     def _uses_fused(self, query_nHQD: Tensor, key_nJTD: Tensor, causal: bool, window: int | None) -> bool:
         """Returns whether torch's kernel for CPUs takes these tensors; a causal mask needs as many queries as keys."""
-        square = query_nHQD.shape[2] == key_nJTD.shape[2]
-        return query_nHQD.device.type == "cpu" and window is None and self.softcap is None and (square or not causal)
+        is_square = query_nHQD.shape[2] == key_nJTD.shape[2]
+        return query_nHQD.device.type == "cpu" and window is None and self.softcap is None and (is_square or not causal)
 
     def _forward_call(
         self, query_nHQD: Tensor, key_nJTD: Tensor, value_nJTD: Tensor, causal: bool, window: int | None
@@ -194,8 +194,8 @@ class Attention:
             query, grad, out, lse = (
                 x[:, :, rows].unflatten(1, (heads, -1)) for x in (query_nHQD, grad_nHQD, out_nHQD, lse_nHQ)
             )
-            visible = _visible_keys(rows, query_nHQD, key_nJTD, causal, window)
-            score, slope = self._scores(query.flatten(1, 2), key_nJTD, visible)
+            visible_QT = _visible_keys(rows, query_nHQD, key_nJTD, causal, window)
+            score, slope = self._scores(query.flatten(1, 2), key_nJTD, visible_QT)
             weight = (score - lse[..., None]).exp()
             delta = (grad * out).sum(-1, keepdim=True, dtype=torch.float32)
             grad_weight = (grad.flatten(2, 3) @ value_nJTD.mT).view(weight.shape)
@@ -214,8 +214,8 @@ class Attention:
         score = (query.flatten(2, 3) @ key_nJTD.mT).view(*query.shape[:4], -1).float() * self.scale
         slope = None
         if self.softcap is not None:
-            bounded = torch.tanh(score / self.softcap)
-            score, slope = bounded * self.softcap, 1 - bounded * bounded
+            tanh_score = torch.tanh(score / self.softcap)
+            score, slope = tanh_score * self.softcap, 1 - tanh_score * tanh_score
         return score if visible_QT is None else score.masked_fill(~visible_QT, -torch.inf), slope
 
 
@@ -229,7 +229,7 @@ def takes_flash(key: Tensor, value: Tensor) -> bool:
     stands for one that has it.
     """
     width = key.shape[-1]
-    if key.dtype not in (torch.bfloat16, torch.float16) or width > _WIDEST or width % 8 or value.shape[-1] != width:
+    if key.dtype not in (torch.bfloat16, torch.float16) or width > _MAX_WIDTH or width % 8 or value.shape[-1] != width:
         return False
     return key.is_meta or (key.is_cuda and _has_flash(key.device.index))
 
@@ -310,8 +310,8 @@ class Bucket:
         if self.valid_nT is None:
             return values_nTD
         flat = values_nTD.flatten(0, 1)
-        cleared = torch.zeros_like(flat).index_copy_(0, self.valid_nT, flat[self.valid_nT])
-        return cleared.view(values_nTD.shape)
+        padded = torch.zeros_like(flat).index_copy_(0, self.valid_nT, flat[self.valid_nT])
+        return padded.view(values_nTD.shape)
 
 
 Call: TypeAlias = tuple[RowRange | Bucket, RowRange | Bucket]  # queries and keys
@@ -319,7 +319,7 @@ Call: TypeAlias = tuple[RowRange | Bucket, RowRange | Bucket]  # queries and key
 
 def _make_buckets(sequences: Sequence[tuple[int, int]], device: torch.device) -> list[RowRange | Bucket]:
     """Groups sequences (start, length) in buckets, longest first: one joins if that costs less than its own call."""
-    length_limit = _LONE if device.type == "cpu" else torch.inf
+    length_limit = _LONE_LENGTH if device.type == "cpu" else torch.inf
     buckets: list[list[tuple[int, int]]] = []
     for start, length in sorted(sequences, key=lambda sequence: -sequence[1]):
         padding_pairs = buckets[-1][0][1] ** 2 - length**2 if buckets else torch.inf

@@ -22,7 +22,7 @@ from tba.protocols import Tokenizer
 from tba.rollout.posterior import Posterior, PosteriorSettings
 from tba.types import Outcome, Problem, Prompt, quoted
 
-_AT_ONCE = 1000  # prompts that are tokenised together
+_BLOCK_SIZE = 1000  # prompts that are tokenised together
 
 Lease = Callable[[int], list[int]]
 # leases up to so many of these positions, the first that nobody holds
@@ -133,7 +133,7 @@ def _remedy(settings: PromptSettings, room: int | None) -> str:
 
 def _tokens(tokenizer: Tokenizer, texts: Sequence[str], chats: Sequence[bool], task: str) -> Iterator[list[int]]:
     """Yields the tokens of each prompt. Raises `UserError` for the first that the tokenizer cannot write."""
-    for (chat, _), indices in groupby(range(len(texts)), lambda i: (chats[i], i // _AT_ONCE)):
+    for (chat, _), indices in groupby(range(len(texts)), lambda i: (chats[i], i // _BLOCK_SIZE)):
         block = [texts[i] for i in indices]
         try:
             rows = prompt_tokens(tokenizer, block, chat)

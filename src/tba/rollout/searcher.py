@@ -146,8 +146,8 @@ class Searcher:
     warm_up: int = 0  # trajectories before the trainer's first update, until when answers do not age
     searchers: int = 1  # that share the warm-up
     rounds: int = 0
-    sent: int = 0  # trajectories
-    rejected: int = 0  # answers
+    sent_count: int = 0  # trajectories
+    rejected_count: int = 0  # answers
     rejection: str = ""  # why the newest rejected answer was rejected
     rounds_without_use: int | None = 0  # first rounds of which all answers were rejected; None: one was of use
     manifest: Mapping[str, Json] = field(default_factory=dict)  # of the newest weights seen
@@ -184,7 +184,7 @@ class Searcher:
         """Generate until as many prompts are answered as a round has; returns the number of trajectories that were sent
         meanwhile: without `flows` those of the round.
         """
-        sent_before, rejected_before = self.sent, self.rejected
+        sent_before, rejected_before = self.sent_count, self.rejected_count
         try:
             if self.flows:
                 self._flow_round()
@@ -194,8 +194,8 @@ class Searcher:
             self.save()
             raise
         self.rounds += 1
-        self.require_use(self.rejected - rejected_before)
-        return self.sent - sent_before
+        self.require_use(self.rejected_count - rejected_before)
+        return self.sent_count - sent_before
 
     def run_stages(self) -> bool:
         """Run the stages besides generating that are due; returns whether generation is to stop."""
@@ -237,12 +237,12 @@ class Searcher:
 
         The newest manifest is always read: the engine may hold a version that was only to be evaluated.
         """
-        published = self.weights.newer_than(None)
-        if published is not None:
+        newest_weights = self.weights.newer_than(None)
+        if newest_weights is not None:
             with self.clock.state("weights"):
-                if published.version > self.engine.version:
-                    self.engine.load(published.read(), published.version)
-                self._note_manifest(published)
+                if newest_weights.version > self.engine.version:
+                    self.engine.load(newest_weights.read(), newest_weights.version)
+                self._note_manifest(newest_weights)
                 self.load_reference()
         return self.engine.version
 
@@ -260,15 +260,15 @@ class Searcher:
             with self.clock.state("reference"):
                 self.rescorer.round()
 
-    def require_use(self, rejected: int) -> None:
+    def require_use(self, rejected_count: int) -> None:
         """Raises `UserError` where the first rounds bring nothing but answers that are rejected: the run would never
         end. rejected: answers of the newest round.
         """
-        if self.rounds_without_use is None or not rejected:
+        if self.rounds_without_use is None or not rejected_count:
             return
         self.rounds_without_use += 1
         answers = _MAX_USELESS_ROUNDS * self.prompts_per_round * self.samples_per_prompt
-        if self.rounds_without_use >= _MAX_USELESS_ROUNDS and self.rejected >= answers:
+        if self.rounds_without_use >= _MAX_USELESS_ROUNDS and self.rejected_count >= answers:
             raise UserError(
                 f"all answers of the first {_MAX_USELESS_ROUNDS} rounds are rejected: there is nothing to learn from; "
                 f"the last: {self.rejection}; what can be used has a reward from {-self.largest_reward:g} to "
@@ -311,8 +311,8 @@ class Searcher:
         self._flow = None
         self._submit_to_grader()
         self._score()
-        unfinished = self._wait_for_grades()
-        self._send_all(sampling if self.vine is not None else None, unfinished)
+        gave_up = self._wait_for_grades()
+        self._send_all(sampling if self.vine is not None else None, gave_up)
 
     def _flow_round(self) -> None:
         """Generate until as many prompts are answered as a round has, while all other stages go on."""
@@ -378,19 +378,19 @@ class Searcher:
             position, prompt, start = self._open_prompts.pop(number)
             generated_count = sum(c.stop_reason is not StopReason.INTERRUPTED for c in completions)
             group = OpenGroup(position, prompt, start, generated_count)
-            gradable, counts = stages.sort_answers(prompt, completions, self.overlong)
+            gradable_answers, counts = stages.sort_answers(prompt, completions, self.overlong)
             self._counts.update(counts)
             if dropped_count := counts["rejected_trajectories"]:
-                self.rejected += dropped_count
+                self.rejected_count += dropped_count
                 longest = max(len(c.tokens) for c in completions)
                 self.rejection = f"an answer was cut off at {longest} tokens (--overlong-penalty drop)"
-            group.answers = [OpenAnswer(group, c) for c in gradable]
-            group.open_count = len(gradable)
-            for completion in gradable:
+            group.answers = [OpenAnswer(group, c) for c in gradable_answers]
+            group.open_count = len(gradable_answers)
+            for completion in gradable_answers:
                 stages.count_answer(self._counts, "grading", completion)
             self._open_groups[group] = None
             self._ungraded_groups.append(group)
-            if not gradable:
+            if not gradable_answers:
                 self._unwritten_groups[group] = None
         return len(finished_prompts)
 
@@ -412,19 +412,19 @@ class Searcher:
         now = time.monotonic()
         if self._weights_future is not None:
             if self._weights_future.done():
-                published, self._weights_future = self._weights_future.result(), None
-                if published.version > self.engine.version:
+                loaded_weights, self._weights_future = self._weights_future.result(), None
+                if loaded_weights.version > self.engine.version:
                     with self.clock.state("weights"):
-                        self.engine.load(published.read(), published.version)
+                        self.engine.load(loaded_weights.read(), loaded_weights.version)
             elif now - self._polled_at > _READ_SECONDS:
                 raise DeadlineExceeded(f"newer weights could not be read within {_READ_SECONDS:g} s")
         elif now - self._polled_at >= _POLL_SECONDS:
             self._polled_at = now
-            newest = self.weights.newer_than(None)
-            if newest is not None:
-                self._note_manifest(newest)
-                if newest.version > self.engine.version:
-                    self._weights_future = in_thread("weights", _read, newest)
+            newest_weights = self.weights.newer_than(None)
+            if newest_weights is not None:
+                self._note_manifest(newest_weights)
+                if newest_weights.version > self.engine.version:
+                    self._weights_future = in_thread("weights", _read, newest_weights)
 
     def _note_manifest(self, published: PublishedWeights) -> None:
         """Remember the newest manifest, and how fast the trainer makes updates."""
@@ -487,13 +487,13 @@ class Searcher:
         """Collect the scores of the reference's thread, if it is done."""
         if self._scoring_job is None:
             return
-        groups, scoring = self._scoring_job
+        groups, future = self._scoring_job
         if wait:
             with self.clock.state("reference"):
-                self._await(scoring, "the reference")
-        if scoring.done():
+                self._await(future, "the reference")
+        if future.done():
             self._scoring_job = None
-            self._store_scores(groups, *scoring.result())
+            self._store_scores(groups, *future.result())
             self._score_seconds = 0.0
 
     def _store_scores(self, groups: Sequence[OpenGroup], reference: Version, scores: list[list[Scores]]) -> None:
@@ -548,7 +548,7 @@ class Searcher:
             if stages.has_failed_environment(completion):
                 stages.count_answer(group.counts, "failed", completion)
             self._newest_has_expired = grade.judgement is None
-            self.rejected, self._unreported_count = self.rejected + 1, self._unreported_count + 1
+            self.rejected_count, self._unreported_count = self.rejected_count + 1, self._unreported_count + 1
             self.rejection = reason
             return
         provenance = {"searcher": self.name, "round": self.rounds}
@@ -699,20 +699,20 @@ class Searcher:
         staged. groups: write these, complete or not.
         """
         start = time.perf_counter()
-        writable = self._writable if groups is None else list(groups)
-        complete_groups = [group for group in writable if not group.open_count or groups is not None]
-        partial_groups = [group for group in writable if group.open_count and groups is None]
+        writable_groups = self._writable if groups is None else list(groups)
+        complete_groups = [group for group in writable_groups if not group.open_count or groups is not None]
+        partial_groups = [group for group in writable_groups if group.open_count and groups is None]
         if self._unreported_count:
             log.warning(
                 "%d answers are rejected (a reward is a number from %g to %g), the last: %s",
                 self._unreported_count, -self.largest_reward, self.largest_reward, self.rejection,
             )  # fmt: skip
             self._unreported_count = 0
-        if writable:
+        if writable_groups:
             self._put(complete_groups, partial_groups, sampling)
         elif self._counts:
             self.journal.count(**self._pop_counts())
-        for group in writable:
+        for group in writable_groups:
             self._unwritten_groups.pop(group, None)
         self._is_costly = self._is_costly and bool(self._unwritten_groups)
         self._written_at = time.perf_counter()
@@ -731,12 +731,14 @@ class Searcher:
             group.counts = Counter()
         if sampling is not None and self.vine is not None:
             earlier_counts = self._counts["in_flight_trajectories"], self._counts["rejected_trajectories"]
-            graded = [t for _, group_trajectories in by_group for t in group_trajectories]
-            valued = self.vine.add_values(graded, sampling, self.rng, self._counts, self.interrupted)
-            by_uid = {t.uid: t for t in valued}
+            graded_trajectories = [t for _, group_trajectories in by_group for t in group_trajectories]
+            valued_trajectories = self.vine.add_values(
+                graded_trajectories, sampling, self.rng, self._counts, self.interrupted
+            )
+            by_uid = {t.uid: t for t in valued_trajectories}
             by_group = [(group, [by_uid[t.uid] for t in row if t.uid in by_uid]) for group, row in by_group]
             leases = leases if self._counts["in_flight_trajectories"] == earlier_counts[0] else []
-            self.rejected += self._counts["rejected_trajectories"] - earlier_counts[1]
+            self.rejected_count += self._counts["rejected_trajectories"] - earlier_counts[1]
         start = min((group.start for group in (*groups, *partial_groups)), default=0.0)
         now, seconds = time.time(), time.perf_counter() - start
         trajectories = [
@@ -761,7 +763,7 @@ class Searcher:
             answer.is_staged = True
         for group in groups:
             self._open_groups.pop(group, None)
-        self.sent += len(trajectories)
+        self.sent_count += len(trajectories)
 
     def _outcomes(
         self, prompts: Mapping[int, Prompt], leases: Sequence[int], trajectories: Sequence[Trajectory]

@@ -67,11 +67,11 @@ def score_answers(scorers: Sequence[Reference], answers: Answers) -> list[list[S
     """Returns the log-probabilities of each answer under each scorer, by prompt and answer; an answer that was sampled
     twice for a prompt is scored once.
     """
-    distinct = [(prompt, list({c.digest: c for c in completions}.values())) for prompt, completions in answers]
-    by_scorer = [scorer.log_probabilities_of(distinct) for scorer in scorers]
+    distinct_answers = [(prompt, list({c.digest: c for c in completions}.values())) for prompt, completions in answers]
+    by_scorer = [scorer.log_probabilities_of(distinct_answers) for scorer in scorers]
     scores = []
     for i, (_, completions) in enumerate(answers):
-        places = {c.digest: place for place, c in enumerate(distinct[i][1])}
+        places = {c.digest: place for place, c in enumerate(distinct_answers[i][1])}
         scores.append([tuple(rows[i][places[c.digest]] for rows in by_scorer) for c in completions])
     return scores
 

@@ -191,11 +191,13 @@ class VineRollouts:
         tokens = np.concatenate([prefix, rollout.tokens]).astype(np.int32)
         limit = self.settings.max_tokens
         if limit is not None and len(tokens) > limit:
-            cut = tokens[:limit]
-            return Completion(cut, self._text(cut), StopReason.LENGTH, rollout.versions, rollout.sampling)
+            cut_tokens = tokens[:limit]
+            return Completion(cut_tokens, self._text(cut_tokens), StopReason.LENGTH, rollout.versions, rollout.sampling)
         text = self._text(tokens)
-        removed = len(self._text(rollout.tokens)) - len(rollout.text)  # a stop string, and what follows it
-        return Completion(tokens, text[: len(text) - removed], rollout.stop_reason, rollout.versions, rollout.sampling)
+        removed_length = len(self._text(rollout.tokens)) - len(rollout.text)  # a stop string, and what follows it
+        return Completion(
+            tokens, text[: len(text) - removed_length], rollout.stop_reason, rollout.versions, rollout.sampling
+        )
 
     def _text(self, tokens: IntArray | Sequence[int]) -> str:
         return decoded(self.tokenizer, np.asarray(tokens).tolist())

@@ -226,7 +226,7 @@ def _teaching(recipe: Recipe, model: Model, reference: Reference, teacher: Scori
 
 
 def _other(recipe: Recipe, model: Model, path: str, flag: str, say: Callable[[str], None] = _nothing) -> Model:
-    other: Any = getattr(model, "other", None)
+    other: Any = getattr(model, "with_path", None)
     if other is None:
         raise UserError(
             f"{flag} is {path}, but {type(model).__name__} does not load a model from a path: use tba.HuggingFace"
