@@ -26,8 +26,8 @@ _FIRST_CANDIDATES = 64  # top-p looks at this many tokens first, then at 8 times
 
 
 @dataclass(frozen=True)
-class ObservedTokens:
-    """Tokens that rows have read and not sampled: N of them, each at its row and its place in the completion."""
+class ReplyTokens:
+    """N tokens that rows have read and not sampled, each at its row and its place in the completion."""
 
     row_N: Tensor
     place_N: Tensor
@@ -53,7 +53,7 @@ class DecodingRows:
         self._advance_R1 = torch.ones_like(self.count_R1)  # 1, or 0 of a row that stays where it is
 
     def set_active(self, n: int) -> None:
-        """Let the rows from `n` on stay at their first position, whatever is appended to them."""
+        """Let only the first `n` rows grow; the others stay at their first position, whatever is appended to them."""
         if n != self._active_rows:
             self._active_rows = n
             self._advance_R1[:n] = 1
@@ -100,18 +100,10 @@ class DecodingRows:
         self.position_R[:n] += self._advance_R1[:n, 0]
 
     def resume(
-        self,
-        rows: Tensor,
-        count: Tensor,
-        reply: ObservedTokens,
-        prompt_length: Tensor,
-        logits: Tensor,
-        sampling: Sampling,
+        self, rows: Tensor, count: Tensor, reply: ReplyTokens, prompt_length: Tensor, logits: Tensor, sampling: Sampling
     ) -> None:
         """Go on in `rows` (int64 indices) after they have read `reply`, with a token from the logits after it. Where
-        there is a penalty, call `remember_tokens` before.
-
-        count: the tokens that each completion has then, int64 like `prompt_length` and `rows`.
+        there is a penalty, call `remember_tokens` before. count: the tokens that each completion has then, int64.
         """
         self.token_RT[reply.row_N, reply.place_N] = reply.token_N
         self.log_behavior_RT[reply.row_N, reply.place_N] = 0.0
@@ -137,8 +129,7 @@ class DecodingRows:
 
     def _occurrences(self) -> Tensor:
         if self._occurs_RV is None:
-            shape = (len(self.ended_R), len(self.eos_V))
-            self._occurs_RV = torch.zeros(shape, dtype=torch.bool, device=self.eos_V.device)
+            self._occurs_RV = self.eos_V.new_zeros(len(self.ended_R), len(self.eos_V))
         return self._occurs_RV
 
     def move(self, source: Tensor, target: Tensor) -> None:

@@ -79,7 +79,7 @@ AttentionInterface.register(ATTENTION, _attend_slots)  # not a mask function too
 
 
 def exclude_attention_from_compile() -> None:
-    """Keep `torch.compile` out of attention from here on; it would compile each layer's anew, for its number."""
+    """Keep `torch.compile` out of attention from here on; it would compile it anew for each layer's number."""
     AttentionInterface.register(ATTENTION, torch.compiler.disable(_attend_slots))
 
 

@@ -80,7 +80,7 @@ class CudaGraphs:
         return graph, out
 
     def forget(self) -> None:
-        """Wait for graphs that are being replayed, and begin another pool: the old one's name cannot be used again."""
+        """Wait for graphs that are being replayed, and begin another pool: an old pool's name cannot be used again."""
         torch.cuda.synchronize(self._stream.device)
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -182,7 +182,7 @@ class Step:
 
     @contextmanager
     def _layers_compiled(self) -> Iterator[None]:
-        """Within the block layers are computed as they were compiled: all but attention, for any number of rows."""
+        """Have layers run compiled within the block: all but attention, for any number of rows."""
         for layer, forward in self._compiled_forwards.items():
             layer.forward = forward
         try:
@@ -218,7 +218,7 @@ class Step:
         self._rows.extend(logits_RV, Sampling(temperature))
 
     def _stop_capturing(self, reason: str) -> None:
-        """Launch kernels one by one from here on."""
+        """Drop all graphs, and launch kernels one by one from here on."""
         self.drop_graphs()
         self._capture = None
         self._rows.set_active(len(self._rows.newest_R1))

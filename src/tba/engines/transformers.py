@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tba.engines.decoding import DecodingRows, ObservedTokens
+from tba.engines.decoding import DecodingRows, ReplyTokens
 from tba.engines.rules import LengthLimits, match_weights, rules_of
 from tba.engines.slots import Continuations, PackedPrompts, SlotCache, flash_fault, slot_attention
 from tba.engines.step import CudaGraphs, Step, describe_difference
@@ -618,7 +618,7 @@ class TransformersFlow:
             prompts = [self.queue.prompt_of(request.number).tokens for request in requests]
             sequences = [np.concatenate([prompt, *pair]) for prompt, pair in zip(prompts, pairs, strict=True)]
             self.rows.remember_tokens(rows, [torch.from_numpy(tokens).long() for tokens in sequences])
-        self.rows.resume(row_input[0], row_input[1], ObservedTokens(*token_input), row_input[2], logits, self.sampling)
+        self.rows.resume(row_input[0], row_input[1], ReplyTokens(*token_input), row_input[2], logits, self.sampling)
         for request, b, e in zip(requests, begin.tolist(), end.tolist(), strict=True):
             request.observed_spans.append((b, e))
             request.turn_start, request.reply_tokens = e, None

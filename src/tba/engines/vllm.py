@@ -93,8 +93,8 @@ class VllmEngine:
         adapter_model: PreTrainedModel | None = None,
     ) -> None:
         """longest_prompt: in tokens, a longer one is refused; cache_bytes: of keys and values on each GPU, from the
-        model's configuration; adapter_model: the same model with adapters; then only adapters are loaded, which vLLM gets
-        merged.
+        model's configuration; adapter_model: the same model with adapters, of which only adapters are loaded; vLLM
+        gets them merged.
 
         Raises `UserError` when vLLM is missing, of another version, for another device or cannot serve the model.
         """
@@ -200,7 +200,7 @@ class VllmEngine:
         return VllmFlow(self, count, sampling, rng, partner)
 
     def begin_turn(self, answer: GrowingAnswer, sampling: Sampling) -> None:
-        """Begin the next turn of an answer, behind all that it has said and read."""
+        """Begin the next turn of an answer, behind all its tokens so far."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -402,7 +402,7 @@ class VllmFlow:
             self.partner.hear(turns)
 
     def _interrupt_all(self) -> None:
-        """End all answers where they are; one that has no token yet is left out."""
+        """End all open answers where they are; an answer without a token is left out."""
         for answer in (*self.engine.interrupt_all(), *self._unanswered.values(), *self._queue):
             answer.reason = StopReason.INTERRUPTED
             if answer.tokens:
@@ -434,9 +434,7 @@ class VllmFlow:
 
 
 def refusal(path: str, cache_size: int, error: Exception) -> UserError:
-    """Returns the error that says why vLLM cannot serve a model with a cache of so many bytes, and what helps against
-    that.
-    """
+    """Returns the error that says why vLLM cannot serve a model with a cache of so many bytes, and the remedy."""
     reason, size = " ".join(str(error).split()) or type(error).__name__, ""
     if isinstance(error, torch.OutOfMemoryError) or re.search("memory|cache", reason, re.IGNORECASE):
         size, remedy = (

@@ -176,8 +176,8 @@ def _check_counts(header: _Header) -> None:
 
 
 def as_plain_model(model: Any) -> Any:
-    """Returns a model of the weights of one that was read from quantized files and is whole now, to be saved: of the
-    one that was read transformers would not do that.
+    """Returns an ordinary model with the weights of one that was read from quantized files: transformers would not save
+    the latter.
     """
     vars(model.config).pop("quantization_config", None)
     with torch.device("meta"):

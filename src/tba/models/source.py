@@ -203,7 +203,7 @@ def _merge(folder: Path, base: str, revision: str | None, out: Path) -> None:
 
 
 def _resize(model: PreTrainedModel, weights: Path) -> None:
-    """Give the model as many rows of embeddings as are saved with the adapter, if they are."""
+    """Give the model as many rows of embeddings as the adapter's file has, if it has any."""
     with safetensors.safe_open(weights, framework="pt") as tensors:
         names = set(tensors.keys())
         shapes = {name: tensors.get_slice(name).get_shape() for name in names}
@@ -215,8 +215,8 @@ def _resize(model: PreTrainedModel, weights: Path) -> None:
 
 
 def _untie(model: Any) -> None:
-    """Give the head a matrix of its own where it shares that of the embeddings and the adapter is of one of them: what
-    is merged into one would change both.
+    """Give the head a copy of a matrix that it shares with the embeddings, where the adapter is of one of the two:
+    otherwise merging into one would change both.
     """
     wrapped_layers = model.get_input_embeddings(), model.get_output_embeddings()
     embeddings, head = map(_base_layer, wrapped_layers)
@@ -225,7 +225,7 @@ def _untie(model: Any) -> None:
 
 
 def _record_whether_tied(model: PreTrainedModel) -> None:
-    """Has the configuration say whether head and embeddings share a matrix."""
+    """Record in the configuration when head and embeddings do not share a matrix."""
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is not None and head.weight.data_ptr() != embeddings.weight.data_ptr():
         for config in (model.config, model.config.get_text_config()):

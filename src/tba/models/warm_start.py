@@ -156,7 +156,7 @@ def teach(
     path: Path,
     log: Callable[[str], None],
 ) -> None:
-    """Train, lesson by lesson, and save into `path`, with the key of what it was made from."""
+    """Train a model lesson by lesson, and save it into `path` with the key of all that decides it."""
 
     def progress(step: int, steps: int, loss: float) -> None:
         if step % max(1, steps // 10) == 0:

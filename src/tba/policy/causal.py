@@ -364,7 +364,7 @@ def _disable_dropout(model: PreTrainedModel) -> None:
 
 @contextmanager
 def _layers_checkpointed(model: PreTrainedModel, is_enabled: bool) -> Iterator[None]:
-    """Have layers checkpointed for one forward, where that `is_enabled`.
+    """Have layers checkpointed within the block, if that `is_enabled`.
 
     Transformers checkpoints layers in training mode only; that mode is given to the layers themselves and not to
     what is in them, so that dropout stays off (`_drop_nothing`).

@@ -40,7 +40,7 @@ class ShardedModel:
                 module.set_force_sum_reduction_for_comms(True)  # which gloo can do
 
     def fill(self, files: WeightFiles, device: str) -> None:
-        """Read this rank's rows, of a model that has no memory yet."""
+        """Read this rank's rows from the files, for a model that has no memory yet."""
         fill_weights(self._wrapper.model, self._wrapper, files, device)
 
     def run(self, act: Callable[..., Any], *arguments: Any) -> Any:
@@ -48,7 +48,7 @@ class ShardedModel:
         return self._wrapper(act, *arguments)
 
     def reshard(self) -> None:
-        """Free what is still gathered: after a forward without a backward, the parameters outside all layers."""
+        """Free parameters that are still gathered: after a forward without a backward, those outside all layers."""
         for module in self._wrapper.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

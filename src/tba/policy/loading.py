@@ -202,7 +202,7 @@ def refuse_countless(path: str | Path, revision: str | None = None) -> None:
 
 
 def _drop_false_ids(path: str | Path, part: PretrainedConfig | GenerationConfig, config: PretrainedConfig) -> None:
-    """Sets ids of special tokens that are no tokens of the model to none. Some files have -1 for that, which as an
+    """Drops ids of special tokens that are no tokens of the model. Some files have -1 for no token, which as an
     index would be the last token of the vocabulary.
     """
     vocabulary = getattr(config.get_text_config(), "vocab_size", sys.maxsize)
@@ -218,8 +218,8 @@ def _drop_false_ids(path: str | Path, part: PretrainedConfig | GenerationConfig,
 
 
 def keep_softcap(model: PreTrainedModel) -> None:
-    """Has a model that caps its attention's scores (Gemma 2) do so, and every program that loads what is saved of it:
-    transformers' usual attention, sdpa, leaves the cap out and says nothing.
+    """Sets a model that caps its attention's scores (Gemma 2) to eager attention, also in the configuration that is
+    saved: transformers' usual attention, sdpa, leaves the cap out silently.
     """
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
         model.set_attn_implementation("eager")
@@ -227,8 +227,8 @@ def keep_softcap(model: PreTrainedModel) -> None:
 
 
 def make_writable(model: PreTrainedModel) -> None:
-    """Has a model's generation config be one that transformers writes: of some that it reads (a temperature without
-    `do_sample`) it says so only when the model is saved, after the training.
+    """Corrects a model's generation config where transformers would refuse to write it (a temperature without
+    `do_sample`), which it would do only when the model is saved, after the training.
     """
     config = getattr(model, "generation_config", None)  # a model that generates has one
     if config is None or _is_valid(config):
@@ -362,7 +362,7 @@ def _conversion_fault(model: PreTrainedModel) -> str | None:
 
 @contextmanager
 def _parameters_without_memory() -> Iterator[None]:
-    """Inside, parameters of new modules are moved to the meta device as they are made; buffers, which no file has, are
+    """Moves parameters of modules that are made within the block to the meta device; buffers, which no file has, are
     computed as ever.
     """
     register: Callable[..., None] = Module.register_parameter
@@ -381,7 +381,7 @@ def _parameters_without_memory() -> Iterator[None]:
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """Inside, transformers does not log which tensors it has found wrong: an error says it, or nothing is wrong."""
+    """Keeps transformers from logging within the block which tensors do not fit: our own error says it."""
     logger = logging.getLogger("transformers.modeling_utils")
 
     def is_error(record: logging.LogRecord) -> bool:
@@ -396,7 +396,7 @@ def _without_report() -> Iterator[None]:
 
 @contextmanager
 def no_bars() -> Iterator[None]:
-    """Inside, transformers draws no progress bars: reading and writing a folder takes a moment."""
+    """Keeps transformers from drawing progress bars within the block: reading and writing a folder takes a moment."""
     was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -408,7 +408,7 @@ def no_bars() -> Iterator[None]:
 
 @contextmanager
 def readable(problem: str, remedy: str) -> Iterator[None]:
-    """Inside, what transformers raises for files that it cannot read is a `UserError`: problem (its reason): remedy."""
+    """Turns what transformers raises within the block for bad files into a `UserError`: problem (reason): remedy."""
     try:
         yield
     except (*UNREADABLE, NotImplementedError, struct.error) as error:  # the last two of GGUF files

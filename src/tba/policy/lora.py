@@ -47,7 +47,7 @@ class LoraSettings:
 
     @property
     def unused(self) -> Mapping[str, str]:
-        """Fields without effect while there are no adapters."""
+        """Returns the fields without effect while there are no adapters."""
         return {"alpha": "rank", "targets": "rank"} if not self.rank else {}
 
     def __post_init__(self) -> None:
@@ -197,12 +197,12 @@ class _AdaptedLinear(torch.autograd.Function):
 
 
 def _four_bit(weight: Tensor) -> Any:
-    """Returns what makes a matrix in 4 bits (of bitsandbytes) whole again; None where it is whole."""
+    """Returns what a matrix in 4 bits (of bitsandbytes) is dequantized with; None for any other matrix."""
     return getattr(weight, "quant_state", None)
 
 
 def dequantize(weight: Tensor, four_bit: Any = None) -> Tensor:
-    """Returns a matrix that may be held in 4 bits in the type that is computed with."""
+    """Returns a matrix, which may be held in 4 bits, in the type that is computed with."""
     four_bit = _four_bit(weight) if four_bit is None else four_bit
     if four_bit is None:
         return weight
@@ -213,7 +213,7 @@ def dequantize(weight: Tensor, four_bit: Any = None) -> Tensor:
 
 
 def _make_adapters(model: PreTrainedModel) -> None:
-    """Give adapters on the meta device memory on the CPU, and the values that new ones have."""
+    """Move adapters from the meta device to the CPU, and give them the values of new ones."""
     from peft.tuners.lora import LoraLayer
 
     for module in model.modules():
@@ -248,7 +248,7 @@ def copy_on_same_base(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def save_adapters(folder: Path, model: PreTrainedModel, adapters: Mapping[str, Tensor]) -> None:
-    """Write adapters and their configuration as peft reads them: a base's, which is where the model came from."""
+    """Write adapters and their configuration as peft reads them; their base is where the model was loaded from."""
     config = model.peft_config[_NAME].to_dict()
     base = model.config.name_or_path
     facts = {

@@ -21,9 +21,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def fuse_norms(model: torch.nn.Module) -> None:
-    """Give the model's norms that are plain ones `rms_norm` on accelerators, for good. Does nothing to those that have
-    it.
-    """
+    """Give the model's plain norms `rms_norm` on accelerators, for good, unless they have it already."""
     for module in model.modules():
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         is_rms_norm = type(module).__name__.endswith("RMSNorm") and list(module._parameters) == ["weight"]

@@ -74,7 +74,7 @@ class FrozenReference:
         self._version = version
 
     def _stream_context(self) -> AbstractContextManager[object]:
-        """Inside, work on a GPU is done in its stream; elsewhere CUDA is not asked for one."""
+        """Returns a context in which work on a GPU is done in the reference's own stream."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 

@@ -255,7 +255,7 @@ class Searcher:
             self.reference.load(self.weights.at(version).read(), version)
 
     def rescore(self) -> None:
-        """Score older trajectories under a newer reference, where that is wanted: a bounded number at a time."""
+        """Score a bounded number of older trajectories under a newer reference, if there is a rescorer."""
         if self.rescorer is not None:
             with self.clock.state("reference"):
                 self.rescorer.round()
@@ -366,7 +366,7 @@ class Searcher:
             self._open_prompts[number + i] = (position, prompt, start)
 
     def _finish_generating(self, stop: bool = False) -> None:
-        """Generate what has begun to its end, or stop it where it is."""
+        """Generate all open prompts to their end, or stop them where they are."""
         while self._open_prompts:
             assert self._flow is not None
             self._collect_answers(self._flow[0].next((lambda: True) if stop else self.run_stages, until_needed=False))
@@ -644,7 +644,7 @@ class Searcher:
     # Sending
 
     def save(self) -> None:
-        """After an error: send what is graded, as far as that is possible."""
+        """Send graded answers after an error, as far as that is possible."""
         if self.vine is not None:  # what its rollouts have not valued cannot be trained on
             return
         for step in (self.grader.poll, self._score, lambda: self._send_all(give_up=True)):
