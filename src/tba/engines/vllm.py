@@ -413,8 +413,8 @@ class VllmFlow:
 
     def _finish(self, answer: GrowingAnswer) -> None:
         """Make the completion of an answer that is at its end."""
-        greedy = self.sampling.temperature == 0  # the log-probability of a draw that could not have been another is 0
-        log_behavior = np.zeros(len(answer.tokens)) if greedy else np.array(answer.log_behavior)
+        is_greedy = self.sampling.temperature == 0  # no other token could have been drawn: its log-probability is 0
+        log_behavior = np.zeros(len(answer.tokens)) if is_greedy else np.array(answer.log_behavior)
         mask = np.ones(len(answer.tokens), dtype=np.bool_)
         for begin, end in answer.observed_spans:
             mask[begin:end] = False

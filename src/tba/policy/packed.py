@@ -43,7 +43,7 @@ class PackedLayout:
     completions: tuple[tuple[int, ...], ...]  # the lengths of its completions
     segments: Sequences  # each segment to itself
     to_prompts: Sequences  # each group's completions to its prompt
-    _windowed: dict[int, tuple[Sequences, Tensor]] = field(default_factory=dict)
+    _by_window: dict[int, tuple[Sequences, Tensor]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, prompts: Sequence[int], completions: Sequence[Sequence[int]], device: torch.device) -> PackedLayout:
@@ -71,9 +71,9 @@ class PackedLayout:
         pairs = zip(self.prompts, self.completions, strict=True)
         return max(prompt + max(lengths, default=0) for prompt, lengths in pairs)
 
-    def windowed(self, window: int) -> tuple[Sequences, Tensor]:
+    def window_sequences(self, window: int) -> tuple[Sequences, Tensor]:
         """Returns the sequences of a layer with a sliding window, and the flat token of each key (int64 [K])."""
-        if window not in self._windowed:
+        if window not in self._by_window:
             device, token, prompt_end = self.position_N.device, self.prompt_tokens, 0
             keys, key_lengths, query_lengths = [torch.arange(token)], list(self.prompts), list(self.prompts)
             for prompt, lengths in zip(self.prompts, self.completions, strict=True):
@@ -85,8 +85,8 @@ class PackedLayout:
                     query_lengths.append(length)
                     token += length
             sequences = Sequences.of(query_lengths, key_lengths, device, causal=True, window=window)
-            self._windowed[window] = sequences, moved(torch.cat(keys), device)
-        return self._windowed[window]
+            self._by_window[window] = sequences, moved(torch.cat(keys), device)
+        return self._by_window[window]
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def packed_attention(
     window = sliding_window if sliding_window is not None and sliding_window < packed_layout.longest else None
     attention = Attention(scale, softcap)
     if window is not None:
-        sequences, index_K = packed_layout.windowed(window)
+        sequences, index_K = packed_layout.window_sequences(window)
         return _WindowedAttention.apply(query_1HND, key_1JND, value_1JND, sequences, index_K, attention), None
     return _MergedAttention.apply(query_1HND, key_1JND, value_1JND, packed_layout, attention), None
 
