@@ -125,7 +125,7 @@ class TransformersEngine:
         self._cache: SlotCache | None = None
         longest_sequence = min(longest_prompt + settings.max_completion_tokens, positions or sys.maxsize)
         self._min_slot_length = 0 if model.device.type == "cpu" else longest_sequence
-        self._has_adapters = has_adapters(model)
+        self._is_required = is_adapter if has_adapters(model) else lambda name: True  # a weight that is loaded
         if model.device.type == "cuda":
             torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for each shape, and prompts have many
             fuse_norms(model)
@@ -150,8 +150,7 @@ class TransformersEngine:
         `KeyError` for an unknown or a missing name and `ValueError` for a wrong shape, in which cases nothing was
         copied.
         """
-        is_required = is_adapter if self._has_adapters else lambda name: True
-        parameters = match_weights(self.model, shapes_of(weights), is_required)
+        parameters = match_weights(self.model, shapes_of(weights), self._is_required)
         with torch.no_grad():
             for name, value in weights.items():
                 parameters[name].copy_(value)
@@ -325,8 +324,7 @@ class TransformersFlow:
         at once.
         """
         slots = self.settings.slots
-        used_rows = self.extent - len(self.free_rows)
-        spare_rows = slots - used_rows - self.queue.requests_left - self._rows_for_parked
+        spare_rows = slots - self.extent + len(self.free_rows) - self.queue.requests_left - self._rows_for_parked
         return -(-(spare_rows + slots // 2) // self.queue.count) if spare_rows > 0 else 0
 
     @property
@@ -410,7 +408,7 @@ class TransformersFlow:
         return self.prefill_batch
 
     def _admit(self, rows: list[int], batch: _PrefillBatch) -> None:
-        """Start the next requests in `rows` (ascending), all of `prefilled` prompts."""
+        """Start the next requests in `rows` (ascending), all of the batch's prompts."""
         queue = self.queue
         requests = np.arange(queue.next_request, queue.next_request + len(rows))
         queue.next_request += len(rows)
@@ -640,14 +638,14 @@ def _self_test(model: PreTrainedModel) -> tuple[int, bool]:
         )
     attention_name = config._attn_implementation
     probe_tokens = torch.arange(_PROBE) * 31 % config.vocab_size
-    packed = PackedPrompts([probe_tokens[:-1], probe_tokens[2:-2]], model.device)
+    pack = PackedPrompts([probe_tokens[:-1], probe_tokens[2:-2]], model.device)
     prompts = [p.to(model.device) for p in (probe_tokens, probe_tokens[2:-1])]
     with slot_attention(model):
-        packed.run(model)
+        pack.run(model)
     expected_kinds = kinds or ["sliding_attention"] * bool(getattr(config, "sliding_window", None))
-    if any(e == "sliding_attention" and packed.kinds[layer].window is None for layer, e in enumerate(expected_kinds)):
+    if any(e == "sliding_attention" and pack.kinds[layer].window is None for layer, e in enumerate(expected_kinds)):
         raise UserError(f"{name} keeps its sliding window from the attention function: use the vllm engine for it")
-    if attention_name == "sdpa" and any(kind.softcap for kind in packed.kinds.values()):
+    if attention_name == "sdpa" and any(kind.softcap for kind in pack.kinds.values()):
         raise UserError(f"{name} caps its attention scores, which sdpa ignores: load it with attn_implementation=eager")
     outputs = [model(input_ids=p[None], attention_mask=torch.ones_like(p[None]), use_cache=False) for p in prompts]
     plain_RV = torch.cat([output.logits[0, -2:] for output in outputs])
@@ -656,17 +654,15 @@ def _self_test(model: PreTrainedModel) -> tuple[int, bool]:
             f"{name} computes NaN in {str(model.dtype).removeprefix('torch.')}, no probabilities: set --model.dtype "
             "float32, or give another model"
         )
-    if packed.takes_flash:
+    if pack.takes_flash:
         try:
-            fault = flash_fault(packed) or describe_difference(
-                plain_RV, _through_slots(model, packed, prompts, flash=True)
-            )
+            fault = flash_fault(pack) or describe_difference(plain_RV, _slot_logits(model, pack, prompts, flash=True))
         except (RuntimeError, TypeError) as error:  # the kernel of this torch or this GPU takes no such call
             fault = str(error)
         if fault is None:
             return plain_RV.shape[1], True
         log.warning("the slots of %s are read without the flash kernel: %s", name, fault)
-    fault = describe_difference(plain_RV, _through_slots(model, packed, prompts, flash=False))
+    fault = describe_difference(plain_RV, _slot_logits(model, pack, prompts, flash=False))
     if fault is not None:
         raise UserError(
             f"{name} gives other probabilities through the slots than by its own forward ({fault}): use the vllm "
@@ -675,13 +671,13 @@ def _self_test(model: PreTrainedModel) -> tuple[int, bool]:
     return plain_RV.shape[1], False
 
 
-def _through_slots(model: PreTrainedModel, packed: PackedPrompts, prompts: Sequence[Tensor], flash: bool) -> Tensor:
+def _slot_logits(model: PreTrainedModel, pack: PackedPrompts, prompts: Sequence[Tensor], flash: bool) -> Tensor:
     """Returns the logits after the last two tokens of each prompt, [2 * prompts, V]: of `packed`, which lacks the last,
     and of a step.
     """
-    cache = SlotCache(packed, len(prompts), _PROBE, flash)
+    cache = SlotCache(pack, len(prompts), _PROBE, flash)
     for row in range(len(prompts)):
-        cache.fill([row], packed, row)
+        cache.fill([row], pack, row)
     position_R = torch.tensor([len(p) - 1 for p in prompts], device=model.device)
     newest_R1 = torch.stack([p[-1:] for p in prompts])
     with slot_attention(model):
@@ -692,4 +688,4 @@ def _through_slots(model: PreTrainedModel, packed: PackedPrompts, prompts: Seque
             use_cache=False,
             tba_slots=cache.at_positions(position_R, _PROBE),
         )
-    return torch.stack([packed.logits_PV, output.logits[:, -1]], 1).flatten(0, 1)
+    return torch.stack([pack.logits_PV, output.logits[:, -1]], 1).flatten(0, 1)

@@ -134,9 +134,7 @@ def _refuse_other_tensors(
     shapes = sorted((name, tuple(size), tuple(shape)) for name, size, shape in report["mismatched_keys"])
     body = getattr(model, model.base_model_prefix, model)
     if headless:  # a pooler of the body is a part of the head: nothing else reads it
-        missing_names = [
-            name for name in missing_names if _is_part(name, model, body) and "pooler" not in name.split(".")
-        ]
+        missing_names = [n for n in missing_names if _is_part(n, model, body) and "pooler" not in n.split(".")]
         unexpected_names = [name for name in unexpected_names if _is_part(name, model, body)]
         shapes = [(name, *sizes) for name, *sizes in shapes if _is_part(name, model, body)]
     text = config.get_text_config()

@@ -731,11 +731,8 @@ class Searcher:
             group.counts = Counter()
         if sampling is not None and self.vine is not None:
             earlier_counts = self._counts["in_flight_trajectories"], self._counts["rejected_trajectories"]
-            graded_trajectories = [t for _, group_trajectories in by_group for t in group_trajectories]
-            valued_trajectories = self.vine.add_values(
-                graded_trajectories, sampling, self.rng, self._counts, self.interrupted
-            )
-            by_uid = {t.uid: t for t in valued_trajectories}
+            rows = [t for _, row in by_group for t in row]
+            by_uid = {t.uid: t for t in self.vine.add_values(rows, sampling, self.rng, self._counts, self.interrupted)}
             by_group = [(group, [by_uid[t.uid] for t in row if t.uid in by_uid]) for group, row in by_group]
             leases = leases if self._counts["in_flight_trajectories"] == earlier_counts[0] else []
             self.rejected_count += self._counts["rejected_trajectories"] - earlier_counts[1]

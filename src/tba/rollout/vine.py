@@ -194,10 +194,8 @@ class VineRollouts:
             cut_tokens = tokens[:limit]
             return Completion(cut_tokens, self._text(cut_tokens), StopReason.LENGTH, rollout.versions, rollout.sampling)
         text = self._text(tokens)
-        removed_length = len(self._text(rollout.tokens)) - len(rollout.text)  # a stop string, and what follows it
-        return Completion(
-            tokens, text[: len(text) - removed_length], rollout.stop_reason, rollout.versions, rollout.sampling
-        )
+        overhang = len(self._text(rollout.tokens)) - len(rollout.text)  # a stop string, and what follows it
+        return Completion(tokens, text[: len(text) - overhang], rollout.stop_reason, rollout.versions, rollout.sampling)
 
     def _text(self, tokens: IntArray | Sequence[int]) -> str:
         return decoded(self.tokenizer, np.asarray(tokens).tolist())
