@@ -243,7 +243,7 @@ def policy_on_meta(checkpointed: bool, compute: torch.dtype | None = torch.bfloa
     model = qwen(**shape).float()
     model.gradient_checkpointing_disable()
     policy = CausalPolicy(model, gradient_checkpointing=checkpointed, compute=compute)
-    policy._linear, policy._softcap = True, None
+    policy._has_linear_head, policy._softcap = True, None
     model.set_attn_implementation(ATTENTION)
     return policy
 

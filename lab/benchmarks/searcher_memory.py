@@ -77,7 +77,7 @@ def measured(size: str, case: str) -> int:
     before = resident_memory_bytes() or 0
     if base is not None:
         own = copy_on_same_base(base)
-        switch_adapters(own, on=False)
+        switch_adapters(own, enabled=False)
     else:
         own = model_of(size, adapters)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins again: see `trainer_memory.train`
