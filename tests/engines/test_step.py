@@ -168,7 +168,7 @@ def test_a_token_step_is_two_launches_and_with_top_p_at_most_60(
     replayed: list[Tape] = []
     monkeypatch.setattr(Tape, "replay", lambda tape: replayed.append(tape))  # a launch, whatever it consists of
     with torch.inference_mode(), slot_attention(engine.model):
-        flow._fill()
+        flow._fill_free_rows()
         for _ in range(3):
             replayed.clear()
             with Launched() as launched:

@@ -183,7 +183,7 @@ def test_log_behavior_is_that_of_the_transformers_engine_with_top_k_min_p_and_a_
                 read = ids[: len(prompt.tokens) + t]
                 rows = DecodingRows(1, 1, Rules(torch.zeros(logits_TV.shape[1], dtype=torch.bool)))
                 rows.remember_tokens([0], [torch.tensor(read)])
-                logits_1V = rows._penalised(logits_TV[len(read) - 1 : len(read)], slice(1), sampling)
+                logits_1V = rows._penalise(logits_TV[len(read) - 1 : len(read)], slice(1), sampling)
                 drawn, chosen = draw(logits_1V.expand(2000, -1), torch.linspace(0, 1 - 2**-24, 2000), sampling)
                 expected = chosen[drawn == token]
                 assert len(expected), "a token that is not drawn here"
@@ -591,7 +591,7 @@ def test_auto_tries_it_against_the_policy_and_hands_it_out_with_the_weights_it_b
     model: HuggingFace, untied: HuggingFace, rank: int
 ) -> None:
     of = replace(untied, lora=LoraSettings(rank)) if rank else model
-    engine = of._tried_vllm(Version(1, 2), 200)
+    engine = of._try_vllm(Version(1, 2), 200)
     assert isinstance(engine, VllmEngine)
     assert engine.version == Version(1, 2)
     prompts = prompts_of(40, 150)
@@ -599,7 +599,7 @@ def test_auto_tries_it_against_the_policy_and_hands_it_out_with_the_weights_it_b
     assert farthest(answered, trained_on(of, prompts, answered, 1.0)) < TOLERANCE
     small = replace(of, vllm=VllmSettings(cache_gb=2e-5))
     del engine
-    assert "cannot serve the model" in str(small._tried_vllm(Version(), 200))
+    assert "cannot serve the model" in str(small._try_vllm(Version(), 200))
 
 
 def test_it_has_positions_for_the_longest_prompt_and_answer_and_no_more(model: HuggingFace) -> None:
@@ -673,8 +673,8 @@ def test_adapters_are_merged_on_their_way_into_the_engine(serving: Serving, unti
     assert [c.tokens.tolist() for c in after[0]] != [c.tokens.tolist() for c in before[0]]
     reference = adapted.reference(0.7, Version())  # the base, whatever the engine was given
     assert isinstance(engine, VllmEngine)
-    assert engine._adapted is not None
-    base, shared = (dict(m.named_parameters()) for m in (engine._adapted, reference._policy.model))
+    assert engine._adapter_model is not None
+    base, shared = (dict(m.named_parameters()) for m in (engine._adapter_model, reference._policy.model))
     assert {name for name in base if base[name] is shared[name]} == {name for name in base if not is_adapter(name)}
     found = reference.log_probabilities_of(list(zip(prompts, sampled, strict=True)))
     expected = trained_on(untied, prompts, sampled, 0.7)

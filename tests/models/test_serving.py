@@ -113,12 +113,12 @@ def test_auto_is_transformers_on_a_cpu_and_vllm_is_not_even_imported(
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="says what there is where vLLM is missing")
 def test_where_vllm_is_missing_or_cannot_be_had_auto_has_a_reason_in_words(model: HuggingFace) -> None:
-    assert "vllm, which is not installed" in str(model._tried_vllm(Version(), 20))
+    assert "vllm, which is not installed" in str(model._try_vllm(Version(), 20))
     on_gpu = replace(model, device="cuda", generation=replace(SETTINGS, engine="auto"))
-    assert on_gpu._why_not_vllm == ""
-    assert "for 4-bit on cuda" in replace(on_gpu, dtype="4-bit", lora=LoraSettings(rank=4))._why_not_vllm
+    assert on_gpu._vllm_obstacle == ""
+    assert "for 4-bit on cuda" in replace(on_gpu, dtype="4-bit", lora=LoraSettings(rank=4))._vllm_obstacle
     ruled = replace(on_gpu, generation=replace(SETTINGS, engine="auto", never_first=("a",)))
-    assert "no rule for the first token" in ruled._why_not_vllm
+    assert "no rule for the first token" in ruled._vllm_obstacle
 
 
 def test_where_the_self_test_itself_fails_auto_has_a_reason_in_words(
@@ -130,7 +130,7 @@ def test_where_the_self_test_itself_fails_auto_has_a_reason_in_words(
 
     own, _ = parts(model)
     monkeypatch.setattr(HuggingFace, "_vllm", lambda self, *_: Failing(own, self.tokenizer(), SETTINGS))
-    assert model._tried_vllm(Version(), 20) == "CUDA out of memory. Tried to allocate 2 GiB"
+    assert model._try_vllm(Version(), 20) == "CUDA out of memory. Tried to allocate 2 GiB"
 
 
 def test_an_engine_over_several_gpus_has_to_be_chosen(model: HuggingFace) -> None:
