@@ -21,7 +21,7 @@ from tba import foreign, templates
 from tba.__main__ import main
 from tba.errors import UserError
 from tba.foreign import check, is_name, parsed, print_error, problems_of, prompt_tokens, templated, with_arguments
-from tba.models.warm_start import pairs_of
+from tba.models.warm_start import demonstration_pairs
 from tba.policy.loading import load_model
 from tba.record.jsonl import write_json
 from tba.record.metrics import read_metrics
@@ -427,7 +427,7 @@ def test_a_prompt_begins_as_the_tokenizer_begins_texts_and_does_not_end_as_they_
         encode([Problem("")], "t", tokenizer, PromptSettings())
     asked = [prompt.tokens.tolist() for prompt in encode(problems, "t", tokenizer, PromptSettings()).prompts]
     assert asked == [[begin[1], a, a + 1], [begin[1], a], [begin[1], a]]
-    assert [(list(pair.prompt), pair.response) for pair in pairs_of(problems, tokenizer)] == [
+    assert [(list(pair.prompt), pair.response) for pair in demonstration_pairs(problems, tokenizer)] == [
         (prompt, [answer]) for prompt, answer in zip(asked, (a, a, a + 1), strict=True)
     ]
 

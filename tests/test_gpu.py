@@ -119,7 +119,7 @@ def test_the_attention_kernel_is_the_definition_up_to_its_precision() -> None:
     generator, attention = torch.Generator().manual_seed(0), Attention(64**-0.5)
     tokens = sum(prompt) + sum(map(sum, answers))
     query, key, value, grad = (torch.randn(tokens, heads, 64, generator=generator) for heads in (6, 2, 2, 6))
-    for ours, theirs in ((here.own, on_cpu.own), (here.shared, on_cpu.shared)):
+    for ours, theirs in ((here.segments, on_cpu.segments), (here.to_prompts, on_cpu.to_prompts)):
         rows, keys = slice(tokens - sum(theirs.query_lengths), None), slice(sum(theirs.key_lengths))
         given = (query[rows], key[keys], value[keys])
         half = [x.to(DEVICE, torch.bfloat16) for x in given]
@@ -222,8 +222,8 @@ def drawn(dtype: str, sampling: Sampling, captured: bool) -> list[Completion]:
     found += list(chain(*generate(engine, [longer], 16, sampling, rng)))
     assert engine.version == Version(0, 1)
     if DEVICE.type == "cuda":
-        assert engine.step.captured == captured
-        assert engine._flash == (dtype == "bfloat16" and torch.cuda.get_device_capability() >= (8, 0))
+        assert engine.step.is_capturing == captured
+        assert engine._uses_flash == (dtype == "bfloat16" and torch.cuda.get_device_capability() >= (8, 0))
     return found
 
 

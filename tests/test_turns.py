@@ -39,7 +39,7 @@ from tba.markup import (
     pad_texts,
     visible_text,
 )
-from tba.models.warm_start import pairs_of
+from tba.models.warm_start import demonstration_pairs
 from tba.rollout.prompts import PromptSettings, encode
 from tba.tables import Refusal
 from tba.training.supervised import Pair
@@ -236,7 +236,7 @@ def test_an_imported_answer_and_a_demonstration_end_as_the_template_says(name: s
         assert len(found.prompt.tokens) == len(right.prompt) + begins
         assert made.decode(found.completion.tokens.tolist(), skip_special_tokens=True).strip().endswith(ANSWER)
     problem = Problem(tuple(messages), {}, ANSWER, tools=PROBLEM.tools)
-    (pair,) = pairs_of([problem], made)
+    (pair,) = demonstration_pairs([problem], made)
     end = made.eos_token_id if pair.end is None else pair.end
     assert [*pair.prompt, *pair.response, end] == right.prompt + right.completion
     cut = encoder.encode(Answer(tuple(messages), ANSWER, truncated=True, tools=PROBLEM.tools))
@@ -290,7 +290,7 @@ def test_a_thought_is_written_once_whether_the_prompt_or_the_answer_begins_it(
     found = encoder.encode(Answer(messages, answer))
     assert isinstance(found, Encoded), found
     assert made.decode(found.completion.tokens) == written + "<|im_end|>"
-    (pair,) = pairs_of([Problem(messages, {}, answer)], made)
+    (pair,) = demonstration_pairs([Problem(messages, {}, answer)], made)
     assert [*pair.response, made.eos_token_id] == found.completion.tokens.tolist()
     whole = text_of(made, [*messages, {"role": "assistant", "content": answer}])
     if answer != "hm\n</think>\n\n7":  # the template drops a thought that it does not see begin
@@ -401,7 +401,7 @@ def test_in_an_assistants_turn_marks_of_thoughts_and_calls_are_tokens_and_those_
     assert set(controls(made, body)) <= allowed
     assert form.end_tokens.isdisjoint(body)
     assert found.completion.text == decode_tokens(made, body)
-    (pair,) = pairs_of([Problem(asked, {}, answer)], made)
+    (pair,) = demonstration_pairs([Problem(asked, {}, answer)], made)
     assert pair.response == body
     history = Problem((*asked, {"role": "assistant", "content": answer}, *asked), {})
     usual = Problem((*asked, {"role": "assistant", "content": "".join(("a", *marks, "b"))}, *asked), {})

@@ -80,11 +80,11 @@ def compare(dtype: torch.dtype, repeats: int) -> None:
     ours, peft, whole = policy_of(dtype), as_peft_does(policy_of(dtype)), batch()
 
     def with_attention_in_bfloat16() -> float:
-        in_float32, varlen._computed = varlen._computed, lambda x: x
+        in_float32, varlen._to_compute_dtype = varlen._to_compute_dtype, lambda x: x
         try:
             return seconds(ours, whole)
         finally:
-            varlen._computed = in_float32
+            varlen._to_compute_dtype = in_float32
 
     ways: dict[str, Callable[[], float]] = {
         "ours": lambda: seconds(ours, whole),

@@ -31,8 +31,8 @@ from safetensors.torch import save_file
 
 from tba.config_file import with_config
 from tba.errors import TbaError
-from tba.models.gguf import converted
-from tba.models.source import whole
+from tba.models.gguf import convert_once
+from tba.models.source import resolve_model_path
 from tba.policy.loading import load_model
 from tba.recipes.quickstart import BASE
 from tba.runtime.run_directory import new_path
@@ -101,8 +101,8 @@ KINDS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object]]] = {  #
     "jsonl": (written("rows.jsonl", "".join(json.dumps(row) + "\n" for row in ROWS)), read_rows),
     "json": (written("rows.json", json.dumps({"train": ROWS})), read_rows),
     "model": (model, load),
-    "gguf": (gguf, lambda path: converted(path, lambda line: None)),
-    "adapter": (adapter, lambda path: whole(str(path.parent), lambda line: None)),
+    "gguf": (gguf, lambda path: convert_once(path, lambda line: None)),
+    "adapter": (adapter, lambda path: resolve_model_path(str(path.parent), lambda line: None)),
     "toml": (written("fields.toml", TOML), lambda path: with_config(["--config", str(path)])),
     "name": (
         written("name", "run"),

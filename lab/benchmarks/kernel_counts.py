@@ -42,14 +42,14 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from tba.batch import Batch
-from tba.engines.decoding import Rows
+from tba.engines.decoding import DecodingRows
 from tba.engines.rules import Rules
 from tba.engines.slots import PackedPrompts, SlotCache, slot_attention
 from tba.engines.step import Step
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy import norms
 from tba.policy.causal import KEPT_BYTES, CausalPolicy, chunk_of
-from tba.policy.head import Head, KeptProbabilities, token_log_probabilities
+from tba.policy.head import Head, ProbabilityBuffer, token_log_probabilities
 from tba.policy.packed import ATTENTION, Pack, PackedLayout, packed_attention, packed_hidden
 from tba.protocols import PolicyOutput
 from tba.schedules import Constant
@@ -234,7 +234,7 @@ def checkpointed_pass(model: PreTrainedModel, pack: Pack) -> None:
 
 def _head(hidden_MW: Tensor, weight_VW: Tensor, target_M: Tensor) -> None:
     """Forward, and backward as far as it goes."""
-    chunk, kept = chunk_of(len(weight_VW), META), KeptProbabilities(KEPT_BYTES)
+    chunk, kept = chunk_of(len(weight_VW), META), ProbabilityBuffer(KEPT_BYTES)
     token_log_probabilities(hidden_MW, Head(weight_VW), target_M, 1.0, chunk, kept).sum().backward()
 
 
@@ -243,7 +243,7 @@ def policy_on_meta(checkpointed: bool, compute: torch.dtype | None = torch.bfloa
     model = qwen(**shape).float()
     model.gradient_checkpointing_disable()
     policy = CausalPolicy(model, gradient_checkpointing=checkpointed, compute=compute)
-    policy._linear, policy._softcap = True, None
+    policy._has_linear_head, policy._softcap = True, None
     model.set_attn_implementation(ATTENTION)
     return policy
 
@@ -274,7 +274,7 @@ def step(policy: CausalPolicy, batch: Batch) -> dict[str, Count]:
     counts["optimizer"] = update([tuple(p.shape) for p in policy.parameters()])
     for weight in policy.parameters():
         torch.autograd.graph.increment_version(weight)
-    counts["rounding"] = counted(policy._low.refresh) if policy._low is not None else Count()
+    counts["rounding"] = counted(policy._low_precision.refresh) if policy._low_precision is not None else Count()
     weight, tokens = policy.model.get_output_embeddings().weight, int(batch.mask_BT.sum())
     hidden = torch.empty(tokens, weight.shape[1], dtype=weight.dtype, device=META, requires_grad=True)
     target = torch.empty(tokens, dtype=torch.int64, device=META)
@@ -339,7 +339,7 @@ def token_step(flash: bool, rows: int = 72, length: int = 360) -> tuple[Callable
         packed = PackedPrompts([torch.arange(100)], META)
         packed.run(model)
     cache = SlotCache(packed, rows, length, flash)
-    of_rows = Rows(rows, 256, Rules(torch.empty(model.config.vocab_size, dtype=torch.bool, device=META)))
+    of_rows = DecodingRows(rows, 256, Rules(torch.empty(model.config.vocab_size, dtype=torch.bool, device=META)))
     step = Step(model, of_rows, None)
 
     def forward() -> Tensor:

@@ -79,23 +79,23 @@ class LightFlow:
     seconds: float
 
     @property
-    def submitted(self) -> int:
-        return self.inner.submitted
+    def prompts_submitted(self) -> int:
+        return self.inner.prompts_submitted
 
     @property
-    def wanted(self) -> int:
-        return self.inner.wanted
+    def prompts_needed(self) -> int:
+        return self.inner.prompts_needed
 
     def submit(self, prompts: Sequence[Prompt]) -> None:
         self.inner.submit(prompts)
 
     def next(
-        self, interrupted: Callable[[], bool] | None = None, until_wanted: bool = True
+        self, interrupted: Callable[[], bool] | None = None, until_needed: bool = True
     ) -> list[tuple[int, list[Completion]]]:
         until = time.monotonic() + self.seconds
         while time.monotonic() < until and not (interrupted is not None and interrupted()):
             time.sleep(_LOOK)
-        return self.inner.next(interrupted, until_wanted)
+        return self.inner.next(interrupted, until_needed)
 
 
 @dataclass(frozen=True)

@@ -82,14 +82,13 @@ from tba.batch import collate
 from tba.cards import visible_gpus
 from tba.engines.transformers import EngineSettings
 from tba.generation import generate
-from tba.models.arithmetic import passes, product_rate
-from tba.models.memory import Pass, Sampling, Shape, engine, total, trainer
+from tba.models.arithmetic import forwards_per_update, product_rate
+from tba.models.memory import SearcherWorkload, Shape, TrainerWorkload, engine_bytes, total, trainer_bytes
 from tba.policy.lora import LoraSettings
 from tba.record.jsonl import write_json
 from tba.record.memory import keep_few_kernels, machine, versions
 from tba.runtime.ranks.start import start_policy, start_ranks
-from tba.types import Group, Trajectory, Version
-from tba.types import Sampling as Drawing
+from tba.types import Group, Sampling, Trajectory, Version
 
 ROOT = Path(__file__).parents[2]
 TOTAL_SECONDS = 240.0  # for everything, unless told otherwise
@@ -172,8 +171,8 @@ def measure_engine(context: Context, note: Note, slots: int) -> None:
     half.warm()
     note(flow_tokens_per_second=half.work(shape.window, device).a_second)
     longest = 2 * shape.prompt
-    sampling = Sampling(model_of(recipe).precision, slots, longest + shape.longest, longest, device=device)
-    note(peak_bytes=peak.bytes(), computed_bytes=total(engine(Shape.of(shape.config), sampling)))
+    sampling = SearcherWorkload(model_of(recipe).precision, slots, longest + shape.longest, longest, device=device)
+    note(peak_bytes=peak.bytes(), computed_bytes=total(engine_bytes(Shape.of(shape.config), sampling)))
     del half
     recipe = recipe_of(context.folder / "endless", device, shape, generation=settings)
     half = SearcherHalf(recipe, shape)
@@ -201,9 +200,9 @@ def measure_engine(context: Context, note: Note, slots: int) -> None:
 
 def grow_answers(half: SearcherHalf, slots: int, polls: int) -> int:
     """Begin an answer in every slot, and stop after so many polls of the engine; returns the tokens of each."""
-    poll_answers, flow = iter([False] * (polls - 1)), half.engine.flow(8, Drawing(1.0, 1.0), half.rng)
+    poll_answers, flow = iter([False] * (polls - 1)), half.engine.flow(8, Sampling(1.0, 1.0), half.rng)
     flow.submit(prompts_of(half.size, slots // 8, np.random.default_rng(0)))
-    answers = flow.next(lambda: next(poll_answers, True), until_wanted=False)
+    answers = flow.next(lambda: next(poll_answers, True), until_needed=False)
     return max(len(completion.tokens) for _, completions in answers for completion in completions)
 
 
@@ -222,7 +221,7 @@ def token_step_seconds(half: SearcherHalf, slots: int, device: str) -> float:
 
 def sample_round(half: SearcherHalf, prompts: list[Any]) -> list[Any]:
     """Returns `SAMPLES` answers to each prompt, once the last one is complete."""
-    return generate(half.engine, prompts, SAMPLES, Drawing(1.0, 1.0), half.rng)
+    return generate(half.engine, prompts, SAMPLES, Sampling(1.0, 1.0), half.rng)
 
 
 def measure_trainer(context: Context, note: Note, checkpointed: bool = False, rank: int = 0, size: str = "") -> None:
@@ -271,15 +270,15 @@ def time_steps(
     recipe_model, model_shape = model_of(half.recipe), Shape.of(shape.config)
     tokens, step = tokens_in(half.fetched.batch), statistics.median(steps)
     rate = product_rate(recipe_model.compute, torch.device(device))
-    step_pass = Pass(tokens, recipe_model.precision, device, rank, checkpointed=checkpointed)
+    step_pass = TrainerWorkload(tokens, recipe_model.precision, device, rank, checkpointed=checkpointed)
     return {
         "first_step_seconds": first_seconds,
         "seconds_a_step": step,
         "longest_step_seconds": max(steps),
         "tokens_per_second": tokens / step,
-        "share_of_product_rate": 2 * passes(rank) * model_shape.parameters * tokens / step / rate,
+        "share_of_product_rate": 2 * forwards_per_update(rank) * model_shape.parameters * tokens / step / rate,
         "peak_bytes": peak.bytes(),
-        "computed_bytes": total(trainer(model_shape, step_pass)),
+        "computed_bytes": total(trainer_bytes(model_shape, step_pass)),
     }
 
 

@@ -207,7 +207,7 @@ class SearcherHalf(Half):
         self.flow = self.engine.flow(SAMPLES, Sampling(1.0, 1.0), self.rng)
 
     def act(self) -> int:
-        if free_slots := self.flow.wanted:
+        if free_slots := self.flow.prompts_needed:
             self.flow.submit(prompts_of(self.size, free_slots, self.rng))
         return tokens_of(answers for _, answers in self.flow.next())
 

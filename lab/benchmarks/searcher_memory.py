@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.generation import generate
 from tba.models import memory
-from tba.models.precision import precision
+from tba.models.precision import choose_precision
 from tba.policy.lora import LoraSettings, add_adapters, copy_on_same_base, switch_adapters
 from tba.policy.reference import FrozenReference
 from tba.record.memory import peak_memory_bytes, resident_memory_bytes
@@ -59,10 +59,10 @@ class Numbers:
 
 def computed(size: str, case: str) -> memory.Bytes:
     part, adapters = CASES[case]
-    low = precision("float32", "cpu", adapters)
-    of = memory.Sampling(low, SLOTS, PROMPT + WORK[size][0], PROMPT, WORK[size][1], "cpu", RANK * adapters)
+    low = choose_precision("float32", "cpu", adapters)
+    of = memory.SearcherWorkload(low, SLOTS, PROMPT + WORK[size][0], PROMPT, WORK[size][1], "cpu", RANK * adapters)
     shape = memory.Shape.of(config_of(size))
-    return memory.engine(shape, of) if part == "engine" else memory.reference(shape, of)
+    return memory.engine_bytes(shape, of) if part == "engine" else memory.reference_bytes(shape, of)
 
 
 def measured(size: str, case: str) -> int:
@@ -77,7 +77,7 @@ def measured(size: str, case: str) -> int:
     before = resident_memory_bytes() or 0
     if base is not None:
         own = copy_on_same_base(base)
-        switch_adapters(own, on=False)
+        switch_adapters(own, enabled=False)
     else:
         own = model_of(size, adapters)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins again: see `trainer_memory.train`

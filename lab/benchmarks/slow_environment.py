@@ -30,7 +30,7 @@ from parts import forked, parts_of
 
 import tba
 from tba.clock import ShareClock
-from tba.engines.transformers import Flow
+from tba.engines.transformers import TransformersFlow
 from tba.environments.engine import EpisodeEngine
 from tba.environments.hosts import Beginning, Hosts, InProcessHost, Question
 from tba.record.summary import Summary
@@ -172,7 +172,7 @@ def timed(environment: type[Slow], processes: int, model: Path, seconds: float) 
     prompts = prompts_of(made, made.model, "train")
     flow = engine.flow(8, Sampling(), np.random.default_rng(0))
     rows = flow.flow
-    assert isinstance(rows, Flow)
+    assert isinstance(rows, TransformersFlow)
     found: list[Completion] = []
     growing: list[int] = []
     asked = 0
@@ -181,14 +181,14 @@ def timed(environment: type[Slow], processes: int, model: Path, seconds: float) 
         nonlocal asked, found
         found = []
         while not until():
-            wanted = flow.wanted
+            wanted = flow.prompts_needed
             flow.submit([prompts[(asked + i) % len(prompts)] for i in range(wanted)])
             asked += wanted
             for _, completions in flow.next(over if until is over else None):
                 found += completions
 
     def over() -> bool:
-        growing.append(rows.extent - len(rows.free))
+        growing.append(rows.extent - len(rows.free_rows))
         return time.perf_counter() - began > seconds
 
     play(lambda: len(found) >= (64 if processes else 1))

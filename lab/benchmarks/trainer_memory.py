@@ -38,7 +38,7 @@ from torch._C._distributed_c10d import FileStore
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, PretrainedConfig, Qwen2Config
 
 from tba.models import memory
-from tba.models.precision import precision
+from tba.models.precision import choose_precision
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.causal import CausalPolicy
 from tba.policy.lora import LoraSettings, add_adapters
@@ -123,14 +123,14 @@ def tokens_of(size: str) -> int:
 
 
 def computed(size: str, case: Case) -> memory.Bytes:
-    of = memory.Pass(
+    of = memory.TrainerWorkload(
         tokens_of(size),
-        precision("bfloat16" if case.low else "float32", "cpu", case.adapters),
+        choose_precision("bfloat16" if case.low else "float32", "cpu", case.adapters),
         rank=RANK * case.adapters,
         checkpointed=case.checkpointed,
         ranks=case.ranks,
     )
-    return memory.trainer(memory.Shape.of(config_of(size)), of)
+    return memory.trainer_bytes(memory.Shape.of(config_of(size)), of)
 
 
 def measured(size: str, case: Case) -> int:
@@ -198,9 +198,9 @@ def print_large() -> None:
     counts = (1, 2, 4, 8, 16)
     print(f"| model | 1 rank | {' | '.join(map(str, counts[1:]))} |\n|---{'|---' * len(counts)}|")
     for size in LARGE:
-        shape, low = memory.Shape.of(config_of(size)), precision("bfloat16", "cuda", adapters=False)
-        passes = (memory.Pass(8192, low, "cuda", checkpointed=True, ranks=ranks) for ranks in counts)
-        gigabytes = [memory.total(memory.trainer(shape, of)) / 1e9 for of in passes]
+        shape, low = memory.Shape.of(config_of(size)), choose_precision("bfloat16", "cuda", adapters=False)
+        passes = (memory.TrainerWorkload(8192, low, "cuda", checkpointed=True, ranks=ranks) for ranks in counts)
+        gigabytes = [memory.total(memory.trainer_bytes(shape, of)) / 1e9 for of in passes]
         needed = [f"{n:.0f}" if n >= 10 else f"{n:.1f}" for n in gigabytes]
         print(f"| {size} | {' | '.join(needed)} |")
 

@@ -44,6 +44,6 @@ def stream(
     flow.submit(prompts)
     unfinished_count = len(prompts)
     while unfinished_count:
-        finished_prompts = flow.next(interrupted, until_wanted=False)
+        finished_prompts = flow.next(interrupted, until_needed=False)
         unfinished_count -= len(finished_prompts)
         yield from finished_prompts

@@ -221,12 +221,12 @@ class Flow(Protocol):
     """Holds prompts that are being answered, to which further ones can be added at any time."""
 
     @property
-    def submitted(self) -> int:
+    def prompts_submitted(self) -> int:
         """Returns how many prompts were submitted."""
         ...
 
     @property
-    def wanted(self) -> int:
+    def prompts_needed(self) -> int:
         """Returns how many more prompts could begin to be answered now."""
         ...
 
@@ -237,9 +237,9 @@ class Flow(Protocol):
         ...
 
     def next(
-        self, interrupted: Callable[[], bool] | None = None, until_wanted: bool = True
+        self, interrupted: Callable[[], bool] | None = None, until_needed: bool = True
     ) -> list[tuple[int, list[Completion]]]:
-        """Computes until prompts are finished, or (`until_wanted`) more are wanted; returns the finished ones as
+        """Computes until prompts are finished, or (`until_needed`) more are needed; returns the finished ones as
         (number, completions). Between two calls nothing is computed, and other models may be used.
 
         Once `interrupted()` is true (asked every few tokens) it returns all that is left: what is unfinished as

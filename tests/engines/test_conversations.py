@@ -14,7 +14,7 @@ from talker import Talker
 
 from tba.engines import transformers
 from tba.engines.slots import Continuations, slot_attention
-from tba.engines.step import _Waits
+from tba.engines.step import _HostWaitDetector
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.generation import stream
 from tba.types import Completion, Prompt, Sampling, StopReason, Version
@@ -108,13 +108,13 @@ def test_reading_what_was_answered_never_waits_for_the_device() -> None:
     model = build("llama")
     engine = TransformersEngine(model, Letters(), EngineSettings(slots=4, max_completion_tokens=40))
     with torch.inference_mode(), slot_attention(model):
-        packed = engine.read(ragged_prompts(9))
+        packed = engine.prefill(ragged_prompts(9))
         cache = engine.cache(packed, 30, 0)
         cache.fill(range(4), packed, 0)
         said = Continuations(cache, [0, 2, 3], [9, 9, 9], [torch.arange(n) for n in (3, 5, 3)])
-        with _Waits() as waits:
+        with _HostWaitDetector() as detector:
             said.run(model)
-    assert waits.name is None
+    assert detector.operation is None
 
 
 def test_a_stop_string_ends_a_turn_and_what_was_generated_behind_it_is_forgotten() -> None:

@@ -54,15 +54,15 @@ def test_a_least_length_of_one_forbids_the_empty_answer_alone() -> None:
     eos_V = torch.tensor([False, True, False])
     rules = rules_of(Letters(), eos_V, 1, (), ())
     logits_RV = torch.zeros(2, 3)
-    assert rules.first(logits_RV)[0].tolist() == [0, -torch.inf, 0]
-    assert rules.next(logits_RV, torch.ones(2, 1, dtype=torch.int64)) is logits_RV
+    assert rules.mask_first_token(logits_RV)[0].tolist() == [0, -torch.inf, 0]
+    assert rules.mask_next_token(logits_RV, torch.ones(2, 1, dtype=torch.int64)) is logits_RV
     none = rules_of(Letters(), eos_V, 0, (), ())
-    assert none.first(logits_RV) is logits_RV
+    assert none.mask_first_token(logits_RV) is logits_RV
 
 
 def test_the_least_length_counts_each_rows_own_tokens() -> None:
     rules = rules_of(Letters(), torch.tensor([False, True, False]), 3, (), ())
-    ruled_RV = rules.next(torch.zeros(3, 3), torch.tensor([[1], [2], [3]]))
+    ruled_RV = rules.mask_next_token(torch.zeros(3, 3), torch.tensor([[1], [2], [3]]))
     assert ruled_RV[:, 1].tolist() == [-torch.inf, -torch.inf, 0]
 
 

@@ -9,7 +9,7 @@ from engine_families import build, plain_log_probabilities, ragged_prompts
 from test_transformers_engine import engine_of, tokens_of
 
 from tba.engines import transformers
-from tba.engines.transformers import Flow, TransformersEngine
+from tba.engines.transformers import TransformersEngine, TransformersFlow
 from tba.generation import generate
 from tba.types import Completion, Prompt, Sampling, StopReason, Version
 
@@ -25,9 +25,9 @@ def flowed(engine: TransformersEngine, prompts: list[Prompt], count: int, sampli
     """The completions of all prompts, each of which is submitted as soon as one is wanted."""
     flow, left, found = engine.flow(count, sampling, np.random.default_rng(0)), list(prompts), {}
     while left or flow.queue.prompts:
-        wanted, left = left[: flow.wanted], left[flow.wanted :]
+        wanted, left = left[: flow.prompts_needed], left[flow.prompts_needed :]
         flow.submit(wanted)
-        found.update(flow.next(until_wanted=bool(left)))
+        found.update(flow.next(until_needed=bool(left)))
     return [found[i] for i in range(len(prompts))]
 
 
@@ -52,7 +52,7 @@ def test_answers_of_many_lengths_leave_hardly_a_row_empty_where_rounds_leave_man
     flow = engine.flow(2, Sampling(), np.random.default_rng(0))
     left = list(prompts)
     while left:
-        wanted, left = left[: flow.wanted], left[flow.wanted :]
+        wanted, left = left[: flow.prompts_needed], left[flow.prompts_needed :]
         flow.submit(wanted)
         flow.next()
     of_flow, rows[:] = np.mean(rows) / 16, []
@@ -70,11 +70,11 @@ def test_weights_that_are_loaded_in_between_sample_from_there_on_and_an_answer_s
     before = {name: value.clone() for name, value in model.state_dict().items()}
     flow = engine.flow(2, Sampling(), np.random.default_rng(0))
     flow.submit(prompts)
-    first = flow.next(until_wanted=False)
+    first = flow.next(until_needed=False)
     engine.load(dict(other.state_dict()), Version(0, 4))
     rest: list[tuple[int, list[Completion]]] = []
     while flow.queue.prompts:
-        rest += flow.next(until_wanted=False)
+        rest += flow.next(until_needed=False)
     model.load_state_dict(before)
     of = {(Version(0, 3), Version(0, 3)): model, (Version(0, 4), Version(0, 4)): other}
     seen = set()
@@ -89,10 +89,10 @@ def test_weights_that_are_loaded_in_between_sample_from_there_on_and_an_answer_s
 
 
 def test_a_flow_that_is_told_to_stop_hands_out_all_it_has() -> None:
-    flow: Flow = engine_of(build("llama"), slots=4).flow(3, Sampling(), np.random.default_rng(0))
-    assert (flow.wanted, flow.next()) == (2, [])
+    flow: TransformersFlow = engine_of(build("llama"), slots=4).flow(3, Sampling(), np.random.default_rng(0))
+    assert (flow.prompts_needed, flow.next()) == (2, [])
     flow.submit(ragged_prompts(3, 4))
-    assert flow.wanted == 0
+    assert flow.prompts_needed == 0
     found = dict(flow.next(lambda: True))
     assert sorted(found) == [0, 1]
     assert {c.stop_reason for completions in found.values() for c in completions} == {StopReason.INTERRUPTED}

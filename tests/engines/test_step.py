@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tba.engines.decoding import Rows
+from tba.engines.decoding import DecodingRows
 from tba.engines.slots import AttentionKind, PackedPrompts, SlotCache, slot_attention
 from tba.engines.step import Graph, Step
 from tba.engines.transformers import EngineSettings, TransformersEngine
@@ -84,7 +84,7 @@ class Tape(TorchDispatchMode):
 class Recorder:
     """Stands for `CudaGraphs`. Recording computes, where capturing does not: so rows are put back as they were."""
 
-    rows: Rows
+    rows: DecodingRows
     graphs: list[Tape] = field(default_factory=list)
     forgotten: int = 0
 
@@ -131,7 +131,7 @@ def test_replayed_steps_draw_what_eager_ones_do(family: str, sampling: Sampling)
     model = build(family)
     engine = engine_of(model, recorded=True)
     require_equal(answers(engine, sampling), answers(engine_of(model, recorded=False), sampling))
-    assert engine.step.captured
+    assert engine.step.is_capturing
     # 12 rows and 8, of one width; a draw of each, unless it looks at what it draws from or at what has been read
     assert len(engine.step._capture.graphs) == (2 if sampling.cuts or sampling.repetition_penalty != 1 else 4)
 
@@ -168,7 +168,7 @@ def test_a_token_step_is_two_launches_and_with_top_p_at_most_60(
     replayed: list[Tape] = []
     monkeypatch.setattr(Tape, "replay", lambda tape: replayed.append(tape))  # a launch, whatever it consists of
     with torch.inference_mode(), slot_attention(engine.model):
-        flow._fill()
+        flow._fill_free_rows()
         for _ in range(3):
             replayed.clear()
             with Launched() as launched:
@@ -201,15 +201,15 @@ def test_a_cache_that_grows_has_other_graphs() -> None:
     found: list[dict[int, list[Completion]]] = []
     for flow in flows:
         flow.submit(ragged_prompts(3, 2, 4))
-        of_flow = dict(flow.next(until_wanted=False))
+        of_flow = dict(flow.next(until_needed=False))
         flow.submit(ragged_prompts(40, 3, seed=1))  # while rows are growing
         while flow.queue.prompts:
-            of_flow |= dict(flow.next(until_wanted=False))
+            of_flow |= dict(flow.next(until_needed=False))
         found.append(of_flow)
     for i in range(5):
         require_equal(found[0][i], found[1][i])
     assert engine.step._capture.forgotten >= 2
-    assert {width for _, width in engine.step._captured} == {engine._cache.length}
+    assert {width for _, width in engine.step._captured_steps} == {engine._cache.length}
 
 
 def test_rows_that_hold_nothing_stay_at_their_first_position_however_long_the_others_grow() -> None:
@@ -228,9 +228,9 @@ def test_loaded_weights_are_replayed_and_compared_again() -> None:
     engine = engine_of(model, recorded=True)
     answers(engine)
     engine.load(dict(other.state_dict()), Version(0, 4))
-    assert not engine.step._compared
+    assert not engine.step._is_compared
     require_equal(answers(engine), answers(engine_of(other, recorded=False)))
-    assert engine.step._compared
+    assert engine.step._is_compared
     assert len(engine.step._capture.graphs) == 4  # no new ones
 
 
@@ -242,11 +242,11 @@ def test_graphs_that_give_something_else_than_the_model_are_dropped_and_the_log_
     answers(engine)
     with torch.no_grad():  # other weights at another place, of which graphs know nothing
         model.lm_head.weight = torch.nn.Parameter(-model.lm_head.weight.detach())
-    engine.step.loaded()
+    engine.step.require_comparison()
     with caplog.at_level(logging.WARNING, logger="tba"):
         found = answers(engine)
     require_equal(found, answers(engine_of(model, recorded=False)))
-    assert not engine.step.captured
+    assert not engine.step.is_capturing
     (said,) = caplog.messages
     assert said.startswith("decode steps of LlamaForCausalLM are not captured as CUDA graphs: total variation 0.")
 
@@ -269,7 +269,7 @@ def test_a_capture_that_fails_leaves_eager_steps(caplog: pytest.LogCaptureFixtur
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="tba"):
             require_equal(answers(engine), expected)
-        assert not engine.step.captured
+        assert not engine.step.is_capturing
         assert [m.split(": ")[1] for m in caplog.messages] == ["operation not permitted when stream is capturing"]
         require_equal(answers(engine), expected)
 
@@ -325,7 +325,7 @@ def test_experts_that_are_computed_together_are_captured(implementation: str) ->
     model = experts(implementation)
     engine = engine_of(model, recorded=True)
     require_equal(answers(engine), answers(engine_of(model, recorded=False)))
-    assert engine.step.captured
+    assert engine.step.is_capturing
 
 
 def test_adapters_are_captured_with_the_values_that_are_loaded_into_them() -> None:
@@ -338,7 +338,7 @@ def test_adapters_are_captured_with_the_values_that_are_loaded_into_them() -> No
     for loaded in (engine, eager := engine_of(other, recorded=False)):
         loaded.load(weights, Version(0, 4))
     require_equal(answers(engine), answers(eager))
-    assert engine.step.captured
+    assert engine.step.is_capturing
     assert len(engine.step._capture.graphs) == 4
 
 
@@ -391,7 +391,7 @@ def test_the_kernel_is_asked_for_what_the_bias_says(family: str) -> None:
         outs = []
         for flash in (False, True):
             cache = SlotCache(packed, 8, 32, flash)
-            assert cache.flash == flash
+            assert cache.uses_flash == flash
             if flash:
                 cache.keys[:], cache.values[:] = torch.nan, torch.nan
                 for row, position in enumerate(positions.tolist()):
@@ -399,7 +399,7 @@ def test_the_kernel_is_asked_for_what_the_bias_says(family: str) -> None:
                     cache.values[:, row, :, :position] = kept[1, :, row, :, :position]
             else:
                 cache.keys[:, :6], cache.values[:, :6] = kept
-            outs.append(cache.at(positions, 31).attend(1, query, key, value, AttentionKind(0.2, window, None)))
+            outs.append(cache.at_positions(positions, 31).attend(1, query, key, value, AttentionKind(0.2, window, None)))
         # averages of normal numbers, rounded to 8 bits on the way
         torch.testing.assert_close(outs[1], outs[0], atol=0.02, rtol=0.02)
 
@@ -411,12 +411,12 @@ def test_replayed_steps_through_the_kernel_are_eager_ones_through_it(family: str
     found = []
     for recorded in (True, False):
         engine = engine_of(model, recorded)
-        engine._flash = True
+        engine._uses_flash = True
         found.append(answers(engine))
         assert engine._cache is not None
-        assert engine._cache.flash
+        assert engine._cache.uses_flash
     assert [c.tokens.tolist() for c in found[0]] == [c.tokens.tolist() for c in found[1]]
-    assert {width for _, width in engine.step._captured} <= {engine._cache.length}
+    assert {width for _, width in engine.step._captured_steps} <= {engine._cache.length}
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
@@ -427,7 +427,7 @@ def test_compiled_layers_give_the_same_in_fewer_kernels_for_any_number_of_rows()
     torch._dynamo.utils.counters.clear()
     torch._inductor.metrics.reset()
     with torch.inference_mode(), slot_attention(model):
-        packed = engine.read(ragged_prompts(9))
+        packed = engine.prefill(ragged_prompts(9))
         cache = engine.cache(packed, 30, 0)
         cache.fill(range(12), packed, 0)
         engine._rows.position_R[:] = 9

@@ -16,7 +16,7 @@ from tokenizers import AddedToken
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from chat_families import tokenizer
-from tba.engines.stopping import ends_of
+from tba.engines.stopping import find_stops
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.environments.episode import Observation
 from tba.environments.speech import Speech
@@ -53,7 +53,7 @@ def test_what_ends_a_turn_in_the_template_ends_an_answer_and_is_said_where_the_m
 ) -> None:
     made = tokenizer(family, kind)
     with caplog.at_level(logging.INFO):
-        found, strings = ends_of((), made, config(made))
+        found, strings = find_stops((), made, config(made))
     assert sorted(made.convert_ids_to_tokens(sorted(found))) == sorted(ends)
     assert (strings.strings, strings.ids) == ((), frozenset())
     told = [record.getMessage() for record in caplog.records]
@@ -78,7 +78,7 @@ def test_what_ends_the_parts_of_a_turn_ends_no_answer(parts: bool) -> None:
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     end, returned = made.convert_tokens_to_ids(["<|end|>", "<|return|>"])
-    found, _ = ends_of((), made, config(made))
+    found, _ = find_stops((), made, config(made))
     assert found == {returned, made.eos_token_id} | ({end} if not parts else set())
     form = assistant_turn(made)
     assert (form.final_frame.token, form.user_frame.token, form.final_frame.opening) == (returned, end, "")
@@ -110,13 +110,13 @@ def test_a_stop_string_that_is_a_special_token_is_its_id_and_a_number_is_a_token
     made = tokenizer("qwen2.5", "chat")
     im_end, im_start = made.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>"])
     shown = "</tool_call>"  # a token, too, but one that an answer's text shows
-    found, strings = ends_of(("<|im_start|>", "\n\n", 5, shown), made, config(made))
+    found, strings = find_stops(("<|im_start|>", "\n\n", 5, shown), made, config(made))
     assert found == {im_end, im_start, 5}
     assert strings.strings == ("\n\n", shown)
     assert strings.ids == {im_start, 5}  # what ends an answer anyway is no stop string
     for wrong in (-1, len(made)):
         with pytest.raises(UserError, match=rf"token {wrong}, and the model's are 0 to {len(made) - 1}"):
-            ends_of((wrong,), made, config(made))
+            find_stops((wrong,), made, config(made))
 
 
 def test_a_command_line_takes_texts_and_ids() -> None:
@@ -174,9 +174,9 @@ def test_a_token_that_ends_an_answer_is_no_part_of_its_text_whether_it_is_specia
     made = train_bpe_tokenizer(["12+34=46"], 270)
     made.add_tokens([AddedToken("<|im_end|>", special=False, normalized=False)])
     end = made.convert_tokens_to_ids("<|im_end|>")
-    _, strings = ends_of((), made, config(made))
+    _, strings = find_stops((), made, config(made))
     tokens = [*made.encode("46", add_special_tokens=False), end]
-    assert strings.ended(tokens, frozenset({end}), interrupted=False) == (len(tokens), "46", StopReason.EOS)
+    assert strings.cut_at_end(tokens, frozenset({end}), interrupted=False) == (len(tokens), "46", StopReason.EOS)
 
 
 @pytest.mark.parametrize("ids", [-1, [-1], 1000, [1000, -7], True, "x", None])
@@ -186,6 +186,6 @@ def test_what_is_no_token_ends_no_answer(ids: Any) -> None:
     generation = GenerationConfig()
     generation.eos_token_id = ids
     shape = config(made)
-    assert ends_of((), made, shape, generation)[0] == {made.eos_token_id}
+    assert find_stops((), made, shape, generation)[0] == {made.eos_token_id}
     generation.eos_token_id = [5, *(ids if isinstance(ids, list) else [ids])]
-    assert ends_of((), made, shape, generation)[0] == {made.eos_token_id, 5}
+    assert find_stops((), made, shape, generation)[0] == {made.eos_token_id, 5}

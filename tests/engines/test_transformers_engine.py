@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from tba.engines import transformers
-from tba.engines.rules import Room
+from tba.engines.rules import LengthLimits
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.errors import TbaError, UserError
 from tba.generation import generate, stream
@@ -304,10 +304,10 @@ def test_a_flow_that_was_interrupted_answers_what_is_submitted_afterwards() -> N
     engine = TransformersEngine(model, NoEnd(), EngineSettings(slots=5, max_completion_tokens=30))
     flow = engine.flow(3, Sampling(temperature=0.0), np.random.default_rng(0))
     flow.submit(others)  # more than are read together
-    assert len(flow.next(lambda: True, until_wanted=False)) == 600
-    assert flow.wanted > 0
+    assert len(flow.next(lambda: True, until_needed=False)) == 600
+    assert flow.prompts_needed > 0
     flow.submit([prompt])
-    ((number, found),) = flow.next(until_wanted=False)
+    ((number, found),) = flow.next(until_needed=False)
     assert number == 600
     assert tokens_of([found]) == tokens_of(generate(engine, [prompt], 3, flow.sampling, flow.rng))
 
@@ -403,7 +403,7 @@ def test_weights_that_are_not_finite_raise_and_leave_no_trace() -> None:
 def test_a_prompt_that_is_too_long_or_empty_is_refused_with_its_length() -> None:
     model = build("llama")
     with pytest.raises(UserError, match="9 tokens, and this engine was made for 8"):
-        Room(20, 8, 64).check(ragged_prompts(9)[0])
+        LengthLimits(20, 8, 64).check(ragged_prompts(9)[0])
     with pytest.raises(UserError, match="64 tokens, which leaves no room for an answer in the model's 64 positions"):
         generate(engine_of(model), ragged_prompts(64), 1, Sampling(), np.random.default_rng(0))
     with pytest.raises(UserError, match="no tokens"):

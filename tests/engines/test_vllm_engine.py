@@ -18,14 +18,14 @@ import torch
 from talker import Talker
 
 from tba.batch import collate
-from tba.engines.decoding import Rows, draw
+from tba.engines.decoding import DecodingRows, draw
 from tba.engines.rules import Rules
 from tba.engines.transformers import EngineSettings
 from tba.engines.vllm import VllmEngine, VllmSettings
 from tba.errors import TbaError, UserError
 from tba.generation import generate, stream
 from tba.models.huggingface import HuggingFace
-from tba.models.serving import doubt
+from tba.models.serving import find_mismatch
 from tba.policy.loading import load_model
 from tba.policy.lora import LoraSettings, is_adapter
 from tba.protocols import Engine
@@ -181,9 +181,9 @@ def test_log_behavior_is_that_of_the_transformers_engine_with_top_k_min_p_and_a_
             logits_TV = plain(input_ids=torch.tensor(ids)[None]).logits[0].detach()
             for t, token in enumerate(c.tokens.tolist()):
                 read = ids[: len(prompt.tokens) + t]
-                rows = Rows(1, 1, Rules(torch.zeros(logits_TV.shape[1], dtype=torch.bool)))
-                rows.read([0], [torch.tensor(read)])
-                logits_1V = rows._penalised(logits_TV[len(read) - 1 : len(read)], slice(1), sampling)
+                rows = DecodingRows(1, 1, Rules(torch.zeros(logits_TV.shape[1], dtype=torch.bool)))
+                rows.remember_tokens([0], [torch.tensor(read)])
+                logits_1V = rows._penalise(logits_TV[len(read) - 1 : len(read)], slice(1), sampling)
                 drawn, chosen = draw(logits_1V.expand(2000, -1), torch.linspace(0, 1 - 2**-24, 2000), sampling)
                 expected = chosen[drawn == token]
                 assert len(expected), "a token that is not drawn here"
@@ -376,7 +376,7 @@ def test_weights_that_come_in_the_middle_sample_the_rest_and_what_was_read_befor
 
     found = {}
     while len(found) < 4:
-        found |= dict(flow.next(newer, until_wanted=False))
+        found |= dict(flow.next(newer, until_needed=False))
     over = [(p, c) for p, row in zip(prompts, (found[0], found[1]), strict=True) for c in row]
     assert sum(len(c.tokens) > by_old for _, c in over) >= 4
     for prompt, c in over:
@@ -403,7 +403,7 @@ def test_a_version_that_comes_again_finds_nothing_that_others_have_computed_unde
 
     flow = engine.flow(4, Sampling(), np.random.default_rng(0))
     flow.submit(prompts)
-    while not flow.next(newer, until_wanted=False):
+    while not flow.next(newer, until_needed=False):
         pass
     assert engine.version == Version(0, 3 if next(loads, None) is None else 4)
     engine.load(own, Version(0, 3))
@@ -415,10 +415,10 @@ def flowed(engine: VllmEngine, prompts: list[Prompt], count: int, sampling: Samp
     """What a flow answers to which prompts are given as it wants them."""
     flow, left, found = engine.flow(count, sampling, np.random.default_rng(0)), list(prompts), {}
     while len(found) < len(prompts):
-        wanted = flow.wanted
+        wanted = flow.prompts_needed
         given, left = left[:wanted], left[wanted:]
         flow.submit(given)
-        found |= dict(flow.next(until_wanted=len(given) == wanted))
+        found |= dict(flow.next(until_needed=len(given) == wanted))
     return [found[i] for i in range(len(prompts))]
 
 
@@ -444,7 +444,7 @@ def test_slots_are_busy_with_answers_of_many_lengths_where_rounds_leave_them_emp
     lengths = np.clip(np.exp(rng.normal(np.log(30), 0.6, 120)), 4, 250).astype(int)
     prompts, slots, steps = prompts_of(*(320 - lengths).tolist()), engine.settings.slots, []
     step = engine._llm.step
-    monkeypatch.setattr(engine._llm, "step", lambda: steps.append(engine.growing) or step())
+    monkeypatch.setattr(engine._llm, "step", lambda: steps.append(engine.growing_count) or step())
 
     def busy(answered: list[list[Completion]]) -> float:
         made, computed = sum(len(c.tokens) for row in answered for c in row), len(steps)
@@ -472,7 +472,7 @@ def test_turns_find_in_the_prefix_cache_what_was_said_and_read_until_the_weights
 
     def watched() -> list[Any]:
         outputs = step()
-        seen.extend((o.num_cached_tokens, engine._growing[o.request_id].turns) for o in outputs)
+        seen.extend((o.num_cached_tokens, engine._growing_answers[o.request_id].turns) for o in outputs)
         return outputs
 
     monkeypatch.setattr(engine._llm, "step", watched)
@@ -480,8 +480,10 @@ def test_turns_find_in_the_prefix_cache_what_was_said_and_read_until_the_weights
     flow.submit(prompts[:1])
     found = {}
     while len(found) < 3:
-        found |= dict(flow.next(until_wanted=False))
-        flow.submit(prompts[flow.submitted : flow.submitted + 1])  # joins when the one before is at its end
+        found |= dict(flow.next(until_needed=False))
+        flow.submit(
+            prompts[flow.prompts_submitted : flow.prompts_submitted + 1]
+        )  # joins when the one before is at its end
     answered = [found[i] for i in range(3)]
     assert {cached for cached, turns in seen if turns > 1} == {256}  # two blocks of 128: all that is whole
     for row, expected in zip(answered, trained_on(model, prompts, answered, 1.0), strict=True):
@@ -575,13 +577,13 @@ def test_it_passes_the_self_test_by_which_auto_takes_it_and_an_engine_without_up
     def probe() -> Any:
         return load_model(model.path, "cpu", torch.float32)[0]
 
-    assert doubt(engine, probe(), 250) is None
+    assert find_mismatch(engine, probe(), 250) is None
     assert engine.version == Version(0, 3)
     prompts = prompts_of(40, 200)
     answered = generate(engine, prompts, 4, Sampling(), np.random.default_rng(0))
     assert farthest(answered, trained_on(model, prompts, answered, 1.0)) < TOLERANCE  # its weights are there again
     monkeypatch.setattr(engine, "load", lambda weights, version: None)
-    assert "from the policy's after an update" in str(doubt(engine, probe(), 250))
+    assert "from the policy's after an update" in str(find_mismatch(engine, probe(), 250))
 
 
 @pytest.mark.parametrize("rank", [0, 4])
@@ -589,7 +591,7 @@ def test_auto_tries_it_against_the_policy_and_hands_it_out_with_the_weights_it_b
     model: HuggingFace, untied: HuggingFace, rank: int
 ) -> None:
     of = replace(untied, lora=LoraSettings(rank)) if rank else model
-    engine = of._tried_vllm(Version(1, 2), 200)
+    engine = of._try_vllm(Version(1, 2), 200)
     assert isinstance(engine, VllmEngine)
     assert engine.version == Version(1, 2)
     prompts = prompts_of(40, 150)
@@ -597,7 +599,7 @@ def test_auto_tries_it_against_the_policy_and_hands_it_out_with_the_weights_it_b
     assert farthest(answered, trained_on(of, prompts, answered, 1.0)) < TOLERANCE
     small = replace(of, vllm=VllmSettings(cache_gb=2e-5))
     del engine
-    assert "cannot serve the model" in str(small._tried_vllm(Version(), 200))
+    assert "cannot serve the model" in str(small._try_vllm(Version(), 200))
 
 
 def test_it_has_positions_for_the_longest_prompt_and_answer_and_no_more(model: HuggingFace) -> None:
@@ -623,7 +625,7 @@ def test_what_vllm_refuses_at_its_start_is_one_sentence(model: HuggingFace, monk
 
 
 def test_another_version_of_vllm_is_refused(model: HuggingFace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tba.engines.vllm.SUPPORTED", ("0.1",))
+    monkeypatch.setattr("tba.engines.vllm.SUPPORTED_VERSIONS", ("0.1",))
     with pytest.raises(UserError, match=r"0\.32\.0 is installed, but this engine was written for 0\.1"):
         model.engine(Version())
 
@@ -671,8 +673,8 @@ def test_adapters_are_merged_on_their_way_into_the_engine(serving: Serving, unti
     assert [c.tokens.tolist() for c in after[0]] != [c.tokens.tolist() for c in before[0]]
     reference = adapted.reference(0.7, Version())  # the base, whatever the engine was given
     assert isinstance(engine, VllmEngine)
-    assert engine._adapted is not None
-    base, shared = (dict(m.named_parameters()) for m in (engine._adapted, reference._policy.model))
+    assert engine._adapter_model is not None
+    base, shared = (dict(m.named_parameters()) for m in (engine._adapter_model, reference._policy.model))
     assert {name for name in base if base[name] is shared[name]} == {name for name in base if not is_adapter(name)}
     found = reference.log_probabilities_of(list(zip(prompts, sampled, strict=True)))
     expected = trained_on(untied, prompts, sampled, 0.7)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tba.engines.transformers import EngineSettings
-from tba.engines.vllm import VllmSettings, roomy
+from tba.engines.vllm import VllmSettings, folder_with_room
 from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
 from tba.types import Version
@@ -46,9 +46,9 @@ def test_weights_that_go_through_a_file_take_the_first_folder_that_has_room(tmp_
     small, large, missing = "/dev/shm", str(tmp_path), str(tmp_path / "nothing")
     there = {place: shutil.disk_usage(place).free for place in (small, large)}
     few, many = sorted(there, key=lambda place: there[place])
-    assert roomy(1000, (missing, few, many)) == few
+    assert folder_with_room(1000, (missing, few, many)) == few
     if there[few] < there[many] - 2**28:  # files that others write meanwhile
-        assert roomy(there[few], (few, many)) == many
+        assert folder_with_room(there[few], (few, many)) == many
     with pytest.raises(UserError, match=r"start the container with a larger --shm-size, or set TMPDIR") as told:
-        roomy(10**18, (missing, few, many))
+        folder_with_room(10**18, (missing, few, many))
     assert f"GB in {few} and" in str(told.value)

@@ -17,7 +17,7 @@ from transformers import GPT2Config, PreTrainedTokenizerFast
 import account
 from chat_families import deepseek
 from chat_families import tokenizer as families_tokenizer
-from tba.engines.stopping import ends_of
+from tba.engines.stopping import find_stops
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.environments.engine import EpisodeEngine
 from tba.environments.episode import Episode, EpisodeFailed, Observation
@@ -214,7 +214,7 @@ def test_marks_that_are_special_tokens_are_text_for_who_reads_a_turn(family: str
     made = families_tokenizer(family, "chat")
     mark = {"mistral": "[TOOL_CALLS]", "granite": "<|tool_call|>", "llama3": "<|python_tag|>"}[family]
     tokens = made.encode(f'{mark}[{{"name": "deposit", "arguments": {{}}}}]{made.eos_token}', add_special_tokens=False)
-    _, strings = ends_of((), made, GPT2Config(vocab_size=len(made)))
+    _, strings = find_stops((), made, GPT2Config(vocab_size=len(made)))
     text = strings.text(tokens)  # as the reward is given it
     assert mark in text
     assert made.eos_token not in text
@@ -567,7 +567,7 @@ def test_episodes_that_flow_in_processes_are_those_that_are_played_here_one_prom
         more = prompts[submitted : submitted + 1]
         submitted += len(more)
         flow.submit(more)
-        found |= dict(flow.next(until_wanted=submitted < 3))
+        found |= dict(flow.next(until_needed=submitted < 3))
     worlds.end()
     for i, row in enumerate(here):
         assert [c.tokens.tolist() for c in found[i]] == [c.tokens.tolist() for c in row]

@@ -17,7 +17,7 @@ from tba.environments.episode import Observation
 from tba.environments.speech import Speech
 from tba.intake.answers import Answer
 from tba.intake.encoding import Encoded, Encoder, Known
-from tba.models.warm_start import pairs_of
+from tba.models.warm_start import demonstration_pairs
 from tba.tables import Refusal
 from tba.training.tiny_models import character_tokenizer, train_bpe_tokenizer
 from tba.types import ELSEWHERE, Completion, Problem, Prompt, Sampling, StopReason, Trajectory, Version
@@ -186,7 +186,7 @@ def test_an_answer_to_a_text_goes_on_from_it_where_the_tokenizer_puts_a_blank_be
     found = encoded(asked, answer, encoder=encoder)
     prompt, completion = found.prompt.tokens.tolist(), found.completion.tokens.tolist()
     assert tokenizer.decode([*prompt, *completion]) == f"{asked}{answer}</s>"
-    (pair,) = pairs_of([Problem(asked, {}, answer)], tokenizer)
+    (pair,) = demonstration_pairs([Problem(asked, {}, answer)], tokenizer)
     assert pair.response == completion[:-1]
     speech = Speech(tokenizer, chat=False)
     turn, heard = speech.turn(answer).tolist()[:-1], speech.observation(Observation(answer)).tolist()

@@ -19,7 +19,7 @@ from tba.errors import UserError
 from tba.generation import generate
 from tba.models import memory
 from tba.models.huggingface import HuggingFace
-from tba.models.memory import Pass, Shape
+from tba.models.memory import Shape, TrainerWorkload
 from tba.policy.causal import CausalPolicy
 from tba.policy.loading import load_model
 from tba.policy.lora import LoraSettings, is_adapter
@@ -102,7 +102,7 @@ def test_what_is_saved_is_whole_and_any_program_can_read_it(tmp_path: Path) -> N
     assert set(plain.state_dict()) == set(AutoModelForCausalLM.from_pretrained(BASE).state_dict())
     token = torch.arange(12)[None]
     expected = CausalPolicy(plain)
-    assert not expected.adapted
+    assert not expected.has_adapters
     batch = fixed(token[0].tolist())
     with torch.no_grad():
         found, own = (p.evaluate(batch).log_policy_BT for p in (expected, policy))
@@ -133,7 +133,9 @@ def test_the_base_takes_nine_sixteenths_of_a_byte_for_each_number_of_a_matrix() 
     for parameter in policy.model.parameters():
         state = getattr(parameter, "quant_state", None)
         held += parameter.nbytes + (0 if state is None else state.absmax.nbytes)
-    computed = memory.trainer(Shape.of(AutoConfig.from_pretrained(BASE)), Pass(100, of.precision, rank=4))
+    computed = memory.trainer_bytes(
+        Shape.of(AutoConfig.from_pretrained(BASE)), TrainerWorkload(100, of.precision, rank=4)
+    )
     assert computed["weights"] == held
 
 

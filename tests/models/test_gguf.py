@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tba.errors import UserError
-from tba.models.gguf import converted
+from tba.models.gguf import convert_once
 from tba.models.huggingface import HuggingFace
 from tba.policy.loading import load_model
 from tba.tasks.arithmetic import Arithmetic
@@ -37,7 +37,7 @@ def logits(folder: Path) -> torch.Tensor:
 
 
 def test_the_file_and_the_folder_give_equal_tokens_and_equal_logits(cache: Path) -> None:
-    made = converted(FILE, print)
+    made = convert_once(FILE, print)
     tokenizers = [load_model(folder, "cpu", torch.float32)[1] for folder in (STORIES, made)]
     assert tokenizers[0](TEXT)["input_ids"] == tokenizers[1](TEXT)["input_ids"]
     assert torch.equal(logits(STORIES), logits(made))
@@ -64,7 +64,7 @@ def test_a_file_is_converted_once_for_all_that_name_it(cache: Path, tmp_path: Pa
 def test_without_the_package_the_error_says_how_to_get_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(UserError, match=r"install the package gguf: pip install 'tba-rl\[gguf\]'"):
-        converted(FILE, print)
+        convert_once(FILE, print)
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"not a model", FILE.read_bytes()[:5000]])
@@ -72,7 +72,7 @@ def test_what_is_no_gguf_file_is_one_sentence_and_leaves_nothing(cache: Path, tm
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(content)
     with pytest.raises(UserError, match=r"transformers cannot read the GGUF file .*broken\.gguf"):
-        converted(broken, print)
+        convert_once(broken, print)
     assert list((cache / "gguf").iterdir()) == []
 
 
@@ -88,7 +88,7 @@ def test_a_file_without_one_of_the_weights_is_refused_and_leaves_nothing(
     assert name in content
     broken.write_bytes(content.replace(name, other))
     with pytest.raises(UserError, match="do not hold the weights of a LlamaForCausalLM: 1 tensor is missing"):
-        converted(broken, print)
+        convert_once(broken, print)
     assert list((cache / "gguf").iterdir()) == []
 
 
@@ -130,7 +130,7 @@ def test_a_header_that_counts_what_the_file_cannot_hold_is_refused_before_anythi
     broken.write_bytes(counting(place, form, number))
     monkeypatch.setattr("tba.models.gguf.AutoTokenizer", None)  # which would read all of it
     with pytest.raises(UserError, match=rf"cannot read the GGUF file .*broken\.gguf \({reason}"):
-        converted(broken, print)
+        convert_once(broken, print)
     assert list((cache / "gguf").iterdir()) == []
 
 
@@ -145,7 +145,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(cache: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
         with pytest.raises(UserError, match=r"the model cannot be written to .*make room"):
-            converted(FILE, print)
+            convert_once(FILE, print)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list((cache / "gguf").iterdir()) == []

@@ -8,7 +8,7 @@ import pytest
 
 import tba
 from tba.errors import UserError
-from tba.models.warm_start import Lesson, WarmStart, pairs_of
+from tba.models.warm_start import Lesson, WarmStart, demonstration_pairs
 from tba.recipes.quickstart import BASE
 from tba.recipes.quickstart import recipe as QUICKSTART
 from tba.tasks.arithmetic import Arithmetic
@@ -18,7 +18,7 @@ from tba.training.tiny_models import character_tokenizer
 
 def test_a_lesson_of_prompts_too_learns_every_token_but_the_first() -> None:
     task, tokenizer = Arithmetic(digits=1, train_problems=20, eval_problems=8), character_tokenizer("0123456789+= ")
-    plain = list(pairs_of(task.problems("train"), tokenizer))
+    plain = list(demonstration_pairs(task.problems("train"), tokenizer))
     assert Lesson(SupervisedSettings()).pairs(task, tokenizer) == plain
     whole = Lesson(SupervisedSettings(), prompts=True).pairs(task, tokenizer)
     assert [[*p.prompt, *p.response] for p in whole] == [[*p.prompt, *p.response] for p in plain]

@@ -33,7 +33,7 @@ from tba.generation import generate
 from tba.models.huggingface import HuggingFace
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.causal import CausalPolicy
-from tba.policy.lora import LoraSettings, copy_on_same_base, is_adapter, saved_adapters
+from tba.policy.lora import LoraSettings, copy_on_same_base, is_adapter, read_adapters
 from tba.schedules import Constant
 from tba.tasks.arithmetic import Arithmetic
 from tba.training.gradients import backward
@@ -228,7 +228,7 @@ def test_what_a_run_saves_of_its_adapters_is_what_peft_reads_onto_its_base(
             ours = policy.model.set_attn_implementation("eager") or policy.model(input_ids=tokens).logits
             for other in (theirs, merged, again.set_attn_implementation("eager") or again):
                 torch.testing.assert_close(other(input_ids=tokens).logits, ours, rtol=0, atol=MERGED)
-    back = saved_adapters(tmp_path / "saved")
+    back = read_adapters(tmp_path / "saved")
     assert back.keys() == adapters.keys()
     assert all(torch.equal(back[name], tensor) for name, tensor in policy.weights().items())
 

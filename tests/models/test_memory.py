@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Con
 
 from tba.models import memory
 from tba.models.huggingface import HuggingFace
-from tba.models.memory import Pass, Sampling, Shape
-from tba.models.precision import precision
+from tba.models.memory import SearcherWorkload, Shape, TrainerWorkload
+from tba.models.precision import choose_precision
 from tba.policy.lora import LoraSettings, add_adapters
 from tba.sharding import Sharding
 
@@ -27,15 +27,15 @@ QWEN = Qwen2Config(
     intermediate_size=200,
     tie_word_embeddings=False,
 )
-BF16 = precision("bfloat16", "cuda", adapters=False)
+BF16 = choose_precision("bfloat16", "cuda", adapters=False)
 
 
 @pytest.mark.parametrize("config", [QWEN, LlamaConfig(**QWEN.to_diff_dict() | {"head_dim": 32}), GPT2Config(n_layer=2)])
 def test_a_shape_counts_the_parameters_of_the_model_and_of_its_adapters(config: object) -> None:
     shape, model = Shape.of(config), AutoModelForCausalLM.from_config(config)
     assert shape.parameters == sum(p.numel() for p in model.parameters())
-    assert shape.gated == (not isinstance(config, GPT2Config))
-    if shape.gated:
+    assert shape.has_gate == (not isinstance(config, GPT2Config))
+    if shape.has_gate:
         pytest.importorskip("peft")
         for targets in ((), ("q_proj", "down_proj")):
             adapted = add_adapters(AutoModelForCausalLM.from_config(config), LoraSettings(rank=4, targets=targets))
@@ -50,48 +50,48 @@ def test_what_a_pass_keeps_on_an_accelerator_is_within_5_percent_of_what_is_coun
     if not checkpointed:
         model.gradient_checkpointing_disable()
     counted = counts.counted(lambda: counts.checkpointed_pass(model, pack)).peak
-    of = Pass(len(pack.token_N), BF16, "cuda", checkpointed=checkpointed)
-    computed = memory.trainer(Shape.of(model.config), of)
+    of = TrainerWorkload(len(pack.token_N), BF16, "cuda", checkpointed=checkpointed)
+    computed = memory.trainer_bytes(Shape.of(model.config), of)
     of_pass = computed["probabilities kept"] + computed["activations and temporaries"]
     assert of_pass == pytest.approx(counted, rel=0.05)
 
 
 def test_the_rule_of_thumb_is_16_bytes_a_parameter_and_ranks_share_them() -> None:
     shape = Shape.of(QWEN)
-    parts = memory.trainer(shape, Pass(100, BF16))
+    parts = memory.trainer_bytes(shape, TrainerWorkload(100, BF16))
     assert sum(parts[name] for name in ("weights", "gradients", "moments")) == 16 * shape.parameters
-    shared = memory.trainer(shape, Pass(100, BF16, ranks=4))
+    shared = memory.trainer_bytes(shape, TrainerWorkload(100, BF16, ranks=4))
     assert shared["moments"] * 4 == parts["moments"]
 
 
 def test_adapters_have_a_base_in_the_compute_type_and_its_reference_shares_the_engines() -> None:
-    shape, low = Shape.of(QWEN), precision("bfloat16", "cuda", adapters=True)
+    shape, low = Shape.of(QWEN), choose_precision("bfloat16", "cuda", adapters=True)
     own = shape.adapters(8)
     assert own == 3 * 8 * (2 * (96 + 96) + 2 * (96 + 32) + 3 * (96 + 200))
-    parts = memory.trainer(shape, Pass(100, low, "cuda", rank=8))
+    parts = memory.trainer_bytes(shape, TrainerWorkload(100, low, "cuda", rank=8))
     assert (parts["weights"], parts["gradients"]) == (2 * shape.parameters + 4 * own, 4 * own)
-    searcher = Sampling(low, slots=10, positions=50, device="cuda", rank=8)
-    assert memory.engine(shape, searcher)["weights"] == 2 * (shape.parameters + own)
-    assert memory.engine(shape, searcher)["keys and values"] == 10 * 64 * 3 * 2 * 32 * 2
-    assert memory.reference(shape, searcher)["weights"] == 2 * own
+    searcher = SearcherWorkload(low, slots=10, positions=50, device="cuda", rank=8)
+    assert memory.engine_bytes(shape, searcher)["weights"] == 2 * (shape.parameters + own)
+    assert memory.engine_bytes(shape, searcher)["keys and values"] == 10 * 64 * 3 * 2 * 32 * 2
+    assert memory.reference_bytes(shape, searcher)["weights"] == 2 * own
 
 
 def test_vllms_cache_is_what_the_slots_need_or_what_is_left_of_the_searchers_part() -> None:
-    shape, low = Shape.of(QWEN), precision("bfloat16", "cuda", adapters=False)
-    searcher = Sampling(low, slots=10, positions=300, prompt=100, device="cuda")  # three blocks of 128
+    shape, low = Shape.of(QWEN), choose_precision("bfloat16", "cuda", adapters=False)
+    searcher = SearcherWorkload(low, slots=10, positions=300, prompt=100, device="cuda")  # three blocks of 128
     of_block = 128 * 3 * 2 * 32 * 2  # layers, keys and values, their width, bytes of a number
 
-    def cache(of: Sampling, **given: int) -> int:
-        return memory.vllm(shape, of, **given)["keys and values"]
+    def cache(of: SearcherWorkload, **given: int) -> int:
+        return memory.vllm_bytes(shape, of, **given)["keys and values"]
 
     assert cache(searcher) == cache(searcher, room=100 * 10**9) == (10 * 3 + 2) * of_block
     assert cache(searcher, gpus=2) == (10 * 3 + 2) * of_block // 2  # of each, half of the heads
-    beside = 2 * shape.parameters + memory.engine(shape, searcher)["a step"] + 2**30
-    scoring = memory.total(memory.reference(shape, searcher))
+    beside = 2 * shape.parameters + memory.engine_bytes(shape, searcher)["a step"] + 2**30
+    scoring = memory.total(memory.reference_bytes(shape, searcher))
     assert cache(searcher, room=beside + scoring + 20 * of_block) == 20 * of_block
     assert cache(searcher, room=beside) == (3 + 2) * of_block  # the longest answer alone
     adapted = replace(searcher, rank=8)  # with a base in this process, which its reference shares
-    kept = memory.engine(shape, adapted)["weights"] + memory.total(memory.reference(shape, adapted))
+    kept = memory.engine_bytes(shape, adapted)["weights"] + memory.total(memory.reference_bytes(shape, adapted))
     assert cache(adapted, room=beside + kept + 9 * of_block) == 9 * of_block
 
 
@@ -99,7 +99,7 @@ def test_memory_grows_with_tokens_and_checkpointing_keeps_one_hidden_state_of_ea
     shape = Shape.of(QWEN)
 
     def activations(tokens: int, checkpointed: bool) -> int:
-        return memory.trainer(shape, Pass(tokens, BF16, "cuda", checkpointed=checkpointed))[
+        return memory.trainer_bytes(shape, TrainerWorkload(tokens, BF16, "cuda", checkpointed=checkpointed))[
             "activations and temporaries"
         ]
 
@@ -112,11 +112,13 @@ def test_a_pass_recomputes_its_activations_only_if_it_would_not_fit_with_them(ca
     shape, model = Shape.of(QWEN), HuggingFace(device="cuda", dtype="bfloat16")
 
     def needed(tokens: int, checkpointed: bool) -> int:
-        return memory.total(memory.trainer(shape, Pass(tokens, BF16, "cuda", checkpointed=checkpointed)))
+        return memory.total(
+            memory.trainer_bytes(shape, TrainerWorkload(tokens, BF16, "cuda", checkpointed=checkpointed))
+        )
 
     room = needed(100_000, checkpointed=False)
     assert needed(120_000, checkpointed=True) < room < needed(120_000, checkpointed=False)
-    recomputes = model.recomputing(shape, room)
+    recomputes = model.recomputation_rule(shape, room)
     with caplog.at_level("INFO", "tba.trainer"):
         assert [recomputes(tokens) for tokens in (100_000, 120_000, 110_000, 50_000)] == [False, True, True, False]
     assert [message.split(":")[0] for message in caplog.messages] == [
@@ -126,10 +128,10 @@ def test_a_pass_recomputes_its_activations_only_if_it_would_not_fit_with_them(ca
 
 def test_moments_on_the_host_leave_a_pass_room_for_its_activations() -> None:
     shape, model = Shape.of(QWEN), HuggingFace(device="cuda", dtype="bfloat16")
-    room = memory.total(memory.trainer(shape, Pass(100_000, BF16, "cuda", moments_on_host=True)))
-    assert not model.recomputing(shape, room, moments_on_host=True)(100_000)
-    assert model.recomputing(shape, room - 1, moments_on_host=True)(100_000)
-    assert model.recomputing(shape, room)(100_000)
+    room = memory.total(memory.trainer_bytes(shape, TrainerWorkload(100_000, BF16, "cuda", moments_on_host=True)))
+    assert not model.recomputation_rule(shape, room, moments_on_host=True)(100_000)
+    assert model.recomputation_rule(shape, room - 1, moments_on_host=True)(100_000)
+    assert model.recomputation_rule(shape, room)(100_000)
 
 
 def test_on_a_cpu_and_over_ranks_activations_are_kept_unless_it_is_said() -> None:
@@ -141,17 +143,19 @@ def test_on_a_cpu_and_over_ranks_activations_are_kept_unless_it_is_said() -> Non
 
 
 def test_captured_steps_keep_logits_for_each_number_of_rows_and_what_the_largest_draw_needs() -> None:
-    searcher = Sampling(BF16, slots=20, positions=64, prompt=16, device="cuda")
-    assert memory.engine(Shape.of(QWEN), searcher)["captured steps"] == 2000 * ((8 + 16 + 20) * 2 + 20 * 12)
-    assert memory.engine(Shape.of(QWEN), replace(searcher, device="cpu"))["captured steps"] == 0
+    searcher = SearcherWorkload(BF16, slots=20, positions=64, prompt=16, device="cuda")
+    assert memory.engine_bytes(Shape.of(QWEN), searcher)["captured steps"] == 2000 * ((8 + 16 + 20) * 2 + 20 * 12)
+    assert memory.engine_bytes(Shape.of(QWEN), replace(searcher, device="cpu"))["captured steps"] == 0
 
 
 def test_averages_take_four_bytes_of_each_trained_parameter_and_eight_of_a_checkpoint() -> None:
     shape = Shape.of(QWEN)
     for rank, trained in ((0, shape.parameters), (8, shape.adapters(8))):
-        plain, averaged = (Pass(4096, BF16, "cuda", rank, averaged=on) for on in (False, True))
-        more = memory.total(memory.trainer(shape, averaged)) - memory.total(memory.trainer(shape, plain))
+        plain, averaged = (TrainerWorkload(4096, BF16, "cuda", rank, averaged=on) for on in (False, True))
+        more = memory.total(memory.trainer_bytes(shape, averaged)) - memory.total(memory.trainer_bytes(shape, plain))
         assert more == 4 * trained
-        stored = [sum(memory.stored(shape, of)[0].values()) for of in (plain, averaged)]
+        stored = [sum(memory.disk_bytes(shape, of)[0].values()) for of in (plain, averaged)]
         assert stored[1] - stored[0] == 8 * trained
-        assert memory.stored(shape, averaged)[1] == memory.stored(shape, plain)[1]  # a version is as large as ever
+        assert (
+            memory.disk_bytes(shape, averaged)[1] == memory.disk_bytes(shape, plain)[1]
+        )  # a version is as large as ever

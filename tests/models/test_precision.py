@@ -17,8 +17,8 @@ from tba.batch import collate
 from tba.engines.transformers import EngineSettings
 from tba.generation import generate
 from tba.models.huggingface import HuggingFace
-from tba.models.precision import Precision, Wanted, precision
-from tba.policy.lora import LoraSettings, saved_adapters
+from tba.models.precision import Precision, PrecisionName, choose_precision
+from tba.policy.lora import LoraSettings, read_adapters
 from tba.record.metrics import read_metrics
 from tba.runs.deciding import with_weights
 from tba.runtime.inline import Inline
@@ -50,9 +50,9 @@ TEXTS = ("123+456=", "99+1=", "700+250=")
     ],
 )
 def test_precision_follows_from_device_setting_and_adapters(
-    wanted: Wanted, device: str, adapters: bool, expected: Precision
+    wanted: PrecisionName, device: str, adapters: bool, expected: Precision
 ) -> None:
-    assert precision(wanted, device, adapters) == expected
+    assert choose_precision(wanted, device, adapters) == expected
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "math", "tldr", "quickstart", "red_team_gpt2"])
@@ -128,7 +128,7 @@ def test_a_run_in_bfloat16_begins_with_log_ratios_of_zero_and_again_after_a_rese
     assert {t.dtype for t in newest.values()} == {HALF}
     checkpoint = newest_checkpoint(path / "checkpoints")
     assert checkpoint is not None
-    kept = saved_adapters(checkpoint.path) if rank else load_file(checkpoint.path / "model.safetensors")
+    kept = read_adapters(checkpoint.path) if rank else load_file(checkpoint.path / "model.safetensors")
     assert {t.dtype for t in kept.values()} == {FULL}
     assert all(torch.equal(newest[name], tensor.to(HALF)) for name, tensor in kept.items())
 

@@ -17,7 +17,7 @@ from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.errors import UserError
 from tba.generation import generate
 from tba.models.huggingface import HuggingFace
-from tba.models.serving import TOLERANCE, doubt
+from tba.models.serving import TOLERANCE, find_mismatch
 from tba.policy.loading import load_model
 from tba.policy.lora import LoraSettings, add_adapters, copy_on_same_base
 from tba.training.tiny_models import ScratchModel, character_tokenizer
@@ -55,7 +55,7 @@ def test_an_engine_that_samples_from_the_policy_passes_and_has_its_weights_again
 ) -> None:
     own, probe = parts(model, dtype)
     before, engine = state(own), TransformersEngine(own, model.tokenizer(), SETTINGS, Version(2, 7))
-    assert doubt(engine, probe, 20) is None
+    assert find_mismatch(engine, probe, 20) is None
     assert engine.version == Version(2, 7)
     assert all(torch.equal(tensor, before[name]) for name, tensor in own.state_dict().items())
 
@@ -65,7 +65,7 @@ def test_adapters_are_updated_alone_and_are_nothing_again_afterwards(model: Hugg
     own = add_adapters(parts(model)[0], LoraSettings(rank=4), torch.float32)
     before, probe = state(own), copy_on_same_base(own)
     engine = TransformersEngine(own, model.tokenizer(), SETTINGS)
-    assert doubt(engine, probe, 20) is None
+    assert find_mismatch(engine, probe, 20) is None
     assert all(torch.equal(tensor, before[name]) for name, tensor in own.state_dict().items())
 
 
@@ -78,14 +78,14 @@ def test_an_engine_that_keeps_a_weight_through_an_update_is_told(model: HuggingF
 
     own, probe = parts(model)
     engine = Forgetful(own, model.tokenizer(), SETTINGS)
-    assert "after an update, where" in str(doubt(engine, probe, 20))
+    assert "after an update, where" in str(find_mismatch(engine, probe, 20))
 
 
 def test_an_engine_of_other_weights_is_told_at_once_with_the_distance(model: HuggingFace) -> None:
     own, probe = parts(model)
     with torch.no_grad():
         own.model.layers[0].self_attn.q_proj.weight.mul_(1.3)
-    said = str(doubt(TransformersEngine(own, model.tokenizer(), SETTINGS), probe, 20))
+    said = str(find_mismatch(TransformersEngine(own, model.tokenizer(), SETTINGS), probe, 20))
     assert said.startswith("its log-probabilities are ")
     assert said.endswith(f" from the policy's at the start, where {TOLERANCE[4]:g} is allowed")
 
@@ -94,7 +94,7 @@ def test_answers_that_may_not_end_early_are_compared_from_where_they_may(model: 
     """Before it the engine renormalises over what is left without the end-of-text token, and the policy does not."""
     own, probe = parts(model)
     settings = replace(SETTINGS, min_completion_tokens=9)
-    assert doubt(TransformersEngine(own, model.tokenizer(), settings), probe, 20) is None
+    assert find_mismatch(TransformersEngine(own, model.tokenizer(), settings), probe, 20) is None
 
 
 def test_auto_is_transformers_on_a_cpu_and_vllm_is_not_even_imported(
@@ -113,12 +113,12 @@ def test_auto_is_transformers_on_a_cpu_and_vllm_is_not_even_imported(
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="says what there is where vLLM is missing")
 def test_where_vllm_is_missing_or_cannot_be_had_auto_has_a_reason_in_words(model: HuggingFace) -> None:
-    assert "vllm, which is not installed" in str(model._tried_vllm(Version(), 20))
+    assert "vllm, which is not installed" in str(model._try_vllm(Version(), 20))
     on_gpu = replace(model, device="cuda", generation=replace(SETTINGS, engine="auto"))
-    assert on_gpu._why_not_vllm == ""
-    assert "for 4-bit on cuda" in replace(on_gpu, dtype="4-bit", lora=LoraSettings(rank=4))._why_not_vllm
+    assert on_gpu._vllm_obstacle == ""
+    assert "for 4-bit on cuda" in replace(on_gpu, dtype="4-bit", lora=LoraSettings(rank=4))._vllm_obstacle
     ruled = replace(on_gpu, generation=replace(SETTINGS, engine="auto", never_first=("a",)))
-    assert "no rule for the first token" in ruled._why_not_vllm
+    assert "no rule for the first token" in ruled._vllm_obstacle
 
 
 def test_where_the_self_test_itself_fails_auto_has_a_reason_in_words(
@@ -130,7 +130,7 @@ def test_where_the_self_test_itself_fails_auto_has_a_reason_in_words(
 
     own, _ = parts(model)
     monkeypatch.setattr(HuggingFace, "_vllm", lambda self, *_: Failing(own, self.tokenizer(), SETTINGS))
-    assert model._tried_vllm(Version(), 20) == "CUDA out of memory. Tried to allocate 2 GiB"
+    assert model._try_vllm(Version(), 20) == "CUDA out of memory. Tried to allocate 2 GiB"
 
 
 def test_an_engine_over_several_gpus_has_to_be_chosen(model: HuggingFace) -> None:

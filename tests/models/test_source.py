@@ -28,8 +28,8 @@ from tba.errors import UserError
 from tba.generation import generate
 from tba.models.arithmetic import judge_bytes, shape_of
 from tba.models.huggingface import HuggingFace
-from tba.models.source import refuse_missing_model, whole
-from tba.models.warm_start import taught
+from tba.models.source import refuse_missing_model, resolve_model_path
+from tba.models.warm_start import teach_pairs
 from tba.policy.causal import CausalPolicy
 from tba.policy.loading import read_config
 from tba.policy.lora import LoraSettings, is_adapter
@@ -205,16 +205,16 @@ def test_an_adapter_is_merged_once_and_again_only_when_it_or_its_base_has_change
     base = base_in(tmp_path / "base")
     adapter = adapter_in(tmp_path / "adapter", base, lora())
     said: list[str] = []
-    first = whole(str(adapter), said.append)
-    assert whole(str(shutil.copytree(adapter, tmp_path / "copy")), said.append) == first
+    first = resolve_model_path(str(adapter), said.append)
+    assert resolve_model_path(str(shutil.copytree(adapter, tmp_path / "copy")), said.append) == first
     assert len(said) == 1
     assert said[0].startswith(f"the adapter {adapter} is merged into its base, {base}, once, in float32: ")
     adapter_in(adapter, base, lora(lora_alpha=12))
-    second = whole(str(adapter), said.append)
+    second = resolve_model_path(str(adapter), said.append)
     base_in(base, tied=False)
-    assert len({first, second, third := whole(str(adapter), said.append)}) == 3
+    assert len({first, second, third := resolve_model_path(str(adapter), said.append)}) == 3
     (base / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
-    assert whole(str(adapter), said.append) not in {first, second, third}
+    assert resolve_model_path(str(adapter), said.append) not in {first, second, third}
     assert len(list((cache / "merged").iterdir())) == 4
 
 
@@ -222,7 +222,7 @@ def test_a_model_is_taught_again_when_what_is_saved_with_its_weights_has_changed
     base = base_in(tmp_path / "base")
 
     def made() -> Path:
-        return taught(str(base), SupervisedSettings(steps=1), lambda _: [Pair([5], [6])], str)
+        return teach_pairs(str(base), SupervisedSettings(steps=1), lambda _: [Pair([5], [6])], str)
 
     first = made()
     assert made() == first
@@ -236,7 +236,7 @@ def test_a_model_is_taught_again_when_what_is_saved_with_its_weights_has_changed
 def test_an_adapter_on_an_adapter_starts_from_both_and_one_beside_its_base_finds_it(tmp_path: Path) -> None:
     base = base_in(tmp_path / "base")
     first = adapter_in(tmp_path / "first", base, lora())
-    merged = whole(str(first), print)
+    merged = resolve_model_path(str(first), print)
     second = adapter_in(tmp_path / "second", Path(merged), lora(target_modules=["o_proj"]))
     expected = as_peft_says(Path(merged), second)
     config = json.loads((second / "adapter_config.json").read_text())
@@ -282,14 +282,14 @@ def test_an_adapter_and_its_base_are_found_by_their_names_on_the_hub_without_a_n
     prompts, answered, *_ = at_the_start(made)
     right = log_probabilities(as_peft_says(old, adapter), prompts[0], answered[0][0])
     np.testing.assert_allclose(answered[0][0].log_behavior, right, rtol=0, atol=MERGED)
-    assert whole("some/base", print) == "some/base"
+    assert resolve_model_path("some/base", print) == "some/base"
 
 
 def test_without_peft_the_error_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = adapter_in(tmp_path / "adapter", base_in(tmp_path / "base"), lora())
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UserError, match=r"install the library peft: pip install 'tba-rl\[lora\]'"):
-        whole(str(adapter), print)
+        resolve_model_path(str(adapter), print)
 
 
 def test_what_cannot_be_merged_is_one_sentence_and_leaves_nothing(tmp_path: Path, cache: Path) -> None:
@@ -335,7 +335,7 @@ def test_what_cannot_be_merged_is_one_sentence_and_leaves_nothing(tmp_path: Path
 def on_the_quickstart(tmp_path: Path) -> tuple[str, Path]:
     """An adapter on the quickstart's base, and the folder of the whole weights that it gives."""
     adapter = adapter_in(tmp_path / "sft", QUICKSTART, lora(r=2))
-    return str(adapter), Path(whole(str(adapter), lambda line: None))
+    return str(adapter), Path(resolve_model_path(str(adapter), lambda line: None))
 
 
 @pytest.mark.parametrize("rank", [0, 2])

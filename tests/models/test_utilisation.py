@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig
 
-from tba.models.arithmetic import passes, shape_of
+from tba.models.arithmetic import forwards_per_update, shape_of
 from tba.models.huggingface import HuggingFace
 from tba.models.memory import Shape
 from tba.protocols import ComputeCost
@@ -45,7 +45,7 @@ def test_a_model_that_is_not_prepared_or_no_transformer_has_none() -> None:
     assert isinstance(model, HuggingFace)
     assert shape_of(model) is None
     assert shape_of(object()) is None
-    assert (passes(0), passes(16)) == (3, 2)
+    assert (forwards_per_update(0), forwards_per_update(16)) == (3, 2)
 
 
 def test_a_run_is_told_what_it_computed_over_all_lives_of_its_searchers() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tba.policy.head import Head, KeptProbabilities, token_log_probabilities
+from tba.policy.head import Head, ProbabilityBuffer, token_log_probabilities
 
 TOKENS, WIDTH, VOCABULARY = 23, 8, 50
 ROW_BYTES = VOCABULARY * 4
@@ -41,9 +41,9 @@ def test_the_chunked_head_is_the_plain_head_whatever_it_may_keep(
     hidden, weight, bias_V, target = leaves()
     head = Head(weight, bias_V if bias else None, softcap)
     of = [hidden, weight, *([bias_V] if bias else [])]
-    kept = KeptProbabilities(kept_rows * ROW_BYTES)
+    kept = ProbabilityBuffer(kept_rows * ROW_BYTES)
     entropy = torch.full((TOKENS,), torch.nan)
-    ours = token_log_probabilities(hidden, head, target, temperature, chunk=4, kept=kept, entropy_M=entropy)
+    ours = token_log_probabilities(hidden, head, target, temperature, chunk=4, buffer=kept, entropy_M=entropy)
     theirs = plain(hidden, head, target, temperature)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     for one, other in zip(gradients(ours, of), gradients(theirs, of), strict=True):
@@ -59,7 +59,7 @@ def test_entropies_in_bfloat16_are_those_of_the_distribution_but_for_its_roundin
     log_MV = torch.log_softmax((hidden.detach() @ weight.T).float(), -1)
     target = torch.distributions.Categorical(logits=log_MV).sample()
     entropy = torch.empty(200)
-    kept = KeptProbabilities(100 * 2 * 500)
+    kept = ProbabilityBuffer(100 * 2 * 500)
     token_log_probabilities(hidden, Head(weight), target, 1.0, 16, kept, entropy).sum().backward()
     wrong = entropy - torch.special.entr(log_MV.exp()).sum(-1)
     assert wrong.abs().max() < 0.05  # products of 8 bits, each of up to 8 nats
@@ -72,7 +72,7 @@ def test_a_probability_far_below_the_smallest_float_keeps_its_logarithm() -> Non
     head = Head(weight)
     theirs = plain(hidden, head, target, 1.0)
     assert theirs.max() < -104  # exp of it is 0 in float32
-    ours = token_log_probabilities(hidden, head, target, 1.0, 4, KeptProbabilities(9 * ROW_BYTES))
+    ours = token_log_probabilities(hidden, head, target, 1.0, 4, ProbabilityBuffer(9 * ROW_BYTES))
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-4)
     for one, other in zip(gradients(ours, [hidden, weight]), gradients(theirs, [hidden, weight]), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
@@ -80,7 +80,7 @@ def test_a_probability_far_below_the_smallest_float_keeps_its_logarithm() -> Non
 
 def test_forwards_that_await_their_backwards_do_not_share_what_is_kept() -> None:
     hidden, weight, _, target = leaves()
-    head, kept = Head(weight), KeptProbabilities(TOKENS * ROW_BYTES)
+    head, kept = Head(weight), ProbabilityBuffer(TOKENS * ROW_BYTES)
     first = token_log_probabilities(hidden, head, target, 1.0, 4, kept)
     second = token_log_probabilities(hidden * 0.5, head, target.flip(0), 0.7, 4, kept)
     for ours, theirs in (
@@ -93,16 +93,16 @@ def test_forwards_that_await_their_backwards_do_not_share_what_is_kept() -> None
 
 def test_the_buffer_of_one_step_serves_the_next() -> None:
     hidden, weight, _, target = leaves()
-    head, kept = Head(weight), KeptProbabilities(TOKENS * ROW_BYTES)
+    head, kept = Head(weight), ProbabilityBuffer(TOKENS * ROW_BYTES)
     gradients(token_log_probabilities(hidden, head, target, 1.0, 4, kept), [hidden, weight])
-    assert kept.take(3, weight).untyped_storage().nbytes() == TOKENS * ROW_BYTES
-    fresh = kept.take(3, weight)  # it is lent: this one is another
+    assert kept.lend(3, weight).untyped_storage().nbytes() == TOKENS * ROW_BYTES
+    fresh = kept.lend(3, weight)  # it is lent: this one is another
     assert fresh.untyped_storage().nbytes() == 3 * ROW_BYTES
 
 
 def test_a_second_backward_is_refused_because_its_probabilities_are_gone() -> None:
     hidden, weight, _, target = leaves()
-    log_M = token_log_probabilities(hidden, Head(weight), target, 1.0, 4, KeptProbabilities(10**6))
+    log_M = token_log_probabilities(hidden, Head(weight), target, 1.0, 4, ProbabilityBuffer(10**6))
     log_M.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="differentiated once"):
         log_M.sum().backward()
@@ -111,7 +111,7 @@ def test_a_second_backward_is_refused_because_its_probabilities_are_gone() -> No
 def test_half_precision_weights_give_float32_log_probabilities() -> None:
     hidden, weight, _, target = leaves(scale=0.5)
     ours = token_log_probabilities(
-        hidden.bfloat16(), Head(weight.bfloat16()), target, 1.0, 4, KeptProbabilities(10 * ROW_BYTES)
+        hidden.bfloat16(), Head(weight.bfloat16()), target, 1.0, 4, ProbabilityBuffer(10 * ROW_BYTES)
     )
     assert ours.dtype == torch.float32
     torch.testing.assert_close(ours, plain(hidden, Head(weight), target, 1.0), rtol=0, atol=0.05)
@@ -129,7 +129,7 @@ def test_half_precision_sums_the_heads_gradient_in_float32() -> None:
     exact_grad = torch.autograd.grad(exact.sum(), exact_leaf)[0]
     for rows in (0, 1000, 4096):  # whose probabilities are kept
         leaf = weight.clone().requires_grad_()
-        kept = KeptProbabilities(rows * VOCABULARY * 2)
+        kept = ProbabilityBuffer(rows * VOCABULARY * 2)
         ours = token_log_probabilities(hidden, Head(leaf), target, 1.0, 16, kept)
         grad = torch.autograd.grad(ours.sum(), leaf)[0]
         assert float((grad - exact_grad).norm() / exact_grad.norm()) < 0.01, rows

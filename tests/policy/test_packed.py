@@ -383,7 +383,7 @@ def test_the_written_out_attention_equals_the_fused_one_forward_and_backward(
     outcome = []
     for fused in (True, False):
         if not fused:
-            monkeypatch.setattr(Attention, "_fused", lambda *_: False)
+            monkeypatch.setattr(Attention, "_uses_fused", lambda *_: False)
         out, _ = packed_attention(torch.nn.Module(), *leaves, None, packed_layout=layout)
         weight = torch.linspace(-1, 1, out.numel()).view(out.shape)
         outcome.append((out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)))

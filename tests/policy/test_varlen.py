@@ -35,7 +35,7 @@ def inputs(sequences: Sequences, heads: int, dtype: torch.dtype = torch.float32,
 def defined(query: Tensor, key: Tensor, value: Tensor, of: Sequences, attention: Attention) -> tuple[Tensor, Tensor]:
     """Each sequence alone, each query by its own softmax."""
     outs, lses = [], []
-    for queries, keys in of.runs():
+    for queries, keys in of.slices():
         q, k, v = query[queries], key[keys], value[keys]
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         score = torch.einsum("qhd,khd->hqk", q, k) * attention.scale

@@ -109,7 +109,7 @@ def test_generation_goes_on_while_the_reward_is_asked_and_it_is_asked_about_all_
     searcher.drain()
     assert slow.went_on == [True] * 3
     sent, counts = follower.drain(), follower.counters()["searcher-0"]
-    assert len(sent) == searcher.sent == counts["generated_trajectories"] == slow.counted.begun * S
+    assert len(sent) == searcher.sent_count == counts["generated_trajectories"] == slow.counted.begun * S
     for t in sent:
         assert t.reward == TASK.rewards_QO[TASK.question(t.prompt), TASK.outcome(t.completion.tokens)]
         np.testing.assert_array_equal(
@@ -304,7 +304,7 @@ class HangsOnce:
 def test_an_answer_whose_call_hangs_is_rejected_counted_and_held_against_its_group_only(begin: Begin) -> None:
     hangs = HangsOnce(threading.Event())
     searcher, counted, follower = begin(deadline=2.0, reward=hangs)
-    while searcher.rejected == 0:
+    while searcher.rejected_count == 0:
         searcher.round()
     searcher.drain()
     hangs.released.set()
@@ -351,7 +351,7 @@ def test_rounds_that_flow_into_one_another_lose_nothing_and_leave_the_rest_in_fl
     with JournalFollower(tmp_path / "journal.sqlite") as follower:
         kept = follower.drain()
         told = follower.counters()["searcher-0"]
-    assert len(kept) == rows == searcher.sent > begun  # those of a prompt that were finished are sent
+    assert len(kept) == rows == searcher.sent_count > begun  # those of a prompt that were finished are sent
     assert told["generated_trajectories"] == len(kept) + told["in_flight_trajectories"]
     assert told["generated_tokens"] == sum(t.length for t in kept) + told["in_flight_tokens"]
     assert told["in_flight_trajectories"] > 0
@@ -370,6 +370,6 @@ def test_the_time_of_a_searcher_is_counted_by_what_it_was_spent_on_and_adds_up(b
         counts = follower.counters()["searcher-0"]
         counted = sum(n for name, n in counts.items() if name.endswith("_milliseconds"))
         clock = sum(searcher.clock.seconds().values())
-        told = sum(searcher._counted.values())
+        told = sum(searcher._written_milliseconds.values())
         assert told <= 1000 * clock + 4  # each of its states is rounded
         assert counted >= told

@@ -25,7 +25,7 @@ Rates = npt.NDArray[np.float64]
 
 def test_the_posterior_is_that_of_the_counts_while_nothing_fades() -> None:
     posterior = Posterior(3, PosteriorSettings(discount=1.0, fading=1.0, prior=0.5))
-    posterior.tell([(1, 3.0, 5.0), (0, 2.0, 0.0), (1, 1.0, 7.0)])
+    posterior.update([(1, 3.0, 5.0), (0, 2.0, 0.0), (1, 1.0, 7.0)])
     alpha, beta = posterior.parameters()
     assert alpha.tolist() == [2.5, 4.5, 0.5]
     assert beta.tolist() == [0.5, 12.5, 0.5]
@@ -33,20 +33,20 @@ def test_the_posterior_is_that_of_the_counts_while_nothing_fades() -> None:
 
 def test_what_was_seen_fades_with_the_next_answers_and_with_an_epochs_worth_of_others() -> None:
     posterior = Posterior(4, PosteriorSettings(discount=0.5))
-    posterior.tell([(0, 8.0, 0.0)])
-    posterior.tell([(i, 0.0, 0.0) for i in (1, 2, 3, 1)])  # as many as there are prompts
+    posterior.update([(0, 8.0, 0.0)])
+    posterior.update([(i, 0.0, 0.0) for i in (1, 2, 3, 1)])  # as many as there are prompts
     assert posterior.parameters()[0][0] == 1 + 8 / 2
-    posterior.tell([(i, 0.0, 0.0) for i in (2, 3, 1)])
-    posterior.tell([(0, 4.0, 2.0)])  # two epochs after the first, and its next
+    posterior.update([(i, 0.0, 0.0) for i in (2, 3, 1)])
+    posterior.update([(0, 4.0, 2.0)])  # two epochs after the first, and its next
     alpha, beta = posterior.parameters()
     assert (alpha[0], beta[0]) == (1 + 8 / 2**3 + 4, 1 + 2)
 
 
 def test_without_fading_only_a_prompts_own_answers_discount_it() -> None:
     posterior = Posterior(4, PosteriorSettings(discount=0.5, fading=1.0))
-    posterior.tell([(0, 8.0, 0.0), *((i, 0.0, 3.0) for i in (1, 2, 3, 1, 2, 3, 1))])
+    posterior.update([(0, 8.0, 0.0), *((i, 0.0, 3.0) for i in (1, 2, 3, 1, 2, 3, 1))])
     assert posterior.parameters()[0][0] == 1 + 8
-    posterior.tell([(0, 4.0, 2.0)])
+    posterior.update([(0, 4.0, 2.0)])
     alpha, beta = posterior.parameters()
     assert (alpha[0], beta[0], beta[1]) == (1 + 8 / 2 + 4, 1 + 2, 1 + 3 / 4 + 3 / 2 + 3)
 
@@ -56,10 +56,10 @@ def test_it_matters_in_which_order_outcomes_came_but_not_in_how_many_portions(
     outcomes: list[tuple[int, float, float]], cut: int
 ) -> None:
     whole, parts = (Posterior(6, PosteriorSettings()) for _ in range(2))
-    whole.tell(outcomes)
-    parts.tell(outcomes[:cut])
+    whole.update(outcomes)
+    parts.update(outcomes[:cut])
     parts.parameters()
-    parts.tell(outcomes[cut:])
+    parts.update(outcomes[cut:])
     np.testing.assert_array_equal(np.stack(whole.parameters()), np.stack(parts.parameters()))
     orders = [p.order(np.random.default_rng(3)).tolist() for p in (whole, parts)]
     assert orders[0] == orders[1]

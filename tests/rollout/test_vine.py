@@ -121,7 +121,7 @@ def test_a_value_is_the_expected_reward_of_answers_that_go_on_from_there() -> No
     rollouts = SPLIT_AT_B.start(TabularEngine(TASK), TASK.reward(), TOKENIZER)
     counts: Counter[str] = Counter()
     checked = 0
-    for t in rollouts.grow(judged(), Sampling(), np.random.default_rng(1), counts):
+    for t in rollouts.add_values(judged(), Sampling(), np.random.default_rng(1), counts):
         starts, values = t.arrays["step_start"], t.arrays["step_value"]
         assert (starts.dtype, values.dtype) == (np.int64, np.float32)
         tokens = t.completion.tokens.tolist()
@@ -135,7 +135,7 @@ def test_a_value_is_the_expected_reward_of_answers_that_go_on_from_there() -> No
         len(
             {
                 round(float(t.arrays["step_value"][0]), 6)
-                for t in rollouts.grow(judged(4), Sampling(), np.random.default_rng(1), counts)
+                for t in rollouts.add_values(judged(4), Sampling(), np.random.default_rng(1), counts)
             }
         )
         == 2
@@ -146,7 +146,7 @@ def test_each_distinct_prefix_is_continued_once_and_all_of_it_is_counted_as_auxi
     engine, counts = Counted(TabularEngine(TASK)), Counter[str]()
     vine = replace(SPLIT_AT_B, rollouts=3)
     trajectories = judged(30)
-    grown = vine.start(engine, TASK.reward(), TOKENIZER).grow(
+    grown = vine.start(engine, TASK.reward(), TOKENIZER).add_values(
         trajectories, Sampling(), np.random.default_rng(1), counts
     )
     prefixes = {
@@ -185,12 +185,12 @@ def test_beyond_the_last_step_that_is_estimated_the_value_is_the_reward_and_noth
     t = Trajectory("t", prompt, completion, 0.9, np.zeros(len(completion.tokens), np.float32), Version())
     for limit, values in ((2, [0.1, 0.2, 0.3, 0.9, 0.9]), (None, [0.1, 0.2, 0.3, 0.4, 0.5])):
         rollouts = Vine(2, max_steps=limit).start(engine, Length(), tokenizer)
-        (grown,) = rollouts.grow([t], Sampling(), np.random.default_rng(0), Counter())
+        (grown,) = rollouts.add_values([t], Sampling(), np.random.default_rng(0), Counter())
         assert grown.arrays["step_start"].tolist() == [0, 2, 4, 6, 8]
         assert grown.arrays["step_value"].tolist() == pytest.approx(values)
         assert engine.asked == (3 if limit else 5)
     cut = Vine(2, max_steps=None, max_tokens=3).start(engine, Length(), tokenizer)
-    (grown,) = cut.grow([t], Sampling(), np.random.default_rng(0), Counter())
+    (grown,) = cut.add_values([t], Sampling(), np.random.default_rng(0), Counter())
     assert grown.arrays["step_value"].tolist() == pytest.approx([0.1, 0.2, 0.2, 0.2, 0.2])  # "a\nb" of each
 
 
@@ -211,7 +211,7 @@ def test_what_a_stop_string_removed_is_not_in_the_text_that_is_marked() -> None:
     prompt = Prompt("letters", np.array([1], np.int32))
     t = Trajectory("t", prompt, completion, 0.0, np.zeros(3, np.float32), Version())
     rollouts = Vine(1).start(stopped, Seen(), tokenizer)
-    rollouts.grow([t], Sampling(), np.random.default_rng(0), Counter())
+    rollouts.add_values([t], Sampling(), np.random.default_rng(0), Counter())
     assert [c.text for c in seen] == ["c", "a\nc"]
     assert [c.stop_reason for c in seen] == [StopReason.STOP_STRING] * 2
 
@@ -220,7 +220,7 @@ def test_answers_whose_rollouts_were_interrupted_are_in_flight_and_those_without
     trajectories, asked = judged(6), iter([False] * 2 + [True] * 9)
     rollouts = replace(SPLIT_AT_B, rollouts=2).start(TabularEngine(TASK), TASK.reward(), TOKENIZER)
     counts: Counter[str] = Counter()
-    grown = rollouts.grow(trajectories, Sampling(), np.random.default_rng(0), counts, lambda: next(asked))
+    grown = rollouts.add_values(trajectories, Sampling(), np.random.default_rng(0), counts, lambda: next(asked))
     assert 0 <= len(grown) < len(trajectories)
     assert counts["in_flight_trajectories"] == len(trajectories) - len(grown)
     gone = {t.uid for t in trajectories} - {t.uid for t in grown}
@@ -237,7 +237,7 @@ def test_answers_whose_rollouts_were_interrupted_are_in_flight_and_those_without
     for value, kept in ((float("nan"), 0), (1e20, 0), (-1e9, len(trajectories))):
         counts = Counter()
         broken = replace(SPLIT_AT_B, rollouts=2).start(TabularEngine(TASK), Broken(value), TOKENIZER, 1e9)
-        assert len(broken.grow(trajectories, Sampling(), np.random.default_rng(0), counts)) == kept
+        assert len(broken.add_values(trajectories, Sampling(), np.random.default_rng(0), counts)) == kept
         assert counts["rejected_trajectories"] == len(trajectories) - kept
 
 

@@ -20,7 +20,7 @@ from tba.apps.red_team.task import RedTeam
 from tba.apps.red_team.toxicity import CausalJudge
 from tba.apps.red_team.victim import ModelVictim
 from tba.command import check
-from tba.command.check import decide_open_settings, disk_use
+from tba.command.check import decide_open_settings, disk_use_text
 from tba.errors import UserError
 from tba.models.arithmetic import shape_of
 from tba.models.huggingface import HuggingFace
@@ -292,7 +292,7 @@ def test_a_run_of_7_b_keeps_checkpoints_of_91_gb_and_versions_of_15(at: Models) 
     disk = disk_use(recipe_of("math", at(SEVEN)))
     assert disk is not None
     assert (round(disk.checkpoint / GB), round(disk.version / GB)) == (91, 15)
-    assert disk_use(disk).startswith("320 GB for 3 checkpoints of 91 GB")
+    assert disk_use_text(disk).startswith("320 GB for 3 checkpoints of 91 GB")
     adapted = disk_use(override(recipe_of("math", at(SEVEN)), ["--model.lora.rank", "16"], ""))
     assert adapted is not None
     assert adapted.version < 0.1 * GB  # adapters alone

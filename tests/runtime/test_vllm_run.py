@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tba.engines.transformers import EngineSettings
 from tba.generation import generate
 from tba.models.huggingface import HuggingFace
-from tba.models.warm_start import WarmStart, warm_started
+from tba.models.warm_start import WarmStart, prepare_warm_start
 from tba.recipes.calculator import recipe as calculator
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
@@ -47,7 +47,7 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         vocab_size=512,
         sft=SupervisedSettings(steps=250, batch_size=8, lr=5e-3),
     )
-    base = warm_started(start, task, lambda line: None)
+    base = prepare_warm_start(start, task, lambda line: None)
     path = tmp_path_factory.mktemp("vllm") / "run"
     how = ("--model.lora.rank", "8") if request.param == "adapters" else ()
     overrides = (
@@ -135,7 +135,7 @@ def test_episodes_are_played_in_processes_and_trained(tmp_path: Path) -> None:
         scratch=ScratchModel(hidden_size=64, layers=2, heads=2, kv_heads=1, ff_size=128, max_positions=48),
         sft=SupervisedSettings(steps=200, batch_size=32, lr=2e-3),
     )
-    base = warm_started(start, calculator.task, lambda line: None)
+    base = prepare_warm_start(start, calculator.task, lambda line: None)
     path = tmp_path / "run"
     overrides = (
         *("--model.path", str(base), "--model.generation.engine", "vllm", "--model.generation.slots", "32"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tba.__main__ import main
-from tba.models.source import whole
+from tba.models.source import resolve_model_path
 from tba.recipes.quickstart import BASE
 from tba.runtime.run_directory import RunDirectory
 
@@ -78,7 +78,7 @@ def test_other_commands_write_where_they_were_told_to_and_read_every_file(here: 
 def test_the_paths_of_a_run_and_of_a_model_are_resolved_once(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "runs").mkdir()
     run = RunDirectory(Path("runs/it"))
-    assert whole("base", print) == str(here / "base")
+    assert resolve_model_path("base", print) == str(here / "base")
     monkeypatch.chdir(here.parent / "elsewhere")
     assert (run.path, run.displayed_path) == (here / "runs" / "it", Path("runs/it"))
     assert RunDirectory(here / "it").displayed_path == here / "it"

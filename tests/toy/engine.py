@@ -65,10 +65,10 @@ class TabularFlow:
         self._engine, self._count, self._sampling, self._rng = engine, count, sampling, rng
         self._partner = partner
         self._growing: dict[int, list[_Growing]] = {}  # by number of its prompt
-        self.submitted = 0
+        self.prompts_submitted = 0
 
     @property
-    def wanted(self) -> int:
+    def prompts_needed(self) -> int:
         """As many as have answers that grow in `_ROWS` rows."""
         free = _ROWS - sum(row.reason is None for rows in self._growing.values() for row in rows)
         return max(0 if self._growing else 1, free // max(1, self._count))
@@ -78,17 +78,22 @@ class TabularFlow:
         task = self._engine.task
         begun = [(task.question(prompt), task.begun(prompt)) for prompt in prompts]
         for question, symbols in begun:
-            self._growing[self.submitted] = [
-                _Growing(self.submitted * self._count + j, question, task.outcome(symbols), task.length - len(symbols))
+            self._growing[self.prompts_submitted] = [
+                _Growing(
+                    self.prompts_submitted * self._count + j,
+                    question,
+                    task.outcome(symbols),
+                    task.length - len(symbols),
+                )
                 for j in range(self._count)
             ]
-            self.submitted += 1
+            self.prompts_submitted += 1
 
     def next(
-        self, interrupted: Callable[[], bool] | None = None, until_wanted: bool = True
+        self, interrupted: Callable[[], bool] | None = None, until_needed: bool = True
     ) -> list[tuple[int, list[Completion]]]:
         """See `protocols.Flow`."""
-        while not (done := self._done()) and self._growing and not (until_wanted and self.wanted):
+        while not (done := self._done()) and self._growing and not (until_needed and self.prompts_needed):
             if interrupted is not None and interrupted():
                 done = list(self._growing)
                 break

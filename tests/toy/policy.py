@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tba.batch import Batch
 from tba.errors import UserError
-from tba.policy.head import known, zeroed
+from tba.policy.head import check_head_names, zero_parameters
 from tba.protocols import PolicyOutput
 from tba.types import Completion, FloatArray, Judgement, Problem, Prompt, Split, Version
 
@@ -181,7 +181,7 @@ class TabularPolicy:
         self.logits_QNV = torch.nn.Parameter(torch.tensor(task.reference_logits_QNV, dtype=dtype))
         rows = {"value": task.questions * task.nodes, "log_z": task.questions}
         self.heads = torch.nn.ModuleDict(
-            {name: zeroed(torch.nn.Embedding(rows[name], 1, dtype=dtype)) for name in known(heads)}
+            {name: zero_parameters(torch.nn.Embedding(rows[name], 1, dtype=dtype)) for name in check_head_names(heads)}
         )
 
     @property

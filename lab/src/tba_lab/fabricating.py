@@ -105,22 +105,22 @@ class FabricatingFlow:
     _prompts: dict[int, Prompt] = field(default_factory=dict)
 
     @property
-    def submitted(self) -> int:
-        return self.flow.submitted
+    def prompts_submitted(self) -> int:
+        return self.flow.prompts_submitted
 
     @property
-    def wanted(self) -> int:
-        return self.flow.wanted
+    def prompts_needed(self) -> int:
+        return self.flow.prompts_needed
 
     def submit(self, prompts: Sequence[Prompt]) -> None:
         """Adds prompts."""
-        first_index = self.submitted
+        first_index = self.prompts_submitted
         self.flow.submit(prompts)
         self._prompts.update(enumerate(prompts, first_index))
 
     def next(
-        self, interrupted: Callable[[], bool] | None = None, until_wanted: bool = True
+        self, interrupted: Callable[[], bool] | None = None, until_needed: bool = True
     ) -> list[tuple[int, list[Completion]]]:
         """See `protocols.Flow`."""
-        rows = self.flow.next(interrupted, until_wanted)
+        rows = self.flow.next(interrupted, until_needed)
         return [(i, self.engine.replace_some(self._prompts.pop(i), completions, self.rng)) for i, completions in rows]

@@ -186,7 +186,7 @@ def _gpu_memory_figure(e: Estimate) -> str:
 def _disk_figure(recipe: Recipe, e: Estimate) -> str:
     """Returns what checkpoints and versions take, and how long the journal's limit lasts at these speeds."""
     files = disk_use(recipe)
-    parts = [] if files is None else [disk_use(files)]
+    parts = [] if files is None else [disk_use_text(files)]
     gb_a_day = 86_400 * e.trajectories_per_second * (OF_BODY + e.tokens_per_trajectory * OF_TOKEN) / 1e9
     limit_gb = recipe.replay.keep_gb
     if gb_a_day:
@@ -195,7 +195,7 @@ def _disk_figure(recipe: Recipe, e: Estimate) -> str:
     return "; ".join(parts)
 
 
-def disk_use(files: DiskUse) -> str:
+def disk_use_text(files: DiskUse) -> str:
     """Returns what checkpoints and versions take on the disk, in words."""
     return (
         f"{_gigabytes(files.total)} for {files.checkpoints} checkpoints of {_gigabytes(files.checkpoint)} "

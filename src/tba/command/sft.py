@@ -20,7 +20,7 @@ from rich.console import Console
 from tba.command.collecting import SmoothingOptions, collect, initial_model, is_run, run_recipe_of
 from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
-from tba.models.warm_start import FACTS, WarmStart, continued, taught, warm_started
+from tba.models.warm_start import FACTS, WarmStart, prepare_warm_start, teach_demonstrations, teach_pairs
 from tba.protocols import Task
 from tba.record.terminal import terminal
 from tba.runs.output import OutOptions
@@ -63,9 +63,9 @@ def make_model(name: str, overrides: list[str], options: OutOptions) -> int:
             _from_file(name, overrides, console) if is_file_of_rows(name) else _from_recipe(name, overrides)
         )
         model_folder = (
-            continued(model.path, warm_start.sft, task, console.print, model.template_arguments)
+            teach_demonstrations(model.path, warm_start.sft, task, console.print, model.template_arguments)
             if model.path
-            else warm_started(replace(warm_start, shipped=None), task, console.print)
+            else prepare_warm_start(replace(warm_start, shipped=None), task, console.print)
         )
     with atomic_folder(out) as temporary_folder:
         for file in model_folder.iterdir():
@@ -95,7 +95,7 @@ def _from_run(path: Path, overrides: list[str], console: Console) -> Path:
     omissions = "".join(f", {count:,} {reason}" for reason, count in collection.omissions.items() if count)
     console.print(f"{len(collection.trajectories):,} answers to learn{omissions}", highlight=False, soft_wrap=True)
     pairs = collection.pairs(tokenizer, is_chat(recipe.task))
-    return taught(model, options.sft, lambda _: pairs, console.print, arguments)
+    return teach_pairs(model, options.sft, lambda _: pairs, console.print, arguments)
 
 
 def _from_file(name: str, overrides: list[str], console: Console) -> tuple[Task, WarmStart, HuggingFace]:

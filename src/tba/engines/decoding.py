@@ -26,19 +26,19 @@ _FIRST_CANDIDATES = 64  # top-p looks at this many tokens first, then at 8 times
 
 
 @dataclass(frozen=True)
-class Heard:
-    """Tokens that rows have read and not sampled: N of them, each at its row and its place in the completion."""
+class ReplyTokens:
+    """N tokens that rows have read and not sampled, each at its row and its place in the completion."""
 
     row_N: Tensor
-    at_N: Tensor
+    place_N: Tensor
     token_N: Tensor
 
 
-class Rows:
+class DecodingRows:
     """Preallocated state of `slots` rows of at most `length` completion tokens."""
 
     def __init__(self, slots: int, length: int, rules: Rules) -> None:
-        """The device of `rules` is the state's."""
+        """Allocates the state on the device of `rules`."""
         device = rules.eos_V.device
         self.rules, self.eos_V = rules, rules.eos_V
         self.uniform_RT = torch.zeros(slots, length, device=device)
@@ -48,33 +48,33 @@ class Rows:
         self.position_R = torch.zeros(slots, dtype=torch.int64, device=device)  # of the newest token in its sequence
         self.newest_R1 = torch.zeros(slots, 1, dtype=torch.int64, device=device)
         self.ended_R = torch.zeros(slots, dtype=torch.bool, device=device)
-        self._seen_RV: Tensor | None = None  # bool, the tokens that a row has read or drawn: once a penalty asks for it
-        self._used = slots
-        self._used_R1 = torch.ones_like(self.count_R1)  # 1, or 0 of a row that stays where it is
+        self._occurs_RV: Tensor | None = None  # bool, the tokens that a row has read or drawn, once a penalty needs it
+        self._active_rows = slots
+        self._advance_R1 = torch.ones_like(self.count_R1)  # 1, or 0 of a row that stays where it is
 
-    def use(self, n: int) -> None:
-        """Let the rows from `n` on stay at their first position, whatever is appended to them."""
-        if n != self._used:
-            self._used = n
-            self._used_R1[:n] = 1
-            for state in (self._used_R1, self.count_R1, self.position_R):
+    def set_active(self, n: int) -> None:
+        """Let only the first `n` rows grow; the others stay at their first position, whatever is appended to them."""
+        if n != self._active_rows:
+            self._active_rows = n
+            self._advance_R1[:n] = 1
+            for state in (self._advance_R1, self.count_R1, self.position_R):
                 state[n:] = 0
 
-    def read(self, rows: Sequence[int], tokens: Sequence[Tensor]) -> None:
-        """Remember which tokens the sequences of rows have (int64, one tensor for each row), and forget what was known
-        of them: what a repetition penalty looks at.
+    def remember_tokens(self, rows: Sequence[int], tokens: Sequence[Tensor]) -> None:
+        """Record which tokens the sequences of rows have (int64, one tensor for each row), for the repetition penalty;
+        what was recorded for these rows before is dropped.
         """
-        seen_RV = self._seen()
-        for row, own in zip(rows, tokens, strict=True):
-            seen_RV[row] = False
-            seen_RV[row, own.to(seen_RV.device)] = True
+        occurs_RV = self._occurrences()
+        for row, row_tokens in zip(rows, tokens, strict=True):
+            occurs_RV[row] = False
+            occurs_RV[row, row_tokens.to(occurs_RV.device)] = True
 
     def admit(self, rows: Tensor, prompt_length: Tensor, uniform: Tensor, logits: Tensor, sampling: Sampling) -> None:
         """Start completions in `rows` (int64 indices) with a token from each prompt's logits."""
-        logits = self._penalised(logits, rows, sampling)
-        token, log_behavior = draw(self.rules.first(logits), uniform[:, 0], sampling)
+        logits = self._penalise(logits, rows, sampling)
+        token, log_behavior = draw(self.rules.mask_first_token(logits), uniform[:, 0], sampling)
         if sampling.repetition_penalty != 1:
-            self._seen()[rows, token] = True
+            self._occurrences()[rows, token] = True
         self.uniform_RT[rows] = uniform
         self.token_RT[rows, 0] = token
         self.log_behavior_RT[rows, 0] = log_behavior
@@ -88,62 +88,62 @@ class Rows:
         n = len(logits_RV)
         count_R1 = self.count_R1[:n]
         uniform_R = self.uniform_RT[:n].gather(1, count_R1)[:, 0]
-        logits_RV = self._penalised(logits_RV, slice(n), sampling)
-        token_R, log_behavior_R = draw(self.rules.next(logits_RV, count_R1), uniform_R, sampling)
+        logits_RV = self._penalise(logits_RV, slice(n), sampling)
+        token_R, log_behavior_R = draw(self.rules.mask_next_token(logits_RV, count_R1), uniform_R, sampling)
         if sampling.repetition_penalty != 1:
-            self._seen()[:n].scatter_(1, token_R[:, None], True)
+            self._occurrences()[:n].scatter_(1, token_R[:, None], True)
         self.newest_R1[:n, 0] = token_R
         self.token_RT[:n].scatter_(1, count_R1, token_R[:, None])
         self.log_behavior_RT[:n].scatter_(1, count_R1, log_behavior_R[:, None])
         self.ended_R[:n] |= self.eos_V[token_R]
-        count_R1 += self._used_R1[:n]
-        self.position_R[:n] += self._used_R1[:n, 0]
+        count_R1 += self._advance_R1[:n]
+        self.position_R[:n] += self._advance_R1[:n, 0]
 
-    def hear(
-        self, rows: Tensor, count: Tensor, heard: Heard, first: Tensor, logits: Tensor, sampling: Sampling
+    def resume(
+        self, rows: Tensor, count: Tensor, reply: ReplyTokens, prompt_length: Tensor, logits: Tensor, sampling: Sampling
     ) -> None:
-        """Go on in `rows` (int64 indices) after they have read `heard`, with a token from the logits after it. What a
-        penalty looks at is to be `read` before.
-
-        count: the tokens that each has then; first: its prompt's. Both int64, like `rows`.
+        """Go on in `rows` (int64 indices) after they have read `reply`, with a token from the logits after it. Where
+        there is a penalty, call `remember_tokens` before. count: the tokens that each completion has then, int64.
         """
-        self.token_RT[heard.row_N, heard.at_N] = heard.token_N
-        self.log_behavior_RT[heard.row_N, heard.at_N] = 0.0
-        logits = self._penalised(logits, rows, sampling)
-        token, log_behavior = draw(self.rules.next(logits, count[:, None]), self.uniform_RT[rows, count], sampling)
+        self.token_RT[reply.row_N, reply.place_N] = reply.token_N
+        self.log_behavior_RT[reply.row_N, reply.place_N] = 0.0
+        logits = self._penalise(logits, rows, sampling)
+        logits = self.rules.mask_next_token(logits, count[:, None])
+        token, log_behavior = draw(logits, self.uniform_RT[rows, count], sampling)
         if sampling.repetition_penalty != 1:
-            self._seen()[rows, token] = True
+            self._occurrences()[rows, token] = True
         self.token_RT[rows, count] = token
         self.log_behavior_RT[rows, count] = log_behavior
         self.count_R1[rows] = count[:, None] + 1
-        self.position_R[rows] = first + count
+        self.position_R[rows] = prompt_length + count
         self.newest_R1[rows] = token[:, None]
         self.ended_R[rows] = self.eos_V[token]
 
-    def _penalised(self, logits: Tensor, rows: Tensor | slice, sampling: Sampling) -> Tensor:
+    def _penalise(self, logits: Tensor, rows: Tensor | slice, sampling: Sampling) -> Tensor:
         """Returns the logits after the repetition penalty (Keskar et al. 2019, arXiv 1909.05858)."""
         if sampling.repetition_penalty == 1:
             return logits
         logits, penalty = logits.float(), sampling.repetition_penalty
-        return torch.where(self._seen()[rows], torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+        penalised_logits = torch.where(logits > 0, logits / penalty, logits * penalty)
+        return torch.where(self._occurrences()[rows], penalised_logits, logits)
 
-    def _seen(self) -> Tensor:
-        if self._seen_RV is None:
-            self._seen_RV = torch.zeros(len(self.ended_R), len(self.eos_V), dtype=torch.bool, device=self.eos_V.device)
-        return self._seen_RV
+    def _occurrences(self) -> Tensor:
+        if self._occurs_RV is None:
+            self._occurs_RV = self.eos_V.new_zeros(len(self.ended_R), len(self.eos_V))
+        return self._occurs_RV
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy the rows `source` to the rows `target` (int64 indices; no row is in both)."""
         for state in self._states:
             state[target] = state[source]
 
-    def take(self, row: int) -> tuple[Tensor, ...]:
-        """A copy of all that is known of a row, for one that is set aside."""
+    def copy_row(self, row: int) -> tuple[Tensor, ...]:
+        """Returns a copy of all state of a row."""
         return tuple(state[row].clone() for state in self._states)
 
-    def put(self, row: int, taken: tuple[Tensor, ...]) -> None:
-        """Give a row what `take` returned of another."""
-        for state, value in zip(self._states, taken, strict=True):
+    def restore_row(self, row: int, row_state: tuple[Tensor, ...]) -> None:
+        """Give a row the state that `copy_row` returned."""
+        for state, value in zip(self._states, row_state, strict=True):
             state[row] = value
 
     @property
@@ -156,34 +156,34 @@ class Rows:
             self.position_R,
             self.newest_R1,
             self.ended_R,
-            *(() if self._seen_RV is None else (self._seen_RV,)),
+            *(() if self._occurs_RV is None else (self._occurs_RV,)),
         )
 
 
 def draw(logits_RV: Tensor, uniform_R: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """(int64 tokens [R], float32 log_behavior [R]) for uniforms in [0, 1). Temperature 0 takes the best token."""
+    """Draws (int64 tokens [R], float32 log_behavior [R]) by uniforms in [0, 1). Temperature 0 takes the best token."""
     if sampling.temperature == 0:
         token_R = logits_RV.argmax(-1)
         return token_R, torch.zeros(token_R.shape, device=token_R.device)
     logits_RV = logits_RV.float()
     if sampling.temperature != 1:
         logits_RV = logits_RV / sampling.temperature
-    kept_RK, token_RK = torch.softmax(logits_RV, -1), None
+    weight_RK, token_RK = torch.softmax(logits_RV, -1), None
     if sampling.min_p > 0:
-        kept_RK = kept_RK.masked_fill(kept_RK < sampling.min_p * kept_RK.amax(-1, keepdim=True), 0.0)
-    if 0 < sampling.top_k < kept_RK.shape[-1]:
-        kept_RK, token_RK = kept_RK.topk(sampling.top_k, -1)
+        weight_RK = weight_RK.masked_fill(weight_RK < sampling.min_p * weight_RK.amax(-1, keepdim=True), 0.0)
+    if 0 < sampling.top_k < weight_RK.shape[-1]:
+        weight_RK, token_RK = weight_RK.topk(sampling.top_k, -1)
     if sampling.top_p < 1:
-        whole = 1.0 if token_RK is None and not sampling.min_p else kept_RK.sum(-1, keepdim=True)
-        kept_RK, place_RK = _nucleus(kept_RK, sampling.top_p * whole)
+        total_mass = 1.0 if token_RK is None and not sampling.min_p else weight_RK.sum(-1, keepdim=True)
+        weight_RK, place_RK = _nucleus(weight_RK, sampling.top_p * total_mass)
         token_RK = place_RK if token_RK is None else token_RK.gather(1, place_RK)
-    index_R1, chosen_R1 = _inverse_cumulative(kept_RK, uniform_R)
+    index_R1, probability_R1 = _draw_index(weight_RK, uniform_R)
     token_R1 = index_R1 if token_RK is None else token_RK.gather(1, index_R1)
-    return token_R1[:, 0], chosen_R1[:, 0].log()
+    return token_R1[:, 0], probability_R1[:, 0].log()
 
 
-def _inverse_cumulative(weight_RV: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
-    """An index drawn in proportion to `weight_RV`, and its share of the row's sum; both [R, 1]."""
+def _draw_index(weight_RV: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns an index drawn in proportion to `weight_RV`, and its share of the row's sum; both [R, 1]."""
     cumulative_RV = weight_RV.cumsum(-1)
     total_R1 = cumulative_RV[:, -1:]
     # right=True: the first index whose cumulative weight exceeds the target, which therefore has a weight of its own.
@@ -194,20 +194,19 @@ def _inverse_cumulative(weight_RV: Tensor, uniform_R: Tensor) -> tuple[Tensor, T
     return index_R1, weight_RV.gather(1, index_R1) / total_R1
 
 
-def _nucleus(probability_RV: Tensor, held: float | Tensor) -> tuple[Tensor, Tensor]:
-    """The fewest most probable tokens that hold as much (Holtzman et al. 2020): (probability or 0, token), both [R, K].
+def _nucleus(probability_RV: Tensor, mass: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the fewest most probable tokens that hold a mass (Holtzman et al. 2020): (probability or 0, token), both
+    [R, K]. mass: the same for all rows, or [R, 1].
 
-    held: the same for all rows, or [R, 1].
-
-    Only as many candidates are sorted as are needed; the best token is always kept.
+    Only as many candidates are sorted as are needed; the best token always stays.
     """
     size = probability_RV.shape[-1]
     candidates = min(_FIRST_CANDIDATES, size)
     while True:
         best_RK, token_RK = probability_RV.topk(candidates, -1)
         before_RK = best_RK.cumsum(-1) - best_RK
-        if candidates == size or bool((before_RK[:, -1:] >= held).all()):
-            outside_RK = before_RK >= held
+        if candidates == size or bool((before_RK[:, -1:] >= mass).all()):
+            outside_RK = before_RK >= mass
             outside_RK[:, 0] = False
             return best_RK.masked_fill(outside_RK, 0.0), token_RK
         candidates = min(8 * candidates, size)

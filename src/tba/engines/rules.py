@@ -6,8 +6,8 @@ Trajectory Balance determines nothing about it.
 
 Shape legend: R rows, V vocabulary.
 
-`Room` says how long a prompt may be, and how long an answer to it: the same for every engine. `matched` checks whether
-weights are those of a model before any of them is copied.
+`LengthLimits` says how long a prompt may be, and how long an answer to it: the same for every engine. `match_weights`
+checks whether weights are those of a model before any of them is copied.
 """
 
 from __future__ import annotations
@@ -34,39 +34,39 @@ class Rules:
     """The rules as tensors on the model's device. `none` is no rule."""
 
     eos_V: Tensor  # bool, the tokens that end an answer
-    least: int = 0  # tokens before the one that ends an answer
+    min_tokens: int = 0  # tokens before the one that ends an answer
     never_first_V: Tensor | None = None  # bool, the tokens that no answer begins with
 
-    def first(self, logits_RV: Tensor) -> Tensor:
+    def mask_first_token(self, logits_RV: Tensor) -> Tensor:
         """Returns the logits that an answer's first token is drawn from."""
         if self.never_first_V is not None:
             logits_RV = logits_RV.masked_fill(self.never_first_V, -torch.inf)
-        return logits_RV.masked_fill(self.eos_V, -torch.inf) if self.least else logits_RV
+        return logits_RV.masked_fill(self.eos_V, -torch.inf) if self.min_tokens else logits_RV
 
-    def next(self, logits_RV: Tensor, count_R1: Tensor) -> Tensor:
+    def mask_next_token(self, logits_RV: Tensor, count_R1: Tensor) -> Tensor:
         """Returns the logits that the token after `count_R1` others is drawn from."""
-        if self.least < 2:
+        if self.min_tokens < 2:
             return logits_RV
-        return logits_RV.masked_fill((count_R1 < self.least) & self.eos_V, -torch.inf)
+        return logits_RV.masked_fill((count_R1 < self.min_tokens) & self.eos_V, -torch.inf)
 
 
 def rules_of(
-    tokenizer: Tokenizer, eos_V: Tensor, least: int, first: Sequence[str], never_first: Sequence[str]
+    tokenizer: Tokenizer, eos_V: Tensor, min_tokens: int, first_texts: Sequence[str], never_first_texts: Sequence[str]
 ) -> Rules:
     """Makes the rules of an engine's settings. Raises `UserError` for a text that is not one token, and when no first
     token is left.
     """
     banned_V = torch.zeros_like(eos_V)
-    if first:
+    if first_texts:
         banned_V[:] = True
-        banned_V[[_token(tokenizer, text, len(eos_V)) for text in first]] = False
-    banned_V[[_token(tokenizer, text, len(eos_V)) for text in never_first]] = True
-    if bool((banned_V | (eos_V if least else torch.zeros_like(eos_V))).all()):
+        banned_V[[_single_token(tokenizer, text, len(eos_V)) for text in first_texts]] = False
+    banned_V[[_single_token(tokenizer, text, len(eos_V)) for text in never_first_texts]] = True
+    if bool((banned_V | (eos_V if min_tokens else torch.zeros_like(eos_V))).all()):
         raise UserError("the engine's rules leave no token that an answer could begin with: relax first or never_first")
-    return Rules(eos_V, least, banned_V if first or never_first else None)
+    return Rules(eos_V, min_tokens, banned_V if first_texts or never_first_texts else None)
 
 
-def _token(tokenizer: Tokenizer, text: str, vocabulary: int) -> int:
+def _single_token(tokenizer: Tokenizer, text: str, vocabulary: int) -> int:
     tokens = tokenizer.encode(text, add_special_tokens=False)
     if len(tokens) != 1 or tokens[0] >= vocabulary:
         raise UserError(
@@ -77,8 +77,8 @@ def _token(tokenizer: Tokenizer, text: str, vocabulary: int) -> int:
 
 
 @dataclass(frozen=True)
-class Room:
-    """The lengths that the settings allow and that the model has positions for."""
+class LengthLimits:
+    """Holds the lengths that the settings allow and that the model has positions for."""
 
     max_completion_tokens: int
     max_prompt_tokens: int | None
@@ -100,37 +100,38 @@ class Room:
                 f"a prompt has {n} tokens, which leaves no room for an answer in the model's {positions} positions"
             )
 
-    def of(self, prompt: Prompt) -> int:
+    def longest_completion(self, prompt: Prompt) -> int:
         """Returns the most tokens a completion of `prompt` can have."""
-        most = self.max_completion_tokens
-        return most if self.positions is None else min(most, self.positions - len(prompt.tokens))
+        limit = self.max_completion_tokens
+        return limit if self.positions is None else min(limit, self.positions - len(prompt.tokens))
 
 
-def matched(
-    model: nn.Module, weights: Mapping[str, Tensor], replaced: Callable[[str], bool] = lambda name: True
+def match_weights(
+    model: nn.Module, weights: Mapping[str, Tensor], is_required: Callable[[str], bool] = lambda name: True
 ) -> dict[str, Tensor]:
     """Returns the parameters into which `weights` (by Hugging Face name) are to be copied, by the names that these have
     there.
 
-    A tied weight may be given under any of its names; `replaced` says which parameters have to be given. Raises
+    A tied weight may be given under any of its names; `is_required` says which parameters have to be given. Raises
     `KeyError` for an unknown or a missing name and `ValueError` for a wrong shape.
     """
-    own = model.state_dict(keep_vars=True)
+    parameters = model.state_dict(keep_vars=True)
     for name, value in weights.items():
-        if name not in own:
+        if name not in parameters:
             raise KeyError(f"the model has no weight named {name}")
-        if own[name].shape != value.shape:
-            raise ValueError(f"weight {name} has shape {tuple(value.shape)}, the model's {tuple(own[name].shape)}")
-    given = {id(own[name]) for name in weights}
-    missing = [name for name, p in model.named_parameters() if replaced(name) and id(p) not in given]
-    if missing:
-        raise KeyError(f"{len(missing)} of the model's weights are missing, the first is {missing[0]}")
-    return {name: own[name] for name in weights}
+        if parameters[name].shape != value.shape:
+            shape = tuple(parameters[name].shape)
+            raise ValueError(f"weight {name} has shape {tuple(value.shape)}, the model's {shape}")
+    matched_ids = {id(parameters[name]) for name in weights}
+    missing_names = [name for name, p in model.named_parameters() if is_required(name) and id(p) not in matched_ids]
+    if missing_names:
+        raise KeyError(f"{len(missing_names)} of the model's weights are missing, the first is {missing_names[0]}")
+    return {name: parameters[name] for name in weights}
 
 
-def positions(config: Any, most: int) -> int:
+def positions(config: Any, limit: int) -> int:
     """Returns the number of tokens that a model has positions for, at most `most`."""
-    found = getattr(config, "max_position_embeddings", None) or most
+    count = getattr(config, "max_position_embeddings", None) or limit
     if config.model_type in _AFTER_PADDING:
-        found -= config.pad_token_id + 1
-    return min(most, found)
+        count -= config.pad_token_id + 1
+    return min(limit, count)

@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from tba.engines.decoding import Rows
-from tba.engines.slots import SlotCache, attention_aside
+from tba.engines.decoding import DecodingRows
+from tba.engines.slots import SlotCache, exclude_attention_from_compile
 from tba.types import Sampling
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _ROWS = (8, 16, 32, 48, 96, 192, 384)  # of captured steps, and all slots
 _T = TypeVar("_T")
 
 
-def sizes_of(slots: int) -> tuple[int, ...]:
+def captured_sizes(slots: int) -> tuple[int, ...]:
     """Returns the numbers of rows that captured steps are made for."""
     return (*(size for size in _ROWS if size < slots), slots)
 
@@ -55,7 +55,7 @@ class Capture(Protocol):
         ...
 
     def forget(self) -> None:
-        """Let go of the memory: no graph is left, or will be when this returns."""
+        """Release the memory of all graphs, none of which is replayed any more."""
         ...
 
 
@@ -68,25 +68,25 @@ class CudaGraphs:
 
     def __call__(self, run: Callable[[], _T], warm_up: bool) -> tuple[Graph, _T]:
         """Captures `run`, having run it once on the same stream, so that libraries have what they allocate at first."""
-        before = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(before)
+        calling_stream = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(calling_stream)
         with torch.cuda.stream(self._stream):  # which `torch.cuda.graph` does not leave when a capture fails
             if warm_up:
                 run()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                 out = run()
-        before.wait_stream(self._stream)
+        calling_stream.wait_stream(self._stream)
         return graph, out
 
     def forget(self) -> None:
-        """Wait for graphs that are being replayed, and begin another pool: the old one's name cannot be used again."""
+        """Wait for graphs that are being replayed, and begin another pool: an old pool's name cannot be used again."""
         torch.cuda.synchronize(self._stream.device)
         self._pool = torch.cuda.graph_pool_handle()
 
 
 @dataclass
-class _Captured:
+class _CapturedStep:
     """A step for a number of rows: the model's graph, the logits [R, V] it writes, and graphs that draw from these."""
 
     graph: Graph
@@ -99,38 +99,40 @@ class Step:
     `compiled` what is captured are the kernels of `torch.compile`.
     """
 
-    def __init__(self, model: PreTrainedModel, rows: Rows, capture: Capture | None, compiled: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, rows: DecodingRows, capture: Capture | None, compiled: bool = False
+    ) -> None:
         self._model, self._rows, self._capture = model, rows, capture
-        self._compiled: dict[GradientCheckpointingLayer, Callable[..., Any]] = {}
+        self._compiled_forwards: dict[GradientCheckpointingLayer, Callable[..., Any]] = {}
         if compiled:
-            attention_aside()
+            exclude_attention_from_compile()
             layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
-            self._compiled = {layer: torch.compile(layer.forward, dynamic=True) for layer in layers}
-        self._nothing_padded_R1 = torch.ones_like(rows.newest_R1)  # so that no mask is built
-        self._sizes = sizes_of(len(rows.newest_R1))
-        self._captured: dict[tuple[int, int], _Captured] = {}  # by rows and width
-        self._compared = True
+            self._compiled_forwards = {layer: torch.compile(layer.forward, dynamic=True) for layer in layers}
+        self._attention_mask_R1 = torch.ones_like(rows.newest_R1)  # so that no mask is built
+        self._sizes = captured_sizes(len(rows.newest_R1))
+        self._captured_steps: dict[tuple[int, int], _CapturedStep] = {}  # by rows and width
+        self._is_compared = True
         self._temperature = torch.ones((), device=rows.eos_V.device)
-        self._tempered = 1.0  # what it holds
+        self._graph_temperature = 1.0  # what `_temperature` holds
 
     @property
-    def captured(self) -> bool:
+    def is_capturing(self) -> bool:
         """Returns whether steps are captured."""
         return self._capture is not None
 
-    def forget(self) -> None:
-        """Drop the graphs: the buffers they write to are replaced."""
+    def drop_graphs(self) -> None:
+        """Drop the graphs, because the buffers that they write to are replaced."""
         if self._capture is not None:
             self._capture.forget()
-            self._captured.clear()
+            self._captured_steps.clear()
 
-    def loaded(self) -> None:
-        """Compare again: the weights were replaced."""
-        self._compared = False
+    def require_comparison(self) -> None:
+        """Have the next step compared again, because the weights were replaced."""
+        self._is_compared = False
 
     def __call__(self, cache: SlotCache, n: int, width: int, sampling: Sampling) -> None:
         """Append a token to each of the first `n` rows, whose sequences have at most `width` tokens until then."""
-        captured = self._replayed(cache, n, width)
+        captured = self._replay(cache, n, width)
         if captured is None:
             self._rows.extend(self._logits(cache, n, width), sampling)
         else:
@@ -142,63 +144,63 @@ class Step:
         output = self._model(
             input_ids=self._rows.newest_R1[:n],
             position_ids=position_R[:, None],
-            attention_mask=self._nothing_padded_R1[:n],
+            attention_mask=self._attention_mask_R1[:n],
             use_cache=False,
-            tba_slots=cache.at(position_R, width),
+            tba_slots=cache.at_positions(position_R, width),
         )
         logits: Tensor = output.logits[:, -1]
         return logits
 
-    def _replayed(self, cache: SlotCache, n: int, width: int) -> _Captured | None:
-        """Returns what has computed the logits of at least `n` rows; None where that is left to the caller."""
+    def _replay(self, cache: SlotCache, n: int, width: int) -> _CapturedStep | None:
+        """Returns the captured step that has computed the logits of at least `n` rows; None where the caller has to."""
         if self._capture is None:
             return None
-        self._rows.use(n)
-        key = next(size for size in self._sizes if size >= n), cache.fixed(width)
-        known = self._captured.get(key)
-        if known is not None and self._compared:
-            known.graph.replay()
-            return known
+        self._rows.set_active(n)
+        key = next(size for size in self._sizes if size >= n), cache.round_width(width)
+        cached_step = self._captured_steps.get(key)
+        if cached_step is not None and self._is_compared:
+            cached_step.graph.replay()
+            return cached_step
         run, fault = partial(self._logits, cache, *key), None
-        with _Waits() if known is None else nullcontext() as waits:
+        with _HostWaitDetector() if cached_step is None else nullcontext() as detector:
             eager_RV = run()  # stores the same keys and values
-        if waits is not None and waits.name is not None:
-            fault = f"its {waits.name} makes the host wait for the device"
+        if detector is not None and detector.operation is not None:
+            fault = f"its {detector.operation} makes the host wait for the device"
         if fault is None:
             try:
                 with self._layers_compiled():
-                    captured = known or _Captured(*self._capture(run, warm_up=True))
+                    captured = cached_step or _CapturedStep(*self._capture(run, warm_up=True))
                 captured.graph.replay()
-                fault = unlike(eager_RV, captured.logits_RV)
+                fault = describe_difference(eager_RV, captured.logits_RV)
             except RuntimeError as error:
                 fault = str(error)
         if fault is not None:
-            self._give_up(fault)
+            self._stop_capturing(fault)
             return None
-        self._captured[key], self._compared = captured, True
+        self._captured_steps[key], self._is_compared = captured, True
         return captured
 
     @contextmanager
     def _layers_compiled(self) -> Iterator[None]:
-        """Within the block layers are computed as they were compiled: all but attention, for any number of rows."""
-        for layer, forward in self._compiled.items():
+        """Have layers run compiled within the block: all but attention, for any number of rows."""
+        for layer, forward in self._compiled_forwards.items():
             layer.forward = forward
         try:
             yield
         finally:
-            for layer in self._compiled:
+            for layer in self._compiled_forwards:
                 del layer.forward
 
-    def _draw(self, captured: _Captured, n: int, sampling: Sampling) -> None:
+    def _draw(self, captured: _CapturedStep, n: int, sampling: Sampling) -> None:
         """Append a token to the rows, drawn from captured logits."""
         temperature = sampling.temperature
         # top-p looks at how many candidates it needs; a penalty looks at what has been read
         if self._capture is None or sampling.cuts or sampling.repetition_penalty != 1:
             self._rows.extend(captured.logits_RV[:n], sampling)
             return
-        if temperature not in (0, 1, self._tempered):
+        if temperature not in (0, 1, self._graph_temperature):
             self._temperature.fill_(temperature)
-            self._tempered = temperature
+            self._graph_temperature = temperature
         key = temperature if temperature in (0, 1) else None
         if key in captured.draws:
             captured.draws[key].replay()
@@ -208,39 +210,39 @@ class Step:
         try:
             captured.draws[key], _ = self._capture(run, warm_up=False)
         except RuntimeError as fault:
-            self._give_up(str(fault))
+            self._stop_capturing(str(fault))
 
     def _extend(self, logits_RV: Tensor, temperature: float | None) -> None:
         if temperature is None:
             logits_RV, temperature = logits_RV.float() / self._temperature, 1.0
         self._rows.extend(logits_RV, Sampling(temperature))
 
-    def _give_up(self, why: str) -> None:
-        """Launch kernels one by one from here on."""
-        self.forget()
+    def _stop_capturing(self, reason: str) -> None:
+        """Drop all graphs, and launch kernels one by one from here on."""
+        self.drop_graphs()
         self._capture = None
-        self._rows.use(len(self._rows.newest_R1))
-        log.warning("decode steps of %s are not captured as CUDA graphs: %s", type(self._model).__name__, why)
+        self._rows.set_active(len(self._rows.newest_R1))
+        log.warning("decode steps of %s are not captured as CUDA graphs: %s", type(self._model).__name__, reason)
 
 
-def unlike(one_RV: Tensor, other_RV: Tensor) -> str | None:
+def describe_difference(expected_RV: Tensor, computed_RV: Tensor) -> str | None:
     """Returns in words how far the probabilities of some row are apart, both given as logits [R, V]; None if that is
-    rounding. Rows without finite probabilities in both are left to who reads the tokens.
+    rounding. Rows without finite probabilities in both are passed over: whoever reads their tokens refuses them.
     """
-    tolerance = 1e-4 if one_RV.dtype in (torch.float32, torch.float64) else 0.1
-    one_RV, other_RV = (x.float().softmax(-1) for x in (one_RV, other_RV))
-    neither_R = one_RV.isnan().any(-1) & other_RV.isnan().any(-1)
-    distance_R = one_RV.sub_(other_RV).abs_().sum(-1) / 2  # in place: they are large
-    distance = float(distance_R.masked_fill(neither_R, 0.0).max())
+    tolerance = 1e-4 if expected_RV.dtype in (torch.float32, torch.float64) else 0.1
+    expected_RV, computed_RV = (x.float().softmax(-1) for x in (expected_RV, computed_RV))
+    both_nan_R = expected_RV.isnan().any(-1) & computed_RV.isnan().any(-1)
+    distance_R = expected_RV.sub_(computed_RV).abs_().sum(-1) / 2  # in place: they are large
+    distance = float(distance_R.masked_fill(both_nan_R, 0.0).max())
     return None if distance <= tolerance else f"total variation {distance:.2g} of its probabilities"
 
 
-class _Waits(TorchDispatchMode):
-    """While it is entered: the first operation that makes the host wait for the device, which no graph can hold."""
+class _HostWaitDetector(TorchDispatchMode):
+    """Finds the first operation inside its block that makes the host wait for the device, which no graph can hold."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.name: str | None = None
+        self.operation: str | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -251,12 +253,12 @@ class _Waits(TorchDispatchMode):
         if out is not NotImplemented:
             return out
         out = func(*args, **kwargs)
-        if self.name is None and _waits(func, args, out):
-            self.name = func._schema.name.split("::")[1]
+        if self.operation is None and _makes_host_wait(func, args, out):
+            self.operation = func._schema.name.split("::")[1]
         return out
 
 
-def _waits(func: Any, args: Sequence[Any], out: Any) -> bool:
+def _makes_host_wait(func: Any, args: Sequence[Any], out: Any) -> bool:
     """Returns whether an operation's result has a size, or a value on the host, that depends on data of the device."""
     name = func._schema.name.split("::")[1]
     if name in ("index", "index_put", "index_put_"):  # by a mask or by places

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("tba.searcher")
 
 
-def ends_of(
+def find_stops(
     stops: Sequence[int | str], tokenizer: Tokenizer, config: PretrainedConfig, generation_config: Any = None
 ) -> tuple[frozenset[int], StopStrings]:
     """Returns every token that ends a completion, and the stop strings, with those tokens that stand for one.
@@ -36,10 +36,10 @@ def ends_of(
     for owner in (generation_config, config, config.get_text_config(), tokenizer):
         ids: Any = getattr(owner, "eos_token_id", None)
         eos.update(i for i in (ids if isinstance(ids, list | tuple) else [ids]) if _is_token(i, vocabulary))
-    turn = {i for i in assistant_turn(tokenizer).end_tokens - eos if _is_token(i, vocabulary)}
-    if turn:
-        log.info("an answer ends at %s, too, which ends a turn in the chat template", _named(turn, tokenizer))
-    strings, marks = [], set()
+    turn_ids = {i for i in assistant_turn(tokenizer).end_tokens - eos if _is_token(i, vocabulary)}
+    if turn_ids:
+        log.info("an answer ends at %s, too, which ends a turn in the chat template", _describe(turn_ids, tokenizer))
+    strings, mark_ids = [], set()
     for stop in stops:
         token = stop if isinstance(stop, int) else special_id(tokenizer, stop)
         if token is None:
@@ -50,16 +50,17 @@ def ends_of(
                 "one of them"
             )
         else:
-            marks.add(token)
-    return frozenset(eos | turn | marks), StopStrings(tuple(strings), tokenizer, frozenset(marks - eos - turn))
+            mark_ids.add(token)
+    stop_ids = frozenset(mark_ids - eos - turn_ids)
+    return frozenset(eos | turn_ids | mark_ids), StopStrings(tuple(strings), tokenizer, stop_ids)
 
 
 def _is_token(number: object, vocabulary: int) -> bool:
-    """Returns whether it is a token: some files have -1 where there is none."""
+    """Returns whether a number is a token's id: some files have -1 where there is no token."""
     return type(number) is int and 0 <= number < vocabulary
 
 
-def _named(tokens: Collection[int], tokenizer: Tokenizer) -> str:
+def _describe(tokens: Collection[int], tokenizer: Tokenizer) -> str:
     return " and ".join(f"{tokenizer.decode([i], skip_special_tokens=False)!r} ({i})" for i in sorted(tokens))
 
 
@@ -72,40 +73,40 @@ class StopStrings:
     ids: frozenset[int] = frozenset()  # the tokens that count as one
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The decoded tokens without special ones, but with the marks of thoughts and calls."""
+        """Returns the decoded tokens without special ones, but with the marks of thoughts and calls."""
         return decode_tokens(self.tokenizer, tokens)
 
     def _find(self, text: str) -> int:
         """Returns where the earliest stop string begins; -1 if there is none."""
         return min((at for s in self.strings if (at := text.find(s)) >= 0), default=-1)
 
-    def may_be_near(self, tokens: Sequence[int], new: int) -> bool:
-        """Returns whether a stop string appears to end within the `new` last tokens."""
+    def may_be_near(self, tokens: Sequence[int], new_count: int) -> bool:
+        """Returns whether a stop string appears to end within the `new_count` last tokens."""
         # A token is at least one byte, so this many reach back to the beginning of a stop string.
-        reach = new + max(len(s.encode()) for s in self.strings)
+        reach = new_count + max(len(s.encode()) for s in self.strings)
         return self._find(self.text(tokens[-reach:])) >= 0
 
     def cut(self, tokens: Sequence[int]) -> tuple[int, str, bool]:
-        """(tokens up to the one that completes the first stop string, the text before it, whether there is one)."""
+        """Returns (tokens up to the one that completes the first stop string, the text before it, if there is one)."""
         text = self.text(tokens)
-        at = self._find(text) if self.strings else -1
-        if at < 0:
+        start = self._find(text) if self.strings else -1
+        if start < 0:
             return len(tokens), text, False
         low, high = 1, len(tokens)  # the fewest tokens whose text holds a stop string
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if self._find(self.text(tokens[:middle])) >= 0 else (middle + 1, high)
-        return low, text[:at], True
+        return low, text[:start], True
 
-    def ended(self, tokens: Sequence[int], eos: frozenset[int], interrupted: bool) -> tuple[int, str, StopReason]:
+    def cut_at_end(self, tokens: Sequence[int], eos: frozenset[int], interrupted: bool) -> tuple[int, str, StopReason]:
         """Returns where a completion whose generation is over ends: (its tokens, its text, why)."""
-        ends = next((i + 1 for i, token in enumerate(tokens) if token in eos), None)
-        if self.strings or ends is None:
-            n, text, stopped = self.cut(tokens[:ends])
-            if stopped:
+        eos_end = next((i + 1 for i, token in enumerate(tokens) if token in eos), None)
+        if self.strings or eos_end is None:
+            n, text, has_stop_string = self.cut(tokens[:eos_end])
+            if has_stop_string:
                 return n, text, StopReason.STOP_STRING
-            if ends is None:
+            if eos_end is None:
                 return n, text, StopReason.INTERRUPTED if interrupted else StopReason.LENGTH
         # the token that ends it may have been added without being special, and is no part of the text
-        reason = StopReason.STOP_STRING if tokens[ends - 1] in self.ids else StopReason.EOS
-        return ends, self.text(tokens[: ends - 1]), reason
+        reason = StopReason.STOP_STRING if tokens[eos_end - 1] in self.ids else StopReason.EOS
+        return eos_end, self.text(tokens[: eos_end - 1]), reason

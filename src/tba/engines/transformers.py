@@ -5,8 +5,8 @@ is given to the next (prompt, sample) at once; when none is left, the rows move 
 computed at full width.
 
 In a conversation a row that ends its turn is answered by a partner. What it says is appended to the row's keys and
-values in one pass (`Continuations`), so that nothing is read twice. Where the answer takes its time the row is set
-aside, keys and values with it, and its place is given to another until the answer is there.
+values in one pass (`Continuations`), so that nothing is read twice. Where the answer takes its time the request is
+parked with a copy of its keys and values, and its row is given to another until the answer is there.
 
 Invariant: a request, (prompt, sample), draws its uniform numbers from `rng` in the order of requests. Its completion
 therefore does not depend on the number of slots or on its neighbours (but for rounding in the model's matrix products).
@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tba.engines.decoding import Heard, Rows
-from tba.engines.rules import Room, matched, rules_of
+from tba.engines.decoding import DecodingRows, ReplyTokens
+from tba.engines.rules import LengthLimits, match_weights, rules_of
 from tba.engines.slots import Continuations, PackedPrompts, SlotCache, flash_fault, slot_attention
-from tba.engines.step import CudaGraphs, Step, unlike
-from tba.engines.stopping import ends_of
+from tba.engines.step import CudaGraphs, Step, describe_difference
+from tba.engines.stopping import find_stops
 from tba.errors import TbaError, UserError
 from tba.fields import BY_CODE, as_declared
 from tba.foreign import most_positions
@@ -70,13 +70,13 @@ class EngineSettings:
 
     @property
     def never_sampled(self) -> tuple[str, ...]:
-        """The answers that the rules forbid, in words."""
-        named = [
+        """Describes the answers that the rules forbid."""
+        descriptions = [
             (self.min_completion_tokens, f"answers that end before {self.min_completion_tokens} tokens"),
             (self.first, f"answers that do not begin with {' or '.join(map(repr, self.first))}"),
             (self.never_first, f"answers that begin with {' or '.join(map(repr, self.never_first))}"),
         ]
-        return tuple(words for rule, words in named if rule)
+        return tuple(words for rule, words in descriptions if rule)
 
     def __post_init__(self) -> None:
         for name in ("slots", "max_completion_tokens"):
@@ -118,26 +118,26 @@ class TransformersEngine:
         self.model = model.eval()
         self.settings = settings
         self._version = Version() if version is None else version
-        self._eos, self._stop = ends_of(settings.stop_strings, tokenizer, model.config, model.generation_config)
+        self._eos_ids, self._stops = find_stops(settings.stop_strings, tokenizer, model.config, model.generation_config)
         positions = most_positions(model.config)
         embeddings = len(model.get_input_embeddings().weight)
-        self.room = Room(settings.max_completion_tokens, None, positions, embeddings)
+        self.limits = LengthLimits(settings.max_completion_tokens, None, positions, embeddings)
         self._cache: SlotCache | None = None
-        longest = min(longest_prompt + settings.max_completion_tokens, positions or sys.maxsize)
-        self._least = 0 if model.device.type == "cpu" else longest
-        self._adapted = has_adapters(model)
+        longest_sequence = min(longest_prompt + settings.max_completion_tokens, positions or sys.maxsize)
+        self._min_slot_length = 0 if model.device.type == "cpu" else longest_sequence
+        self._is_required = is_adapter if has_adapters(model) else lambda name: True  # a weight that is loaded
         if model.device.type == "cuda":
             torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for each shape, and prompts have many
             fuse_norms(model)
         with torch.inference_mode():
-            vocabulary, self._flash = _self_test(model)
+            vocabulary, self._uses_flash = _self_test(model)
             eos_V = torch.zeros(vocabulary, dtype=torch.bool, device=model.device)
-            eos_V[sorted(self._eos)] = True
-            least, first, never = settings.min_completion_tokens, settings.first, settings.never_first
-            rules = rules_of(tokenizer, eos_V, least, first, never)
-            self._rows = Rows(settings.slots, settings.max_completion_tokens, rules)
-        one_gpu = {p.device for p in model.parameters()} == {eos_V.device} and eos_V.device.type == "cuda"
-        self.step = Step(model, self._rows, CudaGraphs(eos_V.device) if one_gpu else None, compiled)
+            eos_V[sorted(self._eos_ids)] = True
+            texts = settings.first, settings.never_first
+            rules = rules_of(tokenizer, eos_V, settings.min_completion_tokens, *texts)
+            self._rows = DecodingRows(settings.slots, settings.max_completion_tokens, rules)
+        is_on_one_gpu = {p.device for p in model.parameters()} == {eos_V.device} and eos_V.device.type == "cuda"
+        self.step = Step(model, self._rows, CudaGraphs(eos_V.device) if is_on_one_gpu else None, compiled)
 
     @property
     def version(self) -> Version:
@@ -150,46 +150,48 @@ class TransformersEngine:
         `KeyError` for an unknown or a missing name and `ValueError` for a wrong shape, in which cases nothing was
         copied.
         """
-        own = matched(self.model, shapes_of(weights), is_adapter if self._adapted else lambda name: True)
+        parameters = match_weights(self.model, shapes_of(weights), self._is_required)
         with torch.no_grad():
             for name, value in weights.items():
-                own[name].copy_(value)
+                parameters[name].copy_(value)
                 del value  # before the next one is made
         self._version = version
-        self.step.loaded()
+        self.step.require_comparison()
 
-    def flow(self, count: int, sampling: Sampling, rng: np.random.Generator, partner: Partner | None = None) -> Flow:
-        """Returns what answers prompts for as long as some are submitted. See `protocols.Engine`."""
-        return Flow(self, count, sampling, rng, partner)
+    def flow(
+        self, count: int, sampling: Sampling, rng: np.random.Generator, partner: Partner | None = None
+    ) -> TransformersFlow:
+        """Returns an empty flow, which answers prompts for as long as some are submitted. See `protocols.Engine`."""
+        return TransformersFlow(self, count, sampling, rng, partner)
 
-    def read(self, prompts: Sequence[Prompt]) -> PackedPrompts:
+    def prefill(self, prompts: Sequence[Prompt]) -> PackedPrompts:
         """Run prompts through the model once, together."""
         packed = PackedPrompts([torch.from_numpy(p.tokens.astype(np.int64)) for p in prompts], self.model.device)
         packed.run(self.model)
         return packed
 
-    def cache(self, like: PackedPrompts, length: int, rows: int) -> SlotCache:
-        """The slots, with room for `length` positions in each; allocated again only to grow, when what the first
-        `rows` hold is kept.
+    def cache(self, prompts: PackedPrompts, length: int, rows: int) -> SlotCache:
+        """Returns the slots, with room for `length` positions in each; they are allocated again only to grow, and then
+        what the first `rows` hold is copied.
         """
-        length = max(length, self._least)
+        length = max(length, self._min_slot_length)
         if self._cache is None or self._cache.length < length:
-            before = self._cache if rows else None
-            self.step.forget()
+            old_cache = self._cache if rows else None
+            self.step.drop_graphs()
             self._cache = None  # before its successor is allocated
-            self._cache = SlotCache(like, self.settings.slots, length, self._flash)
-            if before is not None:
-                self._cache.keys[:, :rows, :, : before.length] = before.keys[:, :rows]
-                self._cache.values[:, :rows, :, : before.length] = before.values[:, :rows]
+            self._cache = SlotCache(prompts, self.settings.slots, length, self._uses_flash)
+            if old_cache is not None:
+                self._cache.keys[:, :rows, :, : old_cache.length] = old_cache.keys[:, :rows]
+                self._cache.values[:, :rows, :, : old_cache.length] = old_cache.values[:, :rows]
         return self._cache
 
 
 @dataclass
-class _Asked:
-    """A prompt that has not been handed out."""
+class _OpenPrompt:
+    """A prompt whose completions have not been handed out."""
 
     prompt: Prompt
-    completions: dict[int, Completion]  # those that are finished, by sample
+    completions: dict[int, Completion]  # the finished ones, by sample
 
 
 class _Queue:
@@ -198,84 +200,86 @@ class _Queue:
     Request i is sample i % count of prompt i // count.
     """
 
-    def __init__(self, count: int, room: Room) -> None:
-        self.count, self.room = count, room
-        self.submitted = 0  # prompts
-        self.prompts: dict[int, _Asked] = {}
-        self.done: list[int] = []  # those whose completions are all finished
+    def __init__(self, count: int, limits: LengthLimits) -> None:
+        self.count, self.limits = count, limits
+        self.prompt_count = 0  # of all that were submitted
+        self.prompts: dict[int, _OpenPrompt] = {}
+        self.finished_prompts: list[int] = []  # those whose completions are all finished
         self.next_request = 0
-        self.positions = 0  # of the longest prompt with the longest completion
+        self.longest_sequence = 0  # of the longest prompt with the longest completion
 
     @property
-    def left(self) -> int:
+    def requests_left(self) -> int:
         """Returns how many requests have not begun."""
-        return self.submitted * self.count - self.next_request
+        return self.prompt_count * self.count - self.next_request
 
     def submit(self, prompts: Sequence[Prompt]) -> None:
         """Add prompts. Raises `UserError` for one that is too long or empty, and then adds none."""
         for prompt in prompts:
-            self.room.check(prompt)
-        for number, prompt in enumerate(prompts, self.submitted):
-            self.prompts[number] = _Asked(prompt, {})
-            self.done += [number] if self.count <= 0 else []
-            self.positions = max(self.positions, len(prompt.tokens) + self.room.of(prompt))
-        self.submitted += len(prompts)
+            self.limits.check(prompt)
+        for number, prompt in enumerate(prompts, self.prompt_count):
+            self.prompts[number] = _OpenPrompt(prompt, {})
+            self.finished_prompts += [number] if self.count <= 0 else []
+            length = len(prompt.tokens) + self.limits.longest_completion(prompt)
+            self.longest_sequence = max(self.longest_sequence, length)
+        self.prompt_count += len(prompts)
 
-    def asked(self, request: int) -> Prompt:
+    def prompt_of(self, request: int) -> Prompt:
         """Returns the prompt of a request."""
         return self.prompts[request // self.count].prompt
 
     def finish(self, request: int, completion: Completion) -> None:
-        """Take the completion of a request."""
+        """Store the completion of a request."""
         number, sample = divmod(request, self.count)
         completions = self.prompts[number].completions
         completions[sample] = completion
         if len(completions) == self.count:
-            self.done.append(number)
+            self.finished_prompts.append(number)
 
-    def handed_out(self, everything: bool) -> list[tuple[int, list[Completion]]]:
-        """Returns the prompts that are finished, or all of them with what they have; they are here no longer."""
-        numbers = dict.fromkeys([*self.done, *self.prompts]) if everything else self.done
-        found = [(i, self.prompts.pop(i).completions) for i in numbers]
-        self.done = []
-        return [(i, [completions[j] for j in sorted(completions)]) for i, completions in found]
+    def pop_finished(self, include_unfinished: bool) -> list[tuple[int, list[Completion]]]:
+        """Removes the finished prompts, or all of them, and returns them with the completions that they have."""
+        numbers, self.finished_prompts = self.finished_prompts, []
+        if include_unfinished:
+            numbers = list(dict.fromkeys([*numbers, *self.prompts]))
+        completions_by_prompt = [(i, self.prompts.pop(i).completions) for i in numbers]
+        return [(i, [completions[j] for j in sorted(completions)]) for i, completions in completions_by_prompt]
 
 
 @dataclass(frozen=True)
-class _Read:
-    """The prompts first .. end - 1, which were run through the model together."""
+class _PrefillBatch:
+    """The prompts begin .. end - 1, which were run through the model together."""
 
-    first: int
+    begin: int
     end: int
-    packed: PackedPrompts
+    prompts: PackedPrompts
     version: Version  # of the weights
 
 
-_State: TypeAlias = tuple[list[int], tuple[Tensor, ...], tuple[Tensor, Tensor]]  # of a row: counts, draws, cache
+_RowState: TypeAlias = tuple[list[int], tuple[Tensor, ...], tuple[Tensor, Tensor]]  # of a row: counts, draws, cache
 
 
 @dataclass(eq=False)
 class _Request:
-    """A completion that has been begun. What it holds of its row is as of the end of its last turn."""
+    """A completion that has begun to grow. What it holds of its row is as of the end of its last turn."""
 
     number: int
-    began: Version  # the weights that read its prompt
+    first_version: Version  # the weights that read its prompt
     row: int
-    turn: int = 0  # where its present turn begins in the completion
-    observed: list[tuple[int, int]] = field(default_factory=list)  # what it has read, as (begin, end)
-    ids: list[int] = field(default_factory=list)
+    turn_start: int = 0  # the token at which its present turn begins
+    observed_spans: list[tuple[int, int]] = field(default_factory=list)  # tokens that it has read, as (begin, end)
+    token_ids: list[int] = field(default_factory=list)
     log_behavior: FloatArray = field(default_factory=lambda: np.zeros(0, np.float32))
-    reason: StopReason = StopReason.INTERRUPTED
-    heard: IntArray | None = None  # what it is to read next; None: nobody has answered yet
-    state: _State | None = None  # its row's, which it does not have any more; None: it has it
+    stop_reason: StopReason = StopReason.INTERRUPTED
+    reply_tokens: IntArray | None = None  # what it is to read next; None: nobody has answered yet
+    row_state: _RowState | None = None  # a copy of its row, which another request may have got; None: it has its row
 
 
-class Flow:
-    """A queue of prompts, the rows of the engine in which their completions grow, and those that are aside: whose
+class TransformersFlow:
+    """A queue of prompts, the rows of the engine in which their completions grow, and the parked requests: those whose
     partner has not answered yet, or that wait for a row. See `protocols.Flow`.
 
-    Rows 0 .. extent - 1 are in use, but for those in `free`. Rows that are growing when the engine loads newer weights
-    keep the keys and values of the older ones.
+    Rows 0 .. extent - 1 are in use, except `free_rows`. Rows that are growing when the engine loads newer weights keep
+    the keys and values of the older ones.
     """
 
     def __init__(
@@ -288,155 +292,154 @@ class Flow:
     ) -> None:
         self.engine, self.settings, self.rows = engine, engine.settings, engine._rows
         self.sampling, self.rng, self.partner = sampling, rng, partner
-        self.queue = _Queue(count, engine.room)
-        self.read: _Read | None = None  # where the next request's prompt is, or was the last one's
+        self.queue = _Queue(count, engine.limits)
+        self.prefill_batch: _PrefillBatch | None = None  # with the prompt of the next request, or of the last one
         # the rows, as they are known without waiting for the device
         slots = self.settings.slots
         self.extent = 0
-        self.free: list[int] = []
+        self.free_rows: list[int] = []
         self.request_R = np.full(slots, None, dtype=object)
         self.prompt_R = np.zeros(slots, dtype=np.int64)  # prompt tokens
         self.count_R = np.zeros(slots, dtype=np.int64)  # completion tokens so far
-        self.limit_R = np.zeros(slots, dtype=np.int64)  # and at most
-        self.aside: dict[int, _Request] = {}
+        self.limit_R = np.zeros(slots, dtype=np.int64)  # completion tokens at most
+        self.parked_requests: dict[int, _Request] = {}
         self.device = self.rows.eos_V.device
-        looks_are_cheap = self.device.type == "cpu" and not engine._stop.strings
+        looks_are_cheap = self.device.type == "cpu" and not engine._stops.strings
         self.stride = 1 if looks_are_cheap else _STEPS_BETWEEN_LOOKS
-        self.steps = _STEPS_BETWEEN_ASKING  # since `interrupted` was asked
+        self.steps_since_asking = _STEPS_BETWEEN_ASKING  # whether it is `interrupted`
 
     @property
-    def submitted(self) -> int:
+    def prompts_submitted(self) -> int:
         """Returns how many prompts there have been."""
-        return self.queue.submitted
+        return self.queue.prompt_count
 
     def submit(self, prompts: Sequence[Prompt]) -> None:
         """Add prompts to the queue. Raises `UserError` for one that is too long or empty, and then adds none."""
         self.queue.submit(prompts)
 
     @property
-    def wanted(self) -> int:
+    def prompts_needed(self) -> int:
         """Returns how many more prompts are to be submitted now: none while the queue can fill the rows that are free,
         then so many that half of the slots' worth is left in it. They are read together, and rows are filled from them
         at once.
         """
         slots = self.settings.slots
-        free = slots - (self.extent - len(self.free)) - self.queue.left - self._crowd
-        return -(-(free + slots // 2) // self.queue.count) if free > 0 else 0
+        spare_rows = slots - self.extent + len(self.free_rows) - self.queue.requests_left - self._rows_for_parked
+        return -(-(spare_rows + slots // 2) // self.queue.count) if spare_rows > 0 else 0
 
     @property
-    def _crowd(self) -> int:
-        """Returns how many rows those that are set aside will want: all that have been answered, and of the others as
-        many as are more than the slots, since what is aside has its keys and values.
+    def _rows_for_parked(self) -> int:
+        """Returns how many rows the parked requests will need: one for each that has been answered, and at least as
+        many as there are more of them than slots, since each has a copy of its keys and values.
         """
-        answered = sum(mine.heard is not None for mine in self.aside.values())
-        return max(answered, len(self.aside) - self.settings.slots)
+        answered_count = sum(request.reply_tokens is not None for request in self.parked_requests.values())
+        return max(answered_count, len(self.parked_requests) - self.settings.slots)
 
     def next(
-        self, interrupted: Callable[[], bool] | None = None, until_wanted: bool = True
+        self, interrupted: Callable[[], bool] | None = None, until_needed: bool = True
     ) -> list[tuple[int, list[Completion]]]:
-        """Computes until prompts are finished, or (`until_wanted`) more are wanted; returns the finished ones, by
-        number in the order of submission. Once `interrupted()` they are all of them, with what they had.
+        """Computes until prompts are finished, or (`until_needed`) more are needed; returns the finished ones, by
+        number in the order of submission. Once `interrupted()` it returns all, with the completions that they have.
         """
         with torch.inference_mode(), slot_attention(self.engine.model):
-            going_on = not self.queue.prompts or self._run(interrupted, until_wanted)
-        return self.queue.handed_out(everything=not going_on)
+            goes_on = not self.queue.prompts or self._run_until_finished(interrupted, until_needed)
+        return self.queue.pop_finished(include_unfinished=not goes_on)
 
-    def _run(self, interrupted: Callable[[], bool] | None, until_wanted: bool) -> bool:
-        """Consumes the queue until further prompts are finished; returns whether there is more to do.
-
-        There is none when no row is left, or when `interrupted` says so.
-        """
+    def _run_until_finished(self, interrupted: Callable[[], bool] | None, until_needed: bool) -> bool:
+        """Works until prompts are finished; returns False when nothing is left to do, or when `interrupted()`."""
         queue = self.queue
-        if queue.done:
+        if queue.finished_prompts:
             return True
-        while queue.left or len(self.free) < self.extent or self.aside:
-            if self.aside:
-                self._listen()
-            self._fill()
-            retired = self._retire(self._finished())
-            if queue.done or (until_wanted and self.wanted):
+        while queue.requests_left or len(self.free_rows) < self.extent or self.parked_requests:
+            if self.parked_requests:
+                self._collect_replies()
+            self._fill_free_rows()
+            has_ended = self._end_turns(self._find_finished_rows())
+            if queue.finished_prompts or (until_needed and self.prompts_needed):
                 return True
-            if retired:
+            if has_ended:
                 continue  # a first token can be the last: fill again before computing
-            if self.steps >= _STEPS_BETWEEN_ASKING and interrupted is not None:
-                self.steps = 0
+            if self.steps_since_asking >= _STEPS_BETWEEN_ASKING and interrupted is not None:
+                self.steps_since_asking = 0
                 if interrupted():
-                    self._retire(np.arange(self.extent), interrupted=True)
-                    for mine in self.aside.values():
-                        mine.reason = StopReason.INTERRUPTED
-                        self._finish(mine)
-                    self.aside.clear()
-                    queue.next_request += queue.left  # the others are not begun
+                    self._end_turns(np.arange(self.extent), interrupted=True)
+                    for request in self.parked_requests.values():
+                        request.stop_reason = StopReason.INTERRUPTED
+                        self._finish(request)
+                    self.parked_requests.clear()
+                    queue.next_request += queue.requests_left  # the others are not begun
                     return False
-            self.steps += self._grow() if self.extent else _STEPS_BETWEEN_ASKING
+            self.steps_since_asking += self._grow() if self.extent else _STEPS_BETWEEN_ASKING
         return False
 
-    def _fill(self) -> None:
-        """Give free rows to the next requests; when there are none, close the gaps."""
-        if self.aside:
-            self._take_back()
+    def _fill_free_rows(self) -> None:
+        """Give free rows to the next requests; when no request is left, close the gaps."""
+        if self.parked_requests:
+            self._restore_parked()
         queue = self.queue
-        if (more := queue.left - len(self.free)) > 0 and self.extent < self.settings.slots:
-            more = min(more, self.settings.slots - self.extent)
-            self.free, self.extent = [*self.free, *range(self.extent, self.extent + more)], self.extent + more
-        while self.free and queue.left:
-            read = self.read
-            if read is None or queue.next_request >= read.end * queue.count:
-                read = self._read_more()
-            n = min(len(self.free), read.end * queue.count - queue.next_request)
-            admitted, self.free = self.free[:n], self.free[n:]
-            self._admit(admitted, read)
-        if self.free:
+        if (row_count := queue.requests_left - len(self.free_rows)) > 0 and self.extent < self.settings.slots:
+            extent = self.extent + min(row_count, self.settings.slots - self.extent)
+            self.free_rows, self.extent = [*self.free_rows, *range(self.extent, extent)], extent
+        while self.free_rows and queue.requests_left:
+            batch = self.prefill_batch
+            if batch is None or queue.next_request >= batch.end * queue.count:
+                batch = self._prefill_next()
+            n = min(len(self.free_rows), batch.end * queue.count - queue.next_request)
+            rows, self.free_rows = self.free_rows[:n], self.free_rows[n:]
+            self._admit(rows, batch)
+        if self.free_rows:
             self._close_gaps()
 
-    def _read_more(self) -> _Read:
+    def _prefill_next(self) -> _PrefillBatch:
         """Run the next prompts through the model."""
         queue = self.queue
-        first = end = queue.next_request // queue.count
-        self.read = None  # its prompts have all been taken: before its successor is made
+        begin = end = queue.next_request // queue.count
+        self.prefill_batch = None  # all its requests have begun, and its memory is freed for the next ones
         tokens = 0
-        while end < queue.submitted:
+        while end < queue.prompt_count:
             tokens += len(queue.prompts[end].prompt.tokens)
-            if tokens > PREFILL_TOKENS and end > first:
+            if tokens > PREFILL_TOKENS and end > begin:
                 break
             end += 1
-        packed = self.engine.read([queue.prompts[i].prompt for i in range(first, end)])
-        self.read = _Read(first, end, packed, self.engine.version)
-        self.cache = self.engine.cache(packed, queue.positions, self.extent if len(self.free) < self.extent else 0)
-        return self.read
+        prompts = self.engine.prefill([queue.prompts[i].prompt for i in range(begin, end)])
+        self.prefill_batch = _PrefillBatch(begin, end, prompts, self.engine.version)
+        rows = self.extent if len(self.free_rows) < self.extent else 0
+        self.cache = self.engine.cache(prompts, queue.longest_sequence, rows)
+        return self.prefill_batch
 
-    def _admit(self, rows: list[int], read: _Read) -> None:
-        """Start the next requests in `rows` (ascending), all of prompts that were read."""
+    def _admit(self, rows: list[int], batch: _PrefillBatch) -> None:
+        """Start the next requests in `rows` (ascending), all of the batch's prompts."""
         queue = self.queue
         requests = np.arange(queue.next_request, queue.next_request + len(rows))
         queue.next_request += len(rows)
         prompts = requests // queue.count
         for p in range(prompts[0], prompts[-1] + 1):
-            mine = [row for row, prompt in zip(rows, prompts, strict=True) if prompt == p]
-            self.cache.fill(mine, read.packed, p - read.first)
-            self.prompt_R[mine] = len(queue.prompts[p].prompt.tokens)
-            self.limit_R[mine] = queue.room.of(queue.prompts[p].prompt)
-        for row, request in zip(rows, requests.tolist(), strict=True):
-            self.request_R[row] = _Request(request, read.version, row)
+            prompt_rows = [row for row, prompt in zip(rows, prompts, strict=True) if prompt == p]
+            self.cache.fill(prompt_rows, batch.prompts, p - batch.begin)
+            self.prompt_R[prompt_rows] = len(queue.prompts[p].prompt.tokens)
+            self.limit_R[prompt_rows] = queue.limits.longest_completion(queue.prompts[p].prompt)
+        for row, number in zip(rows, requests.tolist(), strict=True):
+            self.request_R[row] = _Request(number, batch.version, row)
         self.count_R[rows] = 1
         shape = (len(rows), self.settings.max_completion_tokens)
         uniform = np.zeros(shape, np.float32) if self.sampling.temperature == 0 else self.rng.random(shape, np.float32)
         if self.sampling.repetition_penalty != 1:
-            self.rows.read(rows, [torch.from_numpy(queue.prompts[p].prompt.tokens).long() for p in prompts.tolist()])
+            tokens = [torch.from_numpy(queue.prompts[p].prompt.tokens).long() for p in prompts.tolist()]
+            self.rows.remember_tokens(rows, tokens)
         self.rows.admit(
             torch.tensor(rows, device=self.device),
             torch.from_numpy(self.prompt_R[rows]).to(self.device),
             torch.from_numpy(uniform).to(self.device),
-            read.packed.logits_PV[torch.from_numpy(prompts - read.first).to(self.device)],
+            batch.prompts.logits_PV[torch.from_numpy(prompts - batch.begin).to(self.device)],
             self.sampling,
         )
 
     def _close_gaps(self) -> None:
-        """Move the last rows into the free ones, and forget the rest."""
-        extent = self.extent - len(self.free)
-        target = [row for row in self.free if row < extent]
-        source = sorted(set(range(extent, self.extent)).difference(self.free))
-        self.extent, self.free = extent, []
+        """Move the last rows into the free ones, so that rows 0 .. extent - 1 are in use."""
+        extent = self.extent - len(self.free_rows)
+        target = [row for row in self.free_rows if row < extent]
+        source = sorted(set(range(extent, self.extent)).difference(self.free_rows))
+        self.extent, self.free_rows = extent, []
         if not source:
             return
         self.request_R[target] = self.request_R[source]
@@ -460,51 +463,53 @@ class Flow:
         self.count_R[:n] += steps
         return steps
 
-    def _finished(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Returns the rows whose completion has ended. The one place that waits for the device."""
+    def _find_finished_rows(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """Returns the rows whose turn has ended. Only this method waits for the device."""
         n = self.extent
-        done = self.rows.ended_R[:n].cpu().numpy() | (self.count_R >= self.limit_R)[:n]
-        if self.engine._stop.strings:
+        is_done_R = self.rows.ended_R[:n].cpu().numpy() | (self.count_R >= self.limit_R)[:n]
+        if self.engine._stops.strings:
             tokens = self.rows.token_RT[:n].cpu().numpy()
-            for row in np.flatnonzero(~done):
-                said = tokens[row, self.request_R[row].turn : self.count_R[row]].tolist()
-                done[row] = self.engine._stop.may_be_near(said, self.stride)
-        return np.flatnonzero(done)
+            for row in np.flatnonzero(~is_done_R):
+                turn_ids = tokens[row, self.request_R[row].turn_start : self.count_R[row]].tolist()
+                is_done_R[row] = self.engine._stops.may_be_near(turn_ids, self.stride)
+        return np.flatnonzero(is_done_R)
 
-    def _retire(self, finished: np.ndarray[tuple[int], np.dtype[np.int64]], interrupted: bool = False) -> bool:
-        """Take the turns that have ended out of rows; returns whether there were any.
+    def _end_turns(self, finished_rows: np.ndarray[tuple[int], np.dtype[np.int64]], interrupted: bool = False) -> bool:
+        """End the turns of rows; returns whether there were any.
 
-        Without a partner a turn is the whole completion. Else the partner is asked: rows that are answered at once go
-        on where they are, those at their end are freed, and the others are set aside.
+        Without a partner a turn is the whole completion. Else the partner hears it: rows that are answered at once go
+        on where they are, those at their end are freed, and the other requests are parked.
         """
-        if not len(finished):
+        if not len(finished_rows):
             return False
-        rows = torch.from_numpy(finished).to(self.device)
-        ids, log_behavior = self.rows.token_RT[rows].tolist(), self.rows.log_behavior_RT[rows].cpu().numpy()
-        self._require_finite(log_behavior, self.count_R[finished])
+        rows = torch.from_numpy(finished_rows).to(self.device)
+        token_ids, log_behavior = self.rows.token_RT[rows].tolist(), self.rows.log_behavior_RT[rows].cpu().numpy()
+        self._require_finite(log_behavior, self.count_R[finished_rows])
         turns: list[Turn] = []
-        for i, row in enumerate(finished.tolist()):
-            mine: _Request = self.request_R[row]
-            said = ids[i][mine.turn : self.count_R[row]]
-            length, text, mine.reason = self.engine._stop.ended(said, self.engine._eos, interrupted)
-            n = self.count_R[row] = mine.turn + length
-            mine.ids, mine.log_behavior, mine.row = ids[i][:n], log_behavior[i, :n].copy(), row
+        for i, row in enumerate(finished_rows.tolist()):
+            request: _Request = self.request_R[row]
+            turn_ids = token_ids[i][request.turn_start : self.count_R[row]]
+            end = self.engine._stops.cut_at_end(turn_ids, self.engine._eos_ids, interrupted)
+            length, text, request.stop_reason = end
+            n = self.count_R[row] = request.turn_start + length
+            request.token_ids, request.log_behavior, request.row = token_ids[i][:n], log_behavior[i, :n].copy(), row
             if self.partner is None:
-                self._finish(mine, text)
-            elif interrupted or mine.reason is StopReason.LENGTH:
-                mine.reason = StopReason.INTERRUPTED if interrupted else mine.reason
-                self._finish(mine)
+                self._finish(request, text)
+            elif interrupted or request.stop_reason is StopReason.LENGTH:
+                request.stop_reason = StopReason.INTERRUPTED if interrupted else request.stop_reason
+                self._finish(request)
             else:
-                self.aside[mine.number] = mine
-                turns.append(Turn(mine.number, text, mine.reason, int(self.limit_R[row]) - n, said[:length]))
-        going_on: list[_Request] = []
+                self.parked_requests[request.number] = request
+                room = int(self.limit_R[row]) - n
+                turns.append(Turn(request.number, text, request.stop_reason, room, turn_ids[:length]))
+        continuing_requests: list[_Request] = []
         if turns and self.partner is not None:
             self.partner.hear(turns)
-            going_on = self._listen()
-            for mine in self.aside.values():
-                mine.state = mine.state or self._taken(mine.row)
-        self.free = sorted(set(finished.tolist()).difference(mine.row for mine in going_on))
-        self._go_on(going_on)
+            continuing_requests = self._collect_replies()
+            for request in self.parked_requests.values():
+                request.row_state = request.row_state or self._copy_row(request.row)
+        self.free_rows = sorted(set(finished_rows.tolist()).difference(request.row for request in continuing_requests))
+        self._append_replies(continuing_requests)
         return True
 
     def _require_finite(self, log_behavior: FloatArray, count: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
@@ -512,108 +517,109 @@ class Flow:
             self.engine._cache = None  # a NaN in a slot would outlive its row
             raise TbaError(f"the weights of version {self.engine.version} give probabilities that are not finite")
 
-    def _finish(self, mine: _Request, text: str | None = None) -> None:
-        """Take the completion of a request that is at its end; text: None is that of all its tokens."""
+    def _finish(self, request: _Request, text: str | None = None) -> None:
+        """Store the completion of a request that is at its end; text: None is that of all its tokens."""
         mask = None
-        if mine.observed:
-            mask = np.ones(len(mine.ids), dtype=np.bool_)
-            for begin, end in mine.observed:
+        if request.observed_spans:
+            mask = np.ones(len(request.token_ids), dtype=np.bool_)
+            for begin, end in request.observed_spans:
                 mask[begin:end] = False
         completion = Completion(
-            np.array(mine.ids, dtype=np.int32),
-            self.engine._stop.text(mine.ids) if text is None else text,
-            mine.reason,
-            (mine.began, self.engine.version),
+            np.array(request.token_ids, dtype=np.int32),
+            self.engine._stops.text(request.token_ids) if text is None else text,
+            request.stop_reason,
+            (request.first_version, self.engine.version),
             self.sampling,
-            mine.log_behavior,
+            request.log_behavior,
             mask,
         )
         if self.partner is not None:
-            completion = self.partner.ended(mine.number, completion)
-        self.queue.finish(mine.number, completion)
+            completion = self.partner.ended(request.number, completion)
+        self.queue.finish(request.number, completion)
 
-    def _listen(self) -> list[_Request]:
-        """Take in what the partner has answered: what is at its end is finished. Returns the requests that go on and
-        still have a row, which are aside no longer.
+    def _collect_replies(self) -> list[_Request]:
+        """Collect what the partner has answered, and finish the requests that it ended. Returns the requests that go on
+        and still have a row, which are parked no longer.
         """
         assert self.partner is not None
-        idle = self.extent == len(self.free) and not self.queue.left
-        waits = idle and not any(mine.heard is not None for mine in self.aside.values())
-        going_on = []
-        for request, tokens in self.partner.replies(wait=waits).items():
-            mine = self.aside[request]
-            limit = self.queue.room.of(self.queue.asked(request))
-            if tokens is not None and len(mine.ids) + len(tokens) < limit:
-                mine.heard = tokens
-                if mine.state is not None:
+        is_idle = self.extent == len(self.free_rows) and not self.queue.requests_left
+        must_wait = is_idle and not any(request.reply_tokens is not None for request in self.parked_requests.values())
+        continuing_requests = []
+        for number, tokens in self.partner.replies(wait=must_wait).items():
+            request = self.parked_requests[number]
+            limit = self.queue.limits.longest_completion(self.queue.prompt_of(number))
+            if tokens is not None and len(request.token_ids) + len(tokens) < limit:
+                request.reply_tokens = tokens
+                if request.row_state is not None:
                     continue
-                going_on.append(mine)
+                continuing_requests.append(request)
             else:
-                mine.reason = mine.reason if tokens is None else StopReason.LENGTH
-                self._finish(mine)
-            del self.aside[request]
-        return going_on
+                request.stop_reason = request.stop_reason if tokens is None else StopReason.LENGTH
+                self._finish(request)
+            del self.parked_requests[number]
+        return continuing_requests
 
-    def _taken(self, row: int) -> _State:
-        """Copy out what a row holds, so that the row can be given to another."""
-        length = int(self.prompt_R[row] + self.count_R[row])
-        return [int(count_R[row]) for count_R in self._counts], self.rows.take(row), self.cache.take(row, length)
+    def _copy_row(self, row: int) -> _RowState:
+        """Returns a copy of what a row holds, so that the row can be given to another request."""
+        length, counts = int(self.prompt_R[row] + self.count_R[row]), [int(count_R[row]) for count_R in self._counts]
+        return counts, self.rows.copy_row(row), self.cache.copy_row(row, length)
 
-    def _take_back(self) -> None:
-        """Give rows to the requests that were set aside and have been answered."""
-        back: list[_Request] = []
-        for mine in list(self.aside.values()):
-            if mine.heard is None or mine.state is None:
+    def _restore_parked(self) -> None:
+        """Give rows to the parked requests that have been answered."""
+        restored_requests: list[_Request] = []
+        for request in list(self.parked_requests.values()):
+            if request.reply_tokens is None or request.row_state is None:
                 continue
-            if not self.free and self.extent < self.settings.slots:
-                self.free, self.extent = [self.extent], self.extent + 1
-            if not self.free:
+            if not self.free_rows and self.extent < self.settings.slots:
+                self.free_rows, self.extent = [self.extent], self.extent + 1
+            if not self.free_rows:
                 break
-            mine.row, *self.free = self.free
-            counts, of_row, cached = mine.state
-            self.request_R[mine.row], mine.state = mine, None
+            request.row, *self.free_rows = self.free_rows
+            counts, decoding_state, row_cache = request.row_state
+            self.request_R[request.row], request.row_state = request, None
             for count_R, count in zip(self._counts, counts, strict=True):
-                count_R[mine.row] = count
-            self.rows.put(mine.row, of_row)
-            self.cache.put(mine.row, cached)
-            back.append(self.aside.pop(mine.number))
-        self._go_on(back)
+                count_R[request.row] = count
+            self.rows.restore_row(request.row, decoding_state)
+            self.cache.restore_row(request.row, row_cache)
+            restored_requests.append(self.parked_requests.pop(request.number))
+        self._append_replies(restored_requests)
 
-    def _go_on(self, answered: Sequence[_Request]) -> None:
-        """Append what was answered to the rows, in as few passes as `PREFILL_TOKENS` allows, and draw a token."""
-        part: list[_Request] = []
+    def _append_replies(self, requests: Sequence[_Request]) -> None:
+        """Append the replies to the rows, in as few passes as `PREFILL_TOKENS` allows, and draw a token."""
+        pass_requests: list[_Request] = []
         tokens = 0
-        for mine in answered:
-            assert mine.heard is not None
-            if part and tokens + len(mine.heard) > PREFILL_TOKENS:
-                self._append(part)
-                part, tokens = [], 0
-            part.append(mine)
-            tokens += 1 + len(mine.heard)
-        if part:
-            self._append(part)
+        for request in requests:
+            assert request.reply_tokens is not None
+            if pass_requests and tokens + len(request.reply_tokens) > PREFILL_TOKENS:
+                self._append_in_one_pass(pass_requests)
+                pass_requests, tokens = [], 0
+            pass_requests.append(request)
+            tokens += 1 + len(request.reply_tokens)
+        if pass_requests:
+            self._append_in_one_pass(pass_requests)
 
-    def _append(self, answered: Sequence[_Request]) -> None:
-        rows = [mine.row for mine in answered]
+    def _append_in_one_pass(self, requests: Sequence[_Request]) -> None:
+        rows = [request.row for request in requests]
         begin = self.count_R[rows]
-        heard = [np.asarray(mine.heard, dtype=np.int64) for mine in answered]
-        end = begin + np.array([len(tokens) for tokens in heard], dtype=np.int64)
+        replies = [np.asarray(request.reply_tokens, dtype=np.int64) for request in requests]
+        end = begin + np.array([len(tokens) for tokens in replies], dtype=np.int64)
         # The last token of the turn has been drawn and not read yet.
-        read = [torch.from_numpy(np.append(mine.ids[-1:], new)) for mine, new in zip(answered, heard, strict=True)]
+        pairs = [(request.token_ids, reply) for request, reply in zip(requests, replies, strict=True)]
+        unread_tokens = [torch.from_numpy(np.append(token_ids[-1:], reply)) for token_ids, reply in pairs]
         starts = (self.prompt_R[rows] + begin - 1).tolist()
-        logits = Continuations(self.cache, rows, starts, read).run(self.engine.model)
+        logits = Continuations(self.cache, rows, starts, unread_tokens).run(self.engine.model)
         row_N = np.repeat(np.array(rows, dtype=np.int64), end - begin)
-        at_N = np.concatenate([np.arange(b, e) for b, e in zip(begin, end, strict=True)])
-        of_rows = torch.from_numpy(np.stack([rows, end, self.prompt_R[rows]])).to(self.device)
-        of_tokens = torch.from_numpy(np.stack([row_N, at_N, np.concatenate(heard)])).to(self.device)
+        place_N = np.concatenate([np.arange(b, e) for b, e in zip(begin, end, strict=True)])
+        row_input = torch.from_numpy(np.stack([rows, end, self.prompt_R[rows]])).to(self.device)
+        token_input = torch.from_numpy(np.stack([row_N, place_N, np.concatenate(replies)])).to(self.device)
         if self.sampling.repetition_penalty != 1:  # anew: a row may have drawn more behind the end of its turn
-            asked = [self.queue.asked(mine.number).tokens for mine in answered]
-            known = [np.concatenate([p, mine.ids, new]) for p, mine, new in zip(asked, answered, heard, strict=True)]
-            self.rows.read(rows, [torch.from_numpy(tokens).long() for tokens in known])
-        self.rows.hear(of_rows[0], of_rows[1], Heard(*of_tokens), of_rows[2], logits, self.sampling)
-        for mine, b, e in zip(answered, begin.tolist(), end.tolist(), strict=True):
-            mine.observed.append((b, e))
-            mine.turn, mine.heard = e, None
+            prompts = [self.queue.prompt_of(request.number).tokens for request in requests]
+            sequences = [np.concatenate([prompt, *pair]) for prompt, pair in zip(prompts, pairs, strict=True)]
+            self.rows.remember_tokens(rows, [torch.from_numpy(tokens).long() for tokens in sequences])
+        self.rows.resume(row_input[0], row_input[1], ReplyTokens(*token_input), row_input[2], logits, self.sampling)
+        for request, b, e in zip(requests, begin.tolist(), end.tolist(), strict=True):
+            request.observed_spans.append((b, e))
+            request.turn_start, request.reply_tokens = e, None
         self.count_R[rows] = end + 1
 
 
@@ -630,33 +636,33 @@ def _self_test(model: PreTrainedModel) -> tuple[int, bool]:
         raise UserError(
             f"{name} has layers that are no plain attention over keys and values: use the vllm engine for this model"
         )
-    own_attention = config._attn_implementation
-    first = torch.arange(_PROBE) * 31 % config.vocab_size
-    packed = PackedPrompts([first[:-1], first[2:-2]], model.device)
-    prompts = [p.to(model.device) for p in (first, first[2:-1])]
+    attention_name = config._attn_implementation
+    probe_tokens = torch.arange(_PROBE) * 31 % config.vocab_size
+    pack = PackedPrompts([probe_tokens[:-1], probe_tokens[2:-2]], model.device)
+    prompts = [p.to(model.device) for p in (probe_tokens, probe_tokens[2:-1])]
     with slot_attention(model):
-        packed.run(model)
-    expected = kinds or ["sliding_attention"] * bool(getattr(config, "sliding_window", None))
-    if any(e == "sliding_attention" and packed.kinds[layer].window is None for layer, e in enumerate(expected)):
+        pack.run(model)
+    expected_kinds = kinds or ["sliding_attention"] * bool(getattr(config, "sliding_window", None))
+    if any(e == "sliding_attention" and pack.kinds[layer].window is None for layer, e in enumerate(expected_kinds)):
         raise UserError(f"{name} keeps its sliding window from the attention function: use the vllm engine for it")
-    if own_attention == "sdpa" and any(kind.softcap for kind in packed.kinds.values()):
+    if attention_name == "sdpa" and any(kind.softcap for kind in pack.kinds.values()):
         raise UserError(f"{name} caps its attention scores, which sdpa ignores: load it with attn_implementation=eager")
-    plain = [model(input_ids=p[None], attention_mask=torch.ones_like(p[None]), use_cache=False).logits for p in prompts]
-    plain_RV = torch.cat([logits[0, -2:] for logits in plain])
+    outputs = [model(input_ids=p[None], attention_mask=torch.ones_like(p[None]), use_cache=False) for p in prompts]
+    plain_RV = torch.cat([output.logits[0, -2:] for output in outputs])
     if plain_RV.isnan().any():
         raise UserError(
             f"{name} computes NaN in {str(model.dtype).removeprefix('torch.')}, no probabilities: set --model.dtype "
             "float32, or give another model"
         )
-    if packed.takes_flash:
+    if pack.takes_flash:
         try:
-            fault = flash_fault(packed) or unlike(plain_RV, _through_slots(model, packed, prompts, flash=True))
+            fault = flash_fault(pack) or describe_difference(plain_RV, _slot_logits(model, pack, prompts, flash=True))
         except (RuntimeError, TypeError) as error:  # the kernel of this torch or this GPU takes no such call
             fault = str(error)
         if fault is None:
             return plain_RV.shape[1], True
         log.warning("the slots of %s are read without the flash kernel: %s", name, fault)
-    fault = unlike(plain_RV, _through_slots(model, packed, prompts, flash=False))
+    fault = describe_difference(plain_RV, _slot_logits(model, pack, prompts, flash=False))
     if fault is not None:
         raise UserError(
             f"{name} gives other probabilities through the slots than by its own forward ({fault}): use the vllm "
@@ -665,13 +671,13 @@ def _self_test(model: PreTrainedModel) -> tuple[int, bool]:
     return plain_RV.shape[1], False
 
 
-def _through_slots(model: PreTrainedModel, packed: PackedPrompts, prompts: Sequence[Tensor], flash: bool) -> Tensor:
+def _slot_logits(model: PreTrainedModel, pack: PackedPrompts, prompts: Sequence[Tensor], flash: bool) -> Tensor:
     """Returns the logits after the last two tokens of each prompt, [2 * prompts, V]: of `packed`, which lacks the last,
     and of a step.
     """
-    cache = SlotCache(packed, len(prompts), _PROBE, flash)
+    cache = SlotCache(pack, len(prompts), _PROBE, flash)
     for row in range(len(prompts)):
-        cache.fill([row], packed, row)
+        cache.fill([row], pack, row)
     position_R = torch.tensor([len(p) - 1 for p in prompts], device=model.device)
     newest_R1 = torch.stack([p[-1:] for p in prompts])
     with slot_attention(model):
@@ -680,6 +686,6 @@ def _through_slots(model: PreTrainedModel, packed: PackedPrompts, prompts: Seque
             position_ids=position_R[:, None],
             attention_mask=torch.ones_like(newest_R1),
             use_cache=False,
-            tba_slots=cache.at(position_R, _PROBE),
+            tba_slots=cache.at_positions(position_R, _PROBE),
         )
-    return torch.stack([packed.logits_PV, output.logits[:, -1]], 1).flatten(0, 1)
+    return torch.stack([pack.logits_PV, output.logits[:, -1]], 1).flatten(0, 1)

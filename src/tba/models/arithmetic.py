@@ -24,10 +24,10 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def arithmetic_of(path: str, rank: int, dtype: torch.dtype, device: torch.device) -> ComputeCost | None:
-    """Returns that of the model in a folder, with adapters of this rank, on `device` as it is now.
+    """Returns what a token costs the model in a folder, with adapters of this rank, and the speed of `device`, measured now.
 
-    None for a model of unknown shape or with experts, of which a token meets some, and where it cannot be measured: a
-    run goes on without.
+    Returns None for a model of unknown shape, for one with experts, of which a token meets only some, and where the
+    speed cannot be measured: a run goes on without these figures.
     """
     try:
         config = plain_config(path)
@@ -36,10 +36,10 @@ def arithmetic_of(path: str, rank: int, dtype: torch.dtype, device: torch.device
         shape, rate = Shape.of(config), product_rate(dtype, device)
     except (*UNREADABLE, RuntimeError, StopIteration):
         return None
-    return ComputeCost(shape.operations(1, 0), shape.operations(0, 1), passes(rank), rate)
+    return ComputeCost(shape.operations(1, 0), shape.operations(0, 1), forwards_per_update(rank), rate)
 
 
-def passes(rank: int) -> int:
+def forwards_per_update(rank: int) -> int:
     """Returns how many forwards a forward and its backward cost. rank: of adapters, 0 where all weights are trained.
 
     Weights and inputs have a gradient each, which costs as much as the forward; a frozen base has one.
@@ -62,9 +62,11 @@ def _shape_at(path: str) -> Shape | None:
 
 @cache
 def judge_bytes(path: str, kind: Any, tokens: int, itemsize: int = 4) -> int:
-    """Returns `memory.judge` of the model at a path; 0 where its configuration cannot be read. Nothing is loaded."""
+    """Returns `memory.scoring_model_bytes` of the model at a path, without loading it; 0 where its configuration cannot
+    be read.
+    """
     try:
-        return memory.judge(plain_config(path), kind, tokens, itemsize)
+        return memory.scoring_model_bytes(plain_config(path), kind, tokens, itemsize)
     except (*UNREADABLE, StopIteration):
         return 0  # whoever loads it says why
 
@@ -75,19 +77,19 @@ def positions_of(path: str) -> int | None:
     or its configuration cannot be read.
     """
     try:
-        longest = positions(plain_config(path).get_text_config(), sys.maxsize)
+        position_count = positions(plain_config(path).get_text_config(), sys.maxsize)
     except (*UNREADABLE, StopIteration):
         return None
-    return None if longest == sys.maxsize else longest
+    return None if position_count == sys.maxsize else position_count
 
 
 def product_rate(dtype: torch.dtype, device: torch.device) -> float:
     """Returns the operations a second of a large product of matrices: what the device does at best."""
     side = 1024 if device.type == "cpu" else 8192
     a, b = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
-    best = math.inf
+    best_seconds = math.inf
     for _ in range(_TRIES):
-        began = time.perf_counter()
+        start = time.perf_counter()
         float((a @ b)[0, 0])  # waits for it
-        best = min(best, time.perf_counter() - began)
-    return 2 * side**3 / best
+        best_seconds = min(best_seconds, time.perf_counter() - start)
+    return 2 * side**3 / best_seconds

@@ -23,7 +23,7 @@ from tba.rewards.endpoint import Endpoint, EndpointClient
 from tba.rewards.threads import run_in_threads
 from tba.types import Completion, FloatArray, Json, Prompt, Version
 
-LEAST = -1e5  # of a token, in nats: servers write -9999 where they mean none at all
+MIN_LOG_PROBABILITY = -1e5  # of a token, in nats: servers write -9999 where they mean none at all
 _ROUNDING = 1e-3  # by which a log-probability in half precision may be above 0
 
 
@@ -82,8 +82,8 @@ class EndpointReference:
         self.version = version
         self._settings = settings
         self._client = EndpointClient(replace(settings.endpoint, api="completions", concurrency=settings.concurrency))
-        one = {"model": settings.endpoint.model, "max_tokens": 1, "temperature": 0}
-        self._asked = one | ({"echo": True, "logprobs": 1} if settings.scores == "echo" else {"prompt_logprobs": 1})
+        scores = {"echo": True, "logprobs": 1} if settings.scores == "echo" else {"prompt_logprobs": 1}
+        self._request_fields = {"model": settings.endpoint.model, "max_tokens": 1, "temperature": 0} | scores
 
     def log_probabilities_of(self, answered: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[FloatArray]]:
         """Score completions of several prompts, each by one call: [i][j] is of the i-th prompt's j-th completion,
@@ -91,11 +91,12 @@ class EndpointReference:
 
         Raises `UserError` for a refusal, `Refused` when no call succeeds, `DeadlineExceeded` when it takes too long.
         """
-        calls = [partial(self._score, prompt, c) for prompt, completions in answered for c in completions]
+        pairs = [(prompt, completion) for prompt, completions in answered for completion in completions]
+        calls = [partial(self._score, *pair) for pair in pairs]
         if not calls:
             return [[] for _ in answered]
-        settings, where = self._settings, str(self._client)
-        rows = iter(run_in_threads(calls, settings.concurrency, settings.deadline, lambda _: where, "`deadline`"))
+        settings, description = self._settings, str(self._client)
+        rows = iter(run_in_threads(calls, settings.concurrency, settings.deadline, lambda _: description, "`deadline`"))
         return [[next(rows) for _ in completions] for _, completions in answered]
 
     @property
@@ -114,15 +115,15 @@ class EndpointReference:
         tokens = [*prompt.tokens.tolist(), *completion.tokens.tolist()]
         if self._settings.positions is not None and len(tokens) >= self._settings.positions:
             return np.full(len(completion.tokens), np.nan, np.float32)  # what is no number is rejected, and counted
-        reply = self._client.ask({**self._asked, "prompt": tokens})
+        reply = self._client.ask({**self._request_fields, "prompt": tokens})
         try:
             check(reply, {"choices": list[dict[str, Any]]}, "it")
             choice = reply["choices"][0]
             if self._settings.scores == "echo":
                 scores = choice["logprobs"]["token_logprobs"][: len(tokens)]
             else:
-                of = zip(tokens, choice["prompt_logprobs"], strict=True)
-                scores = [None if entry is None else entry[str(token)]["logprob"] for token, entry in of]
+                entries = zip(tokens, choice["prompt_logprobs"], strict=True)
+                scores = [None if entry is None else entry[str(token)]["logprob"] for token, entry in entries]
             log_probabilities = np.array(
                 [_log_probability(score) for score in scores[len(prompt.tokens) :]], np.float32
             )
@@ -131,8 +132,8 @@ class EndpointReference:
         if len(log_probabilities) != len(completion.tokens):
             raise UserError(
                 f"{self._client} does not give the log-probabilities of the tokens it was sent "
-                f"({self._settings.scores}; each a number from {LEAST:,.0f} to 0): take a server that does, such as "
-                "vLLM's, or another `scores`"
+                f"({self._settings.scores}; each a number from {MIN_LOG_PROBABILITY:,.0f} to 0): take a server that "
+                "does, such as vLLM's, or another `scores`"
             )
         return (
             log_probabilities
@@ -145,6 +146,6 @@ def _log_probability(score: Json) -> float:
     """Returns a score that can be the log-probability of a token, or is not finite, and rejected later. Raises
     `ValueError` for any other.
     """
-    if type(score) not in (int, float) or score > _ROUNDING or -math.inf < score < LEAST:
+    if type(score) not in (int, float) or score > _ROUNDING or -math.inf < score < MIN_LOG_PROBABILITY:
         raise ValueError("no log-probability of a token")
     return float(min(score, 0.0))

@@ -36,11 +36,11 @@ _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _LEAST_FIELD, _LEAST_TENSOR = 13, 24  # bytes of one in a header
 _LONGEST_NAME = 1 << 16  # bytes
 _MOST_AXES = 8
-_COUNTED = re.compile(r"\.(?:\w*_)?(?:block|head|expert)_\w*count")  # names of what MOST_COUNTED bounds
+_COUNT_NAMES = re.compile(r"\.(?:\w*_)?(?:block|head|expert)_\w*count")  # names of what MOST_COUNTED bounds
 _SIZES = (".embedding_length", ".feed_forward_length", ".vocab_size")  # a tensor of a model is as long
 
 
-def converted(path: Path, log: Callable[[str], None]) -> Path:
+def convert_once(path: Path, log: Callable[[str], None]) -> Path:
     """Returns the folder of a GGUF file: cached, or written now.
 
     Raises `UserError` without the package gguf, for a file that cannot be read, and where there is no room.
@@ -53,18 +53,18 @@ def converted(path: Path, log: Callable[[str], None]) -> Path:
     cache = cache_folder("gguf")
     if not (cache / digest).is_dir():
         log(f"{path.name} becomes a folder of float32 weights, once: {cache / digest}")
-    return saved_once(cache, digest, lambda folder: write_folder(path, folder))
+    return save_once(cache, digest, lambda folder: write_folder(path, folder))
 
 
-def saved_once(cache: Path, key: str, make: Callable[[Path], None]) -> Path:
+def save_once(cache: Path, key: str, make: Callable[[Path], None]) -> Path:
     """Returns `cache / key`, made by `make` unless it is there. Raises `UserError` where it cannot be written."""
     try:
         return cached_folder(cache, key, make)
     except (OSError, SafetensorError) as error:
-        raise no_room(cache, error) from error
+        raise write_error(cache, error) from error
 
 
-def no_room(folder: Path, error: Exception) -> UserError:
+def write_error(folder: Path, error: Exception) -> UserError:
     """Returns the error that says that a model could not be written."""
     return UserError(
         f"the model cannot be written to {folder} ({error}): make room, or choose another folder (TBA_CACHE for the "
@@ -85,12 +85,12 @@ def write_folder(path: Path, folder: Path) -> None:
 
 
 def _read(path: Path) -> tuple[Any, Any]:
-    place: dict[str, Any] = {"gguf_file": path.name}
-    other = "give one of an architecture and a quantisation that it can, or a Hugging Face folder"
-    with readable(f"transformers cannot read the GGUF file {path}", other):
+    options: dict[str, Any] = {"gguf_file": path.name}
+    remedy = "give one of an architecture and a quantisation that it can, or a Hugging Face folder"
+    with readable(f"transformers cannot read the GGUF file {path}", remedy):
         _check_header(path)
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, **place, **SAFE)
-        return made_plain(pretrained(AutoModelForCausalLM, path.parent, torch.float32, **place)), tokenizer
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, **options, **SAFE)
+        return as_plain_model(pretrained(AutoModelForCausalLM, path.parent, torch.float32, **options)), tokenizer
 
 
 def _check_header(path: Path) -> None:
@@ -159,7 +159,7 @@ def _check_counts(header: _Header) -> None:
     header.require(tensors, _LEAST_TENSOR)
     header.require(fields, _LEAST_FIELD)
     values = {header.text(): header.value() for _ in range(fields)}
-    longest = 0
+    longest_axis = 0
     for _ in range(tensors):
         name, axes = header.text(), header.number("I")
         if axes > _MOST_AXES:
@@ -168,21 +168,21 @@ def _check_counts(header: _Header) -> None:
         header.numbers("I"), header.numbers("Q")  # its kind, and where it is
         if math.prod(shape) > 8 * header.size:  # no kind has less than a bit for each
             raise ValueError(f"its tensor {quote(name, 40)} is {list(shape)!s:.60}, and it has {header.size:,} bytes")
-        longest = max(longest, *shape, 0)
+        longest_axis = max(longest_axis, *shape, 0)
     for name, numbers in values.items():
-        most = MOST_COUNTED if _COUNTED.search(name) else longest if name.endswith(_SIZES) else math.inf
-        if numbers and not max(numbers) <= most:
-            raise ValueError(f"its {quote(name, 60)} is {max(numbers)!s:.20}, more than {most:,}")
+        limit = MOST_COUNTED if _COUNT_NAMES.search(name) else longest_axis if name.endswith(_SIZES) else math.inf
+        if numbers and not max(numbers) <= limit:
+            raise ValueError(f"its {quote(name, 60)} is {max(numbers)!s:.20}, more than {limit:,}")
 
 
-def made_plain(model: Any) -> Any:
-    """Returns a model of the weights of one that was read from quantized files and is whole now, to be saved: of the
-    one that was read transformers would not do that.
+def as_plain_model(model: Any) -> Any:
+    """Returns an ordinary model with the weights of one that was read from quantized files: transformers would not save
+    the latter.
     """
     vars(model.config).pop("quantization_config", None)
     with torch.device("meta"):
-        plain = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
-    plain.load_state_dict(model.state_dict(), assign=True)
-    plain.tie_weights()
-    plain.generation_config = model.generation_config
-    return plain
+        plain_model = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+    plain_model.load_state_dict(model.state_dict(), assign=True)
+    plain_model.tie_weights()
+    plain_model.generation_config = model.generation_config
+    return plain_model

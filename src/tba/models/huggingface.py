@@ -30,26 +30,26 @@ from tba.fields import as_declared
 from tba.foreign import SAFE, with_arguments, with_day
 from tba.models import memory
 from tba.models.arithmetic import arithmetic_of, positions_of, shape_of
-from tba.models.memory import Sampling, Shape
-from tba.models.precision import Precision, Wanted
-from tba.models.precision import precision as precision_of
-from tba.models.serving import doubt
-from tba.models.source import merged_if_adapter, whole
-from tba.models.warm_start import WarmStart, folder_of_results, warm_started
+from tba.models.memory import SearcherWorkload, Shape
+from tba.models.precision import Precision, PrecisionName, choose_precision
+from tba.models.serving import find_mismatch
+from tba.models.source import merged_if_adapter, resolve_model_path
+from tba.models.warm_start import WarmStart, prepare_warm_start, results_folder
 from tba.policy.causal import CausalPolicy
 from tba.policy.loading import load_model, load_unfilled, no_bars, readable
-from tba.policy.lora import LoraSettings, add_adapters, copy_on_same_base, saved_adapters, switch_adapters
+from tba.policy.lora import LoraSettings, add_adapters, copy_on_same_base, read_adapters, switch_adapters
 from tba.policy.reference import FrozenReference
 from tba.protocols import HEADS, ComputeCost, Policy, SavedPolicy, Task, Work
 from tba.sharding import Sharding
 from tba.types import Version
 
 log = logging.getLogger("tba.searcher")
-_USABLE = 0.95  # of what a process may take of its GPU: its allocator loses some
-_ENGINES: WeakValueDictionary[str, PreTrainedModel] = WeakValueDictionary()  # with adapters: their bases are shared
-# found by this process: finding means building and encoding all problems. The task's class is part of the key, since a
-# notebook defines it again
-_FOUND: dict[tuple[str, type, str, str], Path] = {}
+_USABLE_SHARE = 0.95  # of what a process may take of its GPU: its allocator loses some
+# of engines with adapters, whose bases are shared
+_ENGINE_MODELS: WeakValueDictionary[str, PreTrainedModel] = WeakValueDictionary()
+# folders that this process knows: to find one, all problems are built and encoded. The task's class is part of the key,
+# since a notebook defines it again
+_WARM_STARTS: dict[tuple[str, type, str, str], Path] = {}
 
 
 def _is_day(text: str) -> bool:
@@ -69,9 +69,9 @@ class HuggingFace:
 
     path: str = ""  # a folder, a GGUF file, an adapter of PEFT, or a name on the Hub; empty: the warm start's result
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: cuda, else mps, else cpu
-    dtype: Wanted = "auto"  # in which trainer, reference and engine compute, and weights are published; auto: bfloat16
-    # on CUDA, else float32; 4-bit: bfloat16, on a base under adapters in NF4. What is trained, its gradients and
-    # moments are float32 in any case
+    dtype: PrecisionName = "auto"  # in which trainer, reference and engine compute, and weights are published; auto:
+    # bfloat16 on CUDA, else float32; 4-bit: bfloat16, on a base under adapters in NF4. What is trained, its gradients
+    # and moments are float32 in any case
     generation: EngineSettings = field(default_factory=EngineSettings)
     vllm: VllmSettings = field(default_factory=VllmSettings)
     template_arguments: tuple[str, ...] = ()  # of the chat template, each name=value, such as enable_thinking=false
@@ -96,12 +96,12 @@ class HuggingFace:
 
     @property
     def unused(self) -> Mapping[str, str]:
-        """Fields without effect: those of an engine that is not chosen, the warm start where there are weights, and a
-        day that nobody has named.
+        """Returns the fields without effect: those of an engine that is not chosen, the warm start where there are
+        weights, and a day that nobody has named.
         """
-        found = {} if self.generation.engine != "transformers" else {"vllm": "generation.engine vllm"}
-        found |= {} if self.day else {"day": "day of a template that writes it"}
-        return found | ({"warm_start": 'path ""'} if self.path and self.warm_start is not None else {})
+        remedies = {} if self.generation.engine != "transformers" else {"vllm": "generation.engine vllm"}
+        remedies |= {} if self.day else {"day": "day of a template that writes it"}
+        return remedies | ({"warm_start": 'path ""'} if self.path and self.warm_start is not None else {})
 
     def prepared(self, task: Task, log: Callable[[str], None] = lambda line: None) -> HuggingFace:
         """Returns the model with a path: given, shipped, cached, or trained now.
@@ -109,30 +109,30 @@ class HuggingFace:
         Raises `UserError` when there is neither a path nor a warm start, or no demonstrations to start from.
         """
         if self.path:
-            return replace(self, path=whole(self.path, log))
+            return replace(self, path=resolve_model_path(self.path, log))
         if self.warm_start is None:
             raise UserError("the recipe has no model: give --model.path a folder or a Hugging Face Hub name")
-        known = (repr(self.warm_start), type(task), repr(task), str(folder_of_results()))
-        if known not in _FOUND or not _FOUND[known].is_dir():
-            _FOUND[known] = warm_started(self.warm_start, task, log)
-        return replace(self, path=str(_FOUND[known]))
+        key = (repr(self.warm_start), type(task), repr(task), str(results_folder()))
+        if key not in _WARM_STARTS or not _WARM_STARTS[key].is_dir():
+            _WARM_STARTS[key] = prepare_warm_start(self.warm_start, task, log)
+        return replace(self, path=str(_WARM_STARTS[key]))
 
     @property
-    def _whole(self) -> str:
-        """The path of the whole weights, also of an adapter's folder that was not `prepared`."""
+    def _full_path(self) -> str:
+        """Returns the path of the whole weights, also of an adapter's folder that was not `prepared`."""
         return merged_if_adapter(self.path, log.info)
 
     def tokenizer(self) -> Any:
         """Returns the model's own tokenizer. Raises `UserError` when it cannot be loaded."""
         with readable(f"cannot load a tokenizer from '{self.path}'", "give a folder or a Hub name"):
-            tokenizer = with_arguments(AutoTokenizer.from_pretrained(self._whole, **SAFE), self.template_arguments)
+            tokenizer = with_arguments(AutoTokenizer.from_pretrained(self._full_path, **SAFE), self.template_arguments)
             return with_day(tokenizer, self.day)
 
-    def other(self, path: str) -> HuggingFace:
+    def with_path(self, path: str) -> HuggingFace:
         """Returns another model that only scores, in the same place and precision."""
-        dtype: Wanted = "bfloat16" if self.dtype == "4-bit" else self.dtype
-        plain = replace(self, lora=LoraSettings(), warm_start=None, template_arguments=())  # those of its own template
-        return replace(plain, path=path, dtype=dtype)
+        dtype: PrecisionName = "bfloat16" if self.dtype == "4-bit" else self.dtype
+        settings = replace(self, lora=LoraSettings(), warm_start=None, template_arguments=())  # of its own template
+        return replace(settings, path=path, dtype=dtype)
 
     @property
     def heads(self) -> frozenset[str]:
@@ -159,28 +159,28 @@ class HuggingFace:
         moments_on_host: bool = False,
         averaged: bool = False,
     ) -> CausalPolicy:
-        base, files = str(saved if saved is not None and not self.lora.rank else self._whole), None
+        base, files = str(saved if saved is not None and not self.lora.rank else self._full_path), None
         if sharding is None:
-            model, _ = self._load(base, self._device, self.precision.held)
+            model, _ = self._load(base, self._device, self.precision.weights)
         else:
             self._allow_tf32()
-            model, files = load_unfilled(base, self.precision.held)
+            model, files = load_unfilled(base, self.precision.weights)
         if self.lora.rank:
             add_adapters(model, self.lora, torch.float32)
         # shards are cast as they are gathered, and adapters on a base in 4 bits as they are used
-        lowered = sharding is None and not self.precision.four_bit and self.compute != torch.float32
+        is_lowered = sharding is None and not self.precision.four_bit and self.compute != torch.float32
         policy = CausalPolicy(
             model,
             temperature,
             gradient_checkpointing=self._checkpointing(sharding, moments_on_host, averaged),
             compiled=self.compiled,
             heads=heads,
-            compute=self.compute if lowered else None,
+            compute=self.compute if is_lowered else None,
         )
         if sharding is not None:
             policy.shard(sharding, files)
         if self.lora.rank and saved is not None:
-            policy.load(adapters_in(saved))
+            policy.load(load_adapters(saved))
         return policy
 
     def _checkpointing(
@@ -191,30 +191,30 @@ class HuggingFace:
             return self.gradient_checkpointing
         if self._device.type != "cuda" or sharding is not None:  # all ranks have to do the same
             return False
-        shape, gpu = shape_of(self), self._device.index or torch.cuda.current_device()
-        share = torch.cuda.get_per_process_memory_fraction(gpu)
-        room = int(_USABLE * share * torch.cuda.get_device_properties(gpu).total_memory)
-        return False if shape is None else self.recomputing(shape, room, moments_on_host, averaged)
+        shape, gpu_index = shape_of(self), self._device.index or torch.cuda.current_device()
+        share = torch.cuda.get_per_process_memory_fraction(gpu_index)
+        gpu_bytes = int(_USABLE_SHARE * share * torch.cuda.get_device_properties(gpu_index).total_memory)
+        return False if shape is None else self.recomputation_rule(shape, gpu_bytes, moments_on_host, averaged)
 
-    def recomputing(
-        self, shape: Shape, room: int, moments_on_host: bool = False, averaged: bool = False
+    def recomputation_rule(
+        self, shape: Shape, gpu_bytes: int, moments_on_host: bool = False, averaged: bool = False
     ) -> Callable[[int], bool]:
         """Returns a function that says whether a pass of so many tokens recomputes its activations, because the trainer
-        would need more than `room` bytes of its GPU with them. It logs when that changes.
+        would need more than `gpu_bytes` of its GPU with them. It logs when that changes.
         """
-        said: list[bool] = []
+        decisions: list[bool] = []
 
         def recomputes(tokens: int) -> bool:
-            kept = {"moments_on_host": moments_on_host, "averaged": averaged}
-            of = memory.Pass(tokens, self.precision, "cuda", self.lora.rank, self.lora.targets, **kept)
-            needed = memory.total(memory.trainer(shape, of))
-            found = needed > room
-            if found not in said[-1:]:
-                said.append(found)
-                which = "recomputed" if found else "kept"
-                sizes = f"a pass of {tokens:,} tokens needs {needed / 1e9:.1f} GB with them, of {room / 1e9:.1f} GB"
-                logging.getLogger("tba.trainer").info("activations are %s: %s", which, sizes)
-            return found
+            options = {"moments_on_host": moments_on_host, "averaged": averaged}
+            work = memory.TrainerWorkload(tokens, self.precision, "cuda", self.lora.rank, self.lora.targets, **options)
+            size = memory.total(memory.trainer_bytes(shape, work))
+            decision = size > gpu_bytes
+            if decision not in decisions[-1:]:
+                decisions.append(decision)
+                action = "recomputed" if decision else "kept"
+                sizes = f"a pass of {tokens:,} tokens needs {size / 1e9:.1f} GB with them, of {gpu_bytes / 1e9:.1f} GB"
+                logging.getLogger("tba.trainer").info("activations are %s: %s", action, sizes)
+            return decision
 
         return recomputes
 
@@ -223,7 +223,7 @@ class HuggingFace:
         return self._device
 
     def arithmetic(self) -> ComputeCost | None:
-        return arithmetic_of(self._whole, self.lora.rank, self.compute, self._device)
+        return arithmetic_of(self._full_path, self.lora.rank, self.compute, self._device)
 
     @property
     def gpus_per_searcher(self) -> int:
@@ -234,11 +234,11 @@ class HuggingFace:
     def memory(self, work: Work) -> Mapping[str, memory.Bytes] | None:
         if (shape := shape_of(self)) is None:
             return None
-        device, lora, served = self._device.type, self.lora, self.generation.engine == "vllm"
+        device, lora, uses_vllm = self._device.type, self.lora, self.generation.engine == "vllm"
         answer = min(self.max_completion_tokens, shape.positions - 1)
         prompt = min(work.prompt_tokens, shape.positions - answer)
         batch = work.groups * (prompt + work.group_size * answer)
-        of_pass = memory.Pass(
+        trainer_work = memory.TrainerWorkload(
             tokens=max(min(work.pass_tokens, batch), prompt + answer),  # a row is never split
             precision=self.precision,
             device=device,
@@ -249,15 +249,17 @@ class HuggingFace:
             moments_on_host=work.moments_on_host,
             averaged=work.averaged,
         )
-        sampling = self._sampling(prompt, shape.positions)
-        checkpoint, weights = memory.stored(shape, of_pass)
+        searcher_work = self._searcher_workload(prompt, shape.positions)
+        checkpoint, weights = memory.disk_bytes(shape, trainer_work)
         return {
-            "trainer": memory.trainer(shape, of_pass),
-            "host": memory.on_host(shape, of_pass),
-            "searcher": memory.vllm(shape, sampling, self.vllm.tensor_parallel, 0 if device == "cuda" else None)
-            if served
-            else memory.engine(shape, sampling),
-            "reference": memory.reference(shape, sampling),
+            "trainer": memory.trainer_bytes(shape, trainer_work),
+            "host": memory.host_bytes(shape, trainer_work),
+            "searcher": memory.vllm_bytes(
+                shape, searcher_work, self.vllm.tensor_parallel, 0 if device == "cuda" else None
+            )
+            if uses_vllm
+            else memory.engine_bytes(shape, searcher_work),
+            "reference": memory.reference_bytes(shape, searcher_work),
             "checkpoint": checkpoint,
             "weights": weights,
         }
@@ -270,58 +272,58 @@ class HuggingFace:
         if self.generation.engine == "vllm":
             return self._vllm(version, longest_prompt)
         if self.generation.engine == "auto":
-            served = self._why_not_vllm or self._tried_vllm(version, longest_prompt)
-            if not isinstance(served, str):
+            vllm_engine = self._vllm_obstacle or self._try_vllm(version, longest_prompt)
+            if not isinstance(vllm_engine, str):
                 log.info("answers are sampled by vllm, which has passed its self-test")
-                return served
-            log.info("answers are sampled by transformers: %s", served)
-        made = (self._base(), self.tokenizer(), self.generation, version)
-        return TransformersEngine(*made, longest_prompt, self.compiled)
+                return vllm_engine
+            log.info("answers are sampled by transformers: %s", vllm_engine)
+        arguments = (self._base(), self.tokenizer(), self.generation, version)
+        return TransformersEngine(*arguments, longest_prompt, self.compiled)
 
     def _base(self) -> PreTrainedModel:
         """Returns the model that an engine has in this process, with adapters where there are to be some."""
-        model, _ = self._load(self._whole, self._device, self.compute)
+        model, _ = self._load(self._full_path, self._device, self.compute)
         if self.lora.rank:
             add_adapters(model, self.lora, self.compute)
-            _ENGINES[repr(self)] = model
+            _ENGINE_MODELS[repr(self)] = model
         return model
 
     def _vllm(self, version: Version, longest_prompt: int) -> VllmEngine:
-        """Returns vLLM with its own copy of the weights; with adapters it is given those of a base here, merged."""
+        """Returns vLLM with its own copy of the weights; with adapters it is given merged weights of a base here."""
         base = self._base() if self.lora.rank else None
-        given = (self.generation, self.vllm, self._device, self.compute)
+        settings = (self.generation, self.vllm, self._device, self.compute)
         with no_bars():
-            cache = partial(self._cache_bytes, longest_prompt)
-            return VllmEngine(self._whole, self.tokenizer(), *given, longest_prompt, cache, version, base)
+            cache_bytes = partial(self._cache_bytes, longest_prompt)
+            return VllmEngine(self._full_path, self.tokenizer(), *settings, longest_prompt, cache_bytes, version, base)
 
     @property
-    def _why_not_vllm(self) -> str:
-        """Why `auto` does not try vLLM at all; empty: it does."""
+    def _vllm_obstacle(self) -> str:
+        """Returns why `auto` does not try vLLM at all; empty: it does."""
         if self._device.type != "cuda" or self.dtype == "4-bit":
             return f"vllm is for CUDA and whole weights, not for {self.dtype} on {self._device.type}"
         rules = self.generation.first or self.generation.never_first
         return "vllm has no rule for the first token of an answer" if rules else ""
 
-    def _tried_vllm(self, version: Version, longest_prompt: int) -> VllmEngine | str:
+    def _try_vllm(self, version: Version, longest_prompt: int) -> VllmEngine | str:
         """Returns vLLM if it can be had and passes the self-test, else the reason in words."""
-        served: VllmEngine | None = None
+        engine: VllmEngine | None = None
         try:
-            served = self._vllm(version, longest_prompt)
-            base = _ENGINES.get(repr(self)) if self.lora.rank else None
+            engine = self._vllm(version, longest_prompt)
+            base = _ENGINE_MODELS.get(repr(self)) if self.lora.rank else None
             probe = self._base() if base is None else copy_on_same_base(base)
-            why = doubt(served, probe, longest_prompt)
+            mismatch = find_mismatch(engine, probe, longest_prompt)
         except (TbaError, *REFUSALS) as error:  # those of vLLM in the middle of the test, such as no memory for it
-            why = " ".join(str(error).split()) or type(error).__name__
+            mismatch = " ".join(str(error).split()) or type(error).__name__
         base = probe = None
-        if why is not None:
-            served = None
+        if mismatch is not None:
+            engine = None
         gc.collect()  # what is not used any more has to be gone before the reference, or another engine, is loaded
         torch.cuda.empty_cache()
-        return served or str(why)
+        return engine or str(mismatch)
 
-    def _sampling(self, longest_prompt: int, positions: int) -> Sampling:
+    def _searcher_workload(self, longest_prompt: int, positions: int) -> SearcherWorkload:
         """Returns what a searcher's memory depends on, with so many tokens in a prompt and positions in the model."""
-        return Sampling(
+        return SearcherWorkload(
             precision=self.precision,
             slots=self.generation.slots,
             positions=min(longest_prompt + self.max_completion_tokens, positions),
@@ -335,23 +337,23 @@ class HuggingFace:
         """Returns the bytes of keys and values that vLLM is given on each GPU."""
         if self.vllm.cache_gb is not None:
             return int(self.vllm.cache_gb * 1e9)
-        shape, room = Shape.of(config), None
-        of = self._sampling(longest_prompt, shape.positions)
+        shape, gpu_bytes = Shape.of(config), None
+        workload = self._searcher_workload(longest_prompt, shape.positions)
         if self._device.type == "cuda":
-            room = int(float(os.environ.get(GPU_SHARE, 0.95)) * torch.cuda.get_device_properties(0).total_memory)
-        return memory.vllm(shape, of, self.vllm.tensor_parallel, room)["keys and values"]
+            gpu_bytes = int(float(os.environ.get(GPU_SHARE, 0.95)) * torch.cuda.get_device_properties(0).total_memory)
+        return memory.vllm_bytes(shape, workload, self.vllm.tensor_parallel, gpu_bytes)["keys and values"]
 
     def reference(self, temperature: float, version: Version) -> FrozenReference:
         if not self.lora.rank:
-            model, _ = self._load(self._whole, self._device, self.compute)
+            model, _ = self._load(self._full_path, self._device, self.compute)
             return FrozenReference(model, version, temperature)
-        engines = _ENGINES.get(repr(self))
-        model = (
-            self._load(self._whole, self._device, self.compute)[0] if engines is None else copy_on_same_base(engines)
-        )
-        if engines is None:
+        engine_model = _ENGINE_MODELS.get(repr(self))
+        if engine_model is None:
+            model, _ = self._load(self._full_path, self._device, self.compute)
             add_adapters(model, self.lora, self.compute)
-        switch_adapters(model, on=False)
+        else:
+            model = copy_on_same_base(engine_model)
+        switch_adapters(model, enabled=False)
         return FrozenReference(model, version, temperature)
 
     def save(self, policy: Policy, path: Path) -> None:
@@ -380,14 +382,14 @@ class HuggingFace:
 
     @property
     def precision(self) -> Precision:
-        """Returns in which precision it is held and computed with."""
-        return precision_of(self.dtype, self._device.type, adapters=self.lora.rank > 0)
+        """Returns the precision in which the model is held and computed with."""
+        return choose_precision(self.dtype, self._device.type, adapters=self.lora.rank > 0)
 
 
-def adapters_in(folder: Path) -> dict[str, torch.Tensor]:
+def load_adapters(folder: Path) -> dict[str, torch.Tensor]:
     """Returns the adapters that `save` left next to the merged model. Raises `UserError` when there are none."""
     try:
-        return saved_adapters(folder)
+        return read_adapters(folder)
     except (OSError, safetensors.SafetensorError) as error:
         raise UserError(
             f"the checkpoint at {folder} has no adapters ({error}): use the --model.lora.rank it was made with"

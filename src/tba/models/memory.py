@@ -1,6 +1,7 @@
 """The memory that the parts of a run need, computed from the shape of the model: a pure function, no guess by running.
 
-    needed = trainer(Shape.of(config), Pass(tokens=8192, precision=precision("auto", "cuda", adapters=False)))
+    precision = choose_precision("auto", "cuda", adapters=False)
+    needed = trainer_bytes(Shape.of(config), TrainerWorkload(tokens=8192, precision=precision))
 
 Each function returns bytes by part, as they are alive at the worst moment; `total` adds them up. What is counted is
 what tensors hold. An allocator holds more: on a CPU glibc's heap keeps freed blocks below 32 MB (docs/scaling.md says
@@ -25,14 +26,14 @@ from typing import Any, TypeAlias
 import torch
 from transformers import AutoModelForCausalLM
 
-from tba.engines.step import sizes_of
+from tba.engines.step import captured_sizes
 from tba.engines.transformers import PREFILL_TOKENS
 from tba.foreign import most_positions
 from tba.models.precision import Precision
 from tba.policy.causal import KEPT_BYTES, chunk_of
 
 Bytes: TypeAlias = dict[str, int]  # by part; parts are alive at the same time
-SCORED = 8192  # tokens of a pass of the reference (`FrozenReference`)
+SCORED_TOKENS = 8192  # tokens of a pass of the reference (`FrozenReference`)
 _BLOCK = 128  # positions in a block of vLLM's keys and values, at most
 _GRAPHS = 1 << 30  # bytes allowed for what vLLM records and keeps for itself, which no formula here knows
 
@@ -49,10 +50,10 @@ class Shape:
     heads: int
     head_width: int
     vocabulary: int
-    gated: bool  # whether the feed-forward layer has a gate
-    layer: int  # parameters of one layer
-    outside: int  # and of embeddings, head and final norm; tied ones once
-    tied: bool
+    has_gate: bool  # whether the feed-forward layer has a gate
+    layer_parameters: int  # parameters of one layer
+    other_parameters: int  # and of embeddings, head and final norm; tied ones once
+    is_tied: bool
     positions: int  # tokens of the longest prompt and completion
     linear: Mapping[str, tuple[int, int]]  # the linear layers of one layer: (in, out) by name
 
@@ -66,7 +67,7 @@ class Shape:
         head_width = getattr(text, "head_dim", None) or text.hidden_size // heads
         blocks = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == layers)
         parameters = sum(p.numel() for p in model.parameters())
-        layer = sum(p.numel() for p in blocks[0].parameters())
+        layer_parameters = sum(p.numel() for p in blocks[0].parameters())
         linear = {
             name.rpartition(".")[2]: (module.weight.shape[1], module.weight.shape[0])
             for name, module in blocks[0].named_modules()
@@ -81,37 +82,37 @@ class Shape:
             heads=heads,
             head_width=head_width,
             vocabulary=len(model.get_input_embeddings().weight),
-            gated=any("gate" in name for name in linear),
-            layer=layer,
-            outside=parameters - layers * layer,
+            has_gate=any("gate" in name for name in linear),
+            layer_parameters=layer_parameters,
+            other_parameters=parameters - layers * layer_parameters,
             positions=most_positions(text) or sys.maxsize,
-            tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
+            is_tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
             linear=linear,
         )
 
     @property
     def parameters(self) -> int:
-        return self.layers * self.layer + self.outside
+        return self.layers * self.layer_parameters + self.other_parameters
 
     @property
     def matrices(self) -> int:
-        """Parameters of the layers' linear layers, without biases."""
+        """Returns the parameters of the layers' linear layers, without biases."""
         return self.layers * sum(n * m for n, m in self.linear.values())
 
-    def operations(self, read: float, scored: float) -> float:
+    def operations(self, read_tokens: float, scored_tokens: float) -> float:
         """Returns the floating-point operations of a forward over `read` tokens, of which `scored` go through the head:
         two for each weight of a matrix. Attention to other tokens is left out, which for long ones is not little.
         """
-        return 2 * (self.layers * self.layer * read + self.vocabulary * self.width * scored)
+        return 2 * (self.layers * self.layer_parameters * read_tokens + self.vocabulary * self.width * scored_tokens)
 
     def adapters(self, rank: int, targets: tuple[str, ...] = ()) -> int:
         """Returns the parameters of adapters of this rank on each layer's linear layers, or those in `targets`."""
-        adapted = [size for name, size in self.linear.items() if not targets or name in targets]
-        return self.layers * sum(rank * (n + m) for n, m in adapted)
+        adapted_sizes = [size for name, size in self.linear.items() if not targets or name in targets]
+        return self.layers * sum(rank * (n + m) for n, m in adapted_sizes)
 
 
 @dataclass(frozen=True)
-class Pass:
+class TrainerWorkload:
     """Holds what the trainer's memory depends on besides the model's shape."""
 
     tokens: int  # of one forward and backward pass (--max-tokens-per-pass, or fewer if a batch has fewer)
@@ -125,178 +126,185 @@ class Pass:
     averaged: bool = False  # the optimizer keeps an average of the weights
 
     @property
-    def moves(self) -> bool:
+    def moves_moments(self) -> bool:
         """Returns whether moments go to the device and back."""
         return self.moments_on_host and self.device != "cpu"
 
 
-def trainer(shape: Shape, of: Pass) -> Bytes:
-    """Bytes of each rank of the trainer at the worst moment of a step of several passes, by part."""
-    i, tokens = of.precision.compute.itemsize, of.tokens
-    trained = shape.adapters(of.rank, of.targets) if of.rank else shape.parameters
-    frozen = _base(shape, of.precision) if of.rank else 0
-    found = {
-        "weights": (frozen + 4 * trained) // of.ranks,
-        "gradients": 4 * trained // of.ranks,
-        "moments": 0 if of.moves else 8 * trained // of.ranks,
-        "probabilities kept": _kept(shape, tokens, i),
-    } | ({"averages": 4 * trained // of.ranks} if of.averaged else {})
-    stream = tokens * shape.width * i  # the hidden states of one layer
-    layer = tokens * _layer(shape, of)
-    kept = shape.layers * (stream if of.checkpointed else layer)
-    kept += 4 * stream + 2 * tokens * shape.head_width * i  # the final norm, and what turns positions
-    matrix = 0 if of.rank else 4 * shape.vocabulary * shape.width  # a gradient of the head, or of the embedding
-    first, rest = _logits(shape, of, found["probabilities kept"])
-    found["activations and temporaries"] = max(
-        kept + first,  # the head's forward
-        kept + 3 * stream + matrix + max(rest, 0 if i == 4 else matrix * i // 4),  # its backward
+def trainer_bytes(shape: Shape, work: TrainerWorkload) -> Bytes:
+    """Returns the bytes of each rank of the trainer at the worst moment of a step of several passes, by part."""
+    i, tokens = work.precision.compute.itemsize, work.tokens
+    parameters = shape.adapters(work.rank, work.targets) if work.rank else shape.parameters
+    frozen_bytes = _base_bytes(shape, work.precision) if work.rank else 0
+    parts = {
+        "weights": (frozen_bytes + 4 * parameters) // work.ranks,
+        "gradients": 4 * parameters // work.ranks,
+        "moments": 0 if work.moves_moments else 8 * parameters // work.ranks,
+        "probabilities kept": _kept_probability_bytes(shape, tokens, i),
+    } | ({"averages": 4 * parameters // work.ranks} if work.averaged else {})
+    hidden = tokens * shape.width * i  # the hidden states of one layer
+    layer = tokens * _layer_bytes(shape, work)
+    activations = shape.layers * (hidden if work.checkpointed else layer)
+    activations += 4 * hidden + 2 * tokens * shape.head_width * i  # the final norm, and what turns positions
+    gradient = 0 if work.rank else 4 * shape.vocabulary * shape.width  # of the head, or of the embedding
+    forward_logits, backward_logits = _logit_bytes(shape, work, parts["probabilities kept"])
+    parts["activations and temporaries"] = max(
+        activations + forward_logits,  # the head's forward
+        activations + 3 * hidden + gradient + max(backward_logits, 0 if i == 4 else gradient * i // 4),  # its backward
         # the last layer's: what it computes again, and gradients of two of its widest
-        kept + layer * of.checkpointed + 2 * tokens * (shape.ff + shape.width) * i + matrix * shape.tied,
-        matrix * (1 + shape.tied),  # the embedding's
-        2 * matrix // of.ranks * of.moves,  # the moments of one tensor, in the update
+        activations + layer * work.checkpointed + 2 * tokens * (shape.ff + shape.width) * i + gradient * shape.is_tied,
+        gradient * (1 + shape.is_tied),  # the embedding's
+        2 * gradient // work.ranks * work.moves_moments,  # the moments of one tensor, in the update
     )
-    return found | (_made_whole(shape, of.precision) if of.precision.four_bit else _gathered(shape, of))
+    return parts | (_matrix_bytes(shape, work.precision) if work.precision.four_bit else _copy_bytes(shape, work))
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SearcherWorkload:
     """Holds what a searcher's memory depends on besides the model's shape."""
 
     precision: Precision
     slots: int  # completions that grow at the same time
     positions: int  # tokens of the longest prompt and completion
     prompt: int = 0  # and of the longest prompt
-    scored: int = SCORED  # of a pass of the reference
+    scored_tokens: int = SCORED_TOKENS  # of a pass of the reference
     device: str = "cpu"
     rank: int = 0  # of adapters: the reference shares the engine's base
     targets: tuple[str, ...] = ()
 
 
-def engine(shape: Shape, of: Sampling) -> Bytes:
-    """Bytes of the transformers engine, by part."""
-    i = of.precision.compute.itemsize
-    prompts = max(PREFILL_TOKENS, of.prompt)  # tokens read together, whose keys and values stay until all is taken
-    kept = prompts * shape.layers * 2 * shape.keys * i
+def engine_bytes(shape: Shape, work: SearcherWorkload) -> Bytes:
+    """Returns the bytes of the transformers engine, by part."""
+    i, is_cuda = work.precision.compute.itemsize, work.device == "cuda"
+    tokens = max(PREFILL_TOKENS, work.prompt)  # read together; their keys and values stay until all are copied to rows
+    prompts = tokens * shape.layers * 2 * shape.keys * i
     # its last layer, or, when all keys are put together, a second copy of them
-    prefill = kept + prompts * max(3 * shape.ff + 4 * shape.width, shape.layers * shape.keys) * i
+    prefill = prompts + tokens * max(3 * shape.ff + 4 * shape.width, shape.layers * shape.keys) * i
     # logits as they come, then in float32 tempered, as probabilities and summed up
-    step = kept + of.slots * shape.vocabulary * (i + 3 * 4)
+    step = prompts + work.slots * shape.vocabulary * (i + 3 * 4)
+    adapters = shape.adapters(work.rank, work.targets) if work.rank else 0
     return {
-        "weights": _base(shape, of.precision) + i * (shape.adapters(of.rank, of.targets) if of.rank else 0),
-        "keys and values": of.slots * -(-of.positions // 16) * 16 * shape.layers * 2 * shape.keys * i,
+        "weights": _base_bytes(shape, work.precision) + i * adapters,
+        "keys and values": work.slots * -(-work.positions // 16) * 16 * shape.layers * 2 * shape.keys * i,
         "a step": max(prefill, step),
         # logits of each graph, and of the largest what its draw needs, none of which is shared with other work
-        "captured steps": shape.vocabulary * (sum(sizes_of(of.slots)) * i + of.slots * 3 * 4) * (of.device == "cuda"),
-    } | _made_whole(shape, of.precision)
+        "captured steps": shape.vocabulary * (sum(captured_sizes(work.slots)) * i + work.slots * 3 * 4) * is_cuda,
+    } | _matrix_bytes(shape, work.precision)
 
 
-def vllm(shape: Shape, of: Sampling, gpus: int = 1, room: int | None = None) -> Bytes:
-    """Bytes of the vllm engine on each of its `gpus`, by part. Its cache is what the slots need, or what is left of
-    `room`, the searcher's part of a GPU, beside all else and the reference; at least what the longest answer needs.
+def vllm_bytes(shape: Shape, work: SearcherWorkload, gpus: int = 1, room: int | None = None) -> Bytes:
+    """Returns the bytes of the vllm engine on each of its `gpus`, by part. Its cache is what the slots need, or what is
+    left of `room`, the searcher's part of a GPU, beside all else and the reference; at least what the longest answer
+    needs.
     """
-    i, own = of.precision.compute.itemsize, engine(shape, of)
-    found = {
-        "weights": shape.parameters * i // gpus + (own["weights"] if of.rank else 0),  # adapters are merged into a base
-        "a step": own["a step"],
-        "graphs and buffers": _GRAPHS if of.device == "cuda" else 0,
+    i, transformers = work.precision.compute.itemsize, engine_bytes(shape, work)
+    merged_base = transformers["weights"] if work.rank else 0  # adapters are merged into a base
+    parts = {
+        "weights": shape.parameters * i // gpus + merged_base,
+        "a step": transformers["a step"],
+        "graphs and buffers": _GRAPHS if work.device == "cuda" else 0,
     }
-    of_block = _BLOCK * shape.layers * 2 * max(shape.keys // gpus, shape.head_width) * i
-    longest = -(-of.positions // _BLOCK)
-    cache = (of.slots * longest + 2) * of_block  # one is never used, one to spare
+    block = _BLOCK * shape.layers * 2 * max(shape.keys // gpus, shape.head_width) * i
+    row_blocks = -(-work.positions // _BLOCK)  # of the longest prompt and completion
+    cache = (work.slots * row_blocks + 2) * block  # one is never used, one to spare
     if room is not None:
-        cache = min(cache, max(room - total(found) - total(reference(shape, of)), (longest + 2) * of_block))
-    return found | {"keys and values": cache}
+        cache = min(cache, max(room - total(parts) - total(reference_bytes(shape, work)), (row_blocks + 2) * block))
+    return parts | {"keys and values": cache}
 
 
-def stored(shape: Shape, of: Pass) -> tuple[Bytes, Bytes]:
+def disk_bytes(shape: Shape, work: TrainerWorkload) -> tuple[Bytes, Bytes]:
     """Returns the bytes on the disk of a checkpoint and of one version of the published weights, by part."""
-    i = of.precision.compute.itemsize
+    i = work.precision.compute.itemsize
     # the optimizer's file: moments, and with averages these and the weights
-    each = 16 if of.averaged else 8
-    if not of.rank:
-        return {"weights": 4 * shape.parameters, "moments": each * shape.parameters}, {"weights": i * shape.parameters}
-    own = shape.adapters(of.rank, of.targets)
-    return {"weights": i * shape.parameters, "adapters": 4 * own, "moments": each * own}, {"adapters": i * own}
+    moments, weights = 16 if work.averaged else 8, shape.parameters
+    if not work.rank:
+        return {"weights": 4 * weights, "moments": moments * weights}, {"weights": i * weights}
+    adapters = shape.adapters(work.rank, work.targets)
+    checkpoint = {"weights": i * weights, "adapters": 4 * adapters, "moments": moments * adapters}
+    return checkpoint, {"adapters": i * adapters}
 
 
-def reference(shape: Shape, of: Sampling) -> Bytes:
-    """Bytes of the reference that scores what the engine samples, by part."""
-    i = of.precision.compute.itemsize
-    scored = Pass(of.scored, of.precision, of.device)
-    first, _ = _logits(shape, scored, kept=0)
+def reference_bytes(shape: Shape, work: SearcherWorkload) -> Bytes:
+    """Returns the bytes of the reference that scores what the engine samples, by part."""
+    i = work.precision.compute.itemsize
+    scoring_pass = TrainerWorkload(work.scored_tokens, work.precision, work.device)
+    forward_logits, _ = _logit_bytes(shape, scoring_pass, kept_bytes=0)
     return {
-        "weights": i * (shape.adapters(of.rank, of.targets) if of.rank else shape.parameters),
-        "a pass": of.scored * (3 * shape.ff + 4 * shape.width) * i + first,
+        "weights": i * (shape.adapters(work.rank, work.targets) if work.rank else shape.parameters),
+        "a pass": work.scored_tokens * (3 * shape.ff + 4 * shape.width) * i + forward_logits,
     }
 
 
-def judge(config: Any, kind: Any, tokens: int, itemsize: int = 4) -> int:
+def scoring_model_bytes(config: Any, model_class: Any, tokens: int, itemsize: int = 4) -> int:
     """Returns the bytes of a model that only computes, in passes of so many tokens, such as a reward model: its weights
-    and what one layer holds. kind: the class of transformers that it is loaded as.
+    and what one layer holds. model_class: the class of transformers that it is loaded as.
     """
     with torch.device("meta"):
-        model = kind.from_config(config)
+        model = model_class.from_config(config)
     text = config.get_text_config()
     ff = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     return itemsize * (sum(p.numel() for p in model.parameters()) + tokens * (3 * ff + 4 * text.hidden_size))
 
 
-def _base(shape: Shape, of: Precision) -> int:
-    """Bytes of the weights that are not trained: of engine, reference and adapters' base."""
-    in_4_bits = shape.matrices if of.four_bit else 0  # half a byte each, and a float32 for 64 of them
-    return of.compute.itemsize * (shape.parameters - in_4_bits) + in_4_bits * 9 // 16
+def _base_bytes(shape: Shape, precision: Precision) -> int:
+    """Returns the bytes of the weights that are not trained: of engine, reference and adapters' base."""
+    in_4_bits = shape.matrices if precision.four_bit else 0  # half a byte each, and a float32 for 64 of them
+    return precision.compute.itemsize * (shape.parameters - in_4_bits) + in_4_bits * 9 // 16
 
 
-def _made_whole(shape: Shape, of: Precision) -> Bytes:
-    """The largest matrix in 4 bits as it is computed with."""
+def _matrix_bytes(shape: Shape, precision: Precision) -> Bytes:
+    """Returns the bytes of the largest matrix in 4 bits as it is computed with."""
     largest = max((n * m for n, m in shape.linear.values()), default=0)
-    return {"a matrix made whole": largest * of.compute.itemsize} if of.four_bit else {}
+    return {"a matrix made whole": largest * precision.compute.itemsize} if precision.four_bit else {}
 
 
-def _layer(shape: Shape, of: Pass) -> int:
-    """Bytes that autograd keeps for each token of one layer."""
-    i, norm = of.precision.compute.itemsize, 0 if of.rank else of.precision.compute.itemsize
-    adapted = sum(1 for name in shape.linear if not of.targets or name in of.targets) if of.rank else 0
-    wide = (4 if shape.gated else 2) * shape.ff * i  # gate, what it gates, its activation, their product
+def _layer_bytes(shape: Shape, work: TrainerWorkload) -> int:
+    """Returns the bytes that autograd keeps for each token of one layer."""
+    i, norm = work.precision.compute.itemsize, 0 if work.rank else work.precision.compute.itemsize
+    adapted_layers = sum(1 for name in shape.linear if not work.targets or name in work.targets) if work.rank else 0
+    feed_forward = (4 if shape.has_gate else 2) * shape.ff * i  # gate, what it gates, its activation, their product
     # input in float32, normalised, scaled; the root. One kernel of a GPU keeps the input as it is
-    norms = 2 * (shape.width * (4 + norm + i if of.device == "cpu" else 2 * i) + 4)
+    norms = 2 * (shape.width * (4 + norm + i if work.device == "cpu" else 2 * i) + 4)
     attention = 2 * (shape.queries + shape.keys) * i + 4 * shape.heads  # query, output, key, value; the log-sum-exp
-    return norms + attention + wide + adapted * of.rank * i
+    return norms + attention + feed_forward + adapted_layers * work.rank * i
 
 
-def _kept(shape: Shape, tokens: int, i: int) -> int:
-    """Bytes of the probabilities that the head keeps for its backward."""
+def _kept_probability_bytes(shape: Shape, tokens: int, i: int) -> int:
+    """Returns the bytes of the probabilities that the head keeps for its backward."""
     return min(tokens, KEPT_BYTES // (shape.vocabulary * i)) * shape.vocabulary * i
 
 
-def _logits(shape: Shape, of: Pass, kept: int) -> tuple[int, int]:
-    """Bytes of the logits that the head works on at a time besides these: in its forward, and in its backward."""
-    i = of.precision.compute.itemsize
-    kept //= shape.vocabulary * i  # tokens
-    chunk = min(chunk_of(shape.vocabulary, torch.device(of.device)), of.tokens - kept)
-    room = chunk * shape.vocabulary * i
-    if i == 4 and of.device == "cpu":  # in place
-        return room, room
-    once = 8 * shape.vocabulary  # logits in float32, and the logarithms of their probabilities
-    return room + max(kept, chunk) * once, room + chunk * once
-
-
-def _gathered(shape: Shape, of: Pass) -> Bytes:
-    """Returns what is computed with besides the float32 weights: in one process copies in the compute type, and some
-    layers' gradients in it before they are cast; over ranks what is gathered of shards at a time, in the compute type,
-    and gradients before they are shards again.
+def _logit_bytes(shape: Shape, work: TrainerWorkload, kept_bytes: int) -> tuple[int, int]:
+    """Returns the bytes of the logits that the head works on at a time, in its forward and in its backward, besides the
+    probabilities that it keeps.
     """
-    i = of.precision.compute.itemsize
-    if of.ranks == 1:
-        trained, layer = (shape.adapters(of.rank, of.targets), 0) if of.rank else (shape.parameters, shape.layer)
-        return {} if i == 4 else {"computed with": i * (trained + 2 * layer)}
-    return {"gathered": i * (2 * shape.layer + shape.outside) + (4 + i) * shape.layer}
+    i = work.precision.compute.itemsize
+    kept_tokens = kept_bytes // (shape.vocabulary * i)
+    chunk = min(chunk_of(shape.vocabulary, torch.device(work.device)), work.tokens - kept_tokens)
+    chunk_bytes = chunk * shape.vocabulary * i
+    if i == 4 and work.device == "cpu":  # in place
+        return chunk_bytes, chunk_bytes
+    float32_bytes = 8 * shape.vocabulary  # logits in float32, and the logarithms of their probabilities
+    return chunk_bytes + max(kept_tokens, chunk) * float32_bytes, chunk_bytes + chunk * float32_bytes
 
 
-def on_host(shape: Shape, of: Pass) -> Bytes:
-    """Bytes of the host's memory that each rank of a trainer on a GPU needs for what is not there, by part."""
-    trained = shape.adapters(of.rank, of.targets) if of.rank else shape.parameters
-    return {"moments": 8 * trained // of.ranks} if of.moves else {}
+def _copy_bytes(shape: Shape, work: TrainerWorkload) -> Bytes:
+    """Returns the bytes of the copies that are computed with, besides the float32 weights: in one process those in the
+    compute type, and some layers' gradients in it before they are cast; over ranks what is gathered of shards at a
+    time, in the compute type, and gradients before they are shards again.
+    """
+    i = work.precision.compute.itemsize
+    if work.ranks == 1:
+        adapters = shape.adapters(work.rank, work.targets)
+        parameters, layer = (adapters, 0) if work.rank else (shape.parameters, shape.layer_parameters)
+        return {} if i == 4 else {"computed with": i * (parameters + 2 * layer)}
+    return {"gathered": i * (2 * shape.layer_parameters + shape.other_parameters) + (4 + i) * shape.layer_parameters}
+
+
+def host_bytes(shape: Shape, work: TrainerWorkload) -> Bytes:
+    """Returns the bytes of the host's memory that each rank of a trainer on a GPU needs, by part."""
+    parameters = shape.adapters(work.rank, work.targets) if work.rank else shape.parameters
+    return {"moments": 8 * parameters // work.ranks} if work.moves_moments else {}
 
 
 def total(parts: Mapping[str, int]) -> int:

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-Wanted = Literal["auto", "float32", "bfloat16", "4-bit"]
+PrecisionName = Literal["auto", "float32", "bfloat16", "4-bit"]
 
 
 @dataclass(frozen=True)
@@ -20,17 +20,17 @@ class Precision:
     """Holds the types that follow from the device, the setting and whether there are adapters."""
 
     compute: torch.dtype  # of every forward and backward pass, of engine and reference, and of published weights
-    held: torch.dtype  # of the weights that the trainer loads: the trained ones, or the frozen base of adapters
+    weights: torch.dtype  # of what the trainer loads: the trained weights, or the frozen base of adapters
     tf32: bool  # whether products of float32 matrices, where any are left, may be rounded to TF32
     four_bit: bool = False  # whether the matrices of the frozen base are held in 4 bits (QLoRA, Dettmers et al. 2023)
 
 
-def precision(wanted: Wanted, device: str, adapters: bool) -> Precision:
+def choose_precision(name: PrecisionName, device: str, adapters: bool) -> Precision:
     """Returns the precision on that kind of device (`cpu`, `cuda`, `mps`). auto: bfloat16 on CUDA, else float32. 4-bit
     computes in bfloat16.
     """
-    low = wanted in ("bfloat16", "4-bit") or (wanted == "auto" and device == "cuda")
-    compute = torch.bfloat16 if low else torch.float32
+    is_low = name in ("bfloat16", "4-bit") or (name == "auto" and device == "cuda")
+    compute = torch.bfloat16 if is_low else torch.float32
     return Precision(
-        compute, held=compute if adapters else torch.float32, tf32=device == "cuda", four_bit=wanted == "4-bit"
+        compute, weights=compute if adapters else torch.float32, tf32=device == "cuda", four_bit=name == "4-bit"
     )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tba.policy.lora import has_adapters, is_adapter, untied
+from tba.policy.lora import has_adapters, is_adapter, untied_weights
 from tba.policy.reference import FrozenReference
 from tba.types import Completion, Prompt, Sampling
 
@@ -27,41 +27,41 @@ if TYPE_CHECKING:
 
 # of the mean |difference| of a token: float32 sums in another order; in 16 bits engine and trainer differ by 0.01
 TOLERANCE = {4: 1e-3, 2: 0.03}
-_MOVED = 4.0  # times that tolerance an update has to move log-probabilities: otherwise it would show nothing
-_PROMPTS, _ANSWERS, _LONGEST = 4, 4, 32  # of the self-test: answers to each prompt; tokens of the longest prompt
+_MIN_SHIFT = 4.0  # times that tolerance an update has to move log-probabilities: otherwise it would show nothing
+_PROMPTS, _ANSWERS, _MAX_PROMPT_TOKENS = 4, 4, 32  # of the self-test; answers are to each prompt
 _TOKENS = 32  # of an answer, about
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
-def doubt(engine: TransformersEngine | VllmEngine, model: PreTrainedModel, longest_prompt: int) -> str | None:
+def find_mismatch(engine: TransformersEngine | VllmEngine, model: PreTrainedModel, longest_prompt: int) -> str | None:
     """Returns why the engine's log-probabilities are not those of `model`, in a sentence; None: they are.
 
     model: the engine's own weights; with adapters, which are updated alone. It is the test's own, on the device and in
     the precision of the engine. Afterwards the engine has the weights that it had.
     """
     policy, version = FrozenReference(model, engine.version), engine.version
-    weights = {name: t for name, t in untied(model).items() if is_adapter(name) or not has_adapters(model)}
+    weights = {name: t for name, t in untied_weights(model).items() if is_adapter(name) or not has_adapters(model)}
     masks = {name: _mask(tensor) for name, tensor in weights.items()}
     tolerance = TOLERANCE[next(iter(weights.values())).element_size()]
     prompts = _prompts(int(model.config.get_text_config().vocab_size), longest_prompt)
-    least = engine.settings.min_completion_tokens  # before it there is no end-of-text token, of which policies know not
+    min_tokens = engine.settings.min_completion_tokens  # until then the engine forbids the end of text
 
-    def answers() -> list[list[Completion]]:
-        flow, asked = engine.flow(_ANSWERS, Sampling(), np.random.default_rng(0)), count()
-        found: dict[int, list[Completion]] = {}
+    def sample_answers() -> list[list[Completion]]:
+        flow, calls = engine.flow(_ANSWERS, Sampling(), np.random.default_rng(0)), count()
+        completions: dict[int, list[Completion]] = {}
         flow.submit(prompts)
-        while len(found) < len(prompts):
-            found |= dict(flow.next(lambda: next(asked) * 8 > least + _TOKENS, until_wanted=False))
-        return [found[i] for i in range(len(prompts))]
+        while len(completions) < len(prompts):
+            completions |= dict(flow.next(lambda: next(calls) * 8 > min_tokens + _TOKENS, until_needed=False))
+        return [completions[i] for i in range(len(prompts))]
 
-    def distance(answered: list[list[Completion]]) -> float:
-        """The mean |difference| of a token's log-probability; not a number where the engine or the policy has none."""
-        scored = policy.log_probabilities_of(list(zip(prompts, answered, strict=True)))
-        pairs = zip(chain(*answered), chain(*scored), strict=True)
-        apart = np.concatenate([np.abs(np.asarray(c.log_behavior) - own)[least:] for c, own in pairs])
-        return float(apart.mean()) if len(apart) else math.nan
+    def mean_distance(answers: list[list[Completion]]) -> float:
+        """Returns the mean |difference| of a token's log-probability; NaN where the engine or the policy has none."""
+        scores = policy.log_probabilities_of(list(zip(prompts, answers, strict=True)))
+        pairs = zip(chain(*answers), chain(*scores), strict=True)
+        distance_N = np.concatenate([np.abs(np.asarray(c.log_behavior) - log_T)[min_tokens:] for c, log_T in pairs])
+        return float(distance_N.mean()) if len(distance_N) else math.nan
 
-    def update() -> None:
+    def update_weights() -> None:
         with torch.no_grad():
             for name, tensor in weights.items():
                 tensor.view(_INTEGERS[tensor.element_size()]).bitwise_xor_(masks[name])
@@ -69,24 +69,25 @@ def doubt(engine: TransformersEngine | VllmEngine, model: PreTrainedModel, longe
         if model.device.type == "cuda":
             torch.cuda.synchronize(model.device)  # the policy scores in a stream of its own
 
-    found = {"at the start": distance(answers())}
-    update()
-    changed = answers()
-    found["after an update"] = distance(changed)
-    update()
-    found["after an update back"] = distance(answers())
-    for when, far in found.items():
-        if not far <= tolerance:
-            return f"its log-probabilities are {far:.2g} from the policy's {when}, where {tolerance:g} is allowed"
-    moved = distance(changed)
-    if not moved >= _MOVED * tolerance:
-        return f"an update of all weights moved its log-probabilities by {moved:.2g} only, which shows nothing"
+    distances = {"at the start": mean_distance(sample_answers())}
+    update_weights()
+    changed_answers = sample_answers()
+    distances["after an update"] = mean_distance(changed_answers)
+    update_weights()
+    distances["after an update back"] = mean_distance(sample_answers())
+    for moment, distance in distances.items():
+        if not distance <= tolerance:
+            difference = f"its log-probabilities are {distance:.2g} from the policy's {moment}"
+            return f"{difference}, where {tolerance:g} is allowed"
+    shift = mean_distance(changed_answers)
+    if not shift >= _MIN_SHIFT * tolerance:
+        return f"an update of all weights moved its log-probabilities by {shift:.2g} only, which shows nothing"
     return None
 
 
-def _prompts(vocabulary: int, longest: int) -> list[Prompt]:
-    """Some tokens, each prompt shorter than the one before: whole blocks of a cache, and parts of one."""
-    lengths = [max(1, min(longest, _LONGEST) - 5 * i) for i in range(_PROMPTS)]
+def _prompts(vocabulary: int, longest_prompt: int) -> list[Prompt]:
+    """Returns prompts of some tokens, each shorter than the one before: whole blocks of a cache, and parts of one."""
+    lengths = [max(1, min(longest_prompt, _MAX_PROMPT_TOKENS) - 5 * i) for i in range(_PROMPTS)]
     return [Prompt("self-test", (np.arange(n) * 31 + 7 * n).astype(np.int32) % vocabulary) for n in lengths]
 
 

@@ -20,7 +20,7 @@ from tba.errors import UserError
 from tba.fields import BY_CODE, as_declared
 from tba.foreign import problems_of, prompt_tokens, read_json, templated, with_arguments
 from tba.markup import encode_continuations, visible_text
-from tba.models.source import whole
+from tba.models.source import resolve_model_path
 from tba.policy.loading import load_model, no_bars
 from tba.protocols import Acted, Task
 from tba.training.cache import cached_folder, supervised_key
@@ -48,8 +48,8 @@ class Lesson:
         return self.task_fields.keys() <= {f.name for f in fields(task)} if is_dataclass(task) else not self.task_fields
 
     def pairs(self, task: Task, tokenizer: Any) -> list[Pair]:
-        changed: Task = replace(cast(Any, task), **self.task_fields) if self.task_fields else task
-        pairs = _taught(changed, tokenizer)
+        lesson_task: Task = replace(cast(Any, task), **self.task_fields) if self.task_fields else task
+        pairs = _task_pairs(lesson_task, tokenizer)
         return [_with_prompt(pair) for pair in pairs] if self.prompts else pairs
 
 
@@ -67,17 +67,17 @@ class WarmStart:
 
     @property
     def unused(self) -> Mapping[str, str]:
-        """The field without effect: the characters of a task are as many as they are."""
+        """Returns the field without effect: the characters of a task are as many as they are."""
         return {"vocab_size": "tokenizer bpe"} if self.tokenizer == "characters" else {}
 
 
-def warm_started(start: WarmStart, task: Task, log: Callable[[str], None]) -> Path:
+def prepare_warm_start(start: WarmStart, task: Task, log: Callable[[str], None]) -> Path:
     """Returns the folder of the warm start's result for this task: shipped, cached, or made now.
 
     A task without demonstrations, which replaces the one that the recipe came with, begins with what is shipped.
     Raises `UserError` where nothing is.
     """
-    problems = _with_demonstrations(task)
+    problems = _demonstrated_problems(task)
     if not problems and start.shipped is not None:
         log(
             f"task {task.name} has no demonstrations to make a base from: it begins with the recipe's own, "
@@ -91,13 +91,13 @@ def warm_started(start: WarmStart, task: Task, log: Callable[[str], None]) -> Pa
             "(demonstration=...)"
         )
     tokenizer = tokenizer_for(start, problems, task)
-    before = [lesson for lesson in start.before if lesson.is_for(task)]
-    lessons = [(lesson.settings, lesson.pairs(task, tokenizer)) for lesson in (*before, Lesson(start.sft))]
+    earlier_lessons = [lesson for lesson in start.before if lesson.is_for(task)]
+    lessons = [(lesson.settings, lesson.pairs(task, tokenizer)) for lesson in (*earlier_lessons, Lesson(start.sft))]
     settings = [start.scratch, tokenizer.get_vocab(), *(settings for settings, _ in lessons)]
     key = supervised_key(settings, [pair for _, pairs in lessons for pair in pairs])
     if start.shipped is not None and _is_result_of(start.shipped, key):
         return start.shipped
-    folder = folder_of_results()
+    folder = results_folder()
     if not (folder / key).is_dir():
         log(f"supervised warm start on the demonstrations of {task.name}, once for these settings: {folder / key}")
 
@@ -107,23 +107,23 @@ def warm_started(start: WarmStart, task: Task, log: Callable[[str], None]) -> Pa
     return cached_folder(folder, key, make)
 
 
-def _with_demonstrations(task: Task) -> list[Problem]:
+def _demonstrated_problems(task: Task) -> list[Problem]:
     return [p for p in problems_of(task, "train") if p.demonstration is not None]
 
 
-def folder_of_results() -> Path:
+def results_folder() -> Path:
     """Returns the folder of all results, one for each digest."""
     return cache_folder("warm-starts")
 
 
-def continued(
+def teach_demonstrations(
     path: str, settings: SupervisedSettings, task: Task, log: Callable[[str], None], arguments: Sequence[str] = ()
 ) -> Path:
     """Returns the model at `path` taught the task's demonstrations: cached, or made now."""
-    return taught(path, settings, lambda tokenizer: _taught(task, tokenizer), log, arguments)
+    return teach_pairs(path, settings, lambda tokenizer: _task_pairs(task, tokenizer), log, arguments)
 
 
-def taught(
+def teach_pairs(
     path: str,
     settings: SupervisedSettings,
     pairs_in: Callable[[Any], list[Pair]],
@@ -133,17 +133,15 @@ def taught(
     """Returns the model at `path` taught what `pairs_in` makes of its tokenizer: cached, or made now. The tokenizer's
     template has the arguments from then on.
     """
-    model, tokenizer = load_model(whole(path, log), "cpu", torch.float32)
+    model, tokenizer = load_model(resolve_model_path(path, log), "cpu", torch.float32)
     pairs = pairs_in(with_arguments(tokenizer, arguments))
-    beside = [json.loads(model.config.to_json_string()), model.generation_config.to_dict(), *_written_out(tokenizer)]
-    key = supervised_key([settings, *arguments, *beside], pairs, dict(model.state_dict()))
-    return cached_folder(
-        folder_of_results(), key, lambda out: teach(model, tokenizer, [(settings, pairs)], key, out, log)
-    )
+    facts = [json.loads(model.config.to_json_string()), model.generation_config.to_dict(), *_tokenizer_facts(tokenizer)]
+    key = supervised_key([settings, *arguments, *facts], pairs, dict(model.state_dict()))
+    return cached_folder(results_folder(), key, lambda out: teach(model, tokenizer, [(settings, pairs)], key, out, log))
 
 
-def _written_out(tokenizer: Any) -> Iterator[Json]:
-    """Yields what a tokenizer's files say, of which the taught model's are made."""
+def _tokenizer_facts(tokenizer: Any) -> Iterator[Json]:
+    """Yields the contents of a tokenizer's files, which decide those of the taught model."""
     yield tokenizer.chat_template
     yield {name: str(value) for name, value in tokenizer.special_tokens_map.items()}
     if tokenizer.is_fast:
@@ -158,97 +156,99 @@ def teach(
     path: Path,
     log: Callable[[str], None],
 ) -> None:
-    """Train, lesson by lesson, and save into `path`, with the key of what it was made from."""
+    """Train a model lesson by lesson, and save it into `path` with the key of all that decides it."""
 
     def progress(step: int, steps: int, loss: float) -> None:
         if step % max(1, steps // 10) == 0:
             log(f"sft step {step} of {steps}, loss {loss:.3f}")
 
-    found = [supervise(model, tokenizer, pairs, settings, progress) for settings, pairs in lessons]
+    results = [supervise(model, tokenizer, pairs, settings, progress) for settings, pairs in lessons]
     add_end_tokens(model.generation_config, tokenizer)
     with no_bars():
         model.save_pretrained(path)
         tokenizer.save_pretrained(path)
-    last = found[-1]
-    facts = {"key": key, "loss": last.steps[-1], "held_out_loss": last.held_out, "too_long": last.too_long}
+    result = results[-1]
+    facts = {"key": key, "loss": result.steps[-1], "held_out_loss": result.held_out, "too_long": result.too_long}
     (path / FACTS).write_text(json.dumps(facts) + "\n")
 
 
 def tokenizer_for(start: WarmStart, problems: list[Problem], task: Task) -> Any:
     """Returns a tokenizer of the characters that occur, or BPE trained on the texts."""
-    acting = task if isinstance(task, Acted) else None
-    texts = [text for p in problems for text in (str(p.prompt), _text_of(p, acting))]
+    acted_task = task if isinstance(task, Acted) else None
+    texts = [text for p in problems for text in (str(p.prompt), _demonstration_text(p, acted_task))]
     if start.tokenizer == "characters":
         return character_tokenizer("".join(sorted(set("".join(texts)))))
     return train_bpe_tokenizer(texts, start.vocab_size)
 
 
-def pairs_of(problems: list[Problem], tokenizer: Any) -> Iterator[Pair]:
+def demonstration_pairs(problems: list[Problem], tokenizer: Any) -> Iterator[Pair]:
     """Yields problems as (prompt, response) token ids; encoded all at once, which is several times faster."""
     if not problems:
         return
-    texts, chats = [_text(p, tokenizer) for p in problems], [_is_chat(p) for p in problems]
+    texts, chats = [_prompt_text(p, tokenizer) for p in problems], [_is_chat(p) for p in problems]
     forms = {chat: assistant_turn(tokenizer, chat) for chat in {*chats}}
-    turns = [forms[chat] if chat else forms[chat].after_prompt(text) for chat, text in zip(chats, texts, strict=True)]
+    inputs = list(zip(chats, texts, strict=True))
+    turns = [forms[chat] if chat else forms[chat].after_prompt(text) for chat, text in inputs]
     answers = [
         turn.text(p.demonstration) if isinstance(p.demonstration, str) else ""
         for p, turn in zip(problems, turns, strict=True)
     ]
-    of = {
-        chat: iter(prompt_tokens(tokenizer, [t for t, own in zip(texts, chats, strict=True) if own is chat], chat))
-        for chat in forms
+    texts_of = {form: [text for
+        chat, text in inputs if chat is form] for form in forms}
+    prompts_of = {form: iter(prompt_tokens(tokenizer, texts_of [form], form))
+        for form in forms
     }
     responses = encode_continuations(tokenizer, answers, [turn.lead for turn in turns])
     eos = tokenizer.eos_token_id
     for chat, response, turn in zip(chats, responses, turns, strict=True):
-        yield Pair(next(of[chat]), response, end=_unless(eos, turn.final_frame.token))
+        yield Pair(next(prompts_of[chat]), response, end=_end_token(eos, turn.final_frame.token))
 
 
 def _is_chat(problem: Problem) -> bool:
     return not isinstance(problem.prompt, str)
 
 
-def _unless(eos: int | None, end: int | None) -> int | None:
+def _end_token(eos: int | None, end: int | None) -> int | None:
     """Returns the token that ends a response as `Pair` has it."""
     return None if end == eos else end
 
 
-def _taught(task: Task, tokenizer: Any) -> list[Pair]:
+def _task_pairs(task: Task, tokenizer: Any) -> list[Pair]:
     """Returns a task's demonstrations as (prompt, response) token ids; of episodes the policy's turns are learnt."""
-    problems = _with_demonstrations(task)
+    problems = _demonstrated_problems(task)
     if not problems:
         raise UserError(
             f"task {task.name} has no demonstrations to learn: give its problems a worked answer (demonstration=...)"
         )
     if not isinstance(task, Acted):
-        return list(pairs_of(problems, tokenizer))
+        return list(demonstration_pairs(problems, tokenizer))
     speech = Speech(tokenizer, _is_chat(problems[0]), problems[0].tools)
     pairs = []
-    for problem, asked in zip(problems, pairs_of(problems, tokenizer), strict=True):
-        completion = encode_parts(*play_demonstration(task, problem, _shown(problem, tokenizer)), speech)
-        pair = Pair.of(asked.prompt, completion, completion.tokens[-1:].tolist())
-        pairs.append(replace(pair, end=_unless(tokenizer.eos_token_id, pair.end)))
+    for problem, prompt_pair in zip(problems, demonstration_pairs(problems, tokenizer), strict=True):
+        completion = encode_parts(*play_demonstration(task, problem, _readable_prompt(problem, tokenizer)), speech)
+        pair = Pair.of(prompt_pair.prompt, completion, completion.tokens[-1:].tolist())
+        pairs.append(replace(pair, end=_end_token(tokenizer.eos_token_id, pair.end)))
     return pairs
 
 
 def _with_prompt(pair: Pair) -> Pair:
     """Returns the pair whose prompt is learnt, too, but for its first token."""
-    moved = len(pair.prompt) - 1
-    observed = tuple((begin + moved, end + moved) for begin, end in pair.observed)
-    return replace(pair, prompt=pair.prompt[:1], response=[*pair.prompt[1:], *pair.response], observed=observed)
+    offset = len(pair.prompt) - 1
+    spans = tuple((begin + offset, end + offset) for begin, end in pair.observed)
+    return replace(pair, prompt=pair.prompt[:1], response=[*pair.prompt[1:], *pair.response], observed=spans)
 
 
-def _text(problem: Problem, tokenizer: Any) -> str:
+def _prompt_text(problem: Problem, tokenizer: Any) -> str:
     if isinstance(problem.prompt, str):
         return problem.prompt
     return templated(tokenizer, problem.prompt, problem.tools)
 
 
-def _shown(problem: Problem, tokenizer: Any) -> str:
-    return problem.prompt if isinstance(problem.prompt, str) else visible_text(_text(problem, tokenizer))
+def _readable_prompt(problem: Problem, tokenizer: Any) -> str:
+    return problem.prompt if isinstance(problem.prompt, str) else visible_text(_prompt_text(problem, tokenizer))
 
 
-def _text_of(problem: Problem, task: Acted | None) -> str:
+def _demonstration_text(problem: Problem, task: Acted | None) -> str:
     """Returns the text of a demonstration; of an episode all that is said in it."""
     if task is None:
         return problem.demonstration if isinstance(problem.demonstration, str) else ""

@@ -26,10 +26,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tba.batch import Batch, to_device
 from tba.errors import UserError
-from tba.policy.head import Head, KeptProbabilities, linear_heads, read, token_log_probabilities, write_entropy
+from tba.policy.head import Head, ProbabilityBuffer, apply_head, linear_heads, token_log_probabilities, write_entropy
 from tba.policy.loading import WeightFiles
 from tba.policy.lora import FOLDER as ADAPTER
-from tba.policy.lora import has_adapters, is_adapter, merged, save_adapters, untied
+from tba.policy.lora import has_adapters, is_adapter, merge_adapters, save_adapters, untied_weights
 from tba.policy.low_precision import LowPrecision
 from tba.policy.norms import fuse_norms
 from tba.policy.packed import ATTENTION, pack, packed_hidden, use_packed_attention
@@ -81,40 +81,40 @@ class CausalPolicy:
     ) -> None:
         if temperature <= 0:
             raise UserError(f"the policy's temperature is {temperature}, but it must be above 0; 1.0 is the usual one")
-        config, unfilled = model.config.get_text_config(), model.device.type == "meta"
+        config, is_unfilled = model.config.get_text_config(), model.device.type == "meta"
         if getattr(config, "attn_logit_softcapping", None) is not None:  # transformers' sdpa leaves it out
             model.set_attn_implementation("eager")
         elif model.config._attn_implementation == ATTENTION:  # it belonged to another policy
             model.set_attn_implementation("sdpa")
         self.model = model.eval()
         fuse_norms(model)
-        self._low = None if compute is None else LowPrecision(model, compute)
+        self._low_precision = None if compute is None else LowPrecision(model, compute)
         self.temperature = temperature
-        self._kept = KeptProbabilities(kept_bytes)
+        self._buffer = ProbabilityBuffer(kept_bytes)
         self._vocab_chunk = vocab_chunk
-        self._checkpointed = gradient_checkpointing
+        self._checkpointing = gradient_checkpointing
         if gradient_checkpointing is not False:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-            _drop_nothing(model)
+            _disable_dropout(model)
         self._body = model.get_decoder()
         width = model.get_output_embeddings().weight.shape[-1]
-        self.heads = linear_heads(heads, width, torch.device("cpu") if unfilled else model.device)
+        self.heads = linear_heads(heads, width, torch.device("cpu") if is_unfilled else model.device)
         self.share_prompt = share_prompt
-        if not unfilled:
+        if not is_unfilled:
             self._probe()
         if compiled:
             _compile_layers(model)
-        self._sharded: ShardedModel | None = None
-        self.adapted = has_adapters(model)
+        self._sharded_model: ShardedModel | None = None
+        self.has_adapters = has_adapters(model)
 
     @torch.no_grad()
     def _probe(self) -> None:
-        """Find out, by running the model on a few tokens, which forward it can take."""
+        """Find out by running the model on a few tokens which forward it can take."""
         head, fault = Head.of(self.model), None
-        self._linear = head is not None
+        self._has_linear_head = head is not None
         self._softcap = None if head is None else head.softcap  # its weight stays the model's: shards may replace that
         if self.share_prompt:
-            fault = use_packed_attention(self.model) if self._linear else "its head is more than a linear layer"
+            fault = use_packed_attention(self.model) if head is not None else "its head is more than a linear layer"
         if fault is not None:
             log.warning("prompts are not shared within groups by %s: %s", type(self.model).__name__, fault)
             self.share_prompt = False
@@ -127,59 +127,59 @@ class CausalPolicy:
         """
         from tba.policy.fsdp import ShardedModel  # which loads a good part of torch.distributed
 
-        self._sharded = ShardedModel(self.model, sharding)
+        self._sharded_model = ShardedModel(self.model, sharding)
         self.heads.to(sharding.mesh.device_type)
         if files is not None:
-            self._sharded.fill(files, sharding.mesh.device_type)
+            self._sharded_model.fill(files, sharding.mesh.device_type)
             sharding.wait_for_ranks()
-            self._sharded.run(self._probe)
-            self._sharded.let_go()  # or `parameters` would be those that were gathered for it
+            self._sharded_model.run(self._probe)
+            self._sharded_model.reshard()  # or `parameters` would be those that were gathered for it
 
     def evaluate(self, batch: Batch) -> PolicyOutput:
         """Returns log_policy_BT (float32, 0 where the mask is False) and heads, with gradients unless they are switched
         off.
         """
         return PolicyOutput(
-            *(self._evaluate(batch) if self._sharded is None else self._sharded.run(self._evaluate, batch))
+            *(self._evaluate(batch) if self._sharded_model is None else self._sharded_model.run(self._evaluate, batch))
         )
 
     def _evaluate(self, batch: Batch) -> tuple[Tensor, Tensor | None, Tensor | None, Callable[[], Tensor] | None]:
-        if self._low is not None:
-            self._low.refresh()
+        if self._low_precision is not None:
+            self._low_precision.refresh()
         with _layers_checkpointed(self.model, self._is_checkpointed(batch)):
-            forward = self._packed(batch) if self.share_prompt else self._plain(batch)
+            forward = self._forward_packed(batch) if self.share_prompt else self._forward_plain(batch)
         value_BT = log_z_G = None
         if "value" in self.heads:
-            value_BT = self._spread(read(self.heads["value"], forward.hidden_MW), forward.place_M, batch)
+            value_BT = self._spread(apply_head(self.heads["value"], forward.hidden_MW), forward.place_M, batch)
         if forward.prompt_GW is not None:
-            log_z_G = read(self.heads["log_z"], forward.prompt_GW)
+            log_z_G = apply_head(self.heads["log_z"], forward.prompt_GW)
         entropy_B, entropy_M, place_M = None, forward.entropy_M, forward.place_M
         if entropy_M is not None:
-            entropy_B = partial(self._summed, entropy_M, place_M, batch)
+            entropy_B = partial(self._sum_rows, entropy_M, place_M, batch)
         return self._spread(forward.log_M, place_M, batch), value_BT, log_z_G, entropy_B
 
     def _is_checkpointed(self, batch: Batch) -> bool:
-        if isinstance(self._checkpointed, bool):
-            return self._checkpointed
+        if isinstance(self._checkpointing, bool):
+            return self._checkpointing
         if not torch.is_grad_enabled():
             return False
         if self.share_prompt:
-            return self._checkpointed(int(batch.prompt_length_G.sum() + batch.length_B.sum()))
-        return self._checkpointed(batch.rows * int((batch.prompt_length_G[batch.group_B] + batch.length_B).max()))
+            return self._checkpointing(int(batch.prompt_length_G.sum() + batch.length_B.sum()))
+        return self._checkpointing(batch.rows * int((batch.prompt_length_G[batch.group_B] + batch.length_B).max()))
 
     @staticmethod
     def _spread(x_M: Tensor, place_M: Tensor, batch: Batch) -> Tensor:
-        """[B, T]: each where its token is, 0 elsewhere."""
+        """Returns [B, T]: each value where its token is, 0 elsewhere."""
         flat_BT = x_M.new_zeros(batch.completion_BT.numel())
         return flat_BT.index_copy(0, place_M, x_M).view(batch.completion_BT.shape)
 
     @classmethod
-    def _summed(cls, x_M: Tensor, place_M: Tensor, batch: Batch) -> Tensor:
-        """[B]: the sum over each row's tokens."""
+    def _sum_rows(cls, x_M: Tensor, place_M: Tensor, batch: Batch) -> Tensor:
+        """Returns [B]: the sum over each row's tokens."""
         return cls._spread(x_M, place_M, batch).sum(1)
 
-    def _packed(self, batch: Batch) -> _Forward:
-        """Runs each prompt once."""
+    def _forward_packed(self, batch: Batch) -> _Forward:
+        """Runs the model with each prompt once."""
         packed = pack(batch, self._body.device)
         hidden_NW = packed_hidden(self._body, packed)
         hidden_MW = hidden_NW.index_select(0, packed.predictor_M)
@@ -190,20 +190,20 @@ class CausalPolicy:
         log_M, entropy_M = self._log_probabilities(hidden_MW, packed.target_M)
         return _Forward(log_M, packed.place_M, hidden_MW, prompt_GW, entropy_M)
 
-    def _plain(self, batch: Batch) -> _Forward:
-        """Does the same by a padded forward of prompt + completion. Padding comes last, so causality hides it."""
+    def _forward_plain(self, batch: Batch) -> _Forward:
+        """Runs the model on prompt + completion of each row, padded. Padding comes last, so causality hides it."""
         host, device = batch.to("cpu"), self._body.device  # where these are known, nothing has to be waited for
         row_M, step_M = host.mask_BT.nonzero(as_tuple=True)
         prompt_B = host.prompt_length_G[host.group_B]
         target_M, predictor_M = host.completion_BT[row_M, step_M], prompt_B[row_M] + step_M - 1
         indices = torch.stack([row_M, predictor_M, target_M, row_M * host.mask_BT.shape[1] + step_M])
         row_M, predictor_M, target_M, place_M = to_device(indices, device)
-        input_BT = to_device(_joined(host), device)
-        if not self._linear:
+        input_BT = to_device(_join(host), device)
+        if not self._has_linear_head:
             output = self.model(input_ids=input_BT, use_cache=False, output_hidden_states=len(self.heads) > 0)
             logits_MV = output.logits[row_M, predictor_M].float()
             log_MV = torch.log_softmax(logits_MV / self.temperature, dim=-1)
-            log_M, entropy_M = log_MV.gather(1, target_M[:, None])[:, 0], _entropy_of(target_M)
+            log_M, entropy_M = log_MV.gather(1, target_M[:, None])[:, 0], _entropy_buffer(target_M)
             if entropy_M is not None:
                 write_entropy(log_MV, entropy_M)
             hidden_BTW = output.hidden_states[-1] if self.heads else logits_MV.new_zeros(*input_BT.shape, 0)
@@ -212,21 +212,21 @@ class CausalPolicy:
             hidden_BTW = self._body(input_ids=input_BT, use_cache=False).last_hidden_state
             hidden_MW = hidden_BTW[row_M, predictor_M]
             log_M, entropy_M = self._log_probabilities(hidden_MW, target_M)
-        prompt_GW = _mean_prompt(hidden_BTW, batch.to(device)) if "log_z" in self.heads else None
+        prompt_GW = _mean_prompt_state(hidden_BTW, batch.to(device)) if "log_z" in self.heads else None
         return _Forward(log_M, place_M, hidden_MW, prompt_GW, entropy_M)
 
     def _log_probabilities(self, hidden_MW: Tensor, target_M: Tensor) -> tuple[Tensor, Tensor | None]:
-        layer = self.model.get_output_embeddings()  # a sharded one has another weight while it computes
-        head = Head(layer.weight, layer.bias, self._softcap)
-        chunk = self._vocab_chunk or chunk_of(len(layer.weight), hidden_MW.device)
-        entropy_M = _entropy_of(target_M)
-        log_M = token_log_probabilities(hidden_MW, head, target_M, self.temperature, chunk, self._kept, entropy_M)
+        head_layer = self.model.get_output_embeddings()  # a sharded one has another weight while it computes
+        head = Head(head_layer.weight, head_layer.bias, self._softcap)
+        chunk = self._vocab_chunk or chunk_of(len(head_layer.weight), hidden_MW.device)
+        entropy_M = _entropy_buffer(target_M)
+        log_M = token_log_probabilities(hidden_MW, head, target_M, self.temperature, chunk, self._buffer, entropy_M)
         return log_M, entropy_M
 
     def parameters(self) -> Sequence[torch.nn.Parameter]:
         """Returns the trained parameters, each once, those of the heads last."""
-        trained = [p for p in (*self.model.parameters(), *self.heads.parameters()) if p.requires_grad]
-        return trained if self._low is None else [self._low.weight(p) for p in trained]
+        parameters = [p for p in (*self.model.parameters(), *self.heads.parameters()) if p.requires_grad]
+        return parameters if self._low_precision is None else [self._low_precision.weight(p) for p in parameters]
 
     def weights(self) -> Mapping[str, Tensor]:
         """Returns detached views by the names `save_pretrained` uses; tied weights once, heads not at all.
@@ -234,26 +234,27 @@ class CausalPolicy:
         For a model with adapters (`policy.lora`) these are the adapters alone. For a sharded policy they are shards, in
         the same order on every rank.
         """
-        everything = self.everything()
-        return {name: tensor for name, tensor in everything.items() if not self.adapted or is_adapter(name)}
+        weights = self.everything()
+        return {name: tensor for name, tensor in weights.items() if not self.has_adapters or is_adapter(name)}
 
     def everything(self) -> Mapping[str, Tensor]:
         """Returns all weights by name, under adapters those of their base too."""
-        if self._sharded is not None:
-            self._sharded.let_go()
-        return untied(self.model) if self._low is None else self._low.named(untied(self.model))
+        if self._sharded_model is not None:
+            self._sharded_model.reshard()
+        weights = untied_weights(self.model)
+        return weights if self._low_precision is None else self._low_precision.replace_copies(weights)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Copy `weights` in, in place. Raises `KeyError` on other names and `ValueError` on another shape."""
-        own, shapes = self.weights(), shapes_of(weights)
-        if own.keys() != weights.keys():
-            odd = sorted(own.keys() ^ weights.keys())
-            raise KeyError(f"the weights do not have this model's names: {len(odd)} differ, the first is {odd[0]}")
-        for name, tensor in own.items():
+        tensors, shapes = self.weights(), shapes_of(weights)
+        if tensors.keys() != weights.keys():
+            names = sorted(tensors.keys() ^ weights.keys())
+            raise KeyError(f"the weights do not have this model's names: {len(names)} differ, the first is {names[0]}")
+        for name, tensor in tensors.items():
             if tensor.shape != shapes[name].shape:
                 raise ValueError(f"{name} has shape {tuple(shapes[name].shape)}, this model's is {tuple(tensor.shape)}")
         with torch.no_grad():
-            for name, tensor in own.items():
+            for name, tensor in tensors.items():
                 rows: Any = ...
                 if is_sharded(tensor):
                     mesh = tensor.device_mesh
@@ -276,31 +277,31 @@ class CausalPolicy:
         if tokenizer is not None and self.model.can_generate():
             add_end_tokens(self.model.generation_config, tokenizer)
         # A kill leaves a folder of such a name behind, which the next checkpoint deletes (`weights.atomic_dir`).
-        temporary, replaced = (path.with_name(f".{what}-{path.name}-{os.getpid()}") for what in ("writing", "removed"))
+        new_folder, old_folder = (path.with_name(f".{p}-{path.name}-{os.getpid()}") for p in ("writing", "removed"))
         try:
-            self._fill(temporary, weights)
+            self._write_model(new_folder, weights)
             if tokenizer is not None:
-                tokenizer.save_pretrained(temporary)
+                tokenizer.save_pretrained(new_folder)
         except BaseException:  # otherwise part of the model would keep a full disk full
-            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(new_folder, ignore_errors=True)
             raise
         if path.exists():
-            path.replace(replaced)
-        temporary.replace(path)
-        shutil.rmtree(replaced, ignore_errors=True)
+            path.replace(old_folder)
+        new_folder.replace(path)
+        shutil.rmtree(old_folder, ignore_errors=True)
 
-    def _fill(self, folder: Path, weights: Mapping[str, Tensor] | None) -> None:
-        """Write all but the tokenizer."""
-        if self.adapted:
+    def _write_model(self, folder: Path, weights: Mapping[str, Tensor] | None) -> None:
+        """Write the configuration and the weights: all but the tokenizer."""
+        if self.has_adapters:
             adapters: dict[str, Tensor] = {}
-            self._write(folder, merged(self.model, weights or self.everything(), adapters))
+            self._write_weights(folder, merge_adapters(self.model, weights or self.everything(), adapters))
             save_adapters(folder / ADAPTER, self.model, adapters)
-        elif weights is None and self._low is None:
+        elif weights is None and self._low_precision is None:
             self.model.save_pretrained(folder)
         else:
-            self._write(folder, weights or self.everything())
+            self._write_weights(folder, weights or self.everything())
 
-    def _write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+    def _write_weights(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         """Write what `save_pretrained` writes, with the tensors one after the other."""
         folder.mkdir()
         config = copy(self.model.config)
@@ -313,17 +314,17 @@ class CausalPolicy:
         write_tensors(folder / "model.safetensors", weights)
 
 
-def _entropy_of(target_M: Tensor) -> Tensor | None:
+def _entropy_buffer(target_M: Tensor) -> Tensor | None:
     """Returns where the entropies of a forward pass are to be written, if a gradient will be taken; NaN until then."""
     return torch.full_like(target_M, torch.nan, dtype=torch.float32) if torch.is_grad_enabled() else None
 
 
 def chunk_of(vocabulary: int, device: torch.device) -> int:
-    """Tokens whose logits are computed at once."""
+    """Returns how many tokens' logits are computed at once."""
     return max(16, (_LOGITS_ON_CPU if device.type == "cpu" else _LOGITS_ELSEWHERE) // vocabulary)
 
 
-def _joined(batch: Batch) -> Tensor:
+def _join(batch: Batch) -> Tensor:
     """Returns prompt and completion of each row, one after the other, right-padded: int64 [B, longest]."""
     prompt_B = batch.prompt_length_G[batch.group_B]
     position_T = torch.arange(int((prompt_B + batch.length_B).max()), device=prompt_B.device)
@@ -335,13 +336,13 @@ def _joined(batch: Batch) -> Tensor:
     return torch.where(step_BT < 0, prompt_BT, completion_BT)
 
 
-def _mean_prompt(hidden_BTW: Tensor, batch: Batch) -> Tensor:
-    """[G, W] float32: the mean hidden state of each prompt, from the first row that has it."""
+def _mean_prompt_state(hidden_BTW: Tensor, batch: Batch) -> Tensor:
+    """Returns [G, W] float32: the mean hidden state of each prompt, from the first row that has it."""
     row_B = torch.arange(batch.rows, device=batch.group_B.device)
-    first_G = row_B.new_full((batch.groups,), batch.rows).scatter_reduce(0, batch.group_B, row_B, "amin")
+    first_row_G = row_B.new_full((batch.groups,), batch.rows).scatter_reduce(0, batch.group_B, row_B, "amin")
     position_P = torch.arange(batch.prompt_GP.shape[1], device=row_B.device)
     in_prompt_GP = position_P < batch.prompt_length_G[:, None]
-    hidden_GPW = hidden_BTW[first_G, : batch.prompt_GP.shape[1]].float()
+    hidden_GPW = hidden_BTW[first_row_G, : batch.prompt_GP.shape[1]].float()
     return (hidden_GPW * in_prompt_GP[:, :, None]).sum(1) / batch.prompt_length_G[:, None]
 
 
@@ -354,21 +355,21 @@ def _compile_layers(model: PreTrainedModel) -> None:
                     part.compile(dynamic=True)
 
 
-def _drop_nothing(model: PreTrainedModel) -> None:
-    """Sets to 0 what layers that can be checkpointed drop out by themselves (OPT), not by a module in them."""
+def _disable_dropout(model: PreTrainedModel) -> None:
+    """Set to 0 the dropout that layers which can be checkpointed do by themselves (OPT), not by a module in them."""
     for layer in (m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)):
         for name in [n for n, value in vars(layer).items() if "dropout" in n and isinstance(value, float)]:
             setattr(layer, name, 0.0)
 
 
 @contextmanager
-def _layers_checkpointed(model: PreTrainedModel, wanted: bool) -> Iterator[None]:
-    """Gradient checkpointing for one forward.
+def _layers_checkpointed(model: PreTrainedModel, is_enabled: bool) -> Iterator[None]:
+    """Have layers checkpointed within the block, if that `is_enabled`.
 
     Transformers checkpoints layers in training mode only; that mode is given to the layers themselves and not to
     what is in them, so that dropout stays off (`_drop_nothing`).
     """
-    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)] if wanted else []
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)] if is_enabled else []
     for layer in layers:
         layer.training = True
     try:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from tba.policy.loading import WeightFiles, fill
+from tba.policy.loading import WeightFiles, fill_weights
 from tba.sharding import Sharding
 
 
@@ -28,33 +28,33 @@ class ShardedModel:
     """A model whose parameters are shards from now on. What runs it, runs inside `run`, on all ranks alike."""
 
     def __init__(self, model: PreTrainedModel, sharding: Sharding) -> None:
-        self._whole = _Whole(model)
+        self._wrapper = _Wrapper(model)
         compute = None if sharding.compute == torch.float32 else sharding.compute
         precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
         layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-        for module in (*layers, self._whole):
+        for module in (*layers, self._wrapper):
             fully_shard(module, mesh=sharding.mesh, mp_policy=precision)
-        for module in self._whole.modules():
+        for module in self._wrapper.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # which gloo can do
 
     def fill(self, files: WeightFiles, device: str) -> None:
-        """Read this rank's rows, of a model that has no memory yet."""
-        fill(self._whole.model, self._whole, files, device)
+        """Read this rank's rows from the files, for a model that has no memory yet."""
+        fill_weights(self._wrapper.model, self._wrapper, files, device)
 
     def run(self, act: Callable[..., Any], *arguments: Any) -> Any:
         """Returns what `act` returns, while the parameters that it reaches are gathered."""
-        return self._whole(act, *arguments)
+        return self._wrapper(act, *arguments)
 
-    def let_go(self) -> None:
-        """Free what is still gathered: after a forward without a backward, the parameters outside all layers."""
-        for module in self._whole.modules():
+    def reshard(self) -> None:
+        """Free parameters that are still gathered: after a forward without a backward, those outside all layers."""
+        for module in self._wrapper.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
 
-class _Whole(torch.nn.Module):
+class _Wrapper(torch.nn.Module):
     """The model and whatever runs it as one module: FSDP acts where its forward begins and ends."""
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -46,7 +46,7 @@ class Head:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Head | None:
-        """The model's head, or None where its logits are made in some other way (found by comparing)."""
+        """Returns the model's head, or None where its logits are made in some other way (which a comparison shows)."""
         layer = model.get_output_embeddings()
         if not isinstance(layer, torch.nn.Linear) or model.get_decoder() is model:  # its body cannot be run by itself
             return None
@@ -54,43 +54,43 @@ class Head:
         head = cls(layer.weight, layer.bias, getattr(config, "final_logit_softcapping", None))
         probe = torch.arange(4, device=model.device)[None] % config.vocab_size
         with torch.no_grad():
-            own = head.logits(model.get_decoder()(input_ids=probe, use_cache=False).last_hidden_state)
-            model_s = model(input_ids=probe, use_cache=False).logits.float()
-        return head if torch.allclose(own, model_s, rtol=1e-3, atol=1e-4) else None
+            head_logits = head.logits(model.get_decoder()(input_ids=probe, use_cache=False).last_hidden_state)
+            model_logits = model(input_ids=probe, use_cache=False).logits.float()
+        return head if torch.allclose(head_logits, model_logits, rtol=1e-3, atol=1e-4) else None
 
     def logits(self, hidden_MW: Tensor) -> Tensor:
-        """Plain float32 logits [M, V]."""
+        """Returns plain float32 logits [M, V]."""
         logits = torch.nn.functional.linear(hidden_MW, self.weight_VW, self.bias_V).float()
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
-class KeptProbabilities:
-    """At most `limit` bytes, lent by a forward to its backward and reused by the next.
+class ProbabilityBuffer:
+    """A buffer of at most `limit` bytes, lent by a forward to its backward and reused by the next forward.
 
     New memory costs more than its first use (every page of it is a fault), so one buffer stays.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._spare: Tensor | None = None
+        self._buffer: Tensor | None = None
 
-    def rows(self, weight_VW: Tensor) -> int:
-        """Tokens whose probabilities fit."""
+    def capacity(self, weight_VW: Tensor) -> int:
+        """Returns how many tokens' probabilities fit."""
         return self._limit // (len(weight_VW) * weight_VW.element_size())
 
-    def take(self, rows: int, like_VW: Tensor) -> Tensor:
-        """[rows, V], of undefined content, with the weight's dtype and device."""
-        wanted, spare = rows * len(like_VW), self._spare
-        self._spare = None
-        if spare is None or len(spare) < wanted or (spare.dtype, spare.device) != (like_VW.dtype, like_VW.device):
-            spare = like_VW.new_empty(wanted)
-        return spare[:wanted].view(rows, len(like_VW))
+    def lend(self, rows: int, like_VW: Tensor) -> Tensor:
+        """Returns [rows, V], of undefined content, with the weight's dtype and device."""
+        size, buffer = rows * len(like_VW), self._buffer
+        self._buffer = None
+        if buffer is None or len(buffer) < size or (buffer.dtype, buffer.device) != (like_VW.dtype, like_VW.device):
+            buffer = like_VW.new_empty(size)
+        return buffer[:size].view(rows, len(like_VW))
 
-    def give_back(self, kept_KV: Tensor) -> None:
-        """Its content is no longer needed."""
-        whole = kept_KV._base if kept_KV._base is not None else kept_KV
-        if self._spare is None or len(self._spare) < whole.numel():
-            self._spare = whole.view(-1)
+    def give_back(self, rows_KV: Tensor) -> None:
+        """Take back rows whose content is no longer needed."""
+        buffer = rows_KV._base if rows_KV._base is not None else rows_KV
+        if self._buffer is None or len(self._buffer) < buffer.numel():
+            self._buffer = buffer.view(-1)
 
 
 def token_log_probabilities(
@@ -99,11 +99,11 @@ def token_log_probabilities(
     target_M: Tensor,
     temperature: float,
     chunk: int,
-    kept: KeptProbabilities,
+    buffer: ProbabilityBuffer,
     entropy_M: Tensor | None = None,
 ) -> Tensor:
-    """float32 [M]: log p(target | hidden). Beyond what is kept, `chunk` tokens' logits are there at a time. The entropy
-    of p, in nats, is written into `entropy_M` (float32) when the gradient is taken.
+    """Returns log p(target | hidden), float32 [M]. Beyond what the buffer holds, `chunk` tokens' logits are there at a
+    time. The entropy of p, in nats, is written into `entropy_M` (float32) when the gradient is taken.
     """
     if not len(target_M):
         return hidden_MW.float().sum(-1)  # empty, but with a gradient
@@ -111,7 +111,7 @@ def token_log_probabilities(
         entropy_M = target_M.new_empty(0, dtype=torch.float32)
     if head.softcap is None:
         return _TokenLogProbabilities.apply(
-            hidden_MW, head.weight_VW, head.bias_V, target_M, temperature, chunk, kept, entropy_M
+            hidden_MW, head.weight_VW, head.bias_V, target_M, temperature, chunk, buffer, entropy_M
         )
 
     def of_chunk(entropy_C: Tensor, hidden_CW: Tensor, target_C: Tensor) -> Tensor:
@@ -152,23 +152,23 @@ class _TokenLogProbabilities(torch.autograd.Function):
         target_M: Tensor,
         temperature: float,
         chunk: int,
-        kept: KeptProbabilities,
+        buffer: ProbabilityBuffer,
         entropy_M: Tensor,
     ) -> Tensor:
-        tokens, wanted = len(hidden_MW), any(ctx.needs_input_grad[:3])
-        first = min(tokens, kept.rows(weight_VW)) if wanted else 0
-        kept_KV = kept.take(first, weight_VW)
-        room_CV = weight_VW.new_empty(min(chunk, tokens - first), len(weight_VW))
+        tokens, needs_gradient = len(hidden_MW), any(ctx.needs_input_grad[:3])
+        kept_count = min(tokens, buffer.capacity(weight_VW)) if needs_gradient else 0
+        surplus_KV = buffer.lend(kept_count, weight_VW)
+        chunk_CV = weight_VW.new_empty(min(chunk, tokens - kept_count), len(weight_VW))
         log_M = hidden_MW.new_empty(tokens, dtype=torch.float32)
-        for rows in _blocks(tokens, first, chunk):
-            if rows.stop > first and not _in_place(room_CV):
+        for rows in _blocks(tokens, kept_count, chunk):
+            if rows.stop > kept_count and not _in_place(chunk_CV):
                 log_CV = _log_softmax(hidden_MW[rows], weight_VW, bias_V, temperature)
                 log_M[rows] = log_CV.gather(1, target_M[rows, None])[:, 0]
                 continue
-            out = kept_KV if rows.stop <= first else room_CV[: rows.stop - rows.start]
+            out = surplus_KV if rows.stop <= kept_count else chunk_CV[: rows.stop - rows.start]
             log_M[rows] = _surplus(hidden_MW[rows], weight_VW, bias_V, temperature, target_M[rows], out)
         ctx.save_for_backward(hidden_MW, weight_VW, bias_V, target_M, log_M if len(entropy_M) else None)
-        ctx.temperature, ctx.chunk, ctx.kept, ctx.kept_KV = temperature, chunk, kept, kept_KV
+        ctx.temperature, ctx.chunk, ctx.buffer, ctx.surplus_KV = temperature, chunk, buffer, surplus_KV
         ctx.entropy_M = entropy_M  # to be written, not read: it is not saved
         return log_M
 
@@ -176,23 +176,23 @@ class _TokenLogProbabilities(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_M: Tensor) -> tuple[Tensor | None, ...]:
         hidden_MW, weight_VW, bias_V, target_M, log_M = ctx.saved_tensors
-        if ctx.kept_KV is None:
+        if ctx.surplus_KV is None:
             raise RuntimeError(
                 "log-probabilities are differentiated once: evaluate the batch again for another gradient"
             )
-        first, vocabulary = ctx.kept_KV.shape
+        kept_count, vocabulary = ctx.surplus_KV.shape
         scale_M1 = (grad_M / ctx.temperature).to(hidden_MW.dtype)[:, None]
         scaled_MW = hidden_MW * scale_M1
         grad_hidden = torch.empty_like(hidden_MW)
         # under adapters the weight is frozen: then neither the memory nor the work of its gradient is spent
         grad_weight = torch.empty_like(weight_VW, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grad_bias = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
-        room_CV = weight_VW.new_empty(min(ctx.chunk, len(hidden_MW) - first), vocabulary)
-        for rows in _blocks(len(hidden_MW), first, ctx.chunk):
-            if rows.stop <= first:
-                d_CV = ctx.kept_KV
+        chunk_CV = weight_VW.new_empty(min(ctx.chunk, len(hidden_MW) - kept_count), vocabulary)
+        for rows in _blocks(len(hidden_MW), kept_count, ctx.chunk):
+            if rows.stop <= kept_count:
+                d_CV = ctx.surplus_KV
             else:
-                d_CV = room_CV[: rows.stop - rows.start]
+                d_CV = chunk_CV[: rows.stop - rows.start]
                 _surplus(hidden_MW[rows], weight_VW, bias_V, ctx.temperature, target_M[rows], d_CV)
             torch.mm(d_CV, weight_VW, out=grad_hidden[rows])
             if log_M is not None:
@@ -201,36 +201,36 @@ class _TokenLogProbabilities(torch.autograd.Function):
                     above_C += (d_CV @ bias_V).float()
                 torch.sub(-log_M[rows], above_C, alpha=1 / ctx.temperature, out=ctx.entropy_M[rows])
             if grad_weight is not None:
-                _subtract_product(grad_weight, d_CV.T, scaled_MW[rows], first=rows.start == 0)
+                _subtract_product(grad_weight, d_CV.T, scaled_MW[rows], is_first=rows.start == 0)
             if grad_bias is not None:
                 grad_bias -= d_CV.T @ scale_M1[rows, 0]
-        ctx.kept.give_back(ctx.kept_KV)
-        ctx.kept_KV = None
+        ctx.buffer.give_back(ctx.surplus_KV)
+        ctx.surplus_KV = None
         grad_hidden.mul_(scale_M1).neg_()
-        of_weight, of_bias = (None if grad is None else grad.to(weight_VW.dtype) for grad in (grad_weight, grad_bias))
-        return grad_hidden, of_weight, of_bias, None, None, None, None, None
+        grads = (None if grad is None else grad.to(weight_VW.dtype) for grad in (grad_weight, grad_bias))
+        return grad_hidden, *grads, None, None, None, None, None
 
 
-def _subtract_product(sum_VW: Tensor, d_VC: Tensor, scaled_CW: Tensor, first: bool) -> None:
-    """sum -= d @ scaled, in float32 whatever the factors are; the first of them sets it."""
+def _subtract_product(sum_VW: Tensor, d_VC: Tensor, scaled_CW: Tensor, is_first: bool) -> None:
+    """Computes sum -= d @ scaled, in float32 whatever the factors are; the first product sets the sum."""
     if d_VC.dtype == torch.float32:
-        sum_VW.addmm_(d_VC, scaled_CW, beta=float(not first), alpha=-1)
-    elif first:
+        sum_VW.addmm_(d_VC, scaled_CW, beta=float(not is_first), alpha=-1)
+    elif is_first:
         sum_VW.copy_(d_VC @ scaled_CW).neg_()
     else:
         sum_VW -= d_VC @ scaled_CW
 
 
-def _blocks(tokens: int, kept: int, chunk: int) -> list[slice]:
-    """The kept tokens in one block, the others in chunks."""
-    starts = [0] * (kept > 0) + list(range(kept, tokens, chunk))
+def _blocks(tokens: int, kept_count: int, chunk: int) -> list[slice]:
+    """Returns the rows of the kept tokens as one block, those of the others in chunks."""
+    starts = [0] * (kept_count > 0) + list(range(kept_count, tokens, chunk))
     return [slice(a, b) for a, b in zip(starts, [*starts[1:], tokens], strict=True)]
 
 
 def _surplus(
     hidden_CW: Tensor, weight_VW: Tensor, bias_V: Tensor | None, temperature: float, target_C: Tensor, out_CV: Tensor
 ) -> Tensor:
-    """softmax(z) - onehot(target) into `out_CV`; returns the targets' log-probabilities [C] in float32."""
+    """Writes softmax(z) - onehot(target) into `out_CV`; returns the targets' log-probabilities [C] in float32."""
     log_C = _probabilities(hidden_CW, weight_VW, bias_V, temperature, target_C, out_CV)
     out_CV.scatter_(1, target_C[:, None], torch.expm1(log_C).to(out_CV.dtype)[:, None])
     return log_C
@@ -239,7 +239,7 @@ def _surplus(
 def _probabilities(
     hidden_CW: Tensor, weight_VW: Tensor, bias_V: Tensor | None, temperature: float, target_C: Tensor, out_CV: Tensor
 ) -> Tensor:
-    """softmax(z) into `out_CV`; returns the targets' log-probabilities [C] in float32."""
+    """Writes softmax(z) into `out_CV`; returns the targets' log-probabilities [C] in float32."""
     if not _in_place(out_CV):
         log_CV = _log_softmax(hidden_CW, weight_VW, bias_V, temperature)
         torch.exp(log_CV, out=out_CV)
@@ -252,8 +252,8 @@ def _probabilities(
     log_C = p_C.log()
     lost_C = p_C < 1e-30  # near underflow the logarithm has lost its digits
     if bool(lost_C.any()):
-        exact = _log_softmax(hidden_CW[lost_C], weight_VW, bias_V, temperature)
-        log_C[lost_C] = exact.gather(1, target_C[lost_C, None])[:, 0]
+        exact_CV = _log_softmax(hidden_CW[lost_C], weight_VW, bias_V, temperature)
+        log_C[lost_C] = exact_CV.gather(1, target_C[lost_C, None])[:, 0]
     return log_C
 
 
@@ -266,32 +266,33 @@ def _in_place(out_CV: Tensor) -> bool:
 
 
 def _log_softmax(hidden_CW: Tensor, weight_VW: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
-    """The definition, in float32: [C, V]."""
+    """Returns log-softmax(z / temperature) by its definition, in float32: [C, V]."""
     z_CV = torch.nn.functional.linear(hidden_CW, weight_VW, bias_V).float()
     return torch.log_softmax(z_CV if temperature == 1 else z_CV.div_(temperature), -1)
 
 
 def linear_heads(names: Iterable[str], width: int, device: torch.device) -> torch.nn.ModuleDict:
-    """A head for each name, weight and bias zero. Raises `ValueError` for a name that is none of `HEADS`."""
-    return torch.nn.ModuleDict({name: zeroed(torch.nn.Linear(width, 1, device=device)) for name in known(names)})
+    """Makes a head for each name, weight and bias zero. Raises `ValueError` for a name that is none of `HEADS`."""
+    layers = {name: torch.nn.Linear(width, 1, device=device) for name in check_head_names(names)}
+    return torch.nn.ModuleDict({name: zero_parameters(layer) for name, layer in layers.items()})
 
 
-def read(head: torch.nn.Module, hidden_NW: Tensor) -> Tensor:
-    """[N] float32: the output of a head for hidden states."""
-    said_N: Tensor = head(hidden_NW.float())[:, 0]
-    return said_N
+def apply_head(head: torch.nn.Module, hidden_NW: Tensor) -> Tensor:
+    """Returns [N] float32: the output of a head for hidden states."""
+    output_N: Tensor = head(hidden_NW.float())[:, 0]
+    return output_N
 
 
-def known(names: Iterable[str]) -> list[str]:
-    """The names in order. Raises `ValueError` for one that is none of `HEADS`."""
-    wanted = sorted(names)
-    if not HEADS.issuperset(wanted):
-        raise ValueError(f"a policy's heads are {sorted(HEADS)}, but got {wanted}")
-    return wanted
+def check_head_names(names: Iterable[str]) -> list[str]:
+    """Returns the names in order. Raises `ValueError` for one that is none of `HEADS`."""
+    sorted_names = sorted(names)
+    if not HEADS.issuperset(sorted_names):
+        raise ValueError(f"a policy's heads are {sorted(HEADS)}, but got {sorted_names}")
+    return sorted_names
 
 
-def zeroed(module: torch.nn.Module) -> torch.nn.Module:
-    """The module, its parameters set to zero."""
+def zero_parameters(module: torch.nn.Module) -> torch.nn.Module:
+    """Sets a module's parameters to zero; returns the module."""
     for parameter in module.parameters():
         torch.nn.init.zeros_(parameter)
     return module

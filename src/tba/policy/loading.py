@@ -44,7 +44,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from tba.errors import UserError
 from tba.foreign import SAFE, SAFE_MODEL, UNREADABLE, is_name, read_json, refuse_impossible_counts
-from tba.policy.lora import is_adapter, plain_name, untied
+from tba.policy.lora import is_adapter, plain_name, untied_weights
 from tba.sharding import is_sharded, local_part, row_range
 
 log = logging.getLogger(__name__)
@@ -68,8 +68,8 @@ def load_model(
     """
     with no_bars() if Path(path).is_dir() else nullcontext(), _readable_model(path):
         if four_bit:
-            placed = {"quantization_config": _nf4(torch.device(device), dtype), "device_map": {"": device}}
-            model = pretrained(AutoModelForCausalLM, path, dtype, **placed)
+            options = {"quantization_config": _nf4(torch.device(device), dtype), "device_map": {"": device}}
+            model = pretrained(AutoModelForCausalLM, path, dtype, **options)
         elif seed is None:
             model = pretrained(AutoModelForCausalLM, path, dtype)
         else:
@@ -82,15 +82,16 @@ def load_model(
     return (model if four_bit else model.to(device)).eval(), tokenizer
 
 
-def pretrained(kind: Any, path: str | Path, dtype: torch.dtype, headless: bool = False, **how: Any) -> Any:
+def pretrained(kind: Any, path: str | Path, dtype: torch.dtype, headless: bool = False, **options: Any) -> Any:
     """Returns a model of an auto class with the weights of its files, and what transformers raises for files that it
-    cannot read. headless: its head is about to be trained, or it has none; how: what else `from_pretrained` takes.
+    cannot read. headless: its head is about to be trained, or it has none; options: others of `from_pretrained`.
 
     Raises `UserError` where the files' tensors are not those of the model, or are no numbers.
     """
-    place = {name: how.pop(name) for name in ("revision", "gguf_file") if name in how}
-    config = read_config(path, **place, **{name: how.pop(name) for name in ("num_labels",) if name in how})
-    with _no_report():
+    file_options = {name: options.pop(name) for name in ("revision", "gguf_file") if name in options}
+    config_options = {name: options.pop(name) for name in ("num_labels",) if name in options}
+    config = read_config(path, **file_options, **config_options)
+    with _without_report():
         model, report = kind.from_pretrained(
             path,
             config=config,
@@ -98,8 +99,8 @@ def pretrained(kind: Any, path: str | Path, dtype: torch.dtype, headless: bool =
             ignore_mismatched_sizes=True,
             output_loading_info=True,
             **SAFE_MODEL,
-            **place,
-            **how,
+            **file_options,
+            **options,
         )
     _refuse_other_tensors(path, config, model, report, headless)
     _refuse_no_numbers(path, model)
@@ -114,7 +115,7 @@ def refuse_other_files(path: str | Path, model: PreTrainedModel) -> None:
     """Raises `UserError` where the files' tensors are not those of the model, which may have no memory: for a program
     that loads them by itself. What is quantized or converted is left to it.
     """
-    if _converted(model) is None:
+    if _conversion_fault(model) is None:
         with _readable_model(path):
             _refuse_other_tensors(path, read_config(path), model, WeightFiles.of(path, model).report(model))
 
@@ -129,19 +130,19 @@ def _refuse_other_tensors(
     """Raises `UserError` for tensors that are missing, have no place, or another shape by transformers' report, unless
     nothing that is used depends on them.
     """
-    missing, unexpected = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
+    missing_names, unexpected_names = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
     shapes = sorted((name, tuple(size), tuple(shape)) for name, size, shape in report["mismatched_keys"])
     body = getattr(model, model.base_model_prefix, model)
     if headless:  # a pooler of the body is a part of the head: nothing else reads it
-        missing = [name for name in missing if _is_in(name, model, body) and "pooler" not in name.split(".")]
-        unexpected = [name for name in unexpected if _is_in(name, model, body)]
-        shapes = [(name, *sizes) for name, *sizes in shapes if _is_in(name, model, body)]
+        missing_names = [n for n in missing_names if _is_part(n, model, body) and "pooler" not in n.split(".")]
+        unexpected_names = [name for name in unexpected_names if _is_part(name, model, body)]
+        shapes = [(name, *sizes) for name, *sizes in shapes if _is_part(name, model, body)]
     text = config.get_text_config()
     if text is not config and isinstance(model.config, type(text)):  # what is beside the text model sees or hears
-        unexpected = [name for name in unexpected if _is_in(name, model, body, model)]
+        unexpected_names = [name for name in unexpected_names if _is_part(name, model, body, model)]
     clauses = [
         f"{len(names)} tensor{'s are' if len(names) > 1 else ' is'} {fault} (such as {names[0]})"
-        for fault, names in (("missing", missing), ("unknown to it", unexpected))
+        for fault, names in (("missing", missing_names), ("unknown to it", unexpected_names))
         if names
     ]
     clauses += [f"{name} is {list(size)}, not {list(shape)}" for name, size, shape in shapes[:1]]
@@ -162,29 +163,29 @@ def _refuse_no_numbers(path: str | Path, model: PreTrainedModel) -> None:
             )
 
 
-def _is_in(name: str, model: PreTrainedModel, *modules: Module) -> bool:
-    """Returns whether a tensor of that name, with or without the prefix of the model's body, belongs to a module."""
+def _is_part(name: str, model: PreTrainedModel, *modules: Module) -> bool:
+    """Returns whether a tensor of this name, with or without the prefix of the model's body, belongs to a module."""
     prefix = f"{model.base_model_prefix}."
     children = {child for module in modules for child, _ in module.named_children()}
     return name.startswith(prefix) or name.partition(".")[0] in children
 
 
-def read_config(path: str | Path, **how: Any) -> PretrainedConfig:
-    """Returns a model's configuration, without ids of special tokens that are no tokens of it; how: what else
-    `from_pretrained` takes. What that raises is raised.
+def read_config(path: str | Path, **options: Any) -> PretrainedConfig:
+    """Returns a model's configuration, without ids of special tokens that are no tokens of it; options: others of
+    `from_pretrained`. What that raises is raised.
     """
-    config = plain_config(path, **how)
+    config = plain_config(path, **options)
     for part in (config, config.get_text_config()):
         _drop_false_ids(path, part, config)
     return config
 
 
-def plain_config(path: str | Path, **how: Any) -> PretrainedConfig:
+def plain_config(path: str | Path, **options: Any) -> PretrainedConfig:
     """Returns a model's configuration as its file has it. What transformers raises is raised, and `UserError` for
     counts of a file that would have no end.
     """
-    refuse_countless(path, how.get("revision"))
-    return AutoConfig.from_pretrained(path, **SAFE, **how)
+    refuse_countless(path, options.get("revision"))
+    return AutoConfig.from_pretrained(path, **SAFE, **options)
 
 
 def refuse_countless(path: str | Path, revision: str | None = None) -> None:
@@ -192,14 +193,14 @@ def refuse_countless(path: str | Path, revision: str | None = None) -> None:
     any model: to make the configuration of it may not end. Of a name it is fetched; what is not there is passed over.
     """
     causes = ("missing_entries", "connection_errors", "gated_repo")
-    quietly: dict[str, Any] = {f"_raise_exceptions_for_{cause}": False for cause in causes}
+    options: dict[str, Any] = {f"_raise_exceptions_for_{cause}": False for cause in causes}
     with suppress(OSError, ValueError):  # whoever loads it says why
-        if (file := cached_file(path, CONFIG_NAME, revision=revision, **quietly)) is not None:
+        if (file := cached_file(path, CONFIG_NAME, revision=revision, **options)) is not None:
             refuse_impossible_counts(Path(file).parent)
 
 
 def _drop_false_ids(path: str | Path, part: PretrainedConfig | GenerationConfig, config: PretrainedConfig) -> None:
-    """Sets ids of special tokens that are no tokens of the model to none. Some files have -1 for that, which as an
+    """Drops ids of special tokens that are no tokens of the model. Some files have -1 for no token, which as an
     index would be the last token of the vocabulary.
     """
     vocabulary = getattr(config.get_text_config(), "vocab_size", sys.maxsize)
@@ -215,8 +216,8 @@ def _drop_false_ids(path: str | Path, part: PretrainedConfig | GenerationConfig,
 
 
 def keep_softcap(model: PreTrainedModel) -> None:
-    """Has a model that caps its attention's scores (Gemma 2) do so, and every program that loads what is saved of it:
-    transformers' usual attention, sdpa, leaves the cap out and says nothing.
+    """Sets a model that caps its attention's scores (Gemma 2) to eager attention, also in the configuration that is
+    saved: transformers' usual attention, sdpa, leaves the cap out silently.
     """
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
         model.set_attn_implementation("eager")
@@ -224,8 +225,8 @@ def keep_softcap(model: PreTrainedModel) -> None:
 
 
 def make_writable(model: PreTrainedModel) -> None:
-    """Has a model's generation config be one that transformers writes: of some that it reads (a temperature without
-    `do_sample`) it says so only when the model is saved, after the training.
+    """Corrects a model's generation config where transformers would refuse to write it (a temperature without
+    `do_sample`), which it would do only when the model is saved, after the training.
     """
     config = getattr(model, "generation_config", None)  # a model that generates has one
     if config is None or _is_valid(config):
@@ -257,19 +258,19 @@ def _nf4(device: torch.device, dtype: torch.dtype) -> Any:
 class WeightFiles:
     """The safetensors files of a model: where the weights of each name are."""
 
-    place: Mapping[str, tuple[Path, str]]  # by the model's own name: a file, and the name there
+    places: Mapping[str, tuple[Path, str]]  # by the model's own name: a file, and the name there
 
     @classmethod
     def of(cls, path: str | Path, model: PreTrainedModel) -> WeightFiles:
         """Finds the files in a folder, or under a Hub name, with the names that transformers gives their tensors."""
         renamings = get_model_conversion_mapping(model)
-        own, place = model.state_dict(), {}
+        state, places = model.state_dict(), {}
         for file in _files(path):
             with safetensors.safe_open(file, framework="pt") as tensors:
-                for there in tensors.keys():  # noqa: SIM118 (it is no mapping)
-                    name, _ = rename_source_key(there, renamings, [], model.base_model_prefix, own)
-                    place[name] = file, there
-        return cls(place)
+                for key in tensors.keys():  # noqa: SIM118 (it is no mapping)
+                    name, _ = rename_source_key(key, renamings, [], model.base_model_prefix, state)
+                    places[name] = file, key
+        return cls(places)
 
     def report(self, model: PreTrainedModel) -> dict[str, Any]:
         """Returns what transformers would report of loading them: which parameters are missing or have another shape
@@ -277,33 +278,33 @@ class WeightFiles:
         """
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         info = LoadStateDictInfo(
-            shapes.keys() - self.place.keys(),
-            self.place.keys() - model.state_dict().keys(),
-            {(n, size, shape) for n, shape in shapes.items() if n in self.place and (size := self._shape(n)) != shape},
+            shapes.keys() - self.places.keys(),
+            self.places.keys() - model.state_dict().keys(),
+            {(n, size, shape) for n, shape in shapes.items() if n in self.places and (size := self._shape(n)) != shape},
             *([], {}, set()),
         )
         model._adjust_missing_and_unexpected_keys(info)
         return dict(info.to_dict())
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        file, key = self.place[name]
+        file, key = self.places[name]
         with safetensors.safe_open(file, framework="pt") as tensors:
             return tuple(tensors.get_slice(key).get_shape())
 
-    def copy_rows(self, name: str, first: int, last: int, into: Tensor) -> None:
-        """Copies rows `first` to `last` of a tensor (a scalar: all of it). The file is open meanwhile, and no longer:
+    def copy_rows(self, name: str, begin: int, end: int, target: Tensor) -> None:
+        """Copies rows `begin` to `end` of a tensor (a scalar: all of it). The file is open meanwhile, and no longer:
         the pages of it that were read count as memory of this process while it is.
         """
-        file, there = self.place[name]
+        file, key = self.places[name]
         with safetensors.safe_open(file, framework="pt") as tensors, torch.no_grad():
-            into.copy_(tensors.get_slice(there)[first:last] if into.ndim else tensors.get_tensor(there))
+            target.copy_(tensors.get_slice(key)[begin:end] if target.ndim else tensors.get_tensor(key))
 
 
 def _files(path: str | Path) -> list[Path]:
-    """Raises what transformers does where there are none."""
-    one = cached_file(path, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
-    if one is not None:
-        return [Path(one)]
+    """Returns the safetensors files of a model. Raises what transformers does where there are none."""
+    single_file = cached_file(path, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
+    if single_file is not None:
+        return [Path(single_file)]
     index = Path(str(cached_file(path, SAFE_WEIGHTS_INDEX_NAME)))
     names = set(read_json(index, "give another model", weight_map=dict[str, str])["weight_map"].values())
     return [Path(str(cached_file(path, name))) for name in sorted(names) if is_name(name)]
@@ -320,7 +321,7 @@ def load_unfilled(path: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel
             model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         keep_softcap(model)
         make_writable(model)
-        if (fault := _converted(model)) is None:
+        if (fault := _conversion_fault(model)) is None:
             files = WeightFiles.of(path, model)
             report = files.report(model)
             names = [*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])]
@@ -333,23 +334,23 @@ def load_unfilled(path: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel
         return model, None
 
 
-def fill(model: PreTrainedModel, whole: Module, files: WeightFiles, device: torch.device | str) -> None:
+def fill_weights(model: PreTrainedModel, wrapper: Module, files: WeightFiles, device: torch.device | str) -> None:
     """Gives the model the memory of its parameters on `device`, and its weights from the files: this rank's rows of
-    those that are sharded. Adapters stay as they are; `whole` is the module that was sharded, which has the model in
+    those that are sharded. Adapters stay as they are; `wrapper` is the module that was sharded, which has the model in
     it.
     """
-    whole._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
-    for name, tensor in untied(model).items():
-        if is_adapter(name) or plain_name(name) not in files.place:
+    wrapper._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    for name, tensor in untied_weights(model).items():
+        if is_adapter(name) or plain_name(name) not in files.places:
             continue  # or a buffer that the files do not have: it is what the model's own code made it
-        first, last = 0, len(tensor) if tensor.ndim else 0
+        begin, end = 0, len(tensor) if tensor.ndim else 0
         if is_sharded(tensor):
-            first, last = row_range(last, tensor.device_mesh.get_local_rank(), tensor.device_mesh.size())
-        files.copy_rows(plain_name(name), first, last, local_part(tensor))
+            begin, end = row_range(end, tensor.device_mesh.get_local_rank(), tensor.device_mesh.size())
+        files.copy_rows(plain_name(name), begin, end, local_part(tensor))
 
 
-def _converted(model: PreTrainedModel) -> str | None:
-    """Returns why the weights of such a model are not in its files as they are, as far as its kind tells."""
+def _conversion_fault(model: PreTrainedModel) -> str | None:
+    """Returns why a model's weights are not in its files as they are, as far as its kind tells; None: they may be."""
     if getattr(model.config, "quantization_config", None) is not None:
         return "its files are quantized"
     if any(isinstance(transform, WeightConverter) for transform in get_model_conversion_mapping(model)):
@@ -359,7 +360,7 @@ def _converted(model: PreTrainedModel) -> str | None:
 
 @contextmanager
 def _parameters_without_memory() -> Iterator[None]:
-    """Inside, parameters of new modules are moved to the meta device as they are made; buffers, which no file has, are
+    """Moves parameters of modules that are made within the block to the meta device; buffers, which no file has, are
     computed as ever.
     """
     register: Callable[..., None] = Module.register_parameter
@@ -377,8 +378,8 @@ def _parameters_without_memory() -> Iterator[None]:
 
 
 @contextmanager
-def _no_report() -> Iterator[None]:
-    """Inside, transformers does not log which tensors it has found wrong: an error says it, or nothing is wrong."""
+def _without_report() -> Iterator[None]:
+    """Keeps transformers from logging within the block which tensors do not fit: our own error says it."""
     logger = logging.getLogger("transformers.modeling_utils")
 
     def is_error(record: logging.LogRecord) -> bool:
@@ -393,28 +394,28 @@ def _no_report() -> Iterator[None]:
 
 @contextmanager
 def no_bars() -> Iterator[None]:
-    """Inside, transformers draws no progress bars: reading and writing a folder takes a moment."""
-    drawn = transformers_logging.is_progress_bar_enabled()
+    """Keeps transformers from drawing progress bars within the block: reading and writing a folder takes a moment."""
+    was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        if drawn:
+        if was_enabled:
             transformers_logging.enable_progress_bar()
 
 
 @contextmanager
-def readable(cannot: str, give: str) -> Iterator[None]:
-    """Inside, what transformers raises for files that it cannot read is a `UserError`: cannot (its reason): give."""
+def readable(problem: str, remedy: str) -> Iterator[None]:
+    """Turns what transformers raises within the block for bad files into a `UserError`: problem (reason): remedy."""
     try:
         yield
     except (*UNREADABLE, NotImplementedError, struct.error) as error:  # the last two of GGUF files
         if isinstance(error, ImportError):  # of a package that unpacks quantized weights
-            give = "install what is missing, or give a model whose weights are not quantized"
+            remedy = "install what is missing, or give a model whose weights are not quantized"
         reason, _, details = str(error).strip().partition("\n")
         if reason.endswith(":"):  # of a field, with all that was tried of it
             reason += f" {details.strip().partition(chr(10))[0].partition('. Errors: ')[0]}"
-        raise UserError(f"{cannot} ({reason}): {give}") from error
+        raise UserError(f"{problem} ({reason}): {remedy}") from error
 
 
 def _readable_model(path: str | Path) -> AbstractContextManager[None]:

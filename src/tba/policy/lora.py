@@ -47,7 +47,7 @@ class LoraSettings:
 
     @property
     def unused(self) -> Mapping[str, str]:
-        """Fields without effect while there are no adapters."""
+        """Returns the fields without effect while there are no adapters."""
         return {"alpha": "rank", "targets": "rank"} if not self.rank else {}
 
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, dtype: torch.dt
         raise UserError("adapters (model.lora) need the library peft: pip install -e '.[lora]'") from error
     targets: Any = list(settings.targets) or "all-linear"
     if any(parameter.dim() == 3 for parameter in model.parameters()):
-        targets = _beside_experts(model, settings.targets)
+        targets = _targets_without_experts(model, settings.targets)
     config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, lora_dropout=0.0, target_modules=targets)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # A is the same in every process
@@ -84,11 +84,11 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, dtype: torch.dt
         parameter.requires_grad_(is_adapter(name))
         if is_adapter(name) and dtype is not None:
             parameter.data = parameter.data.to(dtype)
-    _fuse(model)
+    _fuse_adapters(model)
     return model.eval()
 
 
-def _beside_experts(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
+def _targets_without_experts(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
     """Returns the targets for a model with experts, whose matrices are one parameter and no layers: none of these.
 
     Raises `UserError` where the settings name experts.
@@ -96,7 +96,7 @@ def _beside_experts(model: PreTrainedModel, targets: Sequence[str]) -> list[str]
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
-    def of_experts(name: str) -> bool:  # peft takes some names of layers for those of experts, too
+    def is_experts(name: str) -> bool:  # peft takes some names of layers for those of experts, too
         config = LoraConfig(r=1, target_modules=[name])
         try:
             convert_peft_config_for_transformers(config, model, conversions=None)
@@ -106,16 +106,16 @@ def _beside_experts(model: PreTrainedModel, targets: Sequence[str]) -> list[str]
 
     head = model.get_output_embeddings()
     layers = [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head]
-    if experts := [name for name in targets if of_experts(name)]:
-        others = sorted({name.rpartition(".")[2] for name in layers if not of_experts(name)})
+    if experts := [name for name in targets if is_experts(name)]:
+        other_names = sorted({name.rpartition(".")[2] for name in layers if not is_experts(name)})
         raise UserError(
             f"--model.lora.targets names {', '.join(experts)}, of which this model makes experts, and experts get no "
-            f"adapters: give some of {', '.join(others)}, or leave it out"
+            f"adapters: give some of {', '.join(other_names)}, or leave it out"
         )
     if targets:
         return list(targets)
     log.info("the model's experts stay as they are: they are no linear layers, which alone get adapters")
-    return [name for name in layers if not of_experts(name)]
+    return [name for name in layers if not is_experts(name)]
 
 
 def _refuse_unfit(model: PreTrainedModel, targets: Sequence[str]) -> None:
@@ -124,17 +124,17 @@ def _refuse_unfit(model: PreTrainedModel, targets: Sequence[str]) -> None:
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    adapted = [f".{name}" for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
-    if unknown := [target for target in targets if not any(name.endswith(f".{target}") for name in adapted)]:
+    adapted_names = [f".{name}" for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+    if unknown_targets := [t for t in targets if not any(name.endswith(f".{t}") for name in adapted_names)]:
         raise UserError(
-            f"the model has no layers that --model.lora.targets names ({', '.join(unknown)}): leave them out"
+            f"the model has no layers that --model.lora.targets names ({', '.join(unknown_targets)}): leave them out"
         )
-    ends = (model.get_output_embeddings(), model.get_input_embeddings())
-    if any(isinstance(layer, BaseTunerLayer) for layer in ends):
+    outer_layers = (model.get_output_embeddings(), model.get_input_embeddings())
+    if any(isinstance(layer, BaseTunerLayer) for layer in outer_layers):
         raise UserError("--model.lora.targets names the head or the embeddings, which get no adapters: leave them out")
 
 
-def _fuse(model: PreTrainedModel) -> None:
+def _fuse_adapters(model: PreTrainedModel) -> None:
     """Give plain linear layers with an adapter a forward of few kernels, in the precision of what goes in.
 
     peft's makes three tensors as large as the layer's output (B A x, its multiple, the sum), and all in the adapters'
@@ -143,16 +143,16 @@ def _fuse(model: PreTrainedModel) -> None:
     from peft.tuners.lora import Linear, LoraLayer
 
     for module in model.modules():
-        plain = type(module) is Linear and type(module.base_layer) is torch.nn.Linear
-        if plain or (isinstance(module, LoraLayer) and _four_bit(module.base_layer.weight) is not None):
+        is_plain = type(module) is Linear and type(module.base_layer) is torch.nn.Linear
+        if is_plain or (isinstance(module, LoraLayer) and _four_bit(module.base_layer.weight) is not None):
             module.forward = partial(_adapted_linear, module)
 
 
 def _adapted_linear(layer: Any, x: Tensor) -> Tensor:
-    """[..., in] -> [..., out]."""
+    """Computes a linear layer and its adapter: [..., in] -> [..., out]."""
     base, four_bit = layer.base_layer, _four_bit(layer.base_layer.weight)
     if layer.disable_adapters:
-        out: Tensor = base(x) if four_bit is None else torch.nn.functional.linear(x, whole(base.weight), base.bias)
+        out: Tensor = base(x) if four_bit is None else torch.nn.functional.linear(x, dequantize(base.weight), base.bias)
         return out
     a, b = (matrices[_NAME].weight for matrices in (layer.lora_A, layer.lora_B))
     out = _AdaptedLinear.apply(x.flatten(0, -2), base.weight, base.bias, a, b, layer.scaling[_NAME], four_bit)
@@ -176,12 +176,12 @@ class _AdaptedLinear(torch.autograd.Function):
         scale: float,
         four_bit: Any,
     ) -> Tensor:
-        """[N, O]. `weight` is [O, I], or in 4 bits, and then made whole again for the backward."""
+        """Returns [N, O]. `weight` is [O, I], or in 4 bits, and then dequantized again for the backward."""
         a, b = a_RI.to(x_NI.dtype), b_OR.to(x_NI.dtype)
         inner_NR = x_NI @ a.T
         ctx.save_for_backward(x_NI, weight, a, b, inner_NR)
         ctx.scale, ctx.dtype, ctx.four_bit = scale, a_RI.dtype, four_bit
-        return torch.nn.functional.linear(x_NI, whole(weight, four_bit), bias_O).addmm_(inner_NR, b.T, alpha=scale)
+        return torch.nn.functional.linear(x_NI, dequantize(weight, four_bit), bias_O).addmm_(inner_NR, b.T, alpha=scale)
 
     @staticmethod
     @once_differentiable
@@ -192,28 +192,28 @@ class _AdaptedLinear(torch.autograd.Function):
         grad_a = (grad_inner_NR.T @ x_NI).to(ctx.dtype)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = (grad_NO @ whole(weight, ctx.four_bit)).addmm_(grad_inner_NR, a)
+            grad_x = (grad_NO @ dequantize(weight, ctx.four_bit)).addmm_(grad_inner_NR, a)
         return grad_x, None, None, grad_a, grad_b, None, None
 
 
 def _four_bit(weight: Tensor) -> Any:
-    """Returns what makes a matrix in 4 bits (of bitsandbytes) whole again; None where it is whole."""
+    """Returns what a matrix in 4 bits (of bitsandbytes) is dequantized with; None for any other matrix."""
     return getattr(weight, "quant_state", None)
 
 
-def whole(weight: Tensor, four_bit: Any = None) -> Tensor:
-    """Returns a matrix that may be held in 4 bits in the type that is computed with."""
+def dequantize(weight: Tensor, four_bit: Any = None) -> Tensor:
+    """Returns a matrix, which may be held in 4 bits, in the type that is computed with."""
     four_bit = _four_bit(weight) if four_bit is None else four_bit
     if four_bit is None:
         return weight
     from bitsandbytes.functional import dequantize_4bit
 
-    found: Tensor = dequantize_4bit(weight, four_bit)
-    return found
+    matrix: Tensor = dequantize_4bit(weight, four_bit)
+    return matrix
 
 
 def _make_adapters(model: PreTrainedModel) -> None:
-    """Give adapters on the meta device memory on the CPU, and the values that new ones have."""
+    """Move adapters from the meta device to the CPU, and give them the values of new ones."""
     from peft.tuners.lora import LoraLayer
 
     for module in model.modules():
@@ -232,92 +232,94 @@ def has_adapters(model: torch.nn.Module) -> bool:
     return any(is_adapter(name) for name, _ in model.named_parameters())
 
 
-def switch_adapters(model: torch.nn.Module, on: bool) -> None:
+def switch_adapters(model: torch.nn.Module, enabled: bool) -> None:
     """Switch adapters on or off: with them the model is the policy, without them the base."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
-            module.enable_adapters(on)
+            module.enable_adapters(enabled)
 
 
 def copy_on_same_base(model: PreTrainedModel) -> PreTrainedModel:
     """Returns the same model with adapters of its own, and a base that shares its memory."""
-    shared = {id(p): p for name, p in model.named_parameters() if not is_adapter(name)}
-    return copy.deepcopy(model, shared)
+    base_weights = {id(p): p for name, p in model.named_parameters() if not is_adapter(name)}
+    return copy.deepcopy(model, base_weights)
 
 
 def save_adapters(folder: Path, model: PreTrainedModel, adapters: Mapping[str, Tensor]) -> None:
-    """Write adapters and their configuration as peft reads them: a base's, which is where the model came from."""
+    """Write adapters and their configuration as peft reads them; their base is where the model was loaded from."""
     config = model.peft_config[_NAME].to_dict()
     base = model.config.name_or_path
-    found = {
+    facts = {
         **{name: sorted(value) if isinstance(value, set | list) else value for name, value in config.items()},
         "base_model_name_or_path": str(Path(base).resolve()) if Path(base).exists() else base,
         "task_type": "CAUSAL_LM",
         "inference_mode": True,
     }
     folder.mkdir()
-    (folder / CONFIG).write_text(json.dumps(found, indent=2, sort_keys=True) + "\n")
-    named = {_PREFIX + name.replace(f".{_NAME}.", "."): tensor for name, tensor in adapters.items()}
-    write_tensors(folder / WEIGHTS, named)
+    (folder / CONFIG).write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")
+    tensors = {_PREFIX + name.replace(f".{_NAME}.", "."): tensor for name, tensor in adapters.items()}
+    write_tensors(folder / WEIGHTS, tensors)
 
 
-def saved_adapters(checkpoint: Path) -> dict[str, Tensor]:
+def read_adapters(checkpoint: Path) -> dict[str, Tensor]:
     """Returns the adapters that a checkpoint has beside the merged model, by the names of a model with adapters.
 
     Raises what safetensors does where there are none.
     """
-    found = safetensors.torch.load_file(checkpoint / FOLDER / WEIGHTS)
-    ends = f".{_NAME}.weight"
-    return {name.removeprefix(_PREFIX).removesuffix(".weight") + ends: tensor for name, tensor in found.items()}
+    tensors = safetensors.torch.load_file(checkpoint / FOLDER / WEIGHTS)
+    suffix = f".{_NAME}.weight"
+    return {name.removeprefix(_PREFIX).removesuffix(".weight") + suffix: tensor for name, tensor in tensors.items()}
 
 
-def merged_with(model: PreTrainedModel, adapters: Mapping[str, Tensor]) -> TensorStream:
-    """`merged` of a model that is given these adapters first, in place of its own."""
-    own = untied(model)
+def merge_with_adapters(model: PreTrainedModel, adapters: Mapping[str, Tensor]) -> TensorStream:
+    """Gives a model these adapters in place of its own, and yields what `merge_adapters` does."""
+    weights = untied_weights(model)
     with torch.no_grad():
         for name, tensor in adapters.items():
-            own[name].copy_(tensor)
-    return merged(model, own, {})
+            weights[name].copy_(tensor)
+    return merge_adapters(model, weights, {})
 
 
-def untied(model: PreTrainedModel) -> dict[str, Tensor]:
+def untied_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """Returns all weights by name, detached; of tied ones only one. Those in 4 bits are as they are held."""
-    tied = model.all_tied_weights_keys
-    own = {name: p for name, p in model.named_parameters() if _four_bit(p) is not None}
-    kept = {name: own.get(name, tensor) for name, tensor in model.state_dict().items() if name not in tied}
-    return {name: t for name, t in kept.items() if name.partition(".weight.")[0] + ".weight" not in own or name in own}
+    tied_names = model.all_tied_weights_keys
+    in_4_bits = {name: p for name, p in model.named_parameters() if _four_bit(p) is not None}
+    tensors = {name: in_4_bits.get(name, t) for name, t in model.state_dict().items() if name not in tied_names}
+    layer_weights = {name: name.partition(".weight.")[0] + ".weight" for name in tensors}
+    return {name: t for name, t in tensors.items() if layer_weights[name] not in in_4_bits or name in in_4_bits}
 
 
-def merged(model: PreTrainedModel, weights: Mapping[str, Tensor], adapters: dict[str, Tensor]) -> TensorStream:
+def merge_adapters(model: PreTrainedModel, weights: Mapping[str, Tensor], adapters: dict[str, Tensor]) -> TensorStream:
     """Yields `model` without adapters: plain weights by the names of its base, one after the other.
 
     `weights` are all of its own, the base's before its adapter's; those of adapters are put into `adapters`. What is
     held in 4 bits is made whole, a matrix at a time.
     """
-    like = {plain_name(name): _like(t) for name, t in shapes_of(weights).items() if not is_adapter(name)}
+    shapes = {plain_name(name): _dequantized_like(t) for name, t in shapes_of(weights).items() if not is_adapter(name)}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        waiting: dict[str, Tensor] = {}  # of the layer that is being read: its base, until its adapter has come
+        base_weights: dict[str, Tensor] = {}  # of the layer that is being read: its base, until its adapter has come
         for name, tensor in weights.items():
             layer = name.partition(".base_layer.")[0].partition(".lora_")[0]
             if name.endswith(".base_layer.weight"):
-                waiting[layer] = tensor
+                base_weights[layer] = tensor
                 continue
             if not is_adapter(name):
-                yield plain_name(name), whole(tensor)
+                yield plain_name(name), dequantize(tensor)
                 continue
             adapters[name] = tensor
             if ".lora_B." in name:
                 a, b = adapters[f"{layer}.lora_A.{_NAME}.weight"], tensor
-                yield f"{layer}.weight", _with_change(model.get_submodule(layer), whole(waiting.pop(layer)), a, b)
+                base = dequantize(base_weights.pop(layer))
+                yield f"{layer}.weight", _add_change(model.get_submodule(layer), base, a, b)
 
-    return TensorStream(like, tensors)
+    return TensorStream(shapes, tensors)
 
 
-def _like(tensor: Tensor) -> Tensor:
-    """Returns a tensor of the type and shape that `whole` gives."""
+def _dequantized_like(tensor: Tensor) -> Tensor:
+    """Returns a tensor of the type and shape that `dequantize` gives."""
     four_bit = _four_bit(tensor)
     return tensor if four_bit is None else torch.empty(four_bit.shape, dtype=four_bit.dtype, device="meta")
 
@@ -328,7 +330,7 @@ def plain_name(name: str) -> str:
 
 
 @torch.no_grad()
-def _with_change(layer: Any, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def _add_change(layer: Any, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Returns base + (alpha / rank) B A, transposed where the layer's weight is."""
     change = b.float() @ a.float() * layer.scaling[_NAME]
     return base + (change.T if layer.fan_in_fan_out else change).to(base)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.nn import Parameter
 
-_TOGETHER = 16  # gradients that are cast by one call, and wait for each other
+_CASTS_PER_CALL = 16  # gradients that are cast by one call, and wait for each other
 
 
 class LowPrecision:
@@ -31,56 +31,57 @@ class LowPrecision:
                 if weight not in copy_of:
                     copy = copy_of[weight] = Parameter(weight.detach().to(compute))
                     self._weight_of[copy] = weight
-                    copy.register_post_accumulate_grad_hook(self._take)
+                    copy.register_post_accumulate_grad_hook(self._queue_gradient)
                 module._parameters[name] = copy_of[weight]
-        self._names = {
+        self._weight_of_name = {
             name: self._weight_of[p]
             for name, p in model.named_parameters(remove_duplicate=False)
             if p in self._weight_of
         }
-        self._seen = self._versions()
-        self._waiting: list[Parameter] = []  # copies whose gradients have not been cast yet
+        self._rounded_versions = self._versions()
+        self._pending_copies: list[Parameter] = []  # copies whose gradients have not been cast yet
 
     def weight(self, parameter: Parameter) -> Parameter:
         """Returns what is trained: the float32 weight of a copy, or the parameter itself."""
         return self._weight_of.get(parameter, parameter)
 
-    def named(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def replace_copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns tensors of the model by name, with the weights in the place of their copies, detached."""
-        return {name: self._names[name].detach() if name in self._names else t for name, t in tensors.items()}
+        weights = self._weight_of_name
+        return {name: weights[name].detach() if name in weights else t for name, t in tensors.items()}
 
     def refresh(self) -> None:
         """Round the weights again if they have changed, which their versions tell (`Tensor._version`)."""
         versions = self._versions()
-        if versions != self._seen:
+        if versions != self._rounded_versions:
             with torch.no_grad():
                 torch._foreach_copy_(list(self._weight_of), list(self._weight_of.values()))
-            self._seen = versions
+            self._rounded_versions = versions
 
     def _versions(self) -> list[int]:
         return [weight._version for weight in self._weight_of.values()]
 
-    def _take(self, copy: Parameter) -> None:
-        """Is called when a copy has its gradient of a backward pass."""
-        if not self._waiting:
+    def _queue_gradient(self, copy: Parameter) -> None:
+        """Queue a copy that has got its gradient in a backward pass, to be cast with others."""
+        if not self._pending_copies:
             Variable._execution_engine.queue_callback(self._cast)
-        self._waiting.append(copy)
-        if len(self._waiting) == _TOGETHER:
+        self._pending_copies.append(copy)
+        if len(self._pending_copies) == _CASTS_PER_CALL:
             self._cast()
 
     @torch.no_grad()
     def _cast(self) -> None:
-        copies, self._waiting = self._waiting, []
-        first: tuple[list[Tensor], list[Tensor]] = ([], [])
+        copies, self._pending_copies = self._pending_copies, []
+        first_gradients: tuple[list[Tensor], list[Tensor]] = ([], [])
         for copy in copies:
-            weight, of_pass = self._weight_of[copy], copy.grad
-            assert of_pass is not None
+            weight, gradient = self._weight_of[copy], copy.grad
+            assert gradient is not None
             if weight.grad is None:
                 weight.grad = torch.empty_like(weight)
-                first[0].append(weight.grad)
-                first[1].append(of_pass)
+                first_gradients[0].append(weight.grad)
+                first_gradients[1].append(gradient)
             else:
-                weight.grad += of_pass
+                weight.grad += gradient
             copy.grad = None
-        if first[0]:
-            torch._foreach_copy_(*first)
+        if first_gradients[0]:
+            torch._foreach_copy_(*first_gradients)

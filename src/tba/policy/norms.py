@@ -16,35 +16,33 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / root mean square(x) * weight over the last dimension; the mean has `eps` added."""
+    """Computes x / root mean square(x) * weight over the last dimension; the mean has `eps` added."""
     return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
 
 
 def fuse_norms(model: torch.nn.Module) -> None:
-    """Give the model's norms that are plain ones `rms_norm` on accelerators, for good. Does nothing to those that have
-    it.
-    """
+    """Give the model's plain norms `rms_norm` on accelerators, for good, unless they have it already."""
     for module in model.modules():
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        named = type(module).__name__.endswith("RMSNorm") and list(module._parameters) == ["weight"]
-        if named and isinstance(eps, float) and "forward" not in vars(module) and _is_plain(module, eps):
-            module.forward = partial(_normed, module, module.forward, eps)
+        is_rms_norm = type(module).__name__.endswith("RMSNorm") and list(module._parameters) == ["weight"]
+        if is_rms_norm and isinstance(eps, float) and "forward" not in vars(module) and _is_plain(module, eps):
+            module.forward = partial(_norm_forward, module, module.forward, eps)
 
 
-def _normed(module: torch.nn.Module, written_out: Callable[[Tensor], Tensor], eps: float, x: Tensor) -> Tensor:
+def _norm_forward(module: torch.nn.Module, fallback: Callable[[Tensor], Tensor], eps: float, x: Tensor) -> Tensor:
     weight = module.weight
     assert isinstance(weight, Tensor)
     if (x.is_cuda or x.is_meta) and x.dtype == weight.dtype:
         return rms_norm(x, weight, eps)
-    return written_out(x)
+    return fallback(x)
 
 
 @torch.no_grad()
 def _is_plain(module: torch.nn.Module, eps: float) -> bool:
-    """Returns whether it gives the same with another weight, on the CPU: the model's own may be ones, or not be there
-    yet.
+    """Returns whether a norm gives what `rms_norm` gives. It is tried on the CPU with another weight, since its own may
+    be ones, or not be there yet.
     """
-    like, width = copy(module), module.get_parameter("weight").shape[-1]
+    probe, width = copy(module), module.get_parameter("weight").shape[-1]
     weight_W, x_2W = ((torch.arange(n * width) * 7919 % 101 - 30).view(-1, width) / 50 for n in (1, 2))
-    like._parameters = {"weight": torch.nn.Parameter(weight_W[0])}
-    return torch.allclose(like(x_2W), rms_norm(x_2W, weight_W[0], eps), rtol=1e-5, atol=1e-6)
+    probe._parameters = {"weight": torch.nn.Parameter(weight_W[0])}
+    return torch.allclose(probe(x_2W), rms_norm(x_2W, weight_W[0], eps), rtol=1e-5, atol=1e-6)

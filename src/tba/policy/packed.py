@@ -41,13 +41,13 @@ class PackedLayout:
     position_N: Tensor  # int64
     prompts: tuple[int, ...]  # the length of each group's prompt
     completions: tuple[tuple[int, ...], ...]  # the lengths of its completions
-    own: Sequences  # each segment to itself
-    shared: Sequences  # each group's completions to its prompt
-    _windowed: dict[int, tuple[Sequences, Tensor]] = field(default_factory=dict)
+    segments: Sequences  # each segment to itself
+    to_prompts: Sequences  # each group's completions to its prompt
+    _by_window: dict[int, tuple[Sequences, Tensor]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, prompts: Sequence[int], completions: Sequence[Sequence[int]], device: torch.device) -> PackedLayout:
-        """The layout of groups with these prompt lengths and these lengths of their completions."""
+        """Returns the layout of groups with these prompt lengths and these lengths of their completions."""
         lengths = tuple(tuple(of_group) for of_group in completions)
         answers = [(prompt, n) for prompt, of_group in zip(prompts, lengths, strict=True) for n in of_group]
         segments = [*prompts, *(length for _, length in answers)]
@@ -56,37 +56,37 @@ class PackedLayout:
             position_N=to_device(torch.cat(positions), device),
             prompts=tuple(prompts),
             completions=lengths,
-            own=Sequences.of(segments, segments, device, causal=True),
-            shared=Sequences.of([sum(of_group) for of_group in lengths], prompts, device, causal=False),
+            segments=Sequences.of(segments, segments, device, causal=True),
+            to_prompts=Sequences.of([sum(of_group) for of_group in lengths], prompts, device, causal=False),
         )
 
     @property
     def prompt_tokens(self) -> int:
-        """Those of all prompts, which come first."""
+        """Returns the number of tokens of all prompts, which come first."""
         return sum(self.prompts)
 
     @property
     def longest(self) -> int:
-        """Tokens from a prompt's first to its longest completion's last."""
+        """Returns the most tokens from a prompt's first to its longest completion's last."""
         pairs = zip(self.prompts, self.completions, strict=True)
         return max(prompt + max(lengths, default=0) for prompt, lengths in pairs)
 
-    def windowed(self, window: int) -> tuple[Sequences, Tensor]:
-        """The sequences of a layer with a sliding window, and which flat token each of their keys is (int64 [K])."""
-        if window not in self._windowed:
-            device, at, start = self.position_N.device, self.prompt_tokens, 0
-            keys, key_lengths, query_lengths = [torch.arange(at)], list(self.prompts), list(self.prompts)
+    def window_sequences(self, window: int) -> tuple[Sequences, Tensor]:
+        """Returns the sequences of a layer with a sliding window, and the flat token of each key (int64 [K])."""
+        if window not in self._by_window:
+            device, token, prompt_end = self.position_N.device, self.prompt_tokens, 0
+            keys, key_lengths, query_lengths = [torch.arange(token)], list(self.prompts), list(self.prompts)
             for prompt, lengths in zip(self.prompts, self.completions, strict=True):
-                start += prompt
-                seen = min(prompt, window - 1)
+                prompt_end += prompt
+                prefix_length = min(prompt, window - 1)
                 for length in lengths:
-                    keys += [torch.arange(start - seen, start), torch.arange(at, at + length)]
-                    key_lengths.append(seen + length)
+                    keys += [torch.arange(prompt_end - prefix_length, prompt_end), torch.arange(token, token + length)]
+                    key_lengths.append(prefix_length + length)
                     query_lengths.append(length)
-                    at += length
+                    token += length
             sequences = Sequences.of(query_lengths, key_lengths, device, causal=True, window=window)
-            self._windowed[window] = sequences, to_device(torch.cat(keys), device)
-        return self._windowed[window]
+            self._by_window[window] = sequences, to_device(torch.cat(keys), device)
+        return self._by_window[window]
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,9 @@ class Pack:
 
 
 def pack(batch: Batch, device: torch.device) -> Pack:
-    """One flat sequence on `device` of a batch's groups. Its rows may be in any order.
+    """Returns a batch's groups as one flat sequence on `device`. The batch's rows may be in any order.
 
-    What it looks at is the batch on the host: a batch on an accelerator would have to be waited for.
+    The batch is read on the host: one on an accelerator would have to be waited for.
     """
     batch = batch.to("cpu")
     group, length = batch.group_B.tolist(), batch.length_B.tolist()
@@ -115,16 +115,16 @@ def pack(batch: Batch, device: torch.device) -> Pack:
 
     tokens = [batch.prompt_GP[g, :n] for g, n in enumerate(prompt_length)]
     predictors, places = [], []
-    width, at, last = batch.completion_BT.shape[1], layout.prompt_tokens, -1
+    width, offset, prompt_end = batch.completion_BT.shape[1], layout.prompt_tokens, -1
     for n, rows in zip(prompt_length, rows_of, strict=True):
-        last += n
+        prompt_end += n
         for b in rows:
             tokens.append(batch.completion_BT[b, : length[b]])
-            predictor = torch.arange(at - 1, at - 1 + length[b])
-            predictor[0] = last
+            predictor = torch.arange(offset - 1, offset - 1 + length[b])
+            predictor[0] = prompt_end
             predictors.append(predictor)
             places.append(torch.arange(b * width, b * width + length[b]))
-            at += length[b]
+            offset += length[b]
     predictor_M, place_M = torch.cat(predictors), torch.cat(places)
     trained_M = batch.mask_BT.flatten()[place_M]
     predictor_M, place_M = predictor_M[trained_M], place_M[trained_M]
@@ -149,7 +149,7 @@ def packed_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function transformers calls in each layer. Returns ([1, N, H, D], None).
+    """Attends as transformers asks for it in each layer. Returns ([1, N, H, D], None).
 
     Dropout is not applied, whatever the model's mode: the policy is the function without it, so that its
     log-ratio to its own copy is 0.
@@ -170,29 +170,30 @@ def packed_attention(
     window = sliding_window if sliding_window is not None and sliding_window < packed_layout.longest else None
     attention = Attention(scale, softcap)
     if window is not None:
-        return _Windowed.apply(query_1HND, key_1JND, value_1JND, *packed_layout.windowed(window), attention), None
-    return _Merged.apply(query_1HND, key_1JND, value_1JND, packed_layout, attention), None
+        sequences, index_K = packed_layout.window_sequences(window)
+        return _WindowedAttention.apply(query_1HND, key_1JND, value_1JND, sequences, index_K, attention), None
+    return _MergedAttention.apply(query_1HND, key_1JND, value_1JND, packed_layout, attention), None
 
 
 AttentionInterface.register(ATTENTION, packed_attention)
 
 
-class _Merged(torch.autograd.Function):
+class _MergedAttention(torch.autograd.Function):
     """Both parts of packed attention, and their exact gradient."""
 
     @staticmethod
     def forward(
         ctx: Any, query_1HND: Tensor, key_1JND: Tensor, value_1JND: Tensor, layout: PackedLayout, attention: Attention
     ) -> Tensor:
-        """[1, N, H, D]: the order transformers wants back."""
+        """Returns [1, N, H, D], the order that transformers expects."""
         query, key, value = (x[0].transpose(0, 1) for x in (query_1HND, key_1JND, value_1JND))  # [N, heads, D]
-        out_NHD, lse_HN = attention.forward(query, key, value, layout.own)
-        first = layout.prompt_tokens
-        out, lse = attention.forward(query[first:], key[:first], value[:first], layout.shared)
-        own, own_lse = out_NHD[first:], lse_HN[:, first:]
-        share = torch.sigmoid(lse - own_lse).T.to(out.dtype)  # of the prompt's part
-        torch.lerp(own, out, share[..., None], out=own)
-        torch.logaddexp(own_lse, lse, out=own_lse)
+        out_NHD, lse_HN = attention.forward(query, key, value, layout.segments)
+        n = layout.prompt_tokens
+        prompt_out, prompt_lse = attention.forward(query[n:], key[:n], value[:n], layout.to_prompts)
+        segment_out, segment_lse = out_NHD[n:], lse_HN[:, n:]
+        share = torch.sigmoid(prompt_lse - segment_lse).T.to(prompt_out.dtype)  # of the prompt's part
+        torch.lerp(segment_out, prompt_out, share[..., None], out=segment_out)
+        torch.logaddexp(segment_lse, prompt_lse, out=segment_lse)
         ctx.save_for_backward(query_1HND, key_1JND, value_1JND, out_NHD, lse_HN)
         ctx.layout, ctx.attention = layout, attention
         return out_NHD[None]
@@ -200,21 +201,21 @@ class _Merged(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_1NHD: Tensor) -> tuple[Tensor | None, ...]:
-        layout, first = ctx.layout, ctx.layout.prompt_tokens
+        layout, n = ctx.layout, ctx.layout.prompt_tokens
         *flat, out, lse = ctx.saved_tensors
         query, key, value = (x[0].transpose(0, 1) for x in flat)
         grad = grad_1NHD[0]
-        grads = ctx.attention.backward(grad, query, key, value, out, lse, layout.own)
-        to_prompt = ctx.attention.backward(
-            grad[first:], query[first:], key[:first], value[:first], out[first:], lse[:, first:], layout.shared
+        grads = ctx.attention.backward(grad, query, key, value, out, lse, layout.segments)
+        prompt_grads = ctx.attention.backward(
+            grad[n:], query[n:], key[:n], value[:n], out[n:], lse[:, n:], layout.to_prompts
         )
-        rows = (slice(first, None), slice(first), slice(first))
-        for whole, part, more in zip(grads, rows, to_prompt, strict=True):
-            whole[part] += more
+        row_slices = (slice(n, None), slice(n), slice(n))
+        for segment_grad, rows, prompt_grad in zip(grads, row_slices, prompt_grads, strict=True):
+            segment_grad[rows] += prompt_grad
         return *(x.transpose(0, 1)[None] for x in grads), None, None
 
 
-class _Windowed(torch.autograd.Function):
+class _WindowedAttention(torch.autograd.Function):
     """Packed attention with a sliding window: the end of a prompt is copied to each of its completions."""
 
     @staticmethod
@@ -227,7 +228,7 @@ class _Windowed(torch.autograd.Function):
         index_K: Tensor,
         attention: Attention,
     ) -> Tensor:
-        """[1, N, H, D]: the order transformers wants back."""
+        """Returns [1, N, H, D], the order that transformers expects."""
         query, key, value = (x[0].transpose(0, 1) for x in (query_1HND, key_1JND, value_1JND))
         out_NHD, lse_HN = attention.forward(
             query, key.index_select(0, index_K), value.index_select(0, index_K), sequences
@@ -241,21 +242,21 @@ class _Windowed(torch.autograd.Function):
     def backward(ctx: Any, grad_1NHD: Tensor) -> tuple[Tensor | None, ...]:
         *flat, out, lse, index_K = ctx.saved_tensors
         query, key, value = (x[0].transpose(0, 1) for x in flat)
-        copied = (key.index_select(0, index_K), value.index_select(0, index_K))
-        grad_query, *grads = ctx.attention.backward(grad_1NHD[0], query, *copied, out, lse, ctx.sequences)
-        grad_key, grad_value = (_summed(grad, index_K, len(key)) for grad in grads)
+        copies = (key.index_select(0, index_K), value.index_select(0, index_K))
+        grad_query, *grads = ctx.attention.backward(grad_1NHD[0], query, *copies, out, lse, ctx.sequences)
+        grad_key, grad_value = (_sum_copies(grad, index_K, len(key)) for grad in grads)
         return *(x.transpose(0, 1)[None] for x in (grad_query, grad_key, grad_value)), None, None, None
 
 
-def _summed(grad_KJD: Tensor, index_K: Tensor, rows: int) -> Tensor:
-    """[rows, J, D]: the gradients of all copies of each row, added up in float32 at least."""
+def _sum_copies(grad_KJD: Tensor, index_K: Tensor, rows: int) -> Tensor:
+    """Adds up the gradients of all copies of each row, in float32 at least: [rows, J, D]."""
     dtype = torch.promote_types(grad_KJD.dtype, torch.float32)
     sum_NJD = grad_KJD.new_zeros(rows, *grad_KJD.shape[1:], dtype=dtype)
     return sum_NJD.index_add_(0, index_K, grad_KJD.to(dtype)).to(grad_KJD.dtype)
 
 
 def packed_hidden(body: PreTrainedModel, pack: Pack) -> Tensor:
-    """The last hidden states [N, hidden] of a pack; the model's attention must be `ATTENTION`."""
+    """Returns the last hidden states [N, hidden] of a pack; the model's attention must be `ATTENTION`."""
     out = body(
         input_ids=pack.token_N[None],
         position_ids=pack.layout.position_N[None],
@@ -273,12 +274,12 @@ def use_packed_attention(model: PreTrainedModel) -> str | None:
     layout does not reach (recurrent layers, masks a model makes for itself) shows as a difference.
     """
     config = model.config.get_text_config()
-    other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if other:
-        return f"it has layers of kind {', '.join(sorted(other))}"
+    other_kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if other_kinds:
+        return f"it has layers of kind {', '.join(sorted(other_kinds))}"
     if not (model._can_set_attn_implementation() and getattr(model, "_supports_attention_backend", True)):
         return "its class does not let the attention function be chosen"
-    body, before = model.get_decoder(), model.config._attn_implementation
+    body, implementation = model.get_decoder(), model.config._attn_implementation
     probe = _probe(config.vocab_size)
     model.set_attn_implementation("eager")  # as its authors wrote it; transformers' sdpa drops Gemma2's softcap
     plain_ND = _plain_hidden(body, probe, model.device)
@@ -288,12 +289,12 @@ def use_packed_attention(model: PreTrainedModel) -> str | None:
     except (UnsupportedAttentionError, TypeError, ValueError, RuntimeError) as error:
         fault = str(error)
     if fault is not None:
-        model.set_attn_implementation(before)
+        model.set_attn_implementation(implementation)
     return fault
 
 
 def _probe(vocabulary: int) -> Batch:
-    """Two ragged groups, of prompts of 5 and 3 tokens."""
+    """Returns a batch of two ragged groups, of prompts of 5 and 3 tokens."""
     length_B = torch.tensor([4, 2, 6, 3])
     token = torch.arange(34) * 7919 % vocabulary
     return Batch(
@@ -324,6 +325,6 @@ def _plain_hidden(body: PreTrainedModel, batch: Batch, device: torch.device) -> 
 
 
 def _difference(packed_ND: Tensor, plain_ND: Tensor) -> str | None:
-    worst = float((packed_ND - plain_ND).abs().max() / plain_ND.abs().max())
-    allowed = 1e-4 if plain_ND.dtype == torch.float32 else 0.03
-    return None if worst <= allowed else f"a pack differs from the plain forward by {worst:.1g} of its largest value"
+    share = float((packed_ND - plain_ND).abs().max() / plain_ND.abs().max())
+    tolerance = 1e-4 if plain_ND.dtype == torch.float32 else 0.03
+    return None if share <= tolerance else f"a pack differs from the plain forward by {share:.1g} of its largest value"

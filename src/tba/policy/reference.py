@@ -18,7 +18,7 @@ from tba.policy.causal import CausalPolicy
 from tba.policy.lora import switch_adapters
 from tba.types import Completion, FloatArray, Prompt, Version
 
-Answered = tuple[Prompt, Sequence[Completion]]
+AnsweredPrompt = tuple[Prompt, Sequence[Completion]]
 
 
 class FrozenReference:
@@ -48,7 +48,7 @@ class FrozenReference:
     def version(self) -> Version:
         return self._version
 
-    def log_probabilities_of(self, answered: Sequence[Answered]) -> list[list[FloatArray]]:
+    def log_probabilities_of(self, answered: Sequence[AnsweredPrompt]) -> list[list[FloatArray]]:
         """Score completions of several prompts: [i][j] is of the i-th prompt's j-th completion, float32 [T], at the
         policy temperature; 0 where the policy did not sample.
 
@@ -57,28 +57,28 @@ class FrozenReference:
         if not any(completions for _, completions in answered):
             return [[] for _ in answered]
         batch = _batch(answered)
-        scored: dict[int, FloatArray] = {}
+        log_by_row: dict[int, FloatArray] = {}
         for rows in micro_batches(batch, self._tokens_per_pass, share_prompt=self._policy.share_prompt):
-            with torch.inference_mode(), self._in_order():
+            with torch.inference_mode(), self._stream_context():
                 log_RT = self._policy.evaluate(batch.select(rows)).log_policy_BT.cpu().numpy()
             for row, log_T in zip(rows.tolist(), log_RT, strict=True):
-                scored[row] = log_T[: int(batch.length_B[row])].copy()
+                log_by_row[row] = log_T[: int(batch.length_B[row])].copy()
         rows_in_order = iter(range(batch.rows))
-        return [[scored[next(rows_in_order)] for _ in completions] for _, completions in answered]
+        return [[log_by_row[next(rows_in_order)] for _ in completions] for _, completions in answered]
 
     def load(self, weights: Mapping[str, Tensor], version: Version) -> None:
         """Copy `weights` in, in place. Raises `KeyError` or `ValueError` on a name or shape mismatch."""
-        switch_adapters(self._policy.model, on=True)
-        with self._in_order():  # with what it scores
+        switch_adapters(self._policy.model, enabled=True)
+        with self._stream_context():  # with what it scores
             self._policy.load(weights)
         self._version = version
 
-    def _in_order(self) -> AbstractContextManager[object]:
-        """Inside, work on a GPU is done in its stream; elsewhere CUDA is not asked for one."""
+    def _stream_context(self) -> AbstractContextManager[object]:
+        """Returns a context in which work on a GPU is done in the reference's own stream."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
-def _batch(answered: Sequence[Answered]) -> Batch:
+def _batch(answered: Sequence[AnsweredPrompt]) -> Batch:
     """Returns a batch to be scored: its rewards and reference log-probabilities are not known yet, so these are 0."""
     completions = [c for _, completions in answered for c in completions]
     length_B = np.array([len(c.tokens) for c in completions], dtype=np.int64)

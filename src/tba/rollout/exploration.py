@@ -38,10 +38,10 @@ class Fixed:
 
     @property
     def unused(self) -> Mapping[str, str]:
-        """Fields that are off."""
-        found = {} if self.top_k else {"top_k": "top_k above 0"}
-        found |= {} if self.min_p else {"min_p": "min_p above 0"}
-        return found | ({"repetition_penalty": "repetition_penalty above 1"} if self.repetition_penalty == 1 else {})
+        """Returns the fields that are off."""
+        remedies = {} if self.top_k else {"top_k": "top_k above 0"}
+        remedies |= {} if self.min_p else {"min_p": "min_p above 0"}
+        return remedies | ({"repetition_penalty": "repetition_penalty above 1"} if self.repetition_penalty == 1 else {})
 
     def draw(self, rng: np.random.Generator) -> Sampling:
         return Sampling(self.temperature, self.top_p, self.top_k, self.min_p, self.repetition_penalty)
@@ -81,9 +81,9 @@ class RandomPerRound:
 
     @property
     def unused(self) -> Mapping[str, str]:
-        """Fields without effect where no temperature, or no top-p, is drawn."""
-        found = {} if self.p_temperature else dict.fromkeys(("temperature_low", "temperature_high"), "p_temperature")
-        return found if self.p_top_p else found | {"top_p_low": "p_top_p"}
+        """Returns the fields without effect where no temperature, or no top-p, is drawn."""
+        remedies = {} if self.p_temperature else dict.fromkeys(("temperature_low", "temperature_high"), "p_temperature")
+        return remedies if self.p_top_p else remedies | {"top_p_low": "p_top_p"}
 
     def draw(self, rng: np.random.Generator) -> Sampling:
         by_temperature, by_top_p = rng.random(2)  # always two draws, so that one setting does not shift the other
@@ -95,15 +95,15 @@ class RandomPerRound:
 
     @property
     def full_support(self) -> bool:
-        warm = (self.p_temperature < 1 and self.temperature > 0) or (
+        is_warm = (self.p_temperature < 1 and self.temperature > 0) or (
             self.p_temperature > 0 and self.temperature_high > 0
         )
-        return warm and (self.p_top_p < 1 or self.top_p_low >= 1)
+        return is_warm and (self.p_top_p < 1 or self.top_p_low >= 1)
 
     @property
     def greedy(self) -> bool:
-        usual, drawn = self.p_temperature < 1, self.p_temperature > 0
-        return (usual and self.temperature == 0) or (drawn and self.temperature_high == 0)
+        can_be_usual, can_be_drawn = self.p_temperature < 1, self.p_temperature > 0
+        return (can_be_usual and self.temperature == 0) or (can_be_drawn and self.temperature_high == 0)
 
 
 def _check(low: float, high: float, top_p: float) -> None:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from tba.types import Completion, Judgement, StopReason
 
-FREE = 0.8  # of the longest answer: 16,384 of 20,480 tokens in DAPO
+FREE_SHARE = 0.8  # of the longest answer: 16,384 of 20,480 tokens in DAPO
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class Overlong:
         """Returns whether the answer is not trained."""
         return self.penalty == "drop" and completion.stop_reason is StopReason.LENGTH
 
-    def of(self, completion: Completion, judgement: Judgement) -> Judgement:
-        """Returns the judgement with which the answer is trained."""
+    def penalise(self, completion: Completion, judgement: Judgement) -> Judgement:
+        """Returns an answer's judgement with the penalty taken off, with which the answer is trained."""
         if not self.penalty or self.penalty == "drop":
             return judgement
-        share = (len(completion.tokens) / self.longest - FREE) / (1 - FREE)
+        share = (len(completion.tokens) / self.longest - FREE_SHARE) / (1 - FREE_SHARE)
         if completion.stop_reason is StopReason.LENGTH:
             share = 1.0
-        off = self.penalty * min(max(share, 0.0), 1.0)
+        penalty = self.penalty * min(max(share, 0.0), 1.0)
         parts = judgement.parts or {"task": judgement.reward}
-        return Judgement(judgement.reward - off, {**parts, "overlong": 0.0 - off})
+        return Judgement(judgement.reward - penalty, {**parts, "overlong": 0.0 - penalty})

@@ -60,22 +60,22 @@ class Posterior:
         self.settings = settings
         self._successes_P = np.zeros(prompts)
         self._failures_P = np.zeros(prompts)
-        self._told_P = np.zeros(prompts)  # when it was last updated: in outcomes, of whatever prompt
-        self._now = 0
+        self._updated_P = np.zeros(prompts)  # the outcome count at each prompt's last update
+        self._outcome_count = 0
 
-    def tell(self, outcomes: Iterable[Outcome]) -> None:
-        """Take in new outcomes, one after the other."""
-        epoch, settings = len(self._told_P), self.settings
+    def update(self, outcomes: Iterable[Outcome]) -> None:
+        """Update the posterior by new outcomes, one after the other."""
+        epoch, settings = len(self._updated_P), self.settings
         for position, successes, failures in outcomes:
-            self._now += 1
-            weight = settings.discount * settings.fading ** ((self._now - self._told_P[position]) / epoch)
+            self._outcome_count += 1
+            weight = settings.discount * settings.fading ** ((self._outcome_count - self._updated_P[position]) / epoch)
             self._successes_P[position] = weight * self._successes_P[position] + successes
             self._failures_P[position] = weight * self._failures_P[position] + failures
-            self._told_P[position] = self._now
+            self._updated_P[position] = self._outcome_count
 
     def parameters(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """Returns the two parameters of each prompt's Beta distribution, [P] each."""
-        weight_P = self.settings.fading ** ((self._now - self._told_P) / len(self._told_P))
+        weight_P = self.settings.fading ** ((self._outcome_count - self._updated_P) / len(self._updated_P))
         prior = self.settings.prior
         return prior + weight_P * self._successes_P, prior + weight_P * self._failures_P
 

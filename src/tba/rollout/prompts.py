@@ -22,7 +22,7 @@ from tba.protocols import Tokenizer
 from tba.rollout.posterior import Posterior, PosteriorSettings
 from tba.types import Outcome, Problem, Prompt, quote
 
-_AT_ONCE = 1000  # prompts that are tokenised together
+_BLOCK_SIZE = 1000  # prompts that are tokenised together
 
 Lease = Callable[[int], list[int]]
 # leases up to so many of these positions, the first that nobody holds
@@ -57,7 +57,7 @@ class PromptSettings:
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedPrompts:
     """Prompts of one split, and how many problems were dropped or truncated for being over-long."""
 
     prompts: list[Prompt]
@@ -69,7 +69,7 @@ class Encoded:
 
 def encode(
     problems: Sequence[Problem], task: str, tokenizer: Tokenizer, settings: PromptSettings, room: int | None = None
-) -> Encoded:
+) -> EncodedPrompts:
     """Encodes problems as prompts: a text as the tokenizer begins texts, a chat by the model's chat template.
 
     room: tokens of a prompt for which the model has positions beside the longest answer; None: it has no limit.
@@ -78,13 +78,13 @@ def encode(
     prompt under `overlong="error"`.
     """
     prompts: list[Prompt] = []
-    dropped = no_room = truncated = most = 0
+    dropped = no_room = truncated = longest = 0
     limit = settings.max_tokens if room is None else min(settings.max_tokens, room)
     thoughts = () if settings.grade_thoughts else thoughts_of(tokenizer)
     chats = [not isinstance(p.prompt, str) for p in problems]
     texts = [p.prompt if isinstance(p.prompt, str) else _chat(p, tokenizer) for p in problems]
     for problem, text, tokens in zip(problems, texts, _tokens(tokenizer, texts, chats, task), strict=True):
-        most = max(most, len(tokens))
+        longest = max(longest, len(tokens))
         if len(tokens) > limit:
             if settings.overlong == "error":
                 raise UserError(
@@ -101,12 +101,12 @@ def encode(
         if not tokens or not text:
             raise UserError(f"a prompt of task {task} is empty after tokenising ({text!r}): give it some text")
         chat = None if isinstance(problem.prompt, str) else problem.prompt
-        shown = text if chat is None else visible_text(text)
+        shown_text = text if chat is None else visible_text(text)
         prompts.append(
             Prompt(
                 task,
                 np.array(tokens, dtype=np.int32),
-                shown,
+                shown_text,
                 python_values(problem.fields),
                 problem.seed,
                 messages=chat,
@@ -118,7 +118,7 @@ def encode(
             f"task {task} has no prompts left ({dropped + no_room} of {len(problems)} were longer than "
             f"{limit} tokens): {_remedy(settings, room)}, or give it more problems"
         )
-    return Encoded(prompts, dropped, no_room, truncated, most)
+    return EncodedPrompts(prompts, dropped, no_room, truncated, longest)
 
 
 def _remedy(settings: PromptSettings, room: int | None) -> str:
@@ -133,8 +133,8 @@ def _remedy(settings: PromptSettings, room: int | None) -> str:
 
 def _tokens(tokenizer: Tokenizer, texts: Sequence[str], chats: Sequence[bool], task: str) -> Iterator[list[int]]:
     """Yields the tokens of each prompt. Raises `UserError` for the first that the tokenizer cannot write."""
-    for (chat, _), own in groupby(range(len(texts)), lambda i: (chats[i], i // _AT_ONCE)):
-        block = [texts[i] for i in own]
+    for (chat, _), indices in groupby(range(len(texts)), lambda i: (chats[i], i // _BLOCK_SIZE)):
+        block = [texts[i] for i in indices]
         try:
             rows = prompt_tokens(tokenizer, block, chat)
         except Exception as error:  # tokenizers of the Rust library raise nothing more precise
@@ -210,24 +210,23 @@ class PosteriorPrompts:
     prompts: Sequence[Prompt]
     rng: np.random.Generator
     lease: LeaseFirst
-    told: Callable[
-        [int], Sequence[tuple[int, int, float, float]]
-    ]  # returns the numbered outcomes of all searchers after a number
+    # returns the numbered outcomes of all searchers after a number
+    read_outcomes: Callable[[int], Sequence[tuple[int, int, float, float]]]
     settings: PosteriorSettings
     _posterior: Posterior = field(init=False)
-    _last: int = 0
+    _last_number: int = 0
 
     def __post_init__(self) -> None:
         self._posterior = Posterior(len(self.prompts), self.settings)
 
     def take(self, count: int) -> tuple[list[int], list[Prompt]]:
-        """Takes in the outcomes of all searchers, then leases the best positions; returns them and their prompts."""
-        if told := self.told(self._last):
-            self._last = told[-1][0]
-            self._posterior.tell((position, successes, failures) for _, position, successes, failures in told)
+        """Reads the outcomes of all searchers, then leases the best positions; returns them and their prompts."""
+        if outcomes := self.read_outcomes(self._last_number):
+            self._last_number = outcomes[-1][0]
+            self._posterior.update(outcome[1:] for outcome in outcomes)
         positions = self.lease(self._posterior.order(self.rng).tolist(), count)
         return positions, [self.prompts[p] for p in positions]
 
     def outcomes(self, rewards: Mapping[int, Sequence[float]]) -> Sequence[Outcome]:
         """Returns the successes and failures of each prompt."""
-        return [self.settings.outcome(position, found) for position, found in rewards.items()]
+        return [self.settings.outcome(position, answer_rewards) for position, answer_rewards in rewards.items()]

@@ -10,14 +10,14 @@ _GAP = 0.25  # seconds between two counts that are remembered
 
 
 @dataclass
-class Rate:
+class GrowthRate:
     """The growth of a count per second. Times are in seconds, by one monotonic clock."""
 
     total: float = 0.0  # the newest count
     _counts: deque[tuple[float, float]] = field(default_factory=deque)  # (time, count), the oldest first
 
-    def see(self, now: float, total: float) -> None:
-        """Take in the count as it is now. A count that is smaller than the one before begins anew."""
+    def record(self, now: float, total: float) -> None:
+        """Record the count as it is now. A count that is smaller than the one before begins anew."""
         if total < self.total:
             self._counts.clear()
         self.total = total
@@ -30,5 +30,5 @@ class Rate:
             self._counts.popleft()
         if not self._counts or now - self._counts[0][0] < _GAP:
             return 0.0
-        since, before = self._counts[0]
-        return max(0.0, self.total - before) / (now - since)
+        start_time, start_count = self._counts[0]
+        return max(0.0, self.total - start_count) / (now - start_time)

@@ -7,7 +7,7 @@ One loop owns the flow of prompts through the engine, the weights, and the answe
                    weights, read in a thread
 
 With `flows`, prompts begin as soon as there is room for them, whatever round they belong to. Between two tokens, every
-few of them (`_between`), the loop loads weights that have been read, hands what is generated to the reward and the
+few of them (`run_stages`), the loop loads weights that have been read, hands what is generated to the reward and the
 reference, takes in what is graded and sends it. Rows that are being generated keep the keys and values of older
 weights. Without `flows` (inline) the same stages follow one another: a round is generated, graded, scored and sent
 before the next begins, with weights that are loaded between rounds.
@@ -18,8 +18,8 @@ call expired is rejected, and its group is marked as having left something out.
 
 Invariant: it never waits for the trainer. Only its own thread draws random numbers and uses the engine; it alone uses
 the journal, but for scores under a new reference, which come from the reference's thread where there is one. Generation
-stands still only while as many answers wait for their grades as `_most_waiting` allows. What is generated is sent (with
-its lease, in one transaction), rejected, or in flight, and each is counted here.
+stands still only while as many answers wait for their grades as `_waiting_limit` allows. What is generated is sent
+(with its lease, in one transaction), rejected, or in flight, and each is counted here.
 """
 
 from __future__ import annotations
@@ -53,26 +53,27 @@ from tba.protocols import (
     ScoredByCalls,
     WeightSource,
 )
+from tba.rollout import stages
 from tba.rollout.overlong import Overlong
-from tba.rollout.rates import Rate
+from tba.rollout.rates import GrowthRate
 from tba.rollout.rescoring import Rescorer
-from tba.rollout.stages import Limits, Scores, count, failed, score, sort, stamped, trajectory, unusable
+from tba.rollout.stages import Limits, Scores
 from tba.rollout.vine import VineRollouts
 from tba.types import Completion, FloatArray, Json, Outcome, Prompt, Sampling, StopReason, Trajectory, Version
 
 log = logging.getLogger("tba.searcher")
-COSTLY = 0.25  # seconds of a call, beyond which a grade is put on the disk with little delay
-GENERATING = 8  # generate this many times as long as scoring or sending what is there takes, before doing it again
-_PROMPT = 0.05  # seconds for which grades that were costly are held at most: a kill takes them
-MOST_ROUNDS = 4  # rounds of answers, which are sent at once however long that takes
-_ROUNDS_WITHOUT_USE = 10  # first rounds without a usable answer, after which no further one is expected to bring any
-_POLL = 0.05  # seconds between two polls for newer weights, and of a wait for grades or prompts
-_WAIT = 1.0  # seconds that a round waits for grades before it ends, so that other duties get their turn
-_COUNTED = 1.0  # seconds after which counts are written though there is no trajectory to write them with
-_SOON = 0.1  # seconds at a stop in which quick rewards grade all that waits
+COSTLY_SECONDS = 0.25  # seconds of a call, beyond which a grade is put on the disk with little delay
+GENERATION_RATIO = 8  # generate this many times as long as scoring or sending takes, before doing that again
+_HOLD_SECONDS = 0.05  # seconds for which grades that were costly are held at most: a kill takes them
+MAX_ROUNDS = 4  # rounds of answers, which are sent at once however long that takes
+_MAX_USELESS_ROUNDS = 10  # first rounds without a usable answer, after which no further one is expected to bring any
+_POLL_SECONDS = 0.05  # seconds between two polls for newer weights, and of a wait for grades or prompts
+_WAIT_SECONDS = 1.0  # seconds that a round waits for grades before it ends, so that other duties get their turn
+_COUNTS_SECONDS = 1.0  # seconds after which counts are written though there is no trajectory to write them with
+_QUICK_SECONDS = 0.1  # seconds at a stop in which quick rewards grade all that waits
 _STOP_SECONDS = 1.0  # that calls which are under way have at a stop
 _READ_SECONDS = 1800.0  # that reading weights may take
-_PAGE = 1024  # of so many numbers in a row one is read, which brings all of them into memory
+_PAGE_NUMBERS = 1024  # of so many numbers in a row one is read, which brings all of them into memory
 
 
 @dataclass(eq=False)
@@ -85,27 +86,27 @@ class OpenAnswer:
     scores: Scores | None = None
     reference: Version | None = None  # under which it was scored
     trajectory: Trajectory | None = None
-    done: bool = False  # it is a trajectory, or rejected
-    staged: bool = False  # the trajectory is on the disk already
+    is_done: bool = False  # it is a trajectory, or rejected
+    is_staged: bool = False  # the trajectory is on the disk already
 
     @property
-    def ready(self) -> bool:
-        """Returns whether it is graded and scored."""
+    def is_ready(self) -> bool:
+        """Returns whether the answer is graded and scored."""
         return self.grade is not None and self.grade.missing_parts == 0 and self.scores is not None
 
 
 @dataclass(eq=False)
 class OpenGroup:
-    """A prompt whose answers are on their way; `position` is the one that was leased."""
+    """A prompt whose answers are being generated, graded or sent; `position` is the one that was leased."""
 
     position: int
     prompt: Prompt
-    began: float  # when it was asked, by a monotonic clock
-    generated: int  # answers that were not interrupted
-    answers: list[OpenAnswer] = field(default_factory=list)  # those to be graded
-    open: int = 0  # of these
+    start: float  # when its prompt was submitted, by a monotonic clock
+    generated_count: int  # answers that were not interrupted
+    answers: list[OpenAnswer] = field(default_factory=list)  # to be graded
+    open_count: int = 0  # answers that are not done
     counts: Counter[str] = field(default_factory=Counter)  # of its answers that are done, not written yet
-    since: float = 0.0  # when the first answer was completed that is not on the disk, by a monotonic clock
+    unwritten_since: float = 0.0  # when the first answer was completed that is not on the disk, by a monotonic clock
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -113,8 +114,8 @@ class OpenGroup:
 
     @property
     def unstaged(self) -> list[OpenAnswer]:
-        """Returns those that are trajectories and not on the disk."""
-        return [a for a in self.answers if a.trajectory is not None and not a.staged]
+        """Returns the answers that are trajectories and not on the disk."""
+        return [a for a in self.answers if a.trajectory is not None and not a.is_staged]
 
 
 @dataclass
@@ -145,69 +146,71 @@ class Searcher:
     warm_up: int = 0  # trajectories before the trainer's first update, until when answers do not age
     searchers: int = 1  # that share the warm-up
     rounds: int = 0
-    sent: int = 0  # trajectories
-    rejected: int = 0  # answers
+    sent_count: int = 0  # trajectories
+    rejected_count: int = 0  # answers
     rejection: str = ""  # why the newest rejected answer was rejected
     rounds_without_use: int | None = 0  # first rounds of which all answers were rejected; None: one was of use
     manifest: Mapping[str, Json] = field(default_factory=dict)  # of the newest weights seen
     clock: ShareClock = field(default_factory=lambda: ShareClock(state="generating"))
     _flow: tuple[Flow, Sampling] | None = None
     # by number in the flow: its position, the prompt itself, and when it began
-    _generating: dict[int, tuple[int, Prompt, float]] = field(default_factory=dict)
-    _generated: list[OpenGroup] = field(default_factory=list)  # not submitted to the grader yet
-    _unscored: list[OpenGroup] = field(default_factory=list)
-    _scoring: tuple[list[OpenGroup], Future[tuple[Version, list[list[Scores]]]]] | None = None
+    _open_prompts: dict[int, tuple[int, Prompt, float]] = field(default_factory=dict)
+    _ungraded_groups: list[OpenGroup] = field(default_factory=list)  # not submitted to the grader yet
+    _unscored_groups: list[OpenGroup] = field(default_factory=list)
+    _scoring_job: tuple[list[OpenGroup], Future[tuple[Version, list[list[Scores]]]]] | None = None
     _by_grade: dict[Grade, OpenAnswer] = field(default_factory=dict)  # answers that are being graded
-    _graded: list[Grade] = field(default_factory=list)  # that have come back
-    _open: dict[OpenGroup, None] = field(default_factory=dict)  # the oldest first
-    _changed: dict[OpenGroup, None] = field(default_factory=dict)  # with answers that are not written yet
+    _finished_grades: list[Grade] = field(default_factory=list)  # that have come back
+    _open_groups: dict[OpenGroup, None] = field(default_factory=dict)  # the oldest first
+    _unwritten_groups: dict[OpenGroup, None] = field(default_factory=dict)  # with answers that are not written yet
     _counts: Counter[str] = field(default_factory=Counter)  # not written yet
-    _counted: Counter[str] = field(default_factory=Counter)  # milliseconds of the clock that have been written
-    _reading: Future[PublishedWeights] | None = None  # newer weights
-    _in_order: deque[OpenAnswer] = field(default_factory=deque)  # without `flows`: those that are not done yet
-    _remaining: int = 0  # prompts that the round lacks which has waited for grades
-    _polled: float = -_POLL  # when newer weights were looked for
-    _scored: float = field(default_factory=time.perf_counter)  # when scoring began last
+    _written_milliseconds: Counter[str] = field(default_factory=Counter)  # of the clock
+    _weights_future: Future[PublishedWeights] | None = None  # newer weights
+    _ordered_answers: deque[OpenAnswer] = field(default_factory=deque)  # without `flows`: those that are not done yet
+    _prompts_left: int = 0  # prompts that the round lacks which has waited for grades
+    _polled_at: float = -_POLL_SECONDS  # when newer weights were looked for
+    _scored_at: float = field(default_factory=time.perf_counter)  # when scoring began last
     _score_seconds: float = 0.0
-    _written: float = field(default_factory=time.perf_counter)  # when something was written last
+    _written_at: float = field(default_factory=time.perf_counter)  # when something was written last
     _write_seconds: float = 0.0
-    _costly: bool = False  # an answer that is not written was slow to grade
-    _newest_expired: bool = False  # the newest rejected answer was not graded in time
-    _rejections: int = 0  # that no warning has named yet
-    _series: tuple[int, bytes, int] | None = None  # the round, the beginning of its names, how many there are
-    _judged: Rate = field(default_factory=Rate)
-    _updates: Rate = field(default_factory=Rate)
-    _missing: tuple[float, int] = (-math.inf, 0)  # when the warm-up was looked at, and how much it lacked
+    _is_costly: bool = False  # an answer that is not written was slow to grade
+    _newest_has_expired: bool = False  # the newest rejected answer was not graded in time
+    _unreported_count: int = 0  # that no warning has named yet
+    _uid_series: tuple[int, bytes, int] | None = None  # the round, the beginning of its names, how many there are
+    _grade_rate: GrowthRate = field(default_factory=GrowthRate)
+    _update_rate: GrowthRate = field(default_factory=GrowthRate)
+    _warm_up_gap: tuple[float, int] = (-math.inf, 0)  # when the warm-up was looked at, and how much it lacked
 
     def round(self) -> int:
         """Generate until as many prompts are answered as a round has; returns the number of trajectories that were sent
         meanwhile: without `flows` those of the round.
         """
-        sent, rejected = self.sent, self.rejected
+        sent_before, rejected_before = self.sent_count, self.rejected_count
         try:
             if self.flows:
-                self._flow_on()
+                self._flow_round()
             else:
-                self._one_round()
+                self._plain_round()
         except BaseException:
             self.save()
             raise
         self.rounds += 1
-        self.require_use(self.rejected - rejected)
-        return self.sent - sent
+        self.require_use(self.rejected_count - rejected_before)
+        return self.sent_count - sent_before
 
-    def tend(self) -> None:
-        """Do what is due besides generating: load weights, take in what is graded, send it."""
-        self._between()
+    def run_stages(self) -> bool:
+        """Run the stages besides generating that are due; returns whether generation is to stop."""
+        self._load_weights()
+        self._advance()
+        return self.interrupted is not None and self.interrupted()
 
     def free_engine(self) -> None:
         """Finish what is being generated, so that the engine can be used otherwise. What is graded quickly is sent:
         else it would wait until this searcher generates again. Slower grading goes on.
         """
-        self._empty()
-        self._hand_over()
+        self._finish_generating()
+        self._submit_to_grader()
         self._score()
-        self._wait_for_grades(_SOON)
+        self._wait_for_grades(_QUICK_SECONDS)
         self._collect_grades()
         if self._writable:
             self._write()
@@ -218,56 +221,56 @@ class Searcher:
         stop: leave what is being generated, and what is not graded soon, as in flight. No further call begins, and
         those that are under way have a second.
         """
-        self._empty(stop)
-        self._hand_over()
+        self._finish_generating(stop)
+        self._submit_to_grader()
         self._score()
         if not stop:
-            self._settle(give_up=self._wait_for_grades())
+            self._send_all(give_up=self._wait_for_grades())
             return
-        if self._wait_for_grades(_SOON):
+        if self._wait_for_grades(_QUICK_SECONDS):
             self.grader.cancel()
             self._wait_for_grades(_STOP_SECONDS)
-        self._settle(give_up=True)
+        self._send_all(give_up=True)
 
     def pull(self) -> Version:
         """Load newer weights, and another reference if they name one, in place.
 
         The newest manifest is always read: the engine may hold a version that was only to be evaluated.
         """
-        published = self.weights.newer_than(None)
-        if published is not None:
+        newest_weights = self.weights.newer_than(None)
+        if newest_weights is not None:
             with self.clock.state("weights"):
-                if published.version > self.engine.version:
-                    self.engine.load(published.read(), published.version)
-                self._see(published)
-                self.refer()
+                if newest_weights.version > self.engine.version:
+                    self.engine.load(newest_weights.read(), newest_weights.version)
+                self._note_manifest(newest_weights)
+                self.load_reference()
         return self.engine.version
 
-    def refer(self) -> None:
-        """Score under the version that the newest weights name from here on. It is pinned; the first one is what the
-        run began with.
+    def load_reference(self) -> None:
+        """Load the reference that the newest weights name, if it is another one. Its version is pinned; the first one
+        is what the run began with.
         """
         name = self.manifest.get("reference")
         if name is not None and (version := Version.parse(name)) != self.reference.version:
             self.reference.load(self.weights.at(version).read(), version)
 
     def rescore(self) -> None:
-        """Score older trajectories under a newer reference, where that is wanted: a bounded number at a time."""
+        """Score a bounded number of older trajectories under a newer reference, if there is a rescorer."""
         if self.rescorer is not None:
             with self.clock.state("reference"):
                 self.rescorer.round()
 
-    def require_use(self, rejected: int) -> None:
+    def require_use(self, rejected_count: int) -> None:
         """Raises `UserError` where the first rounds bring nothing but answers that are rejected: the run would never
         end. rejected: answers of the newest round.
         """
-        if self.rounds_without_use is None or not rejected:
+        if self.rounds_without_use is None or not rejected_count:
             return
         self.rounds_without_use += 1
-        answers = _ROUNDS_WITHOUT_USE * self.prompts_per_round * self.samples_per_prompt
-        if self.rounds_without_use >= _ROUNDS_WITHOUT_USE and self.rejected >= answers:
+        answers = _MAX_USELESS_ROUNDS * self.prompts_per_round * self.samples_per_prompt
+        if self.rounds_without_use >= _MAX_USELESS_ROUNDS and self.rejected_count >= answers:
             raise UserError(
-                f"all answers of the first {_ROUNDS_WITHOUT_USE} rounds are rejected: there is nothing to learn from; "
+                f"all answers of the first {_MAX_USELESS_ROUNDS} rounds are rejected: there is nothing to learn from; "
                 f"the last: {self.rejection}; what can be used has a reward from {-self.largest_reward:g} to "
                 f"{self.largest_reward:g} and finite log-probabilities: "
                 + self._remedy
@@ -277,23 +280,23 @@ class Searcher:
     @property
     def _remedy(self) -> str:
         """Returns what to do about answers that are all rejected."""
-        if self._newest_expired:
+        if self._newest_has_expired:
             return "make the reward faster, or give a call more time (--run.reward-deadline)"
         return "allow longer answers" if self.overlong.penalty == "drop" else "fix the reward"
 
     @property
-    def unsent(self) -> int:
+    def unsent_count(self) -> int:
         """Returns how many answers are generated and neither sent nor rejected."""
-        return sum(len(group.answers) for group in self._open)
+        return sum(len(group.answers) for group in self._open_groups)
 
     @property
-    def waiting(self) -> int:
+    def waiting_count(self) -> int:
         """Returns how many answers are generated and not graded."""
-        return self.grader.unfinished_count + sum(len(group.answers) for group in self._generated)
+        return self.grader.unfinished_count + sum(len(group.answers) for group in self._ungraded_groups)
 
     # The loop, in its two forms
 
-    def _one_round(self) -> None:
+    def _plain_round(self) -> None:
         """Generate a round, have it graded and scored, and send it."""
         self.pull()
         self.rescore()
@@ -301,47 +304,47 @@ class Searcher:
         sampling = self.exploration.draw(self.rng)
         self._flow = self.engine.flow(self.samples_per_prompt, sampling, self.rng), sampling
         self._submit(positions, prompts)
-        while self._generating:
-            self._take_in(self._flow[0].next(self.interrupted, until_wanted=False))
+        while self._open_prompts:
+            self._collect_answers(self._flow[0].next(self.interrupted, until_needed=False))
             if self.hand_down_seconds < math.inf:
                 self._advance()
         self._flow = None
-        self._hand_over()
+        self._submit_to_grader()
         self._score()
-        unfinished = self._wait_for_grades()
-        self._settle(sampling if self.vine is not None else None, unfinished)
+        gave_up = self._wait_for_grades()
+        self._send_all(sampling if self.vine is not None else None, gave_up)
 
-    def _flow_on(self) -> None:
+    def _flow_round(self) -> None:
         """Generate until as many prompts are answered as a round has, while all other stages go on."""
-        if self._remaining <= 0 or self._flow is None:  # else the round before has waited for grades
-            self._flowing()
-            self._remaining = self.prompts_per_round
+        if self._prompts_left <= 0 or self._flow is None:  # else the round before has waited for grades
+            self._current_flow()
+            self._prompts_left = self.prompts_per_round
         assert self._flow is not None
-        flow, waited = self._flow[0], 0.0
-        while self._remaining > 0 and waited < _WAIT:
-            if self._between():
+        flow, waited_seconds = self._flow[0], 0.0
+        while self._prompts_left > 0 and waited_seconds < _WAIT_SECONDS:
+            if self.run_stages():
                 self.drain(stop=True)
                 return
-            if self._crowded():
-                waited += self._wait("reward")
+            if self._must_wait():
+                waited_seconds += self._wait("reward")
                 continue
-            finished = self._generate(flow)
-            self._remaining -= finished
-            if not self._generating:  # all prompts are leased, or generation was told to stop
-                if not finished:
-                    self._wait("reward" if self.waiting else "paced")
+            finished_count = self._generate(flow)
+            self._prompts_left -= finished_count
+            if not self._open_prompts:  # all prompts are leased, or generation was told to stop
+                if not finished_count:
+                    self._wait("reward" if self.waiting_count else "paced")
                 return
 
-    def _flowing(self) -> Flow:
-        """Returns what prompts flow through; another way of sampling begins when the one before is finished."""
+    def _current_flow(self) -> Flow:
+        """Returns the flow of prompts; a new one begins for other sampling settings, once the old one is finished."""
         sampling = self.exploration.draw(self.rng)
         if self._flow is None:
-            self._reading = None
+            self._weights_future = None
             self.pull()  # at once, whatever the engine was used for
         elif self._flow[1] == sampling:
             return self._flow[0]
         else:
-            self._empty()
+            self._finish_generating()
         self._flow = self.engine.flow(self.samples_per_prompt, sampling, self.rng), sampling
         return self._flow[0]
 
@@ -349,232 +352,228 @@ class Searcher:
         """Begin as many prompts as there is room for, and generate until some are finished or there is room for
         others; returns how many are finished.
         """
-        room = flow.wanted
-        positions, prompts = self.prompts.take(room) if room else ([], [])
+        prompt_count = flow.prompts_needed
+        positions, prompts = self.prompts.take(prompt_count) if prompt_count else ([], [])
         self._submit(positions, prompts)
         # where the rest of the prompts is leased, no more will be begun than those that are there
-        return self._take_in(flow.next(self._between, until_wanted=len(prompts) == room))
+        return self._collect_answers(flow.next(self.run_stages, until_needed=len(prompts) == prompt_count))
 
     def _submit(self, positions: Sequence[int], prompts: Sequence[Prompt]) -> None:
         assert self._flow is not None
-        number, began = self._flow[0].submitted, time.perf_counter()
+        number, start = self._flow[0].prompts_submitted, time.perf_counter()
         self._flow[0].submit(prompts)
         for i, (position, prompt) in enumerate(zip(positions, prompts, strict=True)):
-            self._generating[number + i] = (position, prompt, began)
+            self._open_prompts[number + i] = (position, prompt, start)
 
-    def _empty(self, stop: bool = False) -> None:
-        """Generate what has begun to its end, or stop it where it is."""
-        while self._generating:
+    def _finish_generating(self, stop: bool = False) -> None:
+        """Generate all open prompts to their end, or stop them where they are."""
+        while self._open_prompts:
             assert self._flow is not None
-            self._take_in(self._flow[0].next((lambda: True) if stop else self._between, until_wanted=False))
+            self._collect_answers(self._flow[0].next((lambda: True) if stop else self.run_stages, until_needed=False))
         self._flow = None
 
-    def _take_in(self, finished: Sequence[tuple[int, list[Completion]]]) -> int:
-        """Take in prompts with their answers as the flow gives them; returns how many."""
-        for number, completions in finished:
-            position, prompt, began = self._generating.pop(number)
-            generated = sum(c.stop_reason is not StopReason.INTERRUPTED for c in completions)
-            group = OpenGroup(position, prompt, began, generated)
-            judged, counts = sort(prompt, completions, self.overlong)
+    def _collect_answers(self, finished_prompts: Sequence[tuple[int, list[Completion]]]) -> int:
+        """Collect finished prompts with their answers; returns how many."""
+        for number, completions in finished_prompts:
+            position, prompt, start = self._open_prompts.pop(number)
+            generated_count = sum(c.stop_reason is not StopReason.INTERRUPTED for c in completions)
+            group = OpenGroup(position, prompt, start, generated_count)
+            gradable_answers, counts = stages.sort_answers(prompt, completions, self.overlong)
             self._counts.update(counts)
-            if dropped := counts["rejected_trajectories"]:
-                self.rejected += dropped
+            if dropped_count := counts["rejected_trajectories"]:
+                self.rejected_count += dropped_count
                 longest = max(len(c.tokens) for c in completions)
                 self.rejection = f"an answer was cut off at {longest} tokens (--overlong-penalty drop)"
-            group.answers = [OpenAnswer(group, c) for c in judged]
-            group.open = len(judged)
-            for completion in judged:
-                count(self._counts, "grading", completion)
-            self._open[group] = None
-            self._generated.append(group)
-            if not judged:
-                self._changed[group] = None
-        return len(finished)
-
-    def _between(self) -> bool:
-        """Do what is due between two tokens; returns whether generation is to stop."""
-        self._load()
-        self._advance()
-        return self.interrupted is not None and self.interrupted()
+            group.answers = [OpenAnswer(group, c) for c in gradable_answers]
+            group.open_count = len(gradable_answers)
+            for completion in gradable_answers:
+                stages.count_answer(self._counts, "grading", completion)
+            self._open_groups[group] = None
+            self._ungraded_groups.append(group)
+            if not gradable_answers:
+                self._unwritten_groups[group] = None
+        return len(finished_prompts)
 
     def _advance(self) -> None:
-        """Hand on what is generated, take in what is scored and graded, and send what is due."""
-        self._hand_over()
-        if self._score_due():
+        """Submit generated answers to be graded, collect scores and grades, and send what is due."""
+        self._submit_to_grader()
+        if self._is_score_due():
             self._score(background=True)
         self._collect_scores()
         self.grader.poll()
         self._collect_grades()
-        if self._write_due():
+        if self._is_write_due():
             self._write()
 
     # Weights
 
-    def _load(self) -> None:
+    def _load_weights(self) -> None:
         """Load the weights that have been read, and begin to read newer ones."""
         now = time.monotonic()
-        if self._reading is not None:
-            if self._reading.done():
-                published, self._reading = self._reading.result(), None
-                if published.version > self.engine.version:
+        if self._weights_future is not None:
+            if self._weights_future.done():
+                loaded_weights, self._weights_future = self._weights_future.result(), None
+                if loaded_weights.version > self.engine.version:
                     with self.clock.state("weights"):
-                        self.engine.load(published.read(), published.version)
-            elif now - self._polled > _READ_SECONDS:
+                        self.engine.load(loaded_weights.read(), loaded_weights.version)
+            elif now - self._polled_at > _READ_SECONDS:
                 raise DeadlineExceeded(f"newer weights could not be read within {_READ_SECONDS:g} s")
-        elif now - self._polled >= _POLL:
-            self._polled = now
-            newest = self.weights.newer_than(None)
-            if newest is not None:
-                self._see(newest)
-                if newest.version > self.engine.version:
-                    self._reading = call_in_thread("weights", _read, newest)
+        elif now - self._polled_at >= _POLL_SECONDS:
+            self._polled_at = now
+            newest_weights = self.weights.newer_than(None)
+            if newest_weights is not None:
+                self._note_manifest(newest_weights)
+                if newest_weights.version > self.engine.version:
+                    self._weights_future = call_in_thread("weights", _read, newest_weights)
 
-    def _see(self, published: PublishedWeights) -> None:
+    def _note_manifest(self, published: PublishedWeights) -> None:
         """Remember the newest manifest, and how fast the trainer makes updates."""
         self.manifest = published.manifest
-        self._updates.see(time.monotonic(), published.version.step)
+        self._update_rate.record(time.monotonic(), published.version.step)
 
     # Grades and scores
 
-    def _hand_over(self) -> None:
-        """Hand what is generated to the reward, and note that it is to be scored."""
-        groups, self._generated = [group for group in self._generated if group.answers], []
+    def _submit_to_grader(self) -> None:
+        """Submit generated answers to the reward, and queue them to be scored."""
+        groups, self._ungraded_groups = [group for group in self._ungraded_groups if group.answers], []
         if not groups:
             return
-        answers = [(group.prompt, [a.completion for a in group.answers]) for group in groups]
-        for group, grades in zip(groups, self.grader.submit(answers, self._graded), strict=True):
+        answers_by_prompt = [(group.prompt, [a.completion for a in group.answers]) for group in groups]
+        for group, grades in zip(groups, self.grader.submit(answers_by_prompt, self._finished_grades), strict=True):
             for answer, grade in zip(group.answers, grades, strict=True):
                 answer.grade = grade
                 self._by_grade[grade] = answer
             if not self.flows:
-                self._in_order.extend(group.answers)
-        self._unscored += groups
+                self._ordered_answers.extend(group.answers)
+        self._unscored_groups += groups
 
-    def _score_due(self) -> bool:
+    def _is_score_due(self) -> bool:
         """Returns whether answers are scored now: a round of them, or fewer after `hand_down_seconds`."""
-        if not self._unscored or self._scoring is not None:
+        if not self._unscored_groups or self._scoring_job is not None:
             return False
-        if len(self._unscored) >= self.prompts_per_round:
+        if len(self._unscored_groups) >= self.prompts_per_round:
             return True
-        seconds = time.perf_counter() - self._scored
-        return seconds >= max(self.hand_down_seconds, GENERATING * self._score_seconds)
+        seconds = time.perf_counter() - self._scored_at
+        return seconds >= max(self.hand_down_seconds, GENERATION_RATIO * self._score_seconds)
 
     def _score(self, background: bool = False) -> None:
-        """Score all that is to be scored, under the reference that the newest weights name; in a thread of its own
-        where that is possible and wanted.
+        """Score all queued answers under the reference that the newest weights name; in a thread of its own if that is
+        possible and asked for by `background`.
         """
         self._collect_scores(wait=True)
-        groups, self._unscored = self._unscored, []
+        groups, self._unscored_groups = self._unscored_groups, []
         if not groups:
             return
-        self._scored = time.perf_counter()
+        self._scored_at = time.perf_counter()
         if background and isinstance(self.reference, Concurrent) and self.reference.concurrent:
-            self._scoring = groups, call_in_thread("reference", self._scores, groups)
+            self._scoring_job = groups, call_in_thread("reference", self._load_and_score, groups)
         else:
             with self.clock.state("reference"):
-                self._take_scores(groups, *self._scores(groups))
-            self._score_seconds = time.perf_counter() - self._scored
+                self._store_scores(groups, *self._load_and_score(groups))
+            self._score_seconds = time.perf_counter() - self._scored_at
 
-    def _scores(self, groups: Sequence[OpenGroup]) -> tuple[Version, list[list[Scores]]]:
-        """Returns the reference and the scores under it; before, load another reference if one is named, and score
-        older trajectories.
+    def _load_and_score(self, groups: Sequence[OpenGroup]) -> tuple[Version, list[list[Scores]]]:
+        """Load another reference if one is named, and score older trajectories; returns the version of the reference
+        and the scores of the groups under it.
         """
         if self.flows:
-            self.refer()
+            self.load_reference()
             if self.rescorer is not None:
                 self.rescorer.round()
         answers = [(group.prompt, [a.completion for a in group.answers]) for group in groups]
-        return self.reference.version, score((self.reference, *self._scored_here), answers)
+        return self.reference.version, stages.score_answers((self.reference, *self._local_teachers), answers)
 
     def _collect_scores(self, wait: bool = False) -> None:
-        """Take in the scores of the reference's thread, if they are there."""
-        if self._scoring is None:
+        """Collect the scores of the reference's thread, if it is done."""
+        if self._scoring_job is None:
             return
-        groups, scoring = self._scoring
+        groups, future = self._scoring_job
         if wait:
             with self.clock.state("reference"):
-                self._await(scoring, "the reference")
-        if scoring.done():
-            self._scoring = None
-            self._take_scores(groups, *scoring.result())
+                self._await(future, "the reference")
+        if future.done():
+            self._scoring_job = None
+            self._store_scores(groups, *future.result())
             self._score_seconds = 0.0
 
-    def _take_scores(self, groups: Sequence[OpenGroup], reference: Version, scores: list[list[Scores]]) -> None:
+    def _store_scores(self, groups: Sequence[OpenGroup], reference: Version, scores: list[list[Scores]]) -> None:
         for group, rows in zip(groups, scores, strict=True):
             for answer, row in zip(group.answers, rows, strict=True):
                 answer.scores, answer.reference = row, reference
             self._complete_ready(group.answers)
 
     def _collect_grades(self) -> None:
-        """Take in what the reward has graded."""
-        if not self._graded:
+        """Collect the grades that the reward has given."""
+        if not self._finished_grades:
             return
-        answers = [answer for grade in self._graded if (answer := self._by_grade.pop(grade, None)) is not None]
-        self._judged.see(time.monotonic(), self._judged.total + len(self._graded))
-        self._graded.clear()
+        answers = [answer for grade in self._finished_grades if (answer := self._by_grade.pop(grade, None)) is not None]
+        self._grade_rate.record(time.monotonic(), self._grade_rate.total + len(self._finished_grades))
+        self._finished_grades.clear()
         self._complete_ready(answers)
 
     def _complete_ready(self, answers: Sequence[OpenAnswer]) -> None:
-        """Complete those that are graded and scored; without `flows` in the order of generation, so that equal
+        """Complete the answers that are graded and scored; without `flows` in the order of generation, so that equal
         generators give equal rounds however long grading takes.
         """
         if self.flows:
             for answer in answers:
-                if answer.ready:
+                if answer.is_ready:
                     self._complete(answer)
-        while self._in_order and self._in_order[0].ready:
-            self._complete(self._in_order.popleft())
+        while self._ordered_answers and self._ordered_answers[0].is_ready:
+            self._complete(self._ordered_answers.popleft())
 
     def _complete(self, answer: OpenAnswer) -> None:
-        """Completion -> Trajectory, for an answer that is graded and scored; or it is rejected, and counted."""
+        """Make a trajectory of an answer that is graded and scored, or reject and count it."""
         group, completion, grade = answer.group, answer.completion, answer.grade
         assert grade is not None
         assert answer.scores is not None
         assert answer.reference is not None
-        if answer.done:
+        if answer.is_done:
             return
-        answer.done = True
-        count(group.counts, "grading", completion, -1)
-        group.open -= 1
-        if group not in self._changed:
-            self._changed[group], group.since = None, time.perf_counter()
-        self._costly |= grade.seconds > COSTLY
+        answer.is_done = True
+        stages.count_answer(group.counts, "grading", completion, -1)
+        group.open_count -= 1
+        if group not in self._unwritten_groups:
+            self._unwritten_groups[group], group.unwritten_since = None, time.perf_counter()
+        self._is_costly |= grade.seconds > COSTLY_SECONDS
         if grade.judgement is None:
-            count(group.counts, "expired", completion)
-            why: str | None = f"{self._limits.reward_name} did not grade an answer within {self.grader.deadline:g} s"
+            stages.count_answer(group.counts, "expired", completion)
+            reason: str | None = f"{self._limits.reward_name} did not grade an answer within {self.grader.deadline:g} s"
         else:
-            judgement = self.overlong.of(completion, grade.judgement)
-            scores = (answer.scores[0], *self._of_teachers(answer.scores[1:], grade.scores))
-            why = unusable(group.prompt, completion, judgement, scores, self._limits)
-        if why is not None:
-            count(group.counts, "rejected", completion)
-            if failed(completion):
-                count(group.counts, "failed", completion)
-            self._newest_expired = grade.judgement is None
-            self.rejected, self._rejections, self.rejection = self.rejected + 1, self._rejections + 1, why
+            judgement = self.overlong.penalise(completion, grade.judgement)
+            scores = (answer.scores[0], *self._teacher_scores(answer.scores[1:], grade.scores))
+            reason = stages.rejection_reason(group.prompt, completion, judgement, scores, self._limits)
+        if reason is not None:
+            stages.count_answer(group.counts, "rejected", completion)
+            if stages.has_failed_environment(completion):
+                stages.count_answer(group.counts, "failed", completion)
+            self._newest_has_expired = grade.judgement is None
+            self.rejected_count, self._unreported_count = self.rejected_count + 1, self._unreported_count + 1
+            self.rejection = reason
             return
         provenance = {"searcher": self.name, "round": self.rounds}
         uid, self.rounds_without_use = self._uid(), None
-        answer.trajectory = trajectory(uid, group.prompt, completion, judgement, scores, answer.reference, provenance)
+        row = (group.prompt, completion, judgement, scores, answer.reference)
+        answer.trajectory = stages.build_trajectory(uid, *row, provenance)
 
     def _uid(self) -> str:
         """Returns a new name. Names increase with the rounds, so that inserts touch the index page just written."""
-        drawn = self.rng.bytes(16)
-        if not self._series or self._series[0] != self.rounds:
-            self._series = self.rounds, self.rounds.to_bytes(4, "big") + drawn[:8], 0
-        number, series, index = self._series
-        self._series = number, series, index + 1
+        random_bytes = self.rng.bytes(16)
+        if not self._uid_series or self._uid_series[0] != self.rounds:
+            self._uid_series = self.rounds, self.rounds.to_bytes(4, "big") + random_bytes[:8], 0
+        number, series, index = self._uid_series
+        self._uid_series = number, series, index + 1
         return (series + index.to_bytes(4, "big")).hex()
 
     @cached_property
-    def _scored_here(self) -> list[Reference]:
+    def _local_teachers(self) -> list[Reference]:
         """Returns the teachers that are no servers, for which answers wait in windows."""
         return [teacher for teacher in self.teachers if not isinstance(teacher, ScoredByCalls)]
 
-    def _of_teachers(self, here: Iterable[FloatArray], by_calls: Iterable[FloatArray]) -> list[FloatArray]:
+    def _teacher_scores(self, local: Iterable[FloatArray], remote: Iterable[FloatArray]) -> list[FloatArray]:
         """Returns the log-probabilities under each teacher, in their order."""
-        local, remote = iter(here), iter(by_calls)
-        return [next(remote if isinstance(teacher, ScoredByCalls) else local) for teacher in self.teachers]
+        local_rows, remote_rows = iter(local), iter(remote)
+        return [next(remote_rows if isinstance(teacher, ScoredByCalls) else local_rows) for teacher in self.teachers]
 
     @cached_property
     def _limits(self) -> Limits:
@@ -583,60 +582,60 @@ class Searcher:
 
     # Waiting
 
-    def _crowded(self) -> bool:
+    def _must_wait(self) -> bool:
         """Returns whether generation stands still because too many answers wait for their grades."""
-        return self.waiting >= self._most_waiting()
+        return self.waiting_count >= self._waiting_limit()
 
-    def _most_waiting(self) -> float:
+    def _waiting_limit(self) -> float:
         """Returns how many answers may wait: as many as are graded in the time of `grading_lag` updates, but enough
         that no place in the window is ever empty. Before the first update answers do not age: all that the warm-up
         lacks may wait.
         """
-        now, least = time.monotonic(), self.grader.capacity(self.samples_per_prompt) + 2 * self.samples_per_prompt
+        now, lower_limit = time.monotonic(), self.grader.capacity(self.samples_per_prompt) + 2 * self.samples_per_prompt
         if self.grader.has_batched_part:  # one round is graded while the next waits
-            least = max(least, 2 * self.prompts_per_round * self.samples_per_prompt)
-        if updates := self._updates.per_second(now):
-            return max(least, self.grading_lag * self._judged.per_second(now) / updates)
-        if now - self._missing[0] > _COUNTED:
-            self._missing = now, (self.warm_up - self.journal.rows()) // self.searchers
-        return max(least, self._missing[1])
+            lower_limit = max(lower_limit, 2 * self.prompts_per_round * self.samples_per_prompt)
+        if updates := self._update_rate.per_second(now):
+            return max(lower_limit, self.grading_lag * self._grade_rate.per_second(now) / updates)
+        if now - self._warm_up_gap[0] > _COUNTS_SECONDS:
+            self._warm_up_gap = now, (self.warm_up - self.journal.rows()) // self.searchers
+        return max(lower_limit, self._warm_up_gap[1])
 
     def _wait(self, state: State) -> float:
         """Wait a moment, for grades if there are any to come; returns the seconds."""
-        began = time.monotonic()
+        start = time.monotonic()
         with self.clock.state(state):
-            if self.waiting:
-                self.grader.wait(_POLL)
+            if self.waiting_count:
+                self.grader.wait(_POLL_SECONDS)
             else:
-                time.sleep(_POLL)
-        return time.monotonic() - began
+                time.sleep(_POLL_SECONDS)
+        return time.monotonic() - start
 
     def _wait_for_grades(self, seconds: float = math.inf) -> bool:
-        """Wait until all that was handed over is graded; returns whether to stop before."""
-        polled = time.monotonic()
-        end, stop = polled + seconds, False
+        """Wait until all submitted answers are graded; returns whether the wait was given up."""
+        poll_time = time.monotonic()
+        end, must_stop = poll_time + seconds, False
         with self.clock.state("reward"):
             while self.grader.unfinished_count:
-                self.grader.wait(_POLL)
+                self.grader.wait(_POLL_SECONDS)
                 self._collect_grades()
-                if self._costly and self.vine is None and self._write_due():
+                if self._is_costly and self.vine is None and self._is_write_due():
                     self._write()
                 now = time.monotonic()
-                if now - polled >= _POLL and self.interrupted is not None:
-                    polled = now
-                    if self.interrupted() and not stop:
+                if now - poll_time >= _POLL_SECONDS and self.interrupted is not None:
+                    poll_time = now
+                    if self.interrupted() and not must_stop:
                         self.grader.cancel()
-                        stop, end = True, min(end, now + _STOP_SECONDS)
+                        must_stop, end = True, min(end, now + _STOP_SECONDS)
                 if now > end:
                     return True
-        return stop
+        return must_stop
 
     def _await(self, future: Future[Any], stage: str) -> None:
         """Wait for a thread of this searcher, with signs of life."""
         end = time.monotonic() + _READ_SECONDS
         while not future.done():
             with suppress(TimeoutError):
-                future.exception(_POLL)
+                future.exception(_POLL_SECONDS)
             if self.interrupted is not None:
                 self.interrupted()
             if time.monotonic() > end:
@@ -645,121 +644,123 @@ class Searcher:
     # Sending
 
     def save(self) -> None:
-        """After an error: send what is graded, as far as that is possible."""
+        """Send graded answers after an error, as far as that is possible."""
         if self.vine is not None:  # what its rollouts have not valued cannot be trained on
             return
-        for step in (self.grader.poll, self._score, lambda: self._settle(give_up=True)):
+        for step in (self.grader.poll, self._score, lambda: self._send_all(give_up=True)):
             with suppress(Exception):
                 step()
 
-    def _settle(self, sampling: Sampling | None = None, give_up: bool = False) -> None:
+    def _send_all(self, sampling: Sampling | None = None, give_up: bool = False) -> None:
         """Send all open groups, in the order of generation. give_up: answers that are not graded are in flight.
 
         sampling: estimate the values of the answers' steps first, by rollouts that are sampled so.
         """
         self._collect_scores(wait=True)
         self._collect_grades()
-        answers = [answer for group in self._open for answer in group.answers if not answer.done]
+        answers = [answer for group in self._open_groups for answer in group.answers if not answer.is_done]
         for answer in answers:
-            if answer.ready:
+            if answer.is_ready:
                 self._complete(answer)
             elif give_up:
                 answer.group.counts.update(grading_trajectories=-1, grading_tokens=-len(answer.completion.tokens))
-                count(answer.group.counts, "in_flight", answer.completion)
-                answer.done = True
+                stages.count_answer(answer.group.counts, "in_flight", answer.completion)
+                answer.is_done = True
         if give_up:
             self._by_grade.clear()
-            self._in_order.clear()
-        self._write(list(self._open), sampling)
+            self._ordered_answers.clear()
+        self._write(list(self._open_groups), sampling)
 
-    def _write_due(self) -> bool:
+    def _is_write_due(self) -> bool:
         """Returns whether something is written now: a round of answers, fewer after `hand_down_seconds` or where a
         grade took longer than that, or counts alone.
         """
-        since = time.perf_counter() - self._written
+        seconds = time.perf_counter() - self._written_at
         groups = self._writable
         if not groups:
-            return bool(self._counts) and since >= _COUNTED
-        ready = sum(len(group.unstaged) for group in groups)
-        rounds = ready / (self.prompts_per_round * self.samples_per_prompt)
-        if self._costly:
-            return since >= max(_PROMPT, 2 * self._write_seconds)
-        hold = 0.0 if rounds >= 1 else self.hand_down_seconds
-        return rounds >= MOST_ROUNDS or since >= max(hold, GENERATING * self._write_seconds)
+            return bool(self._counts) and seconds >= _COUNTS_SECONDS
+        answer_count = sum(len(group.unstaged) for group in groups)
+        round_count = answer_count / (self.prompts_per_round * self.samples_per_prompt)
+        if self._is_costly:
+            return seconds >= max(_HOLD_SECONDS, 2 * self._write_seconds)
+        hold_seconds = 0.0 if round_count >= 1 else self.hand_down_seconds
+        return round_count >= MAX_ROUNDS or seconds >= max(hold_seconds, GENERATION_RATIO * self._write_seconds)
 
     @property
     def _writable(self) -> list[OpenGroup]:
-        """Returns the groups of which there is something to write: those that are complete, and others whose graded
-        answers have waited for the rest for a while, which is short where grades are costly.
+        """Returns the groups of which there is something to write: complete ones, and others whose graded answers have
+        waited for the other answers for a while, which is short where grades are costly.
         """
-        before = time.perf_counter() - (_PROMPT if self._costly else COSTLY)
-        return [g for g in self._changed if not g.open or g.since <= before]
+        deadline = time.perf_counter() - (_HOLD_SECONDS if self._is_costly else COSTLY_SECONDS)
+        return [g for g in self._unwritten_groups if not g.open_count or g.unwritten_since <= deadline]
 
     def _write(self, groups: Iterable[OpenGroup] | None = None, sampling: Sampling | None = None) -> None:
         """Write the groups that are complete, with their leases, in one transaction; graded answers of the others are
         staged. groups: write these, complete or not.
         """
-        began = time.perf_counter()
-        writable = self._writable if groups is None else list(groups)
-        complete = [group for group in writable if not group.open or groups is not None]
-        partial = [group for group in writable if group.open and groups is None]
-        if self._rejections:
+        start = time.perf_counter()
+        writable_groups = self._writable if groups is None else list(groups)
+        complete_groups = [group for group in writable_groups if not group.open_count or groups is not None]
+        partial_groups = [group for group in writable_groups if group.open_count and groups is None]
+        if self._unreported_count:
             log.warning(
                 "%d answers are rejected (a reward is a number from %g to %g), the last: %s",
-                self._rejections, -self.largest_reward, self.largest_reward, self.rejection,
+                self._unreported_count, -self.largest_reward, self.largest_reward, self.rejection,
             )  # fmt: skip
-            self._rejections = 0
-        if writable:
-            self._put(complete, partial, sampling)
+            self._unreported_count = 0
+        if writable_groups:
+            self._put(complete_groups, partial_groups, sampling)
         elif self._counts:
-            self.journal.count(**self._take_counts())
-        for group in writable:
-            self._changed.pop(group, None)
-        self._costly = self._costly and bool(self._changed)
-        self._written = time.perf_counter()
-        self._write_seconds = self._written - began
+            self.journal.count(**self._pop_counts())
+        for group in writable_groups:
+            self._unwritten_groups.pop(group, None)
+        self._is_costly = self._is_costly and bool(self._unwritten_groups)
+        self._written_at = time.perf_counter()
+        self._write_seconds = self._written_at - start
 
-    def _put(self, groups: Sequence[OpenGroup], partial: Sequence[OpenGroup], sampling: Sampling | None) -> None:
+    def _put(self, groups: Sequence[OpenGroup], partial_groups: Sequence[OpenGroup], sampling: Sampling | None) -> None:
         """Send groups, whose leases are given back where all their answers are there, and stage the graded answers of
         others, all in one transaction with their counts.
         """
-        whole = [group for group in groups if group.generated == self.samples_per_prompt and not group.open]
-        leases = [group.position for group in whole]
+        samples = self.samples_per_prompt
+        complete_groups = [group for group in groups if group.generated_count == samples and not group.open_count]
+        leases = [group.position for group in complete_groups]
         by_group = [(group, group.trajectories) for group in groups]
-        for group in (*groups, *partial):
+        for group in (*groups, *partial_groups):
             self._counts.update(group.counts)
             group.counts = Counter()
         if sampling is not None and self.vine is not None:
-            before = self._counts["in_flight_trajectories"], self._counts["rejected_trajectories"]
-            graded = [t for _, trajectories in by_group for t in trajectories]
-            grown = {t.uid: t for t in self.vine.grow(graded, sampling, self.rng, self._counts, self.interrupted)}
-            by_group = [(group, [grown[t.uid] for t in graded if t.uid in grown]) for group, graded in by_group]
-            leases = leases if self._counts["in_flight_trajectories"] == before[0] else []
-            self.rejected += self._counts["rejected_trajectories"] - before[1]
-        now, seconds = time.time(), time.perf_counter() - min((g.began for g in (*groups, *partial)), default=0.0)
+            earlier_counts = self._counts["in_flight_trajectories"], self._counts["rejected_trajectories"]
+            rows = [t for _, row in by_group for t in row]
+            by_uid = {t.uid: t for t in self.vine.add_values(rows, sampling, self.rng, self._counts, self.interrupted)}
+            by_group = [(group, [by_uid[t.uid] for t in row if t.uid in by_uid]) for group, row in by_group]
+            leases = leases if self._counts["in_flight_trajectories"] == earlier_counts[0] else []
+            self.rejected_count += self._counts["rejected_trajectories"] - earlier_counts[1]
+        start = min((group.start for group in (*groups, *partial_groups)), default=0.0)
+        now, seconds = time.time(), time.perf_counter() - start
         trajectories = [
             t
-            for group, graded in by_group
-            for t in stamped(graded, now, seconds, (group.generated - len(graded)) / max(1, len(graded)))
+            for group, row in by_group
+            for t in stages.stamp(row, now, seconds, (group.generated_count - len(row)) / max(1, len(row)))
         ]
-        answers = [answer for group in partial for answer in group.unstaged]
-        staged = stamped([a.trajectory for a in answers if a.trajectory is not None], now, seconds)
-        outcomes = self._outcomes({group.position: group.prompt for group in whole}, leases, trajectories)
-        more: dict[str, Any] = {}
-        if staged:
-            more = {"staged": staged, "positions": [a.group.position for a in answers]}
-            more["samples"] = self.samples_per_prompt
-        counts = self._take_counts()
+        staged_answers = [answer for group in partial_groups for answer in group.unstaged]
+        staged_rows = stages.stamp([a.trajectory for a in staged_answers if a.trajectory is not None], now, seconds)
+        outcomes = self._outcomes({group.position: group.prompt for group in complete_groups}, leases, trajectories)
+        staging: dict[str, Any] = {}
+        if staged_rows:
+            positions = [answer.group.position for answer in staged_answers]
+            staging = {"staged": staged_rows, "positions": positions, "samples": samples}
+        counts = self._pop_counts()
         try:
-            self.journal.put(trajectories, leases, counts, outcomes, **more)
+            self.journal.put(trajectories, leases, counts, outcomes, **staging)
         except BaseException:
             self._counts.update(counts)
             raise
-        for answer in answers:
-            answer.staged = True
+        for answer in staged_answers:
+            answer.is_staged = True
         for group in groups:
-            self._open.pop(group, None)
-        self.sent += len(trajectories)
+            self._open_groups.pop(group, None)
+        self.sent_count += len(trajectories)
 
     def _outcomes(
         self, prompts: Mapping[int, Prompt], leases: Sequence[int], trajectories: Sequence[Trajectory]
@@ -770,14 +771,14 @@ class Searcher:
             by_key.setdefault(t.prompt.key, []).append(t.reward)
         return self.prompts.outcomes({p: by_key[key] for p in leases if (key := prompts[p].key) in by_key})
 
-    def _take_counts(self) -> Counter[str]:
+    def _pop_counts(self) -> Counter[str]:
         """Returns the counts that are not written yet, with what the clock has measured since the last time."""
         counts, self._counts = self._counts, Counter()
         seconds = self.clock.seconds()
         for name, states in SEARCHER_STATES.items():
             milliseconds = round(1000 * sum(seconds.get(state, 0.0) for state in states))
-            counts[f"{name}_milliseconds"] = milliseconds - self._counted[name]
-            self._counted[name] = milliseconds
+            counts[f"{name}_milliseconds"] = milliseconds - self._written_milliseconds[name]
+            self._written_milliseconds[name] = milliseconds
         return counts
 
 
@@ -785,5 +786,5 @@ def _read(published: PublishedWeights) -> PublishedWeights:
     """Returns published weights once all of them are in memory, so that loading them is only copying."""
     weights = published.read()
     for tensor in weights.values():
-        tensor.flatten()[::_PAGE].sum()
+        tensor.flatten()[::_PAGE_NUMBERS].sum()
     return PublishedWeights(published.version, published.manifest, lambda: weights)

@@ -44,53 +44,53 @@ class Limits:
     hide_text: bool = False  # describe an answer by its prompt's key, its digest and its length
 
 
-def sort(
+def sort_answers(
     prompt: Prompt, completions: Sequence[Completion], overlong: Overlong
 ) -> tuple[list[Completion], Counter[str]]:
-    """Returns which answers go on to be judged, and the counts of all that was generated for a prompt."""
+    """Returns the answers that are to be judged, and the counts of all that was generated for a prompt."""
     counts = Counter(asked_tokens=len(prompt.tokens))
-    judged = []
+    gradable_answers = []
     for completion in completions:
-        count(counts, "generated", completion)
+        count_answer(counts, "generated", completion)
         if completion.mask is not None:
             counts["observed_tokens"] += completion.observed
         if completion.stop_reason is StopReason.INTERRUPTED:
-            count(counts, "in_flight", completion)
+            count_answer(counts, "in_flight", completion)
         elif overlong.drops(completion):
-            count(counts, "rejected", completion)
+            count_answer(counts, "rejected", completion)
         else:
-            judged.append(completion)
-    return judged, counts
+            gradable_answers.append(completion)
+    return gradable_answers, counts
 
 
-def score(scorers: Sequence[Reference], answers: Answers) -> list[list[Scores]]:
+def score_answers(scorers: Sequence[Reference], answers: Answers) -> list[list[Scores]]:
     """Returns the log-probabilities of each answer under each scorer, by prompt and answer; an answer that was sampled
     twice for a prompt is scored once.
     """
-    distinct = [(prompt, list({c.digest: c for c in completions}.values())) for prompt, completions in answers]
-    by_scorer = [scorer.log_probabilities_of(distinct) for scorer in scorers]
+    distinct_answers = [(prompt, list({c.digest: c for c in completions}.values())) for prompt, completions in answers]
+    by_scorer = [scorer.log_probabilities_of(distinct_answers) for scorer in scorers]
     scores = []
     for i, (_, completions) in enumerate(answers):
-        places = {c.digest: place for place, c in enumerate(distinct[i][1])}
+        places = {c.digest: place for place, c in enumerate(distinct_answers[i][1])}
         scores.append([tuple(rows[i][places[c.digest]] for rows in by_scorer) for c in completions])
     return scores
 
 
-def unusable(
+def rejection_reason(
     prompt: Prompt, completion: Completion, judgement: Judgement, scores: Scores, limits: Limits
 ) -> str | None:
     """Returns why an answer cannot be trained on; None: it can."""
-    finite = all(np.isfinite(log_T).all() for log_T in scores)
-    if finite and abs(judgement.reward) <= limits.largest_reward:  # NaN fails this comparison too
+    is_finite = all(np.isfinite(log_T).all() for log_T in scores)
+    if is_finite and abs(judgement.reward) <= limits.largest_reward:  # NaN fails this comparison too
         return None
-    because = "" if finite else f", and its log-probability under {limits.scorers} is not finite"
+    addition = "" if is_finite else f", and its log-probability under {limits.scorers} is not finite"
     answer, question = quote(completion.text), quote(prompt.text)
     if limits.hide_text:
         answer, question = f"{completion.digest} of {len(completion.tokens)} tokens", prompt.key
-    return f"{limits.reward_name} gave {judgement} for the answer {answer} to the prompt {question}{because}"
+    return f"{limits.reward_name} gave {judgement} for the answer {answer} to the prompt {question}{addition}"
 
 
-def trajectory(
+def build_trajectory(
     uid: str,
     prompt: Prompt,
     completion: Completion,
@@ -113,7 +113,7 @@ def trajectory(
     )
 
 
-def stamped(
+def stamp(
     trajectories: Sequence[Trajectory], created: float, seconds: float, left_out: float = 0.0
 ) -> list[Trajectory]:
     """Returns trajectories with the time of sending, since the epoch, and the seconds since the first was begun.
@@ -126,12 +126,12 @@ def stamped(
     return [replace(t, created=created, provenance={**t.provenance, **stamps}) for t in trajectories]
 
 
-def failed(completion: Completion) -> bool:
+def has_failed_environment(completion: Completion) -> bool:
     """Returns whether an answer has no reward because its environment failed."""
     return completion.judgement is not None and math.isnan(completion.judgement.reward)
 
 
-def count(counts: Counter[str], name: str, completion: Completion, times: int = 1) -> None:
+def count_answer(counts: Counter[str], name: str, completion: Completion, times: int = 1) -> None:
     """Count an answer and its tokens."""
     counts[f"{name}_tokens"] += times * len(completion.tokens)
     counts[f"{name}_trajectories"] += times

@@ -29,7 +29,7 @@ Prefix = tuple[str, bytes]  # a prompt's key and the answer's tokens so far
 
 @dataclass(frozen=True)
 class Vine:
-    """How an answer is split into steps, and how often each is continued. Raises `UserError` for what cannot work.
+    """Says how an answer is split into steps, and how often each is continued. Raises `UserError` for what cannot work.
 
     In an environment the steps are the turns, and `separator`, `joined` and `max_tokens` are not used.
     """
@@ -73,13 +73,13 @@ class Vine:
             if text.find(self.separator, max(0, begin - len(self.separator) + 1), end) >= 0:
                 starts.append(i + 1)
         steps = ["".join(pieces[a:b]) for a, b in zip(starts, [*starts[1:], len(pieces)], strict=True)]
-        kept = [starts[0]]
+        step_starts = [starts[0]]
         for n in range(1, len(steps)):
-            blank = not steps[n].strip() or not "".join(steps[:n]).strip()
-            last = self.joined and n == len(steps) - 1 and steps[n].lstrip().startswith(self.joined)
-            if not blank and not last:
-                kept.append(starts[n])
-        return kept
+            is_blank = not steps[n].strip() or not "".join(steps[:n]).strip()
+            joins_last = self.joined and n == len(steps) - 1 and steps[n].lstrip().startswith(self.joined)
+            if not is_blank and not joins_last:
+                step_starts.append(starts[n])
+        return step_starts
 
 
 @dataclass
@@ -94,7 +94,7 @@ class VineRollouts:
     by_turns: bool = False  # answers are episodes, and their steps turns: a rollout is the same world played on
     turn_text: Callable[[Sequence[int]], str] | None = None  # a turn as its environment was told it; None: decoded
 
-    def grow(
+    def add_values(
         self,
         trajectories: Sequence[Trajectory],
         sampling: Sampling,
@@ -108,29 +108,30 @@ class VineRollouts:
         was interrupted are left out and counted as in flight, those whose value is not finite or beyond
         `largest_reward` as rejected; all rollouts are counted as auxiliary.
         """
-        splits = [self._estimated(t) for t in trajectories]
-        wanted = {
-            prefix: self._begun(t, start)
-            for t, (_, own) in zip(trajectories, splits, strict=True)
-            for prefix, start in zip(_prefixes(t, own), own, strict=True)
+        step_starts = [self._step_starts(t) for t in trajectories]
+        prompts_by_prefix = {
+            prefix: self._prefix_prompt(t, start)
+            for t, (_, valued_starts) in zip(trajectories, step_starts, strict=True)
+            for prefix, start in zip(_prefixes(t, valued_starts), valued_starts, strict=True)
         }
         prompts = {t.prompt.key: t.prompt for t in trajectories}
-        values = self._values(wanted, prompts, sampling, rng, counts, interrupted)
-        grown = []
-        for trajectory, (starts, own) in zip(trajectories, splits, strict=True):
-            found = [values.get(prefix) for prefix in _prefixes(trajectory, own)]
-            known = [value for value in found if value is not None]
-            if len(known) < len(found):
+        values = self._prefix_values(prompts_by_prefix, prompts, sampling, rng, counts, interrupted)
+        valued_trajectories = []
+        for trajectory, (starts, valued_starts) in zip(trajectories, step_starts, strict=True):
+            step_values = [values.get(prefix) for prefix in _prefixes(trajectory, valued_starts)]
+            finished_values = [value for value in step_values if value is not None]
+            if len(finished_values) < len(step_values):
                 _count(counts, "in_flight", trajectory.length)
-            elif not all(abs(value) <= self.largest_reward for value in known):
+            elif not all(abs(value) <= self.largest_reward for value in finished_values):
                 _count(counts, "rejected", trajectory.length)
             else:
-                filled = known + [trajectory.reward] * (len(starts) - len(own))
-                steps: Arrays = {"step_start": np.array(starts, np.int64), "step_value": np.array(filled, np.float32)}
-                grown.append(replace(trajectory, arrays={**trajectory.arrays, **steps}))
-        return grown
+                all_values = finished_values + [trajectory.reward] * (len(starts) - len(valued_starts))
+                start, value = np.array(starts, np.int64), np.array(all_values, np.float32)
+                arrays: Arrays = {**trajectory.arrays, "step_start": start, "step_value": value}
+                valued_trajectories.append(replace(trajectory, arrays=arrays))
+        return valued_trajectories
 
-    def _estimated(self, trajectory: Trajectory) -> tuple[list[int], list[int]]:
+    def _step_starts(self, trajectory: Trajectory) -> tuple[list[int], list[int]]:
         """Returns (where its steps begin, before which of them the value is estimated): after at most `max_steps`
         steps.
         """
@@ -141,8 +142,8 @@ class VineRollouts:
             starts = self.settings.split(completion.tokens, self.tokenizer)
         return starts, starts if limit is None else starts[: limit + 1]
 
-    def _begun(self, trajectory: Trajectory, start: int) -> Prompt:
-        """Returns the prompt that the answer's first `start` tokens and its own make."""
+    def _prefix_prompt(self, trajectory: Trajectory, start: int) -> Prompt:
+        """Returns the prompt that consists of an answer's prompt and the answer's first `start` tokens."""
         prompt, completion = trajectory.prompt, trajectory.completion
         tokens = np.concatenate([prompt.tokens, completion.tokens[:start]]).astype(np.int32)
         if not self.by_turns:
@@ -152,13 +153,13 @@ class VineRollouts:
                 f"the environment of task {prompt.task} answered a turn with nothing, so that two turns of an episode "
                 "cannot be told apart, which VinePPO's values need: let it say something, or choose another objective"
             )
-        told = self._text if self.turn_text is None else self.turn_text
-        said = tuple(told(completion.tokens[a:b].tolist()) for a, b in completion.turns if b <= start)
-        return replace(prompt, tokens=tokens, seed=prompt.world, earlier_turns=said)
+        turn_text = self._text if self.turn_text is None else self.turn_text
+        turn_texts = tuple(turn_text(completion.tokens[a:b].tolist()) for a, b in completion.turns if b <= start)
+        return replace(prompt, tokens=tokens, seed=prompt.world, earlier_turns=turn_texts)
 
-    def _values(
+    def _prefix_values(
         self,
-        wanted: Mapping[Prefix, Prompt],
+        prompts_by_prefix: Mapping[Prefix, Prompt],
         prompts: dict[str, Prompt],
         sampling: Sampling,
         rng: np.random.Generator,
@@ -166,22 +167,22 @@ class VineRollouts:
         interrupted: Callable[[], bool] | None,
     ) -> dict[Prefix, float]:
         """Returns the mean reward of the rollouts of each prefix; a prefix with an interrupted one has none."""
-        asked = list(wanted.values())
-        counts["asked_tokens"] += sum(len(prompt.tokens) for prompt in asked)
+        prefix_prompts = list(prompts_by_prefix.values())
+        counts["asked_tokens"] += sum(len(prompt.tokens) for prompt in prefix_prompts)
         n = self.settings.rollouts
-        continued = generate(self.engine, asked, n, sampling, rng, interrupted)
-        answered, whole = [], []
-        for prefix, rollouts in zip(wanted, continued, strict=True):
+        rollouts_by_prefix = generate(self.engine, prefix_prompts, n, sampling, rng, interrupted)
+        answered, complete_prefixes = [], []
+        for prefix, rollouts in zip(prompts_by_prefix, rollouts_by_prefix, strict=True):
             tokens = np.frombuffer(prefix[1], np.int32)
             for rollout in rollouts:
                 _count(counts, "auxiliary", len(rollout.tokens))
             if sum(r.stop_reason is not StopReason.INTERRUPTED for r in rollouts) == n:
-                whole.append(prefix)
-                answered += [(prompts[prefix[0]], self._joined(tokens, rollout)) for rollout in rollouts]
+                complete_prefixes.append(prefix)
+                answered += [(prompts[prefix[0]], self._join(tokens, rollout)) for rollout in rollouts]
         rewards = np.array([j.reward for j in self.reward.judge(answered)] if answered else [])
-        return dict(zip(whole, rewards.reshape(len(whole), n).mean(1).tolist(), strict=True))
+        return dict(zip(complete_prefixes, rewards.reshape(len(complete_prefixes), n).mean(1).tolist(), strict=True))
 
-    def _joined(self, prefix: IntArray, rollout: Completion) -> Completion:
+    def _join(self, prefix: IntArray, rollout: Completion) -> Completion:
         """Returns the answer that a prefix and its continuation make, as the reward would see it; of an episode only
         the continuation, which its environment has judged.
         """
@@ -190,11 +191,11 @@ class VineRollouts:
         tokens = np.concatenate([prefix, rollout.tokens]).astype(np.int32)
         limit = self.settings.max_tokens
         if limit is not None and len(tokens) > limit:
-            cut = tokens[:limit]
-            return Completion(cut, self._text(cut), StopReason.LENGTH, rollout.versions, rollout.sampling)
+            cut_tokens = tokens[:limit]
+            return Completion(cut_tokens, self._text(cut_tokens), StopReason.LENGTH, rollout.versions, rollout.sampling)
         text = self._text(tokens)
-        removed = len(self._text(rollout.tokens)) - len(rollout.text)  # a stop string, and what follows it
-        return Completion(tokens, text[: len(text) - removed], rollout.stop_reason, rollout.versions, rollout.sampling)
+        overhang = len(self._text(rollout.tokens)) - len(rollout.text)  # a stop string, and what follows it
+        return Completion(tokens, text[: len(text) - overhang], rollout.stop_reason, rollout.versions, rollout.sampling)
 
     def _text(self, tokens: IntArray | Sequence[int]) -> str:
         return decode_tokens(self.tokenizer, np.asarray(tokens).tolist())

@@ -23,7 +23,7 @@ from typing import Any, Self
 from rich.console import Group, RenderableType
 
 from tba.errors import DeadlineExceeded, UserError
-from tba.models.arithmetic import passes
+from tba.models.arithmetic import forwards_per_update
 from tba.models.huggingface import HuggingFace
 from tba.models.memory import Shape
 from tba.protocols import Acted, Examined
@@ -160,7 +160,7 @@ def estimate(
         if not recipe.offline:
             generation_operations = shape.operations(sum(searcher["tokens"]), searcher["tokens"][1])
         assert isinstance(recipe.model, HuggingFace)  # other models have no shape
-        step_operations = passes(recipe.model.lora.rank) * shape.operations(
+        step_operations = forwards_per_update(recipe.model.lora.rank) * shape.operations(
             sum(trainer["tokens"]), trainer["tokens"][1]
         )
     return Estimate(
@@ -254,7 +254,7 @@ def _computed_trainer(recipe: Recipe, shape: Shape | None, searcher: Mapping[str
     length = searcher["tokens"][1] / recipe.prompts_per_round / recipe.samples_per_prompt
     prompts = recipe.groups_per_step * round_prompt_tokens / recipe.prompts_per_round
     answers = recipe.groups_per_step * recipe.group_size * length
-    operations = passes(recipe.model.lora.rank) * shape.operations(prompts + answers, answers)
+    operations = forwards_per_update(recipe.model.lora.rank) * shape.operations(prompts + answers, answers)
     rate = searcher["product_rates"][str(recipe.model.compute).removeprefix("torch.")]
     on_gpu = trainer.device == "cuda"
     return {

@@ -152,7 +152,7 @@ class SearcherProbe:
         completions = [(p, c) for p, row in zip(round_.prompts, round_.answers, strict=True) for c in row]
         rows = [Trajectory("", p, c, 0.0, np.zeros(len(c.tokens), np.float32), Version()) for p, c in completions]
         start = time.perf_counter()
-        self.vine.grow(rows, round_.sampling, self.rng, Counter())
+        self.vine.add_values(rows, round_.sampling, self.rng, Counter())
         round_.seconds["rollouts"] = time.perf_counter() - start
 
     def _environment_seconds(self) -> float:
@@ -248,9 +248,9 @@ def time_full_slots(recipe: Recipe, seed: int) -> dict[str, Json]:
 
     tokens, answer_count = 0, 0
     while len(look_times) < 3 or look_times[-1] - look_times[1] < _STEADY_SECONDS:
-        free_slots = slots.wanted
+        free_slots = slots.prompts_needed
         slots.submit([prompts[j] for j in rng.integers(len(prompts), size=free_slots)] if free_slots else [])
-        completions = [c for _, row in slots.next(is_timed_enough, until_wanted=False) for c in row]
+        completions = [c for _, row in slots.next(is_timed_enough, until_needed=False) for c in row]
         tokens, answer_count = tokens + sum(len(c.tokens) for c in completions), answer_count + len(completions)
         if not completions:
             break
@@ -258,7 +258,7 @@ def time_full_slots(recipe: Recipe, seed: int) -> dict[str, Json]:
     return {
         "token_seconds": steady_seconds / max(1, tokens - answer_count),  # an answer's first token is its prompt's
         "timed_seconds": look_times[-1] - look_times[0],
-        "prompt_seconds": (look_times[1] - look_times[0]) / slots.submitted,
+        "prompt_seconds": (look_times[1] - look_times[0]) / slots.prompts_submitted,
         "product_rates": _product_rates(model),
         "peak_memory_bytes": peak_memory_bytes(),
         "peak_gpu_bytes": peak_gpu_memory_bytes(),

@@ -33,7 +33,7 @@ from tba.protocols import (
     Tokenizer,
 )
 from tba.recipe import Recipe
-from tba.rollout.prompts import Encoded, PosteriorPrompts, PromptStream, UniformPrompts, encode
+from tba.rollout.prompts import EncodedPrompts, PosteriorPrompts, PromptStream, UniformPrompts, encode
 from tba.rollout.vine import VineRollouts
 from tba.runtime.isolation import RecipeSource, isolated_reward
 from tba.runtime.run_directory import RunDirectory
@@ -101,7 +101,7 @@ def _room(model: Model) -> int | None:
 
 
 def _exclusion_note(
-    recipe: Recipe, model: Model, split: Split, problems: int, encoding: Encoded, exclusions: Mapping[str, int]
+    recipe: Recipe, model: Model, split: Split, problems: int, encoding: EncodedPrompts, exclusions: Mapping[str, int]
 ) -> str:
     """Returns the sentence about what is left out or cut of a split; empty where nothing is."""
     kind, max_tokens = "training" if split == "train" else "held-out", recipe.prompts.max_tokens

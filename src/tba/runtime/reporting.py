@@ -31,7 +31,7 @@ from tba.record.text import duration
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
 from tba.replay.queries import rows_in
-from tba.rollout.rates import Rate
+from tba.rollout.rates import GrowthRate
 from tba.runtime.checkpointing import loss_of
 from tba.runtime.elastic import JoinedSearchers
 from tba.runtime.run_directory import RunDirectory
@@ -50,7 +50,7 @@ class RunProgress:
     run: RunDirectory
     metrics: RunningMetrics = field(init=False)
     evaluations: RunningEvaluations = field(init=False)
-    _arrivals: Rate = field(default_factory=Rate)  # of answers, during the warm-up
+    _arrivals: GrowthRate = field(default_factory=GrowthRate)  # of answers, during the warm-up
 
     def __post_init__(self) -> None:
         self.metrics = RunningMetrics(self.run.path)
@@ -97,7 +97,7 @@ class RunProgress:
         if arrived is None or arrived >= total:
             return ""
         now = time.monotonic()
-        self._arrivals.see(now, arrived)
+        self._arrivals.record(now, arrived)
         rate = self._arrivals.per_second(now)
         remaining = f", {duration((total - arrived) / rate)} left" if rate else ""
         return f"{arrived:,} of {total:,} answers{remaining}"

@@ -97,7 +97,7 @@ class SearcherLoop:
         """Returns whether the trainer has all trajectories that it wants by now, counting those still being graded."""
         for has_pulled in (False, True):  # the bound only rises: most often the one that is known already is enough
             wanted_rows = self.searcher.manifest.get("wanted")
-            if wanted_rows is None or self.journal.rows() + self.searcher.unsent < wanted_rows:
+            if wanted_rows is None or self.journal.rows() + self.searcher.unsent_count < wanted_rows:
                 return False
             if not has_pulled:
                 self.searcher.pull()
@@ -113,7 +113,7 @@ class SearcherLoop:
             return
         if self.held_back_since is None:
             self.held_back_since = time.monotonic()
-        self.searcher.tend()
+        self.searcher.run_stages()
         self.searcher.rescore()
         with self.clock.state("paced"):
             time.sleep(_PAUSE_SECONDS)

@@ -228,7 +228,7 @@ def _teacher_reference(recipe: Recipe, model: Model, reference: Reference, teach
 
 
 def _load_model(recipe: Recipe, model: Model, path: str, flag: str, say: Callable[[str], None] = _ignore) -> Model:
-    load: Any = getattr(model, "other", None)
+    load: Any = getattr(model, "with_path", None)
     if load is None:
         raise UserError(
             f"{flag} is {path}, but {type(model).__name__} does not load a model from a path: use tba.HuggingFace"

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tba.__main__ import main
 from tba.apps.preference.reward_model import ModelScore
-from tba.models.source import whole
+from tba.models.source import resolve_model_path
 from tba.training.tiny_models import ScratchModel, train_bpe_tokenizer
 from tba.types import Completion, Prompt, StopReason, Version
 
@@ -81,7 +81,7 @@ def test_a_backbone_that_is_an_adapter_is_base_and_adapter_of_which_all_is_train
             if ".lora_B." in name:
                 parameter.fill_(0.1)
     adapted.save_pretrained(tmp_path / "adapter")
-    merged = load_file(Path(whole(str(tmp_path / "adapter"), print)) / "model.safetensors")
+    merged = load_file(Path(resolve_model_path(str(tmp_path / "adapter"), print)) / "model.safetensors")
     given = ["--model", str(tmp_path / "adapter"), "--train.lr", "1e-4", "--train.epochs", "1"]
     assert main(["reward-model", str(pairs), *given, "--out", str(tmp_path / "out")]) == 0
     ours, base = load_file(tmp_path / "out" / "model.safetensors"), load_file(Path(backbone) / "model.safetensors")

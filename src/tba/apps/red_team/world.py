@@ -23,7 +23,7 @@ from tba.apps.red_team.toxicity_classifier import print_report, train_classifier
 from tba.apps.red_team.trigger_world import TriggerWorld
 from tba.apps.red_team.word_classifier import WordFeatures
 from tba.errors import UserError
-from tba.models.warm_start import pairs_of, teach
+from tba.models.warm_start import demonstration_pairs, teach
 from tba.record.terminal import terminal
 from tba.settings import override
 from tba.tasks.held_out import is_held_out
@@ -97,7 +97,7 @@ def _teach_victim(exchanges: list[tuple[str, str]], options: WorldOptions, path:
     """Train the victim from scratch: it reads a request and a line break, and answers."""
     tokenizer = train_bpe_tokenizer([text for pair in exchanges for text in pair], options.vocab_size)
     problems = [Problem(f"{request}\n", {}, answer) for request, answer in exchanges]
-    lessons = [(options.train, list(pairs_of(problems, tokenizer)))]
+    lessons = [(options.train, list(demonstration_pairs(problems, tokenizer)))]
     teach(
         options.size.start(tokenizer),
         tokenizer,
