@@ -80,7 +80,7 @@ def test_what_forgot_its_moments_goes_on_like_a_new_one_from_the_same_weights(dt
     parameter.grad = torch.tensor([0.25, -3.0], dtype=dtype)
     optimizer.step(1)
     before = optimizer._masters[0].detach().clone()
-    optimizer.forget()
+    optimizer.reset_moments()
     assert torch.equal(optimizer._masters[0], before)
     parameter.grad = torch.tensor([-2.0, -0.5], dtype=dtype)
     optimizer.step(2)
@@ -99,7 +99,7 @@ def test_the_rate_rises_with_the_updates_that_the_moments_are_of(tmp_path: Path,
             optimizer = OptimizerSettings(lr=0.3).start([parameter])
             optimizer.load(tmp_path)
         if step == 5:
-            optimizer.forget()
+            optimizer.reset_moments()
         before, parameter.grad = parameter.item(), torch.ones(1)
         optimizer.step(step)
         taken.append(before - parameter.item())

@@ -20,7 +20,7 @@ from tba.errors import PartFailed
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.causal import CausalPolicy
 from tba.sharding import own_rows
-from tba.training.checkpoint import Checkpoint, newest_sound, save_checkpoint
+from tba.training.checkpoint import Checkpoint, newest_sound_checkpoint, save_checkpoint
 from tba.training.optimizer import Optimizer, OptimizerSettings
 from tba.training.ranks.checkpoint import Shards
 from tba.training.ranks.messages import Ranks
@@ -35,7 +35,7 @@ def begin(trainer: ByHand, folder: Path, when: threading.Event | None = None) ->
     """Begin a checkpoint of all ranks, as the trainer's loop does. when: before that nothing is written."""
     policy = trainer.policy
     assert isinstance(policy, Rank0Policy)
-    laid_out = policy.lay_out(trainer.optimizer, folder)
+    laid_out = policy.copy_for_checkpoint(trainer.optimizer, folder)
     assert laid_out is not None
     model, rows = laid_out
     version, heads = trainer.version, llama_policy(heads=("log_z", "value")).heads
@@ -45,12 +45,12 @@ def begin(trainer: ByHand, folder: Path, when: threading.Event | None = None) ->
         assert when is None or when.wait(60.0)
         save_checkpoint(folder, version, model.save, rows, heads=heads)
 
-    policy.saving.begin(save)
+    policy.checkpoint_thread.begin(save)
 
 
 def written(trainer: ByHand) -> None:
     assert isinstance(trainer.policy, Rank0Policy)
-    trainer.policy.saving.settle()
+    trainer.policy.checkpoint_thread.wait()
 
 
 @pytest.mark.parametrize(("count", "others"), [(2, 4), (4, 2)])
@@ -80,7 +80,7 @@ def test_ranks_write_the_bytes_that_gathering_would_and_any_number_of_ranks_goes
         expected = [trainer.go()["loss"] for _ in range(2)]
         stepped.set()
         written(trainer)
-        ranks.say("end")
+        ranks.broadcast("end")
         saved = Checkpoint.load(mine / "step-3")
         saved.verify()
         assert filecmp.cmpfiles(gathered / "step-3", saved.path, FILES, shallow=False)[0] == list(FILES)
@@ -90,7 +90,7 @@ def test_ranks_write_the_bytes_that_gathering_would_and_any_number_of_ranks_goes
         assert [trainer.go()["loss"] for _ in range(2)] == expected
         one = goes_on(alone(BALANCE, tmp_path, saved=saved))
         assert [one.go()["loss"] for _ in range(2)] == pytest.approx(expected, rel=1e-5)
-        ranks.say("end")
+        ranks.broadcast("end")
 
     with ranks_of(others, tmp_path / "another", lambda ranks: follow(ranks, WHOLE, saved)) as ranks:
         trainer = goes_on(spread(ranks, BALANCE, tmp_path, WHOLE, saved))
@@ -101,7 +101,7 @@ def test_ranks_write_the_bytes_that_gathering_would_and_any_number_of_ranks_goes
         same = [name for name in FILES if name != "optimizer.safetensors"]  # whose tensors are in another order
         assert filecmp.cmpfiles(again / "step-3", saved.path, same, shallow=False)[0] == same
         assert [trainer.go()["loss"] for _ in range(2)] == pytest.approx(expected, rel=1e-5)
-        ranks.say("end")
+        ranks.broadcast("end")
 
 
 LARGE = {  # 14 M parameters: 56 MB, and 167 MB with two moments; 13 MB of it are a layer's weights
@@ -136,18 +136,18 @@ def test_a_checkpoint_raises_a_rank_by_its_share_and_at_most_a_layer(count: int,
         follower = Follower(*stepped(ranks), ranks, WHOLE)
 
         def checkpoint_of_all() -> None:
-            follower._checkpoint(ranks.hear())
-            follower._saving.settle()
+            follower._checkpoint(ranks.receive_command())
+            follower._checkpoint_thread.wait()
 
         found = risen(checkpoint_of_all)
-        copies = Shards.of(follower.own, follower.optimizer)
+        copies = Shards.of(follower.local_policy, follower.optimizer)
         own = sum(rows.nbytes for part in (copies.model, copies.optimizer) for _, rows in part.values())
         assert own < found < own + layer
 
     with ranks_of(count, tmp_path / "store", life) as ranks:
         policy, optimizer = stepped(ranks)
         led = Rank0Policy(policy, ranks, WHOLE)
-        laid_out = led.lay_out(optimizer, tmp_path / "checkpoints")
+        laid_out = led.copy_for_checkpoint(optimizer, tmp_path / "checkpoints")
         assert laid_out is not None
         whole, rows = laid_out
         save_checkpoint(tmp_path / "checkpoints", Version(0, 1), whole.save, rows, heads=policy.heads)
@@ -192,7 +192,7 @@ def test_a_rank_that_dies_in_the_middle_of_its_rows_leaves_the_checkpoint_before
         with pytest.raises(PartFailed, match="for the other ranks to write their rows of a checkpoint"):
             written(trainer)
     assert [path.name for path in folder.iterdir()] == ["step-1"]
-    found, damaged = newest_sound(folder)
+    found, damaged = newest_sound_checkpoint(folder)
     assert found is not None
     assert found.version.step == 1
     assert damaged == []
@@ -211,5 +211,5 @@ def test_a_rank_that_cannot_write_ends_the_checkpoint_in_an_error_that_names_it(
         begin(trainer, folder)
         with pytest.raises(PartFailed, match="trainer-1 could not write its rows of a checkpoint"):
             written(trainer)
-        ranks.say("end")
+        ranks.broadcast("end")
     assert list(folder.iterdir()) == []

@@ -39,7 +39,7 @@ from tba.policy.loading import load_unfilled
 from tba.policy.lora import LoraSettings, add_adapters, is_adapter
 from tba.sharding import is_sharded, own_rows
 from tba.training.ranks.messages import Ranks
-from tba.training.ranks.weights import Leaving
+from tba.training.ranks.weights import OutgoingWeights
 
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -85,7 +85,9 @@ def saved(model: PreTrainedModel, folder: Path) -> Path:
 def whole(policy: CausalPolicy, ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a sharded policy, on rank 0; the others send their rows."""
     shards = policy.everything()
-    return Leaving(shards, {name: own_rows(tensor) for name, tensor in shards.items()}, ranks, None).whole()
+    return OutgoingWeights(
+        shards, {name: own_rows(tensor) for name, tensor in shards.items()}, ranks, None
+    ).whole_tensors()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -37,7 +37,7 @@ from tba.protocols import Objective
 from tba.sharding import gathered, rows_of
 from tba.training.checkpoint import Checkpoint, save_checkpoint
 from tba.training.optimizer import Optimizer, OptimizerSettings
-from tba.training.ranks.messages import Message, Ranks
+from tba.training.ranks.messages import Command, Ranks
 from tba.training.ranks.policy import Follower, Rank0Optimizer, Rank0Policy
 from tba.training.trainer import Trainer
 from tba.types import Version
@@ -158,18 +158,18 @@ def test_two_ranks_are_one_for_any_objective_and_what_they_saved_goes_on_with_on
         assert max(float((mine[name] - its[name]).abs().max()) for name in mine) < rounding(one, 5)  # as published
         saved = checkpoint(two, folder)
         saved.verify()
-        ranks.say("end")
+        ranks.broadcast("end")
 
         for objective, limit in ((balance, BY_GROUPS), (LearnedBalance(), BY_SLICES)):
             one, two = alone(objective, tmp_path, limit), spread(ranks, objective, tmp_path, limit)
             step_both(one, two, 2)
             assert difference(one, two) < rounding(one, 2)
-            ranks.say("end")
+            ranks.broadcast("end")
 
         resumed, again = alone(balance, tmp_path, saved=saved), spread(ranks, balance, tmp_path, WHOLE, saved)
         step_both(resumed, again, 1)
         assert difference(resumed, again) < rounding(resumed, 1)
-        ranks.say("end")
+        ranks.broadcast("end")
 
     named = AutoModelForCausalLM.from_pretrained(saved.path).state_dict()  # any program can read it
     written = load_file(saved.path / "model.safetensors")
@@ -188,7 +188,7 @@ def test_seven_groups_on_three_ranks_end_as_on_one_also_when_a_rank_gets_none(tm
             trainer.batches = Sampled(Recycled(groups_of([4, 4])), 2, 4)  # for three
         step_both(one, three, 2)
         assert difference(one, three) < rounding(one, 4)
-        ranks.say("end")
+        ranks.broadcast("end")
 
 
 def test_adapters_over_two_ranks_are_those_of_one_and_are_saved_merged(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_adapters_over_two_ranks_are_those_of_one_and_are_saved_merged(tmp_path:
         step_both(one, two, 3)
         assert difference(one, two) < rounding(one, 3)
         two.policy.save(tmp_path / "two")
-        ranks.say("end")
+        ranks.broadcast("end")
     policy.save(tmp_path / "one")
     for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
         mine, its = (load_file(tmp_path / folder / name) for folder in ("one", "two"))
@@ -244,7 +244,7 @@ def test_weights_are_cast_before_they_are_gathered_and_have_the_bits_of_casting_
         led = Rank0Policy(trained, ranks, WHOLE, torch.bfloat16)
         directory = WeightDirectory(tmp_path / "weights", dtype=torch.bfloat16)
         directory.publish(led.weights(), Version(), {})
-        ranks.say("end")
+        ranks.broadcast("end")
     expected = {name: tensor.to(torch.bfloat16) for name, tensor in llama_policy().weights().items()}
     found = directory.at(Version()).read()
     assert found.keys() == expected.keys()
@@ -290,7 +290,7 @@ def test_of_changes_ranks_send_what_is_written_and_the_file_is_the_one_that_gath
         first = published(led.weights, "ranks", 0)
         led.load(after)
         changes = published(led.weights, "ranks", 1)
-        ranks.say("end")
+        ranks.broadcast("end")
     published(lambda: before, "one", 0)
     published(lambda: after, "one", 1)
     one, several = (directories[to].file(Version(0, 1)) for to in ("one", "ranks"))
@@ -355,7 +355,7 @@ def test_ranks_that_copy_their_rows_go_on_while_the_files_are_written_which_are_
         trainer = spread(ranks, TrajectoryBalance(BETA), tmp_path, WHOLE, compute=torch.bfloat16)
         led = trainer.policy
         assert isinstance(led, Rank0Policy)
-        led.published, led.copies = torch.bfloat16, HostCopies(open_lane())
+        led.published_dtype, led.copies = torch.bfloat16, HostCopies(open_lane())
         for version in (Version(0, 0), Version(0, 1)):
             whole = {name: tensor.clone() for name, tensor in led._sent(everything=True).items()}
             leaving = led.weights()
@@ -363,7 +363,7 @@ def test_ranks_that_copy_their_rows_go_on_while_the_files_are_written_which_are_
             trainer.go()
             ours.publish(leaving, version, {})
             plain.publish(whole, version, {})
-        ranks.say("end")
+        ranks.broadcast("end")
     for version in (Version(0, 0), Version(0, 1)):
         assert filecmp.cmp(ours.file(version), plain.file(version), shallow=False)
     assert ours.base(Version(0, 1)) == (Version(0, 0) if full_every == 2 else None)
@@ -390,8 +390,11 @@ def test_changes_since_a_file_that_another_rank_does_not_see_are_found_by_rank_0
         directory.publish(led.weights(), Version(0, 0), {})
         led.load(after)
         directory.publish(led.weights(), Version(0, 1), {})
-        assert led.lay_out(Rank0Optimizer(ranks, SETTINGS, led.parameters(), []), tmp_path / "checkpoints") is None
-        ranks.say("end")
+        assert (
+            led.copy_for_checkpoint(Rank0Optimizer(ranks, SETTINGS, led.parameters(), []), tmp_path / "checkpoints")
+            is None
+        )
+        ranks.broadcast("end")
     changes = load_file(directory.file(Version(0, 1)))
     assert {name for name in changes if name.endswith("@at")} == {f"{name}@at" for name in after}
     found = directory.at(Version(0, 1)).read()
@@ -425,7 +428,7 @@ def test_computing_in_bfloat16_leaves_weights_and_moments_in_float32(tmp_path: P
 def test_a_rank_that_says_nothing_is_not_waited_for_for_ever_nor_one_that_is_gone(tmp_path: Path) -> None:
     def life(ranks: Ranks) -> None:
         with pytest.raises(PartFailed, match="rank 1 waited for what rank 0 says next, which is gone"):
-            ranks.hear()
+            ranks.receive_command()
 
     with (
         ranks_of(2, tmp_path / "store", life, patience=5.0) as ranks,
@@ -448,15 +451,15 @@ def test_a_rank_that_hangs_inside_a_step_ends_it_in_an_error_that_names_the_coll
     def life(ranks: Ranks) -> None:
         policy = shard_of(ranks, None)
         follower = Follower(policy, SETTINGS.start(policy.parameters()), ranks, WHOLE)
-        acts: dict[str, Callable[[Message], object]] = {
+        acts: dict[str, Callable[[Command], object]] = {
             "evaluate": follower._evaluate,
             "backpropagate": follower._backpropagate,
             "step": follower._step,
         }
-        while (message := ranks.hear()).word != hangs_in:
-            acts[message.word](message)
+        while (message := ranks.receive_command()).name != hangs_in:
+            acts[message.name](message)
         with pytest.raises(PartFailed):  # it does nothing of it, until rank 0 is gone
-            ranks.hear()
+            ranks.receive_command()
 
     with ranks_of(2, tmp_path / "store", life, patience=5.0) as ranks:
         two = spread(ranks, TrajectoryBalance(BETA), tmp_path, WHOLE)
@@ -469,18 +472,18 @@ def test_while_rank_0_waits_for_a_batch_nobody_counts_as_hanging(tmp_path: Path)
 
     def life(ranks: Ranks) -> None:
         with pytest.raises(DeadlineExceeded, match="trainer rank 1 waited 4 s for what rank 0 says next"):
-            ranks.hear()
-        dist.barrier(ranks.weights)
+            ranks.receive_command()
+        dist.barrier(ranks.weights_group)
 
     with ranks_of(2, tmp_path / "store", life, patience=2.0, word=4.0) as ranks:
-        dist.barrier(ranks.weights)
+        dist.barrier(ranks.weights_group)
 
 
 def test_an_error_of_the_model_itself_stays_what_it_is(tmp_path: Path) -> None:
     with (
         ranks_of(1, tmp_path / "store", lambda ranks: None) as ranks,
         pytest.raises(RuntimeError, match="must match"),
-        ranks.inside("evaluate"),
+        ranks.name_collectives("evaluate"),
     ):
         torch.ones(2) + torch.ones(3)
 
@@ -524,10 +527,10 @@ def test_averages_over_two_ranks_are_those_of_one_in_what_is_saved_published_and
         with two.optimizer.averages():
             directory.publish(led.weights(), two.version.average, {})
         if spread_out:
-            laid_out = led.lay_out(two.optimizer, folders[1])
+            laid_out = led.copy_for_checkpoint(two.optimizer, folders[1])
             assert laid_out is not None
-            led.saving.begin(lambda: save_checkpoint(folders[1], two.version, laid_out[0].save, laid_out[1]))
-            led.saving.settle()
+            led.checkpoint_thread.start(lambda: save_checkpoint(folders[1], two.version, laid_out[0].save, laid_out[1]))
+            led.checkpoint_thread.wait()
         else:
 
             def gathered_save(path: Path) -> None:
@@ -536,7 +539,7 @@ def test_averages_over_two_ranks_are_those_of_one_in_what_is_saved_published_and
 
             save_checkpoint(folders[1], two.version, gathered_save, two.optimizer)
         step_both(one, two, 1)  # the weights are back in their place
-        ranks.say("end")
+        ranks.broadcast("end")
     saved = load_file(folders[1] / "step-3" / "model.safetensors")
     state = load_file(folders[1] / "step-3" / "optimizer.safetensors")
     published = directory.at(Version(0, 3).average).read()

@@ -19,7 +19,7 @@ from tba.batch import Batch, Fetched, collate
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.protocols import PolicyOutput
 from tba.training.gradients import backward
-from tba.training.staleness import Staleness, effective_share, quantile
+from tba.training.staleness import Staleness, effective_share, nearest_rank_quantile
 from tba.training.trainer import ages
 from tba.types import Group, Sampling, Trajectory, Version
 from toy.engine import sample_groups, tabular_prompts
@@ -51,7 +51,7 @@ def batch_of(
 
 def signals(batch: Batch, log_pi: Sequence[Sequence[float]], beta: float | None = None) -> dict[str, float]:
     staleness = Staleness()
-    staleness.see(PolicyOutput(torch.tensor(log_pi)), batch)
+    staleness.add(PolicyOutput(torch.tensor(log_pi)), batch)
     return {name: float(value) for name, value in staleness.metrics(beta).items()}
 
 
@@ -109,7 +109,7 @@ def test_rows_of_the_present_weights_show_the_engine_and_older_ones_how_far_an_u
     whole = signals(batch, log_pi)
     in_parts = Staleness()
     for rows in ([0, 1, 2], [3, 4]):
-        in_parts.see(PolicyOutput(torch.tensor(log_pi)[rows]), batch.select(torch.tensor(rows)))
+        in_parts.add(PolicyOutput(torch.tensor(log_pi)[rows]), batch.select(torch.tensor(rows)))
     for found in (whole, in_parts.metrics()):
         assert {name: float(found[name]) for name in expected} == pytest.approx(expected, abs=1e-6)
     older = signals(replace(batch, lag_B=torch.full((5,), -1)), log_pi)
@@ -148,7 +148,7 @@ def test_the_effective_share_is_between_one_row_and_all_however_far_the_weights_
 
 @given(st.lists(st.integers(-50, 50), min_size=1, max_size=60), st.sampled_from([0.05, 0.5, 0.95]))
 def test_the_quantile_is_the_smallest_value_with_so_many_at_or_below_it(values: list[int], share: float) -> None:
-    found = float(quantile(torch.tensor(values, dtype=torch.float64), share))
+    found = float(nearest_rank_quantile(torch.tensor(values, dtype=torch.float64), share))
     least = math.ceil(share * len(values) - 1e-9)
     assert sum(v <= found for v in values) >= least
     assert sum(v < found for v in values) < max(1, least)
@@ -167,7 +167,7 @@ def test_the_same_is_said_however_a_batch_is_cut() -> None:
     batch, found = collate(groups), []
     for max_tokens in (10**6, 40, 8):  # whole, by groups, by slices
         staleness = Staleness()
-        backward(policy, TrajectoryBalance(BETA), batch, 1, max_tokens, staleness.see)
+        backward(policy, TrajectoryBalance(BETA), batch, 1, max_tokens, staleness.add)
         found.append({name: float(value) for name, value in staleness.metrics(BETA(1)).items()})
     assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-5)
     assert found[2] == pytest.approx(found[0], rel=1e-4, abs=1e-5)

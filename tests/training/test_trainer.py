@@ -204,7 +204,9 @@ def test_who_reads_the_weights_is_waited_for_before_they_change(tmp_path: Path) 
     def settle() -> None:
         seen.append((len(published.sent), policy.weights()[WEIGHT].clone()))
 
-    trainer = trainer_of(policy, TrajectoryBalance(BETA), tmp_path, weights=published, settle=settle, sync_every=1)
+    trainer = trainer_of(
+        policy, TrajectoryBalance(BETA), tmp_path, weights=published, wait_for_readers=settle, sync_every=1
+    )
     for _ in range(3):
         trainer.go()
     assert [count for count, _ in seen] == [0, 1, 2]  # each before the update that follows it

@@ -199,7 +199,7 @@ class ByHand(Trainer):
 
     def go(self) -> dict[str, float]:
         metrics = self.step(self.batches.next())
-        if self.due:
+        if self.should_publish:
             self.publish(self.notes(self.version))
         return metrics
 

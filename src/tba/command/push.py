@@ -22,7 +22,7 @@ from tba.record.terminal import terminal
 from tba.record.text import size
 from tba.runtime.run_directory import RunDirectory, setting
 from tba.training import checkpoint, optimizer
-from tba.training.checkpoint import Checkpoint, newest_sound
+from tba.training.checkpoint import Checkpoint, newest_sound_checkpoint
 from tba.weights.atomic_dir import atomic_folder
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _ANSWER_S = 10.0  # that the Hub has to answer the first request
 _UPLOAD_S = 12 * 3600.0  # for an upload: 140 GB at 3 MB/s
-_NOT_MODEL = {optimizer.STATE, optimizer.FACTS, checkpoint.RUN, checkpoint.HEADS, "adapters.safetensors"}
+_NOT_MODEL = {optimizer.STATE_FILE, optimizer.FACTS_FILE, checkpoint.RUN, checkpoint.HEADS, "adapters.safetensors"}
 _ENDINGS = {".json", ".safetensors", ".jinja", ".txt", ".model"}
 _LICENCES = ("LICENSE", "LICENSE.txt", "LICENSE.md")
 
@@ -79,7 +79,7 @@ def _chosen(path: Path, best: bool) -> Checkpoint:
         found = Checkpoint.load(folder / name)
         found.verify()
         return found
-    newest, damaged = newest_sound(folder)
+    newest, damaged = newest_sound_checkpoint(folder)
     if newest is None:
         why = damaged[0] if damaged else "it wrote none"
         raise UserError(f"{path} has no checkpoint to share ({why}): let the run make one (--run.checkpoint-every)")

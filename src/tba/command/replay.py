@@ -24,7 +24,7 @@ from tba.replay.codec import unpack_uses
 from tba.replay.queries import JournalQueries, Share, written_out
 from tba.runtime.checkpointing import held_by_journal, missing_from
 from tba.runtime.run_directory import RunDirectory
-from tba.training.checkpoint import newest_sound
+from tba.training.checkpoint import newest_sound_checkpoint
 from tba.types import Json
 
 _JSON = ("fields", "reward_parts", "provenance")  # columns that are text in Parquet: their shape is the task's own
@@ -64,7 +64,7 @@ def uses_of(run: RunDirectory) -> npt.NDArray[np.int32]:
 
 def fates_of(run: RunDirectory) -> npt.NDArray[np.int32]:
     """Returns the uses, with a negative number where one has left that was never trained on (`replay.buffer.LEFT`)."""
-    checkpoint, _ = newest_sound(run.checkpoints, verify=False)
+    checkpoint, _ = newest_sound_checkpoint(run.checkpoints, verify=False)
     if checkpoint is None:
         return np.zeros(0, dtype=np.int32)
     try:

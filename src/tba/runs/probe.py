@@ -401,7 +401,7 @@ def train(
             fetched = source.next()  # a run samples its batches ahead
             began = time.perf_counter()
             trainer.step(fetched)
-            if trainer.due:  # to publish is part of every k-th step
+            if trainer.should_publish:  # to publish is part of every k-th step
                 trainer.publish()
             seconds.append(time.perf_counter() - began)
             if len(seconds) == UPDATES:

@@ -47,7 +47,7 @@ from tba.runtime.run_directory import RunDirectory
 from tba.runtime.watching import Arrivals, Watch, arrivals_watched
 from tba.training.checkpoint import Checkpoint, save_checkpoint
 from tba.training.control import Controller
-from tba.training.ranks.messages import Meeting, Ranks
+from tba.training.ranks.messages import Ranks, Rendezvous
 from tba.training.ranks.policy import Rank0Policy
 from tba.training.trainer import Metrics, Trainer
 from tba.types import Json, Sampling, Trajectory, Version
@@ -59,7 +59,7 @@ _COUNTERS = 1.0  # seconds between two reads of the searchers' counts
 _OTHERS = 30.0  # seconds that another trainer of this run has to end
 
 
-def train(recipe: Recipe, run: RunDirectory, stop: Callable[[], bool], meeting: Meeting | None = None) -> None:
+def train(recipe: Recipe, run: RunDirectory, stop: Callable[[], bool], meeting: Rendezvous | None = None) -> None:
     """Run a trainer's whole life, in a process or an actor of its own. `meeting`: where its ranks find each other."""
     torch.set_num_threads(recipe.run.threads)
     loop = start_training(recipe, run, stop, ahead=True, background=True, meeting=meeting)
@@ -121,7 +121,7 @@ class TrainerLoop:
         waited, before, working = time.perf_counter() - began, trainer.version, time.thread_time()
         metrics = trainer.step(fetched)
         reset = self.references.due(trainer.version)
-        if reset or trainer.due:
+        if reset or trainer.should_publish:
             self.publish(reset)
         if reset:
             self._reset_reference()
@@ -169,10 +169,15 @@ class TrainerLoop:
         at, keep, state = self.trainer, self.recipe.run.checkpoints, self.state()
         kept = self.watch.worth_keeping(self.requests.pending)
         folder, version, model, heads = self.run.checkpoints, at.version, self.recipe.model, at.policy.heads
-        if isinstance(at.policy, Rank0Policy) and (laid_out := at.policy.lay_out(at.optimizer, folder)) is not None:
+        if (
+            isinstance(at.policy, Rank0Policy)
+            and (laid_out := at.policy.copy_for_checkpoint(at.optimizer, folder)) is not None
+        ):
             save, rows = partial(model.save, cast(Policy, laid_out[0])), laid_out[1]
             state, heads = json.loads(json.dumps(state)), deepcopy(heads)  # as they are now
-            at.policy.saving.begin(lambda: save_checkpoint(folder, version, save, rows, state, keep, heads, kept))
+            at.policy.checkpoint_thread.start(
+                lambda: save_checkpoint(folder, version, save, rows, state, keep, heads, kept)
+            )
         else:
             save_checkpoint(folder, version, self._save_model, at.optimizer, state, keep, heads, kept)
         self.checkpointed = self.trainer.version
@@ -191,7 +196,7 @@ class TrainerLoop:
             self.checkpoint()
         self._checkpoint_written()
         if self.ranks is not None:
-            self.ranks.say("end")
+            self.ranks.broadcast("end")
 
     def close(self) -> None:
         """Leave what the summary needs, and end the threads.
@@ -279,12 +284,12 @@ class TrainerLoop:
         self._checkpoint_written()  # until then the one before is what a resume takes, and its reference stays
         self.references.reset(self.trainer.version, self.elapsed())
         if self.recipe.reset_optimizer:
-            self.trainer.optimizer.forget()
+            self.trainer.optimizer.reset_moments()
 
     def _checkpoint_written(self) -> None:
         """Wait until the checkpoint that is being written is on the disk."""
         if isinstance(self.trainer.policy, Rank0Policy):
-            self.trainer.policy.saving.settle()
+            self.trainer.policy.checkpoint_thread.wait()
 
     def _record(self, before: Version, fetched: Fetched, metrics: Metrics) -> None:
         """Write a line of metrics. before: the version that the batch was drawn for."""
@@ -397,7 +402,7 @@ def start_training(
     turn_taker: TurnTaker | None = None,
     elapsed: Callable[[], float] | None = None,
     background: bool = False,
-    meeting: Meeting | None = None,
+    meeting: Rendezvous | None = None,
 ) -> TrainerLoop:
     """Build the loop of the run at `run`, and publish its first version. A later incarnation resumes where it can.
 
@@ -448,7 +453,7 @@ def start_training(
             directory=run.path,
             version=version,
             ranks=recipe.trainer.count,
-            settle=weights.hold,
+            wait_for_readers=weights.hold,
             teacher=recipe.teachers,
             sampling=None if recipe.model.never_sampled else Sampling(recipe.policy_temperature),
         ),

@@ -34,7 +34,7 @@ from tba.runtime.program import refuse_others
 from tba.runtime.ranks.store import ActorStore
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.run_lock import keep
-from tba.training.ranks.messages import Meeting
+from tba.training.ranks.messages import Rendezvous
 from tba.types import Json, Version
 
 
@@ -144,14 +144,14 @@ class MeetAt:
     store: Any  # the actor that holds their key-value store
     spread: bool  # whether they are on more than one machine
 
-    def meeting(self, deadline: float) -> Meeting:
+    def meeting(self, deadline: float) -> Rendezvous:
         """Returns the meeting point for the rank in this process."""
 
         def call(method: str, *arguments: Any) -> Any:
             reference = getattr(self.store, method).remote(*arguments)
             return get(reference, deadline, f"the store where the trainer's ranks meet ({method})")
 
-        return Meeting(ActorStore(call, deadline), ray.util.get_node_ip_address() if self.spread else None)
+        return Rendezvous(ActorStore(call, deadline), ray.util.get_node_ip_address() if self.spread else None)
 
 
 class PartActor:
@@ -194,7 +194,9 @@ class PartActor:
         return None
 
 
-def _train(recipe: Recipe, run: RunDirectory, place: Json, told: Callable[[], bool], meeting: Meeting | None) -> None:
+def _train(
+    recipe: Recipe, run: RunDirectory, place: Json, told: Callable[[], bool], meeting: Rendezvous | None
+) -> None:
     from tba.runtime.trainer_loop import train
 
     note_place(run, place)
@@ -202,7 +204,7 @@ def _train(recipe: Recipe, run: RunDirectory, place: Json, told: Callable[[], bo
         train(recipe, run, told, meeting)
 
 
-def _follow(run: RunDirectory, contact: ActorContact, place: Json, meeting: Meeting) -> None:
+def _follow(run: RunDirectory, contact: ActorContact, place: Json, meeting: Rendezvous) -> None:
     from tba.runtime.ranks.start import follow
 
     contact.call("place", place)
