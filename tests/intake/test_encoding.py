@@ -15,8 +15,8 @@ from chat_families import tokenizer as families_tokenizer
 from tba.engines.stopping import StopStrings
 from tba.environments.episode import Observation
 from tba.environments.speech import Speech
-from tba.intake.answers import Answer
-from tba.intake.encoding import Encoded, Encoder, Known
+from tba.intake.answers import ImportedAnswer
+from tba.intake.encoding import EncodedAnswer, Encoder, PromptIndex
 from tba.models.warm_start import pairs_of
 from tba.tables import Refusal
 from tba.training.tiny_models import character_tokenizer, train_bpe_tokenizer
@@ -32,17 +32,19 @@ def prompt(text: str, **fields: Any) -> Prompt:
 
 TRAIN = [prompt("Q: 1+1=\n", question="1+1=", answer="2"), prompt("Q: 2+2=\n", question="2+2=", answer="4")]
 HELD_OUT = [prompt("Q: 3+3=\n", question="3+3=", answer="6")]
-ENCODER = Encoder("sums", TOKENIZER, Known(TRAIN), Known(HELD_OUT), False, max_prompt_tokens=20, max_tokens=5)
+ENCODER = Encoder(
+    "sums", TOKENIZER, PromptIndex(TRAIN), PromptIndex(HELD_OUT), False, max_prompt_tokens=20, max_tokens=5
+)
 
 
-def encoded(*answer: Any, encoder: Encoder = ENCODER, **more: Any) -> Encoded:
-    found = encoder.encode(Answer(*answer, **more))
-    assert isinstance(found, Encoded), found
+def encoded(*answer: Any, encoder: Encoder = ENCODER, **more: Any) -> EncodedAnswer:
+    found = encoder.encode(ImportedAnswer(*answer, **more))
+    assert isinstance(found, EncodedAnswer), found
     return found
 
 
 def refused(*answer: Any, encoder: Encoder = ENCODER) -> str:
-    found = encoder.encode(Answer(*answer))
+    found = encoder.encode(ImportedAnswer(*answer))
     assert isinstance(found, Refusal), found
     return found.reason
 
@@ -54,7 +56,7 @@ USER = ({"role": "user", "content": "1+1="},)
 def test_a_prompt_of_the_task_is_found_by_its_text_or_by_what_it_asks(asked: Any) -> None:
     found = encoded(asked, "2", fields={"answer": "3"})
     assert found.prompt is TRAIN[0]  # with its own fields: a line cannot say what is right
-    assert found.known
+    assert found.is_task_prompt
 
 
 @pytest.mark.parametrize("asked", ["Q: 3+3=\n", "3+3=", ({"role": "user", "content": "3+3="},)])
@@ -64,7 +66,7 @@ def test_answers_to_prompts_that_are_held_out_are_refused(asked: Any) -> None:
 
 def test_a_prompt_that_the_task_lacks_is_taken_with_the_fields_of_its_line() -> None:
     found = encoded("4+4=", "8", fields={"answer": "8"})
-    assert not found.known
+    assert not found.is_task_prompt
     assert found.prompt.text == "4+4="
     assert found.prompt.fields == {"answer": "8"}
     assert found.prompt.task == "sums"
@@ -77,9 +79,9 @@ def test_all_answers_to_a_prompt_that_the_task_lacks_are_marked_by_the_fields_of
 
 
 def test_a_question_that_two_prompts_ask_names_neither() -> None:
-    twice = replace(ENCODER, train=Known([*TRAIN, prompt("u: 1+1=\n", question="1+1=")]))
-    assert not encoded("1+1=", "2", encoder=twice).known
-    assert encoded("u: 1+1=\n", "2", encoder=twice).known
+    twice = replace(ENCODER, train=PromptIndex([*TRAIN, prompt("u: 1+1=\n", question="1+1=")]))
+    assert not encoded("1+1=", "2", encoder=twice).is_task_prompt
+    assert encoded("u: 1+1=\n", "2", encoder=twice).is_task_prompt
 
 
 def test_an_answer_ends_in_the_end_of_text_unless_it_was_cut_off() -> None:
@@ -111,7 +113,7 @@ def test_longer_than_the_run_can_answer_or_ask_is_refused() -> None:
 
 def test_what_the_model_has_no_positions_for_is_refused() -> None:
     """The prompt has 8 tokens, the answer two."""
-    assert encoded("1+1=", "2", encoder=replace(ENCODER, positions=10)).known
+    assert encoded("1+1=", "2", encoder=replace(ENCODER, positions=10)).is_task_prompt
     assert (
         refused("1+1=", "2", encoder=replace(ENCODER, positions=9))
         == "longer with its prompt than the model's 9 positions"
@@ -130,15 +132,15 @@ def test_tools_and_calls_of_a_chat_are_part_of_its_prompt() -> None:
     own = replace(ENCODER, tokenizer=tokenizer, max_prompt_tokens=40, met={})
     assert encoded(asked, "2", encoder=own, tools=({"name": "ten"},)).prompt.text == "[ten]1+1= sun 2 "
     assert encoded(asked, "2", encoder=own).prompt.text == "1+1= sun 2 "
-    found = ENCODER.encode(Answer(({"role": "user", "content": "9+9="},), "2", tools=({"name": "ten"},)))
+    found = ENCODER.encode(ImportedAnswer(({"role": "user", "content": "9+9="},), "2", tools=({"name": "ten"},)))
     assert isinstance(found, Refusal)  # without a template there is no place for a tool
 
 
 BPE = replace(
     ENCODER,
     tokenizer=train_bpe_tokenizer(["one and one is two", "Q: 1+1= 2 3 4"] * 5, 300),
-    train=Known([]),
-    held_out=Known([]),
+    train=PromptIndex([]),
+    held_out=PromptIndex([]),
     max_prompt_tokens=64,
     max_tokens=64,
 )
@@ -153,7 +155,7 @@ TEXT = st.text(max_size=12) | st.lists(
 def test_any_text_is_refused_or_its_tokens_say_it(
     encoder: Encoder, prompt: str, response: str, truncated: bool
 ) -> None:
-    found = encoder.encode(Answer(prompt, response, truncated))
+    found = encoder.encode(ImportedAnswer(prompt, response, truncated))
     if isinstance(found, Refusal):
         assert found.reason
         return
@@ -222,15 +224,15 @@ def chatting() -> Encoder:
     tokenizer.chat_template = TEMPLATE
     text = "[user]1+1=\ns:"
     known = Prompt("sums", np.array(tokenizer.encode(text), dtype=np.int32), text, {"answer": "2"})
-    return replace(ENCODER, tokenizer=tokenizer, train=Known([known]), held_out=Known([]), chat=True)
+    return replace(ENCODER, tokenizer=tokenizer, train=PromptIndex([known]), held_out=PromptIndex([]), chat=True)
 
 
 def test_a_chat_and_its_bare_question_are_the_same_prompt_where_the_task_chats() -> None:
     encoder = chatting()
-    assert encoded(USER, "2", encoder=encoder).known
-    assert encoded("1+1=", "2", encoder=encoder).known
+    assert encoded(USER, "2", encoder=encoder).is_task_prompt
+    assert encoded("1+1=", "2", encoder=encoder).is_task_prompt
     other = encoded("7+1=", "8", encoder=encoder)
-    assert (other.prompt.text, other.known) == ("[user]7+1=\ns:", False)
+    assert (other.prompt.text, other.is_task_prompt) == ("[user]7+1=\ns:", False)
 
 
 def test_turns_before_the_question_are_part_of_the_prompt_and_need_a_template() -> None:
@@ -251,7 +253,7 @@ def trajectory(asked: Prompt, tokens: list[int], text: str) -> Trajectory:
 def test_a_trajectory_of_another_run_keeps_its_tokens_and_behaviour_but_not_its_version() -> None:
     old = trajectory(prompt("Q: 1+1=\n"), [*TOKENIZER.encode("2"), EOS], "2")
     found = ENCODER.adopt(old)
-    assert isinstance(found, Encoded)
+    assert isinstance(found, EncodedAnswer)
     assert found.prompt is TRAIN[0]
     assert found.completion.tokens.tolist() == old.completion.tokens.tolist()
     assert found.completion.log_behavior is old.completion.log_behavior
@@ -264,9 +266,9 @@ def test_a_trajectory_of_another_run_keeps_its_tokens_and_behaviour_but_not_its_
 def test_a_trajectory_of_another_tokenizer_is_taken_by_its_text() -> None:
     old = trajectory(prompt("Q: 1+1=\n"), [5000, 5001], "2")
     answer = ENCODER.adopt(old)
-    assert isinstance(answer, Answer)
-    assert (answer.prompt, answer.response, answer.truncated) == ("Q: 1+1=\n", "2", False)
-    assert encoded("Q: 1+1=\n", "2").known
+    assert isinstance(answer, ImportedAnswer)
+    assert (answer.prompt, answer.response, answer.is_truncated) == ("Q: 1+1=\n", "2", False)
+    assert encoded("Q: 1+1=\n", "2").is_task_prompt
 
 
 def test_a_prompt_that_begins_with_the_tokenizers_own_token_is_one_whether_asked_or_taken_over() -> None:
@@ -275,7 +277,7 @@ def test_a_prompt_that_begins_with_the_tokenizers_own_token_is_one_whether_asked
     tokenizer.add_special_tokens({"bos_token": "<s>"})
     begin = tokenizer.bos_token_id
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
-    encoder = replace(ENCODER, tokenizer=tokenizer, train=Known([]), held_out=Known([]))
+    encoder = replace(ENCODER, tokenizer=tokenizer, train=PromptIndex([]), held_out=PromptIndex([]))
     asked = encoded("Q: 7+1=\n", "8", encoder=encoder)
     assert asked.prompt.tokens.tolist() == [begin, *tokenizer.encode("Q: 7+1=\n", add_special_tokens=False)]
     assert asked.completion.tokens.tolist() == [
@@ -284,6 +286,6 @@ def test_a_prompt_that_begins_with_the_tokenizers_own_token_is_one_whether_asked
     ]
     old = trajectory(asked.prompt, asked.completion.tokens.tolist(), "8")
     taken = encoder.adopt(old)
-    assert isinstance(taken, Encoded)
+    assert isinstance(taken, EncodedAnswer)
     assert taken.prompt.key == asked.prompt.key
     assert taken.completion.log_behavior is old.completion.log_behavior

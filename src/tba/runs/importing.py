@@ -67,9 +67,9 @@ def _take(
     ):
         for called, known_by, entries in sources:
             with chdir("."):  # in which the next file is looked for, wherever a reward goes
-                report = intake.take(entries, known_by, Loud(called, say))
+                report = intake.import_entries(entries, known_by, Loud(called, say))
             if recipe.record.hide_text:
-                report.hide()
+                report.hide_details()
             records.append(report.to_json())
             for line in lines_of(report, called, taught=recipe.teachers.count > 0):
                 say(line)
@@ -126,7 +126,7 @@ def lines_of(report: Report, called: str, taught: bool = False) -> list[str]:
         lines += [f"    line {number}" + (f": {detail}" if detail else "") for number, detail in rejected.examples]
     if report.imported:
         lines.append(
-            f"  {len(report.rewards):,} prompts, {report.varied:,} of them with different rewards"
+            f"  {len(report.rewards):,} prompts, {report.varied_prompts:,} of them with different rewards"
             + ("; the teacher teaches on all of them" if taught else ": only these can teach the policy anything")
         )
     if report.unknown_prompts:
