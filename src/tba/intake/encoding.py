@@ -239,8 +239,8 @@ class Encoder:
         if not names or not all(isinstance(name, str) and name in plain(answer_text) for name in names):
             return Markup("")  # it leaves them out
         end_texts = [frame.end.written for frame in (form.called, form.last) if frame.end is not None]
-        ends = [answer_text.find(text) for text in end_texts]
-        return Markup(answer_text[: min((end for end in ends if end >= 0), default=None)])
+        end_positions = [answer_text.find(text) for text in end_texts]
+        return Markup(answer_text[: min((end for end in end_positions if end >= 0), default=None)])
 
     def _strip_ends(self, response: str, end_tokens: Iterable[int]) -> str:
         """Returns an answer without the ends of its turn that the log spells out."""

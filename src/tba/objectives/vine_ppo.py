@@ -46,7 +46,7 @@ class VinePpo:
         return self.per != "token" and not self.whiten
 
     def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, Measured]:
-        """Returns a scalar with the estimate as gradient, and metrics; `cut` is the share of tokens without gradient."""
+        """Returns a scalar with the estimate as gradient, and metrics; `cut` is the share of tokens without one."""
         beta, mask_BT = self.beta(step), batch.mask_BT
         advantage_BT = step_advantages(batch)
         terms_BT, columns = proximal_terms(output.log_policy_BT, advantage_BT, batch, self.clip, self.whiten)
