@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import tba
 from tba.__main__ import main
@@ -70,6 +72,27 @@ def test_an_example_has_three_imports_at_most_and_says_first_how_it_is_run(name:
         docstring = ast.get_docstring(tree) or ""
         assert f"tba train examples/{name}.py" in docstring
         assert len(source.splitlines()) <= 110
+
+
+def test_the_algorithm_is_one_page_of_public_names() -> None:
+    source = Path(path("loop")).read_text()
+    nodes = list(ast.walk(ast.parse(source)))
+    modules = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    modules |= {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
+    assert len(source.splitlines()) <= 150
+    assert {str(module).partition(".")[0] for module in modules} - sys.stdlib_module_names == {"numpy", "torch", "tba"}
+    assert "tba" in modules
+    assert not any(str(module).startswith("tba.") for module in modules)
+    assert {n.attr for n in nodes if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "tba"} <= set(tba.__all__)
+
+
+def test_the_algorithm_on_one_page_runs_and_says_what_it_has_learnt(capsys: pytest.CaptureFixture[str]) -> None:
+    threads = torch.get_num_threads()
+    before, after = module("loop").main(steps=4, problems=50)
+    torch.set_num_threads(threads)
+    assert 0.1 < before < 0.6
+    assert 0.1 < after < 0.8
+    assert f"held-out accuracy: {before:.1%} before, {after:.1%} after 4 steps" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", RECIPES)

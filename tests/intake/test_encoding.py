@@ -73,7 +73,7 @@ def test_a_prompt_that_the_task_lacks_is_taken_with_the_fields_of_its_line() -> 
 
 
 def test_all_answers_to_a_prompt_that_the_task_lacks_are_marked_by_the_fields_of_the_first() -> None:
-    fresh = replace(ENCODER, met={})
+    fresh = replace(ENCODER, new_prompts={})
     first = encoded("5+5=", "10", encoder=fresh, fields={"answer": "10"}).prompt
     assert encoded("5+5=", "11", encoder=fresh, fields={"answer": "11"}).prompt is first
 
@@ -129,7 +129,7 @@ def test_tools_and_calls_of_a_chat_are_part_of_its_prompt() -> None:
     )
     asked = ({"role": "user", "content": "1+1="}, {"role": "assistant", "content": "", "tool_calls": [{"name": "sun"}]})
     asked = (*asked, {"role": "tool", "content": "2"})
-    own = replace(ENCODER, tokenizer=tokenizer, max_prompt_tokens=40, met={})
+    own = replace(ENCODER, tokenizer=tokenizer, max_prompt_tokens=40, new_prompts={})
     assert encoded(asked, "2", encoder=own, tools=({"name": "ten"},)).prompt.text == "[ten]1+1= sun 2 "
     assert encoded(asked, "2", encoder=own).prompt.text == "1+1= sun 2 "
     found = ENCODER.encode(ImportedAnswer(({"role": "user", "content": "9+9="},), "2", tools=({"name": "ten"},)))
@@ -184,7 +184,7 @@ def test_an_answer_to_a_text_goes_on_from_it_where_the_tokenizer_puts_a_blank_be
 ) -> None:
     """Imports, demonstrations and what environments say are read behind a prompt as they are written."""
     tokenizer = blank_before_texts()
-    encoder = replace(BPE, tokenizer=tokenizer, met={})
+    encoder = replace(BPE, tokenizer=tokenizer, new_prompts={})
     found = encoded(asked, answer, encoder=encoder)
     prompt, completion = found.prompt.tokens.tolist(), found.completion.tokens.tolist()
     assert tokenizer.decode([*prompt, *completion]) == f"{asked}{answer}</s>"
@@ -198,7 +198,7 @@ def test_an_answer_to_a_text_goes_on_from_it_where_the_tokenizer_puts_a_blank_be
 def test_an_answer_that_reads_back_with_another_blank_is_refused() -> None:
     tokenizer = blank_before_texts()
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace(" ", "")
-    encoder = replace(BPE, tokenizer=tokenizer, met={})
+    encoder = replace(BPE, tokenizer=tokenizer, new_prompts={})
     assert "cannot write" in refused("1+1=", " 2", encoder=encoder)
 
 
@@ -207,7 +207,7 @@ def test_marks_of_thoughts_that_are_special_tokens_are_text_of_an_answer_and_can
     tokenizer = train_bpe_tokenizer(["two 42 Q: 1+1="] * 5, 300)
     tokenizer.add_tokens(["<think>", "</think>"], special_tokens=True)
     think, unthink = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
-    found = encoded("1+1=", answer, encoder=replace(BPE, tokenizer=tokenizer, met={})).completion
+    found = encoded("1+1=", answer, encoder=replace(BPE, tokenizer=tokenizer, new_prompts={})).completion
     assert found.text == answer
     assert [t for t in found.tokens if t in (think, unthink)] == [think, unthink][-answer.count(">") :]
     strings = StopStrings(("o</th",), tokenizer)

@@ -45,7 +45,7 @@ def begin(trainer: ByHand, folder: Path, when: threading.Event | None = None) ->
         assert when is None or when.wait(60.0)
         save_checkpoint(folder, version, model.save, rows, heads=heads)
 
-    policy.checkpoint_thread.begin(save)
+    policy.checkpoint_thread.start(save)
 
 
 def written(trainer: ByHand) -> None:

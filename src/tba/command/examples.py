@@ -33,7 +33,8 @@ def example(name: str | None = None) -> str:
     for file in files:
         text = file.read_text(encoding="utf-8").replace("examples/", "")  # so that its commands work from here
         Path(file.name).write_text(text, encoding="utf-8")
-    run = f"tba train {main.name}" if main.suffix == ".py" else f"jupyter lab {main.name}"
+    program = "jupyter lab" if main.suffix == ".ipynb" else "tba train" if "\nrecipe = " in said else "python"
+    run = f"{program} {main.name}"
     return f"wrote {', '.join(file.name for file in files)}; now: {run}"
 
 

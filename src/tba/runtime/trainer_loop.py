@@ -129,7 +129,7 @@ class TrainerLoop:
         metrics |= {"wait_seconds": waited, "seconds": seconds, "cpu_seconds": cpu}
         self.trained += 1
         if isinstance(trainer.policy, Rank0Policy):
-            trainer.policy.saving.look()
+            trainer.policy.checkpoint_thread.raise_error()
         self._record(before, fetched, metrics)
         if self._checkpoint_due():
             self.checkpoint()

@@ -75,7 +75,7 @@ class OutgoingWeights:
         folder = self.ranks.share_folder(None if base is None else base.parent, _PURPOSE, self.ranks.weights_group)
         return None if folder is None else folder / name
 
-    def whole(self) -> Iterator[tuple[str, Tensor]]:
+    def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, whole tensor) on rank 0; the others send their rows."""
         for (name, rows), tensor in zip(self.rows.items(), self.shards.values(), strict=True):
             cast_rows = rows.to(as_written(rows.dtype, self.dtype))  # on its device: half as much leaves it
