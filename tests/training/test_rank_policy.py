@@ -321,7 +321,7 @@ def test_one_process_in_bfloat16_is_one_rank_of_shards_to_the_bit(limit: int, tm
         sharded = spread(ranks, balance, tmp_path, limit, compute=torch.bfloat16)
         for _ in range(2):
             assert one.go()["grad_norm"] == sharded.go()["grad_norm"]
-        theirs = dict(sharded.policy._sent(everything=True).items())
+        theirs = dict(sharded.policy._stream_weights(everything=True).items())
     ours = one.policy.weights()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) and tensor.dtype == torch.float32 for name, tensor in ours.items())
@@ -357,7 +357,7 @@ def test_ranks_that_copy_their_rows_go_on_while_the_files_are_written_which_are_
         assert isinstance(led, Rank0Policy)
         led.published_dtype, led.copies = torch.bfloat16, HostCopies(open_lane())
         for version in (Version(0, 0), Version(0, 1)):
-            whole = {name: tensor.clone() for name, tensor in led._sent(everything=True).items()}
+            whole = {name: tensor.clone() for name, tensor in led._stream_weights(everything=True).items()}
             leaving = led.weights()
             assert leaving.hold()
             trainer.go()
