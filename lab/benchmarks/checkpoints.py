@@ -60,7 +60,7 @@ def lead(ranks: Ranks, quick: bool, rounds: int, folder: Path) -> list[tuple[flo
         save_checkpoint(folder / "gathered", Version(0, i + 1), policy.save, optimizer)
         gathered = time.perf_counter() - began
         began = time.perf_counter()
-        laid_out = policy.copy_for_checkpoint(optimizer, folder / "shards")
+        laid_out = policy.copy_rows(optimizer, folder / "shards")
         assert laid_out is not None
         stop = time.perf_counter() - began
         model, rows = laid_out

@@ -35,7 +35,7 @@ def begin(trainer: ByHand, folder: Path, when: threading.Event | None = None) ->
     """Begin a checkpoint of all ranks, as the trainer's loop does. when: before that nothing is written."""
     policy = trainer.policy
     assert isinstance(policy, Rank0Policy)
-    laid_out = policy.copy_for_checkpoint(trainer.optimizer, folder)
+    laid_out = policy.copy_rows(trainer.optimizer, folder)
     assert laid_out is not None
     model, rows = laid_out
     version, heads = trainer.version, llama_policy(heads=("log_z", "value")).heads
@@ -147,7 +147,7 @@ def test_a_checkpoint_raises_a_rank_by_its_share_and_at_most_a_layer(count: int,
     with ranks_of(count, tmp_path / "store", life) as ranks:
         policy, optimizer = stepped(ranks)
         led = Rank0Policy(policy, ranks, WHOLE)
-        laid_out = led.copy_for_checkpoint(optimizer, tmp_path / "checkpoints")
+        laid_out = led.copy_rows(optimizer, tmp_path / "checkpoints")
         assert laid_out is not None
         whole, rows = laid_out
         save_checkpoint(tmp_path / "checkpoints", Version(0, 1), whole.save, rows, heads=policy.heads)

@@ -390,10 +390,7 @@ def test_changes_since_a_file_that_another_rank_does_not_see_are_found_by_rank_0
         directory.publish(led.weights(), Version(0, 0), {})
         led.load(after)
         directory.publish(led.weights(), Version(0, 1), {})
-        assert (
-            led.copy_for_checkpoint(Rank0Optimizer(ranks, SETTINGS, led.parameters(), []), tmp_path / "checkpoints")
-            is None
-        )
+        assert led.copy_rows(Rank0Optimizer(ranks, SETTINGS, led.parameters(), []), tmp_path / "checkpoints") is None
         ranks.broadcast("end")
     changes = load_file(directory.file(Version(0, 1)))
     assert {name for name in changes if name.endswith("@at")} == {f"{name}@at" for name in after}
@@ -527,7 +524,7 @@ def test_averages_over_two_ranks_are_those_of_one_in_what_is_saved_published_and
         with two.optimizer.averages():
             directory.publish(led.weights(), two.version.average, {})
         if spread_out:
-            laid_out = led.copy_for_checkpoint(two.optimizer, folders[1])
+            laid_out = led.copy_rows(two.optimizer, folders[1])
             assert laid_out is not None
             led.checkpoint_thread.start(lambda: save_checkpoint(folders[1], two.version, laid_out[0].save, laid_out[1]))
             led.checkpoint_thread.wait()

@@ -216,9 +216,7 @@ class Encoder:
         return self._normalize(text.removeprefix(lead_text), chat)
 
     def _normalize(self, text: str, chat: bool) -> str:
-        """Returns a text in a form to be compared: some tokenizers normalise letters and runs of blanks, write a blank
-        behind a special token, or leave blanks out when they decode.
-        """
+        """Returns a text without differences that tokenizers make, in forms of letters and in blanks."""
         ignores_blanks = chat or getattr(self.tokenizer, "clean_up_tokenization_spaces", False)
         words = unicodedata.normalize("NFKC", text).rstrip()
         leading_blank = " " if not chat and words[:1].isspace() else ""

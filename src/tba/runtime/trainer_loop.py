@@ -169,15 +169,11 @@ class TrainerLoop:
         at, keep, state = self.trainer, self.recipe.run.checkpoints, self.state()
         kept = self.watch.worth_keeping(self.requests.pending)
         folder, version, model, heads = self.run.checkpoints, at.version, self.recipe.model, at.policy.heads
-        if (
-            isinstance(at.policy, Rank0Policy)
-            and (laid_out := at.policy.copy_for_checkpoint(at.optimizer, folder)) is not None
-        ):
-            save, rows = partial(model.save, cast(Policy, laid_out[0])), laid_out[1]
+        if isinstance(at.policy, Rank0Policy) and (copies := at.policy.copy_rows(at.optimizer, folder)) is not None:
+            save, rows = partial(model.save, cast(Policy, copies[0])), copies[1]
             state, heads = json.loads(json.dumps(state)), deepcopy(heads)  # as they are now
-            at.policy.checkpoint_thread.start(
-                lambda: save_checkpoint(folder, version, save, rows, state, keep, heads, kept)
-            )
+            task = partial(save_checkpoint, folder, version, save, rows, state, keep, heads, kept)
+            at.policy.checkpoint_thread.start(task)
         else:
             save_checkpoint(folder, version, self._save_model, at.optimizer, state, keep, heads, kept)
         self.checkpointed = self.trainer.version

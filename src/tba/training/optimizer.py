@@ -166,9 +166,7 @@ class Optimizer:
         return self._saved_tensors().like
 
     def snapshot(self) -> dict[str, tuple[int, Tensor]]:
-        """Returns copies of this rank's part of the saved state: by name, the number of the first row and the rows.
-        A tensor that every rank has as a whole belongs to rank 0.
-        """
+        """Returns copies of this rank's rows of the saved state: by name, the number of the first row and the rows."""
         parameters = self._numbered_parameters()
         parts = self._saved_parts()
         return {name: rows for i, name, part in parts if (rows := copied(part, parameters[i])) is not None}

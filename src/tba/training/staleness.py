@@ -57,9 +57,7 @@ class Staleness:
         self._group_count += batch.groups
 
     def _add_lags(self, off_policy_BT: Tensor, batch: Batch, has_behavior_B: Tensor) -> None:
-        """Add |log(mu / pi)|, by token and by row, of the rows that the policy sampled as it is now; and log(mu / pi),
-        by token and update, of the rows that it sampled earlier.
-        """
+        """Add |log(mu / pi)| of rows that the present policy sampled, and log(mu / pi) of rows sampled earlier."""
         if batch.lag_B is None:
             return
         is_current_B, is_older_B = has_behavior_B & (batch.lag_B == 0), has_behavior_B & (batch.lag_B > 0)

@@ -90,9 +90,7 @@ class Trainer:
         return batch_metrics | metrics | reference_metrics | {"reward": batch_metrics["reward"]}
 
     def log_policy(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
-        """Returns the log-probability of each token of trajectories of the last step's batch, under the policy as it
-        was before that step's update. The policy's device is waited for.
-        """
+        """Returns the log-probabilities of tokens of the last batch, before its update. The device is waited for."""
         keys = [(_bytes(t.prompt.tokens), _bytes(t.completion.tokens)) for t in trajectories]
         index_of = {key: i for i, key in enumerate(keys)}  # equal answers to one prompt have the same
         log_policies: dict[int, list[float]] = {}

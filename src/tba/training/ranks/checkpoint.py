@@ -97,7 +97,7 @@ class AllRows:
         self.shards.write(self.ranks, str(folder.resolve()))
 
 
-def copy_for_checkpoint(policy: SavedPolicy, optimizer: Optimizer, ranks: Ranks) -> tuple[ModelWithoutRows, AllRows]:
+def copy_rows(policy: SavedPolicy, optimizer: Optimizer, ranks: Ranks) -> tuple[ModelWithoutRows, AllRows]:
     """Returns stand-ins for rank 0's policy and optimizer that write a checkpoint of all ranks, from copies of rows."""
     everything = policy.everything()
     meta_tensors = {name: torch.empty(tuple(t.shape), dtype=t.dtype, device="meta") for name, t in everything.items()}

@@ -31,7 +31,7 @@ from tba.streaming import SAFETENSORS_NAMES, Change, Streamed, changes_since
 from tba.training.gradients import Slice, assemble
 from tba.training.optimizer import Optimizer, OptimizerSettings
 from tba.training.ranks.background import Background
-from tba.training.ranks.checkpoint import AllRows, ModelWithoutRows, Shards, checkpoint_thread, copy_for_checkpoint
+from tba.training.ranks.checkpoint import AllRows, ModelWithoutRows, Shards, checkpoint_thread, copy_rows
 from tba.training.ranks.messages import Command, Ranks
 from tba.training.ranks.weights import OutgoingWeights
 
@@ -138,9 +138,7 @@ class Rank0Policy:
     def _backpropagate(
         self, batch: Batch, shares: Sequence[_RankShare], output: PolicyOutput, gradients: Sequence[Tensor]
     ) -> None:
-        """Have each rank backpropagate its part of the derivative; that of a split group's log Z goes to the first rank
-        that has the group.
-        """
+        """Have each rank backpropagate its part; a split group's log Z goes to the first rank that has the group."""
         local_outputs = present_outputs(output)
         self.ranks.broadcast("backpropagate")
         done_G = torch.zeros(batch.groups, dtype=torch.bool)
@@ -202,7 +200,7 @@ class Rank0Policy:
     def save(self, path: Path, tokenizer: Any = None, weights: Mapping[str, Tensor] | None = None) -> None:
         self.local_policy.save(path, tokenizer, self._stream_weights(everything=True) if weights is None else weights)
 
-    def copy_for_checkpoint(self, optimizer: Optimizer, folder: Path) -> tuple[ModelWithoutRows, AllRows] | None:
+    def copy_rows(self, optimizer: Optimizer, folder: Path) -> tuple[ModelWithoutRows, AllRows] | None:
         """Have all ranks copy their rows, for a checkpoint within `folder` that `checkpoint_thread` then writes. Waits
         for the checkpoint before.
 
@@ -214,7 +212,7 @@ class Rank0Policy:
             return None
         self.ranks.broadcast("checkpoint")
         shared_folder = self.ranks.share_folder(folder, _SHARING, self.ranks.checkpoint_group)
-        return None if shared_folder is None else copy_for_checkpoint(self.local_policy, optimizer, self.ranks)
+        return None if shared_folder is None else copy_rows(self.local_policy, optimizer, self.ranks)
 
 
 class Rank0Optimizer(Optimizer):
