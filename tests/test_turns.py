@@ -28,7 +28,7 @@ from tba.environments.tools import calls_in
 from tba.foreign import templated, with_arguments
 from tba.generation import generate
 from tba.intake.answers import ImportedAnswer, parse_answer
-from tba.intake.encoding import EncodedAnswer, Encoder, PromptIndex
+from tba.intake.encoding import EncodedAnswer, Encoder, TaskPrompts
 from tba.markup import control_tokens, decoded, encoded, encoded_all, encoded_whole, filled, padded, plain
 from tba.models.warm_start import pairs_of
 from tba.rollout.prompts import PromptSettings, encode
@@ -218,7 +218,7 @@ def test_an_imported_answer_and_a_demonstration_end_as_the_template_says(name: s
     family, made, right = FAMILIES[name], tokenizer(name, kind), rendered(name, kind)
     messages = conversation(family)[:-1]
     begins = right.turns[-1][0]
-    encoder = Encoder("account", made, PromptIndex([]), PromptIndex([]), True, max_prompt_tokens=10_000, max_tokens=200)
+    encoder = Encoder("account", made, TaskPrompts([]), TaskPrompts([]), True, max_prompt_tokens=10_000, max_tokens=200)
     for response in (ANSWER, f"{ANSWER}{family.end}\n"):  # a log may spell the end out
         found = encoder.encode(ImportedAnswer(tuple(messages), response, tools=PROBLEM.tools))
         assert isinstance(found, EncodedAnswer), found
@@ -243,7 +243,7 @@ def test_an_imported_answer_that_calls_a_tool_is_what_the_template_writes(name: 
     }
     answer = parse_answer(line)
     assert isinstance(answer, ImportedAnswer), answer
-    encoder = Encoder("account", made, PromptIndex([]), PromptIndex([]), True, max_prompt_tokens=10_000, max_tokens=200)
+    encoder = Encoder("account", made, TaskPrompts([]), TaskPrompts([]), True, max_prompt_tokens=10_000, max_tokens=200)
     found = encoder.encode(answer)
     if not family.calls:
         assert isinstance(found, Refusal)
@@ -256,7 +256,7 @@ def test_an_imported_answer_that_calls_a_tool_is_what_the_template_writes(name: 
     assert tokens == made(whole[: whole.rindex(end) + len(end)], add_special_tokens=False)["input_ids"]
     (asked,) = calls_in(Speech(made, True, PROBLEM.tools).said(found.completion.tokens[:-1].tolist()))
     assert asked.name == "deposit"
-    nameless = replace(answer, calling={"role": "assistant", "content": "Yes.", "tool_calls": [{}]})
+    nameless = replace(answer, call_message={"role": "assistant", "content": "Yes.", "tool_calls": [{}]})
     assert isinstance(encoder.encode(nameless), Refusal)
 
 
@@ -276,7 +276,7 @@ def test_a_thought_is_written_once_whether_the_prompt_or_the_answer_begins_it(
 ) -> None:
     made = with_arguments(copy(tokenizer("qwen3", "chat")), (argument,) if argument else ())
     messages = ({"role": "user", "content": "Pay."},)
-    encoder = Encoder("account", made, PromptIndex([]), PromptIndex([]), True, max_prompt_tokens=99, max_tokens=99)
+    encoder = Encoder("account", made, TaskPrompts([]), TaskPrompts([]), True, max_prompt_tokens=99, max_tokens=99)
     found = encoder.encode(ImportedAnswer(messages, answer))
     assert isinstance(found, EncodedAnswer), found
     assert made.decode(found.completion.tokens) == written + "<|im_end|>"
@@ -381,7 +381,7 @@ def test_in_an_assistants_turn_marks_of_thoughts_and_calls_are_tokens_and_those_
     ]
     answer = f"a{''.join(marks)}b{family.end}\n<|im_start|>assistant\n42{family.end}c"
     asked = ({"role": "user", "content": "Pay."},)
-    encoder = Encoder("account", made, PromptIndex([]), PromptIndex([]), True, max_prompt_tokens=10_000, max_tokens=400)
+    encoder = Encoder("account", made, TaskPrompts([]), TaskPrompts([]), True, max_prompt_tokens=10_000, max_tokens=400)
     found = encoder.encode(ImportedAnswer(asked, answer))
     assert isinstance(found, EncodedAnswer), found
     body = found.completion.tokens[:-1].tolist()

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tba.generation import generate
-from tba.intake.encoding import Encoder, PromptIndex
+from tba.intake.encoding import Encoder, TaskPrompts
 from tba.intake.intake import CHUNK, Entry, Intake
 from tba.protocols import Reward
 from tba.record.ledger import Ledger
@@ -33,21 +33,26 @@ PROMPTS = {
     split: encode(TASK.problems(split), TASK.name, TOKENIZER, PromptSettings()).prompts for split in ("train", "eval")
 }
 ENCODER = Encoder(
-    TASK.name, TOKENIZER, PromptIndex(PROMPTS["train"]), PromptIndex(PROMPTS["eval"]), False, 8, TASK.length
+    TASK.name, TOKENIZER, TaskPrompts(PROMPTS["train"]), TaskPrompts(PROMPTS["eval"]), False, 8, TASK.length
 )
 FUZZ = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def intake(journal: JournalWriter, reward: Reward | None = None, **more: Any) -> Intake:
-    return Intake(ENCODER, reward or TASK.reward(), TabularReference(TASK), journal, **more)
+def intake(journal: JournalWriter, reward: Reward | None = None, **settings: Any) -> Intake:
+    return Intake(ENCODER, reward or TASK.reward(), TabularReference(TASK), journal, **settings)
 
 
 def numbered(lines: Sequence[Values]) -> list[Entry]:
     return list(enumerate(lines, 1))
 
 
-def line(prompt: str, response: str, **more: Any) -> dict[str, Any]:
-    return {"prompt": prompt, "response": response, **({"stop_reason": "length"} if len(response) == 3 else {}), **more}
+def line(prompt: str, response: str, **fields: Any) -> dict[str, Any]:
+    return {
+        "prompt": prompt,
+        "response": response,
+        **({"stop_reason": "length"} if len(response) == 3 else {}),
+        **fields,
+    }
 
 
 def drained(path: Path) -> list[Trajectory]:
@@ -61,9 +66,9 @@ def test_an_answer_gets_the_tasks_reward_and_the_references_log_probabilities(tm
         report = intake(journal).import_entries(numbered(lines), "demos")
     assert (report.imported, report.claimed, report.disagreed, report.refused) == (3, 1, 1, 0)
     reference = TabularReference(TASK)
-    for trajectory, said in zip(drained(tmp_path / "journal"), lines, strict=True):
+    for trajectory, row in zip(drained(tmp_path / "journal"), lines, strict=True):
         prompt, completion = trajectory.prompt, trajectory.completion
-        assert (prompt.text, completion.text) == (said["prompt"], said["response"])
+        assert (prompt.text, completion.text) == (row["prompt"], row["response"])
         assert trajectory.reward == TASK.rewards_QO[TASK.question(prompt), TASK.outcome(completion.tokens)]
         assert np.array_equal(trajectory.log_reference, reference.log_probabilities(prompt, [completion])[0])
         assert trajectory.version == ELSEWHERE
@@ -78,13 +83,13 @@ def test_a_claimed_reward_is_believed_by_order_only_and_recorded_as_claimed(tmp_
     lines = [line("a", "B", reward=0.25), line("a", "C"), line("a", "D", reward="high")]
     with JournalWriter(tmp_path / "journal", "import") as journal:
         report = intake(journal, believe=True).import_entries(numbered(lines), "demos")
-    believed, own = drained(tmp_path / "journal")
+    believed, graded = drained(tmp_path / "journal")
     assert (believed.reward, believed.reward_parts, believed.provenance["reward"]) == (
         0.25,
         {"claimed": 0.25},
         "claimed",
     )
-    assert own.provenance["reward"] == "task"
+    assert graded.provenance["reward"] == "task"
     assert list(report.rejected) == ["its reward is not finite"]
 
 
@@ -102,9 +107,9 @@ def test_a_reward_that_the_loss_cannot_square_is_refused_with_what_it_was(tmp_pa
 def test_the_same_file_again_adds_what_is_missing_and_nothing_twice(tmp_path: Path) -> None:
     lines = [line("a", "B"), line("a", "B"), line("b", "CC"), line("b", "BAD")]
     with JournalWriter(tmp_path / "journal", "import") as journal:
-        for known, given_lines in ((0, lines[:3]), (3, lines), (4, lines)):
+        for repeated, given_lines in ((0, lines[:3]), (3, lines), (4, lines)):
             report = intake(journal).import_entries(numbered(given_lines), "demos")
-            assert (report.repeated, report.imported) == (known, len(given_lines) - known)
+            assert (report.repeated, report.imported) == (repeated, len(given_lines) - repeated)
         assert (
             intake(journal).import_entries(numbered(lines), "other").imported == 4
         )  # another source is other evidence
@@ -144,7 +149,7 @@ def test_more_lines_than_are_written_together_all_arrive_in_order(tmp_path: Path
     with JournalWriter(tmp_path / "journal", "import") as journal:
         report = intake(journal).import_entries(numbered(lines), "demos")
     assert report.imported == report.lines == CHUNK + 100
-    assert [t.completion.text for t in drained(tmp_path / "journal")] == [said["response"] for said in lines]
+    assert [t.completion.text for t in drained(tmp_path / "journal")] == [row["response"] for row in lines]
 
 
 def test_trajectories_of_another_run_come_with_their_behaviour(tmp_path: Path) -> None:
@@ -159,8 +164,8 @@ def test_trajectories_of_another_run_come_with_their_behaviour(tmp_path: Path) -
     with JournalWriter(tmp_path / "journal", "import") as journal:
         report = intake(journal, needs_behavior=True).import_entries(lines, "old")
     assert list(report.rejected) == ["no log-probabilities of its behaviour, which the run's objective needs"]
-    found = drained(tmp_path / "journal")
-    for new, was in zip(found, old, strict=True):
+    trajectories = drained(tmp_path / "journal")
+    for new, was in zip(trajectories, old, strict=True):
         assert new.completion.log_behavior is not None
         assert was.completion.log_behavior is not None
         assert np.array_equal(new.completion.log_behavior, was.completion.log_behavior)
@@ -201,12 +206,12 @@ def test_any_file_is_taken_in_without_an_error_and_without_losing_a_line(
     assert report.lines == sum(bool(raw.strip()) for raw in lines)
     assert report.lines == report.imported + report.repeated + report.refused
     assert (again.imported, again.repeated, again.refused) == (0, report.imported, report.refused)
-    found = drained(folder / "journal")
-    assert (len(found), sum(t.length for t in found)) == (report.imported, report.tokens)
+    trajectories = drained(folder / "journal")
+    assert (len(trajectories), sum(t.length for t in trajectories)) == (report.imported, report.tokens)
     with JournalFollower(folder / "journal") as follower:
         ledger = Ledger.gather(follower.counters(), "tokens")
         assert ledger.imported == follower.undrained()["tokens"] == report.tokens
-    for trajectory in found:
+    for trajectory in trajectories:
         assert trajectory.prompt.text not in ("c", "d")
         assert (
             TOKENIZER.decode(trajectory.completion.tokens.tolist(), skip_special_tokens=True)

@@ -60,7 +60,7 @@ def test_ranks_write_the_bytes_that_gathering_would_and_any_number_of_ranks_goes
     """Though steps follow at once. As many ranks go on with the same losses, more, fewer and one with the same bits,
     and the same losses up to the order of sums.
     """
-    mine, gathered, again = tmp_path / "shards", tmp_path / "gathered", tmp_path / "again"
+    shards_folder, gathered, again = tmp_path / "shards", tmp_path / "gathered", tmp_path / "again"
 
     def goes_on(trainer: ByHand) -> ByHand:
         trainer.version, trainer.batches.replay.asked = saved.version, asked
@@ -68,36 +68,38 @@ def test_ranks_write_the_bytes_that_gathering_would_and_any_number_of_ranks_goes
 
     def life(ranks: Ranks) -> None:
         follow(ranks, WHOLE)
-        follow(ranks, WHOLE, Checkpoint.load(mine / "step-3"))
+        follow(ranks, WHOLE, Checkpoint.load(shards_folder / "step-3"))
 
     with ranks_of(count, tmp_path / "store", life) as ranks:
         trainer = spread(ranks, BALANCE, tmp_path, WHOLE)
         for _ in range(3):
             trainer.go()
         checkpoint(trainer, gathered)
-        begin(trainer, mine, stepped := threading.Event())
+        begin(trainer, shards_folder, stepped := threading.Event())
         asked = trainer.batches.replay.asked
         expected = [trainer.go()["loss"] for _ in range(2)]
         stepped.set()
         written(trainer)
         ranks.broadcast("end")
-        saved = Checkpoint.load(mine / "step-3")
+        saved = Checkpoint.load(shards_folder / "step-3")
         saved.verify()
         assert filecmp.cmpfiles(gathered / "step-3", saved.path, FILES, shallow=False)[0] == list(FILES)
-        assert sorted(path.name for path in mine.iterdir()) == ["step-3"]
+        assert sorted(path.name for path in shards_folder.iterdir()) == ["step-3"]
 
         trainer = goes_on(spread(ranks, BALANCE, tmp_path, WHOLE, saved))
         assert [trainer.go()["loss"] for _ in range(2)] == expected
-        one = goes_on(alone(BALANCE, tmp_path, saved=saved))
-        assert [one.go()["loss"] for _ in range(2)] == pytest.approx(expected, rel=1e-5)
+        single = goes_on(alone(BALANCE, tmp_path, saved=saved))
+        assert [single.go()["loss"] for _ in range(2)] == pytest.approx(expected, rel=1e-5)
         ranks.broadcast("end")
 
     with ranks_of(others, tmp_path / "another", lambda ranks: follow(ranks, WHOLE, saved)) as ranks:
         trainer = goes_on(spread(ranks, BALANCE, tmp_path, WHOLE, saved))
         checkpoint(trainer, again)
-        held, there = (load_file(path / "optimizer.safetensors") for path in (again / "step-3", saved.path))
-        assert held.keys() == there.keys()
-        assert all(torch.equal(held[name], tensor) for name, tensor in there.items())
+        again_state, saved_state = (
+            load_file(path / "optimizer.safetensors") for path in (again / "step-3", saved.path)
+        )
+        assert again_state.keys() == saved_state.keys()
+        assert all(torch.equal(again_state[name], tensor) for name, tensor in saved_state.items())
         same = [name for name in FILES if name != "optimizer.safetensors"]  # whose tensors are in another order
         assert filecmp.cmpfiles(again / "step-3", saved.path, same, shallow=False)[0] == same
         assert [trainer.go()["loss"] for _ in range(2)] == pytest.approx(expected, rel=1e-5)
@@ -139,10 +141,10 @@ def test_a_checkpoint_raises_a_rank_by_its_share_and_at_most_a_layer(count: int,
             follower._checkpoint(ranks.receive_command())
             follower._checkpoint_thread.wait()
 
-        found = risen(checkpoint_of_all)
+        rise = risen(checkpoint_of_all)
         copies = Shards.of(follower.local_policy, follower.optimizer)
-        own = sum(rows.nbytes for part in (copies.model, copies.optimizer) for _, rows in part.values())
-        assert own < found < own + layer
+        copied_bytes = sum(rows.nbytes for part in (copies.model, copies.optimizer) for _, rows in part.values())
+        assert copied_bytes < rise < copied_bytes + layer
 
     with ranks_of(count, tmp_path / "store", life) as ranks:
         policy, optimizer = stepped(ranks)
@@ -192,9 +194,9 @@ def test_a_rank_that_dies_in_the_middle_of_its_rows_leaves_the_checkpoint_before
         with pytest.raises(PartFailed, match="for the other ranks to write their rows of a checkpoint"):
             written(trainer)
     assert [path.name for path in folder.iterdir()] == ["step-1"]
-    found, damaged = newest_sound_checkpoint(folder)
-    assert found is not None
-    assert found.version.step == 1
+    sound_checkpoint, damaged = newest_sound_checkpoint(folder)
+    assert sound_checkpoint is not None
+    assert sound_checkpoint.version.step == 1
     assert damaged == []
 
 

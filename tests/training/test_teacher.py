@@ -74,8 +74,8 @@ def settled(objective: Objective, of: Teacher, source: str) -> float:
             engine.load({name: tensor.clone() for name, tensor in policy.weights().items()}, Version(0, step))
         drawn = sampled(of, taught if source == "teacher" else engine, rng, 1e6 if source == "uniform" else 1.0)
         if source == "mixed":
-            theirs = sampled(of, taught, rng)
-            drawn = Group((*drawn.trajectories[:16], *theirs.trajectories[:16]), as_sampled=False)
+            teacher_answers = sampled(of, taught, rng)
+            drawn = Group((*drawn.trajectories[:16], *teacher_answers.trajectories[:16]), as_sampled=False)
         elif source == "teacher":
             drawn = replace(drawn, as_sampled=False)
         batch = of.with_teachers(collate([drawn]), step)
@@ -117,10 +117,10 @@ def test_token_by_token_the_loss_is_the_mean_square_of_the_log_ratio_to_the_teac
     policy = TabularPolicy(TASK, 1.0, torch.float64)
     batch = teacher(1.0, reward=False).with_teachers(batch_of(1), 1)
     loss, _ = SubtrajectoryBalance(Constant(2.0), flow="one")(policy.evaluate(batch), batch, 1)
-    own, theirs = TabularReference(TASK), TabularReference(TEACHERS[0])
+    reference, teacher_reference = TabularReference(TASK), TabularReference(TEACHERS[0])
     squares = []
     for t in sampled(teacher(1.0), TabularEngine(TASK), np.random.default_rng(3)).trajectories:
-        logs = [scorer.log_probabilities(PROMPT, [t.completion])[0] for scorer in (own, theirs)]
+        logs = [scorer.log_probabilities(PROMPT, [t.completion])[0] for scorer in (reference, teacher_reference)]
         squares.append(float(np.mean((logs[0] - logs[1]).astype(np.float64) ** 2)))
     assert loss.item() == pytest.approx(np.mean(squares), rel=1e-5)
 

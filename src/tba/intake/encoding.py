@@ -36,7 +36,7 @@ class EncodedAnswer:
     is_task_prompt: bool
 
 
-class PromptIndex:
+class TaskPrompts:
     """Finds a split's prompts by their tokens, their text or the question that they ask."""
 
     def __init__(self, prompts: Iterable[Prompt]) -> None:
@@ -67,8 +67,8 @@ class Encoder:
 
     task: str
     tokenizer: Tokenizer
-    train: PromptIndex
-    held_out: PromptIndex
+    train: TaskPrompts
+    held_out: TaskPrompts
     chat: bool  # the task's prompts are chats: an unknown text becomes a user's message
     max_prompt_tokens: int
     max_tokens: int  # of an answer, including its end-of-text token

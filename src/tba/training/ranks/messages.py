@@ -74,7 +74,7 @@ class Rendezvous:
 
 
 @dataclass(frozen=True)
-class Command:
+class RankCommand:
     """A command of rank 0 to the other ranks."""
 
     name: str
@@ -86,7 +86,7 @@ class Command:
         return safetensors.torch.save(tensors, {"name": self.name, "arguments": json.dumps(dict(self.arguments))})
 
     @classmethod
-    def decode(cls, block: bytes) -> Command:
+    def decode(cls, block: bytes) -> RankCommand:
         header = json.loads(block[8 : 8 + int.from_bytes(block[:8], "little")])["__metadata__"]
         return cls(header["name"], json.loads(header["arguments"]), safetensors.torch.load(block))
 
@@ -133,19 +133,19 @@ class Ranks:
         """Send a command from rank 0 to all others."""
         if self.count == 1:
             return
-        block = Command(name, arguments, tensors or {}).encode()
+        block = RankCommand(name, arguments, tensors or {}).encode()
         with self._translate_errors(f"to say {name!r}", self.word_deadline):
             dist.broadcast(torch.tensor([len(block)]), 0, group=self._message_group)
             dist.broadcast(torch.frombuffer(bytearray(block), dtype=torch.uint8), 0, group=self._message_group)
 
-    def receive_command(self) -> Command:
+    def receive_command(self) -> RankCommand:
         """Wait for the next command of rank 0."""
         size = torch.zeros(1, dtype=torch.int64)
         with self._translate_errors("for what rank 0 says next", self.word_deadline):
             dist.broadcast(size, 0, group=self._message_group)
             block = torch.empty(int(size), dtype=torch.uint8)
             dist.broadcast(block, 0, group=self._message_group)
-        return Command.decode(block.numpy().tobytes())
+        return RankCommand.decode(block.numpy().tobytes())
 
     def send(self, tensors: Sequence[Tensor], to: int) -> None:
         """Send float32 tensors to a rank that knows their shapes."""

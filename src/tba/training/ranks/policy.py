@@ -32,7 +32,7 @@ from tba.training.gradients import Slice, assemble
 from tba.training.optimizer import Optimizer, OptimizerSettings
 from tba.training.ranks.background import Background
 from tba.training.ranks.checkpoint import AllRows, ModelWithoutRows, Shards, checkpoint_thread, copy_rows
-from tba.training.ranks.messages import Command, Ranks
+from tba.training.ranks.messages import RankCommand, Ranks
 from tba.training.ranks.weights import OutgoingWeights
 
 _SHARING = "for the other ranks to look for the checkpoints"
@@ -267,7 +267,7 @@ class Follower:
 
     def follow(self) -> None:
         """Execute the commands of rank 0, and wait for nothing else, until it sends "end"."""
-        handlers: dict[str, Callable[[Command], object]] = {
+        handlers: dict[str, Callable[[RankCommand], object]] = {
             "evaluate": self._evaluate,
             "backpropagate": self._backpropagate,
             "step": self._step,
@@ -284,7 +284,7 @@ class Follower:
         self._sending.wait()
         self._checkpoint_thread.wait()
 
-    def _evaluate(self, command: Command) -> None:
+    def _evaluate(self, command: RankCommand) -> None:
         batch = Batch(**command.tensors)
         rows_by_rank = deal(batch, self.ranks.count, self.max_tokens, self.local_policy.share_prompt)
         self._share = _RankShare.of(batch, rows_by_rank[self.ranks.rank])
@@ -293,7 +293,7 @@ class Follower:
         if self._share.is_used:
             self.ranks.send(present_outputs(self._output), 0)
 
-    def _backpropagate(self, command: Command) -> None:
+    def _backpropagate(self, command: RankCommand) -> None:
         assert self._share is not None
         assert self._output is not None
         output, self._output = self._output, None
@@ -305,18 +305,18 @@ class Follower:
         if self._share.is_used:
             self.ranks.send([_take_entropy(output)], 0)
 
-    def _step(self, command: Command) -> None:
+    def _step(self, command: RankCommand) -> None:
         if not self._hold_copies():
             self._sending.wait()
         self._sending.raise_error()
         self._checkpoint_thread.raise_error()
         self.optimizer.step(int(command.arguments["step"]))
 
-    def _swap(self, command: Command) -> None:
+    def _swap(self, command: RankCommand) -> None:
         self._sending.wait()
         self.optimizer.swap_averages()
 
-    def _checkpoint(self, command: Command) -> None:
+    def _checkpoint(self, command: RankCommand) -> None:
         """Copy this rank's rows, and write them while the next steps are computed."""
         self._sending.wait()
         self._checkpoint_thread.wait()
@@ -324,7 +324,7 @@ class Follower:
             shards = Shards.of(self.local_policy, self.optimizer)
             self._checkpoint_thread.start(lambda: shards.write(self.ranks, ""))
 
-    def _send_weights(self, command: Command) -> None:
+    def _send_weights(self, command: RankCommand) -> None:
         """Send the weights while the next step is computed; this ends before they change, unless it sends copies."""
         self._sending.wait()
         dtype = next((dtype for dtype, name in SAFETENSORS_NAMES.items() if name == command.arguments["dtype"]), None)
