@@ -108,11 +108,12 @@ def train(shared: Shared, recipe: tba.Recipe, steps: int, searcher: Future[None]
             print(f"step {step}: reward {batch.reward_B.mean():.2f}, {len(shared.buffer):,} groups", flush=True)
 
 
-def prompts_of(recipe: tba.Recipe, split: Literal["train", "eval"]) -> list[tba.Prompt]:
-    """Returns the prompts of a split, in tokens."""
-    texts = {str(problem.prompt): problem.fields for problem in recipe.task.problems(split)}
-    encode = recipe.model.tokenizer().encode
-    return [tba.Prompt(recipe.task.name, np.array(encode(t), np.int32), t, fields) for t, fields in texts.items()]
+def prompts_of(recipe: tba.Recipe, split: Literal["train", "eval"]) -> Iterator[tba.Prompt]:
+    """Yields the problems of a split as prompts, in tokens, over and over."""
+    tokenizer = recipe.model.tokenizer()
+    for problem in itertools.cycle(recipe.task.problems(split)):
+        text = str(problem.prompt)
+        yield tba.Prompt(recipe.task.name, np.array(tokenizer.encode(text), np.int32), text, problem.fields)
 
 
 def accuracy(shared: Shared, recipe: tba.Recipe, prompts: list[tba.Prompt]) -> float:
@@ -130,16 +131,16 @@ def main(steps: int = 300, problems: int = 1000) -> tuple[float, float]:
     torch.set_num_threads(1)
     recipe = tba.load_recipe("quickstart")
     recipe = replace(recipe, model=recipe.model.prepared(recipe.task))
-    prompts, held_out = (prompts_of(recipe, split) for split in ("train", "eval"))
+    held_out = list(itertools.islice(prompts_of(recipe, "eval"), problems))
     shared = Shared((tba.Version(0, 0), recipe.model.policy(1.0).weights()))
-    before = accuracy(shared, recipe, held_out[:problems])
+    before = accuracy(shared, recipe, held_out)
     with ThreadPoolExecutor(1) as pool:
-        searcher = pool.submit(search, shared, recipe, itertools.cycle(prompts))
+        searcher = pool.submit(search, shared, recipe, prompts_of(recipe, "train"))
         try:
             train(shared, recipe, steps, searcher)
         finally:
             shared.is_finished = True
-    after = accuracy(shared, recipe, held_out[:problems])
+    after = accuracy(shared, recipe, held_out)
     print(f"held-out accuracy: {before:.1%} before, {after:.1%} after {steps} steps")
     return before, after
 

@@ -88,11 +88,11 @@ def test_the_algorithm_is_one_page_of_public_names() -> None:
 
 def test_the_algorithm_on_one_page_runs_and_says_what_it_has_learnt(capsys: pytest.CaptureFixture[str]) -> None:
     threads = torch.get_num_threads()
-    before, after = module("loop").main(steps=4, problems=50)
+    before, after = module("loop").main(steps=8, problems=50)
     torch.set_num_threads(threads)
-    assert 0.1 < before < 0.6
-    assert 0.1 < after < 0.8
-    assert f"held-out accuracy: {before:.1%} before, {after:.1%} after 4 steps" in capsys.readouterr().out
+    assert 0.1 < before < 0.5
+    assert after > before
+    assert f"held-out accuracy: {before:.1%} before, {after:.1%} after 8 steps" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", RECIPES)
