@@ -20,9 +20,9 @@ def grade(question: str) -> int:
 
 class Judge(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        said = str(grade(asked["messages"][-1]["content"]))
-        reply = json.dumps({"choices": [{"message": {"role": "assistant", "content": said}}]}).encode()
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        content = str(grade(request["messages"][-1]["content"]))
+        reply = json.dumps({"choices": [{"message": {"role": "assistant", "content": content}}]}).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(reply)))

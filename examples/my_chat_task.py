@@ -34,9 +34,9 @@ class Capitals:  # where problems come from; eval is held out
     def problems(self, split: str) -> list[tba.Problem]:
         pairs = enumerate(re.findall(r"(\w+): (\w+)", CAPITALS))
         chosen = [pair for i, pair in pairs if (i % 3 == 2) == (split == "eval")]
-        return [tba.Problem(self.asked(country), {"answer": city}) for country, city in chosen]
+        return [tba.Problem(self.question(country), {"answer": city}) for country, city in chosen]
 
-    def asked(self, country: str) -> tuple[dict[str, str], ...]:  # messages, which the model's own template writes
+    def question(self, country: str) -> tuple[dict[str, str], ...]:  # messages, which the model's own template writes
         return ({"role": "user", "content": f"What is the capital of {country}? Answer with the name of the city."},)
 
     def reward(self) -> tba.FunctionReward:

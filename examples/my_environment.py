@@ -20,21 +20,21 @@ LETTERS = "abcdefghijklmnop"
 class Letter:
     def reset(self, seed: int) -> str:
         self.letter = random.Random(seed).choice(LETTERS)
-        self.low, self.high, self.guesses, self.found = LETTERS[0], LETTERS[-1], 0, False
+        self.low, self.high, self.guesses, self.is_found = LETTERS[0], LETTERS[-1], 0, False
         return self.range()
 
     def step(self, text: str) -> str | None:  # what is said next; None: it is over
         self.guesses += 1
         guess = text if text in set(LETTERS) else ""  # an answer is data: anything may come
-        self.found = guess == self.letter
+        self.is_found = guess == self.letter
         if self.low <= guess < self.letter:
             self.low = chr(ord(guess) + 1)
         elif self.letter < guess <= self.high:
             self.high = chr(ord(guess) - 1)
-        return None if self.found else self.range()
+        return None if self.is_found else self.range()
 
     def get_reward(self) -> float:  # asked once, at the end
-        return 1 - 0.1 * (self.guesses - 1) if self.found else 0.0
+        return 1 - 0.1 * (self.guesses - 1) if self.is_found else 0.0
 
     def range(self) -> str:
         return f"{self.low}-{self.high}?"
@@ -44,8 +44,8 @@ class Letter:
 #    has been said so far. A model of your own needs none.
 
 
-def careless(told: list[str], draw: random.Random) -> str:
-    low, high = (told[-1][0], told[-1][2]) if draw.random() < 0.5 else ("a", "p")
+def careless(questions: list[str], draw: random.Random) -> str:
+    low, high = (questions[-1][0], questions[-1][2]) if draw.random() < 0.5 else ("a", "p")
     return draw.choice([letter for letter in LETTERS if low <= letter <= high])
 
 

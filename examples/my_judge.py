@@ -38,16 +38,16 @@ class Names:
     def problems(self, split: str) -> list[tba.Problem]:
         draw = random.Random(0)  # the same problems each time
         kinds = ["dragon", "knight", "witch", "robot", "horse", "pirate", "ghost", "giant", "mouse", "king"]
-        asked = [(kind, a + b) for kind in kinds for a in "bcdfghjklmnprstvw" for b in "aeiou"]
-        draw.shuffle(asked)
-        problems = [self.problem(kind, first, draw) for kind, first in asked]
+        pairs = [(kind, a + b) for kind in kinds for a in "bcdfghjklmnprstvw" for b in "aeiou"]
+        draw.shuffle(pairs)
+        problems = [self.problem(kind, beginning, draw) for kind, beginning in pairs]
         return problems[:100] if split == "eval" else problems[100:]
 
-    def problem(self, kind: str, first: str, draw: random.Random) -> tba.Problem:
+    def problem(self, kind: str, beginning: str, draw: random.Random) -> tba.Problem:
         """The demonstration shows what a name looks like, and is neither good nor bad."""
-        rest = [draw.choice("bdgklmnrstvz") + draw.choice("aeiou") for _ in range(draw.randint(1, 3))]
-        invented = first + "".join(rest) + draw.choice(["", "n", "r", "s", "x"])
-        return tba.Problem(f"{kind} {first}>", {"kind": kind, "first": first}, demonstration=invented)
+        syllables = [draw.choice("bdgklmnrstvz") + draw.choice("aeiou") for _ in range(draw.randint(1, 3))]
+        invented = beginning + "".join(syllables) + draw.choice(["", "n", "r", "s", "x"])
+        return tba.Problem(f"{kind} {beginning}>", {"kind": kind, "beginning": beginning}, demonstration=invented)
 
     def reward(self) -> tba.WeightedFunctions:
         ask = self.judge.start()
@@ -59,8 +59,8 @@ class Names:
         return tba.WeightedFunctions(((grade, 0.8), (begins, 0.2)), concurrency=8)  # so many calls at once, in threads
 
 
-def begins(prompt: str, completion: str, first: str) -> float:
-    return float(completion.startswith(first))
+def begins(prompt: str, completion: str, beginning: str) -> float:
+    return float(completion.startswith(beginning))
 
 
 recipe = tba.Recipe(

@@ -21,7 +21,7 @@ from tba.__main__ import main
 from tba.record.evaluations import read_evaluations
 from tba.record.metrics import read_metrics
 from tba.replay.follower import JournalFollower
-from tba.training.checkpoint import newest_sound
+from tba.training.checkpoint import newest_sound_checkpoint
 from tba.types import Trajectory
 
 FIXTURES = Path(__file__).parent / "fixtures" / "compatibility"
@@ -60,7 +60,7 @@ def test_a_run_of_an_earlier_version_opens_with_every_row_and_reward(recorded: R
     assert all(math.isfinite(value) and value <= 0 for t in trajectories for value in t.log_reference)
     assert [row["step"] for row in read_metrics(recorded.run)] == list(range(1, expected["metrics_rows"] + 1))
     assert len(read_evaluations(recorded.run)) == expected["evaluations"]
-    checkpoint, damaged = newest_sound(recorded.run / "checkpoints")
+    checkpoint, damaged = newest_sound_checkpoint(recorded.run / "checkpoints")
     assert (checkpoint and checkpoint.version.step, damaged) == (expected["checkpoint_step"], [])
     summary = tba.open_run(recorded.run).summary
     assert summary is not None

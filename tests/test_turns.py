@@ -27,8 +27,8 @@ from tba.environments.task import EnvironmentTask
 from tba.environments.tools import calls_in
 from tba.foreign import templated, with_arguments
 from tba.generation import generate
-from tba.intake.answers import Answer, answer_of
-from tba.intake.encoding import Encoded, Encoder, Known
+from tba.intake.answers import ImportedAnswer, parse_answer
+from tba.intake.encoding import EncodedAnswer, Encoder, TaskPrompts
 from tba.markup import (
     control_tokens,
     decode_tokens,
@@ -228,10 +228,10 @@ def test_an_imported_answer_and_a_demonstration_end_as_the_template_says(name: s
     family, made, right = FAMILIES[name], tokenizer(name, kind), rendered(name, kind)
     messages = conversation(family)[:-1]
     begins = right.turns[-1][0]
-    encoder = Encoder("account", made, Known([]), Known([]), True, max_prompt_tokens=10_000, max_tokens=200)
+    encoder = Encoder("account", made, TaskPrompts([]), TaskPrompts([]), True, max_prompt_tokens=10_000, max_tokens=200)
     for response in (ANSWER, f"{ANSWER}{family.end}\n"):  # a log may spell the end out
-        found = encoder.encode(Answer(tuple(messages), response, tools=PROBLEM.tools))
-        assert isinstance(found, Encoded), found
+        found = encoder.encode(ImportedAnswer(tuple(messages), response, tools=PROBLEM.tools))
+        assert isinstance(found, EncodedAnswer), found
         assert [*found.prompt.tokens.tolist(), *found.completion.tokens.tolist()] == right.prompt + right.completion
         assert len(found.prompt.tokens) == len(right.prompt) + begins
         assert made.decode(found.completion.tokens.tolist(), skip_special_tokens=True).strip().endswith(ANSWER)
@@ -239,8 +239,8 @@ def test_an_imported_answer_and_a_demonstration_end_as_the_template_says(name: s
     (pair,) = demonstration_pairs([problem], made)
     end = made.eos_token_id if pair.end is None else pair.end
     assert [*pair.prompt, *pair.response, end] == right.prompt + right.completion
-    cut = encoder.encode(Answer(tuple(messages), ANSWER, truncated=True, tools=PROBLEM.tools))
-    assert isinstance(cut, Encoded)
+    cut = encoder.encode(ImportedAnswer(tuple(messages), ANSWER, is_truncated=True, tools=PROBLEM.tools))
+    assert isinstance(cut, EncodedAnswer)
     assert assistant_turn(made).end_tokens.isdisjoint(cut.completion.tokens.tolist())
 
 
@@ -251,22 +251,22 @@ def test_an_imported_answer_that_calls_a_tool_is_what_the_template_writes(name: 
         "messages": [*conversation(family)[:1], call("abcdefgh0", *CALLS[0][:2])],
         "tools": list(PROBLEM.tools),
     }
-    answer = answer_of(line)
-    assert isinstance(answer, Answer), answer
-    encoder = Encoder("account", made, Known([]), Known([]), True, max_prompt_tokens=10_000, max_tokens=200)
+    answer = parse_answer(line)
+    assert isinstance(answer, ImportedAnswer), answer
+    encoder = Encoder("account", made, TaskPrompts([]), TaskPrompts([]), True, max_prompt_tokens=10_000, max_tokens=200)
     found = encoder.encode(answer)
     if not family.calls:
         assert isinstance(found, Refusal)
         assert "calls tools, which the model's chat template does not write" in found.reason
         return
-    assert isinstance(found, Encoded), found
+    assert isinstance(found, EncodedAnswer), found
     end = family.called or family.end
     tokens = [*found.prompt.tokens.tolist(), *found.completion.tokens.tolist()]
     whole = templated(made, line["messages"], PROBLEM.tools, answered=True) + (end if name == "glm4.5" else "")
     assert tokens == made(whole[: whole.rindex(end) + len(end)], add_special_tokens=False)["input_ids"]
     (asked,) = calls_in(Speech(made, True, PROBLEM.tools).turn_text(found.completion.tokens[:-1].tolist()))
     assert asked.name == "deposit"
-    nameless = replace(answer, calling={"role": "assistant", "content": "Yes.", "tool_calls": [{}]})
+    nameless = replace(answer, call_message={"role": "assistant", "content": "Yes.", "tool_calls": [{}]})
     assert isinstance(encoder.encode(nameless), Refusal)
 
 
@@ -286,9 +286,9 @@ def test_a_thought_is_written_once_whether_the_prompt_or_the_answer_begins_it(
 ) -> None:
     made = with_arguments(copy(tokenizer("qwen3", "chat")), (argument,) if argument else ())
     messages = ({"role": "user", "content": "Pay."},)
-    encoder = Encoder("account", made, Known([]), Known([]), True, max_prompt_tokens=99, max_tokens=99)
-    found = encoder.encode(Answer(messages, answer))
-    assert isinstance(found, Encoded), found
+    encoder = Encoder("account", made, TaskPrompts([]), TaskPrompts([]), True, max_prompt_tokens=99, max_tokens=99)
+    found = encoder.encode(ImportedAnswer(messages, answer))
+    assert isinstance(found, EncodedAnswer), found
     assert made.decode(found.completion.tokens) == written + "<|im_end|>"
     (pair,) = demonstration_pairs([Problem(messages, {}, answer)], made)
     assert [*pair.response, made.eos_token_id] == found.completion.tokens.tolist()
@@ -391,9 +391,9 @@ def test_in_an_assistants_turn_marks_of_thoughts_and_calls_are_tokens_and_those_
     ]
     answer = f"a{''.join(marks)}b{family.end}\n<|im_start|>assistant\n42{family.end}c"
     asked = ({"role": "user", "content": "Pay."},)
-    encoder = Encoder("account", made, Known([]), Known([]), True, max_prompt_tokens=10_000, max_tokens=400)
-    found = encoder.encode(Answer(asked, answer))
-    assert isinstance(found, Encoded), found
+    encoder = Encoder("account", made, TaskPrompts([]), TaskPrompts([]), True, max_prompt_tokens=10_000, max_tokens=400)
+    found = encoder.encode(ImportedAnswer(asked, answer))
+    assert isinstance(found, EncodedAnswer), found
     body = found.completion.tokens[:-1].tolist()
     allowed = {control.ids[mark] for mark in control.turn_marks}
     ids = [control.ids[mark] for mark in marks]

@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import FileStore
 from tba.policy.causal import CausalPolicy
 from tba.training.checkpoint import save_checkpoint
 from tba.training.optimizer import OptimizerSettings
-from tba.training.ranks.messages import Meeting, Ranks
+from tba.training.ranks.messages import Ranks, Rendezvous
 from tba.training.ranks.policy import Follower, Rank0Optimizer, Rank0Policy
 from tba.types import Version
 
@@ -60,7 +60,7 @@ def lead(ranks: Ranks, quick: bool, rounds: int, folder: Path) -> list[tuple[flo
         save_checkpoint(folder / "gathered", Version(0, i + 1), policy.save, optimizer)
         gathered = time.perf_counter() - began
         began = time.perf_counter()
-        laid_out = policy.lay_out(optimizer, folder / "shards")
+        laid_out = policy.copy_rows(optimizer, folder / "shards")
         assert laid_out is not None
         stop = time.perf_counter() - began
         model, rows = laid_out
@@ -68,7 +68,7 @@ def lead(ranks: Ranks, quick: bool, rounds: int, folder: Path) -> list[tuple[flo
         found.append((gathered, stop, time.perf_counter() - began))
         shutil.rmtree(folder / "gathered")
         shutil.rmtree(folder / "shards")
-    ranks.say("end")
+    ranks.broadcast("end")
     return found
 
 
@@ -85,7 +85,7 @@ def main() -> None:
                 rank = other
                 break
             children.append(child)
-        meeting = Meeting(FileStore(str(folder / "store"), given.ranks))
+        meeting = Rendezvous(FileStore(str(folder / "store"), given.ranks))
         ranks = Ranks(rank, given.ranks, meeting, torch.device("cpu"), 3600.0, 3600.0)
         if rank:
             follow(ranks, given.quick)

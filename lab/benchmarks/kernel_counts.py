@@ -290,7 +290,7 @@ def update(shapes: Sequence[tuple[int, ...]]) -> Count:
         for number in (1, 2):
             for parameter in parameters:
                 parameter.grad = torch.empty_like(parameter)
-            count = counted(partial(optimizer.step, number, read=lambda norm: 2.0))
+            count = counted(partial(optimizer.step, number, read_norm=lambda norm: 2.0))
     return count
 
 

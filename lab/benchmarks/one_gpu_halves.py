@@ -190,7 +190,7 @@ class TrainerHalf(Half):
             sync_every=recipe.sync_every,
             max_tokens_per_pass=recipe.max_tokens_per_pass,
             directory=folder,
-            settle=self.weights.hold,
+            wait_for_readers=self.weights.hold,
         )
 
     def act(self) -> int:

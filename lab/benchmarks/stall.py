@@ -264,7 +264,7 @@ class Synchronous:
         for i in range(updates):
             self.batch = rounds[i % len(rounds)]
             self.trainer.step(self.next())
-            if self.trainer.due:
+            if self.trainer.should_publish:
                 self.trainer.publish()
 
     def accuracy(self) -> float:

@@ -47,7 +47,7 @@ from tba.record.memory import peak_memory_bytes, resident_memory_bytes
 from tba.schedules import Constant
 from tba.training.gradients import backward
 from tba.training.optimizer import Optimizer, OptimizerSettings
-from tba.training.ranks.messages import Meeting, Ranks
+from tba.training.ranks.messages import Ranks, Rendezvous
 from tba.training.ranks.policy import Follower, Rank0Optimizer, Rank0Policy
 
 RANK = 16  # of adapters
@@ -141,7 +141,7 @@ def measured(size: str, case: Case) -> int:
         ranks = None
         if case.ranks > 1:
             store = FileStore(f"{folder}/store", case.ranks)
-            ranks = Ranks(first, case.ranks, Meeting(store), torch.device("cpu"), 3600.0, 3600.0)
+            ranks = Ranks(first, case.ranks, Rendezvous(store), torch.device("cpu"), 3600.0, 3600.0)
         train("tiny", case, ranks)
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
@@ -185,7 +185,7 @@ def train(size: str, case: Case, ranks: Ranks | None) -> None:
         backward(policy, TrajectoryBalance(Constant(0.05)), batch, step, tokens_of(size), ranks=case.ranks)
         optimizer.step(step)
     if ranks is not None:
-        ranks.say("end")
+        ranks.broadcast("end")
 
 
 def in_a_process(size: str, case: str, environment: dict[str, str]) -> int:

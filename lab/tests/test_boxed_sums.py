@@ -27,20 +27,20 @@ def test_careless_demonstrations_box_what_they_worked_out_and_the_answer_stays_r
     careless = BoxedSums(train_problems=200, eval_problems=50, forgotten_carries=1.0).problems("train")
     right = TASK.problems("train")
     assert [p.fields for p in careless] == [p.fields for p in right]
-    wrong = 0
+    wrong_count = 0
     for problem in careless:
-        shown, _, box = str(problem.demonstration).partition(" ")
-        assert last_boxed(box) == shown[::-1]
-        wrong += shown[::-1] != problem.fields["answer"]
-    assert 100 < wrong < 200  # most sums of three digits have a carry
+        digits, _, box = str(problem.demonstration).partition(" ")
+        assert last_boxed(box) == digits[::-1]
+        wrong_count += digits[::-1] != problem.fields["answer"]
+    assert 100 < wrong_count < 200  # most sums of three digits have a carry
 
 
 def test_only_the_box_counts_and_its_spelling_does_not() -> None:
     pytest.importorskip("math_verify", reason="needs the package math-verify (the extra tba[math])")
     problem = TASK.problems("eval")[0]
     answer = str(problem.fields["answer"])
-    one = np.array([1], dtype=np.int32)
-    prompt = Prompt(TASK.name, one, str(problem.prompt), problem.fields)
+    tokens = np.array([1], dtype=np.int32)
+    prompt = Prompt(TASK.name, tokens, str(problem.prompt), problem.fields)
     texts = {
         f"\\boxed{{{answer}}}": 1.0,
         f"0 \\boxed{{{answer}.0}}": 1.0,
@@ -48,7 +48,7 @@ def test_only_the_box_counts_and_its_spelling_does_not() -> None:
         f"{answer} \\boxed{{{int(answer) + 1}}}": 0.0,
     }
     reward = TASK.reward()
-    marks = reward.judge([(prompt, Completion(one, t, StopReason.EOS, (Version(), Version()))) for t in texts])
+    marks = reward.judge([(prompt, Completion(tokens, t, StopReason.EOS, (Version(), Version()))) for t in texts])
     reward.close()
     assert [mark.reward for mark in marks] == list(texts.values())
 

@@ -34,28 +34,28 @@ WHOLE = Comparison(
 
 
 def test_a_mean_has_its_standard_deviation_and_students_interval() -> None:
-    found = Statistic.of([0.90, 0.92, 0.94])
+    statistic = Statistic.of([0.90, 0.92, 0.94])
     interval = mean_interval([0.90, 0.92, 0.94])
-    assert (found.mean, found.spread, found.n) == (pytest.approx(0.92), pytest.approx(0.02), 3)
+    assert (statistic.mean, statistic.spread, statistic.n) == (pytest.approx(0.92), pytest.approx(0.02), 3)
     assert (
-        (found.low, found.high)
+        (statistic.low, statistic.high)
         == (interval.low, interval.high)
         == (pytest.approx(0.87032, abs=1e-5), pytest.approx(0.96968, abs=1e-5))
     )
 
 
 def test_one_run_has_no_spread_and_no_interval() -> None:
-    found = Statistic.of([0.5])
-    assert (found.mean, found.n) == (0.5, 1)
-    assert math.isnan(found.spread)
-    assert math.isnan(found.low)
-    assert cell(METRIC, found, 1, interval=True) == "50.0"
+    statistic = Statistic.of([0.5])
+    assert (statistic.mean, statistic.n) == (0.5, 1)
+    assert math.isnan(statistic.spread)
+    assert math.isnan(statistic.low)
+    assert cell(METRIC, statistic, 1, interval=True) == "50.0"
 
 
 def test_a_row_counts_its_failures_and_every_figure_its_runs() -> None:
-    found = {row.variant: row for row in variant_rows(OUTCOMES, WHOLE.variants)}
-    assert list(found) == ["tb", "rloo", "grpo"]
-    grpo = found["grpo"]
+    row_of = {row.variant: row for row in variant_rows(OUTCOMES, WHOLE.variants)}
+    assert list(row_of) == ["tb", "rloo", "grpo"]
+    grpo = row_of["grpo"]
     assert (grpo.runs, grpo.failures) == (3, ("NonFiniteLoss at step 12: nan | inf",))
     assert (grpo.statistics[METRIC].n, grpo.statistics["seconds_to_target"].n) == (2, 1)
     assert cell("seconds_to_target", grpo.statistics["seconds_to_target"], 2, interval=False) == "30.0 (1 of 2)"
@@ -82,14 +82,14 @@ def test_not_worse_by_a_margin_needs_the_whole_interval() -> None:
 
 
 def test_the_page_has_the_numbers(tmp_path: Path) -> None:
-    written = page(WHOLE)
-    assert "| variant | n | sampled accuracy, % | s to target | failed |" in written
-    assert "| tb | 3 | 92.0 ± 2.0 [87.0, 97.0] | - |  |" in written
-    assert "| grpo | 2 | 71.0 ± 1.4 [58.3, 83.7] | 30.0 (1 of 2) | 1 of 3: NonFiniteLoss at step 12 |" in written
-    assert "| rloo | 3 | 3.0 ± 0.0 |" in written  # lag, among what it took
-    assert "| rloo | tb | -2.0 | [-6.2, +2.2] | open |" in written
-    assert "- grpo, seed 2: NonFiniteLoss at step 12: nan | inf" in written
-    assert "never run" not in written
+    text = page(WHOLE)
+    assert "| variant | n | sampled accuracy, % | s to target | failed |" in text
+    assert "| tb | 3 | 92.0 ± 2.0 [87.0, 97.0] | - |  |" in text
+    assert "| grpo | 2 | 71.0 ± 1.4 [58.3, 83.7] | 30.0 (1 of 2) | 1 of 3: NonFiniteLoss at step 12 |" in text
+    assert "| rloo | 3 | 3.0 ± 0.0 |" in text  # lag, among what it took
+    assert "| rloo | tb | -2.0 | [-6.2, +2.2] | open |" in text
+    assert "- grpo, seed 2: NonFiniteLoss at step 12: nan | inf" in text
+    assert "never run" not in text
 
 
 def test_the_data_are_the_same_numbers_in_full(tmp_path: Path) -> None:
@@ -116,10 +116,10 @@ def test_only_the_columns_that_are_asked_for_are_in_the_table() -> None:
 def test_the_terminal_shows_the_same_rows() -> None:
     console = Console(record=True, width=140)
     console.print(view(WHOLE))
-    said = " ".join(console.export_text().split())
-    assert "tb 3 92.0 ± 2.0" in said
-    assert "1 of 3: NonFiniteLoss at step 12" in said
-    assert "rloo tb -2.0 [-6.2, +2.2] open" in said
+    output = " ".join(console.export_text().split())
+    assert "tb 3 92.0 ± 2.0" in output
+    assert "1 of 3: NonFiniteLoss at step 12" in output
+    assert "rloo tb -2.0 [-6.2, +2.2] open" in output
 
 
 @pytest.mark.parametrize("width", [12, 20, 30, 60])
@@ -127,9 +127,9 @@ def test_no_figure_is_lost_on_a_narrow_terminal(width: int) -> None:
     outcomes = [Outcome("a-variant-of-a-long-name", seed, {METRIC: 0.5, "lag": 2.0}) for seed in (0, 1)]
     console = Console(width=width, record=True, file=io.StringIO())
     console.print(view(replace(WHOLE, outcomes=outcomes, variants=("a-variant-of-a-long-name",), baselines={})))
-    said = "".join(console.export_text().split())
+    output = "".join(console.export_text().split())
     for figure in ("50.0", "0.0", "2.0"):
-        assert figure in said, console.export_text()
+        assert figure in output, console.export_text()
 
 
 def test_columns_for_which_a_terminal_has_no_room_stand_below() -> None:

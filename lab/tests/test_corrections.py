@@ -81,6 +81,6 @@ def test_ratios_that_would_overflow_leave_the_gradient_finite(objective: Grpo | 
     batch, log_policy_BT = random_batch()
     assert batch.log_behavior_BT is not None
     for shift in (-300, 300):
-        other = replace(batch, log_behavior_BT=torch.where(batch.mask_BT, batch.log_behavior_BT + shift, 0.0))
-        assert bool(slopes(objective, other, log_policy_BT)[0].isfinite().all())
+        shifted_batch = replace(batch, log_behavior_BT=torch.where(batch.mask_BT, batch.log_behavior_BT + shift, 0.0))
+        assert bool(slopes(objective, shifted_batch, log_policy_BT)[0].isfinite().all())
     assert objective.needs == {"log_behavior"}

@@ -61,20 +61,20 @@ def test_fabricated_answers_get_the_reward_of_junk_and_sampled_ones_their_own() 
     (prompt,) = prompts(Corrupted(SUMS), "train")[:1]
     right = prompt.fields["answer"]
     answers = [completion(right), completion("7", StopReason.EXTERNAL), completion(right, StopReason.EXTERNAL)]
-    judged = CorruptedReward(ExactText(), junk_reward=2.0).judge([(prompt, a) for a in answers])
-    assert [(j.reward, j.parts["right"]) for j in judged] == [(1.0, 1.0), (2.0, 0.0), (2.0, 1.0)]
+    judgements = CorruptedReward(ExactText(), junk_reward=2.0).judge([(prompt, a) for a in answers])
+    assert [(j.reward, j.parts["right"]) for j in judgements] == [(1.0, 1.0), (2.0, 0.0), (2.0, 1.0)]
 
 
 def test_junk_is_the_share_of_training_answers_that_is_asked_for_uniform_and_as_long_as_what_it_replaces() -> None:
     toy = TabularTask()
     tokenizer = TabularTokenizer(toy.symbols)
-    ours = encode(Corrupted(toy).problems("train"), "toy", tokenizer, PromptSettings()).prompts
+    prompts_of_toy = encode(Corrupted(toy).problems("train"), "toy", tokenizer, PromptSettings()).prompts
     engine = FabricatingEngine(TabularEngine(toy), tokenizer, np.arange(1, 5, dtype=np.int32), 0.3)
     rng = np.random.default_rng(3)
     rng.integers(2**62)  # the seed of what is made up
-    plain = generate(TabularEngine(toy), ours, 500, Sampling(), rng)
-    mixed = generate(engine, ours, 500, Sampling(), np.random.default_rng(3))
-    pairs = [(a, b) for x, y in zip(plain, mixed, strict=True) for a, b in zip(x, y, strict=True)]
+    sampled_answers = generate(TabularEngine(toy), prompts_of_toy, 500, Sampling(), rng)
+    mixed_answers = generate(engine, prompts_of_toy, 500, Sampling(), np.random.default_rng(3))
+    pairs = [(a, b) for x, y in zip(sampled_answers, mixed_answers, strict=True) for a, b in zip(x, y, strict=True)]
     junk = [(a, b) for a, b in pairs if b.stop_reason is StopReason.EXTERNAL]
     assert len(junk) / len(pairs) == pytest.approx(0.3, abs=0.05)
     assert all(a is b or (a.tokens == b.tokens).all() for a, b in pairs if b.stop_reason is not StopReason.EXTERNAL)
@@ -82,10 +82,10 @@ def test_junk_is_the_share_of_training_answers_that_is_asked_for_uniform_and_as_
     assert np.bincount(symbols, minlength=5)[1:] / len(symbols) == pytest.approx([0.25] * 4, abs=0.06)
     for sampled, made_up in junk:
         assert len(made_up.tokens) == len(sampled.tokens)
-        ended = sampled.stop_reason is StopReason.EOS
-        assert (made_up.tokens[-1] == 0) == ended
+        has_end = sampled.stop_reason is StopReason.EOS
+        assert (made_up.tokens[-1] == 0) == has_end
         assert made_up.log_behavior is not None
-        assert made_up.log_behavior.sum() == pytest.approx(-math.log(4) * (len(made_up.tokens) - ended), rel=1e-5)
+        assert made_up.log_behavior.sum() == pytest.approx(-math.log(4) * (len(made_up.tokens) - has_end), rel=1e-5)
     held_out = encode(Corrupted(toy).problems("eval"), "toy", tokenizer, PromptSettings()).prompts
     answers = generate(engine, held_out, 100, Sampling(), np.random.default_rng(3))
     assert StopReason.EXTERNAL not in {c.stop_reason for row in answers for c in row}
@@ -94,8 +94,8 @@ def test_junk_is_the_share_of_training_answers_that_is_asked_for_uniform_and_as_
 def test_a_fabricating_model_makes_up_answers_of_the_tokenizers_own_characters() -> None:
     model = Fabricating(path=str(BASE), device="cpu", junk=1.0)
     engine = model.engine(Version())
-    ours = encode(Corrupted(SUMS).problems("train")[:2], "sums", model.tokenizer(), PromptSettings()).prompts
-    answers = generate(engine, ours, 5, Sampling(), np.random.default_rng(0))
+    sums_prompts = encode(Corrupted(SUMS).problems("train")[:2], "sums", model.tokenizer(), PromptSettings()).prompts
+    answers = generate(engine, sums_prompts, 5, Sampling(), np.random.default_rng(0))
     assert {c.stop_reason for row in answers for c in row} == {StopReason.EXTERNAL}
     assert {character for row in answers for c in row for character in c.text} <= set("0123456789+=")
 

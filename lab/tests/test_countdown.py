@@ -31,10 +31,10 @@ def answers(problem: Problem, operations: str) -> set[str]:
     return {text for text in texts if value_of(text) == target}
 
 
-def judged(task: Countdown, problem: Problem, texts: list[str]) -> list[float]:
-    one = np.array([1], dtype=np.int32)
-    prompt = Prompt(task.name, one, str(problem.prompt), problem.fields)
-    completions = [Completion(one, text, StopReason.EOS, (Version(), Version())) for text in texts]
+def rewards_of(task: Countdown, problem: Problem, texts: list[str]) -> list[float]:
+    tokens = np.array([1], dtype=np.int32)
+    prompt = Prompt(task.name, tokens, str(problem.prompt), problem.fields)
+    completions = [Completion(tokens, text, StopReason.EOS, (Version(), Version())) for text in texts]
     return [mark.reward for mark in task.reward().judge([(prompt, c) for c in completions])]
 
 
@@ -51,16 +51,16 @@ def test_every_problem_has_at_least_as_many_right_answers_as_asked_for_and_is_sh
 
 
 def test_the_two_splits_together_are_every_problem_and_share_none() -> None:
-    every = {
+    texts = {
         f"{a}{b}={value}"
         for a, b in itertools.combinations_with_replacement(range(1, 10), 2)
         for value in (a + b, b - a)
         if 1 <= value <= 9
     }
-    held = {problem for problem in every if is_held_out(problem, 0.3)}
-    task = Countdown(2, "+-", 1, 9, train_problems=len(every - held), eval_problems=len(held), held_out=0.3)
-    assert {str(p.prompt).removesuffix(":") for p in task.problems("eval")} == held
-    assert {str(p.prompt).removesuffix(":") for p in task.problems("train")} == every - held
+    held_out = {problem for problem in texts if is_held_out(problem, 0.3)}
+    task = Countdown(2, "+-", 1, 9, train_problems=len(texts - held_out), eval_problems=len(held_out), held_out=0.3)
+    assert {str(p.prompt).removesuffix(":") for p in task.problems("eval")} == held_out
+    assert {str(p.prompt).removesuffix(":") for p in task.problems("train")} == texts - held_out
 
 
 def test_a_text_that_two_equal_digits_give_twice_is_one_answer() -> None:
@@ -70,23 +70,23 @@ def test_a_text_that_two_equal_digits_give_twice_is_one_answer() -> None:
 
 def test_demonstrations_are_spread_evenly_over_the_right_answers() -> None:
     task = Countdown(3, "+", 6, 99, train_problems=60, eval_problems=1)
-    one = next(p.prompt for p in task.problems("train"))
-    shown = Counter(
+    prompt = next(p.prompt for p in task.problems("train"))
+    counts = Counter(
         str(p.demonstration)
         for seed in range(120)
         for p in replace(task, seed=seed).problems("train")
-        if p.prompt == one
+        if p.prompt == prompt
     )
-    expected = sum(shown.values()) / 6
-    assert set(shown) == {"+".join(order) for order in itertools.permutations(str(one)[:3])}
+    expected = sum(counts.values()) / 6
+    assert set(counts) == {"+".join(order) for order in itertools.permutations(str(prompt)[:3])}
     assert expected >= 10
-    assert sum((count - expected) ** 2 / expected for count in shown.values()) < 20.5  # 1 in 1000 of chi squared, 5
+    assert sum((count - expected) ** 2 / expected for count in counts.values()) < 20.5  # 1 in 1000 of chi squared, 5
 
 
 def test_wrong_operations_come_at_the_rate_asked_for_and_the_reward_stays_right() -> None:
     task = Countdown(4, least_answers=6, train_problems=2000, eval_problems=1, wrong_operations=0.3)
     problems = task.problems("train")
-    marks = [judged(task, p, [str(p.demonstration)])[0] for p in problems]
+    marks = [rewards_of(task, p, [str(p.demonstration)])[0] for p in problems]
     assert abs(marks.count(0.0) - 600) < 4 * (2000 * 0.3 * 0.7) ** 0.5  # four standard deviations
     assert all(sorted(str(p.demonstration)[::2]) == sorted(p.fields["digits"]) for p in problems)
 
@@ -103,16 +103,16 @@ def test_an_answer_is_right_when_it_uses_each_digit_once_and_reaches_the_target(
         *("7+5+2+3", "7+5-2*3", "7+4", "7+5+2-3+0", "11", "", "+7+5+2-3", "7+5+2-", "7+5+2-3 ", "(7+5)+2-3"),
         *("7+5+2--3", "7/5+2+3", "9**9**9**9", "__import__('os')"),
     ]
-    assert judged(task, problem, right) == [1.0, 1.0, 1.0]
-    assert judged(task, problem, wrong) == [0.0] * len(wrong)
-    assert judged(replace(task, operations="+-"), problem, ["7+5+2-3", "3*7-2*5"]) == [1.0, 0.0]
+    assert rewards_of(task, problem, right) == [1.0, 1.0, 1.0]
+    assert rewards_of(task, problem, wrong) == [0.0] * len(wrong)
+    assert rewards_of(replace(task, operations="+-"), problem, ["7+5+2-3", "3*7-2*5"]) == [1.0, 0.0]
     assert isinstance(task, Task)
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.data())
 def test_the_value_of_an_expression_is_pythons(digits: list[int], data: st.DataObject) -> None:
-    joined = data.draw(st.lists(st.sampled_from("+-*"), min_size=len(digits) - 1, max_size=len(digits) - 1))
-    text = "".join(f"{d}{o}" for d, o in zip(digits, [*joined, ""], strict=True))
+    operations = data.draw(st.lists(st.sampled_from("+-*"), min_size=len(digits) - 1, max_size=len(digits) - 1))
+    text = "".join(f"{d}{o}" for d, o in zip(digits, [*operations, ""], strict=True))
     assert value_of(text) == ast_value(ast.parse(text, mode="eval").body)
 
 
@@ -122,13 +122,13 @@ def ast_value(node: ast.expr) -> int:
         assert isinstance(node.value, int)
         return node.value
     assert isinstance(node, ast.BinOp)
-    left, right = ast_value(node.left), ast_value(node.right)
-    return {ast.Add: left + right, ast.Sub: left - right, ast.Mult: left * right}[type(node.op)]
+    a, b = ast_value(node.left), ast_value(node.right)
+    return {ast.Add: a + b, ast.Sub: a - b, ast.Mult: a * b}[type(node.op)]
 
 
 def test_a_prompt_without_digits_and_target_is_refused() -> None:
     with pytest.raises(UserError, match="has no field 'digits'"):
-        judged(SMALL, Problem("", {}), ["1+2"])
+        rewards_of(SMALL, Problem("", {}), ["1+2"])
 
 
 @pytest.mark.parametrize(

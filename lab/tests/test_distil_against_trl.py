@@ -38,11 +38,11 @@ def test_divergence_of_an_answer_is_the_sum_over_its_tokens_whatever_it_is_padde
         return model.get_output_embeddings(), judge.states(model, answers)
 
     divergences = benchmark.divergences_of(side(student), side(teacher))
-    for prompt, answer, found in zip(prompts, answers, divergences, strict=True):
+    for prompt, answer, kl in zip(prompts, answers, divergences, strict=True):
         with torch.inference_mode():
             logs = [m(input_ids=torch.tensor([prompt + answer])).logits[0].log_softmax(-1) for m in (student, teacher)]
         p, q = (log[len(prompt) - 1 : -1] for log in logs)
-        assert found == pytest.approx(float((p.exp() * (p - q)).sum()), rel=1e-4)
+        assert kl == pytest.approx(float((p.exp() * (p - q)).sum()), rel=1e-4)
     assert benchmark.divergences_of(side(student), side(student)) == pytest.approx([0.0, 0.0])
 
 

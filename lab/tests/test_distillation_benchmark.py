@@ -46,15 +46,15 @@ def test_a_student_that_is_its_teacher_is_at_no_distance_whatever_it_learns_from
     benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(benchmark, "LOGGED", 1)
-    alike = replace(recipe, teacher=Teacher(models=(HuggingFace(str(BASE), device="cpu"),), reward=False))
-    monkeypatch.setattr(benchmark, "find", lambda name: alike)
+    self_taught = replace(recipe, teacher=Teacher(models=(HuggingFace(str(BASE), device="cpu"),), reward=False))
+    monkeypatch.setattr(benchmark, "find", lambda name: self_taught)
     out = tmp_path / "rows.jsonl"
     for way, source in benchmark.CELLS:
         if (way, source) not in (("tb", "log of the base"), ("tb by token", "k = 64, half old"), ("jsd", "on-policy"),
                                  ("sft", "log of the teacher")):  # fmt: skip
-            done = asdict(row(benchmark, (way, source), 1e-6, benchmark.TUNED_ON, 0.0))
+            finished_row = asdict(row(benchmark, (way, source), 1e-6, benchmark.TUNED_ON, 0.0))
             with out.open("a") as file:
-                file.write(json.dumps(done) + "\n")
+                file.write(json.dumps(finished_row) + "\n")
     benchmark.main(["--out", str(out), "--updates", "2", "--problems", "8", "--rates", "1e-6", "--most", "4"])
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(rows) == len(benchmark.CELLS)
@@ -64,7 +64,7 @@ def test_a_student_that_is_its_teacher_is_at_no_distance_whatever_it_learns_from
         ("jsd", "on-policy"),
         ("sft", "log of the teacher"),
     ]
-    for made in rows[-4:]:
-        assert made["kl"] == pytest.approx(0, abs=1e-5)
-        assert made["kl_back"] == pytest.approx(0, abs=1e-5)
-        assert made["tokens"] >= 2 * 17 * 8 * 5
+    for result in rows[-4:]:
+        assert result["kl"] == pytest.approx(0, abs=1e-5)
+        assert result["kl_back"] == pytest.approx(0, abs=1e-5)
+        assert result["tokens"] >= 2 * 17 * 8 * 5

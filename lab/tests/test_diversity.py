@@ -20,12 +20,12 @@ PROMPTS = encode(TASK.problems("train"), TASK.name, TabularTokenizer(TASK.symbol
 
 
 def test_three_problems_by_hand() -> None:
-    found = diversity_of([["a", "b", "a", "a"], ["c"], []], samples=4)
-    assert found.distinct == 1.0  # 2, 1 and 0
-    assert found.distinct_error == pytest.approx(1 / 3**0.5)
-    assert found.differ == 0.5  # 3 of the 6 pairs of the first; the others have no pair
-    assert found.pass_at == pytest.approx([(4 + 1) / 12, (1 + 1 / 2) / 3, (1 + 3 / 4) / 3, 2 / 3])
-    assert (found.prompts, found.samples) == (3, 4)
+    result = diversity_of([["a", "b", "a", "a"], ["c"], []], samples=4)
+    assert result.distinct == 1.0  # 2, 1 and 0
+    assert result.distinct_error == pytest.approx(1 / 3**0.5)
+    assert result.differ == 0.5  # 3 of the 6 pairs of the first; the others have no pair
+    assert result.pass_at == pytest.approx([(4 + 1) / 12, (1 + 1 / 2) / 3, (1 + 3 / 4) / 3, 2 / 3])
+    assert (result.prompts, result.samples) == (3, 4)
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=2, max_size=8))
@@ -37,8 +37,8 @@ def test_the_chance_to_differ_is_the_share_of_pairs_that_do(texts: list[str]) ->
 def test_the_chance_to_differ_is_unbiased_whatever_the_number_of_answers() -> None:
     shares, rng = np.array([0.5, 0.3, 0.2]), np.random.default_rng(0)
     for count in (2, 7):
-        found = [chance_to_differ(list(rng.choice(list("abc"), size=count, p=shares))) for _ in range(4000)]
-        values = np.array(found, dtype=float)
+        chances = [chance_to_differ(list(rng.choice(list("abc"), size=count, p=shares))) for _ in range(4000)]
+        values = np.array(chances, dtype=float)
         assert abs(values.mean() - (1 - (shares**2).sum())) < 4 * values.std() / 4000**0.5
 
 
@@ -54,13 +54,15 @@ def test_what_is_measured_of_an_engine_is_what_its_distribution_says() -> None:
     rewards_QO = np.array(TASK.rewards_QO)[: len(PROMPTS)]
     threshold = float(np.median(rewards_QO))
     chance_QO = distribution(policy).detach().numpy()[: len(PROMPTS)] * (rewards_QO >= threshold)
-    found = diversity(engine, TASK.reward(), PROMPTS * repeats, samples, np.random.default_rng(0), threshold=threshold)
+    result = diversity(engine, TASK.reward(), PROMPTS * repeats, samples, np.random.default_rng(0), threshold=threshold)
     expected = (1 - (1 - chance_QO) ** samples).sum(1).mean()  # an answer is among the samples, summed over answers
-    assert abs(found.distinct - expected) < 4 * found.distinct_error < 0.5
+    assert abs(result.distinct - expected) < 4 * result.distinct_error < 0.5
     accuracy_Q = chance_QO.sum(1)
-    assert found.pass_at[0] == pytest.approx(accuracy_Q.mean(), abs=4 * 0.5 / (len(PROMPTS) * repeats * samples) ** 0.5)
-    assert found.pass_at[samples - 1] == pytest.approx((1 - (1 - accuracy_Q) ** samples).mean(), abs=0.1)
-    assert list(found.pass_at) == sorted(found.pass_at)
+    assert result.pass_at[0] == pytest.approx(
+        accuracy_Q.mean(), abs=4 * 0.5 / (len(PROMPTS) * repeats * samples) ** 0.5
+    )
+    assert result.pass_at[samples - 1] == pytest.approx((1 - (1 - accuracy_Q) ** samples).mean(), abs=0.1)
+    assert list(result.pass_at) == sorted(result.pass_at)
 
 
 def test_nothing_to_sample_is_refused() -> None:

@@ -30,8 +30,8 @@ from tba_lab.figures import (
 def test_the_figures_of_a_run_are_those_it_recorded(make_run: Callable[..., Path]) -> None:
     run = make_run()
     (run / "divergence.json").write_text(json.dumps({"kl": 1.5, "reward": 0.75, "tokens": 4.0, "perplexity": 9.5}))
-    found = figures(RunRecord.read(run), "pass@1/sampled", target=0.6)
-    assert found == pytest.approx(
+    values = figures(RunRecord.read(run), "pass@1/sampled", target=0.6)
+    assert values == pytest.approx(
         {
             "pass@1/greedy": 0.9, "pass@1/sampled": 0.8, "fall": 0.0,
             "seconds_to_target": 10.0,  # 40 % at 0 s and 80 % at 20 s after the first step
@@ -51,8 +51,8 @@ def test_diversity_is_told_of_both_ends_and_pass_at_k_at_powers_of_two(make_run:
     before = {"distinct": 4.5, "differ": 0.75, "pass_at": [0.25, 0.4, 0.5, 0.6, 0.65, 0.7], "samples": 6}
     after = {"distinct": 2.0, "differ": None, "pass_at": [0.5, 0.6, 0.65, 0.7, 0.72, 0.74], "samples": 6}
     (run / "diversity.json").write_text(json.dumps({"before": before, "after": after}))
-    found = figures(RunRecord.read(run), "pass@1/sampled")
-    assert {name: value for name, value in found.items() if "of6" in name or name.startswith(("dist", "diff"))} == {
+    values = figures(RunRecord.read(run), "pass@1/sampled")
+    assert {name: value for name, value in values.items() if "of6" in name or name.startswith(("dist", "diff"))} == {
         "distinct": 2.0,
         "distinct_before": 4.5,
         "differ_before": 0.75,
@@ -64,8 +64,8 @@ def test_diversity_is_told_of_both_ends_and_pass_at_k_at_powers_of_two(make_run:
 
 
 def test_what_a_run_does_not_have_is_not_there(make_run: Callable[..., Path]) -> None:
-    found = figures(RunRecord.read(make_run()), "pass@1/sampled", target=0.85)
-    assert {"kl", "reward", "seconds_to_target", "pass@4/sampled"} & found.keys() == set()
+    values = figures(RunRecord.read(make_run()), "pass@1/sampled", target=0.85)
+    assert {"kl", "reward", "seconds_to_target", "pass@4/sampled"} & values.keys() == set()
     assert figures(RunRecord.read(make_run("second", finished=False)), "pass@1/sampled") == {}
 
 
@@ -112,11 +112,11 @@ def test_every_column_says_what_it_is_and_how_it_is_written() -> None:
 
 def test_a_failure_is_that_of_the_part_that_had_it_and_knows_how_far_it_came(tmp_path: Path) -> None:
     assert Failure.read(tmp_path) is None
-    first = Failure.record(tmp_path, ValueError("who knows"))
-    assert (first.kind, first.message, first.step) == ("ValueError", "who knows", 0)
+    failure = Failure.record(tmp_path, ValueError("who knows"))
+    assert (failure.kind, failure.message, failure.step) == ("ValueError", "who knows", 0)
     (tmp_path / "logs").mkdir()
-    left = {"kind": "NonFiniteLoss", "message": "three in a row", "traceback": "..."}
-    (tmp_path / "logs" / "trainer.error.json").write_text(json.dumps(left))
+    error = {"kind": "NonFiniteLoss", "message": "three in a row", "traceback": "..."}
+    (tmp_path / "logs" / "trainer.error.json").write_text(json.dumps(error))
     writer = MetricsWriter(tmp_path)
     writer.write(Version(0, 17), 3.0, {"loss": 1.0})
     writer.close()

@@ -30,19 +30,19 @@ def row(forms: Any, form: str, rate: float, seed: int, after: float, k: int = 16
 
 
 def test_rates_come_first_then_seeds_then_the_other_staleness(forms: Any) -> None:
-    done: list[Any] = []
+    rows: list[Any] = []
     order = []
     accuracy = {1e-4: 0.2, 2e-4: 0.3, 4e-4: 0.25}
-    while cells := forms.next_cells(done, range(2)):
+    while cells := forms.next_cells(rows, range(2)):
         order.append(cells[0])
-        done.append(row(forms, cells[0].form, cells[0].rate, cells[0].seed, accuracy[cells[0].rate], cells[0].k))
-    told = [(c.form, c.k, c.seed) for c in order]
-    first, second, third = forms.TIERS
-    tuning = [(form, 16, forms.TUNING_SEED) for form in first for _ in forms.RATES]
-    assert told[:12] == tuning
-    assert told[12:20] == [(form, 16, seed) for seed in range(2) for form in first]
-    assert [t[0] for t in told[20:26]] == ["grpo"] * 5 + ["grpo-answer"]
-    assert told[50:] == [(form, 1, seed) for seed in range(2) for form in (*first, *second, *third)]
+        rows.append(row(forms, cells[0].form, cells[0].rate, cells[0].seed, accuracy[cells[0].rate], cells[0].k))
+    settings = [(c.form, c.k, c.seed) for c in order]
+    first_tier, second_tier, third_tier = forms.TIERS
+    tuning = [(form, 16, forms.TUNING_SEED) for form in first_tier for _ in forms.RATES]
+    assert settings[:12] == tuning
+    assert settings[12:20] == [(form, 16, seed) for seed in range(2) for form in first_tier]
+    assert [t[0] for t in settings[20:26]] == ["grpo"] * 5 + ["grpo-answer"]
+    assert settings[50:] == [(form, 1, seed) for seed in range(2) for form in (*first_tier, *second_tier, *third_tier)]
     assert {c.rate for c in order if c.seed != forms.TUNING_SEED} == {2e-4}
 
 
@@ -57,10 +57,10 @@ def test_the_table_pairs_seeds_and_leaves_out_the_seed_of_the_choice(forms: Any)
     rows = [row(forms, "none", 2e-4, s, x) for s, x in enumerate((0.30, 0.20, 0.25))]
     rows += [row(forms, "exact", 2e-4, s, x) for s, x in enumerate((0.33, 0.23, 0.28))]
     tuning = [row(forms, "exact", 2e-4, forms.TUNING_SEED, x, k) for k, x in ((16, 0.99), (1, 0.5))]
-    said = forms.table([*rows, *tuning])
-    assert "| exact | 0.0002 | 3 | 28.0 [15.6, 40.4] | 23.0 | 0.50 | 9.0 | 3.0 [3.0, 3.0] |  |" in said
-    assert "k = 16: exact 0.0002: 99.0%" in said
-    assert "k = 1: exact 0.0002: 50.0%" in said
+    table = forms.table([*rows, *tuning])
+    assert "| exact | 0.0002 | 3 | 28.0 [15.6, 40.4] | 23.0 | 0.50 | 9.0 | 3.0 [3.0, 3.0] |  |" in table
+    assert "k = 16: exact 0.0002: 99.0%" in table
+    assert "k = 1: exact 0.0002: 50.0%" in table
 
 
 def test_the_table_has_a_form_at_its_best_rate_alone(forms: Any) -> None:
@@ -110,30 +110,30 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("form", ["asymmetric", "decoupled", "tba-prime"])
 def test_runs_are_made_and_kept_and_equal_when_made_again(tmp_path: Path, model: Path, forms: Any, form: str) -> None:
-    fixed = ["--model.path", str(model), "--model.device", "cpu", "--prompts.max-tokens", "1000", *SMALL]
-    cell, made = forms.Cell(form, 16, 0.5, 1e-4, 0), []
+    arguments = ["--model.path", str(model), "--model.device", "cpu", "--prompts.max-tokens", "1000", *SMALL]
+    cell, result_rows = forms.Cell(form, 16, 0.5, 1e-4, 0), []
     for name in ("a", "b"):
-        rows = tmp_path / f"{name}.csv"
-        assert forms.Bench(rows, tmp_path / name, "cpu", fixed).make_runs(1, partial(forms.missing_cells, [cell]))
-        made += forms.read_rows(rows)
+        path = tmp_path / f"{name}.csv"
+        assert forms.Bench(path, tmp_path / name, "cpu", arguments).make_runs(1, partial(forms.missing_cells, [cell]))
+        result_rows += forms.read_rows(path)
         assert [p.name for p in (tmp_path / name).iterdir()] == [f"{cell.name}.log"]
-    assert [r.name for r in made] == [cell.name] * 2
-    assert made[0] == made[1]
+    assert [r.name for r in result_rows] == [cell.name] * 2
+    assert result_rows[0] == result_rows[1]
 
 
 def test_the_second_rule_tunes_at_each_age_and_pools_by_precision(forms: Any) -> None:
-    done: list[Any] = []
-    while cells := forms.next_rule_cells(done):
+    rows: list[Any] = []
+    while cells := forms.next_rule_cells(rows):
         cell = cells[0]
         after = {1e-4: 0.2, 2e-4: 0.4, 4e-4: 0.3}[cell.rate] + (cell.form == "least-variance") * 0.05
         spread = 0.01 * (cell.seed % 2)
-        done.append(row(forms, cell.form, cell.rate, cell.seed, after + spread * (cell.form == "none"), cell.k))
-    counts = {(form, k): sum((r.form, r.k) == (form, k) for r in done) for form in forms.RULE_FORMS for k in (16, 1)}
+        rows.append(row(forms, cell.form, cell.rate, cell.seed, after + spread * (cell.form == "none"), cell.k))
+    counts = {(form, k): sum((r.form, r.k) == (form, k) for r in rows) for form in forms.RULE_FORMS for k in (16, 1)}
     assert counts == {(form, k): 3 + n for form in forms.RULE_FORMS for k, n in ((16, 16), (1, 25))}
-    verdict = forms.rule_verdict(done, *forms.RULE_FORMS)
+    verdict = forms.rule_verdict(rows, *forms.RULE_FORMS)
     assert verdict.startswith("least-variance less none: 4.5 (0.1) at k = 16, 4.5 (0.1) at k = 1; pooled 4.5 [")
     assert verdict.endswith(": least-variance")
     noise = {"none": (0.30, 0.31, 0.35), "least-variance": (0.31, 0.30, 0.36)}
-    alike = [row(forms, form, 2e-4, s, x, k) for form, xs in noise.items() for s, x in enumerate(xs) for k in (16, 1)]
-    assert forms.rule_verdict(alike, *forms.RULE_FORMS).endswith(": none")
+    equal_rows = [row(forms, form, 2e-4, s, x, k) for form, xs in noise.items() for s, x in enumerate(xs) for k in (16, 1)]
+    assert forms.rule_verdict(equal_rows, *forms.RULE_FORMS).endswith(": none")
     assert "waits for runs: 0 pairs" in forms.rule_verdict([], *forms.RULE_FORMS)

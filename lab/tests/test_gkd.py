@@ -20,19 +20,19 @@ def test_the_loss_and_its_gradient_are_those_of_trl_on_the_same_logits(beta: flo
     teacher, mask = 2 * torch.randn(2, 6, 11, dtype=torch.float64), torch.rand(2, 6) > 0.4
     s, t = student.log_softmax(-1), teacher.log_softmax(-1)
     if beta in (0, 1):
-        each = kl_div(s, t, reduction="none", log_target=True) if beta == 0 else kl_div(
+        divergence = kl_div(s, t, reduction="none", log_target=True) if beta == 0 else kl_div(
             t, s, reduction="none", log_target=True
         )  # fmt: skip
     else:
         m = torch.logsumexp(torch.stack([s + math.log1p(-beta), t + math.log(beta)]), 0)
         of_teacher, of_student = (kl_div(m, p, reduction="none", log_target=True) for p in (t, s))
-        each = beta * of_teacher + (1 - beta) * of_student
-    expected = each[mask].sum() / mask.sum()
-    (slope,) = torch.autograd.grad(expected, student, retain_graph=True)
-    found = generalised_jsd(s[mask], t[mask], beta)
-    (own,) = torch.autograd.grad(found, student)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(own, slope, rtol=1e-10, atol=1e-12)
+        divergence = beta * of_teacher + (1 - beta) * of_student
+    expected = divergence[mask].sum() / mask.sum()
+    (expected_gradient,) = torch.autograd.grad(expected, student, retain_graph=True)
+    loss = generalised_jsd(s[mask], t[mask], beta)
+    (gradient,) = torch.autograd.grad(loss, student)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-10, atol=1e-12)
 
 
 def test_equal_models_lose_nothing_and_others_do() -> None:

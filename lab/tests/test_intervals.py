@@ -38,18 +38,18 @@ def test_a_single_value_says_nothing_about_a_difference_and_no_spread_says_all()
 
 def test_a_relative_variance_by_hand() -> None:
     draws = np.array([[2.0, 0.0], [1.0, 1.0], [3.0, -1.0]])  # deviations 0, (-1, 1), (1, -1) from (2, 0): trace 2
-    found = relative_variance(draws @ draws.T)
-    assert found.estimate == pytest.approx(2.0 / (4.0 - 2.0 / 3))  # the mean's square is too large by trace / 3
+    interval = relative_variance(draws @ draws.T)
+    assert interval.estimate == pytest.approx(2.0 / (4.0 - 2.0 / 3))  # the mean's square is too large by trace / 3
 
 
 def test_a_relative_variance_is_found_where_it_is_known_and_its_interval_holds_it() -> None:
     mean, spread, rng = np.array([3.0, 0.0, -4.0] + [0.0] * 47), 2.0, np.random.default_rng(0)
-    known, held = 50 * spread**2 / 25.0, 0
+    variance, hits = 50 * spread**2 / 25.0, 0
     for _ in range(300):
         draws = mean + spread * rng.standard_normal((40, 50))
-        found = relative_variance(draws @ draws.T)
-        held += holds(found, known)
-    assert 270 <= held <= 298  # 285 of 300 are expected
+        interval = relative_variance(draws @ draws.T)
+        hits += holds(interval, variance)
+    assert 270 <= hits <= 298  # 285 of 300 are expected
 
 
 def test_a_relative_variance_does_not_depend_on_scale_and_is_infinite_without_a_mean() -> None:

@@ -23,8 +23,8 @@ def test_the_mean_of_a_capped_ratio_is_the_integral(long_answers: Any, log_ratio
     assert long_answers.capped_mean(log_ratio, spread) == pytest.approx(float(np.trapezoid(rho * density, z)), abs=1e-6)
 
 
-def case(long_answers: Any, form: str, what: str, length: int) -> Any:
-    return long_answers.Case(form, length, long_answers.SPREADS[what](length), 4000)
+def case(long_answers: Any, form: str, precision: str, length: int) -> Any:
+    return long_answers.Case(form, length, long_answers.SPREADS[precision](length), 4000)
 
 
 def test_the_difference_of_engine_and_trainer_costs_at_8000_tokens_half_of_the_sample_in_bfloat16(
@@ -36,8 +36,8 @@ def test_the_difference_of_engine_and_trainer_costs_at_8000_tokens_half_of_the_s
 
 
 def test_no_length_moves_exact_and_the_cap_moves_what_is_pushed_up_far_from_the_data(long_answers: Any) -> None:
-    for what in long_answers.SPREADS:
-        assert abs(case(long_answers, "exact", what, 8000).bias(0.9)) < 1e-3
+    for precision in long_answers.SPREADS:
+        assert abs(case(long_answers, "exact", precision, 8000).bias(0.9)) < 1e-3
     assert abs(case(long_answers, "asymmetric", "bfloat16", 2000).bias(0.5)) < 1e-3
     assert case(long_answers, "asymmetric", "bfloat16", 8000).bias(0.5) == pytest.approx(0.021, abs=0.005)
     assert case(long_answers, "asymmetric", "bfloat16", 8000).bias(0.9) == pytest.approx(0.26, abs=0.02)

@@ -32,7 +32,7 @@ def one_gpu() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def found(one_gpu: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def parts(one_gpu: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What all parts find with the tiny model; with ten times the usual limits, for a machine that others use too."""
     out = tmp_path_factory.mktemp("one_gpu") / "one_gpu.json"
     code = one_gpu.main(["--device", "cpu", "--small", "--seconds", "2400", "--out", str(out)])
@@ -41,59 +41,61 @@ def found(one_gpu: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
     return parts
 
 
-def test_every_part_is_done_and_every_figure_is_finite(one_gpu: Any, found: dict[str, Any]) -> None:
-    assert list(found) == [name for name in one_gpu.PARTS if name != "smollm2"]
-    assert not [name for name, figures in found.items() if {"failed", "skipped"} & set(figures)]
-    ways = {name: figures for name, figures in found["arrangements"].items() if isinstance(figures, dict)}
-    assert {name for name, figures in ways.items() if "failed" in figures} == {"processes, MPS"}  # needs NVIDIA's
+def test_every_part_is_done_and_every_figure_is_finite(one_gpu: Any, parts: dict[str, Any]) -> None:
+    assert list(parts) == [name for name in one_gpu.PARTS if name != "smollm2"]
+    assert not [name for name, figures in parts.items() if {"failed", "skipped"} & set(figures)]
+    arrangements = {name: figures for name, figures in parts["arrangements"].items() if isinstance(figures, dict)}
+    assert {name for name, figures in arrangements.items() if "failed" in figures} == {
+        "processes, MPS"
+    }  # needs NVIDIA's
 
     def numbers(value: Any) -> Iterator[float]:
         if isinstance(value, dict | list):
-            for own in value.values() if isinstance(value, dict) else value:
-                yield from numbers(own)
+            for item in value.values() if isinstance(value, dict) else value:
+                yield from numbers(item)
         elif isinstance(value, int | float):
             yield value
 
-    assert all(math.isfinite(number) for number in numbers(found))
+    assert all(math.isfinite(number) for number in numbers(parts))
 
 
-def test_the_docs_table_names_figures_that_the_script_writes(found: dict[str, Any]) -> None:
+def test_the_docs_table_names_figures_that_the_script_writes(parts: dict[str, Any]) -> None:
     tool = script("tools/one_gpu_figures.py")
     lacking = {
         f"{part}.{path}"
         for part, _, path, _, written in tool.FIGURES
-        if part != "smollm2" and not tool.figure({"parts": found}, part, path, written)
+        if part != "smollm2" and not tool.figure({"parts": parts}, part, path, written)
     }
     of_a_gpu = ("microseconds_a_kernel_of_a_graph", "pinned_to_device_GB_per_second", "pinned_to_host_GB_per_second")
     assert lacking == {f"environment.{name}" for name in of_a_gpu}
-    assert all(name in found[part] for name, part in tool.ARRANGEMENTS.items())
+    assert all(name in parts[part] for name, part in tool.ARRANGEMENTS.items())
 
 
-def test_a_token_step_launches_as_much_for_16_slots_as_for_64(found: dict[str, Any]) -> None:
-    few, many = found["engine"], found["engine-256"]
+def test_a_token_step_launches_as_much_for_16_slots_as_for_64(parts: dict[str, Any]) -> None:
+    few, many = parts["engine"], parts["engine-256"]
     assert (few["slots"], many["slots"]) == (16, 64)
     assert few["launches_a_step"] == many["launches_a_step"]
 
 
-def test_a_checkpointed_step_launches_the_forward_of_its_layers_again(found: dict[str, Any]) -> None:
-    plain, again = found["trainer"], found["trainer-checkpointed"]
-    assert 1.05 < again["launches_a_step"] / plain["launches_a_step"] < 1.5
-    for figures in (plain, again):
+def test_a_checkpointed_step_launches_the_forward_of_its_layers_again(parts: dict[str, Any]) -> None:
+    stored, recomputed = parts["trainer"], parts["trainer-checkpointed"]
+    assert 1.05 < recomputed["launches_a_step"] / stored["launches_a_step"] < 1.5
+    for figures in (stored, recomputed):
         assert sum(figures["shares_of_kernel_time"].values()) == pytest.approx(1, abs=1e-3)
         assert len(figures["top_kernels"]) == 10
 
 
-def test_at_version_0_the_trainer_is_the_reference_and_agrees_with_the_engine(found: dict[str, Any]) -> None:
-    reference, engine = (found["log-ratio"][f"trainer_against_{name}"] for name in ("reference", "engine"))
+def test_at_version_0_the_trainer_is_the_reference_and_agrees_with_the_engine(parts: dict[str, Any]) -> None:
+    reference, engine = (parts["log-ratio"][f"trainer_against_{name}"] for name in ("reference", "engine"))
     assert reference["mean_square_of_an_answer"] == 0
     assert 0 < engine["mean_square_of_a_token"] < 1e-4  # bfloat16, logits of about 0.2
     assert 0.99 < engine["effective_sample_size"] <= 1 + 1e-6
 
 
-def test_what_the_tests_of_the_gpu_recorded_is_among_the_figures(found: dict[str, Any]) -> None:
-    recorded = {name: figures for name, figures in found["tests"].items() if name.startswith("test_at_version_0")}
-    assert {name.rpartition("[")[2] for name in recorded} == {"bfloat16]", "float32]"}
-    assert all(figures["mean_square_of_an_answer_against_reference"] == 0 for figures in recorded.values())
+def test_what_the_tests_of_the_gpu_recorded_is_among_the_figures(parts: dict[str, Any]) -> None:
+    tests = {name: figures for name, figures in parts["tests"].items() if name.startswith("test_at_version_0")}
+    assert {name.rpartition("[")[2] for name in tests} == {"bfloat16]", "float32]"}
+    assert all(figures["mean_square_of_an_answer_against_reference"] == 0 for figures in tests.values())
 
 
 def test_some_parts_only_are_measured_again_and_the_others_kept(
@@ -130,9 +132,9 @@ def test_a_part_that_reaches_its_limit_leaves_what_it_had_and_no_process(one_gpu
         signal.pause()
 
     context = one_gpu.Context("cpu", "tiny", tmp_path)
-    found = one_gpu.run_in_process("endless", endless, context, 3.0, tmp_path / "log")
-    assert found["failed"] == "it was not done after 3 s"
-    until(lambda: not alive(found["child"]), 30.0, "what it had started to be gone")
+    figures = one_gpu.run_in_process("endless", endless, context, 3.0, tmp_path / "log")
+    assert figures["failed"] == "it was not done after 3 s"
+    until(lambda: not alive(figures["child"]), 30.0, "what it had started to be gone")
 
 
 def test_a_part_that_fails_says_so_by_its_last_line(one_gpu: Any, tmp_path: Path) -> None:
@@ -140,8 +142,8 @@ def test_a_part_that_fails_says_so_by_its_last_line(one_gpu: Any, tmp_path: Path
         note(before=1)
         raise ValueError("there is nothing to measure")
 
-    found = one_gpu.run_in_process("failing", failing, one_gpu.Context("cpu", "tiny", tmp_path), 60.0, tmp_path / "log")
-    assert (found["before"], found["failed"]) == (1, "ValueError: there is nothing to measure")
+    figures = one_gpu.run_in_process("failing", failing, one_gpu.Context("cpu", "tiny", tmp_path), 60.0, tmp_path / "log")
+    assert (figures["before"], figures["failed"]) == (1, "ValueError: there is nothing to measure")
     assert "Traceback" in (tmp_path / "log").read_text()
 
 
@@ -182,10 +184,10 @@ def test_a_captured_graph_is_one_launch_of_many_kernels_and_a_named_range_is_non
 
 def test_equal_weights_that_differ_by_a_constant_in_one_of_two_tokens(one_gpu: Any) -> None:
     ratio_BT, mask_BT = np.array([[0.1, 0.0], [-0.1, 9.0]]), np.array([[1, 1], [1, 0]])
-    found = one_gpu.log_ratio_figures(ratio_BT * mask_BT, mask_BT)
-    assert found["mean_square_of_a_token"] == pytest.approx(0.02 / 3)
-    assert found["mean_square_of_an_answer"] == pytest.approx(0.01)
-    assert found["effective_sample_size"] == pytest.approx(math.cosh(0.1) ** 2 / math.cosh(0.2))
+    figures = one_gpu.log_ratio_figures(ratio_BT * mask_BT, mask_BT)
+    assert figures["mean_square_of_a_token"] == pytest.approx(0.02 / 3)
+    assert figures["mean_square_of_an_answer"] == pytest.approx(0.01)
+    assert figures["effective_sample_size"] == pytest.approx(math.cosh(0.1) ** 2 / math.cosh(0.2))
 
 
 def test_a_server_of_mps_is_told_to_quit_when_what_it_served_has_failed(
@@ -193,9 +195,9 @@ def test_a_server_of_mps_is_told_to_quit_when_what_it_served_has_failed(
 ) -> None:
     import one_gpu_sharing
 
-    told = tmp_path / "told"
+    log = tmp_path / "told"
     control = tmp_path / one_gpu_sharing.MPS  # the real one needs a GPU: this writes down what it is told
-    control.write_text(f'#!/bin/sh\necho "$CUDA_MPS_PIPE_DIRECTORY $@" >> {told}\n[ "$1" = -d ] || cat >> {told}\n')
+    control.write_text(f'#!/bin/sh\necho "$CUDA_MPS_PIPE_DIRECTORY $@" >> {log}\n[ "$1" = -d ] || cat >> {log}\n')
     control.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
@@ -204,7 +206,7 @@ def test_a_server_of_mps_is_told_to_quit_when_what_it_served_has_failed(
 
     with pytest.raises(RuntimeError, match="mps-pipe"):
         one_gpu_sharing.run_under_mps(served, tmp_path)
-    assert told.read_text().splitlines() == [f"{tmp_path}/mps-pipe -d", f"{tmp_path}/mps-pipe ", "quit"]
+    assert log.read_text().splitlines() == [f"{tmp_path}/mps-pipe -d", f"{tmp_path}/mps-pipe ", "quit"]
 
 
 def test_two_halves_that_take_turns_keep_as_much_as_their_times_leave(one_gpu: Any, tmp_path: Path) -> None:

@@ -128,11 +128,11 @@ def test_a_run_that_was_cut_off_is_made_anew_and_one_without_its_divergence_is_m
 
 
 def test_two_runs_at_a_time_end_in_the_same_table(whole: Path, tmp_path: Path) -> None:
-    both, one = threading.Barrier(2), threading.Lock()
+    barrier, lock = threading.Barrier(2), threading.Lock()
 
     def together(trial: Trial, stop: Callable[[], bool]) -> int:
-        both.wait(60)  # breaks unless another run has begun
-        with one:  # in this process torch has one state for all
+        barrier.wait(60)  # breaks unless another run has begun
+        with lock:  # in this process torch has one state for all
             return trial_process.carry_out(trial.order())
 
     assert run_study(TOY, StudyOptions(out=tmp_path, only="often,rarely", jobs=2), (), together) == 0
@@ -185,10 +185,10 @@ def test_a_table_is_what_the_runs_own_files_say(whole: Path) -> None:
 
 
 def test_diversity_is_of_the_weights_before_and_after_by_the_same_draws(whole: Path) -> None:
-    found = [json.loads((whole / "runs" / f"{v}-0" / "diversity.json").read_text()) for v in ("often", "rarely")]
-    assert found[0]["before"] == found[1]["before"]  # both began with the same weights
+    diversities = [json.loads((whole / "runs" / f"{v}-0" / "diversity.json").read_text()) for v in ("often", "rarely")]
+    assert diversities[0]["before"] == diversities[1]["before"]  # both began with the same weights
     for when in ("before", "after"):
-        measured = found[0][when]
+        measured = diversities[0][when]
         assert (measured["prompts"], measured["samples"], len(measured["pass_at"])) == (2, 4, 4)
         assert measured["pass_at"] == sorted(measured["pass_at"])
         assert measured["pass_at"][3] <= measured["distinct"] <= 4
@@ -230,15 +230,15 @@ def test_a_run_whose_process_was_killed_or_said_nothing_is_a_row_too(tmp_path: P
 
 def test_studies_lists_each_study_with_its_description(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["studies"]) == 0
-    listed = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in listed] == recipe_names(STUDIES)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == recipe_names(STUDIES)
     known = {"staleness", "ablations", "selection", "frontier", "sizes", "noise", "correction"}
     assert known <= set(recipe_names(STUDIES))
 
 
 def test_plots_are_drawn_of_what_varies(whole: Path) -> None:
-    drawn = {path.name for path in whole.glob("*.png")}
-    assert drawn == {
+    names_of_plots = {path.name for path in whole.glob("*.png")}
+    assert names_of_plots == {
         "over-time.png",
         "frontier.png",
         "pass@1-sampled-against-sync_every.png",
@@ -254,8 +254,8 @@ def test_plots_are_drawn_of_what_varies(whole: Path) -> None:
 def test_what_a_run_finds_when_it_begins_and_what_has_no_effect_make_it_no_other_recipe(tmp_path: Path) -> None:
     recipe, overrides = with_weights(find("quickstart"), [], lambda line: None)
     assert "--model.dtype" in overrides
-    begun = replace(recipe, cluster=ClusterSettings(searcher_gpus=0.0))  # as was the default once
-    RunDirectory.create(tmp_path / "run", "quickstart", overrides, begun)
+    run_recipe = replace(recipe, cluster=ClusterSettings(searcher_gpus=0.0))  # as was the default once
+    RunDirectory.create(tmp_path / "run", "quickstart", overrides, run_recipe)
     trial = Trial(find_study(TOY), "often", 0, "quickstart", (), find("quickstart"), tmp_path / "run")
     assert trial.difference() is None
     assert replace(trial, recipe=replace(trial.recipe, seed=7)).difference() == "seed was 0 and is 7"
@@ -278,19 +278,19 @@ def test_seeds_that_are_there_stay_in_the_table(copy: Path) -> None:
 
 
 def test_ctrl_c_ends_the_run_in_its_own_process_where_it_is_whole(tmp_path: Path) -> None:
-    one = ("--only", "often", "--seeds", "5", "--steps", "1000000")
-    child = command("study", TOY, "--out", str(tmp_path), *one, program=main)
+    options = ("--only", "often", "--seeds", "5", "--steps", "1000000")
+    child = command("study", TOY, "--out", str(tmp_path), *options, program=main)
     try:
         metrics = tmp_path / "runs" / "often-5" / "metrics.jsonl"
         pause = threading.Event()
         while child.poll() is None and not (metrics.exists() and metrics.stat().st_size):  # a step is in it
             pause.wait(0.05)
         child.send_signal(signal.SIGINT)
-        said, errors = child.communicate(timeout=120)
+        output, errors = child.communicate(timeout=120)
     finally:
         child.kill()
     assert (child.returncode, errors) == (130, "")
-    assert "the same command continues from here" in " ".join(said.split())
+    assert "the same command continues from here" in " ".join(output.split())
     summary = Summary.read(tmp_path / "runs" / "often-5")
     assert summary is not None
     assert summary.faults["stopped"] is True

@@ -55,10 +55,10 @@ def test_centred_plainly_and_then_weighted_they_do_not() -> None:
 
 def test_without_weights_it_is_trajectory_balance() -> None:
     batch, log_policy_BT = random_batch(5)
-    ours, theirs = (
+    form_BT, core_BT = (
         slopes(o, batch, log_policy_BT)[0] for o in (FORMS["one"], TrajectoryBalance(BETA, off_policy="none"))
     )
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    torch.testing.assert_close(form_BT, core_BT, rtol=0, atol=1e-12)
 
 
 def test_the_core_is_among_these_forms() -> None:
@@ -66,9 +66,9 @@ def test_the_core_is_among_these_forms() -> None:
     assert batch.log_behavior_BT is not None
     far_BT = batch.log_behavior_BT + 4 * (log_policy_BT - batch.log_behavior_BT)
     exact = WeightedBalance(BETA, "ratio", cap=8.0, normalised=True, spread=2.0)
-    for own in (TrajectoryBalance(BETA, off_policy="exact"), TrajectoryBalance(BETA)):  # nothing was seen before
-        ours, theirs = (slopes(o, batch, far_BT)[0] for o in (exact, own))
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    for core in (TrajectoryBalance(BETA, off_policy="exact"), TrajectoryBalance(BETA)):  # nothing was seen before
+        form_BT, core_BT = (slopes(o, batch, far_BT)[0] for o in (exact, core))
+        torch.testing.assert_close(form_BT, core_BT, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.5, 1.0, 2.0])
@@ -76,9 +76,9 @@ def test_between_the_papers_form_and_the_default_weights_spread_by_at_most_so_mu
     batch, log_policy_BT = random_batch(6)
     assert batch.log_behavior_BT is not None
     far_BT = batch.log_behavior_BT + 4 * (log_policy_BT - batch.log_behavior_BT)
-    alike = WeightedBalance(BETA, "ratio", cap=8.0, normalised=True, spread=spread) if spread else WeightedBalance(BETA)
-    ours, theirs = (slopes(o, batch, far_BT)[0] for o in (SpreadBalance(BETA, spread=spread), alike))
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    equal = WeightedBalance(BETA, "ratio", cap=8.0, normalised=True, spread=spread) if spread else WeightedBalance(BETA)
+    spread_BT, equal_BT = (slopes(o, batch, far_BT)[0] for o in (SpreadBalance(BETA, spread=spread), equal))
+    torch.testing.assert_close(spread_BT, equal_BT, rtol=0, atol=1e-12)
 
 
 def test_a_clipped_answer_has_no_say_in_its_group() -> None:

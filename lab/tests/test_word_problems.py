@@ -22,12 +22,12 @@ def of_templates(problems: list[Problem]) -> set[str]:
 
 def test_training_and_evaluation_share_no_problem_and_the_held_out_templates_are_never_trained() -> None:
     train, evaluation = WordProblems().problems("train"), WordProblems().problems("eval")
-    new = WordProblems(templates="held_out").problems("eval")
-    assert (len(train), len(evaluation), len(new)) == (4000, 1000, 1000)
-    asked = [{p.fields["question"] for p in part} for part in (train, evaluation, new)]
-    assert [len(part) for part in asked] == [4000, 1000, 1000]
-    assert not asked[0] & (asked[1] | asked[2])
-    assert of_templates(new) == held_out()
+    other_templates = WordProblems(templates="held_out").problems("eval")
+    assert (len(train), len(evaluation), len(other_templates)) == (4000, 1000, 1000)
+    questions = [{p.fields["question"] for p in part} for part in (train, evaluation, other_templates)]
+    assert [len(part) for part in questions] == [4000, 1000, 1000]
+    assert not questions[0] & (questions[1] | questions[2])
+    assert of_templates(other_templates) == held_out()
     assert of_templates(train) == of_templates(evaluation) == {t.text for t in TEMPLATES} - held_out()
     assert len(TEMPLATES) == 36
     assert len(held_out()) == 10
@@ -40,8 +40,8 @@ def test_every_worked_answer_is_arithmetic_and_ends_with_the_answer(largest: int
     for problem in every:
         worked, answer = str(problem.demonstration), str(problem.fields["answer"])
         for line in worked.split(", "):
-            left, operation, right, _, result = line.split()
-            assert EVALUATED[operation](Fraction(left), Fraction(right)) == Fraction(result), worked
+            a, operation, b, _, result = line.split()
+            assert EVALUATED[operation](Fraction(a), Fraction(b)) == Fraction(result), worked
         assert grade(worked, answer)
         assert not grade(worked, str(int(answer) + 1))
         numbers = re.findall(r"-?[0-9]+", str(problem.fields["question"]))

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from tba.api import Run as Run
     from tba.api import check as check
     from tba.api import evaluate as evaluate
+    from tba.api import load_recipe as load_recipe
     from tba.api import open_run as open_run
     from tba.api import train as train
+    from tba.batch import collate as collate
     from tba.engines.transformers import EngineSettings as EngineSettings
     from tba.environments.hosts import EpisodeLimits as EpisodeLimits
     from tba.environments.task import EnvironmentTask as EnvironmentTask
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from tba.errors import TbaError as TbaError
     from tba.errors import UserError as UserError
     from tba.evaluation.accuracy import EvaluationSettings as EvaluationSettings
+    from tba.generation import generate as generate
     from tba.models.endpoint_teacher import EndpointTeacher as EndpointTeacher
     from tba.models.huggingface import HuggingFace as HuggingFace
     from tba.models.warm_start import Lesson as Lesson
@@ -78,6 +81,7 @@ if TYPE_CHECKING:
     from tba.types import Prompt as Prompt
     from tba.types import Sampling as Sampling
     from tba.types import Trajectory as Trajectory
+    from tba.types import Version as Version
 
 # of each name above the module that has it: a name stands once, where type checkers see it
 _NODES = ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))

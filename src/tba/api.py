@@ -82,6 +82,11 @@ class Run(Shown):
                 yield from chunk
 
 
+def load_recipe(name: str) -> Recipe:
+    """Returns the recipe of a name (`"quickstart"`), or the one that a Python file defines, by its path."""
+    return find(name)
+
+
 def open_run(path: str | Path) -> Run:
     """Opens the run in a folder. Raises `UserError` when there is none."""
     from tba.runtime.run_directory import RunDirectory

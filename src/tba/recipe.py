@@ -26,7 +26,7 @@ from tba.rollout.prompts import PromptSettings
 from tba.rollout.vine import Vine
 from tba.training.control import Control
 from tba.training.optimizer import OptimizerSettings
-from tba.training.ranks.messages import LOADING, RankSettings
+from tba.training.ranks.messages import LOADING_SECONDS, RankSettings
 from tba.training.teacher import Teacher
 from tba.types import Json
 from tba.weights.directory import PublishSettings
@@ -66,7 +66,7 @@ class RuntimeSettings:
         """Returns the seconds until a part must give its first heartbeat. Before that it loads libraries and a model,
         and ranks of the trainer wait as long for each other.
         """
-        return max(self.silence_deadline, LOADING + 60.0)
+        return max(self.silence_deadline, LOADING_SECONDS + 60.0)
 
     @property
     def journal_deadline(self) -> float:

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import tba
 from tba.__main__ import main
@@ -36,7 +38,7 @@ def path(name: str) -> str:
     return str(EXAMPLES / f"{name}.py")
 
 
-def trained(name: str, runs: Path, *fields: str) -> tba.Run:
+def trained_run(name: str, runs: Path, *fields: str) -> tba.Run:
     assert main(["train", path(name), *FEW, *fields, "--runs", str(runs), "--run-name", name]) == 0
     run = tba.open_run(runs / name)
     assert run.summary is not None
@@ -50,9 +52,9 @@ def module(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"example_{name}", path(name))
     assert spec is not None
     assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    return example
 
 
 def cells() -> list[str]:
@@ -63,13 +65,34 @@ def cells() -> list[str]:
 @pytest.mark.parametrize("name", [*RECIPES, "first_run.ipynb"])
 def test_an_example_has_three_imports_at_most_and_says_first_how_it_is_run(name: str) -> None:
     source = "\n".join(cells()) if name.endswith("ipynb") else Path(path(name)).read_text()
-    parsed = ast.parse(source)
-    imports = [node for node in ast.walk(parsed) if isinstance(node, ast.Import | ast.ImportFrom)]
+    tree = ast.parse(source)
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     assert 1 <= len(imports) <= 3
     if not name.endswith("ipynb"):
-        said = ast.get_docstring(parsed) or ""
-        assert f"tba train examples/{name}.py" in said
+        docstring = ast.get_docstring(tree) or ""
+        assert f"tba train examples/{name}.py" in docstring
         assert len(source.splitlines()) <= 110
+
+
+def test_the_algorithm_is_one_page_of_public_names() -> None:
+    source = Path(path("loop")).read_text()
+    nodes = list(ast.walk(ast.parse(source)))
+    modules = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    modules |= {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
+    assert len(source.splitlines()) <= 150
+    assert {str(module).partition(".")[0] for module in modules} - sys.stdlib_module_names == {"numpy", "torch", "tba"}
+    assert "tba" in modules
+    assert not any(str(module).startswith("tba.") for module in modules)
+    assert {n.attr for n in nodes if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "tba"} <= set(tba.__all__)
+
+
+def test_the_algorithm_on_one_page_runs_and_says_what_it_has_learnt(capsys: pytest.CaptureFixture[str]) -> None:
+    threads = torch.get_num_threads()
+    before, after = module("loop").main(steps=8, problems=50)
+    torch.set_num_threads(threads)
+    assert 0.1 < before < 0.5
+    assert after > before
+    assert f"held-out accuracy: {before:.1%} before, {after:.1%} after 8 steps" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -81,16 +104,16 @@ def test_an_examples_objective_is_the_default_trajectory_balance(name: str) -> N
 @pytest.mark.parametrize("name", ["my_task", "two_rewards", "my_file", "my_judge"])
 def test_an_examples_splits_share_nothing(name: str) -> None:
     task = find(path(name)).task
-    train, held = ({str(p.prompt) for p in task.problems(split)} for split in ("train", "eval"))
-    assert len(train) > len(held) >= 40
-    assert not train & held
+    train, held_out = ({str(p.prompt) for p in task.problems(split)} for split in ("train", "eval"))
+    assert len(train) > len(held_out) >= 40
+    assert not train & held_out
 
 
-def judged(reward: Any, fields: dict[str, Any], *texts: str) -> list[tuple[float, dict[str, float]]]:
-    one = np.array([1], dtype=np.int32)
-    prompt = Prompt("example", one, "?", fields)
-    answered = [(prompt, Completion(one, text, StopReason.EOS, (Version(), Version()))) for text in texts]
-    return [(j.reward, dict(j.parts)) for j in reward.judge(answered)]
+def rewards_and_parts(reward: Any, fields: dict[str, Any], *texts: str) -> list[tuple[float, dict[str, float]]]:
+    tokens = np.array([1], dtype=np.int32)
+    prompt = Prompt("example", tokens, "?", fields)
+    answers = [(prompt, Completion(tokens, text, StopReason.EOS, (Version(), Version()))) for text in texts]
+    return [(j.reward, dict(j.parts)) for j in reward.judge(answers)]
 
 
 def test_a_task_with_letters_makes_its_base_and_learns_from_its_reward(tmp_path: Path) -> None:
@@ -99,10 +122,13 @@ def test_a_task_with_letters_makes_its_base_and_learns_from_its_reward(tmp_path:
     right = sum(p.demonstration == p.fields["answer"] for p in problems) / len(problems)
     assert right == pytest.approx(0.3 + 0.7 / 26, abs=0.05)  # two equal neighbours may be swapped
     assert all(sorted(p.demonstration or "") == list(p.fields["answer"]) for p in problems)
-    assert judged(task.reward(), {"answer": "elmno"}, "elmno", "lemno") == [(1.0, {"right": 1}), (0.0, {"right": 0})]
+    assert rewards_and_parts(task.reward(), {"answer": "elmno"}, "elmno", "lemno") == [
+        (1.0, {"right": 1}),
+        (0.0, {"right": 0}),
+    ]
     with pytest.raises(tba.UserError, match=r"--task\.length is 1: give 2 letters or more"):
         replace(task, length=1)
-    run = trained("my_task", tmp_path, *SCRATCH)
+    run = trained_run("my_task", tmp_path, *SCRATCH)
     assert {c for t in run.trajectories() for c in t.prompt.text} <= set("abcdefghijklmnopqrstuvwxyz>")
 
 
@@ -113,7 +139,7 @@ def test_an_environments_episodes_are_trained_turn_by_turn(tmp_path: Path) -> No
     assert [episode.step(text) for text in ("a", "no letter", "p", episode.letter)] == ["b-p?", "b-p?", "b-o?", None]
     assert episode.get_reward() == pytest.approx(0.7)
     few = ["--task.worlds", "300", "--model.warm-start.sft.steps", "60", "--model.warm-start.sft.batch-size", "32"]
-    run = trained("my_environment", tmp_path, *few)
+    run = trained_run("my_environment", tmp_path, *few)
     assert run.summary is not None
     assert 0 < run.summary.tokens.observed < run.summary.tokens.generated
     assert {len(t.completion.mask) == t.length for t in run.trajectories() if t.completion.mask is not None} == {True}
@@ -122,9 +148,11 @@ def test_an_environments_episodes_are_trained_turn_by_turn(tmp_path: Path) -> No
 def test_two_rewards_are_summed_by_weight_and_seen_apart(tmp_path: Path) -> None:
     task = find(path("two_rewards")).task
     assert {c for p in task.problems("train") for c in p.prompt + p.fields["answer"]} <= set(Arithmetic().alphabet)
-    rewards = [reward for reward, _ in judged(task.reward(), {"answer": "096"}, "096", "095", "0961", "", "690")]
+    rewards = [
+        reward for reward, _ in rewards_and_parts(task.reward(), {"answer": "096"}, "096", "095", "0961", "", "690")
+    ]
     assert rewards == pytest.approx([1.0, 1 / 3, 3 / 8, 0.0, 1 / 6])
-    run = trained("two_rewards", tmp_path)
+    run = trained_run("two_rewards", tmp_path)
     for row in run.metrics():
         parts = row["reward/right"], row["reward/right_digits"]
         assert row["reward"] == pytest.approx(0.5 * parts[0] + 0.5 * parts[1])
@@ -134,7 +162,7 @@ def test_answers_that_are_there_already_are_learnt_from_without_a_searcher(tmp_p
     few = ["--prompts", "4", "--samples", "20", "--out", str(tmp_path / "answers.jsonl")]
     assert main(["sample", path("two_rewards"), *few]) == 0
     data = ["--offline", "--data", str(tmp_path / "answers.jsonl"), "--group-size", "10", "--groups-per-step", "4"]
-    run = trained("my_data", tmp_path, *data)
+    run = trained_run("my_data", tmp_path, *data)
     assert run.summary is not None
     assert run.summary.trajectories.generated == 0
     assert all(t.imported for t in run.trajectories())
@@ -155,11 +183,11 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_file_of_chats_is_trained_on_as_the_example_says(tmp_path: Path, chat_model: Path) -> None:
     task = find(path("my_file")).task
-    marks = [reward for reward, _ in judged(task.reward(), {"letter": "b"}, " Bear", "bee", "a bear", "")]
+    marks = [reward for reward, _ in rewards_and_parts(task.reward(), {"letter": "b"}, " Bear", "bee", "a bear", "")]
     assert marks == [1.0, 1.0, 0.0, 0.0]
     lines = [json.loads(line) for line in (EXAMPLES / "my_file.jsonl").read_text().splitlines()]
     assert {len(line["messages"]) for line in lines} == {1}
-    run = trained("my_file", tmp_path, "--model.path", str(chat_model), "--model.device", "cpu")
+    run = trained_run("my_file", tmp_path, "--model.path", str(chat_model), "--model.device", "cpu")
     assert next(run.trajectories()).prompt.text.startswith("user: Name a")
 
 
@@ -167,13 +195,19 @@ def test_a_chat_model_is_asked_by_its_template_and_marked_for_the_city_and_for_f
     tmp_path: Path, chat_model: Path
 ) -> None:
     task = find(path("my_chat_task")).task
-    train, held = ([str(p.prompt) for p in task.problems(split)] for split in ("train", "eval"))
-    assert (len(train), len(held), len({*train, *held})) == (20, 10, 30)
-    said = ("Vienna", "Vienna.", "The capital of Austria is Vienna.", "Graz", "")
-    assert [reward for reward, _ in judged(task.reward(), {"answer": "Vienna"}, *said)] == [1.0, 1.0, 1 / 6, 0.0, 0.0]
-    run = trained("my_chat_task", tmp_path, "--model.path", str(chat_model), "--model.device", "cpu")
-    asked = r"user: What is the capital of [A-Z][a-z]+\? Answer with the name of the city.\n"
-    assert {re.fullmatch(asked, t.prompt.text) is not None for t in run.trajectories()} == {True}
+    train, held_out = ([str(p.prompt) for p in task.problems(split)] for split in ("train", "eval"))
+    assert (len(train), len(held_out), len({*train, *held_out})) == (20, 10, 30)
+    answers = ("Vienna", "Vienna.", "The capital of Austria is Vienna.", "Graz", "")
+    assert [reward for reward, _ in rewards_and_parts(task.reward(), {"answer": "Vienna"}, *answers)] == [
+        1.0,
+        1.0,
+        1 / 6,
+        0.0,
+        0.0,
+    ]
+    run = trained_run("my_chat_task", tmp_path, "--model.path", str(chat_model), "--model.device", "cpu")
+    pattern = r"user: What is the capital of [A-Z][a-z]+\? Answer with the name of the city.\n"
+    assert {re.fullmatch(pattern, t.prompt.text) is not None for t in run.trajectories()} == {True}
 
 
 def test_the_readmes_own_task_runs_from_a_file_of_chats(
@@ -193,8 +227,8 @@ def test_the_readmes_own_task_runs_from_a_file_of_chats(
     assert main(["train", "task.py", *FEW, *model, "--run-name", "own"]) == 0
     run = tba.open_run("runs/own")
     assert next(run.trajectories()).prompt.text.startswith("user: What is the capital of ")
-    said = ("Vienna", "It is Vienna.", "Graz")
-    marks = judged(find("task.py").task.reward(), {"answer": "Vienna"}, *said)
+    answers = ("Vienna", "It is Vienna.", "Graz")
+    marks = rewards_and_parts(find("task.py").task.reward(), {"answer": "Vienna"}, *answers)
     assert [reward for reward, _ in marks] == [1.0, 1 / 3, 0.0]
 
 
@@ -214,24 +248,24 @@ def judge() -> Iterator[tuple[ModuleType, str]]:
 def test_a_judge_behind_an_endpoint_grades_what_a_run_samples(tmp_path: Path, judge: tuple[ModuleType, str]) -> None:
     stand_in, url = judge
     assert stand_in.grade("... the name 'mola' ...") == 10
-    run = trained("my_judge", tmp_path, *SCRATCH, "--task.judge.url", url)
+    run = trained_run("my_judge", tmp_path, *SCRATCH, "--task.judge.url", url)
     trajectories = list(run.trajectories())
     assert trajectories
     for t in trajectories:
         grade = stand_in.grade(f"the name {t.completion.text!r}") / 10
-        begins = float(t.completion.text.startswith(t.prompt.fields["first"]))
-        assert t.reward_parts == {"grade": grade, "begins": begins}
-        assert t.reward == pytest.approx(0.8 * grade + 0.2 * begins)
+        begins_right = float(t.completion.text.startswith(t.prompt.fields["beginning"]))
+        assert t.reward_parts == {"grade": grade, "begins": begins_right}
+        assert t.reward == pytest.approx(0.8 * grade + 0.2 * begins_right)
     assert "reward/grade" in run.metrics()[-1]
 
 
 def test_the_notebook_runs_cell_by_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "agg")
-    own: dict[str, Any] = {"__name__": "__main__"}
+    namespace: dict[str, Any] = {"__name__": "__main__"}
     for cell in cells():
-        few = cell.replace("steps=100", "steps=2").replace("problems=0", "problems=8")
-        exec(compile(few, os.fspath(EXAMPLES / "first_run.ipynb"), "exec"), own)
-    assert own["right_digits"]("", "086", "096") == pytest.approx(2 / 3)
-    assert own["run"].summary.steps == 2
-    assert len(own["plt"].gca().lines) == 3
+        source = cell.replace("steps=100", "steps=2").replace("problems=0", "problems=8")
+        exec(compile(source, os.fspath(EXAMPLES / "first_run.ipynb"), "exec"), namespace)
+    assert namespace["right_digits"]("", "086", "096") == pytest.approx(2 / 3)
+    assert namespace["run"].summary.steps == 2
+    assert len(namespace["plt"].gca().lines) == 3

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tba.intake.answers import Answer, answer_of
+from tba.intake.answers import ImportedAnswer, parse_answer
 from tba.tables import Refusal
 
 USER, ANSWER = {"role": "user", "content": "6*7?"}, {"role": "assistant", "content": "42"}
@@ -32,17 +32,17 @@ LINES = st.fixed_dictionaries(
 @settings(max_examples=120, deadline=None)
 @given(LINES)
 def test_any_object_is_an_answer_of_text_or_refused_with_a_reason(values: dict[str, Any]) -> None:
-    found = answer_of(values)
-    if isinstance(found, Refusal):
-        assert found.reason
+    answer = parse_answer(values)
+    if isinstance(answer, Refusal):
+        assert answer.reason
         return
-    assert isinstance(found.response, str)
-    assert found.response
-    found.response.encode()
-    if isinstance(found.prompt, tuple):
-        assert found.prompt[-1]["role"] in ("user", "tool")
+    assert isinstance(answer.response, str)
+    assert answer.response
+    answer.response.encode()
+    if isinstance(answer.prompt, tuple):
+        assert answer.prompt[-1]["role"] in ("user", "tool")
     if not isinstance(values.get("fields"), dict):
-        assert not {"prompt", "response", "messages", "reward"} & found.fields.keys()
+        assert not {"prompt", "response", "messages", "reward"} & answer.fields.keys()
 
 
 @pytest.mark.parametrize(
@@ -64,10 +64,10 @@ def test_any_object_is_an_answer_of_text_or_refused_with_a_reason(values: dict[s
     ],
 )
 def test_the_ways_of_writing_an_answer_say_the_same(values: dict[str, Any]) -> None:
-    found = answer_of(values)
-    assert isinstance(found, Answer)
-    asked = found.prompt if isinstance(found.prompt, str) else found.prompt[0]["content"]
-    assert (asked, found.response, found.truncated, found.claimed, dict(found.fields)) == (
+    answer = parse_answer(values)
+    assert isinstance(answer, ImportedAnswer)
+    question = answer.prompt if isinstance(answer.prompt, str) else answer.prompt[0]["content"]
+    assert (question, answer.response, answer.is_truncated, answer.claimed_reward, dict(answer.fields)) == (
         "6*7?",
         "42",
         False,
@@ -77,30 +77,34 @@ def test_the_ways_of_writing_an_answer_say_the_same(values: dict[str, Any]) -> N
 
 
 def test_the_answer_of_a_chat_is_its_last_message_and_the_others_are_its_prompt() -> None:
-    more = {"role": "user", "content": "and 6*8?"}
-    found = answer_of({"messages": [SYSTEM, USER, ANSWER, more, {"role": "assistant", "content": "48"}]})
-    assert isinstance(found, Answer)
-    assert (found.prompt, found.response) == ((SYSTEM, USER, ANSWER, more), "48")
+    next_question = {"role": "user", "content": "and 6*8?"}
+    answer = parse_answer({"messages": [SYSTEM, USER, ANSWER, next_question, {"role": "assistant", "content": "48"}]})
+    assert isinstance(answer, ImportedAnswer)
+    assert (answer.prompt, answer.response) == ((SYSTEM, USER, ANSWER, next_question), "48")
 
 
 def test_what_is_claimed_and_where_it_ended_is_kept_apart_from_the_fields_of_the_problem() -> None:
     line = {"prompt": "p", "response": "r", "reward": 1, "source": "me", "finish_reason": "length", "answer": "9"}
-    found = answer_of(line)
-    assert found == Answer("p", "r", truncated=True, claimed=1.0, source="me", fields={"answer": "9"})
-    cell = answer_of({**line, "reward": "0.5"})
-    assert isinstance(cell, Answer)
-    assert cell.claimed == 0.5
-    odd = answer_of({**line, "reward": "much"})
-    assert isinstance(odd, Answer)
-    assert odd.claimed is not None
-    assert math.isnan(odd.claimed)
+    answer = parse_answer(line)
+    assert answer == ImportedAnswer(
+        "p", "r", is_truncated=True, claimed_reward=1.0, source="me", fields={"answer": "9"}
+    )
+    cell = parse_answer({**line, "reward": "0.5"})
+    assert isinstance(cell, ImportedAnswer)
+    assert cell.claimed_reward == 0.5
+    odd = parse_answer({**line, "reward": "much"})
+    assert isinstance(odd, ImportedAnswer)
+    assert odd.claimed_reward is not None
+    assert math.isnan(odd.claimed_reward)
 
 
 def test_fields_of_the_problem_may_stand_apart_from_what_else_a_line_says() -> None:
-    found = answer_of({"prompt": "p", "response": "r", "uid": "7", "uses": 3, "fields": {"answer": "9", "prompt": "q"}})
-    assert isinstance(found, Answer)
-    assert found.fields == {"answer": "9", "prompt": "q"}
-    assert answer_of({"prompt": "p", "response": "r", "fields": '{"answer": "9", "prompt": "q"}'}) == found
+    answer = parse_answer(
+        {"prompt": "p", "response": "r", "uid": "7", "uses": 3, "fields": {"answer": "9", "prompt": "q"}}
+    )
+    assert isinstance(answer, ImportedAnswer)
+    assert answer.fields == {"answer": "9", "prompt": "q"}
+    assert parse_answer({"prompt": "p", "response": "r", "fields": '{"answer": "9", "prompt": "q"}'}) == answer
 
 
 @pytest.mark.parametrize(
@@ -122,16 +126,16 @@ def test_fields_of_the_problem_may_stand_apart_from_what_else_a_line_says() -> N
     ],
 )
 def test_what_is_no_answer_says_why(values: dict[str, Any], reason: str) -> None:
-    found = answer_of(values)
-    assert isinstance(found, Refusal)
-    assert reason in found.reason
+    answer = parse_answer(values)
+    assert isinstance(answer, Refusal)
+    assert reason in answer.reason
 
 
 @pytest.mark.parametrize("content", ["42", "", None])
 def test_an_answer_that_calls_tools_is_kept_as_it_is(content: str | None) -> None:
     """What it says is for the model's chat template to write."""
     calls = [{"type": "function", "function": {"name": "deposit", "arguments": {"amount": 3}}}]
-    found = answer_of({"messages": [USER, {"role": "assistant", "content": content, "tool_calls": calls}]})
-    assert isinstance(found, Answer)
-    assert found.prompt == (USER,)
-    assert found.calling == {"role": "assistant", "content": content or "", "tool_calls": calls}
+    answer = parse_answer({"messages": [USER, {"role": "assistant", "content": content, "tool_calls": calls}]})
+    assert isinstance(answer, ImportedAnswer)
+    assert answer.prompt == (USER,)
+    assert answer.call_message == {"role": "assistant", "content": content or "", "tool_calls": calls}

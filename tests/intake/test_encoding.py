@@ -15,8 +15,8 @@ from chat_families import tokenizer as families_tokenizer
 from tba.engines.stopping import StopStrings
 from tba.environments.episode import Observation
 from tba.environments.speech import Speech
-from tba.intake.answers import Answer
-from tba.intake.encoding import Encoded, Encoder, Known
+from tba.intake.answers import ImportedAnswer
+from tba.intake.encoding import EncodedAnswer, Encoder, TaskPrompts
 from tba.models.warm_start import demonstration_pairs
 from tba.tables import Refusal
 from tba.training.tiny_models import character_tokenizer, train_bpe_tokenizer
@@ -32,19 +32,21 @@ def prompt(text: str, **fields: Any) -> Prompt:
 
 TRAIN = [prompt("Q: 1+1=\n", question="1+1=", answer="2"), prompt("Q: 2+2=\n", question="2+2=", answer="4")]
 HELD_OUT = [prompt("Q: 3+3=\n", question="3+3=", answer="6")]
-ENCODER = Encoder("sums", TOKENIZER, Known(TRAIN), Known(HELD_OUT), False, max_prompt_tokens=20, max_tokens=5)
+ENCODER = Encoder(
+    "sums", TOKENIZER, TaskPrompts(TRAIN), TaskPrompts(HELD_OUT), False, max_prompt_tokens=20, max_tokens=5
+)
 
 
-def encoded(*answer: Any, encoder: Encoder = ENCODER, **more: Any) -> Encoded:
-    found = encoder.encode(Answer(*answer, **more))
-    assert isinstance(found, Encoded), found
-    return found
+def encoded(*answer: Any, encoder: Encoder = ENCODER, **fields: Any) -> EncodedAnswer:
+    encoded_answer = encoder.encode(ImportedAnswer(*answer, **fields))
+    assert isinstance(encoded_answer, EncodedAnswer), encoded_answer
+    return encoded_answer
 
 
 def refused(*answer: Any, encoder: Encoder = ENCODER) -> str:
-    found = encoder.encode(Answer(*answer))
-    assert isinstance(found, Refusal), found
-    return found.reason
+    refusal = encoder.encode(ImportedAnswer(*answer))
+    assert isinstance(refusal, Refusal), refusal
+    return refusal.reason
 
 
 USER = ({"role": "user", "content": "1+1="},)
@@ -52,9 +54,9 @@ USER = ({"role": "user", "content": "1+1="},)
 
 @pytest.mark.parametrize("asked", ["Q: 1+1=\n", "Q: 1+1=", "1+1=", " 1+1=\n", USER])
 def test_a_prompt_of_the_task_is_found_by_its_text_or_by_what_it_asks(asked: Any) -> None:
-    found = encoded(asked, "2", fields={"answer": "3"})
-    assert found.prompt is TRAIN[0]  # with its own fields: a line cannot say what is right
-    assert found.known
+    encoded_answer = encoded(asked, "2", fields={"answer": "3"})
+    assert encoded_answer.prompt is TRAIN[0]  # with its own fields: a line cannot say what is right
+    assert encoded_answer.is_task_prompt
 
 
 @pytest.mark.parametrize("asked", ["Q: 3+3=\n", "3+3=", ({"role": "user", "content": "3+3="},)])
@@ -63,23 +65,23 @@ def test_answers_to_prompts_that_are_held_out_are_refused(asked: Any) -> None:
 
 
 def test_a_prompt_that_the_task_lacks_is_taken_with_the_fields_of_its_line() -> None:
-    found = encoded("4+4=", "8", fields={"answer": "8"})
-    assert not found.known
-    assert found.prompt.text == "4+4="
-    assert found.prompt.fields == {"answer": "8"}
-    assert found.prompt.task == "sums"
+    encoded_answer = encoded("4+4=", "8", fields={"answer": "8"})
+    assert not encoded_answer.is_task_prompt
+    assert encoded_answer.prompt.text == "4+4="
+    assert encoded_answer.prompt.fields == {"answer": "8"}
+    assert encoded_answer.prompt.task == "sums"
 
 
 def test_all_answers_to_a_prompt_that_the_task_lacks_are_marked_by_the_fields_of_the_first() -> None:
-    fresh = replace(ENCODER, met={})
-    first = encoded("5+5=", "10", encoder=fresh, fields={"answer": "10"}).prompt
-    assert encoded("5+5=", "11", encoder=fresh, fields={"answer": "11"}).prompt is first
+    fresh = replace(ENCODER, new_prompts={})
+    prompt = encoded("5+5=", "10", encoder=fresh, fields={"answer": "10"}).prompt
+    assert encoded("5+5=", "11", encoder=fresh, fields={"answer": "11"}).prompt is prompt
 
 
 def test_a_question_that_two_prompts_ask_names_neither() -> None:
-    twice = replace(ENCODER, train=Known([*TRAIN, prompt("u: 1+1=\n", question="1+1=")]))
-    assert not encoded("1+1=", "2", encoder=twice).known
-    assert encoded("u: 1+1=\n", "2", encoder=twice).known
+    twice = replace(ENCODER, train=TaskPrompts([*TRAIN, prompt("u: 1+1=\n", question="1+1=")]))
+    assert not encoded("1+1=", "2", encoder=twice).is_task_prompt
+    assert encoded("u: 1+1=\n", "2", encoder=twice).is_task_prompt
 
 
 def test_an_answer_ends_in_the_end_of_text_unless_it_was_cut_off() -> None:
@@ -111,7 +113,7 @@ def test_longer_than_the_run_can_answer_or_ask_is_refused() -> None:
 
 def test_what_the_model_has_no_positions_for_is_refused() -> None:
     """The prompt has 8 tokens, the answer two."""
-    assert encoded("1+1=", "2", encoder=replace(ENCODER, positions=10)).known
+    assert encoded("1+1=", "2", encoder=replace(ENCODER, positions=10)).is_task_prompt
     assert (
         refused("1+1=", "2", encoder=replace(ENCODER, positions=9))
         == "longer with its prompt than the model's 9 positions"
@@ -125,20 +127,25 @@ def test_tools_and_calls_of_a_chat_are_part_of_its_prompt() -> None:
         "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.name }}{% endfor %}"
         " {% endfor %}"
     )
-    asked = ({"role": "user", "content": "1+1="}, {"role": "assistant", "content": "", "tool_calls": [{"name": "sun"}]})
-    asked = (*asked, {"role": "tool", "content": "2"})
-    own = replace(ENCODER, tokenizer=tokenizer, max_prompt_tokens=40, met={})
-    assert encoded(asked, "2", encoder=own, tools=({"name": "ten"},)).prompt.text == "[ten]1+1= sun 2 "
-    assert encoded(asked, "2", encoder=own).prompt.text == "1+1= sun 2 "
-    found = ENCODER.encode(Answer(({"role": "user", "content": "9+9="},), "2", tools=({"name": "ten"},)))
-    assert isinstance(found, Refusal)  # without a template there is no place for a tool
+    messages = (
+        {"role": "user", "content": "1+1="},
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "sun"}]},
+    )
+    messages = (*messages, {"role": "tool", "content": "2"})
+    chat_encoder = replace(ENCODER, tokenizer=tokenizer, max_prompt_tokens=40, new_prompts={})
+    assert encoded(messages, "2", encoder=chat_encoder, tools=({"name": "ten"},)).prompt.text == "[ten]1+1= sun 2 "
+    assert encoded(messages, "2", encoder=chat_encoder).prompt.text == "1+1= sun 2 "
+    encoded_answer = ENCODER.encode(
+        ImportedAnswer(({"role": "user", "content": "9+9="},), "2", tools=({"name": "ten"},))
+    )
+    assert isinstance(encoded_answer, Refusal)  # without a template there is no place for a tool
 
 
 BPE = replace(
     ENCODER,
     tokenizer=train_bpe_tokenizer(["one and one is two", "Q: 1+1= 2 3 4"] * 5, 300),
-    train=Known([]),
-    held_out=Known([]),
+    train=TaskPrompts([]),
+    held_out=TaskPrompts([]),
     max_prompt_tokens=64,
     max_tokens=64,
 )
@@ -153,17 +160,17 @@ TEXT = st.text(max_size=12) | st.lists(
 def test_any_text_is_refused_or_its_tokens_say_it(
     encoder: Encoder, prompt: str, response: str, truncated: bool
 ) -> None:
-    found = encoder.encode(Answer(prompt, response, truncated))
-    if isinstance(found, Refusal):
-        assert found.reason
+    encoded_answer = encoder.encode(ImportedAnswer(prompt, response, truncated))
+    if isinstance(encoded_answer, Refusal):
+        assert encoded_answer.reason
         return
-    tokens, eos = found.completion.tokens.tolist(), encoder.tokenizer.eos_token_id
-    said = encoder.tokenizer.decode(tokens, skip_special_tokens=True)
-    assert said == found.completion.text
+    tokens, eos = encoded_answer.completion.tokens.tolist(), encoder.tokenizer.eos_token_id
+    text = encoder.tokenizer.decode(tokens, skip_special_tokens=True)
+    assert text == encoded_answer.completion.text
     assert eos not in tokens[:-1]
     assert (tokens[-1] == eos) != truncated
     assert len(tokens) <= encoder.max_tokens
-    assert found.prompt.key == Prompt(encoder.task, found.prompt.tokens, "").key
+    assert encoded_answer.prompt.key == Prompt(encoder.task, encoded_answer.prompt.tokens, "").key
 
 
 def blank_before_texts() -> PreTrainedTokenizerFast:
@@ -182,9 +189,9 @@ def test_an_answer_to_a_text_goes_on_from_it_where_the_tokenizer_puts_a_blank_be
 ) -> None:
     """Imports, demonstrations and what environments say are read behind a prompt as they are written."""
     tokenizer = blank_before_texts()
-    encoder = replace(BPE, tokenizer=tokenizer, met={})
-    found = encoded(asked, answer, encoder=encoder)
-    prompt, completion = found.prompt.tokens.tolist(), found.completion.tokens.tolist()
+    encoder = replace(BPE, tokenizer=tokenizer, new_prompts={})
+    encoded_answer = encoded(asked, answer, encoder=encoder)
+    prompt, completion = encoded_answer.prompt.tokens.tolist(), encoded_answer.completion.tokens.tolist()
     assert tokenizer.decode([*prompt, *completion]) == f"{asked}{answer}</s>"
     (pair,) = demonstration_pairs([Problem(asked, {}, answer)], tokenizer)
     assert pair.response == completion[:-1]
@@ -196,7 +203,7 @@ def test_an_answer_to_a_text_goes_on_from_it_where_the_tokenizer_puts_a_blank_be
 def test_an_answer_that_reads_back_with_another_blank_is_refused() -> None:
     tokenizer = blank_before_texts()
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace(" ", "")
-    encoder = replace(BPE, tokenizer=tokenizer, met={})
+    encoder = replace(BPE, tokenizer=tokenizer, new_prompts={})
     assert "cannot write" in refused("1+1=", " 2", encoder=encoder)
 
 
@@ -205,12 +212,12 @@ def test_marks_of_thoughts_that_are_special_tokens_are_text_of_an_answer_and_can
     tokenizer = train_bpe_tokenizer(["two 42 Q: 1+1="] * 5, 300)
     tokenizer.add_tokens(["<think>", "</think>"], special_tokens=True)
     think, unthink = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
-    found = encoded("1+1=", answer, encoder=replace(BPE, tokenizer=tokenizer, met={})).completion
-    assert found.text == answer
-    assert [t for t in found.tokens if t in (think, unthink)] == [think, unthink][-answer.count(">") :]
+    completion = encoded("1+1=", answer, encoder=replace(BPE, tokenizer=tokenizer, new_prompts={})).completion
+    assert completion.text == answer
+    assert [t for t in completion.tokens if t in (think, unthink)] == [think, unthink][-answer.count(">") :]
     strings = StopStrings(("o</th",), tokenizer)
-    assert strings.text(found.tokens.tolist()) == answer
-    assert strings.cut(found.tokens.tolist())[1:] == (answer.partition("o</th")[0], True)
+    assert strings.text(completion.tokens.tolist()) == answer
+    assert strings.cut(completion.tokens.tolist())[1:] == (answer.partition("o</th")[0], True)
 
 
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}{{ 's:' if add_generation_prompt }}"
@@ -221,16 +228,16 @@ def chatting() -> Encoder:
     tokenizer = character_tokenizer("0123456789+= :\n[]serutainy")
     tokenizer.chat_template = TEMPLATE
     text = "[user]1+1=\ns:"
-    known = Prompt("sums", np.array(tokenizer.encode(text), dtype=np.int32), text, {"answer": "2"})
-    return replace(ENCODER, tokenizer=tokenizer, train=Known([known]), held_out=Known([]), chat=True)
+    prompt = Prompt("sums", np.array(tokenizer.encode(text), dtype=np.int32), text, {"answer": "2"})
+    return replace(ENCODER, tokenizer=tokenizer, train=TaskPrompts([prompt]), held_out=TaskPrompts([]), chat=True)
 
 
 def test_a_chat_and_its_bare_question_are_the_same_prompt_where_the_task_chats() -> None:
     encoder = chatting()
-    assert encoded(USER, "2", encoder=encoder).known
-    assert encoded("1+1=", "2", encoder=encoder).known
-    other = encoded("7+1=", "8", encoder=encoder)
-    assert (other.prompt.text, other.known) == ("[user]7+1=\ns:", False)
+    assert encoded(USER, "2", encoder=encoder).is_task_prompt
+    assert encoded("1+1=", "2", encoder=encoder).is_task_prompt
+    new_answer = encoded("7+1=", "8", encoder=encoder)
+    assert (new_answer.prompt.text, new_answer.is_task_prompt) == ("[user]7+1=\ns:", False)
 
 
 def test_turns_before_the_question_are_part_of_the_prompt_and_need_a_template() -> None:
@@ -240,22 +247,22 @@ def test_turns_before_the_question_are_part_of_the_prompt_and_need_a_template() 
     assert "no chat template" in refused(turns, "4")
 
 
-def trajectory(asked: Prompt, tokens: list[int], text: str) -> Trajectory:
+def trajectory(prompt: Prompt, tokens: list[int], text: str) -> Trajectory:
     behaviour = np.full(len(tokens), -0.5, dtype=np.float32)
     completion = Completion(
         np.array(tokens, dtype=np.int32), text, StopReason.EOS, (Version(0, 7), Version(0, 8)), Sampling(), behaviour
     )
-    return Trajectory("u", asked, completion, 1.0, behaviour, Version(0, 5))
+    return Trajectory("u", prompt, completion, 1.0, behaviour, Version(0, 5))
 
 
 def test_a_trajectory_of_another_run_keeps_its_tokens_and_behaviour_but_not_its_version() -> None:
     old = trajectory(prompt("Q: 1+1=\n"), [*TOKENIZER.encode("2"), EOS], "2")
-    found = ENCODER.adopt(old)
-    assert isinstance(found, Encoded)
-    assert found.prompt is TRAIN[0]
-    assert found.completion.tokens.tolist() == old.completion.tokens.tolist()
-    assert found.completion.log_behavior is old.completion.log_behavior
-    assert found.completion.versions == (ELSEWHERE, ELSEWHERE)
+    adopted = ENCODER.adopt(old)
+    assert isinstance(adopted, EncodedAnswer)
+    assert adopted.prompt is TRAIN[0]
+    assert adopted.completion.tokens.tolist() == old.completion.tokens.tolist()
+    assert adopted.completion.log_behavior is old.completion.log_behavior
+    assert adopted.completion.versions == (ELSEWHERE, ELSEWHERE)
     refused = ENCODER.adopt(replace(old, prompt=HELD_OUT[0]))
     assert isinstance(refused, Refusal)
     assert "held out" in refused.reason
@@ -264,9 +271,9 @@ def test_a_trajectory_of_another_run_keeps_its_tokens_and_behaviour_but_not_its_
 def test_a_trajectory_of_another_tokenizer_is_taken_by_its_text() -> None:
     old = trajectory(prompt("Q: 1+1=\n"), [5000, 5001], "2")
     answer = ENCODER.adopt(old)
-    assert isinstance(answer, Answer)
-    assert (answer.prompt, answer.response, answer.truncated) == ("Q: 1+1=\n", "2", False)
-    assert encoded("Q: 1+1=\n", "2").known
+    assert isinstance(answer, ImportedAnswer)
+    assert (answer.prompt, answer.response, answer.is_truncated) == ("Q: 1+1=\n", "2", False)
+    assert encoded("Q: 1+1=\n", "2").is_task_prompt
 
 
 def test_a_prompt_that_begins_with_the_tokenizers_own_token_is_one_whether_asked_or_taken_over() -> None:
@@ -275,15 +282,15 @@ def test_a_prompt_that_begins_with_the_tokenizers_own_token_is_one_whether_asked
     tokenizer.add_special_tokens({"bos_token": "<s>"})
     begin = tokenizer.bos_token_id
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
-    encoder = replace(ENCODER, tokenizer=tokenizer, train=Known([]), held_out=Known([]))
-    asked = encoded("Q: 7+1=\n", "8", encoder=encoder)
-    assert asked.prompt.tokens.tolist() == [begin, *tokenizer.encode("Q: 7+1=\n", add_special_tokens=False)]
-    assert asked.completion.tokens.tolist() == [
+    encoder = replace(ENCODER, tokenizer=tokenizer, train=TaskPrompts([]), held_out=TaskPrompts([]))
+    encoded_answer = encoded("Q: 7+1=\n", "8", encoder=encoder)
+    assert encoded_answer.prompt.tokens.tolist() == [begin, *tokenizer.encode("Q: 7+1=\n", add_special_tokens=False)]
+    assert encoded_answer.completion.tokens.tolist() == [
         *tokenizer.encode("8", add_special_tokens=False),
         tokenizer.eos_token_id,
     ]
-    old = trajectory(asked.prompt, asked.completion.tokens.tolist(), "8")
-    taken = encoder.adopt(old)
-    assert isinstance(taken, Encoded)
-    assert taken.prompt.key == asked.prompt.key
-    assert taken.completion.log_behavior is old.completion.log_behavior
+    old = trajectory(encoded_answer.prompt, encoded_answer.completion.tokens.tolist(), "8")
+    adopted = encoder.adopt(old)
+    assert isinstance(adopted, EncodedAnswer)
+    assert adopted.prompt.key == encoded_answer.prompt.key
+    assert adopted.completion.log_behavior is old.completion.log_behavior

@@ -136,15 +136,15 @@ def slopes(
     if value_BT is not None:
         leaves.append(value_BT.clone().requires_grad_())
     loss, _ = objective(PolicyOutput(*leaves), batch, 1)
-    first, *second = torch.autograd.grad(loss, leaves, materialize_grads=True)
-    return first, second[0] if second else torch.zeros_like(first)
+    slope_BT, *second = torch.autograd.grad(loss, leaves, materialize_grads=True)
+    return slope_BT, second[0] if second else torch.zeros_like(slope_BT)
 
 
 def gradient(objective: Objective, policy: TabularPolicy, batch: Batch) -> Tensor:
     """Of all the policy's parameters, flat."""
     loss, _ = objective(policy.evaluate(batch), batch, 1)
-    found = torch.autograd.grad(loss, list(policy.parameters()), materialize_grads=True)
-    return torch.cat([g.flatten() for g in found])
+    gradients = torch.autograd.grad(loss, list(policy.parameters()), materialize_grads=True)
+    return torch.cat([g.flatten() for g in gradients])
 
 
 def floats(metrics: Measured) -> dict[str, float]:

@@ -62,15 +62,15 @@ def test_the_slope_is_the_factor_of_the_equation_times_the_advantage(form: str, 
     batch = aged(batch)
     log_policy_BT = batch.log_behavior_BT + 2 * (log_policy_BT - batch.log_behavior_BT)
     correction = Correction(form, level, CAP, CLIP)
-    found, _ = slopes(Reinforce(Constant(0.0), "none", correction=correction), batch, log_policy_BT)
+    slope_BT, _ = slopes(Reinforce(Constant(0.0), "none", correction=correction), batch, log_policy_BT)
     rho = ratios(batch, log_policy_BT, level)
-    expected, factors = torch.zeros_like(found), []
+    expected, factors = torch.zeros_like(slope_BT), []
     for b, positions in enumerate(per_row(batch)):
         advantage = float(batch.reward_B[b])
         for t in positions:
             factors.append((factor(form, rho[b, t], advantage, b % 6 - 1), rho[b, t], advantage))
             expected[b, t] = -factors[-1][0] * advantage / batch.rows
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(slope_BT, expected, rtol=1e-9, atol=1e-12)
     if form == "clip":  # both ways of being cut, and both of being far and not cut, are among them
         assert {(f == 0, r > 1, a > 0) for f, r, a in factors if abs(r - 1) > CLIP} == {
             (True, True, True), (True, False, False), (False, False, True), (False, True, False),
@@ -88,19 +88,19 @@ def test_with_a_higher_upper_bound_a_ratio_is_pushed_up_as_far_as_that_and_down_
     high = (above[len(above) // 2 - 1] + above[len(above) // 2]) / 2 - 1
     assert high > CLIP
     wider = Correction("clip", clip=CLIP, clip_high=high)
-    found, _ = slopes(Reinforce(Constant(0.0), "none", correction=wider), batch, log_policy_BT)
+    slope_BT, _ = slopes(Reinforce(Constant(0.0), "none", correction=wider), batch, log_policy_BT)
     seen = set()
     for b, t in places:
         r, advantage = rho[b, t], float(batch.reward_B[b])
         cut = r > 1 + high if advantage > 0 else r < 1 - CLIP
         seen.add((advantage > 0, r > 1 + CLIP, cut))
-        assert float(found[b, t]) == pytest.approx(0.0 if cut else -r * advantage / batch.rows, rel=1e-9, abs=1e-12)
+        assert float(slope_BT[b, t]) == pytest.approx(0.0 if cut else -r * advantage / batch.rows, rel=1e-9, abs=1e-12)
     assert seen >= {(True, True, True), (True, True, False), (False, True, False), (False, False, True)}
     same = Correction("clip", clip=CLIP, clip_high=CLIP)
-    for correction, other in ((same, Correction("clip", clip=CLIP)), (replace(wider, clip_high=None), same)):
-        one, _ = slopes(Reinforce(Constant(0.0), "none", correction=correction), batch, log_policy_BT)
-        two, _ = slopes(Reinforce(Constant(0.0), "none", correction=other), batch, log_policy_BT)
-        assert torch.equal(one, two)
+    for correction, equal in ((same, Correction("clip", clip=CLIP)), (replace(wider, clip_high=None), same)):
+        narrow_BT, _ = slopes(Reinforce(Constant(0.0), "none", correction=correction), batch, log_policy_BT)
+        two, _ = slopes(Reinforce(Constant(0.0), "none", correction=equal), batch, log_policy_BT)
+        assert torch.equal(narrow_BT, two)
     with pytest.raises(UserError, match="clip_high is 0"):
         Correction("clip", clip_high=0)
 
@@ -111,8 +111,8 @@ def test_on_policy_every_form_has_the_plain_gradient(form: str, level: str) -> N
     batch = aged(random_batch()[0])
     assert batch.log_behavior_BT is not None
     plain, _ = slopes(Reinforce(), batch, batch.log_behavior_BT)
-    ours, _ = slopes(Reinforce(correction=Correction(form, level)), batch, batch.log_behavior_BT)
-    torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-15)
+    slope_BT, _ = slopes(Reinforce(correction=Correction(form, level)), batch, batch.log_behavior_BT)
+    torch.testing.assert_close(slope_BT, plain, rtol=1e-12, atol=1e-15)
     assert plain.abs().max() > 0.01
 
 

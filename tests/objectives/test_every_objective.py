@@ -68,9 +68,9 @@ def test_a_row_of_which_nothing_was_sampled_leaves_loss_and_gradient_finite(obje
     )
     loss, metrics = objective(policy.evaluate(emptied), emptied, 1)
     assert all(math.isfinite(value) for value in [loss.item(), *metrics.values()])
-    found = gradient(objective, policy, emptied)
-    assert bool(found.isfinite().all())
-    assert found.abs().max() > 0
+    gradients = gradient(objective, policy, emptied)
+    assert bool(gradients.isfinite().all())
+    assert gradients.abs().max() > 0
 
 
 @named

@@ -162,12 +162,12 @@ def test_the_on_policy_gradient_of_k3_is_that_of_the_kl_from_the_reference_to_th
     batch = batch_of([(o,) for o in OUTCOMES])
     log_pi_B = policy.evaluate(batch).log_policy_BT[:, 0]
     chance_B = log_pi_B.detach().exp()
-    (found,) = torch.autograd.grad((chance_B * k3(log_pi_B[:, None], batch)[:, 0]).sum(), parameter)
+    (gradient,) = torch.autograd.grad((chance_B * k3(log_pi_B[:, None], batch)[:, 0]).sum(), parameter)
     log_pi_B = policy.evaluate(batch).log_policy_BT[:, 0]
     reference_B = batch.log_reference_BT[:, 0]
     forward = (reference_B.exp() * (reference_B - log_pi_B)).sum()  # KL(pi_ref || pi)
     (expected,) = torch.autograd.grad(forward, parameter, retain_graph=True)
     reverse = (log_pi_B.exp() * (log_pi_B - reference_B)).sum()  # KL(pi || pi_ref)
-    (other,) = torch.autograd.grad(reverse, parameter)
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
-    assert (found - other).abs().max() > 0.1
+    (kl_gradient,) = torch.autograd.grad(reverse, parameter)
+    torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-5)
+    assert (gradient - kl_gradient).abs().max() > 0.1

@@ -23,8 +23,8 @@ def noise() -> Any:
 
 def cells(noise: Any, form: str, data: tuple[str, ...]) -> list[Any]:
     """All rewards and sizes of these data, save normal rewards at K = 20, which are a matter of seconds each."""
-    found = [noise.Cell(reward, d, size, form) for reward, d, size in product(noise.REWARDS, data, noise.GROUP_SIZES)]
-    return [c for c in found if (c.reward, c.size) != ("gaussian", 20)]
+    all_cells = [noise.Cell(reward, d, size, form) for reward, d, size in product(noise.REWARDS, data, noise.GROUP_SIZES)]
+    return [c for c in all_cells if (c.reward, c.size) != ("gaussian", 20)]
 
 
 @pytest.mark.parametrize("form", LINEAR)
@@ -104,8 +104,8 @@ def test_selection_by_reward_moves_every_form_as_far_as_it_moves_the_mean_reward
     (world,) = noise.WORLDS[reward]
     means = []
     for chances in (world.risky, world.safe):
-        kept = [(r, p * noise.math.exp(r)) for r, p in chances]
-        means.append(sum(r * p for r, p in kept) / sum(p for _, p in kept))
+        weighted_chances = [(r, p * noise.math.exp(r)) for r, p in chances]
+        means.append(sum(r * p for r, p in weighted_chances) / sum(p for _, p in weighted_chances))
     best = 1 / (1 + noise.math.exp((means[1] - means[0]) / noise.BETA))
     assert best - noise.BEST == pytest.approx(bias, abs=0.001)
     for form in ("none", "exact", "tapered", "asymmetric"):

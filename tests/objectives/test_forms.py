@@ -36,15 +36,15 @@ class Row:
 def groups_of(batch: Batch, log_policy_BT: Tensor) -> list[list[tuple[int, Row]]]:
     """Rows by group, each with its place in the batch."""
     behavior_BT = batch.some_behavior_BT if batch.log_behavior_BT is None else batch.log_behavior_BT
-    found: list[list[tuple[int, Row]]] = [[] for _ in range(batch.groups)]
+    groups: list[list[tuple[int, Row]]] = [[] for _ in range(batch.groups)]
     for b in range(batch.rows):
         places = [t for t in range(int(batch.length_B[b])) if batch.mask_BT[b, t]]
         pi = sum(float(log_policy_BT[b, t]) for t in places)
         reference = sum(float(batch.log_reference_BT[b, t]) for t in places)
         mu = math.nan if behavior_BT is None else sum(float(behavior_BT[b, t]) for t in places)
         row = Row(float(batch.reward_B[b]), pi - reference, None if math.isnan(mu) else pi - mu)
-        found[int(batch.group_B[b])].append((b, row))
-    return found
+        groups[int(batch.group_B[b])].append((b, row))
+    return groups
 
 
 def weights(form: str, rows: Sequence[Row]) -> list[float]:
@@ -56,12 +56,12 @@ def weights(form: str, rows: Sequence[Row]) -> list[float]:
         log_rho = [x * 2 / spread for x in log_rho]
     average = sum(row.h for row in rows) / len(rows)
     if form == "none":
-        found = [1.0] * len(rows)
+        values = [1.0] * len(rows)
     elif form == "tapered":
-        found = [1.0 if row.h > average else min(math.exp(x), 1.0) for row, x in zip(rows, log_rho, strict=True)]
+        values = [1.0 if row.h > average else min(math.exp(x), 1.0) for row, x in zip(rows, log_rho, strict=True)]
     else:
-        found = [min(math.exp(x), 8.0) for x in log_rho]
-    return [w * len(rows) / sum(found) for w in found]
+        values = [min(math.exp(x), 8.0) for x in log_rho]
+    return [w * len(rows) / sum(values) for w in values]
 
 
 def pushed(form: str, rows: Sequence[Row]) -> list[tuple[float, float]]:
@@ -240,21 +240,21 @@ def test_neither_rows_of_unknown_behaviour_nor_groups_that_are_not_as_sampled_ar
 
 
 def test_the_raw_form_is_pushed_by_as_much_more_as_all_of_it_is() -> None:
-    found = []
+    pushes = []
     for form in ("advantage", "raw"):
         objective = TrajectoryBalance(BETA, form, off_policy="asymmetric").start()
         _slopes(objective, *tilted(0), 1)
-        found.append(_slopes(objective, *tilted(1), 2)[0])
-    torch.testing.assert_close(found[0] * 2 / beta, found[1], rtol=1e-12, atol=0)
+        pushes.append(_slopes(objective, *tilted(1), 2)[0])
+    torch.testing.assert_close(pushes[0] * 2 / beta, pushes[1], rtol=1e-12, atol=0)
 
 
 def test_micro_batches_of_groups_and_a_memory_that_was_kept_see_what_the_whole_shows() -> None:
     whole, parts = started(), started()
     for step in (1, 2, 3):
         batch, log_policy_BT = tilted(step)
-        kept = json.loads(json.dumps(parts.state()))
+        saved_state = json.loads(json.dumps(parts.state()))
         parts = started()
-        parts.restore(kept)
+        parts.restore(saved_state)
         found_BT = torch.zeros_like(log_policy_BT)
         for g in range(batch.groups):
             rows = (batch.group_B == g).nonzero()[:, 0]
@@ -266,20 +266,20 @@ def test_micro_batches_of_groups_and_a_memory_that_was_kept_see_what_the_whole_s
 
 
 def test_a_batch_that_is_not_finite_is_forgotten() -> None:
-    objective, other = started(), started()
-    for one in (objective, other):
-        _slopes(one, *tilted(0), 1)
+    objective, undisturbed = started(), started()
+    for form in (objective, undisturbed):
+        _slopes(form, *tilted(0), 1)
     batch, log_policy_BT = tilted(1)
     _slopes(objective, batch, log_policy_BT * torch.nan, 2)
-    assert float(_slopes(objective, *tilted(2), 3)[2]["push"]) == float(_slopes(other, *tilted(2), 2)[2]["push"])
+    assert float(_slopes(objective, *tilted(2), 3)[2]["push"]) == float(_slopes(undisturbed, *tilted(2), 2)[2]["push"])
 
 
 def test_the_batch_after_a_step_that_was_skipped_counts_as_if_that_had_not_been() -> None:
-    objective, other = started(), started()
+    objective, undisturbed = started(), started()
     for step in (1, 2, 3):
         batch, log_policy_BT = tilted(step)
         _slopes(objective, batch, log_policy_BT * torch.nan, step)  # skipped: the next has the number of this one
-        pushes = [float(_slopes(one, batch, log_policy_BT, step)[2]["push"]) for one in (objective, other)]
+        pushes = [float(_slopes(form, batch, log_policy_BT, step)[2]["push"]) for form in (objective, undisturbed)]
         assert pushes[0] == pushes[1]
         assert (pushes[0] > 0) == (step > 1)
 

@@ -19,12 +19,12 @@ NO_PENALTY = Constant(0.0)
 
 
 def advantages(reward: np.ndarray, group: np.ndarray, standardise: bool) -> np.ndarray:
-    found = np.zeros(len(reward))
+    values = np.zeros(len(reward))
     for g in set(group.tolist()):
-        own = reward[group == g]
-        scale = own.std(ddof=1) + 1e-4 if standardise else 1.0
-        found[group == g] = (own - own.mean()) / scale
-    return found
+        group_rewards = reward[group == g]
+        scale = group_rewards.std(ddof=1) + 1e-4 if standardise else 1.0
+        values[group == g] = (group_rewards - group_rewards.mean()) / scale
+    return values
 
 
 @pytest.mark.parametrize("form", ["clip", "clamp"])
@@ -35,30 +35,30 @@ def test_the_slope_is_the_equations_with_and_without_the_two_divisions(form: str
     cap = 1.3
     objective = dr_grpo(NO_PENALTY) if doctored else Grpo(NO_PENALTY)
     objective = replace(objective, correction=Correction(form, cap=cap))
-    found, _ = slopes(objective, batch, log_policy_BT)
+    slope_BT, _ = slopes(objective, batch, log_policy_BT)
     assert batch.log_behavior_BT is not None
     rho_BT = (log_policy_BT - batch.log_behavior_BT).exp()
     advantage = advantages(batch.reward_B.numpy(), batch.group_B.numpy(), not doctored)
-    expected, seen = torch.zeros_like(found), set()
+    expected, seen = torch.zeros_like(slope_BT), set()
     for b, row in enumerate(per_row(batch)):
         for t in row:
             rho, a = float(rho_BT[b, t]), advantage[b]
             cut = rho > cap if form == "clamp" else (rho > 1.2 if a > 0 else rho < 0.8)
             seen.add((cut, a > 0, rho > 1))
             expected[b, t] = 0.0 if cut else -rho * a / batch.rows / (1 if doctored else len(row))
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(slope_BT, expected, rtol=1e-9, atol=1e-12)
     assert {(True, True, True), (True, form == "clamp", form == "clamp"), (False, True, False)} <= seen
 
 
 def test_a_group_of_equal_rewards_teaches_nothing_and_a_constant_added_to_all_changes_nothing() -> None:
     batch, log_policy_BT = random_batch()
-    found, _ = slopes(Grpo(NO_PENALTY), batch, log_policy_BT)
+    slope_BT, _ = slopes(Grpo(NO_PENALTY), batch, log_policy_BT)
     moved, _ = slopes(Grpo(NO_PENALTY), replace(batch, reward_B=batch.reward_B + 7), log_policy_BT)
-    torch.testing.assert_close(moved, found)
+    torch.testing.assert_close(moved, slope_BT)
     same = torch.where(batch.group_B == 1, torch.tensor(0.1, dtype=torch.float64), batch.reward_B)
     equal, _ = slopes(Grpo(NO_PENALTY), replace(batch, reward_B=same), log_policy_BT)
     assert equal[batch.group_B == 1].abs().max() < 1e-10
-    torch.testing.assert_close(equal[batch.group_B != 1], found[batch.group_B != 1])
+    torch.testing.assert_close(equal[batch.group_B != 1], slope_BT[batch.group_B != 1])
 
 
 def test_the_divergence_term_is_k3_with_slope_beta_times_1_less_u() -> None:

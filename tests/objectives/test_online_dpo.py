@@ -26,8 +26,8 @@ def log_ratios(log_policy_BT: Tensor, reference_BT: Tensor) -> list[float]:
 def test_the_best_of_a_group_is_raised_and_the_worst_lowered_by_the_equation(loss: str) -> None:
     """-log sigmoid(beta d) has the slope -beta sigmoid(-beta d) at the best; the square 2 (d - 1 / (2 beta))."""
     batch, log_policy_BT = random_batch()
-    found, _ = slopes(OnlineDpo(Constant(STEEP), loss), batch, log_policy_BT)
-    ratio, expected = log_ratios(log_policy_BT, batch.log_reference_BT), torch.zeros_like(found)
+    slope_BT, _ = slopes(OnlineDpo(Constant(STEEP), loss), batch, log_policy_BT)
+    ratio, expected = log_ratios(log_policy_BT, batch.log_reference_BT), torch.zeros_like(slope_BT)
     for g in range(3):
         rows = [b for b in range(batch.rows) if b % 3 == g]
         best = max(rows, key=lambda b: float(batch.reward_B[b]))
@@ -36,9 +36,9 @@ def test_the_best_of_a_group_is_raised_and_the_worst_lowered_by_the_equation(los
         slope = 2 * (d - 1 / (2 * STEEP)) if loss == "ipo" else -STEEP / (1 + math.exp(STEEP * d))
         expected[best, per_row(batch)[best]] = slope / 3
         expected[worst, per_row(batch)[worst]] = -slope / 3
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(slope_BT, expected, rtol=1e-9, atol=1e-12)
     if loss == "dpo":
-        assert sorted((found.sum(1).sign()).tolist()) == [-1.0] * 3 + [0.0] * 6 + [1.0] * 3
+        assert sorted((slope_BT.sum(1).sign()).tolist()) == [-1.0] * 3 + [0.0] * 6 + [1.0] * 3
 
 
 def test_the_gradient_agrees_with_finite_differences() -> None:
@@ -53,10 +53,10 @@ def test_a_group_of_equal_rewards_has_no_pair_weighs_nothing_and_is_counted() ->
     batch, log_policy_BT = random_batch()
     reward_B = torch.where(batch.group_B == 0, 0.25, batch.reward_B)
     tied = replace(batch, reward_B=reward_B)
-    found, _ = slopes(OnlineDpo(), tied, log_policy_BT)
-    assert found[batch.group_B == 0].abs().max() == 0
+    slope_BT, _ = slopes(OnlineDpo(), tied, log_policy_BT)
+    assert slope_BT[batch.group_B == 0].abs().max() == 0
     untied, _ = slopes(OnlineDpo(), batch, log_policy_BT)
-    torch.testing.assert_close(found[batch.group_B != 0], untied[batch.group_B != 0])
+    torch.testing.assert_close(slope_BT[batch.group_B != 0], untied[batch.group_B != 0])
     loss, metrics = OnlineDpo()(PolicyOutput(log_policy_BT), tied, 1)
     assert metrics["ties"] == pytest.approx(4 / 12)
     both, _ = slopes(OnlineDpo(), replace(batch, reward_B=torch.ones(12)), log_policy_BT)

@@ -126,16 +126,16 @@ def test_proximal_rloo_is_rloo_on_policy_and_leaves_out_rows_that_have_moved_far
     proximal, plain = proximal_rloo(BETA), Reinforce(BETA, penalised="behavior")
     on_policy = slopes(proximal, batch, batch.log_behavior_BT)[0]
     torch.testing.assert_close(on_policy, slopes(plain, batch, batch.log_behavior_BT)[0])
-    found, uncorrected = slopes(proximal, batch, log_policy_BT)[0], slopes(plain, batch, log_policy_BT)[0]
+    slope_BT, uncorrected = slopes(proximal, batch, log_policy_BT)[0], slopes(plain, batch, log_policy_BT)[0]
     rho_B = (log_policy_BT - batch.log_behavior_BT).sum(1).exp()
-    kept = 0
+    kept_count = 0
     for b, positions in enumerate(per_row(batch)):
         rho, advantage = float(rho_B[b]), -float(uncorrected[b, positions[0]])
         left_out = rho > 1.2 if advantage > 0 else rho < 0.8
         expected = 0.0 if left_out else -rho * advantage
-        kept += not left_out
-        assert found[b, positions].tolist() == pytest.approx([expected] * len(positions), abs=1e-12)
-    assert 0 < kept < batch.rows
+        kept_count += not left_out
+        assert slope_BT[b, positions].tolist() == pytest.approx([expected] * len(positions), abs=1e-12)
+    assert 0 < kept_count < batch.rows
 
 
 def test_truncated_weights_make_an_off_policy_expectation_that_of_the_policy_when_none_is_cut() -> None:

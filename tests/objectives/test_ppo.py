@@ -38,13 +38,13 @@ def test_positions_that_were_not_sampled_are_passed_over_and_padding_has_none() 
 def returns(batch: Batch, beta: float) -> dict[tuple[int, int], float]:
     """What is still to come at each token, with gamma = 1: -beta log(mu / pi_ref) of each, and r at the end."""
     assert batch.log_behavior_BT is not None
-    found = {}
+    return_of = {}
     for b, row in enumerate(per_row(batch)):
-        left = float(batch.reward_B[b])
+        reward_to_go = float(batch.reward_B[b])
         for t in reversed(row):
-            left -= beta * float(batch.log_behavior_BT[b, t] - batch.log_reference_BT[b, t])
-            found[b, t] = left
-    return found
+            reward_to_go -= beta * float(batch.log_behavior_BT[b, t] - batch.log_reference_BT[b, t])
+            return_of[b, t] = reward_to_go
+    return return_of
 
 
 def valued(batch: Batch) -> torch.Tensor:

@@ -30,16 +30,16 @@ def test_the_best_rows_of_a_group_share_its_weight() -> None:
     batch, log_policy_BT = random_batch()
     reward_B = torch.tensor([0.0, 1, 0, 0.5, 1, 0, 0.5, 0, 0, 0.25, 0, 0], dtype=torch.float64)
     batch = replace(batch, reward_B=reward_B)  # groups by row modulo 3, four rows each
-    found, _ = slopes(Raft("best"), batch, log_policy_BT)
+    slope_BT, _ = slopes(Raft("best"), batch, log_policy_BT)
     weight = {3: 2.0, 6: 2.0, 1: 2.0, 4: 2.0, 2: 1.0, 5: 1.0, 8: 1.0, 11: 1.0}
     for b, row in enumerate(per_row(batch)):
-        assert found[b, row].tolist() == pytest.approx([-weight.get(b, 0.0) / 12] * len(row))
+        assert slope_BT[b, row].tolist() == pytest.approx([-weight.get(b, 0.0) / 12] * len(row))
 
 
 def test_only_rows_with_a_positive_reward_are_kept() -> None:
     batch, log_policy_BT = random_batch()
-    found, _ = slopes(Raft(), batch, log_policy_BT)
+    slope_BT, _ = slopes(Raft(), batch, log_policy_BT)
     for b, row in enumerate(per_row(batch)):
-        assert found[b, row].tolist() == [-1 / 12 if batch.reward_B[b] > 0 else 0.0] * len(row)
+        assert slope_BT[b, row].tolist() == [-1 / 12 if batch.reward_B[b] > 0 else 0.0] * len(row)
     negative = replace(batch, reward_B=-batch.reward_B.abs())
     assert slopes(Raft(), negative, log_policy_BT)[0].abs().max() == 0

@@ -32,13 +32,13 @@ def test_means_over_a_group_are_those_of_a_plain_loop_whatever_the_order_of_the_
     mean_B, others_B = group_mean(x_B, group_B, 5), leave_one_out_mean(x_B, group_B, 5)
     std_B, max_B = group_std(x_B, group_B, 5), group_max(x_B, group_B, 5)
     for b, (g, x) in enumerate(rows):
-        own = [y for h, y in rows if h == g]
-        rest = [y for c, (h, y) in enumerate(rows) if h == g and c != b]
-        assert int(group_sizes(group_B, 5)[b]) == len(own)
-        np.testing.assert_allclose(mean_B[b], np.mean(own), atol=1e-10)
-        np.testing.assert_allclose(others_B[b], np.mean(rest) if rest else x, atol=1e-10)
-        np.testing.assert_allclose(std_B[b], np.std(own, ddof=1) if rest else 0, atol=1e-6)
-        assert float(max_B[b]) == max(own)
+        group_values = [y for h, y in rows if h == g]
+        other_values = [y for c, (h, y) in enumerate(rows) if h == g and c != b]
+        assert int(group_sizes(group_B, 5)[b]) == len(group_values)
+        np.testing.assert_allclose(mean_B[b], np.mean(group_values), atol=1e-10)
+        np.testing.assert_allclose(others_B[b], np.mean(other_values) if other_values else x, atol=1e-10)
+        np.testing.assert_allclose(std_B[b], np.std(group_values, ddof=1) if other_values else 0, atol=1e-6)
+        assert float(max_B[b]) == max(group_values)
 
 
 def test_the_mean_baseline_is_k_minus_1_over_k_of_the_leave_one_out_baseline() -> None:
@@ -86,8 +86,8 @@ def test_a_sum_over_positions_is_divided_by_rows_by_tokens_of_each_row_or_by_all
 
 def test_whitened_numbers_have_mean_0_and_variance_1_over_all_sampled_positions() -> None:
     white_BT = whitened(X_BT, MASK_BT)
-    kept = white_BT[MASK_BT].numpy()
-    np.testing.assert_allclose([kept.mean(), kept.std()], [0, 1], atol=1e-6)
-    np.testing.assert_allclose(np.diff(kept) / np.diff(kept)[0], np.diff([1, 2, 4, 16]), rtol=1e-5)
+    sampled_values = white_BT[MASK_BT].numpy()
+    np.testing.assert_allclose([sampled_values.mean(), sampled_values.std()], [0, 1], atol=1e-6)
+    np.testing.assert_allclose(np.diff(sampled_values) / np.diff(sampled_values)[0], np.diff([1, 2, 4, 16]), rtol=1e-5)
     assert white_BT[~MASK_BT].tolist() == [0.0] * 5
     assert whitened(X_BT, torch.zeros_like(MASK_BT)).abs().sum() == 0  # nothing was sampled

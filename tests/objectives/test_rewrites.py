@@ -118,10 +118,13 @@ def grpo(standardise: bool, per: str) -> Formula:
     def loss(rows: Sequence[Row]) -> Number:
         total: Number = 0.0
         for r in rows:
-            own = [o.reward for o in group(rows, r)]
-            a = r.reward - fmean(own)
+            group_values = [o.reward for o in group(rows, r)]
+            a = r.reward - fmean(group_values)
             if standardise:
-                a /= math.sqrt(sum((x - fmean(own)) ** 2 for x in own) / (len(own) - 1)) + 1e-4
+                a /= (
+                    math.sqrt(sum((x - fmean(group_values)) ** 2 for x in group_values) / (len(group_values) - 1))
+                    + 1e-4
+                )
             terms = sum(clip(r.rho(t), a) + beta * k3(r.pi[t], r.reference[t]) for t in range(len(r.pi)))
             total = total + terms / {"sequence": len(r.pi) * len(rows), "row": len(rows), "token": tokens(rows)}[per]
         return total
@@ -174,45 +177,45 @@ def tba_prime(rows: Sequence[Row]) -> Number:
 
     total: Number = 0.0
     for r in rows:
-        own = group(rows, r)
-        a = r.reward - fmean(o.reward for o in own) - beta * (kl(r) - fmean(kl(o) for o in own))
+        group_rows = group(rows, r)
+        a = r.reward - fmean(o.reward for o in group_rows) - beta * (kl(r) - fmean(kl(o) for o in group_rows))
         for t in range(len(r.pi)):
             total = total - a * (r.rho(t) if float(r.rho(t).detach()) <= 8 else 8.0)
     return total / tokens(rows)
 
 
 def white(rows: Sequence[Row], advantage: list[list[float]]) -> list[list[float]]:
-    every = [a for own in advantage for a in own]
+    every = [a for row_advantages in advantage for a in row_advantages]
     scale = math.sqrt(sum((a - fmean(every)) ** 2 for a in every) / len(every) + 1e-8)
-    return [[(a - fmean(every)) / scale for a in own] for own in advantage]
+    return [[(a - fmean(every)) / scale for a in row_advantages] for row_advantages in advantage]
 
 
 def ppo(rows: Sequence[Row]) -> Number:
     advantage = []
     for r in rows:
-        own, after, later = [0.0] * len(r.pi), 0.0, 0.0
+        advantages, after, later = [0.0] * len(r.pi), 0.0, 0.0
         for t in reversed(range(len(r.pi))):
             v = float(r.value[t].detach())
             reward = -beta * (r.mu[t] - r.reference[t]) + (r.reward if t == len(r.pi) - 1 else 0.0)
-            own[t] = later = reward + after - v + 0.95 * later
+            advantages[t] = later = reward + after - v + 0.95 * later
             after = v
-        advantage.append(own)
+        advantage.append(advantages)
     total: Number = 0.0
-    for r, own, used in zip(rows, advantage, white(rows, advantage), strict=True):
+    for r, advantages, used in zip(rows, advantage, white(rows, advantage), strict=True):
         for t, v in enumerate(r.value):
-            total = total + clip(r.rho(t), used[t]) + 0.1 * (v - own[t] - v.detach()) ** 2 / 2
+            total = total + clip(r.rho(t), used[t]) + 0.1 * (v - advantages[t] - v.detach()) ** 2 / 2
     return total / tokens(rows)
 
 
 def vine(rows: Sequence[Row]) -> Number:
     advantage = []
     for r in rows:
-        own = []
+        advantages = []
         for place in r.place:
             i = max(i for i, (start, _) in enumerate(r.steps) if start <= place)
             after = r.steps[i + 1][1] if i + 1 < len(r.steps) else r.reward
-            own.append(after - r.steps[i][1])
-        advantage.append(own)
+            advantages.append(after - r.steps[i][1])
+        advantage.append(advantages)
     total: Number = 0.0
     for r, used in zip(rows, white(rows, advantage), strict=True):
         total = total + sum(clip(r.rho(t), a) + beta * k3(r.pi[t], r.reference[t]) for t, a in enumerate(used))
@@ -226,15 +229,15 @@ def dpo(ipo: bool) -> Formula:
 
         total: Number = 0.0
         for g in sorted({r.group for r in rows}):
-            own = [r for r in rows if r.group == g]
-            best, worst = max(r.reward for r in own), min(r.reward for r in own)
+            group_values = [r for r in rows if r.group == g]
+            best, worst = max(r.reward for r in group_values), min(r.reward for r in group_values)
             if best == worst:
                 continue
-            pairs = [(a, b) for a in own for b in own if a.reward == best and b.reward == worst]
+            pairs = [(a, b) for a in group_values for b in group_values if a.reward == best and b.reward == worst]
             for a, b in pairs:
                 d = ratio(a) - ratio(b)
                 term = (d - 1 / (2 * 0.1)) ** 2 if ipo else (1 + (-0.1 * d).exp()).log()
-                total = total + term * len(own) / len(pairs) / len(rows)
+                total = total + term * len(group_values) / len(pairs) / len(rows)
         return total
 
     return loss
@@ -244,9 +247,11 @@ def raft(best: bool) -> Formula:
     def loss(rows: Sequence[Row]) -> Number:
         total: Number = 0.0
         for r in rows:
-            own = [o.reward for o in group(rows, r)]
-            first = len(own) / own.count(max(own)) if r.reward == max(own) else 0.0
-            total = total - (first if best else float(r.reward > 0)) * sum(r.pi)
+            group_values = [o.reward for o in group(rows, r)]
+            best_share = (
+                len(group_values) / group_values.count(max(group_values)) if r.reward == max(group_values) else 0.0
+            )
+            total = total - (best_share if best else float(r.reward > 0)) * sum(r.pi)
         return total / len(rows)
 
     return loss

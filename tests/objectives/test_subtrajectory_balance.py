@@ -108,13 +108,13 @@ def test_answers_of_one_token_have_the_whole_as_their_only_stretch_which_is_lear
     assert output.log_z_G is not None
     with torch.no_grad():
         value_BT = STEEP * output.log_z_G[batch.group_B][:, None]
-    ours, at_value = slopes(SubtrajectoryBalance(BETA), batch, output.log_policy_BT.detach(), value_BT)
+    slope_BT, at_value = slopes(SubtrajectoryBalance(BETA), batch, output.log_policy_BT.detach(), value_BT)
     leaves = [output.log_policy_BT.detach().requires_grad_(), output.log_z_G.detach().requires_grad_()]
     loss, _ = TrajectoryBalance(BETA, log_z="learned", off_policy="none")(
         PolicyOutput(leaves[0], None, leaves[1]), batch, 1
     )
-    theirs, at_log_z = torch.autograd.grad(loss, leaves)
-    torch.testing.assert_close(ours, theirs)
+    expected_BT, at_log_z = torch.autograd.grad(loss, leaves)
+    torch.testing.assert_close(slope_BT, expected_BT)
     summed = torch.zeros(2, dtype=torch.float64).index_add(0, batch.group_B, STEEP * at_value[:, 0])
     torch.testing.assert_close(summed, at_log_z)  # V = beta log Z
 
@@ -133,11 +133,11 @@ def test_both_learn_the_ideal_policy_their_values_and_log_z_from_uniformly_rando
             objective(policy.evaluate(data), data, step + 1)[0].backward()
             optimizer.step()
         assert (distribution(policy) - distribution(star)).abs()[:1].sum() / 2 < 0.01
-        output, wanted = policy.evaluate(data), star.evaluate(data)
+        output, ideal = policy.evaluate(data), star.evaluate(data)
         if "value" in objective.needs:
-            torch.testing.assert_close(output.value_BT, wanted.value_BT, rtol=0, atol=0.01)
+            torch.testing.assert_close(output.value_BT, ideal.value_BT, rtol=0, atol=0.01)
         else:
-            torch.testing.assert_close(output.log_z_G, wanted.log_z_G, rtol=0, atol=0.04)
+            torch.testing.assert_close(output.log_z_G, ideal.log_z_G, rtol=0, atol=0.04)
 
 
 def test_settings_that_cannot_work_are_refused() -> None:

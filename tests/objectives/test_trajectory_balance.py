@@ -115,8 +115,8 @@ def test_at_the_ideal_policy_loss_and_gradient_are_zero_on_any_multiset_of_sampl
     loss, _ = objective(policy.evaluate(batch), batch, 1)
     assert loss.item() < 1e-11  # (float32 rounding of rewards and reference)^2
     assert gradient(objective, policy, batch).abs().max() < 1e-5
-    first = batch.select(torch.arange(len(outcomes[0])))
-    _, metrics = objective(policy.evaluate(first), first, 1)
+    first_rows = batch.select(torch.arange(len(outcomes[0])))
+    _, metrics = objective(policy.evaluate(first_rows), first_rows, 1)
     assert metrics["log_z"] == pytest.approx(log_z(beta, temperature, tabular_prompts(TASK)[0]), abs=1e-5)
 
 
@@ -144,8 +144,8 @@ def test_permuting_rows_across_prompts_changes_nothing(order: list[int]) -> None
     policy, batch, objective = perturbed(), ragged_batch(), TrajectoryBalance(Constant(0.3))
     shuffled = batch.select(torch.tensor(order))
     torch.testing.assert_close(gradient(objective, policy, shuffled), gradient(objective, policy, batch))
-    ours, theirs = (floats(objective(policy.evaluate(b), b, 1)[1]) for b in (batch, shuffled))
-    assert ours == pytest.approx(theirs, rel=1e-5)
+    metrics, shuffled_metrics = (floats(objective(policy.evaluate(b), b, 1)[1]) for b in (batch, shuffled))
+    assert metrics == pytest.approx(shuffled_metrics, rel=1e-5)
 
 
 def test_one_prompts_rewards_never_reach_another_prompts_gradient() -> None:
@@ -330,10 +330,10 @@ def by_hand(treatment: str, batch: Batch, log_policy_BT: Tensor, beta: float) ->
 def test_the_slope_of_a_row_is_its_weight_times_its_residual_from_log_z(treatment: Treatment, far: float) -> None:
     batch, log_policy_BT = far_batch(7, far)
     weight, residual = by_hand(treatment, batch, log_policy_BT, 0.3)
-    found, _ = slopes(TrajectoryBalance(Constant(0.3), off_policy=treatment), batch, log_policy_BT)
+    slope_BT, _ = slopes(TrajectoryBalance(Constant(0.3), off_policy=treatment), batch, log_policy_BT)
     for b, positions in enumerate(per_row(batch)):
         expected = -0.3 * weight[b] * residual[b] / batch.rows
-        assert found[b, positions].tolist() == pytest.approx([expected] * len(positions), rel=1e-9, abs=1e-12)
+        assert slope_BT[b, positions].tolist() == pytest.approx([expected] * len(positions), rel=1e-9, abs=1e-12)
     assert weight.max() - weight.min() > 0.2
 
 
@@ -362,8 +362,8 @@ def test_where_no_behaviour_is_known_it_is_the_papers_form(treatment: Treatment)
     batch, log_policy_BT = random_batch(9)
     unknown = replace(batch, log_behavior_BT=None)
     objectives = TrajectoryBalance(Constant(0.3), off_policy=treatment), paper(Constant(0.3))
-    ours, theirs = (slopes(o, unknown, log_policy_BT)[0] for o in objectives)
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-15)
+    slope_BT, expected_BT = (slopes(o, unknown, log_policy_BT)[0] for o in objectives)
+    torch.testing.assert_close(slope_BT, expected_BT, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("treatment", ["exact", "tapered"])
@@ -371,19 +371,21 @@ def test_on_policy_it_is_the_papers_form(treatment: Treatment) -> None:
     batch, _ = random_batch(9)
     assert batch.log_behavior_BT is not None
     objectives = TrajectoryBalance(Constant(0.3), off_policy=treatment), paper(Constant(0.3))
-    ours, theirs = (slopes(o, batch, batch.log_behavior_BT)[0] for o in objectives)
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-15)
+    slope_BT, expected_BT = (slopes(o, batch, batch.log_behavior_BT)[0] for o in objectives)
+    torch.testing.assert_close(slope_BT, expected_BT, rtol=1e-12, atol=1e-15)
 
 
 def test_a_row_of_unknown_behaviour_weighs_as_if_the_policy_had_sampled_it() -> None:
     batch, log_policy_BT = far_batch(10, 1.0)
     assert batch.log_behavior_BT is not None
     row = torch.arange(batch.rows) == 4
-    known = replace(batch, log_behavior_BT=torch.where(row[:, None], log_policy_BT, batch.log_behavior_BT))
+    full_batch = replace(batch, log_behavior_BT=torch.where(row[:, None], log_policy_BT, batch.log_behavior_BT))
     some_BT = torch.where(row[:, None], math.nan, batch.log_behavior_BT)
     partly = replace(batch, log_behavior_BT=None, some_behavior_BT=some_BT)
-    ours, theirs = (slopes(TrajectoryBalance(Constant(0.3)), data, log_policy_BT)[0] for data in (partly, known))
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-15)
+    slope_BT, expected_BT = (
+        slopes(TrajectoryBalance(Constant(0.3)), data, log_policy_BT)[0] for data in (partly, full_batch)
+    )
+    torch.testing.assert_close(slope_BT, expected_BT, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("treatment", TREATMENTS)

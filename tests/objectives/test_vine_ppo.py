@@ -69,9 +69,9 @@ def test_ratios_are_clipped_at_both_signs(rho: float, advantage: float) -> None:
     assert batch.log_behavior_BT is not None
     log_policy_BT = batch.log_behavior_BT.clone()
     log_policy_BT[b, t] += float(torch.tensor(rho, dtype=torch.float64).log())
-    found, _ = slopes(VinePpo(Constant(0.0), whiten=False), batch, log_policy_BT)
+    slope_BT, _ = slopes(VinePpo(Constant(0.0), whiten=False), batch, log_policy_BT)
     cut = (rho > 1) == (advantage > 0)
-    assert float(found[b, t]) == pytest.approx(0.0 if cut else -rho * advantage / 12)
+    assert float(slope_BT[b, t]) == pytest.approx(0.0 if cut else -rho * advantage / 12)
 
 
 def test_the_divergence_term_is_added_to_every_token() -> None:

@@ -113,7 +113,7 @@ def test_whoever_sampled_the_answers_a_teacher_of_other_tokens_is_learnt(
         if source == "mixed":
             drawn = Group((*drawn.trajectories[:24], *sampled(teacher, scorer, rng).trajectories[:24]))
         drawn = replace(drawn, as_sampled=source not in ("teacher", "mixed"))
-        batch = recipe.teachers.mixed(collate([drawn]), step)
+        batch = recipe.teachers.with_teachers(collate([drawn]), step)
         optimizer.param_groups[0]["lr"] = 0.15 * 0.5 * (1 + math.cos(math.pi * step / STEPS))
         optimizer.zero_grad()
         objective(policy.evaluate(batch), batch, step)[0].backward()

@@ -12,7 +12,7 @@ import pytest
 from tba.errors import PartFailed, UserError
 from tba.runtime.ranks import worker
 from tba.runtime.ranks.worker import RankedWorker
-from tba.training.ranks.messages import _listen_on
+from tba.training.ranks.messages import _restrict_interfaces
 
 
 @dataclass
@@ -117,8 +117,8 @@ def test_ranks_listen_where_they_are_to_or_are_refused(monkeypatch: pytest.Monke
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(variable, raising=False)
     with pytest.raises(UserError, match=r"no network interface of this machine has the address 203\.0\.113\.77"):
-        _listen_on("203.0.113.77")
+        _restrict_interfaces("203.0.113.77")
     set_by_us: dict[str, Any] = {}
     monkeypatch.setattr("os.environ", set_by_us)
-    _listen_on("127.0.0.1")
+    _restrict_interfaces("127.0.0.1")
     assert set_by_us == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}

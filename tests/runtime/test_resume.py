@@ -48,7 +48,7 @@ from tba.runtime.run_directory import RunDirectory
 from tba.runtime.run_lock import driver_lives
 from tba.runtime.trainer_loop import TrainerLoop, start_training
 from tba.tasks.arithmetic import Arithmetic
-from tba.training.checkpoint import newest_checkpoint, newest_sound
+from tba.training.checkpoint import newest_checkpoint, newest_sound_checkpoint
 from tba.training.tiny_models import ScratchModel, character_tokenizer
 from tba.types import Sampling, Version
 
@@ -290,7 +290,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_and_said_so(
     assert pytest.importorskip("re").search(sentence, fault["what"])
     assert summary.faults["damaged_checkpoints"] == 1
     assert_whole(path, summary, uids_before)
-    checkpoint, damaged = newest_sound(path / "checkpoints")
+    checkpoint, damaged = newest_sound_checkpoint(path / "checkpoints")
     assert (checkpoint.version if checkpoint else None, damaged) == (Version(1, 60), [])
     assert {p.name for p in (path / "checkpoints").iterdir()} == {"step-40", "step-60"}
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tba.record.memory import peak_memory_bytes, resident_memory_bytes
-from tba.training.ranks.messages import Meeting, Ranks
+from tba.training.ranks.messages import Ranks, Rendezvous
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def ranks_of(
 
     def started(rank: int) -> Ranks:
         shared, device = dist.FileStore(str(store), count), torch.device("cpu")
-        return Ranks(rank, count, Meeting(shared), device, 60.0, word if rank else 60.0, patience, loading)
+        return Ranks(rank, count, Rendezvous(shared), device, 60.0, word if rank else 60.0, patience, loading)
 
     children = []
     gc.collect()  # a child that collected the process groups of an earlier test would wait for threads it does not have

@@ -70,19 +70,19 @@ SIGNALS = st.lists(st.floats(0.0, 1.0) | st.just(math.nan), max_size=200)
 def test_k_and_m_stay_within_their_bounds_and_every_change_is_a_change(values: list[float], k: int, m: float) -> None:
     controller = ESS.start(k, m)
     steered(controller, values)
-    held = [(k, m), *((c.sync_every, c.m) for c in controller.changes)]
-    assert all(1 <= k <= 8 and 0.7 <= m <= 1.0 for k, m in held)
-    assert all(before != after for before, after in itertools.pairwise(held))
+    settings = [(k, m), *((c.sync_every, c.m) for c in controller.changes)]
+    assert all(1 <= k <= 8 and 0.7 <= m <= 1.0 for k, m in settings)
+    assert all(before != after for before, after in itertools.pairwise(settings))
     steps = [c.step for c in controller.changes]
     assert all(later - earlier >= 2 * ESS.every for earlier, later in itertools.pairwise(steps))
 
 
 @given(SIGNALS, st.integers(0, 200))
 def test_one_that_goes_on_from_its_state_does_what_it_would_have_done(values: list[float], cut: int) -> None:
-    whole, first, second = (ESS.start(4, 0.95) for _ in range(3))
+    whole, first_controller, second = (ESS.start(4, 0.95) for _ in range(3))
     steered(whole, values)
-    steered(first, values[:cut])
-    second.restore(json.loads(json.dumps(first.state())))
+    steered(first_controller, values[:cut])
+    second.restore(json.loads(json.dumps(first_controller.state())))
     steered(second, values[cut:], first=1 + len(values[:cut]))
     assert second.changes == whole.changes
     assert second.state() == whole.state()

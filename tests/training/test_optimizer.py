@@ -46,15 +46,15 @@ def first_moment(settings: OptimizerSettings, gradient: list[float]) -> tuple[fl
 
 
 def test_the_gradient_is_clipped_to_the_norm_and_reported_as_it_was() -> None:
-    norm, taken = first_moment(OptimizerSettings(clip_norm=1.0), [3.0, 4.0])
+    norm, moment = first_moment(OptimizerSettings(clip_norm=1.0), [3.0, 4.0])
     assert norm == 5.0
-    torch.testing.assert_close(taken, torch.tensor([0.6, 0.8]))
+    torch.testing.assert_close(moment, torch.tensor([0.6, 0.8]))
 
 
 @pytest.mark.parametrize(("clip", "gradient"), [(None, [3.0, 4.0]), (1.0, [0.3, 0.4])])
 def test_without_a_limit_or_below_it_the_gradient_is_taken_as_it_is(clip: float | None, gradient: list[float]) -> None:
-    _, taken = first_moment(OptimizerSettings(clip_norm=clip), gradient)
-    torch.testing.assert_close(taken, torch.tensor(gradient))
+    _, moment = first_moment(OptimizerSettings(clip_norm=clip), gradient)
+    torch.testing.assert_close(moment, torch.tensor(gradient))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -80,31 +80,31 @@ def test_what_forgot_its_moments_goes_on_like_a_new_one_from_the_same_weights(dt
     parameter.grad = torch.tensor([0.25, -3.0], dtype=dtype)
     optimizer.step(1)
     before = optimizer._masters[0].detach().clone()
-    optimizer.forget()
+    optimizer.reset_moments()
     assert torch.equal(optimizer._masters[0], before)
     parameter.grad = torch.tensor([-2.0, -0.5], dtype=dtype)
     optimizer.step(2)
-    taken = before + 0.1 * torch.tensor([1.0, 1.0])  # a first step is lr against the sign, whatever the size
-    torch.testing.assert_close(optimizer._masters[0].detach(), taken)
+    expected = before + 0.1 * torch.tensor([1.0, 1.0])  # a first step is lr against the sign, whatever the size
+    torch.testing.assert_close(optimizer._masters[0].detach(), expected)
 
 
 @pytest.mark.parametrize("resumed", [False, True])
 def test_the_rate_rises_with_the_updates_that_the_moments_are_of(tmp_path: Path, resumed: bool) -> None:
     parameter = Parameter(torch.zeros(1))
     optimizer = OptimizerSettings(lr=0.3).start([parameter])  # a rise over 30 updates
-    taken = []
+    rates = []
     for step in range(1, 7):
         if step == 4 and resumed:
             optimizer.save(tmp_path)
             optimizer = OptimizerSettings(lr=0.3).start([parameter])
             optimizer.load(tmp_path)
         if step == 5:
-            optimizer.forget()
+            optimizer.reset_moments()
         before, parameter.grad = parameter.item(), torch.ones(1)
         optimizer.step(step)
-        taken.append(before - parameter.item())
-        assert optimizer.rate(step) == pytest.approx(taken[-1], rel=1e-5)  # the first steps of AdamW are as long
-    assert taken == pytest.approx([0.01, 0.02, 0.03, 0.04, 0.01, 0.02], rel=1e-5)
+        rates.append(before - parameter.item())
+        assert optimizer.rate(step) == pytest.approx(rates[-1], rel=1e-5)  # the first steps of AdamW are as long
+    assert rates == pytest.approx([0.01, 0.02, 0.03, 0.04, 0.01, 0.02], rel=1e-5)
 
 
 def test_steps_too_small_for_bfloat16_add_up_in_the_float32_master() -> None:
@@ -147,8 +147,8 @@ def test_a_saved_state_goes_on_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -
     trained(optimizer, through, range(4, 7))
     trained(again, resumed, range(4, 7))
     assert all(torch.equal(a, b) for a, b in zip(through, resumed, strict=True))
-    for mine, theirs in zip(optimizer._masters, again._masters, strict=True):
-        assert torch.equal(mine, theirs)
+    for master, loaded_master in zip(optimizer._masters, again._masters, strict=True):
+        assert torch.equal(master, loaded_master)
 
 
 def test_a_state_that_is_missing_damaged_or_of_another_model_is_refused_in_one_sentence(tmp_path: Path) -> None:
@@ -210,8 +210,8 @@ def test_moments_on_the_host_change_no_bit_of_an_update_nor_of_what_is_saved(
         return [weight.detach() for weight in weights]
 
     expected = trained((False, False), tmp_path / "plain")
-    found = trained((before, after), tmp_path / "host")
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    result = trained((before, after), tmp_path / "host")
+    assert all(torch.equal(a, b) for a, b in zip(expected, result, strict=True))
     saved = [(tmp_path / folder / "optimizer.safetensors").read_bytes() for folder in ("plain", "host")]
     assert saved[0] == saved[1]
 
@@ -219,11 +219,11 @@ def test_moments_on_the_host_change_no_bit_of_an_update_nor_of_what_is_saved(
 def test_of_moments_on_the_host_one_parameter_s_are_on_the_device_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = [Parameter(torch.ones(4)), Parameter(torch.ones(3))]
     optimizer = OptimizerSettings(moments_on_host=True).start(weights)
-    held: list[int] = []
+    device_bytes: list[int] = []
     stepped = optimizer._adamw.step
 
     def step() -> None:
-        held.append(sum(weight.grad is not None for weight in weights))
+        device_bytes.append(sum(weight.grad is not None for weight in weights))
         stepped()
 
     monkeypatch.setattr(optimizer._adamw, "step", step)
@@ -231,7 +231,7 @@ def test_of_moments_on_the_host_one_parameter_s_are_on_the_device_at_a_time(monk
         for weight in weights:
             weight.grad = torch.ones_like(weight)
         optimizer.step(number)
-    assert held == [1] * 4
+    assert device_bytes == [1] * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -240,11 +240,11 @@ def test_the_average_is_the_recurrence_it_changes_no_update_and_swapping_twice_n
     start = torch.randn(50, generator=generator)
     averaged, plain = (Parameter(start.to(dtype).clone()) for _ in range(2))
     optimizer = OptimizerSettings(lr=0.05, averaged=True).start([averaged])
-    other = OptimizerSettings(lr=0.05).start([plain])
+    plain_optimizer = OptimizerSettings(lr=0.05).start([plain])
     expected = start.to(dtype).double()
     for step in range(1, 41):
         gradient = torch.randn(50, generator=generator).to(dtype)
-        for parameter, each in ((averaged, optimizer), (plain, other)):
+        for parameter, each in ((averaged, optimizer), (plain, plain_optimizer)):
             parameter.grad = gradient.clone()
             each.step(step)
         assert torch.equal(averaged, plain)
@@ -312,6 +312,8 @@ def test_of_adapters_the_average_is_published_and_saved_and_the_base_stays(tmp_p
         policy.save(tmp_path / "saved")
     (file,) = (tmp_path / "saved").rglob("adapter*.safetensors")
     saved = load_file(file)
-    assert all(any(torch.equal(tensor, own) for own in saved.values()) for tensor in published.values())
+    assert all(
+        any(torch.equal(tensor, saved_tensor) for saved_tensor in saved.values()) for tensor in published.values()
+    )
     assert all(torch.equal(tensor, weights[name]) for name, tensor in policy.weights().items())
     assert any(not torch.equal(weights[name], published[name]) for name in weights)

@@ -20,7 +20,7 @@ from tba.errors import PartFailed
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.causal import CausalPolicy
 from tba.sharding import local_part
-from tba.training.checkpoint import Checkpoint, newest_sound, save_checkpoint
+from tba.training.checkpoint import Checkpoint, newest_sound_checkpoint, save_checkpoint
 from tba.training.optimizer import Optimizer, OptimizerSettings
 from tba.training.ranks.checkpoint import Shards
 from tba.training.ranks.messages import Ranks
@@ -35,7 +35,7 @@ def begin(trainer: ByHand, folder: Path, when: threading.Event | None = None) ->
     """Begin a checkpoint of all ranks, as the trainer's loop does. when: before that nothing is written."""
     policy = trainer.policy
     assert isinstance(policy, Rank0Policy)
-    laid_out = policy.lay_out(trainer.optimizer, folder)
+    laid_out = policy.copy_rows(trainer.optimizer, folder)
     assert laid_out is not None
     model, rows = laid_out
     version, heads = trainer.version, llama_policy(heads=("log_z", "value")).heads
@@ -45,12 +45,12 @@ def begin(trainer: ByHand, folder: Path, when: threading.Event | None = None) ->
         assert when is None or when.wait(60.0)
         save_checkpoint(folder, version, model.save, rows, heads=heads)
 
-    policy.saving.begin(save)
+    policy.checkpoint_thread.start(save)
 
 
 def written(trainer: ByHand) -> None:
     assert isinstance(trainer.policy, Rank0Policy)
-    trainer.policy.saving.settle()
+    trainer.policy.checkpoint_thread.wait()
 
 
 @pytest.mark.parametrize(("count", "others"), [(2, 4), (4, 2)])
@@ -60,7 +60,7 @@ def test_ranks_write_the_bytes_that_gathering_would_and_any_number_of_ranks_goes
     """Though steps follow at once. As many ranks go on with the same losses, more, fewer and one with the same bits,
     and the same losses up to the order of sums.
     """
-    mine, gathered, again = tmp_path / "shards", tmp_path / "gathered", tmp_path / "again"
+    shards_folder, gathered, again = tmp_path / "shards", tmp_path / "gathered", tmp_path / "again"
 
     def goes_on(trainer: ByHand) -> ByHand:
         trainer.version, trainer.batches.replay.asked = saved.version, asked
@@ -68,40 +68,42 @@ def test_ranks_write_the_bytes_that_gathering_would_and_any_number_of_ranks_goes
 
     def life(ranks: Ranks) -> None:
         follow(ranks, WHOLE)
-        follow(ranks, WHOLE, Checkpoint.load(mine / "step-3"))
+        follow(ranks, WHOLE, Checkpoint.load(shards_folder / "step-3"))
 
     with ranks_of(count, tmp_path / "store", life) as ranks:
         trainer = spread(ranks, BALANCE, tmp_path, WHOLE)
         for _ in range(3):
             trainer.go()
         checkpoint(trainer, gathered)
-        begin(trainer, mine, stepped := threading.Event())
+        begin(trainer, shards_folder, stepped := threading.Event())
         asked = trainer.batches.replay.asked
         expected = [trainer.go()["loss"] for _ in range(2)]
         stepped.set()
         written(trainer)
-        ranks.say("end")
-        saved = Checkpoint.load(mine / "step-3")
+        ranks.broadcast("end")
+        saved = Checkpoint.load(shards_folder / "step-3")
         saved.verify()
         assert filecmp.cmpfiles(gathered / "step-3", saved.path, FILES, shallow=False)[0] == list(FILES)
-        assert sorted(path.name for path in mine.iterdir()) == ["step-3"]
+        assert sorted(path.name for path in shards_folder.iterdir()) == ["step-3"]
 
         trainer = goes_on(spread(ranks, BALANCE, tmp_path, WHOLE, saved))
         assert [trainer.go()["loss"] for _ in range(2)] == expected
-        one = goes_on(alone(BALANCE, tmp_path, saved=saved))
-        assert [one.go()["loss"] for _ in range(2)] == pytest.approx(expected, rel=1e-5)
-        ranks.say("end")
+        single = goes_on(alone(BALANCE, tmp_path, saved=saved))
+        assert [single.go()["loss"] for _ in range(2)] == pytest.approx(expected, rel=1e-5)
+        ranks.broadcast("end")
 
     with ranks_of(others, tmp_path / "another", lambda ranks: follow(ranks, WHOLE, saved)) as ranks:
         trainer = goes_on(spread(ranks, BALANCE, tmp_path, WHOLE, saved))
         checkpoint(trainer, again)
-        held, there = (load_file(path / "optimizer.safetensors") for path in (again / "step-3", saved.path))
-        assert held.keys() == there.keys()
-        assert all(torch.equal(held[name], tensor) for name, tensor in there.items())
+        again_state, saved_state = (
+            load_file(path / "optimizer.safetensors") for path in (again / "step-3", saved.path)
+        )
+        assert again_state.keys() == saved_state.keys()
+        assert all(torch.equal(again_state[name], tensor) for name, tensor in saved_state.items())
         same = [name for name in FILES if name != "optimizer.safetensors"]  # whose tensors are in another order
         assert filecmp.cmpfiles(again / "step-3", saved.path, same, shallow=False)[0] == same
         assert [trainer.go()["loss"] for _ in range(2)] == pytest.approx(expected, rel=1e-5)
-        ranks.say("end")
+        ranks.broadcast("end")
 
 
 LARGE = {  # 14 M parameters: 56 MB, and 167 MB with two moments; 13 MB of it are a layer's weights
@@ -136,18 +138,18 @@ def test_a_checkpoint_raises_a_rank_by_its_share_and_at_most_a_layer(count: int,
         follower = Follower(*stepped(ranks), ranks, WHOLE)
 
         def checkpoint_of_all() -> None:
-            follower._checkpoint(ranks.hear())
-            follower._saving.settle()
+            follower._checkpoint(ranks.receive_command())
+            follower._checkpoint_thread.wait()
 
-        found = risen(checkpoint_of_all)
-        copies = Shards.of(follower.own, follower.optimizer)
-        own = sum(rows.nbytes for part in (copies.model, copies.optimizer) for _, rows in part.values())
-        assert own < found < own + layer
+        rise = risen(checkpoint_of_all)
+        copies = Shards.of(follower.local_policy, follower.optimizer)
+        copied_bytes = sum(rows.nbytes for part in (copies.model, copies.optimizer) for _, rows in part.values())
+        assert copied_bytes < rise < copied_bytes + layer
 
     with ranks_of(count, tmp_path / "store", life) as ranks:
         policy, optimizer = stepped(ranks)
         led = Rank0Policy(policy, ranks, WHOLE)
-        laid_out = led.lay_out(optimizer, tmp_path / "checkpoints")
+        laid_out = led.copy_rows(optimizer, tmp_path / "checkpoints")
         assert laid_out is not None
         whole, rows = laid_out
         save_checkpoint(tmp_path / "checkpoints", Version(0, 1), whole.save, rows, heads=policy.heads)
@@ -192,9 +194,9 @@ def test_a_rank_that_dies_in_the_middle_of_its_rows_leaves_the_checkpoint_before
         with pytest.raises(PartFailed, match="for the other ranks to write their rows of a checkpoint"):
             written(trainer)
     assert [path.name for path in folder.iterdir()] == ["step-1"]
-    found, damaged = newest_sound(folder)
-    assert found is not None
-    assert found.version.step == 1
+    sound_checkpoint, damaged = newest_sound_checkpoint(folder)
+    assert sound_checkpoint is not None
+    assert sound_checkpoint.version.step == 1
     assert damaged == []
 
 
@@ -211,5 +213,5 @@ def test_a_rank_that_cannot_write_ends_the_checkpoint_in_an_error_that_names_it(
         begin(trainer, folder)
         with pytest.raises(PartFailed, match="trainer-1 could not write its rows of a checkpoint"):
             written(trainer)
-        ranks.say("end")
+        ranks.broadcast("end")
     assert list(folder.iterdir()) == []

@@ -39,7 +39,7 @@ from tba.policy.loading import load_unfilled
 from tba.policy.lora import LoraSettings, add_adapters, is_adapter
 from tba.sharding import is_sharded, local_part
 from tba.training.ranks.messages import Ranks
-from tba.training.ranks.weights import Leaving
+from tba.training.ranks.weights import OutgoingWeights
 
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -85,7 +85,7 @@ def saved(model: PreTrainedModel, folder: Path) -> Path:
 def whole(policy: CausalPolicy, ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a sharded policy, on rank 0; the others send their rows."""
     shards = policy.everything()
-    return Leaving(shards, {name: local_part(tensor) for name, tensor in shards.items()}, ranks, None).whole()
+    return OutgoingWeights(shards, {name: local_part(tensor) for name, tensor in shards.items()}, ranks, None).whole_tensors()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -102,14 +102,14 @@ def test_a_sharded_policy_has_the_weights_and_the_forward_of_the_whole_model(fam
         assert all(p.is_meta == as_it_is for p in model.parameters())
         policy = CausalPolicy(model)
         policy.shard(ranks.sharding(torch.float32), files)
-        own = {name: local_part(tensor) for name, tensor in policy.everything().items()}
-        assert own.keys() == plain.everything().keys()
-        assert all(torch.equal(own[name], tensor) for name, tensor in plain.everything().items())
+        local_rows = {name: local_part(tensor) for name, tensor in policy.everything().items()}
+        assert local_rows.keys() == plain.everything().keys()
+        assert all(torch.equal(local_rows[name], tensor) for name, tensor in plain.everything().items())
         assert policy.share_prompt == plain.share_prompt
         assert all(is_sharded(p) for p in policy.parameters())  # nothing is left gathered
-        found = policy.evaluate(batch).log_policy_BT
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-        found.sum().backward()
+        log_policy_BT = policy.evaluate(batch).log_policy_BT
+        torch.testing.assert_close(log_policy_BT, expected, rtol=0, atol=1e-6)
+        log_policy_BT.sum().backward()
         assert all(p.grad is not None for p in policy.parameters() if p.requires_grad)
 
 
@@ -129,9 +129,9 @@ def test_files_of_half_precision_fill_shards_of_float32_whose_rows_do_not_divide
         gathered_of(ranks)
 
     with ranks_of(3, tmp_path / "store", life) as ranks:
-        found = gathered_of(ranks)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        tensors = gathered_of(ranks)
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
 
 
 def loaded_after(seconds: float, path: Path, ranks: Ranks) -> None:
@@ -184,14 +184,14 @@ def test_adapters_are_new_and_equal_on_every_rank_though_no_file_has_them(tmp_pa
 
     with ranks_of(2, tmp_path / "store", life) as ranks:
         policy = recipe.policy(1.0, sharding=ranks.sharding(torch.float32))
-        found = {name: tensor.clone() for name, tensor in whole(policy, ranks)}
+        tensors = {name: tensor.clone() for name, tensor in whole(policy, ranks)}
         torch.testing.assert_close(policy.evaluate(batch).log_policy_BT, expected, rtol=0, atol=1e-6)
-    assert sum(map(is_adapter, found)) == 2 * 2 * 7  # A and B of seven layers in two blocks
-    for name, tensor in found.items():
+    assert sum(map(is_adapter, tensors)) == 2 * 2 * 7  # A and B of seven layers in two blocks
+    for name, tensor in tensors.items():
         assert bool((tensor != 0).any()) == (".lora_B." not in name), name
     alone = CausalPolicy(add_adapters(model, LoraSettings(rank=2))).everything()
-    assert found.keys() == alone.keys()
-    assert all(torch.equal(found[n], alone[n]) for n in found if not is_adapter(n))
+    assert tensors.keys() == alone.keys()
+    assert all(torch.equal(tensors[n], alone[n]) for n in tensors if not is_adapter(n))
 
 
 LARGE = {  # 25 M parameters: 101 MB in float32, 13 MB in a layer, 8.4 MB in the embeddings and as much in the head
@@ -224,14 +224,14 @@ def test_a_rank_never_holds_more_than_its_share_and_one_layer(count: int, tmp_pa
 
     def life(ranks: Ranks) -> None:
         load(small, ranks)  # what is imported by the first use of all this is not the model's
-        found = risen(lambda: load(tmp_path / "large", ranks))
+        rise = risen(lambda: load(tmp_path / "large", ranks))
         all_of_it = risen(lambda: AutoModelForCausalLM.from_pretrained(tmp_path / "large", dtype=torch.float32))
-        (tmp_path / f"risen-{ranks.rank}").write_text(f"{found} {all_of_it}")
+        (tmp_path / f"risen-{ranks.rank}").write_text(f"{rise} {all_of_it}")
 
     with ranks_of(count, tmp_path / "store", life) as ranks:
         load(small, ranks)
         load(tmp_path / "large", ranks)
     for rank in range(1, count):
-        found, all_of_it = map(int, (tmp_path / f"risen-{rank}").read_text().split())
-        assert whole / count < found < whole / count + layer
+        rise, all_of_it = map(int, (tmp_path / f"risen-{rank}").read_text().split())
+        assert whole / count < rise < whole / count + layer
         assert all_of_it > 0.9 * whole  # which this measure sees

@@ -37,7 +37,7 @@ from tba.protocols import Objective
 from tba.sharding import gather_rows, row_range
 from tba.training.checkpoint import Checkpoint, save_checkpoint
 from tba.training.optimizer import Optimizer, OptimizerSettings
-from tba.training.ranks.messages import Message, Ranks
+from tba.training.ranks.messages import RankCommand, Ranks
 from tba.training.ranks.policy import Follower, Rank0Optimizer, Rank0Policy
 from tba.training.trainer import Trainer
 from tba.types import Version
@@ -120,18 +120,21 @@ def rounding(trainer: Trainer, steps: int) -> float:
     return steps * SETTINGS.lr * float(torch.finfo(torch.float32).eps) * tokens**0.5 * weights
 
 
-def difference(mine: Trainer, its: Trainer) -> float:
+def difference(trainer: Trainer, its: Trainer) -> float:
     """The largest of any weight; a led policy's come one after the other."""
-    own, given = mine.policy.weights(), {name: tensor.clone() for name, tensor in its.policy.weights().items()}
-    assert own.keys() == given.keys()
-    return max(float((own[name] - given[name]).abs().max()) for name in own)
+    weights, other_weights = (
+        trainer.policy.weights(),
+        {name: tensor.clone() for name, tensor in its.policy.weights().items()},
+    )
+    assert weights.keys() == other_weights.keys()
+    return max(float((weights[name] - other_weights[name]).abs().max()) for name in weights)
 
 
-def step_both(one: Trainer, several: Trainer, steps: int) -> None:
+def step_both(single: Trainer, several: Trainer, steps: int) -> None:
     for _ in range(steps):
-        expected, found = one.go(), several.go()
+        expected, metrics = single.go(), several.go()
         for name in ("loss", "grad_norm", "log_ratio", "reward", "entropy"):
-            assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
+            assert metrics[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
 
 
 def checkpoint(trainer: Trainer, folder: Path) -> Checkpoint:
@@ -151,25 +154,27 @@ def test_two_ranks_are_one_for_any_objective_and_what_they_saved_goes_on_with_on
 
     with ranks_of(2, tmp_path / "store", life) as ranks:
         balance = TrajectoryBalance(BETA)
-        one, two = alone(balance, tmp_path), spread(ranks, balance, tmp_path, WHOLE)
-        step_both(one, two, 5)
-        assert difference(one, two) < rounding(one, 5)
-        mine, its = one.weights.sent[-1][1], two.weights.sent[-1][1]
-        assert max(float((mine[name] - its[name]).abs().max()) for name in mine) < rounding(one, 5)  # as published
+        single, two = alone(balance, tmp_path), spread(ranks, balance, tmp_path, WHOLE)
+        step_both(single, two, 5)
+        assert difference(single, two) < rounding(single, 5)
+        weights, its = single.weights.sent[-1][1], two.weights.sent[-1][1]
+        assert max(float((weights[name] - its[name]).abs().max()) for name in weights) < rounding(
+            single, 5
+        )  # as published
         saved = checkpoint(two, folder)
         saved.verify()
-        ranks.say("end")
+        ranks.broadcast("end")
 
         for objective, limit in ((balance, BY_GROUPS), (LearnedBalance(), BY_SLICES)):
-            one, two = alone(objective, tmp_path, limit), spread(ranks, objective, tmp_path, limit)
-            step_both(one, two, 2)
-            assert difference(one, two) < rounding(one, 2)
-            ranks.say("end")
+            single, two = alone(objective, tmp_path, limit), spread(ranks, objective, tmp_path, limit)
+            step_both(single, two, 2)
+            assert difference(single, two) < rounding(single, 2)
+            ranks.broadcast("end")
 
         resumed, again = alone(balance, tmp_path, saved=saved), spread(ranks, balance, tmp_path, WHOLE, saved)
         step_both(resumed, again, 1)
         assert difference(resumed, again) < rounding(resumed, 1)
-        ranks.say("end")
+        ranks.broadcast("end")
 
     named = AutoModelForCausalLM.from_pretrained(saved.path).state_dict()  # any program can read it
     written = load_file(saved.path / "model.safetensors")
@@ -182,13 +187,13 @@ def test_seven_groups_on_three_ranks_end_as_on_one_also_when_a_rank_gets_none(tm
 
     with ranks_of(3, tmp_path / "store", life) as ranks:
         balance = TrajectoryBalance(BETA)
-        one, three = alone(balance, tmp_path), spread(ranks, balance, tmp_path, WHOLE)
-        step_both(one, three, 2)
-        for trainer in (one, three):
+        single, three = alone(balance, tmp_path), spread(ranks, balance, tmp_path, WHOLE)
+        step_both(single, three, 2)
+        for trainer in (single, three):
             trainer.batches = Sampled(Recycled(groups_of([4, 4])), 2, 4)  # for three
-        step_both(one, three, 2)
-        assert difference(one, three) < rounding(one, 4)
-        ranks.say("end")
+        step_both(single, three, 2)
+        assert difference(single, three) < rounding(single, 4)
+        ranks.broadcast("end")
 
 
 def test_adapters_over_two_ranks_are_those_of_one_and_are_saved_merged(tmp_path: Path) -> None:
@@ -204,20 +209,20 @@ def test_adapters_over_two_ranks_are_those_of_one_and_are_saved_merged(tmp_path:
 
     with ranks_of(2, tmp_path / "store", life) as ranks:
         policy = adapted()
-        one = trainer_of(policy, SETTINGS.start(policy.parameters()), balance, tmp_path, WHOLE)
-        own = adapted()
-        own.shard(ranks.sharding(torch.float32))
-        optimizer = Rank0Optimizer(ranks, SETTINGS, own.parameters(), [])
-        two = trainer_of(Rank0Policy(own, ranks, WHOLE), optimizer, balance, tmp_path, WHOLE)
-        step_both(one, two, 3)
-        assert difference(one, two) < rounding(one, 3)
+        single = trainer_of(policy, SETTINGS.start(policy.parameters()), balance, tmp_path, WHOLE)
+        sharded_policy = adapted()
+        sharded_policy.shard(ranks.sharding(torch.float32))
+        optimizer = Rank0Optimizer(ranks, SETTINGS, sharded_policy.parameters(), [])
+        two = trainer_of(Rank0Policy(sharded_policy, ranks, WHOLE), optimizer, balance, tmp_path, WHOLE)
+        step_both(single, two, 3)
+        assert difference(single, two) < rounding(single, 3)
         two.policy.save(tmp_path / "two")
-        ranks.say("end")
+        ranks.broadcast("end")
     policy.save(tmp_path / "one")
     for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
-        mine, its = (load_file(tmp_path / folder / name) for folder in ("one", "two"))
-        assert mine.keys() == its.keys()
-        assert max(float((mine[name] - its[name]).abs().max()) for name in mine) < rounding(one, 3)
+        tensors, its = (load_file(tmp_path / folder / name) for folder in ("one", "two"))
+        assert tensors.keys() == its.keys()
+        assert max(float((tensors[name] - its[name]).abs().max()) for name in tensors) < rounding(single, 3)
     merged = CausalPolicy(AutoModelForCausalLM.from_pretrained(tmp_path / "two"))
     batch = collate(groups_of(SIZES))
     expected = policy.evaluate(batch).log_policy_BT
@@ -229,9 +234,9 @@ def test_weights_are_cast_before_they_are_gathered_and_have_the_bits_of_casting_
 ) -> None:
     sent: list[int] = []
 
-    def counted(own: torch.Tensor, shape: Sequence[int], group: Any) -> torch.Tensor | None:
-        sent.append(own.nbytes)
-        return gather_rows(own, shape, group)
+    def counted(rows: torch.Tensor, shape: Sequence[int], group: Any) -> torch.Tensor | None:
+        sent.append(rows.nbytes)
+        return gather_rows(rows, shape, group)
 
     monkeypatch.setattr("tba.training.ranks.weights.gather_rows", counted)
 
@@ -244,11 +249,11 @@ def test_weights_are_cast_before_they_are_gathered_and_have_the_bits_of_casting_
         led = Rank0Policy(trained, ranks, WHOLE, torch.bfloat16)
         directory = WeightDirectory(tmp_path / "weights", dtype=torch.bfloat16)
         directory.publish(led.weights(), Version(), {})
-        ranks.say("end")
+        ranks.broadcast("end")
     expected = {name: tensor.to(torch.bfloat16) for name, tensor in llama_policy().weights().items()}
-    found = directory.at(Version()).read()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    weights = directory.at(Version()).read()
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
     whole = sum(tensor.nbytes for tensor in expected.values())
     assert whole / 2 <= sum(sent) <= whole / 2 + max(t[:1].nbytes for t in expected.values())  # this rank's half
 
@@ -261,13 +266,13 @@ def test_of_changes_ranks_send_what_is_written_and_the_file_is_the_one_that_gath
     sent: list[int] = []
     send = dist.send
 
-    def counted(tensor: torch.Tensor, *given: Any, **named: Any) -> None:
+    def counted(tensor: torch.Tensor, *arguments: Any, **named: Any) -> None:
         sent.append(tensor.nbytes)
-        send(tensor, *given, **named)
+        send(tensor, *arguments, **named)
 
-    def counted_rows(own: torch.Tensor, shape: Sequence[int], group: Any) -> torch.Tensor | None:
-        sent.append(own.nbytes)
-        return gather_rows(own, shape, group)
+    def counted_rows(rows: torch.Tensor, shape: Sequence[int], group: Any) -> torch.Tensor | None:
+        sent.append(rows.nbytes)
+        return gather_rows(rows, shape, group)
 
     monkeypatch.setattr("torch.distributed.send", counted)
     monkeypatch.setattr("tba.training.ranks.weights.gather_rows", counted_rows)
@@ -287,28 +292,28 @@ def test_of_changes_ranks_send_what_is_written_and_the_file_is_the_one_that_gath
     after = {name: torch.where(torch.rand(t.shape) < share, t + 1, t) for name, t in before.items()}
     with ranks_of(count, tmp_path / "store", life) as ranks:
         led = Rank0Policy(shard_of(ranks, None), ranks, WHOLE, torch.bfloat16)
-        first = published(led.weights, "ranks", 0)
+        first_file = published(led.weights, "ranks", 0)
         led.load(after)
         changes = published(led.weights, "ranks", 1)
-        ranks.say("end")
+        ranks.broadcast("end")
     published(lambda: before, "one", 0)
     published(lambda: after, "one", 1)
-    one, several = (directories[to].file(Version(0, 1)) for to in ("one", "ranks"))
-    assert filecmp.cmp(one, several, shallow=False)
+    single_file, several = (directories[to].file(Version(0, 1)) for to in ("one", "ranks"))
+    assert filecmp.cmp(single_file, several, shallow=False)
 
     rows = {name: len(tensor) for name, tensor in before.items()}
     for rank in range(1, count):
-        mine = {name: slice(*row_range(n, rank, count)) for name, n in rows.items()}
+        row_slices = {name: slice(*row_range(n, rank, count)) for name, n in rows.items()}
         expected = 0
-        for name, tensor in first.items():
-            own = tensor[mine[name]]
-            changed = int((own != after[name].bfloat16()[mine[name]]).sum())
+        for name, tensor in first_file.items():
+            own = tensor[row_slices[name]]
+            changed = int((own != after[name].bfloat16()[row_slices[name]]).sum())
             # the whole version, and then rows of a whole tensor, or an index and a number for each that has changed
             expected += own.nbytes + (own.nbytes if name in changes else changed * (4 + 2))
         assert int((tmp_path / f"sent-{rank}").read_text()) == expected
     assert sum(name in changes for name in rows) == (len(rows) if whole else 0)
     written = sum(tensor.nbytes for tensor in changes.values())
-    assert written < 0.1 * sum(tensor.nbytes for tensor in first.values()) or whole
+    assert written < 0.1 * sum(tensor.nbytes for tensor in first_file.values()) or whole
 
 
 @pytest.mark.parametrize("limit", [WHOLE, BY_GROUPS, BY_SLICES], ids=["whole", "by groups", "by slices"])
@@ -316,20 +321,22 @@ def test_one_process_in_bfloat16_is_one_rank_of_shards_to_the_bit(limit: int, tm
     """Its weights are rounded once an update, and gradients are added up in float32, as FSDP does it."""
     balance = TrajectoryBalance(BETA)
     low = llama_policy(heads=HEADS, compute=torch.bfloat16)
-    one = trainer_of(low, SETTINGS.start(low.parameters(), list(low.heads.parameters())), balance, tmp_path, limit)
+    single = trainer_of(low, SETTINGS.start(low.parameters(), list(low.heads.parameters())), balance, tmp_path, limit)
     with ranks_of(1, tmp_path / "store", lambda ranks: None) as ranks:
         sharded = spread(ranks, balance, tmp_path, limit, compute=torch.bfloat16)
         for _ in range(2):
-            assert one.go()["grad_norm"] == sharded.go()["grad_norm"]
-        theirs = dict(sharded.policy._sent(everything=True).items())
-    ours = one.policy.weights()
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(tensor, theirs[name]) and tensor.dtype == torch.float32 for name, tensor in ours.items())
+            assert single.go()["grad_norm"] == sharded.go()["grad_norm"]
+        sharded_weights = dict(sharded.policy._stream_weights(everything=True).items())
+    weights = single.policy.weights()
+    assert weights.keys() == sharded_weights.keys()
+    assert all(
+        torch.equal(tensor, sharded_weights[name]) and tensor.dtype == torch.float32 for name, tensor in weights.items()
+    )
     assert {p.dtype for p in low.model.parameters()} == {torch.bfloat16}
     assert all(p.grad is None for p in low.model.parameters())
 
-    saved = checkpoint(one, tmp_path / "checkpoints")
-    assert all(torch.equal(t, ours[name]) for name, t in load_file(saved.path / "model.safetensors").items())
+    saved = checkpoint(single, tmp_path / "checkpoints")
+    assert all(torch.equal(t, weights[name]) for name, t in load_file(saved.path / "model.safetensors").items())
     again = llama_policy(heads=HEADS, compute=torch.bfloat16)
     again.load(load_file(saved.path / "model.safetensors"))
     batch = collate(groups_of(SIZES))
@@ -349,24 +356,24 @@ def test_ranks_that_copy_their_rows_go_on_while_the_files_are_written_which_are_
         Follower(policy, optimizer, ranks, WHOLE, HostCopies(open_lane())).follow()
 
     settings = PublishSettings(full_every)
-    ours = WeightDirectory(tmp_path / "ranks", settings=settings, dtype=torch.bfloat16)
+    directory = WeightDirectory(tmp_path / "ranks", settings=settings, dtype=torch.bfloat16)
     plain = WeightDirectory(tmp_path / "one", settings=settings, dtype=torch.bfloat16)
     with ranks_of(count, tmp_path / "store", life) as ranks:
         trainer = spread(ranks, TrajectoryBalance(BETA), tmp_path, WHOLE, compute=torch.bfloat16)
         led = trainer.policy
         assert isinstance(led, Rank0Policy)
-        led.published, led.copies = torch.bfloat16, HostCopies(open_lane())
+        led.published_dtype, led.copies = torch.bfloat16, HostCopies(open_lane())
         for version in (Version(0, 0), Version(0, 1)):
-            whole = {name: tensor.clone() for name, tensor in led._sent(everything=True).items()}
+            whole = {name: tensor.clone() for name, tensor in led._stream_weights(everything=True).items()}
             leaving = led.weights()
             assert leaving.hold()
             trainer.go()
-            ours.publish(leaving, version, {})
+            directory.publish(leaving, version, {})
             plain.publish(whole, version, {})
-        ranks.say("end")
+        ranks.broadcast("end")
     for version in (Version(0, 0), Version(0, 1)):
-        assert filecmp.cmp(ours.file(version), plain.file(version), shallow=False)
-    assert ours.base(Version(0, 1)) == (Version(0, 0) if full_every == 2 else None)
+        assert filecmp.cmp(directory.file(version), plain.file(version), shallow=False)
+    assert directory.base(Version(0, 1)) == (Version(0, 0) if full_every == 2 else None)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a process another root folder")
@@ -390,12 +397,12 @@ def test_changes_since_a_file_that_another_rank_does_not_see_are_found_by_rank_0
         directory.publish(led.weights(), Version(0, 0), {})
         led.load(after)
         directory.publish(led.weights(), Version(0, 1), {})
-        assert led.lay_out(Rank0Optimizer(ranks, SETTINGS, led.parameters(), []), tmp_path / "checkpoints") is None
-        ranks.say("end")
+        assert led.copy_rows(Rank0Optimizer(ranks, SETTINGS, led.parameters(), []), tmp_path / "checkpoints") is None
+        ranks.broadcast("end")
     changes = load_file(directory.file(Version(0, 1)))
     assert {name for name in changes if name.endswith("@at")} == {f"{name}@at" for name in after}
-    found = directory.at(Version(0, 1)).read()
-    assert all(torch.equal(found[name], tensor) for name, tensor in after.items())
+    weights = directory.at(Version(0, 1)).read()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in after.items())
 
 
 def test_a_rank_lets_go_of_what_is_sharded(tmp_path: Path) -> None:
@@ -409,23 +416,23 @@ def test_a_rank_lets_go_of_what_is_sharded(tmp_path: Path) -> None:
 
 def test_computing_in_bfloat16_leaves_weights_and_moments_in_float32(tmp_path: Path) -> None:
     balance = TrajectoryBalance(BETA)
-    one = alone(balance, tmp_path)
+    single = alone(balance, tmp_path)
     with ranks_of(1, tmp_path / "store", lambda ranks: None) as ranks:
         half = spread(ranks, balance, tmp_path, WHOLE, compute=torch.bfloat16)
-        expected, found = one.go(), half.go()
-        assert found["loss"] == pytest.approx(expected["loss"], rel=0.05)
-        assert found["loss"] != expected["loss"]
+        expected, metrics = single.go(), half.go()
+        assert metrics["loss"] == pytest.approx(expected["loss"], rel=0.05)
+        assert metrics["loss"] != expected["loss"]
         assert {p.dtype for p in half.policy.parameters()} == {torch.float32}
         half.optimizer.save(tmp_path)
         assert {t.dtype for t in load_file(tmp_path / "optimizer.safetensors").values()} == {torch.float32}
         # after one step of Adam each weight has moved by the learning rate, nearly all to the same side
-        assert difference(one, half) <= 2 * SETTINGS.lr + 1e-6
+        assert difference(single, half) <= 2 * SETTINGS.lr + 1e-6
 
 
 def test_a_rank_that_says_nothing_is_not_waited_for_for_ever_nor_one_that_is_gone(tmp_path: Path) -> None:
     def life(ranks: Ranks) -> None:
         with pytest.raises(PartFailed, match="rank 1 waited for what rank 0 says next, which is gone"):
-            ranks.hear()
+            ranks.receive_command()
 
     with (
         ranks_of(2, tmp_path / "store", life, patience=5.0) as ranks,
@@ -448,15 +455,15 @@ def test_a_rank_that_hangs_inside_a_step_ends_it_in_an_error_that_names_the_coll
     def life(ranks: Ranks) -> None:
         policy = shard_of(ranks, None)
         follower = Follower(policy, SETTINGS.start(policy.parameters()), ranks, WHOLE)
-        acts: dict[str, Callable[[Message], object]] = {
+        acts: dict[str, Callable[[RankCommand], object]] = {
             "evaluate": follower._evaluate,
             "backpropagate": follower._backpropagate,
             "step": follower._step,
         }
-        while (message := ranks.hear()).word != hangs_in:
-            acts[message.word](message)
+        while (message := ranks.receive_command()).name != hangs_in:
+            acts[message.name](message)
         with pytest.raises(PartFailed):  # it does nothing of it, until rank 0 is gone
-            ranks.hear()
+            ranks.receive_command()
 
     with ranks_of(2, tmp_path / "store", life, patience=5.0) as ranks:
         two = spread(ranks, TrajectoryBalance(BETA), tmp_path, WHOLE)
@@ -469,18 +476,18 @@ def test_while_rank_0_waits_for_a_batch_nobody_counts_as_hanging(tmp_path: Path)
 
     def life(ranks: Ranks) -> None:
         with pytest.raises(DeadlineExceeded, match="trainer rank 1 waited 4 s for what rank 0 says next"):
-            ranks.hear()
-        dist.barrier(ranks.weights)
+            ranks.receive_command()
+        dist.barrier(ranks.weights_group)
 
     with ranks_of(2, tmp_path / "store", life, patience=2.0, word=4.0) as ranks:
-        dist.barrier(ranks.weights)
+        dist.barrier(ranks.weights_group)
 
 
 def test_an_error_of_the_model_itself_stays_what_it_is(tmp_path: Path) -> None:
     with (
         ranks_of(1, tmp_path / "store", lambda ranks: None) as ranks,
         pytest.raises(RuntimeError, match="must match"),
-        ranks.inside("evaluate"),
+        ranks.name_collectives("evaluate"),
     ):
         torch.ones(2) + torch.ones(3)
 
@@ -514,20 +521,20 @@ def test_averages_over_two_ranks_are_those_of_one_in_what_is_saved_published_and
     """The checkpoint is written by all ranks, or gathered."""
     monkeypatch.setattr(sys.modules[__name__], "SETTINGS", replace(SETTINGS, averaged=True))
     objective, folders = TrajectoryBalance(BETA), (tmp_path / "one", tmp_path / "two")
-    one = alone(objective, tmp_path)
+    single = alone(objective, tmp_path)
     directory = WeightDirectory(tmp_path / "weights")
     with ranks_of(2, tmp_path / "store", lambda ranks: follow(ranks, WHOLE)) as ranks:
         two = spread(ranks, objective, tmp_path, WHOLE)
-        step_both(one, two, 3)
+        step_both(single, two, 3)
         led = two.policy
         assert isinstance(led, Rank0Policy)
         with two.optimizer.averages():
             directory.publish(led.weights(), two.version.average, {})
         if spread_out:
-            laid_out = led.lay_out(two.optimizer, folders[1])
+            laid_out = led.copy_rows(two.optimizer, folders[1])
             assert laid_out is not None
-            led.saving.begin(lambda: save_checkpoint(folders[1], two.version, laid_out[0].save, laid_out[1]))
-            led.saving.settle()
+            led.checkpoint_thread.start(lambda: save_checkpoint(folders[1], two.version, laid_out[0].save, laid_out[1]))
+            led.checkpoint_thread.wait()
         else:
 
             def gathered_save(path: Path) -> None:
@@ -535,16 +542,16 @@ def test_averages_over_two_ranks_are_those_of_one_in_what_is_saved_published_and
                     led.save(path)
 
             save_checkpoint(folders[1], two.version, gathered_save, two.optimizer)
-        step_both(one, two, 1)  # the weights are back in their place
-        ranks.say("end")
+        step_both(single, two, 1)  # the weights are back in their place
+        ranks.broadcast("end")
     saved = load_file(folders[1] / "step-3" / "model.safetensors")
     state = load_file(folders[1] / "step-3" / "optimizer.safetensors")
     published = directory.at(Version(0, 3).average).read()
-    own = alone(objective, tmp_path)
+    resumed = alone(objective, tmp_path)
     for _ in range(3):
-        own.go()
-    assert {f"{i}.average" for i in range(len(own.optimizer.parameters))} < state.keys()
-    with own.optimizer.averages():
-        for name, tensor in own.policy.weights().items():
+        resumed.go()
+    assert {f"{i}.average" for i in range(len(resumed.optimizer.parameters))} < state.keys()
+    with resumed.optimizer.averages():
+        for name, tensor in resumed.policy.weights().items():
             for found in (saved[name], published[name]):
-                torch.testing.assert_close(found, tensor, rtol=0, atol=rounding(own, 3))
+                torch.testing.assert_close(found, tensor, rtol=0, atol=rounding(resumed, 3))

@@ -54,11 +54,11 @@ def test_a_model_has_the_sizes_asked_for_and_the_tokenizers_ids() -> None:
 
 def test_equal_seeds_give_equal_models_and_leave_torchs_generator_alone() -> None:
     sizes, state = ScratchModel(hidden_size=16, layers=1, heads=2), torch.get_rng_state()
-    first, again = sizes.start(TOKENIZER), sizes.start(TOKENIZER)
-    other = ScratchModel(hidden_size=16, layers=1, heads=2, seed=1).start(TOKENIZER)
+    model, again = sizes.start(TOKENIZER), sizes.start(TOKENIZER)
+    other_model = ScratchModel(hidden_size=16, layers=1, heads=2, seed=1).start(TOKENIZER)
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
-    assert not torch.equal(next(first.parameters()), next(other.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert not torch.equal(next(model.parameters()), next(other_model.parameters()))
 
 
 @pytest.mark.parametrize(
@@ -70,15 +70,15 @@ def test_sizes_that_do_not_go_together_are_refused(sizes: dict[str, int]) -> Non
 
 
 def test_a_result_is_made_once_and_stays(tmp_path: Path) -> None:
-    made = []
+    calls = []
 
     def make(path: Path) -> None:
-        made.append(path)
+        calls.append(path)
         (path / "model.safetensors").write_bytes(b"weights")
 
     paths = {cached_folder(tmp_path, "abc", make) for _ in range(3)}
     assert paths == {tmp_path / "abc"}
-    assert len(made) == 1
+    assert len(calls) == 1
     assert (tmp_path / "abc" / "model.safetensors").read_bytes() == b"weights"
 
 

@@ -19,7 +19,7 @@ from tba.batch import Batch, FetchedBatch, collate
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.protocols import PolicyOutput
 from tba.training.gradients import backward
-from tba.training.staleness import Staleness, effective_share, quantile
+from tba.training.staleness import Staleness, effective_share, nearest_rank_quantile
 from tba.training.trainer import ages
 from tba.types import Group, Sampling, Trajectory, Version
 from toy.engine import sample_groups, tabular_prompts
@@ -51,37 +51,37 @@ def batch_of(
 
 def signals(batch: Batch, log_pi: Sequence[Sequence[float]], beta: float | None = None) -> dict[str, float]:
     staleness = Staleness()
-    staleness.see(PolicyOutput(torch.tensor(log_pi)), batch)
+    staleness.add(PolicyOutput(torch.tensor(log_pi)), batch)
     return {name: float(value) for name, value in staleness.metrics(beta).items()}
 
 
 def test_two_answers_one_twice_and_one_half_as_likely_as_when_sampled() -> None:
     batch = batch_of([[-1.0, -1.0], [-1.0, -1.0]], [0.0, 1.0], [0, 0])
-    found = signals(batch, [[-1.0, -1.0 + LOG_TWO], [-1.0 - LOG_TWO, -1.0]])
-    assert found["off_policy"] == pytest.approx(0.0, abs=1e-6)
-    assert (found["off_policy_p05"], found["off_policy_p95"]) == pytest.approx((-LOG_TWO, LOG_TWO))
-    assert found["off_policy_token"] == pytest.approx(0.0, abs=1e-6)
-    assert (found["off_policy_token_p05"], found["off_policy_token_p95"]) == pytest.approx((-LOG_TWO, LOG_TWO))
-    assert found["ess"] == pytest.approx((2 + 0.5) ** 2 / (2 * (4 + 0.25)))
-    assert found["behavior_share"] == 1
-    assert "residual_spread" not in found  # it takes a beta
+    metrics = signals(batch, [[-1.0, -1.0 + LOG_TWO], [-1.0 - LOG_TWO, -1.0]])
+    assert metrics["off_policy"] == pytest.approx(0.0, abs=1e-6)
+    assert (metrics["off_policy_p05"], metrics["off_policy_p95"]) == pytest.approx((-LOG_TWO, LOG_TWO))
+    assert metrics["off_policy_token"] == pytest.approx(0.0, abs=1e-6)
+    assert (metrics["off_policy_token_p05"], metrics["off_policy_token_p95"]) == pytest.approx((-LOG_TWO, LOG_TWO))
+    assert metrics["ess"] == pytest.approx((2 + 0.5) ** 2 / (2 * (4 + 0.25)))
+    assert metrics["behavior_share"] == 1
+    assert "residual_spread" not in metrics  # it takes a beta
 
 
 def test_where_the_policy_is_the_behaviour_nothing_is_off_policy_and_every_row_counts() -> None:
     log_mu = [[-0.5, -2.0], [-3.0, -0.1], [-1.0, -1.0]]
-    found = signals(batch_of(log_mu, [0.0, 1.0, 1.0], [0, 0, 0]), log_mu)
+    metrics = signals(batch_of(log_mu, [0.0, 1.0, 1.0], [0, 0, 0]), log_mu)
     names = ("off_policy", "off_policy_p05", "off_policy_p95", "off_policy_token")
-    assert [found[name] for name in names] == [0.0] * 4
-    assert found["ess"] == pytest.approx(1.0)
+    assert [metrics[name] for name in names] == [0.0] * 4
+    assert metrics["ess"] == pytest.approx(1.0)
 
 
 def test_off_policy_is_the_divergence_from_the_behaviour_where_the_rows_are_as_frequent_as_it_has_them() -> None:
     mu, pi = np.array([0.5, 0.25, 0.25]), np.array([0.2, 0.2, 0.6])
     rows = [0, 0, 1, 2]  # of one token each
     batch = batch_of([[float(np.log(mu[i]))] for i in rows], [0.0] * 4, [0] * 4, width=1)
-    found = signals(batch, [[float(np.log(pi[i]))] for i in rows])
-    assert found["off_policy"] == pytest.approx(float((mu * np.log(mu / pi)).sum()))
-    assert found["ess"] == pytest.approx(1 / float((pi**2 / mu).sum()))  # 1 / (1 + chi-squared)
+    metrics = signals(batch, [[float(np.log(pi[i]))] for i in rows])
+    assert metrics["off_policy"] == pytest.approx(float((mu * np.log(mu / pi)).sum()))
+    assert metrics["ess"] == pytest.approx(1 / float((pi**2 / mu).sum()))  # 1 / (1 + chi-squared)
 
 
 def test_only_rows_with_a_behaviour_are_asked_how_far_it_is() -> None:
@@ -109,9 +109,9 @@ def test_rows_of_the_present_weights_show_the_engine_and_older_ones_how_far_an_u
     whole = signals(batch, log_pi)
     in_parts = Staleness()
     for rows in ([0, 1, 2], [3, 4]):
-        in_parts.see(PolicyOutput(torch.tensor(log_pi)[rows]), batch.select(torch.tensor(rows)))
-    for found in (whole, in_parts.metrics()):
-        assert {name: float(found[name]) for name in expected} == pytest.approx(expected, abs=1e-6)
+        in_parts.add(PolicyOutput(torch.tensor(log_pi)[rows]), batch.select(torch.tensor(rows)))
+    for metrics in (whole, in_parts.metrics()):
+        assert {name: float(metrics[name]) for name in expected} == pytest.approx(expected, abs=1e-6)
     older = signals(replace(batch, lag_B=torch.full((5,), -1)), log_pi)
     assert older["fresh_share"] == 0
     assert not {"mismatch", "drift"} & older.keys()
@@ -135,8 +135,8 @@ def test_the_residual_spreads_as_the_rewards_do_at_the_reference_and_not_at_all_
 
 
 def test_groups_of_one_row_have_no_residual_to_spread() -> None:
-    found = signals(batch_of([[0.0, 0.0]] * 2, [0.0, 1.0], [0, 1]), [[0.0, 0.0]] * 2, beta=0.5)
-    assert "residual_spread" not in found
+    metrics = signals(batch_of([[0.0, 0.0]] * 2, [0.0, 1.0], [0, 1]), [[0.0, 0.0]] * 2, beta=0.5)
+    assert "residual_spread" not in metrics
 
 
 @given(st.lists(st.floats(-300, 300), min_size=1, max_size=30))
@@ -148,30 +148,30 @@ def test_the_effective_share_is_between_one_row_and_all_however_far_the_weights_
 
 @given(st.lists(st.integers(-50, 50), min_size=1, max_size=60), st.sampled_from([0.05, 0.5, 0.95]))
 def test_the_quantile_is_the_smallest_value_with_so_many_at_or_below_it(values: list[int], share: float) -> None:
-    found = float(quantile(torch.tensor(values, dtype=torch.float64), share))
+    quantile = float(nearest_rank_quantile(torch.tensor(values, dtype=torch.float64), share))
     least = math.ceil(share * len(values) - 1e-9)
-    assert sum(v <= found for v in values) >= least
-    assert sum(v < found for v in values) < max(1, least)
+    assert sum(v <= quantile for v in values) >= least
+    assert sum(v < quantile for v in values) < max(1, least)
 
 
 def test_quantiles_are_bounded_and_means_are_not() -> None:
-    found = signals(batch_of([[0.0, 0.0]] * 2, [0.0, 1.0], [0, 0]), [[-300.0, 0.0], [0.0, 0.0]])
-    assert found["off_policy_p95"] == 20.0
-    assert found["off_policy"] == 150.0
-    assert found["ess"] == pytest.approx(0.5)
+    metrics = signals(batch_of([[0.0, 0.0]] * 2, [0.0, 1.0], [0, 0]), [[-300.0, 0.0], [0.0, 0.0]])
+    assert metrics["off_policy_p95"] == 20.0
+    assert metrics["off_policy"] == 150.0
+    assert metrics["ess"] == pytest.approx(0.5)
 
 
 def test_the_same_is_said_however_a_batch_is_cut() -> None:
     groups, policy = groups_of([5, 3, 4]), llama_policy()
     groups = [Group.of([with_behavior(t, i) for i, t in enumerate(g.trajectories)]) for g in groups]
-    batch, found = collate(groups), []
+    batch, results = collate(groups), []
     for max_tokens in (10**6, 40, 8):  # whole, by groups, by slices
         staleness = Staleness()
-        backward(policy, TrajectoryBalance(BETA), batch, 1, max_tokens, staleness.see)
-        found.append({name: float(value) for name, value in staleness.metrics(BETA(1)).items()})
-    assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-5)
-    assert found[2] == pytest.approx(found[0], rel=1e-4, abs=1e-5)
-    assert found[0]["behavior_share"] == 9 / 12
+        backward(policy, TrajectoryBalance(BETA), batch, 1, max_tokens, staleness.add)
+        results.append({name: float(value) for name, value in staleness.metrics(BETA(1)).items()})
+    assert results[1] == pytest.approx(results[0], rel=1e-4, abs=1e-5)
+    assert results[2] == pytest.approx(results[0], rel=1e-4, abs=1e-5)
+    assert results[0]["behavior_share"] == 9 / 12
 
 
 def with_behavior(t: Trajectory, row: int) -> Trajectory:
@@ -196,11 +196,11 @@ def test_a_step_on_its_own_samples_is_on_policy_and_on_anothers_is_not(tmp_path:
 
 def test_seconds_are_in_flight_up_to_the_journal_and_waiting_from_there() -> None:
     (group,) = groups_of([4], versions=(Version(),))
-    made = [
+    trajectories = [
         replace(group.trajectories[0], created=100.0, provenance={"seconds": 2.5}),
         replace(group.trajectories[1], created=104.0, provenance={"seconds": 0.5}),
         replace(group.trajectories[2], created=130.0),  # without a duration, and by its clock of the future
         group.trajectories[3],  # from elsewhere
     ]
-    assert ages(made, 110.0) == {"in_flight_seconds": 1.5, "waiting_seconds": (10 + 6 + 0) / 3}
-    assert ages(made[3:], 110.0) == {}
+    assert ages(trajectories, 110.0) == {"in_flight_seconds": 1.5, "waiting_seconds": (10 + 6 + 0) / 3}
+    assert ages(trajectories[3:], 110.0) == {}

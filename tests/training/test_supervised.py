@@ -87,12 +87,12 @@ def test_prompts_are_not_trained() -> None:
 def test_eos_is_learned_also_where_it_is_what_pads() -> None:
     def answers(model: PreTrainedModel) -> set[tuple[int, ...]]:
         """What is said after each prompt, two greedy tokens given the right first one."""
-        said = set()
+        texts = set()
         for pair in pairs_of(40, seed=9):
             with torch.no_grad():
                 logits_TV = model(input_ids=torch.tensor([[*pair.prompt, 15]])).logits[0]
-            said.add(tuple(logits_TV.argmax(-1)[-2:].tolist()))
-        return said
+            texts.add(tuple(logits_TV.argmax(-1)[-2:].tolist()))
+        return texts
 
     model = llama()
     model.config.pad_token_id = EOS
@@ -144,9 +144,9 @@ def test_every_pair_is_seen_once_per_epoch_in_batches_of_similar_length() -> Non
 
 
 def test_epochs_have_an_effect_only_where_no_number_of_updates_is_given() -> None:
-    given, by_epochs = SupervisedSettings(steps=7), SupervisedSettings(batch_size=10)
-    assert (given.unused, by_epochs.unused) == ({"epochs": "steps None"}, {})
-    assert [replace(given, epochs=e).updates(100) for e in (1.0, 3.0)] == [7, 7]
+    by_steps, by_epochs = SupervisedSettings(steps=7), SupervisedSettings(batch_size=10)
+    assert (by_steps.unused, by_epochs.unused) == ({"epochs": "steps None"}, {})
+    assert [replace(by_steps, epochs=e).updates(100) for e in (1.0, 3.0)] == [7, 7]
     assert [replace(by_epochs, epochs=e).updates(100) for e in (1.0, 3.0)] == [10, 30]
 
 

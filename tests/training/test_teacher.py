@@ -74,11 +74,11 @@ def settled(objective: Objective, of: Teacher, source: str) -> float:
             engine.load({name: tensor.clone() for name, tensor in policy.weights().items()}, Version(0, step))
         drawn = sampled(of, taught if source == "teacher" else engine, rng, 1e6 if source == "uniform" else 1.0)
         if source == "mixed":
-            theirs = sampled(of, taught, rng)
-            drawn = Group((*drawn.trajectories[:16], *theirs.trajectories[:16]), as_sampled=False)
+            teacher_answers = sampled(of, taught, rng)
+            drawn = Group((*drawn.trajectories[:16], *teacher_answers.trajectories[:16]), as_sampled=False)
         elif source == "teacher":
             drawn = replace(drawn, as_sampled=False)
-        batch = of.mixed(collate([drawn]), step)
+        batch = of.with_teachers(collate([drawn]), step)
         optimizer.param_groups[0]["lr"] = 0.15 * 0.5 * (1 + math.cos(math.pi * step / STEPS))
         optimizer.zero_grad()
         objective(policy.evaluate(batch), batch, step)[0].backward()
@@ -115,12 +115,12 @@ def batch_of(count: int) -> Batch:
 
 def test_token_by_token_the_loss_is_the_mean_square_of_the_log_ratio_to_the_teacher() -> None:
     policy = TabularPolicy(TASK, 1.0, torch.float64)
-    batch = teacher(1.0, reward=False).mixed(batch_of(1), 1)
+    batch = teacher(1.0, reward=False).with_teachers(batch_of(1), 1)
     loss, _ = SubtrajectoryBalance(Constant(2.0), flow="one")(policy.evaluate(batch), batch, 1)
-    own, theirs = TabularReference(TASK), TabularReference(TEACHERS[0])
+    reference, teacher_reference = TabularReference(TASK), TabularReference(TEACHERS[0])
     squares = []
     for t in sampled(teacher(1.0), TabularEngine(TASK), np.random.default_rng(3)).trajectories:
-        logs = [scorer.log_probabilities(PROMPT, [t.completion])[0] for scorer in (own, theirs)]
+        logs = [scorer.log_probabilities(PROMPT, [t.completion])[0] for scorer in (reference, teacher_reference)]
         squares.append(float(np.mean((logs[0] - logs[1]).astype(np.float64) ** 2)))
     assert loss.item() == pytest.approx(np.mean(squares), rel=1e-5)
 
@@ -130,14 +130,14 @@ def test_the_weights_follow_their_schedule_and_a_weight_of_zero_leaves_the_refer
     batch = batch_of(1)
     assert batch.log_teacher_BTN is not None
     for step, share in ((1, 0.0), (6, 0.5), (11, 1.0), (50, 1.0)):
-        mixed = rising.mixed(batch, step).log_reference_BT
+        mixed = rising.with_teachers(batch, step).log_reference_BT
         expected = (1 - share) * batch.log_reference_BT + share * batch.log_teacher_BTN[:, :, 0]
         torch.testing.assert_close(mixed, expected, rtol=1e-6, atol=1e-6)
     assert not rising.is_target
 
 
 def test_without_the_reward_the_loss_does_not_see_it() -> None:
-    mixed = teacher(1.0, reward=False).mixed(batch_of(1), 1)
+    mixed = teacher(1.0, reward=False).with_teachers(batch_of(1), 1)
     assert batch_of(1).reward_B.std() > 0
     assert mixed.reward_B.tolist() == [0.0] * mixed.rows
 
@@ -151,8 +151,8 @@ def test_what_no_teacher_has_scored_is_refused_in_a_sentence() -> None:
     bare = replace(batch_of(1), log_teacher_BTN=None)
     for batch, of in ((bare, teacher(1.0)), (batch_of(1), teacher(0.5, 0.5))):
         with pytest.raises(UserError, match=f"was not scored by the recipe's {of.count} teachers"):
-            of.mixed(batch, 1)
-    assert Teacher().mixed(bare, 1) is bare
+            of.with_teachers(batch, 1)
+    assert Teacher().with_teachers(bare, 1) is bare
 
 
 def test_selected_rows_keep_their_teachers_scores() -> None:

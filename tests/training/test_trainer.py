@@ -52,8 +52,8 @@ def test_a_step_is_the_plain_loop_written_out(tmp_path: Path) -> None:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         adamw.step()
-    mine, plain = trainer.policy.weights(), policy.weights()
-    assert all(torch.equal(mine[name], plain[name]) for name in plain)
+    weights, plain = trainer.policy.weights(), policy.weights()
+    assert all(torch.equal(weights[name], plain[name]) for name in plain)
 
 
 def test_weights_are_published_every_k_updates_as_they_are_then(tmp_path: Path) -> None:
@@ -174,11 +174,11 @@ def test_the_size_of_a_pass_does_not_change_what_is_learned(tmp_path: Path) -> N
 @pytest.mark.parametrize("max_tokens", [10_000, 40, 7])  # all at once, by groups, by rows
 def test_what_the_policy_gave_each_token_of_the_last_batch_can_be_asked_for(max_tokens: int, tmp_path: Path) -> None:
     trainer = trainer_of(llama_policy(), TrajectoryBalance(BETA), tmp_path, max_tokens_per_pass=max_tokens)
-    before, given = llama_policy(), fetched(seed=3)
-    trainer.step(given)
-    trajectories = [t for group in given.groups for t in group.trajectories]
+    before, batch = llama_policy(), fetched(seed=3)
+    trainer.step(batch)
+    trajectories = [t for group in batch.groups for t in group.trajectories]
     with torch.no_grad():
-        log_policy_BT = before.evaluate(given.batch).log_policy_BT
+        log_policy_BT = before.evaluate(batch.batch).log_policy_BT
     for logs, log_policy_T, t in zip(trainer.log_policy(trajectories), log_policy_BT, trajectories, strict=True):
         assert logs == pytest.approx(log_policy_T[: t.length].tolist(), abs=1e-5)
     assert trainer.log_policy(trajectories[5:2:-1]) == trainer.log_policy(trajectories)[5:2:-1]
@@ -204,7 +204,9 @@ def test_who_reads_the_weights_is_waited_for_before_they_change(tmp_path: Path) 
     def settle() -> None:
         seen.append((len(published.sent), policy.weights()[WEIGHT].clone()))
 
-    trainer = trainer_of(policy, TrajectoryBalance(BETA), tmp_path, weights=published, settle=settle, sync_every=1)
+    trainer = trainer_of(
+        policy, TrajectoryBalance(BETA), tmp_path, weights=published, wait_for_readers=settle, sync_every=1
+    )
     for _ in range(3):
         trainer.go()
     assert [count for count, _ in seen] == [0, 1, 2]  # each before the update that follows it

@@ -61,7 +61,7 @@ def test_a_step_reads_all_it_needs_from_the_device_at_once(
     objective: str, limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = trainer_on_meta(OBJECTIVES[objective], limit, tmp_path)
-    given, read = fetched(), []
+    batch, read = fetched(), []
 
     def tolist(tensor: torch.Tensor) -> list[float]:
         """What cannot be had of a meta tensor; NaN ends the step without an update."""
@@ -70,12 +70,12 @@ def test_a_step_reads_all_it_needs_from_the_device_at_once(
 
     host = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda x: tolist(x) if x.is_meta else host(x))
-    metrics = trainer.step(given)
+    metrics = trainer.step(batch)
     assert len(read) == 1
     assert {"loss", "log_ratio", "residual", "off_policy", "off_policy_token_p95", "ess"} <= metrics.keys()
     assert metrics["skipped"] == 1
     assert metrics["behavior_share"] == 1.0
-    assert metrics["tokens"] == int(given.batch.length_B.sum())
+    assert metrics["tokens"] == int(batch.batch.length_B.sum())
 
 
 def test_a_batch_of_which_some_rows_have_no_behaviour_is_not_waited_for_either(tmp_path: Path) -> None:

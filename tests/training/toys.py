@@ -199,14 +199,14 @@ class ByHand(Trainer):
 
     def go(self) -> dict[str, float]:
         metrics = self.step(self.batches.next())
-        if self.due:
+        if self.should_publish:
             self.publish(self.notes(self.version))
         return metrics
 
 
 def trainer_of(policy: Policy, objective: Objective, tmp_path: object, **changes: object) -> ByHand:
     """A trainer over twelve fixed groups of the toy, two per step."""
-    given: dict[str, object] = {
+    arguments: dict[str, object] = {
         "policy": policy,
         "objective": objective,
         "batches": Sampled(Recycled(groups_of([5] * 12)), 2, 5),
@@ -216,7 +216,7 @@ def trainer_of(policy: Policy, objective: Objective, tmp_path: object, **changes
         "max_tokens_per_pass": 10**6,
         "directory": tmp_path,
     }
-    return ByHand(**{**given, **changes})
+    return ByHand(**{**arguments, **changes})
 
 
 BETA = Constant(0.5)

@@ -33,8 +33,8 @@ def write_example(name: str | None = None) -> str:
     for file in files:
         text = file.read_text(encoding="utf-8").replace("examples/", "")  # so that its commands work from here
         Path(file.name).write_text(text, encoding="utf-8")
-    next_command = f"tba train {main_file.name}" if main_file.suffix == ".py" else f"jupyter lab {main_file.name}"
-    return f"wrote {', '.join(file.name for file in files)}; now: {next_command}"
+    program = "jupyter lab" if main_file.suffix == ".ipynb" else "tba train" if "\nrecipe = " in main_text else "python"
+    return f"wrote {', '.join(file.name for file in files)}; now: {program} {main_file.name}"
 
 
 def _examples() -> dict[str, Path]:

@@ -22,7 +22,7 @@ from tba.record.terminal import terminal
 from tba.record.text import size
 from tba.runtime.run_directory import RunDirectory, setting
 from tba.training import checkpoint, optimizer
-from tba.training.checkpoint import Checkpoint, newest_sound
+from tba.training.checkpoint import Checkpoint, newest_sound_checkpoint
 from tba.weights.atomic_dir import atomic_folder
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _ANSWER_S = 10.0  # that the Hub has to answer the first request
 _UPLOAD_S = 12 * 3600.0  # for an upload: 140 GB at 3 MB/s
-_NOT_MODEL = {optimizer.STATE, optimizer.FACTS, checkpoint.RUN, checkpoint.HEADS, "adapters.safetensors"}
+_NOT_MODEL = {optimizer.STATE_FILE, optimizer.FACTS_FILE, checkpoint.RUN, checkpoint.HEADS, "adapters.safetensors"}
 _MODEL_SUFFIXES = {".json", ".safetensors", ".jinja", ".txt", ".model"}
 _LICENCE_NAMES = ("LICENSE", "LICENSE.txt", "LICENSE.md")
 
@@ -79,7 +79,7 @@ def _choose_checkpoint(path: Path, use_best: bool) -> Checkpoint:
         best_checkpoint = Checkpoint.load(folder / name)
         best_checkpoint.verify()
         return best_checkpoint
-    newest_checkpoint, damage_notes = newest_sound(folder)
+    newest_checkpoint, damage_notes = newest_sound_checkpoint(folder)
     if newest_checkpoint is None:
         reason = damage_notes[0] if damage_notes else "it wrote none"
         raise UserError(f"{path} has no checkpoint to share ({reason}): let the run make one (--run.checkpoint-every)")

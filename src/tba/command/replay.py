@@ -24,7 +24,7 @@ from tba.replay.codec import unpack_uses
 from tba.replay.queries import JournalQueries, Share, written_out
 from tba.runtime.checkpointing import describe_missing_rows, held_by_journal
 from tba.runtime.run_directory import RunDirectory
-from tba.training.checkpoint import newest_sound
+from tba.training.checkpoint import newest_sound_checkpoint
 from tba.types import Json
 
 _JSON_COLUMNS = ("fields", "reward_parts", "provenance")  # text in Parquet: their shape is the task's own
@@ -65,7 +65,7 @@ def uses_of(run: RunDirectory) -> npt.NDArray[np.int32]:
 
 def fates_of(run: RunDirectory) -> npt.NDArray[np.int32]:
     """Returns uses by trajectory; a negative number says how one left replay without any use (`replay.buffer.LEFT`)."""
-    checkpoint, _ = newest_sound(run.checkpoints, verify=False)
+    checkpoint, _ = newest_sound_checkpoint(run.checkpoints, verify=False)
     if checkpoint is None:
         return np.zeros(0, dtype=np.int32)
     try:

@@ -34,7 +34,7 @@ from tba.replay.queries import JournalQueries
 from tba.runs.importing import FILE as IMPORTS
 from tba.runtime.checkpointing import describe_missing_rows, held_by_journal
 from tba.runtime.run_directory import RunDirectory, setting
-from tba.training.checkpoint import newest_sound
+from tba.training.checkpoint import newest_sound_checkpoint
 from tba.types import Evaluation, Json, Sampling, Trajectory, is_text
 
 MAX_POINTS = 1500  # of a curve at most; of more steps each point is the mean of several
@@ -264,7 +264,7 @@ def _journal_data(
     if not journal.is_file():
         return {"searchers": [], "fates": None, "trajectories": None, "lost": None}
     hides_text = setting(resolved, "record", "hide_text") is True
-    checkpoint, _ = newest_sound(run.checkpoints, verify=False)
+    checkpoint, _ = newest_sound_checkpoint(run.checkpoints, verify=False)
     has_checkpoint = checkpoint is not None
     recorded_counts = held_by_journal(run)
     with JournalQueries(journal, deadline_s=DEADLINE_S) as reader:

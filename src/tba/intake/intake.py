@@ -22,8 +22,8 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 
 from tba.errors import DeadlineExceeded, UserError
-from tba.intake.answers import Answer, answer_of
-from tba.intake.encoding import Encoded, Encoder
+from tba.intake.answers import ImportedAnswer, parse_answer
+from tba.intake.encoding import EncodedAnswer, Encoder
 from tba.intake.report import Report, counters
 from tba.protocols import Journal, Reference, Reward
 from tba.tables import Refusal, Values
@@ -39,10 +39,10 @@ Entry: TypeAlias = tuple[int, Values | Refusal | Trajectory]
 class Candidate:
     """Holds an encoded answer that is not written yet: its line, the reward claimed and its source."""
 
-    number: int
+    line: int
     uid: str
-    encoded: Encoded
-    claimed: float | None
+    encoded: EncodedAnswer
+    claimed_reward: float | None
     provenance: Mapping[str, Json]
 
     @property
@@ -63,188 +63,184 @@ class Intake:
     needs_behavior: bool = False  # refuse what comes without behaviour log-probabilities
     largest_reward: float = sys.float_info.max  # refuse what has a larger |reward|
     now: Callable[[], float] = time.time
-    _seen: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    _repeats: Counter[tuple[str, str, str]] = field(default_factory=Counter)
 
-    def take(
+    def import_entries(
         self, entries: Iterable[Entry], source: str, progress: Callable[[int], None] = lambda lines: None
     ) -> Report:
-        """Import all of one source. Raises only what the journal raises."""
+        """Import all entries of one source. Raises only the journal's errors."""
         report, lines = Report(source), iter(entries)
         while chunk := list(islice(lines, CHUNK)):
             report.lines += len(chunk)
-            self._put(self._new(self._encoded(chunk, report), report), report)
+            self._grade_and_write(self._without_imported(self._encode_chunk(chunk, report), report), report)
             progress(report.lines)
         return report
 
-    def _encoded(self, chunk: Sequence[Entry], report: Report) -> list[Candidate]:
-        """Returns what can be tokenised, with its name; the others are refused."""
+    def _encode_chunk(self, chunk: Sequence[Entry], report: Report) -> list[Candidate]:
+        """Returns the candidates of entries that can be tokenised; the other entries are refused."""
         candidates = []
-        for number, entry in chunk:
-            made = self._candidate(number, entry, report.source)
-            if isinstance(made, Refusal):
-                report.refuse(number, made)
+        for line, entry in chunk:
+            candidate = self._make_candidate(line, entry, report.source)
+            if isinstance(candidate, Refusal):
+                report.refuse(line, candidate)
             else:
-                candidates.append(made)
+                candidates.append(candidate)
         return candidates
 
-    def _candidate(self, number: int, entry: Values | Refusal | Trajectory, source: str) -> Candidate | Refusal:
-        provenance: dict[str, Json] = {"searcher": f"import:{source}", "line": number}
-        found: Encoded | Answer | Refusal
+    def _make_candidate(self, line: int, entry: Values | Refusal | Trajectory, source: str) -> Candidate | Refusal:
+        provenance: dict[str, Json] = {"searcher": f"import:{source}", "line": line}
+        result: EncodedAnswer | ImportedAnswer | Refusal
         if isinstance(entry, Trajectory):
-            found, claimed = self.encoder.adopt(entry), entry.reward
+            result, claimed_reward = self.encoder.adopt(entry), entry.reward
             provenance |= {"version": str(entry.version), "was": dict(entry.provenance)}
         elif isinstance(entry, Refusal):
             return entry
         else:
-            found, claimed = answer_of(entry), None
-        if isinstance(found, Answer):
-            claimed = found.claimed
-            provenance |= {} if found.source is None else {"source": found.source}
-            found = self.encoder.encode(found)
-        if isinstance(found, Refusal):
-            return found
-        if self.needs_behavior and found.completion.log_behavior is None:
+            result, claimed_reward = parse_answer(entry), None
+        if isinstance(result, ImportedAnswer):
+            claimed_reward = result.claimed_reward
+            provenance |= {} if result.source is None else {"source": result.source}
+            result = self.encoder.encode(result)
+        if isinstance(result, Refusal):
+            return result
+        if self.needs_behavior and result.completion.log_behavior is None:
             return Refusal("no log-probabilities of its behaviour, which the run's objective needs")
-        if claimed is not None and math.isfinite(claimed):
-            provenance["claimed_reward"] = claimed
-        return Candidate(number, self._uid(source, found), found, claimed, provenance)
+        if claimed_reward is not None and math.isfinite(claimed_reward):
+            provenance["claimed_reward"] = claimed_reward
+        return Candidate(line, self._name_candidate(source, result), result, claimed_reward, provenance)
 
-    def _uid(self, source: str, encoded: Encoded) -> str:
-        """Returns 32 hex digits: hash of the content, and its repeat index."""
-        kind = (source, encoded.prompt.key, f"{encoded.completion.digest} {encoded.completion.stop_reason}")
-        self._seen[kind] += 1
-        name = "\0".join((*kind, str(self._seen[kind])))
-        return hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
+    def _name_candidate(self, source: str, encoded: EncodedAnswer) -> str:
+        """Returns a candidate's uid, 32 hex digits: a hash of its content and of how often that has come before."""
+        content = (source, encoded.prompt.key, f"{encoded.completion.digest} {encoded.completion.stop_reason}")
+        self._repeats[content] += 1
+        hashed_text = "\0".join((*content, str(self._repeats[content])))
+        return hashlib.blake2b(hashed_text.encode(), digest_size=16).hexdigest()
 
-    def _new(self, candidates: list[Candidate], report: Report) -> list[Candidate]:
-        """Returns those that are not in the journal already."""
-        known = self.journal.known([c.uid for c in candidates])
-        report.repeated += sum(c.uid in known for c in candidates)
-        return [c for c in candidates if c.uid not in known]
+    def _without_imported(self, candidates: list[Candidate], report: Report) -> list[Candidate]:
+        """Returns the candidates that are not in the journal already."""
+        imported_uids = self.journal.known([c.uid for c in candidates])
+        report.repeated += sum(c.uid in imported_uids for c in candidates)
+        return [c for c in candidates if c.uid not in imported_uids]
 
-    def _put(self, candidates: list[Candidate], report: Report) -> None:
-        """Grade, score, write; only what is written is counted as imported."""
-        kept: list[tuple[Candidate, Judgement]] = []
-        for candidate, mark in zip(candidates, self._marks(candidates), strict=True):
-            if isinstance(mark, Refusal):
-                report.refuse(candidate.number, mark)
-            elif not abs(mark.reward) < math.inf:  # an int may be beyond any float
-                report.refuse(candidate.number, _with_reward("its reward is not finite", candidate, mark))
-            elif abs(mark.reward) > self.largest_reward:
+    def _grade_and_write(self, candidates: list[Candidate], report: Report) -> None:
+        """Grade, score and write candidates; only those written are counted as imported."""
+        graded: list[tuple[Candidate, Judgement]] = []
+        for candidate, judgement in zip(candidates, self._judgements(candidates), strict=True):
+            if isinstance(judgement, Refusal):
+                report.refuse(candidate.line, judgement)
+            elif not abs(judgement.reward) < math.inf:  # an int may be beyond any float
+                report.refuse(candidate.line, _refuse_reward("its reward is not finite", candidate, judgement))
+            elif abs(judgement.reward) > self.largest_reward:
                 reason = f"its reward is beyond {self.largest_reward:g}, which the loss can square"
-                report.refuse(candidate.number, _with_reward(reason, candidate, mark))
+                report.refuse(candidate.line, _refuse_reward(reason, candidate, judgement))
             else:
-                kept.append((candidate, mark))
-        scores = self._scores([candidate for candidate, _ in kept])
-        trajectories, known, now = [], [], self.now()
-        for (candidate, mark), scored in zip(kept, scores, strict=True):
+                graded.append((candidate, judgement))
+        scores = self._score([candidate for candidate, _ in graded])
+        trajectories, are_task_prompts, now = [], [], self.now()
+        for (candidate, judgement), scored in zip(graded, scores, strict=True):
             if isinstance(scored, Refusal):
-                report.refuse(candidate.number, scored)
+                report.refuse(candidate.line, scored)
             elif not all(np.isfinite(log_T).all() for log_T in scored):
                 total = ", ".join(str(float(log_T.sum())) for log_T in scored)
                 report.refuse(
-                    candidate.number, Refusal(f"its log-probability under {self._scorers} is not finite", total)
+                    candidate.line, Refusal(f"its log-probability under {self._scorers} is not finite", total)
                 )
             else:
-                trajectories.append(self._trajectory(candidate, mark, scored, now))
-                known.append(candidate.encoded.known)
+                trajectories.append(self._make_trajectory(candidate, judgement, scored, now))
+                are_task_prompts.append(candidate.encoded.is_task_prompt)
         if trajectories:
             self.journal.put(trajectories, counters=counters(trajectories))
-        for trajectory, is_known in zip(trajectories, known, strict=True):
-            report.take(trajectory, is_known)
-            self._compare(trajectory, report)
+        for trajectory, is_task_prompt in zip(trajectories, are_task_prompts, strict=True):
+            report.add(trajectory, is_task_prompt)
+            self._count_claim(trajectory, report)
 
     @property
     def _scorers(self) -> str:
         return "the reference or a teacher" if self.teachers else "the reference"
 
-    def _trajectory(self, of: Candidate, mark: Judgement, scored: Sequence[FloatArray], now: float) -> Trajectory:
-        believed = self.believe and of.claimed is not None
+    def _make_trajectory(
+        self, candidate: Candidate, judgement: Judgement, logs_T: Sequence[FloatArray], now: float
+    ) -> Trajectory:
+        is_believed = self.believe and candidate.claimed_reward is not None
         return Trajectory(
-            uid=of.uid,
-            prompt=of.encoded.prompt,
-            completion=of.encoded.completion,
-            reward=float(mark.reward),
-            log_reference=scored[0],
+            uid=candidate.uid,
+            prompt=candidate.encoded.prompt,
+            completion=candidate.encoded.completion,
+            reward=float(judgement.reward),
+            log_reference=logs_T[0],
             reference=self.reference.version,
-            arrays={TEACHER: np.stack(scored[1:])} if self.teachers else {},
-            reward_parts=mark.parts,
-            provenance={**of.provenance, "reward": "claimed" if believed else "task"},
+            arrays={TEACHER: np.stack(logs_T[1:])} if self.teachers else {},
+            reward_parts=judgement.parts,
+            provenance={**candidate.provenance, "reward": "claimed" if is_believed else "task"},
             created=now,
         )
 
-    def _marks(self, candidates: Sequence[Candidate]) -> list[Judgement | Refusal]:
-        """Returns the task's own judgement of each, or the claimed reward if that is believed; all in one call if
-        possible.
-        """
-        believed = [self.believe and c.claimed is not None for c in candidates]
-        asked = [c for c, b in zip(candidates, believed, strict=True) if not b]
-        own = iter(self._judged(asked))
-        return [
-            Judgement(c.claimed, {"claimed": c.claimed}) if b and c.claimed is not None else next(own)
-            for c, b in zip(candidates, believed, strict=True)
-        ]
+    def _judgements(self, candidates: Sequence[Candidate]) -> list[Judgement | Refusal]:
+        """Returns the task's judgement of each candidate, or its claimed reward if that is believed."""
+        claims = [c.claimed_reward if self.believe else None for c in candidates]
+        judgements = iter(self._judge([c for c, claim in zip(candidates, claims, strict=True) if claim is None]))
+        return [next(judgements) if claim is None else Judgement(claim, {"claimed": claim}) for claim in claims]
 
-    def _judged(self, asked: Sequence[Candidate]) -> list[Judgement | Refusal]:
-        return _in_parts(
-            asked,
-            lambda some: self.reward.judge([c.pair for c in some]),
+    def _judge(self, candidates: Sequence[Candidate]) -> list[Judgement | Refusal]:
+        return _call_in_halves(
+            candidates,
+            lambda part: self.reward.judge([c.pair for c in part]),
             "the task's reward cannot grade it",
         )
 
-    def _scores(self, candidates: Sequence[Candidate]) -> list[tuple[FloatArray, ...] | Refusal]:
-        return _in_parts(candidates, self._scored, f"{self._scorers} cannot score it")
+    def _score(self, candidates: Sequence[Candidate]) -> list[tuple[FloatArray, ...] | Refusal]:
+        return _call_in_halves(candidates, self._score_by_prompt, f"{self._scorers} cannot score it")
 
-    def _scored(self, candidates: Sequence[Candidate]) -> list[tuple[FloatArray, ...]]:
-        """Returns the log-probabilities of each under the reference and every teacher, in order, prompt by prompt.
+    def _score_by_prompt(self, candidates: Sequence[Candidate]) -> list[tuple[FloatArray, ...]]:
+        """Returns the log-probabilities of each candidate under the reference and every teacher, in order.
 
         Equal answers are scored once.
         """
         by_prompt: dict[str, tuple[Prompt, dict[str, Completion]]] = {}
         for prompt, completion in (c.pair for c in candidates):
             by_prompt.setdefault(prompt.key, (prompt, {}))[1].setdefault(completion.digest, completion)
-        answered = [(prompt, list(completions.values())) for prompt, completions in by_prompt.values()]
-        scored: dict[tuple[str, str], tuple[FloatArray, ...]] = {}
+        answers = [(prompt, list(completions.values())) for prompt, completions in by_prompt.values()]
+        logs: dict[tuple[str, str], tuple[FloatArray, ...]] = {}
         for scorer in (self.reference, *self.teachers):
-            for (prompt, completions), rows in zip(answered, scorer.log_probabilities_of(answered), strict=True):
+            for (prompt, completions), rows in zip(answers, scorer.log_probabilities_of(answers), strict=True):
                 for completion, row in zip(completions, rows, strict=True):
                     key = prompt.key, completion.digest
-                    scored[key] = (*scored.get(key, ()), row)
-        return [scored[prompt.key, completion.digest] for prompt, completion in (c.pair for c in candidates)]
+                    logs[key] = (*logs.get(key, ()), row)
+        return [logs[prompt.key, completion.digest] for prompt, completion in (c.pair for c in candidates)]
 
-    def _compare(self, trajectory: Trajectory, report: Report) -> None:
-        """Compare the claimed reward with the one it got."""
-        claimed = trajectory.provenance.get("claimed_reward")
-        if claimed is not None:
+    def _count_claim(self, trajectory: Trajectory, report: Report) -> None:
+        """Count whether a trajectory's claimed reward is the one that it got."""
+        claimed_reward = trajectory.provenance.get("claimed_reward")
+        if claimed_reward is not None:
             report.claimed += 1
-            report.disagreed += not math.isclose(claimed, trajectory.reward, rel_tol=1e-6, abs_tol=1e-9)
+            report.disagreed += not math.isclose(claimed_reward, trajectory.reward, rel_tol=1e-6, abs_tol=1e-9)
 
 
-def _in_parts(items: Sequence[S], act: Callable[[Sequence[S]], Sequence[T]], reason: str) -> list[T | Refusal]:
-    """Calls `act` on all at once; where that fails, on ever smaller parts.
+def _call_in_halves(items: Sequence[S], act: Callable[[Sequence[S]], Sequence[T]], reason: str) -> list[T | Refusal]:
+    """Calls `act` on all items at once; where that fails, on either half, down to single items, which are refused.
 
-    Raises `DeadlineExceeded` as it does: what hangs would hang again.
+    Raises `DeadlineExceeded` if `act` does: a call that hangs would hang again.
     """
     if not items:
         return []
     try:
-        done = list(act(items))
-        if len(done) != len(items):
-            raise UserError(f"{len(items)} answers were given and {len(done)} results came back")
+        results = list(act(items))
+        if len(results) != len(items):
+            raise UserError(f"{len(items)} answers were given and {len(results)} results came back")
     except DeadlineExceeded:
         raise
     except Exception as error:  # noqa: BLE001 - foreign text may upset anything: what does is refused, with the error
         if len(items) == 1:
-            return [Refusal(reason, _one_line(error))]
-        half = len(items) // 2
-        return _in_parts(items[:half], act, reason) + _in_parts(items[half:], act, reason)
-    return [*done]
+            return [Refusal(reason, _describe_error(error))]
+        middle = len(items) // 2
+        return _call_in_halves(items[:middle], act, reason) + _call_in_halves(items[middle:], act, reason)
+    return [*results]
 
 
-def _with_reward(reason: str, candidate: Candidate, mark: Judgement) -> Refusal:
+def _refuse_reward(reason: str, candidate: Candidate, judgement: Judgement) -> Refusal:
     prompt, completion = candidate.pair
-    return Refusal(reason, f"{mark} for {quote(completion.text, 80)} to {quote(prompt.text, 80)}")
+    return Refusal(reason, f"{judgement} for {quote(completion.text, 80)} to {quote(prompt.text, 80)}")
 
 
-def _one_line(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

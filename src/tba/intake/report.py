@@ -1,4 +1,4 @@
-"""Counts what became of the lines of one import: imported, already there, or refused, and why.
+"""Counts the lines of one import: imported, imported before, or refused, and why.
 
 Invariant: every line is in exactly one of the three: lines = imported + repeated + rejected.
 """
@@ -16,8 +16,8 @@ EXAMPLES = 3  # of each reason that are kept
 
 
 @dataclass
-class Rejected:
-    """Counts the lines that one reason refused, and keeps the first of them: (line, detail)."""
+class RejectedLines:
+    """Counts the lines that were refused for one reason, and keeps examples: (line, detail)."""
 
     count: int = 0
     examples: list[tuple[int, str]] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Report:
     unknown_prompts: int = 0  # trajectories whose prompt is none of the task's own
     claimed: int = 0  # trajectories that came with a reward
     disagreed: int = 0  # of these, how many claimed another reward than the task's own
-    rejected: dict[str, Rejected] = field(default_factory=dict)
+    rejected: dict[str, RejectedLines] = field(default_factory=dict)
     rewards: dict[str, list[float]] = field(default_factory=dict)  # of what was imported, by prompt key
 
     @property
@@ -48,26 +48,26 @@ class Report:
         return sum(rejected.count for rejected in self.rejected.values())
 
     @property
-    def varied(self) -> int:
-        """Prompts with different rewards: only from these is there something to learn."""
-        return sum(max(own) > min(own) for own in self.rewards.values())
+    def varied_prompts(self) -> int:
+        """Returns the number of prompts with different rewards: only these teach anything."""
+        return sum(max(rewards) > min(rewards) for rewards in self.rewards.values())
 
     def refuse(self, number: int, refusal: Refusal) -> None:
         """Count line `number` as refused."""
-        rejected = self.rejected.setdefault(refusal.reason, Rejected())
+        rejected = self.rejected.setdefault(refusal.reason, RejectedLines())
         rejected.count += 1
         if len(rejected.examples) < EXAMPLES:
             rejected.examples.append((number, refusal.detail))
 
-    def hide(self) -> None:
+    def hide_details(self) -> None:
         """Delete the details of refusals, which quote texts; the reasons and their counts stay."""
         for rejected in self.rejected.values():
             rejected.examples = [(number, "") for number, _ in rejected.examples]
 
-    def take(self, trajectory: Trajectory, known: bool) -> None:
+    def add(self, trajectory: Trajectory, is_task_prompt: bool) -> None:
         """Count one more trajectory in the journal."""
         self.tokens += trajectory.length
-        self.unknown_prompts += not known
+        self.unknown_prompts += not is_task_prompt
         self.rewards.setdefault(trajectory.prompt.key, []).append(trajectory.reward)
 
     def to_json(self) -> Mapping[str, Json]:
@@ -83,7 +83,7 @@ class Report:
                 for reason, r in self.rejected.items()
             },
             "prompts": len(self.rewards),
-            "prompts_varied": self.varied,
+            "prompts_varied": self.varied_prompts,
             "unknown_prompts": self.unknown_prompts,
             "claimed": self.claimed,
             "disagreed": self.disagreed,
@@ -91,5 +91,5 @@ class Report:
 
 
 def counters(trajectories: list[Trajectory]) -> dict[str, int]:
-    """Returns the ledger's counts of these."""
+    """Returns the ledger's counts of imported trajectories."""
     return dict(Counter(imported_trajectories=len(trajectories), imported_tokens=sum(t.length for t in trajectories)))

@@ -20,7 +20,7 @@ from tba.batch import Batch
 from tba.errors import UserError
 from tba.fields import as_declared
 
-_LARGEST = 20.0  # of a log-ratio: beyond it a ratio has no meaning, and its exponential would overflow
+_LARGEST_LOG_RATIO = 20.0  # of a log-ratio: beyond it a ratio has no meaning, and its exponential would overflow
 
 
 @dataclass(frozen=True)
@@ -61,15 +61,15 @@ class Correction:
 
     @property
     def unused(self) -> Mapping[str, str]:
-        """Fields without effect in this form."""
-        found = {}
+        """Returns the fields without effect in this form."""
+        conditions = {}
         if self.form == "none":
-            found["level"] = "form"
+            conditions["level"] = "form"
         if self.form not in ("truncate", "clamp", "mask", "decoupled"):
-            found["cap"] = "form truncate, clamp, mask or decoupled"
+            conditions["cap"] = "form truncate, clamp, mask or decoupled"
         if self.form not in ("clip", "decoupled"):
-            found |= dict.fromkeys(("clip", "clip_high"), "form clip or decoupled")
-        return found
+            conditions |= dict.fromkeys(("clip", "clip_high"), "form clip or decoupled")
+        return conditions
 
     def __post_init__(self) -> None:
         if not self.cap >= 1:
@@ -85,7 +85,7 @@ class Correction:
         return frozenset() if self.form == "none" else frozenset({"log_behavior"})
 
     def terms(self, log_policy_BT: Tensor, advantage_B: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """[B, T] terms at sampled positions, whose sum is the loss of all rows, and columns [B] for metrics.
+        """Returns [B, T] terms at sampled positions, whose sum is the loss of all rows, and columns [B] for metrics.
 
         `cut` is the share of a row's tokens at which a bound was active (by sequence: whether it was for the row),
         `off_policy` the row's log(mu / pi), which is an estimate of KL(mu || pi).
@@ -105,13 +105,13 @@ class Correction:
             terms_BT, cut_BT = clipped(log_rho_BT, advantage_B1, self.clip, self.clip_high)
             terms_BT = terms_BT * weight_BT
         elif self.form == "decoupled":
-            log_moved_BT = (1 - behavior_share(batch, log_rho_BT.dtype)) * log_rho_BT.detach()  # log(prox / mu)
-            terms_BT, cut_BT = clipped(log_rho_BT - log_moved_BT, advantage_B1, self.clip, self.clip_high)
-            terms_BT = log_moved_BT.clamp(max=math.log(self.cap)).exp() * terms_BT * weight_BT
+            log_shift_BT = (1 - behavior_share(batch, log_rho_BT.dtype)) * log_rho_BT.detach()  # log(prox / mu)
+            terms_BT, cut_BT = clipped(log_rho_BT - log_shift_BT, advantage_B1, self.clip, self.clip_high)
+            terms_BT = log_shift_BT.clamp(max=math.log(self.cap)).exp() * terms_BT * weight_BT
         elif self.form == "mask":
             cut_BT = log_rho_BT.abs() > math.log(self.cap)
-            kept_BT = log_rho_BT.detach().masked_fill(cut_BT, -math.inf).exp()
-            terms_BT = -kept_BT * advantage_B1 * log_policy_BT
+            masked_ratio_BT = log_rho_BT.detach().masked_fill(cut_BT, -math.inf).exp()
+            terms_BT = -masked_ratio_BT * advantage_B1 * log_policy_BT
         else:
             bounded_BT, cut_BT = log_rho_BT.clamp(max=math.log(self.cap)), log_rho_BT > math.log(self.cap)
             if self.form == "truncate":
@@ -121,19 +121,19 @@ class Correction:
         return terms_BT, {"cut": (cut_BT * share_BT).sum(1), "off_policy": off_policy_B}
 
 
-def clipped(log_rho: Tensor, advantage: Tensor, clip: float, high: float | None = None) -> tuple[Tensor, Tensor]:
-    """max(-rho A, -clip(rho, 1 - clip, 1 + high) A), and where the clipped one is larger: there rho has no gradient.
-
-    So a ratio is not pushed further up than 1 + high (A > 0; None: 1 + clip) nor further down than 1 - clip (A < 0).
+def clipped(log_rho: Tensor, advantage: Tensor, clip: float, clip_high: float | None = None) -> tuple[Tensor, Tensor]:
+    """Returns max(-rho A, -clip(rho, 1 - clip, 1 + clip_high) A), and where its second term is larger: rho has no
+    gradient there, so that it is pushed no further up than 1 + clip_high (None: 1 + clip), nor down than 1 - clip.
     """
-    rho = log_rho.clamp(-_LARGEST, _LARGEST).exp()
-    free, bounded = -rho * advantage, -rho.clamp(1 - clip, 1 + (clip if high is None else high)) * advantage
-    return torch.maximum(free, bounded), bounded > free
+    rho = log_rho.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp()
+    clipped_rho = rho.clamp(1 - clip, 1 + (clip if clip_high is None else clip_high))
+    loss, clipped_loss = -rho * advantage, -clipped_rho * advantage
+    return torch.maximum(loss, clipped_loss), clipped_loss > loss
 
 
 def behavior_share(batch: Batch, dtype: torch.dtype) -> Tensor:
-    """[B, 1]: the share of the behaviour in the proximal policy: 1 / d for rows that are d updates old, 0 for rows of
-    the present weights, 1 where the age is not known.
+    """Returns [B, 1]: the share of the behaviour in the proximal policy, 1 / d for rows that are d updates old, 0 for
+    rows of the present weights, 1 where the age is not known.
     """
     if batch.lag_B is None:
         return torch.ones(batch.rows, 1, dtype=dtype, device=batch.reward_B.device)
@@ -142,12 +142,12 @@ def behavior_share(batch: Batch, dtype: torch.dtype) -> Tensor:
 
 
 def log_ratio_to_behavior(log_policy_BT: Tensor, batch: Batch) -> Tensor:
-    """[B, T]: log pi - log mu at sampled positions, 0 elsewhere."""
+    """Returns [B, T]: log pi - log mu at sampled positions, 0 elsewhere."""
     return torch.where(batch.mask_BT, log_policy_BT - log_behavior(batch), 0.0)
 
 
 def sequence_log_ratio(log_policy_BT: Tensor, batch: Batch) -> Tensor | None:
-    """[B]: log(pi / mu) of whole answers, NaN for rows whose behaviour is not known; None where none is known."""
+    """Returns [B]: log(pi / mu) of whole answers, NaN for rows of unknown behaviour; None where none is known."""
     behavior_BT = batch.some_behavior_BT if batch.log_behavior_BT is None else batch.log_behavior_BT
     if behavior_BT is None:
         return None
@@ -155,7 +155,7 @@ def sequence_log_ratio(log_policy_BT: Tensor, batch: Batch) -> Tensor | None:
 
 
 def log_behavior(batch: Batch) -> Tensor:
-    """The batch's log_behavior_BT. Raises `ValueError` when it has none."""
+    """Returns the batch's log_behavior_BT. Raises `ValueError` when it has none."""
     if batch.log_behavior_BT is None:
         raise ValueError("this objective needs log_behavior of every row, but the batch lacks it")
     return batch.log_behavior_BT

@@ -54,7 +54,7 @@ class Grpo:
         return self.per != "token"
 
     def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, Measured]:
-        """The scalar whose gradient is the estimate, and metrics, which are row means."""
+        """Returns the scalar whose gradient is the estimate, and metrics, which are row means."""
         beta, log_policy_BT = self.beta(step), output.log_policy_BT
         in_reward, rows = self.penalty == "reward", (batch.group_B, batch.groups)
         score_B = batch.reward_B - beta * clamped_divergence(log_policy_BT, batch) if in_reward else batch.reward_B

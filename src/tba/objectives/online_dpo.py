@@ -44,10 +44,10 @@ class OnlineDpo:
         require_positive(self.beta, "Online DPO")
 
     def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, Measured]:
-        """The scalar to minimise, and metrics, which are row means; `margin` is d, `ranked` the share with d > 0."""
+        """Returns the scalar to minimise, and metrics (row means); `margin` is d, `ranked` the share with d > 0."""
         beta = self.beta(step)
         log_ratio_B = masked_sum(output.log_policy_BT - batch.log_reference_BT, batch.mask_BT)
-        best_N, worst_N = _pairs(batch)
+        best_N, worst_N = _best_worst_pairs(batch)
         margin_N = log_ratio_B[best_N] - log_ratio_B[worst_N]
         square_N, logistic_N = (margin_N - 1 / (2 * beta)).square(), -torch.nn.functional.logsigmoid(beta * margin_N)
         loss_N = square_N if self.loss == "ipo" else logistic_N
@@ -61,7 +61,7 @@ class OnlineDpo:
         return (weight_N * loss_N).sum(), metrics | {"beta": beta}
 
 
-def _pairs(batch: Batch) -> tuple[Tensor, Tensor]:
+def _best_worst_pairs(batch: Batch) -> tuple[Tensor, Tensor]:
     """Rows (best [N], worst [N]): all pairs of a group's best and worst rows, none where these are equal."""
     reward_B, rows = batch.reward_B, (batch.group_B, batch.groups)
     best_B, worst_B = reward_B == group_max(reward_B, *rows), -reward_B == group_max(-reward_B, *rows)

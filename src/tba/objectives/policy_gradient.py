@@ -43,7 +43,7 @@ class Reinforce:
         return self.correction.needs | frozenset({"log_behavior"} if self.penalised == "behavior" else ())
 
     def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, Measured]:
-        """The scalar whose gradient is the estimate (its value means nothing), and metrics, which are row means."""
+        """Returns a scalar whose gradient is the estimate (its value means nothing), and metrics (row means)."""
         beta = self.beta(step)
         penalty_B = penalised_log_ratio(output.log_policy_BT, batch, self.penalised).sum(1)
         score_B = batch.reward_B - beta * penalty_B

@@ -65,12 +65,12 @@ class Ppo:
         return self.per != "token" and not self.whiten
 
     def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, Measured]:
-        """The scalar to minimise, and metrics; `cut` is the share of tokens without gradient, by row."""
+        """Returns the scalar to minimise, and metrics; `cut` is the share of tokens without gradient, by row."""
         if output.value_BT is None:
             raise ValueError("PPO needs value of the policy, but this one has no such head")
         beta, mask_BT, value_BT = self.beta(step), batch.mask_BT, output.value_BT
         penalty_BT = penalised_log_ratio(output.log_policy_BT, batch, self.penalised)
-        reward_BT = _at_last(batch.reward_B, mask_BT) - beta * penalty_BT
+        reward_BT = _place_at_last_token(batch.reward_B, mask_BT) - beta * penalty_BT
         advantage_BT = gae(reward_BT, value_BT.detach(), mask_BT, self.gamma, self.lam)
         error_BT = value_BT - (advantage_BT + value_BT.detach())
         terms_BT, columns = proximal_terms(output.log_policy_BT, advantage_BT, batch, self.clip, self.whiten)
@@ -84,7 +84,7 @@ class Ppo:
         return policy_loss + self.value_weight * value_loss, row_means(**columns) | {"beta": beta}
 
     def _square(self, error_BT: Tensor) -> Tensor:
-        """error^2 / 2, going on as a straight line beyond `value_clip`."""
+        """Returns error^2 / 2, continued as a straight line beyond `value_clip`."""
         if self.value_clip is None:
             return error_BT.square() / 2
         return torch.nn.functional.huber_loss(
@@ -93,7 +93,7 @@ class Ppo:
 
 
 def gae(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float) -> Tensor:
-    """[B, T]: A_t = d_t + gamma lam A_(t+1), d_t = r_t + gamma V_(t+1) - V_t; 0 at positions that are not sampled.
+    """Returns [B, T]: A_t = d_t + gamma lam A_(t+1), d_t = r_t + gamma V_(t+1) - V_t; 0 where nothing was sampled.
 
     V is of the prefix before a token and 0 after the last; what comes after a token is the next *sampled* one.
     Generalised advantage estimation (Schulman et al. 2015, arXiv 1506.02438).
@@ -109,23 +109,23 @@ def gae(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam:
     return advantage_BT
 
 
-def _at_last(x_B: Tensor, mask_BT: Tensor) -> Tensor:
-    """[B, T]: x at the last sampled position of each row, 0 elsewhere."""
-    left_BT = mask_BT.flip(1).cumsum(1).flip(1)  # sampled positions from here on
-    return x_B[:, None] * (mask_BT & (left_BT == 1))
+def _place_at_last_token(x_B: Tensor, mask_BT: Tensor) -> Tensor:
+    """Returns [B, T]: x at the last sampled position of each row, 0 elsewhere."""
+    remaining_BT = mask_BT.flip(1).cumsum(1).flip(1)  # sampled positions from here on
+    return x_B[:, None] * (mask_BT & (remaining_BT == 1))
 
 
 def proximal_terms(
     log_policy_BT: Tensor, advantage_BT: Tensor, batch: Batch, clip: float, whiten: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """[B, T] max(-rho A, -clip(rho, 1 +- clip) A), rho = pi / mu of the token, and columns [B] for metrics.
+    """Returns [B, T] max(-rho A, -clip(rho, 1 +- clip) A), rho = pi / mu of the token, and columns [B] for metrics.
 
     The advantages are constants; with `whiten` they are first brought to mean 0 and variance 1 over the batch's tokens.
     """
     mask_BT = batch.mask_BT
-    used_BT = whitened(advantage_BT, mask_BT) if whiten else advantage_BT
+    scaled_BT = whitened(advantage_BT, mask_BT) if whiten else advantage_BT
     log_rho_BT = log_ratio_to_behavior(log_policy_BT, batch)
-    terms_BT, cut_BT = clipped(log_rho_BT, used_BT, clip)
+    terms_BT, cut_BT = clipped(log_rho_BT, scaled_BT, clip)
     columns = {
         "advantage": token_mean(advantage_BT.abs(), mask_BT),
         "cut": token_mean(cut_BT.to(terms_BT.dtype), mask_BT),

@@ -43,7 +43,7 @@ class Raft:
         return self.per != "token"
 
     def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, Measured]:
-        """The scalar to minimise, and metrics, which are row means; `kept` is the share of rows that are."""
+        """Returns the scalar to minimise, and metrics, which are row means; `kept` is the share of rows that are."""
         weight_B = self._weight_B(batch)
         terms_BT, columns = self.correction.terms(output.log_policy_BT, weight_B, batch)
         return average(terms_BT, batch.mask_BT, self.per), row_means(kept=weight_B > 0, **columns)

@@ -19,17 +19,17 @@ Per: TypeAlias = Literal["row", "sequence", "token"]
 
 
 def masked_sum(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """[B] sums over the positions the policy sampled; what lies elsewhere is ignored, even if it is not finite."""
+    """Returns [B] sums over sampled positions; values elsewhere are ignored, even if they are not finite."""
     return torch.where(mask_BT, x_BT, torch.zeros((), dtype=x_BT.dtype, device=x_BT.device)).sum(1)
 
 
 def token_mean(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """[B] means over the positions the policy sampled; 0 for a row without any."""
+    """Returns [B] means over the positions the policy sampled; 0 for a row without any."""
     return masked_sum(x_BT, mask_BT) / mask_BT.sum(1).clamp(min=1)
 
 
 def average(x_BT: Tensor, mask_BT: Tensor, per: Per) -> Tensor:
-    """A scalar from terms at sampled positions; |y| counts a row's, N the batch's.
+    """Returns a scalar from terms at sampled positions; |y| counts a row's, N the batch's.
 
     `row` (1 / B) sum x, `sequence` (1 / B) sum x / |y|, `token` (1 / N) sum x. The last one ties all rows together.
     """
@@ -39,48 +39,48 @@ def average(x_BT: Tensor, mask_BT: Tensor, per: Per) -> Tensor:
 
 
 def whitened(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """[B, T]: mean 0 and variance 1 over all sampled positions of the batch, 0 elsewhere."""
+    """Returns [B, T]: mean 0 and variance 1 over all sampled positions of the batch, 0 elsewhere."""
     count = mask_BT.sum().clamp(min=1)
     centred_BT = torch.where(mask_BT, x_BT - masked_sum(x_BT, mask_BT).sum() / count, 0.0)
     return centred_BT * (centred_BT.square().sum() / count + 1e-8).rsqrt()
 
 
 def group_sizes(group_B: Tensor, groups: int) -> Tensor:
-    """[B] int64: how many rows the row's own group has, itself included."""
+    """Returns [B] int64: how many rows the row's own group has, itself included."""
     return group_B.new_zeros(groups).index_add(0, group_B, torch.ones_like(group_B))[group_B]
 
 
 def group_mean(x_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
-    """[B]: the mean of `x_B` over the row's own group."""
+    """Returns [B]: the mean of `x_B` over the row's own group."""
     return _group_sum(x_B, group_B, groups) / group_sizes(group_B, groups)
 
 
 def leave_one_out_mean(x_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
-    """[B]: the mean over the *other* rows of the row's group; a row alone in its group gets its own value.
+    """Returns [B]: the mean over the *other* rows of the row's group; a row alone in its group gets its own value.
 
     In a group of K, x - mean = (K - 1)/K (x - leave-one-out mean).
     """
     size_B = group_sizes(group_B, groups)
-    others_B = (_group_sum(x_B, group_B, groups) - x_B) / (size_B - 1).clamp(min=1)
-    return torch.where(size_B > 1, others_B, x_B)
+    mean_B = (_group_sum(x_B, group_B, groups) - x_B) / (size_B - 1).clamp(min=1)
+    return torch.where(size_B > 1, mean_B, x_B)
 
 
 def group_std(x_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
-    """[B]: the standard deviation over the row's own group (of a sample: K - 1 below), 0 for a row alone."""
+    """Returns [B]: the standard deviation over the row's own group (of a sample: K - 1 below), 0 for a row alone."""
     square_B = (x_B - group_mean(x_B, group_B, groups)).square()
     return (_group_sum(square_B, group_B, groups) / (group_sizes(group_B, groups) - 1).clamp(min=1)).sqrt()
 
 
 def group_max(x_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
-    """[B]: the largest over the row's own group."""
+    """Returns [B]: the largest over the row's own group."""
     return x_B.new_full((groups,), -torch.inf).scatter_reduce(0, group_B, x_B, "amax")[group_B]
 
 
 def row_means(**columns_B: Tensor) -> Measured:
-    """Means over rows, left on the device: reading them would wait for it."""
+    """Returns means over rows, left on the device: reading them would wait for it."""
     return {name: x.detach().to(torch.float32).mean() for name, x in columns_B.items()}
 
 
 def _group_sum(x_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
-    """[B]: the sum over the row's own group."""
+    """Returns [B]: the sum over the row's own group."""
     return x_B.new_zeros(groups).index_add(0, group_B, x_B)[group_B]

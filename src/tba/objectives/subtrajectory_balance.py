@@ -63,18 +63,18 @@ class SubtrajectoryBalance:
 
     @property
     def unused(self) -> Mapping[str, str]:
-        """The field without effect: where single tokens are balanced, no stretches are weighed."""
+        """Returns the field without effect: where single tokens are balanced, no stretches are weighed."""
         return {} if self.flow == "learned" else {"lam": "flow learned"}
 
     def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, Measured]:
-        """The scalar to minimise, and metrics, which are row means; `residual` is the mean |d| from start to end."""
+        """Returns the scalar to minimise, and metrics (row means); `residual` is the mean |d| from start to end."""
         beta = self.beta(step)
         if self.flow == "one":
             return self._by_token(output, batch, beta)
-        level_BS, state_BS = _levels(output, batch, beta)
-        loss_B = _mean_square(level_BS, state_BS, self.lam) / (2 * beta)
-        whole_B = level_BS.gather(1, batch.length_B[:, None])[:, 0] - level_BS[:, 0]
-        metrics = row_means(residual=whole_B.abs(), value=-level_BS[:, 0])
+        level_BS, state_BS = _prefix_levels(output, batch, beta)
+        loss_B = _weighted_mean_square(level_BS, state_BS, self.lam) / (2 * beta)
+        residual_B = level_BS.gather(1, batch.length_B[:, None])[:, 0] - level_BS[:, 0]
+        metrics = row_means(residual=residual_B.abs(), value=-level_BS[:, 0])
         return loss_B.mean(), metrics | {"beta": beta}
 
     def _by_token(self, output: PolicyOutput, batch: Batch, beta: float) -> tuple[torch.Tensor, Measured]:
@@ -84,30 +84,31 @@ class SubtrajectoryBalance:
         return loss_B.mean(), metrics | {"beta": beta}
 
 
-def _levels(output: PolicyOutput, batch: Batch, beta: float) -> tuple[Tensor, Tensor]:
-    """c [B, S] with d_ij = c_j - c_i, and which states count: those before a sampled token, and the whole answer."""
+def _prefix_levels(output: PolicyOutput, batch: Batch, beta: float) -> tuple[Tensor, Tensor]:
+    """Returns c [B, S] with d_ij = c_j - c_i, and which states count: before a sampled token, and the whole answer."""
     if output.value_BT is None:
         raise ValueError("sub-trajectory balance needs value of the policy, but this one has no such head")
     log_ratio_BT = torch.where(batch.mask_BT, output.log_policy_BT - batch.log_reference_BT, 0.0)
-    so_far_BS = torch.nn.functional.pad(log_ratio_BT.cumsum(1), (1, 0))
+    prefix_log_ratio_BS = torch.nn.functional.pad(log_ratio_BT.cumsum(1), (1, 0))
     value_BS = torch.nn.functional.pad(output.value_BT, (0, 1))
-    whole_BS = torch.arange(so_far_BS.shape[1], device=so_far_BS.device) == batch.length_B[:, None]
-    value_BS = torch.where(whole_BS, batch.reward_B[:, None].to(value_BS.dtype), value_BS)
-    return beta * so_far_BS - value_BS, torch.nn.functional.pad(batch.mask_BT, (0, 1)) | whole_BS
+    position_S = torch.arange(prefix_log_ratio_BS.shape[1], device=prefix_log_ratio_BS.device)
+    is_whole_BS = position_S == batch.length_B[:, None]
+    value_BS = torch.where(is_whole_BS, batch.reward_B[:, None].to(value_BS.dtype), value_BS)
+    return beta * prefix_log_ratio_BS - value_BS, torch.nn.functional.pad(batch.mask_BT, (0, 1)) | is_whole_BS
 
 
-def _mean_square(level_BS: Tensor, state_BS: Tensor, lam: float) -> Tensor:
-    """[B]: the mean of (c_j - c_i)^2 over the states i < j of a row, weights lam^(j - i).
+def _weighted_mean_square(level_BS: Tensor, state_BS: Tensor, lam: float) -> Tensor:
+    """Returns [B]: the mean of (c_j - c_i)^2 over the states i < j of a row, weights lam^(j - i).
 
     As a quadratic form, sum_i d_i c_i^2 - sum_ij L_ij c_i c_j with L_ij = lam^|j - i| and d its row sums, it takes S^2
     memory once and not for each row. It does not change when c is shifted, so c is centred first, for its rounding.
     """
     position_S = torch.arange(level_BS.shape[1], device=level_BS.device, dtype=level_BS.dtype)
     weight_SS = lam ** (position_S[:, None] - position_S).abs()
-    in_BS = state_BS.to(level_BS.dtype)
-    centre_B1 = masked_sum(level_BS.detach(), state_BS)[:, None] / in_BS.sum(1, keepdim=True)
-    c_BS = torch.where(state_BS, level_BS - centre_B1, 0.0)
-    near_BS = in_BS @ weight_SS
-    twice_B = 2 * ((near_BS * c_BS - c_BS @ weight_SS) * c_BS).sum(1)
-    pairs_B = (near_BS * in_BS).sum(1) - in_BS.sum(1)  # both orders, without i = j
+    included_BS = state_BS.to(level_BS.dtype)
+    centre_B1 = masked_sum(level_BS.detach(), state_BS)[:, None] / included_BS.sum(1, keepdim=True)
+    centred_BS = torch.where(state_BS, level_BS - centre_B1, 0.0)
+    weighted_sum_BS = included_BS @ weight_SS
+    twice_B = 2 * ((weighted_sum_BS * centred_BS - centred_BS @ weight_SS) * centred_BS).sum(1)
+    pairs_B = (weighted_sum_BS * included_BS).sum(1) - included_BS.sum(1)  # both orders, without i = j
     return twice_B / pairs_B.clamp(min=1e-12)  # 0 / 0 where nothing was sampled

@@ -49,7 +49,7 @@ class TbaPrime:
         return self.per != "token"
 
     def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, Measured]:
-        """The scalar whose gradient is the estimate, and metrics, which are row means."""
+        """Returns the scalar whose gradient is the estimate, and metrics, which are row means."""
         beta = self.beta(step)
         kl_B = clamped_divergence(output.log_policy_BT, batch)
         reward_B, rows = batch.reward_B, (batch.group_B, batch.groups)

@@ -104,13 +104,13 @@ class TrajectoryBalance:
         return True
 
     def start(self) -> Objective:
-        """The objective of one run: in the form `asymmetric` with a memory of its batches."""
+        """Returns the objective of one run: in the form `asymmetric` with a memory of its batches."""
         return Asymmetric(self) if self.off_policy == "asymmetric" and self.log_z == "group" else self
 
     def __call__(
         self, output: PolicyOutput, batch: Batch, step: int, memory: Memory | None = None
     ) -> tuple[torch.Tensor, Measured]:
-        """The scalar to minimise at optimizer step `step` (from 1), and its metrics."""
+        """Returns the scalar to minimise at optimizer step `step` (from 1), and its metrics."""
         beta = self.beta(step) * self.reward_temperature(step)
         power = 1 / (self.reference_temperature(step) * self.reward_temperature(step))  # of the reference
         log_ratio_B = masked_sum(output.log_policy_BT - batch.log_reference_BT, batch.mask_BT)
@@ -123,7 +123,7 @@ class TrajectoryBalance:
         residual_B = gap_B - log_z_B
         scale = beta / 2 if self.form == "advantage" else 1.0
         loss_B = scale * weight_B * residual_B.square()
-        more: Measured = {}
+        extra_metrics: Measured = {}
         if memory is not None and log_rho_B is not None:
             push = memory.push(step, beta * slant_B(gap_B.detach(), weight_B, output, batch), batch)
             log_policy_B = masked_sum(output.log_policy_BT, batch.mask_BT)
@@ -131,9 +131,9 @@ class TrajectoryBalance:
                 push * plain_weights(log_rho_B, batch) * (log_policy_B - log_policy_B.detach())
             )  # 0, with a slope
             loss_B = loss_B - scale * 2 / beta * pushed_B
-            more = {"push": push}
+            extra_metrics = {"push": push}
         if log_rho_B is not None and self.off_policy != "tapered":
-            more |= row_means(cut=log_rho_B > math.log(CAP))
+            extra_metrics |= row_means(cut=log_rho_B > math.log(CAP))
 
         rows = (batch.group_B, batch.groups)
         size_B = group_sizes(*rows)
@@ -147,10 +147,10 @@ class TrajectoryBalance:
             group_size=size_B,
             degenerate=size_B == 1,
         )
-        return loss_B.mean(), metrics | more | {"beta": beta}
+        return loss_B.mean(), metrics | extra_metrics | {"beta": beta}
 
     def weight_B(self, gap_B: Tensor, log_rho_B: Tensor | None, batch: Batch) -> Tensor:
-        """[B] positive weights; of mean 1 in each group where log Z is estimated from the group."""
+        """Returns [B] positive weights, of mean 1 in each group where log Z is estimated from the group."""
         if log_rho_B is None:
             return torch.ones_like(gap_B)
         rows = (batch.group_B, batch.groups)
@@ -192,7 +192,7 @@ class Asymmetric:
         return self.settings.by_group
 
     def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, Measured]:
-        """The scalar to minimise at optimizer step `step` (from 1), and its metrics."""
+        """Returns the scalar to minimise at optimizer step `step` (from 1), and its metrics."""
         return self.settings(output, batch, step, self.memory)
 
     def state(self) -> Json:
@@ -218,8 +218,8 @@ class Memory:
         self._sums_2: Tensor | None = None  # of the present step: the sum of its groups' slants, and their number
 
     def push(self, step: int, slant_B: Tensor, batch: Batch) -> Tensor:
-        """max(0, -slant - 2 standard errors) of the steps before `step`, 0 where there were none; then adds this batch,
-        or part of one.
+        """Returns max(0, -slant - 2 standard errors) of the steps before `step`, 0 where there were none; then adds this
+        batch, or part of one.
 
         slant_B: in units of reward, of each row's group. Groups that do not come as sampled do not count.
         """
@@ -278,11 +278,11 @@ def plain_weights(log_rho_B: Tensor, batch: Batch) -> Tensor:
     return rho_B if batch.as_sampled_G is None else rho_B * batch.as_sampled_G[batch.group_B]
 
 
-def require_positive(schedule: Schedule, name: str, what: str = "beta") -> None:
+def require_positive(schedule: Schedule, objective_name: str, field_name: str = "beta") -> None:
     """Raises `UserError` unless a monotone schedule stays above 0."""
     for value in (schedule(1), schedule.last):
         if value <= 0:
             raise UserError(
-                f"{name} divides by {what}, but its schedule {schedule} reaches {value}; give a schedule that stays "
-                "above 0."
+                f"{objective_name} divides by {field_name}, but its schedule {schedule} reaches {value}; give a "
+                "schedule that stays above 0."
             )

@@ -46,7 +46,7 @@ class VinePpo:
         return self.per != "token" and not self.whiten
 
     def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, Measured]:
-        """The scalar whose gradient is the estimate, and metrics; `cut` is the share of tokens without gradient."""
+        """Returns a scalar with the estimate as gradient, and metrics; `cut` is the share of tokens without one."""
         beta, mask_BT = self.beta(step), batch.mask_BT
         advantage_BT = step_advantages(batch)
         terms_BT, columns = proximal_terms(output.log_policy_BT, advantage_BT, batch, self.clip, self.whiten)
@@ -55,7 +55,7 @@ class VinePpo:
 
 
 def step_advantages(batch: Batch) -> Tensor:
-    """[B, T]: each token's step's advantage. Raises `ValueError` when the batch has no steps."""
+    """Returns [B, T]: each token's step's advantage. Raises `ValueError` when the batch has no steps."""
     start_BS, value_BS = batch.step_start_BS, batch.step_value_BS
     if start_BS is None or value_BS is None:
         raise ValueError("VinePPO needs step_value of every row, but the batch lacks it")

@@ -68,9 +68,9 @@ def _import_sources(
     ):
         for title, source_name, entries in sources:
             with chdir("."):  # in which the next file is looked for, wherever a reward goes
-                report = intake.take(entries, source_name, ProgressReports(title, say))
+                report = intake.import_entries(entries, source_name, ProgressReports(title, say))
             if recipe.record.hide_text:
-                report.hide()
+                report.hide_details()
             records.append(report.to_json())
             for line in report_lines(report, title, has_teacher=recipe.teachers.count > 0):
                 say(line)
@@ -127,7 +127,7 @@ def report_lines(report: Report, title: str, has_teacher: bool = False) -> list[
         lines += [f"    line {number}" + (f": {detail}" if detail else "") for number, detail in rejection.examples]
     if report.imported:
         lines.append(
-            f"  {len(report.rewards):,} prompts, {report.varied:,} of them with different rewards"
+            f"  {len(report.rewards):,} prompts, {report.varied_prompts:,} of them with different rewards"
             + ("; the teacher teaches on all of them" if has_teacher else ": only these can teach the policy anything")
         )
     if report.unknown_prompts:

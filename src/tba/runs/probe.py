@@ -403,7 +403,7 @@ def time_steps(
             fetched = source.draw_batch()  # a run samples its batches ahead
             start = time.perf_counter()
             trainer.step(fetched)
-            if trainer.due:  # to publish is part of every k-th step
+            if trainer.should_publish:  # to publish is part of every k-th step
                 trainer.publish()
             seconds.append(time.perf_counter() - start)
             if len(seconds) == DRIFT_UPDATES:

@@ -29,7 +29,7 @@ from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower, Totals
 from tba.replay.missing_rows import Held, Loss, acknowledged, find_loss
 from tba.runtime.run_directory import RunDirectory
-from tba.training.checkpoint import Checkpoint, newest_sound
+from tba.training.checkpoint import Checkpoint, newest_sound_checkpoint
 from tba.types import Json, Version
 from tba.weights.directory import WeightDirectory
 
@@ -54,7 +54,7 @@ def starting_point(run: RunDirectory) -> tuple[Version, Checkpoint | None]:
     """
     if run.incarnation == 0:
         return Version(), None
-    checkpoint, damaged = newest_sound(run.checkpoints)
+    checkpoint, damaged = newest_sound_checkpoint(run.checkpoints)
     for description in damaged:
         log.warning("%s; it is skipped", description)
         record_fault(run.path, "damaged_checkpoints", description)
@@ -86,7 +86,7 @@ def held_by_journal(run: RunDirectory) -> Held:
     """
     weights = WeightDirectory(run.weights)
     contents = [Held.parse(weights.notes(version).get("journal")) for version in weights.versions()]
-    checkpoint, _ = newest_sound(run.checkpoints, verify=False)
+    checkpoint, _ = newest_sound_checkpoint(run.checkpoints, verify=False)
     contents += [] if checkpoint is None else [Held.parse(checkpoint.state.get("journal"))]
     sources = [read_last(run.path) or {}]
     for result_file in (run.path / "logs").glob("searcher-*.result.json"):

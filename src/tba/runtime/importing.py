@@ -19,7 +19,7 @@ from tba.environments.episode import EpisodeFailed
 from tba.environments.scripted import encode_parts, play_demonstration
 from tba.errors import UserError
 from tba.foreign import problems_of
-from tba.intake.encoding import Encoder, Known
+from tba.intake.encoding import Encoder, TaskPrompts
 from tba.intake.intake import Entry, Intake
 from tba.markup import thoughts_of
 from tba.protocols import Acted, Reference, Tokenizer
@@ -63,8 +63,8 @@ def intake_of(recipe: Recipe, run: RunDirectory, believe: bool, max_tokens: int 
         encoder = Encoder(
             task=recipe.task.name,
             tokenizer=tokenizer,
-            train=Known(train),
-            held_out=Known(prompt for prompt in _prompts(recipe, tokenizer, "eval") if prompt.key not in shared_keys),
+            train=TaskPrompts(train),
+            held_out=TaskPrompts(prompt for prompt in _prompts(recipe, tokenizer, "eval") if prompt.key not in shared_keys),
             chat=not isinstance(problems_of(recipe.task, "train")[0].prompt, str),
             max_prompt_tokens=recipe.prompts.max_tokens,
             max_tokens=max_tokens or model.max_completion_tokens,

@@ -47,7 +47,7 @@ from tba.runtime.run_directory import RunDirectory
 from tba.runtime.watching import AnswerWatch, EvaluationWatch, answer_watch_of
 from tba.training.checkpoint import Checkpoint, save_checkpoint
 from tba.training.control import Controller
-from tba.training.ranks.messages import Meeting, Ranks
+from tba.training.ranks.messages import Ranks, Rendezvous
 from tba.training.ranks.policy import Rank0Policy
 from tba.training.trainer import Metrics, Trainer
 from tba.types import Json, Sampling, Trajectory, Version
@@ -59,7 +59,7 @@ _COUNTER_SECONDS = 1.0  # between two reads of the searchers' counts
 _LEAD_SECONDS = 30.0  # that another trainer of this run has to end
 
 
-def run_trainer(recipe: Recipe, run: RunDirectory, stop: Callable[[], bool], meeting: Meeting | None = None) -> None:
+def run_trainer(recipe: Recipe, run: RunDirectory, stop: Callable[[], bool], meeting: Rendezvous | None = None) -> None:
     """Run a trainer's whole life, in a process or an actor of its own. `meeting`: where its ranks find each other."""
     torch.set_num_threads(recipe.run.threads)
     loop = start_training(recipe, run, stop, prefetch=True, background=True, meeting=meeting)
@@ -121,7 +121,7 @@ class TrainerLoop:
         wait_seconds, version_before, cpu_began = time.perf_counter() - began, trainer.version, time.thread_time()
         metrics = trainer.step(fetched)
         is_reset = self.references.is_due(trainer.version)
-        if is_reset or trainer.due:
+        if is_reset or trainer.should_publish:
             self.publish(is_reset)
         if is_reset:
             self._reset_reference()
@@ -129,7 +129,7 @@ class TrainerLoop:
         metrics |= {"wait_seconds": wait_seconds, "seconds": seconds, "cpu_seconds": cpu_seconds}
         self.trained_batches += 1
         if isinstance(trainer.policy, Rank0Policy):
-            trainer.policy.saving.look()
+            trainer.policy.checkpoint_thread.raise_error()
         self._record(version_before, fetched, metrics)
         if self._is_checkpoint_due():
             self.checkpoint()
@@ -170,11 +170,11 @@ class TrainerLoop:
         kept_versions = self.evaluation_watch.versions_to_keep(self.requests.pending)
         folder, version, model, heads = self.run.checkpoints, trainer.version, self.recipe.model, trainer.policy.heads
         policy, optimizer = trainer.policy, trainer.optimizer
-        if isinstance(policy, Rank0Policy) and (layout := policy.lay_out(optimizer, folder)) is not None:
-            save, rows = partial(model.save, cast(Policy, layout[0])), layout[1]
+        if isinstance(policy, Rank0Policy) and (copies := policy.copy_rows(optimizer, folder)) is not None:
+            save, rows = partial(model.save, cast(Policy, copies[0])), copies[1]
             state, heads = json.loads(json.dumps(state)), deepcopy(heads)  # as they are now
-            policy.saving.begin(
-                lambda: save_checkpoint(folder, version, save, rows, state, count, heads, kept_versions)
+            policy.checkpoint_thread.start(
+                partial(save_checkpoint, folder, version, save, rows, state, count, heads, kept_versions)
             )
         else:
             save_checkpoint(folder, version, self._save_model, optimizer, state, count, heads, kept_versions)
@@ -194,7 +194,7 @@ class TrainerLoop:
             self.checkpoint()
         self._wait_for_checkpoint()
         if self.ranks is not None:
-            self.ranks.say("end")
+            self.ranks.broadcast("end")
 
     def close(self) -> None:
         """Leave what the summary needs, and end the threads.
@@ -282,12 +282,12 @@ class TrainerLoop:
         self._wait_for_checkpoint()  # until then the one before is what a resume takes, and its reference stays
         self.references.reset(self.trainer.version, self.elapsed())
         if self.recipe.reset_optimizer:
-            self.trainer.optimizer.forget()
+            self.trainer.optimizer.reset_moments()
 
     def _wait_for_checkpoint(self) -> None:
         """Wait until the checkpoint that is being written is on the disk."""
         if isinstance(self.trainer.policy, Rank0Policy):
-            self.trainer.policy.saving.settle()
+            self.trainer.policy.checkpoint_thread.wait()
 
     def _record(self, version_before: Version, fetched: FetchedBatch, metrics: Metrics) -> None:
         """Write a line of metrics. version_before: the version that the batch was drawn for."""
@@ -394,7 +394,7 @@ def start_training(
     turn_taker: TurnTaker | None = None,
     elapsed: Callable[[], float] | None = None,
     background: bool = False,
-    meeting: Meeting | None = None,
+    meeting: Rendezvous | None = None,
 ) -> TrainerLoop:
     """Build the loop of the run at `run`, and publish its first version. A later incarnation resumes where it can.
 
@@ -445,7 +445,7 @@ def start_training(
             directory=run.path,
             version=version,
             ranks=recipe.trainer.count,
-            settle=weights.hold,
+            wait_for_readers=weights.hold,
             teacher=recipe.teachers,
             sampling=None if recipe.model.never_sampled else Sampling(recipe.policy_temperature),
         ),

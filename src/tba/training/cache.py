@@ -38,11 +38,9 @@ def cached_folder(folder: Path, key: str, make: Callable[[Path], None]) -> Path:
 def supervised_key(
     settings: Sequence[object], pairs: Sequence[Pair], weights: Mapping[str, Tensor] | None = None
 ) -> str:
-    """Returns 32 hex digits of all that decides the result: settings (dataclasses or JSON), pairs, the first
-    weights.
-    """
+    """Returns 32 hex digits of all that decides the result: settings (dataclasses or JSON), pairs, initial weights."""
     digest = hashlib.blake2b(FORMAT, digest_size=16)
-    digest.update(json.dumps([_plain(value) for value in settings], sort_keys=True, default=str).encode())
+    digest.update(json.dumps([_to_json(value) for value in settings], sort_keys=True, default=str).encode())
     for pair in pairs:
         for ids in (pair.prompt, pair.response):
             digest.update(len(ids).to_bytes(8, "little"))
@@ -57,7 +55,7 @@ def supervised_key(
     return digest.hexdigest()
 
 
-def _plain(value: object) -> Json:
+def _to_json(value: object) -> Json:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [type(value).__qualname__, {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}]
+        return [type(value).__qualname__, {f.name: _to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}]
     return value

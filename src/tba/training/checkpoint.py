@@ -55,33 +55,34 @@ class Checkpoint:
 
     path: Path
     version: Version
-    state: Mapping[str, Json]  # what was given to `save_checkpoint`: generators, cursors
+    state: Mapping[str, Json]  # of the run, as passed to `save_checkpoint`: generators, cursors
 
     @classmethod
     def load(cls, path: Path) -> Checkpoint:
         """Load the manifest. Raises `UserError` when there is none, or it is damaged."""
-        run = _manifest(path)
-        for name in _files(path):
-            if name not in run["files"] and name != RUN and not name.startswith("."):
+        manifest = _read_manifest(path)
+        for name in _files_by_name(path):
+            if name not in manifest["files"] and name != RUN and not name.startswith("."):
                 raise UserError(f"the checkpoint at {path} has a file that it was not made with ({name}): remove it")
-        return cls(path, Version.parse(run["version"]), run["state"])
+        return cls(path, Version.parse(manifest["version"]), manifest["state"])
 
     def verify(self) -> None:
         """Read every file once. Raises `UserError` when one is missing, cut or changed since it was written."""
-        there = _files(self.path)
-        for name, (size, checksum) in _manifest(self.path)["files"].items():
+        files, message = _files_by_name(self.path), f"the checkpoint at {self.path} is damaged"
+        for name, (size, checksum) in _read_manifest(self.path)["files"].items():
             try:
-                if name not in there:  # only names listed in the folder itself: any other could lead anywhere
+                if name not in files:  # only names listed in the folder itself: any other could lead anywhere
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-                found = _measured(there[name])
+                actual_size, actual_checksum = _size_and_checksum(files[name])
             except OSError as error:
-                raise UserError(f"the checkpoint at {self.path} is damaged ({name}: {error.strerror})") from error
-            if found != (size, checksum):
-                how = f"{found[0]} bytes instead of {size}" if found[0] != size else "its checksum differs"
-                raise UserError(f"the checkpoint at {self.path} is damaged ({name}: {how})")
+                raise UserError(f"{message} ({name}: {error.strerror})") from error
+            if actual_size != size:
+                raise UserError(f"{message} ({name}: {actual_size} bytes instead of {size})")
+            if actual_checksum != checksum:
+                raise UserError(f"{message} ({name}: its checksum differs)")
 
     def load_heads(self, heads: torch.nn.ModuleDict) -> None:
-        """Load the saved heads into a policy's. Raises `UserError` when they are missing, damaged or others."""
+        """Load the saved heads into a policy's. Raises `UserError` when they are missing, damaged or different."""
         if not heads:
             return
         import safetensors.torch  # here, so that a checkpoint can be inspected without torch
@@ -104,10 +105,10 @@ def save_checkpoint(
     state: Mapping[str, Json] | None = None,
     keep: int = 2,
     heads: torch.nn.ModuleDict | None = None,
-    kept: Collection[Version] = (),
+    pinned_versions: Collection[Version] = (),
 ) -> Checkpoint:
-    """Write `folder`/step-N, and delete all but the newest `keep` and those of the versions `kept`; one of the same
-    step is replaced.
+    """Write `folder`/step-N, and delete all but the newest `keep` and those of `pinned_versions`; one of the same step
+    is replaced.
 
     `save_model` writes the model (and its tokenizer) into the folder it is given; `state` is what JSON can hold;
     `heads` are the policy's, which the model's own files have no place for. Raises `UserError` when `keep` is less than
@@ -125,25 +126,25 @@ def save_checkpoint(
             import safetensors.torch
 
             safetensors.torch.save_file(heads.state_dict(), temporary / HEADS)
-        _list_model(temporary)
-        files = {name: _measured(file) for name, file in _files(temporary).items()}
+        _write_model_index(temporary)
+        files = {name: _size_and_checksum(file) for name, file in _files_by_name(temporary).items()}
         manifest = json.dumps({"version": str(version), "state": dict(state or {}), "files": files})
         (temporary / RUN).write_text(json.dumps({**json.loads(manifest), "digest": _digest(json.loads(manifest))}))
         if path.exists():
             remove_folder(path)
-    for old, version in checkpoints_in(folder)[:-keep]:
-        if version not in kept:
-            remove_folder(old)
+    for old_path, version in checkpoints_in(folder)[:-keep]:
+        if version not in pinned_versions:
+            remove_folder(old_path)
     return Checkpoint.load(path)
 
 
-def _list_model(folder: Path) -> None:
-    """Write which file has the model's tensors: without that vLLM takes those of every safetensors file for its own."""
-    file = folder / MODEL
-    if not file.exists():
+def _write_model_index(folder: Path) -> None:
+    """Write which file has the model's tensors: without it vLLM takes those of every safetensors file for its own."""
+    path = folder / MODEL
+    if not path.exists():
         return
-    with file.open("rb") as opened:  # of the format: the header's length, and the header as JSON
-        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    with path.open("rb") as model_file:  # of the format: the header's length, and the header as JSON
+        header = json.loads(model_file.read(int.from_bytes(model_file.read(8), "little")))
     header.pop("__metadata__", None)
     size = sum(end - start for start, end in (tensor["data_offsets"] for tensor in header.values()))
     index = {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(sorted(header), MODEL)}
@@ -151,77 +152,77 @@ def _list_model(folder: Path) -> None:
 
 
 def checkpoints_in(folder: Path) -> list[tuple[Path, Version]]:
-    """Returns all that are there, the oldest version first."""
-    return [(path, _version(path)) for path in _folders(folder)]
+    """Returns the path and version of each checkpoint in `folder`, the oldest version first."""
+    return [(path, _read_version(path)) for path in _sorted_folders(folder)]
 
 
 def newest_checkpoint(folder: Path) -> Checkpoint | None:
-    """Returns that of the latest version, None when there is none. Raises `UserError` when all are damaged."""
-    folders = _folders(folder)
+    """Returns the checkpoint of the latest version, None when there is none. Raises `UserError` if it is damaged."""
+    folders = _sorted_folders(folder)
     return Checkpoint.load(folders[-1]) if folders else None
 
 
-def newest_sound(folder: Path, verify: bool = True) -> tuple[Checkpoint | None, list[str]]:
-    """Returns the latest one that is whole to the last byte (None when there is none), and what is wrong with each
-    later one, and with each whose version cannot be read.
+def newest_sound_checkpoint(folder: Path, verify: bool = True) -> tuple[Checkpoint | None, list[str]]:
+    """Returns the latest checkpoint that is whole to the last byte (None when there is none), and what is wrong with
+    each later one, and with each whose version cannot be read.
 
     `verify` reads all files; without it only the manifest is read.
     """
-    damaged = []
-    folders = _folders(folder)
-    unknown = [path for path in folders if _version(path) == _UNKNOWN]
-    for path in [*unknown, *reversed(folders[len(unknown) :])]:
+    damage_messages = []
+    folders = _sorted_folders(folder)
+    unreadable_folders = [path for path in folders if _read_version(path) == _UNKNOWN]
+    for path in [*unreadable_folders, *reversed(folders[len(unreadable_folders) :])]:
         try:
             checkpoint = Checkpoint.load(path)
             if verify:
                 checkpoint.verify()
         except UserError as error:
-            damaged.append(str(error))
+            damage_messages.append(str(error))
         else:
-            return checkpoint, damaged
-    return None, damaged
+            return checkpoint, damage_messages
+    return None, damage_messages
 
 
-def _folders(folder: Path) -> list[Path]:
-    """Returns the folders, oldest version first; by steps alone, a resume from an earlier step would count as older.
+def _sorted_folders(folder: Path) -> list[Path]:
+    """Returns the checkpoints' folders, oldest version first; by steps, a resume from an earlier step would be older.
 
     Those whose version cannot be read come before all others.
     """
     if not folder.is_dir():
         return []
-    named = sorted((path for path in folder.iterdir() if STEP.fullmatch(path.name)), key=lambda path: path.name)
-    return sorted(named, key=_version)
+    step_folders = sorted((path for path in folder.iterdir() if STEP.fullmatch(path.name)), key=lambda path: path.name)
+    return sorted(step_folders, key=_read_version)
 
 
-def _version(path: Path) -> Version:
+def _read_version(path: Path) -> Version:
     try:
-        return Version.parse(_manifest(path)["version"])
+        return Version.parse(_read_manifest(path)["version"])
     except UserError:
         return _UNKNOWN
 
 
-def _manifest(path: Path) -> dict[str, Any]:
+def _read_manifest(path: Path) -> dict[str, Any]:
     """Returns the manifest of the checkpoint at `path`. Raises `UserError` when there is none, or it is not what was
     written.
 
     One that was written by hand, without a digest, has exactly the other fields.
     """
     try:
-        run: dict[str, Any] = parsed((path / RUN).read_bytes(), **_MANIFEST)
-        digest = run.pop("digest", None)
-        if digest is None and run.keys() != _MANIFEST.keys() - {"digest"}:
+        manifest: dict[str, Any] = parsed((path / RUN).read_bytes(), **_MANIFEST)
+        digest = manifest.pop("digest", None)
+        if digest is None and manifest.keys() != _MANIFEST.keys() - {"digest"}:
             raise ValueError("its digest is missing")
-        if digest is not None and digest != _digest(run):
+        if digest is not None and digest != _digest(manifest):
             raise ValueError("its digest differs")
-        return run
+        return manifest
     except FileNotFoundError as error:
         raise UserError(f"there is no checkpoint at {path} (no {RUN}); give a folder checkpoints/step-N") from error
     except (OSError, ValueError) as error:
         raise UserError(f"the checkpoint at {path} is damaged ({RUN}: {error}); give an older one") from error
 
 
-def _files(folder: Path) -> dict[str, Path]:
-    """Returns all files in it and below, by name."""
+def _files_by_name(folder: Path) -> dict[str, Path]:
+    """Returns all files in and below `folder`, by their path relative to it."""
     return {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
@@ -230,7 +231,7 @@ def _digest(manifest: Mapping[str, Json]) -> str:
     return hashlib.blake2b(json.dumps(manifest, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _measured(path: Path) -> tuple[int, int]:
+def _size_and_checksum(path: Path) -> tuple[int, int]:
     """Returns (bytes, CRC-32) of a file."""
     size = checksum = 0
     with path.open("rb") as file:

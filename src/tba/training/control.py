@@ -51,8 +51,8 @@ class Control:
     @property
     def unused(self) -> Mapping[str, str]:
         """Returns the fields without effect while nothing is steered."""
-        others = ("low", "high", "every", "most_sync_every", "least_m")
-        return dict.fromkeys(others, "signal") if self.signal == "none" else {}
+        dependent_fields = ("low", "high", "every", "most_sync_every", "least_m")
+        return dict.fromkeys(dependent_fields, "signal") if self.signal == "none" else {}
 
     def start(self, sync_every: int, m: float) -> Controller:
         """Returns a controller starting at k = `sync_every` and `m`. Raises `UserError` when one is out of bounds."""
@@ -66,7 +66,7 @@ class Control:
 
 
 @dataclass(frozen=True)
-class Change:
+class ControlChange:
     """One change by the controller: after which step, the mean that caused it, and the values from then on."""
 
     step: int
@@ -80,24 +80,24 @@ class Change:
 
 
 class Controller:
-    """Give it every step's metrics (`observe`); `sync_every` and `m` are what it wants now."""
+    """Decides on `sync_every` and `m` (its present values) by the metrics of every step, which `observe` receives."""
 
     def __init__(self, settings: Control, sync_every: int, m: float) -> None:
         self.settings = settings
         self.sync_every = sync_every
         self.m = m
-        self.changes: list[Change] = []
-        self._steps = 0  # of this span
-        self._sum = 0.0
-        self._count = 0  # steps of this span that had the signal
-        self._fresh = 0  # spans in a row on the fresh side
-        self._settling = False  # this span is not judged
+        self.changes: list[ControlChange] = []
+        self._span_steps = 0  # of this span
+        self._signal_sum = 0.0
+        self._signal_steps = 0  # steps of this span that had the signal
+        self._fresh_spans = 0  # spans in a row on the fresh side
+        self._skips_span = False  # this span is not judged
 
     @property
     def on(self) -> bool:
         return self.settings.signal != "none"
 
-    def observe(self, step: int, metrics: Mapping[str, float]) -> Change | None:
+    def observe(self, step: int, metrics: Mapping[str, float]) -> ControlChange | None:
         """Returns the change that the step's metrics lead to, if any. A step without the signal, or where it is not
         finite, does not count.
         """
@@ -105,51 +105,51 @@ class Controller:
             return None
         value = metrics.get(self.settings.signal, math.nan)
         if math.isfinite(value):
-            self._sum, self._count = self._sum + value, self._count + 1
-        self._steps += 1
-        if self._steps < self.settings.every:
+            self._signal_sum, self._signal_steps = self._signal_sum + value, self._signal_steps + 1
+        self._span_steps += 1
+        if self._span_steps < self.settings.every:
             return None
-        mean = self._sum / self._count if self._count else math.nan
-        settling, self._settling = self._settling, False
-        self._steps, self._sum, self._count = 0, 0.0, 0
-        return None if settling or math.isnan(mean) else self._decide(step, mean)
+        mean = self._signal_sum / self._signal_steps if self._signal_steps else math.nan
+        is_skipped, self._skips_span = self._skips_span, False
+        self._span_steps, self._signal_sum, self._signal_steps = 0, 0.0, 0
+        return None if is_skipped or math.isnan(mean) else self._decide(step, mean)
 
-    def _decide(self, step: int, mean: float) -> Change | None:
-        stale, fresh = mean > self.settings.high, mean < self.settings.low
+    def _decide(self, step: int, mean: float) -> ControlChange | None:
+        is_stale, is_fresh = mean > self.settings.high, mean < self.settings.low
         if self.settings.signal == "ess":  # the one signal that falls with staleness
-            stale, fresh = fresh, stale
-        self._fresh = self._fresh + 1 if fresh else 0
-        if stale:
-            wanted = max(1, self.sync_every // 2), min(1.0, round(self.m + NOTCH, 6))
-        elif self._fresh >= PATIENCE:
-            self._fresh = 0
+            is_stale, is_fresh = is_fresh, is_stale
+        self._fresh_spans = self._fresh_spans + 1 if is_fresh else 0
+        if is_stale:
+            next_values = max(1, self.sync_every // 2), min(1.0, round(self.m + NOTCH, 6))
+        elif self._fresh_spans >= PATIENCE:
+            self._fresh_spans = 0
             k, m = min(self.settings.most_sync_every, 2 * self.sync_every), round(self.m - NOTCH, 6)
-            wanted = k, max(self.settings.least_m, m)
+            next_values = k, max(self.settings.least_m, m)
         else:
             return None
-        if wanted == (self.sync_every, self.m):
+        if next_values == (self.sync_every, self.m):
             return None  # at its bounds already
-        self.sync_every, self.m = wanted
-        self._settling = True
-        self.changes.append(Change(step, self.settings.signal, mean, *wanted))
+        self.sync_every, self.m = next_values
+        self._skips_span = True
+        self.changes.append(ControlChange(step, self.settings.signal, mean, *next_values))
         return self.changes[-1]
 
     def state(self) -> Json:
-        """Returns what `restore` takes, as JSON can hold it."""
+        """Returns values, counts and changes as JSON, for `restore`."""
         return {
             "sync_every": self.sync_every,
             "m": self.m,
-            "steps": self._steps,
-            "sum": self._sum,
-            "count": self._count,
-            "fresh": self._fresh,
-            "settling": self._settling,
+            "steps": self._span_steps,
+            "sum": self._signal_sum,
+            "count": self._signal_steps,
+            "fresh": self._fresh_spans,
+            "settling": self._skips_span,
             "changes": [change.to_json() for change in self.changes],
         }
 
     def restore(self, state: Json) -> None:
         """Continue with the values and counts that `state` gave."""
         self.sync_every, self.m = state["sync_every"], state["m"]
-        self._steps, self._sum, self._count = state["steps"], state["sum"], state["count"]
-        self._fresh, self._settling = state["fresh"], state["settling"]
-        self.changes = [Change(**change) for change in state["changes"]]
+        self._span_steps, self._signal_sum, self._signal_steps = state["steps"], state["sum"], state["count"]
+        self._fresh_spans, self._skips_span = state["fresh"], state["settling"]
+        self.changes = [ControlChange(**change) for change in state["changes"]]

@@ -30,11 +30,11 @@ from torch import Tensor
 from tba.batch import Batch, distinct_rows, largest_group, micro_batches, to_device
 from tba.protocols import Measured, Objective, Policy, PolicyOutput
 
-See: TypeAlias = Callable[[PolicyOutput, Batch], None]  # is shown each row once, with what the policy gave for it
+Observer: TypeAlias = Callable[[PolicyOutput, Batch], None]  # is called with each row's output once
 
 
-def _nobody(output: PolicyOutput, batch: Batch) -> None:
-    """Show an output to nobody."""
+def _ignore_output(output: PolicyOutput, batch: Batch) -> None:
+    """Do nothing with an output: the default observer."""
 
 
 def backward(
@@ -43,7 +43,7 @@ def backward(
     batch: Batch,
     step: int,
     max_tokens: int,
-    see: See = _nobody,
+    observe: Observer = _ignore_output,
     ranks: int = 1,
 ) -> tuple[Tensor, Measured]:
     """Add the gradient of the loss at optimizer step `step` (from 1) to the policy's parameters.
@@ -51,80 +51,82 @@ def backward(
     `max_tokens` (as `micro_batches` counts them) bounds one pass, on each of the policy's `ranks`. Returns the loss and
     the objective's metrics, which by groups are averaged over micro-batches by their rows. They are left on the
     policy's device, which is not waited for: with a loss that is not finite the gradient has to be dropped. The batch
-    is one on the host. `see` is shown whole groups.
+    is one on the host. `observe` is called with whole groups.
     """
     parts = list(micro_batches(batch, max_tokens, share_prompt=policy.share_prompt))
     if len(parts) <= ranks:
-        return _whole(policy, objective, batch, step, see)
+        return _backward_whole(policy, objective, batch, step, observe)
     passes = [torch.cat(parts[i : i + ranks]) for i in range(0, len(parts), ranks)]
     if objective.by_group and largest_group(batch, policy.share_prompt) <= max_tokens:
-        return _by_groups(policy, objective, batch, step, passes, see)
-    return _by_slices(policy, objective, batch, step, passes, see)
+        return _backward_by_groups(policy, objective, batch, step, passes, observe)
+    return _backward_by_slices(policy, objective, batch, step, passes, observe)
 
 
-def _whole(policy: Policy, objective: Objective, batch: Batch, step: int, see: See) -> tuple[Tensor, Measured]:
-    output = _evaluate(policy, batch)
-    see(output, batch)
-    loss, metrics = _objective(objective, output, batch, step)
-    loss.backward()
-    return loss.detach(), metrics | _entropy(_summed(output), batch)
-
-
-def _by_groups(
-    policy: Policy, objective: Objective, batch: Batch, step: int, parts: Sequence[Tensor], see: See
+def _backward_whole(
+    policy: Policy, objective: Objective, batch: Batch, step: int, observe: Observer
 ) -> tuple[Tensor, Measured]:
-    total, averages, entropies = torch.zeros(()), defaultdict[str, float | Tensor](float), list[Tensor]()
+    output = _evaluate(policy, batch)
+    observe(output, batch)
+    loss, metrics = _compute_loss(objective, output, batch, step)
+    loss.backward()
+    return loss.detach(), metrics | _mean_entropy(_entropy_sums(output), batch)
+
+
+def _backward_by_groups(
+    policy: Policy, objective: Objective, batch: Batch, step: int, parts: Sequence[Tensor], observe: Observer
+) -> tuple[Tensor, Measured]:
+    total_loss, metric_means, entropy_sums = torch.zeros(()), defaultdict[str, float | Tensor](float), list[Tensor]()
     for rows_N in parts:
         part = batch.select(rows_N)
         share = part.rows / batch.rows
         output = _evaluate(policy, part)
-        see(output, part)
-        loss, metrics = _objective(objective, output, part, step)
+        observe(output, part)
+        loss, metrics = _compute_loss(objective, output, part, step)
         (share * loss).backward()
-        total = total.to(loss.device) + share * loss.detach()
-        entropies += _summed(output)
+        total_loss = total_loss.to(loss.device) + share * loss.detach()
+        entropy_sums += _entropy_sums(output)
         for name, metric in metrics.items():
-            averages[name] += share * metric
-    return total, dict(averages) | _entropy(entropies, batch)
+            metric_means[name] += share * metric
+    return total_loss, dict(metric_means) | _mean_entropy(entropy_sums, batch)
 
 
-def _by_slices(
-    policy: Policy, objective: Objective, batch: Batch, step: int, parts: Sequence[Tensor], see: See
+def _backward_by_slices(
+    policy: Policy, objective: Objective, batch: Batch, step: int, parts: Sequence[Tensor], observe: Observer
 ) -> tuple[Tensor, Measured]:
     slices = [Slice.of(batch, rows_N) for rows_N in parts]
     leaves = _evaluate_without_gradient(policy, batch, slices)
-    see(leaves, batch)
-    loss, metrics = _objective(objective, leaves, batch, step)
+    observe(leaves, batch)
+    loss, metrics = _compute_loss(objective, leaves, batch, step)
     loss.backward()
-    done_G, entropies = torch.zeros(batch.groups, dtype=torch.bool), list[Tensor]()
+    done_G, entropy_sums = torch.zeros(batch.groups, dtype=torch.bool), list[Tensor]()
     for part in slices:
         output = _evaluate(policy, part.batch)
         pairs = part.derivatives(output, leaves, done_G)
         if pairs:
             outputs, derivatives = zip(*pairs, strict=True)
             torch.autograd.backward(outputs, derivatives)
-        entropies += _summed(output)
+        entropy_sums += _entropy_sums(output)
         done_G[part.group_index] = True
-    return loss.detach(), metrics | _entropy(entropies, batch)
+    return loss.detach(), metrics | _mean_entropy(entropy_sums, batch)
 
 
-def _summed(output: PolicyOutput) -> list[Tensor]:
-    """Returns the sum over a pass's tokens of the entropies that they were drawn at, if the policy gives it."""
+def _entropy_sums(output: PolicyOutput) -> list[Tensor]:
+    """Returns the sum of entropies over a pass's tokens, in a list that is empty if the policy gives none."""
     return [] if output.entropy_B is None else [output.entropy_B().sum()]
 
 
-def _entropy(sums: Sequence[Tensor], batch: Batch) -> Measured:
-    """Returns the mean over the batch's tokens, from the sums over its passes."""
+def _mean_entropy(sums: Sequence[Tensor], batch: Batch) -> Measured:
+    """Returns the mean entropy over the batch's tokens, from the sums over its passes."""
     return {"entropy": torch.stack(list(sums)).sum() / int(batch.mask_BT.sum())} if sums else {}
 
 
-def _objective(objective: Objective, output: PolicyOutput, batch: Batch, step: int) -> tuple[Tensor, Measured]:
-    """The loss and its metrics, where the policy's output is; among them log_ratio for those that do not report it:
-    the mean over rows of log pi - log pi_ref.
+def _compute_loss(objective: Objective, output: PolicyOutput, batch: Batch, step: int) -> tuple[Tensor, Measured]:
+    """Returns the loss and its metrics, on the device of the policy's output. log_ratio, the mean over rows of
+    log pi - log pi_ref, is among them for objectives that do not report it.
     """
-    there = batch.to(output.log_policy_BT.device)
-    loss, metrics = objective(output, there, step)
-    log_ratio = (output.log_policy_BT.detach() - there.log_reference_BT).sum() / batch.rows
+    device_batch = batch.to(output.log_policy_BT.device)
+    loss, metrics = objective(output, device_batch, step)
+    log_ratio = (output.log_policy_BT.detach() - device_batch.log_reference_BT).sum() / batch.rows
     return loss, {"log_ratio": log_ratio, **metrics}
 
 
@@ -141,31 +143,31 @@ class Slice:
         return cls(batch.select(rows_N), rows_N, torch.unique(batch.group_B[rows_N]))
 
     def place_BT(self, device: torch.device) -> tuple[Tensor, slice]:
-        """Returns where its rows lie in a tensor of shape [B, T] there."""
+        """Returns where the slice's rows lie in a tensor of shape [B, T] on a device."""
         return to_device(self.row_index, device), slice(0, self.batch.completion_BT.shape[1])
 
-    def first_groups(self, derivative_G: Tensor, done_G: Tensor) -> Tensor:
-        """The derivative with respect to its groups' log Z; 0 for those of `done_G`, which had it before."""
+    def log_z_derivatives(self, derivative_G: Tensor, done_G: Tensor) -> Tensor:
+        """Returns the derivative with respect to log Z of the slice's groups; 0 for those marked in `done_G`."""
         device = derivative_G.device
-        done = to_device(done_G[self.group_index], device)
-        return derivative_G[to_device(self.group_index, device)].masked_fill(done, 0.0)
+        is_done = to_device(done_G[self.group_index], device)
+        return derivative_G[to_device(self.group_index, device)].masked_fill(is_done, 0.0)
 
     def derivatives(self, output: PolicyOutput, leaves: PolicyOutput, done_G: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """(what the policy gave, the loss's derivative with respect to it), for each output that the loss uses.
+        """Returns (the policy's output, the loss's derivative with respect to it) for each output that the loss uses.
 
         log Z belongs to a group, and a group may be split: its derivative goes with the first slice that has it.
         """
         pairs = []
-        for made, leaf in ((output.log_policy_BT, leaves.log_policy_BT), (output.value_BT, leaves.value_BT)):
-            if made is not None and leaf is not None and leaf.grad is not None:
-                pairs.append((made, leaf.grad[self.place_BT(leaf.device)]))
+        for tensor, leaf in ((output.log_policy_BT, leaves.log_policy_BT), (output.value_BT, leaves.value_BT)):
+            if tensor is not None and leaf is not None and leaf.grad is not None:
+                pairs.append((tensor, leaf.grad[self.place_BT(leaf.device)]))
         if output.log_z_G is not None and leaves.log_z_G is not None and leaves.log_z_G.grad is not None:
-            pairs.append((output.log_z_G, self.first_groups(leaves.log_z_G.grad, done_G)))
+            pairs.append((output.log_z_G, self.log_z_derivatives(leaves.log_z_G.grad, done_G)))
         return pairs
 
 
 def _evaluate(policy: Policy, batch: Batch) -> PolicyOutput:
-    """`policy.evaluate(batch)`, in which each distinct answer of a group is run once."""
+    """Returns `policy.evaluate(batch)`, in which each distinct answer of a group is run once."""
     rows_D, place_B = distinct_rows(batch)
     if len(rows_D) == batch.rows:
         return policy.evaluate(batch)
@@ -183,26 +185,26 @@ def _evaluate(policy: Policy, batch: Batch) -> PolicyOutput:
 
 
 def _evaluate_without_gradient(policy: Policy, batch: Batch, slices: Sequence[Slice]) -> PolicyOutput:
-    """The output for the whole batch, put together from its slices, as leaves that take a gradient."""
+    """Returns the output for the whole batch, assembled from its slices, as leaves that take a gradient."""
     with torch.no_grad():
         outputs = [_evaluate(policy, part.batch) for part in slices]
     device = outputs[0].log_policy_BT.device
-    rows = [part.place_BT(device) for part in slices]
-    groups = [to_device(part.group_index, device) for part in slices]
+    row_places = [part.place_BT(device) for part in slices]
+    group_places = [to_device(part.group_index, device) for part in slices]
     shape_BT = tuple(batch.completion_BT.shape)
-    log_policy_BT = put_together([o.log_policy_BT for o in outputs], rows, shape_BT)
+    log_policy_BT = assemble([o.log_policy_BT for o in outputs], row_places, shape_BT)
     assert log_policy_BT is not None
     return PolicyOutput(
         log_policy_BT,
-        put_together([o.value_BT for o in outputs], rows, shape_BT),
-        put_together([o.log_z_G for o in outputs], groups, (batch.groups,)),
+        assemble([o.value_BT for o in outputs], row_places, shape_BT),
+        assemble([o.log_z_G for o in outputs], group_places, (batch.groups,)),
     )
 
 
-def put_together(made: Sequence[Tensor | None], places: Sequence[Any], shape: tuple[int, ...]) -> Tensor | None:
-    """A leaf of `shape` with every tensor in its place; None when there are none."""
+def assemble(parts: Sequence[Tensor | None], places: Sequence[Any], shape: tuple[int, ...]) -> Tensor | None:
+    """Returns a leaf of `shape` with every part in its place; None when there are none."""
     whole: Tensor | None = None
-    for tensor, place in zip(made, places, strict=True):
+    for tensor, place in zip(parts, places, strict=True):
         if tensor is None:
             return None
         whole = tensor.new_zeros(shape) if whole is None else whole

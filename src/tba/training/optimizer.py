@@ -31,8 +31,8 @@ from tba.sharding import copy_local_rows, gather_rows, is_sharded, local_part, p
 from tba.streaming import TensorStream, write_tensors
 from tba.types import Json
 
-STATE = "optimizer.safetensors"
-FACTS = "optimizer.json"
+STATE_FILE = "optimizer.safetensors"
+FACTS_FILE = "optimizer.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch's AdamW names them
 
 
@@ -81,69 +81,70 @@ class Optimizer:
         self.settings = settings
         self.parameters = list(parameters)
         self._group = process_group(self.parameters)
-        self._own = [local_part(p) if is_sharded(p) else p for p in self.parameters]
-        self._masters = [self._master(own) for own in self._own]
+        self._local_rows = [local_part(p) if is_sharded(p) else p for p in self.parameters]
+        self._masters = [self._make_master(rows) for rows in self._local_rows]
         # float32, like the masters: their exponential moving averages
         self._averages = [m.detach().clone() for m in self._masters] if settings.averaged else []
-        in_heads = {id(p) for p in heads}
-        body = [m for p, m in zip(self.parameters, self._masters, strict=True) if id(p) not in in_heads]
-        head = [m for p, m in zip(self.parameters, self._masters, strict=True) if id(p) in in_heads]
+        head_ids = {id(p) for p in heads}
+        body_masters = [m for p, m in zip(self.parameters, self._masters, strict=True) if id(p) not in head_ids]
+        head_masters = [m for p, m in zip(self.parameters, self._masters, strict=True) if id(p) in head_ids]
         peaks = (settings.lr, settings.lr if settings.head_lr is None else settings.head_lr)
-        groups = [{"params": g, "lr": lr, "peak": lr} for g, lr in zip((body, head), peaks, strict=True) if g]
+        masters = (body_masters, head_masters)
+        groups = [{"params": g, "lr": lr, "peak": lr} for g, lr in zip(masters, peaks, strict=True) if g]
         self._adamw = torch.optim.AdamW(groups, betas=settings.betas, weight_decay=settings.weight_decay, fused=True)
-        self._made = 0  # updates that the moments are of
+        self._moment_updates = 0  # updates since the moments were zero
 
-    def step(self, step: int, loss: Tensor | None = None, read: Callable[[Tensor], float] = float) -> float:
+    def step(self, step: int, loss: Tensor | None = None, read_norm: Callable[[Tensor], float] = float) -> float:
         """Make update number `step` (from 1) with the present gradients, which are then dropped.
 
         Returns their norm before clipping, NaN if the `loss` is not finite; when it is not finite, nothing was updated.
-        `read` takes the norm from its device, once: what else there is to be read can be read with it.
+        `read_norm` reads the norm from its device, once; a caller can read its other tensors at the same time.
         """
         for parameter, master in zip(self.parameters, self._masters, strict=True):
             if master is not parameter:
                 master.grad = None if parameter.grad is None else local_part(parameter.grad).to(torch.float32)
         norm = self._norm(loss)
-        norm_value = read(norm)
+        norm_value = read_norm(norm)
         if math.isfinite(norm_value):
             self._update(step, norm, norm_value)
-        self._forget_gradients()
+        self._drop_gradients()
         return norm_value
 
-    def forget(self) -> None:
+    def reset_moments(self) -> None:
         """Reset moments and counts; weights and their float32 masters stay."""
         self._adamw.state.clear()
-        self._made = 0
+        self._moment_updates = 0
 
     def rate(self, step: int) -> float:
         """Returns the learning rate of update `step`, when it has been made (heads may have another)."""
-        return self.settings.lr * self._shape(step)
+        return self.settings.lr * self._rate_share(step)
 
-    def _shape(self, step: int) -> float:
-        """Returns the share of the peak rate: by the schedule, and warmed up again since moments were reset."""
+    def _rate_share(self, step: int) -> float:
+        """Returns the rate as a share of its peak: by the schedule, warmed up again after moments were reset."""
         schedule = self.settings.schedule
-        return min(schedule(step), warmup_share(max(self._made, 1), schedule.warmup))
+        return min(schedule(step), warmup_share(max(self._moment_updates, 1), schedule.warmup))
 
     @contextmanager
     def averages(self) -> Iterator[None]:
-        """Have the averages in the place of the weights inside, on every rank; nobody may be reading the weights."""
-        self.swap()
+        """Put the averages in the place of the weights inside the block, on every rank. Nobody may read the weights."""
+        self.swap_averages()
         try:
             yield
         finally:
-            self.swap()
+            self.swap_averages()
 
-    def swap(self) -> None:
+    def swap_averages(self) -> None:
         """Exchange weights and averages, on every rank."""
-        self.exchange()
+        self.swap_local_averages()
 
-    def exchange(self) -> None:
-        """Exchange this rank's weights and their averages, a tensor at a time; without averages nothing changes."""
+    def swap_local_averages(self) -> None:
+        """Exchange this rank's weights and their averages, tensor by tensor; without averages nothing changes."""
         with torch.no_grad():
             for master, average in zip(self._masters, self._averages, strict=bool(self._averages)):
-                held = master.detach().clone()
+                weights = master.detach().clone()
                 master.copy_(average)
-                average.copy_(held)
-            for parameter, master in self._copies() if self._averages else ():
+                average.copy_(weights)
+            for parameter, master in self._rows_with_masters() if self._averages else ():
                 parameter.copy_(master)
 
     def save(self, folder: Path) -> None:
@@ -152,158 +153,157 @@ class Optimizer:
 
         Every rank calls it, and the first one writes.
         """
-        tensors = self._streamed()
+        tensors = self._saved_tensors()
         if self._group is not None and dist.get_rank(self._group) > 0:
             for _ in tensors.items():
                 pass
             return
-        write_tensors(folder / STATE, tensors)
-        (folder / FACTS).write_text(json.dumps(self._facts()))
+        write_tensors(folder / STATE_FILE, tensors)
+        (folder / FACTS_FILE).write_text(json.dumps(self._describe_parameters()))
 
-    def like(self) -> Mapping[str, Tensor]:
+    def meta_tensors(self) -> Mapping[str, Tensor]:
         """Returns what `save` writes, as whole tensors on the meta device."""
-        return self._streamed().declared_tensors
+        return self._saved_tensors().declared_tensors
 
     def snapshot(self) -> dict[str, tuple[int, Tensor]]:
-        """Returns copies of this rank's part of it: by name, the number of the first row and the rows. What every rank
-        has as a whole is the first one's part.
+        """Returns copies of this rank's rows of the saved state: by name, the number of the first row and the rows.
         """
-        whole = self._numbered_parameters()
-        return {name: rows for i, name, own in self._parts() if (rows := copy_local_rows(own, whole[i])) is not None}
+        parameters = self._numbered_parameters()
+        parts = self._saved_parts()
+        return {name: rows for i, name, part in parts if (rows := copy_local_rows(part, parameters[i])) is not None}
 
-    def save_empty(self, folder: Path, like: Mapping[str, Tensor]) -> None:
-        """Do what `save` does, with room for the tensors of all ranks (`like`, from before) instead of them."""
-        write_tensors(folder / STATE, like)
-        (folder / FACTS).write_text(json.dumps(self._facts()))
+    def write_empty_files(self, folder: Path, meta_tensors: Mapping[str, Tensor]) -> None:
+        """Write the files of `save` with room for the tensors of all ranks, with the shapes of `meta_tensors`."""
+        write_tensors(folder / STATE_FILE, meta_tensors)
+        (folder / FACTS_FILE).write_text(json.dumps(self._describe_parameters()))
 
     def load(self, folder: Path) -> None:
         """Load what `save` wrote. Raises `UserError` when it is missing, damaged or of another model."""
         try:
-            facts = parsed((folder / FACTS).read_bytes())
-            if facts != self._facts():
+            facts = parsed((folder / FACTS_FILE).read_bytes())
+            if facts != self._describe_parameters():
                 raise UserError(
                     f"the optimizer's state in {folder} is of another model: its parameters differ; give its own"
                 )
-            tensors = self._own_part(folder / STATE)
+            tensors = self._load_local_tensors(folder / STATE_FILE)
         except (OSError, ValueError, safetensors.SafetensorError) as error:
             raise UserError(f"the optimizer's state in {folder} cannot be read ({error}); give another one") from error
         averages = {id(m): a for m, a in zip(self._masters, self._averages, strict=bool(self._averages))}
         with torch.no_grad():
-            for i, master in self._numbered_copies():
+            for i, master in self._numbered_float32_copies():
                 master.copy_(tensors.pop(f"{i}.master"))
-            for i, master in enumerate(self._numbered()):
+            for i, master in enumerate(self._numbered_masters()):
                 if (raw := tensors.pop(f"{i}.raw", None)) is not None:
                     master.copy_(raw)
                 saved = tensors.pop(f"{i}.average", master)
                 if (average := averages.get(id(master))) is not None:
                     average.copy_(saved)
-            for parameter, master in self._copies():
+            for parameter, master in self._rows_with_masters():
                 parameter.copy_(master)
         state: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             index, key = name.split(".")
             state.setdefault(int(index), {})[key] = tensor
-        self._made = int(max((of["step"] for of in state.values() if "step" in of), default=0))
+        self._moment_updates = int(max((values["step"] for values in state.values() if "step" in values), default=0))
         if self.settings.moments_on_host:  # which torch would load onto the device, all of them at once
-            for i, master in enumerate(self._numbered()):
+            for i, master in enumerate(self._numbered_masters()):
                 for key, tensor in state.get(i, {}).items():
-                    self._adamw.state[master][key] = _on_host(tensor) if key in _MOMENTS else tensor.to(master.device)
+                    self._adamw.state[master][key] = _to_host(tensor) if key in _MOMENTS else tensor.to(master.device)
             return
         self._adamw.load_state_dict({"state": state, "param_groups": self._adamw.state_dict()["param_groups"]})
 
-    def _streamed(self) -> TensorStream:
-        """Returns all that is saved, each tensor whole when it is reached."""
-        parts = self._parts()
-        whole = self._numbered_parameters()
-        like = {
-            name: torch.empty(whole[i].shape if t.ndim else (), dtype=t.dtype, device="meta") for i, name, t in parts
+    def _saved_tensors(self) -> TensorStream:
+        """Returns all tensors that are saved; each is gathered from the ranks when it is read."""
+        parts = self._saved_parts()
+        parameters = self._numbered_parameters()
+        meta_tensors = {
+            name: torch.empty(parameters[i].shape if t.ndim else (), dtype=t.dtype, device="meta") for i, name, t in parts
         }
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
-            for i, name, own in parts:
-                if not (own.ndim and is_sharded(whole[i])):
-                    yield name, own
+            for i, name, rows in parts:
+                if not (rows.ndim and is_sharded(parameters[i])):
+                    yield name, rows
                     continue
-                tensor = gather_rows(own, whole[i].shape, self._group)
-                yield name, own if tensor is None else tensor
+                tensor = gather_rows(rows, parameters[i].shape, self._group)
+                yield name, rows if tensor is None else tensor
 
-        return TensorStream(like, tensors)
+        return TensorStream(meta_tensors, tensors)
 
-    def _parts(self) -> list[tuple[int, str, Tensor]]:
+    def _saved_parts(self) -> list[tuple[int, str, Tensor]]:
         """Returns (number of the parameter, name, this rank's part) of all that is saved."""
         if self.settings.moments_on_host and self._masters[0].is_cuda:
             torch.cuda.current_stream(self._masters[0].device).synchronize()  # they may still be on their way
-        parts = [(i, f"{i}.{key}", t) for i, s in self._adamw.state_dict()["state"].items() for key, t in s.items()]
-        parts += [(i, f"{i}.master", m.detach()) for i, m in self._numbered_copies()]
+        state = self._adamw.state_dict()["state"]
+        parts = [(i, f"{i}.{key}", t) for i, moments in state.items() for key, t in moments.items()]
+        parts += [(i, f"{i}.master", m.detach()) for i, m in self._numbered_float32_copies()]
         if not self._averages:
             return parts
         averages = {id(m): a for m, a in zip(self._masters, self._averages, strict=True)}
-        copies = {i for i, _ in self._numbered_copies()}
-        numbered = list(enumerate(self._numbered()))
-        parts += [(i, f"{i}.raw", m.detach()) for i, m in numbered if i not in copies]
-        return parts + [(i, f"{i}.average", averages[id(m)]) for i, m in numbered]
+        copied_numbers = {i for i, _ in self._numbered_float32_copies()}
+        numbered_masters = list(enumerate(self._numbered_masters()))
+        parts += [(i, f"{i}.raw", m.detach()) for i, m in numbered_masters if i not in copied_numbers]
+        return parts + [(i, f"{i}.average", averages[id(m)]) for i, m in numbered_masters]
 
-    def _own_part(self, path: Path) -> dict[str, Tensor]:
+    def _load_local_tensors(self, path: Path) -> dict[str, Tensor]:
         """Returns this rank's part of the tensors in a file."""
-        whole, tensors = self._numbered_parameters(), {}
+        parameters, tensors = self._numbered_parameters(), {}
         with safetensors.safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (it is no mapping)
-                parameter, part = whole[int(name.split(".")[0])], file.get_slice(name)
+                parameter, part = parameters[int(name.split(".")[0])], file.get_slice(name)
                 if part.get_shape() and is_sharded(parameter):
                     rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
-                    first, last = row_range(len(parameter), rank, ranks)
-                    tensors[name] = part[first:last] if last > first else local_part(parameter).to(torch.float32)
+                    begin, end = row_range(len(parameter), rank, ranks)
+                    tensors[name] = part[begin:end] if end > begin else local_part(parameter).to(torch.float32)
                 else:
                     tensors[name] = file.get_tensor(name)
         return tensors
 
-    def _master(self, own: Tensor) -> Parameter:
-        """Returns what AdamW updates: the parameter itself, on the same memory, or a float32 copy of one of lower
-        precision.
-        """
-        if torch.finfo(own.dtype).bits >= 32:
-            return own if isinstance(own, Parameter) else Parameter(own)
-        return Parameter(own.detach().to(torch.float32))
+    def _make_master(self, rows: Tensor) -> Parameter:
+        """Returns the tensor that AdamW updates: the rows themselves, or a float32 copy of rows of lower precision."""
+        if torch.finfo(rows.dtype).bits >= 32:
+            return rows if isinstance(rows, Parameter) else Parameter(rows)
+        return Parameter(rows.detach().to(torch.float32))
 
     def _norm(self, loss: Tensor | None) -> Tensor:
         """Returns the norm of the whole gradient on every rank, NaN if one of them has a `loss` that is not finite."""
-        nothing = 0.0 if loss is None else loss - loss  # or NaN
+        zero_or_nan = 0.0 if loss is None else loss - loss  # or NaN
         if self._group is None:
-            return torch.nn.utils.get_total_norm([m.grad for m in self._masters if m.grad is not None]) + nothing
-        sharded, whole = [], []
+            return torch.nn.utils.get_total_norm([m.grad for m in self._masters if m.grad is not None]) + zero_or_nan
+        sharded_gradients, whole_gradients = [], []
         for parameter, master in zip(self.parameters, self._masters, strict=True):
             if is_sharded(parameter):
-                sharded += [] if master.grad is None else [master.grad]
+                sharded_gradients += [] if master.grad is None else [master.grad]
                 continue
             master.grad = torch.zeros_like(master) if master.grad is None else master.grad
             dist.all_reduce(master.grad, group=self._group)
-            whole.append(master.grad)
+            whole_gradients.append(master.grad)
         device = self._masters[0].device
-        square = torch.nn.utils.get_total_norm(sharded).to(device, torch.float64).square() + nothing
+        square = torch.nn.utils.get_total_norm(sharded_gradients).to(device, torch.float64).square() + zero_or_nan
         squares = [torch.empty_like(square) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(squares, square, group=self._group)
-        rest = torch.nn.utils.get_total_norm(whole).to(device, torch.float64).square()
-        return (torch.stack(squares).sum() + rest).sqrt().to(torch.float32)
+        whole_square = torch.nn.utils.get_total_norm(whole_gradients).to(device, torch.float64).square()
+        return (torch.stack(squares).sum() + whole_square).sqrt().to(torch.float32)
 
-    def _forget_gradients(self) -> None:
+    def _drop_gradients(self) -> None:
         for parameter in (*self.parameters, *self._masters):
             parameter.grad = None
 
     def _update(self, step: int, norm: Tensor, norm_value: float) -> None:
-        clip = self.settings.clip_norm
-        if clip is not None and norm_value > clip:
-            torch.nn.utils.clip_grads_with_norm_(self._masters, clip, norm)
-        self._made += 1
-        shape = self._shape(step)
+        clip_norm = self.settings.clip_norm
+        if clip_norm is not None and norm_value > clip_norm:
+            torch.nn.utils.clip_grads_with_norm_(self._masters, clip_norm, norm)
+        self._moment_updates += 1
+        rate_share = self._rate_share(step)
         for group in self._adamw.param_groups:
-            group["lr"] = group["peak"] * shape
+            group["lr"] = group["peak"] * rate_share
         if self.settings.moments_on_host:
             self._update_one_by_one()
         else:
             self._adamw.step()
         torch.autograd.graph.increment_version(self._masters)  # torch's fused AdamW does not say that it changes them
         with torch.no_grad():
-            for parameter, master in self._copies():
+            for parameter, master in self._rows_with_masters():
                 parameter.copy_(master)
             if self._averages:
                 torch._foreach_lerp_(self._averages, [m.detach() for m in self._masters], 1 - decay_of_average(step))
@@ -312,7 +312,7 @@ class Optimizer:
         """Make AdamW's step for one parameter after the other: its moments are on its device meanwhile, and no others
         are. Copies and updates are in the order of the device's stream; the host waits for none.
         """
-        gradients = [(master, master.grad) for master in self._numbered() if master.grad is not None]
+        gradients = [(master, master.grad) for master in self._numbered_masters() if master.grad is not None]
         for master, _ in gradients:
             master.grad = None  # AdamW passes over a parameter without one
         for master, gradient in gradients:
@@ -322,39 +322,39 @@ class Optimizer:
                 state[key] = host.to(master.device, non_blocking=True, copy=True)
             self._adamw.step()
             for key in _MOMENTS:
-                host = hosts[key] if key in hosts else _on_host(torch.empty_like(state[key], device="cpu"))
+                host = hosts[key] if key in hosts else _to_host(torch.empty_like(state[key], device="cpu"))
                 state[key] = host.copy_(state[key], non_blocking=True)
             master.grad = None
 
-    def _copies(self) -> list[tuple[Tensor, Parameter]]:
-        """Returns (this rank's part of a parameter, its float32 master) where these are two."""
-        pairs = zip(self._own, self._masters, strict=True)
-        return [(own, master) for own, master in pairs if own.dtype != master.dtype]
+    def _rows_with_masters(self) -> list[tuple[Tensor, Parameter]]:
+        """Returns (this rank's rows of a parameter, their float32 master) where these are two tensors."""
+        pairs = zip(self._local_rows, self._masters, strict=True)
+        return [(rows, master) for rows, master in pairs if rows.dtype != master.dtype]
 
-    def _numbered(self) -> list[Parameter]:
+    def _numbered_masters(self) -> list[Parameter]:
         """Returns what AdamW updates, in the order in which its state is numbered."""
         return [master for group in self._adamw.param_groups for master in group["params"]]
 
     def _numbered_parameters(self) -> list[Parameter]:
-        """Returns the parameters in that order."""
-        of = {id(master): parameter for parameter, master in zip(self.parameters, self._masters, strict=True)}
-        return [of[id(master)] for master in self._numbered()]
+        """Returns the parameters in the order in which AdamW's state is numbered."""
+        parameter_of = {id(master): parameter for parameter, master in zip(self.parameters, self._masters, strict=True)}
+        return [parameter_of[id(master)] for master in self._numbered_masters()]
 
-    def _numbered_copies(self) -> list[tuple[int, Parameter]]:
-        copies = {id(master) for _, master in self._copies()}
-        return [(i, master) for i, master in enumerate(self._numbered()) if id(master) in copies]
+    def _numbered_float32_copies(self) -> list[tuple[int, Parameter]]:
+        master_ids = {id(master) for _, master in self._rows_with_masters()}
+        return [(i, master) for i, master in enumerate(self._numbered_masters()) if id(master) in master_ids]
 
-    def _facts(self) -> dict[str, Json]:
+    def _describe_parameters(self) -> dict[str, Json]:
         shapes = [list(parameter.shape) for parameter in self._numbered_parameters()]
-        return {"shapes": shapes, "masters": [i for i, _ in self._numbered_copies()]}
+        return {"shapes": shapes, "masters": [i for i, _ in self._numbered_float32_copies()]}
 
 
 def decay_of_average(step: int) -> float:
-    """Returns what is left of the average at update number `step`: 0.9, less at first, when weights change fastest."""
+    """Returns the decay of the average at update number `step`: 0.9, less at first, when weights change fastest."""
     return min(0.9, (1 + step) / (10 + step))
 
 
-def _on_host(tensor: Tensor) -> Tensor:
+def _to_host(tensor: Tensor) -> Tensor:
     """Returns a tensor in the host's memory, pinned where there is a GPU that copies."""
-    own = tensor.to("cpu")
-    return own.pin_memory() if torch.cuda.is_initialized() else own
+    host_tensor = tensor.to("cpu")
+    return host_tensor.pin_memory() if torch.cuda.is_initialized() else host_tensor

@@ -19,59 +19,60 @@ from torch import Tensor
 from tba.batch import Batch, to_device
 from tba.protocols import Measured, PolicyOutput
 
-LARGEST = 20.0  # of a log-ratio in the quantiles: beyond it a ratio has no meaning
-LOW, HIGH = 0.05, 0.95
+LARGEST_LOG_RATIO = 20.0  # of a log-ratio in the quantiles: beyond it a ratio has no meaning
+LOW_QUANTILE, HIGH_QUANTILE = 0.05, 0.95
 
 
 @dataclass
 class Staleness:
-    """Staleness of one step: pass it every row once, in whole groups (`see`), then ask for its `metrics`."""
+    """Measures the staleness of one step: `add` every row once, in whole groups, then ask for its `metrics`."""
 
     _rows: list[Tensor] = field(default_factory=list)  # each [4, B]: off_policy, log_ratio, reward, group
-    _known: list[Tensor] = field(default_factory=list)  # each bool [B], on the host: has behaviour log-probabilities
-    _tokens: list[Tensor] = field(default_factory=list)  # each [N]: log(mu / pi)
-    _apart: list[Tensor] = field(default_factory=list)  # each [3]: sums of what `_see_lags` says
-    _counts: list[Tensor] = field(default_factory=list)  # each [3], on the host: over how many
-    _groups: int = 0
+    _has_behavior: list[Tensor] = field(default_factory=list)  # each bool [B], on the host
+    _token_off_policy: list[Tensor] = field(default_factory=list)  # each [N]: log(mu / pi)
+    _lag_sums: list[Tensor] = field(default_factory=list)  # each [3]: the sums of `_add_lags`
+    _lag_counts: list[Tensor] = field(default_factory=list)  # each [3], on the host: over how many
+    _group_count: int = 0
 
-    def see(self, output: PolicyOutput, batch: Batch) -> None:
-        """Take in the policy's output for `batch`, which is on the host: what is known is seen there."""
+    def add(self, output: PolicyOutput, batch: Batch) -> None:
+        """Add the policy's output for `batch`, which is on the host, so that no device is waited for."""
         log_policy_BT = output.log_policy_BT.detach().float()
         device = log_policy_BT.device
-        there = batch.to(device)
+        device_batch = batch.to(device)
         off_policy_B = log_policy_BT.new_full((batch.rows,), math.nan)
-        known_B = torch.zeros(batch.rows, dtype=torch.bool)
-        behavior_BT, there_BT = _behavior(batch), _behavior(there)
-        if behavior_BT is not None and there_BT is not None:
-            known_B = ~torch.where(batch.mask_BT, behavior_BT, 0.0).isnan().any(1)
-            off_policy_BT = torch.where(there.mask_BT, there_BT - log_policy_BT, 0.0)
+        has_behavior_B = torch.zeros(batch.rows, dtype=torch.bool)
+        behavior_BT, device_behavior_BT = _behavior(batch), _behavior(device_batch)
+        if behavior_BT is not None and device_behavior_BT is not None:
+            has_behavior_B = ~torch.where(batch.mask_BT, behavior_BT, 0.0).isnan().any(1)
+            off_policy_BT = torch.where(device_batch.mask_BT, device_behavior_BT - log_policy_BT, 0.0)
             off_policy_B = off_policy_BT.sum(1)  # NaN without behaviour log-probabilities
-            token_N = (batch.mask_BT & known_B[:, None]).flatten().nonzero()[:, 0]
-            self._tokens.append(off_policy_BT.flatten().index_select(0, to_device(token_N, device)))
-            self._see_lags(off_policy_BT, batch, known_B)
-        self._known.append(known_B)
-        log_ratio_B = torch.where(there.mask_BT, log_policy_BT - there.log_reference_BT, 0.0).sum(1)
-        group_B = (there.group_B + self._groups).to(log_ratio_B.dtype)
-        self._rows.append(torch.stack([off_policy_B, log_ratio_B, there.reward_B.to(log_ratio_B.dtype), group_B]))
-        self._groups += batch.groups
+            token_N = (batch.mask_BT & has_behavior_B[:, None]).flatten().nonzero()[:, 0]
+            self._token_off_policy.append(off_policy_BT.flatten().index_select(0, to_device(token_N, device)))
+            self._add_lags(off_policy_BT, batch, has_behavior_B)
+        self._has_behavior.append(has_behavior_B)
+        log_ratio_B = torch.where(device_batch.mask_BT, log_policy_BT - device_batch.log_reference_BT, 0.0).sum(1)
+        group_B = (device_batch.group_B + self._group_count).to(log_ratio_B.dtype)
+        reward_B = device_batch.reward_B.to(log_ratio_B.dtype)
+        self._rows.append(torch.stack([off_policy_B, log_ratio_B,reward_B, group_B]))
+        self._group_count += batch.groups
 
-    def _see_lags(self, off_policy_BT: Tensor, batch: Batch, known_B: Tensor) -> None:
-        """Take in, of the rows that the policy sampled as it is now, |log(mu / pi)| by token and by row; of those that
-        it sampled earlier, log(mu / pi), by token and update.
+    def _add_lags(self, off_policy_BT: Tensor, batch: Batch, has_behavior_B: Tensor) -> None:
+        """Add |log(mu / pi)| of rows that the present policy sampled, and log(mu / pi) of rows sampled earlier.
         """
         if batch.lag_B is None:
             return
-        now_B, before_B = known_B & (batch.lag_B == 0), known_B & (batch.lag_B > 0)
+        is_current_B, is_older_B = has_behavior_B & (batch.lag_B == 0), has_behavior_B & (batch.lag_B > 0)
         tokens_B = batch.mask_BT.sum(1)
-        self._counts.append(torch.stack([tokens_B[now_B].sum(), now_B.sum(), (tokens_B * batch.lag_B)[before_B].sum()]))
-        now_B, before_B = to_device(torch.stack([now_B, before_B]), off_policy_BT.device)
-        apart_BT = torch.where(now_B[:, None], off_policy_BT, 0.0)
-        row_B = off_policy_BT.sum(1)
-        moved_B = torch.where(before_B, row_B, 0.0)
-        self._apart.append(torch.stack([apart_BT.abs().sum(), apart_BT.sum(1).abs().sum(), moved_B.sum()]))
+        updates_B = tokens_B * batch.lag_B
+        self._lag_counts.append(torch.stack([tokens_B[is_current_B].sum(), is_current_B.sum(), updates_B[is_older_B].sum()]))
+        is_current_B, is_older_B = to_device(torch.stack([is_current_B, is_older_B]), off_policy_BT.device)
+        current_BT = torch.where(is_current_B[:, None], off_policy_BT, 0.0)
+        off_policy_B = off_policy_BT.sum(1)
+        older_B = torch.where(is_older_B, off_policy_B, 0.0)
+        self._lag_sums.append(torch.stack([current_BT.abs().sum(), current_BT.sum(1).abs().sum(), older_B.sum()]))
 
     def metrics(self, beta: float | Tensor | None = None) -> Measured:
-        """Returns what is known, in nats and over the rows that have behaviour log-probabilities; `beta` in units of
+        """Returns the metrics, in nats and over the rows that have behaviour log-probabilities; `beta` in units of
         reward.
 
         off_policy: the mean of log(mu / pi) over rows, whole answers: an estimate of KL(mu || pi) for the mixture mu of
@@ -92,30 +93,30 @@ class Staleness:
         if not self._rows:
             return {}
         off_policy_B, log_ratio_B, reward_B, group_B = torch.cat(self._rows, 1)
-        known_N = torch.cat(self._known).nonzero()[:, 0]
-        known_B = off_policy_B.index_select(0, to_device(known_N, off_policy_B.device))
-        found: Measured = {"behavior_share": len(known_B) / len(off_policy_B)}
-        if len(known_B):
-            found |= _spread("off_policy", known_B) | {"ess": effective_share(-known_B)}
-        if self._tokens and len(tokens_N := torch.cat(self._tokens)):
-            found |= _spread("off_policy_token", tokens_N)
-        if self._apart:
-            tokens, rows, updates = torch.stack(self._counts).sum(0).tolist()
-            per_token, per_answer, since = torch.stack(self._apart).sum(0)
-            found["fresh_share"] = rows / len(off_policy_B)
-            found |= {"mismatch": per_token / tokens, "mismatch_answer": per_answer / rows} if rows else {}
-            found |= {"drift": since / updates} if updates else {}
-        if beta is not None and len(group_B) > self._groups:
-            groups = self._groups
-            residual = spread_within_groups(reward_B - beta * log_ratio_B, group_B.long(), groups)
-            reward = spread_within_groups(reward_B, group_B.long(), groups)
-            found |= {"residual_spread": residual / beta}
-            found |= {"residual_relative": torch.where(reward > 0, residual / reward, math.nan)}
-        return found
+        behavior_row_N = torch.cat(self._has_behavior).nonzero()[:, 0]
+        behavior_off_policy_B = off_policy_B.index_select(0, to_device(behavior_row_N, off_policy_B.device))
+        metrics: Measured = {"behavior_share": len(behavior_off_policy_B) / len(off_policy_B)}
+        if len(behavior_off_policy_B):
+            metrics |= _summarize("off_policy", behavior_off_policy_B) | {"ess": effective_share(-behavior_off_policy_B)}
+        if self._token_off_policy and len(tokens_N := torch.cat(self._token_off_policy)):
+            metrics |= _summarize("off_policy_token", tokens_N)
+        if self._lag_sums:
+            tokens, rows, token_updates = torch.stack(self._lag_counts).sum(0).tolist()
+            per_token, per_answer, drift_sum = torch.stack(self._lag_sums).sum(0)
+            metrics["fresh_share"] = rows / len(off_policy_B)
+            metrics |= {"mismatch": per_token / tokens, "mismatch_answer": per_answer / rows} if rows else {}
+            metrics |= {"drift": drift_sum / token_updates} if token_updates else {}
+        if beta is not None and len(group_B) > self._group_count:
+            groups = self._group_count
+            residual_spread = spread_within_groups(reward_B - beta * log_ratio_B, group_B.long(), groups)
+            reward_spread = spread_within_groups(reward_B, group_B.long(), groups)
+            metrics |= {"residual_spread": residual_spread / beta}
+            metrics |= {"residual_relative": torch.where(reward_spread > 0, residual_spread / reward_spread, math.nan)}
+        return metrics
 
 
 def _behavior(batch: Batch) -> Tensor | None:
-    """Returns what there is of the behaviour policy's log-probabilities [B, T], NaN in rows that have none."""
+    """Returns the behaviour policy's log-probabilities [B, T], NaN in rows that have none; None without any."""
     return batch.some_behavior_BT if batch.log_behavior_BT is None else batch.log_behavior_BT
 
 
@@ -132,17 +133,15 @@ def spread_within_groups(x_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
     return ((x_B - mean_G[group_B]).square().sum() / (len(x_B) - groups)).sqrt()
 
 
-def quantile(x_N: Tensor, share: float) -> Tensor:
-    """Returns the nearest-rank quantile of any number of values: the smallest with at least `share` of them at or
-    below.
-    """
+def nearest_rank_quantile(x_N: Tensor, share: float) -> Tensor:
+    """Returns the nearest-rank quantile: the smallest value with at least `share` of all values at or below it."""
     return x_N.kthvalue(max(1, math.ceil(share * len(x_N) - 1e-9))).values
 
 
-def _spread(name: str, x_N: Tensor) -> Measured:
-    bounded_N = x_N.clamp(-LARGEST, LARGEST)
+def _summarize(name: str, x_N: Tensor) -> Measured:
+    bounded_N = x_N.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     return {
         name: x_N.mean(),
-        f"{name}_p05": quantile(bounded_N, LOW),
-        f"{name}_p95": quantile(bounded_N, HIGH),
+        f"{name}_p05": nearest_rank_quantile(bounded_N, LOW_QUANTILE),
+        f"{name}_p95": nearest_rank_quantile(bounded_N, HIGH_QUANTILE),
     }

@@ -41,16 +41,16 @@ class Pair:
     end: int | None = None  # the token that ends it; None: the tokenizer's EOS
 
     @classmethod
-    def of(cls, prompt: Sequence[int], completion: Completion, ends: Container[int], end: int | None = None) -> Pair:
-        """Returns the pair of a completion: what its turns say is learnt. ends: the tokens that end an answer; one that
-        ends in none of them gets `end`.
+    def of(cls, prompt: Sequence[int], answer: Completion, end_tokens: Container[int], end: int | None = None) -> Pair:
+        """Returns the pair of a completion, whose own turns are learnt. A completion that ends in none of `end_tokens`
+        gets `end`.
         """
-        tokens: list[int] = completion.tokens.tolist()
-        edges = [0, *(edge for turn in completion.turns for edge in turn), len(tokens)]
-        observed = tuple((a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b)
-        return (
-            cls(prompt, tokens[:-1], observed, tokens[-1]) if tokens[-1] in ends else cls(prompt, tokens, observed, end)
-        )
+        tokens: list[int] = answer.tokens.tolist()
+        boundaries = [0, *(edge for turn in answer.turns for edge in turn), len(tokens)]
+        observed = tuple((a, b) for a, b in zip(boundaries[::2], boundaries[1::2], strict=True) if a < b)
+        if tokens[-1] in end_tokens:
+            return cls(prompt, tokens[:-1], observed, tokens[-1])
+        return cls(prompt, tokens, observed, end)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class SupervisedSettings:
 
     @property
     def unused(self) -> Mapping[str, str]:
-        """The field without effect: how often the pairs are passed over, where the number of updates is given."""
+        """Returns the field without effect: the number of epochs, where that of updates is given."""
         return {} if self.steps is None else {"epochs": "steps None"}
 
     def updates(self, pairs: int) -> int:
@@ -134,33 +134,33 @@ def supervise(
     first loss or gradient that is not finite (the weights are those before it).
     """
     eos = tokenizer.eos_token_id
-    ends = [eos if pair.end is None else pair.end for pair in pairs]
-    if None in ends:
+    end_tokens = [eos if pair.end is None else pair.end for pair in pairs]
+    if None in end_tokens:
         raise UserError("the tokenizer has no EOS token, so that no response would ever end; give one that has it")
-    fitting = [
+    encoded_pairs = [
         (len(p.prompt), [*p.prompt, *p.response, int(end)], p.observed)
-        for p, end in zip(pairs, ends, strict=True)
+        for p, end in zip(pairs, end_tokens, strict=True)
         if p.prompt and end is not None
     ]
-    largest = max((max(ids) for _, ids, _ in fitting), default=0)
-    require_embedded(largest, len(model.get_input_embeddings().weight))
-    longest = min(settings.max_length, most_positions(model.config) or settings.max_length)
-    rows = [_Row(*fitted) for fitted in fitting if len(fitted[1]) <= longest]
+    largest_id = max((max(ids) for _, ids, _ in encoded_pairs), default=0)
+    require_embedded(largest_id, len(model.get_input_embeddings().weight))
+    max_length = min(settings.max_length, most_positions(model.config) or settings.max_length)
+    rows = [_Row(*encoded_pair) for encoded_pair in encoded_pairs if len(encoded_pair[1]) <= max_length]
     rng = np.random.default_rng(settings.seed)
     order = rng.permutation(len(rows))
-    held = [rows[i] for i in order[: round(settings.held_out * len(rows))]]
-    trained = [rows[i] for i in order[len(held) :]]
-    if not trained:
+    held_out_rows = [rows[i] for i in order[: round(settings.held_out * len(rows))]]
+    training_rows = [rows[i] for i in order[len(held_out_rows) :]]
+    if not training_rows:
         raise UserError(
-            f"none of the {len(pairs)} pairs can be trained on: each needs a prompt and at most {longest} tokens "
+            f"none of the {len(pairs)} pairs can be trained on: each needs a prompt and at most {max_length} tokens "
             "(max_length, and the model's positions); give other pairs"
         )
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(settings.seed)
         model.train()
-        steps = _train(model, trained, settings, rng, progress)
+        losses = _train(model, training_rows, settings, rng, progress)
         model.eval()
-    return Losses(steps, _measure(model, held, settings) if held else None, len(pairs) - len(rows))
+    return Losses(losses, _mean_loss(model, held_out_rows, settings) if held_out_rows else None, len(pairs) - len(rows))
 
 
 @dataclass(frozen=True)
@@ -170,8 +170,8 @@ class _Row:
     observed: tuple[tuple[int, int], ...] = ()  # parts of the response that are not trained
 
     @property
-    def trained(self) -> int:
-        """Tokens that are trained."""
+    def trained_tokens(self) -> int:
+        """Returns the number of tokens that are trained."""
         return len(self.ids) - self.start - sum(end - begin for begin, end in self.observed)
 
 
@@ -188,11 +188,11 @@ def _train(
     losses = []
     for step in range(1, updates + 1):
         batch = next(batches)
-        tokens, loss = sum(row.trained for row in batch), 0.0
-        for part in _parts(batch, settings.max_tokens_per_pass):
-            share = _summed_loss(model, part) / tokens
-            share.backward()
-            loss += share.item()
+        tokens, loss = sum(row.trained_tokens for row in batch), 0.0
+        for part in _split_by_length(batch, settings.max_tokens_per_pass):
+            loss_share = _summed_loss(model, part) / tokens
+            loss_share.backward()
+            loss += loss_share.item()
         if not math.isfinite(optimizer.step(step)):
             raise NonFiniteLoss(f"the warm start's loss is {loss} at step {step} of {updates}; lower its lr")
         losses.append(loss)
@@ -202,24 +202,25 @@ def _train(
 
 
 @torch.no_grad()
-def _measure(model: PreTrainedModel, rows: Sequence[_Row], settings: SupervisedSettings) -> float:
-    parts = _parts(rows, settings.max_tokens_per_pass)
-    return sum(float(_summed_loss(model, part)) for part in parts) / sum(row.trained for row in rows)
+def _mean_loss(model: PreTrainedModel, rows: Sequence[_Row], settings: SupervisedSettings) -> float:
+    parts = _split_by_length(rows, settings.max_tokens_per_pass)
+    return sum(float(_summed_loss(model, part)) for part in parts) / sum(row.trained_tokens for row in rows)
 
 
-def _batches(rows: Sequence[_Row], size: int, pooled: int, rng: np.random.Generator) -> Iterator[list[_Row]]:
+def _batches(rows: Sequence[_Row], size: int, batches_per_pool: int, rng: np.random.Generator) -> Iterator[list[_Row]]:
     """Yields batches for ever: epochs of batches of similar length, each row once per epoch, in a new random order."""
     size = min(size, len(rows))
     while True:
         order = rng.permutation(len(rows))
-        for first in range(0, len(rows), pooled * size):
-            pool = sorted((rows[i] for i in order[first : first + pooled * size]), key=lambda row: len(row.ids))
+        for begin in range(0, len(rows), batches_per_pool * size):
+            pooled_rows = (rows[i] for i in order[begin : begin + batches_per_pool * size])
+            pool = sorted(pooled_rows, key=lambda row: len(row.ids))
             batches = [pool[i : i + size] for i in range(0, len(pool), size)]
             for i in rng.permutation(len(batches)):
                 yield batches[i]
 
 
-def _parts(rows: Sequence[_Row], max_tokens: int) -> Iterator[list[_Row]]:
+def _split_by_length(rows: Sequence[_Row], max_tokens: int) -> Iterator[list[_Row]]:
     """Yields rows by length, cut so that a part has at most `max_tokens` padded tokens (or is a single row)."""
     part: list[_Row] = []
     for row in sorted(rows, key=lambda row: len(row.ids)):
@@ -232,10 +233,10 @@ def _parts(rows: Sequence[_Row], max_tokens: int) -> Iterator[list[_Row]]:
 
 def _summed_loss(model: PreTrainedModel, rows: Sequence[_Row]) -> Tensor:
     """Returns the summed cross-entropy of the trained tokens. Padding comes last, so causality hides it: no mask."""
-    longest = max(len(row.ids) for row in rows)
-    first = min(row.start for row in rows) - 1  # the position that predicts the first response token
-    ids = np.zeros((len(rows), longest), dtype=np.int64)
-    labels = np.full((len(rows), longest), IGNORED, dtype=np.int64)
+    max_length = max(len(row.ids) for row in rows)
+    first_position = min(row.start for row in rows) - 1  # the position that predicts the first response token
+    ids = np.zeros((len(rows), max_length), dtype=np.int64)
+    labels = np.full((len(rows), max_length), IGNORED, dtype=np.int64)
     for b, row in enumerate(rows):
         ids[b, : len(row.ids)] = row.ids
         labels[b, row.start : len(row.ids)] = row.ids[row.start :]
@@ -243,7 +244,7 @@ def _summed_loss(model: PreTrainedModel, rows: Sequence[_Row]) -> Tensor:
             labels[b, row.start + begin : row.start + end] = IGNORED
     device = model.device
     input_BT = torch.from_numpy(ids[:, :-1]).to(device)
-    label_BK = torch.from_numpy(labels[:, 1 + first :]).to(device)
+    label_BK = torch.from_numpy(labels[:, 1 + first_position :]).to(device)
     logits_BKV = model(input_ids=input_BT, use_cache=False, logits_to_keep=label_BK.shape[1]).logits
     return torch.nn.functional.cross_entropy(
         logits_BKV.float().flatten(0, 1), label_BK.flatten(), ignore_index=IGNORED, reduction="sum"

@@ -55,7 +55,7 @@ class Teacher:
 
     @property
     def unused(self) -> Mapping[str, str]:
-        """Fields without effect while there is no teacher."""
+        """Returns the fields without effect while there is no teacher."""
         return {} if self.count else dict.fromkeys(("weights", "schedule", "reward"), "paths")
 
     @property
@@ -73,9 +73,9 @@ class Teacher:
         weights = self.weights or (1 / max(1, self.count),) * self.count
         return [weight * self.schedule(step) for weight in weights]
 
-    def mixed(self, batch: Batch, step: int) -> Batch:
-        """Returns the batch with the target's reference in the reference's place: sum_i ai log p_i + (1 - a) log
-        pi_ref; and with rewards of 0 where they are no part of it.
+    def with_teachers(self, batch: Batch, step: int) -> Batch:
+        """Returns the batch with the teachers mixed into the reference, sum_i ai log p_i + (1 - a) log pi_ref, and with
+        rewards of 0 where they are no part of the target.
 
         Raises `UserError` when a row has not been scored by as many teachers.
         """
@@ -88,10 +88,10 @@ class Teacher:
                 "that had them when it was sampled or imported"
             )
         share_N = torch.tensor(self.shares(step), dtype=torch.float64).to(log_teacher_BTN)
-        rest = 1 - sum(self.shares(step))
+        reference_share = 1 - sum(self.shares(step))
         return replace(
             batch,
-            log_reference_BT=rest * batch.log_reference_BT + log_teacher_BTN @ share_N,
+            log_reference_BT=reference_share * batch.log_reference_BT + log_teacher_BTN @ share_N,
             log_teacher_BTN=None,
             reward_B=batch.reward_B if self.reward else torch.zeros_like(batch.reward_B),
         )

@@ -67,7 +67,7 @@ class ScratchModel:
 
 
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
-    """A Hugging Face tokenizer of len(alphabet) + 2 tokens: the characters in order, then EOS, then padding.
+    """Returns a Hugging Face tokenizer of len(alphabet) + 2 tokens: the characters in order, then EOS, then padding.
 
     Raises `UserError` for an empty alphabet or a character that stands in it twice.
     """

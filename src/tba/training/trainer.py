@@ -34,8 +34,8 @@ Metrics: TypeAlias = dict[str, float]
 NON_FINITE_IN_A_ROW = 3
 
 
-def _nothing() -> None:
-    """The default of `settle`: nobody reads the weights while they change."""
+def _no_readers() -> None:
+    """Return at once: the default of `wait_for_readers`, where nobody reads the weights while they change."""
 
 
 @dataclass
@@ -57,18 +57,18 @@ class Trainer:
     published: Version | None = None  # the newest version that was published
     skipped: int = 0  # steps without an update
     ranks: int = 1  # over which the policy spreads each pass
-    settle: Callable[[], object] = _nothing  # called before the weights change; it waits for those who still read them
+    wait_for_readers: Callable[[], object] = _no_readers  # of the weights; called before these change
     teacher: Teacher = Teacher()  # whose share of the target is mixed into each batch
     sampling: Sampling | None = None  # with which answers are drawn from the policy itself; None: no settings do that
     now: Callable[[], float] = time.time  # seconds since the epoch, as `Trajectory.created` has them
     _skipped_in_a_row: int = field(default=0, repr=False)
     # of the last step: the policy's log-probabilities [B, T] of each pass, and the pass's rows
-    _seen: list[tuple[Tensor, Batch]] = field(default_factory=list, repr=False)
+    _last_outputs: list[tuple[Tensor, Batch]] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
-        missing = (self.objective.needs & HEADS) - set(self.policy.heads)
-        if missing:
-            heads = " and ".join(sorted(missing))
+        missing_heads = (self.objective.needs & HEADS) - set(self.policy.heads)
+        if missing_heads:
+            heads = " and ".join(sorted(missing_heads))
             raise UserError(
                 f"{type(self.objective).__name__} needs {heads} of the policy, but {type(self.policy).__name__} has no "
                 "such head; choose a policy that has it or another objective"
@@ -78,35 +78,34 @@ class Trainer:
         """Make one update from one batch. The policy's device is waited for once, when the update is decided on."""
         self.groups = fetched.groups
         batch = dataclasses.replace(fetched.batch, lag_B=self._lag_B())
-        counts, step = self._counts(batch), self.version.step + 1
+        batch_metrics, step = self._describe_batch(batch), self.version.step + 1
         if not self.teacher.count:
-            return counts | self.update(batch, self.backward(batch))
+            return batch_metrics | self.update(batch, self.backward(batch))
         if any(self.teacher.shares(step)):
-            counts["without_signal"] = 0.0  # a teacher tells answers of the same reward apart
-        target = self.teacher.mixed(batch, step)
-        taught = self.update(target, self.backward(target))
-        moved_BT = torch.where(batch.mask_BT, target.log_reference_BT - batch.log_reference_BT, 0.0)
-        alone = {"log_ratio_reference": taught["log_ratio"] + float(moved_BT.sum()) / batch.rows}
-        return counts | taught | alone | {"reward": counts["reward"]}
+            batch_metrics["without_signal"] = 0.0  # a teacher tells answers of the same reward apart
+        target = self.teacher.with_teachers(batch, step)
+        metrics = self.update(target, self.backward(target))
+        target_shift_BT = torch.where(batch.mask_BT, target.log_reference_BT - batch.log_reference_BT, 0.0)
+        reference_metrics = {"log_ratio_reference": metrics["log_ratio"] + float(target_shift_BT.sum()) / batch.rows}
+        return batch_metrics | metrics | reference_metrics | {"reward": batch_metrics["reward"]}
 
     def log_policy(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
-        """Returns the log-probability of each token of these, which were in the last step's batch, under the policy as
-        it was before that step's update. The policy's device is waited for.
-        """
+        """Returns the log-probabilities of tokens of the last batch, before its update. The device is waited for."""
         keys = [(_bytes(t.prompt.tokens), _bytes(t.completion.tokens)) for t in trajectories]
-        of = {key: i for i, key in enumerate(keys)}  # equal answers to one prompt have the same
-        found: dict[int, list[float]] = {}
-        for log_policy_BT, part in self._seen:
-            prompt_GP, completion_BT = part.prompt_GP.numpy(), part.completion_BT.numpy()
-            prompts = [_bytes(prompt_GP[g, :n]) for g, n in enumerate(part.prompt_length_G.tolist())]
-            for b, (length, group) in enumerate(zip(part.length_B.tolist(), part.group_B.tolist(), strict=True)):
-                i = of.get((prompts[group], _bytes(completion_BT[b, :length])))
-                if i is not None and i not in found:
-                    found[i] = log_policy_BT[b, :length].tolist()
-        return [found[of[key]] for key in keys]
+        index_of = {key: i for i, key in enumerate(keys)}  # equal answers to one prompt have the same
+        log_policies: dict[int, list[float]] = {}
+        for log_policy_BT, evaluated in self._last_outputs:
+            prompt_GP, completion_BT = evaluated.prompt_GP.numpy(), evaluated.completion_BT.numpy()
+            prompts = [_bytes(prompt_GP[g, :n]) for g, n in enumerate(evaluated.prompt_length_G.tolist())]
+            rows = zip(evaluated.length_B.tolist(), evaluated.group_B.tolist(), strict=True)
+            for b, (length, group) in enumerate(rows):
+                i = index_of.get((prompts[group], _bytes(completion_BT[b, :length])))
+                if i is not None and i not in log_policies:
+                    log_policies[i] = log_policy_BT[b, :length].tolist()
+        return [log_policies[index_of[key]] for key in keys]
 
     @property
-    def due(self) -> bool:
+    def should_publish(self) -> bool:
         """Returns whether weights are to be published: every `sync_every` updates, once per version."""
         return self.version != self.published and self.version.step % self.sync_every == 0
 
@@ -115,25 +114,25 @@ class Trainer:
 
         Returns the loss and metrics, on the policy's device.
         """
-        for need, given, what in (
+        for need, tensor_BT, description in (
             ("log_behavior", batch.log_behavior_BT, "the log-probabilities of the behaviour policy"),
             ("step_value", batch.step_value_BS, "the values of the answer's steps"),
         ):
-            if need in self.objective.needs and given is None:
+            if need in self.objective.needs and tensor_BT is None:
                 raise UserError(
-                    f"{type(self.objective).__name__} needs {what}, but a trajectory of this batch came without them; "
-                    "leave imported data out or choose trajectory balance"
+                    f"{type(self.objective).__name__} needs {description}, but a trajectory of this batch came "
+                    "without them; leave imported data out or choose trajectory balance"
                 )
         step = self.version.step + 1
-        staleness, seen = Staleness(), []
+        staleness, outputs = Staleness(), []
 
-        def see(output: PolicyOutput, part: Batch) -> None:
-            staleness.see(output, part)
-            seen.append((output.log_policy_BT.detach(), part))
+        def observe(output: PolicyOutput, part: Batch) -> None:
+            staleness.add(output, part)
+            outputs.append((output.log_policy_BT.detach(), part))
 
-        self._seen = seen
+        self._last_outputs = outputs
         limit, ranks = self.max_tokens_per_pass, self.ranks
-        loss, metrics = backward(self.policy, self.objective, batch, step, limit, see, ranks)
+        loss, metrics = backward(self.policy, self.objective, batch, step, limit, observe, ranks)
         return {**staleness.metrics(metrics.get("beta")), **metrics, "loss": loss}
 
     def update(self, batch: Batch, measured: Measured) -> Metrics:
@@ -142,19 +141,19 @@ class Trainer:
         tensors = {name: value for name, value in measured.items() if isinstance(value, Tensor)}
         metrics = {name: value for name, value in measured.items() if not isinstance(value, Tensor)}
 
-        def read(norm: Tensor) -> float:
+        def read_metrics(norm: Tensor) -> float:
             norm_value, *values = torch.stack([norm, *(tensor.to(norm) for tensor in tensors.values())]).tolist()
             metrics.update(zip(tensors, values, strict=True))
             return norm_value
 
-        self.settle()
-        grad_norm = self.optimizer.step(step, tensors["loss"], read)
+        self.wait_for_readers()
+        grad_norm = self.optimizer.step(step, tensors["loss"], read_metrics)
         metrics |= {"grad_norm": grad_norm, "lr": self.optimizer.rate(step)}
         if math.isfinite(grad_norm):
             self.version = dataclasses.replace(self.version, step=step)
             self._skipped_in_a_row = 0
         else:
-            self._skip(batch, metrics["loss"], grad_norm)
+            self._count_skipped_step(batch, metrics["loss"], grad_norm)
         return metrics | {"skipped": float(self.skipped)}
 
     def publish(self, notes: Mapping[str, Json] | None = None) -> None:
@@ -162,35 +161,35 @@ class Trainer:
         self.weights.publish(self.policy.weights(), self.version, notes or {})
         self.published = self.version
 
-    def _counts(self, batch: Batch) -> Metrics:
-        """Returns facts about the batch before it is used. Lag: updates since the weights that sampled a row."""
+    def _describe_batch(self, batch: Batch) -> Metrics:
+        """Returns the batch's metrics before it is used. Lag: updates since the weights that sampled a row."""
         trajectories = [t for group in self.groups for t in group.trajectories]
         lags = [t.version.lag(self.version) for t in trajectories if not t.imported]
-        cut_off = [t.completion.stop_reason is StopReason.LENGTH for t in trajectories]
-        alike = [len({t.reward for t in group.trajectories}) == 1 for group in self.groups]
+        is_truncated = [t.completion.stop_reason is StopReason.LENGTH for t in trajectories]
+        is_uniform = [len({t.reward for t in group.trajectories}) == 1 for group in self.groups]
         return ages(trajectories, self.now()) | {
             "reward": float(batch.reward_B.mean()),
             **({"lag": sum(lags) / len(lags), "lag_max": float(max(lags))} if lags else {}),
             "tokens": float(batch.length_B.sum()),
             "trajectories": float(batch.rows),
             "length": float(batch.mask_BT.sum()) / batch.rows,
-            "truncated": sum(cut_off) / len(cut_off),
-            "without_signal": sum(alike) / len(alike),
+            "truncated": sum(is_truncated) / len(is_truncated),
+            "without_signal": sum(is_uniform) / len(is_uniform),
         }
 
     def _lag_B(self) -> Tensor:
         """Returns the lag of each row that weights of this incarnation sampled, as the policy itself would: else -1."""
-        now, own = self.version, self.sampling
+        now, sampling = self.version, self.sampling
         lags = [
             t.version.lag(now)
-            if own is not None and t.completion.sampling == own and t.version.incarnation == now.incarnation
+            if sampling is not None and t.completion.sampling == sampling and t.version.incarnation == now.incarnation
             else -1
             for group in self.groups
             for t in group.trajectories
         ]
         return torch.tensor(lags, dtype=torch.int64)
 
-    def _skip(self, batch: Batch, loss: float, grad_norm: float) -> None:
+    def _count_skipped_step(self, batch: Batch, loss: float, grad_norm: float) -> None:
         self.skipped += 1
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row < NON_FINITE_IN_A_ROW:
@@ -223,11 +222,11 @@ def ages(trajectories: Sequence[Trajectory], now: float) -> Metrics:
 
 def save_batch(batch: Batch, path: Path) -> None:
     """Save a batch's tensors by field name, as safetensors."""
-    named = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
-    tensors = {name: t.contiguous() for name, t in named.items() if isinstance(t, torch.Tensor)}
+    fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+    tensors = {name: t.contiguous() for name, t in fields.items() if isinstance(t, torch.Tensor)}
     safetensors.torch.save_file(tensors, path)
 
 
 def load_batch(path: Path) -> Batch:
-    """Load what `save_batch` wrote."""
+    """Load a batch that `save_batch` wrote."""
     return Batch(**safetensors.torch.load_file(path))

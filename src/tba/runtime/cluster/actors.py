@@ -34,7 +34,7 @@ from tba.runtime.program import require_same_version
 from tba.runtime.ranks.store import ActorStore
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.run_lock import hold_shared
-from tba.training.ranks.messages import Meeting
+from tba.training.ranks.messages import Rendezvous
 from tba.types import Json, Version
 
 
@@ -142,14 +142,14 @@ class MeetingPlace:
     store: Any  # the actor that holds their key-value store
     is_spread: bool  # whether they are on more than one machine
 
-    def meeting(self, deadline: float) -> Meeting:
+    def meeting(self, deadline: float) -> Rendezvous:
         """Returns the meeting point for the rank in this process."""
 
         def call(method: str, *arguments: Any) -> Any:
             reference = getattr(self.store, method).remote(*arguments)
             return get(reference, deadline, f"the store where the trainer's ranks meet ({method})")
 
-        return Meeting(ActorStore(call, deadline), ray.util.get_node_ip_address() if self.is_spread else None)
+        return Rendezvous(ActorStore(call, deadline), ray.util.get_node_ip_address() if self.is_spread else None)
 
 
 class PartActor:
@@ -192,7 +192,7 @@ class PartActor:
         return None
 
 
-def _train(recipe: Recipe, run: RunDirectory, place: Json, stop: Callable[[], bool], meeting: Meeting | None) -> None:
+def _train(recipe: Recipe, run: RunDirectory, place: Json, stop: Callable[[], bool], meeting: Rendezvous | None) -> None:
     from tba.runtime.trainer_loop import run_trainer
 
     note_place(run, place)
@@ -200,7 +200,7 @@ def _train(recipe: Recipe, run: RunDirectory, place: Json, stop: Callable[[], bo
         run_trainer(recipe, run, stop, meeting)
 
 
-def _follow(run: RunDirectory, contact: ActorContact, place: Json, meeting: Meeting) -> None:
+def _follow(run: RunDirectory, contact: ActorContact, place: Json, meeting: Rendezvous) -> None:
     from tba.runtime.ranks.start import follow
 
     contact.call("place", place)

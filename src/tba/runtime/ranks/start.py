@@ -22,7 +22,7 @@ from tba.recipe import Recipe
 from tba.record.memory import keep_few_kernels
 from tba.training.checkpoint import Checkpoint
 from tba.training.optimizer import Optimizer
-from tba.training.ranks.messages import Meeting, Ranks, name_of_rank
+from tba.training.ranks.messages import Ranks, Rendezvous, name_of_rank
 from tba.training.ranks.policy import Follower, Rank0Optimizer, Rank0Policy
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _FINGERPRINT_BYTES = 1 << 24  # bytes of a file that its fingerprint reads
 STORE = "TBA_RANKS"  # names the file through which the ranks of this machine find each other
 
 
-def start_ranks(recipe: Recipe, rank: int, meeting: Meeting | None = None) -> Ranks | None:
+def start_ranks(recipe: Recipe, rank: int, meeting: Rendezvous | None = None) -> Ranks | None:
     """Returns this process's place among the trainer's ranks; None where the trainer is one plain process.
 
     Without a `meeting` they find each other through the file that the environment names.
@@ -41,7 +41,7 @@ def start_ranks(recipe: Recipe, rank: int, meeting: Meeting | None = None) -> Ra
     if ranks == 1:
         return None
     device = recipe.model.trainer_device
-    meeting = meeting or Meeting(_store_here(ranks))
+    meeting = meeting or Rendezvous(_store_here(ranks))
     # a rank that hangs is silent, and so is rank 0 then: it is killed before this ends
     deadline = recipe.run.journal_deadline
     patience = recipe.run.idle_deadline + recipe.run.silence_deadline  # rank 0 sends nothing while it waits for a batch
@@ -66,17 +66,17 @@ def start_policy(recipe: Recipe, ranks: Ranks | None, saved: Path | None) -> tup
         settings = recipe.optimizer
         policy = recipe.model.policy(*arguments, moments_on_host=settings.moments_on_host, averaged=settings.averaged)
         return policy, recipe.optimizer.start(policy.parameters(), list(policy.heads.parameters()))
-    ranks.say("begin", saved=None if saved is None else str(saved), model=_fingerprint(recipe))
+    ranks.broadcast("begin", saved=None if saved is None else str(saved), model=_fingerprint(recipe))
     sharded = _sharded(recipe, ranks, saved)
     optimizer = Rank0Optimizer(ranks, recipe.optimizer, sharded.parameters(), list(sharded.heads.parameters()))
-    ranks.meet()
+    ranks.wait_until_loaded()
     return Rank0Policy(sharded, ranks, recipe.max_tokens_per_pass, recipe.model.compute), optimizer
 
 
 def follow(
     run: RunDirectory,
     rank: int,
-    meeting: Meeting | None = None,
+    meeting: Rendezvous | None = None,
     fetch: Callable[[Path], AbstractContextManager[Path]] = nullcontext,
 ) -> None:
     """Run the whole life of a rank other than 0. `fetched`: where a checkpoint of rank 0's machine can be read here.
@@ -89,10 +89,10 @@ def follow(
     ranks = start_ranks(recipe, rank, meeting)
     assert ranks is not None
     try:
-        command = ranks.hear()
-        with nullcontext() if command.facts["saved"] is None else fetch(Path(command.facts["saved"])) as saved:
+        command = ranks.receive_command()
+        with nullcontext() if command.arguments["saved"] is None else fetch(Path(command.arguments["saved"])) as saved:
             recipe = replace(recipe, model=recipe.model.prepared(recipe.task))
-            if saved is None and _fingerprint(recipe) != command.facts["model"]:
+            if saved is None and _fingerprint(recipe) != command.arguments["model"]:
                 raise UserError(
                     f"the model of {name_of_rank(rank)} on this machine is not the trainer's: put the same files on "
                     "each machine and give --model.path (a warm start: make it once, with tba sft)"
@@ -102,7 +102,7 @@ def follow(
             if saved is not None:
                 Checkpoint.load(saved).load_heads(policy.heads)
                 optimizer.load(saved)
-        ranks.meet()
+        ranks.wait_until_loaded()
         Follower(policy, optimizer, ranks, recipe.max_tokens_per_pass).follow()
     finally:
         ranks.close()

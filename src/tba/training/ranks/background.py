@@ -1,6 +1,6 @@
-"""Runs what a rank does while the next steps are computed: sending weights, or writing a checkpoint.
+"""Runs a rank's task while the next steps are computed: sending weights, or writing a checkpoint.
 
-Invariant: one thing at a time. What fails in it is raised where it is next waited for, or looked for.
+Invariant: one task at a time. Its error is raised by the next `wait` or `raise_error`.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ from tba.errors import DeadlineExceeded
 
 @dataclass
 class Background:
-    """A thread for one thing after the other."""
+    """Runs one task after the other in a thread."""
 
     name: str
-    deadline: float | None = None  # seconds that `settle` waits; None: what is waited for has its own deadlines
-    what: str = ""  # who waits for what, beyond the deadline
+    deadline: float | None = None  # seconds that `wait` waits; None: the task has its own deadlines
+    timeout_message: str = ""  # who waits for what, beyond the deadline
     _thread: threading.Thread | None = None
-    _failed: list[Exception] = field(default_factory=list)
+    _errors: list[Exception] = field(default_factory=list)
 
-    def begin(self, act: Callable[[], object]) -> None:
-        """Run `act` in a thread, once the one before has ended."""
-        self.settle()
+    def start(self, task: Callable[[], object]) -> None:
+        """Run `task` in a thread, once the task before has ended."""
+        self.wait()
 
         def run() -> None:
             try:
-                act()
+                task()
             except Exception as error:  # noqa: BLE001 - raised where it is waited for
-                self._failed.append(error)
+                self._errors.append(error)
 
         self._thread = threading.Thread(target=run, name=self.name, daemon=True)
         self._thread.start()
 
-    def look(self) -> None:
-        """Raise what has failed; returns at once."""
-        if self._failed:
-            raise self._failed.pop()
+    def raise_error(self) -> None:
+        """Raise the task's error, if there is one; return at once."""
+        if self._errors:
+            raise self._errors.pop()
 
-    def settle(self) -> None:
-        """Wait until it is done. Raises what failed, and `DeadlineExceeded`."""
+    def wait(self) -> None:
+        """Wait until the task is done. Raises its error, and `DeadlineExceeded`."""
         if self._thread is not None:
             self._thread.join(self.deadline)
             if self._thread.is_alive():
-                raise DeadlineExceeded(self.what)
+                raise DeadlineExceeded(self.timeout_message)
             self._thread = None
-        self.look()
+        self.raise_error()

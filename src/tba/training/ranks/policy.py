@@ -28,191 +28,191 @@ from tba.errors import DeadlineExceeded
 from tba.host_copies import HostCopies
 from tba.protocols import PolicyOutput, SavedPolicy
 from tba.streaming import SAFETENSORS_NAMES, TensorChange, TensorStream, changes_since
-from tba.training.gradients import Slice, put_together
+from tba.training.gradients import Slice, assemble
 from tba.training.optimizer import Optimizer, OptimizerSettings
 from tba.training.ranks.background import Background
-from tba.training.ranks.checkpoint import AllRows, ModelWithoutRows, Shards, lay_out, saving
-from tba.training.ranks.messages import Message, Ranks
-from tba.training.ranks.weights import Leaving
+from tba.training.ranks.checkpoint import AllRows, ModelWithoutRows, Shards, checkpoint_thread, copy_rows
+from tba.training.ranks.messages import RankCommand, Ranks
+from tba.training.ranks.weights import OutgoingWeights
 
-_LOOKS = "for the other ranks to look for the checkpoints"
+_SHARING = "for the other ranks to look for the checkpoints"
 _PROMPTS = ("prompt_GP", "prompt_length_G")  # these and the answers make a batch that can be evaluated
 _ANSWERS = ("completion_BT", "length_B", "mask_BT", "log_reference_BT", "reward_B", "group_B")
 
 
 @dataclass(frozen=True)
-class _Share:
-    """Holds what one rank evaluates of a batch: its rows, or one of them whose result is not used."""
+class _RankShare:
+    """Holds a rank's share of a batch: its rows, or, where it has none, some row whose result is not used."""
 
     part: Slice
-    used: bool
+    is_used: bool
 
     @classmethod
-    def of(cls, batch: Batch, rows: Tensor) -> _Share:
-        used = len(rows) > 0
-        return cls(Slice.of(batch, rows if used else shortest_row(batch)), used)
+    def of(cls, batch: Batch, rows: Tensor) -> _RankShare:
+        is_used = len(rows) > 0
+        return cls(Slice.of(batch, rows if is_used else shortest_row(batch)), is_used)
 
     def shapes(self, heads: Sequence[str]) -> list[tuple[int, ...]]:
-        """Returns the shapes of the policy's outputs for it, in the order of `given`."""
+        """Returns the shapes of the policy's outputs for the share, in the order of `present_outputs`."""
         rows, groups = self.part.batch.completion_BT.shape, (self.part.batch.groups,)
         return [tuple(rows), *([tuple(rows)] if "value" in heads else []), *([groups] if "log_z" in heads else [])]
 
 
-def given(output: PolicyOutput) -> list[Tensor]:
-    """Returns the outputs of a policy, without those it does not have."""
+def present_outputs(output: PolicyOutput) -> list[Tensor]:
+    """Returns the tensors of a policy's output, without those of heads it does not have."""
     return [t for t in (output.log_policy_BT, output.value_BT, output.log_z_G) if t is not None]
 
 
-def _entropy_of(output: PolicyOutput) -> Tensor:
+def _take_entropy(output: PolicyOutput) -> Tensor:
     """Returns the entropies [B] of an output whose gradient has been taken, NaN of a policy that gives none."""
     if output.entropy_B is None:
         return output.log_policy_BT.new_full((len(output.log_policy_BT),), torch.nan)
     return output.entropy_B()
 
 
-def _output(tensors: Sequence[Tensor], heads: Sequence[str]) -> PolicyOutput:
-    """Returns the output whose `given` these tensors are."""
-    rest = iter(tensors)
-    log_policy_BT = next(rest)
-    value_BT = next(rest) if "value" in heads else None
-    return PolicyOutput(log_policy_BT, value_BT, next(rest) if "log_z" in heads else None)
+def _to_output(tensors: Sequence[Tensor], heads: Sequence[str]) -> PolicyOutput:
+    """Returns the output with these `present_outputs`."""
+    iterator = iter(tensors)
+    log_policy_BT = next(iterator)
+    value_BT = next(iterator) if "value" in heads else None
+    return PolicyOutput(log_policy_BT, value_BT, next(iterator) if "log_z" in heads else None)
 
 
 @dataclass
 class Rank0Policy:
     """The `Policy` of rank 0: each call is executed by all ranks."""
 
-    own: SavedPolicy  # this rank's shards
+    local_policy: SavedPolicy  # this rank's shards
     ranks: Ranks
     max_tokens: int  # of one pass, on each rank
-    published: torch.dtype = torch.float32  # in which `weights` are gathered: cast on each rank, before they travel
+    published_dtype: torch.dtype = torch.float32  # to which each rank casts `weights` before they travel
     copies: HostCopies = field(default_factory=HostCopies)  # of this rank's shards, for publication
-    saving: Background = field(init=False)  # the checkpoint that is being written
+    checkpoint_thread: Background = field(init=False)  # the checkpoint that is being written
     # unset while the weights are being gathered for publication
-    reading: threading.Event = field(default_factory=threading.Event)
+    readable: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        self.reading.set()
-        self.saving = saving(self.ranks)
+        self.readable.set()
+        self.checkpoint_thread = checkpoint_thread(self.ranks)
         self._anchor = torch.zeros((), device=self.ranks.device, requires_grad=True)
 
     @property
     def heads(self) -> torch.nn.ModuleDict:
-        return self.own.heads
+        return self.local_policy.heads
 
     @property
     def share_prompt(self) -> bool:
-        return self.own.share_prompt
+        return self.local_policy.share_prompt
 
     def parameters(self) -> Sequence[Parameter]:
-        return self.own.parameters()
+        return self.local_policy.parameters()
 
     def evaluate(self, batch: Batch) -> PolicyOutput:
-        """Evaluates all rows. Gradients go through it once, with all of its outputs at the same time."""
-        dealt = deal(batch, self.ranks.count, self.max_tokens, self.share_prompt)
-        shares = [_Share.of(batch, rows) for rows in dealt]
-        spoken = {name: getattr(batch, name) for name in (*_PROMPTS, *_ANSWERS)}
-        self.ranks.say("evaluate", spoken, gradient=torch.is_grad_enabled())
-        with self.ranks.inside("evaluate"):
-            output = self.own.evaluate(shares[0].part.batch)
-        own = given(output)
-        made = {0: [t.detach() for t in own]}
+        """Evaluate all rows. Gradients go through the result once, with all of its outputs at the same time."""
+        rows_by_rank = deal(batch, self.ranks.count, self.max_tokens, self.share_prompt)
+        shares = [_RankShare.of(batch, rows) for rows in rows_by_rank]
+        batch_tensors = {name: getattr(batch, name) for name in (*_PROMPTS, *_ANSWERS)}
+        self.ranks.broadcast("evaluate", batch_tensors, gradient=torch.is_grad_enabled())
+        with self.ranks.name_collectives("evaluate"):
+            output = self.local_policy.evaluate(shares[0].part.batch)
+        outputs_by_rank = {0: [t.detach() for t in present_outputs(output)]}
         for rank, share in enumerate(shares):
-            if rank and share.used:
-                made[rank] = self.ranks.receive(share.shapes(list(self.heads)), rank)
-        whole = _whole(batch, [(shares[rank].part, tensors) for rank, tensors in made.items() if shares[rank].used])
+            if rank and share.is_used:
+                outputs_by_rank[rank] = self.ranks.receive(share.shapes(list(self.heads)), rank)
+        slices = [(shares[rank].part, tensors) for rank, tensors in outputs_by_rank.items() if shares[rank].is_used]
+        batch_outputs = _assemble_batch(batch, slices)
         if not torch.is_grad_enabled():
-            return _output(whole, list(self.heads))
+            return _to_output(batch_outputs, list(self.heads))
         entropy_B = torch.full((batch.rows,), torch.nan, device=self.ranks.device)
 
         def backpropagate(gradients: Sequence[Tensor]) -> None:
             self._backpropagate(batch, shares, output, gradients)
             for rank, share in enumerate(shares):
-                if share.used:
+                if share.is_used:
                     rows = share.part.row_index.to(entropy_B.device)
-                    entropy_B[rows] = self.ranks.receive([rows.shape], rank)[0] if rank else _entropy_of(output)
+                    entropy_B[rows] = self.ranks.receive([rows.shape], rank)[0] if rank else _take_entropy(output)
 
-        dealt_output = _output(_Dealt.apply(self._anchor, backpropagate, *whole), list(self.heads))
-        return replace(dealt_output, entropy_B=lambda: entropy_B)
+        rank_outputs = _to_output(_RankOutputs.apply(self._anchor, backpropagate, *batch_outputs), list(self.heads))
+        return replace(rank_outputs, entropy_B=lambda: entropy_B)
 
     def _backpropagate(
-        self, batch: Batch, shares: Sequence[_Share], output: PolicyOutput, gradients: Sequence[Tensor]
+        self, batch: Batch, shares: Sequence[_RankShare], output: PolicyOutput, gradients: Sequence[Tensor]
     ) -> None:
-        """Each rank backpropagates its part of the derivative; log Z of a split group goes with the first part that has
-        it.
-        """
-        own = given(output)
-        self.ranks.say("backpropagate")
+        """Have each rank backpropagate its part; a split group's log Z goes to the first rank that has the group."""
+        local_outputs = present_outputs(output)
+        self.ranks.broadcast("backpropagate")
         done_G = torch.zeros(batch.groups, dtype=torch.bool)
-        mine = [torch.zeros_like(tensor) for tensor in own]
+        local_gradients = [torch.zeros_like(tensor) for tensor in local_outputs]
         for rank, share in enumerate(shares):
-            if not share.used:
+            if not share.is_used:
                 continue
-            part, rows, of_groups = share.part, list(gradients), None
+            part, rows, group_gradient = share.part, list(gradients), None
             if "log_z" in self.heads:
-                of_groups = part.first_groups(rows.pop(), done_G)
+                group_gradient = part.log_z_derivatives(rows.pop(), done_G)
             done_G[part.group_index] = True
-            parts = [g[part.place_BT(g.device)] for g in rows] + ([] if of_groups is None else [of_groups])
+            parts = [g[part.place_BT(g.device)] for g in rows] + ([] if group_gradient is None else [group_gradient])
             if rank:
                 self.ranks.send(parts, rank)
             else:
-                mine = parts
-        with self.ranks.inside("backpropagate"):
-            torch.autograd.backward(list(own), mine)
+                local_gradients = parts
+        with self.ranks.name_collectives("backpropagate"):
+            torch.autograd.backward(local_outputs, local_gradients)
 
     def weights(self) -> TensorStream:
         """Returns whole tensors, one after the other; a second reader waits until the first has finished."""
-        return self._sent(everything=False)
+        return self._stream_weights(everything=False)
 
-    def _sent(self, everything: bool) -> TensorStream:
-        """`everything` is gathered as it is trained, for a checkpoint."""
-        if not self.reading.wait(self.ranks.deadline):
+    def _stream_weights(self, everything: bool) -> TensorStream:
+        """Returns the weights as published, or`everything` as it is trained, for a checkpoint."""
+        if not self.readable.wait(self.ranks.deadline):
             raise DeadlineExceeded(f"the weights were still being read after {self.ranks.deadline:g} s")
-        self.reading.clear()
-        dtype = None if everything else self.published
-        self.ranks.say("weights", everything=everything, dtype=None if dtype is None else SAFETENSORS_NAMES[dtype])
-        leaving = Leaving.of(self.own, self.ranks, everything, dtype, self.copies)
+        self.readable.clear()
+        dtype = None if everything else self.published_dtype
+        dtype_name = None if dtype is None else SAFETENSORS_NAMES[dtype]
+        self.ranks.broadcast("weights", everything=everything, dtype=dtype_name)
+        outgoing = OutgoingWeights.of(self.local_policy, self.ranks, everything, dtype, self.copies)
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             try:
-                leaving.since(None)
-                yield from leaving.whole()
+                outgoing.agree_on_base(None)
+                yield from outgoing.whole_tensors()
             finally:
-                self.reading.set()
+                self.readable.set()
 
         def changes(base: Path) -> Iterator[TensorChange]:
             try:
-                since = leaving.since(base)
-                with safetensors.safe_open(base, framework="pt") as old:
-                    if since is None:
-                        yield from changes_since(old.get_tensor, TensorStream(leaving.like, leaving.whole))
+                base_file = outgoing.agree_on_base(base)
+                with safetensors.safe_open(base, framework="pt") as base_tensors:
+                    if base_file is None:
+                        whole_tensors = TensorStream(outgoing.like, outgoing.whole_tensors)
+                        yield from changes_since(base_tensors.get_tensor, whole_tensors)
                     else:
-                        yield from leaving.changes(old)
+                        yield from outgoing.changes(base_tensors)
             finally:
-                self.reading.set()
+                self.readable.set()
 
-        return TensorStream(leaving.like, tensors, changes, leaving.hold)
+        return TensorStream(outgoing.like, tensors, changes, outgoing.hold)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        self.ranks.say("load", weights)
-        self.own.load(weights)
+        self.ranks.broadcast("load", weights)
+        self.local_policy.load(weights)
 
     def save(self, path: Path, tokenizer: Any = None, weights: Mapping[str, Tensor] | None = None) -> None:
-        self.own.save(path, tokenizer, self._sent(everything=True) if weights is None else weights)
+        self.local_policy.save(path, tokenizer, self._stream_weights(everything=True) if weights is None else weights)
 
-    def lay_out(self, optimizer: Optimizer, folder: Path) -> tuple[ModelWithoutRows, AllRows] | None:
-        """Have all ranks copy what they hold, for a checkpoint within `folder`, which is then written by `saving`.
-        Waits for the one before.
+    def copy_rows(self, optimizer: Optimizer, folder: Path) -> tuple[ModelWithoutRows, AllRows] | None:
+        """Have all ranks copy their rows, for a checkpoint within `folder` that `checkpoint_thread` then writes. Waits
+        for the checkpoint before.
 
         None, and nothing is copied, where a rank does not see the folder (it is on another machine), or adapters have
         to be merged: what is saved has to be gathered then.
         """
-        self.saving.settle()
-        if self.own.everything().keys() != self.own.weights().keys():
+        self.checkpoint_thread.wait()
+        if self.local_policy.everything().keys() != self.local_policy.weights().keys():
             return None
-        self.ranks.say("checkpoint")
-        seen = self.ranks.shared(folder, _LOOKS, self.ranks.saving)
-        return None if seen is None else lay_out(self.own, optimizer, self.ranks)
+        self.ranks.broadcast("checkpoint")
+        shared_folder = self.ranks.share_folder(folder, _SHARING, self.ranks.checkpoint_group)
+        return None if shared_folder is None else copy_rows(self.local_policy, optimizer, self.ranks)
 
 
 class Rank0Optimizer(Optimizer):
@@ -227,113 +227,114 @@ class Rank0Optimizer(Optimizer):
         self.ranks = ranks
 
     def step(self, step: int, loss: Tensor | None = None, read: Callable[[Tensor], float] = float) -> float:
-        self.ranks.say("step", step=step)
-        with self.ranks.inside("step"):
+        self.ranks.broadcast("step", step=step)
+        with self.ranks.name_collectives("step"):
             return super().step(step, loss, read)
 
-    def forget(self) -> None:
-        self.ranks.say("forget")
-        super().forget()
+    def reset_moments(self) -> None:
+        self.ranks.broadcast("reset_moments")
+        super().reset_moments()
 
-    def swap(self) -> None:
+    def swap_averages(self) -> None:
         if self.settings.averaged:
-            self.ranks.say("swap")
-            with self.ranks.inside("swap"):
-                super().swap()
+            self.ranks.broadcast("swap")
+            with self.ranks.name_collectives("swap"):
+                super().swap_averages()
 
     def save(self, folder: Path) -> None:
-        self.ranks.say("save")
-        with self.ranks.inside("save"):
+        self.ranks.broadcast("save")
+        with self.ranks.name_collectives("save"):
             super().save(folder)
 
 
 @dataclass
 class Follower:
-    """Any other rank: `follow()` until rank 0 ends it."""
+    """Executes rank 0's commands on any other rank: call `follow()`, which returns when rank 0 ends."""
 
-    own: SavedPolicy
+    local_policy: SavedPolicy
     optimizer: Optimizer
     ranks: Ranks
     max_tokens: int
     copies: HostCopies = field(default_factory=HostCopies)  # of this rank's shards, for publication
-    _made: PolicyOutput | None = None
-    _share: _Share | None = None
-    _held: Callable[[], bool] = lambda: False
+    _output: PolicyOutput | None = None
+    _share: _RankShare | None = None
+    _hold_copies: Callable[[], bool] = lambda: False
     _sending: Background = field(default_factory=lambda: Background("weights"))  # of which each wait has its deadline
-    _saving: Background = field(init=False)
+    _checkpoint_thread: Background = field(init=False)
 
     def __post_init__(self) -> None:
-        self._saving = saving(self.ranks)
+        self._checkpoint_thread = checkpoint_thread(self.ranks)
 
     def follow(self) -> None:
-        """Execute the messages of rank 0; it waits for nothing else."""
-        acts: dict[str, Callable[[Message], object]] = {
+        """Execute the commands of rank 0, and wait for nothing else, until it sends "end"."""
+        handlers: dict[str, Callable[[RankCommand], object]] = {
             "evaluate": self._evaluate,
             "backpropagate": self._backpropagate,
             "step": self._step,
-            "forget": lambda message: self.optimizer.forget(),
+            "reset_moments": lambda command: self.optimizer.reset_moments(),
             "swap": self._swap,
-            "save": lambda message: self.optimizer.save(Path()),
+            "save": lambda command: self.optimizer.save(Path()),
             "weights": self._send_weights,
             "checkpoint": self._checkpoint,
-            "load": lambda message: self.own.load(message.tensors),
+            "load": lambda command: self.local_policy.load(command.tensors),
         }
-        while (message := self.ranks.hear()).word != "end":
-            with self.ranks.inside(message.word):
-                acts[message.word](message)
-        self._sending.settle()
-        self._saving.settle()
+        while (command := self.ranks.receive_command()).name != "end":
+            with self.ranks.name_collectives(command.name):
+                handlers[command.name](command)
+        self._sending.wait()
+        self._checkpoint_thread.wait()
 
-    def _evaluate(self, message: Message) -> None:
-        batch = Batch(**message.tensors)
-        dealt = deal(batch, self.ranks.count, self.max_tokens, self.own.share_prompt)
-        self._share = _Share.of(batch, dealt[self.ranks.rank])
-        with torch.set_grad_enabled(bool(message.facts["gradient"])):
-            self._made = self.own.evaluate(self._share.part.batch)
-        if self._share.used:
-            self.ranks.send(given(self._made), 0)
+    def _evaluate(self, command: RankCommand) -> None:
+        batch = Batch(**command.tensors)
+        rows_by_rank = deal(batch, self.ranks.count, self.max_tokens, self.local_policy.share_prompt)
+        self._share = _RankShare.of(batch, rows_by_rank[self.ranks.rank])
+        with torch.set_grad_enabled(bool(command.arguments["gradient"])):
+            self._output = self.local_policy.evaluate(self._share.part.batch)
+        if self._share.is_used:
+            self.ranks.send(present_outputs(self._output), 0)
 
-    def _backpropagate(self, message: Message) -> None:
+    def _backpropagate(self, command: RankCommand) -> None:
         assert self._share is not None
-        assert self._made is not None
-        output, self._made = self._made, None
-        made = given(output)
-        gradients = [torch.zeros_like(tensor) for tensor in made]
-        if self._share.used:
-            gradients = self.ranks.receive([t.shape for t in made], 0)
-        torch.autograd.backward(made, gradients)
-        if self._share.used:
-            self.ranks.send([_entropy_of(output)], 0)
+        assert self._output is not None
+        output, self._output = self._output, None
+        outputs = present_outputs(output)
+        gradients = [torch.zeros_like(tensor) for tensor in outputs]
+        if self._share.is_used:
+            gradients = self.ranks.receive([t.shape for t in outputs], 0)
+        torch.autograd.backward(outputs, gradients)
+        if self._share.is_used:
+            self.ranks.send([_take_entropy(output)], 0)
 
-    def _step(self, message: Message) -> None:
-        if not self._held():
-            self._sending.settle()
-        self._sending.look()
-        self._saving.look()
-        self.optimizer.step(int(message.facts["step"]))
+    def _step(self, command: RankCommand) -> None:
+        if not self._hold_copies():
+            self._sending.wait()
+        self._sending.raise_error()
+        self._checkpoint_thread.raise_error()
+        self.optimizer.step(int(command.arguments["step"]))
 
-    def _swap(self, message: Message) -> None:
-        self._sending.settle()
-        self.optimizer.swap()
+    def _swap(self, command: RankCommand) -> None:
+        self._sending.wait()
+        self.optimizer.swap_averages()
 
-    def _checkpoint(self, message: Message) -> None:
+    def _checkpoint(self, command: RankCommand) -> None:
         """Copy this rank's rows, and write them while the next steps are computed."""
-        self._sending.settle()
-        self._saving.settle()
-        if self.ranks.shared(None, _LOOKS, self.ranks.saving) is not None:
-            shards = Shards.of(self.own, self.optimizer)
-            self._saving.begin(lambda: shards.write(self.ranks, ""))
+        self._sending.wait()
+        self._checkpoint_thread.wait()
+        if self.ranks.share_folder(None, _SHARING, self.ranks.checkpoint_group) is not None:
+            shards = Shards.of(self.local_policy, self.optimizer)
+            self._checkpoint_thread.start(lambda: shards.write(self.ranks, ""))
 
-    def _send_weights(self, message: Message) -> None:
+    def _send_weights(self, command: RankCommand) -> None:
         """Send the weights while the next step is computed; this ends before they change, unless it sends copies."""
-        self._sending.settle()
-        dtype = next((dtype for dtype, name in SAFETENSORS_NAMES.items() if name == message.facts["dtype"]), None)
-        leaving = Leaving.of(self.own, self.ranks, bool(message.facts["everything"]), dtype, self.copies)
-        self._held = leaving.hold
-        self._sending.begin(leaving.send)
+        self._sending.wait()
+        dtype = next((dtype for dtype, name in SAFETENSORS_NAMES.items() if name == command.arguments["dtype"]), None)
+        everything = bool(command.arguments["everything"])
+        outgoing = OutgoingWeights.of(self.local_policy, self.ranks, everything, dtype, self.copies)
+        self._hold_copies = outgoing.hold
+        self._sending.start(outgoing.send)
 
 
-class _Dealt(torch.autograd.Function):
+class _RankOutputs(torch.autograd.Function):
     """The outputs of the ranks as one differentiable operation, whose backward pass sends derivatives to them."""
 
     @staticmethod
@@ -348,14 +349,15 @@ class _Dealt(torch.autograd.Function):
         return None, None, *[None] * len(gradients)
 
 
-def _whole(batch: Batch, made: Sequence[tuple[Slice, Sequence[Tensor]]]) -> list[Tensor]:
+def _assemble_batch(batch: Batch, outputs: Sequence[tuple[Slice, Sequence[Tensor]]]) -> list[Tensor]:
     """Returns the outputs for the whole batch, each part in its place."""
-    shape_BT, whole = tuple(batch.completion_BT.shape), []
-    for column in zip(*(tensors for _, tensors in made), strict=True):
-        rows = column[0].ndim == 2
+    shape_BT, tensors = tuple(batch.completion_BT.shape), []
+    for column in zip(*(tensors for _, tensors in outputs), strict=True):
+        is_by_row = column[0].ndim == 2
         device = column[0].device
-        places: list[Any] = [part.place_BT(device) if rows else to_device(part.group_index, device) for part, _ in made]
-        tensor = put_together(column, places, shape_BT if rows else (batch.groups,))
+        slices = [part for part, _ in outputs]
+        places: list[Any] = [s.place_BT(device) if is_by_row else to_device(s.group_index, device) for s in slices]
+        tensor = assemble(column, places, shape_BT if is_by_row else (batch.groups,))
         assert tensor is not None
-        whole.append(tensor.detach())
-    return whole
+        tensors.append(tensor.detach())
+    return tensors
