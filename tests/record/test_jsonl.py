@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tba.record.evaluations import EvaluationWriter, RunningEvaluations, read_evaluations
 from tba.record.faults import count_faults, note_unreadable, record_fault
-from tba.record.jsonl import JsonLines, NewLines, lines_of, plain, read_last_line, read_lines, write_json
+from tba.record.jsonl import JsonLines, NewLines, as_json, read_last_line, read_lines, read_lines_and_errors, write_json
 from tba.record.metrics import (
     GENERATED_TOKENS,
     PART,
@@ -108,7 +108,7 @@ def test_lines_that_cannot_be_read_are_passed_over_and_numbered(tmp_path: Path) 
     path = tmp_path / "a.jsonl"
     for damaged in DAMAGED:
         path.write_bytes(b'{"a": 1}\n' + damaged + b'\n{"a": 2}\n' + damaged + b"\n")
-        assert lines_of(path, lambda row: 1 + row["a"]) == ([2, 3], [2, 4])
+        assert read_lines_and_errors(path, lambda row: 1 + row["a"]) == ([2, 3], [2, 4])
         assert read_lines(path, lambda row: 1 + row["a"]) == [2, 3]
         assert read_last_line(path, lambda row: 1 + row["a"]) == 3
         path.write_bytes(damaged + b"\n")
@@ -199,14 +199,14 @@ def test_numbers_of_numpy_become_numbers_and_what_is_not_finite_becomes_null() -
         "g": StopReason.EOS,
         "h": (1, None),
     }
-    assert plain(values) == {
+    assert as_json(values) == {
         "a": 0.5, "b": 3, "c": True, "d": [1.0, None], "e": None, "f": "1.20", "g": "eos", "h": [1, None],
     }  # fmt: skip
 
 
 def test_what_has_no_plain_form_is_named() -> None:
     with pytest.raises(TypeError, match="object has no plain JSON form"):
-        plain({"a": [object()]})
+        as_json({"a": [object()]})
 
 
 json_values = st.recursive(
@@ -219,8 +219,8 @@ json_values = st.recursive(
 @settings(max_examples=30, deadline=None)
 @given(st.dictionaries(st.text(), json_values))
 def test_what_json_can_hold_is_unchanged(value: dict[str, object]) -> None:
-    assert plain(value) == value
-    assert b"\n" not in json.dumps(plain(value)).encode()
+    assert as_json(value) == value
+    assert b"\n" not in json.dumps(as_json(value)).encode()
 
 
 def test_a_json_file_is_replaced_whole_and_nothing_stays_beside_it(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias
 from tba.errors import UserError
 from tba.recipe import Recipe, differences, resolved
 from tba.record.failure import Failure
-from tba.record.jsonl import plain
+from tba.record.jsonl import as_json
 from tba.record.log import tail
 from tba.record.run_record import RunRecord
 from tba.record.summary import Summary
@@ -79,7 +79,7 @@ class Trial:
     def difference(self) -> str | None:
         """Returns the first field in which the existing run has another recipe, with both values; None if none."""
         made = RunDirectory.open(self.path).facts["resolved"]
-        wanted = json.loads(json.dumps(plain(resolved(self.recipe))))
+        wanted = json.loads(json.dumps(as_json(resolved(self.recipe))))
         for name, then, now in differences(made, wanted):
             without_effect = any(name.startswith(f"{field}.") for field in self.recipe.unused)
             if name not in _APART and not without_effect and (name, now) not in _FOUND:

@@ -20,7 +20,7 @@ from tba.recipe import Recipe
 from tba.record.memory import machine_memory_bytes
 from tba.record.show import pairs, section
 from tba.record.terminal import terminal
-from tba.record.text import count, duration, percent, printable, size
+from tba.record.text import duration, percent, printable, short_number, size
 from tba.replay.buffer import OF_BODY, OF_TOKEN
 from tba.runs.estimate import Estimate, estimate
 from tba.runs.probe import UPDATES
@@ -121,9 +121,9 @@ def _figures(recipe: Recipe, e: Estimate, own: int | None) -> dict[str, str]:
     at_least = "" if e.trainer_measured else "at least "
     found = {
         "searcher": f"{e.tokens_per_round:,.0f} tokens of answers in a round of {e.round_seconds:.3f} s: "
-        f"{count(answered)} tokens/s each",
+        f"{short_number(answered)} tokens/s each",
         "round": e.round_time.facts(recipe.runtime == "inline"),
-        "trainer": f"a step takes {at_least}{e.step_seconds:.3f} s: {count(trained)} tokens/s"
+        "trainer": f"a step takes {at_least}{e.step_seconds:.3f} s: {short_number(trained)} tokens/s"
         + ("" if e.trainer_measured else f" (computed: its products alone, over {recipe.trainer.count} ranks)"),
         "measured": e.smaller,
         "moments": _of_moments(recipe),

@@ -22,7 +22,7 @@ from tba.evaluation.estimators import paired_difference, wilson_interval
 from tba.foreign import read_json
 from tba.protocols import Engine
 from tba.recipe import Recipe, differences, resolved
-from tba.record.jsonl import plain, replaced, write_json
+from tba.record.jsonl import as_json, atomic_replacement, write_json
 from tba.record.terminal import terminal
 from tba.record.text import hundredfold
 from tba.runs.evaluating import measured, recipe_of, with_checkpoint
@@ -84,7 +84,7 @@ def _unlike(recipe: Recipe, run: Path) -> Iterator[str]:
     """Yields what is asked or sampled otherwise than in the run whose checkpoint it is."""
     if not (run / "recipe.json").is_file():
         return
-    for name, then, now in differences(RunDirectory.open(run).facts["resolved"], plain(resolved(recipe))):
+    for name, then, now in differences(RunDirectory.open(run).facts["resolved"], as_json(resolved(recipe))):
         if name.startswith(_MATTERS):
             yield f"unlike the run at {run}: {name} is {now!r} here, {then!r} there"
 
@@ -149,8 +149,8 @@ def _write_texts(path: Path, answers: Sequence[Answer], console: Console) -> Non
         {"prompt": a.prompt, "response": a.completion, "reward": a.reward, "correct": a.correct, "metric": a.metric}
         for a in answers
     ]
-    with replaced(path) as temporary:
-        temporary.write_text("".join(json.dumps(plain(line)) + "\n" for line in lines), encoding="utf-8")
+    with atomic_replacement(path) as temporary:
+        temporary.write_text("".join(json.dumps(as_json(line)) + "\n" for line in lines), encoding="utf-8")
     words = np.mean([len(a.completion.split()) for a in answers]) if answers else 0.0
     console.print(f"{len(answers):,} answers of {words:.1f} words on average in {path}", highlight=False)
 

@@ -20,7 +20,7 @@ from tba.foreign import parsed, read_json
 from tba.policy.lora import CONFIG
 from tba.record.evaluations import figure
 from tba.record.run_record import RunRecord
-from tba.record.text import count, duration, percent, printable
+from tba.record.text import duration, percent, printable, short_number
 from tba.shipped import MARK
 from tba.types import Json, Version
 
@@ -159,7 +159,7 @@ def _opening(facts: Mapping[str, Any], version: Version, base: Base) -> str:
 def _training(record: RunRecord, resolved: Mapping[str, Json]) -> str:
     said = []
     if (summary := record.summary) is not None:
-        made, given = summary.trajectories, f"{count(summary.tokens.generated)} tokens"
+        made, given = summary.trajectories, f"{short_number(summary.tokens.generated)} tokens"
         said += [
             f"- {summary.steps:,} steps in {duration(summary.wall_seconds.total)} of wall-clock",
             f"- {made.generated:,} answers sampled ({given}), of which {percent(made.trained_share)} were trained on, "

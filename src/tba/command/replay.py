@@ -16,10 +16,10 @@ from rich.table import Table
 
 from tba.command.options import ReplayOptions
 from tba.errors import UserError
-from tba.record.jsonl import plain, replaced
+from tba.record.jsonl import as_json, atomic_replacement
 from tba.record.show import table_of
 from tba.record.terminal import LossyOutput, terminal
-from tba.record.text import count, printable, size
+from tba.record.text import printable, short_number, size
 from tba.replay.codec import unpack_uses
 from tba.replay.queries import JournalQueries, Share, written_out
 from tba.runtime.checkpointing import held_by_journal, missing_from
@@ -91,7 +91,7 @@ def _cell(value: object) -> str:
 def _show(console: Console, path: Path, journal: Path, reader: JournalQueries, lost: str | None) -> None:
     totals = reader.totals
     console.print(
-        f"{path}: {totals.rows:,} trajectories, {count(totals.tokens)} tokens, {size(journal.stat().st_size)}",
+        f"{path}: {totals.rows:,} trajectories, {short_number(totals.tokens)} tokens, {size(journal.stat().st_size)}",
         highlight=False,
     )
     if lost is not None:
@@ -126,7 +126,7 @@ def _export(journal: Path, file: Path, used: npt.NDArray[np.int32]) -> int:
         raise UserError(f"--export is {file}: give a name that ends in .jsonl or .parquet")
     done, writer = 0, _lines if file.suffix == ".jsonl" else _parquet
     try:
-        with replaced(file) as temporary, writer(temporary) as put:
+        with atomic_replacement(file) as temporary, writer(temporary) as put:
             for chunk in written_out(journal, used):
                 put(chunk)
                 done += len(chunk)
@@ -142,7 +142,7 @@ def _lines(path: Path) -> Iterator[Any]:
 
         def put(chunk: Sequence[Mapping[str, Json]]) -> None:
             for values in chunk:
-                text = json.dumps(plain(values), ensure_ascii=False, allow_nan=False)
+                text = json.dumps(as_json(values), ensure_ascii=False, allow_nan=False)
                 file.write(text.encode("utf-8", "backslashreplace") + b"\n")
 
         yield put
@@ -166,7 +166,7 @@ def _parquet(path: Path) -> Iterator[Any]:
     with parquet.ParquetWriter(path, schema) as writer:
 
         def put(chunk: Sequence[Mapping[str, Json]]) -> None:
-            rows = [{**row, **{name: json.dumps(plain(row[name])) for name in _JSON}} for row in chunk]
+            rows = [{**row, **{name: json.dumps(as_json(row[name])) for name in _JSON}} for row in chunk]
             writer.write_table(pyarrow.Table.from_pylist(rows, schema))
 
         yield put

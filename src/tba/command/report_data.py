@@ -22,11 +22,11 @@ from tba.errors import UserError
 from tba.evaluation.estimators import wilson_interval
 from tba.record import metrics
 from tba.record.faults import read_faults
-from tba.record.jsonl import plain, read_lines
+from tba.record.jsonl import as_json, read_lines
 from tba.record.metrics import column, is_number
 from tba.record.recorder import read_samples
 from tba.record.run_record import RunRecord
-from tba.record.show import facts_of
+from tba.record.show import summary_facts
 from tba.record.text import frame_of, percent
 from tba.replay.buffer import LEFT
 from tba.replay.excerpt import Facts, chosen, read_bodies, read_facts
@@ -68,7 +68,7 @@ def report_data(path: Path, most: int, budget: int) -> dict[str, Json]:
         "answers": answers,
         "frame": frame_of([a["prompt"] for a in answers] + [p["text"] for p in prompts if "text" in p]),
         "account": _account(record),
-        "facts": [] if record.summary is None else list(facts_of(record.summary).items()),
+        "facts": [] if record.summary is None else list(summary_facts(record.summary).items()),
         "notes": [*filter(None, [journal.pop("lost")]), *([] if hidden else _notes(record))],
         "metrics": _curves(record.metrics),
         "rates": {name: [_short(x), _short(y)] for name, (x, y) in metrics.rates(record.metrics).items()},
@@ -297,7 +297,7 @@ def _searchers(facts: Facts, clock: _Clock) -> list[dict[str, Json]]:
                 "last": round(float(wall[own].max()), 1),
                 "trajectories": int(own.sum()),
                 "tokens": int(facts.tokens[own].sum()),
-                "reward": plain(np.round(np.nanmean(reward), 4)) if not np.isnan(reward).all() else None,
+                "reward": as_json(np.round(np.nanmean(reward), 4)) if not np.isnan(reward).all() else None,
             }
         )
     return found
@@ -385,7 +385,7 @@ class _Excerpt:
     def _prompt(self, t: Trajectory) -> dict[str, Json]:
         if self._hidden:
             return {"key": t.prompt.key}
-        fields = json.dumps(plain(dict(t.prompt.fields)), ensure_ascii=False) if t.prompt.fields else ""
+        fields = json.dumps(as_json(dict(t.prompt.fields)), ensure_ascii=False) if t.prompt.fields else ""
         return {"key": t.prompt.key, "text": t.prompt.text[:LONGEST_TEXT], "fields": fields[:LONGEST_TEXT]}
 
     def _line(self, row: int, t: Trajectory) -> dict[str, Json]:
@@ -399,14 +399,14 @@ class _Excerpt:
             "searcher": facts.owner.item(row),
             "version": str(t.version),
             "wall": round(float(self._wall[row]), 2),
-            "reward": plain(round(t.reward, 5)) if np.isfinite(t.reward) else None,
-            "parts": {name: plain(round(float(part), 5)) for name, part in t.reward_parts.items()},
+            "reward": as_json(round(t.reward, 5)) if np.isfinite(t.reward) else None,
+            "parts": {name: as_json(round(float(part), 5)) for name, part in t.reward_parts.items()},
             "length": t.length,
             "stop": c.stop_reason.value,
             "uses": max(0, facts.uses.item(row)) if self._uses_known else None,
             "fate": FATES[self._fates[row]] if self._uses_known else None,
-            "log_reference": plain(round(reference, 3)),
-            "ratio": None if behavior is None else plain(round(behavior - reference, 3)),
+            "log_reference": as_json(round(reference, 3)),
+            "ratio": None if behavior is None else as_json(round(behavior - reference, 3)),
             "reference": str(t.reference),
             "sampling": None if c.sampling is None else str(c.sampling),
             "as_policy": c.sampling is not None and c.sampling == self._policy_sampling,

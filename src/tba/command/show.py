@@ -10,7 +10,7 @@ from pathlib import Path
 from tba.command.report_data import different, settings_of
 from tba.errors import UserError
 from tba.record.run_record import RunRecord
-from tba.record.show import comparison, listing, show
+from tba.record.show import comparison, runs_table, show
 from tba.record.terminal import terminal
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.run_lock import is_held
@@ -20,7 +20,7 @@ def show_run(path: Path) -> int:
     """Print a run so far, or its summary; of a folder of runs, a line for each."""
     console = terminal()
     if found := sorted(inner.parent for inner in path.glob("*/recipe.json")):
-        console.print(listing([_read(run) for run in found], [is_held(run) for run in found]))
+        console.print(runs_table([_read(run) for run in found], [is_held(run) for run in found]))
     else:
         console.print(show(RunRecord.read(path)))
     return 0

@@ -34,12 +34,12 @@ class Callbacks:
     def look(self, run: Path) -> None:
         """Call the functions with what has been recorded since the last call."""
         if self.on_step is not None:
-            for row in self._new(run, metrics.FILE, metrics.step_of):
+            for row in self._new(run, metrics.FILE, metrics.parse_step):
                 if row["step"] > self._step:
                     self._step = row["step"]
                     _call("on_step", self.on_step, row)
         if self.on_evaluation is not None:
-            for figure in self._new(run, evaluations.FILE, evaluations.evaluation_of):
+            for figure in self._new(run, evaluations.FILE, evaluations.parse_evaluation):
                 if (figure.version, figure.metric) not in self._figures:
                     self._figures.add((figure.version, figure.metric))
                     _call("on_evaluation", self.on_evaluation, figure)

@@ -60,7 +60,7 @@ class EvaluationWriter:
 
 def read_evaluations(directory: Path) -> list[Evaluation]:
     """Returns a run's figures, in the order written; none when it has none yet."""
-    return read_lines(directory / FILE, evaluation_of)
+    return read_lines(directory / FILE, parse_evaluation)
 
 
 def figure(evaluation: Evaluation | None) -> str:
@@ -75,7 +75,7 @@ class RunningEvaluations:
     """Reads the figures of a run again and again: each call of `look` reads only what is new."""
 
     def __init__(self, directory: Path) -> None:
-        self._lines = NewLines(directory / FILE, evaluation_of)
+        self._lines = NewLines(directory / FILE, parse_evaluation)
         self.found: list[Evaluation] = []  # all so far
 
     @property
@@ -96,7 +96,7 @@ class RunningEvaluations:
         return bool(new)
 
 
-def evaluation_of(row: dict[str, Json]) -> Evaluation:
+def parse_evaluation(row: dict[str, Json]) -> Evaluation:
     """Reads an evaluation from a line of `evaluations.jsonl`, or of a summary, which leaves its cost out.
 
     Raises `ValueError`, `KeyError` or `TypeError` when it is none.
@@ -110,7 +110,7 @@ def evaluation_of(row: dict[str, Json]) -> Evaluation:
     return found
 
 
-def answer_of(row: dict[str, Json]) -> RecordedAnswer:
+def parse_answer(row: dict[str, Json]) -> RecordedAnswer:
     answer = RecordedAnswer(**_versioned(row))
     if not (isinstance(answer.prompt, str) and isinstance(answer.completion, str)):
         raise TypeError("no answer")

@@ -77,7 +77,7 @@ MOST_DRIFT = 0.05  # nats a token and update
 _FIGURES = (SAMPLED, GREEDY)  # by which of them checkpoints are compared
 
 
-def falls(evaluations: Iterable[Evaluation]) -> list[str]:
+def find_falls(evaluations: Iterable[Evaluation]) -> list[str]:
     """Returns a sentence for each time that a held-out figure fell, in the order of versions."""
     best: dict[str, Evaluation] = {}
     fallen: dict[str, bool] = {}
@@ -99,7 +99,7 @@ def falls(evaluations: Iterable[Evaluation]) -> list[str]:
 def note_falls(directory: Path, evaluations: Iterable[Evaluation]) -> list[str]:
     """Record the falls that are not recorded yet for the run in `directory`, as faults; returns them."""
     known = {line["what"] for line in read_faults(directory) if line["kind"] == HELD_OUT}
-    new = [what for what in falls(evaluations) if what not in known]
+    new = [what for what in find_falls(evaluations) if what not in known]
     for what in new:
         record_fault(directory, HELD_OUT, what)
     return new

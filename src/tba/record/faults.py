@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tba.record import evaluations, metrics
-from tba.record.evaluations import answer_of, evaluation_of
-from tba.record.jsonl import JsonLines, lines_of, read_lines
+from tba.record.evaluations import parse_answer, parse_evaluation
+from tba.record.jsonl import JsonLines, read_lines, read_lines_and_errors
 from tba.types import Json
 
 log = logging.getLogger("tba.record.faults")
@@ -71,28 +71,28 @@ def read_faults(directory: Path) -> list[dict[str, Json]]:
     return read_lines(directory / FILE, _fault)
 
 
-def records(directory: Path) -> dict[str, tuple[list[Any], list[int]]]:
+def read_all_records(directory: Path) -> dict[str, tuple[list[Any], list[int]]]:
     """Returns, by the name of each file of records, what can be read of it, and the numbers of the other lines."""
     files: tuple[tuple[str, Callable[[dict[str, Json]], object]], ...] = (
-        (metrics.FILE, metrics.step_of),
-        (evaluations.FILE, evaluation_of),
-        (evaluations.ANSWERS_FILE, answer_of),
+        (metrics.FILE, metrics.parse_step),
+        (evaluations.FILE, parse_evaluation),
+        (evaluations.ANSWERS_FILE, parse_answer),
         (FILE, _fault),
     )
-    return {name: lines_of(directory / name, read) for name, read in files}
+    return {name: read_lines_and_errors(directory / name, read) for name, read in files}
 
 
 def note_unreadable(directory: Path) -> list[str]:
     """Record each line that cannot be read as a fault, once; returns a sentence for each file that has such lines."""
     told = {line["what"] for line in read_faults(directory) if line["kind"] == "unreadable_lines"}
-    found = {name: bad for name, (_, bad) in records(directory).items() if bad}
+    found = {name: bad for name, (_, bad) in read_all_records(directory).items() if bad}
     for what in [f"{name}, line {number}" for name, bad in found.items() for number in bad]:
         if what not in told:
             record_fault(directory, "unreadable_lines", what)
-    return [left_out(name, bad) for name, bad in found.items()]
+    return [describe_unreadable(name, bad) for name, bad in found.items()]
 
 
-def left_out(name: str, bad: Sequence[int]) -> str:
+def describe_unreadable(name: str, bad: Sequence[int]) -> str:
     """Returns the sentence about the lines of a file that cannot be read."""
     return (
         f"{name}: line {bad[0]} cannot be read and is left out"

@@ -30,7 +30,7 @@ UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 T = TypeVar("T")
 
 
-def plain(value: object) -> Json:
+def as_json(value: object) -> Json:
     """Returns `value` as what JSON can hold: numpy numbers as Python's, not-a-number and infinities as None.
 
     Raises `TypeError`, naming the type, for what has no plain form.
@@ -38,19 +38,19 @@ def plain(value: object) -> Json:
     if value is None or (isinstance(value, bool | int | str) and not isinstance(value, Enum)):
         return value
     if isinstance(value, Enum):
-        return plain(value.value)
+        return as_json(value.value)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, np.generic):
-        return plain(value.item())
+        return as_json(value.item())
     if isinstance(value, Version | Path):
         return str(value)
     if isinstance(value, np.ndarray):
-        return plain(value.tolist())
+        return as_json(value.tolist())
     if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
+        return {str(k): as_json(v) for k, v in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [plain(v) for v in value]
+        return [as_json(v) for v in value]
     raise TypeError(f"{type(value).__name__} has no plain JSON form")
 
 
@@ -64,7 +64,7 @@ class JsonLines:
 
     def append(self, line: Mapping[str, object]) -> None:
         """Write one line; it survives this process from here on. Raises `OSError` when the disk is full."""
-        whole = json.dumps(plain(line), ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n"
+        whole = json.dumps(as_json(line), ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n"
         fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
             _cut_torn_line(self._file)
@@ -93,7 +93,7 @@ def _cut_torn_line(file: FileIO) -> None:
         file.truncate(end)
 
 
-def lines_of(path: Path, read: Callable[[dict[str, Json]], Any]) -> tuple[list[Any], list[int]]:
+def read_lines_and_errors(path: Path, read: Callable[[dict[str, Json]], Any]) -> tuple[list[Any], list[int]]:
     """Returns what `read` makes of each whole line, in order, and the numbers (from 1) of those that cannot be read.
 
     Nothing when there is no file. What follows the last newline is not read. A line cannot be read when it is no JSON
@@ -105,7 +105,7 @@ def lines_of(path: Path, read: Callable[[dict[str, Json]], Any]) -> tuple[list[A
 
 def read_lines(path: Path, read: Callable[[dict[str, Json]], Any] = dict) -> list[Any]:
     """Returns what can be read of a file, in order, as `lines_of` does."""
-    return lines_of(path, read)[0]
+    return read_lines_and_errors(path, read)[0]
 
 
 class NewLines:
@@ -127,7 +127,7 @@ class NewLines:
         """Returns (whether it was read from its beginning, what can be read of what is new); nothing while there is no
         file.
         """
-        replaced, lines = self._lines()
+        atomic_replacement, lines = self._lines()
         found = []
         for line in lines:
             self._count += 1
@@ -135,24 +135,24 @@ class NewLines:
                 found.append(self._read(_object(line)))
             except UNREADABLE:
                 self.bad.append(self._count)
-        return replaced, found
+        return atomic_replacement, found
 
     def _lines(self) -> tuple[bool, list[bytes]]:
         try:
             with self.path.open("rb") as file:
                 file.seek(self._at - len(self._last))
                 found = os.fstat(file.fileno()).st_ino
-                replaced = not self._at or found != self._file or file.read(len(self._last)) != self._last
-                if replaced:
+                atomic_replacement = not self._at or found != self._file or file.read(len(self._last)) != self._last
+                if atomic_replacement:
                     file.seek(0)
                     self._begin(found)
                 lines = file.read().split(b"\n")[:-1]
         except FileNotFoundError:
-            replaced, lines = self._at > 0, []
+            atomic_replacement, lines = self._at > 0, []
             self._begin(0)
         if lines:
             self._at, self._last = self._at + sum(map(len, lines)) + len(lines), lines[-1] + b"\n"
-        return replaced, lines
+        return atomic_replacement, lines
 
     def _begin(self, file: int) -> None:
         self.bad: list[int] = []  # numbers, from 1, in the file that is read now
@@ -189,16 +189,16 @@ def write_json(path: Path, value: object) -> None:
     """Write one JSON file under a temporary name and rename it: a reader sees the old one or the new one, never half of
     one.
     """
-    text = json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(as_json(value), indent=2, ensure_ascii=False, allow_nan=False)
     path.parent.mkdir(exist_ok=True)  # not its parents: a run that was moved away is not made anew
-    with replaced(path) as temporary, temporary.open("w", encoding="utf-8", errors="replace") as file:
+    with atomic_replacement(path) as temporary, temporary.open("w", encoding="utf-8", errors="replace") as file:
         file.write(f"{text}\n")
         file.flush()
         os.fsync(file.fileno())
 
 
 @contextmanager
-def replaced(path: Path) -> Iterator[Path]:
+def atomic_replacement(path: Path) -> Iterator[Path]:
     """Yields a temporary name beside `path`; what is written there takes its place once all of it is."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

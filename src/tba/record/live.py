@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tba.record.terminal import terminal
-from tba.record.text import count, duration, percent, printable
+from tba.record.text import duration, percent, printable, short_number
 
 NOT_YET = "-"
 _LOOK = 0.5  # seconds between two updates on a terminal
@@ -94,7 +94,7 @@ class LiveView:
         """Show `status`; without a terminal, only the first, each new phase, and one every `every_seconds`."""
         self._last = status
         if self._table is not None:
-            self._table.update(table(status, self.title))
+            self._table.update(status_table(status, self.title))
             return
         before = self._printed
         if (
@@ -106,7 +106,7 @@ class LiveView:
 
     def _print(self, status: Status) -> None:
         self._printed = status
-        self.console.print(line(status), markup=False, highlight=False, soft_wrap=True)
+        self.console.print(status_line(status), markup=False, highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)
@@ -115,17 +115,17 @@ class View:
 
     console: Console
 
-    def say(self, line: str) -> None:
+    def say(self, message: str) -> None:
         """Print a line for people, a note in yellow."""
-        style = "yellow" if line.startswith("note: ") else None
-        self.console.print(Text(printable(line)), style=style, soft_wrap=True)
+        style = "yellow" if message.startswith("note: ") else None
+        self.console.print(Text(printable(message)), style=style, soft_wrap=True)
 
     def live(self, title: str) -> LiveView:
         """Returns a view of a run's state, to enter."""
         return LiveView(self.console, STATUS_SECONDS, title)
 
 
-def line(status: Status) -> str:
+def status_line(status: Status) -> str:
     """Returns one short line of what is known by now."""
     known = [f"{name} {text}" for name, text in _texts(status, ", ", _at(status)).items() if text != NOT_YET]
     head = [f"{duration(status.elapsed_seconds):>8}", f"step {status.step}/{status.steps}"]
@@ -133,7 +133,7 @@ def line(status: Status) -> str:
     return " | ".join(part for part in (*head, phase, *known, status.note) if part)
 
 
-def table(status: Status, title: str = "") -> Group:
+def status_table(status: Status, title: str = "") -> Group:
     """Returns a status as a table for 80 columns; its figures of batches are means of the newest 50 steps."""
     text = _texts(status, "   ")
     head = Table.grid(padding=(0, 2))
@@ -161,7 +161,7 @@ def _texts(status: Status, between: str, at: str = "") -> dict[str, str]:
         return NOT_YET if value is None else form(value)
 
     def rate(tokens: float) -> str:
-        return f"{count(tokens)} tok/s"
+        return f"{short_number(tokens)} tok/s"
 
     parts = [f"{printable(name, 40, newlines=False)} {value:.3f}" for name, value in status.parts.items()]
     accuracy = [

@@ -75,12 +75,12 @@ class MetricsWriter:
 
 def read_metrics(directory: Path) -> list[dict[str, Json]]:
     """Returns a run's lines, in the order written; none when it has no metrics yet."""
-    return read_lines(directory / FILE, step_of)
+    return read_lines(directory / FILE, parse_step)
 
 
 def read_last(directory: Path) -> dict[str, Json] | None:
     """Returns the newest line of a run, without reading the others; None when it has no metrics yet."""
-    return read_last_line(directory / FILE, step_of)
+    return read_last_line(directory / FILE, parse_step)
 
 
 def incarnation_of(row: dict[str, Json]) -> int | None:
@@ -89,7 +89,7 @@ def incarnation_of(row: dict[str, Json]) -> int | None:
     return int(first) if first.isdecimal() else None
 
 
-def step_of(row: dict[str, Json]) -> dict[str, Json]:
+def parse_step(row: dict[str, Json]) -> dict[str, Json]:
     """Returns the line itself. Raises `TypeError` when it does not say which step it is, and when."""
     if not (isinstance(row["step"], int) and is_number(row["wall_seconds"])):
         raise TypeError("no line of a step")
@@ -122,7 +122,7 @@ class RunningMetrics:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._lines = NewLines(directory / FILE, step_of)
+        self._lines = NewLines(directory / FILE, parse_step)
         self._begin()
 
     def _begin(self) -> None:

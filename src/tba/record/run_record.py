@@ -16,7 +16,7 @@ from tba.record import evaluations, metrics
 from tba.record.evaluations import RecordedAnswer
 from tba.record.failure import Failure
 from tba.record.falls import by_version, noted_falls
-from tba.record.faults import left_out, records
+from tba.record.faults import describe_unreadable, read_all_records
 from tba.record.metrics import column
 from tba.record.summary import Summary
 from tba.record.text import percent
@@ -44,7 +44,7 @@ class RunRecord:
             raise UserError(f"{directory}: there is no such run; give the directory of one, for example runs/NAME")
         if not any((directory / name).exists() for name in ("recipe.json", metrics.FILE, evaluations.FILE)):
             raise UserError(f"{directory}: wanted a run's directory, but it holds neither recipe nor metrics.")
-        summary, lines = Summary.read(directory), records(directory)
+        summary, lines = Summary.read(directory), read_all_records(directory)
         found = lines[evaluations.FILE][0]
         return cls(
             directory=directory,
@@ -53,7 +53,7 @@ class RunRecord:
             answers=lines[evaluations.ANSWERS_FILE][0],
             summary=summary,
             failure=Failure.read(directory),
-            unreadable=[left_out(name, bad) for name, (_, bad) in lines.items() if bad],
+            unreadable=[describe_unreadable(name, bad) for name, (_, bad) in lines.items() if bad],
             falls=noted_falls(directory),
             best=_best(directory, found),
         )

@@ -13,8 +13,8 @@ from pathlib import Path
 from tba.errors import UserError
 from tba.foreign import check, read_json
 from tba.record import memory
-from tba.record.evaluations import evaluation_of
-from tba.record.jsonl import plain, write_json
+from tba.record.evaluations import parse_evaluation
+from tba.record.jsonl import as_json, write_json
 from tba.record.ledger import Ledger
 from tba.types import Evaluation, Json
 
@@ -120,7 +120,7 @@ class Summary:
             "samples_per_insert": made.samples_per_insert,
             "trained_share": made.trained_share,
         }
-        return dict(plain(found))
+        return dict(as_json(found))
 
     def write(self, directory: Path) -> Path:
         """Write `summary.json` of the run in `directory`; returns its path."""
@@ -142,7 +142,7 @@ class Summary:
             row.pop(follows, None)
         try:
             check(row, cls, "it")
-            measured = tuple(evaluation_of(e) for e in row["evaluations"])
+            measured = tuple(parse_evaluation(e) for e in row["evaluations"])
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} has unexpected contents ({error}): {remedy}") from error
         return cls(

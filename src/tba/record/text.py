@@ -39,12 +39,12 @@ def percent(share: float, digits: int = 1) -> str:
     return f"{hundredfold(share, digits)} %"
 
 
-def counted(number: object, noun: str) -> str:
+def plural(number: object, noun: str) -> str:
     """Returns a number with its noun, whose plural ends in s: `1 core`, `2 cores`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def count(number: float) -> str:
+def short_number(number: float) -> str:
     """Returns a number in short, `812`, `12.3k`, `4.56M`: three figures are enough to see how it goes."""
     if abs(number) < 10_000:
         return f"{number:.0f}"
@@ -85,12 +85,12 @@ def _beginning(texts: set[str]) -> str:
     return first[:same]
 
 
-def within(frame: tuple[str, str], text: str) -> str:
+def strip_frame(frame: tuple[str, str], text: str) -> str:
     """Returns the text without its frame."""
     return text.removeprefix(frame[0]).removesuffix(frame[1])
 
 
-def named(values: Mapping[str, object]) -> str:
+def join_pairs(values: Mapping[str, object]) -> str:
     """Returns `a 1, b 2`; `none` when there is nothing."""
     return ", ".join(f"{printable(str(k), 40)} {printable(str(v), 200)}" for k, v in values.items()) or "none"
 

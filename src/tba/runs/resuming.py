@@ -18,7 +18,7 @@ from tba.recipe import Recipe, differences, resolved
 from tba.record.failure import FILE as FAILURE
 from tba.record.failure import Failure
 from tba.record.faults import record_fault
-from tba.record.jsonl import plain
+from tba.record.jsonl import as_json
 from tba.record.metrics import read_last
 from tba.record.summary import FILE as SUMMARY
 from tba.record.summary import Summary
@@ -51,7 +51,7 @@ def resumable(
     """
     facts = run.facts
     then = run.recipe()
-    made, known = facts["resolved"], plain(resolved(then))
+    made, known = facts["resolved"], as_json(resolved(then))
     for name, was, now in differences(made, known):
         if was is not None and now is not None and not name.startswith("run."):  # how it is run may change
             raise UserError(
@@ -65,7 +65,7 @@ def resumable(
         )
     override(then, overrides, "tba resume")  # alone, for what is asked for now has to count
     recipe = override(find(facts["recipe"]), [*facts["overrides"], *overrides], "tba resume", recorded=True)
-    for name, was, now in differences(plain(resolved(then)), plain(resolved(recipe))):
+    for name, was, now in differences(as_json(resolved(then)), as_json(resolved(recipe))):
         if name.startswith(_KEPT) and name != "reference_reset":
             raise UserError(f"a run keeps its {name}, which is {was!r}: start a new run for {now!r}")
     checkpoint = newest_checkpoint(run.checkpoints)

@@ -17,7 +17,7 @@ from tba.errors import UserError
 from tba.objectives.raft import Raft
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipe import Recipe
-from tba.record.text import frame_of, percent, printable, within
+from tba.record.text import frame_of, percent, printable, strip_frame
 from tba.replay.selection import RecencyReward
 from tba.runs.probe import UPDATES
 from tba.schedules import WarmupConstant
@@ -110,7 +110,7 @@ class Signal:
             around = "{prompt}".join(printable(part, 400, newlines=False) for part in frame)
             found.append(Text(f"each prompt stands in: {around}", style="dim"))
         for prompt in self.shown:
-            found.append(Text(printable(within(frame, prompt["prompt"]).strip()[-400:], 400, newlines=False)))
+            found.append(Text(printable(strip_frame(frame, prompt["prompt"]).strip()[-400:], 400, newlines=False)))
             for answer in prompt["answers"]:
                 if answer["turns"]:
                     found.append(Padding(_episode(answer), (0, 0, 0, 2)))

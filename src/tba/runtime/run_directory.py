@@ -27,7 +27,7 @@ import tba.settings
 from tba.errors import UserError
 from tba.foreign import is_name, read_json
 from tba.recipe import Recipe, resolved
-from tba.record.jsonl import plain, write_json
+from tba.record.jsonl import as_json, write_json
 from tba.replay.database import acknowledged_folder
 from tba.replay.follower import JournalFollower
 from tba.replay.missing_rows import leave_mark
@@ -320,7 +320,7 @@ def _make(folder: Path) -> None:
 
 def _checksum(facts: Mapping[str, Any]) -> str:
     checked = {name: value for name, value in facts.items() if name != CHECKSUM}
-    text = json.dumps(plain(checked), sort_keys=True, ensure_ascii=False)
+    text = json.dumps(as_json(checked), sort_keys=True, ensure_ascii=False)
     return hashlib.blake2b(text.encode(errors="replace"), digest_size=8).hexdigest()
 
 
