@@ -148,9 +148,9 @@ def test_only_what_is_new_is_read_whatever_is_appended_cut_or_replaced(tmp_path:
     with path.open("ab") as file:
         file.write(b"2}\nnonsense\n[3]\n" + b"[" * 200_000 + b'\n{"c": "\xc2\x85\xe2\x80\xa8"}\n')
     assert lines.read() == (False, [{"b": 2}, {"c": "\x85\u2028"}])
-    assert lines.bad == [3, 4, 5]
+    assert lines.bad_lines == [3, 4, 5]
     path.write_bytes(b'{"a": 1}\n')  # cut
-    assert (lines.read(), lines.bad) == ((True, [{"a": 1}]), [])
+    assert (lines.read(), lines.bad_lines) == ((True, [{"a": 1}]), [])
     path.write_bytes(b'{"z": 9}\n{"b": 2}\n')  # another, longer than what was read
     assert lines.read() == (True, [{"z": 9}, {"b": 2}])
     (tmp_path / "beside").write_bytes(b'{"z": 8}\n{"b": 2}\n{"d": 4}\n')  # whose line there is the same
@@ -276,7 +276,7 @@ def test_the_live_view_gets_means_of_the_newest_50_steps_also_of_the_rewards_par
     for step in range(1, 121):
         writer.write(Version(0, step), float(step), {"lag": float(step), f"{PART}right": step % 2, "ess": math.nan})
     writer.close()
-    metrics.look()
+    metrics.read_new()
     assert metrics.mean("lag") == sum(range(71, 121)) / 50
     assert metrics.parts() == {"right": 0.5}
     assert metrics.mean("ess") is None
@@ -290,7 +290,7 @@ def test_the_rate_of_long_rounds_is_not_0_between_their_ends(tmp_path: Path, rou
     for second in range(1, 1001):
         writer.write(Version(0, second), float(second), {GENERATED_TOKENS: 100.0 * (second - second % round_seconds)})
         if second >= 2 * round_seconds and second % 7 == 0:
-            metrics.look()
+            metrics.read_new()
             seen.append(metrics.rate("generated"))
     writer.close()
     assert all(rate is not None and 50 <= rate <= 200 for rate in seen)
@@ -301,11 +301,11 @@ def test_the_figures_shown_are_of_the_newest_version_alone(tmp_path: Path) -> No
     found, writer = RunningEvaluations(tmp_path), EvaluationWriter(tmp_path)
     first = [Evaluation(Version(), 0.0, name, 0.3, 100) for name in ("pass@1/sampled", "pass@4/sampled")]
     writer.write(first)
-    found.look()
+    found.read_new()
     assert [(e.metric, e.value) for e in found.newest] == [("pass@1/sampled", 0.3), ("pass@4/sampled", 0.3)]
     writer.write([Evaluation(Version(0, 50), 9.0, "pass@1/sampled", 0.5, 100)])
     writer.write(first)  # of another searcher, that took longer
-    found.look()
+    found.read_new()
     assert [(e.value, e.version) for e in found.newest] == [(0.5, Version(0, 50))]
     writer.close()
 

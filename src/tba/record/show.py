@@ -22,7 +22,7 @@ from tba.record.evaluations import RecordedAnswer, figure
 from tba.record.ledger import TERMS, Ledger
 from tba.record.metrics import MEAN_STEPS, column
 from tba.record.run_record import RunRecord
-from tba.record.summary import WAITED, Summary
+from tba.record.summary import NOTABLE_WAIT, Summary
 from tba.record.text import (
     duration,
     frame_of,
@@ -326,7 +326,9 @@ def _slow_side(summary: Summary) -> str:
     side, uses = summary.slow_side, summary.trajectories.samples_per_insert
     share = {"searchers": summary.trainer_idle + summary.trainer_paced, "trainer": summary.searcher_paced}.get(side, 0)
     waiter = {"searchers": "the trainer", "trainer": "searchers"}.get(side, "")
-    reason = f"{waiter} waited {percent(share)} of the time" if share >= WAITED else f"{uses:.2f} uses of a trajectory"
+    reason = (
+        f"{waiter} waited {percent(share)} of the time" if share >= NOTABLE_WAIT else f"{uses:.2f} uses of a trajectory"
+    )
     return f"{side} ({reason})"
 
 

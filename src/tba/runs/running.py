@@ -91,14 +91,14 @@ def go(recipe: Recipe, run: RunDirectory, view: View, callbacks: Callbacks | Non
     with view.live(recipe.name) as live:
 
         def tell(phase: str, note: str) -> None:
-            callbacks.look(run.path)
+            callbacks.notify(run.path)
             if live.due():
                 live.update(progress.status(phase, note))
 
         runtime = _runtime(recipe)(recipe, run, tell)
         with failure_recorded(recipe, run):
             faults = runtime.go()
-            callbacks.look(run.path)
+            callbacks.notify(run.path)
         with failure_recorded(recipe, run):
             summary = summarise(recipe, run, runtime.searchers, faults, run.facts.get("sft_seconds", 0.0))
     if recipe.record.has_tensorboard():  # the last evaluation came after the trainer had closed its events

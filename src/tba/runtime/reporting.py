@@ -58,11 +58,11 @@ class Progress:
 
     def status(self, phase: str, note: str = "") -> Status:
         """Returns the status according to the files now."""
-        self.metrics.look()
-        self.evaluations.look()
+        self.metrics.read_new()
+        self.evaluations.read_new()
         row: Mapping[str, Any] = self.metrics.newest
         mean, newest = self.metrics.mean, self.evaluations.newest
-        bad = self.metrics.bad + self.evaluations.bad
+        bad = self.metrics.bad_line_count + self.evaluations.bad_line_count
         told = (noted_falls(self.run.path) or [""])[-1]
         phase = "warm-up" if phase == "training" and not row else phase
         awaited = self._awaited() if phase == "warm-up" else ""
