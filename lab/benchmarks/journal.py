@@ -39,7 +39,7 @@ import numpy as np
 from tba.record.memory import peak_memory_bytes
 from tba.record.summary import Summary
 from tba.replay.buffer import BufferSettings
-from tba.replay.checks import damage
+from tba.replay.checks import find_damage
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
 from tba.replay.pacing import Pacing
@@ -230,7 +230,7 @@ def _sample_of(replay: Replay, reward: bool, folder: Path) -> None:
 def open_again(folder: Path, rows: int, seconds: float) -> None:
     """After `sample`: the journal, and the replay as it was at its state."""
     path = folder / "large.sqlite"
-    print(f"open again: looked over in {_timed(lambda: damage(path)):.1f} s")
+    print(f"open again: looked over in {_timed(lambda: find_damage(path)):.1f} s")
     began = time.perf_counter()
     with JournalFollower(path) as follower:
         opened = time.perf_counter() - began

@@ -15,7 +15,7 @@ from runs import made
 from tba.errors import DeadlineExceeded
 from tba.record.evaluations import read_evaluations
 from tba.record.run_record import RunRecord
-from tba.replay.codec import Gone
+from tba.replay.codec import MissingCounts
 from tba.replay.follower import JournalFollower
 from tba.runtime.searcher_loop import SearcherLoop, start_searching
 from tba.runtime.trainer_loop import TrainerLoop, start_training
@@ -184,7 +184,7 @@ def test_the_journal_keeps_to_the_size_it_is_told_and_what_leaves_is_counted(sta
     with JournalFollower(train.run.journal(train.recipe)) as other:
         left = other.drain()
         assert len(left) == totals.rows - totals.retired_rows
-        assert other.take_gone() == Gone(totals.retired_rows, totals.retired_tokens)
+        assert other.take_missing_counts() == MissingCounts(totals.retired_rows, totals.retired_tokens)
     assert 64 <= len(left) <= 19 * 64
 
 

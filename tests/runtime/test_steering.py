@@ -122,7 +122,7 @@ def test_a_selection_without_an_m_cannot_be_controlled(tmp_path: Path) -> None:
         def start(self) -> Oldest:
             return self
 
-        def select(self, store: Buffer, wanted: BatchRequest, rng: np.random.Generator) -> list[Group]:
+        def select(self, store: Buffer, request: BatchRequest, rng: np.random.Generator) -> list[Group]:
             return []
 
     recipe, _ = made(tmp_path / "run")

@@ -18,10 +18,10 @@ from tba.errors import UserError
 from tba.models.arithmetic import shape_of
 from tba.recipe import Recipe
 from tba.record.memory import machine_memory_bytes
-from tba.record.show import pairs, section
+from tba.record.show import facts_table, section
 from tba.record.terminal import terminal
 from tba.record.text import duration, percent, printable, short_number, size
-from tba.replay.buffer import OF_BODY, OF_TOKEN
+from tba.replay.buffer import BODY_BYTES, TOKEN_BYTES
 from tba.runs.estimate import Estimate, estimate
 from tba.runs.probe import UPDATES
 from tba.runs.validating import notes_on_data, notes_on_prompts, validate
@@ -51,7 +51,7 @@ def check_recipe(name: str, overrides: list[str]) -> int:
     made, decided, computed = fitted(replace(recipe, model=prepared), Machine.here())
     recipe, overrides = override(recipe, decided, f"tba check {name}", recorded=True), [*overrides, *decided]
     for title, found in computed.items():
-        console.print(section(title, pairs(found)))
+        console.print(section(title, facts_table(found)))
     warnings += [] if (idle := unused(made, Machine.here())) is None else [idle]
     refuse_what_cannot_fit(made, Machine.here())
     shape = shape_of(prepared)
@@ -62,13 +62,12 @@ def check_recipe(name: str, overrides: list[str]) -> int:
         for line in whereabouts(placed):
             console.print(f"on {line}", highlight=False)
         raise
-    console.print(
-        section("What there is to learn from", pairs(e.signal.facts(any(recipe.teachers.shares(1)), recipe.group_size)))
-    )
+    facts = e.signal.facts(any(recipe.teachers.shares(1)), recipe.group_size)
+    console.print(section("What there is to learn from", facts_table(facts)))
     if not recipe.record.hide_text:
         console.print(section("Prompts and answers", e.signal.examples()))
     own = machine_memory_bytes()
-    console.print(section("What a run takes", pairs(_figures(made, e, own))))
+    console.print(section("What a run takes", facts_table(_figures(made, e, own))))
     for line in table(placed, e.trainer_bytes, e.searcher_bytes, e.weights_bytes) if placed else ():
         console.print(f"on {line}", highlight=False)
     if e.log_ratio is not None and e.log_ratio > _ROUNDING.get(recipe.model.compute, 0.5):
@@ -187,7 +186,7 @@ def _on_disk(recipe: Recipe, e: Estimate) -> str:
     """Returns what checkpoints and versions take, and how long the journal's limit lasts at these speeds."""
     kept = kept_on_disk(recipe)
     said = [] if kept is None else [of_disk(kept)]
-    a_day = 86_400 * e.trajectories_per_second * (OF_BODY + e.tokens_per_trajectory * OF_TOKEN) / 1e9
+    a_day = 86_400 * e.trajectories_per_second * (BODY_BYTES + e.tokens_per_trajectory * TOKEN_BYTES) / 1e9
     keep = recipe.replay.keep_gb
     if a_day:
         lasts = "all is kept" if keep is None else f"--replay.keep-gb {keep:g} holds {keep / a_day:,.1f} days of it"

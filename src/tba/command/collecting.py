@@ -16,8 +16,8 @@ from typing import Any
 from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
 from tba.recipe import Recipe
-from tba.replay.buffer import Near
-from tba.replay.codec import Stored
+from tba.replay.buffer import NearSettings
+from tba.replay.codec import StoredTrajectory
 from tba.replay.follower import JournalFollower
 from tba.replay.reading import JournalFile
 from tba.runtime.run_directory import RunDirectory
@@ -68,7 +68,7 @@ def is_run(path: Path) -> bool:
     return (path / "recipe.json").is_file()
 
 
-def collect(journal: Path, options: SmoothingOptions, near: Near | None = None) -> Collected:
+def collect(journal: Path, options: SmoothingOptions, near: NearSettings | None = None) -> Collected:
     """Returns what is learnt of a journal; of answers that are near duplicates by the run's own rule, one is.
 
     Raises `UserError` when the options leave nothing, or there is no such journal or part of the reward."""
@@ -137,16 +137,16 @@ def _why_not(t: Trajectory, options: SmoothingOptions, least: float) -> str | No
     return None
 
 
-def _apart(found: list[Trajectory], near: Near | None, left_out: Counter[str]) -> list[Trajectory]:
+def _apart(found: list[Trajectory], near: NearSettings | None, left_out: Counter[str]) -> list[Trajectory]:
     """Returns the trajectories without those that are near an earlier, that is a better or newer, one."""
     if near is None:
         return found
     order = sorted(found, key=attrgetter("reward"), reverse=True) if near.keep == "better" else found[::-1]
-    tokens: list[Stored] = []
+    tokens: list[StoredTrajectory] = []
     index = near.start(lambda row: tokens[row].tokens)
     kept: list[Trajectory] = []
     for t in order:
-        stored = Stored.of(t)
+        stored = StoredTrajectory.of(t)
         if len(index.of(stored)):
             left_out["near another"] += 1
             continue

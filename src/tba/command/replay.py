@@ -21,7 +21,7 @@ from tba.record.show import table_of
 from tba.record.terminal import LossyOutput, terminal
 from tba.record.text import printable, short_number, size
 from tba.replay.codec import unpack_uses
-from tba.replay.queries import JournalQueries, Share, written_out
+from tba.replay.queries import JournalQueries, Share, export_rows
 from tba.runtime.checkpointing import held_by_journal, missing_from
 from tba.runtime.run_directory import RunDirectory
 from tba.training.checkpoint import newest_sound
@@ -127,7 +127,7 @@ def _export(journal: Path, file: Path, used: npt.NDArray[np.int32]) -> int:
     done, writer = 0, _lines if file.suffix == ".jsonl" else _parquet
     try:
         with atomic_replacement(file) as temporary, writer(temporary) as put:
-            for chunk in written_out(journal, used):
+            for chunk in export_rows(journal, used):
                 put(chunk)
                 done += len(chunk)
     except OSError as error:

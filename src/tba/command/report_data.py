@@ -28,8 +28,8 @@ from tba.record.recorder import read_samples
 from tba.record.run_record import RunRecord
 from tba.record.show import summary_facts
 from tba.record.text import frame_of, percent
-from tba.replay.buffer import LEFT
-from tba.replay.excerpt import Facts, chosen, read_bodies, read_facts
+from tba.replay.buffer import UNUSED_FATES
+from tba.replay.excerpt import Facts, choose_rows, read_bodies, read_facts
 from tba.replay.queries import JournalQueries
 from tba.runs.importing import FILE as IMPORTS
 from tba.runtime.checkpointing import held_by_journal, missing_from
@@ -270,7 +270,7 @@ def _journal(
         lost = missing_from(reader.totals, held, run.marks)
         facts = read_facts(reader, fates_of(run))
         samples = _trained_samples(reader, record.directory)
-        rows = chosen(facts, most, np.array(sorted(samples), np.int64))
+        rows = choose_rows(facts, most, np.array(sorted(samples), np.int64))
         excerpt = _Excerpt(facts, record, clock, hidden, resolved, samples, known)
         for row, trajectory in read_bodies(reader, facts, rows):
             if not excerpt.add(row, trajectory, budget):
@@ -312,7 +312,7 @@ def _fates(facts: Facts) -> dict[str, Json]:
 def _fate(facts: Facts) -> npt.NDArray[np.int8]:
     """Returns [N] indices of `FATES`."""
     fate = np.where(facts.uses > 0, FATES.index("trained"), FATES.index("waiting")).astype(np.int8)
-    for left, name in LEFT.items():
+    for left, name in UNUSED_FATES.items():
         fate[facts.uses == left] = FATES.index(name)
     return fate
 

@@ -28,7 +28,7 @@ from tba.models.huggingface import HuggingFace
 from tba.models.memory import Shape
 from tba.protocols import Acted, Examined
 from tba.recipe import Recipe
-from tba.record.show import pairs, section
+from tba.record.show import facts_table, section
 from tba.record.terminal import Displayable
 from tba.record.text import duration, size
 from tba.runs.probe import PROGRESS
@@ -85,8 +85,8 @@ class Estimate(Displayable):
             "measured": self.smaller,
         }
         took = {name: value for name, value in took.items() if value}
-        learnt = section("What there is to learn from", pairs(self.signal.facts()))
-        return Group(learnt, section("What a run takes", pairs(took)))
+        learnt = section("What there is to learn from", facts_table(self.signal.facts()))
+        return Group(learnt, section("What a run takes", facts_table(took)))
 
 
 def estimate(

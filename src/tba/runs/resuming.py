@@ -23,7 +23,7 @@ from tba.record.metrics import read_last
 from tba.record.summary import FILE as SUMMARY
 from tba.record.summary import Summary
 from tba.replay.journal import JournalWriter
-from tba.replay.missing_rows import accept
+from tba.replay.missing_rows import accept_loss
 from tba.runtime.checkpointing import loss_of
 from tba.runtime.program import version_of
 from tba.runtime.run_directory import SCORERS, RunDirectory
@@ -104,7 +104,7 @@ def _refuse_lost_rows(run: RunDirectory, recipe: Recipe, accepted: bool) -> None
         return
     if not accepted:
         raise UserError(f"{loss}; put it back if there is a copy, or continue without them with --accept-lost-rows")
-    accept(loss)
+    accept_loss(loss)
 
 
 def _refuse_finished(run: RunDirectory, recipe: Recipe, checkpoint: Checkpoint | None) -> None:

@@ -27,7 +27,7 @@ from tba.record.faults import count_faults, record_fault
 from tba.record.metrics import JOURNAL_ROWS, read_last
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower, Totals
-from tba.replay.missing_rows import Held, Loss, acknowledged, find_loss
+from tba.replay.missing_rows import JournalCounts, MissingRows, acknowledged_counts, find_loss
 from tba.runtime.run_directory import RunDirectory
 from tba.training.checkpoint import Checkpoint, newest_sound
 from tba.types import Json, Version
@@ -80,27 +80,27 @@ def note_recoveries(run: RunDirectory, journal: Path) -> list[str]:
     return new
 
 
-def held_by_journal(run: RunDirectory) -> Held:
+def held_by_journal(run: RunDirectory) -> JournalCounts:
     """Returns the most that the journal is known to have held, according to the newest weights, the newest checkpoint,
     the last line of metrics, searchers that have ended, what each owner had put, and the summary.
     """
     weights = WeightDirectory(run.weights)
-    known = [Held.parse(weights.notes(version).get("journal")) for version in weights.versions()]
+    known = [JournalCounts.parse(weights.notes(version).get("journal")) for version in weights.versions()]
     checkpoint, _ = newest_sound(run.checkpoints, verify=False)
-    known += [] if checkpoint is None else [Held.parse(checkpoint.state.get("journal"))]
+    known += [] if checkpoint is None else [JournalCounts.parse(checkpoint.state.get("journal"))]
     counted = [read_last(run.path) or {}]
     for left in (run.path / "logs").glob("searcher-*.result.json"):
         with suppress(UserError):
             counted.append(read_json(left, "", dict[str, Any]))
-    known += [Held(rows=int(n)) for said in counted if isinstance(n := said.get(JOURNAL_ROWS), float | int)]
-    known.append(acknowledged(run.journal_there()))
+    known += [JournalCounts(rows=int(n)) for said in counted if isinstance(n := said.get(JOURNAL_ROWS), float | int)]
+    known.append(acknowledged_counts(run.journal_there()))
     with suppress(UserError):  # a summary that cannot be read
         summary = Summary.read(run.path)
-        known += [] if summary is None else [Held(summary.trajectories.written, summary.tokens.written)]
-    return Held.most(known)
+        known += [] if summary is None else [JournalCounts(summary.trajectories.written, summary.tokens.written)]
+    return JournalCounts.largest(known)
 
 
-def missing_from(there: Totals, held: Held, marks: Sequence[Sequence[int]]) -> str | None:
+def missing_from(there: Totals, held: JournalCounts, marks: Sequence[Sequence[int]]) -> str | None:
     """Returns a sentence about a journal whose run knows of more rows, or that it has not marked; None for its own."""
     if there.rows < held.rows:
         return (
@@ -112,7 +112,7 @@ def missing_from(there: Totals, held: Held, marks: Sequence[Sequence[int]]) -> s
     return None
 
 
-def loss_of(run: RunDirectory, journal: Path) -> Loss | None:
+def loss_of(run: RunDirectory, journal: Path) -> MissingRows | None:
     """Returns what the journal lacks of what the run knows that it held; None when it lacks nothing."""
     return find_loss(journal, held_by_journal(run), run.marks)
 

@@ -30,7 +30,7 @@ from tba.record.summary import Lag, Summary, WallSeconds
 from tba.record.text import duration
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
-from tba.replay.queries import rows_in
+from tba.replay.queries import count_rows
 from tba.rollout.rates import Rate
 from tba.runtime.checkpointing import loss_of
 from tba.runtime.elastic import Joined
@@ -93,7 +93,7 @@ class Progress:
         the rate so far; nothing when all have.
         """
         total = self.recipe.warm_up
-        arrived = rows_in(self.run.journal(self.recipe)) if total else None
+        arrived = count_rows(self.run.journal(self.recipe)) if total else None
         if arrived is None or arrived >= total:
             return ""
         now = time.monotonic()

@@ -96,8 +96,8 @@ class SearcherLoop:
         return {} if newest is None or newest.version.incarnation < self.incarnation else newest.manifest
 
     def ahead(self) -> bool:
-        """Returns whether there are as many trajectories as the trainer wants by now (`Pacing.wanted`), those that are
-        being graded included; by default never.
+        """Returns whether there are as many trajectories as the trainer wants by now (`Pacing.searcher_limit`), those
+        that are being graded included; by default never.
         """
         for newest in (False, True):  # the bound only rises: most often the one that is known already is enough
             wanted = self.searcher.manifest.get("wanted")
