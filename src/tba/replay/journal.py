@@ -40,10 +40,10 @@ _INSERT_FACTS = "INSERT INTO trajectories (uid, owner, prompt, tokens, incarnati
 
 
 class JournalWriter(AbstractContextManager["JournalWriter"]):
-    """A writer, the `Journal` on its own disk. Any number in any process; threads may share one.
+    """Writes to the journal: the `Journal` on its own disk. Any number may, in any process; threads may share one.
 
     `owner` names who writes: its counts are kept under this name. Raises `UserError` on a network filesystem,
-    `DeadlineExceeded` when other writers keep the file locked for `deadline_s` seconds; `waiting` is called now and
+    `DeadlineExceeded` when other writers keep the file locked for `deadline_s` seconds; `on_wait` is called now and
     then while they do. create: make the file where there is none; a part of a run does not, since the run has made it.
     """
 
@@ -101,7 +101,7 @@ class JournalWriter(AbstractContextManager["JournalWriter"]):
         self._write_acknowledged(*totals)
 
     def _write_acknowledged(self, rows: int, tokens: int) -> None:
-        """Leave beside the journal how much it has had, so that a loss is known even where the journal is gone."""
+        """Write beside the journal how much was put into it, so that a loss is known even where the journal is gone."""
         try:
             if self._acknowledged_file < 0:
                 path = acknowledged_folder(self._database.path) / quote(self.owner, safe="")
@@ -114,7 +114,7 @@ class JournalWriter(AbstractContextManager["JournalWriter"]):
     def _stage(
         self, connection: sqlite3.Connection, rows: Sequence[TrajectoryRow], positions: Sequence[int], samples: int
     ) -> int:
-        """Keep graded answers of incomplete groups; returns how many were new."""
+        """Store graded answers of incomplete groups; returns how many were new."""
         if not rows:
             return 0
         connection.execute(STAGED_TABLE)
@@ -128,7 +128,7 @@ class JournalWriter(AbstractContextManager["JournalWriter"]):
         return new_count
 
     def known(self, uids: Sequence[str]) -> set[str]:
-        """Returns which of these were ever put, also those that retention has deleted since."""
+        """Returns those of `uids` that were ever put, also the ones that retention has deleted since."""
         stored_uids: set[str] = set()
         for start in range(0, len(uids), _QUERY_PARAMETERS):
             queried_uids = uids[start : start + _QUERY_PARAMETERS]
@@ -269,8 +269,8 @@ class JournalWriter(AbstractContextManager["JournalWriter"]):
                 )
 
     def resume(self) -> None:
-        """Let everything expire that an earlier process under this owner's name held: prompts, unfinished jobs,
-        trajectories to score. Put what it has staged, and count what was being graded as in flight.
+        """Expire the leases of an earlier process under this owner's name: of prompts, unfinished jobs and trajectories to
+        score. Put the answers that it has staged, and count those that were being graded as in flight.
 
         A group that is put so is marked as having left something out: what it lacks took longest to grade.
         """
@@ -283,7 +283,7 @@ class JournalWriter(AbstractContextManager["JournalWriter"]):
                 self._move_grading_to_in_flight(connection, unit)
 
     def _put_staged(self, connection: sqlite3.Connection) -> None:
-        """Append what this owner has staged; each group is marked with what it lacks."""
+        """Append the answers that this owner has staged; each is marked with the number that its group lacks."""
         if not has_table(connection, "staged"):
             return
         groups: dict[int, list[Trajectory]] = {}
@@ -320,7 +320,7 @@ class JournalWriter(AbstractContextManager["JournalWriter"]):
         return tokens
 
     def _append(self, connection: sqlite3.Connection, rows: Sequence[TrajectoryRow]) -> Sequence[TrajectoryRow]:
-        """Append rows; returns those that were new. Uids outlive bodies, so a repeat is recognised after retention.
+        """Append rows; returns the new ones. Uids outlive bodies, so a repeat is recognised after retention.
 
         All in one statement, which is twice as fast as one by one, unless some of them are there already.
         """
@@ -358,7 +358,7 @@ class JournalWriter(AbstractContextManager["JournalWriter"]):
         return now
 
     def close(self) -> None:
-        """Stop writing; leases that were not given back run out."""
+        """Close the journal; leases that were not given back run out."""
         self._database.close()
         if self._acknowledged_file >= 0:
             os.close(self._acknowledged_file)

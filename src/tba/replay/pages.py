@@ -39,7 +39,7 @@ _LAST_FRAME_BYTES = slice(16, 20)  # of the log's index: the last frame that SQL
 
 @dataclass(frozen=True)
 class LogFrame:
-    """Says where one page is in the write-ahead log."""
+    """Holds where one page is in the write-ahead log."""
 
     page: int
     start: int  # where its bytes begin
@@ -122,7 +122,7 @@ def read_totals(page: bytes) -> dict[str, int]:
 
 
 def is_torn(frames: list[LogFrame], read_count: int) -> bool:
-    """Returns whether SQLite, which reads the first `read` frames, misses transactions that were on the disk.
+    """Returns whether SQLite, which reads the first `read_count` frames, misses transactions that were on the disk.
 
     Each was flushed before the next began: two of them behind a frame that is not whole are damage. A single one may be
     what a power cut left of the last transaction, which was never acknowledged.
@@ -164,8 +164,8 @@ def read_rows(path: Path, copy: Path) -> Iterator[TableRow]:
 
 
 def _copy_pages(file: IO[bytes], path: Path, wal: Path) -> list[int]:
-    """Copies all pages but the first, which is the copy's own, in their last state in the log; returns those that have
-    rows.
+    """Copies all pages but the first, which is the copy's own, as they are after the log; returns the numbers of those
+    that have rows.
     """
     file.seek(PAGE_BYTES)
     if path.exists():
@@ -195,7 +195,7 @@ def _copy_pages(file: IO[bytes], path: Path, wal: Path) -> list[int]:
 
 
 def _read_leaf(connection: sqlite3.Connection) -> Iterator[TableRow]:
-    """Yields rows from the first one on, and, where one of them is damaged, from the last one on too."""
+    """Yields the rows of a page from the first one on, and, where one of them is damaged, from the last one on too."""
     for order in ("ASC", "DESC"):
         with suppress(*UNREADABLE):
             rows = connection.execute(f"SELECT rowid, * FROM page ORDER BY rowid {order}")  # noqa: S608 - our own words

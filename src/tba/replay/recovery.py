@@ -213,7 +213,8 @@ class _FileFacts:
 
 def _copy_tables(path: Path, connection: sqlite3.Connection) -> _FileFacts:
     """Copy the small tables, each as far as it can be read."""
-    facts = _FileFacts(*(p.stat().st_size // _LEAST_BYTES if p.exists() else 0 for p in (path, Path(f"{path}-wal"))))
+    most_rows = [p.stat().st_size // _LEAST_BYTES if p.exists() else 0 for p in (path, Path(f"{path}-wal"))]
+    facts = _FileFacts(most_rows[0], most_rows[1])
     with (
         suppress(*UNREADABLE, OSError),
         closing(sqlite3.connect(uri_to_read(path), uri=True, timeout=5.0, isolation_level=None)) as old_connection,

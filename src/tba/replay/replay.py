@@ -333,14 +333,14 @@ class Replay:
         if uids:
             self._source.ask(self.reference, uids)
 
-    def _add_again(self, uses: npt.NDArray[np.int32]) -> None:
+    def _add_again(self, uses_by_place: npt.NDArray[np.int32]) -> None:
         """Add the trajectories that each checkpoint of the lineage had, in the same order."""
         self._source.position = 0
         for position, incarnation in self._lineage:
             while chunk := self._next_chunk(position):
                 for stored in chunk:
                     is_ancestor = stored.version.incarnation == incarnation
-                    uses = int(uses[stored.place]) if stored.place < len(uses) else 0
+                    uses = int(uses_by_place[stored.place]) if stored.place < len(uses_by_place) else 0
                     self.buffer.add(stored, uses, self.now.incarnation if is_ancestor else None)
             self._source.position = position
 

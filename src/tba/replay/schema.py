@@ -95,12 +95,12 @@ LOST_TABLE = "CREATE TABLE IF NOT EXISTS lost (seq INTEGER PRIMARY KEY)"
 
 
 def has_table(connection: sqlite3.Connection, name: str) -> bool:
-    """Returns whether the file has one of the tables that are made when they are needed."""
+    """Returns whether the file has a table of those that are made when they are needed."""
     return connection.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (name,)).fetchone() is not None
 
 
 def record_lost(connection: sqlite3.Connection) -> list[int]:
-    """Put on record each trajectory without content that is not yet; returns their numbers."""
+    """Record each trajectory that has lost its content, unless it is recorded; returns the numbers of the new ones."""
     connection.execute(LOST_TABLE)
     lost_rows = connection.execute(
         "SELECT seq FROM trajectories t WHERE seq > (SELECT value FROM totals WHERE name = 'retired_until') "
@@ -112,7 +112,7 @@ def record_lost(connection: sqlite3.Connection) -> list[int]:
 
 
 def keep_prompts(connection: sqlite3.Connection, prompts: Iterable[tuple[int, bytes]]) -> None:
-    """Insert those that are not there yet."""
+    """Insert the prompts that the journal does not have yet."""
     for prompt in prompts:
         if connection.execute("INSERT OR IGNORE INTO prompts VALUES (?, ?)", prompt).rowcount:
             connection.execute("INSERT INTO prompt_copies (id, body) VALUES (?, ?)", prompt)
@@ -127,7 +127,7 @@ def add_to_totals(connection: sqlite3.Connection, increments: Mapping[str, int])
 
 
 def set_totals(connection: sqlite3.Connection, values: Mapping[str, int]) -> None:
-    """Set totals to these values."""
+    """Set the totals of these names to these values."""
     connection.executemany(
         "UPDATE totals SET value = ?1, again = ?1 WHERE name = ?2", [(value, name) for name, value in values.items()]
     )
@@ -140,7 +140,7 @@ def set_mark(connection: sqlite3.Connection, mark: int) -> None:
 
 
 def draw_link(connection: sqlite3.Connection) -> None:
-    """Draw the link of a transaction, as the last thing in it."""
+    """Draw the link of a transaction, at its end."""
     last_link = connection.execute("SELECT value FROM totals WHERE name = 'link'").fetchone()
     if last_link is None:  # a file of an earlier program
         _add_total_names(connection, "link", "link_before")

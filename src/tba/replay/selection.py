@@ -317,8 +317,8 @@ def draw_in_turn(
         return indices
     order_N, key_N = _keys(reward_N, inverse_temperature, rng)
     largest = np.argpartition(-key_N, size - 1)[:size] if size < count else np.arange(count)
-    indices: list[int] = order_N[largest[np.argsort(-key_N[largest])]].tolist()
-    return indices
+    sorted_indices: list[int] = order_N[largest[np.argsort(-key_N[largest])]].tolist()
+    return sorted_indices
 
 
 def _keys(

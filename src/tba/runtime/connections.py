@@ -66,7 +66,7 @@ def on_disk(recipe: Recipe, run: RunDirectory, name: str, interrupted: Callable[
     back.
     """
     journal = JournalWriter(
-        run.journal(recipe), name, recipe.run.journal_deadline, waiting=interrupted or (lambda: None), create=False
+        run.journal(recipe), name, recipe.run.journal_deadline, on_wait=interrupted or (lambda: None), create=False
     )
     journal.resume()
     return Connections(journal, WeightDirectory(run.weights), RunRecords(run, recipe), run.incarnation)
