@@ -341,9 +341,9 @@ def test_what_the_log_has_is_kept_though_most_of_the_file_before_it_is_cut_off(t
 def test_what_a_power_cut_left_of_the_last_transaction_is_no_damage() -> None:
     sound = [LogFrame(n, 0, n % 3 == 0) for n in range(1, 10)]
     rest = [LogFrame(10, 0, False), LogFrame(11, 0, True)]
-    assert not is_torn(sound, read=9)
-    assert not is_torn(sound + rest, read=9)
-    assert is_torn(sound + rest + rest, read=9)
+    assert not is_torn(sound, read_count=9)
+    assert not is_torn(sound + rest, read_count=9)
+    assert is_torn(sound + rest + rest, read_count=9)
 
 
 def test_recovery_that_is_killed_at_any_of_its_steps_is_ended_by_the_next_to_open(
@@ -387,8 +387,8 @@ def test_while_somebody_has_it_open_nobody_looks_it_over(
     whole: tuple[Path, list[Trajectory]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, looks = copied(whole[0], tmp_path), []
-    real = tba.replay.recovery.damage
-    monkeypatch.setattr(tba.replay.recovery, "damage", lambda p: (looks.append(p), real(p))[1])
+    real = tba.replay.recovery.find_damage
+    monkeypatch.setattr(tba.replay.recovery, "find_damage", lambda p: (looks.append(p), real(p))[1])
     with JournalFollower(path), JournalWriter(path, "a"):
         assert len(looks) == 1
     with JournalWriter(path, "a"):

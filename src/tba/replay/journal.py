@@ -269,8 +269,8 @@ class JournalWriter(AbstractContextManager["JournalWriter"]):
                 )
 
     def resume(self) -> None:
-        """Expire the leases of an earlier process under this owner's name: of prompts, unfinished jobs and trajectories to
-        score. Put the answers that it has staged, and count those that were being graded as in flight.
+        """Expire the leases of an earlier process under this owner's name: of prompts, jobs and trajectories to score.
+        Put the answers that it has staged, and count those that were being graded as in flight.
 
         A group that is put so is marked as having left something out: what it lacks took longest to grade.
         """
