@@ -82,7 +82,7 @@ class LiveView:
         elif self._last_status is not None and self._last_status is not self._printed_status:
             self._print(self._last_status)
 
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """Returns whether to update the view now: reading a run's files for a status costs more than a tiny step."""
         now = time.monotonic()
         if now < self._next_update:

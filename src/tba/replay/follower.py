@@ -88,7 +88,7 @@ class JournalFollower(AbstractContextManager["JournalFollower"]):
         self._lock = FileLock(Path(f"{path}-follower")) if file is None else None
         self._prompts_by_digest: dict[int, Prompt] = {}
         self._last_evaluation = 0
-        self._missing = MissingCounts()
+        self._missing_counts = MissingCounts()
         self._on_damaged = on_damaged  # called once with each trajectory that is found to be damaged
 
     def drain(self, limit: int | None = None, until: int | None = None) -> list[Trajectory]:
@@ -107,7 +107,7 @@ class JournalFollower(AbstractContextManager["JournalFollower"]):
                 try:
                     stored.append(StoredTrajectory.read(self._read_prompt(prompt), body, uid)._replace(place=seq))
                 except Damaged as error:
-                    self._missing += self._drop_body(seq, str(error))
+                    self._missing_counts += self._drop_body(seq, str(error))
         return stored
 
     def body(self, place: int) -> bytes:
@@ -123,8 +123,8 @@ class JournalFollower(AbstractContextManager["JournalFollower"]):
 
     def take_missing_counts(self) -> MissingCounts:
         """Returns the counts of trajectories that were passed over since the last call."""
-        missing, self._missing = self._missing, MissingCounts()
-        return missing
+        counts, self._missing_counts = self._missing_counts, MissingCounts()
+        return counts
 
     def _next_bodies(self, limit: int | None, until: int | None) -> list[_Row]:
         """Returns (seq, uid, prompt, body) of the next rows, and advances the position past them."""
@@ -144,10 +144,10 @@ class JournalFollower(AbstractContextManager["JournalFollower"]):
             "SELECT count(*) FROM trajectories WHERE seq > ? AND seq <= ?", self.position, end_position
         )
         if row_count != len(rows):
-            missing = self._count_missing(self.position, end_position)
-            if missing.damaged_trajectories and self._holds_lock():
+            missing_counts = self._count_missing(self.position, end_position)
+            if missing_counts.damaged_trajectories and self._holds_lock():
                 self._report_lost_bodies()
-            self._missing += missing
+            self._missing_counts += missing_counts
         self.position = end_position
         self._retire_bodies()
         self._truncate_log()

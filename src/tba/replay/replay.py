@@ -322,10 +322,10 @@ class Replay:
 
     def _count_missing(self) -> None:
         """Count the trajectories that the source has on record and could not give."""
-        missing = self._source.take_missing_counts()
+        counts = self._source.take_missing_counts()
         self.buffer.pass_over(
-            evicted=Tally(missing.retired_trajectories, missing.retired_tokens),
-            damaged=Tally(missing.damaged_trajectories, missing.damaged_tokens),
+            evicted=Tally(counts.retired_trajectories, counts.retired_tokens),
+            damaged=Tally(counts.damaged_trajectories, counts.damaged_tokens),
         )
 
     def _request_scores(self, uids: Sequence[str]) -> None:

@@ -92,7 +92,7 @@ def go(recipe: Recipe, run: RunDirectory, view: View, callbacks: Callbacks | Non
 
         def tell(phase: str, note: str) -> None:
             callbacks.notify(run.path)
-            if live.due():
+            if live.is_due():
                 live.update(progress.status(phase, note))
 
         runtime = _runtime(recipe)(recipe, run, tell)
