@@ -20,7 +20,7 @@ from tba.record.ledger import Ledger
 from tba.record.metrics import MetricsWriter
 from tba.record.recorder import SampleWriter
 from tba.record.summary import Summary, WallSeconds
-from tba.replay.buffer import Amount, Buffer, BufferSettings
+from tba.replay.buffer import Buffer, BufferSettings, Tally
 from tba.replay.codec import pack_uses
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
@@ -85,9 +85,9 @@ def write(
     return run
 
 
-def asdict_of(counts: object) -> dict[str, Amount]:
+def asdict_of(counts: object) -> dict[str, Tally]:
     """The amounts by name."""
-    return {name: Amount(**amount) for name, amount in asdict(counts).items()}
+    return {name: Tally(**amount) for name, amount in asdict(counts).items()}
 
 
 def _round(number: int, rng: np.random.Generator, around: tuple[str, str]) -> Sequence[Trajectory]:

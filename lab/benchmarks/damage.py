@@ -40,7 +40,7 @@ import numpy as np
 from journal import BATCH, PER_PROMPT, trajectories
 
 from tba.errors import UserError
-from tba.replay.codec import Damaged, facts_of, prompt_id
+from tba.replay.codec import Damaged, prompt_id, trajectory_header
 from tba.replay.database import suspect_mark
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
@@ -191,7 +191,7 @@ def _intact(bodies: Iterable[object]) -> Iterator[str]:
     for body in bodies:
         if isinstance(body, bytes):
             with suppress(Damaged):
-                yield facts_of(body)["uid"]
+                yield trajectory_header(body)["uid"]
 
 
 def _parts(path: Path) -> dict[str, bytes]:

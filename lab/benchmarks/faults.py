@@ -93,7 +93,7 @@ from tba.record.faults import count_faults, read_faults
 from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
 from tba.replay.journal import JournalWriter
-from tba.replay.pages import committed, wal_frames
+from tba.replay.pages import committed_frames, wal_frames
 from tba.runtime.local.heartbeat import heartbeat_file
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.run_lock import is_held
@@ -407,7 +407,7 @@ def put_strange_log(earlier: bool) -> Callable[[Run], None]:
         run.begin()
         run.wait_for_step(least=1, most=run.steps // 2)
         if earlier:
-            run.until(lambda: committed(wal_frames(Path(f"{journal}-wal"))))
+            run.until(lambda: committed_frames(wal_frames(Path(f"{journal}-wal"))))
             shutil.copy(f"{journal}-wal", strange_file)
         else:
             other_journal = run.folder / "other.sqlite"

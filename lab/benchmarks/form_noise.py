@@ -51,7 +51,7 @@ from tba.batch import Batch
 from tba.objectives.correction import log_behavior
 from tba.objectives.trajectory_balance import DECAY, ERRORS, Asymmetric, TrajectoryBalance, slant_B
 from tba.protocols import Objective, PolicyOutput
-from tba.replay.buffer import RARE
+from tba.replay.buffer import RARE_SHARE
 from tba.schedules import Constant
 from tba_lab.tb_forms import LeastVarianceBalance, lowered
 
@@ -138,7 +138,7 @@ def with_rejections(world: World, size: int, risk: float, share: float, is_selec
     """Returns groups of `size` answers less those that are rejected, by their number, which is below `size`.
 
     share: of all answers, how many are rejected; they are risky ones. A group with a rejected answer says so; all do
-    where more than `RARE` of all are, as in the buffer.
+    where more than `RARE_SHARE` of all are, as in the buffer.
     """
     kinds = [(True, r, (risk - share) * p) for r, p in world.risky]
     kinds += [(False, r, (1 - risk) * p) for r, p in world.safe]
@@ -160,7 +160,7 @@ def with_rejections(world: World, size: int, risk: float, share: float, is_selec
         counts_NJ, chance_N = counts_NJ[is_kept_N], chance_N[is_kept_N]
         bounds_NJ = counts_NJ.cumsum(1)
         kind_NK = (torch.arange(kept_count)[None, :, None] >= bounds_NJ[:, None, :]).sum(2)
-        as_sampled = not is_selected and not rejected_count and share <= RARE
+        as_sampled = not is_selected and not rejected_count and share <= RARE_SHARE
         groups.append(Groups(risky_J[kind_NK], reward_J[kind_NK], chance_N, as_sampled))
     return groups
 
@@ -183,7 +183,7 @@ def groups_without_copies(world: World, size: int, risk: float) -> list[Groups]:
         reward_NK, chance_N = (torch.tensor(x, dtype=torch.float64) for x in (rewards, chance_of))
         risky_NK = torch.zeros_like(reward_NK, dtype=torch.bool)
         risky_NK[:, : min(n, 1)] = True
-        groups.append(Groups(risky_NK, reward_NK, chance_N, n < 2 and copies <= RARE))
+        groups.append(Groups(risky_NK, reward_NK, chance_N, n < 2 and copies <= RARE_SHARE))
     return groups
 
 

@@ -120,12 +120,12 @@ def replay(run: Path, address: str) -> None:
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else Ray would not look at the loopback interface
     import ray
 
-    from tba.replay.codec import packed
+    from tba.replay.codec import to_wire
     from tba.replay.follower import JournalFollower
     from tba.runtime.cluster.client import NAMESPACE, exchange_name
 
     with JournalFollower(run / "journal.sqlite") as journal:
-        rows = packed(journal.drain()[-REPLAYED:])
+        rows = to_wire(journal.drain()[-REPLAYED:])
     ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     exchange = ray.get_actor(exchange_name(run), namespace=NAMESPACE)
     for owner in ("searcher-0", "searcher-0", "searcher-999"):

@@ -39,7 +39,7 @@ import numpy as np
 from tba.record.memory import peak_memory_bytes
 from tba.record.summary import Summary
 from tba.replay.buffer import BufferSettings
-from tba.replay.checks import damage
+from tba.replay.checks import find_damage
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
 from tba.replay.pacing import Pacing
@@ -232,7 +232,7 @@ def _time_samples(replay: Replay, reward: bool, folder: Path) -> None:
 def time_reopening(folder: Path, rows: int, seconds: float) -> None:
     """Times opening the journal of `time_sampling` again, and restoring the replay from its state."""
     path = folder / "large.sqlite"
-    print(f"open again: looked over in {_time_call(lambda: damage(path)):.1f} s")
+    print(f"open again: looked over in {_time_call(lambda: find_damage(path)):.1f} s")
     start = time.perf_counter()
     with JournalFollower(path) as follower:
         open_seconds = time.perf_counter() - start

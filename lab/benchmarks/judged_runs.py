@@ -17,7 +17,7 @@ from faults import query_rows
 import tba
 from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
-from tba.replay.queries import rows_in
+from tba.replay.queries import count_rows
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.run_lock import is_held
 from tba_lab.judge import Call, read_calls
@@ -99,7 +99,7 @@ class JudgedRun:
 
     def rows(self) -> int:
         """Returns how many answers the journal has had."""
-        return (rows_in(self.journal) or 0) if self.journal.exists() else 0
+        return (count_rows(self.journal) or 0) if self.journal.exists() else 0
 
     def answers(self) -> Counter[tuple[str, str]]:
         """Returns how often the journal has each answer, by prompt and text."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from tba.apps.red_team.near import HashedNgrams, NearDuplicates
 from tba.replay.buffer import Buffer, BufferSettings
-from tba.replay.codec import Stored
+from tba.replay.codec import StoredTrajectory
 from tba.replay.selection import BatchRequest, RecencyReward
 from tba.types import Completion, Prompt, StopReason, Trajectory, Version
 
@@ -35,12 +35,12 @@ VARIANTS = {
 }
 
 
-def answers(count: int, tokens: int, changed: float, rng: np.random.Generator, name: str) -> list[Stored]:
+def answers(count: int, tokens: int, changed: float, rng: np.random.Generator, name: str) -> list[StoredTrajectory]:
     """As they come from the journal; a share of them is an earlier one of them, changed."""
     weight = 1 / np.arange(1, VOCABULARY + 1)
     drawn = rng.choice(VOCABULARY, (count, 2 * tokens), p=weight / weight.sum()).astype(np.int32)
     length = rng.integers(tokens // 2, 3 * tokens // 2 + 1, count)
-    made: list[Stored] = []
+    made: list[StoredTrajectory] = []
     for i in range(count):
         said = drawn[i, : length[i]]
         if i and rng.random() < changed:
@@ -50,11 +50,11 @@ def answers(count: int, tokens: int, changed: float, rng: np.random.Generator, n
         completion = Completion(said, " ".join(map(str, said)), StopReason.EOS, (Version(), Version()))
         logs = np.zeros(len(said), dtype=np.float32)
         reward = float(-rng.random())
-        made.append(Stored.of(Trajectory(f"{name} {i}", PROMPT, completion, reward, logs, Version())))
+        made.append(StoredTrajectory.of(Trajectory(f"{name} {i}", PROMPT, completion, reward, logs, Version())))
     return made
 
 
-def inserting(buffer: Buffer, stored: Sequence[Stored]) -> float:
+def inserting(buffer: Buffer, stored: Sequence[StoredTrajectory]) -> float:
     """CPU milliseconds of this thread for each."""
     began = time.thread_time()
     for one in stored:
@@ -92,15 +92,15 @@ def measure(rows: int, tokens: int, inserts: int) -> None:
         print(f"{rows:>7,} rows  batch, {name:26} {np.median(found):7.3f} ms, slowest {max(found):.3f}")
 
 
-def filled(settings: BufferSettings, stored: Sequence[Stored]) -> Buffer:
+def filled(settings: BufferSettings, stored: Sequence[StoredTrajectory]) -> Buffer:
     """A memory with all of these, taken in without a look at what they are near."""
     buffer = Buffer(settings)
-    near, buffer._near = buffer._near, None
+    near, buffer._neighbours = buffer._neighbours, None
     for row, one in enumerate(stored):  # no row is free before it
         buffer.add(one)
         if near is not None:
             near.add(row, one)
-    buffer._near = near
+    buffer._neighbours = near
     return buffer
 
 

@@ -134,6 +134,8 @@ def test_the_second_rule_tunes_at_each_age_and_pools_by_precision(forms: Any) ->
     assert verdict.startswith("least-variance less none: 4.5 (0.1) at k = 16, 4.5 (0.1) at k = 1; pooled 4.5 [")
     assert verdict.endswith(": least-variance")
     noise = {"none": (0.30, 0.31, 0.35), "least-variance": (0.31, 0.30, 0.36)}
-    equal_rows = [row(forms, form, 2e-4, s, x, k) for form, xs in noise.items() for s, x in enumerate(xs) for k in (16, 1)]
+    equal_rows = [
+        row(forms, form, 2e-4, s, x, k) for form, xs in noise.items() for s, x in enumerate(xs) for k in (16, 1)
+    ]
     assert forms.rule_verdict(equal_rows, *forms.RULE_FORMS).endswith(": none")
     assert "waits for runs: 0 pairs" in forms.rule_verdict([], *forms.RULE_FORMS)

@@ -142,7 +142,9 @@ def test_a_part_that_fails_says_so_by_its_last_line(one_gpu: Any, tmp_path: Path
         note(before=1)
         raise ValueError("there is nothing to measure")
 
-    figures = one_gpu.run_in_process("failing", failing, one_gpu.Context("cpu", "tiny", tmp_path), 60.0, tmp_path / "log")
+    figures = one_gpu.run_in_process(
+        "failing", failing, one_gpu.Context("cpu", "tiny", tmp_path), 60.0, tmp_path / "log"
+    )
     assert (figures["before"], figures["failed"]) == (1, "ValueError: there is nothing to measure")
     assert "Traceback" in (tmp_path / "log").read_text()
 

@@ -14,7 +14,7 @@ from tba.errors import UserError
 from tba.fields import fields_of, given
 from tba.recipe import Recipe
 from tba.recipe_source import write_recipe
-from tba.record.terminal import Shown
+from tba.record.terminal import Displayable
 from tba.settings import being_loaded, find, override, with_fields, words_of
 from tba.types import Evaluation, Json, Trajectory
 
@@ -28,12 +28,12 @@ _CHUNK_ROWS = 512  # trajectories in memory
 
 
 @dataclass(frozen=True, repr=False)
-class Run(Shown):
+class Run(Displayable):
     """Gives access to a run on disk, in progress or ended. Each property reads its files anew."""
 
     path: Path  # its folder, such as runs/NAME
 
-    def _shown(self) -> RenderableType:
+    def _content(self) -> RenderableType:
         from tba.record.run_record import RunRecord
         from tba.record.show import brief
 

@@ -19,7 +19,7 @@ from tba.command.report import make_report
 from tba.command.report_data import differing_settings, report_data
 from tba.record.page import embedded
 from tba.record.summary import Summary
-from tba.replay.excerpt import Facts, chosen
+from tba.replay.excerpt import Facts, choose_rows
 from tba.runtime.run_directory import RunDirectory
 from tba.settings import find
 from written_run import ANSWERS, BEGAN, BETA, HOSTILE, STEPS, write
@@ -183,7 +183,7 @@ def test_what_is_chosen_first_are_the_newest_best_worst_and_most_used() -> None:
         uses=rng.integers(-2, 9, rows).astype(np.int32), round=number // 8, owners=("searcher-0",),
     )  # fmt: skip
     facts.uses[123] = 99
-    rows_chosen = chosen(facts, 10_000, np.array([20_001]))
+    rows_chosen = choose_rows(facts, 10_000, np.array([20_001]))
     assert 9_990 < len(rows_chosen) <= 10_000
     assert set(rows_chosen[:8]) == set(range(20_000, 20_008))  # the round of what was wanted
     for extreme in (rows - 1, int(facts.reward.argmax()), int(facts.reward.argmin()), 123):

@@ -23,7 +23,9 @@ def noise() -> Any:
 
 def cells(noise: Any, form: str, data: tuple[str, ...]) -> list[Any]:
     """All rewards and sizes of these data, save normal rewards at K = 20, which are a matter of seconds each."""
-    all_cells = [noise.Cell(reward, d, size, form) for reward, d, size in product(noise.REWARDS, data, noise.GROUP_SIZES)]
+    all_cells = [
+        noise.Cell(reward, d, size, form) for reward, d, size in product(noise.REWARDS, data, noise.GROUP_SIZES)
+    ]
     return [c for c in all_cells if (c.reward, c.size) != ("gaussian", 20)]
 
 

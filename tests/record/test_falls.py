@@ -28,7 +28,7 @@ from tba.record.falls import (
     SignalWatch,
     StalenessWatch,
     by_version,
-    falls,
+    find_falls,
     note_falls,
     noted_falls,
 )
@@ -45,7 +45,7 @@ def figures(values: Sequence[float], n: int = 500) -> list[Evaluation]:
 
 
 def test_a_fall_is_told_once_until_the_figure_has_come_back() -> None:
-    told = falls(figures([0.39, 0.62, 0.17, 0.20, 0.61, 0.17]))
+    told = find_falls(figures([0.39, 0.62, 0.17, 0.20, 0.61, 0.17]))
     assert told == [
         "pass@1/sampled is 17.0 % at step 20: it was 62.0 % at step 10",
         "pass@1/sampled is 17.0 % at step 50: it was 62.0 % at step 10",
@@ -67,12 +67,12 @@ def test_a_fall_is_told_once_until_the_figure_has_come_back() -> None:
 def test_a_fall_is_more_than_5_points_and_more_than_5_standard_errors(
     best: float, then: float, n: int, told: bool
 ) -> None:
-    assert bool(falls(figures([0.1, best, then], n))) == told
+    assert bool(find_falls(figures([0.1, best, then], n))) == told
 
 
 def test_figures_are_compared_in_the_order_of_versions_not_of_their_arrival() -> None:
-    assert falls(reversed(figures([0.1, 0.5, 0.9]))) == []
-    assert len(falls(reversed(figures([0.9, 0.5, 0.1])))) == 1
+    assert find_falls(reversed(figures([0.1, 0.5, 0.9]))) == []
+    assert len(find_falls(reversed(figures([0.9, 0.5, 0.1])))) == 1
 
 
 @pytest.mark.parametrize("share", [0.05, 0.5, 0.95])
@@ -80,7 +80,7 @@ def test_fewer_than_one_run_in_a_hundred_tells_of_a_fall_where_a_hundred_figures
     share: float,
 ) -> None:
     drawn = np.random.default_rng(0).binomial(200, share, size=(1000, 100)) / 200
-    assert sum(bool(falls(figures(row, 200))) for row in drawn.tolist()) < 10
+    assert sum(bool(find_falls(figures(row, 200))) for row in drawn.tolist()) < 10
 
 
 def answers(means: Sequence[float], seed: int) -> list[tuple[str, float]]:

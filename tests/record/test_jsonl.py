@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tba.record.evaluations import EvaluationWriter, RunningEvaluations, read_evaluations
 from tba.record.faults import count_faults, note_unreadable, record_fault
-from tba.record.jsonl import JsonLines, NewLines, lines_of, plain, read_last_line, read_lines, write_json
+from tba.record.jsonl import JsonLines, NewLines, as_json, read_last_line, read_lines, read_lines_and_errors, write_json
 from tba.record.metrics import (
     GENERATED_TOKENS,
     PART,
@@ -108,7 +108,7 @@ def test_lines_that_cannot_be_read_are_passed_over_and_numbered(tmp_path: Path) 
     path = tmp_path / "a.jsonl"
     for damaged in DAMAGED:
         path.write_bytes(b'{"a": 1}\n' + damaged + b'\n{"a": 2}\n' + damaged + b"\n")
-        assert lines_of(path, lambda row: 1 + row["a"]) == ([2, 3], [2, 4])
+        assert read_lines_and_errors(path, lambda row: 1 + row["a"]) == ([2, 3], [2, 4])
         assert read_lines(path, lambda row: 1 + row["a"]) == [2, 3]
         assert read_last_line(path, lambda row: 1 + row["a"]) == 3
         path.write_bytes(damaged + b"\n")
@@ -148,9 +148,9 @@ def test_only_what_is_new_is_read_whatever_is_appended_cut_or_replaced(tmp_path:
     with path.open("ab") as file:
         file.write(b"2}\nnonsense\n[3]\n" + b"[" * 200_000 + b'\n{"c": "\xc2\x85\xe2\x80\xa8"}\n')
     assert lines.read() == (False, [{"b": 2}, {"c": "\x85\u2028"}])
-    assert lines.bad == [3, 4, 5]
+    assert lines.bad_lines == [3, 4, 5]
     path.write_bytes(b'{"a": 1}\n')  # cut
-    assert (lines.read(), lines.bad) == ((True, [{"a": 1}]), [])
+    assert (lines.read(), lines.bad_lines) == ((True, [{"a": 1}]), [])
     path.write_bytes(b'{"z": 9}\n{"b": 2}\n')  # another, longer than what was read
     assert lines.read() == (True, [{"z": 9}, {"b": 2}])
     (tmp_path / "beside").write_bytes(b'{"z": 8}\n{"b": 2}\n{"d": 4}\n')  # whose line there is the same
@@ -199,14 +199,14 @@ def test_numbers_of_numpy_become_numbers_and_what_is_not_finite_becomes_null() -
         "g": StopReason.EOS,
         "h": (1, None),
     }
-    assert plain(values) == {
+    assert as_json(values) == {
         "a": 0.5, "b": 3, "c": True, "d": [1.0, None], "e": None, "f": "1.20", "g": "eos", "h": [1, None],
     }  # fmt: skip
 
 
 def test_what_has_no_plain_form_is_named() -> None:
     with pytest.raises(TypeError, match="object has no plain JSON form"):
-        plain({"a": [object()]})
+        as_json({"a": [object()]})
 
 
 json_values = st.recursive(
@@ -219,8 +219,8 @@ json_values = st.recursive(
 @settings(max_examples=30, deadline=None)
 @given(st.dictionaries(st.text(), json_values))
 def test_what_json_can_hold_is_unchanged(value: dict[str, object]) -> None:
-    assert plain(value) == value
-    assert b"\n" not in json.dumps(plain(value)).encode()
+    assert as_json(value) == value
+    assert b"\n" not in json.dumps(as_json(value)).encode()
 
 
 def test_a_json_file_is_replaced_whole_and_nothing_stays_beside_it(tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ def test_the_live_view_gets_means_of_the_newest_50_steps_also_of_the_rewards_par
     for step in range(1, 121):
         writer.write(Version(0, step), float(step), {"lag": float(step), f"{PART}right": step % 2, "ess": math.nan})
     writer.close()
-    metrics.look()
+    metrics.read_new()
     assert metrics.mean("lag") == sum(range(71, 121)) / 50
     assert metrics.parts() == {"right": 0.5}
     assert metrics.mean("ess") is None
@@ -290,7 +290,7 @@ def test_the_rate_of_long_rounds_is_not_0_between_their_ends(tmp_path: Path, rou
     for second in range(1, 1001):
         writer.write(Version(0, second), float(second), {GENERATED_TOKENS: 100.0 * (second - second % round_seconds)})
         if second >= 2 * round_seconds and second % 7 == 0:
-            metrics.look()
+            metrics.read_new()
             seen.append(metrics.rate("generated"))
     writer.close()
     assert all(rate is not None and 50 <= rate <= 200 for rate in seen)
@@ -301,11 +301,11 @@ def test_the_figures_shown_are_of_the_newest_version_alone(tmp_path: Path) -> No
     found, writer = RunningEvaluations(tmp_path), EvaluationWriter(tmp_path)
     first = [Evaluation(Version(), 0.0, name, 0.3, 100) for name in ("pass@1/sampled", "pass@4/sampled")]
     writer.write(first)
-    found.look()
+    found.read_new()
     assert [(e.metric, e.value) for e in found.newest] == [("pass@1/sampled", 0.3), ("pass@4/sampled", 0.3)]
     writer.write([Evaluation(Version(0, 50), 9.0, "pass@1/sampled", 0.5, 100)])
     writer.write(first)  # of another searcher, that took longer
-    found.look()
+    found.read_new()
     assert [(e.value, e.version) for e in found.newest] == [(0.5, Version(0, 50))]
     writer.close()
 

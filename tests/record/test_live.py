@@ -14,10 +14,10 @@ from rich.console import Console
 from tba.command.show import show_run
 from tba.errors import UserError
 from tba.record.failure import Failure
-from tba.record.live import LiveView, Status, line
+from tba.record.live import LiveView, Status, status_line
 from tba.record.run_record import RunRecord
-from tba.record.show import accuracy, closing_page, comparison, course, show
-from tba.record.text import count, duration, printable, size
+from tba.record.show import closing_page, comparison, course_table, held_out_table, show
+from tba.record.text import duration, printable, short_number, size
 from tba.types import Version
 
 MakeRun = Callable[..., Path]
@@ -60,13 +60,13 @@ def rendered(renderable: object, width: int = 120) -> str:
 
 
 def test_a_plain_line_holds_every_field_once_it_is_known() -> None:
-    assert line(STATUS).strip().split(" | ") == [
+    assert status_line(STATUS).strip().split(" | ") == [
         "95 s", "step 120/400", "reward 0.712, right 0.700, brief 0.012",
         "accuracy greedy 61.0 %, sampled 55.2 %, pass@8/sampled 90.0 % at step 100",
         "log-ratio 1.23", "lag 9.4", "ESS 62.5 %", "generated 2100 tok/s", "trained 15.2k tok/s", "trainer idle 2.1 %",
         "paced 0.4 %", "evaluating 26.3 % of the time, now too", "ETA 2:20 min", "searcher-0 was started again",
     ]  # fmt: skip
-    assert line(Status(0, 400, 3.0, phase="warm-up")).strip() == "3 s | step 0/400 | warm-up"
+    assert status_line(Status(0, 400, 3.0, phase="warm-up")).strip() == "3 s | step 0/400 | warm-up"
 
 
 def test_without_a_terminal_a_line_comes_every_so_often_at_each_phase_and_at_the_end() -> None:
@@ -124,7 +124,7 @@ def test_a_finished_run_is_shown_with_its_account_and_faults(make_run: MakeRun) 
 
 
 def test_the_course_of_a_run_is_drawn_in_bars_from_the_lowest_to_the_highest(make_run: MakeRun) -> None:
-    text = rendered(course(RunRecord.read(make_run())), 80)
+    text = rendered(course_table(RunRecord.read(make_run())), 80)
     reward = re.search(r"reward (\S{36}) 0.025 1\n", text)
     assert reward is not None
     assert reward[1] == "".join(sorted(reward[1]))  # it rises at every step, and the bars' characters in their order
@@ -210,9 +210,9 @@ def test_what_a_restart_has_thrown_away_is_not_what_the_run_came_to(make_run: Ma
 def test_figures_over_other_problems_have_no_difference(make_run: MakeRun) -> None:
     run = RunRecord.read(make_run())
     fewer = [replace(e, n=20) if e.version.step else e for e in run.evaluations]
-    text = rendered(accuracy(replace(run, evaluations=fewer)), 80)
+    text = rendered(held_out_table(replace(run, evaluations=fewer)), 80)
     assert "- 500, 20" in text
-    assert "+40.0 500" in rendered(accuracy(run), 80)
+    assert "+40.0 500" in rendered(held_out_table(run), 80)
 
 
 def test_a_run_that_cannot_be_read_does_not_hide_the_others(make_run: MakeRun, tmp_path: Path) -> None:
@@ -246,5 +246,5 @@ def test_what_a_model_says_cannot_command_the_terminal(make_run: MakeRun) -> Non
 
 def test_numbers_read_as_people_write_them() -> None:
     assert [duration(s) for s in (0, 99.4, 185, 5999, 7620)] == ["0 s", "99 s", "3:05 min", "99:59 min", "2:07 h"]
-    assert [count(n) for n in (12, 9999, 12_340, 999_949, 4_560_000)] == ["12", "9999", "12.3k", "999.9k", "4.56M"]
+    assert [short_number(n) for n in (12, 9999, 12_340, 999_949, 4.56e6)] == ["12", "9999", "12.3k", "999.9k", "4.56M"]
     assert [size(n) for n in (412 << 20, 1536 << 20)] == ["412 MiB", "1.5 GiB"]

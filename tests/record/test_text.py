@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tba
-from tba.record.text import counted, frame_of, hundredfold, percent, within
+from tba.record.text import frame_of, hundredfold, percent, plural, strip_frame
 from tba.types import Version
 
 BEGINS, ENDS = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
@@ -22,7 +22,7 @@ def test_prompts_are_shown_without_their_chat_template() -> None:
     questions = ["What is tea? Be short.", "What is salt? Be long.", "What is x < y?\nSay it."]
     frame = frame_of(BEGINS + question + ENDS for question in questions)
     assert frame == (BEGINS, ENDS)
-    assert [within(frame, BEGINS + question + ENDS) for question in questions] == questions
+    assert [strip_frame(frame, BEGINS + question + ENDS) for question in questions] == questions
 
 
 def test_words_that_questions_share_are_no_frame() -> None:
@@ -36,7 +36,7 @@ def test_nothing_but_the_frame_is_left_out(texts: set[str], around: str) -> None
     framed = [around + text + "\n" + around for text in texts]
     begins, ends = frame_of(framed)
     assert all(text.startswith(begins) and text.endswith(ends) for text in framed)
-    assert all(within((begins, ends), text) in text for text in framed)
+    assert all(strip_frame((begins, ends), text) in text for text in framed)
 
 
 ROUNDED = {  # 100 times it, a half away from zero
@@ -71,4 +71,4 @@ def test_a_version_and_a_number_of_cores_are_named_as_people_do() -> None:
     assert [version.in_words for version in named] == [
         *("step 50", "step 50 of incarnation 2", "the average at step 50", "none")
     ]
-    assert [counted(n, "core") for n in (1, 2, "?")] == ["1 core", "2 cores", "? cores"]
+    assert [plural(n, "core") for n in (1, 2, "?")] == ["1 core", "2 cores", "? cores"]

@@ -14,7 +14,7 @@ from trajectory_cases import plain_edits, prompt, same, trajectory
 
 from tba.apps.red_team.near import NearDuplicates
 from tba.errors import UserError
-from tba.replay.buffer import LEFT, Amount, Buffer, BufferSettings
+from tba.replay.buffer import UNUSED_FATES, Buffer, BufferSettings, Tally
 from tba.replay.prompt_index import Listing
 from tba.types import ELSEWHERE, Score, Trajectory, Version
 
@@ -249,7 +249,7 @@ def test_after_any_operations_the_buffer_holds_what_the_rules_say_and_its_ledger
     assert len(plain.held) <= chosen.total
     # the record of each place says the same: its uses, or how it left unused
     said = [plain.uses.get(t.uid) or plain.fate.get(t.uid, 0) for t in plain.everything]
-    assert [LEFT.get(n, n) for n in buffer.fates()[1:].tolist()] == said
+    assert [UNUSED_FATES.get(n, n) for n in buffer.fates()[1:].tolist()] == said
 
 
 def test_a_newer_copy_replaces_the_older_and_becomes_the_newest() -> None:
@@ -258,7 +258,7 @@ def test_a_newer_copy_replaces_the_older_and_becomes_the_newest() -> None:
     for t in (old, other, copy):
         buffer.add(t)
     assert uids(buffer.of(old.prompt.key)) == [other.uid, "copy"]
-    assert buffer.counts().duplicate == Amount(1, 1)
+    assert buffer.counts().duplicate == Tally(1, 1)
 
 
 def test_copies_stay_side_by_side_when_the_settings_say_so() -> None:
@@ -267,7 +267,7 @@ def test_copies_stay_side_by_side_when_the_settings_say_so() -> None:
     for t in copies:
         buffer.add(t)
     assert uids(buffer.of(copies[0].prompt.key)) == uids(copies)
-    assert buffer.counts().duplicate == Amount(0, 0)
+    assert buffer.counts().duplicate == Tally(0, 0)
 
 
 LATER = Version(0, 50)
@@ -303,9 +303,9 @@ def test_what_is_scored_under_the_new_reference_keeps_its_age_and_its_uses_and_i
     assert buffer.counts() == before
     assert buffer.fates().tolist() == [0, 0, 2, 0]
     buffer.use([found[0]])
-    assert buffer.counts().trained_once == Amount(1, 1)
+    assert buffer.counts().trained_once == Tally(1, 1)
     buffer.add(trajectory(tokens=(3,), reference=LATER, uid="last"))  # the oldest leaves, which nobody has scored
-    assert buffer.counts().evicted == Amount(1, 1)
+    assert buffer.counts().evicted == Tally(1, 1)
     assert buffer.unscored() == []
 
 
@@ -317,8 +317,8 @@ def test_what_was_used_and_leaves_is_counted_as_trained_and_not_as_evicted() -> 
     for t in rows[1:]:
         buffer.add(t)
     counts = buffer.counts()
-    assert (counts.trained_once, counts.trained_total) == (Amount(1, 1), Amount(2, 2))
-    assert (counts.evicted, counts.waiting) == (Amount(1, 1), Amount(2, 2))
+    assert (counts.trained_once, counts.trained_total) == (Tally(1, 1), Tally(2, 2))
+    assert (counts.evicted, counts.waiting) == (Tally(1, 1), Tally(2, 2))
     with pytest.raises(KeyError, match="not in memory"):
         buffer.use([rows[0]])
 
@@ -343,7 +343,7 @@ def test_an_older_copy_that_arrives_later_leaves_the_fresher_one_in_its_place() 
         left += uids(buffer.of(prompt(0).key))
     assert left == ["fresh", "fresh", "fresh", "equal"]
     counts = buffer.counts()
-    assert (counts.received, counts.waiting, counts.duplicate) == (Amount(4, 8), Amount(1, 2), Amount(3, 6))
+    assert (counts.received, counts.waiting, counts.duplicate) == (Tally(4, 8), Tally(1, 2), Tally(3, 6))
 
 
 def test_the_same_trajectory_given_twice_is_an_error() -> None:
@@ -415,9 +415,9 @@ def test_what_goes_by_another_incarnation_is_as_new_as_that_and_equal_in_all_els
 def test_what_the_source_could_not_give_is_received_and_accounted_for() -> None:
     buffer = Buffer(BufferSettings())
     buffer.add(trajectory())
-    buffer.pass_over(evicted=Amount(3, 30), damaged=Amount(2, 20))
+    buffer.pass_over(evicted=Tally(3, 30), damaged=Tally(2, 20))
     counts = buffer.counts()
-    assert (counts.received, counts.evicted, counts.damaged) == (Amount(6, 52), Amount(3, 30), Amount(2, 20))
+    assert (counts.received, counts.evicted, counts.damaged) == (Tally(6, 52), Tally(3, 30), Tally(2, 20))
 
 
 def test_prompts_of_one_key_keep_their_own_text_in_memory() -> None:

@@ -14,7 +14,7 @@ from trajectory_cases import prompt, same, trajectory
 
 from tba.replay.codec import (
     Damaged,
-    Stored,
+    StoredTrajectory,
     decode_prompt,
     decode_trajectory,
     encode_prompt,
@@ -80,7 +80,7 @@ def test_a_trajectory_comes_back_bit_for_bit(original: Trajectory) -> None:
 @settings(deadline=None, max_examples=200)
 @given(trajectories())
 def test_the_facts_of_what_is_stored_are_those_of_the_trajectory(original: Trajectory) -> None:
-    stored = Stored.of(original)
+    stored = StoredTrajectory.of(original)
     assert (stored.uid, stored.length) == (original.uid, original.length)
     assert (stored.version, stored.reference) == (original.version, original.reference)
     assert stored.reward == original.reward or (math.isnan(stored.reward) and math.isnan(original.reward))

@@ -19,11 +19,11 @@ from trajectory_cases import same, trajectory
 
 import tba.replay.recovery
 from tba.errors import DeadlineExceeded, UserError
-from tba.replay.codec import Gone
+from tba.replay.codec import MissingCounts
 from tba.replay.database import network_filesystem
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
-from tba.replay.missing_rows import acknowledged
+from tba.replay.missing_rows import acknowledged_counts
 from tba.types import LEFT_OUT, Evaluation, Score, Trajectory, Version
 
 
@@ -322,8 +322,8 @@ def test_retention_deletes_the_oldest_drained_bodies_above_a_size_and_counts_the
         assert follower.undrained() == {"trajectories": 0, "tokens": 0}
         follower.position = 0
         assert uids(follower.drain()) == uids(rows[totals.retired_rows :])
-        assert follower.take_gone() == Gone(totals.retired_rows, totals.retired_tokens)
-        assert follower.take_gone() == Gone()
+        assert follower.take_missing_counts() == MissingCounts(totals.retired_rows, totals.retired_tokens)
+        assert follower.take_missing_counts() == MissingCounts()
         writer.put(rows[:3])  # a repeat is known even when the body has gone
         assert follower.drain() == []
 
@@ -350,10 +350,10 @@ def test_a_trajectory_whose_bytes_have_changed_is_left_out_counted_and_never_lea
     connection.close()
     with JournalFollower(path) as follower:
         assert uids(follower.drain()) == ["t0", "t1", "t3", "t4"]
-        assert follower.take_gone() == Gone(damaged_trajectories=1, damaged_tokens=3)
+        assert follower.take_missing_counts() == MissingCounts(damaged_trajectories=1, damaged_tokens=3)
         follower.position = 0
         assert uids(follower.drain()) == ["t0", "t1", "t3", "t4"]
-        assert follower.take_gone() == Gone(damaged_trajectories=1, damaged_tokens=3)
+        assert follower.take_missing_counts() == MissingCounts(damaged_trajectories=1, damaged_tokens=3)
 
 
 def test_the_write_ahead_log_stays_bounded_while_a_follower_drains(path: Path, writer: JournalWriter) -> None:
@@ -417,7 +417,7 @@ def test_a_writer_that_waits_for_the_lock_shows_that_it_lives(path: Path) -> Non
         if len(signs) == 3:
             hog.execute("ROLLBACK")
 
-    with JournalWriter(path, "a", waiting=sign) as writer:
+    with JournalWriter(path, "a", on_wait=sign) as writer:
         hog.execute("BEGIN IMMEDIATE")
         writer.put([trajectory()])
         assert writer.rows() == 1
@@ -588,9 +588,9 @@ def test_a_journal_that_is_set_back_to_an_older_copy_is_refused_by_the_number_of
                 act()
     with JournalFollower(path) as follower:
         assert len(follower.drain()) == 5  # and nothing was added to it
-    assert acknowledged(path).rows == 12  # what was put last stays known
+    assert acknowledged_counts(path).rows == 12  # what was put last stays known
     Path(f"{path}-acknowledged", "searcher-0").write_text("twelve")
-    assert acknowledged(path).rows == 0
+    assert acknowledged_counts(path).rows == 0
 
 
 def test_a_journal_that_is_written_over_by_another_program_is_noticed_by_its_follower(path: Path) -> None:

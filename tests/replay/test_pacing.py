@@ -17,26 +17,26 @@ TWO = Pacing(warm_up=100, samples_per_insert=2.0, band=3.0)  # batches of 10 bel
 
 def test_by_default_only_warm_up_and_the_bound_on_reuse_hold_the_trainer_and_nothing_the_searchers() -> None:
     default = Pacing(warm_up=100)
-    assert default.held(99, 0, 10) == "warm_up"
-    assert default.held(100, 0, 10) is None
-    assert default.held(100, 790, 10) is None
-    assert default.held(100, 791, 10) == "paced"
-    assert default.wanted(0, 10, 2) is None
+    assert default.hold_reason(99, 0, 10) == "warm_up"
+    assert default.hold_reason(100, 0, 10) is None
+    assert default.hold_reason(100, 790, 10) is None
+    assert default.hold_reason(100, 791, 10) == "paced"
+    assert default.searcher_limit(0, 10, 2) is None
 
 
 def test_the_trainer_is_held_when_it_would_be_more_than_the_band_ahead() -> None:
-    assert TWO.held(100, 20, 10) is None  # 2 (100 - 100) - 20 - 10 = -30, three batches
-    assert TWO.held(100, 21, 10) == "paced"
-    assert TWO.held(110, 41, 10) == "paced"
-    assert TWO.held(111, 41, 10) is None
-    assert replace(TWO, eases_off="searchers").held(100, 41, 10) is None
+    assert TWO.hold_reason(100, 20, 10) is None  # 2 (100 - 100) - 20 - 10 = -30, three batches
+    assert TWO.hold_reason(100, 21, 10) == "paced"
+    assert TWO.hold_reason(110, 41, 10) == "paced"
+    assert TWO.hold_reason(111, 41, 10) is None
+    assert replace(TWO, eases_off="searchers").hold_reason(100, 41, 10) is None
 
 
 def test_searchers_ease_off_when_they_are_more_than_the_band_and_the_updates_to_come_ahead() -> None:
-    assert TWO.wanted(0, 10, 0) == 100 + 15  # 2 (115 - 100) - 0 = 30, three batches
-    assert TWO.wanted(0, 10, 4) == 100 + 35
-    assert TWO.wanted(21, 10, 0) == 100 + 26
-    assert replace(TWO, eases_off="trainer").wanted(0, 10, 4) is None
+    assert TWO.searcher_limit(0, 10, 0) == 100 + 15  # 2 (115 - 100) - 0 = 30, three batches
+    assert TWO.searcher_limit(0, 10, 4) == 100 + 35
+    assert TWO.searcher_limit(21, 10, 0) == 100 + 26
+    assert replace(TWO, eases_off="trainer").searcher_limit(0, 10, 4) is None
 
 
 @given(
@@ -51,9 +51,9 @@ def test_a_trainer_that_has_all_that_searchers_may_send_before_the_next_sync_is_
     uses: float, band: float, warm_up: int, k: int, batch: int, trained: int
 ) -> None:
     pacing = Pacing(warm_up=warm_up, samples_per_insert=uses, band=band)
-    wanted = pacing.wanted(trained, batch, k)
+    wanted = pacing.searcher_limit(trained, batch, k)
     assert wanted is not None
-    assert [pacing.held(wanted, trained + j * batch, batch) for j in range(k)] == [None] * k
+    assert [pacing.hold_reason(wanted, trained + j * batch, batch) for j in range(k)] == [None] * k
 
 
 @pytest.mark.parametrize(("rounds", "more"), [(140, 8), (280, 16), (1400, 80), (20, 8)])
@@ -68,11 +68,11 @@ def test_when_nothing_comes_any_longer_8_batches_are_taken_or_8_uses_of_the_newe
         trained += rounds
     lost = pacing.forfeit(received + rounds, trained, 140, rounds, lost)
     taken = 0
-    while pacing.held(received + rounds, trained + 140 * taken, 140, lost) is None:
+    while pacing.hold_reason(received + rounds, trained + 140 * taken, 140, lost) is None:
         taken += 1
     assert taken == more
-    assert pacing.held(received + rounds, trained, 140) is None  # without a loss it would go on and on
-    assert pacing.held(received + rounds, trained + 140 * 100, 140) is None
+    assert pacing.hold_reason(received + rounds, trained, 140) is None  # without a loss it would go on and on
+    assert pacing.hold_reason(received + rounds, trained + 140 * 100, 140) is None
 
 
 def test_data_that_came_all_at_once_can_be_used_as_often_as_the_bound_says_and_without_one_nothing_is_lost() -> None:
@@ -83,7 +83,7 @@ def test_data_that_came_all_at_once_can_be_used_as_often_as_the_bound_says_and_w
 
 def test_nothing_is_lost_where_searchers_ease_off_for_they_would_wait_for_a_trainer_that_is_held() -> None:
     """1,000 are more than they may be ahead by; the trainer has to take some before they go on."""
-    assert TWO.wanted(0, 10, 2) == 100 + 25
+    assert TWO.searcher_limit(0, 10, 2) == 100 + 25
     assert TWO.forfeit(1100, 0, 10, 10) == replace(TWO, eases_off="searchers").forfeit(1100, 0, 10, 10) == 0.0
     assert replace(TWO, eases_off="trainer").forfeit(1100, 0, 10, 10) == 1100 - 10  # left: 8 uses of the newest 10
 
@@ -99,14 +99,14 @@ def test_a_trainer_that_is_held_is_let_go_by_new_arrivals_however_few_come_at_a_
         if arrives:
             received += each
             lost = pacing.forfeit(received, trained, batch, each, lost)
-        elif pacing.held(received, trained, batch, lost) is None:
+        elif pacing.hold_reason(received, trained, batch, lost) is None:
             trained += batch
         assert trained <= uses * received + 1e-6
     needed = math.ceil(batch / (uses * each)) + 1
     for _ in range(needed):
         received += each
         lost = pacing.forfeit(received, trained, batch, each, lost)
-    assert pacing.held(received, trained, batch, lost) is None
+    assert pacing.hold_reason(received, trained, batch, lost) is None
 
 
 @given(st.lists(st.booleans(), max_size=400), st.sampled_from([0.5, 1.0, 2.5]), st.integers(1, 12))
@@ -114,9 +114,9 @@ def test_whoever_is_faster_the_balance_stays_in_its_band(turns: list[bool], uses
     pacing = Pacing(warm_up=20, samples_per_insert=uses, band=2.0)
     received = trained = 0
     for trainers in turns:
-        wanted = pacing.wanted(trained, 10, 0)
+        wanted = pacing.searcher_limit(trained, 10, 0)
         assert wanted is not None
-        if trainers and pacing.held(received, trained, 10) is None:
+        if trainers and pacing.hold_reason(received, trained, 10) is None:
             trained += 10
         elif not trainers and received < wanted:
             received += per_round

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from trajectory_cases import trajectory
 
-from tba.replay.checks import damage, log_belongs, log_of
-from tba.replay.codec import Gone
+from tba.replay.checks import find_damage, log_belongs, log_of
+from tba.replay.codec import MissingCounts
 from tba.replay.database import suspect_mark
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
-from tba.replay.missing_rows import Held, acknowledged, find_loss
+from tba.replay.missing_rows import JournalCounts, acknowledged_counts, find_loss
 from tba.replay.queries import JournalQueries
 from tba.replay.reading import JournalFile
 
@@ -60,18 +60,18 @@ def files(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.parent.iterdir() if file.is_file()}
 
 
-def read(path: Path) -> tuple[int, list[str], Gone]:
+def read(path: Path) -> tuple[int, list[str], MissingCounts]:
     """Reads a journal as commands do; gives its total, and the uids and the losses of what can be read."""
     with JournalQueries(path) as queries:
         rows = queries.totals.rows
     with JournalFile(path) as file, JournalFollower(path, file=file) as follower:
-        return rows, [t.uid for t in follower.drain()], follower.take_gone()
+        return rows, [t.uid for t in follower.drain()], follower.take_missing_counts()
 
 
 def test_the_log_of_a_killed_run_is_read_to_its_last_row_and_no_file_changes(killed: Path) -> None:
     before = files(killed)
     rows, uids, gone = read(killed)
-    assert (rows, len(uids), gone) == (10 * ROUND, 10 * ROUND, Gone())
+    assert (rows, len(uids), gone) == (10 * ROUND, 10 * ROUND, MissingCounts())
     assert files(killed) == before
     with JournalFollower(killed) as follower:  # a resume
         assert len(follower.drain()) == 10 * ROUND
@@ -88,7 +88,7 @@ def test_a_stale_log_is_passed_over_by_readers_and_set_aside_by_a_resume(
     before = files(killed)
     assert not log_belongs(killed)
     rows, uids, gone = read(killed)
-    assert (rows, len(uids), gone) == (30 * ROUND, 30 * ROUND, Gone())
+    assert (rows, len(uids), gone) == (30 * ROUND, 30 * ROUND, MissingCounts())
     assert files(killed) == before
     assert f"{log_of(killed)} is not the log of the journal beside it, and is passed over" in caplog.text
     with JournalFollower(killed) as follower:
@@ -214,8 +214,10 @@ def test_rows_that_a_killed_runs_lost_log_held_are_known_by_number(killed: Path)
     path = killed.parent.parent / "live" / "journal.sqlite"
     shutil.copytree(f"{path}-acknowledged", f"{killed}-acknowledged")
     log_of(killed).unlink()
-    held = acknowledged(killed)
-    assert held == Held(rows=10 * ROUND, tokens=sum(t.length for i in range(10) for t in [trajectory(i)] * ROUND))
+    held = acknowledged_counts(killed)
+    assert held == JournalCounts(
+        rows=10 * ROUND, tokens=sum(t.length for i in range(10) for t in [trajectory(i)] * ROUND)
+    )
     loss = find_loss(killed, held)
     assert loss is not None
     assert loss.rows == 4 * ROUND
@@ -223,4 +225,4 @@ def test_rows_that_a_killed_runs_lost_log_held_are_known_by_number(killed: Path)
     gone = find_loss(killed, held)
     assert gone is not None
     assert gone.rows == 10 * ROUND
-    assert damage(killed) is None
+    assert find_damage(killed) is None

@@ -18,13 +18,13 @@ from trajectory_cases import same, trajectory
 
 import tba.replay.recovery
 from tba.errors import UserError
-from tba.replay.checks import damage
-from tba.replay.codec import Gone
+from tba.replay.checks import find_damage
+from tba.replay.codec import MissingCounts
 from tba.replay.database import suspect_mark
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
-from tba.replay.pages import Frame, torn, wal_frames
-from tba.replay.recovery import look_over
+from tba.replay.pages import LogFrame, is_torn, wal_frames
+from tba.replay.recovery import lock_and_check
 from tba.types import Trajectory
 
 ROWS = 120
@@ -55,9 +55,9 @@ def overwrite(path: Path, at: int, data: bytes) -> None:
         file.write(data)
 
 
-def opened(path: Path) -> tuple[list[Trajectory], Gone, JournalFollower]:
+def opened(path: Path) -> tuple[list[Trajectory], MissingCounts, JournalFollower]:
     follower = JournalFollower(path)
-    return follower.drain(), follower.take_gone(), follower
+    return follower.drain(), follower.take_missing_counts(), follower
 
 
 def assert_accounted(path: Path, rows: Sequence[Trajectory]) -> list[Trajectory]:
@@ -80,8 +80,8 @@ def assert_accounted(path: Path, rows: Sequence[Trajectory]) -> list[Trajectory]
 def test_a_whole_journal_is_not_touched(whole: tuple[Path, list[Trajectory]], tmp_path: Path) -> None:
     path = copied(whole[0], tmp_path)
     before = path.read_bytes()
-    assert damage(path) is None
-    look_over(path).close()
+    assert find_damage(path) is None
+    lock_and_check(path).close()
     assert path.read_bytes() == before
     assert len(assert_accounted(path, whole[1])) == ROWS
     assert {p.name for p in tmp_path.iterdir()} <= {
@@ -150,7 +150,7 @@ def test_one_bit_of_an_index_is_found_before_anything_is_built_on_it(
     overwrite(path, at, b"u")
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("PRAGMA quick_check").fetchall() == [("ok",)]  # SQLite's shorter look sees nothing
-    assert damage(path) is not None
+    assert find_damage(path) is not None
     assert len(assert_accounted(path, whole[1])) == ROWS
 
 
@@ -164,7 +164,7 @@ def test_what_was_met_in_use_is_recovered_by_the_next_to_open_and_only_once(
             writer._database.rows("SELECT sum(length(body)) FROM bodies")
     assert suspect_mark(path).exists()
     overwrite(path, 0, whole[0].read_bytes())  # however it looks now
-    assert damage(path) is None
+    assert find_damage(path) is None
     for _ in range(2):
         with JournalFollower(path) as follower:
             (recovery,) = follower.recoveries()
@@ -203,10 +203,10 @@ def test_what_was_acknowledged_is_found_in_a_log_whose_beginning_is_damaged(tmp_
         for part in ("", "-wal"):
             shutil.copy(f"{path}{part}", copy / f"journal.sqlite{part}")
     path, wal = copy / "journal.sqlite", copy / "journal.sqlite-wal"
-    commits = [frame for frame in wal_frames(wal) if frame.commits]
+    commits = [frame for frame in wal_frames(wal) if frame.committed_pages]
     assert len(commits) > 30
-    overwrite(wal, commits[20].at + at, b"\xff" * min(100, abs(at)))
-    assert damage(path) == "its log is damaged"
+    overwrite(wal, commits[20].start + at, b"\xff" * min(100, abs(at)))
+    assert find_damage(path) == "its log is damaged"
     found = assert_accounted(path, rows)
     assert {t.uid for t in found} == {t.uid for t in rows}
     assert Path(f"{copy}/journal.sqlite.damaged-1-wal").exists()
@@ -269,7 +269,7 @@ def test_the_second_page_alone_tells_how_many_trajectories_are_lost(
     overwrite(path, 2 * 8192, bytes(size - 2 * 8192))
     _, gone, follower = opened(path)
     follower.close()
-    assert gone == Gone(damaged_trajectories=ROWS, damaged_tokens=sum(t.length for t in whole[1]))
+    assert gone == MissingCounts(damaged_trajectories=ROWS, damaged_tokens=sum(t.length for t in whole[1]))
 
 
 @pytest.mark.parametrize("size", [1, 99, 100, 511, 512, 8192, 12000])
@@ -311,7 +311,7 @@ def test_totals_that_have_changed_are_found_and_made_again(
             connection.execute(f"UPDATE totals SET value = value + 64 WHERE name = {change}")
             connection.commit()
             assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
-        assert damage(path) == "its totals are not what was written"
+        assert find_damage(path) == "its totals are not what was written"
         assert len(assert_accounted(path, whole[1])) == ROWS
     with JournalFollower(path) as follower:
         assert follower.totals().rows == ROWS
@@ -330,7 +330,7 @@ def test_what_the_log_has_is_kept_though_most_of_the_file_before_it_is_cut_off(t
             shutil.copy(f"{path}{part}", tmp_path / "copy" / f"journal.sqlite{part}")
     path = tmp_path / "copy" / "journal.sqlite"
     first, *_ = wal_frames(Path(f"{path}-wal"))
-    overwrite(Path(f"{path}-wal"), first.at - 24, b"\x7f")  # the number of one page, now far behind all others
+    overwrite(Path(f"{path}-wal"), first.start - 24, b"\x7f")  # the number of one page, now far behind all others
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size // 6)
     found, _, follower = opened(path)
@@ -339,11 +339,11 @@ def test_what_the_log_has_is_kept_though_most_of_the_file_before_it_is_cut_off(t
 
 
 def test_what_a_power_cut_left_of_the_last_transaction_is_no_damage() -> None:
-    sound = [Frame(n, 0, n % 3 == 0) for n in range(1, 10)]
-    rest = [Frame(10, 0, False), Frame(11, 0, True)]
-    assert not torn(sound, read=9)
-    assert not torn(sound + rest, read=9)
-    assert torn(sound + rest + rest, read=9)
+    sound = [LogFrame(n, 0, n % 3 == 0) for n in range(1, 10)]
+    rest = [LogFrame(10, 0, False), LogFrame(11, 0, True)]
+    assert not is_torn(sound, read_count=9)
+    assert not is_torn(sound + rest, read_count=9)
+    assert is_torn(sound + rest + rest, read_count=9)
 
 
 def test_recovery_that_is_killed_at_any_of_its_steps_is_ended_by_the_next_to_open(
@@ -370,7 +370,7 @@ def test_recovery_that_is_killed_at_any_of_its_steps_is_ended_by_the_next_to_ope
                     tba.replay.recovery.os, name, lambda *a, real=real, name=name: (counted(name), real(*a))[1]
                 )
             try:
-                look_over(path).close()
+                lock_and_check(path).close()
                 done = True
             except KeyboardInterrupt:
                 done = False
@@ -387,8 +387,8 @@ def test_while_somebody_has_it_open_nobody_looks_it_over(
     whole: tuple[Path, list[Trajectory]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, looks = copied(whole[0], tmp_path), []
-    real = tba.replay.recovery.damage
-    monkeypatch.setattr(tba.replay.recovery, "damage", lambda p: (looks.append(p), real(p))[1])
+    real = tba.replay.recovery.find_damage
+    monkeypatch.setattr(tba.replay.recovery, "find_damage", lambda p: (looks.append(p), real(p))[1])
     with JournalFollower(path), JournalWriter(path, "a"):
         assert len(looks) == 1
     with JournalWriter(path, "a"):
@@ -482,9 +482,9 @@ def test_a_body_in_another_trajectorys_place_is_damage_and_is_never_read(six: tu
     path, _ = six
     changed_by_sql(path, COPIED, *SWAPPED)
     reports: list[str] = []
-    with JournalFollower(path, damaged=reports.append) as follower:
+    with JournalFollower(path, on_damaged=reports.append) as follower:
         assert [t.uid for t in follower.drain()] == ["t0", "t1", "t3"]
-        assert follower.take_gone().damaged_trajectories == 3
+        assert follower.take_missing_counts().damaged_trajectories == 3
     assert len(reports) == 3
     assert reports[0] == f"trajectory 3 of {path} is damaged and left out (its content is that of trajectory 't1')"
     with JournalFollower(path) as follower:  # they are taken out, once and for all
@@ -504,7 +504,7 @@ def test_recovery_drops_a_body_that_is_in_another_trajectorys_place(six: tuple[P
 def test_a_row_that_sql_has_removed_is_counted_as_lost(six: tuple[Path, list[Trajectory]]) -> None:
     path, rows = six
     changed_by_sql(path, "DELETE FROM trajectories WHERE seq = 6", "DELETE FROM bodies WHERE seq = 6")
-    assert damage(path) == "it has 5 rows, and 6 were put into it"
+    assert find_damage(path) == "it has 5 rows, and 6 were put into it"
     assert len(assert_accounted(path, rows)) == 5
     with JournalFollower(path) as follower:
         (recovery,) = follower.recoveries()
@@ -515,11 +515,11 @@ def test_bodies_that_sql_has_removed_are_reported(six: tuple[Path, list[Trajecto
     path, _ = six
     changed_by_sql(path, "DELETE FROM bodies WHERE seq IN (3, 4)")
     reports: list[str] = []
-    with JournalFollower(path, damaged=reports.append) as follower:
+    with JournalFollower(path, on_damaged=reports.append) as follower:
         assert [t.uid for t in follower.drain()] == ["t0", "t1", "t4", "t5"]
-        assert follower.take_gone() == Gone(damaged_trajectories=2, damaged_tokens=8)
+        assert follower.take_missing_counts() == MissingCounts(damaged_trajectories=2, damaged_tokens=8)
     assert reports == [f"trajectory {seq} of {path} has lost its content and is left out" for seq in (3, 4)]
-    with JournalFollower(path, damaged=reports.append) as follower:  # a resume
+    with JournalFollower(path, on_damaged=reports.append) as follower:  # a resume
         follower.drain()
-        assert follower.take_gone().damaged_trajectories == 2
+        assert follower.take_missing_counts().damaged_trajectories == 2
     assert len(reports) == 2

@@ -21,7 +21,7 @@ from trajectory_cases import Pile, prompt, same, trajectory
 from tba.apps.red_team.near import NearDuplicates
 from tba.errors import UserError
 from tba.replay.buffer import Buffer, BufferSettings
-from tba.replay.codec import Stored, pack_uses, unpack_uses
+from tba.replay.codec import StoredTrajectory, pack_uses, unpack_uses
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
 from tba.replay.pacing import Pacing
@@ -183,10 +183,10 @@ class Oldest:
     def start(self) -> Oldest:
         return self
 
-    def select(self, store: Buffer, wanted: BatchRequest, rng: np.random.Generator) -> list[Group]:
-        self.asked.append(wanted)
-        self.counts["oldest"] += wanted.groups
-        return [Group(tuple(store.of(p)[: wanted.size])) for p in sorted(store.prompts(2))[: wanted.groups]]
+    def select(self, store: Buffer, request: BatchRequest, rng: np.random.Generator) -> list[Group]:
+        self.asked.append(request)
+        self.counts["oldest"] += request.groups
+        return [Group(tuple(store.of(p)[: request.size])) for p in sorted(store.prompts(2))[: request.groups]]
 
     def state(self) -> int:
         return self.counts["oldest"]
@@ -378,7 +378,7 @@ class SteppedFollower(JournalFollower):
 
     until: int | None = None
 
-    def drain_stored(self, limit: int | None = None, until: int | None = None) -> list[Stored]:
+    def drain_stored(self, limit: int | None = None, until: int | None = None) -> list[StoredTrajectory]:
         return super().drain_stored(limit, self.until if until is None else until)
 
 

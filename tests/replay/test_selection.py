@@ -21,10 +21,10 @@ from trajectory_cases import prompt, store, trajectory
 
 from tba.batch import collate
 from tba.errors import UserError
-from tba.replay.buffer import Amount, Buffer, BufferSettings
-from tba.replay.codec import Stored
+from tba.replay.buffer import Buffer, BufferSettings, Tally
+from tba.replay.codec import StoredTrajectory
 from tba.replay.prompt_index import Listing
-from tba.replay.selection import BatchRequest, Deck, RecencyReward, softmax_without_replacement, uniform
+from tba.replay.selection import BatchRequest, Deck, RecencyReward, draw_by_reward, draw_uniform
 from tba.types import Group, Version
 
 
@@ -189,7 +189,7 @@ def test_responses_are_drawn_by_softmax_of_reward_without_replacement(size: int)
     rewards, inverse_temperature, draws = [0.0, 0.5, 1.0, -1.0, 2.0], 1.5, 6000
     rng, counts = np.random.default_rng(3), np.zeros(5)
     for _ in range(draws):
-        counts[softmax_without_replacement(np.array(rewards), inverse_temperature, size, rng)] += 1
+        counts[draw_by_reward(np.array(rewards), inverse_temperature, size, rng)] += 1
     expected = np.array(softmax_inclusion([inverse_temperature * r for r in rewards], size))
     deviation = np.sqrt(expected * (1 - expected) / draws)
     assert np.all(np.abs(counts / draws - expected) <= 5 * deviation)
@@ -198,7 +198,7 @@ def test_responses_are_drawn_by_softmax_of_reward_without_replacement(size: int)
 def test_inverse_temperature_zero_is_uniform_whatever_the_rewards() -> None:
     rng, counts, draws = np.random.default_rng(4), np.zeros(6), 6000
     for _ in range(draws):
-        counts[uniform(6, 2, rng)] += 1
+        counts[draw_uniform(6, 2, rng)] += 1
     assert np.all(np.abs(counts / draws - 1 / 3) <= 5 * np.sqrt(2 / 9 / draws))
     buffer = store([6], rewards=[0, 0, 0, 0, 0, 1e9])
     best = sum(
@@ -218,7 +218,7 @@ def test_inverse_temperature_zero_is_uniform_whatever_the_rewards() -> None:
 def test_no_reward_and_no_temperature_is_too_extreme(
     rewards: list[float], inverse_temperature: float, size: int, seed: int
 ) -> None:
-    chosen = softmax_without_replacement(np.array(rewards), inverse_temperature, size, np.random.default_rng(seed))
+    chosen = draw_by_reward(np.array(rewards), inverse_temperature, size, np.random.default_rng(seed))
     assert len(set(chosen)) == len(chosen) == min(size, len(rewards))
     assert set(chosen) <= set(range(len(rewards)))
 
@@ -226,7 +226,7 @@ def test_no_reward_and_no_temperature_is_too_extreme(
 def test_at_a_large_inverse_temperature_the_best_are_taken_and_equals_are_taken_evenly() -> None:
     rewards, rng, counts = np.array([5.0, 1.0, 1.0, 1.0, 1.0, 0.0]), np.random.default_rng(5), np.zeros(6)
     for _ in range(2000):
-        counts[softmax_without_replacement(rewards, 1e300, 3, rng)] += 1
+        counts[draw_by_reward(rewards, 1e300, 3, rng)] += 1
     assert counts[0] == 2000
     assert counts[5] == 0
     assert np.all(np.abs(counts[1:5] / 2000 - 0.5) <= 5 * np.sqrt(0.25 / 2000))
@@ -351,8 +351,8 @@ def test_repeats_that_the_journal_has_deleted_still_count_after_a_resume() -> No
     for i in range(95):
         whole.add(trajectory(1, (i,)))
         if i >= 55:  # what came before has left the source
-            rebuilt.add(Stored.of(trajectory(1, (i,)))._replace(place=6 + i))
-    rebuilt.pass_over(Amount(60, 60), Amount())
+            rebuilt.add(StoredTrajectory.of(trajectory(1, (i,)))._replace(place=6 + i))
+    rebuilt.pass_over(Tally(60, 60), Tally())
     assert not rebuilt.thinned(prompt(1).key)
     rebuilt.carry(whole.counts(), whole.fates().clip(min=0))
     assert (rebuilt.received, rebuilt.counts().duplicate) == (100, whole.counts().duplicate)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tba.replay.buffer import Buffer, BufferSettings
-from tba.replay.codec import Damaged, Gone, Stored
+from tba.replay.codec import Damaged, MissingCounts, StoredTrajectory
 from tba.types import ELSEWHERE, Completion, Prompt, Score, StopReason, Trajectory, Version
 
 FIRST = Version()
@@ -54,13 +54,13 @@ class Pile:
     def body(self, place: int) -> bytes:
         raise Damaged("what came off the pile is nowhere else")
 
-    def drain_stored(self, limit: int | None = None, until: int | None = None) -> list[Stored]:
+    def drain_stored(self, limit: int | None = None, until: int | None = None) -> list[StoredTrajectory]:
         taken, self.waiting = self.waiting[:limit], self.waiting[len(self.waiting[:limit]) :]
         self.position += len(taken)
-        return [Stored.of(t) for t in taken]
+        return [StoredTrajectory.of(t) for t in taken]
 
-    def take_gone(self) -> Gone:
-        return Gone()
+    def take_missing_counts(self) -> MissingCounts:
+        return MissingCounts()
 
     def ask(self, reference: Version, uids: Sequence[str]) -> None: ...
 

@@ -13,7 +13,7 @@ from tests.replay.trajectory_cases import Pile
 from tba.clock import ShareClock
 from tba.errors import DeadlineExceeded, UserError
 from tba.replay.buffer import BufferSettings
-from tba.replay.codec import Stored
+from tba.replay.codec import StoredTrajectory
 from tba.replay.pacing import Pacing
 from tba.replay.replay import Replay, ReplaySettings
 from tba.replay.selection import RecencyReward
@@ -34,7 +34,7 @@ class Given(Pile):
         super().__init__(waiting)
         self.failure = failure
 
-    def drain_stored(self, limit: int | None = None, until: int | None = None) -> list[Stored]:
+    def drain_stored(self, limit: int | None = None, until: int | None = None) -> list[StoredTrajectory]:
         if self.failure is not None:
             raise self.failure
         return super().drain_stored(limit, until)

@@ -94,8 +94,8 @@ def mid_append(patch: pytest.MonkeyPatch, nth: int) -> None:
 def mid_publish(patch: pytest.MonkeyPatch, nth: int) -> None:
     """The tensors of a version are in their place, its manifest is not."""
     directory = tba.weights.directory.WeightDirectory
-    a_manifest = dying(directory._write, nth, lambda self, version, suffix, value: suffix == ".json")
-    patch.setattr(directory, "_write", a_manifest)
+    a_manifest = dying(directory._write_file, nth, lambda self, version, suffix, value: suffix == ".json")
+    patch.setattr(directory, "_write_file", a_manifest)
 
 
 def mid_manifest(patch: pytest.MonkeyPatch, nth: int) -> None:

@@ -14,7 +14,7 @@ from tests.replay.trajectory_cases import trajectory
 from tests.scripts import script
 
 from tba.record.evaluations import EvaluationWriter
-from tba.record.live import line
+from tba.record.live import status_line
 from tba.record.metrics import MetricsWriter
 from tba.replay.journal import JournalWriter
 from tba.replay.pacing import Pacing
@@ -78,7 +78,7 @@ def test_the_live_view_says_how_many_of_the_answers_that_it_waits_for_are_there(
         writer.put([trajectory(n) for n in range(12)])
         status = watching.status("training")
         assert (status.phase, status.note) == ("warm-up", "12 of 32 answers")
-        assert line(status).endswith("warm-up | 12 of 32 answers")
+        assert status_line(status).endswith("warm-up | 12 of 32 answers")
         assert watching.status("training", "searcher-0 was started again").note == "searcher-0 was started again"
         writer.put([trajectory(n) for n in range(12, 32)])
     assert watching.status("training").note == ""

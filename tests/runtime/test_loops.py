@@ -14,7 +14,7 @@ from runs import made
 from tba.errors import DeadlineExceeded
 from tba.record.evaluations import read_evaluations
 from tba.record.run_record import RunRecord
-from tba.replay.codec import Gone
+from tba.replay.codec import MissingCounts
 from tba.replay.follower import JournalFollower
 from tba.runtime.batch_queue import StopRequested
 from tba.runtime.searcher_loop import SearcherLoop, start_searching
@@ -185,7 +185,7 @@ def test_the_journal_keeps_to_the_size_it_is_told_and_what_leaves_is_counted(sta
     with JournalFollower(train.run.journal(train.recipe)) as follower:
         rows = follower.drain()
         assert len(rows) == totals.rows - totals.retired_rows
-        assert follower.take_gone() == Gone(totals.retired_rows, totals.retired_tokens)
+        assert follower.take_missing_counts() == MissingCounts(totals.retired_rows, totals.retired_tokens)
     assert 64 <= len(rows) <= 19 * 64
 
 

@@ -20,7 +20,7 @@ from tba.record.faults import count_faults
 from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
-from tba.replay.missing_rows import Held
+from tba.replay.missing_rows import JournalCounts
 from tba.runs.running import failure_recorded
 from tba.runtime.run_directory import RunDirectory
 
@@ -81,9 +81,9 @@ def another(run: Path) -> None:
     shutil.copy(run.parent / "other" / "journal.sqlite", run / "journal.sqlite")
 
 
-def held(path: Path) -> Held:
+def held(path: Path) -> JournalCounts:
     with JournalFollower(path) as journal:
-        return Held.of(journal)
+        return JournalCounts.of(journal)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ from tba.record.faults import read_faults
 from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
-from tba.replay.missing_rows import Held
+from tba.replay.missing_rows import JournalCounts
 from tba.rollout.exploration import Fixed
 from tba.runtime.checkpointing import generators, set_generators
 from tba.runtime.inline import Inline
@@ -430,7 +430,7 @@ def test_the_manifest_ties_everything_to_one_step(finished: Path) -> None:
     state = checkpoint.state
     assert checkpoint.version == Version(0, 20)
     with JournalFollower(finished / "journal.sqlite") as journal:
-        assert Held.parse(state["journal"]) == Held.of(journal)
+        assert JournalCounts.parse(state["journal"]) == JournalCounts.of(journal)
     assert state["journal"]["prompts_in_flight"] == []
     assert uses(finished).sum() == 20 * 16
     assert state["replay"]["counts"]["trained_total"][0] == 20 * 16 == sum(count for _, count in state["lags"])

@@ -85,7 +85,9 @@ def saved(model: PreTrainedModel, folder: Path) -> Path:
 def whole(policy: CausalPolicy, ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a sharded policy, on rank 0; the others send their rows."""
     shards = policy.everything()
-    return OutgoingWeights(shards, {name: local_part(tensor) for name, tensor in shards.items()}, ranks, None).whole_tensors()
+    return OutgoingWeights(
+        shards, {name: local_part(tensor) for name, tensor in shards.items()}, ranks, None
+    ).whole_tensors()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from tba.weights.chunks import flat, pieces, tensors
+from tba.weights.chunks import cut_pieces, map_tensors_file, tensors
 
 WEIGHTS = {
     "a": torch.randn(33, 7),
@@ -31,8 +31,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @given(most=st.integers(8, 1200).map(lambda n: n // 8 * 8))
 def test_however_it_is_cut_the_tensors_are_those_that_were_published_bit_for_bit(file: Path, most: int) -> None:
-    header, whole = flat(file)
-    parts = [np.array(piece) for piece in pieces(whole, most)]
+    header, whole = map_tensors_file(file)
+    parts = [np.array(piece) for piece in cut_pieces(whole, most)]
     assert all(len(part) == most for part in parts[:-1])
     assert sum(len(part) for part in parts) == len(whole)
     read = tensors(header, parts)
@@ -43,15 +43,15 @@ def test_however_it_is_cut_the_tensors_are_those_that_were_published_bit_for_bit
 
 
 def test_a_tensor_that_lies_in_one_piece_is_not_copied(file: Path) -> None:
-    header, whole = flat(file)
-    (part,) = pieces(whole)
+    header, whole = map_tensors_file(file)
+    (part,) = cut_pieces(whole)
     assert tensors(header, [part])["a"].data_ptr() in range(part.ctypes.data, part.ctypes.data + len(part))
 
 
 def test_what_was_opened_can_be_read_after_its_file_is_gone(tmp_path: Path) -> None:
     save_file(WEIGHTS, tmp_path / "gone.safetensors")
-    header, whole = flat(tmp_path / "gone.safetensors")
+    header, whole = map_tensors_file(tmp_path / "gone.safetensors")
     (tmp_path / "gone.safetensors").unlink()
-    assert torch.equal(tensors(header, list(pieces(whole)))["a"], WEIGHTS["a"])
+    assert torch.equal(tensors(header, list(cut_pieces(whole)))["a"], WEIGHTS["a"])
     with pytest.raises(FileNotFoundError):
-        flat(tmp_path / "gone.safetensors")
+        map_tensors_file(tmp_path / "gone.safetensors")

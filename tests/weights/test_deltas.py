@@ -18,7 +18,7 @@ from tba.policy.causal import CausalPolicy
 from tba.policy.reference import FrozenReference
 from tba.streaming import TensorStream, changes_since, shapes_of
 from tba.types import Version
-from tba.weights.deltas import Restored, _changed, write_changes
+from tba.weights.deltas import Restored, _apply_change, write_changes
 from tba.weights.directory import PublishSettings, WeightDirectory
 
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
@@ -98,7 +98,7 @@ def test_whoever_takes_an_update_holds_one_tensor_of_it_at_a_time(
 
     def counted(base: torch.Tensor, at: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         nonlocal alive, most, made
-        tensor = _changed(base, at, values)
+        tensor = _apply_change(base, at, values)
         alive, made = alive + tensor.nbytes, made + 1
         most = max(most, alive)
         weakref.finalize(tensor, gone, tensor.nbytes)
@@ -108,7 +108,7 @@ def test_whoever_takes_an_update_holds_one_tensor_of_it_at_a_time(
         nonlocal alive
         alive -= size
 
-    monkeypatch.setattr("tba.weights.deltas._changed", counted)
+    monkeypatch.setattr("tba.weights.deltas._apply_change", counted)
     reference = FrozenReference(LlamaForCausalLM(config), Version())
     engine = TransformersEngine(LlamaForCausalLM(config).eval(), Letters(), EngineSettings(), Version())
     for takes, model in ((reference, reference._policy.model), (engine, engine.model)):

@@ -31,7 +31,7 @@ def publish(directory: WeightDirectory | BackgroundPublisher, *steps: int) -> No
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that stands for the machine's memory."""
     (tmp_path / "memory").mkdir()
-    monkeypatch.setattr(in_memory, "PLACE", tmp_path / "memory")
+    monkeypatch.setattr(in_memory, "MEMORY_ROOT", tmp_path / "memory")
     return tmp_path / "memory"
 
 
@@ -80,7 +80,7 @@ def test_a_pinned_version_is_on_the_disk_and_so_is_every_one_once_the_publisher_
 def test_without_room_versions_are_written_to_the_disk_and_that_is_said_once(
     path: Path, place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(in_memory, "_SPARE", 1 << 60)
+    monkeypatch.setattr(in_memory, "_SPARE_BYTES", 1 << 60)
     directory = WeightDirectory(path, settings=SETTINGS)
     publish(directory, 0, 1)
     assert list(place.iterdir()) == []

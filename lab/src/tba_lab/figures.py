@@ -14,7 +14,7 @@ import numpy as np
 from tba.foreign import read_json
 from tba.record import metrics
 from tba.record.run_record import RunRecord
-from tba.record.text import count, percent
+from tba.record.text import percent, short_number
 from tba.types import Evaluation, Json
 
 DIVERGENCE_FILE = "divergence.json"  # what `tba.evaluation.divergence` found, as JSON
@@ -64,8 +64,8 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "lag": ("lag", _decimals(1)),
     "ess": ("effective sample size", percent),  # of the batches' rows, mean over all steps
     "uses": ("mean uses", _decimals(2)),
-    "tokens_generated": ("tokens generated", count),
-    "tokens_trained": ("tokens trained", count),  # every use
+    "tokens_generated": ("tokens generated", short_number),
+    "tokens_trained": ("tokens trained", short_number),  # every use
     "trainer_memory": ("trainer, MiB", _mebibytes),  # peak
     "searcher_memory": ("searcher, MiB", _mebibytes),  # peak, the largest of them
     "trainer_idle": ("trainer idle", percent),

@@ -157,7 +157,9 @@ def positions(x: str, recipes: Mapping[str, Recipe], outcomes: Sequence[Outcome]
     figure_values = {v: [o.figures[x] for o in outcomes if o.variant == v and x in o.figures] for v in recipes}
     if any(figure_values.values()):
         return {variant: float(np.mean(values)) for variant, values in figure_values.items() if values}
-    field_values = {variant: _numbers(settings_json(recipe)).get(x.replace("-", "_")) for variant, recipe in recipes.items()}
+    field_values = {
+        variant: _numbers(settings_json(recipe)).get(x.replace("-", "_")) for variant, recipe in recipes.items()
+    }
     return {variant: value for variant, value in field_values.items() if value is not None}
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias
 from tba.errors import UserError
 from tba.recipe import Recipe, differences, settings_json
 from tba.record.failure import Failure
-from tba.record.jsonl import plain
+from tba.record.jsonl import as_json
 from tba.record.log import tail
 from tba.record.run_record import RunRecord
 from tba.record.summary import Summary
@@ -79,7 +79,7 @@ class Trial:
     def difference(self) -> str | None:
         """Returns the first field in which the existing run has another recipe, with both values; None if none."""
         recorded_fields = RunDirectory.open(self.path).facts["resolved"]
-        requested_fields = json.loads(json.dumps(plain(settings_json(self.recipe))))
+        requested_fields = json.loads(json.dumps(as_json(settings_json(self.recipe))))
         for name, recorded_value, requested_value in differences(recorded_fields, requested_fields):
             without_effect = any(name.startswith(f"{field}.") for field in self.recipe.unused)
             if name not in _DESCRIPTIVE_FIELDS and not without_effect and (name, requested_value) not in _OPEN_FIELDS:

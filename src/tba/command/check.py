@@ -18,10 +18,10 @@ from tba.errors import UserError
 from tba.models.arithmetic import shape_of
 from tba.recipe import Recipe
 from tba.record.memory import machine_memory_bytes
-from tba.record.show import pairs, section
+from tba.record.show import facts_table, section
 from tba.record.terminal import terminal
-from tba.record.text import count, duration, percent, printable, size
-from tba.replay.buffer import OF_BODY, OF_TOKEN
+from tba.record.text import duration, percent, printable, short_number, size
+from tba.replay.buffer import BODY_BYTES, TOKEN_BYTES
 from tba.runs.estimate import Estimate, estimate
 from tba.runs.probe import DRIFT_UPDATES
 from tba.runs.validating import notes_on_data, notes_on_prompts, validate
@@ -51,7 +51,7 @@ def check_recipe(name: str, overrides: list[str]) -> int:
     prepared_recipe, flags, fact_tables = decide_open_settings(replace(recipe, model=prepared_model), Machine.here())
     recipe, overrides = override(recipe, flags, f"tba check {name}", recorded=True), [*overrides, *flags]
     for title, facts in fact_tables.items():
-        console.print(section(title, pairs(facts)))
+        console.print(section(title, facts_table(facts)))
     warnings += [] if (idle_note := unused_gpus(prepared_recipe, Machine.here())) is None else [idle_note]
     refuse_what_cannot_fit(prepared_recipe, Machine.here())
     shape = shape_of(prepared_model)
@@ -62,13 +62,12 @@ def check_recipe(name: str, overrides: list[str]) -> int:
         for line in placement_lines(placements):
             console.print(f"on {line}", highlight=False)
         raise
-    console.print(
-        section("What there is to learn from", pairs(e.signal.facts(any(recipe.teachers.shares(1)), recipe.group_size)))
-    )
+    facts = e.signal.facts(any(recipe.teachers.shares(1)), recipe.group_size)
+    console.print(section("What there is to learn from", facts_table(facts)))
     if not recipe.record.hide_text:
         console.print(section("Prompts and answers", e.signal.examples()))
     memory_bytes = machine_memory_bytes()
-    console.print(section("What a run takes", pairs(_figures(prepared_recipe, e, memory_bytes))))
+    console.print(section("What a run takes", facts_table(_figures(prepared_recipe, e, memory_bytes))))
     for line in memory_lines(placements, e.trainer_bytes, e.searcher_bytes, e.weights_bytes) if placements else ():
         console.print(f"on {line}", highlight=False)
     if e.log_ratio is not None and e.log_ratio > _ROUNDING.get(recipe.model.compute, 0.5):
@@ -121,9 +120,9 @@ def _figures(recipe: Recipe, e: Estimate, memory_bytes: int | None) -> dict[str,
     at_least = "" if e.trainer_measured else "at least "
     figures = {
         "searcher": f"{e.tokens_per_round:,.0f} tokens of answers in a round of {e.round_seconds:.3f} s: "
-        f"{count(answer_rate)} tokens/s each",
+        f"{short_number(answer_rate)} tokens/s each",
         "round": e.round_time.facts(recipe.runtime == "inline"),
-        "trainer": f"a step takes {at_least}{e.step_seconds:.3f} s: {count(training_rate)} tokens/s"
+        "trainer": f"a step takes {at_least}{e.step_seconds:.3f} s: {short_number(training_rate)} tokens/s"
         + ("" if e.trainer_measured else f" (computed: its products alone, over {recipe.trainer.count} ranks)"),
         "measured": e.smaller,
         "moments": _moments_figure(recipe),
@@ -187,7 +186,7 @@ def _disk_figure(recipe: Recipe, e: Estimate) -> str:
     """Returns what checkpoints and versions take, and how long the journal's limit lasts at these speeds."""
     files = disk_use(recipe)
     parts = [] if files is None else [disk_use_text(files)]
-    gb_a_day = 86_400 * e.trajectories_per_second * (OF_BODY + e.tokens_per_trajectory * OF_TOKEN) / 1e9
+    gb_a_day = 86_400 * e.trajectories_per_second * (BODY_BYTES + e.tokens_per_trajectory * TOKEN_BYTES) / 1e9
     limit_gb = recipe.replay.keep_gb
     if gb_a_day:
         days = "" if limit_gb is None else f"--replay.keep-gb {limit_gb:g} holds {limit_gb / gb_a_day:,.1f} days of it"

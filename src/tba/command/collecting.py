@@ -16,8 +16,8 @@ from typing import Any
 from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
 from tba.recipe import Recipe
-from tba.replay.buffer import Near
-from tba.replay.codec import Stored
+from tba.replay.buffer import NearSettings
+from tba.replay.codec import StoredTrajectory
 from tba.replay.follower import JournalFollower
 from tba.replay.reading import JournalFile
 from tba.runtime.run_directory import RunDirectory
@@ -69,7 +69,7 @@ def is_run(path: Path) -> bool:
     return (path / "recipe.json").is_file()
 
 
-def collect(journal: Path, options: SmoothingOptions, near_rule: Near | None = None) -> Collected:
+def collect(journal: Path, options: SmoothingOptions, near_rule: NearSettings | None = None) -> Collected:
     """Returns the trajectories of a journal to learn; of near duplicates by the run's own rule, one is learnt.
 
     Raises `UserError` when the options leave nothing, or there is no such journal or part of the reward."""
@@ -138,16 +138,18 @@ def _omission_reason(t: Trajectory, options: SmoothingOptions, min_reward: float
     return None
 
 
-def _drop_near(trajectories: list[Trajectory], near_rule: Near | None, omissions: Counter[str]) -> list[Trajectory]:
+def _drop_near(
+    trajectories: list[Trajectory], near_rule: NearSettings | None, omissions: Counter[str]
+) -> list[Trajectory]:
     """Returns the trajectories without near duplicates. Of these the best stays, or the newest, as the rule says."""
     if near_rule is None:
         return trajectories
     by_reward = sorted(trajectories, key=attrgetter("reward"), reverse=True)
-    tokens: list[Stored] = []
+    tokens: list[StoredTrajectory] = []
     index = near_rule.start(lambda row: tokens[row].tokens)
     result: list[Trajectory] = []
     for t in by_reward if near_rule.keep == "better" else trajectories[::-1]:
-        stored_answer = Stored.of(t)
+        stored_answer = StoredTrajectory.of(t)
         if len(index.of(stored_answer)):
             omissions["near another"] += 1
             continue

@@ -22,7 +22,7 @@ from tba.evaluation.estimators import paired_difference, wilson_interval
 from tba.foreign import read_json
 from tba.protocols import Engine
 from tba.recipe import Recipe, differences, settings_json
-from tba.record.jsonl import plain, replaced, write_json
+from tba.record.jsonl import as_json, atomic_replacement, write_json
 from tba.record.terminal import terminal
 from tba.record.text import hundredfold
 from tba.runs.evaluating import assess_recipe, recipe_of, with_checkpoint
@@ -56,7 +56,9 @@ def evaluate_model(name: str, overrides: list[str], options: EvalOptions) -> int
     for line in [] if checkpoint is None else _differences_to_run(initial_recipe, Path(checkpoint)):
         console.print(line, style="yellow", highlight=False)
     source = RecipeSource(name, overrides)
-    assessment, engine, prompts = assess_recipe(recipe, split, _evaluation_settings(recipe, options), _Progress(), source)
+    assessment, engine, prompts = assess_recipe(
+        recipe, split, _evaluation_settings(recipe, options), _Progress(), source
+    )
     for e in assessment.evaluations:
         interval = wilson_interval(e.value * e.n, e.n)
         console.print(
@@ -85,7 +87,7 @@ def _differences_to_run(recipe: Recipe, run: Path) -> Iterator[str]:
     """Yields a line for each setting of tasks or sampling that differs from the run that made the checkpoint."""
     if not (run / "recipe.json").is_file():
         return
-    for name, run_value, value in differences(RunDirectory.open(run).facts["resolved"], plain(settings_json(recipe))):
+    for name, run_value, value in differences(RunDirectory.open(run).facts["resolved"], as_json(settings_json(recipe))):
         if name.startswith(_RELEVANT_PREFIXES):
             yield f"unlike the run at {run}: {name} is {value!r} here, {run_value!r} there"
 
@@ -150,8 +152,8 @@ def _write_texts(path: Path, answers: Sequence[AssessedAnswer], console: Console
         {"prompt": a.prompt, "response": a.completion, "reward": a.reward, "correct": a.correct, "metric": a.metric}
         for a in answers
     ]
-    with replaced(path) as temporary_path:
-        temporary_path.write_text("".join(json.dumps(plain(line)) + "\n" for line in lines), encoding="utf-8")
+    with atomic_replacement(path) as temporary_path:
+        temporary_path.write_text("".join(json.dumps(as_json(line)) + "\n" for line in lines), encoding="utf-8")
     words = np.mean([len(a.completion.split()) for a in answers]) if answers else 0.0
     console.print(f"{len(answers):,} answers of {words:.1f} words on average in {path}", highlight=False)
 

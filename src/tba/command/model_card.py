@@ -20,7 +20,7 @@ from tba.foreign import parsed, read_json
 from tba.policy.lora import CONFIG
 from tba.record.evaluations import figure
 from tba.record.run_record import RunRecord
-from tba.record.text import count, duration, percent, printable
+from tba.record.text import duration, percent, printable, short_number
 from tba.shipped import VARIANT_MARK
 from tba.types import Json, Version
 
@@ -169,7 +169,7 @@ def _training(record: RunRecord, resolved: Mapping[str, Json]) -> str:
         ledger = summary.trajectories
         lines += [
             f"- {summary.steps:,} steps in {duration(summary.wall_seconds.total)} of wall-clock",
-            f"- {ledger.generated:,} answers sampled ({count(summary.tokens.generated)} tokens), of which "
+            f"- {ledger.generated:,} answers sampled ({short_number(summary.tokens.generated)} tokens), of which "
             f"{percent(ledger.trained_share)} were trained on, {ledger.mean_uses:.1f} times each",
             f"- {summary.lag.mean:.1f} updates on average between the weights that sampled an answer and its use",
             f"- with {escape(', '.join(f'{k} {v}' for k, v in summary.versions.items()))}",

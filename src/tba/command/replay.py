@@ -16,12 +16,12 @@ from rich.table import Table
 
 from tba.command.options import ReplayOptions
 from tba.errors import UserError
-from tba.record.jsonl import plain, replaced
+from tba.record.jsonl import as_json, atomic_replacement
 from tba.record.show import table_of
 from tba.record.terminal import LossyOutput, terminal
-from tba.record.text import count, printable, size
+from tba.record.text import printable, short_number, size
 from tba.replay.codec import unpack_uses
-from tba.replay.queries import JournalQueries, Share, written_out
+from tba.replay.queries import JournalQueries, Share, export_rows
 from tba.runtime.checkpointing import describe_missing_rows, held_by_journal
 from tba.runtime.run_directory import RunDirectory
 from tba.training.checkpoint import newest_sound_checkpoint
@@ -92,7 +92,7 @@ def _cell(value: object) -> str:
 def _print_counts(console: Console, path: Path, journal: Path, reader: JournalQueries, loss_note: str | None) -> None:
     totals = reader.totals
     console.print(
-        f"{path}: {totals.rows:,} trajectories, {count(totals.tokens)} tokens, {size(journal.stat().st_size)}",
+        f"{path}: {totals.rows:,} trajectories, {short_number(totals.tokens)} tokens, {size(journal.stat().st_size)}",
         highlight=False,
     )
     if loss_note is not None:
@@ -127,8 +127,8 @@ def _export(journal: Path, file: Path, uses: npt.NDArray[np.int32]) -> int:
         raise UserError(f"--export is {file}: give a name that ends in .jsonl or .parquet")
     row_count, writer = 0, _json_lines_writer if file.suffix == ".jsonl" else _parquet_writer
     try:
-        with replaced(file) as temporary_path, writer(temporary_path) as write:
-            for chunk in written_out(journal, uses):
+        with atomic_replacement(file) as temporary_path, writer(temporary_path) as write:
+            for chunk in export_rows(journal, uses):
                 write(chunk)
                 row_count += len(chunk)
     except OSError as error:
@@ -143,7 +143,7 @@ def _json_lines_writer(path: Path) -> Iterator[Any]:
 
         def write(chunk: Sequence[Mapping[str, Json]]) -> None:
             for values in chunk:
-                text = json.dumps(plain(values), ensure_ascii=False, allow_nan=False)
+                text = json.dumps(as_json(values), ensure_ascii=False, allow_nan=False)
                 file.write(text.encode("utf-8", "backslashreplace") + b"\n")
 
         yield write
@@ -167,7 +167,7 @@ def _parquet_writer(path: Path) -> Iterator[Any]:
     with parquet.ParquetWriter(path, schema) as writer:
 
         def write(chunk: Sequence[Mapping[str, Json]]) -> None:
-            rows = [{**row, **{name: json.dumps(plain(row[name])) for name in _JSON_COLUMNS}} for row in chunk]
+            rows = [{**row, **{name: json.dumps(as_json(row[name])) for name in _JSON_COLUMNS}} for row in chunk]
             writer.write_table(pyarrow.Table.from_pylist(rows, schema))
 
         yield write

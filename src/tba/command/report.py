@@ -11,7 +11,7 @@ from tba.command.options import ReportOptions
 from tba.command.report_data import differing_settings, report_data
 from tba.errors import UserError
 from tba.record import metrics
-from tba.record.jsonl import replaced
+from tba.record.jsonl import atomic_replacement
 from tba.record.live import View
 from tba.record.page import page
 from tba.record.terminal import terminal
@@ -102,7 +102,7 @@ def report_runs(runs: Sequence[Path], options: ReportOptions) -> int:
     try:
         text = json.dumps(data, ensure_ascii=False, allow_nan=False) + "\n"
         for path, file_bytes in ((data_path, text.encode(errors="replace")), (options.out, content)):
-            with replaced(path) as temporary_path:
+            with atomic_replacement(path) as temporary_path:
                 temporary_path.write_bytes(file_bytes)
     except OSError as error:
         raise UserError(f"{options.out} cannot be written ({error.strerror}): give another --out") from error

@@ -22,14 +22,14 @@ from tba.errors import UserError
 from tba.evaluation.estimators import wilson_interval
 from tba.record import metrics
 from tba.record.faults import read_faults
-from tba.record.jsonl import plain, read_lines
+from tba.record.jsonl import as_json, read_lines
 from tba.record.metrics import column, is_number
 from tba.record.recorder import read_samples
 from tba.record.run_record import RunRecord
-from tba.record.show import facts_of
+from tba.record.show import summary_facts
 from tba.record.text import frame_of, percent
-from tba.replay.buffer import LEFT
-from tba.replay.excerpt import Facts, chosen, read_bodies, read_facts
+from tba.replay.buffer import UNUSED_FATES
+from tba.replay.excerpt import Facts, choose_rows, read_bodies, read_facts
 from tba.replay.queries import JournalQueries
 from tba.runs.importing import FILE as IMPORTS
 from tba.runtime.checkpointing import describe_missing_rows, held_by_journal
@@ -68,7 +68,7 @@ def report_data(path: Path, row_limit: int, byte_limit: int) -> dict[str, Json]:
         "answers": answers,
         "frame": frame_of([a["prompt"] for a in answers] + [p["text"] for p in prompts if "text" in p]),
         "account": _account(record),
-        "facts": [] if record.summary is None else list(facts_of(record.summary).items()),
+        "facts": [] if record.summary is None else list(summary_facts(record.summary).items()),
         "notes": [*filter(None, [journal_data.pop("lost")]), *([] if hides_text else _notes(record))],
         "metrics": _curves(record.metrics),
         "rates": {name: [_five_digits(x), _five_digits(y)] for name, (x, y) in metrics.rates(record.metrics).items()},
@@ -271,7 +271,7 @@ def _journal_data(
         loss_note = describe_missing_rows(reader.totals, recorded_counts, run.marks)
         facts = read_facts(reader, fates_of(run))
         samples = _trained_samples(reader, record.directory)
-        chosen_rows = chosen(facts, row_limit, np.array(sorted(samples), np.int64))
+        chosen_rows = choose_rows(facts, row_limit, np.array(sorted(samples), np.int64))
         excerpt = _Excerpt(facts, record, clock, hides_text, resolved, samples, has_checkpoint)
         for row, trajectory in read_bodies(reader, facts, chosen_rows):
             if not excerpt.add(row, trajectory, byte_limit):
@@ -298,7 +298,7 @@ def _searchers(facts: Facts, clock: _Clock) -> list[dict[str, Json]]:
                 "last": round(float(walls[owner_mask].max()), 1),
                 "trajectories": int(owner_mask.sum()),
                 "tokens": int(facts.tokens[owner_mask].sum()),
-                "reward": plain(np.round(np.nanmean(reward), 4)) if not np.isnan(reward).all() else None,
+                "reward": as_json(np.round(np.nanmean(reward), 4)) if not np.isnan(reward).all() else None,
             }
         )
     return searchers
@@ -313,7 +313,7 @@ def _fate_counts(facts: Facts) -> dict[str, Json]:
 def _fate_indices(facts: Facts) -> npt.NDArray[np.int8]:
     """Returns [N] indices of `FATES`."""
     fates = np.where(facts.uses > 0, FATES.index("trained"), FATES.index("waiting")).astype(np.int8)
-    for use_code, name in LEFT.items():
+    for use_code, name in UNUSED_FATES.items():
         fates[facts.uses == use_code] = FATES.index(name)
     return fates
 
@@ -386,7 +386,7 @@ class _Excerpt:
     def _prompt(self, t: Trajectory) -> dict[str, Json]:
         if self._hides_text:
             return {"key": t.prompt.key}
-        fields = json.dumps(plain(dict(t.prompt.fields)), ensure_ascii=False) if t.prompt.fields else ""
+        fields = json.dumps(as_json(dict(t.prompt.fields)), ensure_ascii=False) if t.prompt.fields else ""
         return {"key": t.prompt.key, "text": t.prompt.text[:LONGEST_TEXT], "fields": fields[:LONGEST_TEXT]}
 
     def _line(self, row: int, t: Trajectory) -> dict[str, Json]:
@@ -400,14 +400,14 @@ class _Excerpt:
             "searcher": facts.owner.item(row),
             "version": str(t.version),
             "wall": round(float(self._walls[row]), 2),
-            "reward": plain(round(t.reward, 5)) if np.isfinite(t.reward) else None,
-            "parts": {name: plain(round(float(part), 5)) for name, part in t.reward_parts.items()},
+            "reward": as_json(round(t.reward, 5)) if np.isfinite(t.reward) else None,
+            "parts": {name: as_json(round(float(part), 5)) for name, part in t.reward_parts.items()},
             "length": t.length,
             "stop": c.stop_reason.value,
             "uses": max(0, facts.uses.item(row)) if self._has_uses else None,
             "fate": FATES[self._fates[row]] if self._has_uses else None,
-            "log_reference": plain(round(log_reference, 3)),
-            "ratio": None if log_behavior is None else plain(round(log_behavior - log_reference, 3)),
+            "log_reference": as_json(round(log_reference, 3)),
+            "ratio": None if log_behavior is None else as_json(round(log_behavior - log_reference, 3)),
             "reference": str(t.reference),
             "sampling": None if c.sampling is None else str(c.sampling),
             "as_policy": c.sampling is not None and c.sampling == self._policy_sampling,

@@ -22,7 +22,7 @@ from tba.generation import generate
 from tba.grading import Grader
 from tba.protocols import Engine
 from tba.recipe import Recipe
-from tba.record.jsonl import replaced
+from tba.record.jsonl import atomic_replacement
 from tba.record.terminal import terminal
 from tba.runs.evaluating import recipe_of, with_checkpoint
 from tba.runtime.isolation import RecipeSource
@@ -45,7 +45,11 @@ def sample_answers(name: str, overrides: list[str], options: SampleOptions) -> i
     prompts = prompts[: options.prompts] if options.prompts else prompts
     options.out.parent.mkdir(parents=True, exist_ok=True)
     rewards: list[float] = []
-    with replaced(options.out) as temporary_path, temporary_path.open("w", encoding="utf-8") as file, chdir("."):
+    with (
+        atomic_replacement(options.out) as temporary_path,
+        temporary_path.open("w", encoding="utf-8") as file,
+        chdir("."),
+    ):
         grader = grader_of(recipe, RecipeSource(name, overrides))
         for line in _lines(recipe, grader, engine_of(recipe, model, Version()), prompts, options.samples):
             rewards += [] if line["reward"] is None else [line["reward"]]

@@ -10,7 +10,7 @@ from pathlib import Path
 from tba.command.report_data import differing_settings, settings_of
 from tba.errors import UserError
 from tba.record.run_record import RunRecord
-from tba.record.show import comparison, listing, show
+from tba.record.show import comparison, runs_table, show
 from tba.record.terminal import terminal
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.run_lock import is_held
@@ -20,7 +20,7 @@ def show_run(path: Path) -> int:
     """Print a run so far, or its summary; of a folder of runs, a line for each."""
     console = terminal()
     if run_folders := sorted(recipe_file.parent for recipe_file in path.glob("*/recipe.json")):
-        console.print(listing([_read_or_path(run) for run in run_folders], [is_held(run) for run in run_folders]))
+        console.print(runs_table([_read_or_path(run) for run in run_folders], [is_held(run) for run in run_folders]))
     else:
         console.print(show(RunRecord.read(path)))
     return 0

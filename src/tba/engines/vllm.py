@@ -176,7 +176,8 @@ class VllmEngine:
         targets = {name: self._vllm_names[key] for key, name in name_of.items() if key in self._vllm_names}
         target_shapes = {target: shapes[name] for name, names in targets.items() for target in names}
         stream = TensorStream(
-            target_shapes, lambda: ((target, t) for name, t in weights.items() for target in targets.get(name, ())))
+            target_shapes, lambda: ((target, t) for name, t in weights.items() for target in targets.get(name, ()))
+        )
         self._load_count += 1
         if self.vllm_settings.tensor_parallel == 1:
             self._reload({"weights_iterator": iter(stream.items())})

@@ -51,7 +51,9 @@ class Episode:
         self._step, self._tools = self._find_method("step"), find_tools(self._environment)
         if self._step is None and not self._tools:
             raise UserError(f"{name} has no step() and no tools: give it a method step(self, text), or public methods")
-        opening = self._invoke("reset()", reset, **_accepted_arguments(reset, {**deep_copy(dict(fields)), "seed": seed}))
+        opening = self._invoke(
+            "reset()", reset, **_accepted_arguments(reset, {**deep_copy(dict(fields)), "seed": seed})
+        )
         self.opening = self._require_text("reset()", opening)  # what the policy is told first
 
     @property

@@ -27,7 +27,9 @@ class Speech:
         turns_end = getattr(tokenizer, "end_of_turn", True)  # false: its turns have no end, its answers have
         self._frames = assistant_turn(tokenizer, chat, tools) if turns_end else AssistantTurn()
         self._user_prefix, self._user_suffix = self._text_around_user() if chat else ("", "")
-        self._has_tool_messages = chat and bool(tools) and LATER_SLOT in self._text_after_turn([tool_message("tool", LATER_SLOT)])
+        self._has_tool_messages = (
+            chat and bool(tools) and LATER_SLOT in self._text_after_turn([tool_message("tool", LATER_SLOT)])
+        )
 
     def turn_text(self, tokens: Sequence[int], text: str | None = None) -> str:
         """Returns a turn's text for its environment. text: its own, without a stop string; None: that of its tokens.

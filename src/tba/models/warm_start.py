@@ -193,11 +193,8 @@ def demonstration_pairs(problems: list[Problem], tokenizer: Any) -> Iterator[Pai
         turn.text(p.demonstration) if isinstance(p.demonstration, str) else ""
         for p, turn in zip(problems, turns, strict=True)
     ]
-    texts_of = {form: [text for
-        chat, text in inputs if chat is form] for form in forms}
-    prompts_of = {form: iter(prompt_tokens(tokenizer, texts_of [form], form))
-        for form in forms
-    }
+    texts_of = {form: [text for chat, text in inputs if chat is form] for form in forms}
+    prompts_of = {form: iter(prompt_tokens(tokenizer, texts_of[form], form)) for form in forms}
     responses = encode_continuations(tokenizer, answers, [turn.lead for turn in turns])
     eos = tokenizer.eos_token_id
     for chat, response, turn in zip(chats, responses, turns, strict=True):

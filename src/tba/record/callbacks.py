@@ -20,37 +20,37 @@ from tba.types import Evaluation, Json, Version
 
 @dataclass
 class Callbacks:
-    """Calls a function with each optimizer step's metrics, another with each held-out figure, where these are given.
+    """Calls one function with each optimizer step's metrics and another with each held-out figure, where they are set.
 
-    Raises `UserError` for whatever they raise.
+    Raises `UserError` for whatever the functions raise.
     """
 
     on_step: Callable[[Mapping[str, Json]], object] | None = None
     on_evaluation: Callable[[Evaluation], object] | None = None
-    _step: int = field(default=0, init=False)  # the last that was told
-    _figures: set[tuple[Version, str]] = field(default_factory=set, init=False)
-    _lines: dict[str, NewLines] = field(default_factory=dict, init=False)
+    _last_step: int = field(default=0, init=False)  # the last that was reported
+    _reported: set[tuple[Version, str]] = field(default_factory=set, init=False)
+    _files: dict[str, NewLines] = field(default_factory=dict, init=False)
 
-    def look(self, run: Path) -> None:
+    def notify(self, run: Path) -> None:
         """Call the functions with what has been recorded since the last call."""
         if self.on_step is not None:
-            for row in self._new(run, metrics.FILE, metrics.step_of):
-                if row["step"] > self._step:
-                    self._step = row["step"]
+            for row in self._read_new(run, metrics.FILE, metrics.parse_step):
+                if row["step"] > self._last_step:
+                    self._last_step = row["step"]
                     _call("on_step", self.on_step, row)
         if self.on_evaluation is not None:
-            for figure in self._new(run, evaluations.FILE, evaluations.evaluation_of):
-                if (figure.version, figure.metric) not in self._figures:
-                    self._figures.add((figure.version, figure.metric))
+            for figure in self._read_new(run, evaluations.FILE, evaluations.parse_evaluation):
+                if (figure.version, figure.metric) not in self._reported:
+                    self._reported.add((figure.version, figure.metric))
                     _call("on_evaluation", self.on_evaluation, figure)
 
-    def _new(self, run: Path, file: str, read: Callable[[dict[str, Json]], Any]) -> list[Any]:
-        return self._lines.setdefault(file, NewLines(run / file, read)).read()[1]
+    def _read_new(self, run: Path, file: str, parse: Callable[[dict[str, Json]], Any]) -> list[Any]:
+        return self._files.setdefault(file, NewLines(run / file, parse)).read()[1]
 
 
-def _call(name: str, function: Callable[[Any], object], what: Any) -> None:
+def _call(name: str, function: Callable[[Any], object], argument: Any) -> None:
     try:
-        function(what)
+        function(argument)
     except TbaError:
         raise
     except (Exception, SystemExit) as error:

@@ -45,13 +45,11 @@ class EvaluationWriter:
     def write(self, evaluations: Sequence[Evaluation], answers: Sequence[Answered] = ()) -> None:
         """Append the results of one evaluation of one version."""
         for a in answers if evaluations and self._text else ():
-            first = evaluations[0]
-            answer = RecordedAnswer(
-                first.version, first.wall_seconds, a.prompt, a.completion, a.reward, a.correct, a.metric
-            )
-            self._answers.append(_line(answer))
+            version, seconds = evaluations[0].version, evaluations[0].wall_seconds
+            answer = RecordedAnswer(version, seconds, a.prompt, a.completion, a.reward, a.correct, a.metric)
+            self._answers.append(_to_line(answer))
         for e in evaluations:
-            self._figures.append(_line(e))
+            self._figures.append(_to_line(e))
 
     def close(self) -> None:
         self._figures.close()
@@ -60,11 +58,11 @@ class EvaluationWriter:
 
 def read_evaluations(directory: Path) -> list[Evaluation]:
     """Returns a run's figures, in the order written; none when it has none yet."""
-    return read_lines(directory / FILE, evaluation_of)
+    return read_lines(directory / FILE, parse_evaluation)
 
 
 def figure(evaluation: Evaluation | None) -> str:
-    """Returns the figure with its 95 % interval, `79.3 % [77.4, 81.0]`; `-` for none."""
+    """Returns an evaluation's value with its 95 % interval, `79.3 % [77.4, 81.0]`; `-` for none."""
     if evaluation is None:
         return "-"
     interval = wilson_interval(evaluation.value * evaluation.n, evaluation.n)
@@ -72,55 +70,56 @@ def figure(evaluation: Evaluation | None) -> str:
 
 
 class RunningEvaluations:
-    """Reads the figures of a run again and again: each call of `look` reads only what is new."""
+    """Reads the figures of a run again and again: each call of `read_new` reads only what is new."""
 
     def __init__(self, directory: Path) -> None:
-        self._lines = NewLines(directory / FILE, evaluation_of)
-        self.found: list[Evaluation] = []  # all so far
+        self._lines = NewLines(directory / FILE, parse_evaluation)
+        self.evaluations: list[Evaluation] = []  # all so far
 
     @property
-    def bad(self) -> int:
+    def bad_line_count(self) -> int:
         """Returns how many lines could not be read."""
-        return len(self._lines.bad)
+        return len(self._lines.bad_lines)
 
     @property
     def newest(self) -> list[Evaluation]:
         """Returns the figures of the newest version."""
-        version = max((e.version for e in self.found), default=None)
-        return [e for e in self.found if e.version == version]
+        version = max((e.version for e in self.evaluations), default=None)
+        return [e for e in self.evaluations if e.version == version]
 
-    def look(self) -> bool:
-        """Take in what is new; returns whether there was anything."""
-        replaced, new = self._lines.read()
-        self.found = [*([] if replaced else self.found), *new]
-        return bool(new)
+    def read_new(self) -> bool:
+        """Read the figures that were written since the last call; returns whether there were any."""
+        was_replaced, new_evaluations = self._lines.read()
+        self.evaluations = [*([] if was_replaced else self.evaluations), *new_evaluations]
+        return bool(new_evaluations)
 
 
-def evaluation_of(row: dict[str, Json]) -> Evaluation:
-    """Reads an evaluation from a line of `evaluations.jsonl`, or of a summary, which leaves its cost out.
+def parse_evaluation(row: dict[str, Json]) -> Evaluation:
+    """Returns the evaluation of a line of `evaluations.jsonl`, or of a summary, which leaves its cost out.
 
-    Raises `ValueError`, `KeyError` or `TypeError` when it is none.
+    Raises `ValueError`, `KeyError` or `TypeError` when the line is none.
     """
-    found = Evaluation(**_versioned(row))
-    numbers = (found.wall_seconds, found.value, found.seconds, found.tokens)
-    if not isinstance(found.metric, str) or not all(isinstance(x, int | float) for x in numbers):
+    evaluation = Evaluation(**_with_version(row))
+    numbers = (evaluation.wall_seconds, evaluation.value, evaluation.seconds, evaluation.tokens)
+    if not isinstance(evaluation.metric, str) or not all(isinstance(x, int | float) for x in numbers):
         raise TypeError("no evaluation")
-    if not (isinstance(found.n, int) and 1 <= found.n < 2**53 and 0 <= found.value <= 1):
+    if not (isinstance(evaluation.n, int) and 1 <= evaluation.n < 2**53 and 0 <= evaluation.value <= 1):
         raise ValueError("no share of problems")
-    return found
+    return evaluation
 
 
-def answer_of(row: dict[str, Json]) -> RecordedAnswer:
-    answer = RecordedAnswer(**_versioned(row))
+def parse_answer(row: dict[str, Json]) -> RecordedAnswer:
+    """Returns the answer of a line of `answers.jsonl`. Raises `ValueError`, `KeyError` or `TypeError` for another."""
+    answer = RecordedAnswer(**_with_version(row))
     if not (isinstance(answer.prompt, str) and isinstance(answer.completion, str)):
         raise TypeError("no answer")
     return answer
 
 
-def _versioned(row: dict[str, Json]) -> dict[str, Any]:
+def _with_version(row: dict[str, Json]) -> dict[str, Any]:
     return {**row, "version": Version.parse(row["version"])}
 
 
-def _line(record: Evaluation | RecordedAnswer) -> dict[str, Json]:
+def _to_line(record: Evaluation | RecordedAnswer) -> dict[str, Json]:
     # asdict would convert the version to a dict; it is written by its name
     return {**asdict(record), "version": str(record.version)}

@@ -19,7 +19,7 @@ FILE = "failure.json"
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Says what ended a run."""
+    """Holds the error that ended a run."""
 
     kind: str  # the error's class: NonFiniteLoss, DeadlineExceeded, ...
     message: str
@@ -36,10 +36,10 @@ class Failure:
         kind, message = (error, error) if isinstance(error, str) else (type(error).__name__, str(error))
         for file in () if explained else sorted((directory / "logs").glob("*.error.json")):
             with suppress(UserError):
-                left = read_json(file, "it is passed over", kind=str, message=str)
-                kind, message = left["kind"], left["message"]
-        last = read_last(directory)
-        failure = cls(kind, message, int(last["step"]) if last else 0)
+                error_fields = read_json(file, "it is passed over", kind=str, message=str)
+                kind, message = error_fields["kind"], error_fields["message"]
+        last_line = read_last(directory)
+        failure = cls(kind, message, int(last_line["step"]) if last_line else 0)
         write_json(directory / FILE, asdict(failure))
         return failure
 

@@ -47,21 +47,8 @@ ENTROPY_FALLS, MISMATCHES, LOST_SAMPLES = "entropy_falls", "mismatches", "lost_s
 LARGE_STEPS = "large_steps"
 SHORT, LONG = "short_answers", "long_answers"
 SLOW_REWARD = "slow_reward"
-_NOTED = (
-    HELD_OUT,
-    REWARD,
-    STALE,
-    NO_SIGNAL,
-    TRUNCATED,
-    COPIES,
-    ENTROPY_FALLS,
-    MISMATCHES,
-    LOST_SAMPLES,
-    LARGE_STEPS,
-    SHORT,
-    LONG,
-    SLOW_REWARD,
-)
+_WARNING_KINDS = {HELD_OUT, REWARD, STALE, NO_SIGNAL, TRUNCATED, COPIES, SHORT, LONG, SLOW_REWARD}
+_WARNING_KINDS |= {ENTROPY_FALLS, MISMATCHES, LOST_SAMPLES, LARGE_STEPS}
 MOST_COPIES, EARLY = 0.5, 10  # of all answers so far, from that step on
 MOST_TRUNCATED = 0.5  # of the answers of 50 steps
 STEPS = 50  # make one mean
@@ -77,37 +64,37 @@ MOST_DRIFT = 0.05  # nats a token and update
 _FIGURES = (SAMPLED, GREEDY)  # by which of them checkpoints are compared
 
 
-def falls(evaluations: Iterable[Evaluation]) -> list[str]:
+def find_falls(evaluations: Iterable[Evaluation]) -> list[str]:
     """Returns a sentence for each time that a held-out figure fell, in the order of versions."""
-    best: dict[str, Evaluation] = {}
-    fallen: dict[str, bool] = {}
-    found = []
+    best_figures: dict[str, Evaluation] = {}
+    has_fallen: dict[str, bool] = {}
+    sentences = []
     for e in sorted(evaluations, key=lambda e: e.version):
-        top = best.setdefault(e.metric, e)
-        far = top.value - e.value > max(POINTS, ERRORS * math.hypot(_error(top), _error(e)))
-        if far and not fallen.get(e.metric):
-            found.append(
-                f"{e.metric} is {percent(e.value)} at {e.version.in_words}: it was {percent(top.value)} at "
-                f"{top.version.in_words}"
+        best = best_figures.setdefault(e.metric, e)
+        is_low = best.value - e.value > max(POINTS, ERRORS * math.hypot(_standard_error(best), _standard_error(e)))
+        if is_low and not has_fallen.get(e.metric):
+            sentences.append(
+                f"{e.metric} is {percent(e.value)} at {e.version.in_words}: it was {percent(best.value)} at "
+                f"{best.version.in_words}"
             )
-        fallen[e.metric] = far
-        if e.value > top.value:
-            best[e.metric] = e
-    return found
+        has_fallen[e.metric] = is_low
+        if e.value > best.value:
+            best_figures[e.metric] = e
+    return sentences
 
 
 def note_falls(directory: Path, evaluations: Iterable[Evaluation]) -> list[str]:
-    """Record the falls that are not recorded yet for the run in `directory`, as faults; returns them."""
-    known = {line["what"] for line in read_faults(directory) if line["kind"] == HELD_OUT}
-    new = [what for what in falls(evaluations) if what not in known]
-    for what in new:
-        record_fault(directory, HELD_OUT, what)
-    return new
+    """Record as faults those falls of held-out figures that the run in `directory` has not recorded; returns them."""
+    recorded = {line["what"] for line in read_faults(directory) if line["kind"] == HELD_OUT}
+    new_falls = [sentence for sentence in find_falls(evaluations) if sentence not in recorded]
+    for sentence in new_falls:
+        record_fault(directory, HELD_OUT, sentence)
+    return new_falls
 
 
 def noted_falls(directory: Path) -> list[str]:
-    """Returns all that were recorded, oldest first."""
-    return [str(line["what"]) for line in read_faults(directory) if line["kind"] in _NOTED]
+    """Returns the warnings about falls and the like that a run has recorded, oldest first."""
+    return [str(line["what"]) for line in read_faults(directory) if line["kind"] in _WARNING_KINDS]
 
 
 def note_slow_reward(directory: Path, share: float, expired: int, judged: int) -> None:
@@ -135,30 +122,30 @@ def by_version(evaluations: Sequence[Evaluation]) -> Mapping[Version, Evaluation
 
 
 @dataclass
-class _Means:
-    """Gathers a figure of each new answer, by prompt, until they are of 100 prompts."""
+class _PromptMeans:
+    """Gathers a figure of each new answer, by prompt, until there are 100 prompts."""
 
     _values: dict[str, list[float]] = field(default_factory=dict)
-    _whole: bool = False  # whether there were 100 prompts once
+    _was_full: bool = False  # whether there were 100 prompts once
 
     def add(self, prompt: str, value: float) -> list[float]:
-        """Takes the figure of one answer; returns the means of the 100 prompts before it, where it is of one more."""
+        """Add the figure of one answer; returns the means of the last 100 prompts where this answer begins new ones."""
         means = []
         if len(self._values) == PROMPTS and prompt not in self._values:
-            self._whole, means = True, self._take()
+            self._was_full, means = True, self._pop_means()
         self._values.setdefault(prompt, []).append(value)
         return means
 
     def finish(self) -> list[list[float]]:
-        """Returns the means of those that are not complete at the end of a run; where none ever were, of their earlier
-        half and of the later one. Too few are left out.
+        """Returns the means of the prompts that are left at the end of a run; in two halves if there never were 100
+        prompts. A part of too few prompts is left out.
         """
-        means = self._take()
+        means = self._pop_means()
         half = len(means) // 2
-        parts = [means] if self._whole else [means[:half], means[half:]]
+        parts = [means] if self._was_full else [means[:half], means[half:]]
         return [part for part in parts if len(part) >= FEWEST_PROMPTS]
 
-    def _take(self) -> list[float]:
+    def _pop_means(self) -> list[float]:
         means = [sum(values) / len(values) for values in self._values.values()]
         self._values = {}
         return means
@@ -174,36 +161,38 @@ def _mean_and_error(means: Sequence[float]) -> tuple[float, float]:
 class RewardWatch:
     """Watches the rewards that arrive, by prompt, and reports when their mean has fallen."""
 
-    _rewards: _Means = field(default_factory=_Means)
-    _first: tuple[float, float] | None = None  # mean, standard error
-    _best: tuple[float, float] | None = None
-    _fallen: bool = False
+    _rewards: _PromptMeans = field(default_factory=_PromptMeans)
+    _first_mean: tuple[float, float] | None = None  # mean, standard error
+    _best_mean: tuple[float, float] | None = None
+    _has_fallen: bool = False
 
     def see(self, rewards: Iterable[tuple[str, float]]) -> list[str]:
-        """Takes (prompt, reward) of each new answer; returns a sentence for each fall that they show."""
+        """Add the (prompt, reward) pairs of new answers; returns a sentence for each fall that they show."""
         return [
-            what
+            sentence
             for prompt, reward in rewards
             if (means := self._rewards.add(prompt, reward))
-            for what in self._compare(means)
+            for sentence in self._compare(means)
         ]
 
     def finish(self) -> list[str]:
-        """Compares what is not complete at the end of a run."""
-        return [what for means in self._rewards.finish() for what in self._compare(means)]
+        """Returns the sentences about the last answers of a run, which are too few for a mean of their own."""
+        return [sentence for means in self._rewards.finish() for sentence in self._compare(means)]
 
     def _compare(self, means: Sequence[float]) -> list[str]:
-        """Compare one more mean over prompts with the best; returns a sentence if it is a fall."""
+        """Compare a new mean over prompts with the best one; returns a sentence if it is a fall."""
         mean, error = _mean_and_error(means)
-        if self._first is None or self._best is None:
-            self._first = self._best = (mean, error)
+        if self._first_mean is None or self._best_mean is None:
+            self._first_mean = self._best_mean = (mean, error)
             return []
-        down = self._best[0] - mean
-        far = down > max(REWARD_ERRORS * math.hypot(error, self._best[1]), LOST * (self._best[0] - self._first[0]))
-        new, self._fallen = far and not self._fallen, far
-        if mean > self._best[0]:
-            self._best = (mean, error)
-        return [f"the mean reward of new answers is {mean:.3g}: it was {self._best[0]:.3g}"] if new else []
+        drop = self._best_mean[0] - mean
+        gain = self._best_mean[0] - self._first_mean[0]
+        is_low = drop > max(REWARD_ERRORS * math.hypot(error, self._best_mean[1]), LOST * gain)
+        is_new_fall, self._has_fallen = is_low and not self._has_fallen, is_low
+        if mean > self._best_mean[0]:
+            self._best_mean = (mean, error)
+        sentence = f"the mean reward of new answers is {mean:.3g}: it was {self._best_mean[0]:.3g}"
+        return [sentence] if is_new_fall else []
 
 
 @dataclass
@@ -212,12 +201,12 @@ class LengthWatch:
     the first 100 prompts, and once when it is above twice that.
     """
 
-    _lengths: _Means = field(default_factory=_Means)
-    _first: tuple[float, float] | None = None  # mean, standard error
+    _lengths: _PromptMeans = field(default_factory=_PromptMeans)
+    _first_mean: tuple[float, float] | None = None  # mean, standard error
     _reported: set[str] = field(default_factory=set)
 
     def see(self, lengths: Iterable[tuple[str, float]]) -> dict[str, str]:
-        """Takes (prompt, tokens) of each new answer; returns a sentence by its kind."""
+        """Add the (prompt, tokens) pairs of new answers; returns sentences about their length by kind."""
         sentences: dict[str, str] = {}
         for prompt, length in lengths:
             if means := self._lengths.add(prompt, length):
@@ -225,34 +214,34 @@ class LengthWatch:
         return sentences
 
     def finish(self) -> dict[str, str]:
-        """Compares what is not complete at the end of a run."""
+        """Returns the sentences about the last answers of a run, which are too few for a mean of their own."""
         sentences: dict[str, str] = {}
         for means in self._lengths.finish():
             sentences |= self._compare(means)
         return sentences
 
     def _compare(self, means: Sequence[float]) -> dict[str, str]:
-        """Compare one more mean over prompts with the first one."""
+        """Compare a new mean over prompts with the first one; returns sentences by kind."""
         mean, error = _mean_and_error(means)
-        if self._first is None:
-            self._first = (mean, error)
+        if self._first_mean is None:
+            self._first_mean = (mean, error)
             return {}
-        start = self._first[0]
-        sure = abs(mean - start) > REWARD_ERRORS * math.hypot(error, self._first[1])
-        figures = f"new answers have {mean:.3g} tokens on average, {start:.3g} when the run began"
-        short = (
+        first_mean = self._first_mean[0]
+        is_significant = abs(mean - first_mean) > REWARD_ERRORS * math.hypot(error, self._first_mean[1])
+        figures = f"new answers have {mean:.3g} tokens on average, {first_mean:.3g} when the run began"
+        short_message = (
             f"answers became short: {figures}. If they lose what the reward does not look at, give it a part for that, "
             "such as a least length, or a judge (docs/reward_does_not_rise.md)"
         )
-        long = (
+        long_message = (
             f"answers became long: {figures}. If that is not what you want, take something off long ones "
             "(--overlong-penalty 1, or a part of the reward)"
         )
         sentences = {
-            SHORT: short if sure and mean * LENGTH_FACTOR < start else None,
-            LONG: long if sure and mean > LENGTH_FACTOR * start else None,
+            SHORT: short_message if is_significant and mean * LENGTH_FACTOR < first_mean else None,
+            LONG: long_message if is_significant and mean > LENGTH_FACTOR * first_mean else None,
         }
-        return _first_time(sentences, self._reported)
+        return _report_once(sentences, self._reported)
 
 
 @dataclass
@@ -265,32 +254,32 @@ class StalenessWatch:
     """
 
     sync_every: int  # updates between two published weights
-    _newest: dict[str, deque[float]] = field(default_factory=dict)
-    _repeated: float = 0.0
-    _stale: set[str] = field(default_factory=set)
+    _newest_values: dict[str, deque[float]] = field(default_factory=dict)
+    _repeated_share: float = 0.0
+    _stale_figures: set[str] = field(default_factory=set)
 
     def see(self, step: int, figures: Mapping[str, float | None]) -> list[str]:
-        """Takes a step's metrics; returns a sentence for each figure with which the data have become stale."""
+        """Add a step's metrics; returns a sentence for each figure by which the data have become stale."""
         for name in (ESS, OFF_POLICY):
             value = figures.get(name)
             if value is not None and math.isfinite(value):
-                self._newest.setdefault(name, deque(maxlen=STEPS)).append(value)
-        self._repeated = figures.get(REPEATED) or 0.0
+                self._newest_values.setdefault(name, deque(maxlen=STEPS)).append(value)
+        self._repeated_share = figures.get(REPEATED) or 0.0
         return self._sentences(step, {name for name in (ESS, OFF_POLICY) if figures.get(name) is not None}, STEPS)
 
     def finish(self, step: int) -> list[str]:
-        """Looks at the steps there were, at the end of a run that had fewer than 50."""
+        """Returns sentences about all steps of a run that ended before it had 50."""
         return self._sentences(
-            step, {name for name, values in self._newest.items() if len(values) < STEPS}, FEWEST_STEPS
+            step, {name for name, values in self._newest_values.items() if len(values) < STEPS}, FEWEST_STEPS
         )
 
     def _sentences(self, step: int, names: Set[str], fewest: int) -> list[str]:
         """Returns a sentence for each of these figures that has crossed its limit."""
         share = nats = None
         if ESS in names:
-            share = self._crossed(ESS, lambda mean, room: mean < LEAST_ESS * room, fewest)
+            share = self._newly_crossed_mean(ESS, lambda mean, room: mean < LEAST_ESS * room, fewest)
         if OFF_POLICY in names:
-            nats = self._crossed(OFF_POLICY, lambda mean, room: mean > MOST_OFF_POLICY / room, fewest)
+            nats = self._newly_crossed_mean(OFF_POLICY, lambda mean, room: mean > MOST_OFF_POLICY / room, fewest)
         sentences = []
         if share is not None:
             sentences.append((ESS, f"the effective sample size was {percent(share)} of a batch"))
@@ -301,27 +290,27 @@ class StalenessWatch:
         remedies = "Lower the rate (--optimizer.lr), draw newer data (--replay.selection.m) or make the answers shorter"
         if self.sync_every > 1:
             remedies += f"; weights are published every {self.sync_every} updates (--sync-every)"
-        if self._repeated > MOST_REPEATED:
-            remedies += f"; {percent(self._repeated)} of the answers left as copies of others"
+        if self._repeated_share > MOST_REPEATED:
+            remedies += f"; {percent(self._repeated_share)} of the answers left as copies of others"
             remedies += " (--replay.buffer.no-distinct keeps them)"
         return [
-            f"data are stale: {what} over steps {step - len(self._newest[name]) + 1} to {step}. {remedies}"
-            for name, what in sentences
+            f"data are stale: {finding} over steps {step - len(self._newest_values[name]) + 1} to {step}. {remedies}"
+            for name, finding in sentences
         ]
 
-    def _crossed(self, name: str, beyond: Callable[[float, float], bool], fewest: int) -> float | None:
+    def _newly_crossed_mean(self, name: str, is_beyond: Callable[[float, float], bool], fewest: int) -> float | None:
         """Returns the mean of the newest steps, at least `fewest`, if it has just gone beyond its limit; it comes back
         with a tenth to spare.
         """
-        newest = self._newest.get(name, ())
-        if len(newest) < fewest:
+        values = self._newest_values.get(name, ())
+        if len(values) < fewest:
             return None
-        mean, was = sum(newest) / len(newest), name in self._stale
-        if not beyond(mean, 1.1 if was else 1.0):
-            self._stale.discard(name)
+        mean, was_stale = sum(values) / len(values), name in self._stale_figures
+        if not is_beyond(mean, 1.1 if was_stale else 1.0):
+            self._stale_figures.discard(name)
             return None
-        self._stale.add(name)
-        return None if was else mean
+        self._stale_figures.add(name)
+        return None if was_stale else mean
 
 
 @dataclass
@@ -330,47 +319,48 @@ class SignalWatch:
     when most answers were cut off, and once, from step 10 on, when most have left as copies of others.
     """
 
-    _varied: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS))
-    _truncated: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS))
-    _copies: float = 0.0
+    _varied_shares: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS))
+    _truncated_shares: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS))
+    _copied_share: float = 0.0
     _reported: set[str] = field(default_factory=set)
 
     def see(self, step: int, varied: float, truncated: float, copies: float = 0.0) -> dict[str, str]:
-        """Takes a step's share of groups whose rewards differ, and of answers that were cut off, and of all answers so
-        far the share that left as copies; returns a sentence by its kind.
+        """Add a step's shares of groups whose rewards differ and of answers that were cut off, and the share of all
+        answers so far that left as copies; returns sentences by kind.
         """
-        self._varied.append(varied)
-        self._truncated.append(truncated)
-        self._copies = copies
-        dropped = self._dropped() if step >= EARLY else {}
-        return _first_time(dropped | (self._of_span(step) if len(self._varied) == STEPS else {}), self._reported)
+        self._varied_shares.append(varied)
+        self._truncated_shares.append(truncated)
+        self._copied_share = copies
+        sentences = self._copies_sentence() if step >= EARLY else {}
+        sentences |= self._span_sentences(step) if len(self._varied_shares) == STEPS else {}
+        return _report_once(sentences, self._reported)
 
     def finish(self, step: int) -> dict[str, str]:
-        """Looks at the steps there were, at the end of a run that had fewer than 50."""
-        if len(self._varied) < FEWEST_STEPS:
+        """Returns sentences about all steps of a run that ended before it had 50."""
+        if len(self._varied_shares) < FEWEST_STEPS:
             return {}
-        return _first_time(self._dropped() | self._of_span(step), self._reported)
+        return _report_once(self._copies_sentence() | self._span_sentences(step), self._reported)
 
-    def _dropped(self) -> dict[str, str]:
-        """Returns what is to be said of answers that left as copies."""
-        if self._copies <= MOST_COPIES:
+    def _copies_sentence(self) -> dict[str, str]:
+        """Returns a sentence, by its kind, where too many answers left as copies."""
+        if self._copied_share <= MOST_COPIES:
             return {}
         return {
-            COPIES: f"{percent(self._copies)} of the answers so far were dropped as copies of others to the same "
+            COPIES: f"{percent(self._copied_share)} of the answers so far were dropped as copies of others to the same "
             "prompt, and never used: sample more varied answers (--exploration.temperature), or keep them all "
             "(--replay.buffer.no-distinct)"
         }
 
-    def _of_span(self, step: int) -> dict[str, str]:
-        """Returns what is to be said of the newest steps, 50 but at the end of a shorter run."""
-        count = len(self._varied)
+    def _span_sentences(self, step: int) -> dict[str, str]:
+        """Returns sentences, by kind, about the newest 50 steps, or about all steps of a shorter run."""
+        count = len(self._varied_shares)
         span, sentences = f"steps {step - count + 1} to {step}", {}
-        if not any(self._varied):
+        if not any(self._varied_shares):
             sentences[NO_SIGNAL] = (
                 f"nothing can be learnt: in {span} all answers to a prompt got the same reward. `tba check` shows "
                 "answers with their rewards, and what to change"
             )
-        if (share := sum(self._truncated) / count) > MOST_TRUNCATED:
+        if (share := sum(self._truncated_shares) / count) > MOST_TRUNCATED:
             sentences[TRUNCATED] = (
                 f"{percent(share)} of the answers of {span} were cut off: set --model.generation.max-completion-tokens "
                 "higher, or ask for short answers"
@@ -389,70 +379,70 @@ class CollapseWatch:
       than 0.05 nats: implementations of PPO stop at a fifth of that to all of it.
     """
 
-    _entropy: deque[float] = field(default_factory=lambda: deque(maxlen=2 * FEW_STEPS))
-    _ess: deque[float] = field(default_factory=lambda: deque(maxlen=2 * FEW_STEPS))
-    _drift: deque[float] = field(default_factory=lambda: deque(maxlen=FEW_STEPS))
+    _entropies: deque[float] = field(default_factory=lambda: deque(maxlen=2 * FEW_STEPS))
+    _ess_values: deque[float] = field(default_factory=lambda: deque(maxlen=2 * FEW_STEPS))
+    _drifts: deque[float] = field(default_factory=lambda: deque(maxlen=FEW_STEPS))
     _reported: set[str] = field(default_factory=set)
 
     def see(self, step: int, figures: Mapping[str, float | None]) -> dict[str, str]:
-        """Takes a step's metrics; returns a sentence by its kind."""
-        for name, newest in ((ENTROPY, self._entropy), (ESS, self._ess), (DRIFT, self._drift)):
+        """Add a step's metrics; returns sentences by kind."""
+        for name, values in ((ENTROPY, self._entropies), (ESS, self._ess_values), (DRIFT, self._drifts)):
             value = figures.get(name)
             if value is not None and math.isfinite(value):
-                newest.append(value)
-        mismatch = {MISMATCHES: self._mismatch(step, figures)}
-        return _first_time(mismatch | self._of_spans(step, FEW_STEPS), self._reported)
+                values.append(value)
+        mismatch = {MISMATCHES: self._mismatch_sentence(step, figures)}
+        return _report_once(mismatch | self._span_sentences(step, FEW_STEPS), self._reported)
 
     def finish(self, step: int) -> dict[str, str]:
-        """Looks at the steps there were, at the end of a run that had fewer than five or ten."""
-        return _first_time(self._of_spans(step, FEWEST_STEPS), self._reported)
+        """Returns sentences about all steps of a run that ended before it had five or ten."""
+        return _report_once(self._span_sentences(step, FEWEST_STEPS), self._reported)
 
-    def _of_spans(self, step: int, fewest: int) -> dict[str, str | None]:
-        """Returns what is to be said of the newest steps; fewest: those that make a mean."""
+    def _span_sentences(self, step: int, fewest: int) -> dict[str, str | None]:
+        """Returns sentences, by kind, about the newest steps. fewest: the number of steps that make a mean."""
         return {
-            ENTROPY_FALLS: self._entropy_fall(step, fewest),
-            LOST_SAMPLES: self._lost_samples(step, fewest),
-            LARGE_STEPS: self._large_step(step, fewest),
+            ENTROPY_FALLS: self._entropy_sentence(step, fewest),
+            LOST_SAMPLES: self._lost_samples_sentence(step, fewest),
+            LARGE_STEPS: self._large_step_sentence(step, fewest),
         }
 
-    def _entropy_fall(self, step: int, fewest: int) -> str | None:
-        values, half = list(self._entropy), len(self._entropy) // 2
+    def _entropy_sentence(self, step: int, fewest: int) -> str | None:
+        values, half = list(self._entropies), len(self._entropies) // 2
         if half < fewest:
             return None
-        before, now = (sum(part) / half for part in (values[:half], values[-half:]))
-        if before < LEAST_ENTROPY or now > before / 2:
+        before, after = (sum(part) / half for part in (values[:half], values[-half:]))
+        if before < LEAST_ENTROPY or after > before / 2:
             return None
         return (
-            f"the policy's entropy fell from {before:.2g} to {now:.2g} nats a token in the {len(values)} steps to "
+            f"the policy's entropy fell from {before:.2g} to {after:.2g} nats a token in the {len(values)} steps to "
             f"{step}: its answers become one. Lower the rate (--optimizer.lr), or hold it nearer to the reference "
             "(--objective.beta)"
         )
 
-    def _mismatch(self, step: int, figures: Mapping[str, float | None]) -> str | None:
-        apart, answer = figures.get(MISMATCH), figures.get(MISMATCH_ANSWER)
+    def _mismatch_sentence(self, step: int, figures: Mapping[str, float | None]) -> str | None:
+        gap, answer_gap = figures.get(MISMATCH), figures.get(MISMATCH_ANSWER)
         tokens = (figures.get(FRESH) or 0.0) * (figures.get(TRAINED_TOKENS) or 0.0)
-        if apart is None or answer is None or not apart > MOST_APART or tokens < FEWEST_TOKENS:
+        if gap is None or answer_gap is None or not gap > MOST_APART or tokens < FEWEST_TOKENS:
             return None
         return (
-            f"engine and trainer differ: at step {step} equal weights gave a token {apart:.2g} nats more or less, an "
-            f"answer {answer:.2g}, and by that much ratios to what was sampled are wrong. Compute in float32 "
+            f"engine and trainer differ: at step {step} equal weights gave a token {gap:.2g} nats more or less, an "
+            f"answer {answer_gap:.2g}, and by that much ratios to what was sampled are wrong. Compute in float32 "
             "(--model.dtype float32), sample with the other engine (--model.generation.engine), or leave ratios out or "
             "mask them, as the objective can (docs/objectives.md)"
         )
 
-    def _lost_samples(self, step: int, fewest: int) -> str | None:
-        least = 2 * FEW_STEPS if fewest == FEW_STEPS else fewest
-        if len(self._ess) < least or max(self._ess) >= FEWEST_SAMPLES:
+    def _lost_samples_sentence(self, step: int, fewest: int) -> str | None:
+        fewest_batches = 2 * FEW_STEPS if fewest == FEW_STEPS else fewest
+        if len(self._ess_values) < fewest_batches or max(self._ess_values) >= FEWEST_SAMPLES:
             return None
-        most = percent(max(self._ess))
+        share = percent(max(self._ess_values))
         return (
-            f"in the {len(self._ess)} batches to step {step} the effective sample size was at most {most}: a few "
-            "answers decide each update. Publish weights more often (--sync-every), draw newer data "
+            f"in the {len(self._ess_values)} batches to step {step} the effective sample size was at most {share}: a "
+            "few answers decide each update. Publish weights more often (--sync-every), draw newer data "
             "(--replay.selection.m), or lower the rate (--optimizer.lr)"
         )
 
-    def _large_step(self, step: int, fewest: int) -> str | None:
-        if len(self._drift) < fewest or (drift := sum(self._drift) / len(self._drift)) <= MOST_DRIFT:
+    def _large_step_sentence(self, step: int, fewest: int) -> str | None:
+        if len(self._drifts) < fewest or (drift := sum(self._drifts) / len(self._drifts)) <= MOST_DRIFT:
             return None
         return (
             f"updates are large: by step {step} each moved the distribution of a token by {drift:.2g} nats (above "
@@ -461,14 +451,14 @@ class CollapseWatch:
         )
 
 
-def _first_time(found: Mapping[str, str | None], told: set[str]) -> dict[str, str]:
-    """Returns the sentences of kinds that were not told yet, and adds these to `told`."""
-    new = {kind: what for kind, what in found.items() if what is not None and kind not in told}
-    told.update(new)
-    return new
+def _report_once(sentences: Mapping[str, str | None], reported: set[str]) -> dict[str, str]:
+    """Returns the sentences whose kinds were not reported yet, and adds these kinds to `reported`."""
+    new_sentences = {kind: text for kind, text in sentences.items() if text is not None and kind not in reported}
+    reported.update(new_sentences)
+    return new_sentences
 
 
-def _error(e: Evaluation) -> float:
+def _standard_error(e: Evaluation) -> float:
     """Returns the standard error of a proportion, kept above 0 (Agresti and Coull 1998)."""
     share = (e.value * e.n + 2) / (e.n + 4)
     return math.sqrt(max(0.0, share * (1 - share)) / (e.n + 4))

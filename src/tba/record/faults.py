@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tba.record import evaluations, metrics
-from tba.record.evaluations import answer_of, evaluation_of
-from tba.record.jsonl import JsonLines, lines_of, read_lines
+from tba.record.evaluations import parse_answer, parse_evaluation
+from tba.record.jsonl import JsonLines, read_lines, read_lines_and_errors
 from tba.types import Json
 
 log = logging.getLogger("tba.record.faults")
@@ -36,7 +36,7 @@ KINDS = (
     "joined_deaths",  # a searcher that had joined died
     "joined_late",  # one had not left when the run ended
     "unreadable_lines",  # of a file of records, which were passed over
-    "held_out_falls",  # a held-out figure fell far below its best (`falls`)
+    "held_out_falls",  # a held-out figure fell far below its best (`find_falls`)
     "reward_falls",  # the mean reward of what searchers bring did
     "stale_data",  # batches were worth less than half of their rows
     "no_signal",  # in no group of 50 steps did rewards differ
@@ -51,11 +51,11 @@ KINDS = (
 )
 
 
-def record_fault(directory: Path, kind: str, what: str) -> None:
+def record_fault(directory: Path, kind: str, message: str) -> None:
     """Record one more fault of the run in `directory`. On a full disk, and where the run was moved away, it is only
     logged: that error is reported elsewhere, and no other folder takes the run's place.
     """
-    line = {"kind": kind, "what": what, "time": round(time.time(), 3)}
+    line = {"kind": kind, "what": message, "time": round(time.time(), 3)}
     if not directory.is_dir():
         log.error("cannot record the fault %s: %s is gone", line, directory)
         return
@@ -67,41 +67,41 @@ def record_fault(directory: Path, kind: str, what: str) -> None:
 
 
 def read_faults(directory: Path) -> list[dict[str, Json]]:
-    """Returns all of them, oldest first: `kind`, `what`, and the `time` (seconds since the epoch)."""
-    return read_lines(directory / FILE, _fault)
+    """Returns the faults of a run, oldest first: `kind`, `what`, and the `time` (seconds since the epoch)."""
+    return read_lines(directory / FILE, _parse_fault)
 
 
-def records(directory: Path) -> dict[str, tuple[list[Any], list[int]]]:
-    """Returns, by the name of each file of records, what can be read of it, and the numbers of the other lines."""
-    files: tuple[tuple[str, Callable[[dict[str, Json]], object]], ...] = (
-        (metrics.FILE, metrics.step_of),
-        (evaluations.FILE, evaluation_of),
-        (evaluations.ANSWERS_FILE, answer_of),
-        (FILE, _fault),
+def read_all_records(directory: Path) -> dict[str, tuple[list[Any], list[int]]]:
+    """Returns, by the name of each file of records, what can be read of it and the numbers of the unreadable lines."""
+    parsers: tuple[tuple[str, Callable[[dict[str, Json]], object]], ...] = (
+        (metrics.FILE, metrics.parse_step),
+        (evaluations.FILE, parse_evaluation),
+        (evaluations.ANSWERS_FILE, parse_answer),
+        (FILE, _parse_fault),
     )
-    return {name: lines_of(directory / name, read) for name, read in files}
+    return {name: read_lines_and_errors(directory / name, parse) for name, parse in parsers}
 
 
 def note_unreadable(directory: Path) -> list[str]:
-    """Record each line that cannot be read as a fault, once; returns a sentence for each file that has such lines."""
-    told = {line["what"] for line in read_faults(directory) if line["kind"] == "unreadable_lines"}
-    found = {name: bad for name, (_, bad) in records(directory).items() if bad}
-    for what in [f"{name}, line {number}" for name, bad in found.items() for number in bad]:
-        if what not in told:
-            record_fault(directory, "unreadable_lines", what)
-    return [left_out(name, bad) for name, bad in found.items()]
+    """Record each unreadable line of a run as a fault, once; returns a sentence for each file that has such lines."""
+    recorded = {line["what"] for line in read_faults(directory) if line["kind"] == "unreadable_lines"}
+    bad_lines = {name: numbers for name, (_, numbers) in read_all_records(directory).items() if numbers}
+    for line_name in [f"{name}, line {number}" for name, numbers in bad_lines.items() for number in numbers]:
+        if line_name not in recorded:
+            record_fault(directory, "unreadable_lines", line_name)
+    return [describe_unreadable(name, numbers) for name, numbers in bad_lines.items()]
 
 
-def left_out(name: str, bad: Sequence[int]) -> str:
+def describe_unreadable(name: str, numbers: Sequence[int]) -> str:
     """Returns the sentence about the lines of a file that cannot be read."""
     return (
-        f"{name}: line {bad[0]} cannot be read and is left out"
-        if len(bad) == 1
-        else (f"{name}: {len(bad)} lines cannot be read and are left out, the first is line {bad[0]}")
+        f"{name}: line {numbers[0]} cannot be read and is left out"
+        if len(numbers) == 1
+        else (f"{name}: {len(numbers)} lines cannot be read and are left out, the first is line {numbers[0]}")
     )
 
 
-def _fault(row: dict[str, Json]) -> dict[str, Json]:
+def _parse_fault(row: dict[str, Json]) -> dict[str, Json]:
     fault = {"what": "", "time": 0.0, **row}
     if not (isinstance(row["kind"], str) and isinstance(fault["what"], str) and isinstance(fault["time"], int | float)):
         raise TypeError("no fault")
@@ -109,6 +109,6 @@ def _fault(row: dict[str, Json]) -> dict[str, Json]:
 
 
 def count_faults(directory: Path) -> dict[str, int]:
-    """Returns how many there were of each kind; every kind of `KINDS` is there."""
-    found = Counter(str(line["kind"]) for line in read_faults(directory))
-    return {kind: found[kind] for kind in dict.fromkeys((*KINDS, *found))}
+    """Returns how many faults a run had of each kind; every kind of `KINDS` has a count."""
+    counts = Counter(str(line["kind"]) for line in read_faults(directory))
+    return {kind: counts[kind] for kind in dict.fromkeys((*KINDS, *counts))}

@@ -25,32 +25,32 @@ import numpy as np
 from tba.types import Json, Version
 
 BLOCK_BYTES = 1 << 16
-# what reading a line that is not ours can raise
+# what reading a line of a foreign file can raise
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 T = TypeVar("T")
 
 
-def plain(value: object) -> Json:
-    """Returns `value` as what JSON can hold: numpy numbers as Python's, not-a-number and infinities as None.
+def as_json(value: object) -> Json:
+    """Returns `value` in the types of JSON: numpy numbers as Python's, not-a-number and infinities as None.
 
     Raises `TypeError`, naming the type, for what has no plain form.
     """
     if value is None or (isinstance(value, bool | int | str) and not isinstance(value, Enum)):
         return value
     if isinstance(value, Enum):
-        return plain(value.value)
+        return as_json(value.value)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, np.generic):
-        return plain(value.item())
+        return as_json(value.item())
     if isinstance(value, Version | Path):
         return str(value)
     if isinstance(value, np.ndarray):
-        return plain(value.tolist())
+        return as_json(value.tolist())
     if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
+        return {str(k): as_json(v) for k, v in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [plain(v) for v in value]
+        return [as_json(v) for v in value]
     raise TypeError(f"{type(value).__name__} has no plain JSON form")
 
 
@@ -64,11 +64,11 @@ class JsonLines:
 
     def append(self, line: Mapping[str, object]) -> None:
         """Write one line; it survives this process from here on. Raises `OSError` when the disk is full."""
-        whole = json.dumps(plain(line), ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n"
+        encoded_line = json.dumps(as_json(line), ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n"
         fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
             _cut_torn_line(self._file)
-            if self._file.write(whole) != len(whole):
+            if self._file.write(encoded_line) != len(encoded_line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
         finally:
             fcntl.flock(self._file, fcntl.LOCK_UN)
@@ -93,75 +93,75 @@ def _cut_torn_line(file: FileIO) -> None:
         file.truncate(end)
 
 
-def lines_of(path: Path, read: Callable[[dict[str, Json]], Any]) -> tuple[list[Any], list[int]]:
-    """Returns what `read` makes of each whole line, in order, and the numbers (from 1) of those that cannot be read.
+def read_lines_and_errors(path: Path, parse: Callable[[dict[str, Json]], Any]) -> tuple[list[Any], list[int]]:
+    """Returns what `parse` makes of each whole line, in order, and the numbers (from 1) of the lines it cannot read.
 
     Nothing when there is no file. What follows the last newline is not read. A line cannot be read when it is no JSON
-    object, or `read` raises `ValueError`, `KeyError`, `TypeError` or `AttributeError`.
+    object, or `parse` raises `ValueError`, `KeyError`, `TypeError` or `AttributeError`.
     """
-    lines = NewLines(path, read)
-    return lines.read()[1], lines.bad
+    lines = NewLines(path, parse)
+    return lines.read()[1], lines.bad_lines
 
 
-def read_lines(path: Path, read: Callable[[dict[str, Json]], Any] = dict) -> list[Any]:
-    """Returns what can be read of a file, in order, as `lines_of` does."""
-    return lines_of(path, read)[0]
+def read_lines(path: Path, parse: Callable[[dict[str, Json]], Any] = dict) -> list[Any]:
+    """Returns what can be read of a file, in order, without the lines that cannot."""
+    return read_lines_and_errors(path, parse)[0]
 
 
 class NewLines:
     """Reads what was appended to a file of JSON lines since it was last read: the cost of a read does not grow with the
     file.
 
-    A last line that is not whole yet waits for the next time. A line that cannot be read, as in `lines_of`, is passed
-    over, and its number kept in `bad`. A file that was cut or replaced meanwhile is read from its beginning.
+    A last line that is not whole yet waits for the next time. A line that cannot be read is passed over, and its number
+    kept in `bad_lines`. A file that was cut or replaced meanwhile is read from its beginning.
     """
 
-    def __init__(self, path: Path, read: Callable[[dict[str, Json]], Any] = dict) -> None:
+    def __init__(self, path: Path, parse: Callable[[dict[str, Json]], Any] = dict) -> None:
         self.path = path
-        self._read = read
-        self._at = self._count = 0  # bytes, and whole lines, that were read
-        self._last = b""  # the last of them: while it is unchanged, what comes before it need not be read again
-        self._begin(0)
+        self._parse = parse
+        self._offset = self._lines_read = 0  # bytes, and whole lines, that were read
+        self._last_line = b""  # while it is unchanged, what comes before it need not be read again
+        self._restart(0)
 
     def read(self) -> tuple[bool, list[Any]]:
-        """Returns (whether it was read from its beginning, what can be read of what is new); nothing while there is no
+        """Returns (whether the file was read from its beginning, the values of its new lines); none while there is no
         file.
         """
-        replaced, lines = self._lines()
-        found = []
+        was_replaced, lines = self._read_new_lines()
+        values = []
         for line in lines:
-            self._count += 1
+            self._lines_read += 1
             try:
-                found.append(self._read(_object(line)))
+                values.append(self._parse(_parse_object(line)))
             except UNREADABLE:
-                self.bad.append(self._count)
-        return replaced, found
+                self.bad_lines.append(self._lines_read)
+        return was_replaced, values
 
-    def _lines(self) -> tuple[bool, list[bytes]]:
+    def _read_new_lines(self) -> tuple[bool, list[bytes]]:
         try:
             with self.path.open("rb") as file:
-                file.seek(self._at - len(self._last))
-                found = os.fstat(file.fileno()).st_ino
-                replaced = not self._at or found != self._file or file.read(len(self._last)) != self._last
-                if replaced:
+                file.seek(self._offset - len(self._last_line))
+                inode = os.fstat(file.fileno()).st_ino
+                line = file.read(len(self._last_line))
+                if was_replaced := not self._offset or inode != self._inode or line != self._last_line:
                     file.seek(0)
-                    self._begin(found)
+                    self._restart(inode)
                 lines = file.read().split(b"\n")[:-1]
         except FileNotFoundError:
-            replaced, lines = self._at > 0, []
-            self._begin(0)
+            was_replaced, lines = self._offset > 0, []
+            self._restart(0)
         if lines:
-            self._at, self._last = self._at + sum(map(len, lines)) + len(lines), lines[-1] + b"\n"
-        return replaced, lines
+            self._offset, self._last_line = self._offset + sum(map(len, lines)) + len(lines), lines[-1] + b"\n"
+        return was_replaced, lines
 
-    def _begin(self, file: int) -> None:
-        self.bad: list[int] = []  # numbers, from 1, in the file that is read now
-        self._file = file  # its inode
-        self._at = self._count = 0
-        self._last = b""
+    def _restart(self, inode: int) -> None:
+        self.bad_lines: list[int] = []  # numbers, from 1, in the file that is read now
+        self._inode = inode
+        self._offset = self._lines_read = 0
+        self._last_line = b""
 
 
-def read_last_line(path: Path, read: Callable[[dict[str, Json]], Any] = dict) -> Any | None:
+def read_last_line(path: Path, parse: Callable[[dict[str, Json]], Any] = dict) -> Any | None:
     """Returns the last line that can be read, without reading those long before it; None when there is none."""
     if not path.exists():
         return None
@@ -171,35 +171,35 @@ def read_last_line(path: Path, read: Callable[[dict[str, Json]], Any] = dict) ->
             end, start = start, max(0, start - BLOCK_BYTES)
             file.seek(start)
             tail = file.read(end - start) + tail
-            first, *whole = tail.split(b"\n")[:-1] or [b""]
-            for line in reversed([first, *whole] if start == 0 else whole):
+            first_line, *whole_lines = tail.split(b"\n")[:-1] or [b""]
+            for line in reversed([first_line, *whole_lines] if start == 0 else whole_lines):
                 with suppress(*UNREADABLE):
-                    return read(_object(line))
+                    return parse(_parse_object(line))
     return None
 
 
-def _object(line: bytes) -> dict[str, Json]:
-    row = json.loads(line)
-    if not isinstance(row, dict):
+def _parse_object(line: bytes) -> dict[str, Json]:
+    fields = json.loads(line)
+    if not isinstance(fields, dict):
         raise TypeError("no JSON object")
-    return row
+    return fields
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write one JSON file under a temporary name and rename it: a reader sees the old one or the new one, never half of
-    one.
+    """Write a JSON file under a temporary name and rename it: a reader sees the old file or the new one, never a part
+    of one.
     """
-    text = json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(as_json(value), indent=2, ensure_ascii=False, allow_nan=False)
     path.parent.mkdir(exist_ok=True)  # not its parents: a run that was moved away is not made anew
-    with replaced(path) as temporary, temporary.open("w", encoding="utf-8", errors="replace") as file:
+    with atomic_replacement(path) as temporary, temporary.open("w", encoding="utf-8", errors="replace") as file:
         file.write(f"{text}\n")
         file.flush()
         os.fsync(file.fileno())
 
 
 @contextmanager
-def replaced(path: Path) -> Iterator[Path]:
-    """Yields a temporary name beside `path`; what is written there takes its place once all of it is."""
+def atomic_replacement(path: Path) -> Iterator[Path]:
+    """Yields a temporary path beside `path`; the file written there replaces `path` when the block ends."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield temporary

@@ -17,7 +17,7 @@ Unit: TypeAlias = Literal["tokens", "trajectories"]
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Counts of one unit (completion tokens, or trajectories)."""
+    """Counts one unit (completion tokens, or trajectories) by what became of it."""
 
     generated: int = 0  # for training, by all searchers
     imported: int = 0  # by `tba import`
@@ -54,8 +54,8 @@ class Ledger:
         """Returns the sum over all owners' counters: {"searcher-0": {"generated_tokens": 812, ...}, "replay": ...}."""
         return sum((cls.of_counters(counters, unit) for counters in owners.values()), cls())
 
-    def __add__(self, other: Ledger) -> Ledger:
-        return Ledger(**{name: getattr(self, name) + getattr(other, name) for name in TERMS})
+    def __add__(self, addend: Ledger) -> Ledger:
+        return Ledger(**{name: getattr(self, name) + getattr(addend, name) for name in TERMS})
 
     @property
     def written(self) -> int:
@@ -64,13 +64,13 @@ class Ledger:
 
     @property
     def accounted(self) -> int:
-        """Returns all that is known to have become of what was generated and imported."""
-        left = self.evicted + self.rejected + self.duplicate + self.damaged
-        return self.trained_once + self.waiting + left + self.in_flight_at_stop
+        """Returns the sum of everything whose fate is known."""
+        dropped = self.evicted + self.rejected + self.duplicate + self.damaged
+        return self.trained_once + self.waiting + dropped + self.in_flight_at_stop
 
     @property
     def difference(self) -> int:
-        """Generated and imported less accounted for: positive is lost, negative is counted twice."""
+        """Returns what was generated and imported less what is accounted for: positive if lost, negative if twice."""
         return self.generated + self.imported - self.accounted
 
     def closes(self) -> bool:
@@ -80,17 +80,17 @@ class Ledger:
     @property
     def trained_share(self) -> float:
         """Returns the share of what was generated and imported that was trained on at least once, 0..1."""
-        given = self.generated + self.imported
-        return self.trained_once / given if given else 0.0
+        total = self.generated + self.imported
+        return self.trained_once / total if total else 0.0
 
     @property
     def mean_uses(self) -> float:
-        """Returns how often what was trained on was used, on average."""
+        """Returns the mean number of uses of what was trained on."""
         return self.trained_total / self.trained_once if self.trained_once else 0.0
 
     @property
     def samples_per_insert(self) -> float:
-        """Uses per item that entered the replay (Cassirer et al. 2021, Reverb), trained on or not."""
+        """Returns the uses per item that entered the replay (Cassirer et al. 2021, Reverb), trained on or not."""
         inserted = self.trained_once + self.waiting + self.evicted
         return self.trained_total / inserted if inserted else 0.0
 

@@ -47,7 +47,7 @@ class PrintableRecord(logging.LogRecord):
 
 
 def spell_out_control_characters() -> None:
-    """From here on those of what is logged, warned of, or raised and not caught in this process are spelt out."""
+    """Spell out control characters in what this process logs, warns of, or raises and does not catch from now on."""
     logging.setLogRecordFactory(PrintableRecord)
     warnings.formatwarning = _printable_warning
     sys.excepthook = _print_traceback
@@ -71,15 +71,15 @@ def _print_traceback(kind: type[BaseException], error: BaseException, trace: Tra
 
 
 def set_up_log(run: Path, part: str) -> logging.FileHandler:
-    """From here on everything logged in this process, and every warning, goes to the part's log (times in UTC).
+    """Write everything that this process logs, and every warning, to the part's log from now on (times in UTC).
 
     A second call for the same file changes nothing. Returns the handler, so that it can be removed.
     """
     path = log_path(run, part).absolute()
     root = logging.getLogger()
-    for there in root.handlers:
-        if isinstance(there, logging.FileHandler) and there.baseFilename == str(path):
-            return there
+    for handler in root.handlers:
+        if isinstance(handler, logging.FileHandler) and handler.baseFilename == str(path):
+            return handler
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = _LogFile(path, encoding="utf-8", errors="backslashreplace")
     formatter = logging.Formatter(LINE, datefmt="%Y-%m-%dT%H:%M:%S")
@@ -105,12 +105,12 @@ class _LogFile(logging.FileHandler):
 
 @contextmanager
 def log_to(run: Path, part: str) -> Iterator[Path]:
-    """Logs to the part's file inside the block; an exception that leaves it is logged with its traceback (bad input,
-    without), and re-raised.
+    """Log to the part's file inside the block; an exception that leaves the block is logged with its traceback (bad
+    input without one), and re-raised.
     """
     root = logging.getLogger()
-    level_before, crashes_elsewhere = root.level, faulthandler.is_enabled()
-    hooks = logging.getLogRecordFactory(), warnings.formatwarning, sys.excepthook
+    previous_level, had_faulthandler = root.level, faulthandler.is_enabled()
+    previous_hooks = logging.getLogRecordFactory(), warnings.formatwarning, sys.excepthook
     handler = set_up_log(run, part)
     try:
         yield log_path(run, part)
@@ -125,13 +125,13 @@ def log_to(run: Path, part: str) -> Iterator[Path]:
         log.exception("%s ends with an error", part)
         raise
     finally:
-        if not crashes_elsewhere:
+        if not had_faulthandler:
             faulthandler.disable()
         logging.captureWarnings(False)
-        logging.setLogRecordFactory(hooks[0])
-        warnings.formatwarning, sys.excepthook = hooks[1:]
+        logging.setLogRecordFactory(previous_hooks[0])
+        warnings.formatwarning, sys.excepthook = previous_hooks[1:]
         root.removeHandler(handler)
-        root.setLevel(level_before)
+        root.setLevel(previous_level)
         handler.close()
 
 

@@ -18,16 +18,14 @@ from pathlib import Path
 from tba.types import Json
 
 PACKAGES = ("torch", "transformers", "tba")
-GIVE_BACK = (
-    10.0  # seconds at least between two givings back: what is used again has to be asked for again, page by page
-)
+TRIM_SECONDS = 10.0  # at least, between two returns of memory: what is used again is allocated again, page by page
 
 
 def peak_memory_bytes() -> int:
     """Returns the most resident memory this process ever had, in bytes."""
-    found = _status_bytes("VmHWM")
-    if found is not None:
-        return found
+    peak_bytes = _read_status_bytes("VmHWM")
+    if peak_bytes is not None:
+        return peak_bytes
     import resource  # not on every system; Linux needs it not
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -35,12 +33,12 @@ def peak_memory_bytes() -> int:
 
 
 def resident_memory_bytes() -> int | None:
-    """Resident memory of this process now, in bytes; None where the system does not say."""
-    return _status_bytes("VmRSS")
+    """Returns the resident memory of this process in bytes; None where the system does not say."""
+    return _read_status_bytes("VmRSS")
 
 
 def keep_few_kernels() -> None:
-    """Set how many kernels oneDNN keeps in this process, which multiplies no matrices before.
+    """Limit the kernels that oneDNN keeps in this process; called before the first product of matrices.
 
     It keeps the last 1,024, up to a few megabytes each, one for every shape of a product. The shapes of a trainer's
     batches, and of the answers that a searcher scores, are others every time. A pass uses some 30 of them, in each of
@@ -51,20 +49,20 @@ def keep_few_kernels() -> None:
 
 @dataclass
 class FreedMemory:
-    """Memory that was freed, and that the C library keeps in pieces between what is still used.
+    """Returns freed memory to the system, which the C library otherwise keeps in pieces between what is still used.
 
     Tensors of another size every step leave ever more of it: without giving it back a trainer of SmolLM2 grew to twice
     what it needs (docs/real_model.md).
     """
 
-    _last: float = 0.0
+    _last_trim: float = 0.0
 
     def give_back(self) -> None:
-        """Return it to the system, now and then; does nothing where the C library is not glibc."""
+        """Return freed memory to the system, at most every ten seconds; does nothing without glibc."""
         now = time.monotonic()
-        if now - self._last < GIVE_BACK or not sys.platform.startswith("linux"):
+        if now - self._last_trim < TRIM_SECONDS or not sys.platform.startswith("linux"):
             return
-        self._last = now
+        self._last_trim = now
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
@@ -79,22 +77,22 @@ def peak_gpu_memory_bytes() -> int | None:
 
 
 def usable_cores() -> int:
-    """Processor cores this process may use: by affinity and by the quota of its control group."""
+    """Returns how many processor cores this process may use, by affinity and by the quota of its control group."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, _, period = _text(Path("/sys/fs/cgroup/cpu.max")).partition(" ")
+    quota, _, period = _read_text(Path("/sys/fs/cgroup/cpu.max")).partition(" ")
     if quota.isdigit() and period.strip().isdigit():
         cores = min(cores, max(1, round(int(quota) / int(period))))
     return cores
 
 
 def machine_memory_bytes() -> int | None:
-    """Memory this process may use: of the machine, or of its control group if that is less."""
+    """Returns the bytes of memory this process may use: the machine's, or its control group's if that is less."""
     try:
-        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
         return None
-    limit = _text(Path("/sys/fs/cgroup/memory.max")).strip()
-    return min(whole, int(limit)) if limit.isdigit() else whole
+    limit = _read_text(Path("/sys/fs/cgroup/memory.max")).strip()
+    return min(machine_bytes, int(limit)) if limit.isdigit() else machine_bytes
 
 
 def machine(gpus: Sequence[str] = ()) -> dict[str, Json]:
@@ -109,34 +107,34 @@ def machine(gpus: Sequence[str] = ()) -> dict[str, Json]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages a result depends on."""
-    found = {"python": platform.python_version()}
+    """Returns the versions of Python and of the packages a result depends on, by name."""
+    versions_by_package = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version("tba-rl" if package == "tba" else package)
+            versions_by_package[package] = metadata.version("tba-rl" if package == "tba" else package)
         except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            versions_by_package[package] = "not installed"
+    return versions_by_package
 
 
 def _cpu_name() -> str:
-    for line in _text(Path("/proc/cpuinfo")).splitlines():
+    for line in _read_text(Path("/proc/cpuinfo")).splitlines():
         name, _, value = line.partition(":")
         if name.strip() == "model name":
             return value.strip()
     return platform.processor() or platform.machine()
 
 
-def _status_bytes(name: str) -> int | None:
-    """Returns a `kB` line of /proc/self/status, in bytes."""
-    for line in _text(Path("/proc/self/status")).splitlines():
+def _read_status_bytes(name: str) -> int | None:
+    """Returns the bytes of a line of /proc/self/status, which has `kB`; None where there is none."""
+    for line in _read_text(Path("/proc/self/status")).splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     return None
 
 
-def _text(path: Path) -> str:
-    """Returns what a file of the system says; empty where there is no such file."""
+def _read_text(path: Path) -> str:
+    """Returns the text of a file of the system; empty where there is no such file."""
     try:
         return path.read_text()
     except OSError:

@@ -59,13 +59,13 @@ RATE_SECONDS = 10.0  # at least, of which it shows a rate
 
 
 class MetricsWriter:
-    """Appends a line per step."""
+    """Appends a line of metrics per optimizer step."""
 
     def __init__(self, directory: Path) -> None:
         self._lines = JsonLines(directory / FILE)
 
     def write(self, version: Version, wall_seconds: float, metrics: Mapping[str, float]) -> None:
-        """One step's line: the step and the wall-clock it ended at, then its metrics."""
+        """Append the line of a step: the step and the wall-clock it ended at, then its metrics."""
         head = {"step": version.step, "version": version, "wall_seconds": round(wall_seconds, 3)}
         self._lines.append({**head, **metrics, **head})
 
@@ -75,22 +75,22 @@ class MetricsWriter:
 
 def read_metrics(directory: Path) -> list[dict[str, Json]]:
     """Returns a run's lines, in the order written; none when it has no metrics yet."""
-    return read_lines(directory / FILE, step_of)
+    return read_lines(directory / FILE, parse_step)
 
 
 def read_last(directory: Path) -> dict[str, Json] | None:
     """Returns the newest line of a run, without reading the others; None when it has no metrics yet."""
-    return read_last_line(directory / FILE, step_of)
+    return read_last_line(directory / FILE, parse_step)
 
 
 def incarnation_of(row: dict[str, Json]) -> int | None:
     """Returns which incarnation of the run made the step of a line; None where the line does not say."""
-    first = str(row.get("version", "0")).partition(".")[0]
-    return int(first) if first.isdecimal() else None
+    incarnation = str(row.get("version", "0")).partition(".")[0]
+    return int(incarnation) if incarnation.isdecimal() else None
 
 
-def step_of(row: dict[str, Json]) -> dict[str, Json]:
-    """Returns the line itself. Raises `TypeError` when it does not say which step it is, and when."""
+def parse_step(row: dict[str, Json]) -> dict[str, Json]:
+    """Returns a line that has its step and its time; raises `TypeError` for any other."""
     if not (isinstance(row["step"], int) and is_number(row["wall_seconds"])):
         raise TypeError("no line of a step")
     return row
@@ -110,53 +110,53 @@ def rates(rows: Sequence[Mapping[str, Json]]) -> dict[str, tuple[npt.NDArray[np.
 
     Each point is the mean over an equal span of wall-clock. Empty where the tokens were not recorded.
     """
-    x, generated = column(rows, GENERATED_TOKENS)
-    y, trained = column(rows, TRAINED_TOKENS)
-    return {"generated": _rate(x, generated), "trained": _rate(y, np.cumsum(trained))}
+    generated_seconds, generated = column(rows, GENERATED_TOKENS)
+    trained_seconds, trained = column(rows, TRAINED_TOKENS)
+    return {"generated": _rate(generated_seconds, generated), "trained": _rate(trained_seconds, np.cumsum(trained))}
 
 
 class RunningMetrics:
-    """Reads a run's metrics again and again: each call of `look` reads only what is new.
+    """Reads a run's metrics again and again: each call of `read_new` reads only what is new.
 
     A bounded number of points is kept, however many steps there are.
     """
 
     def __init__(self, directory: Path) -> None:
-        self._lines = NewLines(directory / FILE, step_of)
-        self._begin()
+        self._lines = NewLines(directory / FILE, parse_step)
+        self._clear()
 
-    def _begin(self) -> None:
-        self.newest: Mapping[str, Json] = {}  # line; empty before the first
-        self.first_seconds = 0.0  # the wall-clock of the first
-        self._recent: deque[Mapping[str, Json]] = deque(maxlen=MEAN_STEPS)
-        self._trained = 0.0
+    def _clear(self) -> None:
+        self.newest: Mapping[str, Json] = {}  # row; empty before the first
+        self.first_seconds = 0.0  # the wall-clock of the first row
+        self._recent_rows: deque[Mapping[str, Json]] = deque(maxlen=MEAN_STEPS)
+        self._trained_tokens = 0.0
         self._totals = {"generated": _Total(), "trained": _Total()}
 
     @property
-    def bad(self) -> int:
+    def bad_line_count(self) -> int:
         """Returns how many lines could not be read."""
-        return len(self._lines.bad)
+        return len(self._lines.bad_lines)
 
-    def look(self) -> None:
-        """Take in what is new."""
-        replaced, rows = self._lines.read()
-        if replaced:
-            self._begin()
+    def read_new(self) -> None:
+        """Read the steps that were recorded since the last call."""
+        was_replaced, rows = self._lines.read()
+        if was_replaced:
+            self._clear()
         for row in rows:
             seconds, generated, trained = row["wall_seconds"], row.get(GENERATED_TOKENS), row.get(TRAINED_TOKENS)
             if not self.newest:
                 self.first_seconds = seconds
             self.newest = row
-            self._recent.append(row)
+            self._recent_rows.append(row)
             if is_number(generated):
                 self._totals["generated"].add(seconds, generated)
             if is_number(trained):
-                self._trained += trained
-                self._totals["trained"].add(seconds, self._trained)
+                self._trained_tokens += trained
+                self._totals["trained"].add(seconds, self._trained_tokens)
 
     def mean(self, name: str) -> float | None:
         """Returns the mean of a metric over the newest 50 steps; None where none of them has it."""
-        values = [value for row in self._recent if is_number(value := row.get(name))]
+        values = [value for row in self._recent_rows if is_number(value := row.get(name))]
         return sum(values) / len(values) if values else None
 
     def parts(self) -> dict[str, float]:
@@ -175,34 +175,34 @@ class _Total:
     """Keeps a running total over wall-clock, as far back as its rate needs it."""
 
     def __init__(self) -> None:
-        self._rises: deque[tuple[float, float]] = deque()  # (wall-clock, total): the first known, and where it rose
-        self._newest = (0.0, 0.0)
+        self._points: deque[tuple[float, float]] = deque()  # (wall-clock, total): the first known, and where it rose
+        self._newest_point = (0.0, 0.0)
 
     def add(self, seconds: float, total: float) -> None:
-        if not self._rises or total > self._newest[1]:
-            self._rises.append((seconds, total))
-        self._newest = (seconds, total)
-        while len(self._rises) > 2 and seconds - self._rises[1][0] >= RATE_SECONDS:
-            self._rises.popleft()
+        if not self._points or total > self._newest_point[1]:
+            self._points.append((seconds, total))
+        self._newest_point = (seconds, total)
+        while len(self._points) > 2 and seconds - self._points[1][0] >= RATE_SECONDS:
+            self._points.popleft()
 
     def rate(self) -> float | None:
         """Returns the rise per second since the oldest point that is kept; None without a rise, or in no time."""
-        if len(self._rises) < 2:
+        if len(self._points) < 2:
             return None
-        (since, before), (now, total) = self._rises[0], self._newest
-        return (total - before) / (now - since) if now > since else None
+        (start_seconds, start_total), (end_seconds, end_total) = self._points[0], self._newest_point
+        return (end_total - start_total) / (end_seconds - start_seconds) if end_seconds > start_seconds else None
 
 
 def _rate(
-    x: npt.NDArray[np.float64], total: npt.NDArray[np.float64]
+    seconds: npt.NDArray[np.float64], total: npt.NDArray[np.float64]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Returns the slope of a running total at the middles of equal spans of x."""
-    if len(x) < 2 or x[-1] <= x[0]:
+    if len(seconds) < 2 or seconds[-1] <= seconds[0]:
         return np.empty(0), np.empty(0)
-    edges = np.linspace(x[0], x[-1], 1 + min(RATE_POINTS, max(1, len(x) // STEPS_PER_RATE_POINT)))
-    return (edges[1:] + edges[:-1]) / 2, np.diff(np.interp(edges, x, total)) / np.diff(edges)
+    edges = np.linspace(seconds[0], seconds[-1], 1 + min(RATE_POINTS, max(1, len(seconds) // STEPS_PER_RATE_POINT)))
+    return (edges[1:] + edges[:-1]) / 2, np.diff(np.interp(edges, seconds, total)) / np.diff(edges)
 
 
 def is_number(value: Json) -> TypeGuard[float]:
-    """Returns whether it is a finite number."""
+    """Returns whether `value` is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

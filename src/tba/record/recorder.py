@@ -28,7 +28,7 @@ from tba.types import Evaluation, Json, Trajectory, Version
 SAMPLES = "samples.jsonl"
 TABLE = "trajectories"  # its key in W&B
 TABLE_ROWS = 200  # the newest: what W&B stores each time, and shows without a search
-TABLE_EVERY = 10  # times that samples are taken: by default, 200 steps
+TABLE_EVERY = 10  # times that samples are written: by default, 200 steps
 # of each token of some trajectories of the step's batch, the policy's log-probability before the update
 LogPolicy: TypeAlias = Callable[[Sequence[Trajectory]], Sequence[Sequence[float]]]
 
@@ -55,14 +55,14 @@ class RecordSettings:
         return {} if self.samples_every else {"samples": "samples_every"}
 
     def has_tensorboard(self) -> bool:
-        """Returns whether events are written. Raises `UserError` where they are asked for without TensorBoard."""
-        there = find_spec("tensorboard") is not None
-        if self.tensorboard and not there:
+        """Returns whether TensorBoard events are written. Raises `UserError` where they need a missing package."""
+        is_installed = find_spec("tensorboard") is not None
+        if self.tensorboard and not is_installed:
             raise UserError(
                 "TensorBoard events were asked for, but the package tensorboard is not installed; run "
                 "`pip install tensorboard` or leave out --record.tensorboard."
             )
-        return there if self.tensorboard is None else self.tensorboard
+        return is_installed if self.tensorboard is None else self.tensorboard
 
     def start(self, directory: Path, recipe: Mapping[str, Json] | None = None) -> Recorder:
         """Open the files of the run in `directory`; `recipe` is the configuration that W&B shows.
@@ -71,10 +71,10 @@ class RecordSettings:
         """
         tensorboard = TensorBoardEvents(directory) if self.has_tensorboard() else None
         wandb = WandbRun(self.wandb, directory, recipe or {}) if self.wandb else None
-        wanted = self.samples_every > 0 and self.samples > 0
+        sampling = self.samples_every, self.samples  # 0: none
         return Recorder(
             metrics=MetricsWriter(directory),
-            samples=SampleWriter(directory, self.samples_every, self.samples, not self.hide_text) if wanted else None,
+            samples=SampleWriter(directory, *sampling, text=not self.hide_text) if all(sampling) else None,
             tensorboard=tensorboard,
             wandb=wandb,
         )
@@ -82,7 +82,7 @@ class RecordSettings:
 
 @dataclass
 class Recorder:
-    """Writes each step to all files that were asked for."""
+    """Writes each step to all files that the settings ask for."""
 
     metrics: MetricsWriter
     samples: SampleWriter | None = None
@@ -107,13 +107,13 @@ class Recorder:
             lines = self.samples.write(version.step, trajectories, log_policy)
             if self.wandb is not None:
                 self.wandb.samples(version.step, lines)
-        self._copy(version.step, metrics)
+        self._send_scalars(version.step, metrics)
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Send a held-out figure to TensorBoard and W&B, by the step of the version it measured."""
-        self._copy(evaluation.version.step, {f"eval/{evaluation.metric}": evaluation.value})
+        self._send_scalars(evaluation.version.step, {f"eval/{evaluation.metric}": evaluation.value})
 
-    def _copy(self, step: int, metrics: Mapping[str, float]) -> None:
+    def _send_scalars(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.tensorboard is not None:
             self.tensorboard.write(step, time.time(), metrics)
         if self.wandb is not None:
@@ -137,19 +137,19 @@ class SampleWriter:
     def write(
         self, step: int, trajectories: Sequence[Trajectory], log_policy: LogPolicy | None = None
     ) -> Sequence[Mapping[str, Json]]:
-        """Append the chosen ones of `trajectories`, the batch of optimizer step `step` (from 1), if it is its turn.
+        """Append some of `trajectories`, the batch of optimizer step `step` (from 1), if samples are due at this step.
 
-        Gives the lines written.
+        Returns the lines written.
         """
         if step != 1 and step % self.every:
             return []
         count = min(self.count, len(trajectories))
-        chosen = [trajectories[i * len(trajectories) // count] for i in range(count)]
-        known = {} if log_policy is None else dict(zip(range(count), log_policy(chosen), strict=True))
+        samples = [trajectories[i * len(trajectories) // count] for i in range(count)]
+        log_policies = {} if log_policy is None else dict(zip(range(count), log_policy(samples), strict=True))
         lines = []
-        for i, trajectory in enumerate(chosen):
-            logs = {"log_policy": [round(x, 4) for x in known[i]]} if i in known else {}
-            lines.append({**self._line(step, trajectory), **logs})
+        for i, trajectory in enumerate(samples):
+            log_policy_field = {"log_policy": [round(x, 4) for x in log_policies[i]]} if i in log_policies else {}
+            lines.append({**self._line(step, trajectory), **log_policy_field})
             self._lines.append(lines[-1])
         return lines
 
@@ -157,11 +157,11 @@ class SampleWriter:
         self._lines.close()
 
     def _line(self, step: int, t: Trajectory) -> dict[str, Json]:
-        said = {"prompt": t.prompt.text, "completion": t.completion.text} if self.text else {}
+        text_fields = {"prompt": t.prompt.text, "completion": t.completion.text} if self.text else {}
         return {
             "step": step,
             "prompt_key": t.prompt.key,
-            **said,
+            **text_fields,
             "reward": t.reward,
             "reward_parts": t.reward_parts,
             "version": t.version,
@@ -223,31 +223,31 @@ class WandbRun:
         # its own axis: an evaluation comes later than the step of the weights it measured, and W&B's own
         # counter refuses to go back
         self._run.define_metric("*", step_metric="step")
-        self._table: Any = wandb.Table
+        self._make_table: Any = wandb.Table
         self._rows: deque[list[Json]] = deque(maxlen=TABLE_ROWS)
-        self._taken = 0  # samplings, and the step of the newest that is in no table yet
-        self._unsent: int | None = None
+        self._sample_times = 0  # times that samples came, and the step of the newest that is in no table yet
+        self._unsent_step: int | None = None
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Send `metrics` at an optimizer step."""
         self._run.log({**metrics, "step": step})
 
     def samples(self, step: int, lines: Sequence[Mapping[str, Json]]) -> None:
-        """Lines of `samples.jsonl`: the first make a table at once, later ones with others. Without text: none."""
+        """Send lines of `samples.jsonl` as a table: the first at once, later ones with others. Without text, none."""
         rows = [_row(line) for line in lines if "completion" in line]
         if not rows:
             return
         self._rows.extend(rows)
-        self._unsent = step
-        if self._taken % TABLE_EVERY == 0:
+        self._unsent_step = step
+        if self._sample_times % TABLE_EVERY == 0:
             self._send_table()
-        self._taken += 1
+        self._sample_times += 1
 
     def _send_table(self) -> None:
-        if self._unsent is not None:
+        if self._unsent_step is not None:
             columns = ["step", "prompt", "completion", "reward", "parts"]
-            self.write(self._unsent, {TABLE: self._table(columns=columns, data=list(self._rows))})
-        self._unsent = None
+            self.write(self._unsent_step, {TABLE: self._make_table(columns=columns, data=list(self._rows))})
+        self._unsent_step = None
 
     def close(self) -> None:
         self._send_table()
@@ -255,6 +255,6 @@ class WandbRun:
 
 
 def _row(line: Mapping[str, Json]) -> list[Json]:
-    """Returns a row of the table: parts are one text, since a column of W&B has one type and parts differ by prompt."""
+    """Returns a row of W&B's table. Parts are one text, since a column has one type and parts differ by prompt."""
     parts = json.dumps(line["reward_parts"])
     return [line["step"], line["prompt"], line["completion"], line["reward"], parts]

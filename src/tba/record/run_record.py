@@ -16,7 +16,7 @@ from tba.record import evaluations, metrics
 from tba.record.evaluations import RecordedAnswer
 from tba.record.failure import Failure
 from tba.record.falls import by_version, noted_falls
-from tba.record.faults import left_out, records
+from tba.record.faults import describe_unreadable, read_all_records
 from tba.record.metrics import column
 from tba.record.summary import Summary
 from tba.record.text import percent
@@ -25,7 +25,7 @@ from tba.types import Evaluation, Json, Version
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Holds what one run has recorded so far, all read at once, for those who look at it."""
+    """Holds what one run has recorded so far, all read at once."""
 
     directory: Path
     metrics: Sequence[dict[str, Json]]
@@ -44,18 +44,18 @@ class RunRecord:
             raise UserError(f"{directory}: there is no such run; give the directory of one, for example runs/NAME")
         if not any((directory / name).exists() for name in ("recipe.json", metrics.FILE, evaluations.FILE)):
             raise UserError(f"{directory}: wanted a run's directory, but it holds neither recipe nor metrics.")
-        summary, lines = Summary.read(directory), records(directory)
-        found = lines[evaluations.FILE][0]
+        summary, lines = Summary.read(directory), read_all_records(directory)
+        figures = lines[evaluations.FILE][0]
         return cls(
             directory=directory,
             metrics=lines[metrics.FILE][0],
-            evaluations=found or (summary.evaluations if summary else ()),
+            evaluations=figures or (summary.evaluations if summary else ()),
             answers=lines[evaluations.ANSWERS_FILE][0],
             summary=summary,
             failure=Failure.read(directory),
-            unreadable=[left_out(name, bad) for name, (_, bad) in lines.items() if bad],
+            unreadable=[describe_unreadable(name, bad) for name, (_, bad) in lines.items() if bad],
             falls=noted_falls(directory),
-            best=_best(directory, found),
+            best=_describe_best(directory, figures),
         )
 
     @property
@@ -64,12 +64,12 @@ class RunRecord:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps so far: what a resumed run lost and makes again counts once."""
+        """Returns the optimizer steps so far; a step that a resumed run repeats counts once."""
         return int(self.metrics[-1]["step"]) if self.metrics else 0
 
     @property
     def wall_seconds(self) -> float:
-        """Wall-clock of the run; so far, when it has not ended."""
+        """Returns the run's wall-clock in seconds, or that so far when it has not ended."""
         if self.summary is not None:
             return self.summary.wall_seconds.total
         x, _ = column(self.metrics, "step")
@@ -81,16 +81,16 @@ class RunRecord:
         return float(y[-1]) if len(y) else None
 
     def figures(self) -> dict[str, tuple[Evaluation, Evaluation | None]]:
-        """Returns each held-out figure of the first version evaluated and of the last; None while there is but one.
+        """Returns, by metric, the figure of the first version evaluated and of the last; None while there is but one.
 
-        By metric: greedy, sampled, then pass@K by K. Versions that a restart has thrown away do not count.
+        Metrics are in the order greedy, sampled, pass@K by K. Versions that a restart has discarded do not count.
         """
-        own: dict[str, list[Evaluation]] = {}
+        by_metric: dict[str, list[Evaluation]] = {}
         for e in sorted(self.evaluations, key=lambda e: e.version):
-            if not self._lost(e.version):
-                own.setdefault(e.metric, []).append(e)
-        order = sorted(own, key=lambda name: (name != GREEDY, name != SAMPLED, len(name), name))
-        return {name: (own[name][0], _later(own[name])) for name in order}
+            if not self._is_discarded(e.version):
+                by_metric.setdefault(e.metric, []).append(e)
+        order = sorted(by_metric, key=lambda name: (name != GREEDY, name != SAMPLED, len(name), name))
+        return {name: (by_metric[name][0], _last_if_later(by_metric[name])) for name in order}
 
     def until(self, version: Version) -> RunRecord:
         """Returns the record without what was measured of later versions."""
@@ -102,40 +102,40 @@ class RunRecord:
 
     def answers_before_after(self) -> list[tuple[RecordedAnswer, RecordedAnswer]]:
         """Returns the shown problems, each as answered by the first version evaluated and by the last."""
-        versions = [a.version for a in self.answers if not self._lost(a.version)]
+        versions = [a.version for a in self.answers if not self._is_discarded(a.version)]
         if not versions:
             return []
-        first, last = min(versions), max(versions)
-        if first == last:
+        first_version, last_version = min(versions), max(versions)
+        if first_version == last_version:
             return []
-        before = {a.prompt: a for a in self.answers if a.version == first}
-        after = {a.prompt: a for a in self.answers if a.version == last}
+        before = {a.prompt: a for a in self.answers if a.version == first_version}
+        after = {a.prompt: a for a in self.answers if a.version == last_version}
         return [(before[prompt], after[prompt]) for prompt in before if prompt in after]
 
     @cached_property
     def _first_steps(self) -> dict[int, int]:
         """Returns the first step that each incarnation made."""
-        first: dict[int, int] = {}
+        first_steps: dict[int, int] = {}
         for row in self.metrics:
             if (incarnation := metrics.incarnation_of(row)) is not None:
-                first.setdefault(incarnation, int(row["step"]))
-        return first
+                first_steps.setdefault(incarnation, int(row["step"]))
+        return first_steps
 
-    def _lost(self, version: Version) -> bool:
-        """Returns whether a later incarnation went on from before that version."""
+    def _is_discarded(self, version: Version) -> bool:
+        """Returns whether a later incarnation restarted from before that version."""
         return any(i > version.incarnation and step <= version.step for i, step in self._first_steps.items())
 
 
-def _later(figures: Sequence[Evaluation]) -> Evaluation | None:
+def _last_if_later(figures: Sequence[Evaluation]) -> Evaluation | None:
     """Returns the last figure, if it is not of the first one's version."""
     return figures[-1] if figures[-1].version > figures[0].version else None
 
 
-def _best(directory: Path, found: Sequence[Evaluation]) -> str | None:
-    """Returns the best checkpoint, by the link that the run leaves, if that is an older step than the last one
-    evaluated.
+def _describe_best(directory: Path, evaluations: Sequence[Evaluation]) -> str | None:
+    """Returns the best checkpoint in words, by the run's link `best`, if it is older than the last one evaluated; None
+    otherwise.
     """
-    link, figures = directory / "best", by_version(found)
+    link, figures = directory / "best", by_version(evaluations)
     step = link.readlink().name.removeprefix("step-") if link.is_symlink() else ""
     best = max((e for e in figures.values() if str(e.version.step) == step), key=lambda e: e.version, default=None)
     if best is None or best.version == max(figures):

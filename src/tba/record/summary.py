@@ -13,19 +13,19 @@ from pathlib import Path
 from tba.errors import UserError
 from tba.foreign import check, read_json
 from tba.record import memory
-from tba.record.evaluations import evaluation_of
-from tba.record.jsonl import plain, write_json
+from tba.record.evaluations import parse_evaluation
+from tba.record.jsonl import as_json, write_json
 from tba.record.ledger import Ledger
 from tba.types import Evaluation, Json
 
 FILE = "summary.json"
-WAITED = 0.02  # of wall-clock: a side that waited for less did not wait
-EVEN = 0.1  # mean uses this close to one count as one
+NOTABLE_WAIT = 0.02  # of wall-clock: a side that waited for less did not wait
+EVEN_USES = 0.1  # mean uses this close to one count as one
 
 
 @dataclass(frozen=True, slots=True)
 class WallSeconds:
-    """Where the run's wall-clock went."""
+    """Holds what the run's wall-clock went to, in seconds."""
 
     total: float  # from start to this summary
     sft: float = 0.0  # supervised warm start; 0 when it was cached
@@ -36,7 +36,7 @@ class WallSeconds:
 
 @dataclass(frozen=True, slots=True)
 class Lag:
-    """Trainer updates between the weights that sampled a trajectory and its use, over all uses."""
+    """Holds the trainer updates between the weights that sampled a trajectory and its use, over all uses."""
 
     mean: float = 0.0
     p95: float = 0.0
@@ -48,10 +48,10 @@ class Lag:
         total = sum(histogram.values())
         if total <= 0:
             return cls()
-        seen, p95, ordered = 0, 0, sorted((lag, count) for lag, count in histogram.items() if count > 0)
+        covered, p95, ordered = 0, 0, sorted((lag, count) for lag, count in histogram.items() if count > 0)
         for lag, count in ordered:
-            seen, p95 = seen + count, lag
-            if seen >= 0.95 * total:
+            covered, p95 = covered + count, lag
+            if covered >= 0.95 * total:
                 break
         return cls(sum(lag * count for lag, count in ordered) / total, float(p95), float(ordered[-1][0]))
 
@@ -94,33 +94,33 @@ class Summary:
         """
         trainer, searchers = self.trainer_idle + self.trainer_paced, self.searcher_idle + self.searcher_paced
         uses = self.trajectories.samples_per_insert
-        if max(trainer, searchers) >= WAITED:
+        if max(trainer, searchers) >= NOTABLE_WAIT:
             return "searchers" if trainer >= searchers else "trainer"
-        if not self.trajectories.trained_total or 1 - EVEN <= uses <= 1 + EVEN:
+        if not self.trajectories.trained_total or 1 - EVEN_USES <= uses <= 1 + EVEN_USES:
             return "neither"
         return "searchers" if uses > 1 else "trainer"
 
     def to_json(self) -> dict[str, Json]:
-        """Returns the contents of the file."""
-        made = self.trajectories
+        """Returns the contents of `summary.json`."""
+        trajectories = self.trajectories
         evaluations = [
             {"version": e.version, "wall_seconds": round(e.wall_seconds, 3)}
             | {"metric": e.metric, "value": e.value, "n": e.n}
             for e in self.evaluations
         ]
-        found = {f.name: getattr(self, f.name) for f in fields(self)} | {
+        contents = {f.name: getattr(self, f.name) for f in fields(self)} | {
             "wall_seconds": {name: round(v, 3) for name, v in asdict(self.wall_seconds).items()},
             "evaluations": evaluations,
             "searcher_time": {name: round(share, 4) for name, share in self.searcher_time.items()},
             "tokens": asdict(self.tokens),
-            "trajectories": asdict(made),
+            "trajectories": asdict(trajectories),
             "lag": asdict(self.lag),
             "utilisation": {half: round(share, 4) for half, share in self.utilisation.items()},
             "slow_side": self.slow_side,
-            "samples_per_insert": made.samples_per_insert,
-            "trained_share": made.trained_share,
+            "samples_per_insert": trajectories.samples_per_insert,
+            "trained_share": trajectories.trained_share,
         }
-        return dict(plain(found))
+        return dict(as_json(contents))
 
     def write(self, directory: Path) -> Path:
         """Write `summary.json` of the run in `directory`; returns its path."""
@@ -137,21 +137,21 @@ class Summary:
         if not path.exists():
             return None
         remedy = "it is a run's summary, and is written again when the run is resumed (tba resume)"
-        row = read_json(path, remedy)
-        for follows in ("samples_per_insert", "slow_side", "trained_share"):
-            row.pop(follows, None)
+        contents = read_json(path, remedy)
+        for derived_name in ("samples_per_insert", "slow_side", "trained_share"):
+            contents.pop(derived_name, None)
         try:
-            check(row, cls, "it")
-            measured = tuple(evaluation_of(e) for e in row["evaluations"])
+            check(contents, cls, "it")
+            evaluations = tuple(parse_evaluation(e) for e in contents["evaluations"])
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} has unexpected contents ({error}): {remedy}") from error
         return cls(
             **{
-                **row,
-                "wall_seconds": WallSeconds(**row["wall_seconds"]),
-                "evaluations": measured,
-                "tokens": Ledger(**row["tokens"]),
-                "trajectories": Ledger(**row["trajectories"]),
-                "lag": Lag(**row["lag"]),
+                **contents,
+                "wall_seconds": WallSeconds(**contents["wall_seconds"]),
+                "evaluations": evaluations,
+                "tokens": Ledger(**contents["tokens"]),
+                "trajectories": Ledger(**contents["trajectories"]),
+                "lag": Lag(**contents["lag"]),
             }
         )

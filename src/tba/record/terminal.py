@@ -21,7 +21,7 @@ _WIDTH = 100  # columns of what is shown where there is no terminal
 
 
 class LossyOutput:
-    """Standard output for as long as it can be written: after that (a full disk, a reader that has gone) nothing is."""
+    """Writes to standard output until it fails (a full disk, a reader that has gone), and then drops what follows."""
 
     def write(self, text: str) -> int:
         """Write the text; returns its length."""
@@ -41,9 +41,9 @@ class LossyOutput:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # which then takes what is buffered, too
-        os.close(nowhere)
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stdout.fileno())  # which then takes what is buffered, too
+        os.close(devnull)
         if not isinstance(error, BrokenPipeError):
             sys.stderr.write(f"tba: standard output cannot be written ({error.strerror}): it goes on without\n")
 
@@ -54,31 +54,31 @@ class LossyOutput:
 class Terminal(Console):
     """rich's console, with every text made harmless, in tables too. A `Text` is printed unchanged."""
 
-    def render_str(self, text: str, **how: Any) -> Text:
-        """Returns the text to show."""
-        return super().render_str(printable(text, sys.maxsize), **how)
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Returns the text with control characters spelt out."""
+        return super().render_str(printable(text, sys.maxsize), **options)
 
 
 def terminal(quiet: bool = False) -> Terminal:
-    """Standard output; quiet: nothing is printed."""
+    """Returns a terminal on standard output. quiet: it prints nothing."""
     return Terminal(markup=False, emoji=False, quiet=quiet, file=cast(IO[str], LossyOutput()))
 
 
-class Shown(ABC):
-    """Prints itself as people are shown it: as text for `repr`, as HTML in a notebook."""
+class Displayable(ABC):
+    """Shows itself to people: as text for `repr`, as HTML in a notebook."""
 
     @abstractmethod
-    def _shown(self) -> RenderableType:
-        """Returns what people are shown."""
+    def _content(self) -> RenderableType:
+        """Returns the content to show."""
 
     def __repr__(self) -> str:
-        return "\n".join(line.rstrip() for line in self._recorded().export_text().strip().splitlines())
+        return "\n".join(line.rstrip() for line in self._rendered().export_text().strip().splitlines())
 
     def _repr_html_(self) -> str:
         style = "white-space:pre;overflow-x:auto;line-height:normal;font-family:monospace"
-        return self._recorded().export_html(inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>')
+        return self._rendered().export_html(inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>')
 
-    def _recorded(self) -> Terminal:
+    def _rendered(self) -> Terminal:
         console = Terminal(markup=False, emoji=False, file=StringIO(), record=True, width=_WIDTH)
-        console.print(self._shown())
+        console.print(self._content())
         return console

@@ -14,12 +14,12 @@ _EXACT = 1e12  # numbers from here on are printed as they are
 
 def duration(seconds: float) -> str:
     """Returns seconds as `42 s`, `3:05 min`, `2:07 h`."""
-    whole = max(0, round(seconds))
-    if whole < 100:
-        return f"{whole} s"
-    if whole < 100 * 60:
-        return f"{whole // 60}:{whole % 60:02d} min"
-    return f"{whole // 3600}:{whole % 3600 // 60:02d} h"
+    rounded = max(0, round(seconds))
+    if rounded < 100:
+        return f"{rounded} s"
+    if rounded < 100 * 60:
+        return f"{rounded // 60}:{rounded % 60:02d} min"
+    return f"{rounded // 3600}:{rounded % 3600 // 60:02d} h"
 
 
 def hundredfold(share: float, digits: int = 1, sign: bool = False) -> str:
@@ -27,11 +27,11 @@ def hundredfold(share: float, digits: int = 1, sign: bool = False) -> str:
 
     The report page has the same rule (`tenths` of `report.js`): a figure is never two numbers. sign: with a plus.
     """
-    value, plus = float(100 * share), "+" if sign else ""
+    value, sign_format = float(100 * share), "+" if sign else ""
     if not abs(value) < _EXACT:
-        return f"{value:{plus}.{digits}f}"
+        return f"{value:{sign_format}.{digits}f}"
     # what floats make of decimals (60.65 is 60.649999999999999 or 60.650000000000006) is not rounded, but taken back
-    return f"{Decimal(repr(round(value, 9))).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP):{plus}}"
+    return f"{Decimal(repr(round(value, 9))).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP):{sign_format}}"
 
 
 def percent(share: float, digits: int = 1) -> str:
@@ -39,13 +39,13 @@ def percent(share: float, digits: int = 1) -> str:
     return f"{hundredfold(share, digits)} %"
 
 
-def counted(number: object, noun: str) -> str:
+def plural(number: object, noun: str) -> str:
     """Returns a number with its noun, whose plural ends in s: `1 core`, `2 cores`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def count(number: float) -> str:
-    """Returns a number in short, `812`, `12.3k`, `4.56M`: three figures are enough to see how it goes."""
+def short_number(number: float) -> str:
+    """Returns a number with three figures or four, `812`, `12.3k`, `4.56M`."""
     if abs(number) < 10_000:
         return f"{number:.0f}"
     if abs(number) < 999_950:
@@ -61,37 +61,37 @@ def size(number_of_bytes: float) -> str:
 
 def printable(text: str, longest: int = 2000, newlines: bool = True) -> str:
     """Returns `text` with control characters spelt out, cut to at most `longest` characters, then with `...`."""
-    kept = text if len(text) <= longest else f"{text[: longest - 3]}..."
-    return "".join(c if _harmless(c, newlines) else c.encode("unicode_escape").decode("ascii") for c in kept)
+    shortened = text if len(text) <= longest else f"{text[: longest - 3]}..."
+    return "".join(c if _harmless(c, newlines) else c.encode("unicode_escape").decode("ascii") for c in shortened)
 
 
 def frame_of(texts: Iterable[str]) -> tuple[str, str]:
-    """Returns how all the texts begin and how they end: what a chat template writes around each question.
+    """Returns how all texts begin and how they end: what a chat template writes around each question.
 
-    The beginning goes to the end of a line or of a tag, the end begins with one; both are empty if texts are all equal.
+    The beginning goes to the end of a line or of a tag, the end begins with one. Both are empty if all texts are equal.
     """
-    known = set(texts)
-    if len(known) < 2:
+    distinct_texts = set(texts)
+    if len(distinct_texts) < 2:
         return "", ""
-    begins = _beginning(known)
-    ends = _beginning({text[::-1] for text in known})[::-1]
-    first = min((i for i in (ends.find("\n"), ends.find("<")) if i >= 0), default=len(ends))
-    return begins[: max(begins.rfind("\n"), begins.rfind(">")) + 1], ends[first:]
+    beginning = _shared_beginning(distinct_texts)
+    ending = _shared_beginning({text[::-1] for text in distinct_texts})[::-1]
+    start = min((i for i in (ending.find("\n"), ending.find("<")) if i >= 0), default=len(ending))
+    return beginning[: max(beginning.rfind("\n"), beginning.rfind(">")) + 1], ending[start:]
 
 
-def _beginning(texts: set[str]) -> str:
-    first, last = min(texts), max(texts)  # those between them in the alphabet begin like both
-    same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
-    return first[:same]
+def _shared_beginning(texts: set[str]) -> str:
+    lowest, highest = min(texts), max(texts)  # those between them in the alphabet begin like both
+    shared_length = next((i for i, (a, b) in enumerate(zip(lowest, highest, strict=False)) if a != b), len(lowest))
+    return lowest[:shared_length]
 
 
-def within(frame: tuple[str, str], text: str) -> str:
+def strip_frame(frame: tuple[str, str], text: str) -> str:
     """Returns the text without its frame."""
     return text.removeprefix(frame[0]).removesuffix(frame[1])
 
 
-def named(values: Mapping[str, object]) -> str:
-    """Returns `a 1, b 2`; `none` when there is nothing."""
+def join_pairs(values: Mapping[str, object]) -> str:
+    """Returns names with their values, `a 1, b 2`; `none` when there are none."""
     return ", ".join(f"{printable(str(k), 40)} {printable(str(v), 200)}" for k, v in values.items()) or "none"
 
 

@@ -31,28 +31,28 @@ import numpy.typing as npt
 
 from tba.errors import UserError
 from tba.fields import as_declared
-from tba.replay.codec import Stored
-from tba.replay.columns import Answers, Lost, Rows
-from tba.replay.prompt_index import Listing, Newest, PromptIndex
+from tba.replay.codec import StoredTrajectory
+from tba.replay.columns import Answers, LostRow, TrajectoryTable
+from tba.replay.prompt_index import Listing, NewestPrompts, PromptIndex
 from tba.types import IntArray, Score, Trajectory, Version
 
 _FIRST = Version()
 # Bytes of a trajectory: for each token its number, two log-probabilities and 5 of text; its facts; and its row with all
 # indexes. 30,000 of 4 and of 512 tokens took 957 and 9,569 each.
-OF_TOKEN, OF_BODY, _OF_ROW = 17, 320, 570
+TOKEN_BYTES, BODY_BYTES, _ROW_BYTES = 17, 320, 570
 _DUPLICATE, _EVICTED, _DAMAGED = 1, 2, 3  # how a row left what is kept
 # how one left that was never used, in `Buffer.fates`
-LEFT = {-_DUPLICATE: "duplicate", -_EVICTED: "evicted", -_DAMAGED: "damaged"}
+UNUSED_FATES = {-_DUPLICATE: "duplicate", -_EVICTED: "evicted", -_DAMAGED: "damaged"}
 
 
-class Neighbours(Protocol):
-    """The rows that are kept, compared with what arrives."""
+class NeighbourIndex(Protocol):
+    """Finds near duplicates of a new trajectory among the rows that are kept."""
 
-    def of(self, stored: Stored) -> npt.NDArray[np.intp]:
+    def of(self, stored: StoredTrajectory) -> npt.NDArray[np.intp]:
         """Returns the rows whose answers nearly equal this one to the same prompt."""
         ...
 
-    def add(self, row: int, stored: Stored) -> None:
+    def add(self, row: int, stored: StoredTrajectory) -> None:
         """Add a row, which must not be there yet."""
         ...
 
@@ -61,7 +61,7 @@ class Neighbours(Protocol):
         ...
 
 
-class Near(Protocol):
+class NearSettings(Protocol):
     """Settings that say which answers to one prompt are nearly the same, and which of them stays.
 
     `NearDuplicates` in `apps/red_team/near.py` is one.
@@ -69,10 +69,10 @@ class Near(Protocol):
 
     @property
     def keep(self) -> Literal["better", "newer"]:
-        """Says which one stays: that with the higher reward (in a tie the earlier), or the newer."""
+        """Says which of two stays: the one with the higher reward (in a tie the earlier), or the newer."""
         ...
 
-    def start(self, tokens: Callable[[int], IntArray]) -> Neighbours:
+    def start(self, tokens: Callable[[int], IntArray]) -> NeighbourIndex:
         """Returns an index without rows; `tokens` gives the tokens of a row."""
         ...
 
@@ -87,7 +87,7 @@ class BufferSettings:
     memory_gb: float = 4.0  # memory for their tokens, 10^9 bytes; beyond it the oldest are read from the journal
     distinct: bool = True  # of equal completions to a prompt keep the one of the newest weights (paper); off: keep all,
     # for short answers, where a prompt has fewer than K distinct ones and repeats reflect their probabilities
-    near: Near | None = None  # which answers are near duplicates, of which one stays; None: none are
+    near: NearSettings | None = None  # which answers are near duplicates, of which one stays; None: none are
     evict: Literal["oldest", "lowest_reward"] = "oldest"  # what is evicted over capacity (the lowest reward may be the
     # newcomer's; among equal rewards the oldest)
     keep_recent: bool = False  # the last `total` trajectories that were evicted or replaced by a near duplicate can
@@ -96,8 +96,8 @@ class BufferSettings:
     @property
     def unused(self) -> Mapping[str, str]:
         """Returns the fields without effect: where only the oldest leave, nothing recent does."""
-        leaves = self.evict == "lowest_reward" or self.near is not None
-        return {} if leaves or self.keep_recent else {"keep_recent": "evict lowest_reward, or near, in code"}
+        lets_recent_leave = self.evict == "lowest_reward" or self.near is not None
+        return {} if lets_recent_leave or self.keep_recent else {"keep_recent": "evict lowest_reward, or near, in code"}
 
     def __post_init__(self) -> None:
         for name in ("per_prompt", "total"):
@@ -111,13 +111,13 @@ class BufferSettings:
     def memory(self, tokens: int) -> dict[str, int]:
         """Returns the bytes of memory that a full buffer of answers of so many tokens takes, by part."""
         rows = self.total * (2 if self.keep_recent else 1)
-        bodies = min(rows * (OF_BODY + tokens * OF_TOKEN), int(1e9 * self.memory_gb))
-        return {"tokens": bodies, "numbers and indexes": rows * _OF_ROW}
+        bodies = min(rows * (BODY_BYTES + tokens * TOKEN_BYTES), int(1e9 * self.memory_gb))
+        return {"tokens": bodies, "numbers and indexes": rows * _ROW_BYTES}
 
 
 @dataclass(slots=True)
-class Amount:
-    """A number of trajectories, and of their completion tokens."""
+class Tally:
+    """Counts trajectories, and their completion tokens."""
 
     trajectories: int = 0
     tokens: int = 0
@@ -127,61 +127,63 @@ class Amount:
         self.trajectories += times
         self.tokens += times * length
 
-    def plus(self, other: Amount, times: int = 1) -> None:
+    def add_tally(self, addend: Tally, times: int = 1) -> None:
         """Add another amount, `times` times."""
-        self.trajectories += times * other.trajectories
-        self.tokens += times * other.tokens
+        self.trajectories += times * addend.trajectories
+        self.tokens += times * addend.tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
     """Counts what became of all that was added: received = trained_once + waiting + evicted + duplicate + damaged."""
 
-    received: Amount = field(default_factory=Amount)
-    trained_once: Amount = field(default_factory=Amount)
-    trained_total: Amount = field(default_factory=Amount)  # every use counted
-    waiting: Amount = field(default_factory=Amount)
-    evicted: Amount = field(default_factory=Amount)
-    duplicate: Amount = field(default_factory=Amount)
-    damaged: Amount = field(default_factory=Amount)
+    received: Tally = field(default_factory=Tally)
+    trained_once: Tally = field(default_factory=Tally)
+    trained_total: Tally = field(default_factory=Tally)  # every use counted
+    waiting: Tally = field(default_factory=Tally)
+    evicted: Tally = field(default_factory=Tally)
+    duplicate: Tally = field(default_factory=Tally)
+    damaged: Tally = field(default_factory=Tally)
 
 
-RARE = 0.001  # of all answers: with as many left out a rare answer comes so much less often that it is noticed
+RARE_SHARE = 0.001  # of all answers: with as many left out a rare answer comes so much less often that it is noticed
 
 
 class Buffer:
-    """The trajectories in memory, with their counts. What a selector may use is in the methods from `prompts` on.
+    """Keeps the trajectories in memory, with their counts. What a selector may use is in the methods from `prompts` on.
 
-    read: gives the body at a place of the source, or raises `Damaged`. Without it all are held, whatever the settings
-    say. Any method that gives trajectories raises `Lost` for one that cannot be read any more (see `lose`).
+    read_body: returns the body at a place of the source, or raises `Damaged`. Without it all are held, whatever the
+    settings say. Any method that returns trajectories raises `LostRow` for one that cannot be read (see `lose`).
     """
 
     def __init__(
-        self, settings: BufferSettings, reference: Version = _FIRST, read: Callable[[int], bytes] | None = None
+        self, settings: BufferSettings, reference: Version = _FIRST, read_body: Callable[[int], bytes] | None = None
     ) -> None:
         self._settings = settings
         self._reference = reference
-        self._now = Version()
-        self._rows = Rows(read, 1e9 * settings.memory_gb)
-        self._near = None if settings.near is None else settings.near.start(self._rows.tokens)
+        self._version = Version()
+        self._rows = TrajectoryTable(read_body, 1e9 * settings.memory_gb)
+        self._neighbours = None if settings.near is None else settings.near.start(self._rows.tokens)
         self._keeps_newer = settings.near is not None and settings.near.keep == "newer"
         # rows that are in the recent index only, in the order in which they came there
-        self._passing: dict[int, None] = {}
-        self._kept = self._index()  # all rows that are kept
-        self._current = self._index()  # those of the current reference
-        self._recent = self._index()  # those of the current reference that searchers brought, and those in `_passing`
-        self._newest: dict[int, Newest] = {}  # group size -> the prompts that have as many recent rows, by arrival
+        self._passing_rows: dict[int, None] = {}
+        self._kept_index = self._new_index()  # all rows that are kept
+        self._current_index = self._new_index()  # those of the current reference
+        # those of the current reference that searchers brought, and those in `_passing_rows`
+        self._recent_index = self._new_index()
+        # by group size the prompts that have as many recent rows, by arrival
+        self._newest_prompts: dict[int, NewestPrompts] = {}
         self._by_reference: Counter[Version] = Counter()
-        self._used = array("i")  # uses by place, also of trajectories that have left; see `fates`
+        self._uses_by_place = array("i")  # uses by place, also of trajectories that have left; see `fates`
         self._counts = Counts()
         # prompts of which answers were left out for what they say, and how many answers that were: see `thinned`
-        self._thinned, self._left_out = set[str](), 0.0
-        self._retired = False  # whether some of what was evicted had left by the source's own retention
+        self._thinned_prompts, self._left_out_answers = set[str](), 0.0
+        self._has_retired = False  # whether some of what was evicted had left by the source's own retention
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def add(self, new: Trajectory | Stored, uses: int = 0, incarnation: int | None = None) -> None:
+    def add(self, trajectory: Trajectory | StoredTrajectory, uses: int = 0, incarnation: int | None = None) -> None:
         """Add a trajectory as the newest; `uses` is how often it was used before (on resume).
 
         incarnation: that of the weights that sampled it, if it is to count as another one now (None: as it says). An
@@ -189,13 +191,13 @@ class Buffer:
         duplicates, and what is over capacity, leave according to the settings. Raises `ValueError` when this very
         trajectory is in memory, or as the journal's format does.
         """
-        stored = Stored.of(new) if isinstance(new, Trajectory) else new
+        stored = StoredTrajectory.of(trajectory) if isinstance(trajectory, Trajectory) else trajectory
         rows, prompt = self._rows, stored.prompt.key
         if rows.find(stored.uid) is not None:
             raise ValueError(f"trajectory {stored.uid} was added twice: a source gives each of its trajectories once")
         incarnation = stored.version.incarnation if incarnation is None else incarnation
         place = stored.place or self.received + 1
-        self._used.extend([0] * (place + 1 - len(self._used)))
+        self._uses_by_place.extend([0] * (place + 1 - len(self._uses_by_place)))
         if stored.left_out:
             self._leave_out(prompt, stored.left_out)
         copy = rows.copy_of(prompt, stored.digest) if self._settings.distinct else None
@@ -204,27 +206,27 @@ class Buffer:
             if (incarnation, stored.version.step) < (rows.incarnation.item(copy), rows.step.item(copy)):
                 self._counts.received.add(stored.length)
                 self._counts.duplicate.add(stored.length)
-                self._used[place] = -_DUPLICATE
+                self._uses_by_place[place] = -_DUPLICATE
                 self._leave_out(prompt)
                 return
             self._leave_out(prompt)
             self._remove(copy, _DUPLICATE)
-        near = self._near_to(stored)
+        near_rows = self._find_near_rows(stored)
         row = rows.add(stored, place, incarnation)
         self._counts.received.add(stored.length)
         self._counts.waiting.add(stored.length)
-        self._kept.add(prompt, row)
-        if self._near is not None:
-            self._near.add(row, stored)
+        self._kept_index.add(prompt, row)
+        if self._neighbours is not None:
+            self._neighbours.add(row, stored)
         for _ in range(uses):
-            self._use(row)
+            self._count_use(row)
         self._by_reference[stored.reference] += 1
         self._make_current(row)
-        if near is not None and len(near):
+        if near_rows is not None and len(near_rows):
             self._leave_out(prompt)
-            better = self._keeps_newer or self._rows.reward[near].max() < stored.reward
-            for beaten in near.tolist() if better else [row]:
-                self._let_go(beaten, _DUPLICATE)
+            is_better = self._keeps_newer or self._rows.reward[near_rows].max() < stored.reward
+            for dropped_row in near_rows.tolist() if is_better else [row]:
+                self._stop_keeping(dropped_row, _DUPLICATE)
         self._keep_to_capacity(prompt)
 
     def thinned(self, prompt: str) -> bool:
@@ -235,55 +237,56 @@ class Buffer:
         So are all prompts where this befell more than one in a thousand answers: those that happen to have no repeat
         among many repeats do not represent what was sampled either.
         """
-        return prompt in self._thinned or self._left_out > RARE * self.received
+        return prompt in self._thinned_prompts or self._left_out_answers > RARE_SHARE * self.received
 
     def _leave_out(self, prompt: str, answers: float = 1) -> None:
-        self._thinned.add(prompt)
-        self._left_out += answers
+        self._thinned_prompts.add(prompt)
+        self._left_out_answers += answers
 
-    def _near_to(self, stored: Stored) -> npt.NDArray[np.intp] | None:
-        """Returns the rows that it nearly equals."""
-        while self._near is not None:
+    def _find_near_rows(self, stored: StoredTrajectory) -> npt.NDArray[np.intp] | None:
+        """Returns the rows that a new trajectory nearly equals; None where near duplicates stay."""
+        while self._neighbours is not None:
             try:
-                return self._near.of(stored)
-            except Lost as lost:
-                self.lose(lost.row)
+                return self._neighbours.of(stored)
+            except LostRow as error:
+                self.lose(error.row)
         return None
 
     def lose(self, row: int) -> None:
-        """Remove a row that cannot be read any more: damaged, if it was never used."""
+        """Remove a row that cannot be read any more; it counts as damaged if it was never used."""
         self._remove(row, _DAMAGED)
 
     def needed_from(self, all_of_them: bool) -> int | None:
-        """Returns the first place of the source that may still be read for this buffer: bodies that are not held, or
-        (after a change of reference) all that are here. None: there is none.
+        """Returns the first place of the source whose body this buffer may still read: of the rows without a body, or
+        (all_of_them, before a change of reference) of all rows. None: it needs none.
         """
-        if not all_of_them or len(self._rows) == len(self._passing):
+        if not all_of_them or len(self._rows) == len(self._passing_rows):
             return self._rows.first_spilled
         return int(self._rows.arrival[self._rows.oldest])
 
     def _keep_to_capacity(self, prompt: str) -> None:
-        oldest = self._settings.evict == "oldest"
-        if self._kept.count(prompt) > self._settings.per_prompt:
-            own = self._kept.of(prompt)
-            if not oldest:
+        drops_oldest = self._settings.evict == "oldest"
+        if self._kept_index.count(prompt) > self._settings.per_prompt:
+            prompt_rows = self._kept_index.of(prompt)
+            if not drops_oldest:
                 self._leave_out(prompt)
-            self._let_go(own[0] if oldest else own[int(self._rows.reward[np.asarray(own)].argmin())], _EVICTED)
-        if len(self._rows) - len(self._passing) > self._settings.total:
-            row = self._rows.oldest if oldest else self._rows.lowest
-            if not oldest:
-                self._leave_out(self._key(row))
-            self._let_go(row, _EVICTED)
+            place = 0 if drops_oldest else int(self._rows.reward[np.asarray(prompt_rows)].argmin())
+            self._stop_keeping(prompt_rows[place], _EVICTED)
+        if len(self._rows) - len(self._passing_rows) > self._settings.total:
+            row = self._rows.oldest if drops_oldest else self._rows.lowest
+            if not drops_oldest:
+                self._leave_out(self._prompt_key(row))
+            self._stop_keeping(row, _EVICTED)
 
-    def pass_over(self, evicted: Amount, damaged: Amount) -> None:
-        """Count what the source has on record and could not give: deleted by its own retention, or unreadable."""
-        for own, more in ((self._counts.evicted, evicted), (self._counts.damaged, damaged)):
-            own.plus(more)
-            self._counts.received.plus(more)
-        self._retired |= evicted.trajectories > 0
+    def pass_over(self, evicted: Tally, damaged: Tally) -> None:
+        """Count trajectories that the source could not give: deleted by its own retention, or unreadable."""
+        for tally, passed_over in ((self._counts.evicted, evicted), (self._counts.damaged, damaged)):
+            tally.add_tally(passed_over)
+            self._counts.received.add_tally(passed_over)
+        self._has_retired |= evicted.trajectories > 0
 
     def score(self, score: Score) -> None:
-        """Give a trajectory its score under the current reference; one whose score is not finite is removed.
+        """Store a trajectory's score under the current reference; one whose score is not finite is removed.
 
         Nothing happens when it has left before or is no longer kept, or the score is of a reference that is no longer
         the current one.
@@ -291,7 +294,7 @@ class Buffer:
         row = self._rows.find(score.uid)
         if row is None or score.reference != self._reference or self._reference_of(row) == score.reference:
             return
-        if self._rows.passing[row]:  # it leaves together with the reference under which it was recent
+        if self._rows.exit_reason[row]:  # it leaves together with the reference under which it was recent
             return
         if not np.isfinite(score.log_reference).all():
             self._remove(row, _EVICTED)
@@ -302,19 +305,19 @@ class Buffer:
         self._make_current(row)
 
     def use(self, trajectories: Iterable[Trajectory]) -> None:
-        """Count one use of each. Raises `KeyError` for one that is not in memory."""
+        """Count one use of each trajectory. Raises `KeyError` for one that is not in memory."""
         for trajectory in trajectories:
-            self._use(self._row(trajectory))
+            self._count_use(self._row_of(trajectory))
 
     def take_back(self, trajectories: Iterable[Trajectory]) -> None:
-        """Undo one `use` of each: the batch was drawn and then not trained on. Raises `KeyError` for one that is not in
-        memory.
+        """Undo one `use` of each trajectory of a batch that was drawn and then not trained on. Raises `KeyError` for
+        one that is not in memory.
         """
         for trajectory in trajectories:
-            row = self._row(trajectory)
+            row = self._row_of(trajectory)
             self._counts.trained_total.add(trajectory.length, -1)
             self._rows.uses[row] -= 1
-            self._used[int(self._rows.arrival[row])] -= 1
+            self._uses_by_place[int(self._rows.arrival[row])] -= 1
             if not self._rows.uses[row]:
                 self._counts.waiting.add(trajectory.length)
                 self._counts.trained_once.add(trajectory.length, -1)
@@ -324,30 +327,30 @@ class Buffer:
         return deepcopy(self._counts)
 
     def fates(self) -> npt.NDArray[np.int32]:
-        """Returns [places + 1] how often each was used; negative where one has left unused (`LEFT` says how)."""
-        return np.array(self._used, dtype=np.int32)
+        """Returns [places + 1], how often each was used; negative: it left unused (`UNUSED_FATES` says how)."""
+        return np.array(self._uses_by_place, dtype=np.int32)
 
-    def carry(self, counts: Counts, used: npt.NDArray[np.int32]) -> None:
-        """Continue counting from `counts` and `used`, those of a buffer that was rebuilt here from its source.
+    def carry(self, counts: Counts, uses: npt.NDArray[np.int32]) -> None:
+        """Continue counting from the `counts` and `uses` of an earlier buffer, which this one was rebuilt from.
 
         Nothing changes where the source still has everything. What is damaged there now, and had not been trained on,
         counts as damaged, and all else as it does here. What was deleted by the source's own retention counts as it
         did, or as evicted where it was waiting.
         """
-        here, duplicate = self._counts, self._counts.duplicate.trajectories
-        if here.damaged.trajectories > counts.damaged.trajectories and not self._retired:
-            here.damaged.plus(counts.trained_once, -1)  # those that are no longer here and were trained count as such
-            here.damaged.plus(here.trained_once)
+        current, duplicates = self._counts, self._counts.duplicate.trajectories
+        if current.damaged.trajectories > counts.damaged.trajectories and not self._has_retired:
+            current.damaged.add_tally(counts.trained_once, -1)  # what was trained and is missing here counts as trained
+            current.damaged.add_tally(current.trained_once)
         else:
-            self._counts = replace(deepcopy(counts), waiting=here.waiting)
-            self._counts.evicted.plus(counts.waiting)
-            self._counts.evicted.plus(here.waiting, -1)
-            self._left_out += max(0, counts.duplicate.trajectories - duplicate)
+            self._counts = replace(deepcopy(counts), waiting=current.waiting)
+            self._counts.evicted.add_tally(counts.waiting)
+            self._counts.evicted.add_tally(current.waiting, -1)
+            self._left_out_answers += max(0, counts.duplicate.trajectories - duplicates)
         self._counts = replace(
             self._counts, trained_once=replace(counts.trained_once), trained_total=replace(counts.trained_total)
         )
-        self._used.extend([0] * (len(used) - len(self._used)))
-        self._used[: len(used)] = array("i", used.tolist())
+        self._uses_by_place.extend([0] * (len(uses) - len(self._uses_by_place)))
+        self._uses_by_place[: len(uses)] = array("i", uses.tolist())
 
     @property
     def received(self) -> int:
@@ -362,12 +365,12 @@ class Buffer:
     @property
     def now(self) -> Version:
         """Returns the trainer's version. Setting it removes rows that were only recent under an earlier reference."""
-        return self._now
+        return self._version
 
     @now.setter
     def now(self, now: Version) -> None:
-        self._now = now
-        for row in [row for row in self._passing if not self._rows.is_recent[row]]:
+        self._version = now
+        for row in [row for row in self._passing_rows if not self._rows.is_recent[row]]:
             self._remove(row, 0)  # not before: a batch that was drawn ahead of the reset may be given back
 
     @property
@@ -379,7 +382,7 @@ class Buffer:
     def reference(self, reference: Version) -> None:
         if reference != self._reference:
             self._reference = reference
-            self._current, self._recent, self._newest = self._index(), self._index(), {}
+            self._current_index, self._recent_index, self._newest_prompts = self._new_index(), self._new_index(), {}
             self._rows.is_recent[:] = False
             for row in self._rows.in_order().tolist():
                 self._make_current(row)
@@ -395,38 +398,38 @@ class Buffer:
         return {reference for reference, count in self._by_reference.items() if count}
 
     def unscored(self) -> list[str]:
-        """Returns the uids of those in memory that are not of the current reference, oldest first."""
+        """Returns the uids of the trajectories that are not of the current reference, oldest first."""
         rows = self._rows.in_order()
-        others = rows[self._rows.reference[rows] != self._rows.reference_number(self._reference)]
-        others = others[self._rows.passing[others] == 0]
-        return [self._rows.uid(row) for row in others.tolist()]
+        unscored_rows = rows[self._rows.reference[rows] != self._rows.reference_number(self._reference)]
+        unscored_rows = unscored_rows[self._rows.exit_reason[unscored_rows] == 0]
+        return [self._rows.uid(row) for row in unscored_rows.tolist()]
 
     def prompts(self, size: int = 1) -> Listing:
         """Returns the prompts with at least `size` distinct trajectories."""
-        return self._current.prompts(size)
+        return self._current_index.prompts(size)
 
     def of(self, prompt: str) -> Answers:
         """Returns the distinct trajectories of `prompt`, oldest first; valid until the buffer changes."""
-        return Answers(self._rows, self._current.of(prompt))
+        return Answers(self._rows, self._current_index.of(prompt))
 
     def rewards(self, prompt: str) -> npt.NDArray[np.float64]:
         """Returns the rewards of `of(prompt)`, in order."""
-        return self._rows.reward[np.asarray(self._current.of(prompt), dtype=np.intp)]
+        return self._rows.reward[np.asarray(self._current_index.of(prompt), dtype=np.intp)]
 
     def numbers(self, prompt: str) -> Sequence[int]:
         """Returns row numbers of `of(prompt)`, in order: until the buffer changes, equal numbers are the same
         trajectory.
         """
-        return self._current.of(prompt)
+        return self._current_index.of(prompt)
 
     def newest(self, prompt: str, size: int, within: int) -> Sequence[int]:
         """Returns the numbers of up to `size` rows of `prompt` in the order in which they are to be drawn: the newest
         first, and among the last `within` arrivals those never used before the others.
         """
-        rows = np.asarray(self._recent.of(prompt)[-max(size, within) :], dtype=np.intp)[::-1]
-        late = (self._rows.uses[rows] > 0) | ~self._among_last(rows, within)
-        turns: list[int] = np.concatenate([rows[~late], rows[late]])[:size].tolist()
-        return turns
+        rows = np.asarray(self._recent_index.of(prompt)[-max(size, within) :], dtype=np.intp)[::-1]
+        is_later = (self._rows.uses[rows] > 0) | ~self._are_among_last(rows, within)
+        numbers: list[int] = np.concatenate([rows[~is_later], rows[is_later]])[:size].tolist()
+        return numbers
 
     def newest_prompts(self, size: int, within: int, count: int) -> list[str]:
         """Returns the first prompts with `size` recent trajectories in the order in which they are to be drawn, `count`
@@ -435,39 +438,39 @@ class Buffer:
         First come those with one of the last `within` arrivals: the prompt whose next `size` have been used least in
         all comes first, and of several the one with the newest. Then the next newest.
         """
-        if size not in self._newest:
-            self._newest[size] = Newest(self._recent.prompts(size), self.newest_arrival)
-        last = len(self._used) - within
-        turns = self._newest[size].first(count, last)
+        if size not in self._newest_prompts:
+            self._newest_prompts[size] = NewestPrompts(self._recent_index.prompts(size), self.newest_arrival)
+        start = len(self._uses_by_place) - within
+        prompts = self._newest_prompts[size].newest(count, start)
         return sorted(
-            turns, key=lambda p: self._uses_of_next(p, size, within) if self.newest_arrival(p) >= last else math.inf
+            prompts, key=lambda p: self._uses_of_next(p, size, within) if self.newest_arrival(p) >= start else math.inf
         )
 
     def newest_arrival(self, prompt: str) -> int:
         """Returns when the newest recent trajectory of `prompt` arrived, as its place among all."""
-        return self._rows.arrival.item(self._recent.of(prompt)[-1])
+        return self._rows.arrival.item(self._recent_index.of(prompt)[-1])
 
     def numbered(self, numbers: Iterable[int]) -> list[Trajectory]:
         """Returns the trajectories of these numbers, oldest first."""
         return list(Answers(self._rows, sorted(numbers, key=self._rows.arrival.item)))
 
     def behind(self, trajectories: Iterable[Trajectory]) -> int:
-        """Returns how many have arrived since the first of these, itself included."""
-        return len(self._used) - min(self._rows.arrival.item(self._row(t)) for t in trajectories)
+        """Returns how many trajectories have arrived since the first of these, itself included."""
+        return len(self._uses_by_place) - min(self._rows.arrival.item(self._row_of(t)) for t in trajectories)
 
-    def _row(self, trajectory: Trajectory) -> int:
+    def _row_of(self, trajectory: Trajectory) -> int:
         row = self._rows.find(trajectory.uid)
         if row is None:
             raise KeyError(f"trajectory {trajectory.uid} is not in memory")
         return row
 
-    def _key(self, row: int) -> str:
+    def _prompt_key(self, row: int) -> str:
         return self._rows.prompt(row).key
 
     def _reference_of(self, row: int) -> Version:
         return self._rows.reference_of(int(self._rows.reference[row]))
 
-    def _use(self, row: int) -> None:
+    def _count_use(self, row: int) -> None:
         length = self._rows.length.item(row)
         self._counts.trained_total.add(length)
         if not self._rows.uses[row]:
@@ -475,67 +478,67 @@ class Buffer:
             self._counts.trained_once.add(length)
         self._rows.uses[row] += 1
         place = self._rows.arrival.item(row)
-        self._used[place] = max(0, self._used[place]) + 1
+        self._uses_by_place[place] = max(0, self._uses_by_place[place]) + 1
 
-    def _let_go(self, row: int, how: int) -> None:
-        """Stop keeping a row; it stays in the recent index for a while, if the settings say so."""
+    def _stop_keeping(self, row: int, reason: int) -> None:
+        """Stop keeping a row. It stays in the recent index for a while, if the settings say so."""
         if not (self._settings.keep_recent and self._rows.is_recent[row]):
-            self._remove(row, how)
+            self._remove(row, reason)
             return
-        self._unindex(row)
-        self._rows.let_pass(row, how)
-        self._passing[row] = None
-        if len(self._passing) > self._settings.total:
-            self._remove(next(iter(self._passing)), 0)
+        self._remove_from_indexes(row)
+        self._rows.let_pass(row, reason)
+        self._passing_rows[row] = None
+        if len(self._passing_rows) > self._settings.total:
+            self._remove(next(iter(self._passing_rows)), 0)
 
-    def _remove(self, row: int, how: int) -> None:
-        """Remove a row from memory; if it was never used, it is counted by how it was let go, now or before."""
-        how, length = int(self._rows.passing[row]) or how, int(self._rows.length[row])
-        if self._rows.passing[row]:
-            del self._passing[row]
+    def _remove(self, row: int, reason: int) -> None:
+        """Remove a row from memory. If it was never used, it is counted by the reason for which it left."""
+        reason, length = int(self._rows.exit_reason[row]) or reason, int(self._rows.length[row])
+        if self._rows.exit_reason[row]:
+            del self._passing_rows[row]
         else:
-            self._unindex(row)
+            self._remove_from_indexes(row)
         self._by_reference.subtract([self._reference_of(row)])
         if self._rows.is_recent[row]:
-            self._recent.remove(self._key(row), row)
+            self._recent_index.remove(self._prompt_key(row), row)
             self._rows.is_recent[row] = False
-            self._newest_change(self._key(row))
+            self._note_newest_change(self._prompt_key(row))
         if not self._rows.uses[row]:
             counts = self._counts
             counts.waiting.add(length, -1)
-            {_DUPLICATE: counts.duplicate, _DAMAGED: counts.damaged}.get(how, counts.evicted).add(length)
-            self._used[self._rows.arrival.item(row)] = -how
+            {_DUPLICATE: counts.duplicate, _DAMAGED: counts.damaged}.get(reason, counts.evicted).add(length)
+            self._uses_by_place[self._rows.arrival.item(row)] = -reason
         self._rows.remove(row)
 
-    def _unindex(self, row: int) -> None:
+    def _remove_from_indexes(self, row: int) -> None:
         """Remove a row from the indexes of rows that are kept."""
-        prompt = self._key(row)
-        self._kept.remove(prompt, row)
-        if self._near is not None:
-            self._near.remove(row, prompt)
+        prompt = self._prompt_key(row)
+        self._kept_index.remove(prompt, row)
+        if self._neighbours is not None:
+            self._neighbours.remove(row, prompt)
         if self._reference_of(row) == self._reference:
-            self._current.remove(prompt, row)
+            self._current_index.remove(prompt, row)
 
-    def _index(self) -> PromptIndex:
+    def _new_index(self) -> PromptIndex:
         return PromptIndex(lambda row: self._rows.arrival.item(row))  # a Python number, cheaper than indexing
 
     def _make_current(self, row: int) -> None:
-        """Make a row sampleable, if it is of the current reference; as recent, unless it was imported."""
+        """Index a row for sampling if it is of the current reference, also as recent unless it was imported."""
         if self._reference_of(row) == self._reference:
-            key = self._key(row)
-            if not self._rows.passing[row]:
-                self._current.add(key, row)
+            key = self._prompt_key(row)
+            if not self._rows.exit_reason[row]:
+                self._current_index.add(key, row)
             if self._rows.incarnation[row] >= 0:
-                self._recent.add(key, row)
+                self._recent_index.add(key, row)
                 self._rows.is_recent[row] = True
-                self._newest_change(key)
+                self._note_newest_change(key)
 
-    def _newest_change(self, prompt: str) -> None:
-        for newest in self._newest.values():
-            newest.changed(prompt)
+    def _note_newest_change(self, prompt: str) -> None:
+        for newest in self._newest_prompts.values():
+            newest.note_change(prompt)
 
-    def _among_last(self, rows: npt.NDArray[np.intp], within: int) -> npt.NDArray[np.bool_]:
-        return self._rows.arrival[rows] >= len(self._used) - within
+    def _are_among_last(self, rows: npt.NDArray[np.intp], within: int) -> npt.NDArray[np.bool_]:
+        return self._rows.arrival[rows] >= len(self._uses_by_place) - within
 
     def _uses_of_next(self, prompt: str, size: int, within: int) -> int:
         return int(self._rows.uses[np.asarray(self.newest(prompt, size, within))].sum())

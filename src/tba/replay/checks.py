@@ -16,20 +16,20 @@ from pathlib import Path
 from urllib.parse import quote
 
 from tba.replay.pages import (
-    Frame,
+    LogFrame,
     begins_as_sqlite,
-    committed,
-    frames_read,
+    committed_frames,
+    count_valid_frames,
+    is_torn,
     is_whole,
-    page_at,
-    torn,
-    totals_on,
+    read_page,
+    read_totals,
     wal_frames,
 )
-from tba.replay.schema import KIND, PAGE_BYTES, TABLES, TOTALS_PAGE, VERSION
+from tba.replay.schema import KIND, PAGE_BYTES, TABLES_SQL, TOTALS_PAGE, VERSION
 
-_DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
-_OTHER_FORMAT = "unsupported file format"  # of the schema, by a header whose bytes have changed: it has no code
+_DAMAGE_CODES = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
+_FORMAT_MESSAGE = "unsupported file format"  # of the schema, by a header whose bytes have changed: it has no code
 
 
 def log_of(path: Path) -> Path:
@@ -42,31 +42,31 @@ def uri_to_read(path: Path, immutable: bool = False) -> str:
     return f"file:{quote(str(path.absolute()))}?{'immutable=1' if immutable else 'mode=ro'}"
 
 
-def damage(path: Path, with_log: bool = True) -> str | None:
-    """Returns what is wrong with a journal, in a few words; None when nothing is.
+def find_damage(path: Path, with_log: bool = True) -> str | None:
+    """Returns what is wrong with a journal's file, in a few words; None when nothing is.
 
     Another program's file is not damaged: opening it will refuse it. with_log: with its log, for which SQLite makes an
     index beside it.
     """
     frames = wal_frames(log_of(path)) if with_log else []
     if not path.exists() or not path.stat().st_size:
-        return "it is empty, its log is not" if committed(frames) else None
+        return "it is empty, its log is not" if committed_frames(frames) else None
     if not begins_as_sqlite(path):
         return "its header is not a journal's"
     try:
         with closing(sqlite3.connect(uri_to_read(path, not with_log), uri=True, timeout=5.0)) as connection:
-            return _damage_seen_by(connection, path, frames)
+            return _find_damage_by_sqlite(connection, path, frames)
     except UnicodeDecodeError:  # of the schema, which is text
         return "its schema is not text"
     except sqlite3.DatabaseError as error:
-        if getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGE or str(error) == _OTHER_FORMAT:
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGE_CODES or str(error) == _FORMAT_MESSAGE:
             return str(error)
         return None  # opening it will say what it is
 
 
-def _damage_seen_by(connection: sqlite3.Connection, path: Path, frames: list[Frame]) -> str | None:
+def _find_damage_by_sqlite(connection: sqlite3.Connection, path: Path, frames: list[LogFrame]) -> str | None:
     kind, version = (connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))
-    if frames and torn(frames, frames_read(path)):
+    if frames and is_torn(frames, count_valid_frames(path)):
         return "its log is damaged"
     if kind != KIND or version != VERSION:
         return None  # opening it will refuse it
@@ -86,7 +86,7 @@ def _damage_seen_by(connection: sqlite3.Connection, path: Path, frames: list[Fra
 def _has_all_columns(connection: sqlite3.Connection) -> bool:
     """Returns whether a journal has every column of every table: SQLite does not check names."""
     with closing(sqlite3.connect(":memory:")) as example:
-        example.executescript(TABLES)
+        example.executescript(TABLES_SQL)
         return _columns(example) <= _columns(connection)
 
 
@@ -101,28 +101,28 @@ def _columns(connection: sqlite3.Connection) -> set[tuple[bytes, bytes]]:
 
 def log_belongs(path: Path) -> bool:
     """Returns whether the log beside a journal is its own. True where there is none, and where damage hides it."""
-    frames = committed(wal_frames(log_of(path)))
+    frames = committed_frames(wal_frames(log_of(path)))
     if not frames or not path.exists() or path.stat().st_size < 2 * PAGE_BYTES:
         return True
-    link = totals_on(page_at(path, (TOTALS_PAGE - 1) * PAGE_BYTES)).get("link")
+    link = read_totals(read_page(path, (TOTALS_PAGE - 1) * PAGE_BYTES)).get("link")
     if not link:  # a program wrote it that drew none
         return _belongs_by_trial(path)
     if not is_whole(log_of(path), frames):
-        return True  # its first pages are damaged: `damage` will say so
-    pages = (totals_on(page_at(log_of(path), frame.at)) for frame in frames if frame.page == TOTALS_PAGE)
-    first = next(pages, {})
-    return link in (first.get("link_before"), first.get("link")) or any(link == later.get("link") for later in pages)
+        return True  # its first pages are damaged: `find_damage` will say so
+    page_totals = (read_totals(read_page(log_of(path), frame.start)) for frame in frames if frame.page == TOTALS_PAGE)
+    totals = next(page_totals, {})
+    return link in (totals.get("link_before"), totals.get("link")) or any(link == t.get("link") for t in page_totals)
 
 
 def _belongs_by_trial(path: Path) -> bool:
-    """Returns whether a log makes a sound file of a copy, which has no fewer rows than the file without it."""
-    alone = _identity_and_rows(path, immutable=True)
+    """Returns whether a copy of the file, with the log applied, is sound and has no fewer rows than without it."""
+    before = _identity_and_rows(path, immutable=True)
     with tempfile.TemporaryDirectory() as folder:
         copy = copy_to(Path(folder), path)
-        if damage(copy) is not None:
-            return damage(path, with_log=False) is not None
-        both = _identity_and_rows(copy, immutable=False)
-    return alone is None or both is None or (both[0] == alone[0] and both[1] >= alone[1])
+        if find_damage(copy) is not None:
+            return find_damage(path, with_log=False) is not None
+        after = _identity_and_rows(copy, immutable=False)
+    return before is None or after is None or (after[0] == before[0] and after[1] >= before[1])
 
 
 def _identity_and_rows(path: Path, immutable: bool) -> tuple[int, int] | None:

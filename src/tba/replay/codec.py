@@ -8,7 +8,7 @@ then each array, padded to 8 bytes. A trajectory is sealed: its body ends with t
 that bytes that have changed on the disk are detected before anything is learnt from them. A prompt is not: its name is
 its digest.
 
-`Encoded` is what is sent when the journal is on another machine: plain values and bytes, which the receiver writes
+`EncodedTrajectories` are sent when the journal is on another machine: plain values and bytes, which the receiver writes
 without unpickling or decoding. `pack_uses` is how a checkpoint stores how often each trajectory was used.
 """
 
@@ -28,14 +28,14 @@ import numpy.typing as npt
 
 from tba.types import LEFT_OUT, Completion, FloatArray, IntArray, Prompt, Sampling, StopReason, Trajectory, Version
 
-_TOKENS = np.dtype("<i4")
-_LOGS = np.dtype("<f4")
-_MASK = np.dtype("?")
-_USES = np.dtype("<i4")
-_MOST_USES = 1 << 31  # bytes: half a thousand million trajectories
-_SEALED = 1 << 31
+_TOKENS_DTYPE = np.dtype("<i4")
+_LOGS_DTYPE = np.dtype("<f4")
+_MASK_DTYPE = np.dtype("?")
+_USES_DTYPE = np.dtype("<i4")
+_MOST_USES_BYTES = 1 << 31  # bytes: half a thousand million trajectories
+_SEALED_BIT = 1 << 31
 _CRC_BYTES = 4
-_json = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dumps makes an encoder for each call
+_encode_json = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dumps makes an encoder for each call
 _Array = npt.NDArray[Any]
 
 
@@ -44,11 +44,11 @@ class Damaged(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
-    """Counts what a source has on record and cannot give (any more): deleted by retention before it was read, or
-    damaged.
+class MissingCounts:
+    """Counts trajectories that a source has on record and cannot give (any more): deleted by retention before they were
+    read, or damaged.
 
-    Each reader that passes over it counts it, once for each time that it does.
+    Each reader counts them, once for each time that it passes over them.
     """
 
     retired_trajectories: int = 0
@@ -56,13 +56,13 @@ class Gone:
     damaged_trajectories: int = 0
     damaged_tokens: int = 0
 
-    def __add__(self, other: Gone) -> Gone:
-        return Gone(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+    def __add__(self, addend: MissingCounts) -> MissingCounts:
+        return MissingCounts(*(a + b for a, b in zip(astuple(self), astuple(addend), strict=True)))
 
 
 def encode_prompt(prompt: Prompt) -> bytes:
-    """Encodes the whole prompt, also what its key leaves out (text and fields)."""
-    tokens = np.ascontiguousarray(prompt.tokens, _TOKENS)
+    """Encodes a whole prompt, also its text and fields, which its key leaves out."""
+    tokens = np.ascontiguousarray(prompt.tokens, _TOKENS_DTYPE)
     header = {"task": prompt.task, "text": prompt.text, "fields": dict(prompt.fields), "tokens": len(tokens)}
     if prompt.seed is not None:  # else as it was written before there were environments
         header["seed"] = prompt.seed
@@ -71,10 +71,10 @@ def encode_prompt(prompt: Prompt) -> bytes:
 
 def decode_prompt(body: bytes) -> Prompt:
     """Returns the prompt that `encode_prompt` was given."""
-    header, start = _header(body)
+    header, start = _parse_header(body)
     return Prompt(
         task=header["task"],
-        tokens=np.frombuffer(body, _TOKENS, header["tokens"], start),
+        tokens=np.frombuffer(body, _TOKENS_DTYPE, header["tokens"], start),
         text=header["text"],
         fields=header["fields"],
         seed=header.get("seed"),
@@ -87,62 +87,63 @@ def prompt_id(body: bytes) -> int:
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
-    """Encodes everything but the prompt, which is stored once.
+    """Encodes a trajectory without its prompt, which is stored once.
 
     Raises `ValueError` when an array does not have the completion's length T, or is not of plain numbers; `TypeError`
     when the provenance is not JSON.
     """
-    c, reference = trajectory.completion, trajectory.reference
-    by_token: list[_Array] = [np.asarray(c.tokens, _TOKENS), np.asarray(trajectory.log_reference, _LOGS)]
-    if c.log_behavior is not None:
-        by_token.append(np.asarray(c.log_behavior, _LOGS))
-    if c.mask is not None:
-        by_token.append(np.asarray(c.mask, _MASK))
-    length = len(by_token[0])
-    for array in by_token:
+    completion, reference = trajectory.completion, trajectory.reference
+    token_arrays: list[_Array] = [np.asarray(completion.tokens, _TOKENS_DTYPE)]
+    token_arrays.append(np.asarray(trajectory.log_reference, _LOGS_DTYPE))
+    if completion.log_behavior is not None:
+        token_arrays.append(np.asarray(completion.log_behavior, _LOGS_DTYPE))
+    if completion.mask is not None:
+        token_arrays.append(np.asarray(completion.mask, _MASK_DTYPE))
+    length = len(token_arrays[0])
+    for array in token_arrays:
         if array.shape != (length,):
             raise ValueError(f"trajectory {trajectory.uid} has {length} tokens, but an array of shape {array.shape}")
-    arrays = {name: _plain(name, array) for name, array in trajectory.arrays.items()}
+    arrays = {name: _as_stored_array(name, array) for name, array in trajectory.arrays.items()}
     header = {
         "uid": trajectory.uid,
         "length": length,
-        "log_behavior": c.log_behavior is not None,
-        "mask": c.mask is not None,
-        "text": c.text,
-        "stop_reason": c.stop_reason.value,
-        "versions": [number for version in c.versions for number in (version.incarnation, version.step)],
+        "log_behavior": completion.log_behavior is not None,
+        "mask": completion.mask is not None,
+        "text": completion.text,
+        "stop_reason": completion.stop_reason.value,
+        "versions": [number for version in completion.versions for number in (version.incarnation, version.step)],
         "reference": [reference.incarnation, reference.step],
-        "sampling": None if c.sampling is None else astuple(c.sampling),
+        "sampling": None if completion.sampling is None else astuple(completion.sampling),
         "reward": float(trajectory.reward),
         "reward_parts": {name: float(part) for name, part in trajectory.reward_parts.items()},
         "provenance": dict(trajectory.provenance),
         "created": float(trajectory.created),
         "arrays": [(name, array.dtype.str, array.shape) for name, array in arrays.items()],
     }
-    body = _pack(header, [*by_token, *arrays.values()], _SEALED)
+    body = _pack(header, [*token_arrays, *arrays.values()], _SEALED_BIT)
     return body + zlib.crc32(body).to_bytes(_CRC_BYTES, "little")
 
 
-def decode_trajectory(body: bytes, prompt: Prompt, compare: bool = True) -> Trajectory:
+def decode_trajectory(body: bytes, prompt: Prompt, verify: bool = True) -> Trajectory:
     """Returns the trajectory that `encode_trajectory` was given. Raises `Damaged` when these are not the bytes that
     were written.
 
-    compare: with their checksum, which need not be done again for what has not been on the disk since.
+    verify: compare the bytes with their checksum, which bytes that have not been on the disk since need no more.
     """
-    header, at = _header(intact(body) if compare else body)
+    header, start = _parse_header(check_body(body) if verify else body)
     length, sampling, versions = header["length"], header["sampling"], header["versions"]
-    logs, masks = [_LOGS] * (1 + header["log_behavior"]), [_MASK] * header["mask"]
-    by_token = [(kind, (length,)) for kind in (_TOKENS, *logs, *masks)]
-    others = [(np.dtype(kind), shape) for _, kind, shape in header["arrays"]]
-    tokens, log_reference, *more = _unpack(body, at, by_token + others)
+    log_kinds, mask_kinds = [_LOGS_DTYPE] * (1 + header["log_behavior"]), [_MASK_DTYPE] * header["mask"]
+    token_kinds = [(dtype, (length,)) for dtype in (_TOKENS_DTYPE, *log_kinds, *mask_kinds)]
+    other_kinds = [(np.dtype(dtype), shape) for _, dtype, shape in header["arrays"]]
+    tokens, log_reference, *later_arrays = _unpack(body, start, token_kinds + other_kinds)
     completion = Completion(
         tokens=tokens,
         text=header["text"],
         stop_reason=StopReason(header["stop_reason"]),
         versions=(Version(*versions[:2]), Version(*versions[2:])),
         sampling=None if sampling is None else Sampling(*sampling),
-        log_behavior=more.pop(0) if header["log_behavior"] else None,
-        mask=more.pop(0) if header["mask"] else None,
+        log_behavior=later_arrays.pop(0) if header["log_behavior"] else None,
+        mask=later_arrays.pop(0) if header["mask"] else None,
     )
     return Trajectory(
         uid=header["uid"],
@@ -152,32 +153,32 @@ def decode_trajectory(body: bytes, prompt: Prompt, compare: bool = True) -> Traj
         log_reference=log_reference,
         reference=Version(*header["reference"]),
         reward_parts=header["reward_parts"],
-        arrays={name: array for (name, _, _), array in zip(header["arrays"], more, strict=True)},
+        arrays={name: array for (name, _, _), array in zip(header["arrays"], later_arrays, strict=True)},
         provenance=header["provenance"],
         created=header["created"],
     )
 
 
-def facts_of(body: bytes) -> dict[str, Any]:
+def trajectory_header(body: bytes) -> dict[str, Any]:
     """Returns the header of a trajectory: everything but its arrays and its prompt; `uid` is one of the facts.
 
     Raises `Damaged` when these are not the bytes that were written.
     """
-    return _header(intact(body))[0]
+    return _parse_header(check_body(body))[0]
 
 
-def header_of(body: bytes) -> dict[str, Any]:
+def read_header(body: bytes) -> dict[str, Any]:
     """Returns the header of a prompt or a trajectory. Raises `Damaged` for what is neither."""
     if _is_sealed(body):
-        return facts_of(body)
+        return trajectory_header(body)
     try:
-        header, _ = _header(body)
+        header, _ = _parse_header(body)
     except (ValueError, RecursionError) as error:
         raise Damaged(f"a prompt cannot be read: {error}") from error
     return header
 
 
-def intact(body: bytes, uid: str | None = None) -> bytes:
+def check_body(body: bytes, uid: str | None = None) -> bytes:
     """Returns the body of a trajectory. Raises `Damaged` when these are not the bytes that were written, or those of
     another trajectory than `uid`.
     """
@@ -186,7 +187,7 @@ def intact(body: bytes, uid: str | None = None) -> bytes:
     ):
         raise Damaged("a trajectory's checksum differs from what was written")
     if uid is not None:
-        _require_uid(_header(body)[0], uid)
+        _require_uid(_parse_header(body)[0], uid)
     return body
 
 
@@ -195,8 +196,8 @@ def _require_uid(header: Mapping[str, Any], uid: str) -> None:
         raise Damaged(f"its content is that of trajectory {str(header['uid'])[:80]!r}")
 
 
-class Stored(NamedTuple):
-    """A trajectory as bytes, with the facts that the replay buffer needs to keep it."""
+class StoredTrajectory(NamedTuple):
+    """Holds a trajectory as bytes, with the facts that the replay buffer needs to keep it."""
 
     prompt: Prompt
     body: bytes
@@ -210,16 +211,16 @@ class Stored(NamedTuple):
     place: int = 0  # its number in the journal, from 1 on; 0: it is in none
 
     @classmethod
-    def of(cls, trajectory: Trajectory) -> Stored:
+    def of(cls, trajectory: Trajectory) -> StoredTrajectory:
         """Encodes a trajectory. Raises as `encode_trajectory` does."""
         return cls.read(trajectory.prompt, encode_trajectory(trajectory))
 
     @classmethod
-    def read(cls, prompt: Prompt, body: bytes, uid: str | None = None) -> Stored:
+    def read(cls, prompt: Prompt, body: bytes, uid: str | None = None) -> StoredTrajectory:
         """Reads the facts from an encoded body. Raises `Damaged` when these are not the bytes that were written, or
         those of another trajectory than `uid`.
         """
-        facts = facts_of(body)
+        facts = trajectory_header(body)
         if uid is not None:
             _require_uid(facts, uid)
         version, reference = Version(*facts["versions"][:2]), Version(*facts["reference"])
@@ -243,37 +244,37 @@ class Stored(NamedTuple):
 
 def tokens_of(body: bytes, length: int) -> IntArray:
     """Returns [T], the tokens of a trajectory whose body is intact, without decoding anything else; `length` is T."""
-    return np.frombuffer(body, _TOKENS, length, _aligned(_header_end(body)))
+    return np.frombuffer(body, _TOKENS_DTYPE, length, _aligned(_header_end(body)))
 
 
 def encode_logs(log_probabilities: FloatArray) -> bytes:
     """Encodes log-probabilities [T] alone, as a score is stored."""
-    return np.ascontiguousarray(log_probabilities, _LOGS).tobytes()
+    return np.ascontiguousarray(log_probabilities, _LOGS_DTYPE).tobytes()
 
 
 def decode_logs(body: bytes) -> FloatArray:
     """Returns the log-probabilities [T] that `encode_logs` was given."""
-    return np.frombuffer(body, _LOGS)
+    return np.frombuffer(body, _LOGS_DTYPE)
 
 
-def pack_uses(used: npt.NDArray[np.int32]) -> str:
+def pack_uses(uses: npt.NDArray[np.int32]) -> str:
     """Encodes how often each place of the journal was used, [places + 1] (`Buffer.fates`); about a byte for three."""
-    return base64.b64encode(zlib.compress(used.astype(_USES).tobytes(), 1)).decode("ascii")
+    return base64.b64encode(zlib.compress(uses.astype(_USES_DTYPE).tobytes(), 1)).decode("ascii")
 
 
 def unpack_uses(text: str) -> npt.NDArray[np.int32]:
-    """Returns [places + 1], what `pack_uses` was given. Raises `ValueError` for what is no such text."""
+    """Returns the uses, [places + 1], that `pack_uses` encoded. Raises `ValueError` for any other text."""
     try:
-        packed = zlib.decompressobj()
-        found = packed.decompress(base64.b64decode(text, validate=True), _MOST_USES)
+        decompressor = zlib.decompressobj()
+        content = decompressor.decompress(base64.b64decode(text, validate=True), _MOST_USES_BYTES)
     except (ValueError, zlib.error, TypeError) as error:
         raise ValueError(f"the record of uses cannot be read ({error})") from error
-    if not packed.eof or len(found) % _USES.itemsize:
+    if not decompressor.eof or len(content) % _USES_DTYPE.itemsize:
         raise ValueError("the record of uses is incomplete")
-    return np.frombuffer(found, dtype=_USES).astype(np.int32)
+    return np.frombuffer(content, dtype=_USES_DTYPE).astype(np.int32)
 
 
-def _plain(name: str, array: _Array) -> _Array:
+def _as_stored_array(name: str, array: _Array) -> _Array:
     array = np.asarray(array)
     if array.dtype.kind not in "biufc":
         raise ValueError(f"array {name!r} is of {array.dtype}, only plain numbers and booleans can be stored")
@@ -281,17 +282,17 @@ def _plain(name: str, array: _Array) -> _Array:
 
 
 def _pack(header: Mapping[str, Any], arrays: Sequence[_Array], flag: int = 0) -> bytes:
-    text = _json(header).encode("ascii")
+    text = _encode_json(header).encode("ascii")
     pieces = [(flag | len(text)).to_bytes(4, "little") + text, *(array.tobytes() for array in arrays)]
     return b"".join(piece.ljust(_aligned(len(piece)), b"\0") for piece in pieces)
 
 
-def _unpack(body: bytes, at: int, kinds: Iterable[tuple[np.dtype[Any], Sequence[int]]]) -> list[_Array]:
+def _unpack(body: bytes, start: int, dtypes_and_shapes: Iterable[tuple[np.dtype[Any], Sequence[int]]]) -> list[_Array]:
     """Returns the arrays of these types and shapes, the first of which begins at `at`."""
     arrays = []
-    for kind, shape in kinds:
-        arrays.append(np.frombuffer(body, kind, math.prod(shape), at).reshape(shape))
-        at += _aligned(arrays[-1].nbytes)
+    for dtype, shape in dtypes_and_shapes:
+        arrays.append(np.frombuffer(body, dtype, math.prod(shape), start).reshape(shape))
+        start += _aligned(arrays[-1].nbytes)
     return arrays
 
 
@@ -299,8 +300,8 @@ def _is_sealed(body: bytes) -> bool:
     return len(body) > 3 and bool(body[3] & 0x80)
 
 
-def _header(body: bytes) -> tuple[dict[str, Any], int]:
-    """Returns the header, and where the arrays begin."""
+def _parse_header(body: bytes) -> tuple[dict[str, Any], int]:
+    """Returns the header of a body, and the byte at which its arrays begin."""
     header = json.loads(body[4 : _header_end(body)].decode("ascii"))
     if not isinstance(header, dict):
         raise Damaged("its header is not an object")
@@ -308,15 +309,15 @@ def _header(body: bytes) -> tuple[dict[str, Any], int]:
 
 
 def _header_end(body: bytes) -> int:
-    return 4 + (int.from_bytes(body[:4], "little") & ~_SEALED)
+    return 4 + (int.from_bytes(body[:4], "little") & ~_SEALED_BIT)
 
 
 def _aligned(size: int) -> int:
     return (size + 7) & ~7
 
 
-class Row(NamedTuple):
-    """A trajectory's row in the journal: the known facts, and its body."""
+class TrajectoryRow(NamedTuple):
+    """Holds a trajectory's row of the journal: its facts and its body."""
 
     uid: str
     prompt: int  # the digest of its body
@@ -328,43 +329,43 @@ class Row(NamedTuple):
     body: bytes
 
 
-class Encoded(NamedTuple):
-    """Trajectories and their prompts, each prompt once."""
+class EncodedTrajectories(NamedTuple):
+    """Holds encoded trajectories and their prompts, each prompt once."""
 
     prompts: Mapping[int, bytes]  # by digest
-    rows: Sequence[Row]
+    rows: Sequence[TrajectoryRow]
 
 
-def encoded(trajectories: Sequence[Trajectory] | Encoded) -> Encoded:
-    """Encodes trajectories; what is encoded already is returned as it is.
+def encode_trajectories(trajectories: Sequence[Trajectory] | EncodedTrajectories) -> EncodedTrajectories:
+    """Encodes trajectories with their prompts; those that are encoded already are returned unchanged.
 
     Raises `ValueError` for arrays that do not fit their completion.
     """
-    if isinstance(trajectories, Encoded):
+    if isinstance(trajectories, EncodedTrajectories):
         return trajectories
-    by_object: dict[int, int] = {}
+    ids_by_object: dict[int, int] = {}
     prompts: dict[int, bytes] = {}
     rows = []
     for t in trajectories:
-        prompt = by_object.get(id(t.prompt))
+        prompt = ids_by_object.get(id(t.prompt))
         if prompt is None:
-            written = encode_prompt(t.prompt)
-            prompt = by_object[id(t.prompt)] = prompt_id(written)
-            prompts[prompt] = written
-        version, body = t.version, encode_trajectory(t)
-        rows.append(Row(t.uid, prompt, t.length, version.incarnation, version.step, t.reward, t.created, body))
-    return Encoded(prompts, rows)
+            body = encode_prompt(t.prompt)
+            prompt = ids_by_object[id(t.prompt)] = prompt_id(body)
+            prompts[prompt] = body
+        facts = (t.uid, prompt, t.length, t.version.incarnation, t.version.step, t.reward, t.created)
+        rows.append(TrajectoryRow(*facts, encode_trajectory(t)))
+    return EncodedTrajectories(prompts, rows)
 
 
-def packed(value: Any) -> Any:
-    """Returns an argument or a result in the form in which it is sent: trajectories encoded, all else as it is."""
-    some = isinstance(value, list | tuple) and len(value) > 0 and isinstance(value[0], Trajectory)
-    return encoded(value) if some else value
+def to_wire(value: Any) -> Any:
+    """Returns an argument or a result as it is sent to another machine: trajectories encoded, all else unchanged."""
+    is_trajectories = isinstance(value, list | tuple) and len(value) > 0 and isinstance(value[0], Trajectory)
+    return encode_trajectories(value) if is_trajectories else value
 
 
-def unpacked(value: Any) -> Any:
-    """Returns what `packed` was given. Raises `Damaged` when the bytes are not those that were written."""
-    if not isinstance(value, Encoded):
+def from_wire(value: Any) -> Any:
+    """Returns the value that `to_wire` was given. Raises `Damaged` when the bytes are not those that were written."""
+    if not isinstance(value, EncodedTrajectories):
         return value
     prompts = {digest: decode_prompt(body) for digest, body in value.prompts.items()}
     return [decode_trajectory(row.body, prompts[row.prompt]) for row in value.rows]

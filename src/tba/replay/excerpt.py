@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tba.replay.codec import Damaged, decode_prompt, decode_trajectory, intact
+from tba.replay.codec import Damaged, check_body, decode_prompt, decode_trajectory
 from tba.replay.queries import JournalQueries
 from tba.types import Prompt, Trajectory
 
-_AT_ONCE = 20_000  # rows of facts
-_EXTREME = 50  # rounds that are always chosen of the newest, best, worst and most used
+_FACT_ROWS = 20_000  # rows of facts
+_EXTREME_ROUNDS = 50  # rounds that are always chosen of the newest, best, worst and most used
 _Column = npt.NDArray[Any]
 
 
@@ -44,7 +44,7 @@ class Facts:
         return len(self.place)
 
 
-def read_facts(reader: JournalQueries, used: npt.NDArray[np.int32]) -> Facts:
+def read_facts(reader: JournalQueries, uses_by_place: npt.NDArray[np.int32]) -> Facts:
     """Reads the facts of all trajectories. used: [places + 1], see `Buffer.fates`; what is beyond it was never used."""
     _, rows = reader.query(
         "SELECT seq, prompt, owner, tokens, incarnation, step, reward, created FROM trajectories ORDER BY seq"
@@ -52,23 +52,23 @@ def read_facts(reader: JournalQueries, used: npt.NDArray[np.int32]) -> Facts:
     kinds = (np.int64, np.int64, np.int32, np.int64, np.int64, np.int64, np.float64, np.float64)
     parts: list[list[_Column]] = [[np.zeros(0, kind)] for kind in kinds]
     owners: dict[str, int] = {}
-    while chunk := list(islice(rows, _AT_ONCE)):
+    while chunk := list(islice(rows, _FACT_ROWS)):
         columns: list[Any] = list(zip(*chunk, strict=True))
         columns[2] = [owners.setdefault(owner, len(owners)) for owner in columns[2]]
         for part, column, kind in zip(parts, columns, kinds, strict=True):
             part.append(np.array(column, dtype=kind))  # None, of a reward that is not finite, becomes NaN
     place, prompt, owner, tokens, incarnation, step, reward, created = (np.concatenate(part) for part in parts)
     uses = np.zeros(len(place), np.int32)
-    known = place < len(used)
-    uses[known] = used[place[known]]
+    is_counted = place < len(uses_by_place)
+    uses[is_counted] = uses_by_place[place[is_counted]]
     return Facts(
         *(place, prompt, owner, tokens, incarnation, step, reward, created, uses),
-        round=_rounds(owner, prompt, created),
+        round=_number_rounds(owner, prompt, created),
         owners=tuple(owners),
     )
 
 
-def chosen(facts: Facts, most: int, wanted: npt.NDArray[np.int64]) -> npt.NDArray[np.intp]:
+def choose_rows(facts: Facts, most_rows: int, wanted_places: npt.NDArray[np.int64]) -> npt.NDArray[np.intp]:
     """Returns the rows to be read whole, about `most` at most, the most wanted first.
 
     First come the rounds of the places `wanted`, then those with the newest, best, worst and most used answers; then
@@ -79,69 +79,69 @@ def chosen(facts: Facts, most: int, wanted: npt.NDArray[np.int64]) -> npt.NDArra
         return np.zeros(0, np.intp)
     rng = np.random.default_rng(0)
     prompts, prompt_index = np.unique(facts.prompt, return_inverse=True)
-    rounds = int(facts.round.max()) + 1
-    lot = np.minimum(rng.random(rounds)[facts.round], rng.random(len(prompts))[prompt_index])
+    round_count = int(facts.round.max()) + 1
+    priority = np.minimum(rng.random(round_count)[facts.round], rng.random(len(prompts))[prompt_index])
     reward = np.nan_to_num(facts.reward, nan=0.0)
-    firsts = [np.isin(facts.place, wanted).nonzero()[0]]
-    firsts += [_first_rounds(facts, order) for order in (-facts.place, -reward, reward, -facts.uses.clip(min=0))]
-    for turn, rows in reversed(list(enumerate(firsts))):
-        lot[np.isin(facts.round, facts.round[rows])] = turn - len(firsts)
-    order = np.lexsort((facts.place, facts.round, lot))
-    if len(order) > most:
-        cut = facts.round[order[most]]  # whole rounds, unless the first is larger
-        inside = (facts.round[order[:most]] == cut).nonzero()[0]
-        most = int(inside[0]) if len(inside) and inside[0] else most
-    return order[:most]
+    first_rows = [np.isin(facts.place, wanted_places).nonzero()[0]]
+    first_rows += [_first_rounds(facts, order) for order in (-facts.place, -reward, reward, -facts.uses.clip(min=0))]
+    for rank, rows in reversed(list(enumerate(first_rows))):
+        priority[np.isin(facts.round, facts.round[rows])] = rank - len(first_rows)
+    order = np.lexsort((facts.place, facts.round, priority))
+    if len(order) > most_rows:
+        cut_round = facts.round[order[most_rows]]  # whole rounds, unless the first is larger
+        rows_of_cut_round = (facts.round[order[:most_rows]] == cut_round).nonzero()[0]
+        most_rows = int(rows_of_cut_round[0]) if len(rows_of_cut_round) and rows_of_cut_round[0] else most_rows
+    return order[:most_rows]
 
 
 def _first_rounds(facts: Facts, key: _Column) -> npt.NDArray[np.intp]:
     """Returns a row of each of the first rounds in the order of `key`."""
     order = np.argsort(key, kind="stable")
-    _, first = np.unique(facts.round[order], return_index=True)
-    return order[np.sort(first)[:_EXTREME]]
+    _, first_indices = np.unique(facts.round[order], return_index=True)
+    return order[np.sort(first_indices)[:_EXTREME_ROUNDS]]
 
 
 def read_bodies(
     reader: JournalQueries, facts: Facts, rows: npt.NDArray[np.intp]
 ) -> Iterator[tuple[int, Trajectory | None]]:
     """Yields the rows with their trajectories, in the order given; None where the body was deleted or is damaged."""
-    prompt_of = _prompts(reader)
+    prompt_of = _prompt_reader(reader)
     for row in rows.tolist():
         query = "SELECT body, uid FROM bodies JOIN trajectories USING (seq) WHERE seq = ?"
         body, uid = next(reader.query(query, facts.place.item(row))[1], (None, ""))
-        yield row, _decoded(body, uid, prompt_of(facts.prompt.item(row)))
+        yield row, _decode(body, uid, prompt_of(facts.prompt.item(row)))
 
 
-def _decoded(body: object, uid: str, prompt: Prompt | None) -> Trajectory | None:
+def _decode(body: object, uid: str, prompt: Prompt | None) -> Trajectory | None:
     if not isinstance(body, bytes) or prompt is None:
         return None
     try:
-        return decode_trajectory(intact(body, uid), prompt, compare=False)
+        return decode_trajectory(check_body(body, uid), prompt, verify=False)
     except Damaged:
         return None
 
 
-def _prompts(reader: JournalQueries) -> Callable[[int], Prompt | None]:
-    known: dict[int, Prompt | None] = {}
+def _prompt_reader(reader: JournalQueries) -> Callable[[int], Prompt | None]:
+    prompts: dict[int, Prompt | None] = {}
 
     def prompt_of(digest: int) -> Prompt | None:
-        if digest not in known:
+        if digest not in prompts:
             (body,) = next(reader.query("SELECT body FROM prompts WHERE id = ?", digest)[1], (None,))
             try:
-                known[digest] = decode_prompt(body) if isinstance(body, bytes) else None
+                prompts[digest] = decode_prompt(body) if isinstance(body, bytes) else None
             except (ValueError, KeyError, TypeError, RecursionError):
-                known[digest] = None
-        return known[digest]
+                prompts[digest] = None
+        return prompts[digest]
 
     return prompt_of
 
 
-def _rounds(owner: _Column, prompt: _Column, created: _Column) -> npt.NDArray[np.int64]:
+def _number_rounds(owner: _Column, prompt: _Column, created: _Column) -> npt.NDArray[np.int64]:
     """Numbers what was put by one owner, for one prompt, at one time."""
     order = np.lexsort((created, prompt, owner))
-    new = np.zeros(len(order), np.int64)
+    starts_round = np.zeros(len(order), np.int64)
     for column in (owner, prompt, created):
-        new[1:] |= column[order][1:] != column[order][:-1]
-    found = np.empty(len(order), np.int64)
-    found[order] = np.cumsum(new)
-    return found
+        starts_round[1:] |= column[order][1:] != column[order][:-1]
+    round_of_row = np.empty(len(order), np.int64)
+    round_of_row[order] = np.cumsum(starts_round)
+    return round_of_row

@@ -13,7 +13,7 @@ With `samples_per_insert` = s, uses are to keep up with what is received after t
     s (received - warm_up) - uses
 
 is kept within +- `band` batches. A trainer that would take it below is held (`paced`); searchers are held back while it
-is above. Neither can hold the other for ever: see `wanted`.
+is above. Neither can hold the other for ever: see `searcher_limit`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Pacing:
         """Returns the fields without effect while neither side is to keep up with the other."""
         return {"eases_off": "samples_per_insert"} if self.samples_per_insert is None else {}
 
-    def held(
+    def hold_reason(
         self, received: int, trained_total: int, batch: int, forfeited: float = 0.0
     ) -> Literal["warm_up", "paced"] | None:
         """Returns why a batch of `batch` trajectories may not be taken yet, or None: it may."""
@@ -65,8 +65,8 @@ class Pacing:
         if trained_total + batch > self.max_mean_uses * (received - forfeited):
             return "paced"
         if self.samples_per_insert is not None and self.eases_off != "searchers":
-            after = self.samples_per_insert * (received - self.warm_up) - trained_total - batch
-            if after < -self.band * batch:
+            balance = self.samples_per_insert * (received - self.warm_up) - trained_total - batch
+            if balance < -self.band * batch:
                 return "paced"
         return None
 
@@ -79,13 +79,13 @@ class Pacing:
         never less than a batch, so that no loss outlasts the next arrivals. Where searchers are held back nothing is
         lost: they would wait for a trainer that is held.
         """
-        searchers_wait = self.samples_per_insert is not None and self.eases_off != "trainer"
-        if searchers_wait or math.isinf(self.max_mean_uses):
+        are_searchers_held = self.samples_per_insert is not None and self.eases_off != "trainer"
+        if are_searchers_held or math.isinf(self.max_mean_uses):
             return 0.0
-        kept = max(self.band * batch / self.max_mean_uses, newest)
-        return max(forfeited, received - trained_total / self.max_mean_uses - kept)
+        spared = max(self.band * batch / self.max_mean_uses, newest)
+        return max(forfeited, received - trained_total / self.max_mean_uses - spared)
 
-    def wanted(self, trained_total: int, batch: int, updates: int) -> int | None:
+    def searcher_limit(self, trained_total: int, batch: int, updates: int) -> int | None:
         """Returns how many trajectories searchers may have sent in all before they are held back; None: any number.
 
         It holds until the next `updates` batches have been taken. These are included, so that a trainer that is held

@@ -20,17 +20,17 @@ class Listing(Collection[str]):
 
     def __init__(self) -> None:
         self._keys: dict[str, None] = {}
-        self._added: list[str] = []  # the newest additions, in order; keys may have left since
-        self._forgotten = 0  # how many earlier additions are no longer in `_added`
+        self._recent_keys: list[str] = []  # the newest additions, in order; keys may have left since
+        self._forgotten_count = 0  # how many earlier additions are no longer in `_added`
 
     def add(self, key: str) -> None:
         """Add `key`, which must not be in it."""
         self._keys[key] = None
-        self._added.append(key)
-        if len(self._added) > 2 * len(self._keys) + 64:
-            half = len(self._added) // 2
-            del self._added[:half]
-            self._forgotten += half
+        self._recent_keys.append(key)
+        if len(self._recent_keys) > 2 * len(self._keys) + 64:
+            half = len(self._recent_keys) // 2
+            del self._recent_keys[:half]
+            self._forgotten_count += half
 
     def remove(self, key: str) -> None:
         """Remove `key`, which must be in it."""
@@ -38,10 +38,10 @@ class Listing(Collection[str]):
 
     def since(self, cursor: int) -> tuple[int, Collection[str]]:
         """Returns (new cursor, the keys added since `cursor`, possibly more); begin with 0."""
-        end = self._forgotten + len(self._added)
-        if cursor < self._forgotten:
+        end = self._forgotten_count + len(self._recent_keys)
+        if cursor < self._forgotten_count:
             return end, self._keys
-        return end, self._added[cursor - self._forgotten :]
+        return end, self._recent_keys[cursor - self._forgotten_count :]
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -109,45 +109,45 @@ class PromptIndex:
         return bisect_left(rows, self._arrival(row), key=self._arrival)
 
 
-class Newest:
+class NewestPrompts:
     """Orders the prompts of a listing by their newest arrival, while prompts and arrivals come and go.
 
     newest: the newest arrival of a prompt in `listing`; no two prompts have the same.
     """
 
-    def __init__(self, listing: Listing, newest: Callable[[str], int]) -> None:
+    def __init__(self, listing: Listing, newest_arrival: Callable[[str], int]) -> None:
         self._listing = listing
-        self._newest = newest
-        self._there: dict[str, int] = {}
+        self._newest_arrival = newest_arrival
+        self._arrivals: dict[str, int] = {}
         self._heap: list[tuple[int, str]] = []  # negative arrivals, the newest first; some entries are outdated
-        self._changed = set(listing)
+        self._changed_prompts = set(listing)
 
-    def changed(self, prompt: str) -> None:
+    def note_change(self, prompt: str) -> None:
         """Note that the prompt has come, has left, or has another newest arrival."""
-        self._changed.add(prompt)
+        self._changed_prompts.add(prompt)
 
-    def first(self, count: int, last: int) -> list[str]:
+    def newest(self, count: int, last_arrival: int) -> list[str]:
         """Returns the newest `count` prompts, newest first, and all further ones whose newest arrival is `last` or
         later.
         """
-        self._take_in_changes()
-        heap, given = self._heap, list[tuple[int, str]]()
-        while heap and (len(given) < count or -heap[0][0] >= last):
+        self._apply_changes()
+        heap, entries = self._heap, list[tuple[int, str]]()
+        while heap and (len(entries) < count or -heap[0][0] >= last_arrival):
             entry = heapq.heappop(heap)
-            if self._there.get(entry[1]) == -entry[0] and entry not in given[-1:]:
-                given.append(entry)
-        for entry in given:
+            if self._arrivals.get(entry[1]) == -entry[0] and entry not in entries[-1:]:
+                entries.append(entry)
+        for entry in entries:
             heapq.heappush(heap, entry)
-        return [prompt for _, prompt in given]
+        return [prompt for _, prompt in entries]
 
-    def _take_in_changes(self) -> None:
-        for prompt in self._changed:
+    def _apply_changes(self) -> None:
+        for prompt in self._changed_prompts:
             if prompt not in self._listing:
-                self._there.pop(prompt, None)
-            elif (newest := self._newest(prompt)) != self._there.get(prompt):
-                self._there[prompt] = newest
-                heapq.heappush(self._heap, (-newest, prompt))
-        self._changed.clear()
-        if len(self._heap) > 2 * len(self._there) + 64:
-            self._heap = [(-newest, prompt) for prompt, newest in self._there.items()]
+                self._arrivals.pop(prompt, None)
+            elif (arrival := self._newest_arrival(prompt)) != self._arrivals.get(prompt):
+                self._arrivals[prompt] = arrival
+                heapq.heappush(self._heap, (-arrival, prompt))
+        self._changed_prompts.clear()
+        if len(self._heap) > 2 * len(self._arrivals) + 64:
+            self._heap = [(-arrival, prompt) for prompt, arrival in self._arrivals.items()]
             heapq.heapify(self._heap)

@@ -18,10 +18,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from tba.errors import UserError
-from tba.replay.checks import copy_to, damage, log_belongs, log_of, uri_to_read
+from tba.replay.checks import copy_to, find_damage, log_belongs, log_of, uri_to_read
 from tba.replay.database import FileLock, in_use_mark, suspect_mark
-from tba.replay.pages import committed, wal_frames
-from tba.replay.recovery import look_over, recovered_name
+from tba.replay.pages import committed_frames, wal_frames
+from tba.replay.recovery import lock_and_check, recovered_name
 
 log = logging.getLogger("tba.journal")
 
@@ -44,7 +44,7 @@ class JournalFile(AbstractContextManager["JournalFile"]):
         except OSError:  # nobody ever had it open here, or it may not be opened
             in_use = False
         try:
-            self.uri = uri_to_read(path) if in_use else self._at_rest()
+            self.uri = uri_to_read(path) if in_use else self._prepare_unopened()
         except BaseException:
             self.close()
             raise
@@ -52,26 +52,26 @@ class JournalFile(AbstractContextManager["JournalFile"]):
             if lock is not None:
                 lock.close()
 
-    def _at_rest(self) -> str:
+    def _prepare_unopened(self) -> str:
         """Returns the name of a journal that nobody has open."""
-        whole = recovered_name(self.path)
-        if whole.exists():  # a recovery that was killed before it had put the new file in its place
-            return uri_to_read(whole, immutable=True)
-        with_log = bool(committed(wal_frames(log_of(self.path))))
+        recovered = recovered_name(self.path)
+        if recovered.exists():  # a recovery that was killed before it had put the new file in its place
+            return uri_to_read(recovered, immutable=True)
+        with_log = bool(committed_frames(wal_frames(log_of(self.path))))
         if with_log and not log_belongs(self.path):
             log.warning("%s is not the log of the journal beside it, and is passed over", log_of(self.path))
             with_log = False
         if not with_log:
-            why = damage(self.path, with_log=False)
-            if why is None and self.path.stat().st_size and not suspect_mark(self.path).exists():
+            damage = find_damage(self.path, with_log=False)
+            if damage is None and self.path.stat().st_size and not suspect_mark(self.path).exists():
                 return uri_to_read(self.path, immutable=True)
-        copy = self._copy(with_log)
+        copy = self._make_copy(with_log)
         if suspect_mark(self.path).exists():
             suspect_mark(copy).touch()
-        look_over(copy).close()  # which recovers it, and says what is wrong
+        lock_and_check(copy).close()  # which recovers it, and says what is wrong
         return uri_to_read(copy)
 
-    def _copy(self, with_log: bool) -> Path:
+    def _make_copy(self, with_log: bool) -> Path:
         self._folder = tempfile.TemporaryDirectory(prefix="tba-journal-")
         try:
             return copy_to(Path(self._folder.name), self.path, with_log)

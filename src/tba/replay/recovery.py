@@ -1,4 +1,4 @@
-"""Opening a journal. The first process to do so checks it; a damaged one is set aside, and its rows go into a new file.
+"""Opens journals. The first process to do so checks it; a damaged one is set aside, and its rows go into a new file.
 
     journal.sqlite-in-use        locked: shared by all who may write it, exclusively by a command that copies it
     journal.sqlite-open          locked: shared by all who have it open, exclusively by the one that checks it
@@ -30,23 +30,23 @@ from pathlib import Path
 from typing import Any
 
 from tba.errors import DeadlineExceeded, UserError
-from tba.replay.checks import damage, log_belongs, log_of, uri_to_read
-from tba.replay.codec import Damaged, facts_of, prompt_id
+from tba.replay.checks import find_damage, log_belongs, log_of, uri_to_read
+from tba.replay.codec import Damaged, prompt_id, trajectory_header
 from tba.replay.database import Database, FileLock, in_use_mark, network_filesystem, suspect_mark
-from tba.replay.pages import HEAD, UNREADABLE, rows_of
-from tba.replay.schema import KIND, LOST, STAGED, has_table, keep_prompts, note_lost, set_totals
+from tba.replay.pages import HEADER_BYTES, UNREADABLE, read_rows
+from tba.replay.schema import KIND, LOST_TABLE, STAGED_TABLE, has_table, keep_prompts, record_lost, set_totals
 
 log = logging.getLogger("tba.journal")
-_DEADLINE = 1800.0  # seconds that checking and recovering a large file may take
-_POLL = 0.02
-_PLAIN = ("leases", "outcomes", "jobs", "evaluations", "counters", "unscored", "scores", "recoveries")
+_DEADLINE_SECONDS = 1800.0  # seconds that checking and recovering a large file may take
+_POLL_SECONDS = 0.02
+_COPIED_TABLES = ("leases", "outcomes", "jobs", "evaluations", "counters", "unscored", "scores", "recoveries")
 _LEAST_BYTES = 32  # that the facts of a trajectory take up
-_MOST_CUT_OFF = 10_000_000  # trajectories whose loss a file tells that could not hold them: each gets a row
+_MOST_CUT_OFF_ROWS = 10_000_000  # trajectories whose loss a file tells that could not hold them: each gets a row
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """Records that a damaged file was set aside."""
+    """Records a recovery: a damaged file was set aside, and its rows went into a new one."""
 
     time: float  # seconds since the epoch
     damaged: str  # the name that the file has now; empty where there is none
@@ -65,7 +65,7 @@ class Recovery:
 
 
 def open_journal(
-    path: Path, deadline_s: float = 30.0, waiting: Callable[[], object] = lambda: None, create: bool = True
+    path: Path, deadline_s: float = 30.0, on_wait: Callable[[], object] = lambda: None, create: bool = True
 ) -> Database:
     """Returns the journal, checked, with its tables; `create`: also where there was no file.
 
@@ -77,15 +77,15 @@ def open_journal(
             f"the journal {path} would be on a network filesystem ({kind}), where SQLite loses data: "
             f"give a folder on a local disk with --run.journal-dir"
         )
-    locks = look_over(path)
+    locks = lock_and_check(path)
     try:
-        return Database(path, deadline_s, locks, waiting, create)
+        return Database(path, deadline_s, locks, on_wait, create)
     except BaseException:
         locks.close()
         raise
 
 
-def look_over(path: Path, deadline_s: float = _DEADLINE) -> ExitStack:
+def lock_and_check(path: Path, deadline_s: float = _DEADLINE_SECONDS) -> ExitStack:
     """Returns the locks that every process holds that may write the journal. The first checks the file, the others wait
     until it has.
 
@@ -96,22 +96,22 @@ def look_over(path: Path, deadline_s: float = _DEADLINE) -> ExitStack:
     with ExitStack() as locks:
         in_use = locks.enter_context(closing(FileLock(in_use_mark(path))))
         opened = locks.enter_context(closing(FileLock(Path(f"{path}-open"))))
-        _take_shared(in_use, limit, f"another command to copy the journal {path}")
+        _lock_shared(in_use, limit, f"another command to copy the journal {path}")
         if opened.take(fcntl.LOCK_EX):
-            _look(path)
-        _take_shared(opened, limit, f"another process to check the journal {path}")
+            _check_or_recover(path)
+        _lock_shared(opened, limit, f"another process to check the journal {path}")
         return locks.pop_all()
 
 
-def _take_shared(lock: FileLock, limit: float, event: str) -> None:
-    began = time.monotonic()
+def _lock_shared(lock: FileLock, limit: float, event: str) -> None:
+    start = time.monotonic()
     while not lock.take(fcntl.LOCK_SH):
         if time.monotonic() >= limit:
-            raise DeadlineExceeded(f"waited {time.monotonic() - began:.0f} s for {event}")
-        time.sleep(_POLL)
+            raise DeadlineExceeded(f"waited {time.monotonic() - start:.0f} s for {event}")
+        time.sleep(_POLL_SECONDS)
 
 
-def _look(path: Path) -> None:
+def _check_or_recover(path: Path) -> None:
     recovered = recovered_name(path)
     for part in (".recovering", ".recovering-wal", ".recovering-shm", ".recovering-journal", ".pages"):
         Path(f"{path}{part}").unlink(missing_ok=True)
@@ -120,27 +120,28 @@ def _look(path: Path) -> None:
         suspect_mark(path).unlink(missing_ok=True)
         return
     log_name = "" if log_belongs(path) else _set_log_aside(path)
-    if why := damage(path) or ("SQLite met damage while it was in use" if suspect_mark(path).exists() else None):
-        aside = free_name(path)
-        recovery = _recover(path, Path(f"{path}.recovering"), why, aside.name)
+    suspicion = "SQLite met damage while it was in use" if suspect_mark(path).exists() else None
+    if reason := find_damage(path) or suspicion:
+        new_path = free_name(path)
+        recovery = _recover(path, Path(f"{path}.recovering"), reason, new_path.name)
         os.replace(f"{path}.recovering", recovered)
-        _replace(path, recovered, aside)
+        _replace(path, recovered, new_path)
         log.warning("%s: %s", path, recovery)
     suspect_mark(path).unlink(missing_ok=True)
     if log_name:
-        why = f"had a log beside it that is not its own, which was set aside as {log_name}"
-        log.warning("the journal %s %s", path, why)
+        reason = f"had a log beside it that is not its own, which was set aside as {log_name}"
+        log.warning("the journal %s %s", path, reason)
         with Database(path) as database, database.transaction() as connection:
             (rows,) = connection.execute("SELECT count(*) FROM bodies").fetchone()
-            record_recovery(connection, time.time(), "", why, rows, 0, 0)
+            record_recovery(connection, time.time(), "", reason, rows, 0, 0)
 
 
 def _set_log_aside(path: Path) -> str:
     """Rename a log, so that SQLite does not read it into the journal; returns its new name."""
-    aside = log_of(free_name(path, "other"))
-    os.rename(log_of(path), aside)
+    new_path = log_of(free_name(path, "other"))
+    os.rename(log_of(path), new_path)
     Path(f"{path}-shm").unlink(missing_ok=True)
-    return aside.name
+    return new_path.name
 
 
 def _replace(path: Path, recovered: Path, aside: Path) -> None:
@@ -159,23 +160,23 @@ def _replace(path: Path, recovered: Path, aside: Path) -> None:
         os.close(folder)
 
 
-def _recover(path: Path, new: Path, why: str, aside: str) -> Recovery:
+def _recover(path: Path, new_path: Path, reason: str, aside_name: str) -> Recovery:
     """Write a new file of all that can be read in `path`.
 
     Raises `UserError` when nothing shows it to be a journal, unless it is too short to be anything.
     """
-    with Database(new) as database:
+    with Database(new_path) as database:
         with database.transaction() as connection:
-            known = _copy_tables(path, connection)
-            _copy_rows(path, connection, known)
-            (found,) = connection.execute("SELECT count(*) FROM bodies").fetchone()
-            if not found and not known.ours and (not path.exists() or path.stat().st_size >= HEAD):
+            facts = _copy_tables(path, connection)
+            _copy_rows(path, connection, facts)
+            (body_count,) = connection.execute("SELECT count(*) FROM bodies").fetchone()
+            if not body_count and not facts.is_journal and (not path.exists() or path.stat().st_size >= HEADER_BYTES):
                 raise UserError(f"{path} is not a SQLite file, and contains nothing of a journal: choose another place")
-            recovery = Recovery(time.time(), aside, why, found, *_account(connection, known))
+            recovery = Recovery(time.time(), aside_name, reason, body_count, *_reconcile(connection, facts))
             record_recovery(connection, *astuple(recovery))
         database.checkpoint()
     for part in ("-wal", "-shm"):
-        Path(f"{new}{part}").unlink(missing_ok=True)  # empty: its content has been moved into the file
+        Path(f"{new_path}{part}").unlink(missing_ok=True)  # empty: its content has been moved into the file
     return recovery
 
 
@@ -187,70 +188,70 @@ def record_recovery(connection: sqlite3.Connection, *facts: object) -> None:
 
 
 @dataclass
-class _Known:
-    """Collects what the damaged file says about itself."""
+class _FileFacts:
+    """Collects what a damaged file says about itself."""
 
-    in_file: int  # trajectories that a file of its size can have
-    in_log: int
-    ours: bool = False
+    most_in_file: int  # trajectories that a file of its size can have
+    most_in_log: int
+    is_journal: bool = False
     totals: dict[str, int] = field(default_factory=dict)
-    counted: int | None = None  # trajectories that the counts are of; None where some counts could not be read
+    counted_rows: int | None = None  # trajectories that the counts are of; None where some counts could not be read
 
-    def believe(self, rows: Iterable[tuple[Any, ...]]) -> None:
-        """Accept totals (name, value, again), if all of them are possible, in the place of earlier ones."""
+    def accept_totals(self, rows: Iterable[tuple[Any, ...]]) -> None:
+        """Replace the totals by rows of (name, value, again), if all of these are possible."""
         numbers = {name: value for name, value, again in rows if isinstance(value, int) and value == again}
         totals = self.totals | {name: numbers[name] for name in _TOTALS if name in numbers}
-        most = self.in_file + self.in_log + _MOST_CUT_OFF
+        most = self.most_in_file + self.most_in_log + _MOST_CUT_OFF_ROWS
         if min(totals.values(), default=0) >= 0 and totals.get("retired_until", 0) <= totals.get("rows", -1) <= most:
-            self.totals, self.ours = totals, True
+            self.totals, self.is_journal = totals, True
 
     @property
-    def last(self) -> int:
-        """Returns the largest number that a trajectory can have: the totals may be of before what is in the log."""
-        return self.totals.get("rows", self.in_file) + self.in_log
+    def last_place(self) -> int:
+        """Returns the largest number that a trajectory can have: the totals may be older than the log."""
+        return self.totals.get("rows", self.most_in_file) + self.most_in_log
 
 
-def _copy_tables(path: Path, connection: sqlite3.Connection) -> _Known:
+def _copy_tables(path: Path, connection: sqlite3.Connection) -> _FileFacts:
     """Copy the small tables, each as far as it can be read."""
-    in_file, in_log = (p.stat().st_size // _LEAST_BYTES if p.exists() else 0 for p in (path, Path(f"{path}-wal")))
-    known = _Known(in_file, in_log)
+    most_rows = [p.stat().st_size // _LEAST_BYTES if p.exists() else 0 for p in (path, Path(f"{path}-wal"))]
+    facts = _FileFacts(most_rows[0], most_rows[1])
     with (
         suppress(*UNREADABLE, OSError),
-        closing(sqlite3.connect(uri_to_read(path), uri=True, timeout=5.0, isolation_level=None)) as old,
+        closing(sqlite3.connect(uri_to_read(path), uri=True, timeout=5.0, isolation_level=None)) as old_connection,
     ):
-        old.execute("PRAGMA writable_schema = ON")  # with it SQLite reads as far as a truncated file goes
-        known.ours = old.execute("PRAGMA application_id").fetchone()[0] == KIND
-        whole = {table for table in _PLAIN if _copy_table(old, connection, table)}
+        old_connection.execute("PRAGMA writable_schema = ON")  # with it SQLite reads as far as a truncated file goes
+        facts.is_journal = old_connection.execute("PRAGMA application_id").fetchone()[0] == KIND
+        complete_tables = {table for table in _COPIED_TABLES if _copy_table(old_connection, connection, table)}
         with suppress(*UNREADABLE):
-            for table, statement in (("staged", STAGED), ("lost", LOST)):
-                if has_table(old, table):
+            for table, statement in (("staged", STAGED_TABLE), ("lost", LOST_TABLE)):
+                if has_table(old_connection, table):
                     connection.execute(statement)
-                    _copy_table(old, connection, table)
+                    _copy_table(old_connection, connection, table)
         with suppress(*UNREADABLE):
-            known.believe(old.execute("SELECT name, value, again FROM totals"))
-            known.counted = known.totals.get("rows") if "counters" in whole else None
-    return known
+            facts.accept_totals(old_connection.execute("SELECT name, value, again FROM totals"))
+            facts.counted_rows = facts.totals.get("rows") if "counters" in complete_tables else None
+    return facts
 
 
-def _copy_table(old: sqlite3.Connection, new: sqlite3.Connection, table: str) -> bool:
+def _copy_table(old_connection: sqlite3.Connection, new_connection: sqlite3.Connection, table: str) -> bool:
     """Copy a table; returns whether all of it could be read."""
     try:
-        columns = [row[1] for row in new.execute(f"PRAGMA table_info({table})")]
+        columns = [row[1] for row in new_connection.execute(f"PRAGMA table_info({table})")]
         marks = ",".join("?" * len(columns))
-        for row in old.execute(f"SELECT {','.join(columns)} FROM {table}"):  # noqa: S608 - our own names
+        for row in old_connection.execute(f"SELECT {','.join(columns)} FROM {table}"):  # noqa: S608 - our own names
             with suppress(sqlite3.IntegrityError):  # a damaged value in a column that must not be empty
-                new.execute(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", row)  # noqa: S608
+                new_connection.execute(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", row)  # noqa: S608
     except UNREADABLE:
         return False
     return True
 
 
-def _copy_rows(path: Path, connection: sqlite3.Connection, known: _Known) -> None:
+def _copy_rows(path: Path, connection: sqlite3.Connection, facts: _FileFacts) -> None:
     """Copy prompts, bodies and facts, page by page, and read the totals; bodies whose prompt is lost are dropped."""
-    totals = []
+    total_rows = []
     connection.execute("CREATE TEMP TABLE facts (seq INTEGER PRIMARY KEY, uid, owner, prompt, tokens, i, s, r, c)")
     copy = Path(f"{path}.pages")
-    for rowid, columns in rows_of(path, copy):
+    for rowid, columns in read_rows(path, copy):
         match columns:
             case (None, bytes(body), *_) if prompt_id(body) == rowid:
                 keep_prompts(connection, [(rowid, body)])
@@ -258,80 +259,82 @@ def _copy_rows(path: Path, connection: sqlite3.Connection, known: _Known) -> Non
                 keep_prompts(connection, [(digest, body)])
             case (None, int(prompt), int(tokens), bytes(body), *_):
                 if _is_whole(body, tokens):
-                    connection.execute(_BODY, (rowid, prompt, tokens, body))
+                    connection.execute(_INSERT_BODY, (rowid, prompt, tokens, body))
             case (None, str(), str(), int(), int(tokens), int(), int(), _, _) if 0 <= tokens < 1 << 40:
-                connection.execute(_FACTS, (rowid, *columns[1:]))
+                connection.execute(_INSERT_FACTS, (rowid, *columns[1:]))
             case (str(), int(), int(), None, *_):
-                totals.append(columns[:3])
+                total_rows.append(columns[:3])
             case _:
                 pass
     copy.unlink()
-    known.believe(totals)
-    first = known.totals.get("retired_until", 0)
-    connection.execute("DELETE FROM bodies WHERE seq <= ? OR seq > ?", (first, known.last))  # deleted; a damaged number
-    connection.execute("DELETE FROM facts WHERE seq <= 0 OR seq > ?", (known.last,))
+    facts.accept_totals(total_rows)
+    retired_until = facts.totals.get("retired_until", 0)
+    places = retired_until, facts.last_place  # outside of them bodies were deleted, or their number is damaged
+    connection.execute("DELETE FROM bodies WHERE seq <= ? OR seq > ?", places)
+    connection.execute("DELETE FROM facts WHERE seq <= 0 OR seq > ?", (facts.last_place,))
     connection.execute("DELETE FROM bodies WHERE NOT EXISTS (SELECT 1 FROM prompts p WHERE p.id = prompt)")
 
 
 _TOTALS = ("rows", "tokens", "positions", "retired_rows", "retired_tokens", "retired_until", "identity", "mark")
-_BODY = "INSERT OR IGNORE INTO bodies VALUES (?, ?, ?, ?)"
-_FACTS = "INSERT OR IGNORE INTO facts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_INSERT_BODY = "INSERT OR IGNORE INTO bodies VALUES (?, ?, ?, ?)"
+_INSERT_FACTS = "INSERT OR IGNORE INTO facts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
 
 def _is_whole(body: bytes, tokens: int) -> bool:
     try:
-        return bool(facts_of(body)["length"] == tokens)
+        return bool(trajectory_header(body)["length"] == tokens)
     except Damaged:
         return False
 
 
-def _account(connection: sqlite3.Connection, known: _Known) -> tuple[int, int]:
+def _reconcile(connection: sqlite3.Connection, facts: _FileFacts) -> tuple[int, int]:
     """Make facts, totals and counts agree with the bodies; returns (trajectories, tokens) that are lost."""
-    totals = known.totals
-    retired = totals.get("retired_until", 0)
-    connection.create_function("uid_in", 1, lambda body: facts_of(body)["uid"])
+    totals = facts.totals
+    retired_until = totals.get("retired_until", 0)
+    connection.create_function("uid_in", 1, lambda body: trajectory_header(body)["uid"])
     owners = dict(connection.execute("SELECT seq, owner FROM facts"))
     connection.execute("DELETE FROM bodies WHERE uid_in(body) <> (SELECT uid FROM facts f WHERE f.seq = bodies.seq)")
     for seq, prompt, tokens, body in connection.execute("SELECT seq, prompt, tokens, body FROM bodies"):
-        facts = facts_of(body)
-        owner = owners.get(seq) or str(facts["provenance"].get("searcher", ""))
-        row = (seq, facts["uid"], owner, prompt, tokens, *facts["versions"][:2], facts["reward"], facts["created"])
+        header = trajectory_header(body)
+        owner = owners.get(seq) or str(header["provenance"].get("searcher", ""))
+        row = (seq, header["uid"], owner, prompt, tokens, *header["versions"][:2], header["reward"], header["created"])
         connection.execute("INSERT OR IGNORE INTO trajectories VALUES (?,?,?,?,?,?,?,?,?)", row)
     connection.execute("DELETE FROM bodies WHERE seq NOT IN (SELECT seq FROM trajectories)")
     connection.execute("INSERT OR IGNORE INTO trajectories SELECT * FROM facts")
-    _fill_places(connection, totals)
-    (rows, tokens), (old_rows, old_tokens) = (
-        connection.execute(f"{_AMOUNT} {condition}", (retired,)).fetchone()
+    _add_missing_places(connection, totals)
+    (rows, tokens), (retired_rows, retired_tokens) = (
+        connection.execute(f"{_AMOUNT_QUERY} {condition}", (retired_until,)).fetchone()
         for condition in ("seq > 0 OR ?", "seq <= ?")
     )
-    new = dict.fromkeys(_TOTALS, 0) | {"retired_rows": old_rows, "retired_tokens": old_tokens} | totals
-    set_totals(connection, new | {"rows": max(rows, new["rows"]), "tokens": max(tokens, new["tokens"])})
-    lost = [(seq,) for seq in note_lost(connection)]
+    totals = dict.fromkeys(_TOTALS, 0) | {"retired_rows": retired_rows, "retired_tokens": retired_tokens} | totals
+    set_totals(connection, totals | {"rows": max(rows, totals["rows"]), "tokens": max(tokens, totals["tokens"])})
+    lost_places = [(seq,) for seq in record_lost(connection)]
     lost_tokens = sum(
-        connection.execute("SELECT tokens FROM trajectories WHERE seq = ?", place).fetchone()[0] for place in lost
+        connection.execute("SELECT tokens FROM trajectories WHERE seq = ?", seq).fetchone()[0] for seq in lost_places
     )
-    if known.counted is None:  # counts without the rows they count would be of no use
-        _count_again(connection)
-    elif rows > known.counted:  # of transactions that SQLite itself could not read
-        count_put(connection, known.counted)
-    return len(lost), lost_tokens
+    if facts.counted_rows is None:  # counts without the rows they count would be of no use
+        _recompute_counters(connection)
+    elif rows > facts.counted_rows:  # of transactions that SQLite itself could not read
+        count_puts(connection, facts.counted_rows)
+    return len(lost_places), lost_tokens
 
 
-_AMOUNT = "SELECT count(*), coalesce(sum(tokens), 0) FROM trajectories WHERE"
+_AMOUNT_QUERY = "SELECT count(*), coalesce(sum(tokens), 0) FROM trajectories WHERE"
 
 
-def _fill_places(connection: sqlite3.Connection, totals: dict[str, int]) -> None:
-    """Add what is lost, according to the totals."""
-    retired = totals.get("retired_until", 0)
-    (last, tokens) = connection.execute("SELECT coalesce(max(seq), 0), sum(tokens) FROM trajectories").fetchone()
-    last = max(last, totals.get("rows", 0))
-    there = {seq for (seq,) in connection.execute("SELECT seq FROM trajectories WHERE seq > ?", (retired,))}
-    missing = [seq for seq in range(retired + 1, last + 1) if seq not in there]
-    short = max(0, totals.get("tokens", 0) - totals.get("retired_tokens", 0) - (tokens or 0))
-    add_lost(connection, missing, short)
+def _add_missing_places(connection: sqlite3.Connection, totals: dict[str, int]) -> None:
+    """Add rows for the trajectories that are lost, according to the totals."""
+    retired_until = totals.get("retired_until", 0)
+    (last_place, tokens) = connection.execute("SELECT coalesce(max(seq), 0), sum(tokens) FROM trajectories").fetchone()
+    last_place = max(last_place, totals.get("rows", 0))
+    rows = connection.execute("SELECT seq FROM trajectories WHERE seq > ?", (retired_until,))
+    present_places = {seq for (seq,) in rows}
+    missing_places = [seq for seq in range(retired_until + 1, last_place + 1) if seq not in present_places]
+    missing_tokens = max(0, totals.get("tokens", 0) - totals.get("retired_tokens", 0) - (tokens or 0))
+    add_lost_rows(connection, missing_places, missing_tokens)
 
 
-def add_lost(connection: sqlite3.Connection, places: Iterable[int], tokens: int) -> None:
+def add_lost_rows(connection: sqlite3.Connection, places: Iterable[int], tokens: int) -> None:
     """Insert rows without a body for lost trajectories, so that they keep their places; the first gets the tokens."""
     connection.executemany(
         "INSERT INTO trajectories VALUES (?, ?, '', 0, ?, 0, 0, NULL, NULL)",
@@ -339,8 +342,8 @@ def add_lost(connection: sqlite3.Connection, places: Iterable[int], tokens: int)
     )
 
 
-def _count_again(connection: sqlite3.Connection) -> None:
-    """Compute again what each owner generated or imported: all that it put, and what it rejected or left unfinished."""
+def _recompute_counters(connection: sqlite3.Connection) -> None:
+    """Compute the generated and imported counts of each owner anew: what it put, rejected or left unfinished."""
     for unit in ("trajectories", "tokens"):
         names = (f"generated_{unit}", f"imported_{unit}", f"rejected_{unit}", f"in_flight_{unit}")
         connection.execute("DELETE FROM counters WHERE name IN (?, ?)", names[:2])
@@ -348,11 +351,11 @@ def _count_again(connection: sqlite3.Connection) -> None:
             "INSERT INTO counters SELECT owner, ?1, sum(value) FROM counters WHERE name IN (?3, ?4) GROUP BY owner",
             names,
         )
-    count_put(connection, 0)
+    count_puts(connection, 0)
 
 
-def count_put(connection: sqlite3.Connection, after: int) -> None:
-    """Add to each owner's counts what it put after a number."""
+def count_puts(connection: sqlite3.Connection, after: int) -> None:
+    """Add the trajectories after a place to the counts of the owners that put them."""
     for unit, amount in (("trajectories", "count(*)"), ("tokens", "sum(tokens)")):
         connection.execute(
             f"INSERT INTO counters SELECT owner, CASE WHEN incarnation < 0 THEN ?1 ELSE ?2 END, {amount} "  # noqa: S608
@@ -363,13 +366,13 @@ def count_put(connection: sqlite3.Connection, after: int) -> None:
 
 
 def recovered_name(path: Path) -> Path:
-    """Returns the name of the new file from when it is whole until it has taken the journal's place."""
+    """Returns the name that a new file has once it is complete, until it takes the journal's place."""
     return Path(f"{path}.recovered")
 
 
-def free_name(path: Path, why: str = "damaged") -> Path:
-    """Returns a name next to the file that is not taken."""
+def free_name(path: Path, kind: str = "damaged") -> Path:
+    """Returns an unused name next to a file."""
     n = 1
-    while (aside := path.with_name(f"{path.name}.{why}-{n}")).exists() or Path(f"{aside}-wal").exists():
+    while (name := path.with_name(f"{path.name}.{kind}-{n}")).exists() or Path(f"{name}-wal").exists():
         n += 1
-    return aside
+    return name

@@ -1,4 +1,4 @@
-"""Replay: takes trajectories into the replay buffer, decides when a batch may be drawn, and draws it.
+"""Takes trajectories into the replay buffer, decides when a batch may be drawn, and draws it.
 
 Invariant: nothing is dropped for being old; what leaves leaves by the capacity rule, and is counted. Mean uses per
 trajectory stay within the limit. All groups of a batch are scored under the reference that is current when it is drawn.
@@ -17,14 +17,14 @@ import numpy.typing as npt
 
 from tba.errors import UserError
 from tba.fields import as_declared
-from tba.replay.buffer import Amount, Buffer, BufferSettings, Counts
-from tba.replay.codec import Gone, Stored, pack_uses, unpack_uses
-from tba.replay.columns import Lost
+from tba.replay.buffer import Buffer, BufferSettings, Counts, Tally
+from tba.replay.codec import MissingCounts, StoredTrajectory, pack_uses, unpack_uses
+from tba.replay.columns import LostRow
 from tba.replay.pacing import Pacing
 from tba.replay.selection import SMALLEST_GROUP, BatchRequest, RecencyReward, Selection
 from tba.types import ELSEWHERE, Group, Json, Score, Version
 
-_CHUNK = 4096  # rows drained at a time
+_CHUNK_ROWS = 4096  # rows drained at a time
 
 NotReady: TypeAlias = Literal["warm_up", "paced", "empty", "unscored"]
 
@@ -52,7 +52,7 @@ class ReplaySettings:
 
 
 class TrajectorySource(Protocol):
-    """Where trajectories come from, always in the same order: the journal's follower.
+    """Gives trajectories, always in the same order: the journal's follower does.
 
     Positions count what was drained, trajectories and scores; they may be set, to drain again from there. So may
     `needed_from`, the first place that its retention leaves alone.
@@ -62,7 +62,7 @@ class TrajectorySource(Protocol):
     score_position: int
     needed_from: int | None
 
-    def drain_stored(self, limit: int | None = None, until: int | None = None) -> list[Stored]:
+    def drain_stored(self, limit: int | None = None, until: int | None = None) -> list[StoredTrajectory]:
         """Returns what is new since the last call, oldest first, at most `limit` of it, up to position `until`. Never
         waits.
         """
@@ -72,8 +72,8 @@ class TrajectorySource(Protocol):
         """Returns the body of what was drained from this place. Raises `Damaged` when it cannot be read any more."""
         ...
 
-    def take_gone(self) -> Gone:
-        """Returns what was passed over since the last call because it could not be read."""
+    def take_missing_counts(self) -> MissingCounts:
+        """Returns the counts of trajectories that were passed over since the last call: they could not be read."""
         ...
 
     def ask(self, reference: Version, uids: Sequence[str]) -> None:
@@ -81,7 +81,7 @@ class TrajectorySource(Protocol):
         ...
 
     def drain_scores(self, limit: int | None = None, until: int | None = None) -> list[Score]:
-        """Returns the scores that are new, as `drain_stored` gives trajectories."""
+        """Returns the scores since the last call, as `drain_stored` gives trajectories."""
         ...
 
 
@@ -89,8 +89,8 @@ class Replay:
     """The replay buffer with its rules, from which the trainer draws groups. Set `now` to the trainer's version before
     each batch.
 
-    sync_every: the trainer's k, which the selector is told. arrived: called with prompt, reward and tokens of all that
-    searchers bring, as it comes in. resets: whether the reference may change, after which what is in the buffer is
+    sync_every: the trainer's k, which the selector is told. on_arrival: called with prompt, reward and tokens of all
+    that searchers bring, as it comes in. resets: whether the reference may change, after which what is in the buffer is
     scored again by the source's bodies.
     """
 
@@ -102,20 +102,20 @@ class Replay:
         *,
         seed: int = 0,
         resets: bool = False,
-        arrived: Callable[[Sequence[tuple[str, float, int]]], object] | None = None,
+        on_arrival: Callable[[Sequence[tuple[str, float, int]]], object] | None = None,
     ) -> None:
         self.settings = settings
-        self.buffer = Buffer(settings.buffer, read=source.body)
+        self.buffer = Buffer(settings.buffer, read_body=source.body)
         self.selector = settings.selection.start()
         self.sync_every = sync_every
         self.m: float | None = None  # the share of recent groups to ask for; None: the selection's own
         self._source, self._resets = source, resets
         self._rng = np.random.default_rng([seed, 0x5E1EC7])  # independent of the searchers' streams of the same seed
         self._lock = threading.RLock()
-        self._sampled = 0  # batches
-        self._newest: Sequence[Group] = ()  # the last of them
-        self._show = arrived
-        self._arrived = 0  # trajectories, the last time that there were any
+        self._batch_count = 0  # batches
+        self._newest_batch: Sequence[Group] = ()  # the last of them
+        self._on_arrival = on_arrival
+        self._arrival_count = 0  # trajectories, the last time that there were any
         self._forfeited = 0.0  # trajectories whose uses are lost (`Pacing.forfeit`)
         # (position, incarnation) of the checkpoints that this run has resumed from
         self._lineage: list[tuple[int, int]] = []
@@ -139,7 +139,7 @@ class Replay:
     def reference(self, reference: Version) -> None:
         with self._lock:
             self.buffer.reference = reference
-            self._ask(self.buffer.unscored())
+            self._request_scores(self.buffer.unscored())
 
     @property
     def references(self) -> set[Version]:
@@ -148,26 +148,26 @@ class Replay:
             return self.buffer.references
 
     def drain(self) -> int:
-        """Take in all that the source has, scores too; returns how many trajectories that were. Never waits."""
-        taken = 0
+        """Add new trajectories and scores of the source to the buffer; returns how many trajectories."""
+        drained_count = 0
         with self._lock:
-            while chunk := self._drained():
+            while chunk := self._next_chunk():
                 for trajectory in chunk:
                     self.buffer.add(trajectory)
-                if self._show is not None:
-                    self._show([(t.prompt.key, t.reward, t.length) for t in chunk if t.version != ELSEWHERE])
-                self._ask([t.uid for t in chunk if t.reference != self.reference])
-                taken += len(chunk)
-                if len(chunk) < _CHUNK:
+                if self._on_arrival is not None:
+                    self._on_arrival([(t.prompt.key, t.reward, t.length) for t in chunk if t.version != ELSEWHERE])
+                self._request_scores([t.uid for t in chunk if t.reference != self.reference])
+                drained_count += len(chunk)
+                if len(chunk) < _CHUNK_ROWS:
                     break
-            self._pass_over()
-            while scores := self._source.drain_scores(_CHUNK):
+            self._count_missing()
+            while scores := self._source.drain_scores(_CHUNK_ROWS):
                 for score in scores:
                     self.buffer.score(score)
-            self._arrived = taken or self._arrived
-        return taken
+            self._arrival_count = drained_count or self._arrival_count
+        return drained_count
 
-    def ready(self, groups: int, size: int) -> NotReady | None:
+    def ready(self, group_count: int, size: int) -> NotReady | None:
         """Returns why a batch of `groups` x `size` may not be drawn now, or None: it may.
 
         Takes new data in, if the settings say so. While no batch may be drawn it always does: a trainer that is held
@@ -178,38 +178,39 @@ class Replay:
         consist of the same few trajectories.
         """
         with self._lock:
-            if self.settings.take_in == "always" or self._held(groups, size) is not None:
+            if self.settings.take_in == "always" or self._hold_reason(group_count, size) is not None:
                 self.drain()
-            received, trained, pacing = self.buffer.received, self.buffer.trained_total, self.settings.pacing
-            self._forfeited = pacing.forfeit(received, trained, groups * size, self._arrived, self._forfeited)
-            return self._held(groups, size)
+            received, uses, batch = self.buffer.received, self.buffer.trained_total, group_count * size
+            pacing = self.settings.pacing
+            self._forfeited = pacing.forfeit(received, uses, batch, self._arrival_count, self._forfeited)
+            return self._hold_reason(group_count, size)
 
-    def sample_if_ready(self, groups: int, size: int) -> list[Group] | NotReady:
+    def sample_if_ready(self, group_count: int, size: int) -> list[Group] | NotReady:
         """Returns a batch, or why none may be drawn now. The reference cannot change between the two."""
         with self._lock:
-            return self.ready(groups, size) or self._drawn(groups, size)
+            return self.ready(group_count, size) or self._draw(group_count, size)
 
-    def sample(self, groups: int, size: int) -> list[Group]:
+    def sample(self, group_count: int, size: int) -> list[Group]:
         """Draws one batch and counts its uses. Raises `RuntimeError` unless `ready` would return None."""
         with self._lock:
-            drawn = self._drawn(groups, size)
-            if isinstance(drawn, str):
-                raise RuntimeError(f"no batch may be sampled now ({drawn}): wait until ready() answers None")
-            return drawn
+            batch = self._draw(group_count, size)
+            if isinstance(batch, str):
+                raise RuntimeError(f"no batch may be sampled now ({batch}): wait until ready() answers None")
+            return batch
 
-    def _drawn(self, groups: int, size: int) -> list[Group] | NotReady:
-        """Draws a batch of what can be read; what cannot is removed, and counted as damaged."""
-        while (reason := self._held(groups, size)) is None:
-            wanted = BatchRequest(groups, size, self._arrived, self.sync_every, self.m)
+    def _draw(self, group_count: int, size: int) -> list[Group] | NotReady:
+        """Draws a batch; a trajectory that cannot be read is removed, and counted as damaged."""
+        while (reason := self._hold_reason(group_count, size)) is None:
+            request = BatchRequest(group_count, size, self._arrival_count, self.sync_every, self.m)
             try:
-                chosen = self.selector.select(self.buffer, wanted, self._rng)
-            except Lost as lost:
-                self.buffer.lose(lost.row)
+                groups = self.selector.select(self.buffer, request, self._rng)
+            except LostRow as error:
+                self.buffer.lose(error.row)
                 continue
-            trajectories = [t for group in chosen for t in group.trajectories]
+            trajectories = [t for group in groups for t in group.trajectories]
             self.buffer.use(trajectories)
-            self._sampled, self._newest = self._sampled + 1, chosen
-            return chosen
+            self._batch_count, self._newest_batch = self._batch_count + 1, groups
+            return groups
         return reason
 
     def take_back(self, groups: Sequence[Group]) -> None:
@@ -221,17 +222,17 @@ class Replay:
         trajectories = [t for group in groups for t in group.trajectories]
         with self._lock:
             self.buffer.take_back(trajectories)
-            self._sampled, self._newest = self._sampled - 1, ()
+            self._batch_count, self._newest_batch = self._batch_count - 1, ()
 
     def steer(self, m: float, sync_every: int) -> None:
         """Set, from the next batch on, the share of recent groups that is asked for, and the trainer's k."""
         with self._lock:
             self.m, self.sync_every = m, sync_every
 
-    def wanted(self, batch: int, updates: int) -> int | None:
-        """Returns how many trajectories searchers may have sent before they are held back (`Pacing.wanted`)."""
+    def searcher_limit(self, batch: int, updates: int) -> int | None:
+        """Returns how many trajectories searchers may have sent before they are held (`Pacing.searcher_limit`)."""
         with self._lock:
-            return self.settings.pacing.wanted(self.buffer.trained_total, batch, updates)
+            return self.settings.pacing.searcher_limit(self.buffer.trained_total, batch, updates)
 
     @property
     def samples_per_insert(self) -> float:
@@ -261,25 +262,25 @@ class Replay:
             }
             return sizes | {f"groups_{name}": float(count) for name, count in self.selector.counts.items()}
 
-    def state(self, trained: int | None = None) -> Json:
+    def state(self, trained_batches: int | None = None) -> Json:
         """Returns what `restore` needs besides the source.
 
-        trained: how many of the batches drawn here have been trained on; the uses of one that was drawn ahead do not
-        count (None: all have been).
+        trained_batches: how many of the batches drawn here have been trained on; the uses of one that was drawn ahead
+        do not count (None: all have been).
         """
         with self._lock:
-            ahead = [] if trained is None or self._sampled == trained else self._newest
-            trajectories = [t for group in ahead for t in group.trajectories]
+            is_ahead = trained_batches is not None and self._batch_count != trained_batches
+            trajectories = [t for group in self._newest_batch for t in group.trajectories] if is_ahead else []
             self.buffer.take_back(trajectories)
-            counts, used = self.buffer.counts(), self.buffer.fates()
+            counts, uses = self.buffer.counts(), self.buffer.fates()
             self.buffer.use(trajectories)
             return {
                 "position": self._source.position,
                 "lineage": [*self._lineage, (self._source.position, self.now.incarnation)],
-                "counts": {f.name: _pair(getattr(counts, f.name)) for f in fields(counts)},
+                "counts": {f.name: _tally_pair(getattr(counts, f.name)) for f in fields(counts)},
                 "score_position": self._source.score_position,
-                "uses": pack_uses(used),
-                "pacing": [self._arrived, self._forfeited],
+                "uses": pack_uses(uses),
+                "pacing": [self._arrival_count, self._forfeited],
                 "now": str(self.now),
                 "reference": str(self.reference),
                 "rng": self._rng.bit_generator.state,
@@ -300,71 +301,71 @@ class Replay:
         if self.buffer.received:
             raise ValueError("only a fresh replay can be restored: this one has taken in trajectories")
         with self._lock:
-            used = unpack_uses(state["uses"])
+            uses = unpack_uses(state["uses"])
             self.now = Version.parse(state["now"]) if now is None else now
             self.buffer.reference = Version.parse(state["reference"])
             self._lineage = [(position, incarnation) for position, incarnation in state["lineage"]]
-            self._take_in_again(used)
-            self._pass_over()
-            self.buffer.carry(Counts(**{name: Amount(*pair) for name, pair in state["counts"].items()}), used)
-            self._arrived, self._forfeited = state.get("pacing", (self.buffer.received, 0.0))
+            self._add_again(uses)
+            self._count_missing()
+            self.buffer.carry(Counts(**{name: Tally(*pair) for name, pair in state["counts"].items()}), uses)
+            self._arrival_count, self._forfeited = state.get("pacing", (self.buffer.received, 0.0))
             self._restore_scores(state["score_position"])
-            self._ask(self.buffer.unscored())
+            self._request_scores(self.buffer.unscored())
             self._rng.bit_generator.state = state["rng"]
             self.selector.restore(state["selector"])
 
-    def _drained(self, until: int | None = None) -> list[Stored]:
-        """Returns the next chunk of the source, which may now delete what no row needs."""
+    def _next_chunk(self, until: int | None = None) -> list[StoredTrajectory]:
+        """Returns the next chunk of the source, which may now delete the bodies that no row needs."""
         needed = self.buffer.needed_from(self._resets)
         self._source.needed_from = self._source.position + 1 if needed is None else needed
-        return self._source.drain_stored(_CHUNK, until)
+        return self._source.drain_stored(_CHUNK_ROWS, until)
 
-    def _pass_over(self) -> None:
-        """Count what the source has on record and could not give."""
-        gone = self._source.take_gone()
+    def _count_missing(self) -> None:
+        """Count the trajectories that the source has on record and could not give."""
+        counts = self._source.take_missing_counts()
         self.buffer.pass_over(
-            evicted=Amount(gone.retired_trajectories, gone.retired_tokens),
-            damaged=Amount(gone.damaged_trajectories, gone.damaged_tokens),
+            evicted=Tally(counts.retired_trajectories, counts.retired_tokens),
+            damaged=Tally(counts.damaged_trajectories, counts.damaged_tokens),
         )
 
-    def _ask(self, uids: Sequence[str]) -> None:
-        """Request scores of these under the current reference."""
+    def _request_scores(self, uids: Sequence[str]) -> None:
+        """Request scores of these trajectories under the current reference."""
         if uids:
             self._source.ask(self.reference, uids)
 
-    def _take_in_again(self, used: npt.NDArray[np.int32]) -> None:
-        """Take in what each checkpoint of the lineage had taken in, in the same order."""
+    def _add_again(self, uses_by_place: npt.NDArray[np.int32]) -> None:
+        """Add the trajectories that each checkpoint of the lineage had, in the same order."""
         self._source.position = 0
         for position, incarnation in self._lineage:
-            while chunk := self._drained(position):
+            while chunk := self._next_chunk(position):
                 for stored in chunk:
-                    past = stored.version.incarnation == incarnation
-                    uses = int(used[stored.place]) if stored.place < len(used) else 0
-                    self.buffer.add(stored, uses, self.now.incarnation if past else None)
+                    is_ancestor = stored.version.incarnation == incarnation
+                    uses = int(uses_by_place[stored.place]) if stored.place < len(uses_by_place) else 0
+                    self.buffer.add(stored, uses, self.now.incarnation if is_ancestor else None)
             self._source.position = position
 
     def _restore_scores(self, until: int) -> None:
-        """Take in the scores up to a position. Those under an earlier reference no longer count."""
+        """Add the scores up to a position. Those under an earlier reference no longer count."""
         self._source.score_position = 0
-        while scores := self._source.drain_scores(_CHUNK, until):
+        while scores := self._source.drain_scores(_CHUNK_ROWS, until):
             for score in scores:
                 self.buffer.score(score)
         self._source.score_position = until
 
-    def _held(self, groups: int, size: int) -> NotReady | None:
-        received, trained = self.buffer.received, self.buffer.trained_total
-        reason = self.settings.pacing.held(received, trained, groups * size, self._forfeited)
+    def _hold_reason(self, group_count: int, size: int) -> NotReady | None:
+        received, trained_total = self.buffer.received, self.buffer.trained_total
+        reason = self.settings.pacing.hold_reason(received, trained_total, group_count * size, self._forfeited)
         if reason == "warm_up":
             return reason
         unscored = self.buffer.sampleable < len(self.buffer)
-        if unscored and self.buffer.sampleable < max(self.settings.pacing.warm_up, groups * size):
+        if unscored and self.buffer.sampleable < max(self.settings.pacing.warm_up, group_count * size):
             return "unscored"
         if not self.buffer.prompts(SMALLEST_GROUP):
             return "empty"
         return reason
 
 
-def _pair(amount: Amount) -> tuple[int, int]:
+def _tally_pair(amount: Tally) -> tuple[int, int]:
     return amount.trajectories, amount.tokens
 
 

@@ -38,13 +38,13 @@ KIND = 0x54424131  # "TBA1" in the file's header, which tells it from other prog
 VERSION = 7
 PAGE_BYTES = 8192  # a body of 128 tokens is a bit over 2 kB: a page of 4096 would hold only one
 TOTALS_PAGE = 2
-ROWS = "SELECT value FROM totals WHERE name = 'rows'"  # how many trajectories were ever put
-AMOUNTS = """SELECT
+ROWS_QUERY = "SELECT value FROM totals WHERE name = 'rows'"  # how many trajectories were ever put
+AMOUNTS_QUERY = """SELECT
     (SELECT value FROM totals WHERE name = 'rows'), (SELECT value FROM totals WHERE name = 'tokens')
 """
 # The two rows without content in `prompt_copies` do not fit on one page. As long as a table does, its only page is its
 # root, and what is on it moves to the file's end when it is full.
-TABLES = """
+TABLES_SQL = """
 CREATE TABLE totals (name TEXT NOT NULL, value INTEGER NOT NULL, again INTEGER NOT NULL);
 CREATE TABLE prompts (id INTEGER PRIMARY KEY, body BLOB NOT NULL);
 CREATE TABLE prompt_copies (place INTEGER PRIMARY KEY, id INTEGER NOT NULL, body BLOB NOT NULL);
@@ -83,7 +83,7 @@ CREATE TABLE scores (
 )
 """
 
-STAGED = """
+STAGED_TABLE = """
 CREATE TABLE IF NOT EXISTS staged (
     uid TEXT PRIMARY KEY, owner TEXT NOT NULL, position INTEGER NOT NULL, samples INTEGER NOT NULL,
     prompt INTEGER NOT NULL, body BLOB NOT NULL
@@ -91,28 +91,28 @@ CREATE TABLE IF NOT EXISTS staged (
 """
 
 
-LOST = "CREATE TABLE IF NOT EXISTS lost (seq INTEGER PRIMARY KEY)"
+LOST_TABLE = "CREATE TABLE IF NOT EXISTS lost (seq INTEGER PRIMARY KEY)"
 
 
 def has_table(connection: sqlite3.Connection, name: str) -> bool:
-    """Returns whether the file has one of the tables that are made when they are needed."""
+    """Returns whether the file has a table of those that are made when they are needed."""
     return connection.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (name,)).fetchone() is not None
 
 
-def note_lost(connection: sqlite3.Connection) -> list[int]:
-    """Put on record each trajectory without content that is not yet; returns their numbers."""
-    connection.execute(LOST)
-    lost = connection.execute(
+def record_lost(connection: sqlite3.Connection) -> list[int]:
+    """Record each trajectory that has lost its content, unless it is recorded; returns the numbers of the new ones."""
+    connection.execute(LOST_TABLE)
+    lost_rows = connection.execute(
         "SELECT seq FROM trajectories t WHERE seq > (SELECT value FROM totals WHERE name = 'retired_until') "
         "AND NOT EXISTS (SELECT 1 FROM bodies b WHERE b.seq = t.seq) "
         "AND NOT EXISTS (SELECT 1 FROM lost l WHERE l.seq = t.seq)"
     ).fetchall()
-    connection.executemany("INSERT INTO lost VALUES (?)", lost)
-    return [seq for (seq,) in lost]
+    connection.executemany("INSERT INTO lost VALUES (?)", lost_rows)
+    return [seq for (seq,) in lost_rows]
 
 
 def keep_prompts(connection: sqlite3.Connection, prompts: Iterable[tuple[int, bytes]]) -> None:
-    """Insert those that are not there yet."""
+    """Insert the prompts that the journal does not have yet."""
     for prompt in prompts:
         if connection.execute("INSERT OR IGNORE INTO prompts VALUES (?, ?)", prompt).rowcount:
             connection.execute("INSERT INTO prompt_copies (id, body) VALUES (?, ?)", prompt)
@@ -122,12 +122,12 @@ def add_to_totals(connection: sqlite3.Connection, increments: Mapping[str, int])
     """Add to the totals, in the transaction of what they count."""
     connection.executemany(
         "UPDATE totals SET value = value + ?1, again = again + ?1 WHERE name = ?2",
-        [(by, name) for name, by in increments.items()],
+        [(increment, name) for name, increment in increments.items()],
     )
 
 
 def set_totals(connection: sqlite3.Connection, values: Mapping[str, int]) -> None:
-    """Set totals to these values."""
+    """Set the totals of these names to these values."""
     connection.executemany(
         "UPDATE totals SET value = ?1, again = ?1 WHERE name = ?2", [(value, name) for name, value in values.items()]
     )
@@ -135,19 +135,19 @@ def set_totals(connection: sqlite3.Connection, values: Mapping[str, int]) -> Non
 
 def set_mark(connection: sqlite3.Connection, mark: int) -> None:
     """Set the mark of the incarnation that begins; files of earlier programs have no place for it."""
-    _make_place(connection, "mark")
+    _add_total_names(connection, "mark")
     set_totals(connection, {"mark": mark})
 
 
 def draw_link(connection: sqlite3.Connection) -> None:
-    """Draw the link of a transaction, as the last thing in it."""
-    last = connection.execute("SELECT value FROM totals WHERE name = 'link'").fetchone()
-    if last is None:  # a file of an earlier program
-        _make_place(connection, "link", "link_before")
-    set_totals(connection, {"link_before": last[0] if last else 0, "link": 1 + secrets.randbits(62)})
+    """Draw the link of a transaction, at its end."""
+    last_link = connection.execute("SELECT value FROM totals WHERE name = 'link'").fetchone()
+    if last_link is None:  # a file of an earlier program
+        _add_total_names(connection, "link", "link_before")
+    set_totals(connection, {"link_before": last_link[0] if last_link else 0, "link": 1 + secrets.randbits(62)})
 
 
-def _make_place(connection: sqlite3.Connection, *names: str) -> None:
+def _add_total_names(connection: sqlite3.Connection, *names: str) -> None:
     connection.executemany(
         "INSERT INTO totals SELECT ?1, 0, 0 WHERE NOT EXISTS (SELECT 1 FROM totals WHERE name = ?1)",
         [(name,) for name in names],

@@ -40,7 +40,7 @@ SMALLEST_GROUP = 2  # log Z of a single trajectory is its own residual: it teach
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """Says what the trainer asks for, and all that a selector is told of the run."""
+    """Holds the batch that the trainer requests, and all that a selector gets to know of the run."""
 
     groups: int  # B
     size: int  # K, trajectories of each group
@@ -54,11 +54,11 @@ class Selector(Protocol):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Groups drawn so far, by kind: each is the metric `groups_KIND`."""
+        """Returns the groups drawn so far, by kind: each is the metric `groups_KIND`."""
         ...
 
-    def select(self, store: Buffer, wanted: BatchRequest, rng: np.random.Generator) -> list[Group]:
-        """Draws a batch, all randomness from `rng`. Some prompt has `SMALLEST_GROUP` distinct trajectories."""
+    def select(self, store: Buffer, request: BatchRequest, rng: np.random.Generator) -> list[Group]:
+        """Draws a batch with randomness from `rng` alone. Some prompt has `SMALLEST_GROUP` distinct trajectories."""
         ...
 
     def state(self) -> Json:
@@ -107,7 +107,7 @@ class RecencyReward:
 
 
 class RecencyRewardSelector:
-    """Draws groups; keeps the epoch of the other half and the counts.
+    """Draws groups, and keeps the epoch of the other half and the counts.
 
     counts: groups "recent" and "reward" as they were drawn; "newest", those all of whose trajectories were among the
     newest arrivals; "ragged", smaller than K; "repeated", of a prompt that the batch had already; "passed_over", for
@@ -118,174 +118,177 @@ class RecencyRewardSelector:
         self.settings = settings
         self.counts: Counter[str] = Counter(recent=0, reward=0, newest=0, ragged=0, repeated=0)
         self._m = settings.m  # of this batch
-        self._within = 0  # arrivals that count as the newest, in this batch
-        self._all = Deck()
-        self._passed: dict[str, int] = {}  # prompts whose newest group was passed over, and its newest arrival
+        self._newest_arrivals = 0  # arrivals that count as the newest, in this batch
+        self._deck = Deck()
+        self._passed_over: dict[str, int] = {}  # prompts whose newest group was passed over, and its newest arrival
 
-    def select(self, store: Buffer, wanted: BatchRequest, rng: np.random.Generator) -> list[Group]:
+    def select(self, store: Buffer, request: BatchRequest, rng: np.random.Generator) -> list[Group]:
         """Draws groups of K distinct trajectories each; fewer (at least 2) where a prompt has no more.
 
         A prompt comes twice only when every prompt is in the batch already. Raises `ValueError` when no prompt has 2
         distinct trajectories.
         """
-        chosen: list[Group] = []
-        batch = Counter[str]()  # how often each prompt was drawn for it
-        drawn: dict[str, Counter[int]] = {}  # by prompt of the batch, how often each number was drawn
-        groups, size = wanted.groups, wanted.size
-        self._m = self.settings.m if wanted.m is None else wanted.m
-        least = size if self.settings.mix != "group" else max(SMALLEST_GROUP, math.ceil(round(self._m * size, 9)))
-        self._within = 2 * max(wanted.sync_every * groups * least, wanted.arrived)
-        most = PASSED_OVER * groups if self.settings.refill else 0  # groups without signal that are passed over
-        turns = functools.cache(lambda least: self._in_turn(store, least, groups + most))
+        chosen_groups: list[Group] = []
+        prompt_counts = Counter[str]()  # how often each prompt was drawn for it
+        number_counts: dict[str, Counter[int]] = {}  # by prompt of the batch, how often each number was drawn
+        groups, size = request.groups, request.size
+        self._m = self.settings.m if request.m is None else request.m
+        recent_size = size if self.settings.mix != "group" else max(SMALLEST_GROUP, math.ceil(round(self._m * size, 9)))
+        self._newest_arrivals = 2 * max(request.sync_every * groups * recent_size, request.arrived)
+        limit = PASSED_OVER * groups if self.settings.refill else 0  # groups without signal to pass over
+        turns = functools.cache(lambda size: self._prompts_in_turn(store, size, groups + limit))
 
-        def draw(recent: bool) -> tuple[Group, bool, bool]:
+        def draw(wants_recent: bool) -> tuple[Group, bool, bool]:
             """Returns a group, whether it is recent, and whether the batch had its prompt before."""
-            prompt, is_recent = self._prompt(store, least, recent, turns, batch, rng)
-            own, repeated = drawn.setdefault(prompt, Counter()), prompt in batch
-            batch[prompt] += 1
-            if self.settings.mix == "group" or (self.settings.disjoint and repeated and not is_recent):
-                return self._mixed(store, prompt, size, is_recent, own, rng), is_recent, repeated
-            return self._plain(store, prompt, size, is_recent, own, rng), is_recent, repeated
+            prompt, is_recent = self._choose_prompt(store, recent_size, wants_recent, turns, prompt_counts, rng)
+            counts, is_repeated = number_counts.setdefault(prompt, Counter()), prompt in prompt_counts
+            prompt_counts[prompt] += 1
+            if self.settings.mix == "group" or (self.settings.disjoint and is_repeated and not is_recent):
+                return self._draw_mixed(store, prompt, size, is_recent, counts, rng), is_recent, is_repeated
+            return self._draw_half(store, prompt, size, is_recent, counts, rng), is_recent, is_repeated
 
-        passed: list[tuple[Group, bool, bool]] = []
-        for recent in self._halves(groups, rng):
-            found = draw(recent)
-            while len(passed) < most and not found[2] and len({t.reward for t in found[0].trajectories}) == 1:
-                passed.append(found)
-                found = draw(recent)
-            if found[2] and passed:  # a prompt comes twice only when no other is left
-                found = passed.pop(0)
-            group, is_recent, repeated = found
-            self._count(store, group, size, is_recent, repeated)
-            chosen.append(replace(group, as_sampled=False) if self.settings.refill else group)
-        if passed:
-            self.counts["passed_over"] += len(passed)
-        self._passed |= {
-            group.prompt.key: store.newest_arrival(group.prompt.key) for group, recent, _ in passed if recent
-        }
-        return chosen
+        passes: list[tuple[Group, bool, bool]] = []  # what was passed over
+        for wants_recent in self._choose_halves(groups, rng):
+            candidate = draw(wants_recent)
+            while len(passes) < limit and not candidate[2] and len({t.reward for t in candidate[0].trajectories}) == 1:
+                passes.append(candidate)
+                candidate = draw(wants_recent)
+            if candidate[2] and passes:  # a prompt comes twice only when no other is left
+                candidate = passes.pop(0)
+            group, is_recent, is_repeated = candidate
+            self._count_group(store, group, size, is_recent, is_repeated)
+            chosen_groups.append(replace(group, as_sampled=False) if self.settings.refill else group)
+        if passes:
+            self.counts["passed_over"] += len(passes)
+        keys = [group.prompt.key for group, is_recent, _ in passes if is_recent]
+        self._passed_over |= {key: store.newest_arrival(key) for key in keys}
+        return chosen_groups
 
-    def _in_turn(self, store: Buffer, least: int, count: int) -> list[str]:
+    def _prompts_in_turn(self, store: Buffer, size: int, count: int) -> list[str]:
         """Returns the prompts of recent groups in the order in which they are to be drawn: those that were passed over
         come last, until something new of theirs arrives. They are never used, and would come first in every batch.
         """
-        turns = store.newest_prompts(least, self._within, count)
-        there, few = set(turns), len(self._passed) < 4 * count  # those that are not there may be in the next listing
-        self._passed = {
-            p: at for p, at in self._passed.items() if (at == store.newest_arrival(p) if p in there else few)
+        prompts = store.newest_prompts(size, self._newest_arrivals, count)
+        listing, is_few = (
+            set(prompts),
+            len(self._passed_over) < 4 * count,
+        )  # those that are not in it may be in the next
+        self._passed_over = {
+            p: at for p, at in self._passed_over.items() if (at == store.newest_arrival(p) if p in listing else is_few)
         }
-        return sorted(turns, key=self._passed.__contains__)
+        return sorted(prompts, key=self._passed_over.__contains__)
 
-    def _halves(self, groups: int, rng: np.random.Generator) -> list[bool]:
+    def _choose_halves(self, groups: int, rng: np.random.Generator) -> list[bool]:
         """Returns for each group whether it is to be recent (with `mix = "group"`: whether a part of it is)."""
-        recent: npt.NDArray[np.bool_] = rng.random(groups) < self._m
+        is_recent: npt.NDArray[np.bool_] = rng.random(groups) < self._m
         if self.settings.mix == "batch":
-            recent = rng.permutation(groups) < _share(self._m * groups, rng)
+            is_recent = rng.permutation(groups) < _share(self._m * groups, rng)
         elif self.settings.mix == "group":
-            recent = np.full(groups, self._m > 0)
-        return [bool(r) for r in recent]
+            is_recent = np.full(groups, self._m > 0)
+        return [bool(r) for r in is_recent]
 
-    def _plain(
-        self, store: Buffer, prompt: str, size: int, is_recent: bool, own: Counter[int],
+    def _draw_half(
+        self, store: Buffer, prompt: str, size: int, is_recent: bool, counts: Counter[int],
         rng: np.random.Generator,
     ) -> Group:  # fmt: skip
-        """Draws a group of one half; its numbers are added to `own`, if a later group of this prompt is to share none
-        of them.
+        """Draws a group of one half; its rows are added to `counts` if a later group of this prompt is to share
+        none of them.
         """
         if is_recent:
-            numbers = self._next(store, prompt, size, own)
-            own.update(numbers)
+            numbers = self._next_numbers(store, prompt, size, counts)
+            counts.update(numbers)
             return Group(tuple(store.numbered(numbers)), not store.thinned(prompt))
         trajectories = store.of(prompt)
         if self.settings.inverse_temperature == 0:
-            rows = uniform(len(trajectories), size, rng)
+            rows = draw_uniform(len(trajectories), size, rng)
         else:
-            rows = softmax_without_replacement(store.rewards(prompt), self.settings.inverse_temperature, size, rng)
+            rows = draw_by_reward(store.rewards(prompt), self.settings.inverse_temperature, size, rng)
         if self.settings.disjoint:
-            kept = store.numbers(prompt)
-            own.update(kept[i] for i in rows)
-        return Group(tuple(trajectories[i] for i in rows), self._as_sampled(store, prompt))
+            row_numbers = store.numbers(prompt)
+            counts.update(row_numbers[i] for i in rows)
+        return Group(tuple(trajectories[i] for i in rows), self._is_as_sampled(store, prompt))
 
-    def _mixed(
-        self, store: Buffer, prompt: str, size: int, is_recent: bool, own: Counter[int],
+    def _draw_mixed(
+        self, store: Buffer, prompt: str, size: int, is_recent: bool, counts: Counter[int],
         rng: np.random.Generator,
     ) -> Group:  # fmt: skip
-        """Draws a group of both halves, or disjoint from `own` as far as there are enough; its numbers are added to
-        `own`.
+        """Draws a group of both halves, or one disjoint from `counts` as far as there are enough rows; its rows
+        are added to `counts`.
         """
         share = self._m if is_recent else 0.0
-        taken = own if self.settings.disjoint else Counter[int]()
-        fresh = self._next(store, prompt, size, own) if is_recent else []
-        count = min(_share(share * size, rng), len(fresh))
-        kept = store.numbers(prompt)
-        order = in_turn(store.rewards(prompt), self.settings.inverse_temperature, size + len(taken) + count, rng)
-        others = [kept[i] for i in order if kept[i] not in fresh[:count]]
-        chosen = fresh[:count] + _apart_first(others, taken)[: size - count]
-        missing = [number for number in fresh[count:] if number not in chosen]  # where less is kept than is wanted
-        chosen += missing[: size - len(chosen)]
-        own.update(chosen)
-        return Group(tuple(store.numbered(chosen)), self._as_sampled(store, prompt))
+        avoided = counts if self.settings.disjoint else Counter[int]()
+        recent_numbers = self._next_numbers(store, prompt, size, counts) if is_recent else []
+        count = min(_share(share * size, rng), len(recent_numbers))
+        row_numbers = store.numbers(prompt)
+        order = draw_in_turn(store.rewards(prompt), self.settings.inverse_temperature, size + len(avoided) + count, rng)
+        reward_numbers = [row_numbers[i] for i in order if row_numbers[i] not in recent_numbers[:count]]
+        numbers = recent_numbers[:count] + _rarest_first(reward_numbers, avoided)[: size - count]
+        unused_numbers = [n for n in recent_numbers[count:] if n not in numbers]  # where too few are kept
+        numbers += unused_numbers[: size - len(numbers)]
+        counts.update(numbers)
+        return Group(tuple(store.numbered(numbers)), self._is_as_sampled(store, prompt))
 
-    def _as_sampled(self, store: Buffer, prompt: str) -> bool:
+    def _is_as_sampled(self, store: Buffer, prompt: str) -> bool:
         """Returns whether a draw among all answers to `prompt` goes by how often they were sampled."""
         return self.settings.inverse_temperature == 0 and not store.thinned(prompt)
 
     def state(self) -> Json:
         """Returns the selector's state as JSON, which `restore` takes."""
-        return {"all": self._all.state(), "counts": dict(self.counts), "passed": self._passed}
+        return {"all": self._deck.state(), "counts": dict(self.counts), "passed": self._passed_over}
 
     def restore(self, state: Json) -> None:
         """Continue with the draws and counts that `state` gave."""
-        self._all.restore(state["all"])
+        self._deck.restore(state["all"])
         self.counts = Counter(state["counts"])
-        self._passed = state.get("passed", {})
+        self._passed_over = state.get("passed", {})
 
-    def _prompt(
-        self, store: Buffer, size: int, recent: bool, turns: Callable[[int], Sequence[str]],
-        batch: Counter[str], rng: np.random.Generator,
+    def _choose_prompt(
+        self, store: Buffer, size: int, wants_recent: bool, turns: Callable[[int], Sequence[str]],
+        prompt_counts: Counter[str], rng: np.random.Generator,
     ) -> tuple[str, bool]:  # fmt: skip
-        """Returns (a prompt, whether it is drawn as recent): one that is not in the batch, else the one that is least
-        often.
+        """Returns (a prompt, whether it is drawn as recent): one that is not in the batch yet, else the least frequent
+        one.
 
         A recent group is ragged before its prompt comes twice. A group that is to be recent is of the other half only
         where all that is left was imported, which is never recent.
         """
-        for again in (False, True):
-            for least in (size, SMALLEST_GROUP) if recent else ():
-                left = [prompt for prompt in turns(least) if again or prompt not in batch]
-                if left:
-                    return min(left, key=batch.__getitem__), True
-            drawn = self._all.draw(store.prompts(SMALLEST_GROUP), () if again else batch, rng)
-            if drawn is not None:
-                return drawn, False
+        for may_repeat in (False, True):
+            for least_size in (size, SMALLEST_GROUP) if wants_recent else ():
+                prompts = [prompt for prompt in turns(least_size) if may_repeat or prompt not in prompt_counts]
+                if prompts:
+                    return min(prompts, key=prompt_counts.__getitem__), True
+            prompt = self._deck.draw(store.prompts(SMALLEST_GROUP), () if may_repeat else prompt_counts, rng)
+            if prompt is not None:
+                return prompt, False
         raise ValueError(f"no prompt has {SMALLEST_GROUP} distinct trajectories to make a group of")
 
-    def _next(self, store: Buffer, prompt: str, size: int, own: Counter[int]) -> list[int]:
-        """Returns the numbers of a prompt's next `size`, those first that the batch does not have yet."""
-        return _apart_first(store.newest(prompt, size + len(own), self._within), own)[:size]
+    def _next_numbers(self, store: Buffer, prompt: str, size: int, counts: Counter[int]) -> list[int]:
+        """Returns the numbers of a prompt's next `size` rows, first those that the batch does not have yet."""
+        numbers = store.newest(prompt, size + len(counts), self._newest_arrivals)
+        return _rarest_first(numbers, counts)[:size]
 
-    def _count(self, store: Buffer, group: Group, size: int, is_recent: bool, repeated: bool) -> None:
+    def _count_group(self, store: Buffer, group: Group, size: int, is_recent: bool, is_repeated: bool) -> None:
         self.counts["recent" if is_recent else "reward"] += 1
-        self.counts["newest"] += store.behind(group.trajectories) <= self._within
+        self.counts["newest"] += store.behind(group.trajectories) <= self._newest_arrivals
         self.counts["ragged"] += len(group) < size
-        self.counts["repeated"] += repeated
+        self.counts["repeated"] += is_repeated
 
 
-def uniform(count: int, size: int, rng: np.random.Generator) -> list[int]:
+def draw_uniform(count: int, size: int, rng: np.random.Generator) -> list[int]:
     """Returns `size` of `count` indices, all subsets equally likely; all of them when there are no more.
 
     This is Floyd's method (Bentley and Floyd 1987): its cost does not depend on `count`.
     """
     if count <= size:
         return list(range(count))
-    last = np.arange(count - size, count)
-    chosen: dict[int, None] = {}
-    for highest, drawn in zip(last.tolist(), rng.integers(last + 1).tolist(), strict=True):
-        chosen[highest if drawn in chosen else drawn] = None
-    return list(chosen)
+    upper_bounds = np.arange(count - size, count)
+    indices: dict[int, None] = {}
+    for highest, index in zip(upper_bounds.tolist(), rng.integers(upper_bounds + 1).tolist(), strict=True):
+        indices[highest if index in indices else index] = None
+    return list(indices)
 
 
-def softmax_without_replacement(
+def draw_by_reward(
     reward_N: npt.NDArray[np.float64], inverse_temperature: float, size: int, rng: np.random.Generator
 ) -> list[int]:
     """Returns `size` indices drawn one after another from softmax(reward x inverse_temperature), without replacement.
@@ -297,25 +300,25 @@ def softmax_without_replacement(
     if count <= size:
         return list(range(count))
     order_N, key_N = _keys(reward_N, inverse_temperature, rng)
-    chosen: list[int] = order_N[np.argpartition(-key_N, size - 1)[:size]].tolist()
-    return chosen
+    indices: list[int] = order_N[np.argpartition(-key_N, size - 1)[:size]].tolist()
+    return indices
 
 
-def in_turn(
+def draw_in_turn(
     reward_N: npt.NDArray[np.float64], inverse_temperature: float, size: int, rng: np.random.Generator
 ) -> list[int]:
-    """Makes the same draw in the order in which it is made: without some of them the others are a draw from the rest.
+    """Draws like `draw_by_reward`, and keeps the order: without some of them the others are a draw from the rest.
 
     inverse_temperature: 0 is uniform.
     """
     count = len(reward_N)
     if inverse_temperature == 0:
-        chosen: list[int] = rng.permutation(uniform(count, size, rng)).tolist()
-        return chosen
+        indices: list[int] = rng.permutation(draw_uniform(count, size, rng)).tolist()
+        return indices
     order_N, key_N = _keys(reward_N, inverse_temperature, rng)
-    best = np.argpartition(-key_N, size - 1)[:size] if size < count else np.arange(count)
-    ordered: list[int] = order_N[best[np.argsort(-key_N[best])]].tolist()
-    return ordered
+    largest = np.argpartition(-key_N, size - 1)[:size] if size < count else np.arange(count)
+    sorted_indices: list[int] = order_N[largest[np.argsort(-key_N[largest])]].tolist()
+    return sorted_indices
 
 
 def _keys(
@@ -332,14 +335,14 @@ def _keys(
 
 def _share(mean: float, rng: np.random.Generator) -> int:
     """Returns a random integer with this mean, the next one below or above it."""
-    whole = math.floor(round(mean, 9))
-    part = round(mean - whole, 9)
-    return whole + (part > 0 and rng.random() < part)
+    floor = math.floor(round(mean, 9))
+    fraction = round(mean - floor, 9)
+    return floor + (fraction > 0 and rng.random() < fraction)
 
 
-def _apart_first(numbers: Sequence[int], taken: Counter[int]) -> list[int]:
-    """Returns them in order, those that were taken less often before the others."""
-    return sorted(numbers, key=taken.__getitem__)
+def _rarest_first(numbers: Sequence[int], counts: Counter[int]) -> list[int]:
+    """Returns the numbers in order, those with lower counts before the others."""
+    return sorted(numbers, key=counts.__getitem__)
 
 
 class Deck:
@@ -353,58 +356,58 @@ class Deck:
 
     def __init__(self) -> None:
         self._undrawn: list[str] = []
-        self._seen: set[str] = set()  # in this epoch: drawn, or in `_undrawn`
+        self._epoch_prompts: set[str] = set()  # in this epoch: drawn, or in `_undrawn`
         self._listing: Listing | None = None
         self._cursor = 0
 
     def refresh(self, prompts: Listing) -> None:
-        """Let those that arrived since the last time join the epoch."""
+        """Add the prompts that arrived since the last call to the epoch."""
         if prompts is not self._listing:
             self._listing, self._cursor = prompts, 0
-        self._cursor, added = prompts.since(self._cursor)
-        new = sorted({prompt for prompt in added if prompt in prompts and prompt not in self._seen})
-        self._seen.update(new)
-        self._undrawn += new
-        if len(self._seen) > 4 * len(prompts) + 1024:  # most have left: an epoch of endless new prompts never ends
-            present = set(prompts)
-            self._undrawn = [prompt for prompt in self._undrawn if prompt in present]
-            self._seen &= present
+        self._cursor, recent_prompts = prompts.since(self._cursor)
+        new_prompts = sorted({p for p in recent_prompts if p in prompts and p not in self._epoch_prompts})
+        self._epoch_prompts.update(new_prompts)
+        self._undrawn += new_prompts
+        if len(self._epoch_prompts) > 4 * len(prompts) + 1024:  # most have left: endless new prompts end no epoch
+            present_prompts = set(prompts)
+            self._undrawn = [prompt for prompt in self._undrawn if prompt in present_prompts]
+            self._epoch_prompts &= present_prompts
 
-    def draw(self, prompts: Listing, avoid: Collection[str], rng: np.random.Generator) -> str | None:
-        """Draws one prompt of a listing that is not in `avoid`; None when there is none. A new epoch begins when
+    def draw(self, prompts: Listing, avoided: Collection[str], rng: np.random.Generator) -> str | None:
+        """Draws one prompt of a listing that is not in `avoided`; None when there is none. A new epoch begins when
         necessary.
 
         A prompt that is avoided can still be drawn later in the epoch.
         """
         self.refresh(prompts)
-        drawn = self._take(prompts, avoid, rng)
-        if drawn is None and any(prompt not in avoid for prompt in prompts):
+        prompt = self._draw_undrawn(prompts, avoided, rng)
+        if prompt is None and any(candidate not in avoided for candidate in prompts):
             self._undrawn = sorted(prompts)
-            self._seen = set(prompts)
-            drawn = self._take(prompts, avoid, rng)
-        return drawn
+            self._epoch_prompts = set(prompts)
+            prompt = self._draw_undrawn(prompts, avoided, rng)
+        return prompt
 
     def state(self) -> Json:
         """Returns the deck's state as JSON, which `restore` takes."""
-        return {"undrawn": list(self._undrawn), "drawn": sorted(self._seen.difference(self._undrawn))}
+        return {"undrawn": list(self._undrawn), "drawn": sorted(self._epoch_prompts.difference(self._undrawn))}
 
     def restore(self, state: Json) -> None:
         """Continue the epoch that `state` gave."""
         self._undrawn = list(state["undrawn"])
-        self._seen = {*state["undrawn"], *state["drawn"]}
+        self._epoch_prompts = {*state["undrawn"], *state["drawn"]}
         self._listing = None
 
-    def _take(self, prompts: Listing, avoid: Collection[str], rng: np.random.Generator) -> str | None:
-        undrawn, kept, drawn = self._undrawn, [], None
-        while undrawn and drawn is None:
+    def _draw_undrawn(self, prompts: Listing, avoided: Collection[str], rng: np.random.Generator) -> str | None:
+        undrawn, avoided_prompts, drawn_prompt = self._undrawn, [], None
+        while undrawn and drawn_prompt is None:
             place = int(rng.integers(len(undrawn)))
             undrawn[place], undrawn[-1] = undrawn[-1], undrawn[place]
             prompt = undrawn.pop()
             if prompt not in prompts:
-                self._seen.discard(prompt)  # it joins again if it comes back
-            elif prompt in avoid:
-                kept.append(prompt)
+                self._epoch_prompts.discard(prompt)  # it joins again if it comes back
+            elif prompt in avoided:
+                avoided_prompts.append(prompt)
             else:
-                drawn = prompt
-        undrawn.extend(kept)
-        return drawn
+                drawn_prompt = prompt
+        undrawn.extend(avoided_prompts)
+        return drawn_prompt

@@ -28,8 +28,8 @@ from tba.models.huggingface import HuggingFace
 from tba.models.memory import Shape
 from tba.protocols import Acted, Examined
 from tba.recipe import Recipe
-from tba.record.show import pairs, section
-from tba.record.terminal import Shown
+from tba.record.show import facts_table, section
+from tba.record.terminal import Displayable
 from tba.record.text import duration, size
 from tba.runs.probe import PROGRESS
 from tba.runs.reward_time import PartTime, RoundTime
@@ -46,7 +46,7 @@ _POLL = 0.02  # seconds between two checks whether a probe has ended
 
 
 @dataclass(frozen=True, repr=False)
-class Estimate(Shown):
+class Estimate(Displayable):
     """Holds seconds and bytes of a run, extrapolated from a few rounds and steps."""
 
     start_seconds: float  # until both halves are up
@@ -74,7 +74,7 @@ class Estimate(Shown):
     trainer_measured: bool = True  # otherwise what the trainer takes is computed
     smaller: str = ""  # what figures are extrapolated from, in words; empty: whole rounds and steps were timed
 
-    def _shown(self) -> RenderableType:
+    def _content(self) -> RenderableType:
         facts = {
             "time": f"{duration(self.total_seconds)}, of which start-up {duration(self.start_seconds)} and evaluations "
             f"{duration(self.evaluation_seconds)}",
@@ -85,8 +85,8 @@ class Estimate(Shown):
             "measured": self.smaller,
         }
         facts = {name: value for name, value in facts.items() if value}
-        signal_section = section("What there is to learn from", pairs(self.signal.facts()))
-        return Group(signal_section, section("What a run takes", pairs(facts)))
+        signal_section = section("What there is to learn from", facts_table(self.signal.facts()))
+        return Group(signal_section, section("What a run takes", facts_table(facts)))
 
 
 def estimate(

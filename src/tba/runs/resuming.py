@@ -18,12 +18,12 @@ from tba.recipe import Recipe, differences, settings_json
 from tba.record.failure import FILE as FAILURE
 from tba.record.failure import Failure
 from tba.record.faults import record_fault
-from tba.record.jsonl import plain
+from tba.record.jsonl import as_json
 from tba.record.metrics import read_last
 from tba.record.summary import FILE as SUMMARY
 from tba.record.summary import Summary
 from tba.replay.journal import JournalWriter
-from tba.replay.missing_rows import accept
+from tba.replay.missing_rows import accept_loss
 from tba.runtime.checkpointing import loss_of
 from tba.runtime.program import version_of
 from tba.runtime.run_directory import SCORERS, RunDirectory
@@ -51,7 +51,7 @@ def resume_point(
     """
     facts = run.facts
     recorded_recipe = run.recipe()
-    recorded_fields, current_fields = facts["resolved"], plain(settings_json(recorded_recipe))
+    recorded_fields, current_fields = facts["resolved"], as_json(settings_json(recorded_recipe))
     for name, old_value, new_value in differences(recorded_fields, current_fields):
         if old_value is not None and new_value is not None and not name.startswith("run."):  # how it is run may change
             raise UserError(
@@ -65,7 +65,9 @@ def resume_point(
         )
     override(recorded_recipe, overrides, "tba resume")  # alone, for what is asked for now has to count
     recipe = override(find(facts["recipe"]), [*facts["overrides"], *overrides], "tba resume", recorded=True)
-    for name, old_value, new_value in differences(plain(settings_json(recorded_recipe)), plain(settings_json(recipe))):
+    for name, old_value, new_value in differences(
+        as_json(settings_json(recorded_recipe)), as_json(settings_json(recipe))
+    ):
         if name.startswith(_FIXED_FIELDS) and name != "reference_reset":
             raise UserError(f"a run keeps its {name}, which is {old_value!r}: start a new run for {new_value!r}")
     checkpoint = newest_checkpoint(run.checkpoints)
@@ -104,7 +106,7 @@ def _refuse_lost_rows(run: RunDirectory, recipe: Recipe, is_accepted: bool) -> N
         return
     if not is_accepted:
         raise UserError(f"{loss}; put it back if there is a copy, or continue without them with --accept-lost-rows")
-    accept(loss)
+    accept_loss(loss)
 
 
 def _refuse_finished(run: RunDirectory, recipe: Recipe, checkpoint: Checkpoint | None) -> None:

@@ -133,7 +133,9 @@ class _IsolatedPart:
         self.process.close()
 
 
-def _part_isolation(isolate: Callable[[], GradingProcess] | None, part: int | None) -> Callable[[], GradingProcess] | None:
+def _part_isolation(
+    isolate: Callable[[], GradingProcess] | None, part: int | None
+) -> Callable[[], GradingProcess] | None:
     return None if isolate is None else lambda: _IsolatedPart(isolate(), part)
 
 

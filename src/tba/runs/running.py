@@ -91,14 +91,14 @@ def execute(recipe: Recipe, run: RunDirectory, view: View, callbacks: Callbacks 
     with view.live(recipe.name) as live_view:
 
         def report(phase: str, note: str) -> None:
-            callbacks.look(run.path)
-            if live_view.due():
+            callbacks.notify(run.path)
+            if live_view.is_due():
                 live_view.update(progress.status(phase, note))
 
         runtime = _runtime(recipe)(recipe, run, report)
         with failure_recorded(recipe, run):
             faults = runtime.go()
-            callbacks.look(run.path)
+            callbacks.notify(run.path)
         with failure_recorded(recipe, run):
             summary = summarise(recipe, run, runtime.searchers, faults, run.facts.get("sft_seconds", 0.0))
     if recipe.record.has_tensorboard():  # the last evaluation came after the trainer had closed its events

@@ -17,7 +17,7 @@ from tba.errors import UserError
 from tba.objectives.raft import Raft
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipe import Recipe
-from tba.record.text import frame_of, percent, printable, within
+from tba.record.text import frame_of, percent, printable, strip_frame
 from tba.replay.selection import RecencyReward
 from tba.runs.probe import DRIFT_UPDATES
 from tba.schedules import WarmupConstant
@@ -112,7 +112,7 @@ class Signal:
             surroundings = "{prompt}".join(printable(part, 400, newlines=False) for part in frame)
             lines.append(Text(f"each prompt stands in: {surroundings}", style="dim"))
         for prompt in self.example_prompts:
-            lines.append(Text(printable(within(frame, prompt["prompt"]).strip()[-400:], 400, newlines=False)))
+            lines.append(Text(printable(strip_frame(frame, prompt["prompt"]).strip()[-400:], 400, newlines=False)))
             for answer in prompt["answers"]:
                 if answer["turns"]:
                     lines.append(Padding(_episode_text(answer), (0, 0, 0, 2)))

@@ -16,7 +16,7 @@ from tba.objectives.grpo import Grpo
 from tba.objectives.policy_gradient import Reinforce
 from tba.protocols import Examined, Model
 from tba.recipe import Recipe
-from tba.record.text import counted
+from tba.record.text import plural
 from tba.replay.selection import RecencyReward
 from tba.rewards.functions import check_fields
 from tba.runtime.prompting import prompt_set_of, reward_of
@@ -177,7 +177,7 @@ def notes_on_data(recipe: Recipe, model: Model) -> list[str]:
         )
     if len(train_keys) > 1 and len(held_out) < min(_LEAST_HELD_OUT, recipe.evaluation.problems or _LEAST_HELD_OUT):
         notes.append(
-            f"{counted(len(held_out), 'problem')} {'is' if len(held_out) == 1 else 'are'} held out, so that one answer "
+            f"{plural(len(held_out), 'problem')} {'is' if len(held_out) == 1 else 'are'} held out, so that one answer "
             f"moves the accuracy by {100 / len(held_out):.0f} points: hold out {_LEAST_HELD_OUT} or more (another file "
             "or share of the data)"
         )

@@ -27,7 +27,7 @@ from tba.record.faults import count_faults, record_fault
 from tba.record.metrics import JOURNAL_ROWS, read_last
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower, Totals
-from tba.replay.missing_rows import Held, Loss, acknowledged, find_loss
+from tba.replay.missing_rows import JournalCounts, MissingRows, acknowledged_counts, find_loss
 from tba.runtime.run_directory import RunDirectory
 from tba.training.checkpoint import Checkpoint, newest_sound_checkpoint
 from tba.types import Json, Version
@@ -80,27 +80,29 @@ def note_recoveries(run: RunDirectory, journal: Path) -> list[str]:
     return new_recoveries
 
 
-def held_by_journal(run: RunDirectory) -> Held:
+def held_by_journal(run: RunDirectory) -> JournalCounts:
     """Returns the most that the journal is known to have held, according to the newest weights, the newest checkpoint,
     the last line of metrics, searchers that have ended, the rows acknowledged to each owner, and the summary.
     """
     weights = WeightDirectory(run.weights)
-    contents = [Held.parse(weights.notes(version).get("journal")) for version in weights.versions()]
+    contents = [JournalCounts.parse(weights.notes(version).get("journal")) for version in weights.versions()]
     checkpoint, _ = newest_sound_checkpoint(run.checkpoints, verify=False)
-    contents += [] if checkpoint is None else [Held.parse(checkpoint.state.get("journal"))]
+    contents += [] if checkpoint is None else [JournalCounts.parse(checkpoint.state.get("journal"))]
     sources = [read_last(run.path) or {}]
     for result_file in (run.path / "logs").glob("searcher-*.result.json"):
         with suppress(UserError):
             sources.append(read_json(result_file, "", dict[str, Any]))
-    contents += [Held(rows=int(n)) for facts in sources if isinstance(n := facts.get(JOURNAL_ROWS), float | int)]
-    contents.append(acknowledged(run.journal_to_read()))
+    contents += [
+        JournalCounts(rows=int(n)) for facts in sources if isinstance(n := facts.get(JOURNAL_ROWS), float | int)
+    ]
+    contents.append(acknowledged_counts(run.journal_to_read()))
     with suppress(UserError):  # a summary that cannot be read
         summary = Summary.read(run.path)
-        contents += [] if summary is None else [Held(summary.trajectories.written, summary.tokens.written)]
-    return Held.most(contents)
+        contents += [] if summary is None else [JournalCounts(summary.trajectories.written, summary.tokens.written)]
+    return JournalCounts.largest(contents)
 
 
-def describe_missing_rows(totals: Totals, largest: Held, marks: Sequence[Sequence[int]]) -> str | None:
+def describe_missing_rows(totals: Totals, largest: JournalCounts, marks: Sequence[Sequence[int]]) -> str | None:
     """Returns a sentence about a journal that lacks rows of its run, or the run's mark; None for a whole one."""
     if totals.rows < largest.rows:
         return (
@@ -112,7 +114,7 @@ def describe_missing_rows(totals: Totals, largest: Held, marks: Sequence[Sequenc
     return None
 
 
-def loss_of(run: RunDirectory, journal: Path) -> Loss | None:
+def loss_of(run: RunDirectory, journal: Path) -> MissingRows | None:
     """Returns what the journal lacks of what the run knows that it held; None when it lacks nothing."""
     return find_loss(journal, held_by_journal(run), run.marks)
 

@@ -68,7 +68,7 @@ def connect_on_disk(
     earlier.
     """
     journal = JournalWriter(
-        run.journal(recipe), name, recipe.run.journal_deadline, waiting=interrupted or (lambda: None), create=False
+        run.journal(recipe), name, recipe.run.journal_deadline, on_wait=interrupted or (lambda: None), create=False
     )
     journal.resume()
     return Connections(journal, WeightDirectory(run.weights), RunRecords(run, recipe), run.incarnation)

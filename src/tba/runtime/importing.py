@@ -64,7 +64,9 @@ def intake_of(recipe: Recipe, run: RunDirectory, believe: bool, max_tokens: int 
             task=recipe.task.name,
             tokenizer=tokenizer,
             train=TaskPrompts(train),
-            held_out=TaskPrompts(prompt for prompt in _prompts(recipe, tokenizer, "eval") if prompt.key not in shared_keys),
+            held_out=TaskPrompts(
+                prompt for prompt in _prompts(recipe, tokenizer, "eval") if prompt.key not in shared_keys
+            ),
             chat=not isinstance(problems_of(recipe.task, "train")[0].prompt, str),
             max_prompt_tokens=recipe.prompts.max_tokens,
             max_tokens=max_tokens or model.max_completion_tokens,
@@ -184,7 +186,7 @@ def adopt_imports(path: Path, recipe: Recipe) -> None:
     Raises `UserError` when the imports were tokenised or scored by another model, task, policy temperature, reference
     or teacher.
     """
-    old_settings, new_settings = map(_deciding, (RunDirectory.open(path).facts["resolved"],settings_json(recipe)))
+    old_settings, new_settings = map(_deciding, (RunDirectory.open(path).facts["resolved"], settings_json(recipe)))
     names = [name for name in _DECIDING_NAMES if any(differences(old_settings[name], new_settings[name], name))]
     if names:
         raise UserError(

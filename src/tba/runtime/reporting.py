@@ -30,7 +30,7 @@ from tba.record.summary import Lag, Summary, WallSeconds
 from tba.record.text import duration
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
-from tba.replay.queries import rows_in
+from tba.replay.queries import count_rows
 from tba.rollout.rates import GrowthRate
 from tba.runtime.checkpointing import loss_of
 from tba.runtime.elastic import JoinedSearchers
@@ -58,11 +58,11 @@ class RunProgress:
 
     def status(self, phase: str, note: str = "") -> Status:
         """Returns the status according to the files now."""
-        self.metrics.look()
-        self.evaluations.look()
+        self.metrics.read_new()
+        self.evaluations.read_new()
         row: Mapping[str, Any] = self.metrics.newest
         mean, newest = self.metrics.mean, self.evaluations.newest
-        bad_lines = self.metrics.bad + self.evaluations.bad
+        bad_lines = self.metrics.bad_line_count + self.evaluations.bad_line_count
         fall = (noted_falls(self.run.path) or [""])[-1]
         phase = "warm-up" if phase == "training" and not row else phase
         warm_up = self._describe_warm_up() if phase == "warm-up" else ""
@@ -93,7 +93,7 @@ class RunProgress:
         the rate so far; nothing when all have.
         """
         total = self.recipe.warm_up
-        arrived = rows_in(self.run.journal(self.recipe)) if total else None
+        arrived = count_rows(self.run.journal(self.recipe)) if total else None
         if arrived is None or arrived >= total:
             return ""
         now = time.monotonic()

@@ -27,7 +27,7 @@ import tba.settings
 from tba.errors import UserError
 from tba.foreign import is_name, read_json
 from tba.recipe import Recipe, settings_json
-from tba.record.jsonl import plain, write_json
+from tba.record.jsonl import as_json, write_json
 from tba.replay.database import acknowledged_folder
 from tba.replay.follower import JournalFollower
 from tba.replay.missing_rows import leave_mark
@@ -318,7 +318,7 @@ def _make_folder(folder: Path) -> None:
 
 def _checksum(facts: Mapping[str, Any]) -> str:
     checked_facts = {name: value for name, value in facts.items() if name != CHECKSUM}
-    text = json.dumps(plain(checked_facts), sort_keys=True, ensure_ascii=False)
+    text = json.dumps(as_json(checked_facts), sort_keys=True, ensure_ascii=False)
     return hashlib.blake2b(text.encode(errors="replace"), digest_size=8).hexdigest()
 
 

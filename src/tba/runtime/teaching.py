@@ -168,7 +168,9 @@ class ScoredByText:
         """Returns an answer's text, and whether it has ended."""
         prompt_end, tokens = prompt.tokens[-_CONTEXT_TOKENS:].tolist(), completion.tokens.tolist()
         prompt_text, text = (decode_tokens(self.policy_tokenizer, ids) for ids in (prompt_end, [*prompt_end, *tokens]))
-        text = text[len(prompt_text) :] if text.startswith(prompt_text) else decode_tokens(self.policy_tokenizer, tokens)
+        text = (
+            text[len(prompt_text) :] if text.startswith(prompt_text) else decode_tokens(self.policy_tokenizer, tokens)
+        )
         stop_tokens = self._turns[0].end_tokens | {self.policy_tokenizer.eos_token_id}
         has_ended = completion.stop_reason is StopReason.EOS or tokens[-1] in stop_tokens
         return text if has_ended else text.rstrip("\ufffd"), has_ended  # without the bytes of a character cut off

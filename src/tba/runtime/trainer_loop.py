@@ -35,7 +35,7 @@ from tba.record.memory import FreedMemory, keep_few_kernels, peak_memory_bytes
 from tba.record.metrics import EVALUATING, GENERATED_TOKENS, JOURNAL_ROWS, PART, REPEATED
 from tba.record.recorder import Recorder
 from tba.replay.follower import JournalFollower
-from tba.replay.missing_rows import Held
+from tba.replay.missing_rows import JournalCounts
 from tba.replay.replay import Replay
 from tba.replay.selection import SMALLEST_GROUP
 from tba.runtime.batch_queue import BatchQueue, StopRequested, pause, raise_out_of_data
@@ -145,10 +145,10 @@ class TrainerLoop:
             "evaluate": evaluate,
             "stop": self.finished,
             "reference": str(version if as_reference else self.references.current),
-            "journal": Held.of(self.journal).state(),
+            "journal": JournalCounts.of(self.journal).state(),
         }
         batch = self.recipe.groups_per_step * self.recipe.group_size
-        if (wanted_rows := self.replay.wanted(batch, self.trainer.sync_every)) is not None:
+        if (wanted_rows := self.replay.searcher_limit(batch, self.trainer.sync_every)) is not None:
             notes["wanted"] = wanted_rows  # trajectories in all, before searchers are held back
         self.trainer.publish(notes)
         self.requests.pin()
@@ -219,7 +219,7 @@ class TrainerLoop:
             "evaluations": self.requests.state(),
             "steering": self.controller.state() if self.controller.on else None,
             "generators": generators(),
-            "journal": {**Held.of(self.journal).state(), "prompts_in_flight": self.journal.leases()},
+            "journal": {**JournalCounts.of(self.journal).state(), "prompts_in_flight": self.journal.leases()},
             "lags": [[lag, count] for lag, count in sorted(self.lags.items())],
             "computed": dict(self.compute_counts),
             "skipped": self.trainer.skipped,
@@ -371,7 +371,9 @@ class TrainerLoop:
         self._counters_read_at = now
         self._record_evaluations()
         searchers = [counts for counts in self.journal.counters().values() if counts.get("generated_tokens")]
-        spent_ms = {kind: sum(counts.get(f"{kind}_milliseconds", 0) for counts in searchers) for kind in SEARCHER_STATES}
+        spent_ms = {
+            kind: sum(counts.get(f"{kind}_milliseconds", 0) for counts in searchers) for kind in SEARCHER_STATES
+        }
         spent_ms["evaluating"] = sum(counts.get("evaluation_milliseconds", 0) for counts in searchers)
         self._searcher_metrics = {
             GENERATED_TOKENS: float(sum(counts["generated_tokens"] for counts in searchers)),
@@ -409,14 +411,19 @@ def start_training(
     keep_bytes, deadline = recipe.replay.keep_bytes, recipe.run.journal_deadline
     note_damage = partial(record_fault, run.path, "damaged_trajectories")
     journal = JournalFollower(
-        run.journal(recipe), keep_bytes=keep_bytes, deadline_s=deadline, waiting=stop, create=False, damaged=note_damage
+        run.journal(recipe),
+        keep_bytes=keep_bytes,
+        deadline_s=deadline,
+        on_wait=stop,
+        create=False,
+        on_damaged=note_damage,
     )
     try:
         journal.lead(_LEAD_SECONDS)
         watch = answer_watch_of(recipe, run)
         has_resets = recipe.reference_reset > 0
         settings = replace(recipe.replay, pacing=replace(recipe.replay.pacing, warm_up=recipe.warm_up))
-        replay = Replay(journal, settings, recipe.sync_every, seed=recipe.seed, resets=has_resets, arrived=watch.see)
+        replay = Replay(journal, settings, recipe.sync_every, seed=recipe.seed, resets=has_resets, on_arrival=watch.see)
         replay.now = version
         if checkpoint is not None:
             replay.restore(checkpoint.state["replay"], version)
@@ -517,7 +524,7 @@ def require_enough(recipe: Recipe, replay: Replay) -> None:
             f"but --replay.pacing.max-mean-uses is {pacing.max_mean_uses:g}: set it to {math.ceil(uses)}, or "
             f"--steps to at most {most_steps}"
         )
-    if pacing.held(received, (recipe.steps - 1) * batch, batch):
+    if pacing.hold_reason(received, (recipe.steps - 1) * batch, batch):
         raise UserError(
             f"--offline nothing more is received, but --replay.pacing.samples-per-insert is "
             f"{pacing.samples_per_insert}, which {recipe.steps} steps go beyond: set it to None"

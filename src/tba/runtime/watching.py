@@ -77,9 +77,9 @@ class EvaluationWatch:
 
     def check(self) -> None:
         """Report whether a figure has fallen, and link `best` to the checkpoint that is the best now."""
-        if not self._evaluations.look():
+        if not self._evaluations.read_new():
             return
-        for sentence in note_falls(self._run.path, self._evaluations.found):
+        for sentence in note_falls(self._run.path, self._evaluations.evaluations):
             log.warning("%s", sentence)
         if (best := self._best()) is None:
             return
@@ -96,7 +96,7 @@ class EvaluationWatch:
         """Returns versions whose checkpoints stay whatever their age: the best, and those whose evaluation is still to
         come.
         """
-        self._evaluations.look()
+        self._evaluations.read_new()
         best = self._best()
         return {*pending, *([] if best is None else [best[1].version])}
 
@@ -105,7 +105,7 @@ class EvaluationWatch:
 
         The best is the one whose 95 % interval has the highest lower end: over more problems a figure counts for more.
         """
-        figures = by_version(self._evaluations.found)
+        figures = by_version(self._evaluations.evaluations)
         candidates = [(path, figures[v]) for path, v in checkpoints_in(self._run.checkpoints) if v in figures]
         return max(candidates, key=lambda pair: (_lower_bound(pair[1]), pair[1].version), default=None)
 

@@ -166,8 +166,7 @@ class Optimizer:
         return self._saved_tensors().declared_tensors
 
     def snapshot(self) -> dict[str, tuple[int, Tensor]]:
-        """Returns copies of this rank's rows of the saved state: by name, the number of the first row and the rows.
-        """
+        """Returns copies of this rank's rows of the saved state: by name, the number of the first row and the rows."""
         parameters = self._numbered_parameters()
         parts = self._saved_parts()
         return {name: rows for i, name, part in parts if (rows := copy_local_rows(part, parameters[i])) is not None}
@@ -217,7 +216,8 @@ class Optimizer:
         parts = self._saved_parts()
         parameters = self._numbered_parameters()
         meta_tensors = {
-            name: torch.empty(parameters[i].shape if t.ndim else (), dtype=t.dtype, device="meta") for i, name, t in parts
+            name: torch.empty(parameters[i].shape if t.ndim else (), dtype=t.dtype, device="meta")
+            for i, name, t in parts
         }
 
         def tensors() -> Iterator[tuple[str, Tensor]]:

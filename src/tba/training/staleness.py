@@ -53,18 +53,19 @@ class Staleness:
         log_ratio_B = torch.where(device_batch.mask_BT, log_policy_BT - device_batch.log_reference_BT, 0.0).sum(1)
         group_B = (device_batch.group_B + self._group_count).to(log_ratio_B.dtype)
         reward_B = device_batch.reward_B.to(log_ratio_B.dtype)
-        self._rows.append(torch.stack([off_policy_B, log_ratio_B,reward_B, group_B]))
+        self._rows.append(torch.stack([off_policy_B, log_ratio_B, reward_B, group_B]))
         self._group_count += batch.groups
 
     def _add_lags(self, off_policy_BT: Tensor, batch: Batch, has_behavior_B: Tensor) -> None:
-        """Add |log(mu / pi)| of rows that the present policy sampled, and log(mu / pi) of rows sampled earlier.
-        """
+        """Add |log(mu / pi)| of rows that the present policy sampled, and log(mu / pi) of rows sampled earlier."""
         if batch.lag_B is None:
             return
         is_current_B, is_older_B = has_behavior_B & (batch.lag_B == 0), has_behavior_B & (batch.lag_B > 0)
         tokens_B = batch.mask_BT.sum(1)
         updates_B = tokens_B * batch.lag_B
-        self._lag_counts.append(torch.stack([tokens_B[is_current_B].sum(), is_current_B.sum(), updates_B[is_older_B].sum()]))
+        self._lag_counts.append(
+            torch.stack([tokens_B[is_current_B].sum(), is_current_B.sum(), updates_B[is_older_B].sum()])
+        )
         is_current_B, is_older_B = to_device(torch.stack([is_current_B, is_older_B]), off_policy_BT.device)
         current_BT = torch.where(is_current_B[:, None], off_policy_BT, 0.0)
         off_policy_B = off_policy_BT.sum(1)
@@ -97,7 +98,9 @@ class Staleness:
         behavior_off_policy_B = off_policy_B.index_select(0, to_device(behavior_row_N, off_policy_B.device))
         metrics: Measured = {"behavior_share": len(behavior_off_policy_B) / len(off_policy_B)}
         if len(behavior_off_policy_B):
-            metrics |= _summarize("off_policy", behavior_off_policy_B) | {"ess": effective_share(-behavior_off_policy_B)}
+            metrics |= _summarize("off_policy", behavior_off_policy_B) | {
+                "ess": effective_share(-behavior_off_policy_B)
+            }
         if self._token_off_policy and len(tokens_N := torch.cat(self._token_off_policy)):
             metrics |= _summarize("off_policy_token", tokens_N)
         if self._lag_sums:

@@ -31,21 +31,21 @@ def atomic_folder(path: Path, durable: bool = False) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _hidden_name(path, "writing")
     temporary.mkdir()
-    above = {folder: folder.stat() for folder in temporary.parents[:2]}
+    folders_above = {folder: folder.stat() for folder in temporary.parents[:2]}
     try:
         yield temporary
-        if not os.path.samestat(above[path.parent], path.parent.stat()):
+        if not os.path.samestat(folders_above[path.parent], path.parent.stat()):
             raise FileNotFoundError(errno.ENOENT, "a folder above it was moved away", str(path))
         if durable:
             for root, _, names in os.walk(temporary):
-                for written in (*names, "."):
-                    sync(Path(root) / written)
+                for name in (*names, "."):
+                    sync(Path(root) / name)
         _rename(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
-        for folder, before in above.items():
+        for folder, stat in folders_above.items():
             with suppress(OSError):  # it is gone, or not empty
-                if not os.path.samestat(before, folder.stat()):  # made anew: nothing takes the moved folder's place
+                if not os.path.samestat(stat, folder.stat()):  # made anew: nothing takes the moved folder's place
                     folder.rmdir()
         raise
     if durable:
@@ -57,9 +57,9 @@ def remove_folder(path: Path) -> None:
 
     Raises `FileNotFoundError` when it does not exist.
     """
-    gone = _hidden_name(path, "removed")
-    os.rename(path, gone)
-    shutil.rmtree(gone)
+    hidden_path = _hidden_name(path, "removed")
+    os.rename(path, hidden_path)
+    shutil.rmtree(hidden_path)
 
 
 def remove_leftovers(parent: Path) -> None:
@@ -78,8 +78,8 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _hidden_name(path: Path, what: str) -> Path:
-    return path.with_name(f".{what}-{path.name}-{uuid.uuid4().hex[:12]}")
+def _hidden_name(path: Path, purpose: str) -> Path:
+    return path.with_name(f".{purpose}-{path.name}-{uuid.uuid4().hex[:12]}")
 
 
 def _rename(temporary: Path, path: Path) -> None:

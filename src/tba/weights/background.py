@@ -25,34 +25,34 @@ if TYPE_CHECKING:
 
 
 class BackgroundPublisher:
-    """The publishing side of a `WeightDirectory`, in a thread of its own."""
+    """Publishes into a `WeightDirectory` in a thread of its own."""
 
     def __init__(self, directory: WeightDirectory, deadline: float, copies: HostCopies | None = None) -> None:
         self._directory = directory
         self._deadline = deadline  # seconds that `settle` may wait
         self._copies = copies or HostCopies()
-        self._held: Callable[[], bool] = lambda: False  # of the version that was published last: `Streamed.hold`
+        self._hold_weights: Callable[[], bool] = lambda: False  # of the version published last: `Streamed.hold`
         self._thread = ThreadPoolExecutor(1, "publish")
         self._jobs: list[Future[None]] = []
-        self._asked: list[tuple[Version, str]] = []  # pins of versions that are still being written
+        self._pending_pins: list[tuple[Version, str]] = []  # pins of versions that are still being written
 
     def publish(self, weights: Mapping[str, torch.Tensor], version: Version, manifest: Mapping[str, Json]) -> None:
-        """Returns once the version before is written; until `hold` has been called `weights` must stay as they are."""
+        """Start to publish `weights` once the version before is written; `hold` them before they change."""
         self.settle()
         is_stream = isinstance(weights, TensorStream)
-        leaving = weights if is_stream else self._copies.begin_copy(weights, self._directory.dtype)
-        self._held = leaving.hold if isinstance(leaving, TensorStream) else lambda: False
-        self._later(lambda: self._directory.publish(leaving, version, manifest))
+        leaving_weights = weights if is_stream else self._copies.begin_copy(weights, self._directory.dtype)
+        self._hold_weights = leaving_weights.hold if isinstance(leaving_weights, TensorStream) else lambda: False
+        self._run_later(lambda: self._directory.publish(leaving_weights, version, manifest))
 
     def hold(self) -> None:
-        """Have what changes the weights wait until they have been read: the device, where they are copied from it, else
-        the caller. Raises what `settle` does.
+        """Delay the next update until the weights have been read: on the device, where they are copied from it, else by
+        waiting here. Raises what `settle` does.
         """
-        if not self._held() or any(job.done() and job.exception() for job in self._jobs):
+        if not self._hold_weights() or any(job.done() and job.exception() for job in self._jobs):
             self.settle()
 
     def settle(self) -> None:
-        """Wait for what is still being written. Raises what it raised, and `DeadlineExceeded`."""
+        """Wait for the weights that are still being written. Raises the error of writing, and `DeadlineExceeded`."""
         jobs, self._jobs = self._jobs, []
         for job in jobs:
             try:
@@ -63,21 +63,21 @@ class BackgroundPublisher:
                 raise DeadlineExceeded(
                     f"the weights had not been written into {self._directory.path} after {self._deadline:g} s"
                 ) from error
-        self._asked.clear()
+        self._pending_pins.clear()
 
-    def pin(self, version: Version, why: str) -> None:
-        """Pin a version, like the directory does; it may still be being written."""
-        self._asked.append((version, why))
-        self._later(lambda: self._directory.pin(version, why))
+    def pin(self, version: Version, reason: str) -> None:
+        """Pin a version, which may still be being written."""
+        self._pending_pins.append((version, reason))
+        self._run_later(lambda: self._directory.pin(version, reason))
 
     def pins(self, version: Version) -> list[str]:
         """Returns why a version is pinned, including pins that are still to be executed."""
         if all(job.done() for job in self._jobs):
             self.settle()
-        return [*self._directory.pins(version), *(why for asked, why in self._asked if asked == version)]
+        return [*self._directory.pins(version), *(reason for v, reason in self._pending_pins if v == version)]
 
-    def unpin(self, version: Version, why: str) -> None:
-        self._later(lambda: self._directory.unpin(version, why))
+    def unpin(self, version: Version, reason: str) -> None:
+        self._run_later(lambda: self._directory.unpin(version, reason))
 
     def versions(self) -> list[Version]:
         self.settle()
@@ -103,5 +103,5 @@ class BackgroundPublisher:
         finally:
             self._thread.shutdown(wait=False)
 
-    def _later(self, act: Callable[[], None]) -> None:
-        self._jobs.append(self._thread.submit(act))
+    def _run_later(self, action: Callable[[], None]) -> None:
+        self._jobs.append(self._thread.submit(action))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK_BYTES = 512 << 20
-Flat: TypeAlias = npt.NDArray[np.uint8]
+FlatBytes: TypeAlias = npt.NDArray[np.uint8]
 _DTYPES = {  # as safetensors and as torch name them
     "F64": "float64",
     "F32": "float32",
@@ -38,18 +38,18 @@ _DTYPES = {  # as safetensors and as torch name them
 }
 
 
-def flat(path: Path) -> tuple[str, Flat]:
+def map_tensors_file(path: Path) -> tuple[str, FlatBytes]:
     """Returns the header of a safetensors file (JSON) and all that follows it, memory-mapped: it outlives the file's
     name.
 
     Raises `FileNotFoundError` when there is no such file.
     """
-    whole = mapped(path)
-    begin = 8 + int.from_bytes(whole[:8].tobytes(), "little")
-    return whole[8:begin].tobytes().decode(), whole[begin:]
+    content = map_file(path)
+    start = 8 + int.from_bytes(content[:8].tobytes(), "little")
+    return content[8:start].tobytes().decode(), content[start:]
 
 
-def mapped(path: Path) -> Flat:
+def map_file(path: Path) -> FlatBytes:
     """Returns all bytes of a file, memory-mapped; they outlive its name."""
     if path.stat().st_size == 0:  # an empty file cannot be mapped
         return np.empty(0, np.uint8)
@@ -57,33 +57,33 @@ def mapped(path: Path) -> Flat:
         return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
 
 
-def pieces(whole: Flat, most: int = CHUNK_BYTES) -> Iterator[Flat]:
-    """Cuts into pieces of at most `most` bytes."""
-    for begin in range(0, len(whole), most):
-        yield whole[begin : begin + most]
+def cut_pieces(content: FlatBytes, most_bytes: int = CHUNK_BYTES) -> Iterator[FlatBytes]:
+    """Yields the pieces of `content`, of at most `most_bytes` bytes each."""
+    for start in range(0, len(content), most_bytes):
+        yield content[start : start + most_bytes]
 
 
-def tensors(header: str, parts: Sequence[Flat]) -> dict[str, torch.Tensor]:
+def tensors(header: str, parts: Sequence[FlatBytes]) -> dict[str, torch.Tensor]:
     """Returns name -> tensor: read-only views of the parts, where a tensor lies in one of them."""
     entries: dict[str, Any] = json.loads(header)
     entries.pop("__metadata__", None)
     size = len(parts[0]) if parts else 0
-    return {name: _tensor(entry, parts, size) for name, entry in entries.items()}
+    return {name: _view_tensor(entry, parts, size) for name, entry in entries.items()}
 
 
-def _tensor(entry: dict[str, Any], parts: Sequence[Flat], size: int) -> torch.Tensor:
-    """Returns one tensor. `size`: bytes of every part but the last."""
+def _view_tensor(entry: dict[str, Any], parts: Sequence[FlatBytes], size: int) -> torch.Tensor:
+    """Returns one tensor of a file. `size`: bytes of every part but the last."""
     import torch
 
-    begin, end = entry["data_offsets"]
+    start, end = entry["data_offsets"]
     dtype = getattr(torch, _DTYPES[entry["dtype"]])
-    if begin == end:
+    if start == end:
         return torch.empty(entry["shape"], dtype=dtype)
-    first, last = begin // size, (end - 1) // size
-    if first == last:
-        array = parts[first][begin - first * size : end - first * size]
+    first_part, last_part = start // size, (end - 1) // size
+    if first_part == last_part:
+        array = parts[first_part][start - first_part * size : end - first_part * size]
     else:
-        array = np.concatenate(parts[first : last + 1])[begin - first * size : end - first * size]
+        array = np.concatenate(parts[first_part : last_part + 1])[start - first_part * size : end - first_part * size]
     with warnings.catch_warnings():  # torch warns that it cannot prevent writes into shared memory: nobody writes
         warnings.simplefilter("ignore", UserWarning)
         return torch.frombuffer(array, dtype=dtype).reshape(entry["shape"])

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tba.streaming import ALIGNED_ELEMENTS, SAFETENSORS_NAMES, TensorChange, TensorStream, write_flat, written_type
 
-_AT, _IS = "@at", "@is"
+_INDICES, _VALUES = "@at", "@is"
 
 
 def write_changes(
@@ -32,44 +32,44 @@ def write_changes(
     """
     entries: dict[str, object] = {}
     with path.open("wb") as file:
-        room = 8 + sum(2 * len(json.dumps(name)) + 300 for name in like) + 64
-        room += -room % 8
-        file.seek(room)
+        header_bytes = 8 + sum(2 * len(json.dumps(name)) + 300 for name in like) + 64
+        header_bytes += -header_bytes % 8
+        file.seek(header_bytes)
         for change in changes:
-            own = like[change.name]
-            for key, written, shape in _written(change, tuple(own.shape)):
-                begin = file.tell() - room
-                kind = written.dtype if key.endswith(_AT) else written_type(own.dtype, dtype)
-                write_flat(file, written, kind)
+            like_tensor = like[change.name]
+            for key, values, shape in _changed_tensors(change, tuple(like_tensor.shape)):
+                start = file.tell() - header_bytes
+                written_dtype = values.dtype if key.endswith(_INDICES) else written_type(like_tensor.dtype, dtype)
+                write_flat(file, values, written_dtype)
                 entries[key] = {
-                    "dtype": SAFETENSORS_NAMES[kind],
+                    "dtype": SAFETENSORS_NAMES[written_dtype],
                     "shape": list(shape),
-                    "data_offsets": [begin, file.tell() - room],
+                    "data_offsets": [start, file.tell() - header_bytes],
                 }
         end = file.tell()
-        _write_header(file, entries, room)
+        _write_header(file, entries, header_bytes)
         return end
 
 
-def _written(change: TensorChange, shape: tuple[int, ...]) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
-    """Yields what is to be written of a tensor: (name, values, their shape)."""
-    values, at = change.values, change.indices
-    if at is None:
+def _changed_tensors(change: TensorChange, shape: tuple[int, ...]) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
+    """Yields the tensors to write for a change of one tensor: (name, values, their shape)."""
+    values, indices = change.values, change.indices
+    if indices is None:
         yield change.name, values, shape
         return
-    more = -len(at) % ALIGNED_ELEMENTS  # repeats the last element, which changes nothing
-    yield change.name + _AT, torch.cat([at, at[-1:].expand(more)]), (len(at) + more,)
-    yield change.name + _IS, torch.cat([values, values[-1:].expand(more)]), (len(at) + more,)
+    padding = -len(indices) % ALIGNED_ELEMENTS  # repeats the last element, which changes nothing
+    yield change.name + _INDICES, torch.cat([indices, indices[-1:].expand(padding)]), (len(indices) + padding,)
+    yield change.name + _VALUES, torch.cat([values, values[-1:].expand(padding)]), (len(indices) + padding,)
 
 
-def _write_header(file: BinaryIO, entries: Mapping[str, object], room: int) -> None:
+def _write_header(file: BinaryIO, entries: Mapping[str, object], header_bytes: int) -> None:
     text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
     file.seek(0)
-    file.write((room - 8).to_bytes(8, "little") + text.ljust(room - 8))
+    file.write((header_bytes - 8).to_bytes(8, "little") + text.ljust(header_bytes - 8))
 
 
 class Restored(TensorStream):
-    """Reads what was published: a tensor that has changed is put together whenever it is asked for, any other is the
+    """Restores published weights from their base and changes: a changed tensor is put together whenever it is read, any other is the
     base's own. Whoever copies them one after the other holds one at a time.
     """
 
@@ -78,11 +78,13 @@ class Restored(TensorStream):
         self._changes = changes
 
     def __getitem__(self, name: str) -> Tensor:
-        base, at = self.declared_tensors[name], self._changes.get(name + _AT)
-        return self._changes.get(name, base) if at is None else _changed(base, at, self._changes[name + _IS])
+        base, indices = self.declared_tensors[name], self._changes.get(name + _INDICES)
+        if indices is None:
+        return self._changes.get(name, base)
+        return _apply_change(base, indices, self._changes[name + _VALUES])
 
 
-def _changed(base: Tensor, at: Tensor, values: Tensor) -> Tensor:
-    whole = base.clone()
-    whole.view(-1)[at] = values
-    return whole
+def _apply_change(base: Tensor, indices: Tensor, values: Tensor) -> Tensor:
+    tensor = base.clone()
+    tensor.view(-1)[indices] = values
+    return tensor

@@ -63,8 +63,8 @@ class PublishSettings:
             )
 
 
-def _age(version: Version) -> Version:
-    """Returns what orders averages among themselves, and other versions likewise."""
+def _age_key(version: Version) -> Version:
+    """Returns the key that orders averages among themselves, and other versions likewise."""
     return version.average if version.is_average else version
 
 
@@ -89,9 +89,9 @@ class WeightDirectory:
         self._settings = settings or PublishSettings()
         self.dtype = dtype
         self._base: Version | None = None  # the newest whole version of this publisher, and how many came since
-        self._since = 0
+        self._base_uses = 0
         # only the publisher may delete leftovers: a reader cannot tell them from files being written
-        self._clean = False
+        self._is_clean = False
         path.mkdir(parents=True, exist_ok=True)
         self._memory = InMemory(path) if self._settings.in_memory else None
 
@@ -100,24 +100,24 @@ class WeightDirectory:
 
         Raises `ValueError` unless `version` is newer than all that are there: no two sets of weights share a name.
         """
-        newest = max((v for v in self.versions() if v.is_average == version.is_average), key=_age, default=None)
-        if newest is not None and _age(version) <= _age(newest):
+        newest = max((v for v in self.versions() if v.is_average == version.is_average), key=_age_key, default=None)
+        if newest is not None and _age_key(version) <= _age_key(newest):
             raise ValueError(f"version {version} cannot be published after {newest}: versions must increase")
-        if not self._clean:
+        if not self._is_clean:
             self.clean()
-            self._clean = True
+            self._is_clean = True
         temporary = self.path / f".{version}{TENSORS}"
-        base = self._write_tensors(temporary, weights, whole=version.is_average)
-        os.replace(temporary, self._file(version, TENSORS))
-        head = {"version": str(version), "names": sorted(weights), "notes": dict(manifest)}
-        self._write(version, MANIFEST, head if base is None else head | {"base": str(base)})
+        base = self._write_tensors(temporary, weights, is_full=version.is_average)
+        os.replace(temporary, self._path_of(version, TENSORS))
+        manifest_fields = {"version": str(version), "names": sorted(weights), "notes": dict(manifest)}
+        self._write_file(version, MANIFEST, manifest_fields if base is None else manifest_fields | {"base": str(base)})
         if not version.is_average:
-            self._base, self._since = (version, 1) if base is None else (base, self._since + 1)
+            self._base, self._base_uses = (version, 1) if base is None else (base, self._base_uses + 1)
         self._prune()
 
-    def _write_tensors(self, temporary: Path, weights: Mapping[str, torch.Tensor], whole: bool) -> Version | None:
-        """Write all tensors, or what has changed; returns the base of the changes."""
-        if whole or self._base is None or self._since >= self._settings.full_every:
+    def _write_tensors(self, temporary: Path, weights: Mapping[str, torch.Tensor], is_full: bool) -> Version | None:
+        """Write all tensors, or their changes; returns the base of the changes, None for all tensors."""
+        if is_full or self._base is None or self._base_uses >= self._settings.full_every:
             if self._memory is not None:
                 self._memory.link(temporary, bytes_of(weights, self.dtype))
             write_tensors(temporary, weights, self.dtype)
@@ -125,11 +125,11 @@ class WeightDirectory:
         with safetensors.safe_open(self.file(self._base), framework="pt") as base:
             if sorted(base.keys()) != sorted(weights):
                 raise ValueError(f"these weights have other names than those of version {self._base}")
-            of_ranks = weights.changes if isinstance(weights, TensorStream) else None
+            rank_changes = weights.changes if isinstance(weights, TensorStream) else None
             changes = (
                 changes_since(base.get_tensor, weights, self.dtype)
-                if of_ranks is None
-                else of_ranks(self.file(self._base))
+                if rank_changes is None
+                else rank_changes(self.file(self._base))
             )
             write_changes(temporary, shapes_of(weights), changes, self.dtype)
         return self._base
@@ -140,11 +140,11 @@ class WeightDirectory:
     hold = settle
 
     def close(self) -> None:
-        """Bring what is in memory to the disk, if this one publishes there."""
+        """Move the versions that this publisher has in memory to the disk."""
         if self._memory is not None:
             for version in self.versions():
                 if is_lost(self.file(version)):
-                    log.warning("%s", self._lost(version))
+                    log.warning("%s", self._lost_error(version))
                 else:
                     bring_to_disk(self.file(version))
             self._memory.close()
@@ -165,19 +165,19 @@ class WeightDirectory:
                 return published
 
     def at(self, version: Version) -> PublishedWeights:
-        """Returns exactly that version. Raises `UserError` when it is not (or no longer) there, or damaged."""
+        """Returns the weights of exactly that version. Raises `UserError` when they are not there, or damaged."""
         published = self.find(version)
         if published is None:
-            there = ", ".join(map(str, self.versions())) or "none"
+            versions = ", ".join(map(str, self.versions())) or "none"
             raise UserError(
-                f"{self.path} does not hold version {version} of the weights, but {there}; give one of these"
+                f"{self.path} does not hold version {version} of the weights, but {versions}; give one of these"
             )
         return published
 
     def notes(self, version: Version) -> Mapping[str, Json]:
         """Returns the manifest of that version; empty when it is not there, or cannot be read."""
         try:
-            notes = json.loads(self._file(version, MANIFEST).read_text())["notes"]
+            notes = json.loads(self._path_of(version, MANIFEST).read_text())["notes"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return {}
         return notes if isinstance(notes, dict) else {}
@@ -187,28 +187,29 @@ class WeightDirectory:
 
         Raises `UserError` when its files are damaged.
         """
-        manifest = self._file(version, MANIFEST)
+        manifest_path = self._path_of(version, MANIFEST)
         try:
-            head = parsed(manifest.read_bytes(), _MANIFEST)
-            notes, since = head["notes"], head.get("base")
+            manifest_fields = parsed(manifest_path.read_bytes(), _MANIFEST)
+            notes, base_name = manifest_fields["notes"], manifest_fields.get("base")
             tensors = safetensors.safe_open(self.file(version), framework="pt")
-            base = None if since is None else safetensors.safe_open(self.file(Version.parse(since)), framework="pt")
+            base_path = None if base_name is None else self.file(Version.parse(base_name))
+            base = None if base_path is None else safetensors.safe_open(base_path, framework="pt")
         except (OSError, RuntimeError, ValueError, KeyError, safetensors.SafetensorError) as error:
             if is_lost(self.file(version)):
-                raise self._lost(version) from error
-            if manifest.exists():
+                raise self._lost_error(version) from error
+            if manifest_path.exists():
                 raise UserError(f"version {version} in {self.path} is damaged ({error}); remove its files") from error
             return None
 
-        def read() -> Mapping[str, torch.Tensor]:
-            own = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 (it is no mapping)
+        def load() -> Mapping[str, torch.Tensor]:
+            by_name = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 (it is no mapping)
             if base is None:
-                return own
-            return Restored({name: base.get_tensor(name) for name in base.keys()}, own)  # noqa: SIM118
+                return by_name
+            return Restored({name: base.get_tensor(name) for name in base.keys()}, by_name)  # noqa: SIM118
 
-        return PublishedWeights(version, notes, read)
+        return PublishedWeights(version, notes, load)
 
-    def _lost(self, version: Version) -> UserError:
+    def _lost_error(self, version: Version) -> UserError:
         return UserError(
             f"version {version} in {self.path} was in the machine's memory, and is gone from there (a restart of the "
             "machine empties it, and so may other programs): continue the run (tba resume), which publishes anew from "
@@ -216,16 +217,16 @@ class WeightDirectory:
         )
 
     def base(self, version: Version) -> Version | None:
-        """Returns the base of the changes in its file; None: it is whole.
+        """Returns the base of a version's changes; None: its file has all tensors.
 
-        Raises `FileNotFoundError` when it is gone.
+        Raises `FileNotFoundError` when the version is gone.
         """
-        since = self._parsed(version, MANIFEST, _MANIFEST).get("base")
-        return None if since is None else Version.parse(since)
+        base_name = self._read_file(version, MANIFEST, _MANIFEST).get("base")
+        return None if base_name is None else Version.parse(base_name)
 
     def file(self, version: Version) -> Path:
-        """Returns the path of its tensors, if they are there."""
-        return self._file(version, TENSORS)
+        """Returns the path of a version's tensors."""
+        return self._path_of(version, TENSORS)
 
     def versions(self) -> list[Version]:
         """Returns the versions that are published and kept, oldest first; averages before all others."""
@@ -236,91 +237,95 @@ class WeightDirectory:
         """Returns the newest published version that is no average, None before the first."""
         return max((v for v in self.versions() if not v.is_average), default=None)
 
-    def pin(self, version: Version, why: str) -> None:
+    def pin(self, version: Version, reason: str) -> None:
         """Keep `version` until it is unpinned for the same reason; from here on it survives a power cut.
 
         Raises `UserError` when it is not there, or gone from the machine's memory.
         """
-        if not self._file(version, MANIFEST).exists():
+        if not self._path_of(version, MANIFEST).exists():
             raise UserError(f"version {version} cannot be pinned: {self.path} does not hold it (any longer)")
-        self._write(version, PINS, [*self.pins(version), why])
+        self._write_file(version, PINS, [*self.pins(version), reason])
         base = self.base(version)
-        for needed in (version,) if base is None else (version, base):
-            if is_lost(self.file(needed)):
-                raise self._lost(needed)
-            bring_to_disk(self.file(needed))
-            sync(self._file(needed, MANIFEST))
-        sync(self._file(version, PINS))
+        for needed_version in (version,) if base is None else (version, base):
+            if is_lost(self.file(needed_version)):
+                raise self._lost_error(needed_version)
+            bring_to_disk(self.file(needed_version))
+            sync(self._path_of(needed_version, MANIFEST))
+        sync(self._path_of(version, PINS))
         sync(self.path)
 
-    def unpin(self, version: Version, why: str) -> None:
+    def unpin(self, version: Version, reason: str) -> None:
         """Undo one `pin` of the same reason; with the last of them the version may be pruned.
 
         Raises `ValueError` when it is not pinned for that reason.
         """
         reasons = self.pins(version)
-        if why not in reasons:
-            raise ValueError(f"version {version} is not pinned for {why!r}, but for {reasons}")
-        reasons.remove(why)
+        if reason not in reasons:
+            raise ValueError(f"version {version} is not pinned for {reason!r}, but for {reasons}")
+        reasons.remove(reason)
         if reasons:
-            self._write(version, PINS, reasons)
+            self._write_file(version, PINS, reasons)
         else:
-            self._file(version, PINS).unlink()
+            self._path_of(version, PINS).unlink()
         self._prune()
 
     def pins(self, version: Version) -> list[str]:
         """Returns why `version` is pinned; empty when it is not."""
         try:
-            reasons: list[str] = self._parsed(version, PINS, list[str])
+            reasons: list[str] = self._read_file(version, PINS, list[str])
         except FileNotFoundError:
             return []
         return reasons
 
-    def _parsed(self, version: Version, suffix: str, kind: Any) -> Any:
+    def _read_file(self, version: Version, suffix: str, kind: Any) -> Any:
         """Reads a small file. Raises `FileNotFoundError` when it is gone, `UserError` when it is damaged."""
         try:
-            return parsed(self._file(version, suffix).read_bytes(), kind)
+            return parsed(self._path_of(version, suffix).read_bytes(), kind)
         except ValueError as error:
             raise UserError(f"version {version} in {self.path} is damaged ({error}); remove its files") from error
 
-    def _file(self, version: Version, suffix: str) -> Path:
+    def _path_of(self, version: Version, suffix: str) -> Path:
         return self.path / f"{version}{suffix}"
 
-    def _write(self, version: Version, suffix: str, value: Json) -> None:
+    def _write_file(self, version: Version, suffix: str, value: Json) -> None:
         """Write a small file, under a temporary name that is then replaced by its own."""
         temporary = self.path / f".{version}{suffix}"
         temporary.write_text(json.dumps(value))
-        os.replace(temporary, self._file(version, suffix))
+        os.replace(temporary, self._path_of(version, suffix))
 
     def _prune(self) -> None:
         versions = self.versions()
-        kept = set(versions[-self.keep :]) | {v for v in versions if self.pins(v)}
-        kept |= {max((v for v in versions if v.is_average), key=_age, default=versions[-1])}  # about to be pinned
-        kept |= {base for v in kept if (base := self.base(v)) is not None} | ({self._base} if self._base else set())
+        retained = set(versions[-self.keep :]) | {v for v in versions if self.pins(v)}
+        retained |= {
+            max((v for v in versions if v.is_average), key=_age_key, default=versions[-1])
+        }  # soon to be pinned
+        retained |= {base for v in retained if (base := self.base(v)) is not None} | (
+            {self._base} if self._base else set()
+        )
         # changes before their base, so that a reader who finds changes finds their base too
         for version in reversed(versions):
-            if version not in kept:
+            if version not in retained:
                 for suffix in (MANIFEST, TENSORS):
-                    remove(self._file(version, suffix))
+                    remove(self._path_of(version, suffix))
 
     def clean(self) -> None:
-        """Delete what a crash left (temporary files, tensors without a manifest), and versions that cannot be used: the
+        """Delete the leftovers of a crash (temporary files, tensors without a manifest), and unusable versions: the
         trainer publishes anew.
         """
         for version in self.versions():
             try:
                 self.base(version)
                 self.pins(version)
-                sound = self._file(version, TENSORS).exists()
+                is_sound = self._path_of(version, TENSORS).exists()
             except (UserError, FileNotFoundError):
-                sound = False
-            if not sound:
+                is_sound = False
+            if not is_sound:
                 log.warning("version %s in %s is damaged; it is removed", version, self.path)
                 for suffix in (MANIFEST, PINS, TENSORS):
-                    remove(self._file(version, suffix))
-        for tensors in self.path.glob(f"*{TENSORS}"):
-            if not tensors.with_suffix(MANIFEST).exists():
-                remove(tensors)
+                    remove(self._path_of(version, suffix))
+        for tensors_path in self.path.glob(f"*{TENSORS}"):
+            if not tensors_path.with_suffix(MANIFEST).exists():
+                remove(tensors_path)
         for suffix in (TENSORS, MANIFEST, PINS):
-            for begun in self.path.glob(f".*{suffix}"):
-                remove(begun)
+            for temporary in self.path.glob(f".*{suffix}"):
+                remove(temporary)

@@ -13,8 +13,8 @@ from tests.replay.trajectory_cases import plain_edits, prompt, trajectory
 
 from tba.apps.red_team.near import HashedNgrams, NearDuplicates, edits
 from tba.errors import UserError
-from tba.replay.buffer import Amount, Buffer, BufferSettings
-from tba.replay.codec import Stored
+from tba.replay.buffer import Buffer, BufferSettings, Tally
+from tba.replay.codec import StoredTrajectory
 from tba.types import FloatArray, Trajectory
 
 TOKENS = st.lists(st.integers(0, 5), min_size=1, max_size=9)
@@ -60,12 +60,12 @@ CHANGES = st.lists(
 def test_whatever_came_and_went_the_near_ones_are_exactly_those_within_the_distance(
     changes: list[tuple[int, list[int], bool]], distance: float, by: str
 ) -> None:
-    there: dict[int, tuple[int, Stored, list[float]]] = {}
+    there: dict[int, tuple[int, StoredTrajectory, list[float]]] = {}
     chosen = NearDuplicates("edit" if by == "edit" else "cosine", distance, embedding=Spelled())
     index = chosen.start(lambda row: there[row][1].tokens)
     for row, (p, tokens, leaves) in enumerate(changes):
         direction = [float(tokens.count(d % 5) - (d % 3)) for d in range(4)]
-        new = Stored.of(saying(trajectory(p, tokens), direction))
+        new = StoredTrajectory.of(saying(trajectory(p, tokens), direction))
         expected = set()
         for other, (q, stored, pointing) in there.items():
             if by == "edit":
@@ -86,12 +86,12 @@ def test_whatever_came_and_went_the_near_ones_are_exactly_those_within_the_dista
 
 def test_more_of_one_token_than_a_byte_can_count_hides_nothing() -> None:
     said = [(1,) * 600, (1,) * 590, (1,) * 300 + (2,) * 300, (1,) * 300 + (3,) * 10]
-    stored = [Stored.of(trajectory(0, tokens)) for tokens in said]
+    stored = [StoredTrajectory.of(trajectory(0, tokens)) for tokens in said]
     index = NearDuplicates("edit", 0.01).start(lambda row: stored[row].tokens)
     for row in (0, 2, 3):
         index.add(row, stored[row])
     assert index.of(stored[1]).tolist() == [0]  # 10 edits of 1190 tokens
-    assert index.of(Stored.of(trajectory(0, (1,) * 303 + (3,) * 9))).tolist() == [3]  # 3 of 622
+    assert index.of(StoredTrajectory.of(trajectory(0, (1,) * 303 + (3,) * 9))).tolist() == [3]  # 3 of 622
 
 
 EDIT = BufferSettings(distinct=False, near=NearDuplicates("edit", 0.25))
@@ -112,7 +112,7 @@ def test_of_two_near_answers_the_better_rewarded_stays_and_at_a_tie_the_earlier(
     assert uids(buffer) == ["far", "better"]
     buffer.add(trajectory(1, one_off, reward=9.0))  # to another prompt: near nothing
     assert uids(buffer) == ["far", "better"]
-    assert buffer.counts().duplicate == Amount(3, 15)
+    assert buffer.counts().duplicate == Tally(3, 15)
 
 
 def test_one_that_is_better_than_several_near_ones_takes_the_place_of_all_and_is_refused_if_one_is_better() -> None:
@@ -162,14 +162,14 @@ def test_of_what_is_not_kept_the_last_can_be_drawn_as_recent() -> None:
         buffer.add(trajectory(0, tokens, version=i, reward=reward, uid=str(i)))
     assert uids(buffer) == ["0", "2"]
     assert recent() == ["0", "1", "2", "3"]
-    assert buffer.counts().waiting == Amount(4, 13)
+    assert buffer.counts().waiting == Tally(4, 13)
     buffer.use(buffer.numbered(buffer.newest(prompt(0).key, 1, 9)))  # of "3"
     for i, left in ((4, ["0", "2", "3", "4"]), (5, ["0", "2", "4", "5"])):  # two that are kept, and two that are not
         buffer.add(trajectory(0, (9, 9, i), reward=0.1 / i, uid=str(i)))
         assert recent() == left
     assert uids(buffer) == ["0", "2"]
     counts = buffer.counts()
-    assert (counts.trained_once, counts.duplicate, counts.evicted) == (Amount(1, 2), Amount(1, 5), Amount())
+    assert (counts.trained_once, counts.duplicate, counts.evicted) == (Tally(1, 2), Tally(1, 5), Tally())
 
 
 def test_a_distance_at_which_all_or_none_are_near_is_refused() -> None:

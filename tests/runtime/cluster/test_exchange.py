@@ -20,7 +20,7 @@ from tba.recipe import Recipe
 from tba.record.evaluations import read_evaluations
 from tba.record.faults import count_faults
 from tba.record.jsonl import read_lines
-from tba.replay.codec import Encoded
+from tba.replay.codec import EncodedTrajectories
 from tba.replay.follower import JournalFollower
 from tba.runtime.cluster.gateway import JOURNAL, PLACES, Exchange
 from tba.runtime.cluster.remote import (
@@ -41,7 +41,7 @@ from tba.runtime.searcher_loop import SearcherLoop, searcher_loop_at, start_sear
 from tba.runtime.trainer_loop import start_training
 from tba.training.checkpoint import Checkpoint
 from tba.types import Trajectory, Version
-from tba.weights.chunks import Flat
+from tba.weights.chunks import FlatBytes
 from tba.weights.directory import PublishSettings, WeightDirectory
 from toy.policy import WEIGHT
 
@@ -58,7 +58,7 @@ class Direct:
     def call(self, method: str, *arguments: Any, **named: Any) -> Any:
         return getattr(self.exchange, method)(*arguments, **named)
 
-    def fetch(self, references: Sequence[Any]) -> list[Flat]:
+    def fetch(self, references: Sequence[Any]) -> list[FlatBytes]:
         return list(references)
 
 
@@ -68,7 +68,7 @@ class Mortal(Direct):
 
     alive: bool = True
 
-    def fetch(self, references: Sequence[Any]) -> list[Flat]:
+    def fetch(self, references: Sequence[Any]) -> list[FlatBytes]:
         if not self.alive:
             self.alive = True
             raise HandedOutLost("gone")
@@ -185,7 +185,7 @@ def test_of_versions_that_are_changes_their_base_is_fetched_once(tmp_path: Path)
     directory = WeightDirectory(run.weights, settings=PublishSettings(full_every=10))
     sent: list[int] = []
 
-    def send(piece: Flat) -> Flat:
+    def send(piece: FlatBytes) -> FlatBytes:
         sent.append(len(piece))
         return piece
 
@@ -259,7 +259,7 @@ def test_a_journal_elsewhere_has_the_verbs_of_the_protocol_and_what_it_sends_is_
         assert follower.leases() == []
         follower.ask(Version(0, 1), [t.uid for t in original])
         assert same(journal.unscored(Version(0, 1), 2, 60.0), [original[4], original[3]])
-    sent = [value for call in contact.calls for value in call if isinstance(value, Encoded)]
+    sent = [value for call in contact.calls for value in call if isinstance(value, EncodedTrajectories)]
     assert [len(batch.rows) for batch in sent] == [5, 5]
     assert not [value for call in contact.calls for value in call if value is original]
     journal.close()
@@ -338,7 +338,7 @@ class Called:
     def call(self, method: str, *arguments: Any, **named: Any) -> Any:
         return getattr(self.visitors, method)(*arguments, **named)
 
-    def fetch(self, references: Sequence[Any]) -> list[Flat]:
+    def fetch(self, references: Sequence[Any]) -> list[FlatBytes]:
         raise NotImplementedError
 
 

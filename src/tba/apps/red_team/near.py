@@ -1,7 +1,7 @@
 """Near duplicates: answers that nearly equal another one to the same prompt, by edits of tokens or by embeddings.
 
-`ReplaySettings(buffer=BufferSettings(near=NearDuplicates("edit")))` keeps them out of a replay buffer (`Near` in
-`replay/buffer.py`).
+`ReplaySettings(buffer=BufferSettings(near=NearDuplicates("edit")))` keeps them out of a replay buffer (`NearSettings`
+in `replay/buffer.py`).
 
 Invariant: `of` gives exactly the rows that are nearer than the distance; rows are skipped before tokens are compared
 only by a bound that no near one can break. No loop over rows is in Python. By edits a query costs one pass over T bytes
@@ -23,8 +23,8 @@ import numpy.typing as npt
 
 from tba.errors import UserError
 from tba.fields import as_declared
-from tba.replay.codec import Stored, facts_of
-from tba.replay.columns import widened
+from tba.replay.codec import StoredTrajectory, trajectory_header
+from tba.replay.columns import widen
 from tba.types import FloatArray, IntArray
 
 _BUCKETS = 256
@@ -137,7 +137,7 @@ class _Sheet:
         """Add a row; returns its index."""
         place = self.size
         if place == len(self._row_N):
-            self._length_N, self._row_N = widened(self._length_N, place + 1, 16), widened(self._row_N, place + 1, 16)
+            self._length_N, self._row_N = widen(self._length_N, place + 1, 16), widen(self._row_N, place + 1, 16)
             wider_FN = np.zeros((len(feature_F), len(self._row_N)), dtype=feature_F.dtype)
             wider_FN[:, :place] = self._feature_FN
             self._feature_FN = wider_FN
@@ -162,19 +162,19 @@ class _Index(ABC):
         self._sheets: dict[str, _Sheet] = {}
         self._place = np.zeros(0, dtype=np.int32)  # by row, its index in the sheet of its prompt
 
-    def of(self, stored: Stored) -> _Rows:
+    def of(self, stored: StoredTrajectory) -> _Rows:
         """Returns the rows of the same prompt that are near."""
         sheet = self._sheets.get(stored.prompt.key)
         if sheet is None:
             return np.zeros(0, dtype=np.intp)
         return sheet.row_N[self._near(sheet, stored)].astype(np.intp)
 
-    def add(self, row: int, stored: Stored) -> None:
+    def add(self, row: int, stored: StoredTrajectory) -> None:
         """Add a row, which must not be there yet."""
         feature_F = self._features(stored)
         sheet = self._sheets.setdefault(stored.prompt.key, _Sheet(feature_F))
         if row >= len(self._place):
-            self._place = widened(self._place, row + 1)
+            self._place = widen(self._place, row + 1)
         self._place[row] = sheet.add(row, stored.length, feature_F)
 
     def remove(self, row: int, prompt: str) -> None:
@@ -186,11 +186,11 @@ class _Index(ABC):
             del self._sheets[prompt]
 
     @abstractmethod
-    def _features(self, stored: Stored) -> npt.NDArray[Any]:
+    def _features(self, stored: StoredTrajectory) -> npt.NDArray[Any]:
         """Returns [F], what is kept of an answer."""
 
     @abstractmethod
-    def _near(self, sheet: _Sheet, stored: Stored) -> npt.NDArray[Any]:
+    def _near(self, sheet: _Sheet, stored: StoredTrajectory) -> npt.NDArray[Any]:
         """Returns the indexes of a sheet that are near."""
 
 
@@ -206,10 +206,10 @@ class EditIndex(_Index):
         self._distance = distance
         self._tokens = tokens
 
-    def _features(self, stored: Stored) -> npt.NDArray[Any]:
+    def _features(self, stored: StoredTrajectory) -> npt.NDArray[Any]:
         return np.minimum(_bucket_counts(stored.tokens), _BYTE_MAX).astype(np.uint8)
 
-    def _near(self, sheet: _Sheet, stored: Stored) -> npt.NDArray[Any]:
+    def _near(self, sheet: _Sheet, stored: StoredTrajectory) -> npt.NDArray[Any]:
         answer_T, length_N = stored.tokens, sheet.length_N
         count_F = _bucket_counts(answer_T)
         common_N: npt.NDArray[Any] = np.zeros(sheet.size, dtype=np.uint8 if len(answer_T) <= _BYTE_MAX else np.int32)
@@ -250,15 +250,16 @@ class CosineIndex(_Index):
         self._embedding = embedding
         self._last_embedding: tuple[str, FloatArray] | None = None  # an answer is compared, then added
 
-    def _features(self, stored: Stored) -> npt.NDArray[Any]:
+    def _features(self, stored: StoredTrajectory) -> npt.NDArray[Any]:
         if self._last_embedding is None or self._last_embedding[0] != stored.uid:
-            embedding_F = np.asarray(self._embedding.embed([facts_of(stored.body)["text"]])[0], dtype=np.float32)
+            text = trajectory_header(stored.body)["text"]
+            embedding_F = np.asarray(self._embedding.embed([text])[0], dtype=np.float32)
             norm = np.linalg.norm(embedding_F)
             unit_F = embedding_F / norm if norm > 0 else np.full_like(embedding_F, np.nan)  # not above any cosine
             self._last_embedding = stored.uid, unit_F
         return self._last_embedding[1]
 
-    def _near(self, sheet: _Sheet, stored: Stored) -> npt.NDArray[Any]:
+    def _near(self, sheet: _Sheet, stored: StoredTrajectory) -> npt.NDArray[Any]:
         return self._features(stored) @ sheet.feature_FN > np.float32(1 - self._distance)
 
 

@@ -192,7 +192,9 @@ class PartActor:
         return None
 
 
-def _train(recipe: Recipe, run: RunDirectory, place: Json, stop: Callable[[], bool], meeting: Rendezvous | None) -> None:
+def _train(
+    recipe: Recipe, run: RunDirectory, place: Json, stop: Callable[[], bool], meeting: Rendezvous | None
+) -> None:
     from tba.runtime.trainer_loop import run_trainer
 
     note_place(run, place)

@@ -28,7 +28,7 @@ from tba.errors import DeadlineExceeded, HandedOutLost, PartFailed, UserError
 from tba.record.memory import usable_cores
 from tba.runtime.cluster.placement import Node
 from tba.runtime.cluster.reaper import folder_for_ray
-from tba.weights.chunks import Flat
+from tba.weights.chunks import FlatBytes
 
 
 def get(reference: Any, deadline: float, purpose: str) -> Any:
@@ -74,7 +74,7 @@ class ActorContact:
                 f"{self.worker} has lost its connection to the gateway: the run, or its machine, is down"
             ) from error
 
-    def fetch(self, references: Sequence[Any]) -> list[Flat]:
+    def fetch(self, references: Sequence[Any]) -> list[FlatBytes]:
         """Returns the pieces themselves, one after the other.
 
         Raises `HandedOutLost` when they died with the gateway.

@@ -16,12 +16,12 @@ from typing import Any
 from tba.protocols import Journal, Records
 from tba.recipe import Recipe
 from tba.record.jsonl import JsonLines
-from tba.replay.codec import packed
+from tba.replay.codec import to_wire
 from tba.replay.journal import JournalWriter
 from tba.runtime.connections import RunRecords
 from tba.runtime.run_directory import RunDirectory
 from tba.types import Json, Version
-from tba.weights.chunks import Flat, flat, mapped, pieces
+from tba.weights.chunks import FlatBytes, cut_pieces, map_file, map_tensors_file
 from tba.weights.directory import WeightDirectory
 
 
@@ -53,7 +53,7 @@ class Exchange:
     Journal and weights may be called from two threads, one each.
     """
 
-    def __init__(self, run: RunDirectory, recipe: Recipe, send: Callable[[Flat], Any]) -> None:
+    def __init__(self, run: RunDirectory, recipe: Recipe, send: Callable[[FlatBytes], Any]) -> None:
         self._run = run
         self._recipe = recipe
         self._send = send
@@ -71,7 +71,7 @@ class Exchange:
         if owner not in self._writers:
             path = self._run.journal(self._recipe)
             self._writers[owner] = JournalWriter(path, owner, self._recipe.run.journal_deadline, create=False)
-        return packed(getattr(self._writers[owner], verb)(*arguments, **keywords))
+        return to_wire(getattr(self._writers[owner], verb)(*arguments, **keywords))
 
     def close_journal(self, owner: str) -> None:
         """Close the journal of an owner that has left, or is taken for dead."""
@@ -108,7 +108,7 @@ class Exchange:
             if published is None:
                 return None
             try:
-                header, contents = flat(self._weights.file(version))
+                header, contents = map_tensors_file(self._weights.file(version))
                 base_version = self._weights.base(version)
             except FileNotFoundError:  # pruned in the meantime
                 return None
@@ -120,7 +120,7 @@ class Exchange:
                 if base is None:
                     return None
                 self._base = base
-            references = [self._send(piece) for piece in pieces(contents)]
+            references = [self._send(piece) for piece in cut_pieces(contents)]
             self._offers[version] = Offer(version, published.manifest, header, references, base)
             for version_to_drop in list(self._offers)[:-KEPT_VERSIONS]:
                 del self._offers[version_to_drop]
@@ -134,7 +134,7 @@ class Exchange:
             raise ValueError(f"{name} is no checkpoint")
         folder = self._run.checkpoints / name
         files = sorted(path for path in folder.rglob("*") if path.is_file())
-        return [(str(path.relative_to(folder)), [self._send(p) for p in pieces(mapped(path))]) for path in files]
+        return [(str(path.relative_to(folder)), [self._send(p) for p in cut_pieces(map_file(path))]) for path in files]
 
     def close(self) -> None:
         for writer in self._writers.values():

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from tba.errors import HandedOutLost, UserError
 from tba.protocols import Journal, PublishedWeights, Records
 from tba.recipe import Recipe
-from tba.replay.codec import packed, unpacked
+from tba.replay.codec import from_wire, to_wire
 from tba.runtime.cluster.gateway import JOURNAL, RECORDS, Offer
 from tba.runtime.connections import Connections
 from tba.runtime.elastic import LocalMembership, Membership, enter_run
@@ -36,7 +36,7 @@ from tba.shipped import VARIANT_MARK
 from tba.training.checkpoint import Checkpoint
 from tba.types import Json, Version
 from tba.weights.atomic_dir import atomic_folder, remove_folder
-from tba.weights.chunks import Flat, tensors
+from tba.weights.chunks import FlatBytes, tensors
 from tba.weights.deltas import Restored
 
 _FRESH_SECONDS = 0.05  # for which the newest known version counts as the newest
@@ -49,7 +49,7 @@ class Contact(Protocol):
         """Call this method of the gateway and return its result."""
         ...
 
-    def fetch(self, references: Sequence[Any]) -> list[Flat]:
+    def fetch(self, references: Sequence[Any]) -> list[FlatBytes]:
         """Returns the pieces themselves. Raises `HandedOutLost` when they are no longer there."""
         ...
 
@@ -61,7 +61,7 @@ def remote_proxy(verbs: Iterable[str], call: Callable[..., Any]) -> Any:
     """
 
     def call_verb(verb: str, *arguments: Any, **options: Any) -> Any:
-        return unpacked(call(verb, *map(packed, arguments), **{name: packed(value) for name, value in options.items()}))
+        return from_wire(call(verb, *map(to_wire, arguments), **{name: to_wire(v) for name, v in options.items()}))
 
     return SimpleNamespace(**{verb: partial(call_verb, verb) for verb in verbs})
 
