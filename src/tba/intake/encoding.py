@@ -196,7 +196,7 @@ class Encoder:
             return Refusal("an answer that the tokenizer cannot write")
         body = tokens if frame.end is None else tokens[:-1]
         text, read_text = self._decode_visible(body), self._read_back(form, body, chat)
-        is_same = read_text is not None and read_text = = self._normalize(visible_text(markup), chat)
+        is_same = read_text is not None and read_text == self._normalize(visible_text(markup), chat)
         if not body or text is None or not is_same or not end_tokens.isdisjoint(body):
             return Refusal("an answer that the tokenizer cannot write", f"it reads back as {read_text!r:.200}")
         if len(tokens) > self.max_tokens:
@@ -207,8 +207,8 @@ class Encoder:
     def _read_back(self, form: AssistantTurn, body: list[int], chat: bool) -> str | None:
         """Returns the normalised text of tokens behind a prompt, with the template's; None if they give none."""
         lead = self._try_encoding(lambda: encode_markup(self.tokenizer, form.lead)) or []
-        decode = partial (self._try_decoding, special= True) if chat else self._decode_visible
-        lead_text, text = decode (lead), decode( [*lead, *body])
+        decode = partial(self._try_decoding, special=True) if chat else self._decode_visible
+        lead_text, text = decode(lead), decode([*lead, *body])
         if lead_text is None or text is None:
             return None
         if not text.startswith(lead_text):
@@ -232,13 +232,13 @@ class Encoder:
             return Markup("")
         answer_text = full_text[len(prompt_text) :]
         tool_calls = answer.call_message["tool_calls"]
-        calls = [call.get("function") or call for call intool_calls if isinstance(call, Mapping)]
+        calls = [call.get("function") or call for call in tool_calls if isinstance(call, Mapping)]
         names = [call.get("name") for call in calls if isinstance(call, Mapping)]
         if not names or not all(isinstance(name, str) and name in visible_text(answer_text) for name in names):
             return Markup("")  # it leaves them out
         end_texts = [frame.end.closing_text for frame in (form.tool_frame, form.final_frame) if frame.end is not None]
         end_positions = [answer_text.find(text) for text in end_texts]
-        return Markup(answer_text[: min((end for end in end_positions ifend >= 0), default=None)])
+        return Markup(answer_text[: min((end for end in end_positions if end >= 0), default=None)])
 
     def _strip_ends(self, response: str, end_tokens: Iterable[int]) -> str:
         """Returns an answer without the ends of its turn that the log spells out."""

@@ -69,8 +69,8 @@ def _write_header(file: BinaryIO, entries: Mapping[str, object], header_bytes: i
 
 
 class Restored(TensorStream):
-    """Restores published weights from their base and changes: a changed tensor is put together whenever it is read, any other is the
-    base's own. Whoever copies them one after the other holds one at a time.
+    """Restores published weights from their base and changes: a changed tensor is put together whenever it is read, any
+    other is the base's own. Whoever copies them one after the other holds one at a time.
     """
 
     def __init__(self, base: Mapping[str, Tensor], changes: Mapping[str, Tensor]) -> None:
@@ -80,7 +80,7 @@ class Restored(TensorStream):
     def __getitem__(self, name: str) -> Tensor:
         base, indices = self.declared_tensors[name], self._changes.get(name + _INDICES)
         if indices is None:
-        return self._changes.get(name, base)
+            return self._changes.get(name, base)
         return _apply_change(base, indices, self._changes[name + _VALUES])
 
 
