@@ -211,8 +211,8 @@ class _Examiner:
         return np.array(correct_rows, dtype=np.bool_)
 
     def _submit(self, prompts: Sequence[Prompt], rows: Sequence[Sequence[Completion]]) -> list[list[Grade]]:
-        rows = list(zip(prompts, rows, strict=True))
-        grades = self.grader.submit(rows, self.grades, is_urgent=True, with_scores=False)
+        answers = list(zip(prompts, rows, strict=True))
+        grades = self.grader.submit(answers, self.grades, is_urgent=True, with_scores=False)
         self.submitted_count += sum(map(len, grades))
         self.grader.wait(_SHORT_WAIT_SECONDS)  # most rewards are done by then
         return grades

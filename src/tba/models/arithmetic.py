@@ -24,7 +24,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def arithmetic_of(path: str, rank: int, dtype: torch.dtype, device: torch.device) -> ComputeCost | None:
-    """Returns what a token costs the model in a folder, with adapters of this rank, and the speed of `device`, measured now.
+    """Returns what a token costs the model in a folder, with adapters of this rank, and the measured speed of `device`.
 
     Returns None for a model of unknown shape, for one with experts, of which a token meets only some, and where the
     speed cannot be measured: a run goes on without these figures.

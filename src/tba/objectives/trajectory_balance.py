@@ -218,8 +218,9 @@ class Memory:
         self._sums_2: Tensor | None = None  # of the present step: the sum of its groups' slants, and their number
 
     def push(self, step: int, slant_B: Tensor, batch: Batch) -> Tensor:
-        """Returns max(0, -slant - 2 standard errors) of the steps before `step`, 0 where there were none; then adds this
-        batch, or part of one.
+        """Returns max(0, -slant - 2 standard errors) of the steps before `step`, 0 where there were none.
+
+        It then adds this batch, or part of one, to the present step.
 
         slant_B: in units of reward, of each row's group. Groups that do not come as sampled do not count.
         """

@@ -163,7 +163,7 @@ class Rank0Policy:
         return self._stream_weights(everything=False)
 
     def _stream_weights(self, everything: bool) -> TensorStream:
-        """Returns the weights as published, or`everything` as it is trained, for a checkpoint."""
+        """Returns the weights as published, or `everything` as it is trained, for a checkpoint."""
         if not self.readable.wait(self.ranks.deadline):
             raise DeadlineExceeded(f"the weights were still being read after {self.ranks.deadline:g} s")
         self.readable.clear()
