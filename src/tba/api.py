@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tba.errors import UserError
-from tba.fields import fields_of, given
+from tba.fields import fields_of, parse_fields
 from tba.recipe import Recipe
 from tba.recipe_source import write_recipe
 from tba.record.terminal import Shown
-from tba.settings import being_loaded, find, override, with_fields, words_of
+from tba.settings import file_being_loaded, find, override, with_fields, words_of
 from tba.types import Evaluation, Json, Trajectory
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def _found(recipe: Recipe | str, fields: Mapping[str, Any]) -> tuple[Recipe, str
     The name is empty for a recipe that they cannot express (an object, or one with a field set to an object). Raises
     `UserError` for a field that the recipe does not have.
     """
-    if (file := being_loaded()) is not None:
+    if (file := file_being_loaded()) is not None:
         raise UserError(
             f"{file} trains, checks or evaluates while it is loaded, and other processes load it too: put that below "
             '`if __name__ == "__main__":`'
@@ -198,7 +198,7 @@ def _found(recipe: Recipe | str, fields: Mapping[str, Any]) -> tuple[Recipe, str
         flag = f"--{name.replace('_', '-')}"
         if flag not in known and not _has(begun, name):
             # this says that there is none, and what may be meant
-            given([flag], begun, f"tba train {recipe if isinstance(recipe, str) else 'RECIPE'}", by_code=True)
+            parse_fields([flag], begun, f"tba train {recipe if isinstance(recipe, str) else 'RECIPE'}", by_code=True)
         values[flag] = value
     made = with_fields(begun, list(values.items()))
     if not isinstance(recipe, str) or values.keys() - known:

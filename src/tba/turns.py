@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tba.chat_prompts import chat_markup
 from tba.errors import UserError
-from tba.foreign import templated
 from tba.markup import THOUGHT, ControlTokens, Markup, continuation, control_tokens
 from tba.types import Json
 
@@ -203,7 +203,7 @@ def following(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequ
     """Returns what the template writes behind an answer that these messages follow, its end included. Raises
     `UserError` where it cannot.
     """
-    written = templated(tokenizer, [_ASKED, _ANSWERED, *messages], tools, complete=False)
+    written = chat_markup(tokenizer, [_ASKED, _ANSWERED, *messages], tools, complete=False)
     return Markup(written.partition(SAID)[2])
 
 
@@ -217,7 +217,7 @@ def _written(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Json], answered: bool = False
 ) -> str:
     try:
-        return templated(tokenizer, messages, tools, answered, complete=False)
+        return chat_markup(tokenizer, messages, tools, answered, complete=False)
     except UserError:
         return ""
 

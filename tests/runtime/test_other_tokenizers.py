@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.batch import collate
+from tba.chat_prompts import chat_markup
 from tba.errors import UserError
-from tba.foreign import templated
 from tba.objectives.subtrajectory_balance import SubtrajectoryBalance
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipe import Recipe
@@ -181,7 +181,7 @@ def test_a_chat_is_read_as_the_teacher_s_own_template_writes_it_and_a_cut_answer
     family, theirs, own = FAMILIES[name], tokenizer(name, "chat"), tokenizer("smollm2", "chat")
     teacher, messages = Reading(), [{"role": "user", "content": "There is a note: what is in it?"}]
     scorer = ScoredByText(teacher, Reading(), own, theirs, chat=True)
-    text = templated(own, messages)
+    text = chat_markup(own, messages)
     prompt = Prompt("t", np.array(own.encode(text, add_special_tokens=False), np.int32), text, messages=tuple(messages))
     said = "It is rent, caf\u00e9"
     tokens = own.encode(said, add_special_tokens=False)
@@ -191,7 +191,7 @@ def test_a_chat_is_read_as_the_teacher_s_own_template_writes_it_and_a_cut_answer
     cut = Completion(np.array(tokens[:-1], np.int32), "", StopReason.LENGTH, at)  # in the middle of a character
     scores_of(scorer, prompt, [whole, cut])
     (asked, ended), (_, begun) = teacher.read
-    answered = templated(theirs, [*messages, {"role": "assistant", "content": said}], answered=True)
+    answered = chat_markup(theirs, [*messages, {"role": "assistant", "content": said}], answered=True)
     answered += family.end if family.end == "<|user|>" else ""  # GLM's end is the next message's header
     expected = theirs.encode(answered, add_special_tokens=False)
     assert [*asked.tokens, *ended.tokens] == expected[: len(asked.tokens) + len(ended.tokens)]

@@ -29,7 +29,7 @@ from tba.runtime.cluster.placement import Placed, plan, table, this_machine, whe
 from tba.runtime.local.forkserver import prepare
 from tba.runtime.needs import Kept, kept_on_disk, needs, seconds_to_move
 from tba.runtime.sizing import Machine, places_on, refuse_what_cannot_fit, searchers_of, sized, unused
-from tba.settings import find, newest_of_each, override
+from tba.settings import find, keep_last_values, override
 
 # by which two passes over the same token may differ, in which it has other neighbours: a few units of the last place of
 # logits of up to 20
@@ -40,7 +40,7 @@ _TAUGHT = "Nothing stands in the way: the teacher tells answers apart, and few a
 def check_recipe(name: str, overrides: list[str]) -> int:
     """Prints the recipe, what there is to learn from, the estimate, what to change, and what to try besides."""
     prepare()  # while there is one thread
-    overrides = newest_of_each(overrides)
+    overrides = keep_last_values(overrides)
     recipe = override(find(name), overrides, f"tba check {name}")
     console = terminal()
     console.print(": ".join(filter(None, (recipe.name, recipe.description))), highlight=False)

@@ -19,7 +19,7 @@ from tba.errors import UserError
 from tba.evaluation.accuracy import Answer, Assessment, EvaluationSettings
 from tba.evaluation.divergence import Divergence, divergence
 from tba.evaluation.estimators import paired_difference, wilson_interval
-from tba.foreign import read_json
+from tba.json_input import read_json
 from tba.protocols import Engine
 from tba.recipe import Recipe, differences, resolved
 from tba.record.jsonl import plain, replaced, write_json

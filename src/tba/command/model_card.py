@@ -16,7 +16,7 @@ from typing import Any
 
 from tba.command.report_data import settings_of
 from tba.errors import UserError
-from tba.foreign import parsed, read_json
+from tba.json_input import parse_json, read_json
 from tba.policy.lora import CONFIG
 from tba.record.evaluations import figure
 from tba.record.run_record import RunRecord
@@ -234,14 +234,14 @@ def _is_cached(path: str) -> bool:
 def _origin(folder: Path) -> str | None:
     """Returns the name on the Hub of a model that `tba model` has written."""
     with suppress(OSError, ValueError):
-        return str(parsed((folder / "origin.json").read_bytes(), hub=str)["hub"])
+        return str(parse_json((folder / "origin.json").read_bytes(), hub=str)["hub"])
     return None
 
 
 def _licence(folder: Path) -> str | None:
     """Returns the licence that a folder says its model has: in its own card, or where `tba model` noted it."""
     with suppress(OSError, ValueError):
-        noted = parsed((folder / "origin.json").read_bytes(), spdx=str | None).get("spdx")
+        noted = parse_json((folder / "origin.json").read_bytes(), spdx=str | None).get("spdx")
         if isinstance(noted, str) and LICENCE.fullmatch(noted):
             return noted
     try:

@@ -23,7 +23,7 @@ from transformers.utils.chat_template_utils import (
 )
 
 from tba.errors import UserError
-from tba.foreign import check, parsed
+from tba.json_input import check_json, parse_json
 from tba.markup import DEEPSEEK_CALL
 from tba.types import THOUGHTS, Json, is_text, quoted
 
@@ -121,7 +121,7 @@ def calls_in(text: str) -> list[Call]:
 def _read(text: str) -> list[Call]:
     """Returns the calls that JSON holds."""
     try:
-        found = parsed(text.strip(), Any)
+        found = parse_json(text.strip(), Any)
     except ValueError as error:
         return [_unread(str(error))]
     return [_call(one) for one in (found if isinstance(found, list) else [found])]
@@ -146,7 +146,7 @@ def _decoded(arguments: Json) -> Json:
     if not isinstance(arguments, str):
         return arguments
     try:
-        return parsed(arguments, Any)
+        return parse_json(arguments, Any)
     except ValueError:
         return arguments
 
@@ -154,10 +154,10 @@ def _decoded(arguments: Json) -> Json:
 def _whole(said: str) -> list[Call]:
     """Returns the calls of a turn that is JSON and nothing else; an object without a tool's name is an answer."""
     try:
-        found = [parsed(said, Any)]
+        found = [parse_json(said, Any)]
     except ValueError:
         try:
-            found = [parsed(part, Any) for part in re.split("[;\n]", said) if part.strip()]
+            found = [parse_json(part, Any) for part in re.split("[;\n]", said) if part.strip()]
         except ValueError:
             return _read(said) if _OBJECT.match(said) else []
     return [_call(one) for one in found] if all(map(_calls, found)) else []
@@ -227,7 +227,7 @@ def bound(tools: Mapping[str, Callable[..., Any]], call: Call) -> dict[str, Json
             raise ValueError(
                 f"{call.name} has no argument {quoted(name, 60)}: it takes {', '.join(declared) or 'none'}"
             )
-        check(value, hints.get(name, Any), name)
+        check_json(value, hints.get(name, Any), name)
         if not is_text(json.dumps(value, ensure_ascii=False)):
             raise ValueError(f"{name} has characters that are none")
     missing = [p.name for p in declared.values() if p.default is p.empty and p.name not in arguments]
@@ -239,7 +239,7 @@ def bound(tools: Mapping[str, Callable[..., Any]], call: Call) -> dict[str, Json
 def _typed(text: str, hint: Any) -> Json:
     """Returns an argument that is written as a text: the text where its parameter takes one, else what it spells."""
     try:
-        value = _SPELT[text.strip()] if text.strip() in _SPELT else parsed(text, Any)
+        value = _SPELT[text.strip()] if text.strip() in _SPELT else parse_json(text, Any)
     except ValueError:
         return text
     if hint is Any:
@@ -249,7 +249,7 @@ def _typed(text: str, hint: Any) -> Json:
 
 def _fits(value: Json, hint: Any) -> bool:
     try:
-        check(value, hint, "it")
+        check_json(value, hint, "it")
     except ValueError:
         return False
     return True

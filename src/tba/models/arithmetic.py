@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from tba.engines.rules import positions
-from tba.foreign import UNREADABLE
 from tba.models import memory
 from tba.models.memory import Shape
 from tba.policy.loading import plain_config
+from tba.pretrained import UNREADABLE
 from tba.protocols import Arithmetic
 
 _TRIES = 5

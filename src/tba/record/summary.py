@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from tba.errors import UserError
-from tba.foreign import check, read_json
+from tba.json_input import check_json, read_json
 from tba.record import memory
 from tba.record.evaluations import evaluation_of
 from tba.record.jsonl import plain, write_json
@@ -141,7 +141,7 @@ class Summary:
         for follows in ("samples_per_insert", "slow_side", "trained_share"):
             row.pop(follows, None)
         try:
-            check(row, cls, "it")
+            check_json(row, cls, "it")
             measured = tuple(evaluation_of(e) for e in row["evaluations"])
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} has unexpected contents ({error}): {remedy}") from error

@@ -27,8 +27,8 @@ from urllib.parse import urlsplit
 
 from tba.errors import TbaError, UserError
 from tba.fields import as_declared
-from tba.foreign import check, parsed
 from tba.grading import queueing
+from tba.json_input import check_json, parse_json
 from tba.rewards.gate import Gate
 from tba.types import Json, quoted
 
@@ -284,7 +284,7 @@ class EndpointClient:
                 try:
                     reply = self._post(body)
                     turn.seconds = time.monotonic() - started
-                    document: dict[str, Json] = parsed(reply)
+                    document: dict[str, Json] = parse_json(reply)
                     return document
                 except ValueError:
                     failure, pause = f"a reply of {len(reply)} bytes that is no JSON object", None
@@ -338,7 +338,7 @@ class EndpointClient:
         """Returns the replies of one call, whose cost is the first one's."""
         chat = self.settings.api == "chat"
         try:
-            check(document, {"choices": list[dict[str, Any]]}, "it")
+            check_json(document, {"choices": list[dict[str, Any]]}, "it")
             choices = document["choices"]
             texts = [choice["message"]["content"] if chat else choice["text"] for choice in choices]
         except (ValueError, KeyError, TypeError):
@@ -389,7 +389,7 @@ def _retry_after(error: urllib.error.HTTPError) -> float | None:
 def _reason(error: urllib.error.HTTPError) -> str:
     """Returns the server's code or type of the error, but not its message, which may quote what was asked."""
     try:
-        said = parsed(error.read(1 << 16), error=dict[str, Any])["error"]
+        said = parse_json(error.read(1 << 16), error=dict[str, Any])["error"]
         return _spelt(str(said.get("code") or said.get("type") or ""))
     except (OSError, ValueError, http.client.HTTPException):
         return ""

@@ -11,7 +11,7 @@ from datetime import date
 from pathlib import Path
 from typing import TypeAlias
 
-from tba.foreign import writes_day
+from tba.chat_prompts import writes_day
 from tba.protocols import Model
 from tba.recipe import Recipe
 from tba.runtime.sizing import Machine, places_on, refuse_what_cannot_fit, sized, unused

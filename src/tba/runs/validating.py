@@ -11,7 +11,6 @@ import numpy as np
 from tba.cards import cards
 from tba.engines.vllm import require_vllm
 from tba.errors import UserError
-from tba.foreign import problems_of
 from tba.objectives.grpo import Grpo
 from tba.objectives.policy_gradient import Reinforce
 from tba.protocols import Examined, Model
@@ -22,6 +21,7 @@ from tba.rewards.functions import check_fields
 from tba.runtime.prompting import asked_of, reward_of
 from tba.runtime.sizing import Machine, places_on
 from tba.types import SPLITS, Sampling
+from tba.user_code import problems_of
 
 _DRAWS = 64  # of an exploration, to see how it samples
 _FEW = 25  # problems: the standard error of an accuracy on fewer is up to 10 points and more

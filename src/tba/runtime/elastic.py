@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from tba.errors import DeadlineExceeded, UserError
-from tba.foreign import parsed, problems_of
+from tba.json_input import parse_json
 from tba.recipe import Recipe
 from tba.record.faults import record_fault
 from tba.replay.journal import JournalWriter
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.run_lock import is_held
+from tba.user_code import problems_of
 
 ASKED = "Ctrl-C"  # why a searcher leaves that a signal asked to
 FIRST = 1000  # the number of the first that joins
@@ -224,7 +225,7 @@ class Joined:
             with path.open() as file:
                 there = not _locked(file)
                 try:
-                    facts = parsed(file.read(), joined=float | None, left=float | None, how=str | None)
+                    facts = parse_json(file.read(), joined=float | None, left=float | None, how=str | None)
                 except ValueError:  # the file is just being written, or its process died while writing
                     facts = {}
             if not there and facts.get("left") is not None:

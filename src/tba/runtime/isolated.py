@@ -42,10 +42,10 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from tba.errors import DeadlineExceeded, PartFailed, TbaError, UserError
-from tba.foreign import failed, print_error
 from tba.protocols import Reward, Separable
 from tba.runtime.answers_json import Answered, read_answers, read_values, write_answers, write_values
 from tba.types import Json, quoted
+from tba.user_code import print_error, user_code_error
 
 CAN_FORK = platform.system() == "Linux"
 _START_SECONDS = 300.0  # that loading a recipe may take
@@ -597,7 +597,7 @@ async def _awaited(values: Any) -> Any:
 def _error_of(error: BaseException, doing: str) -> dict[str, Json]:
     """Returns what the parent is to raise: the text, and the cause of what is not bad input."""
     meant = isinstance(error, TbaError)
-    text = str(error) if meant else str(failed(doing, error))
+    text = str(error) if meant else str(user_code_error(doing, error))
     cause = error.__cause__ if meant else error
     return {
         "error": text[:_LONGEST_TEXT],

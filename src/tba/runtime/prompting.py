@@ -16,7 +16,6 @@ from tba.environments.engine import EpisodeEngine
 from tba.environments.hosts import CAN_FORK, EpisodeLimits, Here, Hosts
 from tba.environments.speech import Speech
 from tba.errors import UserError
-from tba.foreign import failed, problems_of
 from tba.grading import RETRIES, Grader
 from tba.protocols import (
     Acted,
@@ -38,6 +37,7 @@ from tba.rollout.vine import VineRollouts
 from tba.runtime.isolation import Rebuilt, isolated_reward
 from tba.runtime.run_directory import RunDirectory
 from tba.types import Prompt, Split, Version
+from tba.user_code import problems_of, user_code_error
 
 # a prompt not answered by then is handed out again; this is longer than long answers and their grades take
 LEASE_SECONDS = 7200.0
@@ -137,7 +137,7 @@ def reward_of(task: Task) -> Reward:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise failed(f"reward() of task {task.name}", error) from error
+        raise user_code_error(f"reward() of task {task.name}", error) from error
     if isinstance(reward, type) or not isinstance(reward, Reward):
         what = f"the function {reward.__name__!r}" if isinstance(reward, FunctionType) else f"{reward!r:.80}"
         raise UserError(

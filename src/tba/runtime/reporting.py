@@ -15,7 +15,7 @@ from typing import Any
 from tba.cards import cards
 from tba.clock import SEARCHERS_TIME, State, share_of
 from tba.errors import UserError
-from tba.foreign import read_json
+from tba.json_input import read_json
 from tba.protocols import Arithmetic
 from tba.recipe import Recipe
 from tba.record import metrics

@@ -17,13 +17,14 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from tba.chat_prompts import chat_markup, prompt_tokens
 from tba.errors import UserError
-from tba.foreign import problems_of, prompt_tokens, templated
 from tba.markup import continuation, decoded, encoded, plain
 from tba.protocols import Acted, Model, Reference, ScoringModel, Task
 from tba.recipe import Recipe
 from tba.turns import AssistantTurn, Frame, assistant_turn
 from tba.types import Completion, FloatArray, Prompt, StopReason, Version
+from tba.user_code import problems_of
 
 _Pairs: TypeAlias = "list[tuple[Prompt, Completion]]"
 _CHARACTERS = 256  # tokens of a vocabulary up to which it may be one of a task's characters, and write no others
@@ -160,7 +161,7 @@ class ScoredByText:
     def _asked(self, prompt: Prompt) -> Prompt:
         if self.chat and prompt.messages is None:
             raise UserError("a teacher with another tokenizer needs the messages of a chat: give them, not their text")
-        text = prompt.text if prompt.messages is None else templated(self.theirs, prompt.messages)
+        text = prompt.text if prompt.messages is None else chat_markup(self.theirs, prompt.messages)
         tokens = np.array(prompt_tokens(self.theirs, [text], self.chat)[0], np.int32)
         return replace(prompt, tokens=tokens, text=plain(text) if self.chat else text)
 
@@ -258,7 +259,7 @@ def _require_sums(recipe: Recipe, teacher: ScoringModel, differs: str) -> None:
             f"text of an answer, and {because}, or give a teacher with the policy's tokenizer"
         )
     if not isinstance(first.prompt, str):
-        templated(teacher.tokenizer(), first.prompt)
+        chat_markup(teacher.tokenizer(), first.prompt)
 
 
 def is_chat(task: Task) -> bool:

@@ -29,7 +29,7 @@ import torch
 
 from tba.errors import UserError
 from tba.fields import as_declared
-from tba.foreign import parsed
+from tba.json_input import parse_json
 from tba.protocols import PublishedWeights
 from tba.streaming import Streamed, bytes_of, changes_since, shapes_of, write_tensors
 from tba.types import Json, Version
@@ -189,7 +189,7 @@ class WeightDirectory:
         """
         manifest = self._file(version, MANIFEST)
         try:
-            head = parsed(manifest.read_bytes(), _MANIFEST)
+            head = parse_json(manifest.read_bytes(), _MANIFEST)
             notes, since = head["notes"], head.get("base")
             tensors = safetensors.safe_open(self.file(version), framework="pt")
             base = None if since is None else safetensors.safe_open(self.file(Version.parse(since)), framework="pt")
@@ -279,7 +279,7 @@ class WeightDirectory:
     def _parsed(self, version: Version, suffix: str, kind: Any) -> Any:
         """Reads a small file. Raises `FileNotFoundError` when it is gone, `UserError` when it is damaged."""
         try:
-            return parsed(self._file(version, suffix).read_bytes(), kind)
+            return parse_json(self._file(version, suffix).read_bytes(), kind)
         except ValueError as error:
             raise UserError(f"version {version} in {self.path} is damaged ({error}); remove its files") from error
 

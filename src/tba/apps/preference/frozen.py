@@ -27,10 +27,11 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 from tba.apps.preference.scoring import RewardModel, Scored, made_to_read, unreadable
 from tba.apps.preference.similarity import NAMES, Floats, features, sentences
 from tba.errors import UserError
-from tba.foreign import SAFE, UNREADABLE, read_json
+from tba.json_input import read_json
 from tba.markup import padded
 from tba.models.arithmetic import judge_bytes
 from tba.policy.loading import no_bars, pretrained
+from tba.pretrained import SAFE, UNREADABLE
 
 HEAD, FACTS = "head.safetensors", "frozen.json"
 REMEMBERED = 50_000  # sentences

@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tba.apps.red_team.victim_model import chosen_device, loaded
+from tba.chat_prompts import chat_markup
 from tba.engines.rules import positions
 from tba.errors import UserError
-from tba.foreign import templated
 from tba.markup import control_tokens, encoded, encoded_whole, filled, padded
 
 
@@ -123,7 +123,7 @@ class JudgeScores:
         if self.template != "chat":
             return filled(control_tokens(self.tokenizer), self.template, attack=attack, answer=answer)
         messages = [{"role": "user", "content": attack}, {"role": "assistant", "content": answer}]
-        return templated(self.tokenizer, messages)
+        return chat_markup(self.tokenizer, messages)
 
     def _tokens(self, text: str) -> list[int]:
         """Tokenise what comes before the verdict by itself: the model writes the verdict in tokens of its own."""
