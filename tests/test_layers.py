@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import tba
+
 ROOT = Path(__file__).parents[1] / "src" / "tba"
 FILES = sorted(ROOT.rglob("*.py"))
 
@@ -102,8 +104,10 @@ def tree(path: Path) -> ast.Module:
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Full names of modules imported anywhere in the file, also within functions."""
+    """Full names of modules imported anywhere in the file, also within functions, and of public names of `tba`."""
     for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "tba":
+            yield f"{tba._MODULE_OF.get(node.attr, 'tba')}.{node.attr}"
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -128,8 +132,8 @@ def part_named(module: str) -> str:
 
 
 def inside(path: Path) -> Iterator[str]:
-    """Full names of this package's modules that the file imports."""
-    return (name for name in imported(path) if name.split(".")[0] == "tba")
+    """Full names of this package's modules that the file imports, but for `tba` itself, whose names load theirs."""
+    return (name for name in imported(path) if name.startswith("tba."))
 
 
 def named(path: Path) -> str:
