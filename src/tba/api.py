@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tba.errors import UserError
 from tba.fields import fields_of, parse_fields
+from tba.protocols import LoadedFromPath
 from tba.recipe import Recipe
 from tba.recipe_source import write_recipe
 from tba.record.terminal import Shown
@@ -193,7 +194,7 @@ def _found(recipe: Recipe | str, fields: Mapping[str, Any]) -> tuple[Recipe, str
     values = {}
     for given_name, value in _flat(fields):
         name = given_name.replace("-", "_")
-        if name == "model" and isinstance(value, str | Path) and hasattr(begun.model, "path"):
+        if name == "model" and isinstance(value, str | Path) and isinstance(begun.model, LoadedFromPath):
             name = "model.path"  # a folder or a Hub name, with the recipe's other settings
         flag = f"--{name.replace('_', '-')}"
         if flag not in known and not _has(begun, name):

@@ -27,6 +27,7 @@ _BASIC = (str, Path, Real, NoneType, list, tuple, set, Mapping)  # types of valu
 _UNIONS = (Union, UnionType)
 _LARGEST_SETTING = 2**63  # of whole numbers: torch and SQLite take no larger ones
 _LARGEST_IN_JSON = 2**64
+_has_fields: Callable[[object], bool] = is_dataclass  # without telling a type checker what kind it is
 
 
 @runtime_checkable
@@ -62,10 +63,8 @@ def convert(value: Any, kind: Any, source: Source, place: str = "it") -> Any:
         return _convert_items(value, kind, source, place)
     if json_type is dict:
         return _check_object(value, kind, place)
-    if (
-        source == "code" and origin is not Literal and kind not in SCALARS
-    ):  # of protocols and functions nothing is known
-        return _make_settings(value, kind) if is_dataclass(kind) and isinstance(value, _BASIC) else value
+    if source == "code" and origin is not Literal and kind not in SCALARS:  # nothing is known of a protocol
+        return _make_settings(value, kind) if _has_fields(kind) and isinstance(value, _BASIC) else value
     try:
         return _convert_scalar(value, kind, source)
     except (ValueError, OverflowError):
@@ -76,7 +75,7 @@ def _convert_to_option(value: Any, union: Any, source: Source, place: str) -> An
     """Returns what a value stands for by the first type of a union that does not exclude it: in code by its own type
     first, and by text, which excludes little, last.
     """
-    explanation = Mismatch(value, union, place)
+    explanation: ValueError = Mismatch(value, union, place)
     options = sorted(typing.get_args(union), key=lambda kind: (kind is not NoneType, kind in (str, Path)))
     for kind in options if source == "words" else sorted(options, key=lambda kind: type(value) is not kind):
         try:
@@ -106,7 +105,7 @@ def _check_object(value: Any, kind: Any, place: str) -> Any:
     if not isinstance(value, dict):
         raise Mismatch(value, dict, place)
     types, parts = kind if isinstance(kind, dict) else {}, typing.get_args(kind)
-    if is_dataclass(kind):
+    if _has_fields(kind):
         if unknown_names := value.keys() - field_types(kind).keys():
             raise ValueError(f"{place} has a field {min(unknown_names)[:40]!r} that is unknown")
         required = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
@@ -177,7 +176,7 @@ def describe(kind: Any, source: Source = "code") -> str:
         return kind.SPELLING if isinstance(kind, SpelledInJson) else _JSON_TYPES.get(_json_type(kind), "an object")
     if origin is tuple:
         return f"any number of: {describe(parts[0])}" if Ellipsis in parts else " and ".join(map(describe, parts))
-    if is_dataclass(kind) and len(types := field_types(kind)) == 1:
+    if _has_fields(kind) and len(types := field_types(kind)) == 1:
         return describe(*types.values())
     return SCALARS.get(kind) or f"{getattr(kind, '__name__', kind)}(...)"
 
@@ -185,7 +184,7 @@ def describe(kind: Any, source: Source = "code") -> str:
 def _json_type(kind: Any) -> Any:
     """Returns the Python type of JSON values of a declared type: a list or dict for one that holds others."""
     origin = typing.get_origin(kind) or kind
-    if isinstance(kind, dict) or (is_dataclass(kind) and not isinstance(kind, SpelledInJson)):
+    if isinstance(kind, dict) or (_has_fields(kind) and not isinstance(kind, SpelledInJson)):
         return dict
     if not isinstance(origin, type) or origin is str:
         return origin

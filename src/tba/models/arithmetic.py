@@ -17,7 +17,7 @@ from tba.models import memory
 from tba.models.memory import Shape
 from tba.policy.loading import plain_config
 from tba.pretrained import UNREADABLE
-from tba.protocols import Arithmetic
+from tba.protocols import Arithmetic, path_of
 
 _TRIES = 5
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -49,7 +49,7 @@ def passes(rank: int) -> int:
 
 def shape_of(model: object) -> Shape | None:
     """Returns the shape of a prepared model; None where there is none, or its configuration cannot be read."""
-    return _shape_at(getattr(model, "path", ""))
+    return _shape_at(path_of(model))
 
 
 @cache

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tba.chat_prompts import writes_day
-from tba.protocols import Model
+from tba.protocols import HasChatTemplate, HasDtype, Model, path_of
 from tba.recipe import Recipe
 from tba.runtime.sizing import Machine, places_on, refuse_what_cannot_fit, sized, unused
 from tba.runtime.teaching import require_scorers, scorers_of
@@ -33,14 +33,14 @@ def with_weights(recipe: Recipe, overrides: list[str], say: Say, day: str = "") 
     prepared = recipe.model.prepared(recipe.task, say)
     prepared.tokenizer()  # which says what is wrong with a model
     require_scorers(recipe, prepared, say)
-    found = getattr(prepared, "path", "")
+    found = path_of(prepared)
     shipped = Path(found).is_relative_to(_PACKAGE)
     decided = []
-    if found and not shipped and not getattr(recipe.model, "path", ""):
+    if found and not shipped and not path_of(recipe.model):
         decided.append(("--model.path", found))
-    if getattr(recipe.model, "dtype", None) == "auto":
+    if isinstance(recipe.model, HasDtype) and recipe.model.dtype == "auto":
         decided.append(("--model.dtype", str(recipe.model.compute).removeprefix("torch.")))
-    if getattr(recipe.model, "day", None) == "" and _writes_day(recipe, prepared):
+    if isinstance(recipe.model, HasChatTemplate) and not recipe.model.day and _writes_day(recipe, prepared):
         decided.append(("--model.day", day or date.today().isoformat()))
     words = [word for flag, value in decided for word in words_of(flag, value)]
     return with_fields(recipe, decided), [*overrides, *words]

@@ -13,7 +13,7 @@ from tba.engines.vllm import require_vllm
 from tba.errors import UserError
 from tba.objectives.grpo import Grpo
 from tba.objectives.policy_gradient import Reinforce
-from tba.protocols import Examined, Model
+from tba.protocols import Examined, HasChatTemplate, HasGeneration, HasOffPolicy, Model
 from tba.recipe import Recipe
 from tba.record.text import counted
 from tba.replay.selection import RecencyReward
@@ -38,7 +38,7 @@ def validate(recipe: Recipe) -> list[str]:
     recipe.record.has_tensorboard()
     if recipe.runtime == "cluster":
         require_ray()
-    elif getattr(getattr(recipe.model, "generation", None), "engine", "") == "vllm":
+    elif isinstance(recipe.model, HasGeneration) and recipe.model.generation.engine == "vllm":
         require_vllm()
     if recipe.runtime == "processes":
         places_on(recipe, Machine.here())
@@ -74,7 +74,7 @@ def validate(recipe: Recipe) -> list[str]:
 
 def _on_sampling(recipe: Recipe) -> list[str]:
     """Returns a warning about an objective of ratios whose answers are not sampled as the policy has them."""
-    corrects = getattr(recipe.objective, "off_policy", "none") != "none"  # of Trajectory Balance, which can do without
+    corrects = isinstance(recipe.objective, HasOffPolicy) and recipe.objective.off_policy != "none"
     if recipe.offline or not (corrects or "log_behavior" in recipe.objective.needs):
         return []
     rng, own = np.random.default_rng(0), recipe.policy_temperature
@@ -150,7 +150,8 @@ def notes_on_prompts(recipe: Recipe) -> list[str]:
     check_fields(reward, problems, recipe.task.name)
     if not isinstance(recipe.task, Examined):  # else they are graded by another
         check_fields(reward, held_out, f"{recipe.task.name} (held out)")
-    if getattr(recipe.model, "template_arguments", ()) and all(isinstance(p.prompt, str) for p in problems):
+    has_arguments = isinstance(recipe.model, HasChatTemplate) and recipe.model.template_arguments
+    if has_arguments and all(isinstance(p.prompt, str) for p in problems):
         return ["--model.template-arguments has no effect: the prompts are texts, to which no template is applied"]
     if buffer.per_prompt < buffer.total and len({(str(p.prompt), p.seed) for p in problems}) == 1:
         return [

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tba.protocols import JudgedByModels, Work
+from tba.protocols import HasGradientCheckpointing, JudgedByModels, LoadedOnDevice, Work
 from tba.recipe import Recipe
 from tba.record.text import size
 from tba.runtime.teaching import scorers_of
@@ -47,9 +47,8 @@ def needs(recipe: Recipe) -> list[Need]:
     for name, scorer in scorers_of(recipe, recipe.model).items():
         if (other := scorer.memory(work_of(recipe))) is not None:
             halves = [need for need in halves if need.part != name]
-            halves.append(
-                Need(name, getattr(scorer, "trainer_device", recipe.model.trainer_device).type, other["reference"])
-            )
+            place = scorer if isinstance(scorer, LoadedOnDevice) else recipe.model
+            halves.append(Need(name, place.trainer_device.type, other["reference"]))
     halves += [Need("host", "cpu", found["host"])] if found["host"] else []
     if isinstance(recipe.task, JudgedByModels):
         halves += [Need(f"rewards on {where}", where, parts) for where, parts in recipe.task.memory().items()]
@@ -60,7 +59,8 @@ def checkpointed(recipe: Recipe) -> Recipe | None:
     """Returns the recipe as one GPU runs it where passes do not fit otherwise; None where that is not left open."""
     model: Any = recipe.model
     one_gpu = model.trainer_device.type == "cuda" and recipe.trainer.count == 1
-    if not one_gpu or getattr(model, "gradient_checkpointing", True) is not None:
+    is_open = isinstance(recipe.model, HasGradientCheckpointing) and recipe.model.gradient_checkpointing is None
+    if not one_gpu or not is_open:
         return None
     return replace(recipe, model=replace(model, gradient_checkpointing=True))
 

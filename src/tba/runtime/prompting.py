@@ -22,6 +22,7 @@ from tba.protocols import (
     Engine,
     Examined,
     Journal,
+    LimitsEpisodes,
     Model,
     PromptSource,
     Reference,
@@ -199,7 +200,7 @@ def _standing_still(clock: ShareClock) -> AbstractContextManager[None]:
 
 def worlds_of(task: Acted, inline: bool) -> Here | Hosts:
     """Returns where a task's episodes are played. inline: in this process, so that a run is the same each time."""
-    limits = getattr(task, "limits", None) or EpisodeLimits()
+    limits = (task.limits if isinstance(task, LimitsEpisodes) else None) or EpisodeLimits()
     if inline or not limits.processes:
         return Here(task)
     if not CAN_FORK:

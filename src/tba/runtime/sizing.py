@@ -17,6 +17,7 @@ from itertools import product
 
 from tba.cards import cards
 from tba.errors import UserError
+from tba.protocols import HasAdapters, HasDtype, HasGeneration, HasGradientCheckpointing
 from tba.recipe import Recipe
 from tba.record.memory import machine_memory_bytes
 from tba.record.text import size
@@ -59,7 +60,8 @@ def sized(recipe: Recipe, machine: Machine) -> list[str]:
     if recipe.runtime != "processes" or not each or not machine.gpus:
         return []
     count, known = len(machine.gpus), bool(needs(recipe))
-    most = count - each if known and getattr(recipe.model, "dtype", "") != "4-bit" else 1
+    is_quantized = isinstance(recipe.model, HasDtype) and recipe.model.dtype == "4-bit"
+    most = count - each if known and not is_quantized else 1
     decided = recipe
     for ranks in range(1, max(1, most) + 1):
         ranks = recipe.trainer.ranks or ranks
@@ -194,7 +196,9 @@ def _ranks(recipe: Recipe) -> Iterator[list[str]]:
 
 def _checkpointing(recipe: Recipe) -> list[str]:
     """Returns the flag that switches it on, if it is not."""
-    return [] if getattr(recipe.model, "gradient_checkpointing", True) else ["--model.gradient-checkpointing"]
+    model = recipe.model
+    is_off = isinstance(model, HasGradientCheckpointing) and not model.gradient_checkpointing
+    return ["--model.gradient-checkpointing"] if is_off else []
 
 
 def _to_train(recipe: Recipe) -> Iterator[list[str]]:
@@ -205,23 +209,22 @@ def _to_train(recipe: Recipe) -> Iterator[list[str]]:
         yield from (["--max-tokens-per-pass", fewer] for fewer in _halves(tokens, 4096))
         yield checkpointing
     yield from ([*checkpointing, "--max-tokens-per-pass", fewer] for fewer in _halves(tokens, 1024))
-    if (lora := getattr(model, "lora", None)) is not None:
-        if not lora.rank:
+    if isinstance(model, HasAdapters):
+        if not model.lora.rank:
             if model.trainer_device.type == "cuda" and not recipe.optimizer.moments_on_host:
                 host = ["--optimizer.moments-on-host", *checkpointing]
                 yield host
                 yield from ([*host, "--max-tokens-per-pass", fewer] for fewer in _halves(tokens, 4096))
             yield ["--model.lora.rank", _RANK, *checkpointing]
         if recipe.trainer.count == 1:
-            yield ["--model.dtype", "4-bit", "--model.lora.rank", str(lora.rank or _RANK), *checkpointing]
+            yield ["--model.dtype", "4-bit", "--model.lora.rank", str(model.lora.rank or _RANK), *checkpointing]
 
 
 def _to_search(recipe: Recipe) -> Iterator[list[str]]:
     """Yields flags with which searchers need ever less, the first of them none."""
-    generation = getattr(recipe.model, "generation", None)
     yield []
-    if generation is not None:
-        yield from (["--model.generation.slots", fewer] for fewer in _halves(generation.slots))
+    if isinstance(recipe.model, HasGeneration):
+        yield from (["--model.generation.slots", fewer] for fewer in _halves(recipe.model.generation.slots))
     yield from (["--searchers", fewer] for fewer in _halves(recipe.searcher_count))
 
 

@@ -20,7 +20,17 @@ import numpy as np
 from tba.chat_prompts import chat_markup, prompt_tokens
 from tba.errors import UserError
 from tba.markup import continuation, decoded, encoded, plain
-from tba.protocols import Acted, Model, Reference, ScoringModel, Task
+from tba.protocols import (
+    Acted,
+    HasLogZ,
+    LoadedOnDevice,
+    LoadsOtherModels,
+    Model,
+    Reference,
+    ScoringModel,
+    Task,
+    path_of,
+)
 from tba.recipe import Recipe
 from tba.turns import AssistantTurn, Frame, assistant_turn
 from tba.types import Completion, FloatArray, Prompt, StopReason, Version
@@ -69,7 +79,7 @@ def fingerprints_of(recipe: Recipe, model: Model) -> dict[str, str]:
     return {
         name: _fingerprint(folder)
         for name, scorer in scorers_of(recipe, model).items()
-        if (folder := Path(getattr(scorer, "path", ""))).is_dir() and folder != Path()
+        if (folder := Path(path_of(scorer))).is_dir() and folder != Path()
     }
 
 
@@ -96,7 +106,9 @@ def require_scorers(recipe: Recipe, model: Model, say: Callable[[str], None]) ->
         elif differs := _difference(recipe.task, model, scorer):
             _require_sums(recipe, scorer, differs)
             say(f"{what} has another tokenizer than the policy ({differs}): it scores the text of each answer")
-        if not hasattr(scorer, "engine"):  # its weights are elsewhere: nothing is loaded by asking what it cannot do
+        if not isinstance(
+            scorer, LoadedOnDevice
+        ):  # its weights are elsewhere: nothing is loaded by asking what it cannot do
             scorer.reference(recipe.policy_temperature, Version())
 
 
@@ -227,13 +239,11 @@ def _teaching(recipe: Recipe, model: Model, reference: Reference, teacher: Scori
 
 
 def _other(recipe: Recipe, model: Model, path: str, flag: str, say: Callable[[str], None] = _nothing) -> Model:
-    other: Any = getattr(model, "other", None)
-    if other is None:
+    if not isinstance(model, LoadsOtherModels):
         raise UserError(
             f"{flag} is {path}, but {type(model).__name__} does not load a model from a path: use tba.HuggingFace"
         )
-    found: Model = other(path).prepared(recipe.task, say)
-    return found
+    return model.other(path).prepared(recipe.task, say)
 
 
 def _require_same_tokenizer(task: Task, model: Model, other: ScoringModel) -> None:
@@ -249,7 +259,7 @@ def _require_sums(recipe: Recipe, teacher: ScoringModel, differs: str) -> None:
     """Raises `UserError` where a teacher with another tokenizer cannot score a recipe's answers."""
     first = next(iter(problems_of(recipe.task, "train")))
     because = None
-    if not hasattr(recipe.objective, "log_z"):
+    if not isinstance(recipe.objective, HasLogZ):
         because = "the objective needs the log-probability of each token: choose TrajectoryBalance"
     elif isinstance(recipe.task, Acted) or first.tools:
         because = "it cannot write an environment's turns or tools in its own way"
@@ -268,7 +278,7 @@ def is_chat(task: Task) -> bool:
 
 
 def _name(model: ScoringModel) -> str:
-    return str(getattr(model, "path", "") or model)
+    return path_of(model) or str(model)
 
 
 def _difference(task: Task, model: Model, other: ScoringModel) -> str:

@@ -26,7 +26,7 @@ import torch
 from tba.batch import Batch, Fetched, distinct_rows
 from tba.clock import SEARCHERS_TIME, ShareClock
 from tba.errors import UserError
-from tba.protocols import Arithmetic, Policy, Remembering, started
+from tba.protocols import Arithmetic, HasRecentShare, Policy, Remembering, started
 from tba.recipe import Recipe
 from tba.record.falls import STALE, CollapseWatch, SignalWatch, StalenessWatch
 from tba.record.faults import record_fault
@@ -434,7 +434,8 @@ def start_training(
     weights = BackgroundPublisher(directory, recipe.run.first_sign_deadline) if background else directory
     clock = ShareClock(warming_up=True)
     waiting = pause if turn_taker is None else partial(turn_taker.turn, clock)
-    m = getattr(recipe.replay.selection, "m", math.nan)  # with control on, the recipe has checked that there is one
+    selection = recipe.replay.selection
+    m = selection.m if isinstance(selection, HasRecentShare) else math.nan  # with control on, the recipe checked it
     loop = TrainerLoop(
         recipe=recipe,
         run=run,
