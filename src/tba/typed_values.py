@@ -52,6 +52,8 @@ def convert(value: Any, kind: Any, source: Source, place: str = "it") -> Any:
 
     Raises `ValueError` if there is none.
     """
+    if kind is Any:
+        return value
     origin, json_type = typing.get_origin(kind) or kind, _json_type(kind) if source == "json" else None
     if source == "words" and isinstance(value, list) and origin is not tuple:
         if len(value) != 1:
@@ -75,21 +77,21 @@ def _convert_to_option(value: Any, union: Any, source: Source, place: str) -> An
     """Returns what a value stands for by the first type of a union that does not exclude it: in code by its own type
     first, and by text, which excludes little, last.
     """
-    explanation: ValueError = Mismatch(value, union, place)
+    explanation: ValueError | None = None
     options = sorted(typing.get_args(union), key=lambda kind: (kind is not NoneType, kind in (str, Path)))
     for kind in options if source == "words" else sorted(options, key=lambda kind: type(value) is not kind):
         try:
             return convert(value, kind, source, place)
         except ValueError as error:
             if not isinstance(error, Mismatch) or error.args[2] != place:  # the value fits, and what is in it does not
-                explanation = error
-    raise explanation
+                explanation = explanation or error
+    raise explanation or Mismatch(value, union, place)
 
 
 def _convert_items(value: Any, kind: Any, source: Source, place: str) -> Any:
     parts = typing.get_args(kind) or (Any,)
     is_fixed = typing.get_origin(kind) is tuple and Ellipsis not in parts
-    if source != "json" and not is_fixed and isinstance(value, str | Path | Real):
+    if isinstance(value, str | Path | Real) and (source == "words" or (source == "code" and not is_fixed)):
         value = (value,)
     if not isinstance(value, list if source == "json" else (list, tuple)):
         raise Mismatch(value, kind, place)
@@ -106,12 +108,12 @@ def _check_object(value: Any, kind: Any, place: str) -> Any:
         raise Mismatch(value, dict, place)
     types, parts = kind if isinstance(kind, dict) else {}, typing.get_args(kind)
     if _has_fields(kind):
-        if unknown_names := value.keys() - field_types(kind).keys():
-            raise ValueError(f"{place} has a field {min(unknown_names)[:40]!r} that is unknown")
         required = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
         types = {name: hint for name, hint in field_types(kind).items() if name in value.keys() | required}
     for name, hint in types.items():
         convert(value.get(name), hint, "json", name if place == "it" else f"{name} of {place}")
+    if _has_fields(kind) and (unknown_names := value.keys() - field_types(kind).keys()):
+        raise ValueError(f"{place} has a field {min(unknown_names)[:40]!r} that is unknown")
     for name, inner in value.items() if parts else ():
         convert(inner, parts[1], "json", f"{name[:40]!r} of {place}")
     return value
@@ -137,7 +139,7 @@ def _convert_scalar(value: Any, kind: Any, source: Source) -> Any:
         return number
     if source != "json" and kind in (str, Path) and isinstance(value, str | Path):
         return value if isinstance(value, kind) else kind(value)
-    if kind is not Any and (not isinstance(value, accepted) or (is_number and isinstance(value, bool))):
+    if not isinstance(value, accepted) or (is_number and isinstance(value, bool)):
         raise ValueError
     if (
         source == "json"

@@ -106,9 +106,7 @@ def require_scorers(recipe: Recipe, model: Model, say: Callable[[str], None]) ->
         elif differs := _difference(recipe.task, model, scorer):
             _require_sums(recipe, scorer, differs)
             say(f"{what} has another tokenizer than the policy ({differs}): it scores the text of each answer")
-        if not isinstance(
-            scorer, LoadedOnDevice
-        ):  # its weights are elsewhere: nothing is loaded by asking what it cannot do
+        if not isinstance(scorer, LoadedOnDevice):  # so that asking what it cannot do loads nothing
             scorer.reference(recipe.policy_temperature, Version())
 
 
