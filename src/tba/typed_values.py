@@ -141,11 +141,8 @@ def _convert_scalar(value: Any, kind: Any, source: Source) -> Any:
         return value if isinstance(value, kind) else kind(value)
     if not isinstance(value, accepted) or (is_number and isinstance(value, bool)):
         raise ValueError
-    if (
-        source == "json"
-        and isinstance(value, int | float)
-        and not (math.isfinite(value) if isinstance(value, float) else abs(value) < _LARGEST_IN_JSON)
-    ):
+    largest = _LARGEST_IN_JSON if isinstance(value, int) else math.inf
+    if source == "json" and is_number and not abs(value) < largest:
         raise ValueError
     return value
 
