@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import math
@@ -50,6 +51,16 @@ def test_every_public_name_is_there_and_says_what_it_is() -> None:
     assert set(tba.__all__) <= set(dir(tba))
     with pytest.raises(AttributeError, match="module 'tba' has no attribute 'Trainr'"):
         tba.Trainr  # noqa: B018
+
+
+def test_the_import_parses_no_source_and_knows_the_names_that_type_checkers_see() -> None:
+    parsing = (
+        "import ast, inspect, tokenize; ast.parse = inspect.getsource = tokenize.generate_tokens = None; import tba"
+    )
+    subprocess.run([sys.executable, "-c", f"{parsing}; tba.Problem, tba.RecencyReward"], check=True)
+    source = ast.parse((ROOT / "src" / "tba" / "__init__.py").read_text())
+    imports = [node for node in ast.walk(source) if isinstance(node, ast.ImportFrom) and node.module != "typing"]
+    assert {alias.asname: node.module for node in imports for alias in node.names} == tba._MODULE_OF
 
 
 LIGHT = "import sys, tba; tba.RecencyReward, tba.Problem; print({'torch', 'transformers', 'ray'} & set(sys.modules))"

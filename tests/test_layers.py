@@ -9,10 +9,13 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import tba
+
 ROOT = Path(__file__).parents[1] / "src" / "tba"
 FILES = sorted(ROOT.rglob("*.py"))
 
-GROUND = {"errors", "types", "fields", "markup", "foreign", "tables", "turns"}
+GROUND = {"errors", "types", "typed_values", "fields", "json_input", "user_code", "markup", "chat_prompts"}
+GROUND |= {"pretrained", "tables", "turns"}
 TENSORS = {"sharding", "streaming", "host_copies", "cards"}  # torch alone
 SEAMS = GROUND | {"protocols", "generation", "grading", "batch"}
 LEAVES = {"engines", "policy", "rewards", "tasks"}
@@ -27,14 +30,18 @@ CORE |= {"environments", "models", "objectives", "schedules", "clock", "recipe",
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "types": set(),
-    "fields": {"errors"},  # of any settings
+    "typed_values": set(),  # of any declared type
+    "fields": {"errors", "typed_values"},  # of any settings
+    "json_input": {"errors", "types", "typed_values"},
+    "user_code": {"errors", "types"},  # what it gives and raises
     "templates": {"errors"},  # of chats
     "markup": {"errors", "types", "templates"},  # control tokens, and text that only spells them
     "field_names": {"shipped"},  # of any recipe, by its source
     "config_file": {"errors"},
-    "foreign": {"errors", "types", "markup", "templates"},  # whatever is read from outside, by anybody
-    "tables": {"errors", "types", "foreign"},  # rows of files, for tasks and imports
-    "turns": {"errors", "types", "foreign", "markup"},  # what ends a turn in a chat template
+    "chat_prompts": {"errors", "types", "markup", "templates"},  # as a tokenizer's chat template writes them
+    "pretrained": {"errors", "types", "json_input"},  # models of others
+    "tables": {"errors", "types", "json_input"},  # rows of files, for tasks and imports
+    "turns": {"errors", "types", "chat_prompts", "markup"},  # what ends a turn in a chat template
     "clock": set(),
     "batch": {"types"},
     "protocols": {"types", "batch", "sharding"},  # the last two for type checkers only
@@ -97,8 +104,10 @@ def tree(path: Path) -> ast.Module:
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Full names of modules imported anywhere in the file, also within functions."""
+    """Full names of modules imported anywhere in the file, also within functions, and of public names of `tba`."""
     for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "tba":
+            yield f"{tba._MODULE_OF.get(node.attr, 'tba')}.{node.attr}"
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -123,8 +132,8 @@ def part_named(module: str) -> str:
 
 
 def inside(path: Path) -> Iterator[str]:
-    """Full names of this package's modules that the file imports."""
-    return (name for name in imported(path) if name.split(".")[0] == "tba")
+    """Full names of this package's modules that the file imports, but for `tba` itself, whose names load theirs."""
+    return (name for name in imported(path) if name.startswith("tba."))
 
 
 def named(path: Path) -> str:

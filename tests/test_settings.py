@@ -21,11 +21,11 @@ from tba.apps.red_team.endpoint import EndpointVictim
 from tba.command.table import COMMANDS
 from tba.config_file import with_config
 from tba.errors import UserError
-from tba.fields import _THEIR_NAMES, comments, fields_of, flags, help_of, without_effect
+from tba.fields import FLAGS_ELSEWHERE, comments, fields_of, flags, help_of, without_effect
 from tba.recipe import Recipe, settings_json
 from tba.runtime.run_directory import RunDirectory, new_path
 from tba.schedules import WarmupCosine, WarmupStableDecay
-from tba.settings import FIRST, find, newest_of_each, override
+from tba.settings import LEADING_FLAGS, find, keep_last_values, override
 from tba.shipped import description_of, recipe_names
 
 TOY = str(Path(__file__).parent / "toy" / "recipe.py")
@@ -376,7 +376,13 @@ def test_whatever_recipe_json_holds_it_is_a_recipe_or_a_sentence(tmp_path: Path,
 
 def test_gsm8k_has_at_most_a_hundred_settings_and_a_help_that_begins_with_those_set_most() -> None:
     assert len(flags(GSM8K)) <= 100
-    assert set(FIRST) & set(flags(GSM8K)) >= {"--steps", "--seed", "--model.path", "--optimizer.lr", "--runtime"}
+    assert set(LEADING_FLAGS) & set(flags(GSM8K)) >= {
+        "--steps",
+        "--seed",
+        "--model.path",
+        "--optimizer.lr",
+        "--runtime",
+    }
 
 
 def test_what_is_off_until_it_is_set_is_set_by_its_flag_and_is_none_of_those_that_a_help_lists() -> None:
@@ -421,7 +427,7 @@ def test_a_field_that_does_not_exist_ends_in_one_sentence_on_the_command_line_an
 def test_of_a_field_that_is_set_several_times_the_newest_words_are_kept() -> None:
     words = ["recipe", "--steps", "3", "--record.tensorboard", "--model.generation.first", "a", "b", "--seed=1"]
     again = ["--record.no-tensorboard", "--steps=5", "--model.generation.first", "c"]
-    assert newest_of_each([*words, *again]) == [
+    assert keep_last_values([*words, *again]) == [
         *("recipe", "--seed=1", "--record.no-tensorboard", "--steps=5", "--model.generation.first", "c")
     ]
 
@@ -489,6 +495,6 @@ print(sorted({"torch", "numpy", "transformers", "tba.recipe"} & set(sys.modules)
 
 
 def test_what_a_name_from_elsewhere_is_called_here_is_there() -> None:
-    fields = {ours for names in _THEIR_NAMES.values() for ours in names if not ours.startswith("`")}  # or commands
+    fields = {ours for names in FLAGS_ELSEWHERE.values() for ours in names if not ours.startswith("`")}  # or commands
     assert len(fields) > 10
     assert fields <= {field.flag for field in fields_of(QUICKSTART)}

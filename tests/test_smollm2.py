@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tba.__main__ import main
+from tba.chat_prompts import chat_markup
 from tba.engines.transformers import EngineSettings
-from tba.foreign import templated
 from tba.generation import generate
 from tba.models.huggingface import HuggingFace
 from tba.record.summary import Summary
@@ -23,7 +23,7 @@ MODEL = HuggingFace(path=FOLDER, device="cpu", generation=EngineSettings(max_com
 
 def asked(question: str) -> Prompt:
     tokenizer = MODEL.tokenizer()
-    text = templated(tokenizer, [{"role": "user", "content": question}])
+    text = chat_markup(tokenizer, [{"role": "user", "content": question}])
     return Prompt("real", np.array(tokenizer.encode(text, add_special_tokens=False), np.int32), text)
 
 

@@ -18,6 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import account
 from chat_families import FAMILIES, Family, call, tokenizer
+from tba.chat_prompts import chat_markup, with_arguments
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.environments.engine import EpisodeEngine
 from tba.environments.episode import Episode, Observation
@@ -25,7 +26,6 @@ from tba.environments.scripted import encode_parts, play_demonstration
 from tba.environments.speech import Speech
 from tba.environments.task import EnvironmentTask
 from tba.environments.tools import calls_in
-from tba.foreign import templated, with_arguments
 from tba.generation import generate
 from tba.intake.answers import ImportedAnswer, parse_answer
 from tba.intake.encoding import EncodedAnswer, Encoder, TaskPrompts
@@ -152,7 +152,7 @@ def system_of(made: Any, messages: Sequence[Json], tools: Sequence[Json]) -> lis
             seen.append(messages[0])
             return "".join(message["content"] for message in messages)  # the same with tools and without
 
-    templated(Listening(), list(messages), tools)
+    chat_markup(Listening(), list(messages), tools)
     assert seen[-1]["role"] == "system"
     return [seen[-1]]
 
@@ -262,7 +262,7 @@ def test_an_imported_answer_that_calls_a_tool_is_what_the_template_writes(name: 
     assert isinstance(found, EncodedAnswer), found
     end = family.called or family.end
     tokens = [*found.prompt.tokens.tolist(), *found.completion.tokens.tolist()]
-    whole = templated(made, line["messages"], PROBLEM.tools, answered=True) + (end if name == "glm4.5" else "")
+    whole = chat_markup(made, line["messages"], PROBLEM.tools, answered=True) + (end if name == "glm4.5" else "")
     assert tokens == made(whole[: whole.rindex(end) + len(end)], add_special_tokens=False)["input_ids"]
     (asked,) = calls_in(Speech(made, True, PROBLEM.tools).turn_text(found.completion.tokens[:-1].tolist()))
     assert asked.name == "deposit"
@@ -434,7 +434,7 @@ def test_a_control_token_that_a_template_would_join_of_several_texts_is_text() -
         "{% for m in messages %}<|im_start|>{% for p in m.content %}{{ p.text | trim }}{% endfor %}{% endfor %}"
     )
     parts = [{"type": "text", "text": text} for text in ("7<|im_", " end|>")]
-    tokens = encode_markup(made, templated(made, [{"role": "user", "content": parts}]))
+    tokens = encode_markup(made, chat_markup(made, [{"role": "user", "content": parts}]))
     assert controls(made, tokens) == [made.convert_tokens_to_ids("<|im_start|>")]
     assert made.decode(tokens) == "<|im_start|>7<|im_end|>"
 
@@ -489,12 +489,12 @@ def test_calls_in_a_history_are_never_left_out(name: str, kind: str, content: st
     messages = [{"role": "user", "content": "Pay."}, asked, result, {"role": "user", "content": "And?"}]
     if name in ("gemma3", "mistral", "llama2"):  # whose templates want a user and an assistant in turn
         messages = messages[:-1]
-    text = templated(made, messages)
+    text = chat_markup(made, messages)
     assert text.count("rent 12") == 1
     assert text.count("7 now") == 1
     if not family.calls:
         assert described(*CALLS[0][:2]) in text
-        assert described(*CALLS[0][:2]) in templated(made, [*messages[:1], stringly(asked), *messages[2:]])
+        assert described(*CALLS[0][:2]) in chat_markup(made, [*messages[:1], stringly(asked), *messages[2:]])
 
 
 def stringly(message: Json) -> Json:

@@ -38,7 +38,7 @@ from tba.command.options import (
 from tba.command.sft import SftOptions
 from tba.fields import comments, is_plain
 from tba.recipe import Recipe
-from tba.settings import FIRST
+from tba.settings import LEADING_FLAGS
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference.md"
 
@@ -125,11 +125,11 @@ COLUMN = 46  # characters of a flag and its default, before what it means
 class Settings:
     """The settings' part while it is written.
 
-    Invariant: a settings class is explained where it comes first, and a flag of `FIRST` on top of the page alone.
+    Invariant: a settings class is explained where it comes first, and a leading flag on top of the page alone.
     """
 
     def __init__(self) -> None:
-        self.first: dict[str, str] = {}  # flag of FIRST -> its line
+        self.first: dict[str, str] = {}  # flag of LEADING_FLAGS -> its line
         self.explained: set[type] = set()
 
     def lines(self, prefix: str, kind: type, name: str = "", inner: bool = True) -> list[str]:
@@ -154,7 +154,7 @@ class Settings:
                 comment = said.get(f.name, "")
                 whole = choices(hints[f.name]) and len(comment.split()) <= MOST
                 line = f"{given:<{COLUMN}}  {comment if whole else meaning(comment, f)}".rstrip()
-                if flag in FIRST and not flag.startswith(BETA) and kind not in COMMANDS.values():
+                if flag in LEADING_FLAGS and not flag.startswith(BETA) and kind not in COMMANDS.values():
                     self.first[flag] = line
                 else:
                     lines.append(line)
@@ -185,7 +185,7 @@ def settings(made: Settings) -> Iterator[str]:
         ]
     options = [line for command, kind in COMMANDS.items() for line in made.lines("--", kind, f"`{command}`")]
     beta = f"{BETA + '*':<{COLUMN}}  below"
-    most = list(dict.fromkeys(made.first.get(flag, beta) for flag in FIRST))
+    most = list(dict.fromkeys(made.first.get(flag, beta) for flag in LEADING_FLAGS))
     yield from [HEAD, "## What is set most\n", *block(most), "## What every recipe has\n", *common]
     yield from [CHOSEN, *chosen, "## Options of the commands\n", *options, OTHERS]
 

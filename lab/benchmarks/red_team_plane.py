@@ -12,7 +12,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from tba.foreign import read_json
+from tba.json_input import read_json
 from tba_lab.plot_style import literal
 
 AXES = ("success", "distance")

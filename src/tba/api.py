@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tba.errors import UserError
-from tba.fields import fields_of, given
+from tba.fields import fields_of, parse_fields
+from tba.protocols import LoadedFromPath
 from tba.recipe import Recipe
 from tba.recipe_source import write_recipe
 from tba.record.terminal import Displayable
-from tba.settings import being_loaded, find, override, with_fields, words_of
+from tba.settings import file_being_loaded, find, override, with_fields, words_of
 from tba.types import Evaluation, Json, Trajectory
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ def _resolve(recipe: Recipe | str, fields: Mapping[str, Any]) -> tuple[Recipe, s
     The name is empty for a recipe that a command line cannot express: an object, or one with a field set to an object.
     Raises `UserError` for a field that the recipe does not have.
     """
-    if (file := being_loaded()) is not None:
+    if (file := file_being_loaded()) is not None:
         raise UserError(
             f"{file} trains, checks or evaluates while it is loaded, and other processes load it too: put that below "
             '`if __name__ == "__main__":`'
@@ -198,12 +199,12 @@ def _resolve(recipe: Recipe | str, fields: Mapping[str, Any]) -> tuple[Recipe, s
     values = {}
     for written_name, value in _flatten(fields):
         name = written_name.replace("-", "_")
-        if name == "model" and isinstance(value, str | Path) and hasattr(base.model, "path"):
+        if name == "model" and isinstance(value, str | Path) and isinstance(base.model, LoadedFromPath):
             name = "model.path"  # a folder or a Hub name, with the recipe's other settings
         flag = f"--{name.replace('_', '-')}"
         if flag not in known_flags and not _has_field(base, name):
             # `given` raises an error that suggests similar names
-            given([flag], base, f"tba train {recipe if isinstance(recipe, str) else 'RECIPE'}", by_code=True)
+            parse_fields([flag], base, f"tba train {recipe if isinstance(recipe, str) else 'RECIPE'}", by_code=True)
         values[flag] = value
     resolved_recipe = with_fields(base, list(values.items()))
     if not isinstance(recipe, str) or values.keys() - known_flags:

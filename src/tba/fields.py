@@ -1,8 +1,7 @@
 """The fields of settings by dotted name: which exist, which have an effect, parsing of their values, their help.
 
-Invariant: what a field takes follows from its declared type alone; an unknown field, or a value that does not fit its
-type, ends in one sentence. Nothing is guessed from a value. What a field takes in code follows from its type as well
-(`as_declared`).
+Invariant: what a field takes, on a command line and in code (`as_declared`), follows from its declared type alone; an
+unknown field, or a value that does not fit its type, ends in one sentence. Nothing is guessed from a value.
 
 A settings class may say that some of its fields have no effect, given the values of others: its property `unused` maps
 the name of each (or of nested settings, which stands for all of theirs) to what would give it an effect, beginning with
@@ -16,28 +15,33 @@ import ast
 import dataclasses
 import difflib
 import inspect
-import numbers
 import re
 import textwrap
 import tokenize
 import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from io import StringIO
-from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union
+from typing import Any, Literal, Protocol, TypeVar, Union, runtime_checkable
 
 from tba.errors import UserError
+from tba.typed_values import SCALARS, convert, describe, field_types
 
 BY_CODE = {"by_code": True}  # the metadata of a field that a recipe's code sets, and no command line
 T = TypeVar("T")
-_LARGEST = 2**63  # of a whole number: torch and SQLite take no larger ones
-_KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "True or False", Path: "a path"}
-_PLAIN = (str, Path, numbers.Real, type(None), list, tuple, set, Mapping)  # what is no component of anybody's
 _COMMENT = re.compile(r"#\s*(noqa: [A-Z0-9, ]+ - )?")  # what begins a comment, possibly after a remark to the linter
 _INDENT, _WIDTH = 26, 80  # columns of a help text: before what a field means, and in all
+
+
+@runtime_checkable
+class HasUnusedFields(Protocol):
+    """Settings some of whose fields may have no effect."""
+
+    @property
+    def unused(self) -> Mapping[str, str]:
+        """Returns the name of each field without effect, and what would give it one."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -55,26 +59,26 @@ class Field:
 
     @property
     def place(self) -> str:
-        """The flag without its last name: the settings that have the field."""
+        """Returns the flag of the settings that have the field: without its last name."""
         return self.flag.rpartition(".")[0] or "-"
 
     @property
     def is_switch(self) -> bool:
-        """Returns whether it is on or off, or decided by the program where neither is said (None)."""
+        """Returns whether its value is on or off, or None: the program decides."""
         return self.hint in (bool, bool | None)
 
     @property
     def off(self) -> str:
-        """The flag that switches it off, for a field that is a switch."""
+        """Returns the flag that switches a field off that is a switch."""
         place, dot, name = self.flag.removeprefix("--").rpartition(".")
         return f"--{place}{dot}no-{name}"
 
 
 def fields_of(settings: Any, prefix: str = "--", by_code: bool = False) -> Iterator[Field]:
-    """Yields every field that can be set, those of nested settings under their dotted names.
+    """Yields every field that a command line can set, those of nested settings under their dotted names.
 
-    The rest (functions, tuples of settings, components that are chosen by code and are None here) only a recipe can
-    set. by_code: include those that a command line could spell but that are for code to set.
+    Functions, tuples of settings, and components that are None can be set by a recipe's code only. by_code: include
+    fields that a command line could spell but that are for code to set.
     """
     hints = typing.get_type_hints(type(settings))
     for f in dataclasses.fields(settings):
@@ -86,34 +90,34 @@ def fields_of(settings: Any, prefix: str = "--", by_code: bool = False) -> Itera
 
 
 def without_effect(settings: Any, prefix: str = "--") -> dict[str, str]:
-    """Returns the flags of fields without effect, and of nested settings of which none has any: what would give them
-    one.
+    """Returns the flags of fields without effect, and of nested settings of which no field has any, each with the flag
+    and the value that would give it one.
     """
-    found = {}
-    for name, when in getattr(settings, "unused", {}).items():
-        switch, _, value = when.partition(" ")
-        found[_dashed(prefix + name)] = f"{_dashed(prefix + switch)} {value}".rstrip()
+    remedies = {}
+    for name, remedy in settings.unused.items() if isinstance(settings, HasUnusedFields) else ():
+        switch, _, value = remedy.partition(" ")
+        remedies[_dashed(prefix + name)] = f"{_dashed(prefix + switch)} {value}".rstrip()
     for f in dataclasses.fields(settings):
         value = getattr(settings, f.name)
         if dataclasses.is_dataclass(value):
-            found |= without_effect(value, f"{prefix}{_dashed(f.name)}.")
-    return found
+            remedies |= without_effect(value, f"{prefix}{_dashed(f.name)}.")
+    return remedies
 
 
-def counting(settings: Any) -> list[Field]:
+def fields_with_effect(settings: Any) -> list[Field]:
     """Returns the fields that can be set and have an effect."""
-    idle = without_effect(settings)
-    return [field for field in fields_of(settings) if _cause(field.flag, idle) is None]
+    remedies = without_effect(settings)
+    return [field for field in fields_of(settings) if _remedy(field.flag, remedies) is None]
 
 
 def flags(settings: Any) -> list[str]:
     """Returns the flags of all fields that can be set and have an effect."""
-    return [field.flag for field in counting(settings)]
+    return [field.flag for field in fields_with_effect(settings)]
 
 
-def _cause(flag: str, idle: Mapping[str, str]) -> str | None:
+def _remedy(flag: str, remedies: Mapping[str, str]) -> str | None:
     """Returns what would give the field an effect; None: it has one."""
-    return next((when for name, when in idle.items() if flag == name or flag.startswith(f"{name}.")), None)
+    return next((remedy for name, remedy in remedies.items() if flag == name or flag.startswith(f"{name}.")), None)
 
 
 def _dashed(name: str) -> str:
@@ -124,223 +128,101 @@ def is_plain(hint: Any) -> bool:
     """Returns whether a command line can spell values of this type."""
     if typing.get_origin(hint) is Literal or hint is Ellipsis:
         return True
-    inner = typing.get_args(hint)
-    if inner:
-        return typing.get_origin(hint) in (tuple, Union, UnionType) and all(is_plain(option) for option in inner)
-    return hint is type(None) or hint in _KINDS
+    if parts := typing.get_args(hint):
+        return typing.get_origin(hint) in (tuple, Union, UnionType) and all(map(is_plain, parts))
+    return hint in SCALARS
 
 
-def given(arguments: Sequence[str], settings: Any, program: str, by_code: bool = False) -> list[tuple[Field, Any]]:
+def parse_fields(
+    arguments: Sequence[str], settings: Any, program: str, by_code: bool = False
+) -> list[tuple[Field, Any]]:
     """Returns the fields that `arguments` name, each with its value, in their order.
 
     by_code: include those that are for code to set. Raises `UserError` for an unknown field, or a value that does not
     fit.
     """
-    known = {field.flag: field for field in fields_of(settings, by_code=True)}
-    allowed = {field.flag for field in fields_of(settings, by_code=by_code)}
-    off = {field.off: field for field in known.values() if field.is_switch}
-    refuse_unknown([flag for flag in flags_in(arguments) if _dashed(flag) not in known.keys() | off], known, program)
-    found: list[tuple[Field, Any]] = []
-    left = list(arguments)
-    while left:
-        name, joined, word = left.pop(0).partition("=")
+    by_flag = {field.flag: field for field in fields_of(settings, by_code=True)}
+    allowed_flags = {field.flag for field in fields_of(settings, by_code=by_code)}
+    by_off_flag = {field.off: field for field in by_flag.values() if field.is_switch}
+    unknown_flags = [flag for flag in flags_in(arguments) if _dashed(flag) not in by_flag.keys() | by_off_flag]
+    refuse_unknown(unknown_flags, by_flag, program)
+    values: list[tuple[Field, Any]] = []
+    remaining = list(arguments)
+    while remaining:
+        name, equals_sign, word = remaining.pop(0).partition("=")
         flag = _dashed(name)
         if not name.startswith("--"):
             raise UserError(f"{program} does not take {name!r}: fields are set as --name value")
-        field = known[flag] if flag in known else off[flag]
-        if field.flag not in allowed:
+        field = by_flag[flag] if flag in by_flag else by_off_flag[flag]
+        if field.flag not in allowed_flags:
             raise UserError(f"{program} does not take {name}: only a recipe's code can set it")
         if field.is_switch:
-            said = word if joined else "".join(left[:1])
-            if field.hint is not bool and flag in known and said == "None":
-                left = left[0 if joined else 1 :]
-                found.append((field, None))
+            next_word = word if equals_sign else "".join(remaining[:1])
+            if field.hint is not bool and flag in by_flag and next_word == "None":
+                remaining = remaining[0 if equals_sign else 1 :]
+                values.append((field, None))
                 continue
-            if joined or (left and left[0].lower() in ("true", "false")):
+            if equals_sign or next_word.lower() in ("true", "false"):
                 raise UserError(
                     f"{program} takes {name} without a value: give {field.flag} to switch it on, {field.off} to switch "
                     "it off"
                 )
-            found.append((field, flag in known))
+            values.append((field, flag in by_flag))
             continue
-        words = [word] if joined else _words(left, field.hint)
-        found.append((field, _value(words, field, program)))
-        del left[: 0 if joined else len(words)]
-    return found
+        words = [word] if equals_sign else _leading_words(remaining, field.hint)
+        values.append((field, _value(words, field, program)))
+        del remaining[: 0 if equals_sign else len(words)]
+    return values
 
 
-def _words(left: Sequence[str], hint: Any) -> list[str]:
+def _leading_words(arguments: Sequence[str], hint: Any) -> list[str]:
     """Returns those of the words after a field's name that are its value."""
-    end = next((i for i, word in enumerate(left) if word.startswith("--")), len(left))
+    end = next((i for i, word in enumerate(arguments) if word.startswith("--")), len(arguments))
     if typing.get_origin(hint) is not tuple:
-        return list(left[: min(end, 1)])
+        return list(arguments[: min(end, 1)])
     parts = typing.get_args(hint)
-    return list(left[: end if Ellipsis in parts else min(end, len(parts))])
+    return list(arguments[: end if Ellipsis in parts else min(end, len(parts))])
 
 
 def _value(words: Sequence[str], field: Field, program: str) -> Any:
     try:
-        return _read(words, field.hint)
+        return convert(words, field.hint, "words")
     except ValueError:
         if not words:
-            raise UserError(f"{program} {field.flag} needs a value: it takes {_kind(field.hint)}") from None
+            raise UserError(f"{program} {field.flag} needs a value: it takes {describe(field.hint)}") from None
         raise UserError(
-            f"{program} {field.flag} takes {_kind(field.hint)}, not {' '.join(words)!r:.80}; `{program} --help` lists "
-            "all fields"
+            f"{program} {field.flag} takes {describe(field.hint)}, not {' '.join(words)!r:.80}; `{program} --help` "
+            "lists all fields"
         ) from None
 
 
-def _read(words: Sequence[str], hint: Any) -> Any:
-    """Parses a value of type `hint`. Raises `ValueError` if the words are none."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin is tuple:
-        kinds = [inner[0]] * len(words) if Ellipsis in inner else inner
-        return tuple(_read([word], kind) for word, kind in zip(words, kinds, strict=True))
-    if len(words) != 1:
-        raise ValueError
-    if origin in (Union, UnionType):
-        return _first(words[0], inner)
-    few = {type(None): (None,), bool: (True, False)}.get(hint, inner)  # all values of the type, where there are few
-    if not few:
-        return _finite(hint(words[0]))
-    named = {str(value): value for value in few}
-    if words[0] not in named:
-        raise ValueError
-    return named[words[0]]
-
-
-def _finite(value: Any) -> Any:
-    """Returns the value. Raises `ValueError` for a number that nothing can be set to."""
-    if (isinstance(value, int) and abs(value) >= _LARGEST) or value != value:
-        raise ValueError
-    return value
-
-
-def _first(word: str, kinds: Iterable[Any]) -> Any:
-    """Returns the value of the first of several types that accepts the word; text, which accepts any, comes last."""
-    for kind in sorted(kinds, key=lambda kind: (kind is not type(None), kind in (str, Path))):
-        try:
-            return _read([word], kind)
-        except ValueError:
-            continue
-    raise ValueError
-
-
-def _kind(hint: Any) -> str:
-    """Returns what a field of this type takes, in words."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin is tuple:
-        return f"any number of: {_kind(inner[0])}" if Ellipsis in inner else " and ".join(map(_kind, inner))
-    if origin is Literal:
-        return f"one of {', '.join(map(str, inner))}"
-    if origin in (Union, UnionType):
-        return " or ".join(_kind(kind) for kind in inner)
-    if hint is type(None):
-        return "None"
-    if dataclasses.is_dataclass(hint) and len(hints := _hints(typing.cast(type, hint))) == 1:
-        return _kind(*hints.values())
-    return _KINDS.get(hint) or f"{getattr(hint, '__name__', hint)}(...)"
-
-
 def as_declared(kind: type[T]) -> type[T]:
-    """Lets a class of settings take, for a field, what can mean only one value of the type that the field declares: a
-    text for a path or a number, a number for a schedule, a list for a tuple, and what stands alone for a tuple of one.
-    It stands below `@dataclass`.
+    """Decorates a class of settings, below `@dataclass`: its fields take what can mean only one value of their declared
+    type. Such are a text for a path or a number, a number for a schedule, a list for a tuple, and one item for a tuple.
 
-    Anything else that the type excludes raises a `UserError` naming class and field. Of protocols and functions nothing
-    is known here.
+    Anything else that the type excludes raises a `UserError` naming class and field. A field that declares a protocol
+    or a function takes everything.
     """
     declared: Any = kind  # no type says of a class that it has fields
-    after = getattr(kind, "__post_init__", None)
+    validate = getattr(kind, "__post_init__", None)
 
-    def made(self: Any) -> None:
-        for name, hint in _hints(declared).items():
+    def convert_and_validate(self: Any) -> None:
+        for name, hint in field_types(declared).items():
             value = getattr(self, name, None)
             try:
-                meant = _meant(value, hint)
+                converted = convert(value, hint, "code")
             except ValueError:
-                raise UserError(f"{type(self).__name__}'s {name} is {value!r:.80}: give {_kind(hint)}") from None
-            if meant is not value:
-                object.__setattr__(self, name, meant)
-        if after is not None:
-            after(self)
+                raise UserError(f"{type(self).__name__}'s {name} is {value!r:.80}: give {describe(hint)}") from None
+            if converted is not value:
+                object.__setattr__(self, name, converted)
+        if validate is not None:
+            validate(self)
 
-    declared.__post_init__ = made
+    declared.__post_init__ = convert_and_validate
     return kind
 
 
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    """Returns the types of the fields that are given to a class when it is made."""
-    hints = typing.get_type_hints(kind)
-    made = [f.name for f in dataclasses.fields(typing.cast(Any, kind)) if f.init]
-    return {name: hints[name] for name in made}
-
-
-def _meant(value: Any, hint: Any) -> Any:
-    """Returns the value of type `hint` that `value` can only mean. Raises `ValueError` if there is none."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (Union, UnionType):
-        return _meant_first(value, inner)
-    if origin is tuple:
-        if Ellipsis in inner and isinstance(value, str | Path | numbers.Real):
-            value = (value,)
-        if not isinstance(value, list | tuple):
-            raise ValueError
-        kinds = [inner[0]] * len(value) if Ellipsis in inner else inner
-        made = tuple(_meant(one, kind) for one, kind in zip(value, kinds, strict=True))
-        return value if isinstance(value, tuple) and made == value else made
-    if origin is Literal:
-        if value not in inner and not isinstance(value, str):
-            raise ValueError
-        return value if value in inner else _read([value], hint)
-    if hint in (int, float) and isinstance(value, str):
-        return _read([value.strip()], hint)
-    if hint in (int, float) and type(value) is not bool and isinstance(value, numbers.Real):
-        return _number(value, hint)
-    if hint is Path and isinstance(value, str):
-        return Path(value)
-    if hint is str and isinstance(value, Path):
-        return str(value)
-    if hint is type(None) or hint in _KINDS:
-        if not isinstance(value, hint) or (hint in (int, float) and isinstance(value, bool)):
-            raise ValueError
-    elif dataclasses.is_dataclass(hint) and isinstance(value, _PLAIN):
-        return _wrapped_in(value, typing.cast(type, hint))
-    return value
-
-
-def _meant_first(value: Any, kinds: Sequence[Any]) -> Any:
-    """Returns what a value means by the first of several types that excludes nothing of it; by text last."""
-    same = [kind for kind in kinds if type(value) is kind]
-    for kind in [*same, *sorted(kinds, key=lambda kind: kind in (str, Path))]:
-        try:
-            return _meant(value, kind)
-        except ValueError:
-            continue
-    raise ValueError
-
-
-def _number(value: Any, kind: type) -> Any:
-    """Returns a number as a Python number of the kind. Raises `ValueError` for a part of a whole one."""
-    if isinstance(value, kind) or (kind is float and isinstance(value, int)):
-        return value
-    if kind(value) != value:
-        raise ValueError
-    return kind(value)
-
-
-def _wrapped_in(value: Any, kind: type) -> Any:
-    """Returns the settings of those fields, or whose only field has that value. Raises `ValueError` for neither."""
-    hints = _hints(kind)
-    if isinstance(value, Mapping) and value.keys() <= hints.keys():
-        return kind(**value)
-    if len(hints) != 1:
-        raise ValueError
-    return kind(*(_meant(value, hint) for hint in hints.values()))
-
-
-_THEIR_NAMES = {  # what TRL, verl and prime-rl call it; two fields where one of theirs sets both
+FLAGS_ELSEWHERE = {  # names in TRL, verl and prime-rl -> the flags, or the command, that do the same here
     "learning-rate": ("--optimizer.lr",), "num-generations": ("--samples-per-prompt", "--group-size"),
     "batch-size": ("--groups-per-step",), "per-device-train-batch-size": ("--max-tokens-per-pass",),
     "max-prompt-length": ("--prompts.max-tokens",), "use-vllm": ("--model.generation.engine",),
@@ -356,108 +238,108 @@ def flags_in(arguments: Iterable[str]) -> list[str]:
     return [word.partition("=")[0] for word in arguments if word.startswith("--")]
 
 
-def refuse_unknown(unknown: Sequence[str], candidates: Collection[str], program: str) -> None:
+def refuse_unknown(unknown_flags: Sequence[str], candidates: Collection[str], program: str) -> None:
     """Raises `UserError` when there are flags that no field has: it names all of them, and what each may mean among
     the candidates.
     """
-    if unknown:
-        answers = [f"{flag}; {_nearest(flag, candidates, program)}" for flag in dict.fromkeys(unknown)]
+    if unknown_flags:
+        answers = [f"{flag}; {_suggestion(flag, candidates, program)}" for flag in dict.fromkeys(unknown_flags)]
         raise UserError(f"{program} has no field {' And no field '.join(answers)}")
 
 
-def _nearest(unknown: str, candidates: Iterable[str], program: str) -> str:
-    """Returns what may have been meant: what other libraries call so, a field of that name elsewhere, or a similar name
-    in the same place.
+def _suggestion(unknown_flag: str, candidates: Iterable[str], program: str) -> str:
+    """Returns what an unknown flag may mean: what another library's flag of that name is here, a field of that name in
+    another place, or a similar name in the same place.
     """
-    flag = _dashed(unknown)
+    flag = _dashed(unknown_flag)
     place, _, name = flag.rpartition(".") if "." in flag else ("-", "", flag.lstrip("-"))
-    last = {flag: flag.lstrip("-").rpartition(".")[2] for flag in candidates}
-    translations = [word for word in _THEIR_NAMES.get(flag.lstrip("-"), ()) if word in last or word.startswith("`")]
+    names = {flag: flag.lstrip("-").rpartition(".")[2] for flag in candidates}
+    translations = [word for word in FLAGS_ELSEWHERE.get(flag.lstrip("-"), ()) if word in names or word.startswith("`")]
     if translations:
         return f"did you mean {'both ' if translations[1:] else ''}{' and '.join(translations)}?"
-    same = {last[flag]: flag for flag in last if (flag.rpartition(".")[0] or "-") == place}
-    near = [same[n] for n in difflib.get_close_matches(name, same, n=1, cutoff=0.6)]
-    near = near or sorted((k for k in last if last[k] == name), key=len)[:1]
-    near = near or difflib.get_close_matches(flag, last, n=1, cutoff=0.8)
-    inside = [other for other in last if other.startswith(f"{flag}.")]
-    if inside:
+    in_place = {names[flag]: flag for flag in names if (flag.rpartition(".")[0] or "-") == place}
+    similar_flags = [in_place[n] for n in difflib.get_close_matches(name, in_place, n=1, cutoff=0.6)]
+    similar_flags = similar_flags or sorted((flag for flag in names if names[flag] == name), key=len)[:1]
+    similar_flags = similar_flags or difflib.get_close_matches(flag, names, n=1, cutoff=0.8)
+    inner_flags = [candidate for candidate in names if candidate.startswith(f"{flag}.")]
+    if inner_flags:
         part = flag.lstrip("-").replace("-", "_")
-        names, code = part.split("."), "..."
-        for i in reversed(range(len(names))):
-            code = f"dataclasses.replace({'.'.join(['recipe', *names[:i]])}, {names[i]}={code})"
+        path, code = part.split("."), "..."
+        for i in reversed(range(len(path))):
+            code = f"dataclasses.replace({'.'.join(['recipe', *path[:i]])}, {path[i]}={code})"
         return (
-            f"{part} is a part of the recipe with fields of its own, such as {inside[0]}. Another {part} is chosen in "
-            f"code, in a file of your own: import the recipe, and `recipe = {code}`"
+            f"{part} is a part of the recipe with fields of its own, such as {inner_flags[0]}. Another {part} is "
+            f"chosen in code, in a file of your own: import the recipe, and `recipe = {code}`"
         )
-    if near:
-        return f"did you mean {near[0]}?"
-    there = sorted(same.values()) if place != "-" else []
-    return f"there is {', '.join(there)}." if there else f"`{program} --help` lists all fields."
+    if similar_flags:
+        return f"did you mean {similar_flags[0]}?"
+    if place != "-" and in_place:
+        return f"there is {', '.join(sorted(in_place.values()))}."
+    return f"`{program} --help` lists all fields."
 
 
-def replaced(settings: Any, values: Mapping[str, Any], prefix: str = "--") -> Any:
-    """Returns the settings with these values, by flag."""
+def replace_fields(settings: Any, values: Mapping[str, Any], prefix: str = "--") -> Any:
+    """Returns the settings with fields set to the values of their flags."""
     changes = {}
     for f in dataclasses.fields(settings):
         flag, value = prefix + _dashed(f.name), getattr(settings, f.name)
         if flag in values:
             changes[f.name] = values[flag]
         elif dataclasses.is_dataclass(value) and any(name.startswith(f"{flag}.") for name in values):
-            changes[f.name] = replaced(value, values, f"{flag}.")
+            changes[f.name] = replace_fields(value, values, f"{flag}.")
     return dataclasses.replace(settings, **changes) if changes else settings
 
 
-def refuse_without_effect(settings: Any, named: Iterable[str], program: str) -> None:
-    """Raises `UserError` when one of the fields that were `named` has no effect."""
-    idle = without_effect(settings)
-    for flag in named:
-        if (when := _cause(flag, idle)) is not None:
-            raise UserError(f"{program}: {flag} has no effect without {when}: give that too, or leave {flag} out")
+def refuse_without_effect(settings: Any, flags: Iterable[str], program: str) -> None:
+    """Raises `UserError` when the field of one of the flags has no effect."""
+    remedies = without_effect(settings)
+    for flag in flags:
+        if (remedy := _remedy(flag, remedies)) is not None:
+            raise UserError(f"{program}: {flag} has no effect without {remedy}: give that too, or leave {flag} out")
 
 
 def split_options(options: T, arguments: Sequence[str], program: str) -> tuple[T, list[str]]:
-    """Takes the command's own options out of `arguments`; what is left sets the recipe's fields."""
+    """Returns a command's options as the arguments set them, and the other arguments, which set the recipe's fields."""
     by_flag = {field.flag: field for field in fields_of(options)}
     words, remaining = [], []
-    waiting = iter(arguments)
-    for argument in waiting:
+    iterator = iter(arguments)
+    for argument in iterator:
         field = by_flag.get(_dashed(argument.partition("=")[0]))
         if field is None:
             remaining.append(argument)
             continue
         words.append(argument)
         if "=" not in argument and not field.is_switch:
-            value = next(waiting, None)
+            value = next(iterator, None)
             if value is None:
                 raise UserError(f"{program} {argument} needs a value")
             words.append(value)
-    values = given(words, options, program)
-    chosen: T = replaced(options, {field.flag: value for field, value in values})
-    refuse_without_effect(chosen, (field.flag for field, _ in values), program)
-    return chosen, remaining
+    values = parse_fields(words, options, program)
+    updated_options: T = replace_fields(options, {field.flag: value for field, value in values})
+    refuse_without_effect(updated_options, (field.flag for field, _ in values), program)
+    return updated_options, remaining
 
 
-def help_of(settings: Any, first: Sequence[str] = ()) -> str:
-    """Returns every field with an effect, its value and its meaning: those in `first` before the rest, which has
-    headings.
-
-    At the end it says what would give the other fields an effect.
+def help_of(settings: Any, leading_flags: Sequence[str] = ()) -> str:
+    """Returns a page about every field with an effect, its value and its meaning: the fields of `leading_flags` come
+    first, the others under headings, and what would give further fields an effect at the end.
     """
-    fields = counting(settings)
-    known = {f.flag: f for f in fields}
-    blocks = [["what is set most:", *rows([known[flag] for flag in first if flag in known])]] if first else []
-    places: dict[str, list[Field]] = {}
+    fields = fields_with_effect(settings)
+    by_flag = {f.flag: f for f in fields}
+    leading_fields = [by_flag[flag] for flag in leading_flags if flag in by_flag]
+    blocks = [["what is set most:", *field_lines(leading_fields)]] if leading_flags else []
+    by_place: dict[str, list[Field]] = {}
     for f in fields:
-        if f.flag not in first:
-            places.setdefault(f.place, []).append(f)
-    roots = list(dict.fromkeys(["-", *(_root(place) for place in places)]))
-    for place in sorted(places, key=lambda place: (roots.index(_root(place)), place)):
-        blocks.append([_heading(place, places[place][0].settings), *rows(places[place])])
-    waiting: dict[str, list[str]] = {}
-    for flag, when in without_effect(settings).items():
-        waiting.setdefault(when, []).append(flag)
-    if waiting:
-        lines = [line for when, names in waiting.items() for line in row(f"  {when}", ", ".join(names))]
+        if f.flag not in leading_flags:
+            by_place.setdefault(f.place, []).append(f)
+    roots = list(dict.fromkeys(["-", *map(_root, by_place)]))
+    for place in sorted(by_place, key=lambda place: (roots.index(_root(place)), place)):
+        blocks.append([_heading(place, by_place[place][0].settings), *field_lines(by_place[place])])
+    by_remedy: dict[str, list[str]] = {}
+    for flag, remedy in without_effect(settings).items():
+        by_remedy.setdefault(remedy, []).append(flag)
+    if by_remedy:
+        lines = [line for remedy, names in by_remedy.items() for line in flag_lines(f"  {remedy}", ", ".join(names))]
         blocks.append(["there is more with:", *lines])
     return "\n\n".join("\n".join(block) for block in blocks)
 
@@ -468,10 +350,10 @@ def comments(kind: type) -> dict[str, str]:
     So a setting is explained where it is defined and nowhere else: an inherited one by the class it comes from.
     """
     bases = (base for base in reversed(kind.__mro__) if "__dataclass_fields__" in vars(base))
-    return {name: said for base in bases for name, said in _own_comments(base).items()}
+    return {name: comment for base in bases for name, comment in _comments_in_source(base).items()}
 
 
-def _own_comments(kind: type) -> dict[str, str]:
+def _comments_in_source(kind: type) -> dict[str, str]:
     try:
         source = textwrap.dedent(inspect.getsource(kind))
     except OSError:  # made in a console
@@ -483,19 +365,19 @@ def _own_comments(kind: type) -> dict[str, str]:
     ]
     if not fields:
         return {}  # it only inherits
-    ends = [line - 1 for line, _ in fields[1:]] + [max(line for line, _ in fields)]
+    last_lines = [line - 1 for line, _ in fields[1:]] + [max(line for line, _ in fields)]
     by_line = {
         t.start[0]: _COMMENT.sub("", t.string, count=1).strip()
         for t in tokenize.generate_tokens(StringIO(source).readline)
         if t.type == tokenize.COMMENT
     }
-    own_line = [n for n, line in enumerate(source.splitlines(), 1) if line.strip().startswith("#")]
-    said = {}
-    for (line, name), end in zip(fields, ends, strict=True):
-        while end + 1 in own_line:
-            end += 1
-        said[name] = " ".join(by_line[n] for n in range(line, end + 1) if n in by_line)
-    return said
+    comment_lines = [n for n, line in enumerate(source.splitlines(), 1) if line.strip().startswith("#")]
+    by_field = {}
+    for (line, name), last_line in zip(fields, last_lines, strict=True):
+        while last_line + 1 in comment_lines:
+            last_line += 1
+        by_field[name] = " ".join(by_line[n] for n in range(line, last_line + 1) if n in by_line)
+    return by_field
 
 
 def _root(place: str) -> str:
@@ -503,20 +385,20 @@ def _root(place: str) -> str:
 
 
 def _heading(place: str, settings: Any) -> str:
-    """Returns whose fields follow: their place, their class and the first sentence of its docstring."""
-    said = " ".join(inspect.cleandoc(type(settings).__doc__ or "").split("\n\n")[0].split())
-    sentence = re.split(r"(?<=\.) (?=[A-Z])", said)[0]
+    """Returns the place of settings and the first sentence of their class's docstring."""
+    paragraph = " ".join(inspect.cleandoc(type(settings).__doc__ or "").split("\n\n")[0].split())
+    sentence = re.split(r"(?<=\.) (?=[A-Z])", paragraph)[0]
     return textwrap.fill(f"{place.removeprefix('--').strip('-') or 'the run'}: {sentence}", _WIDTH)
 
 
-def rows(fields: Sequence[Field]) -> list[str]:
-    """Returns the lines of a help text about these fields."""
+def field_lines(fields: Sequence[Field]) -> list[str]:
+    """Returns the lines of a help text about fields."""
     meanings = {kind: comments(kind) for kind in {type(f.settings) for f in fields}}
     lines = []
     for f in fields:
-        said = meanings[type(f.settings)].get(f.name, "")
-        choices = f"; {_kind(f.hint)}" if typing.get_origin(f.hint) is Literal else ""
-        lines += row(f"  {f.flag}", f"{said}{choices}{_default(f.value)}")
+        meaning = meanings[type(f.settings)].get(f.name, "")
+        choices = f"; {describe(f.hint)}" if typing.get_origin(f.hint) is Literal else ""
+        lines += flag_lines(f"  {f.flag}", f"{meaning}{choices}{_default(f.value)}")
     return lines
 
 
@@ -528,8 +410,8 @@ def _default(value: Any) -> str:
     return f" (default: {' '.join(map(str, value)) if isinstance(value, tuple) else value})".replace("\n", "\\n")
 
 
-def row(flag: str, meaning: str) -> list[str]:
-    """Returns a flag with its meaning to the right; below it where the flag is long."""
+def flag_lines(flag: str, meaning: str) -> list[str]:
+    """Returns the lines of a help text about a flag: its meaning stands at the right, or below a long flag."""
     lines = textwrap.wrap(meaning, _WIDTH - _INDENT, break_long_words=True, break_on_hyphens=False)
     lines = [f"{' ' * _INDENT}{line}" for line in lines]
     if not lines:

@@ -177,6 +177,13 @@ class Acted(Protocol):
         ...
 
 
+@runtime_checkable
+class LimitsEpisodes(Protocol):
+    """A task that says what its episodes may take of time, memory and processes."""
+
+    limits: Any  # `tba.EpisodeLimits`; None: the default
+
+
 class Exploration(Protocol):
     """Draws the sampling settings of one searcher's round."""
 
@@ -394,6 +401,62 @@ class Objective(Protocol):
     def __call__(
         self, output: PolicyOutput, batch: Batch, step: int
     ) -> tuple[torch.Tensor, Mapping[str, float | torch.Tensor]]: ...
+
+
+@runtime_checkable
+class HasBeta(Protocol):
+    """An objective with a reference, to which its policy is pulled."""
+
+    beta: Callable[[int], float]  # strength of the pull, by step
+
+
+@runtime_checkable
+class HasRewardTemperature(Protocol):
+    """An objective that divides rewards by a temperature."""
+
+    reward_temperature: Callable[[int], float]  # by step
+
+
+@runtime_checkable
+class EndingSchedule(Protocol):
+    """A schedule that is monotone and ends at a value."""
+
+    last: float
+
+
+@runtime_checkable
+class HasLogZ(Protocol):
+    """An objective that needs an answer's whole log-probability, and log Z of its prompt."""
+
+    log_z: str  # how log Z is known; learned: by a head
+
+
+@runtime_checkable
+class HasOffPolicy(Protocol):
+    """An objective that can correct for answers that other weights or settings have sampled."""
+
+    off_policy: str  # none: it does not correct
+
+
+@runtime_checkable
+class HasFlow(Protocol):
+    """An objective that balances the flow through the tokens of an answer."""
+
+    flow: str  # learned; one: for a teacher that is the whole target
+
+
+@runtime_checkable
+class HasRecentShare(Protocol):
+    """A selection that mixes recent groups with others."""
+
+    m: float  # share of recent groups
+
+
+@runtime_checkable
+class HasRefill(Protocol):
+    """A selection that can pass over groups all of whose rewards are the same."""
+
+    refill: bool
 
 
 @runtime_checkable
@@ -695,3 +758,79 @@ class Model(ScoringModel, Protocol):
     def save(self, policy: Policy, path: Path) -> None:
         """Saves the policy in the Hugging Face layout, with its tokenizer."""
         ...
+
+
+@runtime_checkable
+class LoadedFromPath(Protocol):
+    """A model that is loaded from a folder, a file, or by a name on the Hub."""
+
+    path: str
+
+
+def path_of(model: object) -> str:
+    """Returns the path that a model is loaded from; empty: it has none."""
+    return model.path if isinstance(model, LoadedFromPath) else ""
+
+
+@runtime_checkable
+class LoadedOnDevice(Protocol):
+    """A scoring model whose weights are loaded on this machine."""
+
+    trainer_device: torch.device
+
+
+@runtime_checkable
+class LoadsOtherModels(Protocol):
+    """A model that makes another one, with its own settings, from a path."""
+
+    def with_path(self, path: str) -> Model: ...
+
+
+@runtime_checkable
+class HasDtype(Protocol):
+    """A model whose precision can be set."""
+
+    dtype: str  # auto: by the device; 4-bit: its base is quantized
+
+
+@runtime_checkable
+class HasGradientCheckpointing(Protocol):
+    """A model whose backward pass can compute activations again."""
+
+    gradient_checkpointing: bool | None  # None: left open
+
+
+class AdapterSettings(Protocol):
+    """The settings of a model's adapters."""
+
+    rank: int  # 0: none
+
+
+@runtime_checkable
+class HasAdapters(Protocol):
+    """A model that can train adapters in the place of its weights."""
+
+    lora: AdapterSettings
+
+
+class GenerationSettings(Protocol):
+    """The settings of a model's engine."""
+
+    engine: str
+    slots: int
+    stop_strings: tuple[int | str, ...]
+
+
+@runtime_checkable
+class HasGeneration(Protocol):
+    """A model whose engine has settings."""
+
+    generation: GenerationSettings
+
+
+@runtime_checkable
+class HasChatTemplate(Protocol):
+    """A model with settings of its chat template."""
+
+    template_arguments: tuple[str, ...]  # each name=value
+    day: str  # that the template takes for today; empty: left open

@@ -18,7 +18,24 @@ from typing import Any, Literal
 from tba.errors import UserError
 from tba.evaluation.accuracy import EvaluationSettings
 from tba.fields import BY_CODE, as_declared
-from tba.protocols import HEADS, Acted, Exploration, Model, Objective, Task
+from tba.protocols import (
+    HEADS,
+    Acted,
+    EndingSchedule,
+    Exploration,
+    HasBeta,
+    HasDtype,
+    HasFlow,
+    HasGeneration,
+    HasLogZ,
+    HasRecentShare,
+    HasRefill,
+    HasRewardTemperature,
+    LimitsEpisodes,
+    Model,
+    Objective,
+    Task,
+)
 from tba.record.recorder import RecordSettings
 from tba.replay.replay import ReplaySettings
 from tba.rollout.exploration import Fixed
@@ -216,7 +233,7 @@ class Recipe:
         if self.runtime == "inline" and self.searcher_count != 1:
             raise UserError(f"--searchers is {self.searchers}, but the inline runtime takes turns with exactly 1")
         trainer_gpus = self.cluster.trainer_gpus
-        if self.trainer.count > 1 and getattr(self.model, "dtype", "") == "4-bit":
+        if self.trainer.count > 1 and isinstance(self.model, HasDtype) and self.model.dtype == "4-bit":
             raise UserError(
                 f"--trainer.ranks is {self.trainer.ranks}, but a base in 4 bits (--model.dtype 4-bit) is not sharded: "
                 "train it with one rank, or with another dtype"
@@ -241,13 +258,13 @@ class Recipe:
     def _require_what_the_control_moves(self) -> None:
         if self.control.signal == "none":
             return
-        m = getattr(self.replay.selection, "m", None)
-        if m is None:
+        selection = self.replay.selection
+        if not isinstance(selection, HasRecentShare) or selection.m is None:
             raise UserError(
-                f"--control.signal is {self.control.signal}, but {type(self.replay.selection).__name__} has no m "
-                "to adjust: choose RecencyReward, or none"
+                f"--control.signal is {self.control.signal}, but {type(selection).__name__} has no m to adjust: choose "
+                "RecencyReward, or none"
             )
-        self.control.start(self.sync_every, m)
+        self.control.start(self.sync_every, selection.m)
 
     def _require_what_the_objective_needs(self) -> None:
         objective, needs = type(self.objective).__name__, self.objective.needs
@@ -257,25 +274,26 @@ class Recipe:
                 f"{objective} needs {' and '.join(sorted(missing_heads))} of the policy, but "
                 f"{type(self.model).__name__} has no such head: choose another model or another objective"
             )
-        if getattr(self.objective, "flow", "learned") == "one" and not self.teachers.is_target:
+        if isinstance(self.objective, HasFlow) and self.objective.flow == "one" and not self.teachers.is_target:
             raise UserError(
                 f"{objective} with flow one learns from each token alone, which is right for one teacher of weight 1 "
                 "without a reward: give one of --teacher.paths and --teacher.no-reward, or choose TrajectoryBalance"
             )
-        if self.teachers.count and getattr(self.replay.selection, "refill", False):
+        selection = self.replay.selection
+        if self.teachers.count and isinstance(selection, HasRefill) and selection.refill:
             raise UserError(
                 "--replay.selection.refill passes over answers of the same reward, which teach something where there "
                 "is a teacher: leave it out"
             )
-        if self.teachers.count and not hasattr(self.objective, "beta"):
+        if self.teachers.count and not isinstance(self.objective, HasBeta):
             raise UserError(f"{objective} has no reference, so that a teacher is none: choose TrajectoryBalance")
         if self.vine is not None and self.model.never_sampled:
             raise UserError(
                 f"searchers sample no {' and no '.join(self.model.never_sampled)}, and the vine continues answers from "
                 "their middle, where such rules mean something else: leave the rules or the vine out"
             )
-        stops = getattr(getattr(self.model, "generation", None), "stop_strings", ())
-        if self.vine is not None and stops and isinstance(self.task, Acted):
+        stop_strings = self.model.generation.stop_strings if isinstance(self.model, HasGeneration) else ()
+        if self.vine is not None and stop_strings and isinstance(self.task, Acted):
             raise UserError(
                 "the vine plays an episode's turns again from their tokens, with the stop strings that the "
                 "environment was not told: leave the stop strings or the vine out"
@@ -303,7 +321,7 @@ class Recipe:
         unused_fields: dict[str, str] = {}
         if self.runtime != "cluster":
             unused_fields |= {"cluster": "runtime cluster", "address": "runtime cluster"}
-        if self.runtime == "inline" and hasattr(self.task, "limits"):
+        if self.runtime == "inline" and isinstance(self.task, LimitsEpisodes):
             unused_fields |= {"task.limits": "runtime processes"}
         if self.runtime == "inline":
             unused_fields |= {"run.rounds": "runtime processes"}
@@ -311,7 +329,7 @@ class Recipe:
             unused_fields |= {"run.inline_rounds_per_sync": "runtime inline"}
         if not self.reference_reset:
             unused_fields |= {"reset_optimizer": "reference_reset", "rescored_per_round": "reference_reset"}
-        if hasattr(self.objective, "log_z") and not self.objective.needs & HEADS:
+        if isinstance(self.objective, HasLogZ) and not self.objective.needs & HEADS:
             unused_fields |= {"optimizer.head_lr": "objective.log_z learned"}
         return unused_fields
 
@@ -337,11 +355,14 @@ class Recipe:
 
         An objective without a beta, or whose beta reaches 0, is treated as if beta were 1.
         """
-        smallest_divisor = 1.0
-        for name in ("beta", "reward_temperature"):  # by which Trajectory Balance divides a reward
-            schedule = getattr(self.objective, name, None)
-            if callable(schedule):  # anneals are monotone
-                value = min(schedule(1), getattr(schedule, "last", math.inf))
+        smallest_divisor, objective = 1.0, self.objective
+        schedules = (
+            [objective.beta] if isinstance(objective, HasBeta) else []
+        )  # Trajectory Balance divides rewards by it
+        schedules += [objective.reward_temperature] if isinstance(objective, HasRewardTemperature) else []
+        for schedule in schedules:
+            if callable(schedule):  # one of a user's may be a number; anneals are monotone
+                value = min(schedule(1), schedule.last if isinstance(schedule, EndingSchedule) else math.inf)
                 smallest_divisor *= value if value > 0 else 1.0
         return LARGEST_SQUARED * smallest_divisor
 

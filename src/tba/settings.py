@@ -18,17 +18,17 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from tba.errors import UserError
-from tba.fields import given, help_of, refuse_without_effect, replaced
+from tba.fields import help_of, parse_fields, refuse_without_effect, replace_fields
 from tba.recipe import Recipe
 from tba.shipped import VARIANT_MARK, require_shipped
 
 T = TypeVar("T")
-FIRST = (  # the fields that are set most: a recipe's help begins with them
+LEADING_FLAGS = (  # of the fields that are set most: a recipe's help begins with them
     *("--steps", "--seed", "--model.path", "--model.generation.max-completion-tokens", "--optimizer.lr"),
     *("--objective.beta.value", "--objective.beta.start", "--objective.beta.end", "--groups-per-step", "--group-size"),
     *("--searchers", "--sync-every", "--replay.selection.m", "--evaluation.problems", "--runtime"),
 )
-_being_loaded: list[Path] = []
+_files_being_loaded: list[Path] = []
 
 
 def find(name: str) -> Recipe:
@@ -37,28 +37,28 @@ def find(name: str) -> Recipe:
     """
     file, mark, variant = name.partition(VARIANT_MARK)
     if mark:
-        recipe: Recipe = defined(Path(file), "study").recipe_of(variant)
+        recipe: Recipe = load_definition(Path(file), "study").recipe_of(variant)
         return recipe
     return _recipe_in(module_of(name), name)
 
 
-def defined(path: Path, what: str) -> Any:
-    """Returns what a Python file calls `what`. Raises `UserError` where it does not define that."""
-    found = getattr(_from_file(path, what), what, None)
-    if found is None:
-        raise UserError(f"{path} defines no `{what}`: give the path of a Python file that does")
-    return found
+def load_definition(path: Path, name: str) -> Any:
+    """Returns what a Python file defines under a name. Raises `UserError` where it does not define that."""
+    definition = getattr(_load_file(path, name), name, None)
+    if definition is None:
+        raise UserError(f"{path} defines no `{name}`: give the path of a Python file that does")
+    return definition
 
 
 def module_of(name: str) -> ModuleType:
     """Returns the module that defines a recipe: one of those shipped, by name, or a file's."""
     if name.endswith(".py"):
-        return _from_file(Path(name), "recipe")
+        return _load_file(Path(name), "recipe")
     require_shipped(name)
     return importlib.import_module(f"tba.recipes.{name}")
 
 
-def _from_file(path: Path, kind: str) -> ModuleType:
+def _load_file(path: Path, kind: str) -> ModuleType:
     if path.suffix != ".py" or not path.is_file():
         raise UserError(f"there is no {kind} file {path}: give the path of a Python file that defines `{kind}`")
     spec = importlib.util.spec_from_file_location(f"tba_user_{kind}_{path.stem}", path)
@@ -68,25 +68,27 @@ def _from_file(path: Path, kind: str) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses in the file look their module up
     if (folder := str(path.resolve().parent)) not in sys.path:
         sys.path.append(folder)  # so that it can import its neighbours; last, so that none of them hides a library
-    _being_loaded.append(path)
+    _files_being_loaded.append(path)
     try:
         spec.loader.exec_module(module)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise UserError(f"{_place(error, path)}: {type(error).__name__}: {error}; fix the {kind} there") from error
+        raise UserError(
+            f"{_place_of_error(error, path)}: {type(error).__name__}: {error}; fix the {kind} there"
+        ) from error
     finally:
-        _being_loaded.pop()
+        _files_being_loaded.pop()
     return module
 
 
-def being_loaded() -> Path | None:
-    """Returns the file of a recipe or a study that is being loaded now; None where none is."""
-    return _being_loaded[-1] if _being_loaded else None
+def file_being_loaded() -> Path | None:
+    """Returns the file of a recipe or a study that is being loaded now, or None."""
+    return _files_being_loaded[-1] if _files_being_loaded else None
 
 
-def _place(error: BaseException, path: Path) -> str:
-    """Returns where in a user's file the error is."""
+def _place_of_error(error: BaseException, path: Path) -> str:
+    """Returns the line of a user's file that raised the error."""
     if isinstance(error, SyntaxError):
         return f"{error.filename or path}, line {error.lineno or 1}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -94,10 +96,10 @@ def _place(error: BaseException, path: Path) -> str:
     return f"{path}, line {lines[-1]}" if lines else str(path)
 
 
-def _recipe_in(module: Any, where: str) -> Recipe:
+def _recipe_in(module: Any, place: str) -> Recipe:
     recipe = getattr(module, "recipe", None)
     if not isinstance(recipe, Recipe):
-        raise UserError(f"{where} defines no `recipe = Recipe(...)`: `tba example my_task` writes a file that does")
+        raise UserError(f"{place} defines no `recipe = Recipe(...)`: `tba example my_task` writes a file that does")
     return recipe
 
 
@@ -109,26 +111,26 @@ def override(default: T, arguments: Sequence[str], program: str, recorded: bool 
     """
     if not arguments:
         return default
-    asked = {"--help", "-h"} & set(arguments)
-    found = given([a for a in arguments if a not in asked], default, program, by_code=recorded)
-    made = with_fields(default, [(field.flag, value) for field, value in found])
-    if asked:
-        sys.stdout.write(f"{help_of(made, FIRST if isinstance(made, Recipe) else ())}\n")
+    help_flags = {"--help", "-h"} & set(arguments)
+    values = parse_fields([a for a in arguments if a not in help_flags], default, program, by_code=recorded)
+    settings = with_fields(default, [(field.flag, value) for field, value in values])
+    if help_flags:
+        sys.stdout.write(f"{help_of(settings, LEADING_FLAGS if isinstance(settings, Recipe) else ())}\n")
         raise SystemExit(0)
     if not recorded:
-        refuse_without_effect(made, (field.flag for field, _ in found), program)
-    return made
+        refuse_without_effect(settings, (field.flag for field, _ in values), program)
+    return settings
 
 
 def with_fields(settings: T, values: Sequence[tuple[str, Any]]) -> T:
-    """Returns the settings with fields set: (flag, value), of a flag that comes more than once the last.
+    """Returns the settings with fields set to values, each a (flag, value); the last one of a flag counts.
 
-    A learning-rate schedule becomes as long as the given `--steps`, unless the schedule is set itself: a run of fewer
-    steps is the beginning of the whole one.
+    A learning-rate schedule is lengthened to the given `--steps`, unless the schedule is set itself. It is never
+    shortened: a run of fewer steps is the beginning of the whole one.
     """
-    begun = _lasting(settings, values) if isinstance(settings, Recipe) else settings
-    made: T = replaced(begun, dict(values))
-    return made
+    lengthened = _lengthen_schedule(settings, values) if isinstance(settings, Recipe) else settings
+    updated_settings: T = replace_fields(lengthened, dict(values))
+    return updated_settings
 
 
 def words_of(flag: str, value: Any) -> list[str]:
@@ -139,29 +141,31 @@ def words_of(flag: str, value: Any) -> list[str]:
     return [flag, *map(str, value)] if isinstance(value, list | tuple) else [flag, str(value)]
 
 
-def newest_of_each(words: Sequence[str]) -> list[str]:
-    """Returns a command line with each field set once, by the last words that set it."""
-    last: dict[str, list[str]] = {}
+def keep_last_values(words: Sequence[str]) -> list[str]:
+    """Returns a command line in which each field is set once, by the last words that set it."""
+    words_by_field: dict[str, list[str]] = {}
     name = ""
     for word in words:
         if word.startswith("--"):
-            name = _field_named(word)
-            last.pop(name, None)
-        last.setdefault(name, []).append(word)
-    return [word for own in last.values() for word in own]
+            name = _field_name(word)
+            words_by_field.pop(name, None)
+        words_by_field.setdefault(name, []).append(word)
+    return [word for field_words in words_by_field.values() for word in field_words]
 
 
-def _field_named(argument: str) -> str:
-    """Returns the dotted name of the field that an argument sets, also for switches that are turned off; or ""."""
+def _field_name(argument: str) -> str:
+    """Returns the dotted name of the field that an argument sets or switches off; empty: it is no flag."""
     name = argument.partition("=")[0].replace("-", "_")
     return re.sub(r"(^|\.)no_(?=[^.]*$)", r"\1", name[2:]) if argument.startswith("--") else ""
 
 
-def _lasting(recipe: Recipe, values: Sequence[tuple[str, Any]]) -> Recipe:
-    shape = recipe.optimizer.schedule
-    if shape.planned is None or any(flag.startswith("--optimizer.schedule") for flag, _ in values):
+def _lengthen_schedule(recipe: Recipe, values: Sequence[tuple[str, Any]]) -> Recipe:
+    schedule = recipe.optimizer.schedule
+    if schedule.planned is None or any(flag.startswith("--optimizer.schedule") for flag, _ in values):
         return recipe
     steps = max((int(v) for flag, v in values if flag == "--steps" and isinstance(v, int | float)), default=0)
-    if steps <= shape.planned:
+    if steps <= schedule.planned:
         return recipe
-    return dataclasses.replace(recipe, optimizer=dataclasses.replace(recipe.optimizer, schedule=shape.lasting(steps)))
+    return dataclasses.replace(
+        recipe, optimizer=dataclasses.replace(recipe.optimizer, schedule=schedule.lasting(steps))
+    )

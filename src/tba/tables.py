@@ -27,8 +27,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from tba.errors import UserError
-from tba.foreign import is_name, python_values, read_json
-from tba.types import Json, Message, is_text
+from tba.json_input import read_json
+from tba.types import Json, Message, is_name, is_text, python_values
 
 MAX_ROW_BYTES = 1 << 24  # bytes of a row: no answer is 16 MiB long, and a file may be anything
 MAX_DOCUMENT_BYTES = 1 << 30  # bytes of a JSON document, which is parsed as a whole

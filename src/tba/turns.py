@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tba.chat_prompts import chat_markup
 from tba.errors import UserError
-from tba.foreign import templated
 from tba.markup import THOUGHT, ControlTokens, Markup, control_tokens, encode_continuation
 from tba.types import Json
 
@@ -209,7 +209,7 @@ def render_after_answer(tokenizer: Any, messages: Sequence[Mapping[str, Any]], t
     """Returns what the template writes behind an answer (its end included) for the messages that follow it. Raises
     `UserError` where the template cannot write them.
     """
-    text = templated(tokenizer, [_USER_MESSAGE, _ANSWER_MESSAGE, *messages], tools, complete=False)
+    text = chat_markup(tokenizer, [_USER_MESSAGE, _ANSWER_MESSAGE, *messages], tools, complete=False)
     return Markup(text.partition(ANSWER_SLOT)[2])
 
 
@@ -223,7 +223,7 @@ def _render(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Json], ends_with_answer: bool = False
 ) -> str:
     try:
-        return templated(tokenizer, messages, tools, ends_with_answer, complete=False)
+        return chat_markup(tokenizer, messages, tools, ends_with_answer, complete=False)
     except UserError:
         return ""
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +24,7 @@ IntArray: TypeAlias = npt.NDArray[np.int32]
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 Json: TypeAlias = Any  # what json.dumps takes: None, bool, int, float, str, lists and dicts of these
-
-
+_LONGEST_NAME = 200  # bytes: names derived from it are a few longer, and file systems allow 255
 _SCALARS = frozenset({str, int, float, bool, type(None)})
 
 
@@ -46,6 +46,19 @@ def deep_copy(value: Json) -> Json:
         return value
 
 
+def python_values(value: Any) -> Any:
+    """Returns a value with numbers and arrays of numpy as Python's: a float of fewer bits is the shortest decimal that
+    rounds to it (0.1, not 0.10000000149), as it is written in a file.
+    """
+    if isinstance(value, np.generic):
+        return float(str(value)) if isinstance(value, np.floating) else value.item()
+    if isinstance(value, np.ndarray):
+        return python_values(list(value) if value.ndim else value[()])
+    if isinstance(value, Mapping):
+        return {name: python_values(inner) for name, inner in value.items()}
+    return type(value)(map(python_values, value)) if type(value) in (list, tuple) else value
+
+
 def is_text(text: str) -> bool:
     """Returns whether the text can be encoded; JSON can spell halves of surrogate pairs, which are no characters."""
     try:
@@ -60,6 +73,11 @@ def quote(text: str, max_length: int = 200) -> str:
     return repr(text if len(text) <= max_length else f"{text[: max_length - 3]}...")
 
 
+def is_name(text: str) -> bool:
+    """Returns whether a text can name a file or folder: no path, not hidden, and no option where it is an argument."""
+    return re.fullmatch(r"\w[\w.+=-]*", text) is not None and len(text.encode(errors="replace")) <= _LONGEST_NAME
+
+
 Split: TypeAlias = Literal["train", "eval"]
 SPLITS: tuple[Split, ...] = ("train", "eval")
 Message: TypeAlias = Mapping[str, Any]  # {"role": "user", "content": "..."}; also tool_calls, name, ...
@@ -71,6 +89,8 @@ class Version:
 
     Each resume raises the incarnation, so no two sets of weights share a name. Ordered, newest last.
     """
+
+    SPELLING: ClassVar[str] = "a version such as '0.12'"
 
     incarnation: int = 0
     step: int = 0

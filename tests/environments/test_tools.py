@@ -17,6 +17,7 @@ from transformers import GPT2Config, PreTrainedTokenizerFast
 import account
 from chat_families import deepseek
 from chat_families import tokenizer as families_tokenizer
+from tba.chat_prompts import chat_markup
 from tba.engines.stopping import find_stops
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.environments.engine import EpisodeEngine
@@ -27,7 +28,6 @@ from tba.environments.speech import Speech
 from tba.environments.task import EnvironmentTask
 from tba.environments.tools import Call, bind_arguments, calls_in, schemas_of
 from tba.errors import UserError
-from tba.foreign import templated
 from tba.generation import generate
 from tba.markup import FAMILY_MARKS
 from tba.protocols import Environment
@@ -470,7 +470,7 @@ def tokenizer(template: str, end: str) -> PreTrainedTokenizerFast:
 def test_a_template_writes_tools_and_what_they_give(template: str, end: str, written: str) -> None:
     """After the end of a turn, which the policy has sampled, exactly what the template writes behind it."""
     tools, model = schemas_of(Account()), tokenizer(template, end)
-    told = templated(model, [{"role": "user", "content": "Go."}], tools)
+    told = chat_markup(model, [{"role": "user", "content": "Go."}], tools)
     assert all(told.count(f'"name": "{name}"') == 1 for name in ("deposit", "history", "fail"))
     assert "how much" in told
     speech = Speech(model, True, tools)

@@ -9,9 +9,9 @@ import torch
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
+from tba.chat_prompts import chat_markup
 from tba.engines.transformers import EngineSettings
 from tba.errors import UserError
-from tba.foreign import templated
 from tba.generation import generate
 from tba.models.huggingface import HuggingFace
 from tba.policy.lora import LoraSettings
@@ -98,7 +98,7 @@ def test_a_checkpoint_keeps_the_arguments_of_the_chat_template_that_its_run_had(
     plain, kept = (AutoTokenizer.from_pretrained(tmp_path / folder) for folder in ("base", "saved"))
     right = plain.apply_chat_template(asked, tokenize=False, enable_thinking=False)
     assert right == "1+1="
-    assert templated(model.tokenizer(), asked) == right
+    assert chat_markup(model.tokenizer(), asked) == right
     assert kept.apply_chat_template(asked, tokenize=False) == right
     assert kept.apply_chat_template(asked, tokenize=False, enable_thinking=True) == "1+1"
     again = replace(model, path=str(tmp_path / "saved")).tokenizer()
@@ -116,10 +116,10 @@ def test_a_template_that_writes_what_day_it_is_is_told_one_day_by_a_run_and_by_i
     given = ["--model.path", str(base), "--model.device", "cpu", "--model.dtype", "float32"]
     recipe, overrides = with_weights(override(find("quickstart"), given, ""), given, lambda line: None, "2020-02-29")
     assert overrides == [*given, "--model.day", "2020-02-29"]
-    assert templated(recipe.model.tokenizer(), asked) == "2020-02-29 1="
+    assert chat_markup(recipe.model.tokenizer(), asked) == "2020-02-29 1="
     run = RunDirectory.create(tmp_path / "run", "quickstart", overrides, recipe)
     run.begin_again("it was stopped")
-    assert templated(RunDirectory.open(run.path).recipe().model.tokenizer(), asked) == "2020-02-29 1="
+    assert chat_markup(RunDirectory.open(run.path).recipe().model.tokenizer(), asked) == "2020-02-29 1="
     assert with_weights(recipe, overrides, lambda line: None)[1] == overrides
     model = HuggingFace(str(base), device="cpu", day="2021-01-01")
     model.save(model.policy(1.0), tmp_path / "saved")  # whoever asks the checkpoint is told their own day

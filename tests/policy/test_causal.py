@@ -24,11 +24,11 @@ from transformers import (
 
 from tba.batch import collate
 from tba.errors import UserError
-from tba.foreign import most_positions
 from tba.policy.causal import CausalPolicy
 from tba.policy.loading import load_model, make_writable
 from tba.policy.packed import _probe
 from tba.policy.reference import FrozenReference
+from tba.pretrained import most_positions
 from tba.types import Completion, Group, Prompt, StopReason, Trajectory, Version
 
 VERSION = Version(1, 7)

@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.batch import collate
+from tba.chat_prompts import chat_markup
 from tba.errors import UserError
-from tba.foreign import templated
 from tba.objectives.subtrajectory_balance import SubtrajectoryBalance
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipe import Recipe
@@ -181,7 +181,7 @@ def test_a_chat_is_read_as_the_teacher_s_own_template_writes_it_and_a_cut_answer
     family, teacher_tokenizer, policy_tokenizer = FAMILIES[name], tokenizer(name, "chat"), tokenizer("smollm2", "chat")
     teacher, messages = Reading(), [{"role": "user", "content": "There is a note: what is in it?"}]
     scorer = ScoredByText(teacher, Reading(), policy_tokenizer, teacher_tokenizer, chat=True)
-    text = templated(policy_tokenizer, messages)
+    text = chat_markup(policy_tokenizer, messages)
     prompt = Prompt(
         "t", np.array(policy_tokenizer.encode(text, add_special_tokens=False), np.int32), text, messages=tuple(messages)
     )
@@ -193,7 +193,7 @@ def test_a_chat_is_read_as_the_teacher_s_own_template_writes_it_and_a_cut_answer
     cut = Completion(np.array(tokens[:-1], np.int32), "", StopReason.LENGTH, at)  # in the middle of a character
     scores_of(scorer, prompt, [whole, cut])
     (teacher_prompt, whole_answer), (_, cut_answer) = teacher.read
-    answered = templated(teacher_tokenizer, [*messages, {"role": "assistant", "content": answer}], answered=True)
+    answered = chat_markup(teacher_tokenizer, [*messages, {"role": "assistant", "content": answer}], answered=True)
     answered += family.end if family.end == "<|user|>" else ""  # GLM's end is the next message's header
     expected = teacher_tokenizer.encode(answered, add_special_tokens=False)
     assert [*teacher_prompt.tokens, *whole_answer.tokens] == expected[

@@ -10,7 +10,7 @@ from pathlib import Path
 from tba import field_names
 from tba.config_file import with_config
 from tba.errors import TbaError, UserError
-from tba.fields import fields_of, flags_in, refuse_unknown, rows, split_options
+from tba.fields import field_lines, fields_of, flags_in, refuse_unknown, split_options
 from tba.shipped import description_of, recipe_names
 from tba_lab import STUDIES
 
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if {"--help", "-h", "help"} & {command, *command_arguments}:
             from tba_lab.command import StudyOptions
 
-            print(USAGE, *rows(list(fields_of(StudyOptions()))), sep="\n")
+            print(USAGE, *field_lines(list(fields_of(StudyOptions()))), sep="\n")
             return 0
         if command != "study":
             raise UserError(f"there is no command {command!r}: give study or studies")

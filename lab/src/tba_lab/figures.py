@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tba.foreign import read_json
+from tba.json_input import read_json
 from tba.record import metrics
 from tba.record.run_record import RunRecord
 from tba.record.text import percent, short_number

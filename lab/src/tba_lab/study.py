@@ -19,11 +19,10 @@ import numpy as np
 
 from tba.errors import UserError
 from tba.evaluation.estimators import SAMPLED
-from tba.foreign import is_name
 from tba.recipe import Recipe, settings_json
-from tba.settings import defined, override
+from tba.settings import load_definition, override
 from tba.shipped import recipe_names
-from tba.types import Json
+from tba.types import Json, is_name
 from tba_lab import STUDIES
 from tba_lab.comparison import Outcome
 from tba_lab.figures import COLUMNS
@@ -127,7 +126,7 @@ class Study:
 
 def find_study(name: str) -> Study:
     """Returns the study of a name (`staleness`) or of a path to a Python file that defines `study`."""
-    study = defined(file_of(name), "study")
+    study = load_definition(file_of(name), "study")
     if not isinstance(study, Study):
         raise UserError(f"{name} defines no `study = Study(...)`: add one, see lab/src/tba_lab/studies/staleness.py")
     return study

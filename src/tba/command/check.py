@@ -29,7 +29,7 @@ from tba.runtime.cluster.placement import Placement, memory_lines, placement_lin
 from tba.runtime.local.forkserver import prepare_forkserver
 from tba.runtime.needs import DiskUse, disk_use, needs, seconds_to_move
 from tba.runtime.sizing import Machine, places_on, refuse_what_cannot_fit, searchers_of, sizing_flags, unused_gpus
-from tba.settings import find, newest_of_each, override
+from tba.settings import find, keep_last_values, override
 
 # How much log-probabilities of a token may differ between two passes that batch it with other neighbours: a few units
 # in the last place of logits of up to 20.
@@ -40,7 +40,7 @@ _TEACHER_VERDICT = "Nothing stands in the way: the teacher tells answers apart, 
 def check_recipe(name: str, overrides: list[str]) -> int:
     """Prints the recipe, the signal to learn from, the estimate, warnings and what to try."""
     prepare_forkserver()  # while there is one thread
-    overrides = newest_of_each(overrides)
+    overrides = keep_last_values(overrides)
     recipe = override(find(name), overrides, f"tba check {name}")
     console = terminal()
     console.print(": ".join(filter(None, (recipe.name, recipe.description))), highlight=False)

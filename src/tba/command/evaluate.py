@@ -19,7 +19,7 @@ from tba.errors import UserError
 from tba.evaluation.accuracy import AssessedAnswer, Assessment, EvaluationSettings
 from tba.evaluation.divergence import Divergence, divergence
 from tba.evaluation.estimators import paired_difference, wilson_interval
-from tba.foreign import read_json
+from tba.json_input import read_json
 from tba.protocols import Engine
 from tba.recipe import Recipe, differences, settings_json
 from tba.record.jsonl import as_json, atomic_replacement, write_json

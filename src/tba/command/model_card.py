@@ -16,7 +16,7 @@ from typing import Any
 
 from tba.command.report_data import settings_of
 from tba.errors import UserError
-from tba.foreign import parsed, read_json
+from tba.json_input import parse_json, read_json
 from tba.policy.lora import CONFIG
 from tba.record.evaluations import figure
 from tba.record.run_record import RunRecord
@@ -241,14 +241,14 @@ def _is_cached(path: str) -> bool:
 def _origin(folder: Path) -> str | None:
     """Returns the name on the Hub of a model that `tba model` has written."""
     with suppress(OSError, ValueError):
-        return str(parsed((folder / "origin.json").read_bytes(), hub=str)["hub"])
+        return str(parse_json((folder / "origin.json").read_bytes(), hub=str)["hub"])
     return None
 
 
 def _licence(folder: Path) -> str | None:
     """Returns the licence of the model in a folder, from the file of `tba model` or from the folder's own card."""
     with suppress(OSError, ValueError):
-        spdx = parsed((folder / "origin.json").read_bytes(), spdx=str | None).get("spdx")
+        spdx = parse_json((folder / "origin.json").read_bytes(), spdx=str | None).get("spdx")
         if isinstance(spdx, str) and LICENCE_NAME.fullmatch(spdx):
             return spdx
     try:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tba.fields import fields_of, row, rows
+from tba.fields import field_lines, fields_of, flag_lines
 
 _SUMMARY_COLUMN, _LINE_WIDTH = 44, 120  # of the usage: where the summaries begin, and where its lines end
 
@@ -290,8 +290,10 @@ def help_text(name: str) -> str:
         lines += ["", f"`tba {name} COMMAND --help` lists the options of one of them."]
     elif command.options:
         fields = [item for options in command.option_classes() for item in fields_of(options())]
-        lines += ["", f"options of `tba {name}`:", *rows(fields)]
-        lines += [line for flag, meaning in command.recipe_fields.items() for line in row(f"  --{flag}", meaning)]
+        lines += ["", f"options of `tba {name}`:", *field_lines(fields)]
+        lines += [
+            line for flag, meaning in command.recipe_fields.items() for line in flag_lines(f"  --{flag}", meaning)
+        ]
     return "\n".join(lines)
 
 

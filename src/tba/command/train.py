@@ -21,7 +21,7 @@ from tba.runs.running import carry_out, steps_in
 from tba.runs.validating import validate
 from tba.runtime.importing import is_prepared
 from tba.runtime.run_directory import RunDirectory, new_path
-from tba.settings import find, newest_of_each, override
+from tba.settings import find, keep_last_values, override
 
 WARM_UP = "--replay.pacing.warm-up"
 _BUSY_LOAD = 0.5  # load per core, before the run begins, from which the machine counts as busy
@@ -31,7 +31,7 @@ def run_recipe(name: str, overrides: list[str], options: TrainOptions) -> int:
     """Returns exit code 0 when the run has made all its steps, 130 or 143 when Ctrl-C or SIGTERM ended it before."""
     console, data = terminal(), options.data
     view = View(console)
-    overrides = newest_of_each(overrides)  # the rate is to last as long as the last --steps
+    overrides = keep_last_values(overrides)  # the rate is to last as long as the last --steps
     recipe = override(find(name), overrides, f"tba train {name}")
     if options.epochs is not None:
         if "--steps" in {word.partition("=")[0] for word in overrides}:
@@ -88,7 +88,7 @@ def _without_warm_up(
 
 def next_steps(recipe: Recipe, words: Sequence[str], run: RunDirectory, summary: Summary, code: int) -> list[str]:
     """Returns what to try next, as commands that can be copied; `words` are the recipe's name and its settings."""
-    path, inline_words = shlex.quote(str(run.displayed_path)), newest_of_each([*words, "--runtime", "inline"])
+    path, inline_words = shlex.quote(str(run.displayed_path)), keep_last_values([*words, "--runtime", "inline"])
     commands = {
         f"tba show {path}": "this page again, its course and all counts",
         f"tba report {path}": "curves that zoom and all answers to read, as one page: report.html",

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from tba.errors import UserError
-from tba.foreign import require_embedded
+from tba.pretrained import require_embedded
 from tba.protocols import Tokenizer
 from tba.types import Prompt
 

@@ -34,9 +34,9 @@ from tba.engines.step import CudaGraphs, Step, describe_difference
 from tba.engines.stopping import find_stops
 from tba.errors import TbaError, UserError
 from tba.fields import BY_CODE, as_declared
-from tba.foreign import most_positions
 from tba.policy.lora import has_adapters, is_adapter
 from tba.policy.norms import fuse_norms
+from tba.pretrained import most_positions
 from tba.protocols import Partner, Tokenizer, Turn
 from tba.streaming import shapes_of
 from tba.types import Completion, FloatArray, IntArray, Prompt, Sampling, StopReason, Version

@@ -37,9 +37,9 @@ from tba.engines.stopping import find_stops
 from tba.engines.transformers import PREFILL_TOKENS, EngineSettings
 from tba.errors import TbaError, UserError
 from tba.fields import as_declared
-from tba.foreign import most_positions
 from tba.policy.loading import load_model, read_config, refuse_other_files
 from tba.policy.lora import is_adapter, merge_with_adapters
+from tba.pretrained import most_positions
 from tba.protocols import Partner, Tokenizer, Turn
 from tba.streaming import TensorStream, bytes_of, shapes_of, write_tensors
 from tba.types import Completion, IntArray, Prompt, Sampling, StopReason, Version

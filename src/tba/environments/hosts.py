@@ -35,9 +35,9 @@ from typing import Any, NoReturn
 from tba.environments.episode import Episode, EpisodeFailed, Observation, begin
 from tba.errors import PartFailed, UserError
 from tba.fields import as_declared
-from tba.foreign import print_error
 from tba.protocols import Acted
 from tba.types import Json, Judgement
+from tba.user_code import print_error
 
 CAN_FORK = platform.system() == "Linux"
 _START_SECONDS = 60.0  # that a process may take until it is ready

@@ -23,7 +23,7 @@ from transformers.utils.chat_template_utils import (
 )
 
 from tba.errors import UserError
-from tba.foreign import check, parsed
+from tba.json_input import check_json, parse_json
 from tba.markup import DEEPSEEK_CALL
 from tba.types import THOUGHTS, Json, is_text, quote
 
@@ -121,7 +121,7 @@ def calls_in(text: str) -> list[Call]:
 def _calls_in_json(text: str) -> list[Call]:
     """Returns the calls that a text of JSON holds."""
     try:
-        value = parsed(text.strip(), Any)
+        value = parse_json(text.strip(), Any)
     except ValueError as error:
         return [_unreadable_call(str(error))]
     return [_call_from_json(entry) for entry in (value if isinstance(value, list) else [value])]
@@ -146,7 +146,7 @@ def _decode(arguments: Json) -> Json:
     if not isinstance(arguments, str):
         return arguments
     try:
-        return parsed(arguments, Any)
+        return parse_json(arguments, Any)
     except ValueError:
         return arguments
 
@@ -154,10 +154,10 @@ def _decode(arguments: Json) -> Json:
 def _calls_in_json_turn(turn: str) -> list[Call]:
     """Returns the calls of a turn that is JSON and nothing else; an object without a tool's name is an answer."""
     try:
-        values = [parsed(turn, Any)]
+        values = [parse_json(turn, Any)]
     except ValueError:
         try:
-            values = [parsed(part, Any) for part in re.split("[;\n]", turn) if part.strip()]
+            values = [parse_json(part, Any) for part in re.split("[;\n]", turn) if part.strip()]
         except ValueError:
             return _calls_in_json(turn) if _OBJECT.match(turn) else []
     return [_call_from_json(value) for value in values] if all(map(_is_call, values)) else []
@@ -227,7 +227,7 @@ def bind_arguments(tools: Mapping[str, Callable[..., Any]], call: Call) -> dict[
             raise ValueError(
                 f"{call.name} has no argument {quote(name, 60)}: it takes {', '.join(parameters) or 'none'}"
             )
-        check(value, hints.get(name, Any), name)
+        check_json(value, hints.get(name, Any), name)
         if not is_text(json.dumps(value, ensure_ascii=False)):
             raise ValueError(f"{name} has characters that are none")
     missing_names = [p.name for p in parameters.values() if p.default is p.empty and p.name not in arguments]
@@ -239,7 +239,7 @@ def bind_arguments(tools: Mapping[str, Callable[..., Any]], call: Call) -> dict[
 def _parse(text: str, hint: Any) -> Json:
     """Returns an argument that is written as a text: the text where its parameter takes one, else what it spells."""
     try:
-        value = _PYTHON_CONSTANTS[text.strip()] if text.strip() in _PYTHON_CONSTANTS else parsed(text, Any)
+        value = _PYTHON_CONSTANTS[text.strip()] if text.strip() in _PYTHON_CONSTANTS else parse_json(text, Any)
     except ValueError:
         return text
     if hint is Any:
@@ -249,7 +249,7 @@ def _parse(text: str, hint: Any) -> Json:
 
 def _has_type(value: Json, hint: Any) -> bool:
     try:
-        check(value, hint, "it")
+        check_json(value, hint, "it")
     except ValueError:
         return False
     return True

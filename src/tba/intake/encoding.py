@@ -13,8 +13,8 @@ from functools import cached_property, partial
 
 import numpy as np
 
+from tba.chat_prompts import chat_markup, prompt_tokens
 from tba.errors import UserError
-from tba.foreign import prompt_tokens, templated
 from tba.intake.answers import ImportedAnswer
 from tba.markup import Markup, decode_tokens, encode_markup, visible_text
 from tba.protocols import Tokenizer
@@ -167,7 +167,7 @@ class Encoder:
         if not getattr(self.tokenizer, "chat_template", None):
             return None
         try:
-            return templated(self.tokenizer, messages, tools, answered)
+            return chat_markup(self.tokenizer, messages, tools, answered)
         except UserError:  # a template raises what it likes about foreign text; the line is refused
             return None
 

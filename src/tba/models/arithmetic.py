@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from tba.engines.rules import positions
-from tba.foreign import UNREADABLE
 from tba.models import memory
 from tba.models.memory import Shape
 from tba.policy.loading import plain_config
-from tba.protocols import ComputeCost
+from tba.pretrained import UNREADABLE
+from tba.protocols import ComputeCost, path_of
 
 _TRIES = 5
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -49,7 +49,7 @@ def forwards_per_update(rank: int) -> int:
 
 def shape_of(model: object) -> Shape | None:
     """Returns the shape of a prepared model; None where there is none, or its configuration cannot be read."""
-    return _shape_at(getattr(model, "path", ""))
+    return _shape_at(path_of(model))
 
 
 @cache

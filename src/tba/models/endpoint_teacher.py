@@ -16,7 +16,7 @@ import numpy as np
 
 from tba.errors import UserError
 from tba.fields import as_declared
-from tba.foreign import check
+from tba.json_input import check_json
 from tba.models.huggingface import HuggingFace
 from tba.protocols import GradingCalls, Task, Work
 from tba.rewards.endpoint import Endpoint, EndpointClient
@@ -117,7 +117,7 @@ class EndpointReference:
             return np.full(len(completion.tokens), np.nan, np.float32)  # what is no number is rejected, and counted
         reply = self._client.ask({**self._request_fields, "prompt": tokens})
         try:
-            check(reply, {"choices": list[dict[str, Any]]}, "it")
+            check_json(reply, {"choices": list[dict[str, Any]]}, "it")
             choice = reply["choices"][0]
             if self._settings.scores == "echo":
                 scores = choice["logprobs"]["token_logprobs"][: len(tokens)]

@@ -22,8 +22,8 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.errors import UserError
-from tba.foreign import MOST_COUNTED, SAFE
 from tba.policy.loading import pretrained, readable
+from tba.pretrained import MOST_COUNTED, SAFE
 from tba.training.cache import cached_folder
 from tba.types import quote
 from tba.weights.atomic_dir import cache_folder

@@ -23,11 +23,11 @@ import torch
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from tba.cards import GPU_SHARE, visible_gpus
+from tba.chat_prompts import with_arguments, with_day
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.engines.vllm import REFUSALS, VllmEngine, VllmSettings
 from tba.errors import TbaError, UserError
 from tba.fields import as_declared
-from tba.foreign import SAFE, with_arguments, with_day
 from tba.models import memory
 from tba.models.arithmetic import arithmetic_of, positions_of, shape_of
 from tba.models.memory import SearcherWorkload, Shape
@@ -39,6 +39,7 @@ from tba.policy.causal import CausalPolicy
 from tba.policy.loading import load_model, load_unfilled, no_bars, readable
 from tba.policy.lora import LoraSettings, add_adapters, copy_on_same_base, read_adapters, switch_adapters
 from tba.policy.reference import FrozenReference
+from tba.pretrained import SAFE
 from tba.protocols import HEADS, ComputeCost, Policy, SavedPolicy, Task, Work
 from tba.sharding import Sharding
 from tba.types import Version

@@ -28,9 +28,9 @@ from transformers import AutoModelForCausalLM
 
 from tba.engines.step import captured_sizes
 from tba.engines.transformers import PREFILL_TOKENS
-from tba.foreign import most_positions
 from tba.models.precision import Precision
 from tba.policy.causal import KEPT_BYTES, chunk_of
+from tba.pretrained import most_positions
 
 Bytes: TypeAlias = dict[str, int]  # by part; parts are alive at the same time
 SCORED_TOKENS = 8192  # tokens of a pass of the reference (`FrozenReference`)

@@ -23,10 +23,11 @@ from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tba.errors import UserError
-from tba.foreign import SAFE, read_json
+from tba.json_input import read_json
 from tba.models.gguf import SUFFIX, as_plain_model, convert_once, save_once
 from tba.policy.loading import make_writable, no_bars, pretrained, readable, refuse_countless
 from tba.policy.lora import CONFIG, WEIGHTS
+from tba.pretrained import SAFE
 from tba.weights.atomic_dir import cache_folder
 
 _FORMAT = b"merged 1"  # raised when the same adapter and base are to give another folder

@@ -14,11 +14,12 @@ from typing import Any, Literal, cast
 
 import torch
 
+from tba.chat_prompts import chat_markup, prompt_tokens, with_arguments
 from tba.environments.scripted import encode_parts, play_demonstration
 from tba.environments.speech import Speech
 from tba.errors import UserError
 from tba.fields import BY_CODE, as_declared
-from tba.foreign import problems_of, prompt_tokens, read_json, templated, with_arguments
+from tba.json_input import read_json
 from tba.markup import encode_continuations, visible_text
 from tba.models.source import resolve_model_path
 from tba.policy.loading import load_model, no_bars
@@ -28,6 +29,7 @@ from tba.training.supervised import Pair, SupervisedSettings, supervise
 from tba.training.tiny_models import ScratchModel, character_tokenizer, train_bpe_tokenizer
 from tba.turns import add_end_tokens, assistant_turn
 from tba.types import Json, Problem
+from tba.user_code import problems_of
 from tba.weights.atomic_dir import cache_folder
 
 FACTS = "warm_start.json"
@@ -238,7 +240,7 @@ def _with_prompt(pair: Pair) -> Pair:
 def _prompt_text(problem: Problem, tokenizer: Any) -> str:
     if isinstance(problem.prompt, str):
         return problem.prompt
-    return templated(tokenizer, problem.prompt, problem.tools)
+    return chat_markup(tokenizer, problem.prompt, problem.tools)
 
 
 def _readable_prompt(problem: Problem, tokenizer: Any) -> str:

@@ -43,9 +43,11 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from tba.errors import UserError
-from tba.foreign import SAFE, SAFE_MODEL, UNREADABLE, is_name, read_json, refuse_impossible_counts
+from tba.json_input import read_json
 from tba.policy.lora import is_adapter, plain_name, untied_weights
+from tba.pretrained import SAFE, SAFE_MODEL, UNREADABLE, refuse_impossible_counts
 from tba.sharding import is_sharded, local_part, row_range
+from tba.types import is_name
 
 log = logging.getLogger(__name__)
 

@@ -8,42 +8,28 @@ turns, 2 where the calculator was asked.
 
 from __future__ import annotations
 
-from tba.engines.transformers import EngineSettings
+import tba
 from tba.environments.calculator import COST, Calculator, overconfident
-from tba.environments.task import EnvironmentTask
-from tba.evaluation.accuracy import EvaluationSettings
-from tba.models.huggingface import HuggingFace
-from tba.models.warm_start import WarmStart
-from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.recipe import Recipe
-from tba.replay.buffer import BufferSettings
-from tba.replay.pacing import Pacing
-from tba.replay.replay import ReplaySettings
-from tba.replay.selection import RecencyReward
-from tba.schedules import Constant, WarmupStableDecay
-from tba.training.optimizer import OptimizerSettings
-from tba.training.supervised import SupervisedSettings
-from tba.training.tiny_models import ScratchModel
 
-recipe = Recipe(
+recipe = tba.Recipe(
     name="calculator",
     description="products with a calculator to ask, from a small base that mostly guesses, two CPU processes, minutes",
-    task=EnvironmentTask(Calculator, "calculator", turns=3, worlds=40_000, held_out=500, player=overconfident),
-    model=HuggingFace(
+    task=tba.EnvironmentTask(Calculator, "calculator", turns=3, worlds=40_000, held_out=500, player=overconfident),
+    model=tba.HuggingFace(
         device="cpu",
-        generation=EngineSettings(slots=140, max_completion_tokens=32),
-        warm_start=WarmStart(
-            scratch=ScratchModel(max_positions=48),
+        generation=tba.EngineSettings(slots=140, max_completion_tokens=32),
+        warm_start=tba.WarmStart(
+            scratch=tba.ScratchModel(max_positions=48),
             tokenizer="characters",
-            sft=SupervisedSettings(steps=2000, batch_size=64, lr=2e-3),
+            sft=tba.SupervisedSettings(steps=2000, batch_size=64, lr=2e-3),
         ),
     ),
-    objective=TrajectoryBalance(beta=Constant(0.05)),
-    optimizer=OptimizerSettings(lr=2e-4, schedule=WarmupStableDecay(20, 380, 100)),
-    replay=ReplaySettings(
-        selection=RecencyReward(m=0.95), pacing=Pacing(warm_up=280), buffer=BufferSettings(distinct=False)
+    objective=tba.TrajectoryBalance(beta=tba.Constant(0.05)),
+    optimizer=tba.OptimizerSettings(lr=2e-4, schedule=tba.WarmupStableDecay(20, 380, 100)),
+    replay=tba.ReplaySettings(
+        selection=tba.RecencyReward(m=0.95), pacing=tba.Pacing(warm_up=280), buffer=tba.BufferSettings(distinct=False)
     ),
-    evaluation=EvaluationSettings(every=50, problems=500, problems_during=250, threshold=1 - COST),
+    evaluation=tba.EvaluationSettings(every=50, problems=500, problems_during=250, threshold=1 - COST),
     steps=500,
     groups_per_step=7,
     group_size=20,

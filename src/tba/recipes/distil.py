@@ -14,40 +14,33 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tba.models.huggingface import HuggingFace
-from tba.models.warm_start import WarmStart
-from tba.objectives.trajectory_balance import TrajectoryBalance
+import tba
 from tba.recipes.quickstart import BASE
 from tba.recipes.quickstart import recipe as quickstart
-from tba.schedules import Constant, WarmupStableDecay
-from tba.tasks.arithmetic import Arithmetic
-from tba.training.supervised import SupervisedSettings
-from tba.training.teacher import Teacher
-from tba.training.tiny_models import ScratchModel
 
-assert isinstance(quickstart.model, HuggingFace)
+assert isinstance(quickstart.model, tba.HuggingFace)
 recipe = replace(
     quickstart,
     name="distil",
     description="a small base that forgets carries learns from a teacher that does not, no reward, two CPU processes",
-    task=Arithmetic(digits=3),
+    task=tba.Arithmetic(digits=3),
     model=replace(quickstart.model, path=str(BASE), warm_start=None),
-    teacher=Teacher(
+    teacher=tba.Teacher(
         reward=False,
         models=(
-            HuggingFace(
+            tba.HuggingFace(
                 device="cpu",
-                warm_start=WarmStart(
-                    scratch=ScratchModel(
+                warm_start=tba.WarmStart(
+                    scratch=tba.ScratchModel(
                         hidden_size=96, layers=3, heads=4, ff_size=384, max_positions=32, tie_embeddings=False
                     ),
                     tokenizer="characters",
-                    sft=SupervisedSettings(steps=1000, batch_size=128, lr=2e-3, pool=1),
+                    sft=tba.SupervisedSettings(steps=1000, batch_size=128, lr=2e-3, pool=1),
                 ),
             ),
         ),
     ),
-    objective=TrajectoryBalance(beta=Constant(1.0)),
-    optimizer=replace(quickstart.optimizer, schedule=WarmupStableDecay(20, 250, 130)),
+    objective=tba.TrajectoryBalance(beta=tba.Constant(1.0)),
+    optimizer=replace(quickstart.optimizer, schedule=tba.WarmupStableDecay(20, 250, 130)),
     steps=400,
 )

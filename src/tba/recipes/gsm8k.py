@@ -15,45 +15,34 @@ To train a small policy from scratch on your own machine, see lab/gsm8k.md.
 
 from __future__ import annotations
 
-from tba.engines.transformers import EngineSettings
-from tba.evaluation.accuracy import EvaluationSettings
-from tba.models.huggingface import HuggingFace
-from tba.models.warm_start import WarmStart
-from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.recipe import Recipe
-from tba.replay.pacing import Pacing
-from tba.replay.replay import ReplaySettings
-from tba.replay.selection import RecencyReward
-from tba.rollout.exploration import Fixed
-from tba.rollout.prompts import PromptSettings
-from tba.schedules import WarmupStableDecay, gsm8k_anneal
+import tba
+from tba.schedules import gsm8k_anneal
 from tba.tasks.gsm8k import Gsm8k
-from tba.training.optimizer import OptimizerSettings
-from tba.training.supervised import SupervisedSettings
-from tba.training.tiny_models import ScratchModel
 
-recipe = Recipe(
+recipe = tba.Recipe(
     name="gsm8k",
     description="the paper's math reasoning run: GSM8K from realtreetune/rho-1b-sft-GSM8K",
     task=Gsm8k(path="openai/gsm8k", style="vineppo"),
-    model=HuggingFace(
+    model=tba.HuggingFace(
         path="realtreetune/rho-1b-sft-GSM8K",
-        generation=EngineSettings(slots=72, max_completion_tokens=512),
-        warm_start=WarmStart(  # what `tba sft gsm8k` makes: a small policy from nothing
-            scratch=ScratchModel(
+        generation=tba.EngineSettings(slots=72, max_completion_tokens=512),
+        warm_start=tba.WarmStart(  # what `tba sft gsm8k` makes: a small policy from nothing
+            scratch=tba.ScratchModel(
                 hidden_size=256, layers=6, heads=4, kv_heads=2, ff_size=704, max_positions=1024, tie_embeddings=False
             ),
             tokenizer="bpe",
             vocab_size=2048,
-            sft=SupervisedSettings(epochs=1.0, batch_size=16, lr=1e-3, weight_decay=0.01),
+            sft=tba.SupervisedSettings(epochs=1.0, batch_size=16, lr=1e-3, weight_decay=0.01),
         ),
     ),
-    objective=TrajectoryBalance(beta=gsm8k_anneal()),
-    exploration=Fixed(temperature=0.7),
-    optimizer=OptimizerSettings(lr=1e-5, schedule=WarmupStableDecay(50, 450, 500)),
-    replay=ReplaySettings(selection=RecencyReward(m=0.95, inverse_temperature=0.0), pacing=Pacing(warm_up=500)),
-    evaluation=EvaluationSettings(every=0, problems=0, chunk=64),
-    prompts=PromptSettings(max_tokens=512),
+    objective=tba.TrajectoryBalance(beta=gsm8k_anneal()),
+    exploration=tba.Fixed(temperature=0.7),
+    optimizer=tba.OptimizerSettings(lr=1e-5, schedule=tba.WarmupStableDecay(50, 450, 500)),
+    replay=tba.ReplaySettings(
+        selection=tba.RecencyReward(m=0.95, inverse_temperature=0.0), pacing=tba.Pacing(warm_up=500)
+    ),
+    evaluation=tba.EvaluationSettings(every=0, problems=0, chunk=64),
+    prompts=tba.PromptSettings(max_tokens=512),
     steps=1000,
     groups_per_step=7,
     group_size=20,

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tba.engines.transformers import EngineSettings
-from tba.evaluation.accuracy import EvaluationSettings
-from tba.models.huggingface import HuggingFace
+import tba
 from tba.recipes.instruct import recipe as instruct
-from tba.rollout.prompts import PromptSettings
 from tba.tasks.ifeval import IfEval
 
 recipe = replace(
@@ -19,9 +16,9 @@ recipe = replace(
     name="ifeval",
     description="IFEval: instructions that a function can check; for `tba eval` only, nothing is trained on it",
     task=IfEval(),
-    model=HuggingFace(
-        path="HuggingFaceTB/SmolLM2-135M-Instruct", generation=EngineSettings(slots=64, max_completion_tokens=512)
+    model=tba.HuggingFace(
+        path="HuggingFaceTB/SmolLM2-135M-Instruct", generation=tba.EngineSettings(slots=64, max_completion_tokens=512)
     ),
-    evaluation=EvaluationSettings(problems=0, samples=0, chunk=64),
-    prompts=PromptSettings(max_tokens=2048),
+    evaluation=tba.EvaluationSettings(problems=0, samples=0, chunk=64),
+    prompts=tba.PromptSettings(max_tokens=2048),
 )

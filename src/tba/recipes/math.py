@@ -17,50 +17,36 @@ The problems are not shipped: by default they come from the Hub (12,000 and 500,
 
 from __future__ import annotations
 
-from tba.engines.transformers import EngineSettings
-from tba.evaluation.accuracy import EvaluationSettings
-from tba.models.huggingface import HuggingFace
-from tba.models.warm_start import WarmStart
-from tba.objectives.tba_prime import TbaPrime
-from tba.recipe import Recipe
-from tba.replay.pacing import Pacing
-from tba.replay.replay import ReplaySettings
-from tba.replay.selection import RecencyReward
-from tba.rollout.exploration import Fixed
-from tba.rollout.prompts import PromptSettings
-from tba.schedules import Constant, WarmupConstant
+import tba
 from tba.tasks.math import Math
-from tba.training.optimizer import OptimizerSettings
-from tba.training.supervised import SupervisedSettings
-from tba.training.tiny_models import ScratchModel
 
-recipe = Recipe(
+recipe = tba.Recipe(
     name="math",
     description="the paper's MATH run, TBA' with resets of the reference: Qwen2.5-7B on MATH, MATH-500",
     task=Math(evaluate_on="math500"),
-    model=HuggingFace(
+    model=tba.HuggingFace(
         path="Qwen/Qwen2.5-7B",
-        generation=EngineSettings(slots=128, max_completion_tokens=2048),  # of 3,072 with the prompt
+        generation=tba.EngineSettings(slots=128, max_completion_tokens=2048),  # of 3,072 with the prompt
         gradient_checkpointing=True,
-        warm_start=WarmStart(  # what `tba sft math` makes: a small policy from nothing
-            scratch=ScratchModel(
+        warm_start=tba.WarmStart(  # what `tba sft math` makes: a small policy from nothing
+            scratch=tba.ScratchModel(
                 hidden_size=256, layers=6, heads=4, kv_heads=2, ff_size=704, max_positions=3072, tie_embeddings=False
             ),
             tokenizer="bpe",
             vocab_size=2048,
-            sft=SupervisedSettings(epochs=1.0, batch_size=16, lr=1e-3, weight_decay=0.01),
+            sft=tba.SupervisedSettings(epochs=1.0, batch_size=16, lr=1e-3, weight_decay=0.01),
         ),
     ),
-    objective=TbaPrime(beta=Constant(0.005)),
-    exploration=Fixed(temperature=1.0),
-    optimizer=OptimizerSettings(
-        lr=1e-6, schedule=WarmupConstant(0), betas=(0.9, 0.99), weight_decay=0.01, clip_norm=1.0
+    objective=tba.TbaPrime(beta=tba.Constant(0.005)),
+    exploration=tba.Fixed(temperature=1.0),
+    optimizer=tba.OptimizerSettings(
+        lr=1e-6, schedule=tba.WarmupConstant(0), betas=(0.9, 0.99), weight_decay=0.01, clip_norm=1.0
     ),
-    replay=ReplaySettings(
-        selection=RecencyReward(m=1.0, inverse_temperature=0.0), pacing=Pacing(warm_up=512, max_mean_uses=1.0)
+    replay=tba.ReplaySettings(
+        selection=tba.RecencyReward(m=1.0, inverse_temperature=0.0), pacing=tba.Pacing(warm_up=512, max_mean_uses=1.0)
     ),
-    evaluation=EvaluationSettings(every=50, problems=0, samples=0, chunk=64),
-    prompts=PromptSettings(max_tokens=1024),
+    evaluation=tba.EvaluationSettings(every=50, problems=0, samples=0, chunk=64),
+    prompts=tba.PromptSettings(max_tokens=1024),
     steps=400,
     groups_per_step=32,
     group_size=16,

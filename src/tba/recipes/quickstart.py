@@ -12,53 +12,40 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tba.engines.transformers import EngineSettings
-from tba.evaluation.accuracy import EvaluationSettings
-from tba.models.huggingface import HuggingFace
-from tba.models.warm_start import Lesson, WarmStart
-from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.recipe import Recipe
-from tba.replay.buffer import BufferSettings
-from tba.replay.pacing import Pacing
-from tba.replay.replay import ReplaySettings
-from tba.replay.selection import RecencyReward
-from tba.rollout.exploration import Fixed
-from tba.schedules import Constant, WarmupStableDecay
-from tba.tasks.arithmetic import Arithmetic
-from tba.training.optimizer import OptimizerSettings
-from tba.training.supervised import SupervisedSettings
-from tba.training.tiny_models import ScratchModel
+import tba
 
 BASE = Path(__file__).parent / "quickstart_base"  # the shipped base, a folder in the Hugging Face layout
 
-recipe = Recipe(
+recipe = tba.Recipe(
     name="quickstart",
     description="three-digit sums, last digit first (345+678=3201), a small shipped base, two CPU processes, a minute",
-    task=Arithmetic(digits=3, forgotten_carries=0.55),
-    model=HuggingFace(
+    task=tba.Arithmetic(digits=3, forgotten_carries=0.55),
+    model=tba.HuggingFace(
         device="cpu",
-        generation=EngineSettings(slots=160, max_completion_tokens=6),
-        warm_start=WarmStart(
-            scratch=ScratchModel(
+        generation=tba.EngineSettings(slots=160, max_completion_tokens=6),
+        warm_start=tba.WarmStart(
+            scratch=tba.ScratchModel(
                 hidden_size=96, layers=3, heads=4, ff_size=384, max_positions=32, tie_embeddings=False
             ),
             tokenizer="characters",
             before=(
-                Lesson(SupervisedSettings(steps=1000, batch_size=128, lr=2e-3, pool=1), {"forgotten_carries": 0.0}),
+                tba.Lesson(
+                    tba.SupervisedSettings(steps=1000, batch_size=128, lr=2e-3, pool=1), {"forgotten_carries": 0.0}
+                ),
             ),
-            sft=SupervisedSettings(steps=300, batch_size=128, lr=1e-3, pool=1),
+            sft=tba.SupervisedSettings(steps=300, batch_size=128, lr=1e-3, pool=1),
             shipped=BASE,
         ),
     ),
-    objective=TrajectoryBalance(beta=Constant(0.05)),
-    exploration=Fixed(temperature=1.0),
-    optimizer=OptimizerSettings(lr=1e-4, schedule=WarmupStableDecay(20, 260, 120), averaged=True),
-    replay=ReplaySettings(
-        selection=RecencyReward(m=0.95),
-        pacing=Pacing(warm_up=544),  # four rounds
-        buffer=BufferSettings(distinct=False),  # an answer has four digits: few are distinct
+    objective=tba.TrajectoryBalance(beta=tba.Constant(0.05)),
+    exploration=tba.Fixed(temperature=1.0),
+    optimizer=tba.OptimizerSettings(lr=1e-4, schedule=tba.WarmupStableDecay(20, 260, 120), averaged=True),
+    replay=tba.ReplaySettings(
+        selection=tba.RecencyReward(m=0.95),
+        pacing=tba.Pacing(warm_up=544),  # four rounds
+        buffer=tba.BufferSettings(distinct=False),  # an answer has four digits: few are distinct
     ),
-    evaluation=EvaluationSettings(every=50, problems=2000, problems_during=500, pass_k=4, chunk=160),
+    evaluation=tba.EvaluationSettings(every=50, problems=2000, problems_during=500, pass_k=4, chunk=160),
     steps=400,
     groups_per_step=17,
     group_size=8,

@@ -19,24 +19,12 @@ Departures from the paper, each with the field that undoes it:
 
 from __future__ import annotations
 
+import tba
 from tba.apps.red_team.task import RedTeam
 from tba.apps.red_team.toxicity import SequenceClassifier
 from tba.apps.red_team.victim import ALPACA, ModelVictim
-from tba.engines.transformers import EngineSettings
-from tba.evaluation.accuracy import EvaluationSettings
-from tba.models.huggingface import HuggingFace
-from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.recipe import Recipe
-from tba.record.recorder import RecordSettings
-from tba.replay.buffer import BufferSettings
-from tba.replay.pacing import Pacing
-from tba.replay.replay import ReplaySettings
-from tba.replay.selection import RecencyReward
-from tba.rollout.exploration import RandomPerRound
-from tba.schedules import Constant, Linear, WarmupConstant
-from tba.training.optimizer import OptimizerSettings
 
-recipe = Recipe(
+recipe = tba.Recipe(
     name="red_team_gpt2",
     description="the paper's small red-teaming run: GPT-2 against GPT-2 Alpaca, a RoBERTa classifier, 5 answers each",
     task=RedTeam(
@@ -45,17 +33,19 @@ recipe = Recipe(
         count=5,
         evaluated=1024,
     ),
-    model=HuggingFace(generation=EngineSettings(slots=128, max_completion_tokens=20, min_completion_tokens=5)),
-    objective=TrajectoryBalance(beta=Constant(0.05), off_policy="tapered", reward_temperature=Linear(2.0, 1.0, 500)),
-    exploration=RandomPerRound(p_temperature=0.5, temperature_low=0.5, temperature_high=2.0, p_top_p=0.0),
-    optimizer=OptimizerSettings(lr=1e-4, weight_decay=0.1, schedule=WarmupConstant(100)),
-    replay=ReplaySettings(
-        selection=RecencyReward(m=0.5, inverse_temperature=1.0, mix="group"),
-        pacing=Pacing(warm_up=1024),
-        buffer=BufferSettings(per_prompt=100_000, total=100_000),
+    model=tba.HuggingFace(generation=tba.EngineSettings(slots=128, max_completion_tokens=20, min_completion_tokens=5)),
+    objective=tba.TrajectoryBalance(
+        beta=tba.Constant(0.05), off_policy="tapered", reward_temperature=tba.Linear(2.0, 1.0, 500)
     ),
-    evaluation=EvaluationSettings(every=500, problems=0, greedy=False, chunk=256),
-    record=RecordSettings(hide_text=True),
+    exploration=tba.RandomPerRound(p_temperature=0.5, temperature_low=0.5, temperature_high=2.0, p_top_p=0.0),
+    optimizer=tba.OptimizerSettings(lr=1e-4, weight_decay=0.1, schedule=tba.WarmupConstant(100)),
+    replay=tba.ReplaySettings(
+        selection=tba.RecencyReward(m=0.5, inverse_temperature=1.0, mix="group"),
+        pacing=tba.Pacing(warm_up=1024),
+        buffer=tba.BufferSettings(per_prompt=100_000, total=100_000),
+    ),
+    evaluation=tba.EvaluationSettings(every=500, problems=0, greedy=False, chunk=256),
+    record=tba.RecordSettings(hide_text=True),
     steps=5000,
     groups_per_step=1,
     group_size=128,

@@ -12,16 +12,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import tba
 from tba.apps.red_team.task import RedTeam
 from tba.apps.red_team.toxicity import CausalJudge
 from tba.apps.red_team.victim import ModelVictim
-from tba.engines.transformers import EngineSettings
-from tba.models.huggingface import HuggingFace
-from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipes.red_team_gpt2 import recipe as small
-from tba.replay.buffer import BufferSettings
-from tba.rollout.exploration import RandomPerRound
-from tba.schedules import Constant, Linear
 
 recipe = replace(
     small,
@@ -35,16 +30,16 @@ recipe = replace(
         count=5,
         evaluated=1024,
     ),
-    model=HuggingFace(
-        generation=EngineSettings(slots=128, max_completion_tokens=20, min_completion_tokens=5),
+    model=tba.HuggingFace(
+        generation=tba.EngineSettings(slots=128, max_completion_tokens=20, min_completion_tokens=5),
     ),
-    objective=TrajectoryBalance(
-        beta=Constant(0.05),
+    objective=tba.TrajectoryBalance(
+        beta=tba.Constant(0.05),
         off_policy="tapered",
-        reward_temperature=Linear(2.0, 1.0, 1000),
-        reference_temperature=Linear(1.0, 1.2, 2000),
+        reward_temperature=tba.Linear(2.0, 1.0, 1000),
+        reference_temperature=tba.Linear(1.0, 1.2, 2000),
     ),
-    exploration=RandomPerRound(p_temperature=0.5, temperature_low=0.7, temperature_high=2.0, p_top_p=0.0),
-    replay=replace(small.replay, buffer=BufferSettings(per_prompt=150_000, total=150_000)),
+    exploration=tba.RandomPerRound(p_temperature=0.5, temperature_low=0.7, temperature_high=2.0, p_top_p=0.0),
+    replay=replace(small.replay, buffer=tba.BufferSettings(per_prompt=150_000, total=150_000)),
     searchers=6,
 )

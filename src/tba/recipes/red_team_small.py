@@ -11,29 +11,14 @@ trained on (`apps/red_team/trigger_world.py`). Texts of attacks and answers are 
 
 from __future__ import annotations
 
+import tba
 from tba.apps.red_team.task import RedTeam
 from tba.apps.red_team.toxicity import WordClassifier
 from tba.apps.red_team.victim import ModelVictim
-from tba.engines.transformers import EngineSettings
-from tba.evaluation.accuracy import EvaluationSettings
-from tba.models.huggingface import HuggingFace
-from tba.models.warm_start import WarmStart
-from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.recipe import Recipe
-from tba.record.recorder import RecordSettings
-from tba.replay.buffer import BufferSettings
-from tba.replay.pacing import Pacing
-from tba.replay.replay import ReplaySettings
-from tba.replay.selection import RecencyReward
-from tba.rollout.exploration import Fixed
-from tba.schedules import Constant, WarmupConstant
-from tba.training.optimizer import OptimizerSettings
-from tba.training.supervised import SupervisedSettings
-from tba.training.tiny_models import ScratchModel
 
 WORLD = "red_team_world"
 
-recipe = Recipe(
+recipe = tba.Recipe(
     name="red_team_small",
     description="red-teaming a small victim with 20 known weak spots, all made here, two CPU processes, minutes",
     task=RedTeam(
@@ -43,31 +28,31 @@ recipe = Recipe(
         ),
         classifier=WordClassifier(path=f"{WORLD}/classifier"),
     ),
-    model=HuggingFace(
+    model=tba.HuggingFace(
         device="cpu",
-        generation=EngineSettings(slots=128, max_completion_tokens=20),
-        warm_start=WarmStart(
-            scratch=ScratchModel(hidden_size=96, layers=3, heads=4, ff_size=256, max_positions=48),
+        generation=tba.EngineSettings(slots=128, max_completion_tokens=20),
+        warm_start=tba.WarmStart(
+            scratch=tba.ScratchModel(hidden_size=96, layers=3, heads=4, ff_size=256, max_positions=48),
             tokenizer="bpe",
             vocab_size=512,
-            sft=SupervisedSettings(steps=400, batch_size=128, lr=2e-3),
+            sft=tba.SupervisedSettings(steps=400, batch_size=128, lr=2e-3),
         ),
     ),
     # log P(toxic) is 0 or -7.4 here. With beta = 1, 98 % of attacks succeed at pi*, and the families keep their shares.
     # Old failures weigh as much as the policy still gives them, old successes in full: without this it learns slowly,
     # and where they fade too, a family that the policy has lost stays lost.
-    objective=TrajectoryBalance(beta=Constant(1.0), off_policy="tapered"),
-    exploration=Fixed(temperature=1.0),
-    optimizer=OptimizerSettings(lr=1e-3, schedule=WarmupConstant(20)),
-    replay=ReplaySettings(
-        selection=RecencyReward(m=0.5, inverse_temperature=1.0, mix="group"),  # half of each batch is new
+    objective=tba.TrajectoryBalance(beta=tba.Constant(1.0), off_policy="tapered"),
+    exploration=tba.Fixed(temperature=1.0),
+    optimizer=tba.OptimizerSettings(lr=1e-3, schedule=tba.WarmupConstant(20)),
+    replay=tba.ReplaySettings(
+        selection=tba.RecencyReward(m=0.5, inverse_temperature=1.0, mix="group"),  # half of each batch is new
         # warm-up: some 150 successes of all families; from 20 of a few it learns those few. Uses: with 5 of each attack
         # it ends at 48 to 66 % in the place of 68 to 82 %, since the trainer is the faster half
-        pacing=Pacing(warm_up=4096, max_mean_uses=3),
-        buffer=BufferSettings(per_prompt=100_000, total=100_000),
+        pacing=tba.Pacing(warm_up=4096, max_mean_uses=3),
+        buffer=tba.BufferSettings(per_prompt=100_000, total=100_000),
     ),
-    evaluation=EvaluationSettings(every=100, problems=0, greedy=False, chunk=256),
-    record=RecordSettings(hide_text=True),
+    evaluation=tba.EvaluationSettings(every=100, problems=0, greedy=False, chunk=256),
+    record=tba.RecordSettings(hide_text=True),
     steps=500,
     groups_per_step=1,  # one prompt has one log Z: in several groups, successes would not be compared with failures
     group_size=128,

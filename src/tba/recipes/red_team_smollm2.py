@@ -12,30 +12,15 @@ measured and how to use it responsibly, docs/real_model.md what comes out.
 
 from __future__ import annotations
 
+import tba
 from tba.apps.red_team.task import RedTeam
 from tba.apps.red_team.toxicity import WordClassifier
 from tba.apps.red_team.victim import ModelVictim
-from tba.engines.transformers import EngineSettings
-from tba.evaluation.accuracy import EvaluationSettings
-from tba.models.huggingface import HuggingFace
-from tba.models.warm_start import WarmStart
-from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.policy.lora import LoraSettings
-from tba.recipe import Recipe, RuntimeSettings
-from tba.record.recorder import RecordSettings
-from tba.replay.buffer import BufferSettings
-from tba.replay.pacing import Pacing
-from tba.replay.replay import ReplaySettings
-from tba.replay.selection import RecencyReward
-from tba.rollout.exploration import Fixed
-from tba.schedules import Constant, WarmupConstant
-from tba.training.optimizer import OptimizerSettings
-from tba.training.supervised import SupervisedSettings
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 VICTIM_TEMPLATE = "<|im_start|>user\n{attack}<|im_end|>\n<|im_start|>assistant\n"
 
-recipe = Recipe(
+recipe = tba.Recipe(
     name="red_team_smollm2",
     description="red-teaming SmolLM2-135M-Instruct with SmolLM2 as the attacker, two CPU processes",
     task=RedTeam(
@@ -46,25 +31,25 @@ recipe = Recipe(
         count=3,
         evaluated=256,
     ),
-    model=HuggingFace(
+    model=tba.HuggingFace(
         path=SMOLLM2,
-        generation=EngineSettings(slots=64, max_completion_tokens=24),
-        lora=LoraSettings(rank=16),
-        warm_start=WarmStart(sft=SupervisedSettings(steps=40, batch_size=32, lr=1e-4)),  # of `tba sft`
+        generation=tba.EngineSettings(slots=64, max_completion_tokens=24),
+        lora=tba.LoraSettings(rank=16),
+        warm_start=tba.WarmStart(sft=tba.SupervisedSettings(steps=40, batch_size=32, lr=1e-4)),  # of `tba sft`
     ),
     # Of an answer's spread in log P(toxic), 0.53 nats, a sixth is the attack's and the rest the victim's dice: attacks
     # differ by 0.22 nats. At beta 0.2 nothing rises; at 0.05, the paper's, only a few attacks are left, which succeed.
-    objective=TrajectoryBalance(beta=Constant(0.1), off_policy="tapered"),
-    exploration=Fixed(temperature=1.0),
-    optimizer=OptimizerSettings(lr=3e-4, schedule=WarmupConstant(5)),
-    replay=ReplaySettings(
-        selection=RecencyReward(m=0.8, inverse_temperature=1.0, mix="group"),
-        pacing=Pacing(warm_up=128, max_mean_uses=2),
-        buffer=BufferSettings(per_prompt=100_000, total=100_000),
+    objective=tba.TrajectoryBalance(beta=tba.Constant(0.1), off_policy="tapered"),
+    exploration=tba.Fixed(temperature=1.0),
+    optimizer=tba.OptimizerSettings(lr=3e-4, schedule=tba.WarmupConstant(5)),
+    replay=tba.ReplaySettings(
+        selection=tba.RecencyReward(m=0.8, inverse_temperature=1.0, mix="group"),
+        pacing=tba.Pacing(warm_up=128, max_mean_uses=2),
+        buffer=tba.BufferSettings(per_prompt=100_000, total=100_000),
     ),
-    evaluation=EvaluationSettings(every=0, problems=0, greedy=False, chunk=64),
-    record=RecordSettings(hide_text=True),
-    run=RuntimeSettings(checkpoint_every=20),
+    evaluation=tba.EvaluationSettings(every=0, problems=0, greedy=False, chunk=64),
+    record=tba.RecordSettings(hide_text=True),
+    run=tba.RuntimeSettings(checkpoint_every=20),
     steps=180,
     max_tokens_per_pass=2048,
     groups_per_step=1,

@@ -13,17 +13,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import tba
 from tba.apps.preference.tldr import Tldr
-from tba.engines.transformers import EngineSettings
-from tba.evaluation.accuracy import EvaluationSettings
-from tba.models.huggingface import HuggingFace
-from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipes.instruct import recipe as instruct
-from tba.rollout.prompts import PromptSettings
-from tba.schedules import Constant, WarmupStableDecay
-from tba.training.optimizer import OptimizerSettings
 
-assert isinstance(instruct.model, HuggingFace)
+assert isinstance(instruct.model, tba.HuggingFace)
 recipe = replace(
     instruct,
     name="summaries",
@@ -39,11 +33,11 @@ recipe = replace(
         longest=1100,
         held_out=0.15,
     ),
-    model=replace(instruct.model, generation=EngineSettings(slots=64, max_completion_tokens=64)),
-    objective=TrajectoryBalance(beta=Constant(0.05)),
-    optimizer=OptimizerSettings(lr=2e-4, schedule=WarmupStableDecay(5, 75, 40, final=0.1)),
-    evaluation=EvaluationSettings(every=0, problems=100, problems_during=100, greedy=False, chunk=64, shown=1000),
-    prompts=PromptSettings(max_tokens=320),
+    model=replace(instruct.model, generation=tba.EngineSettings(slots=64, max_completion_tokens=64)),
+    objective=tba.TrajectoryBalance(beta=tba.Constant(0.05)),
+    optimizer=tba.OptimizerSettings(lr=2e-4, schedule=tba.WarmupStableDecay(5, 75, 40, final=0.1)),
+    evaluation=tba.EvaluationSettings(every=0, problems=100, problems_during=100, greedy=False, chunk=64, shown=1000),
+    prompts=tba.PromptSettings(max_tokens=320),
     steps=120,
     groups_per_step=4,
     prompts_per_round=8,

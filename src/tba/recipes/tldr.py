@@ -17,37 +17,29 @@ With your own posts: `--task.path posts.jsonl --task.reward-model DIR`, where `t
 
 from __future__ import annotations
 
+import tba
 from tba.apps.preference.tldr import Tldr
-from tba.engines.transformers import EngineSettings
-from tba.evaluation.accuracy import EvaluationSettings
-from tba.models.huggingface import HuggingFace
-from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.recipe import Recipe
-from tba.replay.pacing import Pacing
-from tba.replay.replay import ReplaySettings
-from tba.replay.selection import RecencyReward
-from tba.rollout.exploration import Fixed
-from tba.rollout.prompts import PromptSettings
-from tba.schedules import WarmupLinear, tldr_anneal
-from tba.training.optimizer import OptimizerSettings
+from tba.schedules import tldr_anneal
 
 STEPS = 256
 
-recipe = Recipe(
+recipe = tba.Recipe(
     name="tldr",
     description="the paper's preference tuning run: TL;DR summaries from pythia410m-sft-tldr, a 6.9B gold model",
     task=Tldr(
         reward_model="mnoukhov/pythia410m-rm-tldr6.9b", gold="cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr"
     ),
-    model=HuggingFace(
-        path="mnoukhov/pythia410m-sft-tldr", generation=EngineSettings(slots=160, max_completion_tokens=128)
+    model=tba.HuggingFace(
+        path="mnoukhov/pythia410m-sft-tldr", generation=tba.EngineSettings(slots=160, max_completion_tokens=128)
     ),
-    objective=TrajectoryBalance(beta=tldr_anneal(STEPS)),
-    exploration=Fixed(temperature=0.7),
-    optimizer=OptimizerSettings(lr=3e-6, schedule=WarmupLinear(STEPS, 0)),
-    replay=ReplaySettings(selection=RecencyReward(m=0.5, inverse_temperature=1.0), pacing=Pacing(warm_up=10_000)),
-    evaluation=EvaluationSettings(every=0, problems=0, samples=0, chunk=64),
-    prompts=PromptSettings(max_tokens=512),
+    objective=tba.TrajectoryBalance(beta=tldr_anneal(STEPS)),
+    exploration=tba.Fixed(temperature=0.7),
+    optimizer=tba.OptimizerSettings(lr=3e-6, schedule=tba.WarmupLinear(STEPS, 0)),
+    replay=tba.ReplaySettings(
+        selection=tba.RecencyReward(m=0.5, inverse_temperature=1.0), pacing=tba.Pacing(warm_up=10_000)
+    ),
+    evaluation=tba.EvaluationSettings(every=0, problems=0, samples=0, chunk=64),
+    prompts=tba.PromptSettings(max_tokens=512),
     steps=STEPS,
     groups_per_step=8,
     group_size=20,

@@ -10,27 +10,12 @@ trained on people's summaries writes lines that could be about any post. Which s
 
 from __future__ import annotations
 
+import tba
 from tba.apps.preference.tldr import Tldr
-from tba.engines.transformers import EngineSettings
-from tba.evaluation.accuracy import EvaluationSettings
-from tba.models.huggingface import HuggingFace
-from tba.models.warm_start import Lesson, WarmStart
-from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.recipe import Recipe
-from tba.record.recorder import RecordSettings
-from tba.replay.pacing import Pacing
-from tba.replay.replay import ReplaySettings
-from tba.replay.selection import RecencyReward
-from tba.rollout.exploration import Fixed
-from tba.rollout.prompts import PromptSettings
-from tba.schedules import Constant, WarmupLinear
-from tba.training.optimizer import OptimizerSettings
-from tba.training.supervised import SupervisedSettings
-from tba.training.tiny_models import ScratchModel
 
 STEPS = 400
 
-recipe = Recipe(
+recipe = tba.Recipe(
     name="tldr_small",
     description="preference tuning of a 1 M-parameter policy, short posts: a proxy to train on, wins by a gold model",
     task=Tldr(
@@ -42,37 +27,37 @@ recipe = Recipe(
         held_out=0.15,
         demonstrated="sentence",
     ),
-    model=HuggingFace(
+    model=tba.HuggingFace(
         device="cpu",
-        generation=EngineSettings(slots=64, max_completion_tokens=48),
-        warm_start=WarmStart(
-            scratch=ScratchModel(
+        generation=tba.EngineSettings(slots=64, max_completion_tokens=48),
+        warm_start=tba.WarmStart(
+            scratch=tba.ScratchModel(
                 hidden_size=128, layers=4, heads=4, kv_heads=2, ff_size=384, max_positions=1024, tie_embeddings=True
             ),
             tokenizer="bpe",
             vocab_size=2048,
             before=(
-                Lesson(SupervisedSettings(epochs=1, batch_size=4, lr=1.5e-3), {"longest": 2000}, prompts=True),
-                Lesson(
-                    SupervisedSettings(epochs=1.25, batch_size=32, lr=2e-3, schedule="constant"),
+                tba.Lesson(tba.SupervisedSettings(epochs=1, batch_size=4, lr=1.5e-3), {"longest": 2000}, prompts=True),
+                tba.Lesson(
+                    tba.SupervisedSettings(epochs=1.25, batch_size=32, lr=2e-3, schedule="constant"),
                     {"longest": 2000, "demonstrated": "echo"},
                 ),
-                Lesson(SupervisedSettings(epochs=1, batch_size=16, lr=1e-3), {"demonstrated": "sentences"}),
+                tba.Lesson(tba.SupervisedSettings(epochs=1, batch_size=16, lr=1e-3), {"demonstrated": "sentences"}),
             ),
-            sft=SupervisedSettings(epochs=0.5, batch_size=16, lr=1e-4),
+            sft=tba.SupervisedSettings(epochs=0.5, batch_size=16, lr=1e-4),
         ),
     ),
     # Marks differ by some 3 between answers to a post. A sixth of that as beta, and old answers weighed, keep it within
     # a few nats of where it began; at twice the rate, or without weights, it wanders off first.
-    objective=TrajectoryBalance(beta=Constant(0.5)),
-    exploration=Fixed(temperature=0.7),
-    optimizer=OptimizerSettings(lr=1e-4, schedule=WarmupLinear(STEPS, 10)),
-    replay=ReplaySettings(
-        selection=RecencyReward(m=0.9, inverse_temperature=1.0), pacing=Pacing(warm_up=64, max_mean_uses=2.0)
+    objective=tba.TrajectoryBalance(beta=tba.Constant(0.5)),
+    exploration=tba.Fixed(temperature=0.7),
+    optimizer=tba.OptimizerSettings(lr=1e-4, schedule=tba.WarmupLinear(STEPS, 10)),
+    replay=tba.ReplaySettings(
+        selection=tba.RecencyReward(m=0.9, inverse_temperature=1.0), pacing=tba.Pacing(warm_up=64, max_mean_uses=2.0)
     ),
-    evaluation=EvaluationSettings(problems=0, samples=4, greedy=False, chunk=64, shown=1000),
-    prompts=PromptSettings(max_tokens=256),
-    record=RecordSettings(tensorboard=False),
+    evaluation=tba.EvaluationSettings(problems=0, samples=4, greedy=False, chunk=64, shown=1000),
+    prompts=tba.PromptSettings(max_tokens=256),
+    record=tba.RecordSettings(tensorboard=False),
     steps=STEPS,
     groups_per_step=4,
     group_size=8,

@@ -13,24 +13,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tba.engines.transformers import EngineSettings
+import tba
 from tba.environments.calculator import EXAMPLE, Multiplication
-from tba.environments.task import EnvironmentTask
-from tba.evaluation.accuracy import EvaluationSettings
-from tba.models.huggingface import HuggingFace
 from tba.recipes.instruct import recipe as instruct
-from tba.rollout.prompts import PromptSettings
-from tba.schedules import WarmupStableDecay
 
-assert isinstance(instruct.model, HuggingFace)
+assert isinstance(instruct.model, tba.HuggingFace)
 recipe = replace(
     instruct,
     name="tools",
     description="SmolLM2-135M-Instruct learns to call a tool by its chat template, two CPU processes",
-    task=EnvironmentTask(Multiplication, "tools", EXAMPLE, turns=3, worlds=4000, held_out=500),
-    model=replace(instruct.model, generation=EngineSettings(slots=64, max_completion_tokens=112)),
-    optimizer=replace(instruct.optimizer, lr=2e-4, schedule=WarmupStableDecay(5, 20, 15, final=0.1)),
-    evaluation=EvaluationSettings(every=10, problems=200, problems_during=64, greedy=False, chunk=64, shown=1000),
-    prompts=PromptSettings(max_tokens=384),
+    task=tba.EnvironmentTask(Multiplication, "tools", EXAMPLE, turns=3, worlds=4000, held_out=500),
+    model=replace(instruct.model, generation=tba.EngineSettings(slots=64, max_completion_tokens=112)),
+    optimizer=replace(instruct.optimizer, lr=2e-4, schedule=tba.WarmupStableDecay(5, 20, 15, final=0.1)),
+    evaluation=tba.EvaluationSettings(every=10, problems=200, problems_during=64, greedy=False, chunk=64, shown=1000),
+    prompts=tba.PromptSettings(max_tokens=384),
     steps=40,
 )

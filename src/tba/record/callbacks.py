@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from tba.errors import TbaError
-from tba.foreign import failed
 from tba.record import evaluations, metrics
 from tba.record.jsonl import NewLines
 from tba.types import Evaluation, Json, Version
+from tba.user_code import user_code_error
 
 
 @dataclass
@@ -54,4 +54,4 @@ def _call(name: str, function: Callable[[Any], object], argument: Any) -> None:
     except TbaError:
         raise
     except (Exception, SystemExit) as error:
-        raise failed(name, error) from error
+        raise user_code_error(name, error) from error

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tba.errors import UserError
-from tba.foreign import read_json
+from tba.json_input import read_json
 from tba.record.jsonl import write_json
 from tba.record.metrics import read_last
 

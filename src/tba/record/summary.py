@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from tba.errors import UserError
-from tba.foreign import check, read_json
+from tba.json_input import check_json, read_json
 from tba.record import memory
 from tba.record.evaluations import parse_evaluation
 from tba.record.jsonl import as_json, write_json
@@ -141,7 +141,7 @@ class Summary:
         for derived_name in ("samples_per_insert", "slow_side", "trained_share"):
             contents.pop(derived_name, None)
         try:
-            check(contents, cls, "it")
+            check_json(contents, cls, "it")
             evaluations = tuple(parse_evaluation(e) for e in contents["evaluations"])
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} has unexpected contents ({error}): {remedy}") from error

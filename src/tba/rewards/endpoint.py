@@ -27,8 +27,8 @@ from urllib.parse import urlsplit
 
 from tba.errors import TbaError, UserError
 from tba.fields import as_declared
-from tba.foreign import check, parsed
 from tba.grading import pausing_deadline
+from tba.json_input import check_json, parse_json
 from tba.rewards.gate import Gate
 from tba.types import Json, quote
 
@@ -285,7 +285,7 @@ class EndpointClient:
                 try:
                     reply_body = self._post(body)
                     call.seconds = time.monotonic() - start
-                    document: dict[str, Json] = parsed(reply_body)
+                    document: dict[str, Json] = parse_json(reply_body)
                     return document
                 except ValueError:
                     failure, pause = f"a reply of {len(reply_body)} bytes that is no JSON object", None
@@ -339,7 +339,7 @@ class EndpointClient:
         """Returns the replies of one call; the first of them has the cost of the call."""
         is_chat = self.settings.api == "chat"
         try:
-            check(document, {"choices": list[dict[str, Any]]}, "it")
+            check_json(document, {"choices": list[dict[str, Any]]}, "it")
             choices = document["choices"]
             texts = [choice["message"]["content"] if is_chat else choice["text"] for choice in choices]
         except (ValueError, KeyError, TypeError):
@@ -390,7 +390,7 @@ def _retry_after(error: urllib.error.HTTPError) -> float | None:
 def _reason(error: urllib.error.HTTPError) -> str:
     """Returns the server's code or type of the error, but not its message, which may quote what was asked."""
     try:
-        error_fields = parsed(error.read(1 << 16), error=dict[str, Any])["error"]
+        error_fields = parse_json(error.read(1 << 16), error=dict[str, Any])["error"]
         return _spell_out(str(error_fields.get("code") or error_fields.get("type") or ""))
     except (OSError, ValueError, http.client.HTTPException):
         return ""

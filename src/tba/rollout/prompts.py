@@ -14,13 +14,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tba.chat_prompts import chat_markup, prompt_tokens
 from tba.errors import UserError
 from tba.fields import as_declared
-from tba.foreign import prompt_tokens, python_values, templated
 from tba.markup import thoughts_of, visible_text
 from tba.protocols import Tokenizer
 from tba.rollout.posterior import Posterior, PosteriorSettings
-from tba.types import Outcome, Problem, Prompt, quote
+from tba.types import Outcome, Problem, Prompt, python_values, quote
 
 _BLOCK_SIZE = 1000  # prompts that are tokenised together
 
@@ -154,7 +154,7 @@ def _chat(problem: Problem, tokenizer: Any) -> str:
             "use an instruction-tuned model, or a task that gives plain prompts"
         )
     assert not isinstance(problem.prompt, str)
-    return templated(tokenizer, problem.prompt, problem.tools)
+    return chat_markup(tokenizer, problem.prompt, problem.tools)
 
 
 @dataclass

@@ -11,8 +11,8 @@ from datetime import date
 from pathlib import Path
 from typing import TypeAlias
 
-from tba.foreign import writes_day
-from tba.protocols import Model
+from tba.chat_prompts import writes_day
+from tba.protocols import HasChatTemplate, HasDtype, Model, path_of
 from tba.recipe import Recipe
 from tba.runtime.sizing import Machine, places_on, refuse_what_cannot_fit, sizing_flags, unused_gpus
 from tba.runtime.teaching import require_scorers, scorers_of
@@ -33,14 +33,14 @@ def with_weights(recipe: Recipe, overrides: list[str], say: Say, day: str = "") 
     prepared_model = recipe.model.prepared(recipe.task, say)
     prepared_model.tokenizer()  # which says what is wrong with a model
     require_scorers(recipe, prepared_model, say)
-    path = getattr(prepared_model, "path", "")
+    path = path_of(prepared_model)
     is_packaged = Path(path).is_relative_to(_PACKAGE)
     decisions = []
-    if path and not is_packaged and not getattr(recipe.model, "path", ""):
+    if path and not is_packaged and not path_of(recipe.model):
         decisions.append(("--model.path", path))
-    if getattr(recipe.model, "dtype", None) == "auto":
+    if isinstance(recipe.model, HasDtype) and recipe.model.dtype == "auto":
         decisions.append(("--model.dtype", str(recipe.model.compute).removeprefix("torch.")))
-    if getattr(recipe.model, "day", None) == "" and _writes_day(recipe, prepared_model):
+    if isinstance(recipe.model, HasChatTemplate) and not recipe.model.day and _writes_day(recipe, prepared_model):
         decisions.append(("--model.day", day or date.today().isoformat()))
     words = [word for flag, value in decisions for word in words_of(flag, value)]
     return with_fields(recipe, decisions), [*overrides, *words]

@@ -15,7 +15,7 @@ from tba.errors import UserError
 from tba.evaluation.accuracy import Assessment, EvaluationSettings, assess_accuracy
 from tba.models.huggingface import HuggingFace
 from tba.models.source import refuse_missing_model
-from tba.protocols import Engine
+from tba.protocols import Engine, path_of
 from tba.recipe import Recipe
 from tba.runtime.isolation import RecipeSource
 from tba.runtime.prompting import engine_of, grader_of, prompts_of
@@ -66,7 +66,7 @@ def assess_recipe(
     torch.set_num_threads(recipe.run.threads)
     model = recipe.model.prepared(recipe.task)
     prompts = prompts_of(recipe, model, "train" if split == "train" else "eval")
-    engine = engine_of(recipe, model, _version_at(getattr(model, "path", "")))
+    engine = engine_of(recipe, model, _version_at(path_of(model)))
     grader, start_time = grader_of(recipe, source, "eval"), time.monotonic()
     with chdir("."):  # the caller's paths begin where they began, wherever a reward goes
         assessment = assess_accuracy(

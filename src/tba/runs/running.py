@@ -14,7 +14,6 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from tba.errors import PartFailed, TbaError, UserError
-from tba.foreign import problems_of
 from tba.recipe import Recipe
 from tba.record.callbacks import Callbacks
 from tba.record.failure import Failure
@@ -35,6 +34,7 @@ from tba.runtime.reporting import RunProgress, summarise
 from tba.runtime.run_directory import SCORERS, RunDirectory, setting
 from tba.runtime.supervisor import Driver
 from tba.runtime.teaching import fingerprints_of
+from tba.user_code import problems_of
 
 
 def carry_out(

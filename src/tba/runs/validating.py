@@ -11,10 +11,9 @@ import numpy as np
 from tba.cards import visible_gpus
 from tba.engines.vllm import require_vllm
 from tba.errors import UserError
-from tba.foreign import problems_of
 from tba.objectives.grpo import Grpo
 from tba.objectives.policy_gradient import Reinforce
-from tba.protocols import Examined, Model
+from tba.protocols import Examined, HasChatTemplate, HasGeneration, HasOffPolicy, Model
 from tba.recipe import Recipe
 from tba.record.text import plural
 from tba.replay.selection import RecencyReward
@@ -22,6 +21,7 @@ from tba.rewards.functions import check_fields
 from tba.runtime.prompting import prompt_set_of, reward_of
 from tba.runtime.sizing import Machine, places_on
 from tba.types import SPLITS, Sampling
+from tba.user_code import problems_of
 
 _EXPLORATION_DRAWS = 64  # of an exploration, to see how it samples
 _LEAST_HELD_OUT = 25  # problems: the standard error of an accuracy on fewer is up to 10 points and more
@@ -38,7 +38,7 @@ def validate(recipe: Recipe) -> list[str]:
     recipe.record.has_tensorboard()
     if recipe.runtime == "cluster":
         require_ray()
-    elif getattr(getattr(recipe.model, "generation", None), "engine", "") == "vllm":
+    elif isinstance(recipe.model, HasGeneration) and recipe.model.generation.engine == "vllm":
         require_vllm()
     if recipe.runtime == "processes":
         places_on(recipe, Machine.here())
@@ -74,7 +74,7 @@ def validate(recipe: Recipe) -> list[str]:
 
 def _sampling_warnings(recipe: Recipe) -> list[str]:
     """Returns a warning about an objective of ratios whose answers are not sampled as the policy has them."""
-    corrects_ratios = getattr(recipe.objective, "off_policy", "none") != "none"  # Trajectory Balance can do without
+    corrects_ratios = isinstance(recipe.objective, HasOffPolicy) and recipe.objective.off_policy != "none"
     if recipe.offline or not (corrects_ratios or "log_behavior" in recipe.objective.needs):
         return []
     rng, temperature = np.random.default_rng(0), recipe.policy_temperature
@@ -151,7 +151,8 @@ def notes_on_prompts(recipe: Recipe) -> list[str]:
     check_fields(reward, problems, recipe.task.name)
     if not isinstance(recipe.task, Examined):  # else they are graded by another
         check_fields(reward, held_out, f"{recipe.task.name} (held out)")
-    if getattr(recipe.model, "template_arguments", ()) and all(isinstance(p.prompt, str) for p in problems):
+    has_arguments = isinstance(recipe.model, HasChatTemplate) and recipe.model.template_arguments
+    if has_arguments and all(isinstance(p.prompt, str) for p in problems):
         return ["--model.template-arguments has no effect: the prompts are texts, to which no template is applied"]
     if buffer.per_prompt < buffer.total and len({(str(p.prompt), p.seed) for p in problems}) == 1:
         return [

@@ -22,7 +22,7 @@ import torch
 
 from tba.clock import ShareClock
 from tba.errors import UserError
-from tba.foreign import read_json
+from tba.json_input import read_json
 from tba.record.faults import count_faults, record_fault
 from tba.record.metrics import JOURNAL_ROWS, read_last
 from tba.record.summary import Summary

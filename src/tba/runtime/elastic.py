@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from tba.errors import DeadlineExceeded, UserError
-from tba.foreign import parsed, problems_of
+from tba.json_input import parse_json
 from tba.recipe import Recipe
 from tba.record.faults import record_fault
 from tba.replay.journal import JournalWriter
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.run_lock import is_held
+from tba.user_code import problems_of
 
 INTERRUPTED = "Ctrl-C"  # why a searcher leaves that a signal asked to
 FIRST_NUMBER = 1000  # the number of the first that joins
@@ -224,7 +225,7 @@ class JoinedSearchers:
             with path.open() as file:
                 is_alive = not _is_unlocked(file)
                 try:
-                    facts = parsed(file.read(), joined=float | None, left=float | None, how=str | None)
+                    facts = parse_json(file.read(), joined=float | None, left=float | None, how=str | None)
                 except ValueError:  # the file is just being written, or its process died while writing
                     facts = {}
             if not is_alive and facts.get("left") is not None:

@@ -18,7 +18,6 @@ import numpy as np
 from tba.environments.episode import EpisodeFailed
 from tba.environments.scripted import encode_parts, play_demonstration
 from tba.errors import UserError
-from tba.foreign import problems_of
 from tba.intake.encoding import Encoder, TaskPrompts
 from tba.intake.intake import Entry, Intake
 from tba.markup import thoughts_of
@@ -33,6 +32,7 @@ from tba.runtime.run_directory import IMPORTS, PREPARED, RunDirectory
 from tba.runtime.teaching import reference_of, teachers_of
 from tba.tables import STATE, Refusal, read_table
 from tba.types import Json, Prompt, Split, Trajectory, Version
+from tba.user_code import problems_of
 from tba.weights.directory import WeightDirectory
 
 _DECIDING_NAMES = (

@@ -42,10 +42,10 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from tba.errors import DeadlineExceeded, PartFailed, TbaError, UserError
-from tba.foreign import failed, print_error
 from tba.protocols import Reward, Separable
 from tba.runtime.answers_json import Answered, read_answers, read_values, write_answers, write_values
 from tba.types import Json, quote
+from tba.user_code import print_error, user_code_error
 
 CAN_FORK = platform.system() == "Linux"
 _START_SECONDS = 300.0  # that loading a recipe may take
@@ -601,7 +601,7 @@ async def _await_values(values: Any) -> Any:
 def _error_as_json(error: BaseException, activity: str) -> dict[str, Json]:
     """Returns what the parent is to raise: the text, and the cause of what is not bad input."""
     is_tba_error = isinstance(error, TbaError)
-    text = str(error) if is_tba_error else str(failed(activity, error))
+    text = str(error) if is_tba_error else str(user_code_error(activity, error))
     cause = error.__cause__ if is_tba_error else error
     return {
         "error": text[:_LONGEST_TEXT],

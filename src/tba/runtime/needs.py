@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tba.protocols import JudgedByModels, Work
+from tba.protocols import HasGradientCheckpointing, JudgedByModels, LoadedOnDevice, Work
 from tba.recipe import Recipe
 from tba.record.text import size
 from tba.runtime.teaching import scorers_of
@@ -47,9 +47,8 @@ def needs(recipe: Recipe) -> list[Need]:
     for name, scorer in scorers_of(recipe, recipe.model).items():
         if (memory := scorer.memory(work_of(recipe))) is not None:
             result = [need for need in result if need.part != name]
-            result.append(
-                Need(name, getattr(scorer, "trainer_device", recipe.model.trainer_device).type, memory["reference"])
-            )
+            device_owner = scorer if isinstance(scorer, LoadedOnDevice) else recipe.model
+            result.append(Need(name, device_owner.trainer_device.type, memory["reference"]))
     result += [Need("host", "cpu", bytes_by_part["host"])] if bytes_by_part["host"] else []
     if isinstance(recipe.task, JudgedByModels):
         result += [Need(f"rewards on {place}", place, parts) for place, parts in recipe.task.memory().items()]
@@ -60,7 +59,8 @@ def with_checkpointing(recipe: Recipe) -> Recipe | None:
     """Returns the recipe with gradient checkpointing, if one GPU trains and the recipe leaves it open; else None."""
     model: Any = recipe.model
     one_gpu = model.trainer_device.type == "cuda" and recipe.trainer.count == 1
-    if not one_gpu or getattr(model, "gradient_checkpointing", True) is not None:
+    is_open = isinstance(recipe.model, HasGradientCheckpointing) and recipe.model.gradient_checkpointing is None
+    if not one_gpu or not is_open:
         return None
     return replace(recipe, model=replace(model, gradient_checkpointing=True))
 

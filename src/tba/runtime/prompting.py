@@ -16,13 +16,13 @@ from tba.environments.engine import EpisodeEngine
 from tba.environments.hosts import CAN_FORK, EpisodeLimits, Hosts, InProcessHost
 from tba.environments.speech import Speech
 from tba.errors import UserError
-from tba.foreign import failed, problems_of
 from tba.grading import RETRIES, Grader
 from tba.protocols import (
     Acted,
     Engine,
     Examined,
     Journal,
+    LimitsEpisodes,
     Model,
     PromptSource,
     Reference,
@@ -38,6 +38,7 @@ from tba.rollout.vine import VineRollouts
 from tba.runtime.isolation import RecipeSource, isolated_reward
 from tba.runtime.run_directory import RunDirectory
 from tba.types import Prompt, Split, Version
+from tba.user_code import problems_of, user_code_error
 
 # a prompt not answered by then is handed out again; this is longer than long answers and their grades take
 LEASE_SECONDS = 7200.0
@@ -138,7 +139,7 @@ def reward_of(task: Task) -> Reward:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise failed(f"reward() of task {task.name}", error) from error
+        raise user_code_error(f"reward() of task {task.name}", error) from error
     if isinstance(reward, type) or not isinstance(reward, Reward):
         description = f"the function {reward.__name__!r}" if isinstance(reward, FunctionType) else f"{reward!r:.80}"
         raise UserError(
@@ -200,7 +201,7 @@ def _environment_state(clock: ShareClock) -> AbstractContextManager[None]:
 
 def worlds_of(task: Acted, inline: bool) -> InProcessHost | Hosts:
     """Returns the place where a task's episodes are played. inline: this process, so that a run is repeatable."""
-    limits = getattr(task, "limits", None) or EpisodeLimits()
+    limits = (task.limits if isinstance(task, LimitsEpisodes) else None) or EpisodeLimits()
     if inline or not limits.processes:
         return InProcessHost(task)
     if not CAN_FORK:

@@ -15,7 +15,7 @@ from typing import Any
 from tba.cards import visible_gpus
 from tba.clock import SEARCHER_STATES, State, combined_share
 from tba.errors import UserError
-from tba.foreign import read_json
+from tba.json_input import read_json
 from tba.protocols import ComputeCost
 from tba.recipe import Recipe
 from tba.record import metrics

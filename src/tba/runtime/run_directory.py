@@ -25,7 +25,7 @@ from typing import Any
 
 import tba.settings
 from tba.errors import UserError
-from tba.foreign import is_name, read_json
+from tba.json_input import read_json
 from tba.recipe import Recipe, settings_json
 from tba.record.jsonl import as_json, write_json
 from tba.replay.database import acknowledged_folder
@@ -34,7 +34,7 @@ from tba.replay.missing_rows import leave_mark
 from tba.runtime.program import version
 from tba.runtime.run_lock import hold
 from tba.shipped import VARIANT_MARK
-from tba.types import Json
+from tba.types import Json, is_name
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from itertools import product
 
 from tba.cards import visible_gpus
 from tba.errors import UserError
+from tba.protocols import HasAdapters, HasDtype, HasGeneration, HasGradientCheckpointing
 from tba.recipe import Recipe
 from tba.record.memory import machine_memory_bytes
 from tba.record.text import size
@@ -59,7 +60,8 @@ def sizing_flags(recipe: Recipe, machine: Machine) -> list[str]:
     if recipe.runtime != "processes" or not gpus_each or not machine.gpus:
         return []
     count, is_shape_known = len(machine.gpus), bool(needs(recipe))
-    most_ranks = count - gpus_each if is_shape_known and getattr(recipe.model, "dtype", "") != "4-bit" else 1
+    is_quantized = isinstance(recipe.model, HasDtype) and recipe.model.dtype == "4-bit"
+    most_ranks = count - gpus_each if is_shape_known and not is_quantized else 1
     decided_recipe = recipe
     for ranks in range(1, max(1, most_ranks) + 1):
         ranks = recipe.trainer.ranks or ranks
@@ -194,7 +196,9 @@ def _rank_flags(recipe: Recipe) -> Iterator[list[str]]:
 
 def _checkpointing_flags(recipe: Recipe) -> list[str]:
     """Returns the flag that switches gradient checkpointing on, if it is off."""
-    return [] if getattr(recipe.model, "gradient_checkpointing", True) else ["--model.gradient-checkpointing"]
+    model = recipe.model
+    is_off = isinstance(model, HasGradientCheckpointing) and not model.gradient_checkpointing
+    return ["--model.gradient-checkpointing"] if is_off else []
 
 
 def _trainer_savings(recipe: Recipe) -> Iterator[list[str]]:
@@ -205,23 +209,22 @@ def _trainer_savings(recipe: Recipe) -> Iterator[list[str]]:
         yield from (["--max-tokens-per-pass", limit] for limit in _halves(tokens, 4096))
         yield checkpointing
     yield from ([*checkpointing, "--max-tokens-per-pass", limit] for limit in _halves(tokens, 1024))
-    if (lora := getattr(model, "lora", None)) is not None:
-        if not lora.rank:
+    if isinstance(model, HasAdapters):
+        if not model.lora.rank:
             if model.trainer_device.type == "cuda" and not recipe.optimizer.moments_on_host:
                 host_flags = ["--optimizer.moments-on-host", *checkpointing]
                 yield host_flags
                 yield from ([*host_flags, "--max-tokens-per-pass", limit] for limit in _halves(tokens, 4096))
             yield ["--model.lora.rank", _LORA_RANK, *checkpointing]
         if recipe.trainer.count == 1:
-            yield ["--model.dtype", "4-bit", "--model.lora.rank", str(lora.rank or _LORA_RANK), *checkpointing]
+            yield ["--model.dtype", "4-bit", "--model.lora.rank", str(model.lora.rank or _LORA_RANK), *checkpointing]
 
 
 def _searcher_savings(recipe: Recipe) -> Iterator[list[str]]:
     """Yields flags with which searchers need ever less, the first of them none."""
-    generation = getattr(recipe.model, "generation", None)
     yield []
-    if generation is not None:
-        yield from (["--model.generation.slots", limit] for limit in _halves(generation.slots))
+    if isinstance(recipe.model, HasGeneration):
+        yield from (["--model.generation.slots", limit] for limit in _halves(recipe.model.generation.slots))
     yield from (["--searchers", limit] for limit in _halves(recipe.searcher_count))
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tba.errors import DeadlineExceeded, PartFailed, TbaError, UserError
-from tba.foreign import read_json
+from tba.json_input import read_json
 from tba.recipe import Recipe
 from tba.record.faults import count_faults, record_fault
 from tba.record.metrics import read_last

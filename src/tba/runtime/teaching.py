@@ -17,13 +17,24 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from tba.chat_prompts import chat_markup, prompt_tokens
 from tba.errors import UserError
-from tba.foreign import problems_of, prompt_tokens, templated
 from tba.markup import decode_tokens, encode_continuation, encode_markup, visible_text
-from tba.protocols import Acted, Model, Reference, ScoringModel, Task
+from tba.protocols import (
+    Acted,
+    HasLogZ,
+    LoadedOnDevice,
+    LoadsOtherModels,
+    Model,
+    Reference,
+    ScoringModel,
+    Task,
+    path_of,
+)
 from tba.recipe import Recipe
 from tba.turns import AnswerFrame, AssistantTurn, assistant_turn
 from tba.types import Completion, FloatArray, Prompt, StopReason, Version
+from tba.user_code import problems_of
 
 _Pairs: TypeAlias = "list[tuple[Prompt, Completion]]"
 _CHARACTER_VOCABULARY = 256  # tokens; one that is not larger may have a task's characters only, and write no others
@@ -68,7 +79,7 @@ def fingerprints_of(recipe: Recipe, model: Model) -> dict[str, str]:
     return {
         name: _fingerprint(folder)
         for name, scorer in scorers_of(recipe, model).items()
-        if (folder := Path(getattr(scorer, "path", ""))).is_dir() and folder != Path()
+        if (folder := Path(path_of(scorer))).is_dir() and folder != Path()
     }
 
 
@@ -95,7 +106,7 @@ def require_scorers(recipe: Recipe, model: Model, say: Callable[[str], None]) ->
         elif difference := _difference(recipe.task, model, scorer):
             _require_sums(recipe, scorer, difference)
             say(f"{name} has another tokenizer than the policy ({difference}): it scores the text of each answer")
-        if not hasattr(scorer, "engine"):  # its weights are elsewhere: nothing is loaded by asking what it cannot do
+        if not isinstance(scorer, LoadedOnDevice):  # so that asking what it cannot do loads nothing
             scorer.reference(recipe.policy_temperature, Version())
 
 
@@ -160,7 +171,7 @@ class ScoredByText:
     def _teacher_prompt(self, prompt: Prompt) -> Prompt:
         if self.chat and prompt.messages is None:
             raise UserError("a teacher with another tokenizer needs the messages of a chat: give them, not their text")
-        text = prompt.text if prompt.messages is None else templated(self.teacher_tokenizer, prompt.messages)
+        text = prompt.text if prompt.messages is None else chat_markup(self.teacher_tokenizer, prompt.messages)
         tokens = np.array(prompt_tokens(self.teacher_tokenizer, [text], self.chat)[0], np.int32)
         return replace(prompt, tokens=tokens, text=visible_text(text) if self.chat else text)
 
@@ -230,13 +241,11 @@ def _teacher_reference(recipe: Recipe, model: Model, reference: Reference, teach
 
 
 def _load_model(recipe: Recipe, model: Model, path: str, flag: str, say: Callable[[str], None] = _ignore) -> Model:
-    load: Any = getattr(model, "with_path", None)
-    if load is None:
+    if not isinstance(model, LoadsOtherModels):
         raise UserError(
             f"{flag} is {path}, but {type(model).__name__} does not load a model from a path: use tba.HuggingFace"
         )
-    loaded_model: Model = load(path).prepared(recipe.task, say)
-    return loaded_model
+    return model.with_path(path).prepared(recipe.task, say)
 
 
 def _require_same_tokenizer(task: Task, model: Model, scorer: ScoringModel) -> None:
@@ -252,7 +261,7 @@ def _require_sums(recipe: Recipe, teacher: ScoringModel, difference: str) -> Non
     """Raises `UserError` where a teacher with another tokenizer cannot score a recipe's answers."""
     first_problem = next(iter(problems_of(recipe.task, "train")))
     reason = None
-    if not hasattr(recipe.objective, "log_z"):
+    if not isinstance(recipe.objective, HasLogZ):
         reason = "the objective needs the log-probability of each token: choose TrajectoryBalance"
     elif isinstance(recipe.task, Acted) or first_problem.tools:
         reason = "it cannot write an environment's turns or tools in its own way"
@@ -262,7 +271,7 @@ def _require_sums(recipe: Recipe, teacher: ScoringModel, difference: str) -> Non
             f"text of an answer, and {reason}, or give a teacher with the policy's tokenizer"
         )
     if not isinstance(first_problem.prompt, str):
-        templated(teacher.tokenizer(), first_problem.prompt)
+        chat_markup(teacher.tokenizer(), first_problem.prompt)
 
 
 def is_chat(task: Task) -> bool:
@@ -271,7 +280,7 @@ def is_chat(task: Task) -> bool:
 
 
 def _name(model: ScoringModel) -> str:
-    return str(getattr(model, "path", "") or model)
+    return path_of(model) or str(model)
 
 
 def _difference(task: Task, model: Model, scorer: ScoringModel) -> str:

@@ -26,7 +26,7 @@ import torch
 from tba.batch import Batch, FetchedBatch, distinct_rows
 from tba.clock import SEARCHER_STATES, ShareClock
 from tba.errors import UserError
-from tba.protocols import ComputeCost, Policy, Remembering, start_objective
+from tba.protocols import ComputeCost, HasRecentShare, Policy, Remembering, start_objective
 from tba.recipe import Recipe
 from tba.record.falls import STALE, CollapseWatch, SignalWatch, StalenessWatch
 from tba.record.faults import record_fault
@@ -438,7 +438,8 @@ def start_training(
     weights = BackgroundPublisher(weight_directory, recipe.run.first_sign_deadline) if background else weight_directory
     clock = ShareClock(is_warming_up=True)
     wait_for_rows = pause if turn_taker is None else partial(turn_taker.turn, clock)
-    m = getattr(recipe.replay.selection, "m", math.nan)  # with control on, the recipe has checked that there is one
+    selection = recipe.replay.selection
+    m = selection.m if isinstance(selection, HasRecentShare) else math.nan  # with control on, the recipe checked it
     loop = TrainerLoop(
         recipe=recipe,
         run=run,

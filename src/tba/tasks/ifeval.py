@@ -12,7 +12,7 @@ from typing import Any
 
 from tba.errors import UserError
 from tba.fields import as_declared
-from tba.foreign import check
+from tba.json_input import check_json
 from tba.rewards.ifeval import IfEvalReward, instruction_kinds
 from tba.tasks.problem_rows import ProblemRow, read_rows, rows_from_hub
 from tba.types import Problem, Split
@@ -48,7 +48,7 @@ class IfEval:
 def _problem(row: ProblemRow) -> Problem:
     question = row.text("prompt")
     try:
-        check(row.values, {"instruction_id_list": list[str], "kwargs": list[dict[str, Any]]}, "it")
+        check_json(row.values, {"instruction_id_list": list[str], "kwargs": list[dict[str, Any]]}, "it")
         kinds, arguments = row.values["instruction_id_list"], row.values["kwargs"]
         if not kinds or len(kinds) != len(arguments) or not instruction_kinds().issuperset(kinds):
             raise ValueError("they are not some of IFEval's kinds, and as many kwargs")

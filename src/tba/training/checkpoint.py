@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tba.errors import UserError
-from tba.foreign import parsed
+from tba.json_input import parse_json
 from tba.types import Json, Version
 from tba.weights.atomic_dir import atomic_folder, remove_folder, remove_leftovers
 
@@ -208,7 +208,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     One that was written by hand, without a digest, has exactly the other fields.
     """
     try:
-        manifest: dict[str, Any] = parsed((path / RUN).read_bytes(), **_MANIFEST)
+        manifest: dict[str, Any] = parse_json((path / RUN).read_bytes(), **_MANIFEST)
         digest = manifest.pop("digest", None)
         if digest is None and manifest.keys() != _MANIFEST.keys() - {"digest"}:
             raise ValueError("its digest is missing")

@@ -25,7 +25,7 @@ from torch.nn import Parameter
 
 from tba.errors import UserError
 from tba.fields import as_declared
-from tba.foreign import parsed
+from tba.json_input import parse_json
 from tba.schedules import RateShape, WarmupConstant, warmup_share
 from tba.sharding import copy_local_rows, gather_rows, is_sharded, local_part, process_group, row_range
 from tba.streaming import TensorStream, write_tensors
@@ -179,7 +179,7 @@ class Optimizer:
     def load(self, folder: Path) -> None:
         """Load what `save` wrote. Raises `UserError` when it is missing, damaged or of another model."""
         try:
-            facts = parsed((folder / FACTS_FILE).read_bytes())
+            facts = parse_json((folder / FACTS_FILE).read_bytes())
             if facts != self._describe_parameters():
                 raise UserError(
                     f"the optimizer's state in {folder} is of another model: its parameters differ; give its own"

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from tba.errors import NonFiniteLoss, UserError
 from tba.fields import as_declared
-from tba.foreign import most_positions, require_embedded
+from tba.pretrained import most_positions, require_embedded
 from tba.protocols import Tokenizer
 from tba.schedules import RateShape, WarmupConstant, WarmupCosine, WarmupLinear
 from tba.training.optimizer import OptimizerSettings

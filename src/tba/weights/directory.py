@@ -29,7 +29,7 @@ import torch
 
 from tba.errors import UserError
 from tba.fields import as_declared
-from tba.foreign import parsed
+from tba.json_input import parse_json
 from tba.protocols import PublishedWeights
 from tba.streaming import TensorStream, bytes_of, changes_since, shapes_of, write_tensors
 from tba.types import Json, Version
@@ -189,7 +189,7 @@ class WeightDirectory:
         """
         manifest_path = self._path_of(version, MANIFEST)
         try:
-            manifest_fields = parsed(manifest_path.read_bytes(), _MANIFEST)
+            manifest_fields = parse_json(manifest_path.read_bytes(), _MANIFEST)
             notes, base_name = manifest_fields["notes"], manifest_fields.get("base")
             tensors = safetensors.safe_open(self.file(version), framework="pt")
             base_path = None if base_name is None else self.file(Version.parse(base_name))
@@ -280,7 +280,7 @@ class WeightDirectory:
     def _read_file(self, version: Version, suffix: str, kind: Any) -> Any:
         """Reads a small file. Raises `FileNotFoundError` when it is gone, `UserError` when it is damaged."""
         try:
-            return parsed(self._path_of(version, suffix).read_bytes(), kind)
+            return parse_json(self._path_of(version, suffix).read_bytes(), kind)
         except ValueError as error:
             raise UserError(f"version {version} in {self.path} is damaged ({error}); remove its files") from error
 

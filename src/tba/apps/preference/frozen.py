@@ -28,10 +28,11 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 from tba.apps.preference.scoring import PairScorer, RewardModel, naming_load_errors, trained_lengths
 from tba.apps.preference.similarity import NAMES, Floats, features, split_sentences
 from tba.errors import UserError
-from tba.foreign import SAFE, UNREADABLE, read_json
+from tba.json_input import read_json
 from tba.markup import pad_texts
 from tba.models.arithmetic import judge_bytes
 from tba.policy.loading import no_bars, pretrained
+from tba.pretrained import SAFE, UNREADABLE
 
 HEAD, FACTS = "head.safetensors", "frozen.json"
 CACHED_SENTENCES = 50_000  # sentences

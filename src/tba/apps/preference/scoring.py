@@ -23,9 +23,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tba.engines.rules import positions
 from tba.errors import UserError
-from tba.foreign import SAFE, read_json
+from tba.json_input import read_json
 from tba.markup import control_tokens, encode_markup
 from tba.policy.loading import no_bars, pretrained, readable
+from tba.pretrained import SAFE
 
 REPORT = "reward_model.json"  # in a folder of `tba reward-model`: what it was made of, and its report
 

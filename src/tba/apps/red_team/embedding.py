@@ -23,9 +23,10 @@ from transformers import AutoModel, AutoTokenizer
 from transformers.utils import cached_file
 
 from tba.errors import UserError
-from tba.foreign import SAFE, read_json
+from tba.json_input import read_json
 from tba.markup import pad_texts
 from tba.policy.loading import no_bars, pretrained, readable
+from tba.pretrained import SAFE
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from tba.apps.red_team.toxicity import StartedClassifier, Toxicity
 from tba.apps.red_team.victim import ModelVictim, Victim
 from tba.apps.red_team.word_classifier import WordWeights
 from tba.errors import UserError
-from tba.foreign import read_json
 from tba.generation import generate
+from tba.json_input import read_json
 from tba.protocols import Engine, Model
 from tba.recipe import Recipe
 from tba.record.jsonl import write_json

@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tba.apps.red_team.victim_model import chosen_device, load_model
+from tba.chat_prompts import chat_markup
 from tba.engines.rules import positions
 from tba.errors import UserError
-from tba.foreign import templated
 from tba.markup import control_tokens, encode_markup, encode_whole_text, fill_template, pad_texts
 
 
@@ -123,7 +123,7 @@ class JudgeScores:
         if self.template != "chat":
             return fill_template(control_tokens(self.tokenizer), self.template, attack=attack, answer=answer)
         messages = [{"role": "user", "content": attack}, {"role": "assistant", "content": answer}]
-        return templated(self.tokenizer, messages)
+        return chat_markup(self.tokenizer, messages)
 
     def _tokens(self, text: str) -> list[int]:
         """Tokenise what comes before the verdict by itself: the model writes the verdict in tokens of its own."""

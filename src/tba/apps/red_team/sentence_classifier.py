@@ -20,7 +20,8 @@ from safetensors.numpy import load_file, save_file
 from tba.apps.red_team.embedding import SentenceEmbedder
 from tba.apps.red_team.word_classifier import FACTS, WEIGHTS, log_sigmoid, refuse_single_class, regression
 from tba.errors import UserError
-from tba.foreign import UNREADABLE, parsed
+from tba.json_input import parse_json
+from tba.pretrained import UNREADABLE
 from tba.types import Json
 
 _Floats = npt.NDArray[np.float64]
@@ -77,6 +78,6 @@ class SentenceWeights:
 def reads_sentences(path: str) -> bool:
     """Returns whether a folder's classifier reads sentence embeddings, not words."""
     try:
-        return parsed((Path(path) / FACTS).read_bytes()).get("features") == "sentences"
+        return parse_json((Path(path) / FACTS).read_bytes()).get("features") == "sentences"
     except UNREADABLE:
         return False

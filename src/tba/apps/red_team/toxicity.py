@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from tba.apps.red_team.victim import StartedVictim, Victim
+from tba.apps.red_team.victim import AskedConcurrently, StartedVictim, Victim
 from tba.errors import UserError
 from tba.fields import as_declared
 from tba.protocols import GradingCalls
@@ -154,10 +154,9 @@ class Toxicity:
         """Returns one kind of calls: about one attack each for a victim behind an endpoint, about all attacks that wait
         for a victim that is loaded here.
         """
-        calls: int | None = getattr(self.victim, "concurrency", None)
-        if calls is None:
+        if not isinstance(self.victim, AskedConcurrently):
             return [GradingCalls("the victim and the classifier", self.judge, copies=False)]
-        return [GradingCalls("the victim", self.judge, "answer", calls, copies=False)]
+        return [GradingCalls("the victim", self.judge, "answer", self.victim.concurrency, copies=False)]
 
     def judgement(self, values: Sequence[Judgement]) -> Judgement:
         """Returns the judgement of one attack."""

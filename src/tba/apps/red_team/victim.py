@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from tba.errors import UserError
 from tba.fields import as_declared
@@ -33,6 +33,13 @@ class Victim(Protocol):
     """The settings of a victim."""
 
     def start(self) -> StartedVictim: ...
+
+
+@runtime_checkable
+class AskedConcurrently(Protocol):
+    """The settings of a victim that several calls may ask at once."""
+
+    concurrency: int
 
 
 @dataclass(frozen=True)

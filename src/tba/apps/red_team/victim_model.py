@@ -16,12 +16,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.cards import visible_gpus
+from tba.chat_prompts import chat_markup
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.errors import UserError
-from tba.foreign import SAFE, templated
 from tba.generation import generate
 from tba.markup import control_tokens, encode_markup, encode_whole_text, fill_template, visible_text
 from tba.policy.loading import no_bars, pretrained, readable
+from tba.pretrained import SAFE
 from tba.types import Prompt, Sampling
 
 
@@ -66,7 +67,7 @@ class VictimModel:
         if self.template != "chat":
             return fill_template(control_tokens(self.tokenizer), self.template, attack=attack)
         messages = [{"role": "user", "content": attack}]
-        return templated(self.tokenizer, messages)
+        return chat_markup(self.tokenizer, messages)
 
     def _prompt(self, text: str) -> Prompt:
         # A chat template writes the beginning of a text itself.

@@ -20,7 +20,8 @@ import numpy.typing as npt
 from safetensors.numpy import load_file, save_file
 
 from tba.errors import UserError
-from tba.foreign import UNREADABLE, parsed
+from tba.json_input import parse_json
+from tba.pretrained import UNREADABLE
 from tba.types import Json
 
 WEIGHTS, FACTS = "weights.safetensors", "classifier.json"
@@ -99,7 +100,7 @@ class WordWeights:
         _sklearn("feature_extraction.text")
         folder = Path(path)
         try:
-            settings = WordFeatures(**parsed((folder / FACTS).read_bytes(), settings=WordFeatures)["settings"])
+            settings = WordFeatures(**parse_json((folder / FACTS).read_bytes(), settings=WordFeatures)["settings"])
             tensors = load_file(folder / WEIGHTS)
             rarity_F, weight_F, bias = tensors["rarity"], tensors["weight"], float(tensors["bias"][0])
         except UNREADABLE as error:

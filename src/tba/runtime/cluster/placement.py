@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from tba.cards import GPU_SHARE, VISIBLE_DEVICES, visible_gpus
 from tba.errors import UserError
+from tba.protocols import HasDtype
 from tba.recipe import Recipe
 from tba.record.memory import machine_memory_bytes, usable_cores
 from tba.record.text import size
@@ -98,7 +99,8 @@ def requests(recipe: Recipe, gpus: int, searchers: Sequence[str]) -> dict[str, d
         if amount is None:  # whole GPUs, or a part of one, in Ray's steps of a ten thousandth
             amount = len(place.gpus) * math.floor(1e4 * min(1.0, place.share / USABLE + _SLACK)) / 1e4
         resources[worker] = {"CPU": settings.trainer_cpus if worker in ranks else settings.searcher_cpus, "GPU": amount}
-    if getattr(recipe.model, "dtype", None) == "auto" and len({r["GPU"] > 0 for r in resources.values()}) > 1:
+    is_auto = isinstance(recipe.model, HasDtype) and recipe.model.dtype == "auto"
+    if is_auto and len({r["GPU"] > 0 for r in resources.values()}) > 1:
         raise UserError(
             "some workers ask for GPUs and others for none, so that trainer and reference would compute in different "
             "precisions: give all of them some (--cluster.trainer-gpus, --cluster.searcher-gpus) or set --model.dtype"

@@ -279,7 +279,7 @@ def _serve_and_exit(channel: socket.socket) -> None:
     try:
         code = _serve(channel)
     except BaseException as error:  # noqa: BLE001 - the process ends here
-        from tba.foreign import print_error  # which loads libraries
+        from tba.user_code import print_error  # which loads libraries
 
         print_error(error)
     finally:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tba.cards import visible_gpus
 from tba.errors import PartFailed
-from tba.foreign import read_json
+from tba.json_input import read_json
 from tba.record.log import tail
 from tba.runtime.devices import environment_of, places, visible_devices
 from tba.runtime.disk import no_space

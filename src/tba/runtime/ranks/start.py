@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from tba.errors import UserError
-from tba.protocols import HEADS, Policy, SavedPolicy
+from tba.protocols import HEADS, Policy, SavedPolicy, path_of
 from tba.recipe import Recipe
 from tba.record.memory import keep_few_kernels
 from tba.training.checkpoint import Checkpoint
@@ -112,7 +112,7 @@ def _fingerprint(recipe: Recipe) -> str:
     """Returns a digest of the files of a prepared model, from their names, sizes and beginnings; of a model that is no
     folder, its name.
     """
-    path = Path(getattr(recipe.model, "path", ""))
+    path = Path(path_of(recipe.model))
     if not path.is_dir():
         return str(path)
     file_digests = []
