@@ -2,9 +2,9 @@
 
     python examples/loop.py
 
-ends after a minute on one core with
+ends after a minute of one core's time (in one run of ours; in another at 96.5%) with
 
-    held-out accuracy: 27.6% before, 96.5% after 300 steps
+    held-out accuracy: 27.6% before, 86.1% after 300 steps
 
 In TRL's `GRPOTrainer` sampling and learning take turns. Here they are two loops, which run at the same time, share a
 buffer of answers and the newest weights, and do not wait for each other:
