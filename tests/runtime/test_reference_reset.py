@@ -144,7 +144,7 @@ def test_the_step_after_a_reset_trains_under_the_new_reference_also_when_a_batch
     search.searcher.round()
     references = []
     while not train.finished:
-        train.batches.settle()  # at each reset but the last a batch of the old one is there
+        train.batches.wait_for_prefetch()  # at each reset but the last a batch of the old one is there
         steps(train, 1)
         references.append({g.reference for g in train.trainer.groups})
     assert references == [{Version(0, 3 * (step // 3))} for step in range(12)]

@@ -450,7 +450,7 @@ def test_what_was_fetched_ahead_of_a_checkpoint_is_not_counted_as_trained(tmp_pa
     half = start_training(recipe, run, stop=lambda: False, prefetch=True)
     for _ in range(3):
         half.step()
-    half.batches.settle()
+    half.batches.wait_for_prefetch()
     assert half.replay.buffer.trained_total == 4 * 16
     half.checkpoint()
     half.batches.close()

@@ -64,9 +64,7 @@ class Connections:
 def connect_on_disk(
     recipe: Recipe, run: RunDirectory, name: str, interrupted: Callable[[], bool] | None = None
 ) -> Connections:
-    """Returns the connections to a run on this machine, and releases the prompts that were leased under this name
-    earlier.
-    """
+    """Returns the connections to a run on this machine, and releases prompts leased under this name before."""
     journal = JournalWriter(
         run.journal(recipe), name, recipe.run.journal_deadline, on_wait=interrupted or (lambda: None), create=False
     )

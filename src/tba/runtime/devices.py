@@ -92,9 +92,7 @@ def _too_few_message(ranks: int, searchers: int, gpus: int, gpus_each: int, owne
 
 
 def places(recipe: Recipe, searchers: Sequence[str], gpus: Sequence[int]) -> dict[str, Place]:
-    """Returns a place for each worker of the run on a machine whose GPUs have so many bytes. Raises `UserError` where
-    they are too few.
-    """
+    """Returns a place for each worker on GPUs of so many bytes. Raises `UserError` where they are too few."""
     ranks = [name_of_rank(rank) for rank in range(recipe.trainer.count)]
     gpus_each = recipe.model.gpus_per_searcher
     if gpus_each and not gpus:

@@ -143,9 +143,7 @@ def _prompts(recipe: Recipe, tokenizer: Tokenizer, split: Split) -> list[Prompt]
 
 
 def _reference(recipe: Recipe, run: RunDirectory) -> Reference:
-    """Returns the reference that the newest published weights name, or what the run begins with if none are published
-    yet.
-    """
+    """Returns the reference that the newest published weights name, or the one that the run begins with."""
     reference = reference_of(recipe, recipe.model)
     weights = WeightDirectory(run.weights)
     newest = weights.newer_than(None)

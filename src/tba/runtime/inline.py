@@ -34,9 +34,7 @@ class Inline:
     exit_code: int = 0  # 128 and the signal that ended it before its last step
 
     def go(self) -> dict[str, object]:
-        """Run to the end; returns the faults that it survived. Ctrl-C ends it between two tokens or steps, with a
-        checkpoint.
-        """
+        """Run to the end; returns the faults that it survived. Ctrl-C ends it at a token or step, with a checkpoint."""
         torch.set_num_threads(self.recipe.run.threads)
         clock = self.run.clock()
         with log_to(self.run.path, "inline"), stop_requests() as stop, ExitStack() as closers:

@@ -25,9 +25,7 @@ _PROBE = 0.5  # seconds to wait for a process that only probes whether a run is 
 
 @contextmanager
 def hold(run: Path, seconds: float) -> Iterator[int]:
-    """Inside, nobody else holds the run; yields the lock's descriptor. Raises `UserError` when others hold it for so
-    long.
-    """
+    """Hold the run, and yield the lock's descriptor. Raises `UserError` when others hold it for `seconds`."""
     with (run / _LOCK).open("a+") as file:
         deadline = time.monotonic() + max(seconds, _PROBE)
         while not (_try_lock(file.fileno()) and _is_free_of_parts(run)):
@@ -46,9 +44,7 @@ def hold(run: Path, seconds: float) -> Iterator[int]:
 
 
 def hold_shared(run: Path) -> IO[str]:
-    """Keep the run for a worker that has not inherited the lock: while the returned file is open, nobody else can hold
-    the run.
-    """
+    """Hold the run for a worker that has not inherited the lock, for as long as the returned file is open."""
     file = (run / _PARTS_LOCK).open("a")
     fcntl.flock(file, fcntl.LOCK_SH)
     return file

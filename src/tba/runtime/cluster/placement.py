@@ -54,9 +54,7 @@ class Node:
             self.free[kind] -= amount
 
     def _choose_gpus(self, amount: float) -> list[int] | None:
-        """Returns the GPUs for an amount: whole ones, or the fullest one that has room for a fraction; None: there are
-        none.
-        """
+        """Returns the GPUs for an amount: whole ones, or the fullest with room for a fraction; None for no room."""
         if amount >= 1:
             whole_gpus = [i for i, share in enumerate(self._gpu_shares) if share > 1 - _SLACK]
             return whole_gpus[: round(amount)] if len(whole_gpus) >= amount else None

@@ -115,9 +115,7 @@ class RemoteWeights:
 
 
 def connect_via(contact: Contact, name: str, place: Json) -> Connections:
-    """Returns all connections of a searcher, which has begun at `place`, and releases the prompts that were leased
-    under its name earlier.
-    """
+    """Returns all connections of a searcher at `place`, and releases prompts leased under its name before."""
     incarnation = int(contact.call("place", place))
     journal: Journal = remote_proxy(JOURNAL, partial(contact.call, "journal", name))
     records: Records = remote_proxy(RECORDS, partial(contact.call, "record"))

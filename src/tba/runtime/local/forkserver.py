@@ -62,9 +62,7 @@ class Child(Protocol):
 
 @dataclass(frozen=True)
 class Program:
-    """Says what a process is to run: `python -m MODULE ARGUMENTS`, by the module's `run(arguments)`, which returns its
-    exit code.
-    """
+    """The program of a process: `python -m MODULE ARGUMENTS`, by the module's `run(arguments)` with its exit code."""
 
     name: str  # what `top` shows
     module: str

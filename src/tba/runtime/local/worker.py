@@ -32,9 +32,7 @@ _GRACE_SECONDS = 5.0  # that an orphan has to end by itself
 
 
 class StopListener:
-    """Says whether a stop was requested: by the driver, by SIGTERM, or because the driver is gone. Every call is also a
-    heartbeat.
-    """
+    """Says whether the driver or SIGTERM has requested a stop, or the driver is gone. A call is also a heartbeat."""
 
     def __init__(self, heartbeat: Path) -> None:
         self._event = threading.Event()
