@@ -129,8 +129,8 @@ _MINIMA = {
 @dataclass(frozen=True)
 @as_declared
 class InitialFill:
-    """Says which answers a run begins with, graded by the task and scored under the reference as `tba import` does.
-    Raises `UserError` when a field makes no sense.
+    """Says what is imported before a run begins, graded by the task and scored under the reference as `tba import`
+    does. Raises `UserError` when a field makes no sense.
     """
 
     demonstrations: int = 0  # how many of the task's own demonstrations, from the first; 0: none
