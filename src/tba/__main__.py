@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for argument in arguments:
                 if any("\ud800" <= letter <= "\udfff" for letter in argument):
                     raise UserError(f"the argument {argument!r} is not valid UTF-8: give names that are")
-            code = run_command(arguments)
+            code = run(arguments)
         sys.stdout.flush()
         return code
     except UserError as error:
@@ -111,7 +111,7 @@ def _open_standard_streams() -> None:
             setattr(sys, f"__{name}__", stream)
 
 
-def run_command(arguments: list[str]) -> int:
+def run(arguments: list[str]) -> int:
     """Run the command that the arguments begin with; returns its exit code."""
     from tba.command.table import COMMANDS
 

@@ -38,14 +38,14 @@ def shape_with(**sizes: Any) -> Shape:
 
 
 def test_the_operations_of_a_forward_are_two_for_each_weight_that_a_token_meets() -> None:
-    assert shape_with(layers=3, layer=100, vocabulary=7, width=5).operations(read=10, scored=4) == 2 * (3000 + 140)
+    assert shape_with(layers=3, layer_parameters=100, vocabulary=7, width=5).operations(read=10, scored=4) == 2 * (3000 + 140)
 
 
 def test_an_estimate_is_measured_on_both_halves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tba.runs.estimate._LEAST_SECONDS", 0.0)
     monkeypatch.setenv("TBA_CACHE", str(tmp_path))  # other tests look at what their own warm start took
     recipe = find(RECIPE)
-    counting = shape_with(layers=1, layer=1)  # two operations are a token of a forward
+    counting = shape_with(layers=1, layer_parameters=1)  # two operations are a token of a forward
     e = estimate(recipe, RECIPE, ["--steps", "10"], counting)
     assert e.generation_operations is not None
     assert e.step_operations is not None

@@ -81,7 +81,7 @@ def test_the_value_of_a_turn_is_the_mean_reward_of_all_that_can_follow_it_in_the
     ]
     vine = Vine(rollouts=2000).start(engine, EnvironmentReward(), TabularTokenizer(4), by_turns=True)
     reference, several, prefixes = TabularPolicy(task, dtype=torch.float64), 0, set()
-    for t in vine.grow(played, Sampling(), rng, counts):
+    for t in vine.add_values(played, Sampling(), rng, counts):
         starts, values = t.arrays["step_start"].tolist(), t.arrays["step_value"].tolist()
         assert starts == list(range(0, len(t.completion.tokens), 2))  # between two turns the world says one symbol
         several += len(starts) == 3
@@ -106,7 +106,7 @@ def test_two_turns_between_which_the_world_says_nothing_have_no_values_of_their_
     played = Trajectory("", prompt, merged, 0.0, np.zeros(2, np.float32), Version(), {"turns": 2.0})
     vine = Vine(rollouts=2).start(engine, EnvironmentReward(), TabularTokenizer(4), by_turns=True)
     with pytest.raises(UserError, match="cannot be told apart"):
-        vine.grow([played], Sampling(), np.random.default_rng(0), Counter())
+        vine.add_values([played], Sampling(), np.random.default_rng(0), Counter())
 
 
 def test_it_does_so_from_a_scripted_agents_plays_alone(tmp_path: Path) -> None:

@@ -343,6 +343,8 @@ def test_weighted_too_a_group_is_pushed_up_as_much_as_down_and_more_up_in_a_run_
 ) -> None:
     batch, log_policy_BT = far_batch(8, 1.0)
     assert bool(batch.mask_BT[:, 0].all())
+    likely_B = (log_policy_BT.exp() * batch.mask_BT).sum(1) / batch.mask_BT.sum(1)
+    batch = replace(batch, reward_B=10 * likely_B)  # what the policy seldom gives is worse
 
     def pushes(objective: Objective, step: int) -> list[float]:
         leaf_BT = log_policy_BT.clone().requires_grad_()

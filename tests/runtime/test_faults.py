@@ -550,7 +550,7 @@ def test_a_command_that_computes_is_refused_where_its_libraries_cannot_be_loaded
 def test_a_command_that_gets_no_memory_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tba.__main__, "run_command", lambda arguments: len(bytes(1 << 62)))
+    monkeypatch.setattr(tba.__main__, "run", lambda arguments: len(bytes(1 << 62)))
     assert main(["show", "runs"]) == 2
     assert capsys.readouterr().err.startswith("tba: this process could not get the memory it needs: give it more")
 

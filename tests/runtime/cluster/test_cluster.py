@@ -322,16 +322,16 @@ def test_a_run_goes_on_without_a_searcher_whose_node_is_gone(tmp_path: Path) -> 
 
 
 def test_of_failed_ranks_the_one_that_died_is_the_reason_then_one_that_raised_then_one_that_lost_touch() -> None:
-    from tba.runtime.cluster.driver import DIED, _own_failure
+    from tba.runtime.cluster.driver import DIED, _rank_to_blame
 
     died, raised, lost = (
-        SimpleNamespace(code=code, lost_touch=touch) for code, touch in ((DIED, False), (1, False), (DIED, True))
+        SimpleNamespace(code=code, lost_contact=touch) for code, touch in ((DIED, False), (1, False), (DIED, True))
     )
     parts: Any = [lost, raised, died]
-    assert _own_failure(parts, False) is _own_failure(parts, True) is died
-    assert _own_failure(parts[:2], True) is None
-    assert _own_failure(parts[:2], False) is raised
-    assert _own_failure(parts[:1], False) is lost
+    assert _rank_to_blame(parts, False) is _own_failure(parts, True) is died
+    assert _rank_to_blame(parts[:2], True) is None
+    assert _rank_to_blame(parts[:2], False) is raised
+    assert _rank_to_blame(parts[:1], False) is lost
 
 
 @takes_minutes
