@@ -38,7 +38,7 @@ def shape_with(**sizes: Any) -> Shape:
 
 
 def test_the_operations_of_a_forward_are_two_for_each_weight_that_a_token_meets() -> None:
-    assert shape_with(layers=3, layer_parameters=100, vocabulary=7, width=5).operations(read=10, scored=4) == 2 * (3000 + 140)
+    assert shape_with(layers=3, layer_parameters=100, vocabulary=7, width=5).operations(10, 4) == 2 * (3000 + 140)
 
 
 def test_an_estimate_is_measured_on_both_halves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -400,9 +400,7 @@ def test_the_kernel_is_asked_for_what_the_bias_says(family: str) -> None:
             else:
                 cache.keys[:, :6], cache.values[:, :6] = kept
             kind = AttentionKind(0.2, window, None)
-            outs.append(
-                cache.at_positions(positions, 31).attend(1, query, key, value, kind)
-            )
+            outs.append(cache.at_positions(positions, 31).attend(1, query, key, value, kind))
         # averages of normal numbers, rounded to 8 bits on the way
         torch.testing.assert_close(outs[1], outs[0], atol=0.02, rtol=0.02)
 

@@ -93,8 +93,7 @@ class EvaluationWatch:
             temporary.replace(link)
 
     def versions_to_keep(self, pending: Iterable[Version]) -> set[Version]:
-        """Returns the versions whose checkpoints stay at any age: the best, and those that wait for an evaluation.
-        """
+        """Returns the versions whose checkpoints stay at any age: the best, and those that wait for an evaluation."""
         self._evaluations.read_new()
         best = self._best()
         return {*pending, *([] if best is None else [best[1].version])}

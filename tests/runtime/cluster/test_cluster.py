@@ -328,7 +328,7 @@ def test_of_failed_ranks_the_one_that_died_is_the_reason_then_one_that_raised_th
         SimpleNamespace(code=code, lost_contact=touch) for code, touch in ((DIED, False), (1, False), (DIED, True))
     )
     parts: Any = [lost, raised, died]
-    assert _rank_to_blame(parts, False) is _own_failure(parts, True) is died
+    assert _rank_to_blame(parts, False) is _rank_to_blame(parts, True) is died
     assert _rank_to_blame(parts[:2], True) is None
     assert _rank_to_blame(parts[:2], False) is raised
     assert _rank_to_blame(parts[:1], False) is lost
