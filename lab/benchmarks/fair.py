@@ -53,10 +53,10 @@ TASKS: Mapping[str, tuple[Study, tuple[float, ...]]] = {  # with the rates to be
 FACTOR = 3.0  # between neighbouring rates
 AGES, M = (64, 10), 0.5  # k, share of recent groups
 TIERS = (
-    ("least-variance", "none", "exact", "asymmetric"),
+    ("asymmetric", "none", "exact"),
     ("grpo", "grpo-answer", "decoupled", "raft"),
-    ("reinforce", "prox-rloo", "grpo-token", "tba-prime", "cispo", "least-variance-ones"),
-    ("gspo", "dppo", "topr", "dr-grpo", "rloo", "gspo-wide"),
+    ("reinforce", "prox-rloo", "grpo-token", "tba-prime", "cispo"),
+    ("gspo", "dppo", "topr", "dr-grpo", "rloo", "gspo-wide", "least-variance", "least-variance-ones"),
 )
 
 _beta = Constant(BETA)

@@ -83,7 +83,7 @@ TIERS = (
     ("grpo",),
     ("grpo-answer", "decoupled", "grpo-token", "tba-prime", "raft-best"),
 )
-RULE_FORMS = ("none", "least-variance")  # of the second rule (lab/default_form.md): the simpler one first
+RULE_FORMS = ("none", "asymmetric")  # of the second rule (lab/default_form.md): the simpler one first
 RULE_SEEDS = {STALE: range(16), FRESH: range(25)}
 GPU_ARGUMENTS = ("--model.device", "cuda", "--max-tokens-per-pass", "8192", "--model.generation.slots", "500",
           "--evaluation.samples", "4")  # fmt: skip
@@ -124,6 +124,7 @@ OBJECTIVES: dict[str, Objective] = {
     "raft": Raft(),
     "raft-best": Raft(keep="best"),
 }
+FORMS_OF_ROWS = (*OBJECTIVES, "earlier-push")  # the last is of before 2026-11-28: `asymmetric` with c = 1.5 g q^2
 study = Study(  # for `tba train lab/benchmarks/forms.py::exact`
     name="forms",
     recipe=base,
@@ -341,7 +342,7 @@ def table(rows: Sequence[Row]) -> str:
             "| form | rate | seeds | after, % | worst | ESS | lag | less `none`, points | less `asymmetric` |",
             "|---" * 9 + "|",
         ]
-        for form in OBJECTIVES:
+        for form in FORMS_OF_ROWS:
             runs = [r for r in rows if (r.form, r.k) == (form, k) and r.seed != TUNING_SEED]
             if not runs:
                 continue
@@ -355,7 +356,7 @@ def table(rows: Sequence[Row]) -> str:
             ]
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
-    for form in OBJECTIVES:
+    for form in FORMS_OF_ROWS:
         stale_gains, fresh_gains = (paired_gains(rows, form, "none", k) for k, _ in (STALE, FRESH))
         if form != "none" and min(len(stale_gains), len(fresh_gains)) > 1:
             lines.append(f"{form} less none, both regimes alike: {pooled_by_halves(stale_gains, fresh_gains)}")
@@ -417,7 +418,7 @@ def rule_verdict(rows: Sequence[Row], simpler_form: str, other_form: str) -> str
 def _tuning_text(tuning: Sequence[Row]) -> str:
     return "; ".join(
         f"{form} " + ", ".join(f"{r.rate:g}: {r.after:.1%}" for r in sorted(form_rows, key=lambda r: r.rate))
-        for form in OBJECTIVES
+        for form in FORMS_OF_ROWS
         if (form_rows := [r for r in tuning if r.form == form])
     )
 

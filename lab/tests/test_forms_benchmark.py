@@ -125,15 +125,15 @@ def test_the_second_rule_tunes_at_each_age_and_pools_by_precision(forms: Any) ->
     rows: list[Any] = []
     while cells := forms.next_rule_cells(rows):
         cell = cells[0]
-        after = {1e-4: 0.2, 2e-4: 0.4, 4e-4: 0.3}[cell.rate] + (cell.form == "least-variance") * 0.05
+        after = {1e-4: 0.2, 2e-4: 0.4, 4e-4: 0.3}[cell.rate] + (cell.form == "asymmetric") * 0.05
         spread = 0.01 * (cell.seed % 2)
         rows.append(row(forms, cell.form, cell.rate, cell.seed, after + spread * (cell.form == "none"), cell.k))
     counts = {(form, k): sum((r.form, r.k) == (form, k) for r in rows) for form in forms.RULE_FORMS for k in (16, 1)}
     assert counts == {(form, k): 3 + n for form in forms.RULE_FORMS for k, n in ((16, 16), (1, 25))}
     verdict = forms.rule_verdict(rows, *forms.RULE_FORMS)
-    assert verdict.startswith("least-variance less none: 4.5 (0.1) at k = 16, 4.5 (0.1) at k = 1; pooled 4.5 [")
-    assert verdict.endswith(": least-variance")
-    noise = {"none": (0.30, 0.31, 0.35), "least-variance": (0.31, 0.30, 0.36)}
+    assert verdict.startswith("asymmetric less none: 4.5 (0.1) at k = 16, 4.5 (0.1) at k = 1; pooled 4.5 [")
+    assert verdict.endswith(": asymmetric")
+    noise = {"none": (0.30, 0.31, 0.35), "asymmetric": (0.31, 0.30, 0.36)}
     equal_rows = [
         row(forms, form, 2e-4, s, x, k) for form, xs in noise.items() for s, x in enumerate(xs) for k in (16, 1)
     ]

@@ -213,9 +213,8 @@ def test_a_chat_model_is_asked_by_its_template_and_marked_for_the_city_and_for_f
 def test_the_readmes_own_task_runs_from_a_file_of_chats(
     tmp_path: Path, chat_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (code,) = re.findall(
-        r"^```python\n(.*?)^```", (EXAMPLES.parent / "README.md").read_text(), re.DOTALL | re.MULTILINE
-    )
+    readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+    (code,) = (c for c in re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE) if "recipe = " in c)
     monkeypatch.chdir(tmp_path)
     Path("task.py").write_text(code)
     lines = [

@@ -100,8 +100,9 @@ class Shape:
         return self.layers * sum(n * m for n, m in self.linear.values())
 
     def operations(self, read_tokens: float, scored_tokens: float) -> float:
-        """Returns the floating-point operations of a forward over `read_tokens`, of which `scored_tokens` go through
-        the head: two for each weight of a matrix. Attention to other tokens is left out, which for long ones is not little.
+        """Returns the floating-point operations of a forward over `read_tokens`, two for each weight of a matrix.
+
+        `scored_tokens` of them go through the head. Attention is left out, which is much for long texts.
         """
         return 2 * (self.layers * self.layer_parameters * read_tokens + self.vocabulary * self.width * scored_tokens)
 
