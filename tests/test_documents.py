@@ -19,6 +19,7 @@ from tba.fields import fields_of, split_options
 from tba.record import metrics
 from tba.record.ledger import TERMS
 from tba.record.summary import Summary, WallSeconds
+from tba.replay.selection import RecencyReward
 from tba.settings import find, override
 from tba.shipped import recipe_names
 from tba_lab.command import StudyOptions
@@ -180,3 +181,18 @@ def test_every_key_of_a_summary_and_every_known_metric_is_explained() -> None:
 def test_nothing_in_the_documents_is_of_one_machine() -> None:
     for document in DOCUMENTS:
         assert not re.search(r"(?<![\w.])/(home|root|work|tmp|Users)/", document.read_text(encoding="utf-8")), document
+
+
+def test_the_hyperparameters_of_the_page_are_those_of_the_recipes() -> None:
+    page = (ROOT / "docs" / "hyperparameters.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if " x " in line[60:]]
+    rows = [row for row in rows if row and row[0].startswith("`")]
+    assert len(rows) == 8
+    for name, _, _, rate, _, batch, sync_every, recent_share, uses in rows:
+        recipe = find(name.partition("`,")[0].strip("`"))
+        assert float(rate) == recipe.optimizer.lr
+        assert batch == f"{recipe.groups_per_step} x {recipe.group_size}"
+        assert int(sync_every) == recipe.sync_every
+        assert isinstance(recipe.replay.selection, RecencyReward)
+        assert float(recent_share) == recipe.replay.selection.m
+        assert float(uses) == recipe.replay.pacing.max_mean_uses
