@@ -185,11 +185,13 @@ def test_nothing_in_the_documents_is_of_one_machine() -> None:
 
 def test_the_hyperparameters_of_the_page_are_those_of_the_recipes() -> None:
     page = (ROOT / "docs" / "hyperparameters.md").read_text(encoding="utf-8")
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if " x " in line[60:]]
-    rows = [row for row in rows if row and row[0].startswith("`")]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if re.search(r"\d x \d", line)
+    ]
+    rows = [row for row in rows if len(row) == 9]
     assert len(rows) == 8
     for name, _, _, rate, _, batch, sync_every, recent_share, uses in rows:
-        recipe = find(name.partition("`,")[0].strip("`"))
+        recipe = find(name.split("`")[1])
         assert float(rate) == recipe.optimizer.lr
         assert batch == f"{recipe.groups_per_step} x {recipe.group_size}"
         assert int(sync_every) == recipe.sync_every
