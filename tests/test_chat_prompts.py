@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from tba import chat_prompts, templates
 from tba.chat_prompts import chat_markup, prompt_tokens, with_arguments
 from tba.errors import UserError
-from tba.models.warm_start import pairs_of
+from tba.models.warm_start import demonstration_pairs
 from tba.rollout.prompts import PromptSettings, encode
 from tba.training.tiny_models import character_tokenizer
 from tba.types import Problem
@@ -139,7 +139,7 @@ def test_a_prompt_begins_as_the_tokenizer_begins_texts_and_does_not_end_as_they_
         encode([Problem("")], "t", tokenizer, PromptSettings())
     asked = [prompt.tokens.tolist() for prompt in encode(problems, "t", tokenizer, PromptSettings()).prompts]
     assert asked == [[begin[1], a, a + 1], [begin[1], a], [begin[1], a]]
-    assert [(list(pair.prompt), pair.response) for pair in pairs_of(problems, tokenizer)] == [
+    assert [(list(pair.prompt), pair.response) for pair in demonstration_pairs(problems, tokenizer)] == [
         (prompt, [answer]) for prompt, answer in zip(asked, (a, a, a + 1), strict=True)
     ]
 

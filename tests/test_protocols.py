@@ -17,7 +17,7 @@ from tba.protocols import LoadedOnDevice, PolicyOutput, path_of
 from tba.recipe import LARGEST_SQUARED
 from tba.replay.selection import Selector
 from tba.runs.deciding import with_weights
-from tba.runtime.needs import checkpointed
+from tba.runtime.needs import with_checkpointing
 from tba.settings import find
 
 TOY = Path(__file__).parent / "toy" / "recipe.py"
@@ -56,7 +56,7 @@ def test_components_without_any_optional_ability_train(tmp_path: Path) -> None:
     assert path_of(recipe.model) == ""
     assert isinstance(recipe.model, LoadedOnDevice)
     assert recipe.largest_reward == LARGEST_SQUARED
-    assert checkpointed(recipe) is None
+    assert with_checkpointing(recipe) is None
     assert with_weights(recipe, [], print)[1] == []
     run = tba.train(recipe, runs=tmp_path, run_name="r", quiet=True, runtime="inline")
     assert run.summary is not None

@@ -60,7 +60,8 @@ if TYPE_CHECKING:
     from tba.types import Version as Version
 
 _NAMES_BY_MODULE = {  # the public names again, without loading their modules
-    "api": "Run check evaluate open_run train", "engines.transformers": "EngineSettings",
+    "api": "Run check evaluate load_recipe open_run train", "batch": "collate",
+    "engines.transformers": "EngineSettings", "generation": "generate",
     "environments.hosts": "EpisodeLimits", "environments.task": "EnvironmentTask",
     "environments.verifiers_task": "VerifiersTask", "errors": "TbaError UserError",
     "evaluation.accuracy": "EvaluationSettings", "models.endpoint_teacher": "EndpointTeacher",
@@ -76,7 +77,7 @@ _NAMES_BY_MODULE = {  # the public names again, without loading their modules
     "schedules": "Constant Linear WarmupConstant WarmupCosine WarmupLinear WarmupStableDecay",
     "tasks.arithmetic": "Arithmetic", "tasks.jsonl": "Jsonl", "training.optimizer": "OptimizerSettings",
     "training.supervised": "SupervisedSettings", "training.teacher": "Teacher", "training.tiny_models": "ScratchModel",
-    "types": "Completion Evaluation Group Judgement Problem Prompt Sampling Trajectory",
+    "types": "Completion Evaluation Group Judgement Problem Prompt Sampling Trajectory Version",
 }  # fmt: skip
 _MODULE_OF = {name: f"tba.{module}" for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 __all__ = sorted(_MODULE_OF)

@@ -92,8 +92,8 @@ class Version:
 
     SPELLING: ClassVar[str] = "a version such as '0.12'"
 
-    incarnation: int = 0
-    step: int = 0
+    incarnation: int = 0  # one more with each resume of the run
+    step: int = 0  # optimizer updates of the run
 
     def __str__(self) -> str:
         if self.is_average:
