@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers import (
     Llama4ForConditionalGeneration,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedModel,
 )
 
 from tba.errors import UserError
@@ -138,6 +140,15 @@ def test_a_tensor_that_is_missing_unknown_or_of_another_shape_is_named(
         with pytest.raises(UserError, match=f"do not hold the weights of a LlamaForCausalLM: {sentence}"):
             load(folder)
     assert "\x1b" not in "".join(capfd.readouterr())  # a name from a file
+
+
+def test_threads_that_load_at_once_leave_tied_weights_tied(tmp_path: Path) -> None:
+    """transformers replaces the method that ties weights while it loads a model, for the whole process."""
+    folder, tie_weights = llama(tmp_path / "model", tied=True), PreTrainedModel.tie_weights
+    with ThreadPoolExecutor(4) as pool:
+        models = list(pool.map(lambda _: pretrained(AutoModelForCausalLM, folder, torch.float32), range(24)))
+    assert PreTrainedModel.tie_weights is tie_weights
+    assert all(m.get_output_embeddings().weight is m.get_input_embeddings().weight for m in models)
 
 
 def test_a_missing_head_is_refused_unless_it_is_that_of_the_embeddings(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import importlib.util
 import logging
 import struct
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ from tba.types import is_name
 log = logging.getLogger(__name__)
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_TRANSFORMERS_LOADS = threading.RLock()  # transformers patches its classes while it loads, for all threads
 
 
 def load_model(
@@ -75,7 +77,7 @@ def load_model(
         elif seed is None:
             model = pretrained(AutoModelForCausalLM, path, dtype)
         else:
-            with torch.random.fork_rng(devices=[]):
+            with _TRANSFORMERS_LOADS, torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 model = AutoModelForCausalLM.from_config(read_config(path), dtype=dtype)
                 keep_softcap(model)
@@ -93,7 +95,7 @@ def pretrained(kind: Any, path: str | Path, dtype: torch.dtype, headless: bool =
     file_options = {name: options.pop(name) for name in ("revision", "gguf_file") if name in options}
     config_options = {name: options.pop(name) for name in ("num_labels",) if name in options}
     config = read_config(path, **file_options, **config_options)
-    with _without_report():
+    with _TRANSFORMERS_LOADS, _without_report():
         model, report = kind.from_pretrained(
             path,
             config=config,
@@ -318,7 +320,7 @@ def load_unfilled(path: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel
     None in the place of the files: they do not hold the parameters as they are, and the model is loaded, whole.
     """
     with _readable_model(path):
-        with _parameters_without_memory():
+        with _TRANSFORMERS_LOADS, _parameters_without_memory():
             config = read_config(path)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         keep_softcap(model)
