@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1] / "src" / "tba"
 FILES = sorted(ROOT.rglob("*.py"))
 
 GROUND = {"errors", "types", "typed_values", "fields", "json_input", "user_code", "markup", "chat_prompts"}
-GROUND |= {"pretrained", "tables", "turns"}
+GROUND |= {"pretrained", "tables", "assistant_turns"}
 TENSORS = {"sharding", "streaming", "host_copies", "cards"}  # torch alone
 SEAMS = GROUND | {"protocols", "generation", "grading", "batch"}
 LEAVES = {"engines", "policy", "rewards", "tasks"}
@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "chat_prompts": {"errors", "types", "markup", "templates"},  # as a tokenizer's chat template writes them
     "pretrained": {"errors", "types", "json_input"},  # models of others
     "tables": {"errors", "types", "json_input"},  # rows of files, for tasks and imports
-    "turns": {"errors", "types", "chat_prompts", "markup"},  # what ends a turn in a chat template
+    "assistant_turns": {"errors", "types", "chat_prompts", "markup"},  # what ends a turn in a chat template
     "clock": set(),
     "batch": {"types"},
     "protocols": {"types", "batch", "sharding"},  # the last two for type checkers only
