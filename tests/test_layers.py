@@ -16,7 +16,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 GROUND = {"errors", "types", "typed_values", "fields", "json_input", "user_code", "markup", "chat_prompts"}
 GROUND |= {"pretrained", "tables", "assistant_turns"}
-TENSORS = {"sharding", "streaming", "host_copies", "cards"}  # torch alone
+TENSORS = {"sharding", "streaming", "host_copies", "gpus"}  # torch alone
 SEAMS = GROUND | {"protocols", "generation", "grading", "batch"}
 LEAVES = {"engines", "policy", "rewards", "tasks"}
 PARTS = {"rollout", "intake", "training", "replay", "weights", "evaluation", "record"}
@@ -52,7 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "sharding": set(),
     "streaming": set(),
     "host_copies": {"streaming"},
-    "cards": set(),
+    "gpus": set(),
     "policy": SEAMS | TENSORS,
     "engines": SEAMS | {"policy", "streaming"},
     "environments": SEAMS | {"rewards"},  # of rewards how child processes are kept and limited
@@ -71,7 +71,7 @@ ALLOWED: dict[str, set[str]] = {
     "recipe": SEAMS | PARTS | {"models"},  # of models the one that a folder's path stands for
     "shipped": {"errors"},
     "settings": GROUND | {"recipe", "shipped"},  # recipes and studies by name, when they are asked for
-    "runtime": SEAMS | PARTS | {"cards", "clock", "environments", "recipe", "settings", "shipped"},
+    "runtime": SEAMS | PARTS | {"gpus", "clock", "environments", "recipe", "settings", "shipped"},
     "runs": CORE,
     "command": CORE | {"runs"},
     "apps.preference": CORE | {"runs"},
