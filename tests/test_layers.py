@@ -16,7 +16,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 GROUND = {"errors", "types", "typed_values", "fields", "json_input", "user_code", "markup", "chat_prompts"}
 GROUND |= {"pretrained", "tables", "assistant_turns"}
-TENSORS = {"sharding", "streaming", "host_copies", "gpus"}  # torch alone
+TENSORS = {"sharding", "streaming", "device_to_host", "gpus"}  # torch alone
 SEAMS = GROUND | {"protocols", "generation", "grading", "batch"}
 LEAVES = {"engines", "policy", "rewards", "tasks"}
 PARTS = {"rollout", "intake", "training", "replay", "weights", "evaluation", "record"}
@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     "schedules": {"errors", "fields"},
     "sharding": set(),
     "streaming": set(),
-    "host_copies": {"streaming"},
+    "device_to_host": {"streaming"},
     "gpus": set(),
     "policy": SEAMS | TENSORS,
     "engines": SEAMS | {"policy", "streaming"},
@@ -60,7 +60,7 @@ ALLOWED: dict[str, set[str]] = {
     "tasks": SEAMS | {"rewards"},  # a task names the reward that marks it
     "objectives": SEAMS | {"schedules"},
     "replay": GROUND | {"protocols"},
-    "weights": GROUND | {"protocols", "streaming", "host_copies"},
+    "weights": GROUND | {"protocols", "streaming", "device_to_host"},
     "evaluation": GROUND | {"protocols", "generation", "grading"},
     "record": GROUND | {"protocols", "evaluation"},  # of evaluate the estimators, see below
     "rollout": SEAMS | {"clock"},
