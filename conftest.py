@@ -22,7 +22,7 @@ os.environ.update(
 import torch
 from hypothesis import HealthCheck, settings
 
-from tba.cards import visible_gpus
+from tba.gpus import visible_gpus
 from tba.runtime.local import forkserver
 
 gc.disable()  # until all is imported: torch and transformers are two million objects, which each collection visits

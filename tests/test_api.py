@@ -23,11 +23,11 @@ from tba.api import _resolve
 from tba.errors import UserError
 from tba.evaluation.accuracy import EvaluationSettings
 from tba.recipe import Recipe, differences, settings_json
+from tba.recipe_names import recipe_names
 from tba.recipe_source import write_recipe
 from tba.recipes.quickstart import BASE
 from tba.replay.pacing import Pacing
 from tba.settings import find, override
-from tba.shipped import recipe_names
 from tba.tasks.arithmetic import Arithmetic
 from tba.types import Problem, Split, Version
 from toy.policy import TabularTask

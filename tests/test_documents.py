@@ -16,12 +16,12 @@ from tba.command.sft import SftOptions
 from tba.command.table import COMMANDS
 from tba.errors import UserError
 from tba.fields import fields_of, split_options
+from tba.recipe_names import recipe_names
 from tba.record import metrics
 from tba.record.ledger import TERMS
 from tba.record.summary import Summary, WallSeconds
 from tba.replay.selection import RecencyReward
 from tba.settings import find, override
-from tba.shipped import recipe_names
 from tba_lab.command import StudyOptions
 from tba_lab.study import find_study
 

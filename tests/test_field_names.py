@@ -10,8 +10,8 @@ import pytest
 
 from tba import field_names
 from tba.fields import fields_of
+from tba.recipe_names import recipe_names
 from tba.settings import find
-from tba.shipped import recipe_names
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted(str(path) for path in (ROOT / "examples").glob("*.py") if "\nrecipe = " in path.read_text())

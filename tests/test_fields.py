@@ -14,8 +14,8 @@ import pytest
 
 from tba.errors import UserError
 from tba.fields import BY_CODE, as_declared, fields_of, flags, help_of
+from tba.recipe_names import recipe_names
 from tba.settings import find, override
-from tba.shipped import recipe_names
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ import torch
 
 import tba.recipes
 from tba.batch import Batch, _copy_stream, collate, to_device
+from tba.device_to_host import HostCopies
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.generation import generate
-from tba.host_copies import HostCopies
 from tba.models.huggingface import HuggingFace
 from tba.policy.norms import rms_norm
 from tba.policy.packed import PackedLayout

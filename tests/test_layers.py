@@ -15,14 +15,14 @@ ROOT = Path(__file__).parents[1] / "src" / "tba"
 FILES = sorted(ROOT.rglob("*.py"))
 
 GROUND = {"errors", "types", "typed_values", "fields", "json_input", "user_code", "markup", "chat_prompts"}
-GROUND |= {"pretrained", "tables", "turns"}
-TENSORS = {"sharding", "streaming", "host_copies", "cards"}  # torch alone
+GROUND |= {"pretrained", "tables", "assistant_turns"}
+TENSORS = {"sharding", "streaming", "device_to_host", "gpus"}  # torch alone
 SEAMS = GROUND | {"protocols", "generation", "grading", "batch"}
 LEAVES = {"engines", "policy", "rewards", "tasks"}
 PARTS = {"rollout", "intake", "training", "replay", "weights", "evaluation", "record"}
 
 CORE = SEAMS | LEAVES | PARTS | TENSORS
-CORE |= {"environments", "models", "objectives", "schedules", "clock", "recipe", "settings", "shipped", "runtime"}
+CORE |= {"environments", "models", "objectives", "schedules", "clock", "recipe", "settings", "recipe_names", "runtime"}
 
 # What each part of the package may import of the others, below it. The core is all up to `runtime`; on `runs` stand the
 # commands, and beside them the functions for scripts and the applications, each a folder of its own, then the recipes.
@@ -36,12 +36,12 @@ ALLOWED: dict[str, set[str]] = {
     "user_code": {"errors", "types"},  # what it gives and raises
     "templates": {"errors"},  # of chats
     "markup": {"errors", "types", "templates"},  # control tokens, and text that only spells them
-    "field_names": {"shipped"},  # of any recipe, by its source
+    "field_names": {"recipe_names"},  # of any recipe, by its source
     "config_file": {"errors"},
     "chat_prompts": {"errors", "types", "markup", "templates"},  # as a tokenizer's chat template writes them
     "pretrained": {"errors", "types", "json_input"},  # models of others
     "tables": {"errors", "types", "json_input"},  # rows of files, for tasks and imports
-    "turns": {"errors", "types", "chat_prompts", "markup"},  # what ends a turn in a chat template
+    "assistant_turns": {"errors", "types", "chat_prompts", "markup"},  # what ends a turn in a chat template
     "clock": set(),
     "batch": {"types"},
     "protocols": {"types", "batch", "sharding"},  # the last two for type checkers only
@@ -51,8 +51,8 @@ ALLOWED: dict[str, set[str]] = {
     "schedules": {"errors", "fields"},
     "sharding": set(),
     "streaming": set(),
-    "host_copies": {"streaming"},
-    "cards": set(),
+    "device_to_host": {"streaming"},
+    "gpus": set(),
     "policy": SEAMS | TENSORS,
     "engines": SEAMS | {"policy", "streaming"},
     "environments": SEAMS | {"rewards"},  # of rewards how child processes are kept and limited
@@ -60,7 +60,7 @@ ALLOWED: dict[str, set[str]] = {
     "tasks": SEAMS | {"rewards"},  # a task names the reward that marks it
     "objectives": SEAMS | {"schedules"},
     "replay": GROUND | {"protocols"},
-    "weights": GROUND | {"protocols", "streaming", "host_copies"},
+    "weights": GROUND | {"protocols", "streaming", "device_to_host"},
     "evaluation": GROUND | {"protocols", "generation", "grading"},
     "record": GROUND | {"protocols", "evaluation"},  # of evaluate the estimators, see below
     "rollout": SEAMS | {"clock"},
@@ -69,16 +69,16 @@ ALLOWED: dict[str, set[str]] = {
     # the same of weights; of environments how demonstrations of episodes become tokens
     "models": SEAMS | LEAVES | TENSORS | {"training", "weights", "environments"},
     "recipe": SEAMS | PARTS | {"models"},  # of models the one that a folder's path stands for
-    "shipped": {"errors"},
-    "settings": GROUND | {"recipe", "shipped"},  # recipes and studies by name, when they are asked for
-    "runtime": SEAMS | PARTS | {"cards", "clock", "environments", "recipe", "settings", "shipped"},
+    "recipe_names": {"errors"},
+    "settings": GROUND | {"recipe", "recipe_names"},  # recipes and studies by name, when they are asked for
+    "runtime": SEAMS | PARTS | {"gpus", "clock", "environments", "recipe", "settings", "recipe_names"},
     "runs": CORE,
     "command": CORE | {"runs"},
     "apps.preference": CORE | {"runs"},
     "apps.red_team": CORE | {"runs"},
     "apps": set(),
     "recipes": CORE | {"apps.preference", "apps.red_team"},
-    "__main__": GROUND | {"command", "config_file", "field_names", "shipped", "record", "runtime"},
+    "__main__": GROUND | {"command", "config_file", "field_names", "recipe_names", "record", "runtime"},
     "api": CORE | {"runs", "recipe_source"},
     "recipe_source": GROUND | {"recipe", "settings"},
     "__init__": CORE | {"api"},  # names that it loads when they are used

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tba.errors import UserError
+from tba.recipe_names import recipe_names
 from tba.schedules import (
     Constant,
     Linear,
@@ -23,7 +24,6 @@ from tba.schedules import (
     tldr_anneal,
 )
 from tba.settings import find, override
-from tba.shipped import recipe_names
 
 
 def test_on_tldr_beta_is_0_777_at_step_31_and_jumps_to_0_05_at_step_32() -> None:

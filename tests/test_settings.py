@@ -23,10 +23,10 @@ from tba.config_file import with_config
 from tba.errors import UserError
 from tba.fields import FLAGS_ELSEWHERE, comments, fields_of, flags, help_of, without_effect
 from tba.recipe import Recipe, settings_json
+from tba.recipe_names import description_of, recipe_names
 from tba.runtime.run_directory import RunDirectory, new_path
 from tba.schedules import WarmupCosine, WarmupStableDecay
 from tba.settings import LEADING_FLAGS, find, keep_last_values, override
-from tba.shipped import description_of, recipe_names
 
 TOY = str(Path(__file__).parent / "toy" / "recipe.py")
 QUICKSTART, GSM8K = find("quickstart"), find("gsm8k")

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from tba.models.huggingface import HuggingFace
 from tba.recipe import Recipe
+from tba.recipe_names import description_of, recipe_names
 from tba.settings import find, module_of
-from tba.shipped import description_of, recipe_names
 
 PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
 HEAD = """\

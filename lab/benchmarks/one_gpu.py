@@ -79,9 +79,9 @@ from one_gpu_sharing import BY_DEFAULT, OTHERS, time_arrangements
 
 from tba.__main__ import main as tba
 from tba.batch import collate
-from tba.cards import visible_gpus
 from tba.engines.transformers import EngineSettings
 from tba.generation import generate
+from tba.gpus import visible_gpus
 from tba.models.arithmetic import forwards_per_update, product_rate
 from tba.models.memory import SearcherWorkload, Shape, TrainerWorkload, engine_bytes, total, trainer_bytes
 from tba.policy.lora import LoraSettings

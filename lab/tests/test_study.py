@@ -25,12 +25,12 @@ from tba.errors import UserError
 from tba.evaluation.estimators import mean_interval
 from tba.fields import fields_of
 from tba.recipe import ClusterSettings, Recipe
+from tba.recipe_names import recipe_names
 from tba.record.run_record import RunRecord
 from tba.record.summary import Summary
 from tba.runs.deciding import with_weights
 from tba.runtime.run_directory import RunDirectory
 from tba.settings import find
-from tba.shipped import recipe_names
 from tba_lab import STUDIES, trial_process
 from tba_lab.__main__ import main
 from tba_lab.command import StudyOptions, run_study

@@ -233,7 +233,7 @@ def _split_words(command: Command, arguments: list[str]) -> tuple[list[Any], lis
 def _refuse_missing(kind: str, name: str, command: Command) -> None:
     """Raises `UserError` for a recipe or a run that is not there, before anything heavy is loaded."""
     from tba.errors import UserError
-    from tba.shipped import VARIANT_MARK, require_shipped
+    from tba.recipe_names import VARIANT_MARK, require_recipe_name
 
     if kind == "RUN" and command.name != "import" and not Path(name).exists():
         raise UserError(f"{name}: there is no such run; give the directory of one, for example runs/NAME")
@@ -243,7 +243,7 @@ def _refuse_missing(kind: str, name: str, command: Command) -> None:
     if is_run and kind == "RECIPE":
         raise UserError(f"`{command.synopsis}` needs a recipe, and {name} is a run: `tba resume {name}` continues it")
     if not is_run:
-        require_shipped(name, or_run=kind == "RECIPE|RUN")
+        require_recipe_name(name, or_run=kind == "RECIPE|RUN")
 
 
 if __name__ == "__main__":

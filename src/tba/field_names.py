@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import TypeAlias
 
-from tba.shipped import VARIANT_MARK
+from tba.recipe_names import VARIANT_MARK
 
 Names: TypeAlias = "Mapping[str, Names] | None"  # of a value's fields, each with the names inside it; {}: none, a
 # command line can spell the value; None: the source does not tell

@@ -41,9 +41,9 @@ from tba.replay.replay import ReplaySettings
 from tba.rollout.exploration import Fixed
 from tba.rollout.prompts import PromptSettings
 from tba.rollout.vine import Vine
-from tba.training.control import Control
 from tba.training.optimizer import OptimizerSettings
 from tba.training.ranks.messages import LOADING_SECONDS, RankSettings
+from tba.training.staleness_controller import Control
 from tba.training.teacher import Teacher
 from tba.types import Json
 from tba.weights.directory import PublishSettings

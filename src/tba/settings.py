@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from tba.errors import UserError
 from tba.fields import help_of, parse_fields, refuse_without_effect, replace_fields
 from tba.recipe import Recipe
-from tba.shipped import VARIANT_MARK, require_shipped
+from tba.recipe_names import VARIANT_MARK, require_recipe_name
 
 T = TypeVar("T")
 LEADING_FLAGS = (  # of the fields that are set most: a recipe's help begins with them
@@ -54,7 +54,7 @@ def module_of(name: str) -> ModuleType:
     """Returns the module that defines a recipe: one of those shipped, by name, or a file's."""
     if name.endswith(".py"):
         return _load_file(Path(name), "recipe")
-    require_shipped(name)
+    require_recipe_name(name)
     return importlib.import_module(f"tba.recipes.{name}")
 
 

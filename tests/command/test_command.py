@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tba.__main__ import main
 from tba.apps.preference.pairs import read_pairs
 from tba.command.train import next_steps
+from tba.recipe_names import recipe_names
 from tba.record.evaluations import read_evaluations
 from tba.record.run_record import RunRecord
 from tba.record.summary import Summary
 from tba.runtime.run_directory import RunDirectory
 from tba.settings import find
-from tba.shipped import recipe_names
 from tba.training.checkpoint import newest_checkpoint
 from tba.types import Version
 

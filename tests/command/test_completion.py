@@ -12,8 +12,8 @@ import pytest
 from tba.__main__ import main
 from tba.command.completion import SHELLS, candidates
 from tba.fields import flags
+from tba.recipe_names import recipe_names
 from tba.settings import find
-from tba.shipped import recipe_names
 
 
 def completed(*words: str) -> list[str]:

@@ -13,6 +13,7 @@ import pytest
 from chat_families import tokenizer
 from tba.__main__ import main
 from tba.apps.red_team.near import NearDuplicates
+from tba.assistant_turns import assistant_turn
 from tba.command.collecting import Collected, SmoothingOptions, collect
 from tba.environments.guess_number import GuessNumber
 from tba.environments.task import EnvironmentTask
@@ -27,7 +28,6 @@ from tba.runs.validating import notes_on_prompts
 from tba.settings import find
 from tba.training.supervised import Pair
 from tba.training.tiny_models import character_tokenizer
-from tba.turns import assistant_turn
 from tba.types import Completion, Prompt, StopReason, Trajectory, Version
 
 SUMS = str(Path(__file__).parents[1] / "tiny_sums.py")

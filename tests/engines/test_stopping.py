@@ -16,6 +16,7 @@ from tokenizers import AddedToken
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from chat_families import tokenizer
+from tba.assistant_turns import assistant_turn
 from tba.engines.stopping import find_stops
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.environments.episode import Observation
@@ -25,7 +26,6 @@ from tba.generation import generate
 from tba.policy.causal import CausalPolicy
 from tba.settings import find, override
 from tba.training.tiny_models import train_bpe_tokenizer
-from tba.turns import assistant_turn
 from tba.types import Prompt, Sampling, StopReason
 
 

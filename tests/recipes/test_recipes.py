@@ -11,12 +11,12 @@ from tba.apps.preference.tldr import Tldr
 from tba.apps.red_team.task import RedTeam
 from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
+from tba.recipe_names import recipe_names
 from tba.recipes.quickstart import recipe as quickstart
 from tba.recipes.tldr_small import recipe as small
 from tba.rollout.exploration import Fixed
 from tba.runs.validating import validate
 from tba.settings import find
-from tba.shipped import recipe_names
 from tba.training.tiny_models import train_bpe_tokenizer
 
 

@@ -2,8 +2,8 @@
 
 from types import ModuleType
 
+from tba.recipe_names import recipe_names
 from tba.settings import module_of
-from tba.shipped import recipe_names
 
 
 def test_the_committed_page_is_the_one_the_recipes_give(tool: ModuleType) -> None:

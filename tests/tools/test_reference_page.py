@@ -7,8 +7,8 @@ from types import ModuleType
 
 import tba
 from tba.fields import fields_of
+from tba.recipe_names import recipe_names
 from tba.settings import find
-from tba.shipped import recipe_names
 
 
 def test_the_committed_page_is_the_one_the_code_gives(tool: ModuleType) -> None:

@@ -28,8 +28,8 @@ from transformers import AutoModelForCausalLM
 
 from lanes import open_lane
 from tba.batch import collate, deal
+from tba.device_to_host import HostCopies
 from tba.errors import DeadlineExceeded, PartFailed
-from tba.host_copies import HostCopies
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.causal import CausalPolicy
 from tba.policy.lora import LoraSettings, add_adapters

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lanes import ThreadLane, open_lane
+from tba.device_to_host import HostCopies
 from tba.errors import DeadlineExceeded
-from tba.host_copies import HostCopies
 from tba.streaming import TensorStream
 from tba.types import Json, Version
 from tba.weights.background import BackgroundPublisher

@@ -11,7 +11,7 @@ from tba import field_names
 from tba.config_file import with_config
 from tba.errors import TbaError, UserError
 from tba.fields import field_lines, fields_of, flags_in, refuse_unknown, split_options
-from tba.shipped import description_of, recipe_names
+from tba.recipe_names import description_of, recipe_names
 from tba_lab import STUDIES
 
 USAGE = """\

@@ -22,6 +22,7 @@ import numpy as np
 from rich.console import Console
 
 from tba.errors import UserError
+from tba.recipe_names import VARIANT_MARK
 from tba.record.run_record import RunRecord
 from tba.record.terminal import terminal
 from tba.record.text import duration
@@ -29,7 +30,6 @@ from tba.runs.validating import validate
 from tba.runtime.local.forkserver import prepare_forkserver
 from tba.runtime.stop_requests import stop_requests
 from tba.settings import override
-from tba.shipped import VARIANT_MARK
 from tba_lab.comparison import Outcome
 from tba_lab.figures import accuracy_curve, format_figure, heading, pass_of, read_diversity
 from tba_lab.study import Study, check_seeds, file_of, find_study, positions, varying_field_plots

@@ -20,8 +20,8 @@ import numpy as np
 from tba.errors import UserError
 from tba.evaluation.estimators import SAMPLED
 from tba.recipe import Recipe, settings_json
+from tba.recipe_names import recipe_names
 from tba.settings import load_definition, override
-from tba.shipped import recipe_names
 from tba.types import Json, is_name
 from tba_lab import STUDIES
 from tba_lab.comparison import Outcome

@@ -13,6 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from tba.assistant_turns import assistant_turn
 from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
 from tba.recipe import Recipe
@@ -22,7 +23,6 @@ from tba.replay.follower import JournalFollower
 from tba.replay.reading import JournalFile
 from tba.runtime.run_directory import RunDirectory
 from tba.training.supervised import Pair, SupervisedSettings
-from tba.turns import assistant_turn
 from tba.types import StopReason, Trajectory
 
 _CHUNK_ROWS = 512  # trajectories of a journal

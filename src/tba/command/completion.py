@@ -15,7 +15,7 @@ from pathlib import Path
 from tba.command.table import COMMANDS, Command
 from tba.errors import UserError
 from tba.fields import fields_of
-from tba.shipped import recipe_names
+from tba.recipe_names import recipe_names
 from tba.weights.atomic_dir import cache_folder
 
 SHELLS = {

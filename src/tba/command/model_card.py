@@ -18,10 +18,10 @@ from tba.command.report_data import settings_of
 from tba.errors import UserError
 from tba.json_input import parse_json, read_json
 from tba.policy.lora import CONFIG
+from tba.recipe_names import VARIANT_MARK
 from tba.record.evaluations import figure
 from tba.record.run_record import RunRecord
 from tba.record.text import duration, percent, printable, short_number
-from tba.shipped import VARIANT_MARK
 from tba.types import Json, Version
 
 LICENCE_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")  # as the Hub names licences

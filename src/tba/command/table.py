@@ -214,7 +214,7 @@ _TABLE = (
         sets_fields=True,
         usage_options="[--checkpoint DIR] [--split eval] [--texts FILE] [--out FILE] [--against FILE]",
     ),
-    Command("recipes", "", "list the recipes", "shipped.list_recipes"),
+    Command("recipes", "", "list the recipes", "recipe_names.list_recipes"),
     Command(
         "example",
         "[NAME]",

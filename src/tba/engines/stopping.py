@@ -11,10 +11,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tba.assistant_turns import assistant_turn, special_id
 from tba.errors import UserError
 from tba.markup import decode_tokens
 from tba.protocols import Tokenizer
-from tba.turns import assistant_turn, special_id
 from tba.types import StopReason
 
 if TYPE_CHECKING:

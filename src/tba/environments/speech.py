@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tba.assistant_turns import LATER_SLOT, AssistantTurn, assistant_turn, render_after_answer, tool_message
 from tba.environments.episode import EpisodeFailed, Observation
 from tba.errors import UserError
 from tba.markup import THOUGHT, Markup, control_tokens, decode_tokens, encode_continuation, encode_markup, visible_text
 from tba.protocols import Tokenizer
-from tba.turns import LATER_SLOT, AssistantTurn, assistant_turn, render_after_answer, tool_message
 from tba.types import IntArray, Json, quote
 
 

@@ -13,13 +13,13 @@ from functools import cached_property, partial
 
 import numpy as np
 
+from tba.assistant_turns import AnswerFrame, AssistantTurn, assistant_turn
 from tba.chat_prompts import chat_markup, prompt_tokens
 from tba.errors import UserError
 from tba.intake.answers import ImportedAnswer
 from tba.markup import Markup, decode_tokens, encode_markup, visible_text
 from tba.protocols import Tokenizer
 from tba.tables import Refusal
-from tba.turns import AnswerFrame, AssistantTurn, assistant_turn
 from tba.types import ELSEWHERE, THOUGHTS, Completion, Json, Message, Prompt, StopReason, Trajectory
 
 _QUESTION = "question"  # the field in which a task keeps what its prompt asks, without the words around it

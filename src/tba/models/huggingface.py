@@ -22,12 +22,12 @@ import safetensors
 import torch
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 
-from tba.cards import GPU_SHARE, visible_gpus
 from tba.chat_prompts import with_arguments, with_day
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.engines.vllm import REFUSALS, VllmEngine, VllmSettings
 from tba.errors import TbaError, UserError
 from tba.fields import as_declared
+from tba.gpus import GPU_SHARE, visible_gpus
 from tba.models import memory
 from tba.models.arithmetic import arithmetic_of, positions_of, shape_of
 from tba.models.memory import SearcherWorkload, Shape

@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 
 import torch
 
+from tba.assistant_turns import add_end_tokens, assistant_turn
 from tba.chat_prompts import chat_markup, prompt_tokens, with_arguments
 from tba.environments.scripted import encode_parts, play_demonstration
 from tba.environments.speech import Speech
@@ -27,7 +28,6 @@ from tba.protocols import Acted, Task
 from tba.training.cache import cached_folder, supervised_key
 from tba.training.supervised import Pair, SupervisedSettings, supervise
 from tba.training.tiny_models import ScratchModel, character_tokenizer, train_bpe_tokenizer
-from tba.turns import add_end_tokens, assistant_turn
 from tba.types import Json, Problem
 from tba.user_code import problems_of
 from tba.weights.atomic_dir import cache_folder

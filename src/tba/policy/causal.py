@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from tba.assistant_turns import add_end_tokens
 from tba.batch import Batch, to_device
 from tba.errors import UserError
 from tba.policy.head import Head, ProbabilityBuffer, apply_head, linear_heads, token_log_probabilities, write_entropy
@@ -36,7 +37,6 @@ from tba.policy.packed import ATTENTION, pack, packed_hidden, use_packed_attenti
 from tba.protocols import PolicyOutput
 from tba.sharding import Sharding, is_sharded, local_part, row_range
 from tba.streaming import shapes_of, write_tensors
-from tba.turns import add_end_tokens
 
 if TYPE_CHECKING:
     from tba.policy.fsdp import ShardedModel

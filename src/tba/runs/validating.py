@@ -8,9 +8,9 @@ import os
 
 import numpy as np
 
-from tba.cards import visible_gpus
 from tba.engines.vllm import require_vllm
 from tba.errors import UserError
+from tba.gpus import visible_gpus
 from tba.objectives.grpo import Grpo
 from tba.objectives.policy_gradient import Reinforce
 from tba.protocols import Examined, HasChatTemplate, HasGeneration, HasOffPolicy, Model

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tba.cards import GPU_SHARE, VISIBLE_DEVICES
 from tba.errors import UserError
+from tba.gpus import GPU_SHARE, VISIBLE_DEVICES
 from tba.recipe import Recipe
 from tba.runtime.needs import needs, with_checkpointing
 from tba.training.ranks.messages import name_of_rank

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tba.cards import visible_gpus
 from tba.clock import SEARCHER_STATES, State, combined_share
 from tba.errors import UserError
+from tba.gpus import visible_gpus
 from tba.json_input import read_json
 from tba.protocols import ComputeCost
 from tba.recipe import Recipe

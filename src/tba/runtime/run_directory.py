@@ -27,13 +27,13 @@ import tba.settings
 from tba.errors import UserError
 from tba.json_input import read_json
 from tba.recipe import Recipe, settings_json
+from tba.recipe_names import VARIANT_MARK
 from tba.record.jsonl import as_json, write_json
 from tba.replay.database import acknowledged_folder
 from tba.replay.follower import JournalFollower
 from tba.replay.missing_rows import leave_mark
 from tba.runtime.program import version
 from tba.runtime.run_lock import hold
-from tba.shipped import VARIANT_MARK
 from tba.types import Json, is_name
 
 

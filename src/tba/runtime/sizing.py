@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
-from tba.cards import visible_gpus
 from tba.errors import UserError
+from tba.gpus import visible_gpus
 from tba.protocols import HasAdapters, HasDtype, HasGeneration, HasGradientCheckpointing
 from tba.recipe import Recipe
 from tba.record.memory import machine_memory_bytes

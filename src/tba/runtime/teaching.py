@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from tba.assistant_turns import AnswerFrame, AssistantTurn, assistant_turn
 from tba.chat_prompts import chat_markup, prompt_tokens
 from tba.errors import UserError
 from tba.markup import decode_tokens, encode_continuation, encode_markup, visible_text
@@ -32,7 +33,6 @@ from tba.protocols import (
     path_of,
 )
 from tba.recipe import Recipe
-from tba.turns import AnswerFrame, AssistantTurn, assistant_turn
 from tba.types import Completion, FloatArray, Prompt, StopReason, Version
 from tba.user_code import problems_of
 

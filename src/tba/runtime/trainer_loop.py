@@ -46,9 +46,9 @@ from tba.runtime.reference import References
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.watching import AnswerWatch, EvaluationWatch, answer_watch_of
 from tba.training.checkpoint import Checkpoint, save_checkpoint
-from tba.training.control import Controller
 from tba.training.ranks.messages import Ranks, Rendezvous
 from tba.training.ranks.policy import Rank0Policy
+from tba.training.staleness_controller import Controller
 from tba.training.trainer import Metrics, Trainer
 from tba.types import Json, Sampling, Trajectory, Version
 from tba.weights.background import BackgroundPublisher

@@ -1,7 +1,7 @@
 """Publishing in the background while the trainer computes the next step: a thread writes the weights.
 
 Invariant: `hold` is called before the next update, so that nobody changes weights that are still to be read. Of a GPU's
-they are copied to the host first (`host_copies`), and the update waits for that on the GPU; those on the host are
+they are copied to the host first (`device_to_host`), and the update waits for that on the GPU; those on the host are
 written from where they are, and `hold` waits for that. One version leaves at a time. What is requested in the meantime
 (pins) is executed after the writing, in order. What fails in the thread is raised by the next call that waits for it,
 or by `hold`.
@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from tba.device_to_host import HostCopies
 from tba.errors import DeadlineExceeded
-from tba.host_copies import HostCopies
 from tba.protocols import PublishedWeights
 from tba.streaming import TensorStream
 from tba.types import Json, Version

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tba.recipe import Recipe
-from tba.training.control import Control
+from tba.training.staleness_controller import Control
 from tba_lab.studies._base import TARGET, base, stale, with_rate
 from tba_lab.study import Plot, Study, Variant
 

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tba.cards import visible_gpus
 from tba.chat_prompts import chat_markup
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.errors import UserError
 from tba.generation import generate
+from tba.gpus import visible_gpus
 from tba.markup import control_tokens, encode_markup, encode_whole_text, fill_template, visible_text
 from tba.policy.loading import no_bars, pretrained, readable
 from tba.pretrained import SAFE

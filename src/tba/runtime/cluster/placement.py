@@ -11,8 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tba.cards import GPU_SHARE, VISIBLE_DEVICES, visible_gpus
 from tba.errors import UserError
+from tba.gpus import GPU_SHARE, VISIBLE_DEVICES, visible_gpus
 from tba.protocols import HasDtype
 from tba.recipe import Recipe
 from tba.record.memory import machine_memory_bytes, usable_cores

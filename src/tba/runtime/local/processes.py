@@ -15,8 +15,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from tba.cards import visible_gpus
 from tba.errors import PartFailed
+from tba.gpus import visible_gpus
 from tba.json_input import read_json
 from tba.record.log import tail
 from tba.runtime.devices import environment_of, places, visible_devices

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tba.batch import Batch, deal, shortest_row, to_device
+from tba.device_to_host import HostCopies
 from tba.errors import DeadlineExceeded
-from tba.host_copies import HostCopies
 from tba.protocols import PolicyOutput, SavedPolicy
 from tba.streaming import SAFETENSORS_NAMES, TensorChange, TensorStream, changes_since
 from tba.training.gradients import Slice, assemble

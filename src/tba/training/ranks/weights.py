@@ -15,7 +15,7 @@ import safetensors
 import torch
 from torch import Tensor
 
-from tba.host_copies import HostCopies
+from tba.device_to_host import HostCopies
 from tba.protocols import SavedPolicy
 from tba.sharding import gather_rows, is_sharded, local_part, row_range
 from tba.streaming import (

@@ -15,8 +15,8 @@ import pytest
 import torch
 from runs import command
 
-import tba.cards
-from tba.cards import GPU_SHARE, VISIBLE_DEVICES, Gpus, visible_gpus
+import tba.gpus
+from tba.gpus import GPU_SHARE, VISIBLE_DEVICES, Gpus, visible_gpus
 from tba.runs.validating import validate
 from tba.settings import find
 
@@ -27,11 +27,11 @@ def gpu_count(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     count = lambda: 0 if os.environ.get(VISIBLE_DEVICES) == "" else request.param  # noqa: E731
     monkeypatch.setattr(torch.cuda, "device_count", count)
-    monkeypatch.setattr(tba.cards, "_hidden_fault", "")
+    monkeypatch.setattr(tba.gpus, "_hidden_fault", "")
     monkeypatch.delenv(VISIBLE_DEVICES, raising=False)
     monkeypatch.setenv(VISIBLE_DEVICES, "to be undone")  # the test's end restores what was there
     monkeypatch.delenv(VISIBLE_DEVICES)
-    tba.cards._query.cache_clear()
+    tba.gpus._query.cache_clear()
     return int(request.param)
 
 
@@ -84,7 +84,7 @@ def test_gpus_are_asked_for_in_a_child_but_by_a_worker_that_was_given_some(
 def test_gpus_whose_driver_does_not_answer_are_left_alone_after_the_deadline(
     gpu_count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tba.cards, "_DEADLINE", 0.1)
+    monkeypatch.setattr(tba.gpus, "_DEADLINE", 0.1)
     monkeypatch.setattr(torch.cuda, "device_count", signal.pause)  # in the child, which is then ended
     assert visible_gpus() == Gpus(fault="it does not answer within 0.1 s")
     assert os.environ[VISIBLE_DEVICES] == ""
@@ -94,8 +94,8 @@ def test_gpus_whose_driver_does_not_answer_are_left_alone_after_the_deadline(
 def test_an_interpreter_that_does_not_answer_is_left_alone_after_the_deadline_too(
     gpu_count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tba.cards, "_DEADLINE", 0.1)
-    monkeypatch.setattr(tba.cards, "_QUERY_SCRIPT", "import signal; signal.pause()")
+    monkeypatch.setattr(tba.gpus, "_DEADLINE", 0.1)
+    monkeypatch.setattr(tba.gpus, "_QUERY_SCRIPT", "import signal; signal.pause()")
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)  # so that the child cannot ask
     assert visible_gpus() == Gpus(fault="it does not answer within 0.1 s")
 
@@ -103,6 +103,6 @@ def test_an_interpreter_that_does_not_answer_is_left_alone_after_the_deadline_to
 def test_a_build_without_cuda_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.backends.cuda.is_built():
         pytest.skip("this build of torch has CUDA")
-    monkeypatch.setattr(tba.cards, "_hidden_fault", "")
+    monkeypatch.setattr(tba.gpus, "_hidden_fault", "")
     monkeypatch.setattr(os, "fork", None)  # which nobody needs for that
     assert visible_gpus() == Gpus()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tba.errors import UserError
-from tba.training.control import Control, Controller
+from tba.training.staleness_controller import Control, Controller
 
 ESS = Control("ess", low=0.5, high=0.9, every=2, most_sync_every=8, least_m=0.7)
 

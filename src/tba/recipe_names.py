@@ -31,7 +31,7 @@ def description_of(name: str, folder: Path = _FOLDER) -> str:
     return str(next(ast.literal_eval(word.value) for word in call.keywords if word.arg == "description"))
 
 
-def require_shipped(name: str, or_run: bool = False) -> None:
+def require_recipe_name(name: str, or_run: bool = False) -> None:
     """Raises `UserError` when no recipe has this name; with `or_run` the message offers a run's folder too."""
     names = recipe_names()
     if Path(name).is_file():

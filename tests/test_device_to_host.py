@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from lanes import ThreadLane, open_lane
-from tba.host_copies import HostCopies
+from tba.device_to_host import HostCopies
 from tba.streaming import write_tensors
 
 

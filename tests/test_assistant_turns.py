@@ -18,6 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import account
 from chat_families import FAMILIES, Family, call, tokenizer
+from tba.assistant_turns import assistant_turn
 from tba.chat_prompts import chat_markup, with_arguments
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.environments.engine import EpisodeEngine
@@ -43,7 +44,6 @@ from tba.models.warm_start import demonstration_pairs
 from tba.rollout.prompts import PromptSettings, encode
 from tba.tables import Refusal
 from tba.training.supervised import Pair
-from tba.turns import assistant_turn
 from tba.types import Completion, Json, Problem, Sampling, StopReason
 
 BOTH = [(name, kind) for name in FAMILIES for kind in ("base", "chat")]

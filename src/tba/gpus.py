@@ -29,7 +29,7 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 _DEADLINE = 120.0  # seconds that a child may take
 _POLL = 0.005  # seconds between two checks whether the process has ended
 _MAX_REPLY = 1 << 16  # bytes of an answer; eight GPUs take 500
-_QUERY_SCRIPT = "from tba.cards import *; import sys; sys.stdout.write(gpus_as_json())"
+_QUERY_SCRIPT = "from tba.gpus import *; import sys; sys.stdout.write(gpus_as_json())"
 
 
 @dataclass(frozen=True)

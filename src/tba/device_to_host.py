@@ -63,7 +63,7 @@ class CudaStream:
 
 
 class CudaEvent:
-    """An event of a GPU as a `Mark`."""
+    """An event of a GPU as a `WorkPoint`."""
 
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self._event = event
