@@ -23,7 +23,8 @@ class Shape:
 
 def test_kinds_are_annotations() -> None:
     assert parse_json('{"a": 1, "b": [0.5, 2]}', a=int, b=list[float], c=str | None) == {"a": 1, "b": [0.5, 2]}
-    assert parse_json(b'{"n": 3}', Shape) == {"n": 3}
+    assert parse_json(b'{"n": 3}', Shape) == Shape(3)
+    assert parse_json('{"1": ["0.2", null]}', dict[int, tuple[Version, str | None]]) == {1: (Version(0, 2), None)}
     for value, kind, sentence in (
         (True, int, "it is True, it must be a whole number"),
         (2**70, int, "must be a whole number"),

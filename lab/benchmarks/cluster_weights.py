@@ -31,6 +31,7 @@ from publishing import batch_of, policy_of, step
 from ray.cluster_utils import Cluster as Nodes
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from tba.protocols import Manifest
 from tba.runtime.cluster.actors import ExchangeActor
 from tba.runtime.cluster.client import NAMESPACE, ActorContact
 from tba.runtime.cluster.remote import RemoteWeights
@@ -91,7 +92,7 @@ def measured(home: Path, kind: str, quick: bool, here: str, there: str) -> None:
     for i in range(2 * ROUNDS + 2):
         step(policy, optimizer, batch, lambda: None)
         version = Version(0, i)
-        directory.publish(policy.weights(), version, {})
+        directory.publish(policy.weights(), version, Manifest())
         taken = [ray.get(taker.take.remote(version), timeout=DEADLINE) for taker in takers]
         counted = i >= 2 and (i % 2 == 1 or settings.full_every == 1)  # the first two find nothing warm
         if counted:

@@ -46,7 +46,7 @@ from tba.engines.slots import SlotCache
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.grading import Grader
 from tba.models.huggingface import HuggingFace
-from tba.protocols import Exploration, PublishedWeights
+from tba.protocols import Exploration, Manifest, PublishedWeights
 from tba.recipe import Recipe
 from tba.recipes.gsm8k import recipe as gsm8k
 from tba.recipes.math import recipe as math_recipe
@@ -231,7 +231,7 @@ class Published:
                 read.append(self.weights)
             return read[0]
 
-        return PublishedWeights(version, {}, once)
+        return PublishedWeights(version, Manifest(), once)
 
 
 def measure(lengths: Lengths, flows: bool, seconds: float, folder: Path) -> tuple[float, dict[str, float]]:

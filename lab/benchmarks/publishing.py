@@ -31,6 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tba.batch import Batch, collate
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.causal import CausalPolicy
+from tba.protocols import Manifest
 from tba.record.memory import resident_memory_bytes
 from tba.schedules import Constant
 from tba.training.gradients import backward
@@ -117,7 +118,7 @@ def sizes(policy: CausalPolicy, batch: Batch) -> None:
                     row: list[float] = []
                     for i in range(2):
                         began = time.perf_counter()
-                        directory.publish(policy.weights(), Version(0, i), {})
+                        directory.publish(policy.weights(), Version(0, i), Manifest())
                         row += [directory.file(Version(0, i)).stat().st_size / 1e6, time.perf_counter() - began]
                         if i == 0:
                             step(policy, optimizer, batch, lambda: None)
@@ -141,23 +142,23 @@ def main() -> None:
         directory = WeightDirectory(Path(folder))
         publisher, versions = BackgroundPublisher(directory, 600.0), iter(range(10**6))
         step(policy, optimizer, batch, lambda: None)
-        directory.publish(policy.weights(), Version(0, next(versions)), {})
+        directory.publish(policy.weights(), Version(0, next(versions)), Manifest())
         rows = []
         for _ in range(ROUNDS):
             began = time.perf_counter()
             step(policy, optimizer, batch, lambda: None)
             bare = time.perf_counter() - began
             began = time.perf_counter()
-            directory.publish(policy.weights(), Version(0, next(versions)), {})
+            directory.publish(policy.weights(), Version(0, next(versions)), Manifest())
             in_turn = time.perf_counter() - began
             step(policy, optimizer, batch, lambda: None)
             began = time.perf_counter()
-            publisher.publish(policy.weights(), Version(0, next(versions)), {})
+            publisher.publish(policy.weights(), Version(0, next(versions)), Manifest())
             given = time.perf_counter() - began
             waited = step(policy, optimizer, batch, publisher.settle)
             behind = time.perf_counter() - began
             rows.append((bare, in_turn, given + waited, behind))
-        memory = rise_in_memory(lambda: directory.publish(policy.weights(), Version(0, next(versions)), {}))
+        memory = rise_in_memory(lambda: directory.publish(policy.weights(), Version(0, next(versions)), Manifest()))
         publisher.close()
     bare, in_turn, critical, behind = (median(column) for column in zip(*rows, strict=True))
     spread = [f"{min(column):.4g} to {max(column):.4g}" for column in zip(*rows, strict=True)]

@@ -7,20 +7,21 @@ Invariant: whatever a file or a reply holds, reading it here ends in a value of 
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from tba.errors import UserError
-from tba.typed_values import convert
+from tba.typed_values import SpelledInJson, convert
 from tba.types import Json
 
 DEEPEST = 64  # nesting levels of lists and objects: ours have six
 
 
 def parse_json(text: str | bytes, kind: Any = None, /, **fields: Any) -> Any:
-    """Returns the JSON value in `text`, which has to be of a kind: a declared type (`str`, `list[int]`, `float | None`,
-    a dataclass for an object of its fields), or a dictionary from the names of an object's fields to their kinds, by
-    default those of the keywords.
+    """Returns the JSON value in `text` as one of a kind: a declared type (`str`, `list[int]`, `float | None`, a
+    dataclass for an object of its fields), or a dictionary from the names of an object's fields to their kinds, by
+    default those of the keywords: then the object is checked, and returned as it is.
 
     A field that may be null may be missing, and an object may have other fields than the dictionary. Raises
     `ValueError` for anything else.
@@ -31,13 +32,21 @@ def parse_json(text: str | bytes, kind: Any = None, /, **fields: Any) -> Any:
         raise ValueError(f"not JSON ({error})") from None
     if _is_deeper(value, DEEPEST):
         raise ValueError(f"nested more than {DEEPEST} deep")
-    check_json(value, fields if kind is None else kind)
-    return value
+    return convert(value, fields if kind is None else kind, "json")
 
 
 def check_json(value: Json, kind: Any, place: str = "it") -> None:
     """Raises `ValueError` unless the JSON value is of the kind; the message calls it `place`."""
     convert(value, kind, "json", place)
+
+
+def fields_of(value: Any) -> Json:
+    """Returns the JSON that `parse_json` reads a value of a class from, but for fields that are None: what `json.dumps`
+    calls as its `default`.
+    """
+    if isinstance(value, SpelledInJson):
+        return str(value)
+    return {f.name: member for f in fields(value) if (member := getattr(value, f.name)) is not None}
 
 
 def _is_deeper(value: Json, levels: int) -> bool:

@@ -12,7 +12,7 @@ for type checkers only, so that replay and types stay free of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -602,18 +602,39 @@ class Records(Protocol):
 
 
 @dataclass(frozen=True)
+class EvaluationRequest:
+    """Asks the searchers for the evaluation of a version."""
+
+    version: Version  # under whose name it is recorded
+    wall_seconds: float  # into the run, when it had these weights
+    during: bool  # it is neither the first version of the run nor the last
+    weights: Version | None = None  # that are evaluated: the version's own (None), or their average
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Holds the trainer's only message to its searchers, which is published with each version of the weights."""
+
+    evaluate: tuple[EvaluationRequest, ...] = ()
+    stop: bool = False  # the last step has been made
+    reference: Version | None = None  # which version is the reference policy from here on
+    journal: Mapping[str, Json] = field(default_factory=dict)  # how much it held (`replay.missing_rows.JournalCounts`)
+    wanted: int | None = None  # trajectories in all, before searchers are held back
+
+
+@dataclass(frozen=True)
 class PublishedWeights:
     """One published version: its manifest at once, its tensors when asked for."""
 
     version: Version
-    manifest: Mapping[str, Json]
+    manifest: Manifest
     read: Callable[[], Mapping[str, Any]]  # -> name -> torch.Tensor, some of them made when they are asked for
 
 
 class WeightPublisher(Protocol):
     """Takes the weights that the trainer publishes."""
 
-    def publish(self, weights: Mapping[str, torch.Tensor], version: Version, manifest: Mapping[str, Json]) -> None: ...
+    def publish(self, weights: Mapping[str, torch.Tensor], version: Version, manifest: Manifest) -> None: ...
 
 
 class WeightSource(Protocol):

@@ -17,7 +17,8 @@ from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias, Union, runtime_checkable
 
 # Where a value comes from. Words of a command line are a text or a list of texts. A value in code is converted where it
-# can mean only one value of the type, and a component is taken as it is. JSON is checked and never converted.
+# can mean only one value of the type, and a component is taken as it is. Of JSON an object becomes the instance of a
+# dataclass, and a text or list the value of a class that is spelt so; numbers and texts are checked and not converted.
 Source: TypeAlias = Literal["words", "code", "json"]
 
 SCALARS: dict[Any, str] = {str: "a text", int: "a whole number", float: "a number", Path: "a path"}
@@ -90,7 +91,8 @@ def _convert_to_option(value: Any, union: Any, source: Source, place: str) -> An
 
 def _convert_items(value: Any, kind: Any, source: Source, place: str) -> Any:
     parts = typing.get_args(kind) or (Any,)
-    is_fixed = typing.get_origin(kind) is tuple and Ellipsis not in parts
+    is_tuple = typing.get_origin(kind) is tuple
+    is_fixed = is_tuple and Ellipsis not in parts
     if isinstance(value, str | Path | Real) and (source == "words" or (source == "code" and not is_fixed)):
         value = (value,)
     if not isinstance(value, list if source == "json" else (list, tuple)):
@@ -99,24 +101,35 @@ def _convert_items(value: Any, kind: Any, source: Source, place: str) -> Any:
     if len(kinds) != len(value):
         raise ValueError(f"{place} is a list of {len(value)}, it must be one of {len(kinds)}")
     items = tuple(convert(value[i], kinds[i], source, f"number {i} of {place}") for i in range(len(value)))
-    return value if source == "json" or (isinstance(value, tuple) and items == value) else items
+    if source == "json" and not is_tuple:
+        return list(items)
+    return value if isinstance(value, tuple) and items == value else items
 
 
 def _check_object(value: Any, kind: Any, place: str) -> Any:
-    """Returns a JSON object that has the fields of a dataclass or of a dictionary, or values of one type."""
+    """Returns the instance of a dataclass that a JSON object has the fields of, or the dictionary with values of one
+    type; an object with the fields of a dictionary stays as it is.
+    """
     if not isinstance(value, dict):
         raise Mismatch(value, dict, place)
     types, parts = kind if isinstance(kind, dict) else {}, typing.get_args(kind)
     if _has_fields(kind):
         required = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
         types = {name: hint for name, hint in field_types(kind).items() if name in value.keys() | required}
-    for name, hint in types.items():
-        convert(value.get(name), hint, "json", name if place == "it" else f"{name} of {place}")
-    if _has_fields(kind) and (unknown_names := value.keys() - field_types(kind).keys()):
-        raise ValueError(f"{place} has a field {min(unknown_names)[:40]!r} that is unknown")
-    for name, inner in value.items() if parts else ():
-        convert(inner, parts[1], "json", f"{name[:40]!r} of {place}")
-    return value
+    members: dict[str, Any] = {
+        name: convert(value.get(name), hint, "json", name if place == "it" else f"{name} of {place}")
+        for name, hint in types.items()
+    }
+    if _has_fields(kind):
+        if unknown_names := value.keys() - field_types(kind).keys():
+            raise ValueError(f"{place} has a field {min(unknown_names)[:40]!r} that is unknown")
+        return kind(**members)
+    if not parts:
+        return value
+    return {
+        int(name) if parts[0] is int else name: convert(inner, parts[1], "json", f"{name[:40]!r} of {place}")
+        for name, inner in value.items()
+    }
 
 
 def _convert_scalar(value: Any, kind: Any, source: Source) -> Any:
@@ -129,8 +142,7 @@ def _convert_scalar(value: Any, kind: Any, source: Source) -> Any:
             raise ValueError
         return value if value in choices else by_spelling[value]
     if source == "json" and isinstance(kind, SpelledInJson):
-        kind.parse(value if isinstance(value, str) else "")
-        return value
+        return kind.parse(value if isinstance(value, str) else "")
     accepted = (int, float) if kind is float else kind
     if source != "json" and is_number and isinstance(value, str | Real) and not isinstance(value, accepted):
         number = kind(value)

@@ -16,7 +16,7 @@ import torch
 from test_searcher import TASK, Sent, searcher_of, small_llama
 
 from tba.grading import Grader
-from tba.protocols import GradingCalls, PublishedWeights, Reward
+from tba.protocols import GradingCalls, Manifest, PublishedWeights, Reward
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
 from tba.rollout.exploration import Fixed, RandomPerRound
@@ -161,7 +161,7 @@ class SlowWeights:
         return newest if version is None or newest.version > version else None
 
     def at(self, version: Version) -> PublishedWeights:
-        return PublishedWeights(version, {}, self.read)
+        return PublishedWeights(version, Manifest(), self.read)
 
     def read(self) -> Mapping[str, Any]:
         assert self.counted is not None
@@ -203,7 +203,7 @@ def test_generation_goes_on_while_a_reference_on_an_accelerator_scores_and_it_be
     while not reference.went_on:
         searcher.round()
     other = torch.from_numpy(TASK.reference_logits_QNV) * 2
-    searcher.weights.publish({WEIGHT: other}, Version(0, 2), {"reference": "0.2"})
+    searcher.weights.publish({WEIGHT: other}, Version(0, 2), Manifest(reference=Version(0, 2)))
     while reference.version == Version():
         searcher.round()
     searcher.drain()
@@ -242,7 +242,7 @@ class BrokenWeights:
         return self.at(self.newest) if version is None or self.newest > version else None
 
     def at(self, version: Version) -> PublishedWeights:
-        return PublishedWeights(version, {}, self.read)
+        return PublishedWeights(version, Manifest(), self.read)
 
     def read(self) -> Mapping[str, Any]:
         if self.newest > Version(0, 2):

@@ -18,7 +18,7 @@ from small_llama import small_llama
 from tba.batch import collate
 from tba.grading import Grader
 from tba.models.huggingface import HuggingFace
-from tba.protocols import Reward
+from tba.protocols import Manifest, Reward
 from tba.replay.buffer import Buffer, BufferSettings
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
@@ -180,12 +180,12 @@ def test_newer_weights_are_taken_between_rounds_and_only_then(bench: Callable[..
     versions = []
     for version in (None, Version(0, 2), None, Version(0, 4), Version(1, 4)):
         if version is not None:
-            b.weights.publish({"prefix.logits": start + version.step}, version, {"note": str(version)})
+            b.weights.publish({"prefix.logits": start + version.step}, version, Manifest(wanted=version.step))
         b.searcher.round()
         versions += sorted({t.completion.versions for t in b.follower.drain()})
     expected = [Version(), Version(0, 2), Version(0, 2), Version(0, 4), Version(1, 4)]
     assert versions == [(v, v) for v in expected]
-    assert b.searcher.manifest == {"note": "1.4"}
+    assert b.searcher.manifest == Manifest(wanted=4)
 
 
 def test_weights_that_come_in_the_middle_of_a_round_wait_for_its_end(bench: Callable[..., Bench]) -> None:
@@ -195,16 +195,18 @@ def test_weights_that_come_in_the_middle_of_a_round_wait_for_its_end(bench: Call
     def interrupted() -> bool:
         asked.append(engine.version)
         if len(asked) == 2:
-            b.weights.publish({"prefix.logits": torch.from_numpy(TASK.reference_logits_QNV)}, Version(0, 2), {"a": 1})
+            b.weights.publish(
+                {"prefix.logits": torch.from_numpy(TASK.reference_logits_QNV)}, Version(0, 2), Manifest(wanted=1)
+            )
         return False
 
     b = bench(engine=engine, interrupted=interrupted)
     b.searcher.round()
     assert asked == [Version()] * TASK.length
-    assert b.searcher.manifest == {}
+    assert b.searcher.manifest == Manifest()
     b.searcher.round()
     assert asked[TASK.length :] == [Version(0, 2)] * TASK.length
-    assert b.searcher.manifest == {"a": 1}
+    assert b.searcher.manifest == Manifest(wanted=1)
 
 
 def test_the_settings_of_each_round_are_recorded_with_its_answers(bench: Callable[..., Bench]) -> None:

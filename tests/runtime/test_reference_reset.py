@@ -160,9 +160,9 @@ def test_a_reset_between_two_syncs_sends_its_weights_out_and_names_itself_beside
         steps(train, 1)
         newest = train.weights.newer_than(None)
         assert newest is not None
-        named.append((newest.version.step, newest.manifest["reference"]))
+        named.append((newest.version.step, newest.manifest.reference))
     expected = [0, 0, 3, 3, 5, 6, 6, 6, 9, 10, 10, 10]
-    assert named == [(step, f"0.{min(9, 3 * (step // 3))}") for step in expected]
+    assert named == [(step, Version(0, min(9, 3 * (step // 3)))) for step in expected]
 
 
 def pinned(train: TrainerLoop) -> list[int]:

@@ -90,7 +90,7 @@ def test_with_the_controller_off_nothing_is_moved_and_nothing_recorded_of_it(sta
     assert train.state()["steering"] is None
     newest = train.weights.newer_than(None)
     assert newest is not None
-    assert "wanted" not in newest.manifest
+    assert newest.manifest.wanted is None
 
 
 def test_a_move_holds_for_the_trainer_and_the_replay_and_after_a_resume(start: Start, tmp_path: Path) -> None:

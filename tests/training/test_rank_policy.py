@@ -33,7 +33,7 @@ from tba.errors import DeadlineExceeded, PartFailed
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.causal import CausalPolicy
 from tba.policy.lora import LoraSettings, add_adapters
-from tba.protocols import Objective
+from tba.protocols import Manifest, Objective
 from tba.sharding import gather_rows, row_range
 from tba.training.checkpoint import Checkpoint, save_checkpoint
 from tba.training.optimizer import Optimizer, OptimizerSettings
@@ -248,7 +248,7 @@ def test_weights_are_cast_before_they_are_gathered_and_have_the_bits_of_casting_
         trained = shard_of(ranks, None)
         led = Rank0Policy(trained, ranks, WHOLE, torch.bfloat16)
         directory = WeightDirectory(tmp_path / "weights", dtype=torch.bfloat16)
-        directory.publish(led.weights(), Version(), {})
+        directory.publish(led.weights(), Version(), Manifest())
         ranks.broadcast("end")
     expected = {name: tensor.to(torch.bfloat16) for name, tensor in llama_policy().weights().items()}
     weights = directory.at(Version()).read()
@@ -282,7 +282,7 @@ def test_of_changes_ranks_send_what_is_written_and_the_file_is_the_one_that_gath
         (tmp_path / f"sent-{ranks.rank}").write_text(str(sum(sent)))
 
     def published(weights: Callable[[], Mapping[str, torch.Tensor]], to: str, step: int) -> dict[str, torch.Tensor]:
-        directories[to].publish(weights(), Version(0, step), {})
+        directories[to].publish(weights(), Version(0, step), Manifest())
         return load_file(directories[to].file(Version(0, step)))
 
     kinds = {"dtype": torch.bfloat16, "settings": PublishSettings(full_every=2)}
@@ -368,8 +368,8 @@ def test_ranks_that_copy_their_rows_go_on_while_the_files_are_written_which_are_
             leaving = led.weights()
             assert leaving.hold()
             trainer.go()
-            directory.publish(leaving, version, {})
-            plain.publish(whole, version, {})
+            directory.publish(leaving, version, Manifest())
+            plain.publish(whole, version, Manifest())
         ranks.broadcast("end")
     for version in (Version(0, 0), Version(0, 1)):
         assert filecmp.cmp(directory.file(version), plain.file(version), shallow=False)
@@ -394,9 +394,9 @@ def test_changes_since_a_file_that_another_rank_does_not_see_are_found_by_rank_0
     with ranks_of(2, tmp_path / "store", life) as ranks:
         led = Rank0Policy(shard_of(ranks, None), ranks, WHOLE)
         directory = WeightDirectory(tmp_path / "weights", settings=PublishSettings(full_every=2))
-        directory.publish(led.weights(), Version(0, 0), {})
+        directory.publish(led.weights(), Version(0, 0), Manifest())
         led.load(after)
-        directory.publish(led.weights(), Version(0, 1), {})
+        directory.publish(led.weights(), Version(0, 1), Manifest())
         assert led.copy_rows(Rank0Optimizer(ranks, SETTINGS, led.parameters(), []), tmp_path / "checkpoints") is None
         ranks.broadcast("end")
     changes = load_file(directory.file(Version(0, 1)))
@@ -529,7 +529,7 @@ def test_averages_over_two_ranks_are_those_of_one_in_what_is_saved_published_and
         led = two.policy
         assert isinstance(led, Rank0Policy)
         with two.optimizer.averages():
-            directory.publish(led.weights(), two.version.average, {})
+            directory.publish(led.weights(), two.version.average, Manifest())
         if spread_out:
             laid_out = led.copy_rows(two.optimizer, folders[1])
             assert laid_out is not None

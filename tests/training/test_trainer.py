@@ -23,6 +23,7 @@ from tba.batch import FetchedBatch, collate
 from tba.errors import NonFiniteLoss, UserError
 from tba.objectives.policy_gradient import Reinforce
 from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.protocols import Manifest
 from tba.schedules import WarmupLinear
 from tba.training.optimizer import OptimizerSettings
 from tba.training.trainer import Trainer, load_batch
@@ -58,21 +59,21 @@ def test_a_step_is_the_plain_loop_written_out(tmp_path: Path) -> None:
 
 def test_weights_are_published_every_k_updates_as_they_are_then(tmp_path: Path) -> None:
     published = Published()
-    notes = {Version(3, 2): {"reference": "3.0"}}
+    manifest = Manifest(reference=Version(3, 0))
     trainer = trainer_of(
         TabularPolicy(TASK),
         TrajectoryBalance(BETA),
         tmp_path,
         weights=published,
         version=Version(3, 0),
-        notes=lambda version: notes.get(version, {}),
+        manifest_of=lambda version: manifest if version == Version(3, 2) else None,
     )
     snapshots = []
     for _ in range(5):
         trainer.go()
         snapshots.append(trainer.policy.weights()[WEIGHT].clone())
     assert [version for version, _, _ in published.sent] == [Version(3, 2), Version(3, 4)]
-    assert [manifest for _, _, manifest in published.sent] == [{"reference": "3.0"}, {}]
+    assert [sent_manifest for _, _, sent_manifest in published.sent] == [manifest, Manifest()]
     assert torch.equal(published.sent[0][1][WEIGHT], snapshots[1])
     assert torch.equal(published.sent[1][1][WEIGHT], snapshots[3])
     assert trainer.version == Version(3, 5)

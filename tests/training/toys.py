@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from tba.batch import Batch, FetchedBatch, collate
 from tba.policy.causal import CausalPolicy
-from tba.protocols import HEADS, Objective, Policy, PolicyOutput
+from tba.protocols import HEADS, Manifest, Objective, Policy, PolicyOutput
 from tba.schedules import Constant, WarmupConstant
 from tba.training.optimizer import OptimizerSettings
 from tba.training.trainer import Trainer
-from tba.types import Completion, Group, Json, Prompt, StopReason, Trajectory, Version
+from tba.types import Completion, Group, Prompt, StopReason, Trajectory, Version
 from toy.policy import TabularPolicy, TabularReference, TabularTask
 
 TASK = TabularTask(symbols=3, length=4, prompts=4)
@@ -174,9 +174,9 @@ class Sampled:
 class Published:
     """Remembers what was published, as copies."""
 
-    sent: list[tuple[Version, dict[str, torch.Tensor], Mapping[str, Json]]] = field(default_factory=list)
+    sent: list[tuple[Version, dict[str, torch.Tensor], Manifest]] = field(default_factory=list)
 
-    def publish(self, weights: Mapping[str, torch.Tensor], version: Version, manifest: Mapping[str, Json]) -> None:
+    def publish(self, weights: Mapping[str, torch.Tensor], version: Version, manifest: Manifest) -> None:
         self.sent.append((version, {name: tensor.clone() for name, tensor in weights.items()}, manifest))
 
 
@@ -195,12 +195,12 @@ class ByHand(Trainer):
     """A trainer with its batches at hand, which sends weights out when they are due, as the trainer's loop does."""
 
     batches: Any = None
-    notes: Callable[[Version], Mapping[str, Json]] = lambda version: {}
+    manifest_of: Callable[[Version], Manifest | None] = lambda version: None
 
     def go(self) -> dict[str, float]:
         metrics = self.step(self.batches.next())
         if self.should_publish:
-            self.publish(self.notes(self.version))
+            self.publish(self.manifest_of(self.version))
         return metrics
 
 

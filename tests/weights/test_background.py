@@ -15,8 +15,9 @@ from torch import Tensor
 from lanes import ThreadLane, open_lane
 from tba.device_to_host import HostCopies
 from tba.errors import DeadlineExceeded
+from tba.protocols import Manifest
 from tba.streaming import TensorStream
-from tba.types import Json, Version
+from tba.types import Version
 from tba.weights.background import BackgroundPublisher
 from tba.weights.directory import PublishSettings, WeightDirectory
 
@@ -36,7 +37,7 @@ def held(gate: threading.Event, value: float = 1.0) -> TensorStream:
 def test_publishing_returns_at_once_and_what_is_asked_meanwhile_comes_after_it(tmp_path: Path) -> None:
     gate, there = threading.Event(), WeightDirectory(tmp_path)
     publisher = BackgroundPublisher(WeightDirectory(tmp_path), deadline=60)
-    publisher.publish(held(gate), ONE, {"step": 1})
+    publisher.publish(held(gate), ONE, Manifest(wanted=1))
     publisher.pin(ONE, "evaluate")
     assert publisher.pins(ONE) == ["evaluate"]
     assert there.newest() is None
@@ -46,7 +47,7 @@ def test_publishing_returns_at_once_and_what_is_asked_meanwhile_comes_after_it(t
     assert there.newest() == ONE
     assert there.pins(ONE) == publisher.pins(ONE) == ["evaluate"]
     assert there.at(ONE).read()["w"].tolist() == [1.0] * 4
-    publisher.publish(held(gate, 2.0), TWO, {})
+    publisher.publish(held(gate, 2.0), TWO, Manifest())
     publisher.unpin(ONE, "evaluate")
     assert publisher.versions() == [ONE, TWO]  # which settles
     assert there.pins(ONE) == []
@@ -57,8 +58,8 @@ def test_what_fails_there_is_raised_by_whoever_settles_next(tmp_path: Path) -> N
     gate = threading.Event()
     gate.set()
     publisher = BackgroundPublisher(WeightDirectory(tmp_path), deadline=60)
-    publisher.publish(held(gate), TWO, {})
-    publisher.publish(held(gate), ONE, {})
+    publisher.publish(held(gate), TWO, Manifest())
+    publisher.publish(held(gate), ONE, Manifest())
     with pytest.raises(ValueError, match="versions must increase"):
         publisher.settle()
     publisher.close()
@@ -67,7 +68,7 @@ def test_what_fails_there_is_raised_by_whoever_settles_next(tmp_path: Path) -> N
 def test_weights_that_do_not_come_are_not_waited_for_for_ever(tmp_path: Path) -> None:
     gate = threading.Event()
     publisher = BackgroundPublisher(WeightDirectory(tmp_path), deadline=0.01)
-    publisher.publish(held(gate), ONE, {})
+    publisher.publish(held(gate), ONE, Manifest())
     with pytest.raises(DeadlineExceeded, match=r"0\.01 s"):
         publisher.settle()
     gate.set()
@@ -79,7 +80,7 @@ class Slow(WeightDirectory):
 
     gate: threading.Event
 
-    def publish(self, weights: Mapping[str, Tensor], version: Version, manifest: Mapping[str, Json]) -> None:
+    def publish(self, weights: Mapping[str, Tensor], version: Version, manifest: Manifest) -> None:
         assert self.gate.wait(60)
         super().publish(weights, version, manifest)
 
@@ -99,7 +100,7 @@ def test_an_update_waits_for_the_copy_of_a_gpus_weights_and_not_for_the_disk(tmp
             publisher.hold()
             weight.add_(1)
 
-        publisher.publish({"w": weight}, ONE, {})
+        publisher.publish({"w": weight}, ONE, Manifest())
         updated = trainer.submit(update)
         assert not updated.done()
         lane.gate.set()
@@ -119,7 +120,7 @@ def test_an_update_of_weights_on_the_host_waits_for_the_disk_which_reads_them(tm
     directory, weight = slow(tmp_path), torch.zeros(4)
     publisher = BackgroundPublisher(directory, deadline=60)
     with ThreadPoolExecutor(1) as trainer:
-        publisher.publish({"w": weight}, ONE, {})
+        publisher.publish({"w": weight}, ONE, Manifest())
         held = trainer.submit(publisher.hold)
         assert not held.done()
         directory.gate.set()
@@ -130,8 +131,8 @@ def test_an_update_of_weights_on_the_host_waits_for_the_disk_which_reads_them(tm
 
 def test_what_fails_is_raised_by_the_next_update_though_it_waits_for_the_copy_alone(tmp_path: Path) -> None:
     publisher = BackgroundPublisher(WeightDirectory(tmp_path), deadline=60, copies=HostCopies(open_lane()))
-    publisher.publish({"w": torch.zeros(1)}, TWO, {})
-    publisher.publish({"w": torch.zeros(1)}, ONE, {})
+    publisher.publish({"w": torch.zeros(1)}, TWO, Manifest())
+    publisher.publish({"w": torch.zeros(1)}, ONE, Manifest())
     with ThreadPoolExecutor(1) as others:
         others.submit(lambda: publisher._jobs[-1].exception(60)).result(60)
     with pytest.raises(ValueError, match="versions must increase"):
@@ -148,7 +149,7 @@ def test_changes_are_found_in_copies_as_they_are_in_the_weights(tmp_path: Path) 
     for name, copies in (("own", None), ("copied", HostCopies(open_lane()))):
         publisher = BackgroundPublisher(WeightDirectory(tmp_path / name, 2, settings, kind), 60, copies)
         for version, weights in ((ONE, before), (TWO, after)):
-            publisher.publish(weights, version, {})
+            publisher.publish(weights, version, Manifest())
         publisher.close()
     for version in (ONE, TWO):
         own, copied = (tmp_path / name / f"{version}.safetensors" for name in ("own", "copied"))

@@ -16,6 +16,7 @@ from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.errors import UserError
 from tba.policy.causal import CausalPolicy
 from tba.policy.reference import FrozenReference
+from tba.protocols import Manifest
 from tba.streaming import TensorStream, changes_since, shapes_of
 from tba.types import Version
 from tba.weights.deltas import Restored, _apply_change, write_changes
@@ -92,8 +93,8 @@ def test_whoever_takes_an_update_holds_one_tensor_of_it_at_a_time(
     old = {name: t.clone() for name, t in CausalPolicy(LlamaForCausalLM(config)).weights().items()}
     new = {name: torch.where(torch.rand(t.shape) < 0.05, t + 1, t) for name, t in old.items()}
     directory = WeightDirectory(tmp_path, settings=PublishSettings(full_every=2))
-    directory.publish(old, Version(0, 0), {})
-    directory.publish(new, Version(0, 1), {})
+    directory.publish(old, Version(0, 0), Manifest())
+    directory.publish(new, Version(0, 1), Manifest())
     alive, most, made = 0, 0, 0
 
     def counted(base: torch.Tensor, at: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -167,10 +168,10 @@ def test_every_version_reads_as_it_was_published_in_the_type_that_was_asked_for(
     kind = dtype or torch.float32
     weights, held = tensors(0), []
     for step in range(8):
-        directory.publish(weights, Version(0, step), {"step": step})
+        directory.publish(weights, Version(0, step), Manifest(wanted=step))
         newest = WeightDirectory(tmp_path).newer_than(None)
         assert newest is not None
-        assert newest.manifest == {"step": step}
+        assert newest.manifest == Manifest(wanted=step)
         held.append((newest, {name: t.to(kind) for name, t in weights.items()}))
         weights = moved(weights, 0.01, step)
     for published, expected in held:  # most have been pruned meanwhile
@@ -182,7 +183,7 @@ def test_one_version_in_so_many_is_whole_and_its_changes_keep_it(tmp_path: Path)
     weights = tensors(0)
     since = []
     for step in range(10):
-        directory.publish(weights, Version(0, step), {})
+        directory.publish(weights, Version(0, step), Manifest())
         since.append(directory.base(Version(0, step)))
         weights = moved(weights, 0.01, step)
         if step == 2:
@@ -192,7 +193,7 @@ def test_one_version_in_so_many_is_whole_and_its_changes_keep_it(tmp_path: Path)
     directory.unpin(Version(0, 2), "reference")
     assert directory.versions() == [Version(0, 8), Version(0, 9)]
     again = WeightDirectory(tmp_path, settings=PublishSettings(full_every=4))  # another publisher, after a crash
-    again.publish(weights, Version(1, 0), {})
+    again.publish(weights, Version(1, 0), Manifest())
     assert again.base(Version(1, 0)) is None
     assert same_bits(again.at(Version(1, 0)).read(), weights)
     assert len(list(tmp_path.iterdir())) == 6  # 0.8, 0.9, of which it is the base, and 1.0
@@ -200,10 +201,10 @@ def test_one_version_in_so_many_is_whole_and_its_changes_keep_it(tmp_path: Path)
 
 def test_changes_without_their_base_are_damaged_and_other_names_no_version(tmp_path: Path) -> None:
     directory = WeightDirectory(tmp_path, settings=PublishSettings(full_every=3))
-    directory.publish(tensors(0), Version(0, 0), {})
+    directory.publish(tensors(0), Version(0, 0), Manifest())
     with pytest.raises(ValueError, match="other names"):
-        directory.publish({"a": torch.zeros(3)}, Version(0, 1), {})
-    directory.publish(tensors(1), Version(0, 1), {})
+        directory.publish({"a": torch.zeros(3)}, Version(0, 1), Manifest())
+    directory.publish(tensors(1), Version(0, 1), Manifest())
     assert json.loads((tmp_path / "0.1.json").read_text())["base"] == "0.0"
     directory.file(Version(0, 0)).unlink()
     with pytest.raises(UserError, match=r"version 0\.1 in .* is damaged"):

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tba.errors import UserError
+from tba.protocols import EvaluationRequest, Manifest
 from tba.types import Version
 from tba.weights.directory import WeightDirectory
 
@@ -26,7 +27,7 @@ def weights_of(version: Version, dtype: torch.dtype = torch.float32) -> dict[str
 
 def publish(directory: WeightDirectory, *versions: Version) -> None:
     for version in versions:
-        directory.publish(weights_of(version), version, {"step": version.step})
+        directory.publish(weights_of(version), version, Manifest(wanted=version.step))
 
 
 def steps(*numbers: int) -> list[Version]:
@@ -37,11 +38,13 @@ def steps(*numbers: int) -> list[Version]:
 def test_what_is_read_is_what_was_published_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     directory = WeightDirectory(tmp_path / "weights")
     weights = {"a": torch.randn(4, 6).to(dtype).T, "b": torch.randn(3, requires_grad=True).to(dtype)}
-    directory.publish(weights, Version(2, 5), {"stop": False, "evaluate": ["2.5"]})
+    request = EvaluationRequest(Version(2, 5), 1.5, during=True, weights=Version(2, 5).average)
+    manifest = Manifest((request,), stop=True, reference=Version(2, 0), journal={"rows": 3}, wanted=64)
+    directory.publish(weights, Version(2, 5), manifest)
     published = WeightDirectory(tmp_path / "weights").newer_than(None)
     assert published is not None
     assert published.version == Version(2, 5)
-    assert published.manifest == {"stop": False, "evaluate": ["2.5"]}
+    assert published.manifest == manifest
     read = published.read()
     assert {name: tensor.dtype for name, tensor in read.items()} == {"a": dtype, "b": dtype}
     assert all(torch.equal(read[name], weights[name]) for name in weights)
@@ -183,6 +186,7 @@ def test_damaged_files_are_named_and_not_retried_for_ever(tmp_path: Path, damage
 PUBLISHER = """
 import sys, torch
 from pathlib import Path
+from tba.protocols import Manifest
 from tba.types import Version
 from tba.weights.directory import WeightDirectory
 torch.set_num_threads(1)
@@ -190,7 +194,7 @@ directory = WeightDirectory(Path(sys.argv[1]), keep=1)
 print("ready", flush=True)
 for step in range(1, int(sys.argv[2]) + 1):
     tensors = {name: torch.full(shape, float(step)) for name, shape in SHAPES.items()}
-    directory.publish(tensors, Version(0, step), {"step": step})
+    directory.publish(tensors, Version(0, step), Manifest(wanted=step))
 """
 
 
@@ -207,7 +211,9 @@ def test_readers_beside_a_publishing_process_see_whole_versions_in_rising_order(
             if published is None:
                 continue
             values = {float(v) for tensor in published.read().values() for v in tensor.unique()}
-            if values != {float(published.version.step)} or published.manifest != {"step": published.version.step}:
+            if values != {float(published.version.step)} or published.manifest != Manifest(
+                wanted=published.version.step
+            ):
                 faults.append((published.version, values, published.manifest))
             if own is not None and published.version <= own:
                 faults.append((own, published.version))
@@ -270,7 +276,7 @@ def test_averages_are_never_the_newest_and_stay_while_they_are_pinned_or_the_new
     directory = WeightDirectory(tmp_path / "weights")
     for step in range(5):
         if step % 2 == 0:
-            directory.publish(weights_of(Version(0, step)), Version(0, step).average, {})
+            directory.publish(weights_of(Version(0, step)), Version(0, step).average, Manifest())
             assert directory.newest() in (None, Version(0, step - 1))
         publish(directory, Version(0, step))
         if step == 0:
@@ -278,7 +284,7 @@ def test_averages_are_never_the_newest_and_stay_while_they_are_pinned_or_the_new
     assert list(map(str, directory.versions())) == ["0.0a", "0.4a", "0.3", "0.4"]
     assert directory.newest() == Version(0, 4)
     with pytest.raises(ValueError, match=r"0\.3a cannot be published after 0\.4a"):
-        directory.publish(weights_of(Version(0, 3)), Version(0, 3).average, {})
+        directory.publish(weights_of(Version(0, 3)), Version(0, 3).average, Manifest())
     directory.unpin(Version.parse("0.0a"), "evaluate")
     assert list(map(str, directory.versions())) == ["0.4a", "0.3", "0.4"]
     assert Version(0, 4).average < Version(0, 0)  # whoever has evaluated one loads whatever weights are the newest

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tba.errors import UserError
+from tba.protocols import Manifest
 from tba.types import Version
 from tba.weights import in_memory
 from tba.weights.background import BackgroundPublisher
@@ -24,7 +25,7 @@ def weights_of(step: int) -> dict[str, torch.Tensor]:
 
 def publish(directory: WeightDirectory | BackgroundPublisher, *steps: int) -> None:
     for step in steps:
-        directory.publish(weights_of(step), Version(0, step), {})
+        directory.publish(weights_of(step), Version(0, step), Manifest())
 
 
 @pytest.fixture(autouse=True)

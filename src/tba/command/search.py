@@ -98,7 +98,7 @@ def _search(
         console.print(f"{place.name} joins {run.displayed_path}; its log is {log}; Ctrl-C ends it", highlight=False)
         loop, printed_at = start_loop(log), time.monotonic()
         try:
-            while not place.stop() and not loop.newest_manifest().get("stop"):
+            while not place.stop() and not loop.newest_manifest().stop:
                 loop.round()
                 if time.monotonic() - printed_at > STATUS_SECONDS:
                     printed_at = time.monotonic()

@@ -51,4 +51,5 @@ class Failure:
         path = directory / FILE
         if not path.exists():
             return None
-        return cls(**read_json(path, "it says why a run failed, and can be removed", cls))
+        failure: Failure = read_json(path, "it says why a run failed, and can be removed", cls)
+        return failure

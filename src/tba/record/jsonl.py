@@ -15,6 +15,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from io import FileIO
 from pathlib import Path
@@ -31,7 +32,8 @@ T = TypeVar("T")
 
 
 def as_json(value: object) -> Json:
-    """Returns `value` in the types of JSON: numpy numbers as Python's, not-a-number and infinities as None.
+    """Returns `value` in the types of JSON: numpy numbers as Python's, not-a-number and infinities as None, a dataclass
+    as its fields.
 
     Raises `TypeError`, naming the type, for what has no plain form.
     """
@@ -51,6 +53,8 @@ def as_json(value: object) -> Json:
         return {str(k): as_json(v) for k, v in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [as_json(v) for v in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: as_json(getattr(value, f.name)) for f in fields(value)}
     raise TypeError(f"{type(value).__name__} has no plain JSON form")
 
 

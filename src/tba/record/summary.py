@@ -7,15 +7,16 @@ from counts that were taken where they arose, so that it can show an account tha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from tba.errors import UserError
-from tba.json_input import check_json, read_json
+from tba.json_input import read_json
 from tba.record import memory
 from tba.record.evaluations import parse_evaluation
 from tba.record.jsonl import as_json, write_json
 from tba.record.ledger import Ledger
+from tba.typed_values import convert
 from tba.types import Evaluation, Json
 
 FILE = "summary.json"
@@ -141,17 +142,7 @@ class Summary:
         for derived_name in ("samples_per_insert", "slow_side", "trained_share"):
             contents.pop(derived_name, None)
         try:
-            check_json(contents, cls, "it")
-            evaluations = tuple(parse_evaluation(e) for e in contents["evaluations"])
+            summary: Summary = convert(contents, cls, "json")
+            return replace(summary, evaluations=tuple(map(parse_evaluation, contents["evaluations"])))
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} has unexpected contents ({error}): {remedy}") from error
-        return cls(
-            **{
-                **contents,
-                "wall_seconds": WallSeconds(**contents["wall_seconds"]),
-                "evaluations": evaluations,
-                "tokens": Ledger(**contents["tokens"]),
-                "trajectories": Ledger(**contents["trajectories"]),
-                "lag": Lag(**contents["lag"]),
-            }
-        )

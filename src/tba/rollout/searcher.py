@@ -47,6 +47,7 @@ from tba.protocols import (
     Exploration,
     Flow,
     Journal,
+    Manifest,
     PromptSource,
     PublishedWeights,
     Reference,
@@ -59,7 +60,7 @@ from tba.rollout.rates import GrowthRate
 from tba.rollout.rescoring import Rescorer
 from tba.rollout.stages import Limits, Scores
 from tba.rollout.vine import VineRollouts
-from tba.types import Completion, FloatArray, Json, Outcome, Prompt, Sampling, StopReason, Trajectory, Version
+from tba.types import Completion, FloatArray, Outcome, Prompt, Sampling, StopReason, Trajectory, Version
 
 log = logging.getLogger("tba.searcher")
 COSTLY_SECONDS = 0.25  # seconds of a call, beyond which a grade is put on the disk with little delay
@@ -150,7 +151,7 @@ class Searcher:
     rejected_count: int = 0  # answers
     rejection: str = ""  # why the newest rejected answer was rejected
     rounds_without_use: int | None = 0  # first rounds of which all answers were rejected; None: one was of use
-    manifest: Mapping[str, Json] = field(default_factory=dict)  # of the newest weights seen
+    manifest: Manifest = Manifest()  # of the newest weights seen
     clock: ShareClock = field(default_factory=lambda: ShareClock(state="generating"))
     _flow: tuple[Flow, Sampling] | None = None
     # by number in the flow: its position, the prompt itself, and when it began
@@ -250,8 +251,8 @@ class Searcher:
         """Load the reference that the newest weights name, if it is another one. Its version is pinned; the first one
         is what the run began with.
         """
-        name = self.manifest.get("reference")
-        if name is not None and (version := Version.parse(name)) != self.reference.version:
+        version = self.manifest.reference
+        if version is not None and version != self.reference.version:
             self.reference.load(self.weights.at(version).read(), version)
 
     def rescore(self) -> None:

@@ -85,7 +85,7 @@ def held_by_journal(run: RunDirectory) -> JournalCounts:
     the last line of metrics, searchers that have ended, the rows acknowledged to each owner, and the summary.
     """
     weights = WeightDirectory(run.weights)
-    contents = [JournalCounts.parse(weights.notes(version).get("journal")) for version in weights.versions()]
+    contents = [JournalCounts.parse(weights.manifest(version).journal) for version in weights.versions()]
     checkpoint, _ = newest_sound_checkpoint(run.checkpoints, verify=False)
     contents += [] if checkpoint is None else [JournalCounts.parse(checkpoint.state.get("journal"))]
     sources = [read_last(run.path) or {}]

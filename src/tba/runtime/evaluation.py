@@ -9,7 +9,7 @@ otherwise an only searcher that evaluates for long would stall the run.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ import numpy as np
 
 from tba.clock import ShareClock
 from tba.evaluation.accuracy import EvaluationSettings, assess_accuracy
-from tba.protocols import Engine, Journal, KeptWeights, Records, Reward, WeightSource
+from tba.protocols import Engine, EvaluationRequest, Journal, KeptWeights, Records, Reward, WeightSource
 from tba.record.evaluations import read_evaluations
 from tba.types import Json, Prompt, Version
 
@@ -39,7 +39,7 @@ class Requests:
     _pending: dict[Version, float] = field(default_factory=dict)
     _last_step: int | None = None  # the step of the newest version that was published
 
-    def manifest_entries(self, version: Version, seconds: float) -> list[dict[str, Json]]:
+    def manifest_entries(self, version: Version, seconds: float) -> list[EvaluationRequest]:
         """Returns the requests for evaluations that the manifest of a version, published now, has."""
         for evaluated_version in [v for v in self._pending if self.is_done(_job(v))]:
             del self._pending[evaluated_version]
@@ -48,8 +48,8 @@ class Requests:
             self._pending[version] = seconds
         self._last_step = version.step
         return [
-            {"version": str(v), "weights": str(self._source(v)), "wall_seconds": s, "during": 0 < v.step < self.steps}
-            for v, s in self._pending.items()
+            EvaluationRequest(v, seconds_into_run, 0 < v.step < self.steps, self._source(v))
+            for v, seconds_into_run in self._pending.items()
         ]
 
     def pin(self) -> None:
@@ -104,25 +104,26 @@ class Examiner:
     claim_seconds: float  # after which a version that was not finished may be evaluated by another searcher
     clock: ShareClock
     interrupted: Callable[[], bool] | None = None
-    evaluated_versions: set[str] = field(default_factory=set)
+    evaluated_versions: set[Version] = field(default_factory=set)
 
     def evaluate_requests(
-        self, manifest: Mapping[str, Json], before: Callable[[], None], between: Callable[[], None] | None = None
+        self,
+        requests: Sequence[EvaluationRequest],
+        before: Callable[[], None],
+        between: Callable[[], None] | None = None,
     ) -> None:
-        """Evaluate the versions that `manifest` requests and nobody has claimed.
+        """Evaluate the requested versions that nobody has claimed.
 
         before: what to do before the engine is used; between: between two chunks. On the searcher's clock both count
         as what they do.
         """
-        for request in manifest.get("evaluate", ()):
-            name = request["version"]
-            version = Version.parse(name)
-            if name not in self.evaluated_versions and self.journal.claim(_job(version), self.claim_seconds):
+        for request in requests:
+            version = request.version
+            if version not in self.evaluated_versions and self.journal.claim(_job(version), self.claim_seconds):
                 before()
                 with self.clock.state("eval"):
-                    settings = self.settings.during() if request["during"] else self.settings
-                    weights = Version.parse(request["weights"])
-                    self.evaluate(version, float(request["wall_seconds"]), settings, between, weights)
+                    settings = self.settings.during() if request.during else self.settings
+                    self.evaluate(version, request.wall_seconds, settings, between, request.weights)
 
     def evaluate(
         self,
@@ -159,7 +160,7 @@ class Examiner:
         evaluations = [replace(e, version=version, wall_seconds=wall_seconds) for e in result.evaluations]
         self.records.write(evaluations, result.answers)
         self.journal.finish(_job(version), evaluations)
-        self.evaluated_versions.add(str(version))
+        self.evaluated_versions.add(version)
 
     def _run_between(self, between: Callable[[], None], version: Version) -> None:
         with self.clock.state("generating"):

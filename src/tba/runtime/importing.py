@@ -147,8 +147,8 @@ def _reference(recipe: Recipe, run: RunDirectory) -> Reference:
     reference = reference_of(recipe, recipe.model)
     weights = WeightDirectory(run.weights)
     newest = weights.newer_than(None)
-    name = None if newest is None else newest.manifest.get("reference")
-    if name is not None and (version := Version.parse(name)) != reference.version:
+    version = None if newest is None else newest.manifest.reference
+    if version is not None and version != reference.version:
         reference.load(weights.at(version).read(), version)
     return reference
 

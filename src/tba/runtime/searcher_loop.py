@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from tba.clock import ShareClock
-from tba.protocols import Examined, Journal, Model, Records, WeightSource
+from tba.protocols import Examined, Journal, Manifest, Model, Records, WeightSource
 from tba.recipe import Recipe
 from tba.record.memory import FreedMemory, keep_few_kernels, peak_memory_bytes
 from tba.record.metrics import JOURNAL_ROWS
@@ -83,20 +83,19 @@ class SearcherLoop:
         stop, when nobody waits for running answers. `between`: what to do between two chunks of an evaluation.
         """
         manifest = self.newest_manifest()
-        stop = bool(manifest.get("stop"))
-        before = partial(self.searcher.drain, stop=True) if stop else self.searcher.free_engine
-        self.examiner.evaluate_requests(manifest, before, between)
-        return stop
+        before = partial(self.searcher.drain, stop=True) if manifest.stop else self.searcher.free_engine
+        self.examiner.evaluate_requests(manifest.evaluate, before, between)
+        return manifest.stop
 
-    def newest_manifest(self) -> Mapping[str, Json]:
+    def newest_manifest(self) -> Manifest:
         """Returns the manifest of the newest weights; empty where they were sent by a trainer that is gone."""
         newest = self.weights.newer_than(None)
-        return {} if newest is None or newest.version.incarnation < self.incarnation else newest.manifest
+        return Manifest() if newest is None or newest.version.incarnation < self.incarnation else newest.manifest
 
     def is_ahead(self) -> bool:
         """Returns whether the trainer has all trajectories that it wants by now, counting those still being graded."""
         for has_pulled in (False, True):  # the bound only rises: most often the one that is known already is enough
-            wanted_rows = self.searcher.manifest.get("wanted")
+            wanted_rows = self.searcher.manifest.wanted
             if wanted_rows is None or self.journal.rows() + self.searcher.unsent_count < wanted_rows:
                 return False
             if not has_pulled:
@@ -127,7 +126,7 @@ class SearcherLoop:
 
     def round_between(self) -> None:
         """Make a round between two chunks of an evaluation, unless the trainer is done or wants no more yet."""
-        if not self.newest_manifest().get("stop") and not self.is_ahead():
+        if not self.newest_manifest().stop and not self.is_ahead():
             self.searcher.round()
             self.searcher.free_engine()
 

@@ -26,7 +26,7 @@ import torch
 from tba.batch import Batch, FetchedBatch, distinct_rows
 from tba.clock import SEARCHER_STATES, ShareClock
 from tba.errors import UserError
-from tba.protocols import ComputeCost, HasRecentShare, Policy, Remembering, start_objective
+from tba.protocols import ComputeCost, HasRecentShare, Manifest, Policy, Remembering, start_objective
 from tba.recipe import Recipe
 from tba.record.falls import STALE, CollapseWatch, SignalWatch, StalenessWatch
 from tba.record.faults import record_fault
@@ -141,16 +141,15 @@ class TrainerLoop:
         evaluate = self.requests.manifest_entries(version, self.elapsed())
         if self.requests.averaged and version in self.requests.pending:
             self._publish_average()
-        notes: dict[str, Json] = {
-            "evaluate": evaluate,
-            "stop": self.finished,
-            "reference": str(version if as_reference else self.references.current),
-            "journal": JournalCounts.of(self.journal).state(),
-        }
         batch = self.recipe.groups_per_step * self.recipe.group_size
-        if (wanted_rows := self.replay.searcher_limit(batch, self.trainer.sync_every)) is not None:
-            notes["wanted"] = wanted_rows  # trajectories in all, before searchers are held back
-        self.trainer.publish(notes)
+        manifest = Manifest(
+            evaluate=tuple(evaluate),
+            stop=self.finished,
+            reference=version if as_reference else self.references.current,
+            journal=JournalCounts.of(self.journal).state(),
+            wanted=self.replay.searcher_limit(batch, self.trainer.sync_every),
+        )
+        self.trainer.publish(manifest)
         self.requests.pin()
 
     def _publish_average(self) -> None:
@@ -159,7 +158,7 @@ class TrainerLoop:
         """
         self.weights.settle()
         with self.trainer.optimizer.averages():
-            self.weights.publish(self.trainer.policy.weights(), self.trainer.version.average, {})
+            self.weights.publish(self.trainer.policy.weights(), self.trainer.version.average, Manifest())
             self.weights.settle()
 
     def checkpoint(self) -> None:

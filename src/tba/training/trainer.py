@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -23,12 +23,12 @@ from torch import Tensor
 
 from tba.batch import Batch, FetchedBatch
 from tba.errors import NonFiniteLoss, UserError
-from tba.protocols import HEADS, Measured, Objective, Policy, PolicyOutput, WeightPublisher
+from tba.protocols import HEADS, Manifest, Measured, Objective, Policy, PolicyOutput, WeightPublisher
 from tba.training.gradients import backward
 from tba.training.optimizer import Optimizer
 from tba.training.staleness import Staleness
 from tba.training.teacher import Teacher
-from tba.types import Group, Json, Sampling, StopReason, Trajectory, Version
+from tba.types import Group, Sampling, StopReason, Trajectory, Version
 
 Metrics: TypeAlias = dict[str, float]
 NON_FINITE_IN_A_ROW = 3
@@ -156,9 +156,9 @@ class Trainer:
             self._count_skipped_step(batch, metrics["loss"], grad_norm)
         return metrics | {"skipped": float(self.skipped)}
 
-    def publish(self, notes: Mapping[str, Json] | None = None) -> None:
-        """Publish the weights as they are, with `notes` in their manifest; a run that resumes calls it at once."""
-        self.weights.publish(self.policy.weights(), self.version, notes or {})
+    def publish(self, manifest: Manifest | None = None) -> None:
+        """Publish the weights as they are, with a manifest; a run that resumes calls it at once."""
+        self.weights.publish(self.policy.weights(), self.version, manifest or Manifest())
         self.published = self.version
 
     def _describe_batch(self, batch: Batch) -> Metrics:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from tba.device_to_host import HostCopies
 from tba.errors import DeadlineExceeded
-from tba.protocols import PublishedWeights
+from tba.protocols import Manifest, PublishedWeights
 from tba.streaming import TensorStream
-from tba.types import Json, Version
+from tba.types import Version
 from tba.weights.directory import WeightDirectory
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class BackgroundPublisher:
         self._jobs: list[Future[None]] = []
         self._pending_pins: list[tuple[Version, str]] = []  # pins of versions that are still being written
 
-    def publish(self, weights: Mapping[str, torch.Tensor], version: Version, manifest: Mapping[str, Json]) -> None:
+    def publish(self, weights: Mapping[str, torch.Tensor], version: Version, manifest: Manifest) -> None:
         """Start to publish `weights` once the version before is written; `hold` them before they change."""
         self.settle()
         is_stream = isinstance(weights, TensorStream)

@@ -29,10 +29,10 @@ import torch
 
 from tba.errors import UserError
 from tba.fields import as_declared
-from tba.json_input import parse_json
-from tba.protocols import PublishedWeights
+from tba.json_input import fields_of, parse_json
+from tba.protocols import Manifest, PublishedWeights
 from tba.streaming import TensorStream, bytes_of, changes_since, shapes_of, write_tensors
-from tba.types import Json, Version
+from tba.types import Version
 from tba.weights.atomic_dir import sync
 from tba.weights.deltas import Restored, write_changes
 from tba.weights.in_memory import InMemory, bring_to_disk, is_lost, remove
@@ -41,7 +41,6 @@ log = logging.getLogger("tba.weights")
 TENSORS = ".safetensors"
 MANIFEST = ".json"
 PINS = ".pins"
-_MANIFEST = {"version": Version, "names": list[str], "notes": dict[str, Any], "base": Version | None}
 NAME = re.compile(r"(\d+\.\d+a?)\.json")  # what is still being written begins with a dot
 
 
@@ -61,6 +60,16 @@ class PublishSettings:
                 "--publish.in-memory keeps whole versions off the disk, --publish.full-every above 1 writes less of "
                 "each: choose one of them"
             )
+
+
+@dataclass(frozen=True)
+class _VersionFacts:
+    """Holds what the file beside a version's tensors has."""
+
+    version: Version
+    names: list[str]  # of the tensors
+    notes: Manifest
+    base: Version | None = None  # of the changes; None: all tensors are there
 
 
 def _age_key(version: Version) -> Version:
@@ -95,7 +104,7 @@ class WeightDirectory:
         path.mkdir(parents=True, exist_ok=True)
         self._memory = InMemory(path) if self._settings.in_memory else None
 
-    def publish(self, weights: Mapping[str, torch.Tensor], version: Version, manifest: Mapping[str, Json]) -> None:
+    def publish(self, weights: Mapping[str, torch.Tensor], version: Version, manifest: Manifest) -> None:
         """Write `weights` (any dtype, one after the other) and `manifest` as `version`, then prune.
 
         Raises `ValueError` unless `version` is newer than all that are there: no two sets of weights share a name.
@@ -109,8 +118,7 @@ class WeightDirectory:
         temporary = self.path / f".{version}{TENSORS}"
         base = self._write_tensors(temporary, weights, is_full=version.is_average)
         os.replace(temporary, self._path_of(version, TENSORS))
-        manifest_fields = {"version": str(version), "names": sorted(weights), "notes": dict(manifest)}
-        self._write_file(version, MANIFEST, manifest_fields if base is None else manifest_fields | {"base": str(base)})
+        self._write_file(version, MANIFEST, _VersionFacts(version, sorted(weights), manifest, base))
         if not version.is_average:
             self._base, self._base_uses = (version, 1) if base is None else (base, self._base_uses + 1)
         self._prune()
@@ -174,13 +182,12 @@ class WeightDirectory:
             )
         return published
 
-    def notes(self, version: Version) -> Mapping[str, Json]:
-        """Returns the manifest of that version; empty when it is not there, or cannot be read."""
+    def manifest(self, version: Version) -> Manifest:
+        """Returns the manifest of that version; an empty one when it is not there, or cannot be read."""
         try:
-            notes = json.loads(self._path_of(version, MANIFEST).read_text())["notes"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return {}
-        return notes if isinstance(notes, dict) else {}
+            return self._facts(version).notes
+        except (OSError, UserError):
+            return Manifest()
 
     def find(self, version: Version) -> PublishedWeights | None:
         """Returns that version with its tensors mapped, None when it is not (or no longer) there.
@@ -189,11 +196,9 @@ class WeightDirectory:
         """
         manifest_path = self._path_of(version, MANIFEST)
         try:
-            manifest_fields = parse_json(manifest_path.read_bytes(), _MANIFEST)
-            notes, base_name = manifest_fields["notes"], manifest_fields.get("base")
+            facts: _VersionFacts = parse_json(manifest_path.read_bytes(), _VersionFacts)
             tensors = safetensors.safe_open(self.file(version), framework="pt")
-            base_path = None if base_name is None else self.file(Version.parse(base_name))
-            base = None if base_path is None else safetensors.safe_open(base_path, framework="pt")
+            base = None if facts.base is None else safetensors.safe_open(self.file(facts.base), framework="pt")
         except (OSError, RuntimeError, ValueError, KeyError, safetensors.SafetensorError) as error:
             if is_lost(self.file(version)):
                 raise self._lost_error(version) from error
@@ -207,7 +212,7 @@ class WeightDirectory:
                 return by_name
             return Restored({name: base.get_tensor(name) for name in base.keys()}, by_name)  # noqa: SIM118
 
-        return PublishedWeights(version, notes, load)
+        return PublishedWeights(version, facts.notes, load)
 
     def _lost_error(self, version: Version) -> UserError:
         return UserError(
@@ -221,8 +226,7 @@ class WeightDirectory:
 
         Raises `FileNotFoundError` when the version is gone.
         """
-        base_name = self._read_file(version, MANIFEST, _MANIFEST).get("base")
-        return None if base_name is None else Version.parse(base_name)
+        return self._facts(version).base
 
     def file(self, version: Version) -> Path:
         """Returns the path of a version's tensors."""
@@ -277,6 +281,10 @@ class WeightDirectory:
             return []
         return reasons
 
+    def _facts(self, version: Version) -> _VersionFacts:
+        facts: _VersionFacts = self._read_file(version, MANIFEST, _VersionFacts)
+        return facts
+
     def _read_file(self, version: Version, suffix: str, kind: Any) -> Any:
         """Reads a small file. Raises `FileNotFoundError` when it is gone, `UserError` when it is damaged."""
         try:
@@ -287,10 +295,10 @@ class WeightDirectory:
     def _path_of(self, version: Version, suffix: str) -> Path:
         return self.path / f"{version}{suffix}"
 
-    def _write_file(self, version: Version, suffix: str, value: Json) -> None:
+    def _write_file(self, version: Version, suffix: str, value: object) -> None:
         """Write a small file, under a temporary name that is then replaced by its own."""
         temporary = self.path / f".{version}{suffix}"
-        temporary.write_text(json.dumps(value))
+        temporary.write_text(json.dumps(value, default=fields_of))
         os.replace(temporary, self._path_of(version, suffix))
 
     def _prune(self) -> None:

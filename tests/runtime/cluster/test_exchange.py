@@ -16,6 +16,7 @@ from tests.replay.trajectory_cases import same, trajectory
 from tests.runtime.runs import TASK, TOY, made, until
 
 from tba.errors import HandedOutLost, UserError
+from tba.protocols import Manifest
 from tba.recipe import Recipe
 from tba.record.evaluations import read_evaluations
 from tba.record.faults import count_faults
@@ -146,11 +147,12 @@ def test_weights_that_were_handed_out_are_read_after_their_version_has_been_prun
     exchange = Exchange(run, recipe, lambda piece: piece)
     assert RemoteWeights(Direct(exchange)).newer_than(None) is None
     weights = RemoteWeights(Direct(exchange))
-    directory.publish({WEIGHT: torch.full(shape, 7.0)}, Version(0, 1), {"stop": False})
+    directory.publish({WEIGHT: torch.full(shape, 7.0)}, Version(0, 1), Manifest(stop=True))
     newest = weights.newer_than(None)
     assert newest is not None
+    assert newest.manifest == Manifest(stop=True)
     for step in (2, 3, 4):
-        directory.publish({WEIGHT: torch.full(shape, float(step))}, Version(0, step), {})
+        directory.publish({WEIGHT: torch.full(shape, float(step))}, Version(0, step), Manifest())
     assert Version(0, 1) not in directory.versions()
     assert float(newest.read()[WEIGHT].mean()) == 7.0
     assert weights.at(Version(0, 4)).version == Version(0, 4)
@@ -165,7 +167,7 @@ def test_weights_that_died_with_the_exchange_are_asked_for_again(tmp_path: Path)
     shape = TASK.reference_logits_QNV.shape
     contact = Mortal(Exchange(run, recipe, lambda piece: piece))
     weights = RemoteWeights(contact)
-    directory.publish({WEIGHT: torch.full(shape, 7.0)}, Version(0, 1), {})
+    directory.publish({WEIGHT: torch.full(shape, 7.0)}, Version(0, 1), Manifest())
     offered = weights.newer_than(None)
     assert offered is not None
     contact.exchange.close()
@@ -173,7 +175,7 @@ def test_weights_that_died_with_the_exchange_are_asked_for_again(tmp_path: Path)
     assert float(offered.read()[WEIGHT].mean()) == 7.0
     contact.alive = False
     for step in (2, 3, 4):  # what was offered has been pruned since
-        directory.publish({WEIGHT: torch.full(shape, 8.0)}, Version(0, step), {})
+        directory.publish({WEIGHT: torch.full(shape, 8.0)}, Version(0, step), Manifest())
     contact.exchange = Exchange(run, recipe, lambda piece: piece)
     with pytest.raises(HandedOutLost):
         offered.read()
@@ -193,7 +195,7 @@ def test_of_versions_that_are_changes_their_base_is_fetched_once(tmp_path: Path)
     weights = RemoteWeights(Direct(exchange))
     trained = torch.randn(40_000, generator=torch.Generator().manual_seed(0))
     for step in range(8):  # more than the exchange keeps
-        directory.publish({WEIGHT: trained}, Version(0, step), {})
+        directory.publish({WEIGHT: trained}, Version(0, step), Manifest())
         assert torch.equal(weights.at(Version(0, step)).read()[WEIGHT], trained)
         trained = trained.clone()
         trained[step * 100 : step * 100 + 50] += 1.0

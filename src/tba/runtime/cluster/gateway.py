@@ -8,12 +8,12 @@ be repeated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import getmembers, isfunction
 from typing import Any
 
-from tba.protocols import Journal, Records
+from tba.protocols import Journal, Manifest, Records
 from tba.recipe import Recipe
 from tba.record.jsonl import JsonLines
 from tba.replay.codec import to_wire
@@ -40,7 +40,7 @@ class Offer:
     """A version that can be fetched: its manifest, the header of its file, and a reference for each piece."""
 
     version: Version
-    manifest: Mapping[str, Json]
+    manifest: Manifest
     header: str
     references: Sequence[Any]
     base: Offer | None = None  # the version that these are changes of; None: this one is whole
