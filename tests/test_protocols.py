@@ -16,7 +16,7 @@ from tba.objectives.subtrajectory_balance import SubtrajectoryBalance
 from tba.protocols import LoadedOnDevice, PolicyOutput, path_of
 from tba.recipe import LARGEST_SQUARED
 from tba.replay.selection import Selector
-from tba.runs.deciding import with_weights
+from tba.runs.recipe_resolution import with_weights
 from tba.runtime.needs import with_checkpointing
 from tba.settings import find
 

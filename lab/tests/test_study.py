@@ -28,7 +28,7 @@ from tba.recipe import ClusterSettings, Recipe
 from tba.recipe_names import recipe_names
 from tba.record.run_record import RunRecord
 from tba.record.summary import Summary
-from tba.runs.deciding import with_weights
+from tba.runs.recipe_resolution import with_weights
 from tba.runtime.run_directory import RunDirectory
 from tba.settings import find
 from tba_lab import STUDIES, trial_process

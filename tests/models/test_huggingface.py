@@ -15,7 +15,7 @@ from tba.errors import UserError
 from tba.generation import generate
 from tba.models.huggingface import HuggingFace
 from tba.policy.lora import LoraSettings
-from tba.runs.deciding import with_weights
+from tba.runs.recipe_resolution import with_weights
 from tba.runtime.run_directory import RunDirectory
 from tba.settings import find, override
 from tba.tasks.arithmetic import Arithmetic

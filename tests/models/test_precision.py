@@ -20,7 +20,7 @@ from tba.models.huggingface import HuggingFace
 from tba.models.precision import Precision, PrecisionName, choose_precision
 from tba.policy.lora import LoraSettings, read_adapters
 from tba.record.metrics import read_metrics
-from tba.runs.deciding import with_weights
+from tba.runs.recipe_resolution import with_weights
 from tba.runtime.inline import Inline
 from tba.runtime.ranks.start import start_policy, start_ranks
 from tba.runtime.run_directory import RunDirectory

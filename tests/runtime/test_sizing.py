@@ -26,8 +26,8 @@ from tba.models.arithmetic import shape_of
 from tba.models.huggingface import HuggingFace
 from tba.recipe import Recipe
 from tba.replay.buffer import BufferSettings
-from tba.runs.deciding import with_sizes
 from tba.runs.estimate import one_rank_fits
+from tba.runs.recipe_resolution import with_sizes
 from tba.runs.resuming import resume_point
 from tba.runtime import sizing
 from tba.runtime.devices import LOST, USABLE

@@ -11,8 +11,8 @@ from tba.errors import UserError
 from tba.record.live import View
 from tba.record.terminal import terminal
 from tba.replay.follower import JournalFollower
-from tba.runs.deciding import with_weights
 from tba.runs.importing import import_answers, refuse_files
+from tba.runs.recipe_resolution import with_weights
 from tba.runtime.checkpointing import loss_of
 from tba.runtime.importing import prepare_run
 from tba.runtime.run_directory import RunDirectory, new_path

@@ -13,7 +13,7 @@ from tba.intake.report import Report
 from tba.recipe import Recipe
 from tba.record.jsonl import JsonLines
 from tba.record.text import printable
-from tba.runs.deciding import Say
+from tba.runs.recipe_resolution import Say
 from tba.runtime.importing import demonstrations, entries_of, intake_of
 from tba.runtime.run_directory import RunDirectory
 

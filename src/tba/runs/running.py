@@ -21,8 +21,8 @@ from tba.record.live import View
 from tba.record.recorder import TensorBoardEvents
 from tba.record.summary import Summary
 from tba.replay.database import suspect_mark
-from tba.runs.deciding import with_sizes, with_weights
 from tba.runs.importing import import_answers, import_initial_answers, refuse_files
+from tba.runs.recipe_resolution import with_sizes, with_weights
 from tba.runs.validating import notes_on_data, notes_on_prompts
 from tba.runtime.checkpointing import loss_of, note_recoveries
 from tba.runtime.disk import outside_cause
