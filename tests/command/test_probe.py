@@ -82,7 +82,7 @@ def test_the_steps_are_of_a_run_and_as_many_as_show_the_drift_unless_they_take_m
 ) -> None:
     """A clock on which each step takes `step_seconds`: after one of 20 s none is waited for."""
     recipe: Any = replace(find(str(Path(__file__).parents[1] / "tiny_sums.py")), objective=OnlySettings())
-    answers = sample_answers(recipe, 0)["answers"]
+    answers = sample_answers(recipe, 0).answers
     now = count()
     monkeypatch.setattr("tba.runs.probe.time", SimpleNamespace(perf_counter=lambda: step_seconds * next(now)))
     monkeypatch.setattr("tba.runs.probe._SLOW_STEP_SECONDS", math.inf)
@@ -94,9 +94,9 @@ def test_the_steps_are_of_a_run_and_as_many_as_show_the_drift_unless_they_take_m
 
     monkeypatch.setattr("tba.runs.probe._is_timed_enough", enough)
     figures = time_steps(recipe, 0.0, answers)
-    assert figures["step_seconds"] == step_seconds
+    assert figures.step_seconds == step_seconds
     assert timed_counts == list(range(updates + 1))
-    assert (figures["effective"] is None) == (updates < DRIFT_UPDATES)
+    assert (figures.effective is None) == (updates < DRIFT_UPDATES)
 
 
 def test_what_an_environment_said_is_read_and_not_trained() -> None:
@@ -117,11 +117,11 @@ ROUND: Any = replace(RECIPE, prompts_per_round=3, samples_per_prompt=24)  # the 
 def test_a_slow_model_answers_forty_times_and_scores_ten_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tba.runs.probe.SLOW_SECONDS", 0.0)
     figures = sample_answers(ROUND, 0)
-    assert figures["small"] == FEW_PROMPTS * FEW_ANSWERS == 40
-    assert [len(rewards) for rewards in figures["groups"]] == [FEW_ANSWERS] * FEW_PROMPTS
-    assert [len(rows) for _, rows in figures["answers"]] == [SCORED_ANSWERS] * FEW_PROMPTS
-    assert figures["reward"][0]["answers"] == 40 - FEW_ANSWERS  # the first group warms up
-    prompts, answers = figures["tokens"]  # those of a whole round
+    assert figures.small == FEW_PROMPTS * FEW_ANSWERS == 40
+    assert [len(rewards) for rewards in figures.groups] == [FEW_ANSWERS] * FEW_PROMPTS
+    assert [len(rows) for _, rows in figures.answers] == [SCORED_ANSWERS] * FEW_PROMPTS
+    assert figures.reward[0]["answers"] == 40 - FEW_ANSWERS  # the first group warms up
+    prompts, answers = figures.tokens  # those of a whole round
     assert prompts == 3 * len("1+1=")
     assert 72 <= answers <= 72 * ROUND.model.max_completion_tokens
 
@@ -129,8 +129,8 @@ def test_a_slow_model_answers_forty_times_and_scores_ten_answers(monkeypatch: py
 def test_a_quick_model_answers_whole_rounds_after_a_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tba.runs.probe.SLOW_SECONDS", math.inf)
     figures = sample_answers(ROUND, 0)
-    assert figures["small"] == 0
-    sizes = [len(rewards) for rewards in figures["groups"]]
+    assert figures.small == 0
+    sizes = [len(rewards) for rewards in figures.groups]
     assert sizes[:FEW_PROMPTS] == [FEW_ANSWERS] * FEW_PROMPTS
     assert sizes[FEW_PROMPTS:] == [24] * (3 * LEAST_ROUNDS)
 
@@ -138,8 +138,8 @@ def test_a_quick_model_answers_whole_rounds_after_a_small_one(monkeypatch: pytes
 def test_a_round_of_few_answers_is_whole_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tba.runs.probe.SLOW_SECONDS", 0.0)
     figures = sample_answers(replace(ROUND, samples_per_prompt=8), 0)
-    assert figures["small"] == 0
-    assert {len(rewards) for rewards in figures["groups"]} == {8}
+    assert figures.small == 0
+    assert {len(rewards) for rewards in figures.groups} == {8}
 
 
 def test_a_slow_reward_grades_the_first_round_only_and_of_that_two_prompts_at_least(
@@ -148,16 +148,16 @@ def test_a_slow_reward_grades_the_first_round_only_and_of_that_two_prompts_at_le
     monkeypatch.setattr("tba.runs.probe.SLOW_SECONDS", math.inf)
     monkeypatch.setattr("tba.runs.probe.SLOW_REWARD_SECONDS", 0.0)
     figures = sample_answers(ROUND, 0)
-    assert len(figures["groups"]) == len(figures["answers"]) == FEW_PROMPTS
+    assert len(figures.groups) == len(figures.answers) == FEW_PROMPTS
     monkeypatch.setattr("tba.runs.probe.MOST_GRADING_SECONDS", 0.0)
-    assert len(sample_answers(ROUND, 0)["groups"]) == 2
+    assert len(sample_answers(ROUND, 0).groups) == 2
 
 
 def test_full_slots_are_timed_by_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tba.runs.probe._STEADY_SECONDS", 0.01)
     figures = time_full_slots(ROUND, 0)
-    assert 0 < figures["token_seconds"] < 1
-    assert 0 < figures["prompt_seconds"] < 10
+    assert 0 < figures.token_seconds < 1
+    assert 0 < figures.prompt_seconds < 10
 
 
 def test_a_step_is_extrapolated_from_two_sizes_by_what_does_not_grow_and_what_each_token_takes(
@@ -189,11 +189,11 @@ def test_a_step_is_extrapolated_from_two_sizes_by_what_does_not_grow_and_what_ea
 
 def test_a_slow_step_is_not_made_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tba.runs.probe._SLOW_STEP_SECONDS", 0.0)
-    figures = time_steps(RECIPE, 0.0, sample_answers(RECIPE, 0)["answers"])
-    assert figures["small"] == f"{SCORED_ANSWERS} and {SCORED_ANSWERS * LEAST_ROUNDS}"
-    assert figures["step_seconds"] > 0
-    assert figures["effective"] is None
-    assert figures["tokens"][0] == RECIPE.groups_per_step * len("1+1=")
+    figures = time_steps(RECIPE, 0.0, sample_answers(RECIPE, 0).answers)
+    assert figures.small == f"{SCORED_ANSWERS} and {SCORED_ANSWERS * LEAST_ROUNDS}"
+    assert figures.step_seconds > 0
+    assert figures.effective is None
+    assert figures.tokens[0] == RECIPE.groups_per_step * len("1+1=")
 
 
 def test_progress_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,10 +24,10 @@ QUICKSTART = find("quickstart")
 DISTINCT = replace(QUICKSTART, replay=replace(QUICKSTART.replay, buffer=BufferSettings(distinct=True)))
 
 
-def probe(groups: list[list[float]], both: int = 0, **stopped: int) -> dict[str, Any]:
-    shown = [{"prompt": "1+1=", "answers": [{"text": "2\x1b[2J", "mark": "1", "turns": []}]}]
-    problems = {"train": 10, "eval": 4, "both": both}
-    return {"groups": groups, "problems": problems, "stopped": stopped, "shown": shown}
+def probe(groups: list[list[float]], both: int = 0, **stopped: int) -> Any:
+    examples = [{"prompt": "1+1=", "answers": [{"text": "2\x1b[2J", "mark": "1", "turns": []}]}]
+    problems = {"train_problems": 10, "held_out": 4, "shared_problems": both}
+    return SimpleNamespace(groups=groups, stop_counts=stopped, examples=examples, **problems)
 
 
 def shown(signal: Signal) -> list[str]:
@@ -53,7 +54,7 @@ def test_what_several_looks_saw_is_added_up() -> None:
 def test_an_episode_is_shown_with_its_turns_and_those_that_failed_are_counted_apart() -> None:
     found = probe([[0.0, 1.0]], failed=2, eos=4)
     turns = [(True, "h"), (False, "a-g?"), (True, "b"), (False, "c-g?"), (True, "")]
-    found["shown"][0]["answers"] = [{"text": "ha-g?bc-g?", "mark": "0.8 (turns 3)", "turns": turns}]
+    found.examples[0]["answers"] = [{"text": "ha-g?bc-g?", "mark": "0.8 (turns 3)", "turns": turns}]
     signal = Signal.of([found])
     assert (signal.answers, signal.mean_reward, signal.failed_share) == (4, 0.5, 0.5)
     assert "50.0 % failed in their environments" in signal.facts()["answers"]

@@ -31,7 +31,7 @@ from tba.recipe import Recipe
 from tba.record.show import facts_table, section
 from tba.record.terminal import Displayable
 from tba.record.text import duration, size
-from tba.runs.probe import PROGRESS
+from tba.runs.probe import FIGURES, PROGRESS, RoundTimes, SampledRounds, SlotTimes, StepTimes
 from tba.runs.reward_time import PartTime, RoundTime
 from tba.runs.signal import Signal
 from tba.runtime.devices import USABLE, environment_of, visible_devices
@@ -111,33 +111,34 @@ def estimate(
 
         say("sampling answers")
         with probe("sampling", "searcher-0") as sampling:
-            sample = sampling.result(say)
+            sample: SampledRounds = sampling.result(say)
         signal_of_answers = Signal.of([sample], recipe.evaluation.threshold)  # says where no answer has a reward
-        length = sample["tokens"][1] / recipe.prompts_per_round / recipe.samples_per_prompt
-        answers.write_text(json.dumps({"answers": sample["answers"], "length": length}))
-        times_full_slots = sample["small"] and recipe.runtime != "inline" and not isinstance(recipe.task, Acted)
+        times_full_slots = sample.small and recipe.runtime != "inline" and not isinstance(recipe.task, Acted)
         say("timing rounds of the searcher and steps of the trainer, at the same time")
         with ExitStack() as probes:
             searcher_probe = trainer_probe = None
-            if times_full_slots or not sample["small"]:
+            if times_full_slots or not sample.small:
                 half = "flow" if times_full_slots else "searcher"
                 searcher_probe = probes.enter_context(probe(half, "searcher-0", at_least=_LEAST_SECONDS, seed=1))
             if one_rank_fits(recipe, machine):
                 trainer_probe = probes.enter_context(probe("trainer", "trainer", at_least=_LEAST_SECONDS))
-            timing = sample if searcher_probe is None else searcher_probe.result(say)
-            searcher = sample | timing | {"stages": _stage_seconds(sample, timing)}
-            trainer = _computed_trainer(recipe, shape, searcher) if trainer_probe is None else trainer_probe.result(say)
-    peaks = [part["peak_memory_bytes"] for part in (sample, timing)]
-    gpu_peaks = [part["peak_gpu_bytes"] for part in (sample, timing) if part["peak_gpu_bytes"] is not None]
+            timing: RoundTimes | SlotTimes = sample if searcher_probe is None else searcher_probe.result(say)
+            tokens = (sample if isinstance(timing, SlotTimes) else timing).tokens  # of a round
+            trainer: StepTimes = (
+                _computed_trainer(recipe, shape, tokens, timing.product_rates)
+                if trainer_probe is None
+                else trainer_probe.result(say)
+            )
+    gpu_peaks = [part.peak_gpu_bytes for part in (sample, timing) if part.peak_gpu_bytes is not None]
     per_round = recipe.prompts_per_round * recipe.samples_per_prompt
     per_step = recipe.groups_per_step * recipe.group_size
-    parts = [PartTime.of(part) for part in sample["reward"]]
-    round_time = RoundTime(per_round, searcher["stages"], parts, recipe.searcher_count)
-    round_seconds, step_seconds = round_time.seconds, trainer["step_seconds"]
+    parts = [PartTime.of(part) for part in sample.reward]
+    round_time = RoundTime(per_round, _stage_seconds(recipe, sample, timing), parts, recipe.searcher_count)
+    round_seconds, step_seconds = round_time.seconds, trainer.step_seconds
     generation_seconds = round_time.stages["generation"] + round_time.stages["environment"]
-    start_seconds = timing["seconds"] - timing["timed_seconds"]
+    start_seconds = (searcher_probe or sampling).seconds - timing.timed_seconds
     settings = recipe.evaluation
-    evaluated_answers = sample["held_out"] * (int(settings.greedy) + settings.draws)
+    evaluated_answers = sample.held_out * (int(settings.greedy) + settings.draws)
     grading = 0.0 if isinstance(recipe.task, Examined) else round_time.grading_seconds  # else by another reward
     evaluation_seconds = evaluated_answers * max(generation_seconds, grading) / per_round
     max_uses = recipe.replay.pacing.max_mean_uses
@@ -152,22 +153,22 @@ def estimate(
         rate = round_time.rate
         working_seconds = recipe.steps * max(step_seconds, per_step / max_uses / rate)
     warm_up_seconds = recipe.replay.pacing.warm_up / rate if rate else 0.0
-    buffer, length = recipe.replay.buffer, searcher["tokens"][1] / per_round
+    buffer, length = recipe.replay.buffer, tokens[1] / per_round
     buffer_rows = min(buffer.total, rate * working_seconds) if rate else buffer.total
     buffer_bytes = sum(replace(buffer, total=max(2, int(buffer_rows))).memory(round(length)).values())
     generation_operations = step_operations = None
     if shape is not None:
         if not recipe.offline:
-            generation_operations = shape.operations(sum(searcher["tokens"]), searcher["tokens"][1])
+            generation_operations = shape.operations(sum(tokens), tokens[1])
         assert isinstance(recipe.model, HuggingFace)  # other models have no shape
         step_operations = forwards_per_update(recipe.model.lora.rank) * shape.operations(
-            sum(trainer["tokens"]), trainer["tokens"][1]
+            sum(trainer.tokens), trainer.tokens[1]
         )
     return Estimate(
         start_seconds=start_seconds,
         round_seconds=round_seconds,
         step_seconds=step_seconds,
-        product_rates=trainer["product_rates"],
+        product_rates=dict(trainer.product_rates),
         generation_seconds=generation_seconds,
         round_time=round_time,
         generation_operations=generation_operations,
@@ -180,46 +181,44 @@ def estimate(
         uses=min(recipe.steps * per_step / (rate * working_seconds), max_uses) if rate else None,
         trainer_bytes=_trainer_bytes(recipe, trainer) + (0 if trainer_probe is None else buffer_bytes),
         trainer_measured=trainer_probe is not None,
-        searcher_bytes=max(peaks),
-        weights_bytes=trainer["weights_bytes"],
-        log_ratio=trainer["log_ratio"],
-        effective=trainer["effective"],
+        searcher_bytes=max(sample.peak_memory_bytes, timing.peak_memory_bytes),
+        weights_bytes=trainer.weights_bytes,
+        log_ratio=trainer.log_ratio,
+        effective=trainer.effective,
         signal=signal_of_answers,
-        trainer_gpu_bytes=trainer["peak_gpu_bytes"],
+        trainer_gpu_bytes=trainer.peak_gpu_bytes,
         searcher_gpu_bytes=max(gpu_peaks, default=None),
         smaller=_extrapolation_note(sample, timing, trainer, per_round, per_step),
     )
 
 
-def _stage_seconds(sample: Mapping[str, Any], timing: Mapping[str, Any]) -> dict[str, float]:
+def _stage_seconds(recipe: Recipe, sample: SampledRounds, timing: RoundTimes | SlotTimes) -> dict[str, float]:
     """Returns the seconds of each stage of a whole round: as they were timed again, or from what a token takes in full
     slots.
     """
-    stages: dict[str, float] = dict(sample["stages"])
-    if "token_seconds" in timing:
-        prompt_seconds = sample["prompts"] * timing["prompt_seconds"]
-        return stages | {"generation": prompt_seconds + sample["tokens"][1] * timing["token_seconds"]}
-    return stages | dict(timing["stages"])
+    if isinstance(timing, SlotTimes):
+        prompt_seconds = recipe.prompts_per_round * timing.prompt_seconds
+        return {**sample.stages, "generation": prompt_seconds + sample.tokens[1] * timing.token_seconds}
+    return {**sample.stages, **timing.stages}
 
 
-def _trainer_bytes(recipe: Recipe, trainer: Mapping[str, Any]) -> int:
+def _trainer_bytes(recipe: Recipe, trainer: StepTimes) -> int:
     """Returns the trainer's peak; after small steps what it needs at most, since a whole pass was never made."""
-    peak: int = trainer["peak_memory_bytes"]
-    if not trainer.get("small"):
-        return peak
-    return max([peak, *(need.total for need in needs(recipe) if need.part == "trainer")])
+    if not trainer.small:
+        return trainer.peak_memory_bytes
+    return max([trainer.peak_memory_bytes, *(need.total for need in needs(recipe) if need.part == "trainer")])
 
 
 def _extrapolation_note(
-    sample: Mapping[str, Any], timing: Mapping[str, Any], trainer: Mapping[str, Any], per_round: int, per_step: int
+    sample: SampledRounds, timing: RoundTimes | SlotTimes, trainer: StepTimes, per_round: int, per_step: int
 ) -> str:
     """Returns what the figures are extrapolated from, in words; empty where whole rounds and steps were timed."""
     sources = []
-    if sample["small"]:
-        full_slots = " and a few token steps of full slots" if "token_seconds" in timing else ""
-        sources.append(f"a round of {per_round} answers from one of {sample['small']}{full_slots}")
-    if trainer.get("small"):
-        sources.append(f"a step of {per_step} answers from steps of {trainer['small']}; its memory is computed")
+    if sample.small:
+        full_slots = " and a few token steps of full slots" if isinstance(timing, SlotTimes) else ""
+        sources.append(f"a round of {per_round} answers from one of {sample.small}{full_slots}")
+    if trainer.small:
+        sources.append(f"a step of {per_step} answers from steps of {trainer.small}; its memory is computed")
     return "extrapolated, since the model is slow here: " + "; ".join(sources) if sources else ""
 
 
@@ -242,31 +241,31 @@ def _environments(recipe: Recipe, machine: Machine) -> dict[str, dict[str, str]]
     return {worker: environment_of(place, visible_devices()) for worker, place in places_on(recipe, machine).items()}
 
 
-def _computed_trainer(recipe: Recipe, shape: Shape | None, searcher: Mapping[str, Any]) -> dict[str, Any]:
+def _computed_trainer(
+    recipe: Recipe, shape: Shape | None, tokens: tuple[float, float], product_rates: Mapping[str, float]
+) -> StepTimes:
     """Returns the figures of a trainer over several ranks that was not measured, from its needs and the products of
-    matrices in a step; searcher: what was measured of one.
+    matrices in a step. tokens: of a round's prompts and answers.
     """
     assert shape is not None  # else it is measured
     assert isinstance(recipe.model, HuggingFace)
     trainer = next(need for need in needs(recipe) if need.part == "trainer")
-    disk_need, (round_prompt_tokens, _) = disk_use(recipe), searcher["tokens"]
+    disk_need, (round_prompt_tokens, round_answer_tokens) = disk_use(recipe), tokens
     assert disk_need is not None
-    length = searcher["tokens"][1] / recipe.prompts_per_round / recipe.samples_per_prompt
+    length = round_answer_tokens / recipe.prompts_per_round / recipe.samples_per_prompt
     prompts = recipe.groups_per_step * round_prompt_tokens / recipe.prompts_per_round
     answers = recipe.groups_per_step * recipe.group_size * length
     operations = forwards_per_update(recipe.model.lora.rank) * shape.operations(prompts + answers, answers)
-    rate = searcher["product_rates"][str(recipe.model.compute).removeprefix("torch.")]
+    rate = product_rates[str(recipe.model.compute).removeprefix("torch.")]
     on_gpu = trainer.device == "cuda"
-    return {
-        "step_seconds": operations / rate / recipe.trainer.count,
-        "tokens": [prompts, answers],
-        "product_rates": searcher["product_rates"],
-        "peak_memory_bytes": 0 if on_gpu else trainer.total,
-        "peak_gpu_bytes": trainer.total if on_gpu else None,
-        "weights_bytes": disk_need.version,
-        "log_ratio": None,
-        "effective": None,
-    }
+    return StepTimes(
+        step_seconds=operations / rate / recipe.trainer.count,
+        tokens=(prompts, answers),
+        product_rates=product_rates,
+        peak_memory_bytes=0 if on_gpu else trainer.total,
+        peak_gpu_bytes=trainer.total if on_gpu else None,
+        weights_bytes=disk_need.version,
+    )
 
 
 class _Probe:
@@ -288,6 +287,7 @@ class _Probe:
     ) -> None:
         self.half, self.name = half, name
         self.start_time = time.perf_counter()
+        self.seconds = 0.0  # that its process took
         self.log = answers.with_name(f"{half}.log")
         arguments = (half, name, json.dumps(overrides), str(at_least), str(seed), str(answers))
         with self.log.open("wb") as log:
@@ -303,20 +303,19 @@ class _Probe:
         if self.process.stdin is not None:
             self.process.stdin.close()
 
-    def result(self, say: Callable[[str], object]) -> dict[str, Any]:
-        """Returns the probe's figures; `seconds` is how long its process took. say: gets its lines of progress."""
+    def result(self, say: Callable[[str], object]) -> Any:
+        """Returns the figures of the probe's half (`FIGURES`). say: gets its lines of progress."""
         position = 0
         while (code := self.process.poll()) is None:
             if time.perf_counter() - self.start_time > _DEADLINE:
                 raise DeadlineExceeded(f"the {self.half}'s probe had not ended after {_DEADLINE:g} s")
             time.sleep(_POLL)
             position = self._report_progress(position, say)
-        seconds = time.perf_counter() - self.start_time
+        self.seconds = time.perf_counter() - self.start_time
         lines = self.log.read_text(errors="replace").strip().splitlines()
         last_line = lines[-1] if lines else f"exit code {code}"
         if not code:
-            figures: dict[str, Any] = json.loads(last_line)
-            return figures | {"seconds": seconds}
+            return FIGURES[self.half](**json.loads(last_line))
         if "OutOfMemoryError" in last_line or code == -signal.SIGKILL:
             raise UserError(
                 f"the {self.half} of {self.name} does not fit into this machine's memory by itself ({last_line}): it "

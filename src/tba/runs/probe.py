@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -99,6 +99,63 @@ class Round:
         return sum(len(p.tokens) for p in self.prompts), sum(len(c.tokens) for row in self.answers for c in row)
 
 
+@dataclass(frozen=True)
+class ProbeFigures:
+    """Holds what the probe of either half measures of its process."""
+
+    product_rates: Mapping[str, float]  # operations a second of a product of matrices, by precision
+    peak_memory_bytes: int
+    peak_gpu_bytes: int | None
+
+
+@dataclass(frozen=True)
+class SlotTimes(ProbeFigures):
+    """Holds the times of a few token steps of full slots."""
+
+    timed_seconds: float
+    token_seconds: float
+    prompt_seconds: float
+
+
+@dataclass(frozen=True)
+class RoundTimes(ProbeFigures):
+    """Holds the times and tokens of a whole round, on average."""
+
+    timed_seconds: float  # of all rounds
+    stages: Mapping[str, float]  # seconds of each stage
+    tokens: tuple[float, float]  # of the prompts and of the answers
+
+
+@dataclass(frozen=True)
+class SampledRounds(RoundTimes):
+    """Holds the answers of a few rounds besides, and their rewards."""
+
+    small: int  # answers of a small round that stands for a whole one; 0: whole rounds were made
+    reward: Sequence[Mapping[str, Any]]  # the fields of a `PartTime` for each part
+    train_problems: int
+    held_out: int  # problems
+    shared_problems: int  # held-out problems whose prompt is one of training too
+    groups: list[list[float]]  # rewards of each prompt's answers
+    stop_counts: Mapping[str, int]  # answers by why they ended; `failed`, `copies` and `empty` ones
+    examples: Sequence[Json]  # prompts with their first answers, for people to read
+    answers: list[_Answers]  # for the trainer's probe
+
+
+@dataclass(frozen=True)
+class StepTimes(ProbeFigures):
+    """Holds the time and tokens of a step, on average."""
+
+    step_seconds: float
+    tokens: tuple[float, float]  # of the prompts and of the answers
+    weights_bytes: int  # of one published version
+    log_ratio: float | None = None  # the largest of any token, between the trainer's weights and the answers'
+    effective: float | None = None  # share of the answers that still count after `DRIFT_UPDATES`
+    small: str = ""  # answers of the small steps that it is extrapolated from, in words
+
+
+FIGURES = {"sampling": SampledRounds, "flow": SlotTimes, "searcher": RoundTimes, "trainer": StepTimes}
+
+
 class SearcherProbe:
     """Runs and times a recipe's searcher stage by stage. `say` gets lines about its progress."""
 
@@ -164,7 +221,7 @@ def sample_answers(
     seed: int,
     say: _Say = lambda line: None,
     isolate: Callable[[], GradingProcess] | None = None,
-) -> dict[str, Json]:
+) -> SampledRounds:
     """Sample and grade answers; returns figures on rewards and lengths, and the seconds of each stage and of grading.
 
     On a processor the first round is a small one; where that is slow it is the only one, and stands for a whole.
@@ -204,26 +261,22 @@ def sample_answers(
         is_grading = is_grading and reward.seconds / round_.count * math.prod(whole_size) < SLOW_REWARD_SECONDS
         round_size = whole_size
     reward.close()
-    return {
-        **_round_figures(rounds, recipe),
-        "timed_seconds": sum(sum(r.seconds.values()) for r in rounds) + reward.seconds,
-        "small": rounds[0].count if is_slow else 0,
-        "reward": [part.to_json() for part in reward.times()],
-        "answers": answers,
-        "problems": {
-            "train": len(searcher.prompts),
-            "eval": len(held_out),
-            "both": sum(prompt.key in shared_keys for prompt in held_out),
-        },
-        "held_out": len(held_out),
-        "product_rates": _product_rates(searcher.model),
-        "groups": groups,
-        "stopped": reasons,
-        "shown": examples,
-    }
+    seconds = sum(sum(r.seconds.values()) for r in rounds) + reward.seconds
+    return SampledRounds(
+        **vars(_round_times(rounds, recipe, searcher.model)) | {"timed_seconds": seconds},
+        small=rounds[0].count if is_slow else 0,
+        reward=[part.to_json() for part in reward.times()],
+        train_problems=len(searcher.prompts),
+        held_out=len(held_out),
+        shared_problems=sum(prompt.key in shared_keys for prompt in held_out),
+        groups=groups,
+        stop_counts=reasons,
+        examples=examples,
+        answers=answers,
+    )
 
 
-def time_rounds(recipe: Recipe, at_least: float, seed: int) -> dict[str, Json]:
+def time_rounds(recipe: Recipe, at_least: float, seed: int) -> RoundTimes:
     """Time whole rounds without the reward: generation, the reference's scores and VinePPO's rollouts."""
     searcher, rounds = SearcherProbe(recipe, seed), list[Round]()
     while not _is_timed_enough([sum(r.seconds.values()) for r in rounds], at_least, recipe):
@@ -231,10 +284,10 @@ def time_rounds(recipe: Recipe, at_least: float, seed: int) -> dict[str, Json]:
         searcher.time_rollouts(round_)
         searcher.score(round_)
         rounds.append(round_)
-    return {**_round_figures(rounds, recipe), "product_rates": _product_rates(searcher.model)}
+    return _round_times(rounds, recipe, searcher.model)
 
 
-def time_full_slots(recipe: Recipe, seed: int) -> dict[str, Json]:
+def time_full_slots(recipe: Recipe, seed: int) -> SlotTimes:
     """Time a few token steps of full slots, as a run has them: returns the seconds of a token of a slow model."""
     model = recipe.model.prepared(recipe.task)
     prompts, engine = prompts_of(recipe, model, "train"), engine_of(recipe, model, Version())
@@ -255,14 +308,14 @@ def time_full_slots(recipe: Recipe, seed: int) -> dict[str, Json]:
         if not completions:
             break
     steady_seconds = look_times[-1] - look_times[1]
-    return {
-        "token_seconds": steady_seconds / max(1, tokens - answer_count),  # an answer's first token is its prompt's
-        "timed_seconds": look_times[-1] - look_times[0],
-        "prompt_seconds": (look_times[1] - look_times[0]) / slots.prompts_submitted,
-        "product_rates": _product_rates(model),
-        "peak_memory_bytes": peak_memory_bytes(),
-        "peak_gpu_bytes": peak_gpu_memory_bytes(),
-    }
+    return SlotTimes(
+        token_seconds=steady_seconds / max(1, tokens - answer_count),  # an answer's first token is its prompt's
+        timed_seconds=look_times[-1] - look_times[0],
+        prompt_seconds=(look_times[1] - look_times[0]) / slots.prompts_submitted,
+        product_rates=_product_rates(model),
+        peak_memory_bytes=peak_memory_bytes(),
+        peak_gpu_bytes=peak_gpu_memory_bytes(),
+    )
 
 
 def _first_round_size(recipe: Recipe) -> tuple[int, int]:
@@ -303,20 +356,20 @@ def _training_answers(
     ]
 
 
-def _round_figures(rounds: Sequence[Round], recipe: Recipe) -> dict[str, Json]:
+def _round_times(rounds: Sequence[Round], recipe: Recipe, model: Model) -> RoundTimes:
     """Returns the mean seconds of each stage of a whole round, and its tokens; of fewer answers in proportion."""
     timed_rounds = _without_warm_up([r for r in rounds if r.count == rounds[-1].count])
     scale = recipe.prompts_per_round * recipe.samples_per_prompt / timed_rounds[0].count
     names = dict.fromkeys(name for r in timed_rounds for name in r.seconds)
     prompt_tokens, answer_tokens = map(statistics.mean, zip(*(r.tokens for r in timed_rounds), strict=True))
-    return {
-        "stages": {name: scale * statistics.mean(r.seconds.get(name, 0.0) for r in timed_rounds) for name in names},
-        "tokens": [prompt_tokens / len(timed_rounds[0].prompts) * recipe.prompts_per_round, scale * answer_tokens],
-        "prompts": recipe.prompts_per_round,
-        "timed_seconds": sum(sum(r.seconds.values()) for r in timed_rounds),
-        "peak_memory_bytes": peak_memory_bytes(),
-        "peak_gpu_bytes": peak_gpu_memory_bytes(),
-    }
+    return RoundTimes(
+        stages={name: scale * statistics.mean(r.seconds.get(name, 0.0) for r in timed_rounds) for name in names},
+        tokens=(prompt_tokens / len(timed_rounds[0].prompts) * recipe.prompts_per_round, scale * answer_tokens),
+        timed_seconds=sum(sum(r.seconds.values()) for r in timed_rounds),
+        peak_memory_bytes=peak_memory_bytes(),
+        peak_gpu_bytes=peak_gpu_memory_bytes(),
+        product_rates=_product_rates(model),
+    )
 
 
 def _example(prompt: Prompt, row: Sequence[Completion], judgements: Sequence[Judgement], tokenizer: Tokenizer) -> Json:
@@ -359,7 +412,7 @@ def time_steps(
     answers: list[_Answers],
     say: _Say = lambda line: None,
     length: float | None = None,
-) -> dict[str, Json]:
+) -> StepTimes:
     """Time steps on a searcher's answers, and measure how far the first of them take the policy from these.
 
     Where a whole step is slow, three small ones are made, of two sizes, from which it is extrapolated. length: tokens
@@ -410,20 +463,20 @@ def time_steps(
                 log_ratio_B = torch.cat([_log_ratios(policy, group).sum(1) for group in source.groups()])
                 effective = float(effective_share(log_ratio_B))
             tokens.append((int(fetched.batch.prompt_length_G.sum()), int(fetched.batch.length_B.sum())))
-    peak = peak_memory_bytes()
-    return {
-        "step_seconds": statistics.mean(_without_warm_up(seconds)) if step_seconds is None else step_seconds,
-        "small": " and ".join(str(groups * SCORED_ANSWERS) for groups in (1, LEAST_ROUNDS)) if is_small else "",
-        "tokens": [statistics.mean(token_counts) for token_counts in zip(*_without_warm_up(tokens), strict=True)]
-        if step_seconds is None
-        else list(source.tokens_of_step),
-        "product_rates": _product_rates(model),
-        "peak_memory_bytes": peak,
-        "peak_gpu_bytes": peak_gpu_memory_bytes(),
-        "weights_bytes": weights_bytes,
-        "log_ratio": log_ratio,
-        "effective": effective,
-    }
+    prompt_tokens, answer_tokens = (
+        map(statistics.mean, zip(*_without_warm_up(tokens), strict=True)) if tokens else source.tokens_of_step
+    )
+    return StepTimes(
+        step_seconds=statistics.mean(_without_warm_up(seconds)) if step_seconds is None else step_seconds,
+        small=" and ".join(str(groups * SCORED_ANSWERS) for groups in (1, LEAST_ROUNDS)) if is_small else "",
+        tokens=(prompt_tokens, answer_tokens),
+        peak_memory_bytes=peak_memory_bytes(),
+        product_rates=_product_rates(model),
+        peak_gpu_bytes=peak_gpu_memory_bytes(),
+        weights_bytes=weights_bytes,
+        log_ratio=log_ratio,
+        effective=effective,
+    )
 
 
 def _extrapolated_step_seconds(trainer: Trainer, source: _AnswerBatches, say: _Say) -> float:
@@ -450,7 +503,7 @@ def _batch_tokens(fetched: FetchedBatch) -> int:
     return int(fetched.batch.prompt_length_G.sum()) + int(fetched.batch.length_B.sum())
 
 
-def _product_rates(model: Model) -> dict[str, Json]:
+def _product_rates(model: Model) -> dict[str, float]:
     """Returns the operations a second of a product of matrices, in float32 and in the model's precision."""
     precisions = dict.fromkeys((torch.float32, model.compute))
     return {str(t).removeprefix("torch."): product_rate(t, model.trainer_device) for t in precisions}
@@ -541,8 +594,8 @@ def run(arguments: Sequence[str]) -> int:
     """Measure one half of a run, searcher or trainer; prints lines of progress, then the figures as a line of JSON.
 
     arguments: sampling, searcher, flow or trainer, the recipe's name, its overrides as JSON, how many seconds are timed
-    at least (no fewer than `ROUNDS`, unless they are long), the searcher's seed, and a file with answers for the
-    trainer, with their mean length.
+    at least (no fewer than `ROUNDS`, unless they are long), the searcher's seed, and a file of answers with their mean
+    length, which sampling writes and the trainer reads.
     """
     half, name, overrides, at_least, seed, answers = arguments
     recipe = override(find(name), json.loads(overrides), f"tba check {name}", recorded=True)
@@ -550,17 +603,21 @@ def run(arguments: Sequence[str]) -> int:
     keep_few_kernels()
     limit_gpu_memory()
     say = ProgressLines()
+    figures: ProbeFigures
     if half == "sampling":
         isolate = isolated_reward(RecipeSource(name, json.loads(overrides)), recipe.run.reward_deadline)
-        figures = sample_answers(recipe, int(seed), say, isolate)
+        sample = sample_answers(recipe, int(seed), say, isolate)
+        length = sample.tokens[1] / recipe.prompts_per_round / recipe.samples_per_prompt
+        Path(answers).write_text(json.dumps([sample.answers, length]))
+        figures = replace(sample, answers=[])
     elif half == "flow":
         figures = time_full_slots(recipe, int(seed))
     elif half == "searcher":
         figures = time_rounds(recipe, float(at_least), int(seed))
     else:
-        searcher_figures = json.loads(Path(answers).read_text())
-        figures = time_steps(recipe, float(at_least), searcher_figures["answers"], say, searcher_figures["length"])
-    sys.stdout.write(json.dumps(figures) + "\n")
+        sampled_answers, length = json.loads(Path(answers).read_text())
+        figures = time_steps(recipe, float(at_least), sampled_answers, say, length)
+    sys.stdout.write(json.dumps(figures, default=vars) + "\n")
     sys.stdout.flush()
     return 0
 

@@ -19,7 +19,7 @@ from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipe import Recipe
 from tba.record.text import frame_of, percent, printable, strip_frame
 from tba.replay.selection import RecencyReward
-from tba.runs.probe import DRIFT_UPDATES
+from tba.runs.probe import DRIFT_UPDATES, SampledRounds
 from tba.schedules import WarmupConstant
 from tba.types import Json, StopReason
 
@@ -52,15 +52,15 @@ class Signal:
     example_prompts: Sequence[Json]  # a few prompts, each with a few answers and their marks
 
     @classmethod
-    def of(cls, probes: Sequence[Json], threshold: float = 1.0) -> Signal:
+    def of(cls, probes: Sequence[SampledRounds], threshold: float = 1.0) -> Signal:
         """Sums up what a searcher's probes found. Raises `UserError` when there is no answer with a reward.
 
         threshold: the least reward of a right answer.
         """
-        groups = [np.array(rewards) for probe in probes for rewards in probe["groups"]]
-        stop_counts, problems = Counter[str](), probes[0]["problems"]
+        groups = [np.array(rewards) for probe in probes for rewards in probe.groups]
+        stop_counts = Counter[str]()
         for probe in probes:
-            stop_counts.update(probe["stopped"])
+            stop_counts.update(probe.stop_counts)
         if not groups:
             raise UserError(
                 f"the environment failed in all of {stop_counts['failed']} episodes: the log has the line of the error"
@@ -68,9 +68,9 @@ class Signal:
         rewards = np.concatenate(groups)
         answers = len(rewards) + stop_counts["failed"]
         return cls(
-            train=problems["train"],
-            held_out=problems["eval"],
-            shared_problems=problems["both"],
+            train=probes[0].train_problems,
+            held_out=probes[0].held_out,
+            shared_problems=probes[0].shared_problems,
             answers=answers,
             groups=len(groups),
             largest_group=max(map(len, groups)),
@@ -83,7 +83,7 @@ class Signal:
             empty_share=stop_counts["empty"] / answers,
             copied_share=stop_counts["copies"] / answers,
             failed_share=stop_counts["failed"] / answers,
-            example_prompts=probes[0]["shown"],
+            example_prompts=probes[0].examples,
         )
 
     def facts(self, has_teacher: bool = False, group_size: int = 0) -> dict[str, str]:
