@@ -27,7 +27,7 @@ from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
 from tba.replay.reading import JournalFile
 from tba.rollout.prompts import encode
-from tba.runtime.prompting import grader_of, speech_of
+from tba.runtime.prompting import grader_of, turn_encoder_of
 from tba.runtime.run_directory import IMPORTS, PREPARED, RunDirectory
 from tba.runtime.teaching import reference_of, teachers_of
 from tba.tables import STATE, Refusal, read_table
@@ -112,7 +112,7 @@ def demonstrations(recipe: Recipe, count: int) -> Iterator[Entry]:
 
 def _act_demonstrations(recipe: Recipe, task: Acted, count: int) -> Iterator[Entry]:
     tokenizer = recipe.model.prepared(recipe.task).tokenizer()
-    speech = speech_of(recipe.task, tokenizer)
+    encoder = turn_encoder_of(recipe.task, tokenizer)
     problems = [problem for problem in problems_of(recipe.task, "train") if problem.demonstration is not None]
     for number, problem in enumerate(problems[:count], start=1):
         (prompt,) = encode([problem], recipe.task.name, tokenizer, recipe.prompts).prompts
@@ -121,7 +121,7 @@ def _act_demonstrations(recipe: Recipe, task: Acted, count: int) -> Iterator[Ent
         except EpisodeFailed as error:
             yield number, Refusal("a demonstration whose environment failed", str(error))
             continue
-        completion = encode_parts(parts, judgement, speech)
+        completion = encode_parts(parts, judgement, encoder)
         unscored = np.zeros(len(completion.tokens), dtype=np.float32)
         yield number, Trajectory("", prompt, completion, judgement.reward, unscored, Version())
 
