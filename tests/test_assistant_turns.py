@@ -28,8 +28,8 @@ from tba.environments.task import EnvironmentTask
 from tba.environments.tools import calls_in
 from tba.environments.turn_encoding import TurnEncoder
 from tba.generation import generate
-from tba.intake.answers import ImportedAnswer, parse_answer
-from tba.intake.encoding import EncodedAnswer, Encoder, TaskPrompts
+from tba.imported_answers.encoding import EncodedAnswer, Encoder, TaskPrompts
+from tba.imported_answers.parsing import ImportedAnswer, parse_answer
 from tba.markup import (
     control_tokens,
     decode_tokens,

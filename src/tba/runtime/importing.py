@@ -18,8 +18,8 @@ import numpy as np
 from tba.environments.episode import EpisodeFailed
 from tba.environments.scripted import encode_parts, play_demonstration
 from tba.errors import UserError
-from tba.intake.encoding import Encoder, TaskPrompts
-from tba.intake.intake import Entry, Intake
+from tba.imported_answers.encoding import Encoder, TaskPrompts
+from tba.imported_answers.importer import AnswerImporter, Entry
 from tba.markup import thoughts_of
 from tba.protocols import Acted, Reference, Tokenizer
 from tba.recipe import Recipe, differences, settings_json
@@ -46,8 +46,8 @@ _CHUNK_ROWS = 1024  # trajectories of another run's journal read at a time
 
 
 @contextmanager
-def intake_of(recipe: Recipe, run: RunDirectory, believe: bool, max_tokens: int | None) -> Iterator[Intake]:
-    """Yields an `Intake` that takes trajectories into the run. `max_tokens` of an answer: None, as many as the run's
+def importer_of(recipe: Recipe, run: RunDirectory, believe: bool, max_tokens: int | None) -> Iterator[AnswerImporter]:
+    """Yields an `AnswerImporter` that takes trajectories into the run. `max_tokens` of an answer: None, as many as the run's
     own may have.
 
     Raises `UserError` while another import into the same run is going on. The reward has its deadline here too: a
@@ -74,7 +74,7 @@ def intake_of(recipe: Recipe, run: RunDirectory, believe: bool, max_tokens: int 
             thoughts=() if recipe.prompts.grade_thoughts else thoughts_of(tokenizer),
         )
         reference = _reference(replace(recipe, model=model), run)
-        yield Intake(
+        yield AnswerImporter(
             encoder=encoder,
             reward=grader_of(recipe, run, retries=0),
             reference=reference,

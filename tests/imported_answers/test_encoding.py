@@ -15,8 +15,8 @@ from chat_families import tokenizer as families_tokenizer
 from tba.engines.stopping import StopStrings
 from tba.environments.episode import Observation
 from tba.environments.turn_encoding import TurnEncoder
-from tba.intake.answers import ImportedAnswer
-from tba.intake.encoding import EncodedAnswer, Encoder, TaskPrompts
+from tba.imported_answers.encoding import EncodedAnswer, Encoder, TaskPrompts
+from tba.imported_answers.parsing import ImportedAnswer
 from tba.models.warm_start import demonstration_pairs
 from tba.tables import Refusal
 from tba.training.tiny_models import character_tokenizer, train_bpe_tokenizer
