@@ -24,12 +24,12 @@ from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.environments.engine import EpisodeEngine
 from tba.environments.episode import Episode, Observation
 from tba.environments.scripted import encode_parts, play_demonstration
-from tba.environments.speech import Speech
 from tba.environments.task import EnvironmentTask
 from tba.environments.tools import calls_in
+from tba.environments.turn_encoding import TurnEncoder
 from tba.generation import generate
-from tba.intake.answers import ImportedAnswer, parse_answer
-from tba.intake.encoding import EncodedAnswer, Encoder, TaskPrompts
+from tba.imported_answers.encoding import EncodedAnswer, Encoder, TaskPrompts
+from tba.imported_answers.parsing import ImportedAnswer, parse_answer
 from tba.markup import (
     control_tokens,
     decode_tokens,
@@ -199,7 +199,7 @@ def test_three_turns_with_tools_are_written_as_transformers_renders_them(name: s
 
 def taught(made: PreTrainedTokenizerFast, turns: tuple[str, ...], prompt: str) -> Completion:
     problem = Problem(PROBLEM.prompt, {}, turns, PROBLEM.seed, PROBLEM.tools)
-    return encode_parts(*play_demonstration(TASK, problem, prompt), Speech(made, True, PROBLEM.tools))
+    return encode_parts(*play_demonstration(TASK, problem, prompt), TurnEncoder(made, True, PROBLEM.tools))
 
 
 @pytest.mark.parametrize(("name", "kind"), BOTH, ids=IDS)
@@ -264,7 +264,7 @@ def test_an_imported_answer_that_calls_a_tool_is_what_the_template_writes(name: 
     tokens = [*found.prompt.tokens.tolist(), *found.completion.tokens.tolist()]
     whole = chat_markup(made, line["messages"], PROBLEM.tools, answered=True) + (end if name == "glm4.5" else "")
     assert tokens == made(whole[: whole.rindex(end) + len(end)], add_special_tokens=False)["input_ids"]
-    (asked,) = calls_in(Speech(made, True, PROBLEM.tools).turn_text(found.completion.tokens[:-1].tolist()))
+    (asked,) = calls_in(TurnEncoder(made, True, PROBLEM.tools).turn_text(found.completion.tokens[:-1].tolist()))
     assert asked.name == "deposit"
     nameless = replace(answer, call_message={"role": "assistant", "content": "Yes.", "tool_calls": [{}]})
     assert isinstance(encoder.encode(nameless), Refusal)
@@ -295,7 +295,7 @@ def test_a_thought_is_written_once_whether_the_prompt_or_the_answer_begins_it(
     whole = text_of(made, [*messages, {"role": "assistant", "content": answer}])
     if answer != "hm\n</think>\n\n7":  # the template drops a thought that it does not see begin
         assert made.decode([*found.prompt.tokens, *found.completion.tokens]) + "\n" == whole
-    assert Speech(made, True).turn(answer).tolist() == found.completion.tokens.tolist()
+    assert TurnEncoder(made, True).turn(answer).tolist() == found.completion.tokens.tolist()
 
 
 def reciting(right: Rendered, vocabulary: int) -> GPT2LMHeadModel:
@@ -326,7 +326,7 @@ def test_three_turns_with_tools_are_sampled_as_transformers_renders_them(name: s
     (prompt,) = encode([PROBLEM], TASK.name, made, PromptSettings(max_tokens=10_000)).prompts
     settings = EngineSettings(slots=2, max_completion_tokens=len(right.completion) + 4)
     inner = TransformersEngine(reciting(right, len(made)), made, settings)
-    engine = EpisodeEngine(inner, TASK, Speech(made, True, PROBLEM.tools))
+    engine = EpisodeEngine(inner, TASK, TurnEncoder(made, True, PROBLEM.tools))
     ((completion,),) = generate(engine, [prompt], 1, Sampling(0.0), np.random.default_rng(0))
     assert completion.tokens.tolist() == right.completion
     assert completion.mask is not None
@@ -370,14 +370,14 @@ def test_what_others_say_is_text_whatever_control_tokens_it_spells(name: str, ki
     assert attacked == usual
     assert f"Pay {text}" in prompts[1].text
     assert "".join(made.decode(prompts[1].tokens.tolist()).split()) == "".join(prompts[1].text.split())
-    speech = Speech(made, True, PROBLEM.tools)
+    encoder = TurnEncoder(made, True, PROBLEM.tools)
     for results in ((), (("deposit", text),)):
-        heard = speech.observation(Observation(text, results), end_token=assistant_turn(made).user_frame.token)
-        plainly = speech.observation(
+        heard = encoder.observation(Observation(text, results), end_token=assistant_turn(made).user_frame.token)
+        plainly = encoder.observation(
             Observation("7", tuple((name, "7") for name, _ in results)), end_token=assistant_turn(made).user_frame.token
         )
         assert controls(made, heard.tolist()) == controls(made, plainly.tolist())
-    assert controls(made, Speech(made, False).observation(Observation(text)).tolist()) == []
+    assert controls(made, TurnEncoder(made, False).observation(Observation(text)).tolist()) == []
 
 
 @pytest.mark.parametrize(("name", "kind"), BOTH, ids=IDS)

@@ -19,7 +19,7 @@ GROUND |= {"pretrained", "tables", "assistant_turns"}
 TENSORS = {"sharding", "streaming", "device_to_host", "gpus"}  # torch alone
 SEAMS = GROUND | {"protocols", "generation", "grading", "batch"}
 LEAVES = {"engines", "policy", "rewards", "tasks"}
-PARTS = {"rollout", "intake", "training", "replay", "weights", "evaluation", "record"}
+PARTS = {"rollout", "imported_answers", "training", "replay", "weights", "evaluation", "record"}
 
 CORE = SEAMS | LEAVES | PARTS | TENSORS
 CORE |= {"environments", "models", "objectives", "schedules", "clock", "recipe", "settings", "recipe_names", "runtime"}
@@ -64,7 +64,7 @@ ALLOWED: dict[str, set[str]] = {
     "evaluation": GROUND | {"protocols", "generation", "grading"},
     "record": GROUND | {"protocols", "evaluation"},  # of evaluate the estimators, see below
     "rollout": SEAMS | {"clock"},
-    "intake": SEAMS,
+    "imported_answers": SEAMS,
     "training": SEAMS | TENSORS | {"schedules", "weights"},  # of weights what writes a folder beside its place
     # the same of weights; of environments how demonstrations of episodes become tokens
     "models": SEAMS | LEAVES | TENSORS | {"training", "weights", "environments"},
@@ -227,7 +227,7 @@ def test_record_takes_nothing_but_estimators_from_evaluation_and_training_nothin
 
 
 def test_replay_search_and_all_below_them_name_no_model_library_anywhere() -> None:
-    light = ("types", "errors", "schedules", "replay", "rollout", "intake", "rewards")
+    light = ("types", "errors", "schedules", "replay", "rollout", "imported_answers", "rewards")
     for path in FILES:
         if part_of(path) in light:
             assert not {n.split(".")[0] for n in imported(path)} & {"torch", "transformers"}, named(path)

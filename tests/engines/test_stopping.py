@@ -20,7 +20,7 @@ from tba.assistant_turns import assistant_turn
 from tba.engines.stopping import find_stops
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.environments.episode import Observation
-from tba.environments.speech import Speech
+from tba.environments.turn_encoding import TurnEncoder
 from tba.errors import UserError
 from tba.generation import generate
 from tba.policy.causal import CausalPolicy
@@ -83,7 +83,7 @@ def test_what_ends_the_parts_of_a_turn_ends_no_answer(parts: bool) -> None:
     form = assistant_turn(made)
     assert (form.final_frame.token, form.user_frame.token, form.final_frame.opening) == (returned, end, "")
     for by in (end, returned):
-        heard = Speech(made, True).observation(Observation("7"), end_token=by)
+        heard = TurnEncoder(made, True).observation(Observation("7"), end_token=by)
         assert made.decode(heard).replace(" ", "") == "<|user|>7<|end|><|assistant|>"
 
 
@@ -102,7 +102,7 @@ def test_several_tokens_that_end_a_turn_together_are_written_together() -> None:
     for frame in (form.final_frame, form.user_frame):
         assert made.decode(form.tokens("7", encode, frame)) == "<|START_RESPONSE|>7<|END_RESPONSE|><|END_OF_TURN|>"
     assert form.end_tokens == {made.convert_tokens_to_ids("<|END_OF_TURN|>")}
-    heard = Speech(made, True).observation(Observation("7"), end_token=form.final_frame.token)
+    heard = TurnEncoder(made, True).observation(Observation("7"), end_token=form.final_frame.token)
     assert made.decode(heard) == "<|USER|>7<|END_OF_TURN|><|CHATBOT|>"
 
 

@@ -18,8 +18,8 @@ from tba.environments.engine import EpisodeEngine
 from tba.environments.episode import Episode, EpisodeFailed, Observation
 from tba.environments.guess_number import BEST, GUESSES, GuessNumber, timid
 from tba.environments.scripted import play_demonstration
-from tba.environments.speech import Speech
 from tba.environments.task import EnvironmentReward, EnvironmentTask, Player
+from tba.environments.turn_encoding import TurnEncoder
 from tba.errors import UserError
 from tba.generation import generate
 from tba.protocols import Environment, Turn
@@ -80,7 +80,7 @@ def test_an_environment_that_fails_costs_its_own_episode_and_no_other(caplog: py
     prompts = encode(task.problems("train"), task.name, TabularTokenizer(4), PromptSettings()).prompts
     found = {}
     for make in (Turning, Broken):
-        engine = EpisodeEngine(TabularEngine(task), Within(make), Speech(TabularTokenizer(4), chat=False))
+        engine = EpisodeEngine(TabularEngine(task), Within(make), TurnEncoder(TabularTokenizer(4), chat=False))
         found[make] = generate(engine, prompts, 200, Sampling(1e6), np.random.default_rng(0))
     failed = 0
     for completion in chain.from_iterable(found[Broken]):
@@ -114,7 +114,7 @@ def test_a_last_turn_that_was_cut_off_is_told_by_itself_and_one_that_had_ended_o
     mask: list[int], turns: int, cut: int
 ) -> None:
     (prompt, *_) = encode(task.problems("train"), task.name, TabularTokenizer(4), PromptSettings()).prompts
-    engine = EpisodeEngine(TabularEngine(task), Within(Told), Speech(TabularTokenizer(4), chat=False))
+    engine = EpisodeEngine(TabularEngine(task), Within(Told), TurnEncoder(TabularTokenizer(4), chat=False))
     partner = engine.flow(1, Sampling(), np.random.default_rng(0))
     partner.submit([prompt])
     partner.hear([Turn(0, "A", StopReason.EOS, 9)] * turns)

@@ -21,7 +21,7 @@ from tests.runtime.runs import alive, ended, forked, until
 from tba.environments.engine import EpisodeEngine
 from tba.environments.episode import Observation
 from tba.environments.hosts import Beginning, EpisodeLimits, EpisodeReply, Hosts, InProcessHost, Question
-from tba.environments.speech import Speech
+from tba.environments.turn_encoding import TurnEncoder
 from tba.errors import UserError
 from tba.generation import generate
 from tba.protocols import Environment
@@ -306,7 +306,7 @@ def test_episodes_are_the_same_wherever_they_are_played() -> None:
     prompts = encode(task.problems("train"), task.name, TabularTokenizer(4), PromptSettings()).prompts
     found = []
     for worlds in (InProcessHost(task), Hosts(task, EpisodeLimits(4))):
-        engine = EpisodeEngine(TabularEngine(task), task, Speech(TabularTokenizer(4), chat=False), worlds)
+        engine = EpisodeEngine(TabularEngine(task), task, TurnEncoder(TabularTokenizer(4), chat=False), worlds)
         rows = generate(engine, prompts, 12, Sampling(1e6), np.random.default_rng(0))
         found.append([(c.digest, c.stop_reason, c.judgement) for c in chain.from_iterable(rows)])
         if isinstance(worlds, Hosts):
@@ -330,7 +330,7 @@ def test_a_process_that_ends_is_a_failed_episode_of_the_engines_and_others_go_on
 ) -> None:
     prompts = encode(task.problems("train"), task.name, TabularTokenizer(4), PromptSettings()).prompts
     worlds = Hosts(Playing(Deadly, task.turns), EpisodeLimits(8))
-    engine = EpisodeEngine(TabularEngine(task), task, Speech(TabularTokenizer(4), chat=False), worlds)
+    engine = EpisodeEngine(TabularEngine(task), task, TurnEncoder(TabularTokenizer(4), chat=False), worlds)
     rows = generate(engine, prompts, 20, Sampling(1e6), np.random.default_rng(0))
     failed = 0
     for completion in chain.from_iterable(rows):

@@ -24,9 +24,9 @@ from tba.environments.engine import EpisodeEngine
 from tba.environments.episode import Episode, EpisodeFailed, Observation
 from tba.environments.guess_number import GuessNumber
 from tba.environments.hosts import EpisodeLimits, Hosts
-from tba.environments.speech import Speech
 from tba.environments.task import EnvironmentTask
 from tba.environments.tools import Call, bind_arguments, calls_in, schemas_of
+from tba.environments.turn_encoding import TurnEncoder
 from tba.errors import UserError
 from tba.generation import generate
 from tba.markup import FAMILY_MARKS
@@ -199,10 +199,10 @@ def test_several_calls_in_other_forms_are_made_in_order() -> None:
 def test_a_call_whose_name_the_template_refuses_is_answered_without_it() -> None:
     """Mistral's template wants nine letters; what a policy writes must not silence what its tools say."""
     made = families_tokenizer("mistral", "chat")
-    speech = Speech(made, True, schemas_of(Account()))
+    encoder = TurnEncoder(made, True, schemas_of(Account()))
 
     def told(*calls: str) -> str:
-        return made.decode(speech.observation(Observation("2", (("deposit", "2"),), calls)), skip_special_tokens=False)
+        return made.decode(encoder.observation(Observation("2", (("deposit", "2"),), calls)), skip_special_tokens=False)
 
     assert '"call_id": "abc123def"' in told("abc123def")
     assert "2" in told("no")
@@ -218,18 +218,20 @@ def test_marks_that_are_special_tokens_are_text_for_who_reads_a_turn(family: str
     text = strings.text(tokens)  # as the reward is given it
     assert mark in text
     assert made.eos_token not in text
-    assert [c.name for c in calls_in(Speech(made, True, schemas_of(Account())).turn_text(tokens, text))] == ["deposit"]
-    assert Speech(made, True).turn_text(tokens) == text
+    assert [c.name for c in calls_in(TurnEncoder(made, True, schemas_of(Account())).turn_text(tokens, text))] == [
+        "deposit"
+    ]
+    assert TurnEncoder(made, True).turn_text(tokens) == text
 
 
 def test_a_thought_that_the_prompt_has_begun_and_the_turn_does_not_end_is_a_thought() -> None:
     made = tokenizer(
         QWEN.replace("<|im_start|>assistant\n{% endif", "<|im_start|>assistant\n<think>\n{% endif"), "<eos>"
     )
-    speech = Speech(made, True, schemas_of(Account()))
+    encoder = TurnEncoder(made, True, schemas_of(Account()))
 
     def said(text: str) -> str:
-        return speech.turn_text(made.encode(text))
+        return encoder.turn_text(made.encode(text))
 
     assert calls_in(said(CALLED)) == []
     assert calls_in(said(f"Yes.</think>{CALLED}")) == [Call("deposit", {"amount": 3})]
@@ -252,7 +254,7 @@ def test_a_turn_has_one_end_and_what_follows_it_is_what_the_template_writes(
 ) -> None:
     made = families_tokenizer(family, kind)
     token = made.convert_tokens_to_ids(by)
-    heard = Speech(made, True).observation(Observation("It is"), end_token=token).tolist()
+    heard = TurnEncoder(made, True).observation(Observation("It is"), end_token=token).tolist()
     assert made.decode(heard, skip_special_tokens=False).replace(" ", "").startswith(f"{written}Itis")
 
 
@@ -473,14 +475,14 @@ def test_a_template_writes_tools_and_what_they_give(template: str, end: str, wri
     told = chat_markup(model, [{"role": "user", "content": "Go."}], tools)
     assert all(told.count(f'"name": "{name}"') == 1 for name in ("deposit", "history", "fail"))
     assert "how much" in told
-    speech = Speech(model, True, tools)
-    assert model.decode(speech.observation(RESULTS)) == written
-    assert model.decode(speech.observation(RESULTS, has_end=False)) == end + written
+    encoder = TurnEncoder(model, True, tools)
+    assert model.decode(encoder.observation(RESULTS)) == written
+    assert model.decode(encoder.observation(RESULTS, has_end=False)) == end + written
 
 
 def test_without_a_chat_what_tools_give_follows_as_it_is() -> None:
     model = tokenizer(QWEN, "<|im_end|>")
-    assert model.decode(Speech(model, False, schemas_of(Account())).observation(RESULTS)) == '2\n"a"'
+    assert model.decode(TurnEncoder(model, False, schemas_of(Account())).observation(RESULTS)) == '2\n"a"'
 
 
 def test_what_a_tokenizer_cannot_write_fails_the_episode_whose_tools_gave_it() -> None:
@@ -493,11 +495,11 @@ def test_what_a_tokenizer_cannot_write_fails_the_episode_whose_tools_gave_it() -
         def decode(self, token_ids: object, *, skip_special_tokens: bool = False) -> str:
             return ""
 
-    speech = Speech(Picky(), chat=False)
+    encoder = TurnEncoder(Picky(), chat=False)
     with pytest.raises(EpisodeFailed, match="cannot write"):
-        speech.observation(RESULTS)
+        encoder.observation(RESULTS)
     with pytest.raises(UserError, match="cannot write"):
-        speech.observation(Observation("2"))
+        encoder.observation(Observation("2"))
 
 
 @dataclass(frozen=True)
@@ -524,7 +526,7 @@ def test_what_is_trained_is_what_was_sampled_and_results_are_masked(template: st
     network.lm_head.bias = torch.nn.Parameter(bias)
     settings = EngineSettings(slots=4, max_completion_tokens=400)
     engine = EpisodeEngine(
-        TransformersEngine(network, model, settings), Calling(), Speech(model, True, problems[0].tools)
+        TransformersEngine(network, model, settings), Calling(), TurnEncoder(model, True, problems[0].tools)
     )
     several = 0
     for row in generate(engine, prompts, 8, Sampling(), np.random.default_rng(0)):
@@ -557,10 +559,10 @@ def test_episodes_that_flow_in_processes_are_those_that_are_played_here_one_prom
     made = EnvironmentTask(GuessNumber, "guess", turns=4, worlds=3, held_out=1)
     prompts = encode(made.problems("train"), made.name, model, PromptSettings()).prompts
     engine = TransformersEngine(network, model, EngineSettings(slots=5, max_completion_tokens=200))
-    speech = Speech(model, False)
-    here = generate(EpisodeEngine(engine, made, speech), prompts, 4, Sampling(), np.random.default_rng(0))
+    encoder = TurnEncoder(model, False)
+    here = generate(EpisodeEngine(engine, made, encoder), prompts, 4, Sampling(), np.random.default_rng(0))
     worlds = Hosts(made, EpisodeLimits(3))
-    flow = EpisodeEngine(engine, made, speech, worlds).flow(4, Sampling(), np.random.default_rng(0))
+    flow = EpisodeEngine(engine, made, encoder, worlds).flow(4, Sampling(), np.random.default_rng(0))
     found: dict[int, list[Completion]] = {}
     submitted = 0
     while len(found) < 3:

@@ -21,8 +21,8 @@ from tests.runtime.runs import final_weights, inline, processes
 
 from tba.__main__ import main
 from tba.environments.engine import EpisodeEngine
-from tba.environments.speech import Speech
 from tba.environments.task import EnvironmentReward
+from tba.environments.turn_encoding import TurnEncoder
 from tba.errors import UserError
 from tba.generation import generate
 from tba.record.summary import Summary
@@ -70,7 +70,7 @@ def test_processes_do_so_too_with_two_searchers(tmp_path: Path) -> None:
 
 def test_the_value_of_a_turn_is_the_mean_reward_of_all_that_can_follow_it_in_the_same_world() -> None:
     """VinePPO's steps are turns: each prefix is played again in a world of its seed, and continued 2,000 times."""
-    engine = EpisodeEngine(TabularEngine(task), task, Speech(TabularTokenizer(4), chat=False))
+    engine = EpisodeEngine(TabularEngine(task), task, TurnEncoder(TabularTokenizer(4), chat=False))
     prompts = [replace(p, seed=seed) for seed, p in enumerate(tabular_prompts(task))]
     rng, counts = np.random.default_rng(0), Counter[str]()
     answered = generate(engine, prompts, 6, Sampling(), rng)
@@ -100,7 +100,7 @@ def test_the_value_of_a_turn_is_the_mean_reward_of_all_that_can_follow_it_in_the
 
 
 def test_two_turns_between_which_the_world_says_nothing_have_no_values_of_their_own() -> None:
-    engine = EpisodeEngine(TabularEngine(task), task, Speech(TabularTokenizer(4), chat=False))
+    engine = EpisodeEngine(TabularEngine(task), task, TurnEncoder(TabularTokenizer(4), chat=False))
     (prompt, _), tokens = tabular_prompts(task), np.array([1, 2], np.int32)
     merged = Completion(tokens, "AB", StopReason.EOS, (Version(), Version()))
     played = Trajectory("", prompt, merged, 0.0, np.zeros(2, np.float32), Version(), {"turns": 2.0})

@@ -20,7 +20,7 @@ from tba.recipe import Recipe, RuntimeSettings
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
 from tba.runs.importing import import_answers
-from tba.runtime.importing import adopt_imports, intake_of, is_prepared
+from tba.runtime.importing import adopt_imports, importer_of, is_prepared
 from tba.runtime.inline import Inline
 from tba.runtime.local.processes import Processes
 from tba.runtime.reporting import summarise
@@ -275,9 +275,9 @@ def test_a_prepared_run_that_is_resumed_has_begun_and_one_that_took_nothing_in_i
 def test_a_second_import_at_the_same_time_is_refused(tmp_path: Path) -> None:
     recipe, run = made(tmp_path / "run")
     with (
-        intake_of(recipe, run, False, None),
+        importer_of(recipe, run, False, None),
         pytest.raises(UserError, match=r"another import into .* is in progress"),
-        intake_of(recipe, run, False, None),
+        importer_of(recipe, run, False, None),
     ):
         raise AssertionError("it was let in")
 

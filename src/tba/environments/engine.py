@@ -19,7 +19,7 @@ import numpy as np
 
 from tba.environments.episode import EpisodeFailed
 from tba.environments.hosts import Beginning, EpisodeReply, Hosts, InProcessHost, Question
-from tba.environments.speech import Speech
+from tba.environments.turn_encoding import TurnEncoder
 from tba.protocols import Acted, Engine, Flow, Partner, Turn
 from tba.types import Completion, IntArray, Judgement, Prompt, Sampling, StopReason, Version
 
@@ -36,7 +36,7 @@ class EpisodeEngine:
 
     engine: Engine
     task: Acted
-    speech: Speech
+    turn_encoder: TurnEncoder
     hosts: InProcessHost | Hosts | None = None  # where episodes are played; None: in this process
     idle_timer: Callable[[], AbstractContextManager[None]] = nullcontext  # around whatever keeps it from generating
 
@@ -55,7 +55,7 @@ class EpisodeEngine:
         assert partner is None
         hosts = InProcessHost(self.task) if self.hosts is None else self.hosts
         hosts.close()  # of an earlier flow that was not played to its end
-        episodes = Episodes(hosts, self.speech, count, self.idle_timer)
+        episodes = Episodes(hosts, self.turn_encoder, count, self.idle_timer)
         episodes.flow = self.engine.flow(count, sampling, rng, episodes)
         return episodes
 
@@ -65,7 +65,7 @@ class Episodes:
     """Prompts that are being answered in environments: a flow (`protocols.Flow`), and the partner of the one within."""
 
     hosts: InProcessHost | Hosts
-    speech: Speech
+    turn_encoder: TurnEncoder
     count: int  # requests of each prompt
     idle_timer: Callable[[], AbstractContextManager[None]] = nullcontext
     flow: Flow = field(init=False)  # of the turns
@@ -126,7 +126,7 @@ class Episodes:
             self._turn_counts[turn.request] = self._turn_counts.get(turn.request, 0) + 1
             last_token = turn.tokens[-1] if turn.tokens else None
             self._turn_ends[turn.request] = (turn.stop_reason is StopReason.EOS, last_token)
-            self._ask(turn.request, self.speech.turn_text(turn.tokens, turn.text))
+            self._ask(turn.request, self.turn_encoder.turn_text(turn.tokens, turn.text))
 
     def replies(self, wait: bool) -> Mapping[int, IntArray | None]:
         """Returns the tokens of the environments' replies since the last call, by request."""
@@ -143,7 +143,7 @@ class Episodes:
         if request not in self._judgements:
             turns = completion.turns
             was_cut = len(turns) > self._turn_counts.get(request, 0)
-            self._ask(request, None, self.speech.text(completion.tokens[turns[-1][0] :]) if was_cut else None)
+            self._ask(request, None, self.turn_encoder.text(completion.tokens[turns[-1][0] :]) if was_cut else None)
             self._collect_replies(wait=False)
         if request not in self._judgements:
             self._request_of[id(completion)] = request
@@ -213,7 +213,7 @@ class Episodes:
             self._judgements[request] = reply.judgement
         else:
             try:
-                tokens = self.speech.observation(reply.observation, *self._turn_ends[request])
+                tokens = self.turn_encoder.observation(reply.observation, *self._turn_ends[request])
             except EpisodeFailed as error:
                 self._reject(request, str(error))
         if request in self._turn_ends:  # else the engine has ended it before

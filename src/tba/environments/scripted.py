@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tba.environments.episode import Episode, Observation, begin
-from tba.environments.speech import Speech
+from tba.environments.turn_encoding import TurnEncoder
 from tba.protocols import Acted
 from tba.types import ELSEWHERE, Completion, Judgement, Problem, StopReason
 
@@ -55,19 +55,19 @@ def _play_turns(episode: Episode, turns: Sequence[str]) -> Iterator[EpisodePart]
         yield EpisodePart(observation)
 
 
-def encode_parts(parts: Sequence[EpisodePart], judgement: Judgement, speech: Speech) -> Completion:
+def encode_parts(parts: Sequence[EpisodePart], judgement: Judgement, encoder: TurnEncoder) -> Completion:
     """Returns the parts of an episode as a completion that was not sampled here."""
     contents = [part.content for part in parts]
     replies = [content if isinstance(content, Observation) else None for content in (*contents[1:], "")]
     tokens = [
-        speech.turn(content, reply) if isinstance(content, str) else speech.observation(content)
+        encoder.turn(content, reply) if isinstance(content, str) else encoder.observation(content)
         for content, reply in zip(contents, replies, strict=True)
     ]
     mask = [np.full(len(part_tokens), part.is_turn) for part_tokens, part in zip(tokens, parts, strict=True)]
     tokens_T = np.concatenate(tokens)
     return Completion(
         tokens=tokens_T,
-        text=speech.text(tokens_T),
+        text=encoder.text(tokens_T),
         stop_reason=StopReason.EXTERNAL,
         versions=(ELSEWHERE, ELSEWHERE),
         mask=np.concatenate(mask),

@@ -17,7 +17,7 @@ import torch
 from tba.assistant_turns import add_end_tokens, assistant_turn
 from tba.chat_prompts import chat_markup, prompt_tokens, with_arguments
 from tba.environments.scripted import encode_parts, play_demonstration
-from tba.environments.speech import Speech
+from tba.environments.turn_encoding import TurnEncoder
 from tba.errors import UserError
 from tba.fields import BY_CODE, as_declared
 from tba.json_input import read_json
@@ -221,10 +221,10 @@ def _task_pairs(task: Task, tokenizer: Any) -> list[Pair]:
         )
     if not isinstance(task, Acted):
         return list(demonstration_pairs(problems, tokenizer))
-    speech = Speech(tokenizer, _is_chat(problems[0]), problems[0].tools)
+    encoder = TurnEncoder(tokenizer, _is_chat(problems[0]), problems[0].tools)
     pairs = []
     for problem, prompt_pair in zip(problems, demonstration_pairs(problems, tokenizer), strict=True):
-        completion = encode_parts(*play_demonstration(task, problem, _readable_prompt(problem, tokenizer)), speech)
+        completion = encode_parts(*play_demonstration(task, problem, _readable_prompt(problem, tokenizer)), encoder)
         pair = Pair.of(prompt_pair.prompt, completion, completion.tokens[-1:].tolist())
         pairs.append(replace(pair, end=_end_token(tokenizer.eos_token_id, pair.end)))
     return pairs

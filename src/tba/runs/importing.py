@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tba.errors import UserError
-from tba.intake.intake import Entry
-from tba.intake.report import Report
+from tba.imported_answers.importer import Entry
+from tba.imported_answers.report import Report
 from tba.recipe import Recipe
 from tba.record.jsonl import JsonLines
 from tba.record.text import printable
 from tba.runs.recipe_resolution import Say
-from tba.runtime.importing import demonstrations, entries_of, intake_of
+from tba.runtime.importing import demonstrations, entries_of, importer_of
 from tba.runtime.run_directory import RunDirectory
 
 FILE = "imports.jsonl"  # in the run's folder: one line for each source
@@ -63,12 +63,12 @@ def _import_sources(
     """Import each source: (its name for people, the name its trajectories are recorded under, its lines)."""
     usable_lines = 0
     with (
-        intake_of(recipe, run, trusts_rewards, max_tokens) as intake,
+        importer_of(recipe, run, trusts_rewards, max_tokens) as importer,
         closing(JsonLines(run.path / FILE)) as records,
     ):
         for title, source_name, entries in sources:
             with chdir("."):  # in which the next file is looked for, wherever a reward goes
-                report = intake.import_entries(entries, source_name, ProgressReports(title, say))
+                report = importer.import_entries(entries, source_name, ProgressReports(title, say))
             if recipe.record.hide_text:
                 report.hide_details()
             records.append(report.to_json())

@@ -18,8 +18,8 @@ import numpy as np
 from tba.environments.episode import EpisodeFailed
 from tba.environments.scripted import encode_parts, play_demonstration
 from tba.errors import UserError
-from tba.intake.encoding import Encoder, TaskPrompts
-from tba.intake.intake import Entry, Intake
+from tba.imported_answers.encoding import Encoder, TaskPrompts
+from tba.imported_answers.importer import AnswerImporter, Entry
 from tba.markup import thoughts_of
 from tba.protocols import Acted, Reference, Tokenizer
 from tba.recipe import Recipe, differences, settings_json
@@ -27,7 +27,7 @@ from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
 from tba.replay.reading import JournalFile
 from tba.rollout.prompts import encode
-from tba.runtime.prompting import grader_of, speech_of
+from tba.runtime.prompting import grader_of, turn_encoder_of
 from tba.runtime.run_directory import IMPORTS, PREPARED, RunDirectory
 from tba.runtime.teaching import reference_of, teachers_of
 from tba.tables import STATE, Refusal, read_table
@@ -46,8 +46,8 @@ _CHUNK_ROWS = 1024  # trajectories of another run's journal read at a time
 
 
 @contextmanager
-def intake_of(recipe: Recipe, run: RunDirectory, believe: bool, max_tokens: int | None) -> Iterator[Intake]:
-    """Yields an `Intake` that takes trajectories into the run. `max_tokens` of an answer: None, as many as the run's
+def importer_of(recipe: Recipe, run: RunDirectory, believe: bool, max_tokens: int | None) -> Iterator[AnswerImporter]:
+    """Yields an `AnswerImporter` that takes trajectories into the run. `max_tokens` of an answer: None, as many as the run's
     own may have.
 
     Raises `UserError` while another import into the same run is going on. The reward has its deadline here too: a
@@ -74,7 +74,7 @@ def intake_of(recipe: Recipe, run: RunDirectory, believe: bool, max_tokens: int 
             thoughts=() if recipe.prompts.grade_thoughts else thoughts_of(tokenizer),
         )
         reference = _reference(replace(recipe, model=model), run)
-        yield Intake(
+        yield AnswerImporter(
             encoder=encoder,
             reward=grader_of(recipe, run, retries=0),
             reference=reference,
@@ -112,7 +112,7 @@ def demonstrations(recipe: Recipe, count: int) -> Iterator[Entry]:
 
 def _act_demonstrations(recipe: Recipe, task: Acted, count: int) -> Iterator[Entry]:
     tokenizer = recipe.model.prepared(recipe.task).tokenizer()
-    speech = speech_of(recipe.task, tokenizer)
+    encoder = turn_encoder_of(recipe.task, tokenizer)
     problems = [problem for problem in problems_of(recipe.task, "train") if problem.demonstration is not None]
     for number, problem in enumerate(problems[:count], start=1):
         (prompt,) = encode([problem], recipe.task.name, tokenizer, recipe.prompts).prompts
@@ -121,7 +121,7 @@ def _act_demonstrations(recipe: Recipe, task: Acted, count: int) -> Iterator[Ent
         except EpisodeFailed as error:
             yield number, Refusal("a demonstration whose environment failed", str(error))
             continue
-        completion = encode_parts(parts, judgement, speech)
+        completion = encode_parts(parts, judgement, encoder)
         unscored = np.zeros(len(completion.tokens), dtype=np.float32)
         yield number, Trajectory("", prompt, completion, judgement.reward, unscored, Version())
 

@@ -14,7 +14,7 @@ import numpy as np
 from tba.clock import ShareClock
 from tba.environments.engine import EpisodeEngine
 from tba.environments.hosts import CAN_FORK, EpisodeLimits, Hosts, InProcessHost
-from tba.environments.speech import Speech
+from tba.environments.turn_encoding import TurnEncoder
 from tba.errors import UserError
 from tba.grading import RETRIES, Grader
 from tba.protocols import (
@@ -184,14 +184,14 @@ def engine_of(recipe: Recipe, model: Model, version: Version, clock: ShareClock 
     worlds = worlds_of(task, inline=recipe.runtime == "inline")  # before there is a model whose memory it would share
     engine = model.engine(version, longest_prompt)
     pause_clock = nullcontext if clock is None else partial(_environment_state, clock)
-    return EpisodeEngine(engine, task, speech_of(recipe.task, model.tokenizer()), worlds, pause_clock)
+    return EpisodeEngine(engine, task, turn_encoder_of(recipe.task, model.tokenizer()), worlds, pause_clock)
 
 
 def vine_of(recipe: Recipe, model: Model, engine: Engine, reward: Reward) -> VineRollouts | None:
     """Returns the estimator of the values of an answer's steps, if the recipe has one; an episode's steps are turns."""
     if recipe.vine is None:
         return None
-    texts = engine.speech.turn_text if isinstance(engine, EpisodeEngine) else None
+    texts = engine.turn_encoder.turn_text if isinstance(engine, EpisodeEngine) else None
     return recipe.vine.start(engine, reward, model.tokenizer(), recipe.largest_reward, texts is not None, texts)
 
 
@@ -210,10 +210,10 @@ def worlds_of(task: Acted, inline: bool) -> InProcessHost | Hosts:
     return Hosts(task, limits)
 
 
-def speech_of(task: Task, tokenizer: Tokenizer) -> Speech:
+def turn_encoder_of(task: Task, tokenizer: Tokenizer) -> TurnEncoder:
     """Returns the writer of what an environment says, in the form that a model reads."""
     first_problem = problems_of(task, "train")[0]
-    return Speech(tokenizer, not isinstance(first_problem.prompt, str), first_problem.tools)
+    return TurnEncoder(tokenizer, not isinstance(first_problem.prompt, str), first_problem.tools)
 
 
 def prompt_source(recipe: Recipe, prompts: list[Prompt], journal: Journal, rng: np.random.Generator) -> PromptSource:

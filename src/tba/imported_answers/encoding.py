@@ -16,7 +16,7 @@ import numpy as np
 from tba.assistant_turns import AnswerFrame, AssistantTurn, assistant_turn
 from tba.chat_prompts import chat_markup, prompt_tokens
 from tba.errors import UserError
-from tba.intake.answers import ImportedAnswer
+from tba.imported_answers.parsing import ImportedAnswer
 from tba.markup import Markup, decode_tokens, encode_markup, visible_text
 from tba.protocols import Tokenizer
 from tba.tables import Refusal

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tba.intake.answers import ImportedAnswer, parse_answer
+from tba.imported_answers.parsing import ImportedAnswer, parse_answer
 from tba.tables import Refusal
 
 USER, ANSWER = {"role": "user", "content": "6*7?"}, {"role": "assistant", "content": "42"}

@@ -18,7 +18,7 @@ from tba.protocols import Tokenizer
 from tba.types import IntArray, Json, quote
 
 
-class Speech:
+class TurnEncoder:
     """Writes observations and scripted turns as tokens of one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, chat: bool, tools: Sequence[Json] = ()) -> None:

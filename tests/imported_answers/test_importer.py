@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tba.generation import generate
-from tba.intake.encoding import Encoder, TaskPrompts
-from tba.intake.intake import CHUNK, Entry, Intake
+from tba.imported_answers.encoding import Encoder, TaskPrompts
+from tba.imported_answers.importer import CHUNK, AnswerImporter, Entry
 from tba.protocols import Reward
 from tba.record.ledger import Ledger
 from tba.replay.follower import JournalFollower
@@ -38,8 +38,8 @@ ENCODER = Encoder(
 FUZZ = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def intake(journal: JournalWriter, reward: Reward | None = None, **settings: Any) -> Intake:
-    return Intake(ENCODER, reward or TASK.reward(), TabularReference(TASK), journal, **settings)
+def importer(journal: JournalWriter, reward: Reward | None = None, **settings: Any) -> AnswerImporter:
+    return AnswerImporter(ENCODER, reward or TASK.reward(), TabularReference(TASK), journal, **settings)
 
 
 def numbered(lines: Sequence[Values]) -> list[Entry]:
@@ -63,7 +63,7 @@ def drained(path: Path) -> list[Trajectory]:
 def test_an_answer_gets_the_tasks_reward_and_the_references_log_probabilities(tmp_path: Path) -> None:
     lines = [line("a", "BA", reward=99.0), line("b", "ADC", source="a friend"), line("a", "D")]
     with JournalWriter(tmp_path / "journal", "import") as journal:
-        report = intake(journal).import_entries(numbered(lines), "demos")
+        report = importer(journal).import_entries(numbered(lines), "demos")
     assert (report.imported, report.claimed, report.disagreed, report.refused) == (3, 1, 1, 0)
     reference = TabularReference(TASK)
     for trajectory, row in zip(drained(tmp_path / "journal"), lines, strict=True):
@@ -82,7 +82,7 @@ def test_an_answer_gets_the_tasks_reward_and_the_references_log_probabilities(tm
 def test_a_claimed_reward_is_believed_by_order_only_and_recorded_as_claimed(tmp_path: Path) -> None:
     lines = [line("a", "B", reward=0.25), line("a", "C"), line("a", "D", reward="high")]
     with JournalWriter(tmp_path / "journal", "import") as journal:
-        report = intake(journal, believe=True).import_entries(numbered(lines), "demos")
+        report = importer(journal, believe=True).import_entries(numbered(lines), "demos")
     believed, graded = drained(tmp_path / "journal")
     assert (believed.reward, believed.reward_parts, believed.provenance["reward"]) == (
         0.25,
@@ -97,7 +97,7 @@ def test_a_reward_that_the_loss_cannot_square_is_refused_with_what_it_was(tmp_pa
     rewards = [-1e9, 1e20, 1e400, 10**400, float("nan")]
     lines = [line("a", answer, reward=reward) for answer, reward in zip("BCDAA", rewards, strict=True)]
     with JournalWriter(tmp_path / "journal", "import") as journal:
-        report = intake(journal, believe=True, largest_reward=1e9).import_entries(numbered(lines), "demos")
+        report = importer(journal, believe=True, largest_reward=1e9).import_entries(numbered(lines), "demos")
     assert [t.reward for t in drained(tmp_path / "journal")] == [-1e9]
     large, infinite = "its reward is beyond 1e+09, which the loss can square", "its reward is not finite"
     assert {reason: rejected.count for reason, rejected in report.rejected.items()} == {large: 1, infinite: 3}
@@ -108,10 +108,10 @@ def test_the_same_file_again_adds_what_is_missing_and_nothing_twice(tmp_path: Pa
     lines = [line("a", "B"), line("a", "B"), line("b", "CC"), line("b", "BAD")]
     with JournalWriter(tmp_path / "journal", "import") as journal:
         for repeated, given_lines in ((0, lines[:3]), (3, lines), (4, lines)):
-            report = intake(journal).import_entries(numbered(given_lines), "demos")
+            report = importer(journal).import_entries(numbered(given_lines), "demos")
             assert (report.repeated, report.imported) == (repeated, len(given_lines) - repeated)
         assert (
-            intake(journal).import_entries(numbered(lines), "other").imported == 4
+            importer(journal).import_entries(numbered(lines), "other").imported == 4
         )  # another source is other evidence
     assert len(drained(tmp_path / "journal")) == 8
     with JournalFollower(tmp_path / "journal") as follower:
@@ -135,7 +135,7 @@ class Picky:
 def test_what_the_reward_cannot_mark_is_refused_alone(tmp_path: Path) -> None:
     answers = ["".join(letters) for letters in itertools.product("ABCD", repeat=2)]
     with JournalWriter(tmp_path / "journal", "import") as journal:
-        report = intake(journal, Picky()).import_entries(numbered([line("a", answer) for answer in answers]), "demos")
+        report = importer(journal, Picky()).import_entries(numbered([line("a", answer) for answer in answers]), "demos")
     assert {t.completion.text for t in drained(tmp_path / "journal")} == {"AA", "AB", "BA", "BB"}
     assert {reason: rejected.count for reason, rejected in report.rejected.items()} == {
         "the task's reward cannot grade it": 7,
@@ -147,7 +147,7 @@ def test_what_the_reward_cannot_mark_is_refused_alone(tmp_path: Path) -> None:
 def test_more_lines_than_are_written_together_all_arrive_in_order(tmp_path: Path) -> None:
     lines = [line("ab"[n % 2], "ABCD"[n // 2 % 4] * (1 + n // 8 % 2)) for n in range(CHUNK + 100)]
     with JournalWriter(tmp_path / "journal", "import") as journal:
-        report = intake(journal).import_entries(numbered(lines), "demos")
+        report = importer(journal).import_entries(numbered(lines), "demos")
     assert report.imported == report.lines == CHUNK + 100
     assert [t.completion.text for t in drained(tmp_path / "journal")] == [row["response"] for row in lines]
 
@@ -162,7 +162,7 @@ def test_trajectories_of_another_run_come_with_their_behaviour(tmp_path: Path) -
     ]
     lines: list[Entry] = [*enumerate(old, 1), (6, line("a", "A"))]
     with JournalWriter(tmp_path / "journal", "import") as journal:
-        report = intake(journal, needs_behavior=True).import_entries(lines, "old")
+        report = importer(journal, needs_behavior=True).import_entries(lines, "old")
     assert list(report.rejected) == ["no log-probabilities of its behaviour, which the run's objective needs"]
     trajectories = drained(tmp_path / "journal")
     for new, was in zip(trajectories, old, strict=True):
@@ -201,8 +201,8 @@ def test_any_file_is_taken_in_without_an_error_and_without_losing_a_line(
     folder = tmp_path_factory.mktemp("fuzz")
     (folder / "lines.jsonl").write_bytes(b"\n".join(lines))
     with JournalWriter(folder / "journal", "import") as journal:
-        report = intake(journal, believe=believe).import_entries(read_table(folder / "lines.jsonl"), "fuzz")
-        again = intake(journal, believe=believe).import_entries(read_table(folder / "lines.jsonl"), "fuzz")
+        report = importer(journal, believe=believe).import_entries(read_table(folder / "lines.jsonl"), "fuzz")
+        again = importer(journal, believe=believe).import_entries(read_table(folder / "lines.jsonl"), "fuzz")
     assert report.lines == sum(bool(raw.strip()) for raw in lines)
     assert report.lines == report.imported + report.repeated + report.refused
     assert (again.imported, again.repeated, again.refused) == (0, report.imported, report.refused)

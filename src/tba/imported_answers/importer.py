@@ -22,9 +22,9 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 
 from tba.errors import DeadlineExceeded, UserError
-from tba.intake.answers import ImportedAnswer, parse_answer
-from tba.intake.encoding import EncodedAnswer, Encoder
-from tba.intake.report import Report, counters
+from tba.imported_answers.encoding import EncodedAnswer, Encoder
+from tba.imported_answers.parsing import ImportedAnswer, parse_answer
+from tba.imported_answers.report import Report, counters
 from tba.protocols import Journal, Reference, Reward
 from tba.tables import Refusal, Values
 from tba.types import TEACHER, Completion, FloatArray, Json, Judgement, Prompt, Trajectory, quote
@@ -51,7 +51,7 @@ class Candidate:
 
 
 @dataclass
-class Intake:
+class AnswerImporter:
     """Imports the lines of one source after another into the journal."""
 
     encoder: Encoder

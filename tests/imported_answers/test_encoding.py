@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerFast
 from chat_families import tokenizer as families_tokenizer
 from tba.engines.stopping import StopStrings
 from tba.environments.episode import Observation
-from tba.environments.speech import Speech
-from tba.intake.answers import ImportedAnswer
-from tba.intake.encoding import EncodedAnswer, Encoder, TaskPrompts
+from tba.environments.turn_encoding import TurnEncoder
+from tba.imported_answers.encoding import EncodedAnswer, Encoder, TaskPrompts
+from tba.imported_answers.parsing import ImportedAnswer
 from tba.models.warm_start import demonstration_pairs
 from tba.tables import Refusal
 from tba.training.tiny_models import character_tokenizer, train_bpe_tokenizer
@@ -195,8 +195,8 @@ def test_an_answer_to_a_text_goes_on_from_it_where_the_tokenizer_puts_a_blank_be
     assert tokenizer.decode([*prompt, *completion]) == f"{asked}{answer}</s>"
     (pair,) = demonstration_pairs([Problem(asked, {}, answer)], tokenizer)
     assert pair.response == completion[:-1]
-    speech = Speech(tokenizer, chat=False)
-    turn, heard = speech.turn(answer).tolist()[:-1], speech.observation(Observation(answer)).tolist()
+    encoder = TurnEncoder(tokenizer, chat=False)
+    turn, heard = encoder.turn(answer).tolist()[:-1], encoder.observation(Observation(answer)).tolist()
     assert tokenizer.decode([*prompt, *turn, *heard]) == asked + answer + answer
 
 
