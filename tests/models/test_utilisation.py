@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -49,8 +48,8 @@ def test_a_model_that_is_not_prepared_or_no_transformer_has_none() -> None:
 
 
 def test_a_run_is_told_what_it_computed_over_all_lives_of_its_searchers() -> None:
-    arithmetic = asdict(ComputeCost(read=1e6, scored=2e6, passes=3, rate=1e9))
-    trainer = {"arithmetic": arithmetic, "computed": {"read": 600, "scored": 200, "milliseconds": 4000}}
+    cost = ComputeCost(read=1e6, scored=2e6, passes=3, rate=1e9)
+    computed = {"read": 600, "scored": 200, "milliseconds": 4000}
     searcher = {
         "generated_tokens": 300,  # of which 100 were said by environments
         "observed_tokens": 100,
@@ -58,12 +57,13 @@ def test_a_run_is_told_what_it_computed_over_all_lives_of_its_searchers() -> Non
         "asked_tokens": 150,
         "generating_milliseconds": 2000,
     }
-    found = utilisation(trainer, 2, {"searcher-0": searcher, "searcher-1": searcher, "replay": {"evicted_tokens": 9}})
+    owners = {"searcher-0": searcher, "searcher-1": searcher, "replay": {"evicted_tokens": 9}}
+    found = utilisation(cost, computed, 2, owners)
     assert found["trainer"] == pytest.approx(3 * (600 * 1e6 + 200 * 2e6) / (2 * 4.0 * 1e9))
     assert found["searchers"] == pytest.approx(2 * (500 * 1e6 + 250 * 2e6) / (2 * 2.0 * 1e9))
-    assert utilisation(trainer, 2, {"import": {"imported_tokens": 5}}).keys() == {"trainer"}  # offline
-    assert utilisation({"arithmetic": None}, 1, {"searcher-0": searcher}) == {}
-    assert utilisation({"arithmetic": arithmetic, "computed": {}}, 1, {}) == {}
+    assert utilisation(cost, computed, 2, {"import": {"imported_tokens": 5}}).keys() == {"trainer"}  # offline
+    assert utilisation(None, {}, 1, {"searcher-0": searcher}) == {}
+    assert utilisation(cost, {}, 1, {}) == {}
 
 
 def test_a_model_with_experts_has_none(tmp_path: Path) -> None:

@@ -34,12 +34,11 @@ from tba.replay.queries import count_rows
 from tba.rollout.rates import GrowthRate
 from tba.runtime.checkpointing import loss_of
 from tba.runtime.elastic import JoinedSearchers
+from tba.runtime.results import SearcherResult, TrainerResult
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.watching import EvaluationWatch
-from tba.types import Json
 
 GO_ON = "resume the run (tba resume)"  # the remedy for a result that cannot be read
-_SEARCHER = {"clock": dict[str, float], "peak_memory_bytes": int}  # what a searcher leaves
 
 
 @dataclass
@@ -107,26 +106,28 @@ def summarise(
     recipe: Recipe, run: RunDirectory, searchers: list[str], faults: Mapping[str, Any], sft_seconds: float
 ) -> Summary:
     """Write summary.json of a run whose parts have ended, and return it."""
-    trainer = read_json(run.result("trainer"), GO_ON)
+    trainer: TrainerResult = read_json(run.result("trainer"), GO_ON, TrainerResult)
     if (loss := loss_of(run, run.journal(recipe))) is not None:
         raise UserError(f"{loss}; put it back if there is a copy, or {GO_ON} with --accept-lost-rows")
     joined = JoinedSearchers(run).record()
     names = [*searchers, *(searcher["name"] for searcher in joined)]
-    results = {name: read_json(run.result(name), GO_ON, **_SEARCHER) for name in names if run.result(name).exists()}
+    results: dict[str, SearcherResult] = {
+        name: read_json(run.result(name), GO_ON, SearcherResult) for name in names if run.result(name).exists()
+    }
     for name in names:  # one that was killed may have left graded answers
         with JournalWriter(run.journal(recipe), name, create=False) as journal_writer:
             journal_writer.resume()
-    with JournalFollower(run.journal(recipe), position=trainer["position"], create=False) as journal:
+    with JournalFollower(run.journal(recipe), position=trainer.position, create=False) as journal:
         owners = journal.counters()
         undrained = journal.undrained()
     ledgers = {}
     for unit in ("tokens", "trajectories"):
         searcher_ledger = Ledger.gather(owners, unit)
-        replay_ledger = Ledger.of_counters({**trainer["ledger"]}, unit)
+        replay_ledger = Ledger.of_counters(trainer.ledger, unit)
         waiting_ledger = Ledger.of({"waiting": undrained[unit]})
         ledgers[unit] = searcher_ledger + replay_ledger + waiting_ledger
     note_unreadable(run.path)
-    clocks = [result["clock"] for result in results.values()]
+    clocks = [result.clock for result in results.values()]
     answers = ledgers["trajectories"]
     note_slow_reward(run.path, combined_share(clocks, "reward"), answers.expired, answers.generated)
     evaluations = read_evaluations(run.path)
@@ -134,50 +135,53 @@ def summarise(
     summary = Summary(
         recipe=recipe.name,
         seed=recipe.seed,
-        steps=trainer["steps"],
+        steps=trainer.steps,
         wall_seconds=WallSeconds(
             total=run.clock()(),
             sft=sft_seconds,
-            warm_up=max(0.0, trainer["warm_up_seconds"] - sft_seconds),
-            train=trainer["train_seconds"],
+            warm_up=max(0.0, trainer.warm_up_seconds - sft_seconds),
+            train=trainer.train_seconds,
             eval=sum(e.seconds for e in evaluations),
         ),
         evaluations=evaluations,
-        trainer_idle=combined_share([trainer["clock"]], "idle"),
-        trainer_paced=combined_share([trainer["clock"]], "paced"),
+        trainer_idle=combined_share([trainer.clock], "idle"),
+        trainer_paced=combined_share([trainer.clock], "paced"),
         searcher_idle=combined_share(clocks, "idle"),
         searcher_paced=combined_share(clocks, "paced"),
         searcher_evaluating=combined_share(clocks, "eval"),
         searcher_time=_searchers_time(clocks),
         tokens=ledgers["tokens"],
         trajectories=ledgers["trajectories"],
-        lag=Lag.of({int(lag): count for lag, count in trainer["lags"].items()}),
-        recent_share=trainer["recent_share"],
-        prompts=next((result["prompts"] for result in results.values() if "prompts" in result), {}),
-        reference_resets=trainer["reference_resets"],
-        control=trainer["control"],
+        lag=Lag.of(trainer.lags),
+        recent_share=trainer.recent_share,
+        prompts=next((result.prompts for result in results.values() if result.prompts), {}),
+        reference_resets=trainer.reference_resets,
+        control=trainer.control,
         joined=joined,
-        faults={**count_faults(run.path), **faults, "skipped_steps": trainer["skipped"]},
+        faults={**count_faults(run.path), **faults, "skipped_steps": trainer.skipped},
         peak_memory_bytes={
-            "trainer": trainer["peak_memory_bytes"],
-            **{name: result["peak_memory_bytes"] for name, result in results.items()},
+            "trainer": trainer.peak_memory_bytes,
+            **{name: result.peak_memory_bytes for name, result in results.items()},
         },
-        utilisation=utilisation(trainer, recipe.trainer.count, owners),
+        utilisation=utilisation(trainer.arithmetic, trainer.computed, recipe.trainer.count, owners),
         machine=machine(visible_gpus().names),
     )
     summary.write(run.path)
     return summary
 
 
-def utilisation(trainer: Json, ranks: int, owners: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
+def utilisation(
+    cost: ComputeCost | None, computed: Mapping[str, int], ranks: int, owners: Mapping[str, Mapping[str, int]]
+) -> dict[str, float]:
     """Returns how near the trainer in its steps, and searchers while they generate, come to the rate of a product of
     matrices on the trainer's device; nothing for a model of unknown shape.
 
-    trainer: what it leaves. owners: the counters of all searchers, which add up over their restarts.
+    cost: of the trainer's tokens. computed: by the trainer. owners: the counters of all searchers, which add up over
+    their restarts.
     """
-    if trainer["arithmetic"] is None:
+    if cost is None:
         return {}
-    cost, work, counts = ComputeCost(**trainer["arithmetic"]), Counter(trainer["computed"]), Counter[str]()
+    work, counts = Counter(computed), Counter[str]()
     for counters in owners.values():
         counts.update(counters)
     shares = {}
@@ -190,7 +194,7 @@ def utilisation(trainer: Json, ranks: int, owners: Mapping[str, Mapping[str, int
     return shares
 
 
-def _searchers_time(clocks: list[dict[State, float]]) -> dict[str, float]:
+def _searchers_time(clocks: list[Mapping[State, float]]) -> dict[str, float]:
     """Returns what the searchers' time went to, in shares that add up to 1."""
     states = {**SEARCHER_STATES, "waiting": (*SEARCHER_STATES["waiting"], "idle"), "evaluating": ("eval",)}
     return {name: sum(combined_share(clocks, state) for state in parts) for name, parts in states.items()}

@@ -22,8 +22,8 @@ import torch
 from tba.clock import ShareClock
 from tba.protocols import Examined, Journal, Manifest, Model, Records, WeightSource
 from tba.recipe import Recipe
+from tba.record.jsonl import as_json
 from tba.record.memory import FreedMemory, keep_few_kernels, peak_memory_bytes
-from tba.record.metrics import JOURNAL_ROWS
 from tba.rollout.overlong import Overlong
 from tba.rollout.prompts import PosteriorPrompts, UniformPrompts
 from tba.rollout.rescoring import Rescorer
@@ -31,6 +31,7 @@ from tba.rollout.searcher import Searcher
 from tba.runtime.connections import BackgroundJournal, Connections, connect_on_disk
 from tba.runtime.evaluation import EVALUATION_DEADLINE, Examiner
 from tba.runtime.prompting import LEASE_SECONDS, PromptSet, engine_of, grader_of, prompt_set_of, prompt_source, vine_of
+from tba.runtime.results import SearcherResult
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.teaching import reference_of, teachers_of
 from tba.types import SPLITS, Json, Split, Version
@@ -153,14 +154,9 @@ class SearcherLoop:
         finally:
             self.searcher.grader.close()
             self.journal.close()
-        result = {
-            JOURNAL_ROWS: rows,
-            "clock": self.clock.seconds(),
-            "peak_memory_bytes": peak_memory_bytes(),
-            "rounds": self.searcher.rounds,
-            "prompts": dict(self.prompts),
-        }
-        self.records.result(self.searcher.name, result)
+        seconds, rounds = self.clock.seconds(), self.searcher.rounds
+        result = SearcherResult(seconds, peak_memory_bytes(), journal_rows=rows, rounds=rounds, prompts=self.prompts)
+        self.records.result(self.searcher.name, as_json(result))
 
 
 def start_searching(

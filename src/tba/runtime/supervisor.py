@@ -21,6 +21,7 @@ from tba.record.faults import count_faults, record_fault
 from tba.record.metrics import read_last
 from tba.runtime.elastic import JoinedSearchers
 from tba.runtime.evaluation import EVALUATION_DEADLINE, evaluated_to_the_end
+from tba.runtime.results import TrainerResult
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.sizing import searchers_of
 from tba.runtime.stop_requests import stop_requests
@@ -134,8 +135,8 @@ class Driver(ABC):
             self._stop([trainer], "a checkpoint")
             if trainer.code != 0:
                 raise trainer.failure()
-            result = read_json(self.run.result("trainer"), "resume the run (tba resume)", steps=int)
-            is_finished = result["steps"] >= self.recipe.steps
+            result: TrainerResult = read_json(self.run.result("trainer"), "resume the run (tba resume)", TrainerResult)
+            is_finished = result.steps >= self.recipe.steps
             if is_finished and not stop():
                 self._evaluate(searchers, stop)
             self._stop(searchers, "their last round")

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -43,6 +43,7 @@ from tba.runtime.checkpointing import TurnTaker, generators, set_generators, sta
 from tba.runtime.evaluation import Requests
 from tba.runtime.ranks.start import start_policy, start_ranks
 from tba.runtime.reference import References
+from tba.runtime.results import TrainerResult
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.watching import AnswerWatch, EvaluationWatch, answer_watch_of
 from tba.training.checkpoint import Checkpoint, save_checkpoint
@@ -254,27 +255,27 @@ class TrainerLoop:
         self.checkpointed_version = self.trainer.version
         set_generators(state["generators"])
 
-    def result(self) -> dict[str, Json]:
+    def result(self) -> TrainerResult:
         """Returns what the summary needs of a loop that has ended."""
         training_began, draw_counts = self.began_training, self.replay.selector.counts
         groups = draw_counts.get("recent", 0) + draw_counts.get("reward", 0)
-        return {
-            "clock": self.clock.seconds(),
-            "peak_memory_bytes": peak_memory_bytes(),
-            "steps": self.trainer.version.step,
-            "version": str(self.trainer.version),
-            "skipped": self.trainer.skipped,
-            "ledger": self.replay.ledger(),
-            "position": self.journal.position,
-            "lags": dict(self.lags),
-            "computed": dict(self.compute_counts),
-            "arithmetic": None if self.arithmetic is None else asdict(self.arithmetic),
-            "recent_share": draw_counts.get("newest", 0) / max(1, groups),
-            "reference_resets": self.references.resets,
-            "control": [change.to_json() for change in self.controller.changes],
-            "warm_up_seconds": self.elapsed() if training_began is None else training_began,
-            "train_seconds": 0.0 if training_began is None else self.ended_training - training_began,
-        }
+        return TrainerResult(
+            clock=self.clock.seconds(),
+            peak_memory_bytes=peak_memory_bytes(),
+            steps=self.trainer.version.step,
+            version=self.trainer.version,
+            skipped=self.trainer.skipped,
+            ledger=self.replay.ledger(),
+            position=self.journal.position,
+            lags=self.lags,
+            computed=self.compute_counts,
+            arithmetic=self.arithmetic,
+            recent_share=draw_counts.get("newest", 0) / max(1, groups),
+            reference_resets=self.references.resets,
+            control=[change.to_json() for change in self.controller.changes],
+            warm_up_seconds=self.elapsed() if training_began is None else training_began,
+            train_seconds=0.0 if training_began is None else self.ended_training - training_began,
+        )
 
     def _reset_reference(self) -> None:
         """Make the policy as it was just published the reference of the steps to come."""
