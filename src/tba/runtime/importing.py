@@ -47,8 +47,8 @@ _CHUNK_ROWS = 1024  # trajectories of another run's journal read at a time
 
 @contextmanager
 def importer_of(recipe: Recipe, run: RunDirectory, believe: bool, max_tokens: int | None) -> Iterator[AnswerImporter]:
-    """Yields an `AnswerImporter` that takes trajectories into the run. `max_tokens` of an answer: None, as many as the run's
-    own may have.
+    """Yields an `AnswerImporter` that takes trajectories into the run. `max_tokens` of an answer: None, as many as
+    the run's own may have.
 
     Raises `UserError` while another import into the same run is going on. The reward has its deadline here too: a
     reward that hangs ends the import, and what was taken in until then stays.
