@@ -11,9 +11,9 @@ from runs import inline, inline_again, made
 
 from tba.recipes.quickstart import BASE
 from tba.record.evaluations import EvaluationWriter
-from tba.record.falls import ENTROPY_FALLS, LARGE_STEPS, LOST_SAMPLES, MISMATCHES, NO_SIGNAL, SHORT
 from tba.record.faults import count_faults, read_faults
 from tba.record.run_record import RunRecord
+from tba.record.run_warnings import ENTROPY_FALLS, LARGE_STEPS, LOST_SAMPLES, MISMATCHES, NO_SIGNAL, SHORT
 from tba.runtime.searcher_loop import start_searching
 from tba.runtime.trainer_loop import TrainerLoop, start_training
 from tba.runtime.watching import answer_watch_of
@@ -75,7 +75,7 @@ def test_the_best_checkpoint_and_those_still_to_be_evaluated_stay_beside_the_new
     assert Checkpoint.load(run.path / "best").version == Version(0, 20)
     record = RunRecord.read(run.path)
     assert record.best == "checkpoints/step-20 (pass@1/sampled 90.0 %); the link `best` leads to it"
-    fallen = [sentence for sentence in record.falls if "cut off" not in sentence]  # the toy's answers are
+    fallen = [sentence for sentence in record.warnings if "cut off" not in sentence]  # the toy's answers are
     assert fallen == ["pass@1/sampled is 20.0 % at step 40: it was 90.0 % at step 20"]
 
 
@@ -138,7 +138,9 @@ class NothingToLearn:
 def test_a_run_of_six_steps_says_at_its_end_that_all_rewards_were_equal(tmp_path: Path) -> None:
     summary = inline(tmp_path / "run", "--steps", "6", task=NothingToLearn())
     assert summary.steps == 6
-    assert [sentence for sentence in RunRecord.read(tmp_path / "run").falls if "nothing can be learnt" in sentence] == [
+    assert [
+        sentence for sentence in RunRecord.read(tmp_path / "run").warnings if "nothing can be learnt" in sentence
+    ] == [
         "nothing can be learnt: in steps 1 to 6 all answers to a prompt got the same reward. `tba check` shows answers "
         "with their rewards, and what to change"
     ]
@@ -153,5 +155,5 @@ def test_a_run_whose_new_answers_lose_half_of_their_tokens_says_so_but_not_of_ep
             arrivals.see([(f"prompt {start + i}", 1.0, tokens + i % 2) for i in range(100)])
         arrivals.finish()
         assert count_faults(run.path)[SHORT] == times
-    (sentence,) = RunRecord.read(run.path).falls
+    (sentence,) = RunRecord.read(run.path).warnings
     assert sentence.startswith("answers became short: new answers have 16.5 tokens on average, 33.5 when the run began")

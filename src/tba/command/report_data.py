@@ -138,7 +138,7 @@ def _evaluation(e: Evaluation) -> dict[str, Json]:
 
 def _notes(record: RunRecord) -> list[str]:
     best_note = [] if record.best is None else [f"best: {record.best}"]
-    return [*record.falls, *record.unreadable, *best_note]
+    return [*record.warnings, *record.unreadable, *best_note]
 
 
 def _answers(record: RunRecord) -> list[dict[str, Json]]:

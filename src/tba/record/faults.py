@@ -36,7 +36,7 @@ KINDS = (
     "joined_deaths",  # a searcher that had joined died
     "joined_late",  # one had not left when the run ended
     "unreadable_lines",  # of a file of records, which were passed over
-    "held_out_falls",  # a held-out figure fell far below its best (`find_falls`)
+    "held_out_falls",  # a held-out figure fell far below its best (`find_accuracy_falls`)
     "reward_falls",  # the mean reward of what searchers bring did
     "stale_data",  # batches were worth less than half of their rows
     "no_signal",  # in no group of 50 steps did rewards differ

@@ -15,9 +15,9 @@ from tba.evaluation.estimators import GREEDY, SAMPLED
 from tba.record import evaluations, metrics
 from tba.record.evaluations import RecordedAnswer
 from tba.record.failure import Failure
-from tba.record.falls import by_version, noted_falls
 from tba.record.faults import describe_unreadable, read_all_records
 from tba.record.metrics import column
+from tba.record.run_warnings import by_version, recorded_warnings
 from tba.record.summary import Summary
 from tba.record.text import percent
 from tba.types import Evaluation, Json, Version
@@ -34,7 +34,7 @@ class RunRecord:
     summary: Summary | None  # None: it has not ended, has failed or was killed
     failure: Failure | None = None  # what ended it
     unreadable: Sequence[str] = ()  # a sentence for each file that has lines which cannot be read
-    falls: Sequence[str] = ()  # what fell far below its best, oldest first
+    warnings: Sequence[str] = ()  # the sentences recorded, oldest first
     best: str | None = None  # the best checkpoint that is not the newest: its folder and its figure
 
     @classmethod
@@ -54,7 +54,7 @@ class RunRecord:
             summary=summary,
             failure=Failure.read(directory),
             unreadable=[describe_unreadable(name, bad) for name, (_, bad) in lines.items() if bad],
-            falls=noted_falls(directory),
+            warnings=recorded_warnings(directory),
             best=_describe_best(directory, figures),
         )
 

@@ -75,7 +75,7 @@ def comparison(runs: Sequence[RunRecord], settings: Mapping[str, Sequence[str]])
         "samples per insert": [f"{s.trajectories.samples_per_insert:.2f}" if s else "-" for s in summaries],
         "trainer idle": [percent(s.trainer_idle) if s else "-" for s in summaries],
         "searchers evaluating": [percent(s.searcher_evaluating) if s else "-" for s in summaries],
-        "falls": [str(len(run.falls)) for run in runs],
+        "warnings": [str(len(run.warnings)) for run in runs],
     }
     differs = _runs_columns(runs, settings) if settings else Text("no setting")
     return Group(section("What differs", differs), section("How they did", _runs_columns(runs, figures)))
@@ -189,10 +189,10 @@ def ledger_table(summary: Summary) -> RenderableType:
 
 def _falls_section(run: RunRecord) -> list[RenderableType]:
     """Returns warnings of figures far below their best, and the best checkpoint if that is not the newest."""
-    lines = [Text(printable(sentence, 300), style="yellow") for sentence in run.falls]
+    lines = [Text(printable(sentence, 300), style="yellow") for sentence in run.warnings]
     if run.best is not None:
-        lines.append(Text(f"best: {run.best}" if run.falls else run.best))
-    return [section("Warnings" if run.falls else "The best checkpoint", Group(*lines))] if lines else []
+        lines.append(Text(f"best: {run.best}" if run.warnings else run.best))
+    return [section("Warnings" if run.warnings else "The best checkpoint", Group(*lines))] if lines else []
 
 
 def _heading(run: RunRecord) -> RenderableType:

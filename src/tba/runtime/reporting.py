@@ -20,12 +20,12 @@ from tba.protocols import ComputeCost
 from tba.recipe import Recipe
 from tba.record import metrics
 from tba.record.evaluations import RunningEvaluations, read_evaluations
-from tba.record.falls import note_slow_reward, noted_falls
 from tba.record.faults import count_faults, note_unreadable
 from tba.record.ledger import Ledger
 from tba.record.live import Status
 from tba.record.memory import machine
 from tba.record.metrics import RunningMetrics
+from tba.record.run_warnings import record_slow_reward, recorded_warnings
 from tba.record.summary import Lag, Summary, WallSeconds
 from tba.record.text import duration
 from tba.replay.follower import JournalFollower
@@ -62,7 +62,7 @@ class RunProgress:
         row: Mapping[str, Any] = self.metrics.newest
         mean, newest = self.metrics.mean, self.evaluations.newest
         bad_lines = self.metrics.bad_line_count + self.evaluations.bad_line_count
-        fall = (noted_falls(self.run.path) or [""])[-1]
+        fall = (recorded_warnings(self.run.path) or [""])[-1]
         phase = "warm-up" if phase == "training" and not row else phase
         warm_up = self._describe_warm_up() if phase == "warm-up" else ""
         return Status(
@@ -129,7 +129,7 @@ def summarise(
     note_unreadable(run.path)
     clocks = [result.clock for result in results.values()]
     answers = ledgers["trajectories"]
-    note_slow_reward(run.path, combined_share(clocks, "reward"), answers.expired, answers.generated)
+    record_slow_reward(run.path, combined_share(clocks, "reward"), answers.expired, answers.generated)
     evaluations = read_evaluations(run.path)
     EvaluationWatch(run).check()  # the last evaluations came after the trainer had ended
     summary = Summary(

@@ -28,12 +28,13 @@ from tba.clock import SEARCHER_STATES, ShareClock
 from tba.errors import UserError
 from tba.protocols import ComputeCost, HasRecentShare, Manifest, Policy, Remembering, start_objective
 from tba.recipe import Recipe
-from tba.record.falls import STALE, CollapseWatch, SignalWatch, StalenessWatch
 from tba.record.faults import record_fault
 from tba.record.jsonl import write_json
 from tba.record.memory import FreedMemory, keep_few_kernels, peak_memory_bytes
 from tba.record.metrics import EVALUATING, GENERATED_TOKENS, JOURNAL_ROWS, PART, REPEATED
 from tba.record.recorder import Recorder
+from tba.record.run_warnings import STALE
+from tba.record.step_watches import CollapseWatch, SignalWatch, StalenessWatch
 from tba.replay.follower import JournalFollower
 from tba.replay.missing_rows import JournalCounts
 from tba.replay.replay import Replay

@@ -17,9 +17,10 @@ from pathlib import Path
 from tba.evaluation.estimators import wilson_interval
 from tba.protocols import Acted
 from tba.recipe import Recipe
+from tba.record.answer_watches import LengthWatch, RewardWatch
 from tba.record.evaluations import RunningEvaluations
-from tba.record.falls import REWARD, LengthWatch, RewardWatch, by_version, note_falls
 from tba.record.faults import record_fault
+from tba.record.run_warnings import REWARD, by_version, record_accuracy_falls
 from tba.runtime.run_directory import RunDirectory
 from tba.training.checkpoint import checkpoints_in
 from tba.types import Evaluation, Version
@@ -79,7 +80,7 @@ class EvaluationWatch:
         """Report whether a figure has fallen, and link `best` to the checkpoint that is the best now."""
         if not self._evaluations.read_new():
             return
-        for sentence in note_falls(self._run.path, self._evaluations.evaluations):
+        for sentence in record_accuracy_falls(self._run.path, self._evaluations.evaluations):
             log.warning("%s", sentence)
         if (best := self._best()) is None:
             return

@@ -22,9 +22,9 @@ from tests.runtime.runs import TOY, alive, distance, made, quiet, steps_of, unti
 
 from tba.errors import UserError
 from tba.record.evaluations import read_evaluations
-from tba.record.falls import COPIES, LARGE_STEPS, NO_SIGNAL, TRUNCATED
 from tba.record.faults import count_faults
 from tba.record.jsonl import read_lines
+from tba.record.run_warnings import COPIES, LARGE_STEPS, NO_SIGNAL, TRUNCATED
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
 from tba.runtime.cluster.gateway import PLACES

@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 from tests.record.conftest import evaluations
 
+from tba.record.answer_watches import LengthWatch, RewardWatch
 from tba.record.evaluations import EvaluationWriter, read_evaluations
-from tba.record.falls import (
+from tba.record.faults import count_faults
+from tba.record.run_record import RunRecord
+from tba.record.run_warnings import (
     COPIES,
     ENTROPY_FALLS,
     HELD_OUT,
@@ -22,18 +25,12 @@ from tba.record.falls import (
     NO_SIGNAL,
     SHORT,
     TRUNCATED,
-    CollapseWatch,
-    LengthWatch,
-    RewardWatch,
-    SignalWatch,
-    StalenessWatch,
     by_version,
-    find_falls,
-    note_falls,
-    noted_falls,
+    find_accuracy_falls,
+    record_accuracy_falls,
+    recorded_warnings,
 )
-from tba.record.faults import count_faults
-from tba.record.run_record import RunRecord
+from tba.record.step_watches import CollapseWatch, SignalWatch, StalenessWatch
 from tba.types import Evaluation, Version
 
 SAMPLED = "pass@1/sampled"
@@ -45,7 +42,7 @@ def figures(values: Sequence[float], n: int = 500) -> list[Evaluation]:
 
 
 def test_a_fall_is_told_once_until_the_figure_has_come_back() -> None:
-    told = find_falls(figures([0.39, 0.62, 0.17, 0.20, 0.61, 0.17]))
+    told = find_accuracy_falls(figures([0.39, 0.62, 0.17, 0.20, 0.61, 0.17]))
     assert told == [
         "pass@1/sampled is 17.0 % at step 20: it was 62.0 % at step 10",
         "pass@1/sampled is 17.0 % at step 50: it was 62.0 % at step 10",
@@ -67,12 +64,12 @@ def test_a_fall_is_told_once_until_the_figure_has_come_back() -> None:
 def test_a_fall_is_more_than_5_points_and_more_than_5_standard_errors(
     best: float, then: float, n: int, told: bool
 ) -> None:
-    assert bool(find_falls(figures([0.1, best, then], n))) == told
+    assert bool(find_accuracy_falls(figures([0.1, best, then], n))) == told
 
 
 def test_figures_are_compared_in_the_order_of_versions_not_of_their_arrival() -> None:
-    assert find_falls(reversed(figures([0.1, 0.5, 0.9]))) == []
-    assert len(find_falls(reversed(figures([0.9, 0.5, 0.1])))) == 1
+    assert find_accuracy_falls(reversed(figures([0.1, 0.5, 0.9]))) == []
+    assert len(find_accuracy_falls(reversed(figures([0.9, 0.5, 0.1])))) == 1
 
 
 @pytest.mark.parametrize("share", [0.05, 0.5, 0.95])
@@ -80,7 +77,7 @@ def test_fewer_than_one_run_in_a_hundred_tells_of_a_fall_where_a_hundred_figures
     share: float,
 ) -> None:
     drawn = np.random.default_rng(0).binomial(200, share, size=(1000, 100)) / 200
-    assert sum(bool(find_falls(figures(row, 200))) for row in drawn.tolist()) < 10
+    assert sum(bool(find_accuracy_falls(figures(row, 200))) for row in drawn.tolist()) < 10
 
 
 def answers(means: Sequence[float], seed: int) -> list[tuple[str, float]]:
@@ -145,14 +142,14 @@ def test_fewer_than_one_run_in_a_hundred_tells_of_lengths_that_differ_by_chance_
 
 def test_what_is_noted_is_noted_once_counted_and_shown(make_run: Callable[..., Path]) -> None:
     run = make_run()
-    assert note_falls(run, read_evaluations(run)) == []
+    assert record_accuracy_falls(run, read_evaluations(run)) == []
     written = EvaluationWriter(run)
     written.write(evaluations(60, 0.2, 0.79))
     written.close()
     fall = "pass@1/greedy is 20.0 % at step 60: it was 90.0 % at step 40"
-    assert note_falls(run, read_evaluations(run)) == [fall]
-    assert note_falls(run, read_evaluations(run)) == []
-    assert noted_falls(run) == list(RunRecord.read(run).falls) == [fall]
+    assert record_accuracy_falls(run, read_evaluations(run)) == [fall]
+    assert record_accuracy_falls(run, read_evaluations(run)) == []
+    assert recorded_warnings(run) == list(RunRecord.read(run).warnings) == [fall]
     assert count_faults(run)[HELD_OUT] == 1
 
 
