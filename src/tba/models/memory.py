@@ -101,8 +101,8 @@ class Shape:
 
     def operations(self, read_tokens: float, scored_tokens: float) -> float:
         """Returns the floating-point operations of a forward over `read_tokens`, of which `scored_tokens` go through
-        the head: two for each weight of a matrix. Attention to other tokens, which for long texts is not little, is left
-        out.
+        the head: two for each weight of a matrix. Attention to other tokens is left out, which for long texts is
+        not little.
         """
         return 2 * (self.layers * self.layer_parameters * read_tokens + self.vocabulary * self.width * scored_tokens)
 
