@@ -28,13 +28,14 @@ from tba.rollout.overlong import Overlong
 from tba.rollout.prompts import PosteriorPrompts, UniformPrompts
 from tba.rollout.rescoring import Rescorer
 from tba.rollout.searcher import Searcher
-from tba.runtime.connections import BackgroundJournal, Connections, connect_on_disk
+from tba.runtime.background_journal import BackgroundJournal
 from tba.runtime.engines import engine_of, vine_of
 from tba.runtime.evaluation import EVALUATION_DEADLINE, Examiner
 from tba.runtime.graders import grader_of
 from tba.runtime.prompt_order import LEASE_SECONDS, prompt_source
 from tba.runtime.prompt_sets import PromptSet, prompt_set_of
 from tba.runtime.run_directory import RunDirectory
+from tba.runtime.searcher_connections import Connections, connect_on_disk
 from tba.runtime.teaching import reference_of, teachers_of
 from tba.types import SPLITS, Json, Split, Version
 
