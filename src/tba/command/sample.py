@@ -32,7 +32,7 @@ from tba.runtime.prompt_sets import prompts_of
 from tba.types import Json, Prompt, Sampling, Version
 
 
-def sample_answers(name: str, overrides: list[str], options: SampleOptions) -> int:
+def write_samples(name: str, overrides: list[str], options: SampleOptions) -> int:
     """Writes the answers; their file appears once it is complete. Raises `UserError` when it exists already, or no
     --out is given.
     """
