@@ -42,7 +42,7 @@ def test_the_source_has_the_fields_that_the_loaded_recipe_has(name: str, monkeyp
         monkeypatch.delitem(sys.modules, neighbour.stem, raising=False)
     loaded = {field.flag for field in fields_of(find(name), by_code=True)}
     by_source = field_names.of_recipe(name)
-    listed = set(field_names.flags(by_source))
+    listed = set(field_names.flags_of(by_source))
     assert listed <= loaded
     assert [flag for flag in loaded if not field_names.has(by_source, flag)] == []
     assert len(listed) > 0.9 * len(loaded)  # the rest stands in a value that a function makes

@@ -269,3 +269,18 @@ def test_nothing_is_unpickled_or_evaluated() -> None:
 def test_every_module_says_what_it_is() -> None:
     silent = [named(path) for path in FILES if path.name != "__init__.py" and not ast.get_docstring(tree(path))]
     assert not silent, "\n".join(silent)
+
+
+ENTRY_POINTS = {"main", "run", "serve"}  # of programs and of their parts
+
+
+def test_no_two_classes_and_no_two_public_functions_of_modules_have_one_name() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in FILES:
+        classes = [node.name for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef)]
+        functions = [node.name for node in tree(path).body if isinstance(node, ast.FunctionDef)]
+        for name in [*(name.lstrip("_") for name in classes), *(name for name in functions if name[0] != "_")]:
+            homes.setdefault(name, []).append(named(path))
+    assert len(homes) > 1000
+    twice = {name: paths for name, paths in homes.items() if len(paths) > 1 and name not in ENTRY_POINTS}
+    assert twice == {}

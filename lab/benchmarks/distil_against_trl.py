@@ -55,7 +55,7 @@ from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipes.distil_smollm2 import recipe as distil
 from tba.replay.pacing import Pacing
 from tba.rollout.exploration import Fixed
-from tba.runtime.prompting import prompts_of
+from tba.runtime.prompt_sets import prompts_of
 from tba.schedules import Constant, WarmupConstant
 from tba.types import Prompt, Sampling, Version
 from tba_lab.gkd import kl

@@ -42,7 +42,7 @@ from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.causal import CausalPolicy
 from tba.protocols import Engine, Objective, PolicyOutput
 from tba.recipe import Recipe
-from tba.runtime.prompting import prompts_of
+from tba.runtime.prompt_sets import prompts_of
 from tba.schedules import Constant
 from tba.settings import find
 from tba.types import Group, Prompt, Sampling, Trajectory, Version

@@ -56,7 +56,7 @@ from tba.replay.selection import RecencyReward
 from tba.rollout.exploration import Fixed
 from tba.rollout.prompts import PromptSettings
 from tba.runtime.elastic import JoinedSearchers
-from tba.runtime.prompting import prompts_of
+from tba.runtime.prompt_sets import prompts_of
 from tba.runtime.reporting import RunProgress
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.run_lock import is_held

@@ -34,7 +34,8 @@ from tba.engines.transformers import TransformersFlow
 from tba.environments.engine import EpisodeEngine
 from tba.environments.hosts import Beginning, Hosts, InProcessHost, Question
 from tba.record.summary import Summary
-from tba.runtime.prompting import engine_of, prompts_of
+from tba.runtime.engines import engine_of
+from tba.runtime.prompt_sets import prompts_of
 from tba.training.tiny_models import character_tokenizer
 from tba.types import Completion, Sampling, Version
 

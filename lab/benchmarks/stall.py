@@ -51,7 +51,7 @@ from tba.record.metrics import column, read_last, read_metrics
 from tba.record.summary import Summary
 from tba.rollout.prompts import PromptStream
 from tba.rollout.searcher import Searcher
-from tba.runtime.prompting import prompts_of
+from tba.runtime.prompt_sets import prompts_of
 from tba.runtime.run_directory import RunDirectory
 from tba.settings import find, override
 from tba.training.checkpoint import Checkpoint, save_checkpoint

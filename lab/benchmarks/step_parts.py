@@ -34,7 +34,7 @@ from torch.autograd.profiler_util import FunctionEvent
 
 from tba.batch import FetchedBatch, collate
 from tba.models.arithmetic import shape_of
-from tba.runtime.prompting import prompts_of
+from tba.runtime.prompt_sets import prompts_of
 from tba.runtime.ranks.start import start_policy, start_ranks
 from tba.settings import find, override
 from tba.training.ranks.messages import RankSettings

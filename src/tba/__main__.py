@@ -204,7 +204,7 @@ def _refuse_unknown_fields(
         program += f" --recipe {source}"
     settings = command.settings_class_for(source)
     names = field_names.of_class(settings) if settings else field_names.of_recipe(source)
-    candidates = [*(field.flag for values in options for field in fields_of(values)), *field_names.flags(names)]
+    candidates = [*(field.flag for values in options for field in fields_of(values)), *field_names.flags_of(names)]
     unknown_flags = [flag for flag in flags_in(arguments) if flag not in HELP and not field_names.has(names, flag)]
     refuse_unknown(unknown_flags, candidates, program)
 

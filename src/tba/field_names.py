@@ -74,12 +74,12 @@ def has(names: Names, flag: str) -> bool:
     return names is None or name in names or name.removeprefix("no-") in names
 
 
-def flags(names: Names, prefix: str = "--") -> Iterator[str]:
+def flags_of(names: Names, prefix: str = "--") -> Iterator[str]:
     """Yields the flags of the fields that a command line can spell."""
     for name, inner in (names or {}).items():
         if inner == _VALUE:
             yield prefix + name
-        yield from flags(inner, f"{prefix}{name}.")
+        yield from flags_of(inner, f"{prefix}{name}.")
 
 
 def _names_in(path: Path, expression: str) -> Names:

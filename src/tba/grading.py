@@ -68,7 +68,7 @@ class Grade:
 
 
 @dataclass(eq=False, slots=True)
-class _Call:
+class _RewardCall:
     """Describes a call about some answers that is in progress."""
 
     grades: Sequence[Grade]
@@ -110,7 +110,7 @@ class Grader:
             parts, self._combine_values = reward.calls(), reward.judgement
         else:
             parts, self._combine_values = [as_single_part(reward)], _single_judgement
-        self._returned_calls: SimpleQueue[tuple[_Window, _Call]] = SimpleQueue()
+        self._returned_calls: SimpleQueue[tuple[_Window, _RewardCall]] = SimpleQueue()
         self._part_count = n = len(parts)
         settings = _WindowSettings(deadline, retries, report, isolate, now)
         scorer_settings = _WindowSettings(deadline, retries, report, None, now)
@@ -241,7 +241,7 @@ class Grader:
                 return count
             count += self._receive(window, call)
 
-    def _receive(self, window: _Window, call: _Call) -> int:
+    def _receive(self, window: _Window, call: _RewardCall) -> int:
         """Receives the result of one call, and returns how many answers came back with it."""
         if call.error is not None:
             if not all(grade.has_failed for grade in call.grades):  # else nobody waits for these answers
@@ -313,7 +313,7 @@ class _Window:
         limit: int,
         settings: _WindowSettings,
         is_scorer: bool,
-        returned_calls: SimpleQueue[tuple[_Window, _Call]],
+        returned_calls: SimpleQueue[tuple[_Window, _RewardCall]],
     ) -> None:
         self.part, self.position, self.part_index, self.limit = part, position, part_index, limit
         self._settings, self._deadline = settings, settings.deadline
@@ -323,9 +323,9 @@ class _Window:
         self._returned_calls = returned_calls
         self._condition = threading.Condition()
         self._waiting_entries: deque[Sequence[Grade]] = deque()
-        self._running_calls: dict[_Call, None] = {}  # the oldest first
+        self._running_calls: dict[_RewardCall, None] = {}  # the oldest first
         self._idle_count = self._worker_count = 0  # threads
-        self._abandoned_calls: dict[_Call, float] = {}  # expired calls whose threads go on, and since when
+        self._abandoned_calls: dict[_RewardCall, float] = {}  # expired calls whose threads go on, and since when
         self._is_closed = False
 
     def submit(self, groups: Sequence[Sequence[Grade]], is_urgent: bool) -> None:
@@ -383,14 +383,14 @@ class _Window:
             if hanging_count > MAX_ABANDONED and not self._is_isolated:
                 self._isolate(f"{hanging_count} of its calls hang for more than {2 * self._deadline:g} s each")
 
-    def _calls_to_check(self) -> Sequence[_Call]:
+    def _calls_to_check(self) -> Sequence[_RewardCall]:
         """Returns the calls that may be late; none while the oldest is not, so that 500 new calls cost nothing."""
         calls = self._running_calls
         if not calls or time.monotonic() - next(iter(calls)).started_at <= self._deadline:
             return ()
         return [call for call in calls if not call.is_isolated]
 
-    def _time_limit(self, call: _Call) -> float:
+    def _time_limit(self, call: _RewardCall) -> float:
         """Returns the seconds that a call may take: the deadline, or for a large batch a multiple of it."""
         if self.part.unit != "waiting":
             return self._deadline
@@ -410,18 +410,18 @@ class _Window:
             self._waiting_entries.clear()
             self._condition.notify_all()
 
-    def _mark_expired(self, call: _Call) -> None:
+    def _mark_expired(self, call: _RewardCall) -> None:
         call.has_expired, call.seconds = True, self._deadline
         log.warning("%s did not grade %d answers within %g s", self.part.name, len(call.grades), self._deadline)
 
-    def pause_deadline(self, call: _Call) -> None:
+    def pause_deadline(self, call: _RewardCall) -> None:
         """Stops the deadline of a call."""
         with self._condition:
             if call in self._running_calls:
                 del self._running_calls[call]
                 call.is_paused = True
 
-    def resume_deadline(self, call: _Call) -> None:
+    def resume_deadline(self, call: _RewardCall) -> None:
         """Restarts the deadline of a call that was stopped."""
         with self._condition:
             if call.is_paused:
@@ -460,7 +460,7 @@ class _Window:
                 self._idle_count += 1
             self._returned_calls.put((self, call))
 
-    def _next_call(self) -> _Call | None:
+    def _next_call(self) -> _RewardCall | None:
         """Waits for the next call and returns it, counted as running; None when this thread is to end."""
         with self._condition:
             while not self._waiting_entries and not self._is_closed and self._worker_count <= self.limit:
@@ -471,18 +471,18 @@ class _Window:
                 return None
             return self._start_call()
 
-    def _start_call(self) -> _Call:
+    def _start_call(self) -> _RewardCall:
         """Starts a call about the entry that has waited longest, or for the unit "waiting" about a whole batch."""
         grades = self._waiting_entries.popleft()
         if self.part.unit == "waiting":
             grades = list(grades)
             while self._waiting_entries and len(grades) + len(self._waiting_entries[0]) <= _MAX_BATCH:
                 grades += self._waiting_entries.popleft()
-        call = _Call(grades, time.monotonic())
+        call = _RewardCall(grades, time.monotonic())
         self._running_calls[call] = None
         return call
 
-    def _attempt(self, call: _Call) -> bool:
+    def _attempt(self, call: _RewardCall) -> bool:
         """Makes a call once, and returns whether that was its last attempt."""
         started_at, _thread_call.call = self._settings.now(), (self, call)
         try:
@@ -507,7 +507,7 @@ class _Window:
         call.seconds = self._settings.now() - started_at
         return True
 
-    def _attempt_values(self, call: _Call, answers: Sequence[tuple[Prompt, Completion]]) -> Sequence[Any]:
+    def _attempt_values(self, call: _RewardCall, answers: Sequence[tuple[Prompt, Completion]]) -> Sequence[Any]:
         """Returns the values of a call made in this thread, or in the thread's process. A call that tries to use
         signals is made again in the process, since the error that it got in the thread may have become its value.
         """
@@ -532,7 +532,7 @@ class _Window:
         """Returns the answers that a call gets, as copies where the part asks for them."""
         return copies_for_reward(answers) if self.part.copies else answers
 
-    def _in_process(self, call: _Call, answers: Sequence[tuple[Prompt, Completion]]) -> Sequence[Any]:
+    def _in_process(self, call: _RewardCall, answers: Sequence[tuple[Prompt, Completion]]) -> Sequence[Any]:
         """Returns the values of a call made in this thread's process."""
         assert self._settings.isolate is not None
         if not hasattr(self._thread_state, "process"):
@@ -541,12 +541,12 @@ class _Window:
         process.seconds = self._time_limit(call)
         return process.grade(answers, self.part_index)
 
-    def _accept_values(self, call: _Call, values: Sequence[Any]) -> None:
+    def _accept_values(self, call: _RewardCall, values: Sequence[Any]) -> None:
         if len(values) != len(call.grades):
             raise UserError(f"{self.part.name} gave {len(values)} values for {len(call.grades)} answers")
         call.values = values
 
-    def _pause_before_retry(self, call: _Call, error: BaseException) -> float | None:
+    def _pause_before_retry(self, call: _RewardCall, error: BaseException) -> float | None:
         """Returns the seconds until a call that raised is repeated; None if it is not repeated and keeps its error."""
         bad_input = isinstance(error, UserError) and error.__cause__ is None
         if call.attempt >= self._settings.retries or bad_input or not isinstance(error, Exception):
@@ -568,7 +568,7 @@ class _Window:
         while self._waiting_entries and len(self._running_calls) < self.limit and not self._is_closed:
             asyncio.run_coroutine_threadsafe(self._run_task(self._start_call()), event_loop())
 
-    async def _run_task(self, call: _Call) -> None:
+    async def _run_task(self, call: _RewardCall) -> None:
         while not await self._attempt_async(call):
             pass
         with self._condition:
@@ -576,7 +576,7 @@ class _Window:
             self._start_tasks()
         self._returned_calls.put((self, call))
 
-    async def _attempt_async(self, call: _Call) -> bool:
+    async def _attempt_async(self, call: _RewardCall) -> bool:
         """Makes an asynchronous call once, and returns whether that was its last attempt."""
         call.started_at, started_at = time.monotonic(), self._settings.now()
         try:
@@ -620,7 +620,7 @@ def pausing_deadline() -> Iterator[None]:
     """Stops the deadline of the grading call that this thread makes, while inside. It is for a call that waits for its
     turn at a server which other calls share and which has a deadline of its own.
     """
-    window_and_call: tuple[_Window, _Call] | None = getattr(_thread_call, "call", None)
+    window_and_call: tuple[_Window, _RewardCall] | None = getattr(_thread_call, "call", None)
     if window_and_call is None:
         yield
         return

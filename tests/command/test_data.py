@@ -16,7 +16,7 @@ from tba.record.summary import Summary
 from tba.rollout.prompts import PromptSettings
 from tba.runs import estimate
 from tba.runs.validating import notes_on_data
-from tba.runtime.prompting import prompt_set_of
+from tba.runtime.prompt_sets import prompt_set_of
 from tba.training.tiny_models import ScratchModel, character_tokenizer
 from tba.types import Json, Problem, Split
 from toy.model import TabularModel

@@ -25,7 +25,7 @@ from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.protocols import Reference
 from tba.recipe import Recipe
 from tba.runtime.needs import needs
-from tba.runtime.prompting import prompts_of
+from tba.runtime.prompt_sets import prompts_of
 from tba.runtime.teaching import ScoredByText, reference_of, require_scorers, teachers_of
 from tba.schedules import Constant
 from tba.training.teacher import Teacher

@@ -25,7 +25,7 @@ from tba.errors import UserError
 from tba.objectives.subtrajectory_balance import SubtrajectoryBalance
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipe import Recipe
-from tba.runtime.prompting import prompts_of
+from tba.runtime.prompt_sets import prompts_of
 from tba.runtime.teaching import ScoredByText, reference_of, require_scorers, teachers_of
 from tba.schedules import Constant
 from tba.tasks.arithmetic import Arithmetic

@@ -29,7 +29,7 @@ from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
 from tba.runs.importing import import_answers
 from tba.runtime.needs import needs
-from tba.runtime.prompting import prompts_of
+from tba.runtime.prompt_sets import prompts_of
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.teaching import reference_of, require_scorers, teachers_of
 from tba.schedules import Constant

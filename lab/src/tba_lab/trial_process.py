@@ -33,7 +33,7 @@ from tba.record.terminal import terminal
 from tba.runs.running import carry_out as make_run
 from tba.runs.validating import validate
 from tba.runtime.local.forkserver import prepare_forkserver
-from tba.runtime.prompting import prompts_of
+from tba.runtime.prompt_sets import prompts_of
 from tba.runtime.run_directory import RunDirectory
 from tba.settings import find, override
 from tba.types import Json, Prompt, Version

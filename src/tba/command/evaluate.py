@@ -26,8 +26,8 @@ from tba.record.jsonl import as_json, atomic_replacement, write_json
 from tba.record.terminal import terminal
 from tba.record.text import hundredfold
 from tba.runs.evaluating import assess_recipe, recipe_of, with_checkpoint
+from tba.runtime.graders import grader_of
 from tba.runtime.isolation import RecipeSource
-from tba.runtime.prompting import grader_of
 from tba.runtime.run_directory import RunDirectory
 from tba.types import Prompt, Version
 

@@ -25,12 +25,14 @@ from tba.recipe import Recipe
 from tba.record.jsonl import atomic_replacement
 from tba.record.terminal import terminal
 from tba.runs.evaluating import recipe_of, with_checkpoint
+from tba.runtime.engines import engine_of
+from tba.runtime.graders import grader_of
 from tba.runtime.isolation import RecipeSource
-from tba.runtime.prompting import engine_of, grader_of, prompts_of
+from tba.runtime.prompt_sets import prompts_of
 from tba.types import Json, Prompt, Sampling, Version
 
 
-def sample_answers(name: str, overrides: list[str], options: SampleOptions) -> int:
+def write_samples(name: str, overrides: list[str], options: SampleOptions) -> int:
     """Writes the answers; their file appears once it is complete. Raises `UserError` when it exists already, or no
     --out is given.
     """

@@ -160,7 +160,7 @@ _TABLE = (
         "sample",
         "RECIPE|RUN",
         "sample answers of the recipe's model and grade them by its reward",
-        "command.sample.sample_answers",
+        "command.sample.write_samples",
         ("command.options.SampleOptions",),
         sets_fields=True,
         usage_options="--out FILE [--samples 4]",

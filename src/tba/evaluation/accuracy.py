@@ -131,7 +131,7 @@ def assess_accuracy(
     if settings.draws:
         plan.append((SAMPLED, settings.draws, Sampling(temperature)))
     grader = reward if isinstance(reward, Grader) else Grader(reward)
-    examiner = _Examiner(engine, grader, settings, rng, now, interrupted, between_batches)
+    examiner = _ProblemRound(engine, grader, settings, rng, now, interrupted, between_batches)
     scores: dict[str, npt.NDArray[np.float64]] = {}
     evaluations: list[Evaluation] = []
     for metric, count, sampling in plan:
@@ -158,7 +158,7 @@ def assess_accuracy(
 
 
 @dataclass
-class _Examiner:
+class _ProblemRound:
     """Gives problems to an engine, grades the answers and counts what that cost."""
 
     engine: Engine

@@ -108,7 +108,7 @@ def parse_evaluation(row: dict[str, Json]) -> Evaluation:
     return evaluation
 
 
-def parse_answer(row: dict[str, Json]) -> RecordedAnswer:
+def parse_recorded_answer(row: dict[str, Json]) -> RecordedAnswer:
     """Returns the answer of a line of `answers.jsonl`. Raises `ValueError`, `KeyError` or `TypeError` for another."""
     answer = RecordedAnswer(**_with_version(row))
     if not (isinstance(answer.prompt, str) and isinstance(answer.completion, str)):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.record import evaluations, metrics
-from tba.record.evaluations import parse_answer, parse_evaluation
+from tba.record.evaluations import parse_evaluation, parse_recorded_answer
 from tba.record.jsonl import JsonLines, read_lines, read_lines_and_errors
 from tba.types import Json
 
@@ -76,7 +76,7 @@ def read_all_records(directory: Path) -> dict[str, tuple[list[Any], list[int]]]:
     parsers: tuple[tuple[str, Callable[[dict[str, Json]], object]], ...] = (
         (metrics.FILE, metrics.parse_step),
         (evaluations.FILE, parse_evaluation),
-        (evaluations.ANSWERS_FILE, parse_answer),
+        (evaluations.ANSWERS_FILE, parse_recorded_answer),
         (FILE, _parse_fault),
     )
     return {name: read_lines_and_errors(directory / name, parse) for name, parse in parsers}

@@ -147,7 +147,7 @@ def begins_as_sqlite(path: Path) -> bool:
     return header.startswith(_MAGIC) and len(header) == HEADER_BYTES
 
 
-def read_rows(path: Path, copy: Path) -> Iterator[TableRow]:
+def read_table_rows(path: Path, copy: Path) -> Iterator[TableRow]:
     """Yields all rows of all tables with a rowid, in the order of pages. `copy` is created, as large as the file."""
     with closing(sqlite3.connect(copy)) as connection:
         connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")

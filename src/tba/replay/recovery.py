@@ -33,7 +33,7 @@ from tba.errors import DeadlineExceeded, UserError
 from tba.replay.checks import find_damage, log_belongs, log_of, uri_to_read
 from tba.replay.codec import Damaged, prompt_id, trajectory_header
 from tba.replay.database import Database, FileLock, in_use_mark, network_filesystem, suspect_mark
-from tba.replay.pages import HEADER_BYTES, UNREADABLE, read_rows
+from tba.replay.pages import HEADER_BYTES, UNREADABLE, read_table_rows
 from tba.replay.schema import KIND, LOST_TABLE, STAGED_TABLE, has_table, keep_prompts, record_lost, set_totals
 
 log = logging.getLogger("tba.journal")
@@ -251,7 +251,7 @@ def _copy_rows(path: Path, connection: sqlite3.Connection, facts: _FileFacts) ->
     total_rows = []
     connection.execute("CREATE TEMP TABLE facts (seq INTEGER PRIMARY KEY, uid, owner, prompt, tokens, i, s, r, c)")
     copy = Path(f"{path}.pages")
-    for rowid, columns in read_rows(path, copy):
+    for rowid, columns in read_table_rows(path, copy):
         match columns:
             case (None, bytes(body), *_) if prompt_id(body) == rowid:
                 keep_prompts(connection, [(rowid, body)])

@@ -35,7 +35,7 @@ _BLOCK = 1 << 16
 _LONGEST_LINE = 1 << 20  # bytes of an answer
 
 
-class _Child:
+class _ChildProcess:
     """One process: starting, idle, or busy with the question of an index until a deadline."""
 
     def __init__(self, command: Sequence[str], errors: IO[bytes] | int, start_seconds: float) -> None:
@@ -94,7 +94,7 @@ class Children:
     errors: IO[bytes] | int = subprocess.DEVNULL  # where their standard error goes
     start_seconds: float = 120.0  # that a child may take until it is ready: it imports what it needs
     counts: Counter[str] = field(default_factory=lambda: Counter(timed_out=0, crashed=0))
-    _children: list[_Child] = field(default_factory=list)
+    _children: list[_ChildProcess] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -106,7 +106,7 @@ class Children:
         Raises `PartFailed` when children cannot be started, and `DeadlineExceeded` when one is not ready in time.
         """
         with self._lock:
-            return _Round(self, questions).answers()
+            return _QuestionRound(self, questions).answers()
 
     def close(self) -> None:
         """End all children; asking again starts new ones."""
@@ -116,24 +116,24 @@ class Children:
     def __len__(self) -> int:
         return len(self._children)
 
-    def start(self) -> _Child:
+    def start(self) -> _ChildProcess:
         """Start one more child process."""
-        child = _Child(self.command, self.errors, self.start_seconds)
+        child = _ChildProcess(self.command, self.errors, self.start_seconds)
         self._children.append(child)
         return child
 
-    def drop(self, child: _Child) -> None:
+    def drop(self, child: _ChildProcess) -> None:
         """End one child, whatever it is doing."""
         self._children.remove(child)
         child.end()
 
     @property
-    def members(self) -> list[_Child]:
+    def members(self) -> list[_ChildProcess]:
         """Returns the children; between two calls none is busy."""
         return list(self._children)
 
 
-class _Round:
+class _QuestionRound:
     """One call of `Children.ask`: its questions, and the answers so far."""
 
     def __init__(self, pool: Children, questions: Sequence[Json]) -> None:
@@ -176,7 +176,7 @@ class _Round:
         deadlines = [c.deadline for c in self.pool.members if c.index is not None or not c.is_ready]
         timeout = max(0.0, min(deadlines) - time.monotonic()) if deadlines else 0.0
         for key, _ in self.selector.select(timeout):
-            child: _Child = key.data
+            child: _ChildProcess = key.data
             lines = child.lines()
             if lines is None:
                 self._handle_death(child)
@@ -188,7 +188,7 @@ class _Round:
                     self._handle_death(child)  # it is no longer what was started
                     break
 
-    def _accept_answer(self, child: _Child, line: bytes) -> bool:
+    def _accept_answer(self, child: _ChildProcess, line: bytes) -> bool:
         """Record the answer on a line. Returns False when it does not answer the child's question."""
         if child.index is None:
             return False
@@ -203,7 +203,7 @@ class _Round:
         child.index = None
         return True
 
-    def _handle_death(self, child: _Child) -> None:
+    def _handle_death(self, child: _ChildProcess) -> None:
         if child.index is not None:
             self.answers_by_index[child.index] = None
             self.pool.counts["crashed"] += 1
@@ -230,7 +230,7 @@ class _Round:
                     f"`{' '.join(self.pool.command)}` to be ready"
                 )
 
-    def _drop(self, child: _Child) -> None:
+    def _drop(self, child: _ChildProcess) -> None:
         self.selector.unregister(child.stdout)
         self.pool.drop(child)
 
@@ -242,7 +242,7 @@ def claim_stdout() -> IO[str]:
     return answers
 
 
-def _end_children(children: list[_Child]) -> None:
+def _end_children(children: list[_ChildProcess]) -> None:
     """Ask all children to end, then wait for each."""
     for child in children:
         with suppress(BrokenPipeError):

@@ -25,7 +25,7 @@ _CALL_OFFSET, _ARCHITECTURE_OFFSET = 0, 4  # where in what a filter is given the
 _ALLOW, _KILL = 0x7FFF0000, 0x80000000
 
 
-class _Machine(NamedTuple):
+class _SystemCalls(NamedTuple):
     """The kernel's system call interface on one kind of processor."""
 
     code: int  # AUDIT_ARCH_*: a call in the numbering of another kind has another code
@@ -61,8 +61,8 @@ _ALLOWED_CALLS = {  # calls, by their numbers on x86_64 and on aarch64
     "getrandom": (318, 278),
 }
 _MACHINES = {
-    "x86_64": _Machine(0xC000003E, 317, [x86_64 for x86_64, _ in _ALLOWED_CALLS.values()]),
-    "aarch64": _Machine(0xC00000B7, 277, [aarch64 for _, aarch64 in _ALLOWED_CALLS.values()]),
+    "x86_64": _SystemCalls(0xC000003E, 317, [x86_64 for x86_64, _ in _ALLOWED_CALLS.values()]),
+    "aarch64": _SystemCalls(0xC00000B7, 277, [aarch64 for _, aarch64 in _ALLOWED_CALLS.values()]),
 }
 
 
@@ -75,7 +75,7 @@ class _Instruction(ctypes.Structure):
     )
 
 
-class _Program(ctypes.Structure):
+class _FilterProgram(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.POINTER(_Instruction)))
 
 
@@ -92,7 +92,7 @@ def confine() -> bool:
         return False
     libc = ctypes.CDLL(None)
     instructions = _program(machine)
-    program = _Program(len(instructions), (_Instruction * len(instructions))(*instructions))
+    program = _FilterProgram(len(instructions), (_Instruction * len(instructions))(*instructions))
     return (
         libc.prctl(_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0) == 0
         and libc.syscall(machine.seccomp, _SET_FILTER, _ALL_THREADS, ctypes.byref(program)) == 0
@@ -117,7 +117,7 @@ def _lower_limit(resource_id: int, maximum: int) -> None:
     resource.setrlimit(resource_id, (value, value))
 
 
-def _program(machine: _Machine) -> list[_Instruction]:
+def _program(machine: _SystemCalls) -> list[_Instruction]:
     """Returns the filter: a listed call in this machine's numbering is allowed; any other kills the process."""
     calls = machine.allowed_calls
     return [

@@ -160,7 +160,7 @@ def marked_answer(text: str) -> str | None:
     return None if place is None or place.heading else place.text
 
 
-def _candidate(place: _Place | None, response: str, strict: bool) -> str:
+def _candidate(place: _MarkedText | None, response: str, strict: bool) -> str:
     """Returns the text that may be an answer as a whole: that of the mark, the announced one, or a short response."""
     if place is not None and (strict or not place.heading):
         return place.text
@@ -168,32 +168,32 @@ def _candidate(place: _Place | None, response: str, strict: bool) -> str:
     return sentence if sentence is not None else "" if strict or len(response) > _LONGEST_FORM else response
 
 
-class _Place(NamedTuple):
+class _MarkedText(NamedTuple):
     """The text at a mark, never empty, and whether it may be a mere heading."""
 
     text: str
     heading: bool
 
 
-def _last_mark(response: str) -> _Place | None:
+def _last_mark(response: str) -> _MarkedText | None:
     """Returns the last mark of any kind that has a text; None if there is none."""
     places = [(response.rfind(MARK), _after_mark(response)), _last_tag(response)]
     if (boxed := boxed_span(response)) and (text := response[slice(*boxed)].strip()):
-        places.append((boxed[0], _Place(text, heading=False)))
+        places.append((boxed[0], _MarkedText(text, heading=False)))
     marked_places = [(position, place) for position, place in places if place is not None]
     return max(marked_places, key=lambda entry: entry[0])[1] if marked_places else None
 
 
-def _after_mark(response: str) -> _Place | None:
+def _after_mark(response: str) -> _MarkedText | None:
     _, mark, text_behind = response.rpartition(MARK)
     text = text_behind.strip().partition("\n")[0] if mark else ""
-    return _Place(text, bool(_HEADING.match(text))) if text else None
+    return _MarkedText(text, bool(_HEADING.match(text))) if text else None
 
 
-def _last_tag(response: str) -> tuple[int, _Place | None]:
+def _last_tag(response: str) -> tuple[int, _MarkedText | None]:
     position = response.rfind("<answer>")
     text = response[position + len("<answer>") :].partition("</answer>")[0].strip() if position >= 0 else ""
-    return position, (_Place(text, heading=False) if text else None)
+    return position, (_MarkedText(text, heading=False) if text else None)
 
 
 def _announced_answer(response: str) -> str | None:
@@ -252,7 +252,7 @@ def _last_amount(text: str) -> Quantity | None:
     return None if amount.unit is None and _GLUED_VARIABLE.match(text, amount.end) else _with_sign(amount, lead)
 
 
-def _same_text(place: _Place | None, response: str, answer: str, strict: bool) -> bool:
+def _same_text(place: _MarkedText | None, response: str, answer: str, strict: bool) -> bool:
     edges = _LOOSE_EDGE_SIGNS if _WORDS_ONLY.fullmatch(answer) else _EDGE_SIGNS
     target = _normalize(answer, edges)
     if not target:

@@ -111,7 +111,7 @@ class _Bindings:
 
 
 @dataclass(frozen=True)
-class _Interval:
+class _NumberInterval:
     """The numbers between two ends; an open end is not part of it."""
 
     low: str
@@ -124,12 +124,12 @@ class _Interval:
 class _Region:
     """A union of intervals, and the name of what is in it, if that is said."""
 
-    intervals: tuple[_Interval, ...]
+    intervals: tuple[_NumberInterval, ...]
     name: str | None
 
 
 _Form = _List | _Tuple | _Matrix | _Bindings | _Region | str
-_REAL_LINE = _Interval("-\\infty", True, "\\infty", True)
+_REAL_LINE = _NumberInterval("-\\infty", True, "\\infty", True)
 
 
 def equal_by_form(answer: str, right_answer: str, compare: Compare) -> bool | None:
@@ -317,7 +317,7 @@ def _as_region(interval: _Form) -> _Region | None:
     if not isinstance(interval, _Tuple) or len(interval.items) != 2:
         return None
     low, high = interval.items
-    return _Region((_Interval(low, interval.opening == "(", high, interval.closing == ")"),), None)
+    return _Region((_NumberInterval(low, interval.opening == "(", high, interval.closing == ")"),), None)
 
 
 def _read_inequality(text: str) -> _Region | None:
@@ -332,7 +332,9 @@ def _read_inequality(text: str) -> _Region | None:
     name = parts[name_at]
     if signs == ["\\ne"]:
         value = parts[1 - name_at]
-        return _Region((_Interval("-\\infty", True, value, True), _Interval(value, True, "\\infty", True)), name)
+        return _Region(
+            (_NumberInterval("-\\infty", True, value, True), _NumberInterval(value, True, "\\infty", True)), name
+        )
     if len(signs) == 2 and name_at != 1:
         return None
     low, open_low, high, open_high = "-\\infty", True, "\\infty", True
@@ -345,7 +347,7 @@ def _read_inequality(text: str) -> _Region | None:
             low, open_low = bound, sign in "<>"
         else:
             high, open_high = bound, sign in "<>"
-    return _Region((_Interval(low, open_low, high, open_high),), name)
+    return _Region((_NumberInterval(low, open_low, high, open_high),), name)
 
 
 def _read_two_inequalities(parts: Sequence[str]) -> _Region | None:
@@ -360,7 +362,7 @@ def _read_two_inequalities(parts: Sequence[str]) -> _Region | None:
         lower, upper = upper, lower
     if lower.high != "\\infty" or upper.low != "-\\infty":
         return None
-    return _Region((_Interval(lower.low, lower.open_low, upper.high, upper.open_high),), regions[0].name)
+    return _Region((_NumberInterval(lower.low, lower.open_low, upper.high, upper.open_high),), regions[0].name)
 
 
 def _read_vector(text: str) -> _Tuple | None:
@@ -475,7 +477,7 @@ def _equal_sets(xs: Sequence[_T], ys: Sequence[_T], are_equal: Callable[[_T, _T]
 
 
 def _equal_regions(a: _Region, b: _Region, compare: Compare) -> bool | None:
-    def equal_intervals(x: _Interval, y: _Interval) -> bool | None:
+    def equal_intervals(x: _NumberInterval, y: _NumberInterval) -> bool | None:
         if (x.open_low, x.open_high) != (y.open_low, y.open_high):
             return False
         return _all([_equal_items(x.low, y.low, compare), _equal_items(x.high, y.high, compare)])

@@ -17,8 +17,10 @@ from tba.models.huggingface import HuggingFace
 from tba.models.source import refuse_missing_model
 from tba.protocols import Engine, path_of
 from tba.recipe import Recipe
+from tba.runtime.engines import engine_of
+from tba.runtime.graders import grader_of
 from tba.runtime.isolation import RecipeSource
-from tba.runtime.prompting import engine_of, grader_of, prompts_of
+from tba.runtime.prompt_sets import prompts_of
 from tba.runtime.run_directory import RunDirectory
 from tba.settings import find, override
 from tba.training.checkpoint import RUN as CHECKPOINT

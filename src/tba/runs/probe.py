@@ -35,8 +35,10 @@ from tba.recipe import Recipe
 from tba.record.memory import keep_few_kernels, peak_gpu_memory_bytes, peak_memory_bytes
 from tba.runs.reward_time import TimedReward
 from tba.runtime.devices import limit_gpu_memory
+from tba.runtime.engines import engine_of, vine_of
+from tba.runtime.graders import reward_of
 from tba.runtime.isolation import RecipeSource, isolated_reward
-from tba.runtime.prompting import engine_of, prompts_of, reward_of, vine_of
+from tba.runtime.prompt_sets import prompts_of
 from tba.runtime.ranks.start import start_policy, start_ranks
 from tba.runtime.teaching import reference_of, teachers_of
 from tba.settings import find, override

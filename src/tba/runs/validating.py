@@ -18,7 +18,8 @@ from tba.recipe import Recipe
 from tba.record.text import plural
 from tba.replay.selection import RecencyReward
 from tba.rewards.functions import check_fields
-from tba.runtime.prompting import prompt_set_of, reward_of
+from tba.runtime.graders import reward_of
+from tba.runtime.prompt_sets import prompt_set_of
 from tba.runtime.sizing import Machine, places_on
 from tba.types import SPLITS, Sampling
 from tba.user_code import problems_of

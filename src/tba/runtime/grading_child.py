@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def load(spec: Json) -> Callable[[], Reward]:
     """Loads the recipe of a spec; returns what makes its reward."""
     sys.path += [place for place in spec["path"] if place not in sys.path]  # of a script, which its parent is
-    from tba.runtime.prompting import reward_of
+    from tba.runtime.graders import reward_of
 
     task = _task_of(spec)
     return partial(_examination, task) if spec["split"] == "eval" else partial(reward_of, task)
@@ -42,7 +42,7 @@ def _task_of(spec: Json) -> Task:
 
 def _examination(task: Task) -> Reward:
     from tba.protocols import Examined
-    from tba.runtime.prompting import reward_of
+    from tba.runtime.graders import reward_of
 
     return task.examination() if isinstance(task, Examined) else reward_of(task)
 

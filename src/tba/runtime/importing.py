@@ -27,7 +27,8 @@ from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
 from tba.replay.reading import JournalFile
 from tba.rollout.prompts import encode
-from tba.runtime.prompting import grader_of, turn_encoder_of
+from tba.runtime.engines import turn_encoder_of
+from tba.runtime.graders import grader_of
 from tba.runtime.run_directory import IMPORTS, PREPARED, RunDirectory
 from tba.runtime.teaching import reference_of, teachers_of
 from tba.tables import STATE, Refusal, read_table

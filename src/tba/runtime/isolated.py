@@ -141,7 +141,7 @@ class Graders:
         with self._lock:
             _end_all(self._nurseries)
 
-    def start(self) -> _Process:
+    def start(self) -> _RewardProcess:
         """Start a process that grades. Raises `PartFailed` when none can be started."""
         deadline = time.monotonic() + self.start_seconds
         try:
@@ -162,7 +162,7 @@ class Graders:
             raise PartFailed(self._refusal_message(reply))
         return process
 
-    def _fork_grader(self, deadline: float) -> _Process:
+    def _fork_grader(self, deadline: float) -> _RewardProcess:
         with self._lock:
             if self._loading_error:
                 raise PartFailed(self._loading_error)
@@ -193,7 +193,7 @@ class IsolatedGrader:
 
     graders: Graders
     seconds: float  # that a call may take
-    _process: _Process | None = None
+    _process: _RewardProcess | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def grade(self, answers: Sequence[Answered], part: int | None = None) -> list[Any]:
@@ -239,7 +239,7 @@ class IsolatedGrader:
         with self._lock:
             self._end_process()
 
-    def _ask(self, process: _Process, question: Json) -> dict[str, Json]:
+    def _ask(self, process: _RewardProcess, question: Json) -> dict[str, Json]:
         number, deadline = secrets.token_hex(8), time.monotonic() + self.seconds
         process.channel.send([number, question], deadline)
         reply = process.channel.next(deadline)
@@ -260,7 +260,7 @@ def _describe(answers: Sequence[Answered]) -> str:
     return f"the answer {quote(completion.text)} to prompt {quote(prompt.text)} of task {prompt.task}{suffix}"
 
 
-class _Process:
+class _RewardProcess:
     """A process that grades, as its parent sees it. `popen` is given where no nursery tells how the process ended."""
 
     def __init__(
@@ -340,7 +340,7 @@ class _GraderNursery:
             raise _ChannelBroken("it does not speak" if code is None else _describe_exit(code))
         return json.loads(block)
 
-    def start(self) -> _Process:
+    def start(self) -> _RewardProcess:
         self._count += 1
         local_end, remote_end = socket.socketpair()
         number = self._count
@@ -350,7 +350,7 @@ class _GraderNursery:
         except OSError:
             local_end.close()
             raise
-        return _Process(local_end, lambda: self.kill(number))
+        return _RewardProcess(local_end, lambda: self.kill(number))
 
     def kill(self, number: int) -> None:
         with suppress(OSError):  # it is dead, and so are those that it forked
@@ -394,7 +394,7 @@ def _execute(
         raise
 
 
-def _start_alone(command: Sequence[str]) -> _Process:
+def _start_alone(command: Sequence[str]) -> _RewardProcess:
     """Start the command as a grader, without a nursery."""
     local_end, remote_end = socket.socketpair()
     process, parent_pid = _execute(command, "alone", local_end, remote_end), os.getpid()
@@ -404,7 +404,7 @@ def _start_alone(command: Sequence[str]) -> _Process:
             _kill(process.pid)
             process.wait()
 
-    return _Process(local_end, kill, process)
+    return _RewardProcess(local_end, kill, process)
 
 
 def _kill(pid: int) -> None:

@@ -28,11 +28,15 @@ from tba.rollout.overlong import Overlong
 from tba.rollout.prompts import PosteriorPrompts, UniformPrompts
 from tba.rollout.rescoring import Rescorer
 from tba.rollout.searcher import Searcher
-from tba.runtime.connections import BackgroundJournal, Connections, connect_on_disk
+from tba.runtime.background_journal import BackgroundJournal
+from tba.runtime.engines import engine_of, vine_of
 from tba.runtime.evaluation import EVALUATION_DEADLINE, Examiner
-from tba.runtime.prompting import LEASE_SECONDS, PromptSet, engine_of, grader_of, prompt_set_of, prompt_source, vine_of
+from tba.runtime.graders import grader_of
+from tba.runtime.prompt_order import LEASE_SECONDS, prompt_source
+from tba.runtime.prompt_sets import PromptSet, prompt_set_of
 from tba.runtime.results import SearcherResult
 from tba.runtime.run_directory import RunDirectory
+from tba.runtime.searcher_connections import Connections, connect_on_disk
 from tba.runtime.teaching import reference_of, teachers_of
 from tba.types import SPLITS, Json, Split, Version
 
@@ -76,7 +80,7 @@ class SearcherLoop:
     incarnation: int = 0  # in which it was started
     memory: FreedMemory = field(default_factory=FreedMemory)
     held_back_since: float | None = None  # since when it has been held back, by a monotonic clock; None: it is not
-    # by split, how many problems there are and which of them are not asked (`runtime/prompting.py`)
+    # by split, how many problems there are and which of them are not asked (`runtime/prompt_sets.py`)
     prompts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     def evaluate(self, between: Callable[[], None] | None = None) -> bool:

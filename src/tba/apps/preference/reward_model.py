@@ -20,7 +20,7 @@ log = logging.getLogger("tba.reward")
 _UNFINISHED = (StopReason.LENGTH, StopReason.INTERRUPTED)
 
 
-class _Scorer(Protocol):
+class _TextScorer(Protocol):
     def judge(self, pairs: Sequence[tuple[str, str]]) -> Sequence[float | None]: ...
 
 
@@ -38,7 +38,7 @@ class ModelScore:
     keep: Literal["beginning", "end"] = "end"  # which part of such a prompt stays
     device: str = "cpu"
     max_tokens_per_pass: int = 16384  # padded
-    _scorers: list[_Scorer] = field(default_factory=list, init=False, repr=False, compare=False)
+    _scorers: list[_TextScorer] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -64,7 +64,7 @@ class ModelScore:
         reward = self.without_eos if is_unfinished and self.without_eos is not None else score
         return Judgement(reward, {"score": score, "cut": float(is_unfinished)})
 
-    def _load(self) -> _Scorer:
+    def _load(self) -> _TextScorer:
         from tba.apps.preference.frozen import load_scorer
 
         return load_scorer(self.path, self.max_tokens, self.keep, self.device, self.max_tokens_per_pass)

@@ -32,7 +32,7 @@ from tba.recipe import Recipe
 from tba.record.jsonl import write_json
 from tba.record.terminal import terminal
 from tba.runs.evaluating import with_checkpoint
-from tba.runtime.prompting import prompts_of
+from tba.runtime.prompt_sets import prompts_of
 from tba.settings import find, override
 from tba.types import Json, Prompt, Sampling, Version
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tba.apps.red_team.victim_model import chosen_device, load_model
+from tba.apps.red_team.victim_model import chosen_device, load_with_tokenizer
 from tba.chat_prompts import chat_markup
 from tba.engines.rules import positions
 from tba.errors import UserError
@@ -38,7 +38,7 @@ class SequenceScores:
 
     def __post_init__(self) -> None:
         device = chosen_device(self.device)
-        self.model, self.tokenizer = load_model(
+        self.model, self.tokenizer = load_with_tokenizer(
             AutoModelForSequenceClassification, self.path, "classifier", device, torch.float32
         )
         names = [str(self.model.config.id2label[i]) for i in range(self.model.config.num_labels)]
@@ -83,7 +83,7 @@ class JudgeScores:
     def __post_init__(self) -> None:
         device = chosen_device(self.device)
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        self.model, self.tokenizer = load_model(AutoModelForCausalLM, self.path, "judge", device, dtype)
+        self.model, self.tokenizer = load_with_tokenizer(AutoModelForCausalLM, self.path, "judge", device, dtype)
         if self.template == "chat" and not getattr(self.tokenizer, "chat_template", None):
             raise UserError(f"the judge {self.path!r} has no chat template: give a template with {{answer}} in it")
         self._padding = next(i for i in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0) if i is not None)

@@ -44,7 +44,7 @@ class VictimModel:
         device = chosen_device(self.device)
         is_bfloat16 = self.dtype == "bfloat16" or (self.dtype == "auto" and device == "cuda")
         dtype = torch.bfloat16 if is_bfloat16 else torch.float32
-        self.model, self.tokenizer = load_model(AutoModelForCausalLM, self.path, "victim", device, dtype)
+        self.model, self.tokenizer = load_with_tokenizer(AutoModelForCausalLM, self.path, "victim", device, dtype)
         if self.template == "chat" and not getattr(self.tokenizer, "chat_template", None):
             raise UserError(f"the victim {self.path!r} has no chat template: give --task.victim.template a text")
         settings = EngineSettings(slots=self.rows_per_pass, max_completion_tokens=self.max_tokens)
@@ -91,7 +91,7 @@ def expected_device(name: str) -> str:
     return "cuda" if visible_gpus() else chosen_device(name)
 
 
-def load_model(auto_class: Any, path: str, role: str, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
+def load_with_tokenizer(auto_class: Any, path: str, role: str, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
     """Returns a model of that auto class, in evaluation mode, and its tokenizer. Raises `UserError` if it cannot."""
     with no_bars(), readable(f"no {role} can be loaded from {path!r}", "give a folder or a Hub name"):
         model = pretrained(auto_class, path, dtype)

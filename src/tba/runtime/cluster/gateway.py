@@ -18,8 +18,8 @@ from tba.recipe import Recipe
 from tba.record.jsonl import JsonLines
 from tba.replay.codec import to_wire
 from tba.replay.journal import JournalWriter
-from tba.runtime.connections import RunRecords
 from tba.runtime.run_directory import RunDirectory
+from tba.runtime.searcher_connections import RunRecords
 from tba.types import Json, Version
 from tba.weights.chunks import FlatBytes, cut_pieces, map_file, map_tensors_file
 from tba.weights.directory import WeightDirectory

@@ -29,10 +29,10 @@ from tba.recipe import Recipe
 from tba.recipe_names import VARIANT_MARK
 from tba.replay.codec import from_wire, to_wire
 from tba.runtime.cluster.gateway import JOURNAL, RECORDS, Offer
-from tba.runtime.connections import Connections
 from tba.runtime.elastic import LocalMembership, Membership, enter_run
 from tba.runtime.program import require_same_version
 from tba.runtime.run_directory import RunDirectory
+from tba.runtime.searcher_connections import Connections
 from tba.training.checkpoint import Checkpoint
 from tba.types import Json, Version
 from tba.weights.atomic_dir import atomic_folder, remove_folder

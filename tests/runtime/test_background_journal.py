@@ -19,7 +19,7 @@ from tba.clock import ShareClock
 from tba.errors import DeadlineExceeded
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
-from tba.runtime.connections import BackgroundJournal
+from tba.runtime.background_journal import BackgroundJournal
 from tba.runtime.searcher_loop import start_searching
 
 QUICK = ("--evaluation.problems", "1", "--replay.pacing.warm-up", "64", "--group-size", "8")
