@@ -40,7 +40,7 @@ def check_json(value: Json, kind: Any, place: str = "it") -> None:
     convert(value, kind, "json", place)
 
 
-def fields_of(value: Any) -> Json:
+def json_fields_of(value: Any) -> Json:
     """Returns the JSON that `parse_json` reads a value of a class from, but for fields that are None: what `json.dumps`
     calls as its `default`.
     """

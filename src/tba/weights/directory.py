@@ -29,7 +29,7 @@ import torch
 
 from tba.errors import UserError
 from tba.fields import as_declared
-from tba.json_input import fields_of, parse_json
+from tba.json_input import json_fields_of, parse_json
 from tba.protocols import Manifest, PublishedWeights
 from tba.streaming import TensorStream, bytes_of, changes_since, shapes_of, write_tensors
 from tba.types import Version
@@ -298,7 +298,7 @@ class WeightDirectory:
     def _write_file(self, version: Version, suffix: str, value: object) -> None:
         """Write a small file, under a temporary name that is then replaced by its own."""
         temporary = self.path / f".{version}{suffix}"
-        temporary.write_text(json.dumps(value, default=fields_of))
+        temporary.write_text(json.dumps(value, default=json_fields_of))
         os.replace(temporary, self._path_of(version, suffix))
 
     def _prune(self) -> None:
