@@ -151,6 +151,16 @@ def test_every_module_that_is_named_exists() -> None:
     assert not missing, "\n".join(missing)
 
 
+def test_every_module_is_in_the_table_of_where_things_are_by_itself_or_with_its_package() -> None:
+    table = (ROOT / "AGENTS.md").read_text(encoding="utf-8").partition("## Where things are")[2].partition("\n## ")[0]
+    entries = set(re.findall(r"`([\w/.]+)`", table))
+    modules = [path.relative_to(ROOT / "src/tba") for path in (ROOT / "src/tba").rglob("*.py")]
+    assert len(modules) > 250
+    covered = {m for m in modules if {str(m), *(f"{folder}/" for folder in m.parents)} & entries}
+    empty = {m for m in modules if m.name == "__init__.py" and len(m.parts) > 1}
+    assert sorted(map(str, {*modules} - covered - empty)) == []
+
+
 def test_what_the_design_says_of_a_function_is_where_it_says() -> None:
     """In its table of a trajectory's way: each `Class.method` and `function` is defined in one of its row's files."""
     rows = re.findall(r"^\| [^|]+ \| ([^|]*`[\w/]+\.py`[^|]*) \|$", (ROOT / "docs/design.md").read_text(), re.MULTILINE)
