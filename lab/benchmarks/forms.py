@@ -103,7 +103,7 @@ base = replace(
         pacing=Pacing(warm_up=0, max_mean_uses=1.0),
         buffer=BufferSettings(distinct=False),
     ),
-    evaluation=EvaluationSettings(problems=500, greedy=False, chunk=500, shown=0),
+    evaluation=EvaluationSettings(problems=500, greedy=False, batch_size=500, logged_problems=0),
     run=RuntimeSettings(checkpoint_every=0),
     record=RecordSettings(tensorboard=False, samples=0),
 )

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from tba.errors import UserError
-from tba.fields import help_of, parse_fields, refuse_without_effect, replace_fields
+from tba.fields import help_of, parse_fields, refuse_without_effect, replace_fields, with_new_flags
 from tba.recipe import Recipe
 from tba.shipped import VARIANT_MARK, require_shipped
 
@@ -111,6 +111,8 @@ def override(default: T, arguments: Sequence[str], program: str, recorded: bool 
     """
     if not arguments:
         return default
+    if recorded:
+        arguments = with_new_flags(arguments, default)
     help_flags = {"--help", "-h"} & set(arguments)
     values = parse_fields([a for a in arguments if a not in help_flags], default, program, by_code=recorded)
     settings = with_fields(default, [(field.flag, value) for field, value in values])

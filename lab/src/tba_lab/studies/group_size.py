@@ -68,7 +68,7 @@ COMPARISONS: Mapping[str, Comparison] = {
             task=Instruct(eval_problems=500),
             steps=90,
             optimizer=replace(instruct.optimizer, schedule=WarmupStableDecay(5, 60, 25, final=0.1)),
-            evaluation=EvaluationSettings(problems=500, greedy=False, chunk=500, shown=0),
+            evaluation=EvaluationSettings(problems=500, greedy=False, batch_size=500, logged_problems=0),
             run=RuntimeSettings(checkpoint_every=0),
             record=RecordSettings(tensorboard=False, samples=0),
         ),

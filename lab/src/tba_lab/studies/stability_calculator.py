@@ -33,7 +33,7 @@ _base = replace(
         greedy=False,
         samples=2,
         pass_k=0,
-        chunk=500,
+        batch_size=500,
     ),
     record=RecordSettings(tensorboard=False, samples=0),
     replay=replace(calculator.replay, pacing=Pacing(warm_up=280)),
