@@ -105,7 +105,7 @@ base = replace(
     ),
     evaluation=EvaluationSettings(problems=500, greedy=False, batch_size=500, logged_problems=0),
     run=RuntimeSettings(checkpoint_every=0),
-    record=RecordSettings(tensorboard=False, samples=0),
+    record=RecordSettings(tensorboard=False, samples_per_batch=0),
 )
 OBJECTIVES: dict[str, Objective] = {
     "none": TrajectoryBalance(_beta, off_policy="none"),

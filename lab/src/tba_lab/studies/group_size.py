@@ -70,7 +70,7 @@ COMPARISONS: Mapping[str, Comparison] = {
             optimizer=replace(instruct.optimizer, schedule=WarmupStableDecay(5, 60, 25, final=0.1)),
             evaluation=EvaluationSettings(problems=500, greedy=False, batch_size=500, logged_problems=0),
             run=RuntimeSettings(checkpoint_every=0),
-            record=RecordSettings(tensorboard=False, samples=0),
+            record=RecordSettings(tensorboard=False, samples_per_batch=0),
         ),
         64,
         (2, 4, 8, 16),

@@ -40,7 +40,7 @@ RATES = {"tb": 3e-3, "ancestor": 3e-3, "reinforce": 1e-3, "ppo": 1e-3}
 base = replace(
     small,
     evaluation=EvaluationSettings(every=50, problems=0, greedy=False, batch_size=256),
-    record=RecordSettings(tensorboard=False, samples=0, hide_text=True),
+    record=RecordSettings(tensorboard=False, samples_per_batch=0, hide_text=True),
 )
 
 

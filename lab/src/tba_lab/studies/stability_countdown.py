@@ -24,7 +24,7 @@ _base = replace(
     evaluation=EvaluationSettings(
         every=20, problems=1000, problems_during=500, greedy=False, samples=8, pass_k=0, batch_size=500
     ),
-    record=RecordSettings(tensorboard=False, samples=0),
+    record=RecordSettings(tensorboard=False, samples_per_batch=0),
     replay=replace(countdown.replay, pacing=Pacing(warm_up=280)),
 )
 NAMES = ("tb", "tb-weighted", "tb-robust", "tb-asymmetric", "tba-prime", "grpo", "ppo", "reinforce", "raft")
