@@ -24,6 +24,7 @@ from tba.config_file import with_config
 from tba.errors import UserError
 from tba.fields import FLAGS_ELSEWHERE, comments, fields_of, flags, help_of, with_new_names, without_effect
 from tba.recipe import Recipe, settings_json
+from tba.recipe_source import write_recipe
 from tba.replay.buffer import BufferSettings
 from tba.runtime.run_directory import RunDirectory, new_path
 from tba.schedules import WarmupCosine, WarmupStableDecay
@@ -464,6 +465,19 @@ def test_recorded_words_and_fields_of_an_earlier_version_mean_the_settings_of_to
     recorded_fields["record"]["samples"] = recorded_fields["record"].pop("samples_per_batch")
     assert buffer["near"]["by"] == "cosine"
     assert with_new_names(recorded_fields, current_fields) == current_fields
+
+
+def test_the_recipe_that_an_earlier_run_has_written_is_loaded(tmp_path: Path) -> None:
+    write_recipe(GSM8K, tmp_path / "recipe.py")
+    source = (tmp_path / "recipe.py").read_text()
+    for old_name, name in (("band", "saved_batches"), ("rounds", "synchronous_rounds"), ("take_in", "ingest")):
+        assert f"{name}=" in source
+        source = source.replace(f"{name}=", f"{old_name}=")
+    (tmp_path / "recipe.py").write_text(source)
+    with pytest.raises(UserError, match=r"it is .* now"):
+        find(str(tmp_path / "recipe.py"))
+    (tmp_path / "recipe.json").write_text("{}")
+    assert settings_json(find(str(tmp_path / "recipe.py"))) == settings_json(GSM8K)
 
 
 def test_a_keyword_of_an_earlier_version_is_refused_with_its_new_name() -> None:

@@ -20,7 +20,7 @@ import re
 import textwrap
 import tokenize
 import typing
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from types import UnionType
@@ -276,6 +276,13 @@ def with_new_names(recorded_fields: Any, current_fields: Any) -> Any:
     names = {old: RENAMED.get(old, old) if old not in current_fields else old for old in recorded_fields}
     names = {old: new if new in current_fields else old for old, new in names.items()}
     return {new: with_new_names(recorded_fields[old], current_fields.get(new)) for old, new in names.items()}
+
+
+def make_recorded(kind: Callable[..., T], *arguments: Any, **fields: Any) -> T:
+    """Calls a class as the source of an earlier recipe does: its fields may have their old names."""
+    names = {f.name for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
+    renamed = {name: RENAMED.get(name, name) for name in fields.keys() - names}
+    return kind(*arguments, **{renamed.get(name, name): value for name, value in fields.items()})
 
 
 FLAGS_ELSEWHERE = {  # names in TRL, verl and prime-rl -> the flags, or the command, that do the same here

@@ -128,7 +128,7 @@ def test_wandb_gets_a_bounded_table_of_samples_and_none_of_hidden_ones(
     assert wandb_tables(tmp_path / "hidden") == []
 
 
-@pytest.mark.parametrize("fields", [{"samples": -1}, {"samples_every": -2}])
+@pytest.mark.parametrize("fields", [{"samples_per_batch": -1}, {"samples_every": -2}])
 def test_settings_that_make_no_sense_are_refused(fields: dict[str, float]) -> None:
     with pytest.raises(UserError, match="record: "):
         RecordSettings(**fields)

@@ -174,7 +174,7 @@ def test_of_what_is_not_kept_the_last_can_be_drawn_as_recent() -> None:
 
 def test_a_distance_at_which_all_or_none_are_near_is_refused() -> None:
     for distance in (0.0, 2.5, float("nan")):
-        with pytest.raises(UserError, match=r"--replay\.buffer\.near\.distance"):
+        with pytest.raises(UserError, match=r"--replay\.buffer\.near-duplicates\.distance"):
             NearDuplicates("edit", distance)
 
 
