@@ -204,6 +204,8 @@ def test_components_of_a_named_recipe_are_set_by_objects_beside_plain_fields() -
     [
         ({"optimzer": {"lr": 1e-5}}, "has no field --optimzer.lr; did you mean --optimizer.lr"),
         ({"learning_rate": 1e-5}, "has no field --learning-rate; did you mean --optimizer.lr"),
+        ({"run": {"rounds": True}}, "has no field --run.rounds; it is --run.synchronous-rounds now"),
+        ({"replay.pacing.band": 4}, "has no field --replay.pacing.band; it is --replay.pacing.saved-batches now"),
         ({"optimizer": {"lrr": 1e-5}}, "no field --optimizer.lrr; did you mean --optimizer.lr"),
         ({"optimizer": 1e-5}, r"Recipe's optimizer is 1e-05: give OptimizerSettings\(...\)"),
         ({"model.nowhere.deep": tba.Constant(1.0)}, "no field --model.nowhere.deep"),

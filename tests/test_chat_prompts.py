@@ -133,7 +133,7 @@ def test_a_prompt_begins_as_the_tokenizer_begins_texts_and_does_not_end_as_they_
     chat = ({"role": "user", "content": "a"},)
     tokenizer.chat_template = "{{ bos_token }}{{ messages[0]['content'] }}"
     problems = [Problem("ab", demonstration="a"), Problem(chat, demonstration="a"), Problem("a", demonstration="b")]
-    cut = encode([Problem("aab")], "t", tokenizer, PromptSettings(max_tokens=3, overlong="truncate_left"))
+    cut = encode([Problem("aab")], "t", tokenizer, PromptSettings(max_tokens=3, when_too_long="truncate_left"))
     assert [prompt.tokens.tolist() for prompt in cut.prompts] == [[begin[1], a, a + 1]]
     with pytest.raises(UserError, match="is empty"):
         encode([Problem("")], "t", tokenizer, PromptSettings())

@@ -18,12 +18,15 @@ from hypothesis import strategies as st
 
 from tba.__main__ import main
 from tba.apps.red_team.endpoint import EndpointVictim
+from tba.apps.red_team.near import NearDuplicates
 from tba.command.table import COMMANDS
 from tba.config_file import with_config
 from tba.errors import UserError
-from tba.fields import FLAGS_ELSEWHERE, comments, fields_of, flags, help_of, without_effect
+from tba.fields import FLAGS_ELSEWHERE, comments, fields_of, flags, help_of, with_new_names, without_effect
 from tba.recipe import Recipe, settings_json
 from tba.recipe_names import description_of, recipe_names
+from tba.recipe_source import write_recipe
+from tba.replay.buffer import BufferSettings
 from tba.runtime.run_directory import RunDirectory, new_path
 from tba.schedules import WarmupCosine, WarmupStableDecay
 from tba.settings import LEADING_FLAGS, find, keep_last_values, override
@@ -424,11 +427,79 @@ def test_a_field_that_does_not_exist_ends_in_one_sentence_on_the_command_line_an
         run.recipe()
 
 
+OLD_FLAGS = {
+    "--run.rounds": "--run.synchronous-rounds", "--replay.take-in": "--replay.ingest",
+    "--replay.pacing.band": "--replay.pacing.saved-batches", "--evaluation.chunk": "--evaluation.batch-size",
+    "--evaluation.shown": "--evaluation.logged-problems", "--prompts.overlong": "--prompts.when-too-long",
+    "--publish.full-every": "--publish.full-version-every", "--record.samples": "--record.samples-per-batch",
+    "--model.generation.first": "--model.generation.allowed-first-tokens",
+    "--model.generation.never-first": "--model.generation.forbidden-first-tokens",
+    "--run.no-rounds": "--run.no-synchronous-rounds",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("old_flag", "new_flag"), OLD_FLAGS.items())
+def test_a_flag_of_an_earlier_version_is_refused_by_one_sentence_with_its_new_name(
+    old_flag: str, new_flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UserError, match=f"has no field {old_flag}; it is {new_flag} now"):
+        overridden(GSM8K, old_flag, "4")
+    assert main(["train", "gsm8k", old_flag, "4"]) == 2
+    assert f"has no field {old_flag}; it is {new_flag} now" in " ".join(capsys.readouterr().err.split())
+
+
+def test_recorded_words_and_fields_of_an_earlier_version_mean_the_settings_of_today() -> None:
+    words = ["--run.rounds", "--replay.take-in=sync", "--replay.pacing.band", "3", "--evaluation.shown", "7"]
+    recipe = override(GSM8K, [*words, "--model.generation.first", "a", "b"], "tba resume", recorded=True)
+    assert recipe.run.synchronous_rounds
+    assert (recipe.replay.ingest, recipe.replay.pacing.saved_batches) == ("sync", 3.0)
+    assert recipe.evaluation.logged_problems == 7
+    assert override(recipe, ["--run.no-rounds"], "tba resume", recorded=True).run.synchronous_rounds is False
+    near = replace(GSM8K, replay=replace(GSM8K.replay, buffer=BufferSettings(near_duplicates=NearDuplicates())))
+    near = override(near, ["--replay.buffer.near.by", "cosine"], "tba resume", recorded=True)
+    current_fields = settings_json(near)
+    recorded_fields = json.loads(json.dumps(current_fields))
+    buffer = recorded_fields["replay"]["buffer"]
+    buffer["near"] = buffer.pop("near_duplicates")
+    buffer["near"]["by"] = buffer["near"].pop("measure")
+    recorded_fields["record"]["samples"] = recorded_fields["record"].pop("samples_per_batch")
+    assert buffer["near"]["by"] == "cosine"
+    assert with_new_names(recorded_fields, current_fields) == current_fields
+
+
+def test_the_recipe_that_an_earlier_run_has_written_is_loaded(tmp_path: Path) -> None:
+    write_recipe(GSM8K, tmp_path / "recipe.py")
+    source = (tmp_path / "recipe.py").read_text()
+    for old_name, name in (("band", "saved_batches"), ("rounds", "synchronous_rounds"), ("take_in", "ingest")):
+        assert f"{name}=" in source
+        source = source.replace(f"{name}=", f"{old_name}=")
+    (tmp_path / "recipe.py").write_text(source)
+    with pytest.raises(UserError, match=r"it is .* now"):
+        find(str(tmp_path / "recipe.py"))
+    (tmp_path / "recipe.json").write_text("{}")
+    assert settings_json(find(str(tmp_path / "recipe.py"))) == settings_json(GSM8K)
+
+
+def test_a_keyword_of_an_earlier_version_is_refused_with_its_new_name() -> None:
+    make: Any = BufferSettings
+    with pytest.raises(UserError, match="BufferSettings has no near; it is near_duplicates now"):
+        make(near=NearDuplicates())
+
+
 def test_of_a_field_that_is_set_several_times_the_newest_words_are_kept() -> None:
-    words = ["recipe", "--steps", "3", "--record.tensorboard", "--model.generation.first", "a", "b", "--seed=1"]
-    again = ["--record.no-tensorboard", "--steps=5", "--model.generation.first", "c"]
+    words = [
+        "recipe",
+        "--steps",
+        "3",
+        "--record.tensorboard",
+        "--model.generation.allowed-first-tokens",
+        "a",
+        "b",
+        "--seed=1",
+    ]
+    again = ["--record.no-tensorboard", "--steps=5", "--model.generation.allowed-first-tokens", "c"]
     assert keep_last_values([*words, *again]) == [
-        *("recipe", "--seed=1", "--record.no-tensorboard", "--steps=5", "--model.generation.first", "c")
+        *("recipe", "--seed=1", "--record.no-tensorboard", "--steps=5", "--model.generation.allowed-first-tokens", "c")
     ]
 
 

@@ -95,7 +95,7 @@ SLOTS = (
     Slot("--exploration", "Exploration", "tba.rollout.exploration", ("draw", "full_support")),
     Slot("--replay.selection", "Selection from replay", "tba.replay.selection", ("m", "start")),
     Slot("--optimizer.schedule", "Schedules of the learning rate", "tba.schedules", ("warmup", "__call__")),
-    Slot("--replay.buffer.near", "Near duplicates", "tba.apps.red_team.near", ("start", "keep")),
+    Slot("--replay.buffer.near-duplicates", "Near duplicates", "tba.apps.red_team.near", ("start", "keep")),
 )
 SAME = {  # fields that take the same classes as another: these are listed once
     "--objective.reward-temperature": "--objective.beta",

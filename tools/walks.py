@@ -107,7 +107,7 @@ def main() -> None:
         "20",
         "--replay.pacing.warm-up",
         "300",
-        "--run.rounds",  # which do not flow into one another
+        "--run.synchronous-rounds",  # which do not flow into one another
     ]
     with tempfile.TemporaryDirectory() as folder:
         walk = Walk(Path(folder))

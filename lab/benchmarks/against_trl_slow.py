@@ -105,7 +105,7 @@ def train(judge: float, seed: int, folder: Path, most: float) -> Sequence[tuple[
     """Train by `tba.train`; returns accuracy by seconds."""
     run = JudgedRun(folder / f"tba-{judge:g}-{seed}")
     task = JudgedSums(digits=3, forgotten_carries=0.55, judge=Judge(seconds=judge, concurrency=AT_ONCE, log=run.log))
-    evaluation = EvaluationSettings(every=20, problems=PROBLEMS, greedy=False, chunk=PROBLEMS, shown=0)
+    evaluation = EvaluationSettings(every=20, problems=PROBLEMS, greedy=False, batch_size=PROBLEMS, logged_problems=0)
     watch = Watch(run, stands_still=False)
 
     stopping = False

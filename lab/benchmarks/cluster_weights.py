@@ -94,7 +94,7 @@ def measured(home: Path, kind: str, quick: bool, here: str, there: str) -> None:
         version = Version(0, i)
         directory.publish(policy.weights(), version, Manifest())
         taken = [ray.get(taker.take.remote(version), timeout=DEADLINE) for taker in takers]
-        counted = i >= 2 and (i % 2 == 1 or settings.full_every == 1)  # the first two find nothing warm
+        counted = i >= 2 and (i % 2 == 1 or settings.full_version_every == 1)  # the first two find nothing warm
         if counted:
             size = directory.file(version).stat().st_size
             for row, times in zip(rows, taken, strict=True):

@@ -104,7 +104,7 @@ STEPS_PER_CHECKPOINT = 24  # steps from one checkpoint to the next: whole weight
 COMMON_ARGUMENTS = [
     *("--evaluation.every", "0", "--evaluation.problems", str(PROBLEMS), "--evaluation.pass-k", "0"),
     *("--evaluation.no-greedy", "--run.checkpoint-every", str(STEPS_PER_CHECKPOINT), "--record.no-tensorboard"),
-    *("--record.samples", "0", "--replay.pacing.warm-up", "700"),
+    *("--record.samples-per-batch", "0", "--replay.pacing.warm-up", "700"),
 ]
 JUDGE_ARGUMENTS = [
     *("--task.judge.seconds", "0.1", "--task.judge.spread", "1.0", "--task.judge.concurrency", "64"),

@@ -1,4 +1,4 @@
-"""How much of a searcher's slots is busy: rounds (`--run.rounds`) against rounds that flow into one another.
+"""How much of a searcher's slots is busy: rounds (`--run.synchronous-rounds`) against those that flow into one another.
 
     python lab/benchmarks/flow.py [--seconds 120]
 

@@ -103,9 +103,9 @@ base = replace(
         pacing=Pacing(warm_up=0, max_mean_uses=1.0),
         buffer=BufferSettings(distinct=False),
     ),
-    evaluation=EvaluationSettings(problems=500, greedy=False, chunk=500, shown=0),
+    evaluation=EvaluationSettings(problems=500, greedy=False, batch_size=500, logged_problems=0),
     run=RuntimeSettings(checkpoint_every=0),
-    record=RecordSettings(tensorboard=False, samples=0),
+    record=RecordSettings(tensorboard=False, samples_per_batch=0),
 )
 OBJECTIVES: dict[str, Objective] = {
     "none": TrajectoryBalance(_beta, off_policy="none"),

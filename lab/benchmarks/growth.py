@@ -96,7 +96,7 @@ recipe = Recipe(
     sync_every=5,
 )
 # rounds, since what flows looks for newer weights by the clock
-recipe = replace(recipe, run=replace(recipe.run, checkpoint_every=0, rounds=True))
+recipe = replace(recipe, run=replace(recipe.run, checkpoint_every=0, synchronous_rounds=True))
 ROWS_PER_STEP = 10  # trajectories to a line of metrics.jsonl, and to an outcome of a prompt
 ROWS_PER_EVALUATION = 1000  # and to a finished evaluation
 MEMORY_MARKS = 8  # times in a run of --steps that its memory and descriptors are looked at

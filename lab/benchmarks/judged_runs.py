@@ -25,7 +25,7 @@ from tba_lab.judge import Call, read_calls
 RECIPE = Path(__file__).with_name("slow_judge.py")
 BARE = (
     *("--evaluation.every", "0", "--evaluation.problems", "20", "--evaluation.pass-k", "0"),
-    *("--record.no-tensorboard", "--record.samples", "0"),
+    *("--record.no-tensorboard", "--record.samples-per-batch", "0"),
 )
 PATIENCE = 240.0  # seconds that a run has to end in order once it was asked to
 _LOOK = 0.1

@@ -121,7 +121,7 @@ recipe = Recipe(
         selection=RecencyReward(m=0.5, inverse_temperature=0.0), pacing=Pacing(warm_up=32, max_mean_uses=1e9)
     ),
     evaluation=EvaluationSettings(every=0, problems=1),
-    record=RecordSettings(tensorboard=False, samples=0),
+    record=RecordSettings(tensorboard=False, samples_per_batch=0),
     steps=4000,
     groups_per_step=13,
     group_size=32,

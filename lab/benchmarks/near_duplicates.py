@@ -27,10 +27,10 @@ PROMPT = Prompt("red_team", np.arange(8, dtype=np.int32), "the one prompt there 
 VARIANTS = {
     "none, oldest out": BufferSettings(),
     "none, lowest reward out": BufferSettings(evict="lowest_reward"),
-    "edit 0.25": BufferSettings(evict="lowest_reward", near=NearDuplicates("edit", 0.25)),
-    "edit 0.1": BufferSettings(evict="lowest_reward", near=NearDuplicates("edit", 0.1)),
+    "edit 0.25": BufferSettings(evict="lowest_reward", near_duplicates=NearDuplicates("edit", 0.25)),
+    "edit 0.1": BufferSettings(evict="lowest_reward", near_duplicates=NearDuplicates("edit", 0.1)),
     f"cosine, {DIMENSIONS} numbers": BufferSettings(
-        evict="lowest_reward", near=NearDuplicates("cosine", 0.4, embedding=HashedNgrams(DIMENSIONS))
+        evict="lowest_reward", near_duplicates=NearDuplicates("cosine", 0.4, embedding=HashedNgrams(DIMENSIONS))
     ),
 }
 

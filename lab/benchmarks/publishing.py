@@ -7,7 +7,8 @@ publishes before it continues, and one that publishes in the background, in this
 (to a folder on this disk, not flushed); *critical path* is what the step's thread spends in `publish` and `settle`;
 *memory* is the largest rise of resident memory while weights are written and nothing else is done.
 
-Then the size of a version in each type, full and as the changes of one step (`--publish.full-every`), at learning
+Then the size of a version in each type, full and as the changes of one step
+(`--publish.full-version-every`), at learning
 rates of 1e-5 and 1e-6: megabytes, and seconds to write it (medians of three steps).
 """
 

@@ -26,7 +26,7 @@ recipe = replace(
         evaluated=8,
     ),
     replay=replace(small.replay, pacing=Pacing(warm_up=64, max_mean_uses=1e9)),
-    evaluation=EvaluationSettings(every=0, problems=8, greedy=False, chunk=8),
+    evaluation=EvaluationSettings(every=0, problems=8, greedy=False, batch_size=8),
     samples_per_prompt=2,
     group_size=64,
 )

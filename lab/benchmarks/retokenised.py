@@ -58,7 +58,7 @@ def main() -> None:
         Problem(({"role": "user", "content": text},) if given.chat else text[:BEGINNING] if plain else text)
         for text in texts[: given.prompts]
     ]
-    prompts = encode(problems, "retokenised", tokenizer, PromptSettings(max_tokens=512, overlong="drop")).prompts
+    prompts = encode(problems, "retokenised", tokenizer, PromptSettings(max_tokens=512, when_too_long="drop")).prompts
     engine, reference = model.engine(Version(), 512), model.reference(1.0, Version())
     by_text = ScoredByText(reference, Alike(), tokenizer, tokenizer, given.chat)
     rng = np.random.default_rng(given.seed)

@@ -16,5 +16,5 @@ recipe = replace(
     name="slow_judge",
     description="the quickstart with a judge that takes 200 ms per answer",
     task=JudgedSums(digits=3, forgotten_carries=0.55, judge=Judge(seconds=0.2, concurrency=16)),
-    evaluation=EvaluationSettings(every=20, problems=192, greedy=False, chunk=192),
+    evaluation=EvaluationSettings(every=20, problems=192, greedy=False, batch_size=192),
 )

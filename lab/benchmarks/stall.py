@@ -59,7 +59,15 @@ from tba.training.trainer import Trainer
 from tba.types import Group, Trajectory, Version
 
 SHORT = (
-    *("--evaluation.every", "50", "--evaluation.pass-k", "0", "--evaluation.no-greedy", "--record.samples", "0"),
+    *(
+        "--evaluation.every",
+        "50",
+        "--evaluation.pass-k",
+        "0",
+        "--evaluation.no-greedy",
+        "--record.samples-per-batch",
+        "0",
+    ),
     *("--record.no-tensorboard", "--run.checkpoint-every", "0"),
 )
 DEADLINE = 1800.0  # seconds for any run
@@ -271,7 +279,7 @@ class Synchronous:
         """Sampled, on held-out problems."""
         engine, reward = self.searcher.engine, self.recipe.task.reward()
         engine.load(self.policy.weights(), self.trainer.version)
-        settings = EvaluationSettings(problems=PROBLEMS, greedy=False, chunk=500)
+        settings = EvaluationSettings(problems=PROBLEMS, greedy=False, batch_size=500)
         rng = np.random.default_rng(self.recipe.seed)
         assessment = assess_accuracy(engine, self.held_out, reward, settings, rng, now=time.monotonic)
         return float(assessment.scores[SAMPLED].mean())

@@ -96,8 +96,8 @@ base = replace(
     quickstart,
     task=JudgedSums(digits=3, forgotten_carries=0.55),
     optimizer=replace(quickstart.optimizer, schedule=WarmupConstant(20)),
-    evaluation=EvaluationSettings(every=10, problems=1000, greedy=False, chunk=500, shown=0),
-    record=RecordSettings(tensorboard=False, samples=0),
+    evaluation=EvaluationSettings(every=10, problems=1000, greedy=False, batch_size=500, logged_problems=0),
+    record=RecordSettings(tensorboard=False, samples_per_batch=0),
     run=RuntimeSettings(checkpoint_every=0),
     steps=1_000_000,  # until it is stopped
 )

@@ -2,7 +2,8 @@
 
     python lab/benchmarks/win_rate.py studies/summaries/runs/tb-0.3-0 studies/summaries/runs/tb-0.3-1 ...
 
-Each run's first and last evaluation answer the same prompts (the recipe has to record them all, `--evaluation.shown`).
+Each run's first and last evaluation answer the same prompts (the recipe has to record them all,
+`EvaluationSettings(logged_problems=...)`).
 The interval is Student's t over prompts of the mean change over runs; the base's own answers are sampled in each run.
 """
 

@@ -15,11 +15,12 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import itertools
 import re
 import textwrap
 import tokenize
 import typing
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from types import UnionType
@@ -218,8 +219,70 @@ def as_declared(kind: type[T]) -> type[T]:
         if validate is not None:
             validate(self)
 
+    def refuse_old_names(cls: Any, *_: Any, **arguments: Any) -> Any:
+        fields = field_types(cls)
+        for name in arguments.keys() & RENAMED.keys() - fields.keys():
+            if (new_name := RENAMED[name]) in fields:
+                raise UserError(f"{cls.__name__} has no {name}; it is {new_name} now")
+        return object.__new__(cls)
+
     declared.__post_init__ = convert_and_validate
+    if not set(RENAMED.values()).isdisjoint(vars(kind).get("__annotations__", ())):
+        declared.__new__ = refuse_old_names
     return kind
+
+
+RENAMED = {  # a setting's name in recorded runs -> its name now, where its class has the new one and not the old one
+    "rounds": "synchronous_rounds", "take_in": "ingest", "band": "saved_batches", "chunk": "batch_size",
+    "shown": "logged_problems", "overlong": "when_too_long", "full_every": "full_version_every",
+    "samples": "samples_per_batch", "first": "allowed_first_tokens", "never_first": "forbidden_first_tokens",
+    "near": "near_duplicates", "by": "measure",
+}  # fmt: skip
+
+
+def renamed_flag(flag: str, candidates: Collection[str]) -> str | None:
+    """Returns the flag among the candidates, or the one that switches it off, that an old flag is today; None: it is
+    no old flag.
+    """
+    *parents, name = _dashed(flag).removeprefix("--").split(".")
+    for off in ("no-", "") if name.startswith("no-") else ("",):
+        options = [(part, *_new_parts(part)) for part in (*parents, name.removeprefix(off))]
+        for *places, new_name in itertools.product(*options):
+            if "--" + ".".join((*places, new_name)) in candidates:
+                return "--" + ".".join((*places, off + new_name))
+    return None
+
+
+def _new_parts(part: str) -> tuple[str, ...]:
+    name = RENAMED.get(part.replace("-", "_"))
+    return () if name is None else (_dashed(name),)
+
+
+def with_new_flags(arguments: Sequence[str], settings: Any) -> list[str]:
+    """Returns the arguments of a recorded run with the flags that its settings have today."""
+    candidates = {field.flag for field in fields_of(settings, by_code=True)}
+    words = []
+    for argument in arguments:
+        flag, equals_sign, value = argument.partition("=")
+        new_flag = renamed_flag(flag, candidates) if flag.startswith("--") else None
+        words.append(argument if new_flag is None else f"{new_flag}{equals_sign}{value}")
+    return words
+
+
+def with_new_names(recorded_fields: Any, current_fields: Any) -> Any:
+    """Returns recorded fields, as JSON, under the names that the current ones have."""
+    if not isinstance(recorded_fields, Mapping) or not isinstance(current_fields, Mapping):
+        return recorded_fields
+    names = {old: RENAMED.get(old, old) if old not in current_fields else old for old in recorded_fields}
+    names = {old: new if new in current_fields else old for old, new in names.items()}
+    return {new: with_new_names(recorded_fields[old], current_fields.get(new)) for old, new in names.items()}
+
+
+def make_recorded(kind: Callable[..., T], *arguments: Any, **fields: Any) -> T:
+    """Calls a class as the source of an earlier recipe does: its fields may have their old names."""
+    names = {f.name for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
+    renamed = {name: RENAMED.get(name, name) for name in fields.keys() - names}
+    return kind(*arguments, **{renamed.get(name, name): value for name, value in fields.items()})
 
 
 FLAGS_ELSEWHERE = {  # names in TRL, verl and prime-rl -> the flags, or the command, that do the same here
@@ -247,10 +310,12 @@ def refuse_unknown(unknown_flags: Sequence[str], candidates: Collection[str], pr
         raise UserError(f"{program} has no field {' And no field '.join(answers)}")
 
 
-def _suggestion(unknown_flag: str, candidates: Iterable[str], program: str) -> str:
-    """Returns what an unknown flag may mean: what another library's flag of that name is here, a field of that name in
-    another place, or a similar name in the same place.
+def _suggestion(unknown_flag: str, candidates: Collection[str], program: str) -> str:
+    """Returns what an unknown flag may mean: the new name of an old flag, what another library's flag of that name
+    is here, a field of that name in another place, or a similar name in the same place.
     """
+    if (new_flag := renamed_flag(unknown_flag, candidates)) is not None:
+        return f"it is {new_flag} now."
     flag = _dashed(unknown_flag)
     place, _, name = flag.rpartition(".") if "." in flag else ("-", "", flag.lstrip("-"))
     names = {flag: flag.lstrip("-").rpartition(".")[2] for flag in candidates}

@@ -65,7 +65,9 @@ class RuntimeSettings:
     inline_rounds_per_sync: int = 1  # searcher rounds between two weight syncs in the inline runtime
     journal_dir: Path | None = None  # folder of the journal; needed if the run's folder is on a network filesystem
     threads: int = 1  # torch threads in each process
-    rounds: bool = False  # searchers answer, judge and send a round before they begin the next, as they do inline
+    synchronous_rounds: bool = (
+        False  # searchers answer, judge and send a round before they begin the next, as they do inline
+    )
     checkpoints: int = 2  # number of checkpoints that are kept
     checkpoint_every: int = 100  # steps between checkpoints, each made at the next weight sync; 0: one at the end
 
@@ -324,7 +326,7 @@ class Recipe:
         if self.runtime == "inline" and isinstance(self.task, LimitsEpisodes):
             unused_fields |= {"task.limits": "runtime processes"}
         if self.runtime == "inline":
-            unused_fields |= {"run.rounds": "runtime processes"}
+            unused_fields |= {"run.synchronous_rounds": "runtime processes"}
         else:
             unused_fields |= {"run.inline_rounds_per_sync": "runtime inline"}
         if not self.reference_reset:

@@ -6,6 +6,7 @@ values inside. Anything it cannot take ends in one sentence and exit code 2.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import importlib.util
@@ -18,7 +19,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from tba.errors import UserError
-from tba.fields import help_of, parse_fields, refuse_without_effect, replace_fields
+from tba.fields import help_of, make_recorded, parse_fields, refuse_without_effect, replace_fields, with_new_flags
 from tba.recipe import Recipe
 from tba.recipe_names import VARIANT_MARK, require_recipe_name
 
@@ -70,7 +71,12 @@ def _load_file(path: Path, kind: str) -> ModuleType:
         sys.path.append(folder)  # so that it can import its neighbours; last, so that none of them hides a library
     _files_being_loaded.append(path)
     try:
-        spec.loader.exec_module(module)
+        if (
+            path.name == "recipe.py" and (path.parent / "recipe.json").is_file()
+        ):  # written by a run, maybe an earlier one
+            _execute_recorded(path, module)
+        else:
+            spec.loader.exec_module(module)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
@@ -80,6 +86,17 @@ def _load_file(path: Path, kind: str) -> ModuleType:
     finally:
         _files_being_loaded.pop()
     return module
+
+
+def _execute_recorded(path: Path, module: ModuleType) -> None:
+    """Executes the recipe that a run has written: its calls may name fields by their old names."""
+    tree = ast.parse(path.read_bytes(), str(path))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and node.keywords:
+            node.args.insert(0, node.func)
+            node.func = ast.copy_location(ast.Name("make_recorded", ast.Load()), node)
+    vars(module)["make_recorded"] = make_recorded
+    exec(compile(tree, str(path), "exec"), vars(module))  # noqa: S102 - as an import of the file would
 
 
 def file_being_loaded() -> Path | None:
@@ -111,6 +128,8 @@ def override(default: T, arguments: Sequence[str], program: str, recorded: bool 
     """
     if not arguments:
         return default
+    if recorded:
+        arguments = with_new_flags(arguments, default)
     help_flags = {"--help", "-h"} & set(arguments)
     values = parse_fields([a for a in arguments if a not in help_flags], default, program, by_code=recorded)
     settings = with_fields(default, [(field.flag, value) for field, value in values])

@@ -296,11 +296,11 @@ def test_the_room_of_a_prompt_is_what_an_answer_leaves_of_the_models_positions()
     count = len(task.problems("train"))
     asked = prompt_set_of(replace(TOY, task=task), model, "train")
     assert asked.counts == {"problems": count, "prompts": count - 1, "no_room": 1}
-    cut = replace(TOY, task=task, prompts=PromptSettings(overlong="truncate_left"))
+    cut = replace(TOY, task=task, prompts=PromptSettings(when_too_long="truncate_left"))
     assert prompt_set_of(cut, model, "train").counts == {"problems": count, "prompts": count, "truncated": 1}
     assert (
         prompt_set_of(cut, model, "train").note
         == f"1 of {count} training prompts lose their beginnings (the longest has 2 tokens)"
     )
     with pytest.raises(UserError, match=r"2 tokens, the limit is 1: lower --model\.generation\.max-completion-tokens"):
-        prompt_set_of(replace(TOY, task=task, prompts=PromptSettings(overlong="error")), model, "train")
+        prompt_set_of(replace(TOY, task=task, prompts=PromptSettings(when_too_long="error")), model, "train")

@@ -115,7 +115,7 @@ def fields() -> Iterator[Wrong]:
         ("--model.generation.max-completion-tokens", "0"),
         ("--model.generation.slots", "-3"),
         ("--prompts.limit", "0"),
-        ("--record.samples", "-1"),
+        ("--record.samples-per-batch", "-1"),
         ("--run.threads", "0"),
         ("--cluster.searcher-gpus", "inf"),
         ("--replay.near.distance", "3"),

@@ -21,7 +21,13 @@ from tba.settings import find
 from tba.types import Sampling, StopReason
 
 LEAST, FIRST, NEVER = 4, ("a", "b", "c", "d"), ("d",)
-RULED = EngineSettings(slots=5, max_completion_tokens=9, min_completion_tokens=LEAST, first=FIRST, never_first=NEVER)
+RULED = EngineSettings(
+    slots=5,
+    max_completion_tokens=9,
+    min_completion_tokens=LEAST,
+    allowed_first_tokens=FIRST,
+    forbidden_first_tokens=NEVER,
+)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -78,8 +84,8 @@ def test_the_largest_uniform_never_draws_what_is_forbidden() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"first": ("ab",)}, "'ab', which is 2 tokens"),
-        ({"first": ("a",), "never_first": ("a",)}, "leave no token"),
+        ({"allowed_first_tokens": ("ab",)}, "'ab', which is 2 tokens"),
+        ({"allowed_first_tokens": ("a",), "forbidden_first_tokens": ("a",)}, "leave no token"),
     ],
 )
 def test_rules_that_cannot_be_kept_are_refused(settings: dict[str, tuple[str, ...]], said: str) -> None:
@@ -96,7 +102,7 @@ def test_check_warns_of_what_the_rules_keep_from_being_sampled_and_a_vine_does_n
     recipe = find("quickstart")
     assert not [w for w in validate(recipe) if "rules" in w]
     assert isinstance(recipe.model, HuggingFace)
-    ruled = replace(recipe, model=replace(recipe.model, generation=replace(RULED, never_first=())))
+    ruled = replace(recipe, model=replace(recipe.model, generation=replace(RULED, forbidden_first_tokens=())))
     (warning,) = [w for w in validate(ruled) if "the engine's rules" in w]
     assert "answers that end before 4 tokens or answers that do not begin with 'a' or" in warning
     with pytest.raises(UserError, match="the vine continues answers"):

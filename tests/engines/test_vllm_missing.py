@@ -26,7 +26,7 @@ def test_a_missing_vllm_is_named_with_how_to_install_it(monkeypatch: pytest.Monk
 
 def test_what_the_engine_cannot_do_is_said_when_the_recipe_is_made() -> None:
     with pytest.raises(UserError, match="first token"):
-        EngineSettings(engine="vllm", never_first=("\n",))
+        EngineSettings(engine="vllm", forbidden_first_tokens=("\n",))
 
 
 @pytest.mark.parametrize(

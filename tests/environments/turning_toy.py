@@ -155,7 +155,7 @@ recipe = Recipe(
         buffer=BufferSettings(distinct=False),
     ),
     evaluation=EvaluationSettings(every=0, problems=0),
-    record=RecordSettings(tensorboard=False, samples=0),
+    record=RecordSettings(tensorboard=False, samples_per_batch=0),
     steps=250,
     groups_per_step=4,
     group_size=32,

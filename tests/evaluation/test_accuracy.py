@@ -91,7 +91,7 @@ def test_the_policy_temperature_is_used_unless_the_settings_name_one() -> None:
 
 
 def test_seconds_and_tokens_of_the_figures_add_up_to_those_of_the_evaluation() -> None:
-    found = measure(EvaluationSettings(problems=0, samples=2, pass_k=3, chunk=4, threshold=THRESHOLD))
+    found = measure(EvaluationSettings(problems=0, samples=2, pass_k=3, batch_size=4, threshold=THRESHOLD))
     assert sum(e.tokens for e in found.evaluations) == found.tokens > 0
     assert sum(e.seconds for e in found.evaluations) == found.seconds > 0
     assert found.trajectories == 13 * (1 + 3)
@@ -99,14 +99,15 @@ def test_seconds_and_tokens_of_the_figures_add_up_to_those_of_the_evaluation() -
 
 def test_greedy_answers_do_not_depend_on_the_chunk() -> None:
     whole, small = (
-        measure(EvaluationSettings(problems=0, samples=0, chunk=chunk, threshold=THRESHOLD)) for chunk in (64, 3)
+        measure(EvaluationSettings(problems=0, samples=0, batch_size=batch_size, threshold=THRESHOLD))
+        for batch_size in (64, 3)
     )
     assert whole.answers == small.answers
     assert whole.scores[GREEDY].tolist() == small.scores[GREEDY].tolist()
 
 
 def test_the_first_few_problems_are_shown_with_their_text_reward_and_mark() -> None:
-    found = measure(EvaluationSettings(problems=0, samples=2, shown=5, chunk=2, threshold=THRESHOLD))
+    found = measure(EvaluationSettings(problems=0, samples=2, logged_problems=5, batch_size=2, threshold=THRESHOLD))
     assert [a.prompt for a in found.answers] == [p.text for p in PROMPTS[:5]]
     assert {a.metric for a in found.answers} == {GREEDY}
     assert [a.correct for a in found.answers] == [a.reward >= THRESHOLD for a in found.answers]
@@ -117,7 +118,7 @@ def test_the_first_few_problems_are_shown_with_their_text_reward_and_mark() -> N
 def test_an_interrupted_evaluation_gives_no_figure_over_fewer_problems(after: int) -> None:
     asked = count()
     found = measure(
-        EvaluationSettings(problems=0, samples=1, chunk=5, threshold=THRESHOLD),
+        EvaluationSettings(problems=0, samples=1, batch_size=5, threshold=THRESHOLD),
         interrupted=lambda: next(asked) >= after,
     )
     assert found.interrupted
@@ -131,7 +132,8 @@ def test_an_interrupted_evaluation_gives_no_figure_over_fewer_problems(after: in
 def test_a_figure_that_was_finished_before_the_interruption_is_kept() -> None:
     asked = count()  # the greedy pass asks at most 3 chunks x (1 + 3 positions) times
     found = measure(
-        EvaluationSettings(problems=0, samples=4, chunk=5, threshold=THRESHOLD), interrupted=lambda: next(asked) >= 13
+        EvaluationSettings(problems=0, samples=4, batch_size=5, threshold=THRESHOLD),
+        interrupted=lambda: next(asked) >= 13,
     )
     assert found.interrupted
     assert [e.metric for e in found.evaluations] == [GREEDY]
@@ -169,7 +171,7 @@ def test_an_empty_held_out_split_is_said_in_one_sentence() -> None:
     [
         {"samples": -1},
         {"pass_k": 1},
-        {"chunk": 0},
+        {"batch_size": 0},
         {"temperature": 0.0},
         {"greedy": False, "samples": 0},
         {"greedy": False, "samples": 0, "pass_k": 4, "every": 2, "problems_during": 5},

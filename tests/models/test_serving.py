@@ -117,7 +117,7 @@ def test_where_vllm_is_missing_or_cannot_be_had_auto_has_a_reason_in_words(model
     on_gpu = replace(model, device="cuda", generation=replace(SETTINGS, engine="auto"))
     assert on_gpu._vllm_obstacle == ""
     assert "for 4-bit on cuda" in replace(on_gpu, dtype="4-bit", lora=LoraSettings(rank=4))._vllm_obstacle
-    ruled = replace(on_gpu, generation=replace(SETTINGS, engine="auto", never_first=("a",)))
+    ruled = replace(on_gpu, generation=replace(SETTINGS, engine="auto", forbidden_first_tokens=("a",)))
     assert "no rule for the first token" in ruled._vllm_obstacle
 
 

@@ -50,7 +50,7 @@ def test_the_small_tldr_recipe_has_a_policy_of_a_million_parameters_that_fits_it
     embedding = made.get_input_embeddings().weight
     assert 0.9e6 < made.num_parameters() + (start.vocab_size - len(embedding)) * embedding.shape[1] < 1.2e6
     assert small.prompts.max_tokens + model.generation.max_completion_tokens <= start.scratch.max_positions
-    assert small.evaluation.shown >= 1000  # every answer: lab/benchmarks/win_rate.py pairs them
+    assert small.evaluation.logged_problems >= 1000  # every answer: lab/benchmarks/win_rate.py pairs them
     with pytest.raises(UserError, match=r"has path 'posts.jsonl', which does not exist"):
         task.problems("train")
 

@@ -39,7 +39,7 @@ def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_a_step_reaches_every_file_under_the_same_names(tmp_path: Path) -> None:
-    with closing(RecordSettings(samples_every=2, samples=3).start(tmp_path)) as recorder:
+    with closing(RecordSettings(samples_every=2, samples_per_batch=3).start(tmp_path)) as recorder:
         for step in range(1, 5):
             recorder.step(Version(0, step), 0.5 * step, {"reward": step / 4, "grad_norm": float("nan")}, batch())
         recorder.evaluation(Evaluation(Version(0, 2), 1.0, "pass@1/greedy", 0.5, 100))
@@ -53,7 +53,7 @@ def test_a_step_reaches_every_file_under_the_same_names(tmp_path: Path) -> None:
 
 def test_samples_are_what_was_trained_on_spread_over_the_batch(tmp_path: Path) -> None:
     trajectories = batch()
-    with closing(RecordSettings(samples=4, tensorboard=False).start(tmp_path)) as recorder:
+    with closing(RecordSettings(samples_per_batch=4, tensorboard=False).start(tmp_path)) as recorder:
         recorder.step(Version(0, 1), 1.0, {}, trajectories)
     rows = read_samples(tmp_path)
     assert [row["uid"] for row in rows] == [trajectories[i].uid for i in (0, 3, 6, 9)]
@@ -112,7 +112,9 @@ def test_wandb_gets_a_bounded_table_of_samples_and_none_of_hidden_ones(
     trajectories = batch()
     for name, hidden in (("seen", False), ("hidden", True)):
         (tmp_path / name).mkdir()
-        settings = RecordSettings(samples_every=2, samples=12, tensorboard=False, wandb="tried", hide_text=hidden)
+        settings = RecordSettings(
+            samples_every=2, samples_per_batch=12, tensorboard=False, wandb="tried", hide_text=hidden
+        )
         with closing(settings.start(tmp_path / name)) as recorder:
             for step in range(1, 45):
                 recorder.step(Version(0, step), float(step), {"reward": 0.5}, trajectories)
@@ -126,7 +128,7 @@ def test_wandb_gets_a_bounded_table_of_samples_and_none_of_hidden_ones(
     assert wandb_tables(tmp_path / "hidden") == []
 
 
-@pytest.mark.parametrize("fields", [{"samples": -1}, {"samples_every": -2}])
+@pytest.mark.parametrize("fields", [{"samples_per_batch": -1}, {"samples_every": -2}])
 def test_settings_that_make_no_sense_are_refused(fields: dict[str, float]) -> None:
     with pytest.raises(UserError, match="record: "):
         RecordSettings(**fields)

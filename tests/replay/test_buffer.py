@@ -49,7 +49,11 @@ class PlainBuffer:
         near = [t for t in self.held if t.prompt.key == new.prompt.key and self._near(t, new)]
         self.held.append(new)
         best = max((t.reward for t in near), default=-np.inf)
-        worse = self.settings.near is not None and self.settings.near.keep == "better" and best >= new.reward
+        worse = (
+            self.settings.near_duplicates is not None
+            and self.settings.near_duplicates.keep == "better"
+            and best >= new.reward
+        )
         for t in [new] if worse else near:
             self._let_go(t, "duplicate")
         for members, most in (
@@ -66,7 +70,7 @@ class PlainBuffer:
 
     def _near(self, left: Trajectory, right: Trajectory) -> bool:
         edits = plain_edits(left.completion.tokens.tolist(), right.completion.tokens.tolist())
-        return self.settings.near is not None and edits < NEAR.distance * (left.length + right.length)
+        return self.settings.near_duplicates is not None and edits < NEAR.distance * (left.length + right.length)
 
     def _let_go(self, old: Trajectory, fate: str) -> None:
         if self.settings.keep_recent and self._is_recent(old):
@@ -173,7 +177,7 @@ SETTINGS = st.builds(
     st.integers(2, 4),
     st.integers(2, 9),
     distinct=st.booleans(),
-    near=st.sampled_from([None, NEAR, replace(NEAR, keep="newer")]),
+    near_duplicates=st.sampled_from([None, NEAR, replace(NEAR, keep="newer")]),
     evict=st.sampled_from(["oldest", "lowest_reward"]),
     keep_recent=st.booleans(),
 )
@@ -185,7 +189,7 @@ SETTINGS = st.builds(
         *(("add", 1, 2, Version(), False, 0), ("add", 1, 2, Version(), False, 0)),
         *(("reference", True), ("score", 1, True, True)),
     ],
-    BufferSettings(2, 2, distinct=False, near=NEAR, keep_recent=True),
+    BufferSettings(2, 2, distinct=False, near_duplicates=NEAR, keep_recent=True),
 )
 @given(OPERATIONS, SETTINGS)
 def test_after_any_operations_the_buffer_holds_what_the_rules_say_and_its_ledger_closes(

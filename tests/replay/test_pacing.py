@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tba.errors import UserError
 from tba.replay.pacing import Pacing
 
-TWO = Pacing(warm_up=100, samples_per_insert=2.0, band=3.0)  # batches of 10 below
+TWO = Pacing(warm_up=100, samples_per_insert=2.0, saved_batches=3.0)  # batches of 10 below
 
 
 def test_by_default_only_warm_up_and_the_bound_on_reuse_hold_the_trainer_and_nothing_the_searchers() -> None:
@@ -48,9 +48,9 @@ def test_searchers_ease_off_when_they_are_more_than_the_band_and_the_updates_to_
     st.integers(0, 5000),
 )
 def test_a_trainer_that_has_all_that_searchers_may_send_before_the_next_sync_is_never_held(
-    uses: float, band: float, warm_up: int, k: int, batch: int, trained: int
+    uses: float, saved_batches: float, warm_up: int, k: int, batch: int, trained: int
 ) -> None:
-    pacing = Pacing(warm_up=warm_up, samples_per_insert=uses, band=band)
+    pacing = Pacing(warm_up=warm_up, samples_per_insert=uses, saved_batches=saved_batches)
     wanted = pacing.searcher_limit(trained, batch, k)
     assert wanted is not None
     assert [pacing.hold_reason(wanted, trained + j * batch, batch) for j in range(k)] == [None] * k
@@ -111,7 +111,7 @@ def test_a_trainer_that_is_held_is_let_go_by_new_arrivals_however_few_come_at_a_
 
 @given(st.lists(st.booleans(), max_size=400), st.sampled_from([0.5, 1.0, 2.5]), st.integers(1, 12))
 def test_whoever_is_faster_the_balance_stays_in_its_band(turns: list[bool], uses: float, per_round: int) -> None:
-    pacing = Pacing(warm_up=20, samples_per_insert=uses, band=2.0)
+    pacing = Pacing(warm_up=20, samples_per_insert=uses, saved_batches=2.0)
     received = trained = 0
     for trainers in turns:
         wanted = pacing.searcher_limit(trained, 10, 0)
@@ -130,7 +130,7 @@ def test_whoever_is_faster_the_balance_stays_in_its_band(turns: list[bool], uses
     [
         ({"samples_per_insert": 0.0}, "--replay.pacing.samples-per-insert is 0.0"),
         ({"samples_per_insert": 9.0}, "give a positive number up to --replay.pacing.max-mean-uses, 8.0"),
-        ({"band": 0.5}, "--replay.pacing.band is 0.5: give a number of batches, 1 or more"),
+        ({"saved_batches": 0.5}, "--replay.pacing.saved-batches is 0.5: give a number of batches, 1 or more"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, float], said: str) -> None:

@@ -105,9 +105,9 @@ def test_mean_uses_never_exceed_the_limit_and_the_ledger_closes_at_every_moment(
 
 
 def test_new_data_comes_in_at_once_or_only_at_syncs() -> None:
-    for take_in, taken in (("always", 12), ("sync", 6)):
+    for ingest, taken in (("always", 12), ("sync", 6)):
         pile = Pile()
-        replay = Replay(pile, settings_of(take_in=take_in))
+        replay = Replay(pile, settings_of(ingest=ingest))
         pile.waiting += rows([0], 6)
         assert replay.ready(1, 2) is None
         pile.waiting += rows([1], 6)
@@ -119,7 +119,7 @@ def test_new_data_comes_in_at_once_or_only_at_syncs() -> None:
 
 def test_a_trainer_that_is_held_back_takes_new_data_in_whatever_the_setting() -> None:
     pile = Pile()
-    replay = Replay(pile, settings_of(warm_up=4, max_mean_uses=1.0, take_in="sync"))
+    replay = Replay(pile, settings_of(warm_up=4, max_mean_uses=1.0, ingest="sync"))
     pile.waiting += rows([0], 4)
     assert replay.ready(1, 4) is None
     replay.sample(1, 4)
@@ -147,13 +147,13 @@ def test_a_batch_that_was_fetched_ahead_is_taken_back_though_it_holds_what_is_no
 
 
 @pytest.mark.parametrize("slower", [1, 5])
-@pytest.mark.parametrize("take_in", ["always", "sync"])
+@pytest.mark.parametrize("ingest", ["always", "sync"])
 def test_however_long_a_round_takes_the_share_m_of_the_groups_is_of_the_newest_arrivals(
-    slower: int, take_in: str
+    slower: int, ingest: str
 ) -> None:
     """Rounds of 8 prompts that take 5 x `slower` updates, and were sampled by the weights at their beginning; k = 2."""
     pile, k, m, groups, size = Pile(), 2, 0.75, 2, 4
-    chosen = settings_of(selection=RecencyReward(m=m), max_mean_uses=math.inf, take_in=take_in)
+    chosen = settings_of(selection=RecencyReward(m=m), max_mean_uses=math.inf, ingest=ingest)
     replay = Replay(pile, chosen, k)
     steps, length, ages = 600, 5 * slower, []
     for step in range(steps):
@@ -389,7 +389,7 @@ ANCESTOR = settings_of(
     max_mean_uses=3.0,
     selection=RecencyReward(m=0.5, inverse_temperature=1.0, mix="group", disjoint=True),
     buffer=BufferSettings(
-        4, 12, distinct=False, near=NearDuplicates("edit", 0.25), evict="lowest_reward", keep_recent=True
+        4, 12, distinct=False, near_duplicates=NearDuplicates("edit", 0.25), evict="lowest_reward", keep_recent=True
     ),
 )
 

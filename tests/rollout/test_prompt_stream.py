@@ -153,20 +153,20 @@ PROBLEMS = [Problem("abc"), Problem("de"), Problem("fghi")]
 
 
 @pytest.mark.parametrize(
-    ("overlong", "texts", "dropped", "truncated"),
+    ("when_too_long", "texts", "dropped", "truncated"),
     [("drop", ["de"], 2, 0), ("truncate_left", ["bc", "de", "hi"], 0, 2)],
 )
 def test_what_is_over_long_is_dropped_or_keeps_its_end_and_is_counted(
-    overlong: Any, texts: list[str], dropped: int, truncated: int
+    when_too_long: Any, texts: list[str], dropped: int, truncated: int
 ) -> None:
-    encoded = encode(PROBLEMS, "t", LETTERS, PromptSettings(max_tokens=2, overlong=overlong))
+    encoded = encode(PROBLEMS, "t", LETTERS, PromptSettings(max_tokens=2, when_too_long=when_too_long))
     assert [LETTERS.decode(p.tokens.tolist()) for p in encoded.prompts] == texts
     assert (encoded.dropped, encoded.truncated) == (dropped, truncated)
 
 
 def test_what_is_over_long_can_be_an_error() -> None:
     with pytest.raises(UserError, match=r"has 3 tokens, the limit is 2: raise --prompts.max-tokens"):
-        encode(PROBLEMS, "t", LETTERS, PromptSettings(max_tokens=2, overlong="error"))
+        encode(PROBLEMS, "t", LETTERS, PromptSettings(max_tokens=2, when_too_long="error"))
 
 
 def test_a_split_with_nothing_left_is_refused_with_the_reason() -> None:

@@ -46,7 +46,9 @@ def uids(path: Path) -> list[str]:
 def test_a_run_written_beside_its_rounds_is_the_one_written_between_them(tmp_path: Path) -> None:
     results = []
     for background in (False, True):
-        recipe, run = made(tmp_path / f"run-{background}", *QUICK, "--run.rounds")  # what flows is sent by the clock
+        recipe, run = made(
+            tmp_path / f"run-{background}", *QUICK, "--run.synchronous-rounds"
+        )  # what flows is sent by the clock
         search = start_searching(recipe, run, 0, background=background)
         for _ in range(7):
             search.round()

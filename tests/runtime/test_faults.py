@@ -185,7 +185,7 @@ LONG = (
 )
 
 
-@pytest.mark.parametrize("flows", [("--run.rounds",), ()], ids=["rounds", "flow"])
+@pytest.mark.parametrize("flows", [("--run.synchronous-rounds",), ()], ids=["rounds", "flow"])
 def test_parts_killed_at_random_moments_are_started_again_and_the_trainer_goes_on_from_its_checkpoint(
     tmp_path: Path, flows: tuple[str, ...]
 ) -> None:
@@ -304,7 +304,16 @@ def test_a_full_disk_ends_the_run_in_one_sentence_and_with_space_it_goes_on(
     filled = small_disk / "ballast"
     filled.write_bytes(bytes(248 << 20))
     begin = ["train", str(TOY), "--runs", str(small_disk), "--run-name", "run"]
-    long = ("--steps", "1000000", "--runtime", "inline", "--record.samples", "0", "--run.checkpoint-every", "20")
+    long = (
+        "--steps",
+        "1000000",
+        "--runtime",
+        "inline",
+        "--record.samples-per-batch",
+        "0",
+        "--run.checkpoint-every",
+        "20",
+    )
     assert main([*begin, *long, "--evaluation.problems", "1"]) == 2
     assert capsys.readouterr().err == full_disk(path)
     filled.unlink()
@@ -436,7 +445,9 @@ def test_a_reward_that_raises_now_and_then_is_asked_again_and_counted(tmp_path: 
     assert torch.equal(weights, other_weights)  # what is asked again is the same question
 
 
-@pytest.mark.parametrize(("runtime", "flows"), [("inline", ()), ("processes", ("--run.rounds",)), ("processes", ())])
+@pytest.mark.parametrize(
+    ("runtime", "flows"), [("inline", ()), ("processes", ("--run.synchronous-rounds",)), ("processes", ())]
+)
 @pytest.mark.parametrize(
     ("how", "sentence"), [("raises", "judge is not there"), ("hangs", "did not grade an answer within 0.5 s")]
 )

@@ -107,7 +107,7 @@ def test_a_trainer_whose_searcher_stands_still_is_held_after_a_few_steps_says_wh
 
 
 def test_a_searcher_makes_rounds_between_the_chunks_of_an_evaluation_and_finds_the_same(start: Start) -> None:
-    search, train = start("--evaluation.problems", "2", "--evaluation.chunk", "1", ahead=False)
+    search, train = start("--evaluation.problems", "2", "--evaluation.batch-size", "1", ahead=False)
     rounds(search, 3)
     before = search.searcher.rounds
     search.evaluate(search.round_between)
@@ -122,7 +122,9 @@ def test_a_searcher_makes_rounds_between_the_chunks_of_an_evaluation_and_finds_t
 
 
 def test_between_the_chunks_of_an_older_versions_evaluation_rounds_have_the_newest_weights(start: Start) -> None:
-    search, train = start("--evaluation.problems", "2", "--evaluation.chunk", "1", "--sync-every", "1", ahead=False)
+    search, train = start(
+        "--evaluation.problems", "2", "--evaluation.batch-size", "1", "--sync-every", "1", ahead=False
+    )
     train.batches.fill = lambda: rounds(search, 1)
     for _ in range(4):
         train.step()
@@ -164,7 +166,7 @@ def test_time_held_by_the_limit_on_reuse_is_counted_as_paced_and_not_as_idle(sta
 
 
 def test_with_take_in_at_syncs_new_data_are_seen_when_weights_go_out_and_not_before(start: Start) -> None:
-    search, train = start("--replay.take-in", "sync", "--sync-every", "3", "--steps", "6", ahead=False)
+    search, train = start("--replay.ingest", "sync", "--sync-every", "3", "--steps", "6", ahead=False)
     rounds(search, 1)
     seen = []
     while not train.finished:
@@ -243,7 +245,7 @@ def test_a_restarted_searcher_draws_other_numbers_than_its_former_self(start: St
 @pytest.mark.parametrize("hidden", [True, False])
 def test_hidden_text_is_written_nowhere_but_in_the_journal(start: Start, hidden: bool) -> None:
     flag = "--record.hide-text" if hidden else "--record.no-hide-text"
-    search, train = start("--record.samples", "4", "--record.samples-every", "1", flag, ahead=False)
+    search, train = start("--record.samples-per-batch", "4", "--record.samples-every", "1", flag, ahead=False)
     rounds(search, 1)
     train.step()
     search.evaluate()

@@ -25,7 +25,16 @@ from tba.runs.running import failure_recorded
 from tba.runtime.run_directory import RunDirectory
 
 SECONDS = 120.0
-SHORT = ("--evaluation.problems", "1", "--samples-per-prompt", "8", "--group-size", "8", "--record.samples", "0")
+SHORT = (
+    "--evaluation.problems",
+    "1",
+    "--samples-per-prompt",
+    "8",
+    "--group-size",
+    "8",
+    "--record.samples-per-batch",
+    "0",
+)
 RUN = (
     *SHORT,
     *("--runtime", "inline"),

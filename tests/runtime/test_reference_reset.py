@@ -97,7 +97,7 @@ def test_equal_seeds_give_equal_weights_through_resets_and_a_fresh_optimizer_giv
     assert len({tuple(w.flatten().tolist()) for w in weights}) == 3
 
 
-@pytest.mark.parametrize("flows", [("--run.rounds",), ()], ids=["rounds", "flow"])
+@pytest.mark.parametrize("flows", [("--run.synchronous-rounds",), ()], ids=["rounds", "flow"])
 def test_processes_sharpen_alike_and_their_account_closes(tmp_path: Path, flows: tuple[str, ...]) -> None:
     path = tmp_path / "run"
     summary = processes(path, *ORACLE, "--steps", "300", "--reference-reset", "150", "--searchers", "2", *flows)

@@ -53,7 +53,16 @@ from tba.training.tiny_models import ScratchModel, character_tokenizer
 from tba.types import Sampling, Version
 
 SECONDS = 120.0
-SHORT = ("--evaluation.problems", "1", "--samples-per-prompt", "8", "--group-size", "8", "--record.samples", "0")
+SHORT = (
+    "--evaluation.problems",
+    "1",
+    "--samples-per-prompt",
+    "8",
+    "--group-size",
+    "8",
+    "--record.samples-per-batch",
+    "0",
+)
 RUN = (*SHORT, "--replay.pacing.warm-up", "32", "--steps", "60", "--run.checkpoint-every", "20")
 SAME = ("loss", "reward", "lag", "lag_max", "log_ratio", "grad_norm", "lr", "replay_trajectories", "groups_recent")
 
@@ -104,7 +113,7 @@ def llama(folder: Path) -> dict[str, Any]:
         (toy, ("--objective.off-policy", "asymmetric", "--replay.buffer.no-distinct")),
         (toy, ("--reference-reset", "15", "--rescored-per-round", "20")),  # nothing is left to score at the cut
         (toy, ("--prompts.selection", "posterior", "--prompts-per-round", "1", "--replay.buffer.per-prompt", "40")),
-        (toy, ("--replay.pacing.max-mean-uses", "1.5", "--evaluation.every", "10", "--replay.take-in", "sync")),
+        (toy, ("--replay.pacing.max-mean-uses", "1.5", "--evaluation.every", "10", "--replay.ingest", "sync")),
         (toy, ("--control.signal", "lag", "--control.low", "2", "--control.high", "3", "--control.every", "4")),
         (toy, ("--optimizer.averaged", "--evaluation.every", "10")),
         (

@@ -45,7 +45,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
         def started(*overrides: str) -> tuple[SearcherLoop, TrainerLoop]:
             # what flows is sent by the clock; these tests count what each round has brought
-            recipe, run = made(tmp_path / "run", *SMALL, "--run.rounds", *overrides)
+            recipe, run = made(tmp_path / "run", *SMALL, "--run.synchronous-rounds", *overrides)
             search = start_searching(recipe, run, 0)
             closers.callback(search.close)
             train = start_training(recipe, run, stop=lambda: False, prefetch=False)
@@ -132,7 +132,9 @@ def test_a_selection_without_an_m_cannot_be_controlled(tmp_path: Path) -> None:
 
 
 def test_searchers_that_are_ahead_ease_off_until_the_trainer_has_caught_up(start: Start) -> None:
-    search, train = start("--replay.pacing.samples-per-insert", "1", "--replay.pacing.band", "1", "--sync-every", "5")
+    search, train = start(
+        "--replay.pacing.samples-per-insert", "1", "--replay.pacing.saved-batches", "1", "--sync-every", "5"
+    )
     for _ in range(3):
         search.round()
     assert search.journal.rows() == 192 >= 64 + (5 + 1) * 16  # what version 0 wants
@@ -147,7 +149,9 @@ def test_searchers_that_are_ahead_ease_off_until_the_trainer_has_caught_up(start
 
 
 def test_a_searcher_does_not_ease_off_for_ever(start: Start) -> None:
-    search, _ = start("--replay.pacing.samples-per-insert", "1", "--replay.pacing.band", "1", "--sync-every", "5")
+    search, _ = start(
+        "--replay.pacing.samples-per-insert", "1", "--replay.pacing.saved-batches", "1", "--sync-every", "5"
+    )
     for _ in range(4):
         search.round()
     assert search.searcher.rounds == 3
@@ -160,7 +164,7 @@ def test_a_searcher_does_not_ease_off_for_ever(start: Start) -> None:
 def test_taking_turns_uses_keep_up_with_what_comes_within_the_band(tmp_path: Path, uses: float) -> None:
     """By itself a turn is 5 batches of 16 for a round of 64: 1.25 uses."""
     summary = inline(
-        tmp_path / "run", *SMALL, "--sync-every", "5", "--steps", "60", "--replay.pacing.band", "2",
+        tmp_path / "run", *SMALL, "--sync-every", "5", "--steps", "60", "--replay.pacing.saved-batches", "2",
         "--replay.pacing.samples-per-insert", str(uses),
     )  # fmt: skip
     account = summary.trajectories

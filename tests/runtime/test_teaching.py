@@ -99,7 +99,7 @@ def test_a_run_in_processes_with_teachers_that_is_killed_scores_nothing_twice_an
 ) -> None:
     path, scored = tmp_path / "run", tmp_path / "scored"
     monkeypatch.setenv(FILE, str(scored))
-    run = (*SHORT, *RUN, "--run.rounds", "--steps", "1000000")  # in a round no prompt is asked twice
+    run = (*SHORT, *RUN, "--run.synchronous-rounds", "--steps", "1000000")  # in a round no prompt is asked twice
     driver = command("train", str(TAUGHT), "--runs", str(path.parent), "--run-name", path.name, *run)
     try:
         until(lambda: steps_of(path) > 45, SECONDS, "steps")

@@ -101,7 +101,7 @@ def test_thirty_times_the_rate_is_warned_of_before_half_of_the_accuracy_is_lost_
     tmp_path: Path,
 ) -> None:
     few = ("--steps", "24", "--replay.pacing.warm-up", "140", "--evaluation.no-greedy", "--evaluation.pass-k", "0")
-    quickstart, quietly = Path("quickstart"), ("--record.no-tensorboard", "--record.samples", "0")
+    quickstart, quietly = Path("quickstart"), ("--record.no-tensorboard", "--record.samples-per-batch", "0")
     few += ("--model.path", str(BASE), "--task.train-problems", "1000", "--task.eval-problems", "100")
     flags = (*few, *quietly, "--evaluation.every", "4", "--evaluation.problems", "100")
     summary = inline(tmp_path / "thirty", *flags, "--optimizer.lr", "3e-3", source=quickstart)

@@ -24,7 +24,7 @@ recipe = Recipe(
     optimizer=OptimizerSettings(lr=0.05, schedule=WarmupCosine(600)),
     replay=ReplaySettings(selection=RecencyReward(m=0.5, inverse_temperature=0.0), pacing=Pacing(warm_up=100)),
     evaluation=EvaluationSettings(every=0, problems=0),
-    record=RecordSettings(tensorboard=False, samples=0),
+    record=RecordSettings(tensorboard=False, samples_per_batch=0),
     steps=600,
     groups_per_step=2,
     group_size=16,

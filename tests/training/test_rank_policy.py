@@ -285,7 +285,7 @@ def test_of_changes_ranks_send_what_is_written_and_the_file_is_the_one_that_gath
         directories[to].publish(weights(), Version(0, step), Manifest())
         return load_file(directories[to].file(Version(0, step)))
 
-    kinds = {"dtype": torch.bfloat16, "settings": PublishSettings(full_every=2)}
+    kinds = {"dtype": torch.bfloat16, "settings": PublishSettings(full_version_every=2)}
     directories = {to: WeightDirectory(tmp_path / to, **kinds) for to in ("ranks", "one")}
     before = llama_policy().weights()
     torch.manual_seed(1)
@@ -344,9 +344,9 @@ def test_one_process_in_bfloat16_is_one_rank_of_shards_to_the_bit(limit: int, tm
 
 
 @pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("full_every", [1, 2], ids=["whole", "changes"])
+@pytest.mark.parametrize("full_version_every", [1, 2], ids=["whole", "changes"])
 def test_ranks_that_copy_their_rows_go_on_while_the_files_are_written_which_are_those_of_one(
-    count: int, full_every: int, tmp_path: Path
+    count: int, full_version_every: int, tmp_path: Path
 ) -> None:
     """As on GPUs; the files are written only when the next step is over."""
 
@@ -355,7 +355,7 @@ def test_ranks_that_copy_their_rows_go_on_while_the_files_are_written_which_are_
         optimizer = SETTINGS.start(policy.parameters(), list(policy.heads.parameters()))
         Follower(policy, optimizer, ranks, WHOLE, HostCopies(open_lane())).follow()
 
-    settings = PublishSettings(full_every)
+    settings = PublishSettings(full_version_every)
     directory = WeightDirectory(tmp_path / "ranks", settings=settings, dtype=torch.bfloat16)
     plain = WeightDirectory(tmp_path / "one", settings=settings, dtype=torch.bfloat16)
     with ranks_of(count, tmp_path / "store", life) as ranks:
@@ -373,7 +373,7 @@ def test_ranks_that_copy_their_rows_go_on_while_the_files_are_written_which_are_
         ranks.broadcast("end")
     for version in (Version(0, 0), Version(0, 1)):
         assert filecmp.cmp(directory.file(version), plain.file(version), shallow=False)
-    assert directory.base(Version(0, 1)) == (Version(0, 0) if full_every == 2 else None)
+    assert directory.base(Version(0, 1)) == (Version(0, 0) if full_version_every == 2 else None)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a process another root folder")
@@ -393,7 +393,7 @@ def test_changes_since_a_file_that_another_rank_does_not_see_are_found_by_rank_0
         tensor.view(-1)[-1] += 1
     with ranks_of(2, tmp_path / "store", life) as ranks:
         led = Rank0Policy(shard_of(ranks, None), ranks, WHOLE)
-        directory = WeightDirectory(tmp_path / "weights", settings=PublishSettings(full_every=2))
+        directory = WeightDirectory(tmp_path / "weights", settings=PublishSettings(full_version_every=2))
         directory.publish(led.weights(), Version(0, 0), Manifest())
         led.load(after)
         directory.publish(led.weights(), Version(0, 1), Manifest())

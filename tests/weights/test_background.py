@@ -145,7 +145,7 @@ def test_changes_are_found_in_copies_as_they_are_in_the_weights(tmp_path: Path) 
     before = {"a": torch.randn(40, 8), "b": torch.randn(64)}
     after = {"a": before["a"].clone(), "b": before["b"] + 1}
     after["a"][3, 4] += 1
-    settings, kind = PublishSettings(full_every=2), torch.bfloat16
+    settings, kind = PublishSettings(full_version_every=2), torch.bfloat16
     for name, copies in (("own", None), ("copied", HostCopies(open_lane()))):
         publisher = BackgroundPublisher(WeightDirectory(tmp_path / name, 2, settings, kind), 60, copies)
         for version, weights in ((ONE, before), (TWO, after)):

@@ -92,7 +92,7 @@ def test_whoever_takes_an_update_holds_one_tensor_of_it_at_a_time(
     torch.manual_seed(0)
     old = {name: t.clone() for name, t in CausalPolicy(LlamaForCausalLM(config)).weights().items()}
     new = {name: torch.where(torch.rand(t.shape) < 0.05, t + 1, t) for name, t in old.items()}
-    directory = WeightDirectory(tmp_path, settings=PublishSettings(full_every=2))
+    directory = WeightDirectory(tmp_path, settings=PublishSettings(full_version_every=2))
     directory.publish(old, Version(0, 0), Manifest())
     directory.publish(new, Version(0, 1), Manifest())
     alive, most, made = 0, 0, 0
@@ -160,11 +160,11 @@ def test_tensors_may_come_one_after_the_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("full_every", [1, 3])
+@pytest.mark.parametrize("full_version_every", [1, 3])
 def test_every_version_reads_as_it_was_published_in_the_type_that_was_asked_for(
-    tmp_path: Path, dtype: torch.dtype | None, full_every: int
+    tmp_path: Path, dtype: torch.dtype | None, full_version_every: int
 ) -> None:
-    directory = WeightDirectory(tmp_path, settings=PublishSettings(full_every), dtype=dtype)
+    directory = WeightDirectory(tmp_path, settings=PublishSettings(full_version_every), dtype=dtype)
     kind = dtype or torch.float32
     weights, held = tensors(0), []
     for step in range(8):
@@ -179,7 +179,7 @@ def test_every_version_reads_as_it_was_published_in_the_type_that_was_asked_for(
 
 
 def test_one_version_in_so_many_is_whole_and_its_changes_keep_it(tmp_path: Path) -> None:
-    directory = WeightDirectory(tmp_path, settings=PublishSettings(full_every=4))
+    directory = WeightDirectory(tmp_path, settings=PublishSettings(full_version_every=4))
     weights = tensors(0)
     since = []
     for step in range(10):
@@ -192,7 +192,9 @@ def test_one_version_in_so_many_is_whole_and_its_changes_keep_it(tmp_path: Path)
     assert directory.versions() == [Version(0, 0), Version(0, 2), Version(0, 8), Version(0, 9)]
     directory.unpin(Version(0, 2), "reference")
     assert directory.versions() == [Version(0, 8), Version(0, 9)]
-    again = WeightDirectory(tmp_path, settings=PublishSettings(full_every=4))  # another publisher, after a crash
+    again = WeightDirectory(
+        tmp_path, settings=PublishSettings(full_version_every=4)
+    )  # another publisher, after a crash
     again.publish(weights, Version(1, 0), Manifest())
     assert again.base(Version(1, 0)) is None
     assert same_bits(again.at(Version(1, 0)).read(), weights)
@@ -200,7 +202,7 @@ def test_one_version_in_so_many_is_whole_and_its_changes_keep_it(tmp_path: Path)
 
 
 def test_changes_without_their_base_are_damaged_and_other_names_no_version(tmp_path: Path) -> None:
-    directory = WeightDirectory(tmp_path, settings=PublishSettings(full_every=3))
+    directory = WeightDirectory(tmp_path, settings=PublishSettings(full_version_every=3))
     directory.publish(tensors(0), Version(0, 0), Manifest())
     with pytest.raises(ValueError, match="other names"):
         directory.publish({"a": torch.zeros(3)}, Version(0, 1), Manifest())
@@ -209,5 +211,5 @@ def test_changes_without_their_base_are_damaged_and_other_names_no_version(tmp_p
     directory.file(Version(0, 0)).unlink()
     with pytest.raises(UserError, match=r"version 0\.1 in .* is damaged"):
         WeightDirectory(tmp_path).at(Version(0, 1))
-    with pytest.raises(UserError, match="full-every is 0"):
-        PublishSettings(full_every=0)
+    with pytest.raises(UserError, match="full-version-every is 0"):
+        PublishSettings(full_version_every=0)

@@ -203,4 +203,4 @@ def test_a_link_that_leads_anywhere_else_costs_only_itself(tmp_path: Path, path:
 
 def test_changes_and_memory_exclude_each_other() -> None:
     with pytest.raises(UserError, match="choose one of them"):
-        PublishSettings(full_every=2, in_memory=True)
+        PublishSettings(full_version_every=2, in_memory=True)

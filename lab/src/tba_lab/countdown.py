@@ -251,7 +251,7 @@ recipe = Recipe(
         pacing=Pacing(warm_up=280),
         buffer=BufferSettings(distinct=False),  # how often an answer comes up is what diversity is
     ),
-    evaluation=EvaluationSettings(every=40, problems=1000, problems_during=250, greedy=False, chunk=250),
+    evaluation=EvaluationSettings(every=40, problems=1000, problems_during=250, greedy=False, batch_size=250),
     steps=120,
     groups_per_step=7,
     group_size=20,

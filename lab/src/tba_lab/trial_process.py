@@ -91,7 +91,7 @@ def measure(recipe: Recipe, run: RunDirectory, divergence_of: Sequence[int], div
             divergence_of[1],
             np.random.default_rng([recipe.seed, 11]),
             policy_temperature=recipe.policy_temperature,
-            chunk=recipe.evaluation.chunk,
+            chunk=recipe.evaluation.batch_size,
         )
         write_json(run.path / DIVERGENCE_FILE, asdict(figures))
 
@@ -106,7 +106,7 @@ def _diversity(recipe: Recipe, engine: Engine, prompts: Sequence[Prompt], size: 
         np.random.default_rng([recipe.seed, 12]),
         threshold=recipe.evaluation.threshold,
         policy_temperature=recipe.policy_temperature,
-        chunk=recipe.evaluation.chunk,
+        chunk=recipe.evaluation.batch_size,
     )
     return asdict(figures)
 

@@ -263,6 +263,8 @@ recipe = replace(
         warm_start=WarmStart(sft=SupervisedSettings(steps=60, batch_size=16, lr=1e-4)),  # of `tba sft`
     ),
     optimizer=OptimizerSettings(lr=2e-4, schedule=WarmupStableDecay(5, 120, 55, final=0.1)),
-    evaluation=EvaluationSettings(every=40, problems=200, problems_during=200, greedy=False, chunk=64, shown=1000),
+    evaluation=EvaluationSettings(
+        every=40, problems=200, problems_during=200, greedy=False, batch_size=64, logged_problems=1000
+    ),
     steps=180,
 )

@@ -143,7 +143,7 @@ def _evaluation_settings(recipe: Recipe, options: EvalOptions) -> EvaluationSett
         raise UserError(
             f"recipe {recipe.name} hides its texts, which --texts would write: give --record.no-hide-text with it"
         )
-    return replace(recipe.evaluation, shown=1_000_000_000)
+    return replace(recipe.evaluation, logged_problems=1_000_000_000)
 
 
 def _write_texts(path: Path, answers: Sequence[AssessedAnswer], console: Console) -> None:
@@ -171,7 +171,7 @@ def _measure_distance(
             1,
             np.random.default_rng([recipe.seed, 11]),
             policy_temperature=recipe.policy_temperature,
-            chunk=recipe.evaluation.chunk,
+            chunk=recipe.evaluation.batch_size,
         )
 
 

@@ -70,8 +70,8 @@ def _lines(
 ) -> Iterator[dict[str, Json]]:
     """Yields one line per answer, prompt by prompt in order; a reward that is not finite is null."""
     rng = np.random.default_rng([recipe.seed, 13])
-    for start in range(0, len(prompts), recipe.evaluation.chunk):
-        chunk = prompts[start : start + recipe.evaluation.chunk]
+    for start in range(0, len(prompts), recipe.evaluation.batch_size):
+        chunk = prompts[start : start + recipe.evaluation.batch_size]
         completions = generate(engine, chunk, samples, Sampling(recipe.policy_temperature), rng)
         grades = iter(grader.judge([(p, c) for p, row in zip(chunk, completions, strict=True) for c in row]))
         for prompt, row in zip(chunk, completions, strict=True):

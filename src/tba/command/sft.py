@@ -91,7 +91,7 @@ def _from_run(path: Path, overrides: list[str], console: Console) -> Path:
     options = override(SmoothingOptions(), overrides, f"tba sft {path}")
     recipe, journal = run_recipe_of(path, options.trust)
     model, tokenizer, arguments = initial_model(recipe, options)
-    collection = collect(journal, options, recipe.replay.buffer.near)
+    collection = collect(journal, options, recipe.replay.buffer.near_duplicates)
     omissions = "".join(f", {count:,} {reason}" for reason, count in collection.omissions.items() if count)
     console.print(f"{len(collection.trajectories):,} answers to learn{omissions}", highlight=False, soft_wrap=True)
     pairs = collection.pairs(tokenizer, is_chat(recipe.task))

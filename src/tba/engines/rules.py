@@ -62,7 +62,10 @@ def rules_of(
         banned_V[[_single_token(tokenizer, text, len(eos_V)) for text in first_texts]] = False
     banned_V[[_single_token(tokenizer, text, len(eos_V)) for text in never_first_texts]] = True
     if bool((banned_V | (eos_V if min_tokens else torch.zeros_like(eos_V))).all()):
-        raise UserError("the engine's rules leave no token that an answer could begin with: relax first or never_first")
+        raise UserError(
+            "the engine's rules leave no token that an answer could begin with: relax "
+            "allowed_first_tokens or forbidden_first_tokens"
+        )
     return Rules(eos_V, min_tokens, banned_V if first_texts or never_first_texts else None)
 
 
@@ -70,7 +73,8 @@ def _single_token(tokenizer: Tokenizer, text: str, vocabulary: int) -> int:
     tokens = tokenizer.encode(text, add_special_tokens=False)
     if len(tokens) != 1 or tokens[0] >= vocabulary:
         raise UserError(
-            f"the engine's first or never_first has {text!r}, which is {len(tokens)} tokens of this model: give texts "
+            f"the engine's allowed_first_tokens or forbidden_first_tokens has {text!r}, which is "
+            f"{len(tokens)} tokens of this model: give texts "
             "of exactly one token (often with the space before the word)"
         )
     return tokens[0]

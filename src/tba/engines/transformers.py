@@ -63,9 +63,13 @@ class EngineSettings:
     stop_strings: tuple[int | str, ...] = ()  # a completion ends before the first of these in its text (it ends at
     # what ends a turn in the chat template anyway); a whole number is a token's id, a special token's text the token
     min_completion_tokens: int = 0  # tokens before the end-of-text token may be sampled
-    first: tuple[str, ...] = field(default=(), metadata=BY_CODE)  # allowed beginnings of an answer, each one token;
+    allowed_first_tokens: tuple[str, ...] = field(
+        default=(), metadata=BY_CODE
+    )  # allowed beginnings of an answer, each one token;
     # empty: any
-    never_first: tuple[str, ...] = field(default=(), metadata=BY_CODE)  # forbidden beginnings of an answer, each one
+    forbidden_first_tokens: tuple[str, ...] = field(
+        default=(), metadata=BY_CODE
+    )  # forbidden beginnings of an answer, each one
     # token
 
     @property
@@ -73,8 +77,14 @@ class EngineSettings:
         """Describes the answers that the rules forbid."""
         descriptions = [
             (self.min_completion_tokens, f"answers that end before {self.min_completion_tokens} tokens"),
-            (self.first, f"answers that do not begin with {' or '.join(map(repr, self.first))}"),
-            (self.never_first, f"answers that begin with {' or '.join(map(repr, self.never_first))}"),
+            (
+                self.allowed_first_tokens,
+                f"answers that do not begin with {' or '.join(map(repr, self.allowed_first_tokens))}",
+            ),
+            (
+                self.forbidden_first_tokens,
+                f"answers that begin with {' or '.join(map(repr, self.forbidden_first_tokens))}",
+            ),
         ]
         return tuple(words for rule, words in descriptions if rule)
 
@@ -88,9 +98,10 @@ class EngineSettings:
                 f"the engine's min_completion_tokens is {self.min_completion_tokens}, give 0 or more, and fewer than "
                 f"max_completion_tokens, {self.max_completion_tokens}"
             )
-        if self.engine == "vllm" and (self.first or self.never_first):
+        if self.engine == "vllm" and (self.allowed_first_tokens or self.forbidden_first_tokens):
             raise UserError(
-                "the engine is vllm, which has no rule for the first token of an answer: leave first and never_first "
+                "the engine is vllm, which has no rule for the first token of an answer: leave "
+                "allowed_first_tokens and forbidden_first_tokens "
                 "out, or choose transformers"
             )
         if "" in self.stop_strings:
@@ -133,7 +144,7 @@ class TransformersEngine:
             vocabulary, self._uses_flash = _self_test(model)
             eos_V = torch.zeros(vocabulary, dtype=torch.bool, device=model.device)
             eos_V[sorted(self._eos_ids)] = True
-            texts = settings.first, settings.never_first
+            texts = settings.allowed_first_tokens, settings.forbidden_first_tokens
             rules = rules_of(tokenizer, eos_V, settings.min_completion_tokens, *texts)
             self._rows = DecodingRows(settings.slots, settings.max_completion_tokens, rules)
         is_on_one_gpu = {p.device for p in model.parameters()} == {eos_V.device} and eos_V.device.type == "cuda"

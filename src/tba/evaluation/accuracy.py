@@ -40,15 +40,15 @@ class EvaluationSettings:
     pass_k: int = 0  # K of pass@K/sampled, at least K draws per problem; 0: not measured
     temperature: float | None = None  # temperature of the draws; None: the recipe's policy temperature
     threshold: float = 1.0  # an answer is correct if its reward is at least this
-    chunk: int = 64  # problems given to the engine at once; between two of these a searcher makes a round
-    shown: int = field(default=5, metadata=BY_CODE)  # problems whose answers are kept for reading
+    batch_size: int = 64  # problems answered at a time; between two of these a searcher makes a round
+    logged_problems: int = field(default=5, metadata=BY_CODE)  # problems whose answers are kept for reading
 
     def __post_init__(self) -> None:
-        for name in ("every", "problems", "problems_during", "samples", "pass_k", "shown"):
+        for name in ("every", "problems", "problems_during", "samples", "pass_k", "logged_problems"):
             if getattr(self, name) < 0:
                 raise UserError(f"evaluation: {name} must not be negative, but is {getattr(self, name)}.")
-        if self.chunk < 1:
-            raise UserError(f"evaluation: chunk must be at least 1, but is {self.chunk}.")
+        if self.batch_size < 1:
+            raise UserError(f"evaluation: batch_size must be at least 1, but is {self.batch_size}.")
         if self.pass_k == 1:
             raise UserError("evaluation: pass_k = 1 is pass@1/sampled; ask for it with samples, or set pass_k to 2.")
         if self.temperature is not None and not 0 < self.temperature < math.inf:
@@ -184,15 +184,15 @@ class _ProblemRound:
         Chunks are graded while the next ones are generated, and while `between` does something else.
         """
         chunks: list[tuple[Sequence[Prompt], list[list[Completion]], list[list[Grade]]]] = []
-        shown_count = 0 if self.answers else self.settings.shown
-        for start in range(0, len(prompts), self.settings.chunk):
+        shown_count = 0 if self.answers else self.settings.logged_problems
+        for start in range(0, len(prompts), self.settings.batch_size):
             if self.between_batches is not None and self.trajectories:
                 self.between_batches()
             start_seconds = self.now()
             if self.interrupted is not None and self.interrupted():
                 self.is_stopped = True
                 return None
-            chunk = prompts[start : start + self.settings.chunk]
+            chunk = prompts[start : start + self.settings.batch_size]
             rows = generate(self.engine, chunk, count, sampling, self.rng, self.interrupted)
             self.tokens += sum(len(c.tokens) for row in rows for c in row)
             self.trajectories += sum(len(row) for row in rows)

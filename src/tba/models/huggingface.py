@@ -302,7 +302,7 @@ class HuggingFace:
         """Returns why `auto` does not try vLLM at all; empty: it does."""
         if self._device.type != "cuda" or self.dtype == "4-bit":
             return f"vllm is for CUDA and whole weights, not for {self.dtype} on {self._device.type}"
-        rules = self.generation.first or self.generation.never_first
+        rules = self.generation.allowed_first_tokens or self.generation.forbidden_first_tokens
         return "vllm has no rule for the first token of an answer" if rules else ""
 
     def _try_vllm(self, version: Version, longest_prompt: int) -> VllmEngine | str:

@@ -41,7 +41,7 @@ recipe = tba.Recipe(
     replay=tba.ReplaySettings(
         selection=tba.RecencyReward(m=0.95, inverse_temperature=0.0), pacing=tba.Pacing(warm_up=500)
     ),
-    evaluation=tba.EvaluationSettings(every=0, problems=0, chunk=64),
+    evaluation=tba.EvaluationSettings(every=0, problems=0, batch_size=64),
     prompts=tba.PromptSettings(max_tokens=512),
     steps=1000,
     groups_per_step=7,

@@ -32,7 +32,7 @@ recipe = tba.Recipe(
         buffer=tba.BufferSettings(distinct=False),
     ),
     evaluation=tba.EvaluationSettings(
-        every=50, problems=500, problems_during=250, threshold=1 - 6.5 / GUESSES, greedy=False, shown=500
+        every=50, problems=500, problems_during=250, threshold=1 - 6.5 / GUESSES, greedy=False, logged_problems=500
     ),
     steps=200,
     groups_per_step=7,

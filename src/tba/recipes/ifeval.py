@@ -19,6 +19,6 @@ recipe = replace(
     model=tba.HuggingFace(
         path="HuggingFaceTB/SmolLM2-135M-Instruct", generation=tba.EngineSettings(slots=64, max_completion_tokens=512)
     ),
-    evaluation=tba.EvaluationSettings(problems=0, samples=0, chunk=64),
+    evaluation=tba.EvaluationSettings(problems=0, samples=0, batch_size=64),
     prompts=tba.PromptSettings(max_tokens=2048),
 )

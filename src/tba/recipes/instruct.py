@@ -31,7 +31,9 @@ recipe = tba.Recipe(
         pacing=tba.Pacing(warm_up=32, max_mean_uses=2.0),
         buffer=tba.BufferSettings(distinct=False),  # short answers repeat
     ),
-    evaluation=tba.EvaluationSettings(every=30, problems=100, problems_during=100, greedy=False, chunk=64, shown=1000),
+    evaluation=tba.EvaluationSettings(
+        every=30, problems=100, problems_during=100, greedy=False, batch_size=64, logged_problems=1000
+    ),
     prompts=tba.PromptSettings(max_tokens=192),
     run=tba.RuntimeSettings(checkpoint_every=20),  # 20 steps take two to three minutes
     steps=120,

@@ -45,7 +45,7 @@ recipe = tba.Recipe(
     replay=tba.ReplaySettings(
         selection=tba.RecencyReward(m=1.0, inverse_temperature=0.0), pacing=tba.Pacing(warm_up=512, max_mean_uses=1.0)
     ),
-    evaluation=tba.EvaluationSettings(every=50, problems=0, samples=0, chunk=64),
+    evaluation=tba.EvaluationSettings(every=50, problems=0, samples=0, batch_size=64),
     prompts=tba.PromptSettings(max_tokens=1024),
     steps=400,
     groups_per_step=32,

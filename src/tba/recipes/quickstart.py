@@ -45,7 +45,7 @@ recipe = tba.Recipe(
         pacing=tba.Pacing(warm_up=544),  # four rounds
         buffer=tba.BufferSettings(distinct=False),  # an answer has four digits: few are distinct
     ),
-    evaluation=tba.EvaluationSettings(every=50, problems=2000, problems_during=500, pass_k=4, chunk=160),
+    evaluation=tba.EvaluationSettings(every=50, problems=2000, problems_during=500, pass_k=4, batch_size=160),
     steps=400,
     groups_per_step=17,
     group_size=8,

@@ -44,7 +44,7 @@ recipe = tba.Recipe(
         pacing=tba.Pacing(warm_up=1024),
         buffer=tba.BufferSettings(per_prompt=100_000, total=100_000),
     ),
-    evaluation=tba.EvaluationSettings(every=500, problems=0, greedy=False, chunk=256),
+    evaluation=tba.EvaluationSettings(every=500, problems=0, greedy=False, batch_size=256),
     record=tba.RecordSettings(hide_text=True),
     steps=5000,
     groups_per_step=1,

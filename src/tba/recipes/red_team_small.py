@@ -51,7 +51,7 @@ recipe = tba.Recipe(
         pacing=tba.Pacing(warm_up=4096, max_mean_uses=3),
         buffer=tba.BufferSettings(per_prompt=100_000, total=100_000),
     ),
-    evaluation=tba.EvaluationSettings(every=100, problems=0, greedy=False, chunk=256),
+    evaluation=tba.EvaluationSettings(every=100, problems=0, greedy=False, batch_size=256),
     record=tba.RecordSettings(hide_text=True),
     steps=500,
     groups_per_step=1,  # one prompt has one log Z: in several groups, successes would not be compared with failures

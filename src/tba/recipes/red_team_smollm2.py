@@ -47,7 +47,7 @@ recipe = tba.Recipe(
         pacing=tba.Pacing(warm_up=128, max_mean_uses=2),
         buffer=tba.BufferSettings(per_prompt=100_000, total=100_000),
     ),
-    evaluation=tba.EvaluationSettings(every=0, problems=0, greedy=False, chunk=64),
+    evaluation=tba.EvaluationSettings(every=0, problems=0, greedy=False, batch_size=64),
     record=tba.RecordSettings(hide_text=True),
     run=tba.RuntimeSettings(checkpoint_every=20),
     steps=180,

@@ -36,7 +36,9 @@ recipe = replace(
     model=replace(instruct.model, generation=tba.EngineSettings(slots=64, max_completion_tokens=64)),
     objective=tba.TrajectoryBalance(beta=tba.Constant(0.05)),
     optimizer=tba.OptimizerSettings(lr=2e-4, schedule=tba.WarmupStableDecay(5, 75, 40, final=0.1)),
-    evaluation=tba.EvaluationSettings(every=0, problems=100, problems_during=100, greedy=False, chunk=64, shown=1000),
+    evaluation=tba.EvaluationSettings(
+        every=0, problems=100, problems_during=100, greedy=False, batch_size=64, logged_problems=1000
+    ),
     prompts=tba.PromptSettings(max_tokens=320),
     steps=120,
     groups_per_step=4,

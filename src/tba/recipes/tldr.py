@@ -38,7 +38,7 @@ recipe = tba.Recipe(
     replay=tba.ReplaySettings(
         selection=tba.RecencyReward(m=0.5, inverse_temperature=1.0), pacing=tba.Pacing(warm_up=10_000)
     ),
-    evaluation=tba.EvaluationSettings(every=0, problems=0, samples=0, chunk=64),
+    evaluation=tba.EvaluationSettings(every=0, problems=0, samples=0, batch_size=64),
     prompts=tba.PromptSettings(max_tokens=512),
     steps=STEPS,
     groups_per_step=8,

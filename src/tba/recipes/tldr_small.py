@@ -55,7 +55,7 @@ recipe = tba.Recipe(
     replay=tba.ReplaySettings(
         selection=tba.RecencyReward(m=0.9, inverse_temperature=1.0), pacing=tba.Pacing(warm_up=64, max_mean_uses=2.0)
     ),
-    evaluation=tba.EvaluationSettings(problems=0, samples=4, greedy=False, chunk=64, shown=1000),
+    evaluation=tba.EvaluationSettings(problems=0, samples=4, greedy=False, batch_size=64, logged_problems=1000),
     prompts=tba.PromptSettings(max_tokens=256),
     record=tba.RecordSettings(tensorboard=False),
     steps=STEPS,

@@ -25,7 +25,9 @@ recipe = replace(
     task=tba.EnvironmentTask(Multiplication, "tools", EXAMPLE, turns=3, worlds=4000, held_out=500),
     model=replace(instruct.model, generation=tba.EngineSettings(slots=64, max_completion_tokens=112)),
     optimizer=replace(instruct.optimizer, lr=2e-4, schedule=tba.WarmupStableDecay(5, 20, 15, final=0.1)),
-    evaluation=tba.EvaluationSettings(every=10, problems=200, problems_during=64, greedy=False, chunk=64, shown=1000),
+    evaluation=tba.EvaluationSettings(
+        every=10, problems=200, problems_during=64, greedy=False, batch_size=64, logged_problems=1000
+    ),
     prompts=tba.PromptSettings(max_tokens=384),
     steps=40,
 )

@@ -39,20 +39,20 @@ class RecordSettings:
     """Says what a run records besides `metrics.jsonl`. Raises `UserError` when a field makes no sense."""
 
     samples_every: int = 20  # steps between trajectories written to samples.jsonl; 0: none
-    samples: int = 4  # trajectories of the batch each time
+    samples_per_batch: int = 4  # trajectories of the batch that are written each time
     tensorboard: bool | None = None  # TensorBoard events in tensorboard/; None: where TensorBoard is installed
     wandb: str | None = None  # W&B project to send the metrics and a table of the samples to; None: none
     hide_text: bool = False  # keep prompts and answers out of samples.jsonl, answers.jsonl, logs and the terminal
 
     def __post_init__(self) -> None:
-        for name in ("samples_every", "samples"):
+        for name in ("samples_every", "samples_per_batch"):
             if getattr(self, name) < 0:
                 raise UserError(f"record: {name} must not be negative, but is {getattr(self, name)}.")
 
     @property
     def unused(self) -> Mapping[str, str]:
         """Returns the field without effect while no samples are written."""
-        return {} if self.samples_every else {"samples": "samples_every"}
+        return {} if self.samples_every else {"samples_per_batch": "samples_every"}
 
     def has_tensorboard(self) -> bool:
         """Returns whether TensorBoard events are written. Raises `UserError` where they need a missing package."""
@@ -71,7 +71,7 @@ class RecordSettings:
         """
         tensorboard = TensorBoardEvents(directory) if self.has_tensorboard() else None
         wandb = WandbRun(self.wandb, directory, recipe or {}) if self.wandb else None
-        sampling = self.samples_every, self.samples  # 0: none
+        sampling = self.samples_every, self.samples_per_batch  # 0: none
         return Recorder(
             metrics=MetricsWriter(directory),
             samples=SampleWriter(directory, *sampling, text=not self.hide_text) if all(sampling) else None,

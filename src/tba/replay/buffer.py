@@ -87,7 +87,7 @@ class BufferSettings:
     memory_gb: float = 4.0  # memory for their tokens, 10^9 bytes; beyond it the oldest are read from the journal
     distinct: bool = True  # of equal completions to a prompt keep the one of the newest weights (paper); off: keep all,
     # for short answers, where a prompt has fewer than K distinct ones and repeats reflect their probabilities
-    near: NearSettings | None = None  # which answers are near duplicates, of which one stays; None: none are
+    near_duplicates: NearSettings | None = None  # which answers are near duplicates, of which one stays; None: none are
     evict: Literal["oldest", "lowest_reward"] = "oldest"  # what is evicted over capacity (the lowest reward may be the
     # newcomer's; among equal rewards the oldest)
     keep_recent: bool = False  # the last `total` trajectories that were evicted or replaced by a near duplicate can
@@ -96,8 +96,10 @@ class BufferSettings:
     @property
     def unused(self) -> Mapping[str, str]:
         """Returns the fields without effect: where only the oldest leave, nothing recent does."""
-        lets_recent_leave = self.evict == "lowest_reward" or self.near is not None
-        return {} if lets_recent_leave or self.keep_recent else {"keep_recent": "evict lowest_reward, or near, in code"}
+        lets_recent_leave = self.evict == "lowest_reward" or self.near_duplicates is not None
+        if lets_recent_leave or self.keep_recent:
+            return {}
+        return {"keep_recent": "evict lowest_reward, or near_duplicates, in code"}
 
     def __post_init__(self) -> None:
         for name in ("per_prompt", "total"):
@@ -163,8 +165,10 @@ class Buffer:
         self._reference = reference
         self._version = Version()
         self._rows = TrajectoryTable(read_body, 1e9 * settings.memory_gb)
-        self._neighbours = None if settings.near is None else settings.near.start(self._rows.tokens)
-        self._keeps_newer = settings.near is not None and settings.near.keep == "newer"
+        self._neighbours = (
+            None if settings.near_duplicates is None else settings.near_duplicates.start(self._rows.tokens)
+        )
+        self._keeps_newer = settings.near_duplicates is not None and settings.near_duplicates.keep == "newer"
         # rows that are in the recent index only, in the order in which they came there
         self._passing_rows: dict[int, None] = {}
         self._kept_index = self._new_index()  # all rows that are kept

@@ -2,18 +2,18 @@
 band.
 
 Invariant: mean uses per trajectory received never exceed `max_mean_uses`, and the allowance is not saved up: what is
-not used soon after an arrival is forfeited, except for `band` batches (`forfeit`). So when searchers stall, the trainer
-is held after a few updates, and new arrivals let it continue. "The trainer never waits" is honest only with such a
-bound: a trainer that reuses old data over and over is never idle either, and what it had learnt is lost within 50
-updates (docs/faults.md). All else here is off by default.
+not used soon after an arrival is forfeited, except for `saved_batches` (`forfeit`). So when searchers stall, the
+trainer is held after a few updates, and new arrivals let it continue. "The trainer never waits" is honest only with
+such a bound: a trainer that reuses old data over and over is never idle either, and what it had learnt is lost within
+50 updates (docs/faults.md). All else here is off by default.
 
 With `samples_per_insert` = s, uses are to keep up with what is received after the warm-up, as in Reverb's rate limiter
 (Cassirer et al. 2021, arXiv 2102.04736, section 3.4): the balance
 
     s (received - warm_up) - uses
 
-is kept within +- `band` batches. A trainer that would take it below is held (`paced`); searchers are held back while it
-is above. Neither can hold the other for ever: see `searcher_limit`.
+is kept within +- `saved_batches`. A trainer that would take it below is held (`paced`); searchers are held back while
+it is above. Neither can hold the other for ever: see `searcher_limit`.
 """
 
 from __future__ import annotations
@@ -35,16 +35,19 @@ class Pacing:
     warm_up: int = 500  # trajectories received before the first batch (paper: 500 GSM8K, 10,000 TL;DR)
     max_mean_uses: float = 8.0  # bound on the mean uses of what was received; beyond it the trainer is `paced`
     samples_per_insert: float | None = None  # target for the uses of a received trajectory; None: no target
-    band: float = 8.0  # batches by which either side may be ahead of the target, and that are allowed in a stall
-    eases_off: Literal["trainer", "searchers", "both"] = "both"  # the side that is throttled outside the band
+    saved_batches: float = 8.0  # batches of unused allowance that are kept in a stall, and by which either side may be
+    # ahead of the target
+    eases_off: Literal["trainer", "searchers", "both"] = "both"  # the side that is throttled beyond that
 
     def __post_init__(self) -> None:
         if self.warm_up < 0:
             raise UserError(f"--replay.pacing.warm-up is {self.warm_up}: give a number of trajectories, 0 or more")
         if not self.max_mean_uses > 0:
             raise UserError(f"--replay.pacing.max-mean-uses is {self.max_mean_uses}: give a positive number, or inf")
-        if not self.band >= 1:
-            raise UserError(f"--replay.pacing.band is {self.band}: give a number of batches, 1 or more")
+        if not self.saved_batches >= 1:
+            raise UserError(
+                f"--replay.pacing.saved-batches is {self.saved_batches}: give a number of batches, 1 or more"
+            )
         if self.samples_per_insert is not None and not 0 < self.samples_per_insert <= self.max_mean_uses:
             raise UserError(
                 f"--replay.pacing.samples-per-insert is {self.samples_per_insert}: give a positive number up to "
@@ -66,7 +69,7 @@ class Pacing:
             return "paced"
         if self.samples_per_insert is not None and self.eases_off != "searchers":
             balance = self.samples_per_insert * (received - self.warm_up) - trained_total - batch
-            if balance < -self.band * batch:
+            if balance < -self.saved_batches * batch:
                 return "paced"
         return None
 
@@ -74,7 +77,7 @@ class Pacing:
         """Returns the number of trajectories in all for which the allowance is lost; `newest` of those received came
         last.
 
-        What is left is `band` batches, or the whole allowance of the newest where that is more: a run whose data came
+        What is left is `saved_batches`, or the whole allowance of the newest where that is more: a run whose data came
         all at once (offline) loses nothing, and one whose rounds are long keeps what it needs until the next. It is
         never less than a batch, so that no loss outlasts the next arrivals. Where searchers are held back nothing is
         lost: they would wait for a trainer that is held.
@@ -82,7 +85,7 @@ class Pacing:
         are_searchers_held = self.samples_per_insert is not None and self.eases_off != "trainer"
         if are_searchers_held or math.isinf(self.max_mean_uses):
             return 0.0
-        spared = max(self.band * batch / self.max_mean_uses, newest)
+        spared = max(self.saved_batches * batch / self.max_mean_uses, newest)
         return max(forfeited, received - trained_total / self.max_mean_uses - spared)
 
     def searcher_limit(self, trained_total: int, batch: int, updates: int) -> int | None:
@@ -93,5 +96,5 @@ class Pacing:
         """
         if self.samples_per_insert is None or self.eases_off == "trainer":
             return None
-        uses = trained_total + (updates + self.band) * batch
+        uses = trained_total + (updates + self.saved_batches) * batch
         return self.warm_up + math.ceil(uses / self.samples_per_insert)

@@ -37,7 +37,7 @@ class ReplaySettings:
     selection: Selection = field(default_factory=RecencyReward)
     pacing: Pacing = field(default_factory=Pacing)
     buffer: BufferSettings = field(default_factory=BufferSettings)
-    take_in: Literal["always", "sync"] = "always"  # use new data at once, or only after weight syncs (as in the paper)
+    ingest: Literal["always", "sync"] = "always"  # use new data at once, or only after weight syncs (as in the paper)
     keep_gb: float | None = 100.0  # size limit of the journal on disk: the oldest bodies are deleted, but none that the
     # buffer still reads (memory_gb), or that a reset of the reference may ask for; None: keep all
 
@@ -178,7 +178,7 @@ class Replay:
         consist of the same few trajectories.
         """
         with self._lock:
-            if self.settings.take_in == "always" or self._hold_reason(group_count, size) is not None:
+            if self.settings.ingest == "always" or self._hold_reason(group_count, size) is not None:
                 self.drain()
             received, uses, batch = self.buffer.received, self.buffer.trained_total, group_count * size
             pacing = self.settings.pacing

@@ -35,7 +35,9 @@ class PromptSettings:
     """How problems become prompts, and which are answered next. Raises `UserError` when a field makes no sense."""
 
     max_tokens: int = 512  # tokens of the longest prompt
-    overlong: Literal["drop", "truncate_left", "error"] = "drop"  # of a longer prompt; drops are reported
+    when_too_long: Literal["drop", "truncate_left", "error"] = (
+        "drop"  # what happens to a longer prompt; drops are reported
+    )
     limit: int | None = None  # use only so many problems of the training split, from its beginning
     grade_thoughts: bool = False  # let the graders read thoughts too; else what follows them, and nothing of an answer
     # whose thought has no end. Reward functions of your own are given all of an answer
@@ -75,7 +77,7 @@ def encode(
     room: tokens of a prompt for which the model has positions beside the longest answer; None: it has no limit.
 
     Raises `UserError` when nothing is left, when a chat meets a tokenizer without a template, or for an over-long
-    prompt under `overlong="error"`.
+    prompt under `when_too_long="error"`.
     """
     prompts: list[Prompt] = []
     dropped = no_room = truncated = longest = 0
@@ -86,12 +88,12 @@ def encode(
     for problem, text, tokens in zip(problems, texts, _tokens(tokenizer, texts, chats, task), strict=True):
         longest = max(longest, len(tokens))
         if len(tokens) > limit:
-            if settings.overlong == "error":
+            if settings.when_too_long == "error":
                 raise UserError(
                     f"a prompt of task {task} has {len(tokens)} tokens, the limit is {limit}: {_remedy(settings, room)}"
-                    ", or set --prompts.overlong to drop or truncate_left"
+                    ", or set --prompts.when-too-long to drop or truncate_left"
                 )
-            if settings.overlong == "drop":
+            if settings.when_too_long == "drop":
                 dropped += len(tokens) > settings.max_tokens
                 no_room += len(tokens) <= settings.max_tokens
                 continue

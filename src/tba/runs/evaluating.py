@@ -95,8 +95,8 @@ class _QuestionCount:
     def __init__(self, prompts: int, settings: EvaluationSettings, report: Callable[[int, int], object]) -> None:
         self.problems = min(prompts, settings.problems or prompts)
         self.passes = settings.greedy + (settings.draws > 0)
-        self.batches_per_pass, self.batches = -(-self.problems // settings.chunk), 0
-        self.batch_size, self.report = settings.chunk, report
+        self.batches_per_pass, self.batches = -(-self.problems // settings.batch_size), 0
+        self.batch_size, self.report = settings.batch_size, report
 
     def __call__(self) -> None:
         self.batches += 1

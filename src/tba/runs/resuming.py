@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tba.errors import UserError
+from tba.fields import with_new_names
 from tba.recipe import Recipe, differences, settings_json
 from tba.record.failure import FILE as FAILURE
 from tba.record.failure import Failure
@@ -51,7 +52,8 @@ def resume_point(
     """
     facts = run.facts
     recorded_recipe = run.recipe()
-    recorded_fields, current_fields = facts["resolved"], as_json(settings_json(recorded_recipe))
+    current_fields = as_json(settings_json(recorded_recipe))
+    recorded_fields = with_new_names(facts["resolved"], current_fields)
     for name, old_value, new_value in differences(recorded_fields, current_fields):
         if old_value is not None and new_value is not None and not name.startswith("run."):  # how it is run may change
             raise UserError(

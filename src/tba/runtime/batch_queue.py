@@ -140,7 +140,7 @@ class BatchQueue:
         began, received = time.monotonic(), self._replay.buffer.received
         if self._synced_version != published:
             self._synced_version = published
-            self._replay.drain()  # with `take_in = "sync"` this is when new data comes in
+            self._replay.drain()  # with `ingest = "sync"` this is when new data comes in
         self._replay.now = version
         while True:
             groups = self._replay.sample_if_ready(self._groups_per_step, self._group_size)

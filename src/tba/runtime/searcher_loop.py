@@ -238,7 +238,7 @@ def _loop_of(
     grader = make_grader("train", teachers=teachers)
     grader.on_wait = interrupted or grader.on_wait
     rescorer = Rescorer(reference, journal, recipe.rescored_per_round, LEASE_SECONDS)
-    is_in_rounds = recipe.run.rounds or not background or recipe.vine is not None
+    is_in_rounds = recipe.run.synchronous_rounds or not background or recipe.vine is not None
     seeds = [recipe.seed, 1 + index, attempt, *([connections.incarnation] if connections.incarnation else [])]
     searcher = Searcher(
         name=name,

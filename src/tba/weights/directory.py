@@ -9,7 +9,7 @@ One process publishes, pins and prunes; any number read. The newest `keep` versi
 `newer_than` and `at` return is open already: it can be read even after its version has been pruned. A version may lie
 in the machine's memory (`in_memory`) until it is pinned, or the publisher ends.
 
-With `full_every` above 1 the versions between two whole ones hold only their changes since the earlier of the two
+With `full_version_every` above 1 the versions between two whole ones hold only their changes since the earlier of them
 (`deltas`), their base: it is kept as long as any of them, and readers always get whole tensors.
 """
 
@@ -49,16 +49,18 @@ NAME = re.compile(r"(\d+\.\d+a?)\.json")  # what is still being written begins w
 class PublishSettings:
     """Sets how weights are written for searchers. It does not affect checkpoints."""
 
-    full_every: int = 1  # every so many versions one is full; the others hold only the numbers that changed
+    full_version_every: int = 1  # every so many versions one is full; the others hold only the numbers that changed
     in_memory: bool = False  # a version lies in /dev/shm where it has room, on the disk once it is pinned or at the end
 
     def __post_init__(self) -> None:
-        if self.full_every < 1:
-            raise UserError(f"--publish.full-every is {self.full_every}, give 1 (every version whole) or more")
-        if self.in_memory and self.full_every > 1:
+        if self.full_version_every < 1:
             raise UserError(
-                "--publish.in-memory keeps whole versions off the disk, --publish.full-every above 1 writes less of "
-                "each: choose one of them"
+                f"--publish.full-version-every is {self.full_version_every}, give 1 (every version whole) or more"
+            )
+        if self.in_memory and self.full_version_every > 1:
+            raise UserError(
+                "--publish.in-memory keeps whole versions off the disk, --publish.full-version-every above 1 writes "
+                "less of each: choose one of them"
             )
 
 
@@ -125,7 +127,7 @@ class WeightDirectory:
 
     def _write_tensors(self, temporary: Path, weights: Mapping[str, torch.Tensor], is_full: bool) -> Version | None:
         """Write all tensors, or their changes; returns the base of the changes, None for all tensors."""
-        if is_full or self._base is None or self._base_uses >= self._settings.full_every:
+        if is_full or self._base is None or self._base_uses >= self._settings.full_version_every:
             if self._memory is not None:
                 self._memory.link(temporary, bytes_of(weights, self.dtype))
             write_tensors(temporary, weights, self.dtype)

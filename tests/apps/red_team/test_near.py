@@ -94,7 +94,7 @@ def test_more_of_one_token_than_a_byte_can_count_hides_nothing() -> None:
     assert index.of(StoredTrajectory.of(trajectory(0, (1,) * 303 + (3,) * 9))).tolist() == [3]  # 3 of 622
 
 
-EDIT = BufferSettings(distinct=False, near=NearDuplicates("edit", 0.25))
+EDIT = BufferSettings(distinct=False, near_duplicates=NearDuplicates("edit", 0.25))
 FIVE = (1, 2, 3, 4, 5)
 
 
@@ -119,7 +119,7 @@ def test_one_that_is_better_than_several_near_ones_takes_the_place_of_all_and_is
     between = (1, 2, 9, 4, 8)  # one edit from each, which are two from each other: 0.2, which is near too
     ends = ((1, 2, 9, 4, 5), (1, 2, 3, 4, 8))
     for rewards, left in (((0.0, 1.0), ["mid"]), ((0.0, 3.0), ["0", "1"])):
-        buffer = Buffer(replace(EDIT, near=NearDuplicates("edit", 0.2)))
+        buffer = Buffer(replace(EDIT, near_duplicates=NearDuplicates("edit", 0.2)))
         for i, tokens in enumerate(ends):
             buffer.add(trajectory(0, tokens, reward=rewards[i], uid=str(i)))
         assert uids(buffer) == ["0", "1"]  # 2 edits of 10 tokens are not below 0.2
@@ -128,7 +128,7 @@ def test_one_that_is_better_than_several_near_ones_takes_the_place_of_all_and_is
 
 
 def test_by_cosine_the_embeddings_decide_and_not_the_tokens() -> None:
-    buffer = Buffer(BufferSettings(near=NearDuplicates("cosine", 0.1, embedding=Spelled())))
+    buffer = Buffer(BufferSettings(near_duplicates=NearDuplicates("cosine", 0.1, embedding=Spelled())))
     for i, (uid, direction, reward) in enumerate(
         (
             ("east", [2.0, 0.0], 0.0),
@@ -174,7 +174,7 @@ def test_of_what_is_not_kept_the_last_can_be_drawn_as_recent() -> None:
 
 def test_a_distance_at_which_all_or_none_are_near_is_refused() -> None:
     for distance in (0.0, 2.5, float("nan")):
-        with pytest.raises(UserError, match=r"--replay\.buffer\.near\.distance"):
+        with pytest.raises(UserError, match=r"--replay\.buffer\.near-duplicates\.distance"):
             NearDuplicates("edit", distance)
 
 

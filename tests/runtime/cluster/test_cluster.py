@@ -188,7 +188,7 @@ def test_the_toy_comes_to_its_ideal_policy_though_a_searcher_and_the_exchange_ar
         *("--objective.beta.value", "0.25", "--optimizer.lr", "0.1", "--optimizer.schedule.steps", "800"),
         *("--steps", "800", "--sync-every", "20", "--groups-per-step", "4", "--group-size", "8"),
         *("--samples-per-prompt", "16", "--exploration.temperature", "1e6", "--searchers", "2"),
-        *("--evaluation.every", "300", "--evaluation.problems", "1", "--publish.full-every", "5"),
+        *("--evaluation.every", "300", "--evaluation.problems", "1", "--publish.full-version-every", "5"),
     )
     for killer in killers:
         killer.join(SECONDS)

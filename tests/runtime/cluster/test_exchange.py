@@ -104,7 +104,7 @@ def test_the_same_answers_weights_and_evaluations_come_through_the_exchange_as_f
     monkeypatch.setattr("tba.runtime.cluster.remote._FRESH_SECONDS", -1.0)  # each look at the newest version is a look
     results = []
     for name in ("disk", "exchange"):
-        few = ("--steps", "6", "--reference-reset", "5", "--run.rounds")  # what flows is sent by the clock
+        few = ("--steps", "6", "--reference-reset", "5", "--run.synchronous-rounds")  # what flows is sent by the clock
         recipe, run = made(tmp_path / name, *QUICK, *few)
         search, exchange = (start_searching(recipe, run, 0), None) if name == "disk" else elsewhere(recipe, run)
         train = start_training(recipe, run, stop=lambda: False, prefetch=False)
@@ -184,7 +184,7 @@ def test_weights_that_died_with_the_exchange_are_asked_for_again(tmp_path: Path)
 
 def test_of_versions_that_are_changes_their_base_is_fetched_once(tmp_path: Path) -> None:
     recipe, run = made(tmp_path / "run")
-    directory = WeightDirectory(run.weights, settings=PublishSettings(full_every=10))
+    directory = WeightDirectory(run.weights, settings=PublishSettings(full_version_every=10))
     sent: list[int] = []
 
     def send(piece: FlatBytes) -> FlatBytes:

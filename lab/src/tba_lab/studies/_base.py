@@ -51,8 +51,8 @@ base = replace(
     samples_per_prompt=20,
     prompts_per_round=7,
     optimizer=replace(quickstart.optimizer, lr=3e-5, schedule=WarmupStableDecay(20, 130, 50), averaged=False),
-    evaluation=EvaluationSettings(every=50, problems=5000, problems_during=500, greedy=False, pass_k=0, chunk=500),
-    record=RecordSettings(tensorboard=False, samples=0),
+    evaluation=EvaluationSettings(every=50, problems=5000, problems_during=500, greedy=False, pass_k=0, batch_size=500),
+    record=RecordSettings(tensorboard=False, samples_per_batch=0),
     replay=replace(quickstart.replay, pacing=Pacing(warm_up=280)),  # what is made before the clock starts is a gift
 )
 

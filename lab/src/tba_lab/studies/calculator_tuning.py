@@ -21,9 +21,9 @@ _base = replace(
     calculator,
     task=replace(calculator.task, held_out=2000),
     evaluation=EvaluationSettings(
-        every=20, problems=2000, problems_during=500, threshold=1 - COST, greedy=False, pass_k=0, chunk=500
+        every=20, problems=2000, problems_during=500, threshold=1 - COST, greedy=False, pass_k=0, batch_size=500
     ),
-    record=RecordSettings(tensorboard=False, samples=0),
+    record=RecordSettings(tensorboard=False, samples_per_batch=0),
 )
 
 

@@ -24,7 +24,7 @@ CONTROLS = {
 
 
 def _paced(recipe: Recipe) -> Recipe:
-    pacing = replace(recipe.replay.pacing, samples_per_insert=1.0, band=2.0)
+    pacing = replace(recipe.replay.pacing, samples_per_insert=1.0, saved_batches=2.0)
     return replace(recipe, replay=replace(recipe.replay, pacing=pacing))
 
 

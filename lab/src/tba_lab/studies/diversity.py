@@ -30,8 +30,8 @@ SAMPLES = 64  # answers to each problem
 
 base = replace(
     countdown,
-    evaluation=EvaluationSettings(every=40, problems=1000, problems_during=250, greedy=False, chunk=250),
-    record=RecordSettings(tensorboard=False, samples=0),
+    evaluation=EvaluationSettings(every=40, problems=1000, problems_during=250, greedy=False, batch_size=250),
+    record=RecordSettings(tensorboard=False, samples_per_batch=0),
 )
 
 

@@ -63,7 +63,7 @@ _base = more_answers(
         steps=240,
         optimizer=replace(base.optimizer, lr=1e-4, schedule=WarmupStableDecay(20, 160, 60)),
         evaluation=EvaluationSettings(
-            every=20, problems=2000, problems_during=500, greedy=False, samples=2, pass_k=0, chunk=500
+            every=20, problems=2000, problems_during=500, greedy=False, samples=2, pass_k=0, batch_size=500
         ),
         replay=ReplaySettings(pacing=Pacing(warm_up=280, max_mean_uses=2.0), buffer=BufferSettings(distinct=True)),
     )

@@ -39,8 +39,8 @@ RATES = {"tb": 3e-3, "ancestor": 3e-3, "reinforce": 1e-3, "ppo": 1e-3}
 
 base = replace(
     small,
-    evaluation=EvaluationSettings(every=50, problems=0, greedy=False, chunk=256),
-    record=RecordSettings(tensorboard=False, samples=0, hide_text=True),
+    evaluation=EvaluationSettings(every=50, problems=0, greedy=False, batch_size=256),
+    record=RecordSettings(tensorboard=False, samples_per_batch=0, hide_text=True),
 )
 
 
@@ -72,7 +72,7 @@ def _baseline(name: str) -> tuple[Objective, ReplaySettings]:
         total=5000,
         evict="lowest_reward",
         distinct=False,
-        near=NearDuplicates("edit", distance=0.05),  # a repeat; attacks of two families differ by more
+        near_duplicates=NearDuplicates("edit", distance=0.05),  # a repeat; attacks of two families differ by more
         keep_recent=True,
     )
     half_old = replace(

@@ -63,7 +63,9 @@ _longer = replace(
     task=replace(task, eval_problems=10_000),
     steps=400,
     optimizer=replace(base.optimizer, lr=RATE, schedule=WarmupStableDecay(20, 280, 100)),
-    evaluation=EvaluationSettings(every=20, problems=10_000, problems_during=2000, greedy=False, pass_k=0, chunk=500),
+    evaluation=EvaluationSettings(
+        every=20, problems=10_000, problems_during=2000, greedy=False, pass_k=0, batch_size=500
+    ),
 )
 study = Study(
     name="stability",

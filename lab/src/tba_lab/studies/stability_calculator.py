@@ -33,9 +33,9 @@ _base = replace(
         greedy=False,
         samples=2,
         pass_k=0,
-        chunk=500,
+        batch_size=500,
     ),
-    record=RecordSettings(tensorboard=False, samples=0),
+    record=RecordSettings(tensorboard=False, samples_per_batch=0),
     replay=replace(calculator.replay, pacing=Pacing(warm_up=280)),
 )
 NAMES = ("tb", "tb-weighted", "tb-robust", "tb-asymmetric", "tba-prime", "grpo", "ppo", "reinforce", "raft")

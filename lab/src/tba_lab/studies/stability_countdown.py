@@ -22,9 +22,9 @@ _base = replace(
     steps=240,
     optimizer=replace(countdown.optimizer, schedule=WarmupStableDecay(10, 170, 60)),
     evaluation=EvaluationSettings(
-        every=20, problems=1000, problems_during=500, greedy=False, samples=8, pass_k=0, chunk=500
+        every=20, problems=1000, problems_during=500, greedy=False, samples=8, pass_k=0, batch_size=500
     ),
-    record=RecordSettings(tensorboard=False, samples=0),
+    record=RecordSettings(tensorboard=False, samples_per_batch=0),
     replay=replace(countdown.replay, pacing=Pacing(warm_up=280)),
 )
 NAMES = ("tb", "tb-weighted", "tb-robust", "tb-asymmetric", "tba-prime", "grpo", "ppo", "reinforce", "raft")

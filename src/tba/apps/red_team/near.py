@@ -1,6 +1,6 @@
 """Near duplicates: answers that nearly equal another one to the same prompt, by edits of tokens or by embeddings.
 
-`ReplaySettings(buffer=BufferSettings(near=NearDuplicates("edit")))` keeps them out of a replay buffer (`NearSettings`
+`BufferSettings(near_duplicates=NearDuplicates("edit"))` keeps them out of a replay buffer (`NearSettings`
 in `replay/buffer.py`).
 
 Invariant: `of` gives exactly the rows that are nearer than the distance; rows are skipped before tokens are compared
@@ -89,7 +89,7 @@ class HashedNgrams:
 class NearDuplicates:
     """Keeps one of two answers that are nearly the same to the same prompt (Lee et al. 2024, arXiv 2405.18540)."""
 
-    by: Literal["edit", "cosine"] = "edit"  # what is compared: token edits, embeddings of the texts
+    measure: Literal["edit", "cosine"] = "edit"  # what is compared: token edits, embeddings of the texts
     distance: float = 0.25  # answers nearer than this are near: edits / tokens of both, or 1 - cosine
     keep: Literal["better", "newer"] = "better"  # the higher reward (in a tie the earlier), or the newer
     embedding: Embedding = HashedNgrams()  # computed by the trainer, as an answer arrives
@@ -97,18 +97,20 @@ class NearDuplicates:
     def __post_init__(self) -> None:
         if not 0 < self.distance <= 2:
             raise UserError(
-                f"--replay.buffer.near.distance is {self.distance}: give edits per token of both answers (up to 1), or "
-                "1 - cosine (up to 2), above 0"
+                f"--replay.buffer.near-duplicates.distance is {self.distance}: give edits per token of both "
+                "answers (up to 1), or 1 - cosine (up to 2), above 0"
             )
 
     @property
     def unused(self) -> Mapping[str, str]:
         """Returns the fields without effect while tokens are compared."""
-        return {"embedding": "by cosine"} if self.by == "edit" else {}
+        return {"embedding": "measure cosine"} if self.measure == "edit" else {}
 
     def start(self, tokens: Callable[[int], IntArray]) -> EditIndex | CosineIndex:
         """Returns an empty index; `tokens` gives the tokens of a row."""
-        return EditIndex(self.distance, tokens) if self.by == "edit" else CosineIndex(self.distance, self.embedding)
+        return (
+            EditIndex(self.distance, tokens) if self.measure == "edit" else CosineIndex(self.distance, self.embedding)
+        )
 
 
 class _Sheet:

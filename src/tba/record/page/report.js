@@ -575,7 +575,7 @@
     run.t.trained.forEach((uses, row) => { if (uses.some((use) => use.step === nearest)) trained.add(row); });
     for (let row = 0; row < run.size; row++) if (trained.has(row) || run.step[row] === version) rows.push(row);
     const text = `Step ${number(step)}: ` + (nearest === Infinity ? "no batch is on record (--record.samples-every); "
-      : `${trained.size} trajectories of the batch of step ${number(nearest)}${nearest === step ? "" : ", the nearest on record"} (--record.samples, --record.samples-every); `)
+      : `${trained.size} trajectories of the batch of step ${number(nearest)}${nearest === step ? "" : ", the nearest on record"} (--record.samples-per-batch, --record.samples-every); `)
       + `${rows.length - trained.size} sampled by the weights of step ${number(version)}, the newest before it.`;
     return [rows, text];
   }
