@@ -14,8 +14,9 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, TypeVar
 
 from tba.errors import UserError
@@ -62,7 +63,10 @@ def module_of(name: str) -> ModuleType:
 def _load_file(path: Path, kind: str) -> ModuleType:
     if path.suffix != ".py" or not path.is_file():
         raise UserError(f"there is no {kind} file {path}: give the path of a Python file that defines `{kind}`")
-    spec = importlib.util.spec_from_file_location(f"tba_user_{kind}_{path.stem}", path)
+    name = f"tba_user_{kind}_{path.stem}"
+    is_recorded = path.name == "recipe.py" and (path.parent / "recipe.json").is_file()  # a run, maybe earlier, wrote it
+    loader = _RecordedLoader(name, str(path)) if is_recorded else None
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     if spec is None or spec.loader is None:
         raise UserError(f"{path} cannot be read as a Python module: give a .py file that defines `{kind}`")
     module = importlib.util.module_from_spec(spec)
@@ -71,12 +75,7 @@ def _load_file(path: Path, kind: str) -> ModuleType:
         sys.path.append(folder)  # so that it can import its neighbours; last, so that none of them hides a library
     _files_being_loaded.append(path)
     try:
-        if (
-            path.name == "recipe.py" and (path.parent / "recipe.json").is_file()
-        ):  # written by a run, maybe an earlier one
-            _execute_recorded(path, module)
-        else:
-            spec.loader.exec_module(module)
+        spec.loader.exec_module(module)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
@@ -88,15 +87,21 @@ def _load_file(path: Path, kind: str) -> ModuleType:
     return module
 
 
-def _execute_recorded(path: Path, module: ModuleType) -> None:
-    """Executes the recipe that a run has written: its calls may name fields by their old names."""
-    tree = ast.parse(path.read_bytes(), str(path))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and node.keywords:
-            node.args.insert(0, node.func)
-            node.func = ast.copy_location(ast.Name("make_recorded", ast.Load()), node)
-    vars(module)["make_recorded"] = make_recorded
-    exec(compile(tree, str(path), "exec"), vars(module))  # noqa: S102 - as an import of the file would
+class _RecordedLoader(SourceFileLoader):
+    """Loads the recipe that a run has written: its calls may name fields by their old names."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        tree = ast.parse(self.get_data(self.path), self.path)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and node.keywords:
+                node.args.insert(0, node.func)
+                node.func = ast.copy_location(ast.Name("make_recorded", ast.Load()), node)
+        code: CodeType = self.source_to_code(tree, self.path)
+        return code
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module)["make_recorded"] = make_recorded
+        super().exec_module(module)
 
 
 def file_being_loaded() -> Path | None:
