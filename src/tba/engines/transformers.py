@@ -65,12 +65,8 @@ class EngineSettings:
     min_completion_tokens: int = 0  # tokens before the end-of-text token may be sampled
     allowed_first_tokens: tuple[str, ...] = field(
         default=(), metadata=BY_CODE
-    )  # allowed beginnings of an answer, each one token;
-    # empty: any
-    forbidden_first_tokens: tuple[str, ...] = field(
-        default=(), metadata=BY_CODE
-    )  # forbidden beginnings of an answer, each one
-    # token
+    )  # tokens that may begin an answer; empty: any
+    forbidden_first_tokens: tuple[str, ...] = field(default=(), metadata=BY_CODE)  # tokens that begin no answer
 
     @property
     def never_sampled(self) -> tuple[str, ...]:
