@@ -56,48 +56,51 @@ PLAIN = 4096  # tokens of a pass for which no checkpointing is preferred
 HEAD = """\
 # Hardware
 
-[What fits on one GPU](#what-fits-on-one-gpu), [on one to eight](#what-fits-on-one-to-eight-gpus),
-[what one card does](#what-one-card-does), and [how two halves share it](#two-halves-on-one-card).
+This page answers four questions: [what fits on one GPU](#what-fits-on-one-gpu), [what fits on one to
+eight](#what-fits-on-one-to-eight-gpus), [what one card does](#what-one-card-does), and [how trainer and searcher share
+it](#two-halves-on-one-card). For your own recipe run `tba check RECIPE`, which uses the same formulas and names fields
+that help.
 
-`python tools/hardware_page.py` makes this page, and a test keeps it up to date. What fits is **computed, not
-measured**, by the formulas by which `tba train` and `tba check` decide; [scaling.md](scaling.md#what-the-trainer-holds)
-compares them with measurements.
+What fits is **computed, not measured**. [Scaling](scaling.md#what-the-trainer-holds) compares the formulas with
+measurements. `python tools/hardware_page.py` makes this page, and a test keeps it up to date.
 
 ## What fits on one GPU
 
-All parts share the GPU: the trainer has what it needs and {slack:.0%}, at least 2 GiB, more, the searcher (engine and
-reference) the rest of {usable:.0%}; CUDA and the driver have {rest:.0%}. The table is `tba train gsm8k` (prompts and
-answers of up to 512 tokens each) with Qwen2.5's shapes, bfloat16, the transformers engine.
-A cell says `--max-tokens-per-pass`, *c* with `--model.gradient-checkpointing`, and in brackets the GB of trainer and
-searcher. It has as many slots as fit ({slots}, unless it says otherwise), then the largest pass, checkpointed where
-{plain} tokens do not fit without.
+Trainer and searcher share the GPU. The trainer gets what it needs and {slack:.0%} more, at least 2 GiB more. The
+searcher, with engine and reference, gets the rest of {usable:.0%} of the memory. CUDA and the driver have the other
+{rest:.0%}.
+
+The table is for `tba train gsm8k`, with prompts and answers of up to 512 tokens each, Qwen2.5's shapes, bfloat16 and
+the transformers engine. A cell has three figures: the largest `--max-tokens-per-pass` that fits, and the GB of trainer
+and of searcher. *Checkpointing* is `--model.gradient-checkpointing`, and is used if {plain} tokens do not fit without. A
+searcher generates {slots} answers at a time (slots), unless the cell has another number.
 """
 TAIL = """\
-*No*: not even `--max-tokens-per-pass {fewest}` with checkpointing and `--model.generation.slots {least}` fits. Torch's
-allocator keeps freed blocks, fewer with `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
+*No* means that even `--max-tokens-per-pass {fewest}` with checkpointing and `--model.generation.slots {least}` does
+not fit. Torch's allocator keeps freed blocks. It keeps fewer with `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
 
-- *LoRA*: `--model.lora.rank {rank}` trains {share} of 7 B's parameters, on a base that each half holds in bfloat16.
-  *4-bit*: `--model.dtype 4-bit`, its layers' matrices in NF4.
-- *Moments on host*: `--optimizer.moments-on-host` keeps 8 of 16 bytes a parameter in the machine's memory. They go
-  there and back in each update: about {seconds:.1f} s for 7 B, at the 43 and 55 GB/s measured on an H200. Updates are
-  the same to the bit, tested on a CPU; it has not been run on a GPU.
-- *Longer answers* cost the searcher keys and values, the trainer nothing while a prompt and its answer fit in a pass.
-- *vLLM*'s cache is computed: what the slots need, or what weights, reference and a step leave.
-
-`tba check RECIPE` computes this for your recipe; it and `tba train` name a field that helps.
+- *LoRA* is `--model.lora.rank {rank}`. It trains {share} of a 7 B model's parameters. Trainer and searcher each hold
+  the base in bfloat16.
+- *4-bit* is `--model.dtype 4-bit`, which stores the matrices of the base's layers in NF4.
+- *Moments on host* is `--optimizer.moments-on-host`. It keeps 8 of the 16 bytes a parameter in the machine's memory.
+  The moments move there and back in each update. For 7 B this takes about {seconds:.1f} s, at the 43 and 55 GB/s that
+  an H200 reached. Updates are the same to the bit in tests on a CPU. It has not run on a GPU.
+- *Longer answers* need more memory for the searcher's keys and values. The trainer needs no more while a prompt and
+  its answer fit in a pass.
+- *vLLM*'s cache is computed. It is what the slots need, at most what weights, reference and a step leave.
 
 ## What fits on one to eight GPUs
 
-The paper's recipes as they are, with {memory} GB of memory for each GPU. *n+m*: ranks of the trainer and searchers;
-*one*: both on it. No GPU is idle. In brackets: GB of the fullest GPU without checkpointing, which is turned on where
-more than {usable:.0%} would be needed.
+The table has the paper's recipes without changes, on machines with {memory} GB of memory for each GPU. A cell says how
+many ranks of the trainer and how many searchers there are, one on each GPU. The GB are those of the fullest GPU
+without checkpointing. Checkpointing is turned on if more than {usable:.0%} of a GPU would be needed.
 """
 REFUSED = """\
-Where it says *no*, the refusal proposes:
+Where the table says *no*, `tba train` refuses the recipe and proposes:
 """
 JUDGES = """\
-Each searcher of tldr also loads two reward models (0.4 B, and 6.9 B to evaluate): {judges:.0f} GB in float32, of
-the machine's memory; with `--task.device cuda`, in that of its GPU.
+Each searcher of tldr also loads two reward models, of 0.4 B and of 6.9 B to evaluate. They take {judges:.0f} GB in
+float32, of the machine's memory, or with `--task.device cuda` of the GPU's memory.
 """
 RECIPES: dict[str, PretrainedConfig] = {
     "gsm8k": LlamaConfig(  # realtreetune/rho-1b-sft-GSM8K
@@ -200,9 +203,9 @@ def largest(name: str, model: Mapping[str, Any], machine: Machine) -> str:
             for tokens in TOKENS:
                 tried = replace(recipe(name, model, checkpointed, slots), max_tokens_per_pass=tokens)
                 if (checkpointed or tokens >= PLAIN) and memory_shortage(tried, machine) is None:
-                    halves = f"({of(tried, ('trainer',))}+{of(tried, ('searcher', 'reference'))})"
+                    memory = f"{of(tried, ('trainer',))} + {of(tried, ('searcher', 'reference'))} GB"
                     few = "" if slots == SLOTS[0] else f", {slots} slots"
-                    return f"{tokens:,}{'c' if checkpointed else ''} {halves}{few}"
+                    return f"{tokens:,} tokens{' with checkpointing' if checkpointed else ''}{few}, {memory}"
     return "no"
 
 
@@ -224,7 +227,7 @@ def of(tried: Recipe, parts: tuple[str, ...]) -> str:
 
 def placements() -> Iterator[str]:
     """The table of recipes on machines, then what is proposed where they do not fit."""
-    yield f"| recipe | GPU | {' | '.join(f'{count} x' for count in COUNTS)} |"
+    yield f"| recipe | GPU | {' | '.join('1 GPU' if count == 1 else f'{count} GPUs' for count in COUNTS)} |"
     yield "|---" * (2 + len(COUNTS)) + "|"
     proposed: dict[str, list[str]] = {}
     for name in RECIPES:
@@ -235,7 +238,7 @@ def placements() -> Iterator[str]:
                 cell, helps = placement(name, Machine(count * MEMORY * GB, (gpu * GB,) * count))
                 cells.append(cell)
                 if helps:
-                    proposed.setdefault(helps, []).append(f"{name} {count}x{gpu}")
+                    proposed.setdefault(helps, []).append(f"{name} on {count} x {gpu} GB")
             of_cells.setdefault(" | ".join(cells), []).append(gpu)
         yield from (f"| {name} | {', '.join(map(str, gpus))} GB | {row} |" for row, gpus in of_cells.items())
     yield f"\n{REFUSED}"
@@ -252,15 +255,17 @@ def placement(name: str, machine: Machine) -> tuple[str, str]:
     for worker, place in places_on(made, machine).items():
         for gpu in place.gpus:
             full[gpu] += by_part["trainer"] if "trainer" in worker else by_part["searcher"] + by_part["reference"]
-    shared = "one" if len(machine.gpus) == 1 else f"{made.trainer.count}+{made.searcher_count}"
-    needed = f"({max(full.values()) / GB:.1f})"
+    ranks = "1 rank" if made.trainer.count == 1 else f"{made.trainer.count} ranks"
+    searchers = "1 searcher" if made.searcher_count == 1 else f"{made.searcher_count} searchers"
+    shared = "both on it" if len(machine.gpus) == 1 else f"{ranks} + {searchers}"
+    needed = f"{max(full.values()) / GB:.1f} GB"
     try:
         refuse_what_cannot_fit(made, machine)
     except UserError as error:
         _, _, flags = str(error).partition(": set ")
         helps = f"`{flags.removesuffix(', with which it fits')}`" if flags else "nothing"
-        return f"no {needed}", helps
-    return f"{shared} {needed}", ""
+        return f"no, {needed}", helps
+    return f"{shared}, {needed}", ""
 
 
 if __name__ == "__main__":

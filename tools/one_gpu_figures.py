@@ -18,41 +18,43 @@ GB = 10**9
 MEASURED = """\
 ## What one card does
 
-`make test-gpu` measures this, part by part, the most telling first, with random weights of Qwen2.5-0.5B's shape in
-bfloat16: no network, no download.
+`make test-gpu` measures this, the most important parts first. The model has random weights of Qwen2.5-0.5B's shape in
+bfloat16, so that nothing is downloaded.
 
-- *Before*: {before}.
-  The code that ran on a GPU for the first time: before a decode step was captured, a trainer's kernels became fewer,
-  and weights left beside the step. Its log-ratios are of 12 updates without a gradient, of answers of 200 tokens; the
-  trainer of its run was checkpointed.
+- *Before*: {before}. This is the code of the first run on a GPU. Since then a decode step is captured as a graph, the
+  trainer launches fewer kernels, and weights leave while the next step is computed. Its log-ratios are from 12 updates
+  without a gradient, and answers of 200 tokens. The trainer of this run used checkpointing.
 - *After*: {after}.
 """
 LACKING = "\nNot measured: {lacking}."
 SHARED = """\
 ## Two halves on one card
 
-By default trainer and searcher are two processes on the one card: a fault of one does not end the other, neither waits
+By default trainer and searcher are two processes on one card. So a fault of one does not end the other, neither waits
 for the other's Python, and the same code runs on two cards. `make test-gpu GPU_ARGS="--only sharing arrangements"`
-measures what this leaves of each half, and what the alternatives do; {measured}.
+measures how fast each half then is, and how fast with the alternatives. {measured}.
 """
 COLUMNS = """\
-*Left*: a share of what a half does when the other is not there; two that take turns have 1 together. *Of the slower
-half*: the updates a second for which the searcher's tokens suffice, each used once, against those that the slower half
-allows alone.
+*Share left* is a half's speed as a share of its speed without the other half. Two halves that take turns have 1
+together. The last column has the updates a second for which the searcher's tokens suffice, each used once, as a share
+of what the slower half reaches alone.
 """
 ALTERNATIVES = """\
-- *Processes*: the card belongs to one process at a time. A half that waits for its launches wastes its slices of time.
+- *Processes* is the default. The card belongs to one process at a time. A half that waits for its launches wastes its
+  share of the time.
 - *MPS*, NVIDIA's Multi-Process Service, runs kernels of several processes side by side. Start it before `tba train`,
-  end it afterwards:
+  and end it afterwards:
 
         nvidia-cuda-mps-control -d
         echo quit | nvidia-cuda-mps-control
 
-  Not every container permits it. A process that dies of a CUDA error under MPS may take the other half with it; each is
+  Not every container permits it. A process that dies of a CUDA error under MPS may end the other half, too. Each is
   restarted like any worker.
-- *Pinned cores*: each half has half of the cores to itself.
-- *Threads, a stream each*: one process, no slices of time, but each half's Python waits for the other's.
-- *Turns*: one process makes an update, then answers as many tokens as the next one needs: what overlap has to beat.
+- *Pinned cores* gives each half half of the cores to itself.
+- *Threads, a stream each* is one process. The card does not switch between processes, but each half's Python waits for
+  the other's.
+- *Turns* is one process that makes an update, then generates as many tokens as the next update needs. An arrangement
+  that overlaps the halves has to be faster than this.
 
 No alternative is a setting until a card shows that it is better than the default.
 """
@@ -78,69 +80,93 @@ def passed(value: float) -> str:
 OF_ENGINE, OF_REFERENCE = "trainer_against_engine.", "trainer_against_reference."
 # part, words, path in the part, what is aimed at, how it is written
 FIGURES: tuple[tuple[str, str, str, str, Callable[[float], str]], ...] = (
-    ("environment", "to launch a kernel, microseconds", "microseconds_a_launch", "", number),
-    ("environment", "a kernel of a captured graph, microseconds", "microseconds_a_kernel_of_a_graph", "", number),
-    ("environment", "pinned memory to the card, GB/s", "pinned_to_device_GB_per_second", "", number),
-    ("environment", "the card to pinned memory, GB/s", "pinned_to_host_GB_per_second", "", number),
-    ("environment", "pageable memory to the card, GB/s", "pageable_to_device_GB_per_second", "", number),
-    ("environment", "the card to pageable memory, GB/s", "pageable_to_host_GB_per_second", "", number),
-    ("engine", "72 slots: launches a token step", "launches_a_step", "60", number),
-    ("engine", "kernels", "kernels_a_step", "", number),
-    ("engine", "milliseconds", "milliseconds_a_step", "", number),
-    ("engine", "of these in kernels", "kernel_milliseconds_a_step", "", number),
-    ("engine", "a round of 3 x 24 answers of 7 to 256 tokens, shapes new, s", "round_cold_seconds", "", number),
+    ("environment", "time to launch a kernel, microseconds", "microseconds_a_launch", "", number),
+    (
+        "environment",
+        "time of a kernel in a captured graph, microseconds",
+        "microseconds_a_kernel_of_a_graph",
+        "",
+        number,
+    ),
+    ("environment", "copy from pinned memory to the card, GB/s", "pinned_to_device_GB_per_second", "", number),
+    ("environment", "copy from the card to pinned memory, GB/s", "pinned_to_host_GB_per_second", "", number),
+    ("environment", "copy from pageable memory to the card, GB/s", "pageable_to_device_GB_per_second", "", number),
+    ("environment", "copy from the card to pageable memory, GB/s", "pageable_to_host_GB_per_second", "", number),
+    ("engine", "72 slots: launches in a decode step", "launches_a_step", "60", number),
+    ("engine", "kernels in a decode step", "kernels_a_step", "", number),
+    ("engine", "a decode step, ms", "milliseconds_a_step", "", number),
+    ("engine", "of these in kernels, ms", "kernel_milliseconds_a_step", "", number),
+    ("engine", "first round of 3 x 24 answers of 7 to 256 tokens, s", "round_cold_seconds", "", number),
     ("engine", "the same round again, s", "round_again_seconds", "", number),
-    ("engine", "tokens/s as flow", "flow_tokens_per_second", "12,000", number),
-    ("engine", "to load it and test itself, s", "start_seconds", "", number),
-    ("engine-256", "256 slots: tokens/s as flow", "flow_tokens_per_second", "25,000", number),
+    ("engine", "tokens/s in a continuous flow", "flow_tokens_per_second", "12,000", number),
+    ("engine", "time to load the engine and run its self-test, s", "start_seconds", "", number),
+    ("engine-256", "256 slots: tokens/s in a continuous flow", "flow_tokens_per_second", "25,000", number),
     ("trainer", "60 answers of 200 tokens to 3 prompts: a step, s", "seconds_a_step", "", number),
     ("trainer", "tokens/s", "tokens_per_second", "", number),
-    ("trainer", "share of a product's rate", "share_of_product_rate", "35 %", percent),
-    ("trainer", "launches", "launches_a_step", "3,000", number),
+    ("trainer", "speed as a share of a matrix product's", "share_of_product_rate", "35 %", percent),
+    ("trainer", "launches in a step", "launches_a_step", "3,000", number),
     ("trainer", "peak memory", "peak_bytes", "", gigabytes),
-    ("trainer", "computed", "computed_bytes", "", gigabytes),
-    ("trainer", "a publication alone (1 GB), s", "publication_seconds", "", number),
-    ("trainer", "a step beside one, of one alone", "beside_over_alone", "1.1", number),
-    ("trainer", "a version in the engine, s after its update", "version_in_engine_seconds", "0.2", number),
+    ("trainer", "peak memory as computed", "computed_bytes", "", gigabytes),
+    ("trainer", "time to publish 1 GB alone, s", "publication_seconds", "", number),
+    ("trainer", "time of a step during a publication, relative to a step alone", "beside_over_alone", "1.1", number),
+    ("trainer", "time from an update to its weights in the engine, s", "version_in_engine_seconds", "0.2", number),
     ("trainer-checkpointed", "the same step (60 answers of 200 tokens to 3 prompts), s", "seconds_a_step", "", number),
     ("trainer-checkpointed", "tokens/s", "tokens_per_second", "", number),
-    ("trainer-checkpointed", "share of a product's rate", "share_of_product_rate", "", percent),
-    ("trainer-checkpointed", "launches", "launches_a_step", "", number),
+    ("trainer-checkpointed", "speed as a share of a matrix product's", "share_of_product_rate", "", percent),
+    ("trainer-checkpointed", "launches in a step", "launches_a_step", "", number),
     ("trainer-checkpointed", "peak memory", "peak_bytes", "", gigabytes),
-    ("trainer-checkpointed", "computed", "computed_bytes", "", gigabytes),
-    ("trainer-checkpointed", "a publication alone (1 GB), s", "publication_seconds", "", number),
-    ("trainer-checkpointed", "a step beside one, of one alone", "beside_over_alone", "1.1", number),
-    ("trainer-checkpointed", "a version in the engine, s after its update", "version_in_engine_seconds", "0.2", number),
+    ("trainer-checkpointed", "peak memory as computed", "computed_bytes", "", gigabytes),
+    ("trainer-checkpointed", "time to publish 1 GB alone, s", "publication_seconds", "", number),
+    (
+        "trainer-checkpointed",
+        "time of a step during a publication, relative to a step alone",
+        "beside_over_alone",
+        "1.1",
+        number,
+    ),
+    (
+        "trainer-checkpointed",
+        "time from an update to its weights in the engine, s",
+        "version_in_engine_seconds",
+        "0.2",
+        number,
+    ),
     (
         "log-ratio",
-        "engine and trainer at version 0: mean square of a token",
+        "engine and trainer at version 0: mean square, by token",
         OF_ENGINE + "mean_square_of_a_token",
         "",
         number,
     ),
-    ("log-ratio", "the same of an answer", OF_ENGINE + "mean_square_of_an_answer", "", number),
-    ("log-ratio", "engine and trainer at version 0: of a token, 5 %", OF_ENGINE + "p05_of_a_token", "", number),
-    ("log-ratio", "the same, 95 %", OF_ENGINE + "p95_of_a_token", "", number),
+    ("log-ratio", "the same, by answer", OF_ENGINE + "mean_square_of_an_answer", "", number),
+    ("log-ratio", "engine and trainer at version 0: 5 % quantile, by token", OF_ENGINE + "p05_of_a_token", "", number),
+    ("log-ratio", "the same, 95 % quantile", OF_ENGINE + "p95_of_a_token", "", number),
     ("log-ratio", "effective sample size", OF_ENGINE + "effective_sample_size", "", number),
     (
         "log-ratio",
-        "reference and trainer: mean square of an answer",
+        "reference and trainer: mean square, by answer",
         OF_REFERENCE + "mean_square_of_an_answer",
         "0",
         number,
     ),
-    ("both", "both halves, by `tba train`: a step, s", "seconds_a_step", "", number),
+    ("both", "trainer and searcher with `tba train`: a step, s", "seconds_a_step", "", number),
     ("both", "the longest step, s", "longest_step_seconds", "", number),
     ("both", "updates a second", "updates_per_second", "", number),
-    ("sharing", "updates a second, of the slower half's alone", "processes.of_the_slower_half", "0.7", number),
-    ("tests", "of `tests/test_gpu.py` passed", "passed", "all", passed),
+    (
+        "sharing",
+        "updates a second, as a share of the slower half's alone",
+        "processes.of_the_slower_half",
+        "0.7",
+        number,
+    ),
+    ("tests", "tests of `tests/test_gpu.py` that pass", "passed", "all", passed),
     ("quickstart", "seconds of training", "wall_seconds.train", "", number),
     ("quickstart", "`pass@1/sampled`", "evaluations.pass@1/sampled", "", percent),
     ("1.5 B", "a step of 1.5 B parameters, checkpointed: peak memory", "peak_bytes", "", gigabytes),
-    ("1.5 B", "computed", "computed_bytes", "", gigabytes),
-    ("LoRA", "a step under LoRA: peak memory", "peak_bytes", "", gigabytes),
-    ("LoRA", "computed", "computed_bytes", "", gigabytes),
-    ("smollm2", "SmolLM2-135M under LoRA, both halves: a step, s", "seconds_a_step", "", number),
+    ("1.5 B", "peak memory as computed", "computed_bytes", "", gigabytes),
+    ("LoRA", "a step with LoRA: peak memory", "peak_bytes", "", gigabytes),
+    ("LoRA", "peak memory as computed", "computed_bytes", "", gigabytes),
+    ("smollm2", "SmolLM2-135M with LoRA, trainer and searcher: a step, s", "seconds_a_step", "", number),
     ("smollm2", "tokens/s generated", "generated_tokens_per_second", "", number),
 )
 ARRANGEMENTS = {  # of which part
@@ -157,7 +183,7 @@ def measured() -> Iterator[str]:
     before, after = (json.loads(file.read_text()) if file.exists() else {} for file in (BEFORE, AFTER))
     yield MEASURED.format(before=card_of(before), after=card_of(after))
     with_after = " after |" if after else ""
-    yield f"| part | | before | aimed at |{with_after}\n|---|---|---|---|{'---|' if after else ''}"
+    yield f"| part | figure | before | aim |{with_after}\n|---|---|---|---|{'---|' if after else ''}"
     said, lacking = "", []
     for part, words, path, aim, written in FIGURES:
         there, here = figure(before, part, path, written), figure(after, part, path, written)
@@ -170,10 +196,12 @@ def measured() -> Iterator[str]:
     if lacking:
         yield LACKING.format(lacking="; ".join(lacking))
     shared = after if "sharing" in after.get("parts", {}) else {}
-    yield "\n" + SHARED.format(measured=f"on {card_of(after)}" if shared else f"it was {NEVER} on a card yet")
+    yield "\n" + SHARED.format(
+        measured=f"The card is {card_of(after)}" if shared else f"This was {NEVER} on a card yet"
+    )
     if shared:
         yield COLUMNS
-        yield "| arrangement | trainer, left | searcher, left | of the slower half |\n|---|---|---|---|"
+        yield "| arrangement | trainer, share left | searcher, share left | updates, share |\n|---|---|---|---|"
         for name, part in ARRANGEMENTS.items():
             paths = (f"{name}.left.trainer", f"{name}.left.searcher", f"{name}.of_the_slower_half")
             yield f"| {name} | {' | '.join(figure(shared, part, path, number) or NEVER for path in paths)} |"

@@ -20,15 +20,16 @@ PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
 HEAD = """\
 # Recipes
 
-`tba train NAME` runs a recipe, `tba check NAME` says beforehand what it takes, `tba train NAME --help` lists its
-settings, and `python -c "help('tba.recipes.NAME')"` says what it is made for. Your own recipe is a file like these
-([your_task.md](your_task.md)). The laboratory has `gsm8k` [at a laptop's size](../lab/gsm8k.md), and how
-[MATH is graded](../lab/math.md).
+A recipe is a complete run: task, model, objective and settings. `tba train NAME` runs it, and `tba check NAME`
+estimates its memory and time before. `tba train NAME --help` lists its settings, and `python -c
+"help('tba.recipes.NAME')"` says what it is for. To write your own, start with [your task](your_task.md). The
+laboratory describes `gsm8k` [at a laptop's size](../lab/gsm8k.md), and how [MATH is graded](../lab/math.md).
 
-Below are commands that come first, and departures from the paper. *B x K* means prompts times answers in a batch.
-`python tools/recipes_page.py` makes this page from the code; a test keeps it up to date.
+Recipes with a link need commands first, or differ from the paper; the sections below have both. *Batch* is prompts
+times answers to each prompt. `python tools/recipes_page.py` makes this page from the code, and a test keeps it up to
+date.
 
-| recipe | what | model | B x K | steps |
+| recipe | what it trains | model | batch | steps |
 |---|---|---|---|---|
 """
 

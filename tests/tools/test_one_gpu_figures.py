@@ -14,8 +14,8 @@ def test_what_was_measured_stands_in_the_table_and_what_was_not_says_so(
     monkeypatch.setattr(tool, "AFTER", after)
     page = "\n".join(tool.measured())
     assert "- *After*: **not measured yet**." in page
-    assert "| engine | 72 slots: launches a token step | 1,126 | 60 |\n" in page
-    assert "256 slots: tokens/s as flow (aimed at 25,000)" in page.partition("Not measured:")[2]
+    assert "| engine | 72 slots: launches in a decode step | 1,126 | 60 |\n" in page
+    assert "256 slots: tokens/s in a continuous flow (aimed at 25,000)" in page.partition("Not measured:")[2]
     assert "| turns |" not in page
     about = {"machine": {"gpus": ["Some Card"], "cores": 4}, "versions": {"torch": "1", "transformers": "2"}}
     shared = {"turns": {"left": {"trainer": 0.5, "searcher": 0.25}, "of_the_slower_half": 0.25}}
@@ -28,7 +28,7 @@ def test_what_was_measured_stands_in_the_table_and_what_was_not_says_so(
     after.write_text(json.dumps({"about": about, "parts": parts}))
     page = "\n".join(tool.measured())
     assert "- *After*: one Some Card, 4 cores, torch 1, transformers 2." in page
-    assert "| engine | 72 slots: launches a token step | 1,126 | 60 | 58 |" in page
-    assert f"| | kernels | 1,126 | | {tool.NEVER} |".replace("| |", "|  |") in page
+    assert "| engine | 72 slots: launches in a decode step | 1,126 | 60 | 58 |" in page
+    assert f"| | kernels in a decode step | 1,126 | | {tool.NEVER} |".replace("| |", "|  |") in page
     assert "| turns | 0.5 | 0.25 | 0.25 |" in page
     assert page.count(f"| {tool.NEVER} | {tool.NEVER} | {tool.NEVER} |") == len(tool.ARRANGEMENTS) - 1
