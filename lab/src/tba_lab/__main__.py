@@ -53,7 +53,7 @@ def _study(name: str, arguments: list[str]) -> int:
     options_named = field_names.of_class_in(Path(__file__).with_name("command.py"), "StudyOptions")
     places = (options_named, field_names.of_any_recipe())
     unknown = [flag for flag in flags_in(arguments) if not any(field_names.has(names, flag) for names in places)]
-    refuse_unknown(unknown, [flag for names in places for flag in field_names.flags(names)], f"tba-lab study {name}")
+    refuse_unknown(unknown, [flag for names in places for flag in field_names.flags_of(names)], f"tba-lab study {name}")
     from tba_lab.command import StudyOptions, run_study
 
     options, fields = split_options(StudyOptions(), arguments, "tba-lab study")
