@@ -21,9 +21,9 @@ HEAD = """\
 # Recipes
 
 A recipe is a complete run: task, model, objective and settings. `tba train NAME` runs it, and `tba check NAME`
-estimates its memory and time before. `tba train NAME --help` lists its settings, and `python -c
-"help('tba.recipes.NAME')"` says what it is for. To write your own, start with [your task](your_task.md). The
-laboratory describes `gsm8k` [at a laptop's size](../lab/gsm8k.md), and how [MATH is graded](../lab/math.md).
+estimates its memory and time before. `tba train NAME --help` lists its settings, and
+`python -c "help('tba.recipes.NAME')"` says what it is for. To write your own, start with [your task](your_task.md).
+The laboratory describes `gsm8k` [at a laptop's size](../lab/gsm8k.md), and how [MATH is graded](../lab/math.md).
 
 Recipes with a link need commands first, or differ from the paper; the sections below have both. *Batch* is prompts
 times answers to each prompt. `python tools/recipes_page.py` makes this page from the code, and a test keeps it up to
