@@ -72,8 +72,8 @@ searcher, with engine and reference, gets the rest of {usable:.0%} of the memory
 
 The table is for `tba train gsm8k`, with prompts and answers of up to 512 tokens each, Qwen2.5's shapes, bfloat16 and
 the transformers engine. A cell has three figures: the largest `--max-tokens-per-pass` that fits, and the GB of trainer
-and of searcher. *Checkpointing* is `--model.gradient-checkpointing`, and is used if {plain} tokens do not fit without. A
-searcher generates {slots} answers at a time (slots), unless the cell has another number.
+and of searcher. *Checkpointing* is `--model.gradient-checkpointing`, and is used if {plain} tokens do not fit without.
+A searcher generates {slots} answers at a time (slots), unless the cell has another number.
 """
 TAIL = """\
 *No* means that even `--max-tokens-per-pass {fewest}` with checkpointing and `--model.generation.slots {least}` does
