@@ -40,6 +40,7 @@ recipe = replace(quickstart, task=Mine())
 def test_the_source_has_the_fields_that_the_loaded_recipe_has(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for neighbour in Path(name).parent.glob("*.py"):  # of another folder, in a test before this one
         monkeypatch.delitem(sys.modules, neighbour.stem, raising=False)
+        monkeypatch.setattr(sys, "path", [p for p in sys.path if not (Path(p) / neighbour.name).is_file()])
     loaded = {field.flag for field in fields_of(find(name), by_code=True)}
     by_source = field_names.of_recipe(name)
     listed = set(field_names.flags_of(by_source))
