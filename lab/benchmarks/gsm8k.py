@@ -32,10 +32,10 @@ def data(gsm8k: Path, symbolic: int, skip: int, slips: float, out: Path) -> None
     templates = ReasoningGym(dataset="gsm_symbolic", train_problems=skip + symbolic, style="tba")
     problems = [*Gsm8k(path=str(gsm8k)).problems("train"), *templates.problems("train")[skip:]]
     demonstrations = [p.demonstration for p in problems if isinstance(p.demonstration, str)]  # all have one
-    shown = [slip(text, rng) if rng.random() < slips else text for text in demonstrations]
+    sampled_texts = [slip(text, rng) if rng.random() < slips else text for text in demonstrations]
     lines = [
         json.dumps({"prompt": p.prompt, "response": response, **p.fields})
-        for p, response in zip(problems, shown, strict=True)
+        for p, response in zip(problems, sampled_texts, strict=True)
     ]
     out.write_text("\n".join(lines) + "\n")
     print(f"{len(lines)} demonstrations in {out}")
