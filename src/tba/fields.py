@@ -4,7 +4,7 @@ Invariant: what a field takes, on a command line and in code (`as_declared`), fo
 unknown field, or a value that does not fit its type, ends in one sentence. Nothing is guessed from a value.
 
 A settings class may say that some of its fields have no effect, given the values of others: its property `unused` maps
-the name of each (or of nested settings, which stands for all names in them) to what would give it an effect, beginning with
+the name of each (or of nested settings, for all names in them) to what would give it an effect, beginning with
 the name of a field: `{"low": "signal"}`, `{"cluster": "runtime cluster"}`. Such a field is shown, and can be set, once
 it has an effect.
 """
