@@ -277,8 +277,8 @@ class Completion:
         is_ordered = all(a < b for a, b in pairwise([0, *places, length]))
         if not places or not is_ordered or self.mask is None or np.asarray(self.mask)[places].any():
             raise ValueError(
-                f"the later segments of a completion of {length} tokens begin at {quote(str(places))}, but they have to "
-                "go up from above 0 to below its length, each with a first token whose mask is False"
+                f"the later segments of a completion of {length} tokens begin at {quote(str(places))}, but they have "
+                "to go up from above 0 to below its length, each with a first token whose mask is False"
             )
 
     @cached_property
