@@ -11,7 +11,7 @@ for type checkers only, so that replay and types stay free of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
@@ -137,6 +137,13 @@ class Selective(Protocol):
     def left_out(self) -> Mapping[str, int]:
         """Returns how many rows are no training problems, by the reason in words."""
         ...
+
+
+@runtime_checkable
+class ShowsFields(Protocol):
+    """A task some of whose problems' fields agents may see (`tba serve`)."""
+
+    shown_fields: tuple[str, ...]
 
 
 class Environment(Protocol):
@@ -267,6 +274,16 @@ class Flow(Protocol):
         ...
 
 
+@runtime_checkable
+class AnsweredOneByOne(Protocol):
+    """A flow that hands out a prompt's completions as they end, each under the prompt's number."""
+
+    @property
+    def unfinished_prompts(self) -> Container[int]:
+        """Returns the numbers of the prompts of which more completions will come."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One turn of a request, (prompt, sample), that the policy has ended; `request` is i * count + j.
@@ -326,6 +343,15 @@ class LimitsTurns(Protocol):
 
     def turn_limits(self, request: int) -> TurnLimits:
         """Returns the limits of the turn that a request begins."""
+        ...
+
+
+@runtime_checkable
+class EndsWaits(Protocol):
+    """A partner that has work for the thread of its flow besides the flow's own."""
+
+    def must_return(self) -> bool:
+        """Returns whether the flow's `next` is to return between two tokens, with what is finished by now."""
         ...
 
 

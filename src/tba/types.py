@@ -255,9 +255,10 @@ class Completion:
     tokens of the policy and whose mask is False.
 
     An episode may have several segments, one behind another: each reads only itself, its positions start at 0, and it
-    opens with its own context, whose mask is False. The first segment reads the prompt.
+    opens with its own context, whose mask is False. The first segment reads the prompt, and is empty where the first
+    of the others begins at 0.
 
-    Raises `ValueError` for segments that do not begin in order, after the first token, with a token of context.
+    Raises `ValueError` for segments that do not begin in order, each with a token of context.
     """
 
     tokens: IntArray  # [T], T >= 1, EOS included when stop_reason is EOS
@@ -269,16 +270,17 @@ class Completion:
     mask: BoolArray | None = None  # [T] which tokens the policy sampled; None = all
     judgement: Judgement | None = None  # its environment's, which nobody else could give; None: a reward grades it
     begins: IntArray | None = None  # [S - 1] where each later one of S segments begins; None: there is one segment
+    episode: EpisodeRecord | None = None  # of an agent that called a server; its reward reads it, and it is not stored
 
     def __post_init__(self) -> None:
         if self.begins is None:
             return
         places, length = np.asarray(self.begins).tolist(), len(self.tokens)
-        is_ordered = all(a < b for a, b in pairwise([0, *places, length]))
+        is_ordered = all(a < b for a, b in pairwise([-1, *places, length]))
         if not places or not is_ordered or self.mask is None or np.asarray(self.mask)[places].any():
             raise ValueError(
                 f"the later segments of a completion of {length} tokens begin at {quote(str(places))}, but they have "
-                "to go up from above 0 to below its length, each with a first token whose mask is False"
+                "to go up from 0 to below its length, each with a first token whose mask is False"
             )
 
     @cached_property
@@ -295,7 +297,7 @@ class Completion:
     def segments(self) -> list[tuple[int, int]]:
         """Returns the (begin, end) of each segment, as places among the tokens."""
         places = [] if self.begins is None else self.begins.tolist()
-        return list(pairwise([0, *places, len(self.tokens)]))
+        return list(pairwise(sorted({0, *places, len(self.tokens)})))
 
     @property
     def turns(self) -> list[tuple[int, int]]:
@@ -309,6 +311,15 @@ class Completion:
     def observed(self) -> int:
         """Returns how many of the tokens are observations."""
         return 0 if self.mask is None else len(self.mask) - int(np.count_nonzero(self.mask))
+
+
+@dataclass(frozen=True)
+class EpisodeRecord:
+    """Holds what is known of an agent's episode besides its tokens."""
+
+    messages: tuple[Message, ...]  # its longest conversation, answers included
+    artifact: Json = None  # what the agent handed in at the end
+    provenance: Mapping[str, Json] = field(default_factory=dict)  # goes to the trajectory's
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from tba.fields import BY_CODE, as_declared
 from tba.policy.lora import has_adapters, is_adapter
 from tba.policy.norms import fuse_norms
 from tba.pretrained import most_positions
-from tba.protocols import LimitsTurns, Partner, Tokenizer, Turn
+from tba.protocols import EndsWaits, LimitsTurns, Partner, Tokenizer, Turn
 from tba.streaming import shapes_of
 from tba.types import Completion, FloatArray, IntArray, Prompt, Sampling, StopReason, Version
 
@@ -346,6 +346,7 @@ class TransformersFlow:
         self.requests_to_cancel: set[int] = set()
         self.dropped_copies = 0  # keys and values of parked requests for which `parked_gb` had no room
         self._turn_limits = partner.turn_limits if isinstance(partner, LimitsTurns) else None
+        self._must_return = partner.must_return if isinstance(partner, EndsWaits) else lambda: False
         self.device = self.rows.eos_V.device
         looks_are_cheap = self.device.type == "cpu" and not engine._stops.strings
         self.stride = 1 if looks_are_cheap else _STEPS_BETWEEN_LOOKS
@@ -410,7 +411,7 @@ class TransformersFlow:
                 self._cancel_requests()
             self._fill_free_rows()
             has_ended = self._end_turns(self._find_finished_rows())
-            if queue.finished_prompts or (until_needed and self.prompts_needed):
+            if queue.finished_prompts or (until_needed and self.prompts_needed) or self._must_return():
                 return True
             if has_ended:
                 continue  # a first token can be the last: fill again before computing

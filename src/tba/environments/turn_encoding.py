@@ -10,12 +10,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tba.assistant_turns import LATER_SLOT, AssistantTurn, assistant_turn, render_after_answer, tool_message
+from tba.assistant_turns import (
+    LATER_SLOT,
+    AnswerFrame,
+    AssistantTurn,
+    assistant_turn,
+    render_after_answer,
+    tool_message,
+)
 from tba.environments.episode import EpisodeFailed, Observation
 from tba.errors import UserError
 from tba.markup import THOUGHT, Markup, control_tokens, decode_tokens, encode_continuation, encode_markup, visible_text
 from tba.protocols import Tokenizer
-from tba.types import IntArray, Json, quote
+from tba.types import IntArray, Json, Message, quote
 
 
 class TurnEncoder:
@@ -51,19 +58,22 @@ class TurnEncoder:
         """
         is_from_tools = self._is_tool_message(observation)
         text = self._tool_messages(observation) if is_from_tools else self._user_message(observation)
-        end = (self._frames.tool_frame if is_from_tools else self._frames.user_frame).end
-        if not has_end or (self._frames.end_names_speaker and end is not None and end_token not in (None, end.token)):
-            end = None
+        frame = self._frames.tool_frame if is_from_tools else self._frames.user_frame
         try:
-            tokens = self._encode(text) if self._chat else encode_continuation(self._encode, text)
-            if end is not None and text.startswith(end.closing_text) and end.token in tokens:
-                # cut off here and not in the text, since some tokens take the blanks behind them
-                tokens = tokens[tokens.index(end.token) + 1 :]
-            return np.array(tokens, dtype=np.int32)
+            return self._tokens_behind_end(text, frame, has_end, end_token)
         except UserError as error:
             if observation.results:
                 raise EpisodeFailed(str(error)) from error
             raise
+
+    def following(self, messages: Sequence[Message], has_end: bool = True, end_token: int | None = None) -> IntArray:
+        """Returns the tokens between two turns for the messages between them: of the user, of tools, or others.
+        has_end, end_token: as in `observation`. Raises `UserError` where the template or the tokenizer cannot write
+        them.
+        """
+        text = render_after_answer(self._tokenizer, messages, self._tools)
+        frame = self._frames.tool_frame if messages[0]["role"] == "tool" else self._frames.user_frame
+        return self._tokens_behind_end(text, frame, has_end, end_token)
 
     def turn(self, text: str, following_observation: Observation | None = None) -> IntArray:
         """Returns the tokens of a turn that somebody else has written, before the observation that follows it; None: it
@@ -73,6 +83,17 @@ class TurnEncoder:
         if following_observation is not None and self._is_tool_message(following_observation):
             frame = self._frames.tool_frame
         return np.array(self._frames.tokens(text, self._encode, frame), dtype=np.int32)
+
+    def _tokens_behind_end(self, text: str, frame: AnswerFrame, has_end: bool, end_token: int | None) -> IntArray:
+        """Returns the tokens of what follows a turn, without the end that the turn already has."""
+        end = frame.end
+        if not has_end or (self._frames.end_names_speaker and end is not None and end_token not in (None, end.token)):
+            end = None
+        tokens = self._encode(text) if self._chat else encode_continuation(self._encode, text)
+        if end is not None and text.startswith(end.closing_text) and end.token in tokens:
+            # cut off here and not in the text, since some tokens take the blanks behind them
+            tokens = tokens[tokens.index(end.token) + 1 :]
+        return np.array(tokens, dtype=np.int32)
 
     def text(self, tokens: IntArray) -> str:
         """Returns tokens as text, without special ones but for the marks of thoughts and calls."""
