@@ -1,4 +1,4 @@
-"""`tba serve --run RUN`: answers the calls of agents elsewhere from a run in progress, which learns from their episodes.
+"""`tba serve --run RUN`: answers agents' calls from a run in progress, which learns from their episodes.
 
 It joins the run as `tba search` does. Agents call it as they call OpenAI's API; docs/agents.md has the whole of it.
 """
@@ -25,7 +25,6 @@ from tba.command.options import SearchOptions, ServeOptions
 from tba.command.search import add_searcher
 from tba.errors import DeadlineExceeded, UserError
 from tba.json_input import read_json
-from tba.protocols import HasChatTemplate
 from tba.recipe import Recipe
 from tba.rollout.searcher import OpenAnswer
 from tba.runtime.prompt_sets import prompt_set_of
@@ -78,9 +77,7 @@ class AgentService:
                 "the recipe estimates the values of an answer's steps (vine), which an agent's episode does not have: "
                 "serve a recipe without it"
             )
-        if not isinstance(recipe.model, HasChatTemplate) or not getattr(
-            recipe.model.tokenizer(), "chat_template", None
-        ):
+        if not getattr(recipe.model.tokenizer(), "chat_template", None):
             raise UserError(
                 "the model's tokenizer has no chat template, and agents send chats: take an instruction-tuned model"
             )
@@ -198,13 +195,10 @@ def _read_tokens(path: Path | None) -> dict[str, str]:
     """Returns the tokens by their owners' names: those of a file, or a new one."""
     if path is None:
         return {"agent": secrets.token_urlsafe(24)}
-    tokens: dict[str, str] = read_json(
-        path, 'give a JSON object such as {"alice": "a long random text"}', dict[str, str]
-    )
+    remedy = 'give a JSON object such as {"alice": "a long random text"}'
+    tokens: dict[str, str] = read_json(path, remedy, dict[str, str])
     if not tokens or any(len(token) < _SHORTEST_TOKEN for token in tokens.values()):
-        raise UserError(
-            f"--tokens {path} has no tokens, or one of less than {_SHORTEST_TOKEN} characters: make them long"
-        )
+        raise UserError(f"--tokens {path} has none, or one of less than {_SHORTEST_TOKEN} characters: {remedy}")
     return tokens
 
 
