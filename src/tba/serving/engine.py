@@ -208,7 +208,7 @@ class ServedFlow:
     _chosen_seats: dict[str, deque[Seat]] = field(default_factory=dict)  # by the prompt's key
     _seat_requests: deque[SeatRequest] = field(default_factory=deque)
     _unclaimed_choices: int = 0  # prompts that agents have chosen and that are not submitted yet
-    _completions: list[tuple[int, list[Completion]]] = field(default_factory=list)  # not handed out yet
+    _completions: dict[int, list[Completion]] = field(default_factory=dict)  # not handed out yet, by number
     _waiting: dict[int, SampleRequest] = field(default_factory=dict)  # by request: the call that it answers
     _parked: set[int] = field(default_factory=set)  # requests that wait for a call
     _returns_when_needed: bool = False
@@ -254,8 +254,7 @@ class ServedFlow:
                 self.flow.next(interrupted, until_needed=False)
             else:
                 self.mailbox.wait(POLL_SECONDS)
-        completions, self._completions = self._completions, []
-        return completions
+        return self._pop_completions()
 
     def cancel(self, request: int) -> None:
         """Ends one of the requests of the flow within."""
@@ -273,9 +272,14 @@ class ServedFlow:
         self._replies.clear()
         self._free_seats.clear()
         self._chosen_seats.clear()
-        completions, self._completions = self._completions, []
-        numbers, self.unfinished_prompts = list(self.unfinished_prompts), {}
-        return completions + [(number, []) for number in numbers]
+        for number in self.unfinished_prompts:
+            self._completions.setdefault(number, [])
+        self.unfinished_prompts = {}
+        return self._pop_completions()
+
+    def _pop_completions(self) -> list[tuple[int, list[Completion]]]:
+        completions, self._completions = self._completions, {}
+        return list(completions.items())
 
     # Requests of the server's thread
 
@@ -331,7 +335,7 @@ class ServedFlow:
         self.unfinished_prompts[number] -= 1
         if not self.unfinished_prompts[number]:
             del self.unfinished_prompts[number]
-        self._completions.append((number, completions))
+        self._completions.setdefault(number, []).extend(completions)
 
     def _begin_turn(self, item: SampleRequest) -> None:
         """Have an answer sampled: in the row that has read what is before it, or in a new one."""
