@@ -752,6 +752,7 @@ class Work:
     ranks: int  # processes of the trainer
     moments_on_host: bool = False  # of the optimizer
     averaged: bool = False  # weights, by the optimizer
+    parks: bool = False  # answers wait for replies, and others take their place
 
 
 class ScoringModel(Protocol):

@@ -202,7 +202,7 @@ class _OpenPrompt:
     """A prompt whose completions have not been handed out."""
 
     prompt: Prompt
-    completions: dict[int, Completion | None]  # the finished ones, by sample; None: it never began
+    completions: dict[int, Completion]  # the finished ones, by sample; without tokens: cancelled before it began
 
 
 class _Queue:
@@ -255,8 +255,8 @@ class _Queue:
         self.cancelled_requests.difference_update(passed_requests)
         self.next_request = passed_requests.stop
 
-    def finish(self, request: int, completion: Completion | None) -> None:
-        """Store the completion of a request; None: it has not begun."""
+    def finish(self, request: int, completion: Completion) -> None:
+        """Store the completion of a request."""
         number, sample = divmod(request, self.count)
         completions = self.prompts[number].completions
         completions[sample] = completion
@@ -270,7 +270,7 @@ class _Queue:
             numbers = list(dict.fromkeys([*numbers, *self.prompts]))
         completions_by_prompt = [(i, self.prompts.pop(i).completions) for i in numbers]
         samples = [(i, [completions[j] for j in sorted(completions)]) for i, completions in completions_by_prompt]
-        return [(i, [completion for completion in row if completion is not None]) for i, row in samples]
+        return [(i, [completion for completion in row if len(completion.tokens)]) for i, row in samples]
 
 
 @dataclass(frozen=True)
@@ -341,7 +341,7 @@ class TransformersFlow:
         self.request_R = np.full(slots, None, dtype=object)
         self.prompt_R = np.zeros(slots, dtype=np.int64)  # prompt tokens
         self.count_R = np.zeros(slots, dtype=np.int64)  # completion tokens so far
-        self.limit_R = np.zeros(slots, dtype=np.int64)  # completion tokens at most
+        self.limit_R = np.zeros(slots, dtype=np.int64)  # completion tokens at the end of the turn, at most
         self.parked_requests: dict[int, _Request] = {}
         self.requests_to_cancel: set[int] = set()
         self.dropped_copies = 0  # keys and values of parked requests for which `parked_gb` had no room
@@ -431,9 +431,8 @@ class TransformersFlow:
     def _cancel_requests(self) -> None:
         """End the requests that are to be cancelled, whatever their state."""
         numbers, self.requests_to_cancel = self.requests_to_cancel, set()
-        rows = [
-            row for row in range(self.extent) if row not in self.free_rows and self.request_R[row].number in numbers
-        ]
+        used_rows = [row for row in range(self.extent) if row not in self.free_rows]
+        rows = [row for row in used_rows if self.request_R[row].number in numbers]
         self._end_turns(np.array(rows, dtype=np.int64), interrupted=True)
         for number in sorted(numbers):
             if (request := self.parked_requests.pop(number, None)) is not None:
@@ -441,9 +440,7 @@ class TransformersFlow:
                 self._finish(request)
             elif self.queue.is_to_begin(number):
                 self.queue.cancelled_requests.add(number)
-                self.queue.finish(number, None)
-                if self.partner is not None:
-                    self.partner.ended(number, self._completion(self._request(number, self.engine.version)))
+                self._finish(self._request(number, self.engine.version))
 
     def _fill_free_rows(self) -> None:
         """Give free rows to the next requests; when no request is left, close the gaps."""
@@ -624,19 +621,12 @@ class TransformersFlow:
 
     def _finish(self, request: _Request, text: str | None = None) -> None:
         """Store the completion of a request that is at its end; text: None is that of all its tokens."""
-        completion = self._completion(request, text)
-        if self.partner is not None:
-            completion = self.partner.ended(request.number, completion)
-        self.queue.finish(request.number, completion)
-
-    def _completion(self, request: _Request, text: str | None = None) -> Completion:
-        """Returns what a request has been answered so far; text: as in `_finish`."""
         mask = None
         if request.observed_spans:
             mask = np.ones(len(request.token_ids), dtype=np.bool_)
             for begin, end in request.observed_spans:
                 mask[begin:end] = False
-        return Completion(
+        completion = Completion(
             np.array(request.token_ids, dtype=np.int32),
             self.engine._stops.text(request.token_ids) if text is None else text,
             request.stop_reason,
@@ -645,6 +635,9 @@ class TransformersFlow:
             request.log_behavior,
             mask,
         )
+        if self.partner is not None:
+            completion = self.partner.ended(request.number, completion)
+        self.queue.finish(request.number, completion)
 
     def _collect_replies(self) -> list[_Request]:
         """Collect what the partner has answered, and finish the requests that it ended. Returns the requests that go on
