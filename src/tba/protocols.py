@@ -338,7 +338,7 @@ class Partner(Protocol):
 
 
 @runtime_checkable
-class LimitsTurns(Protocol):
+class LimitsTurns(Partner, Protocol):
     """A partner that limits each turn. A turn that reaches a limit of its own is heard and can be replied to."""
 
     def turn_limits(self, request: int) -> TurnLimits:
@@ -347,7 +347,7 @@ class LimitsTurns(Protocol):
 
 
 @runtime_checkable
-class EndsWaits(Protocol):
+class EndsWaits(Partner, Protocol):
     """A partner that has work for the thread of its flow besides the flow's own."""
 
     def must_return(self) -> bool:

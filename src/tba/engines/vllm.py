@@ -40,7 +40,7 @@ from tba.fields import as_declared
 from tba.policy.loading import load_model, read_config, refuse_other_files
 from tba.policy.lora import is_adapter, merge_with_adapters
 from tba.pretrained import most_positions
-from tba.protocols import LimitsTurns, Partner, Tokenizer, Turn, TurnLimits
+from tba.protocols import EndsWaits, LimitsTurns, Partner, Tokenizer, Turn, TurnLimits
 from tba.streaming import TensorStream, bytes_of, shapes_of, write_tensors
 from tba.types import Completion, FloatArray, IntArray, Prompt, Sampling, StopReason, Version
 
@@ -351,6 +351,7 @@ class VllmFlow:
         self._finished_prompts: list[int] = []  # prompts that are to be handed out
         self._requests_to_cancel: set[int] = set()
         self._turn_limits = partner.turn_limits if isinstance(partner, LimitsTurns) else lambda request: TurnLimits()
+        self._must_return = partner.must_return if isinstance(partner, EndsWaits) else lambda: False
         self._steps = 0  # while answers grow; every few of them `interrupted` is called
 
     @property
@@ -399,7 +400,7 @@ class VllmFlow:
                 self.engine.begin_turn(answer, self.sampling, self._turn_limits(answer.request))
             self._steps = self._steps + 1 if self.engine.growing_count else 0
             self._end_turns(self.engine.grow() if self.engine.growing_count else [])
-            if until_needed and self.prompts_needed:
+            if (until_needed and self.prompts_needed) or self._must_return():
                 break
         numbers, self._finished_prompts = self._finished_prompts, []
         answers = [(i, self._open_answers.pop(i)) for i in numbers]
