@@ -135,7 +135,7 @@ def pack(batch: Batch, device: torch.device) -> Pack:
         for b in rows:
             tokens.append(batch.completion_BT[b, : length[b]])
             predictor = torch.arange(offset - 1, offset - 1 + length[b])
-            predictor[0] = prompt_end
+            predictor[:1] = prompt_end
             predictors.append(predictor)
             places.append(torch.arange(b * width, b * width + length[b]))
             offset += length[b]
