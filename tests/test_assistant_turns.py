@@ -23,6 +23,7 @@ from tba.chat_prompts import chat_markup, with_arguments
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.environments.engine import EpisodeEngine
 from tba.environments.episode import Episode, Observation
+from tba.environments.recorded import chat_writer
 from tba.environments.scripted import encode_parts, play_demonstration
 from tba.environments.task import EnvironmentTask
 from tba.environments.tools import calls_in
@@ -228,7 +229,16 @@ def test_an_imported_answer_and_a_demonstration_end_as_the_template_says(name: s
     family, made, right = FAMILIES[name], tokenizer(name, kind), rendered(name, kind)
     messages = conversation(family)[:-1]
     begins = right.turns[-1][0]
-    encoder = Encoder("account", made, TaskPrompts([]), TaskPrompts([]), True, max_prompt_tokens=10_000, max_tokens=200)
+    encoder = Encoder(
+        "account",
+        made,
+        TaskPrompts([]),
+        TaskPrompts([]),
+        True,
+        max_prompt_tokens=10_000,
+        max_tokens=200,
+        turn_writer=chat_writer(made),
+    )
     for response in (ANSWER, f"{ANSWER}{family.end}\n"):  # a log may spell the end out
         found = encoder.encode(ImportedAnswer(tuple(messages), response, tools=PROBLEM.tools))
         assert isinstance(found, EncodedAnswer), found
@@ -253,7 +263,16 @@ def test_an_imported_answer_that_calls_a_tool_is_what_the_template_writes(name: 
     }
     answer = parse_answer(line)
     assert isinstance(answer, ImportedAnswer), answer
-    encoder = Encoder("account", made, TaskPrompts([]), TaskPrompts([]), True, max_prompt_tokens=10_000, max_tokens=200)
+    encoder = Encoder(
+        "account",
+        made,
+        TaskPrompts([]),
+        TaskPrompts([]),
+        True,
+        max_prompt_tokens=10_000,
+        max_tokens=200,
+        turn_writer=chat_writer(made),
+    )
     found = encoder.encode(answer)
     if not family.calls:
         assert isinstance(found, Refusal)
@@ -286,7 +305,16 @@ def test_a_thought_is_written_once_whether_the_prompt_or_the_answer_begins_it(
 ) -> None:
     made = with_arguments(copy(tokenizer("qwen3", "chat")), (argument,) if argument else ())
     messages = ({"role": "user", "content": "Pay."},)
-    encoder = Encoder("account", made, TaskPrompts([]), TaskPrompts([]), True, max_prompt_tokens=99, max_tokens=99)
+    encoder = Encoder(
+        "account",
+        made,
+        TaskPrompts([]),
+        TaskPrompts([]),
+        True,
+        max_prompt_tokens=99,
+        max_tokens=99,
+        turn_writer=chat_writer(made),
+    )
     found = encoder.encode(ImportedAnswer(messages, answer))
     assert isinstance(found, EncodedAnswer), found
     assert made.decode(found.completion.tokens) == written + "<|im_end|>"
@@ -391,7 +419,16 @@ def test_in_an_assistants_turn_marks_of_thoughts_and_calls_are_tokens_and_those_
     ]
     answer = f"a{''.join(marks)}b{family.end}\n<|im_start|>assistant\n42{family.end}c"
     asked = ({"role": "user", "content": "Pay."},)
-    encoder = Encoder("account", made, TaskPrompts([]), TaskPrompts([]), True, max_prompt_tokens=10_000, max_tokens=400)
+    encoder = Encoder(
+        "account",
+        made,
+        TaskPrompts([]),
+        TaskPrompts([]),
+        True,
+        max_prompt_tokens=10_000,
+        max_tokens=400,
+        turn_writer=chat_writer(made),
+    )
     found = encoder.encode(ImportedAnswer(asked, answer))
     assert isinstance(found, EncodedAnswer), found
     body = found.completion.tokens[:-1].tolist()

@@ -205,11 +205,13 @@ def tool_message(name: str, content: str, call: str = "") -> dict[str, str]:
     return {"role": "tool", "name": name, "content": content, "tool_call_id": call or CALL_ID}
 
 
-def render_after_answer(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Json] = ()) -> Markup:
+def render_after_answer(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Json] = (), complete: bool = False
+) -> Markup:
     """Returns what the template writes behind an answer (its end included) for the messages that follow it. Raises
-    `UserError` where the template cannot write them.
+    `UserError` where the template cannot write them. complete: as in `chat_markup`.
     """
-    text = chat_markup(tokenizer, [_USER_MESSAGE, _ANSWER_MESSAGE, *messages], tools, complete=False)
+    text = chat_markup(tokenizer, [_USER_MESSAGE, _ANSWER_MESSAGE, *messages], tools, complete=complete)
     return Markup(text.partition(ANSWER_SLOT)[2])
 
 

@@ -7,7 +7,6 @@ Whatever a server of chat completions might silently ignore is refused, or count
 from __future__ import annotations
 
 import json
-import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -168,11 +167,6 @@ class AnswerMessage:
         return cls(_text_before_calls(content), thought, tuple(map(_write_call, calls)))
 
     @property
-    def tool_names(self) -> dict[str, str]:
-        """Returns the names of the tools that it calls, by the calls' ids."""
-        return {call["id"]: call["function"]["name"] for call in self.calls}
-
-    @property
     def message(self) -> Json:
         """Returns the message of a response."""
         message: dict[str, Json] = {"role": "assistant", "content": self.content or (None if self.calls else "")}
@@ -207,15 +201,10 @@ def _text_before_calls(content: str) -> str:
 def _write_call(call: Call) -> Json:
     arguments = call.arguments if isinstance(call.arguments, dict) else {}
     return {
-        "id": call.id or f"call_{secrets.token_hex(8)}",  # as `is_generated_id` reads it
+        "id": call.id or f"call_{secrets.token_hex(8)}",
         "type": "function",
         "function": {"name": call.name, "arguments": json.dumps(arguments, ensure_ascii=False)},
     }
-
-
-def is_generated_id(id_: str) -> bool:
-    """Returns whether the id of a call is one that this server made, because the policy gave it none."""
-    return re.fullmatch(r"call_[0-9a-f]{16}", id_) is not None
 
 
 @dataclass(frozen=True)

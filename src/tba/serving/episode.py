@@ -12,27 +12,24 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from tba.chat_prompts import chat_markup, prompt_tokens
-from tba.environments.episode import EpisodeFailed, Observation
-from tba.environments.turn_encoding import TurnEncoder
+from tba.environments.episode import EpisodeFailed
+from tba.environments.recorded import EpisodeWriter, chat_writer
 from tba.errors import UserError
 from tba.serving.chat import (
     AnswerMessage,
     ChatRequest,
     MessageKey,
     RequestRefused,
-    is_generated_id,
     message_key,
 )
 from tba.types import BoolArray, Completion, FloatArray, IntArray, Json, Message, Prompt, StopReason, Version
-
-_ENCODERS = 16  # sets of tools whose encoders are kept
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ class ConversationEncoder:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._turn_encoders: dict[str, TurnEncoder] = {}
+        self._writers = chat_writer(tokenizer)
 
     def whole(self, messages: Sequence[Message], tools: Sequence[Json]) -> IntArray:
         """Returns the tokens [P] of a chat up to where the answer begins. Raises `RequestRefused`."""
@@ -63,28 +60,18 @@ class ConversationEncoder:
             raise RequestRefused(400, f"the model's chat template cannot write these messages: {error}") from error
         return np.array(tokens, dtype=np.int32)
 
-    def following(self, call: Call, messages: Sequence[Message], tools: Sequence[Json]) -> IntArray:
-        """Returns the tokens between the answer of a call and the next one, for the messages between them. Raises
+    def following(self, answer: SampledAnswer, messages: Sequence[Message], tools: Sequence[Json]) -> IntArray:
+        """Returns the tokens between an answer and the next one, for the messages between them. Raises
         `RequestRefused`.
         """
-        assert call.answer is not None
-        has_end, end_token = call.answer.stop_reason is StopReason.EOS, int(call.answer.tokens[-1])
-        encoder = self.turn_encoder(tools)
         try:
-            if all(message["role"] == "tool" for message in messages):
-                return encoder.observation(_observation(call.tool_names, messages), has_end, end_token)
-            return encoder.following(messages, has_end, end_token)
+            return self.writer(tools).reply(answer.tokens.tolist(), messages)
         except (UserError, EpisodeFailed) as error:
             raise RequestRefused(400, f"the model's chat template cannot write these messages: {error}") from error
 
-    def turn_encoder(self, tools: Sequence[Json]) -> TurnEncoder:
-        """Returns the encoder of turns that may call these tools."""
-        name = json.dumps(tools, sort_keys=True)
-        if name not in self._turn_encoders:
-            while len(self._turn_encoders) >= _ENCODERS:
-                del self._turn_encoders[next(iter(self._turn_encoders))]
-            self._turn_encoders[name] = TurnEncoder(self._tokenizer, chat=True, tools=tuple(tools))
-        return self._turn_encoders[name]
+    def writer(self, tools: Sequence[Json]) -> EpisodeWriter:
+        """Returns what writes the messages of conversations in which these tools may be called."""
+        return self._writers(True, tuple(tools))
 
 
 @dataclass(eq=False)
@@ -97,7 +84,6 @@ class Call:
     tools: str
     reserved: int = 0  # tokens that its answer may have
     answer: SampledAnswer | None = None  # None: it is being sampled
-    tool_names: dict[str, str] = field(default_factory=dict)  # of the calls of tools in its answer, by their ids
     is_delivered: bool = False  # its answer reached the agent
     children: list[Call] = field(default_factory=list)
 
@@ -137,7 +123,8 @@ class ConversationTree:
         if parent is None:
             read = self.encoder.whole(request.messages, request.tools)
         else:
-            read = self.encoder.following(parent, request.messages[length:], request.tools)
+            assert parent.answer is not None
+            read = self.encoder.following(parent.answer, request.messages[length:], request.tools)
         call = Call(parent, read, keys, tools)
         room = self.max_tokens - self.length_with(call)
         if room < 1:
@@ -156,7 +143,7 @@ class ConversationTree:
 
     def answer_call(self, call: Call, answer: SampledAnswer, message: AnswerMessage) -> None:
         """Record the answer of a call, and the message that the agent gets for it."""
-        call.answer, call.tool_names = answer, message.tool_names
+        call.answer = answer
         self._by_messages.setdefault((call.tools, *call.messages, message.key), []).append(call)
 
     def drop_call(self, call: Call) -> None:
@@ -263,17 +250,6 @@ class ConversationTree:
     def _reads_prompt(self, chain: Sequence[Call]) -> bool:
         """Returns whether a chain begins right behind the prompt."""
         return chain[0].parent is None and np.array_equal(chain[0].read, self.prompt.tokens)
-
-
-def _observation(tool_names: Mapping[str, str], messages: Sequence[Message]) -> Observation:
-    """Returns the observation that the results of tools make."""
-    ids = [str(message.get("tool_call_id") or "") for message in messages]
-    names = [
-        tool_names.get(id_) or str(message.get("name") or "tool") for id_, message in zip(ids, messages, strict=True)
-    ]
-    results = tuple(zip(names, (message["content"] for message in messages), strict=True))
-    text = "\n".join(content for _, content in results)
-    return Observation(text, results, () if any(map(is_generated_id, ids)) else tuple(ids) if any(ids) else ())
 
 
 def _with_ancestors(call: Call | None) -> Iterator[Call]:

@@ -248,7 +248,7 @@ class EpisodeServer:
             raise
         finally:
             del episode.samples[call]
-        text = self._encoder.turn_encoder(request.tools).turn_text(answer.tokens.tolist(), answer.text)
+        text = self._encoder.writer(request.tools).encoder.turn_text(answer.tokens.tolist(), answer.text)
         message = AnswerMessage.of(text, bool(request.tools))
         episode.tree.answer_call(call, answer, message)
         if len(request.messages) >= len(episode.messages):
