@@ -23,14 +23,18 @@ from rich.console import Console
 
 from tba.command.options import SearchOptions, ServeOptions
 from tba.command.search import add_searcher
+from tba.environments.recorded import EpisodeReplays
 from tba.errors import DeadlineExceeded, UserError
 from tba.json_input import read_json
+from tba.protocols import Acted
 from tba.recipe import Recipe
 from tba.rollout.searcher import OpenAnswer
+from tba.runtime.engines import turn_encoder_of, worlds_of
 from tba.runtime.prompt_sets import prompt_set_of
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.searcher_loop import LONGEST_HELD_BACK, SearcherLoop
 from tba.serving.engine import AgentCalls, Mailbox
+from tba.serving.judging import EpisodeJudge
 
 _START_SECONDS = 60.0  # that the HTTP server may take to start and to end
 _GATE_SECONDS = 0.25  # between two looks whether the run wants another episode
@@ -52,6 +56,7 @@ class AgentService:
     agent_calls: AgentCalls = field(init=False)
     _tokens: dict[str, str] = field(init=False)
     _listeners: list[Any] = field(default_factory=list)
+    _judge: EpisodeJudge | None = None
 
     def __post_init__(self) -> None:
         _require_server()
@@ -71,7 +76,9 @@ class AgentService:
             listener(answer)
 
     def check(self, recipe: Recipe) -> None:
-        """Raises `UserError` where agents cannot answer the recipe's prompts."""
+        """Raises `UserError` where agents cannot answer the recipe's prompts. Environments are made ready here, before
+        there is a model whose memory their processes would share.
+        """
         if recipe.vine is not None:
             raise UserError(
                 "the recipe estimates the values of an answer's steps (vine), which an agent's episode does not have: "
@@ -81,6 +88,9 @@ class AgentService:
             raise UserError(
                 "the model's tokenizer has no chat template, and agents send chats: take an instruction-tuned model"
             )
+        if isinstance(recipe.task, Acted):
+            turn_encoder = turn_encoder_of(recipe.task, recipe.model.tokenizer())
+            self._judge = EpisodeJudge(EpisodeReplays(worlds_of(recipe.task, inline=False), turn_encoder))
 
     @contextmanager
     def open_for(self, loop: SearcherLoop, run: RunDirectory, console: Console) -> Iterator[None]:
@@ -109,6 +119,7 @@ class AgentService:
             prompts=prompt_set_of(recipe, model, "train").prompts,
             limits=limits,
             weights=lambda: str(loop.searcher.engine.version),
+            judge=self._judge,
         )
         names = {"localhost", "127.0.0.1", "::1", options.host, host, *filter(None, options.names.split(","))}
         access = AccessRules(self._tokens, frozenset(name.strip().lower() for name in names), url)
@@ -136,6 +147,8 @@ class AgentService:
         finally:
             facts.unlink(missing_ok=True)
             server.close()
+            if self._judge is not None:
+                self._judge.close()
             http.should_exit = True
             with suppress(DeadlineExceeded):
                 _wait_until(lambda: not thread.is_alive(), "the HTTP server to end")

@@ -24,6 +24,7 @@ from tba.protocols import ShowsFields, Task, TurnLimits
 from tba.rollout.searcher import OpenAnswer
 from tba.serving.chat import POLICY, AnswerMessage, ChatAnswer, ChatRequest, RequestRefused
 from tba.serving.engine import ENDED, EndedEpisode, Mailbox, NoMoreEpisodes, SampleRequest, Seat, SeatRequest
+from tba.serving.judging import EpisodeJudge
 from tba.serving.episode import Call, ConversationEncoder, ConversationTree, SampledAnswer
 from tba.types import Completion, EpisodeRecord, Json, Prompt
 from tba.user_code import problems_of
@@ -77,8 +78,12 @@ class EpisodeServer:
         prompts: Sequence[Prompt],
         limits: ServingLimits,
         weights: Callable[[], str],
+        judge: EpisodeJudge | None = None,
     ) -> None:
-        """prompts: the task's, for training. weights: returns the version that answers now."""
+        """prompts: the task's, for training. weights: returns the version that answers now. judge: where environments
+        judge episodes.
+        """
+        self._judge = judge
         self.mailbox, self.limits, self.weights = mailbox, limits, weights
         self.tools = problems_of(task, "train")[0].tools  # one set for all problems of a task
         self.shown_fields = task.shown_fields if isinstance(task, ShowsFields) else ()
@@ -150,13 +155,16 @@ class EpisodeServer:
             self._close(episode, None)
             return {"reward": None, "parts": {}, "on_disk": False, "reason": "none of its calls was answered"}
         record = EpisodeRecord(episode.messages, artifact, self._provenance(episode, claimed_reward))
-        completion = replace(completion, episode=record)
+        completion, refusal = replace(completion, episode=record), ""
+        if self._judge is not None:
+            completion, refusal = await self._judge.judge(episode.seat.prompt, completion)
         reward: asyncio.Future[Json] = asyncio.get_running_loop().create_future()
         self._rewards[id(completion)] = completion, reward
         self._close(episode, completion)
         try:
             async with asyncio.timeout(self.limits.reward_seconds):
-                return await reward
+                result: Json = await reward
+                return {**result, "reason": refusal} if refusal else result
         except TimeoutError:
             raise RequestRefused(
                 504, f"the reward was not there within {self.limits.reward_seconds:g} s; the answer is not lost"
