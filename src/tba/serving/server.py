@@ -24,8 +24,8 @@ from tba.protocols import ShowsFields, Task, TurnLimits
 from tba.rollout.searcher import OpenAnswer
 from tba.serving.chat import POLICY, AnswerMessage, ChatAnswer, ChatRequest, RequestRefused
 from tba.serving.engine import ENDED, EndedEpisode, Mailbox, NoMoreEpisodes, SampleRequest, Seat, SeatRequest
-from tba.serving.judging import EpisodeJudge
 from tba.serving.episode import Call, ConversationEncoder, ConversationTree, SampledAnswer
+from tba.serving.judging import EpisodeJudge
 from tba.types import Completion, EpisodeRecord, Json, Prompt
 from tba.user_code import problems_of
 
