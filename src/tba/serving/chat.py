@@ -7,6 +7,7 @@ Whatever a server of chat completions might silently ignore is refused, or count
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +36,10 @@ _UNSUPPORTED = {  # fields that would change what an answer is, each with the va
 }
 _OVERRIDES = ("temperature", "top_p", "seed", "frequency_penalty", "presence_penalty", "top_k", "min_p")
 _MAX_STOPS = 16
+_REPEATED_CODE = re.compile(  # that smolagents has found in an answer, and writes behind it as a call
+    r"\nCalling tools:\n\[\{'id': 'call_\d+', 'type': 'function', "
+    r"'function': \{'name': 'python_interpreter', 'arguments': (?:'[^\n]*'|\"[^\n]*\")\}\}\]\Z"
+)
 _FINISH_REASONS = {StopReason.LENGTH: "length"}  # others: stop
 
 
@@ -135,11 +140,18 @@ def _parse_stop_strings(value: Json) -> tuple[str, ...]:
 
 
 def message_key(message: Message) -> MessageKey:
-    """Returns what identifies a message: its role, its text without blanks around it, and its calls with the arguments
-    parsed. Two messages that a client writes differently and means alike have one key. Thoughts have no part in it.
+    """Returns what identifies a message: its role, its text without blanks around it, its calls with the arguments
+    parsed, and whose call a result answers or which user speaks. Two messages that a client writes differently and
+    means alike have one key. Thoughts have no part in it, and neither has code that smolagents repeats.
+
+    The key is empty for an answer without a text and calls, which many clients do not send back.
     """
-    calls = tuple(_call_key(call) for call in message.get("tool_calls") or ())
-    return message["role"], message["content"].strip(), calls, message.get("tool_call_id") or ""
+    role, text = message["role"], message["content"].strip()
+    if role == "assistant":
+        text = _split_thought(_REPEATED_CODE.sub("", text))[1].strip()
+        calls = tuple(_call_key(call) for call in message.get("tool_calls") or ())
+        return (role, text, calls) if text or calls else ()
+    return role, text, message.get("tool_call_id" if role == "tool" else "name") or ""
 
 
 def _call_key(call: Json) -> MessageKey:
@@ -173,11 +185,26 @@ class AnswerMessage:
         message |= {"reasoning_content": self.thought} if self.thought else {}
         return message | ({"tool_calls": list(self.calls)} if self.calls else {})
 
-    @property
-    def key(self) -> MessageKey:
-        """Returns the key of the message when its client sends it back."""
-        (message,) = _parse_messages([self.message])
-        return message_key(message)
+    def message_keys(self, stop_string: str = "") -> list[MessageKey]:
+        """Returns the keys that the message may have when its client sends it back: as it was sent, with the stop
+        string that ended it (smolagents completes its code so), and with its calls as a text (smolagents' way).
+        """
+        messages = [self.message]
+        if stop_string and not self.calls:
+            messages.append({"role": "assistant", "content": self.content + stop_string})
+        if self.calls:
+            messages.append({"role": "assistant", "content": self._text_of_calls()})
+        return [message_key(message) for message in _parse_messages(messages)]
+
+    def _text_of_calls(self) -> str:
+        """Returns the message as smolagents sends it back: the text, and behind it the calls as Python writes them, in
+        the order of their ids.
+        """
+        calls = [
+            {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
+            for call in sorted(self.calls, key=lambda call: call["id"])
+        ]
+        return "\n".join(filter(None, (self.content, f"Calling tools:\n{calls}")))
 
 
 def _split_thought(text: str) -> tuple[str, str]:
