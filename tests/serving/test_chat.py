@@ -123,7 +123,8 @@ def test_calls_have_ids_of_their_own_and_none_without_tools() -> None:
     assert len({written["id"] for written in answer.calls}) == 2
     assert answer.content == "Two."
     assert AnswerMessage.of(CALL, False).calls == ()
-    assert AnswerMessage.of("<tool_call>nonsense</tool_call>", True).content == "<tool_call>nonsense</tool_call>"
+    broken_call = '<tool_call>{"name": 3</tool_call>'
+    assert AnswerMessage.of(broken_call, True) == AnswerMessage(broken_call)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +248,7 @@ def test_results_and_users_are_told_apart() -> None:
 
 @pytest.mark.parametrize("text", ["", "  ", "<think>Hm.</think>", "<think>cut off"])
 def test_an_answer_without_text_and_calls_has_an_empty_key(text: str) -> None:
-    assert AnswerMessage.of(text, True).keys() == [()]
+    assert AnswerMessage.of(text, True).message_keys() == [()]
     assert message_key({"role": "user", "content": ""})
 
 
