@@ -119,13 +119,7 @@ class ClusterSettings:
 
 
 _POSITIVE = ("idle_deadline", "silence_deadline", "reward_deadline", "grading_lag")
-_MINIMA = {
-    "restarts": 0,
-    "inline_rounds_per_sync": 1,
-    "threads": 1,
-    "checkpoints": 1,
-    "checkpoint_every": 0,
-}
+_MINIMA = {"restarts": 0, "inline_rounds_per_sync": 1, "threads": 1, "checkpoints": 1, "checkpoint_every": 0}
 
 
 @dataclass(frozen=True)

@@ -117,10 +117,7 @@ def _print_difference(console: Console, earlier_scores: Scores, assessment: Asse
             )
         d = paired_difference(earlier_values, values)
         change, low, high = (hundredfold(share, sign=True) for share in (d.estimate, d.low, d.high))
-        console.print(
-            f"{metric:16} {change} points against {path} [{low}, {high}], paired by problem",
-            highlight=False,
-        )
+        console.print(f"{metric:16} {change} points against {path} [{low}, {high}], paired by problem", highlight=False)
 
 
 class _Progress:

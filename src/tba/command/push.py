@@ -103,9 +103,7 @@ def _fill(folder: Path, run: RunDirectory, source: Checkpoint, repo: str, option
     text = card_text(repo, record, source.version, facts, base, hides_text, file_names)
     (folder / "README.md").write_text(text, encoding="utf-8", errors="replace")
     if base.hub is None and model.get("path"):
-        view.say(
-            "note: the base's name on the Hub is not known, so the card does not link it: give --base OWNER/NAME",
-        )
+        view.say("note: the base's name on the Hub is not known, so the card does not link it: give --base OWNER/NAME")
     if base.licence is None:
         view.say("note: the base's licence is not known, so the card states none: give --licence")
 

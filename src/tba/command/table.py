@@ -216,10 +216,7 @@ _TABLE = (
     ),
     Command("recipes", "", "list the recipes", "recipe_names.list_recipes"),
     Command(
-        "example",
-        "[NAME]",
-        "list the examples, or write one to the present folder",
-        "command.examples.write_example",
+        "example", "[NAME]", "list the examples, or write one to the present folder", "command.examples.write_example"
     ),
     Command(
         "show",

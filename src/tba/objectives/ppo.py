@@ -77,10 +77,7 @@ class Ppo:
         policy_loss = average(terms_BT, mask_BT, self.per)
         value_loss = average(self._square(error_BT), mask_BT, self.per)
 
-        columns |= {
-            "value": token_mean(value_BT, mask_BT),
-            "value_error": token_mean(error_BT.square(), mask_BT),
-        }
+        columns |= {"value": token_mean(value_BT, mask_BT), "value_error": token_mean(error_BT.square(), mask_BT)}
         return policy_loss + self.value_weight * value_loss, row_means(**columns) | {"beta": beta}
 
     def _square(self, error_BT: Tensor) -> Tensor:

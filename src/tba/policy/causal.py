@@ -262,10 +262,7 @@ class CausalPolicy:
                 local_part(tensor).copy_(weights[name][rows])  # kept by no name while the next one is made
 
     def save(
-        self,
-        path: Path,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        weights: Mapping[str, Tensor] | None = None,
+        self, path: Path, tokenizer: PreTrainedTokenizerBase | None = None, weights: Mapping[str, Tensor] | None = None
     ) -> None:
         """Write the Hugging Face layout: configuration, safetensors and the tokenizer, under a temporary name that is
         then replaced.

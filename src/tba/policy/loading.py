@@ -57,11 +57,7 @@ _TRANSFORMERS_LOADS = threading.RLock()  # transformers patches its classes whil
 
 
 def load_model(
-    path: str | Path,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    seed: int | None = None,
-    four_bit: bool = False,
+    path: str | Path, device: torch.device | str, dtype: torch.dtype, seed: int | None = None, four_bit: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads a causal language model and its tokenizer from a local folder or a Hub name, in evaluation mode.
 

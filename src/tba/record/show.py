@@ -179,9 +179,7 @@ def ledger_table(summary: Summary) -> RenderableType:
     table = table_of("", "tokens", "trajectories")
     for name in TERMS:
         table.add_row(
-            name.replace("_", " "),
-            f"{getattr(summary.tokens, name):,}",
-            f"{getattr(summary.trajectories, name):,}",
+            name.replace("_", " "), f"{getattr(summary.tokens, name):,}", f"{getattr(summary.trajectories, name):,}"
         )
     table.add_row("closes", _closes(summary.tokens), _closes(summary.trajectories))
     return table

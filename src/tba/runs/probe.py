@@ -219,10 +219,7 @@ class SearcherProbe:
 
 
 def sample_answers(
-    recipe: Recipe,
-    seed: int,
-    say: _Say = lambda line: None,
-    isolate: Callable[[], GradingProcess] | None = None,
+    recipe: Recipe, seed: int, say: _Say = lambda line: None, isolate: Callable[[], GradingProcess] | None = None
 ) -> SampledRounds:
     """Sample and grade answers; returns figures on rewards and lengths, and the seconds of each stage and of grading.
 
@@ -409,11 +406,7 @@ def _is_timed_enough(seconds: list[float], at_least: float, recipe: Recipe) -> b
 
 
 def time_steps(
-    recipe: Recipe,
-    at_least: float,
-    answers: list[_Answers],
-    say: _Say = lambda line: None,
-    length: float | None = None,
+    recipe: Recipe, at_least: float, answers: list[_Answers], say: _Say = lambda line: None, length: float | None = None
 ) -> StepTimes:
     """Time steps on a searcher's answers, and measure how far the first of them take the policy from these.
 

@@ -87,11 +87,7 @@ class WeightDirectory:
     """
 
     def __init__(
-        self,
-        path: Path,
-        keep: int = 2,
-        settings: PublishSettings | None = None,
-        dtype: torch.dtype | None = None,
+        self, path: Path, keep: int = 2, settings: PublishSettings | None = None, dtype: torch.dtype | None = None
     ) -> None:
         if keep < 1:
             raise UserError(f"{keep} versions of the weights are to be kept, but searchers need the newest; give 1")

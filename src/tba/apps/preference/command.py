@@ -145,11 +145,7 @@ def _readable(texts: _Texts[S], pairs: Sequence[PreferencePair], indices: Sequen
 def relabel(pairs: Sequence[PreferencePair], options: RewardModelOptions, console: Console) -> list[PreferencePair]:
     """Returns the pairs in the order of another model's scores; pairs with equal scores or unreadable are left out."""
     scorer = load_scorer(
-        str(options.label_with),
-        options.max_tokens,
-        options.keep,
-        options.device,
-        options.train.max_tokens_per_pass,
+        str(options.label_with), options.max_tokens, options.keep, options.device, options.train.max_tokens_per_pass
     )
     scores = scorer.judge([(pair.prompt, answer) for pair in pairs for answer in (pair.chosen, pair.rejected)])
     new_pairs, agreements, read_count = [], 0, 0
@@ -206,11 +202,7 @@ class _Texts(Generic[S]):
 
 
 def _fit(
-    model: Scorable[S],
-    texts: _Texts[S],
-    pairs: Sequence[PreferencePair],
-    options: RewardModelOptions,
-    console: Console,
+    model: Scorable[S], texts: _Texts[S], pairs: Sequence[PreferencePair], options: RewardModelOptions, console: Console
 ) -> None:
     usable_pairs = texts.pairs(pairs)
     if not usable_pairs:

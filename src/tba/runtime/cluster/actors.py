@@ -220,13 +220,7 @@ def _search(
     run_searcher(
         recipe,
         lambda: searcher_loop_at(
-            recipe,
-            lambda: connect_via(contact, contact.worker, place),
-            index,
-            attempt,
-            stop,
-            background=True,
-            run=run,
+            recipe, lambda: connect_via(contact, contact.worker, place), index, attempt, stop, background=True, run=run
         ),
         stop,
     )
