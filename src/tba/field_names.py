@@ -41,8 +41,7 @@ def of_recipe(name: str) -> Names:
         name = str(json.loads((Path(name) / "recipe.json").read_bytes())["recipe"])
     if VARIANT_MARK in name:
         return of_any_recipe()
-    path = Path(name) if name.endswith(".py") else _PACKAGE / "recipes" / f"{name}.py"
-    return _names_in(path, "recipe")
+    return _names_in(Path(name) if name.endswith(".py") else _PACKAGE / "recipes" / f"{name}.py", "recipe")
 
 
 def of_any_recipe() -> Names:

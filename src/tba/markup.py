@@ -431,5 +431,4 @@ def decode_tokens(tokenizer: Any, tokens: Sequence[int]) -> str:
 
 def _alternatives(texts: Iterable[str]) -> re.Pattern[str]:
     """Returns the pattern that finds the longest of some texts."""
-    longest_first = sorted(texts, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")

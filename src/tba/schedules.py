@@ -226,8 +226,7 @@ def _updates_before(step: int) -> int:
 
 def warmup_share(step: int, warmup: int) -> float:
     """Returns the share of the peak at update number `step`, after a linear rise over `warmup` updates."""
-    update = _updates_before(step) + 1
-    return min(update / warmup, 1.0) if warmup else 1.0
+    return min((_updates_before(step) + 1) / warmup, 1.0) if warmup else 1.0
 
 
 def _progress(step: int, decay_start: int, decay: int) -> float:

@@ -239,8 +239,7 @@ def _document_rows(path: Path, max_row_bytes: int) -> list[Values | Refusal] | N
                 return None
             if is_object and isinstance(_parse_object(line), dict) and file.read(_BATCH_ROWS).strip():
                 return None
-            text = line + file.read(MAX_DOCUMENT_BYTES)
-            document = json.loads(text.decode())
+            document = json.loads((line + file.read(MAX_DOCUMENT_BYTES)).decode())
         except (OSError, EOFError, zlib.error, ValueError, RecursionError):
             return None  # `_line_rows` reports the error
     if isinstance(document, dict):

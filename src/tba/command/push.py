@@ -99,8 +99,7 @@ def _fill(folder: Path, run: RunDirectory, source: Checkpoint, repo: str, option
     for file in [file for file in licences if file.is_file()][:1]:
         shutil.copyfile(file, folder / "LICENSE")
     hides_text = setting(resolved, "record", "hide_text") is True
-    file_names = {file.name for file in folder.iterdir()}
-    text = card_text(repo, record, source.version, facts, base, hides_text, file_names)
+    text = card_text(repo, record, source.version, facts, base, hides_text, {file.name for file in folder.iterdir()})
     (folder / "README.md").write_text(text, encoding="utf-8", errors="replace")
     if base.hub is None and model.get("path"):
         view.say("note: the base's name on the Hub is not known, so the card does not link it: give --base OWNER/NAME")

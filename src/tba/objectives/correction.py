@@ -110,8 +110,7 @@ class Correction:
             terms_BT = log_shift_BT.clamp(max=math.log(self.cap)).exp() * terms_BT * weight_BT
         elif self.form == "mask":
             cut_BT = log_rho_BT.abs() > math.log(self.cap)
-            masked_ratio_BT = log_rho_BT.detach().masked_fill(cut_BT, -math.inf).exp()
-            terms_BT = -masked_ratio_BT * advantage_B1 * log_policy_BT
+            terms_BT = -log_rho_BT.detach().masked_fill(cut_BT, -math.inf).exp() * advantage_B1 * log_policy_BT
         else:
             bounded_BT, cut_BT = log_rho_BT.clamp(max=math.log(self.cap)), log_rho_BT > math.log(self.cap)
             if self.form == "truncate":

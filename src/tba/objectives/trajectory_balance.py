@@ -158,8 +158,7 @@ class TrajectoryBalance:
         spread_B = group_mean((log_rho_B - group_mean(log_rho_B, *rows)).square(), *rows).sqrt()
         log_rho_B = log_rho_B * (SPREAD / spread_B.clamp(min=SPREAD))
         if self.off_policy == "tapered":
-            better_B = gap_B > group_mean(gap_B, *rows)
-            log_weight_B = log_rho_B.clamp(max=0).where(~better_B, 0.0)
+            log_weight_B = log_rho_B.clamp(max=0).where(~(gap_B > group_mean(gap_B, *rows)), 0.0)
         else:
             log_weight_B = log_rho_B.clamp(max=math.log(CAP))
         if self.log_z == "learned":

@@ -207,8 +207,7 @@ class Replay:
             except LostRow as error:
                 self.buffer.lose(error.row)
                 continue
-            trajectories = [t for group in groups for t in group.trajectories]
-            self.buffer.use(trajectories)
+            self.buffer.use([t for group in groups for t in group.trajectories])
             self._batch_count, self._newest_batch = self._batch_count + 1, groups
             return groups
         return reason

@@ -264,8 +264,7 @@ class RecencyRewardSelector:
 
     def _next_numbers(self, store: Buffer, prompt: str, size: int, counts: Counter[int]) -> list[int]:
         """Returns the numbers of a prompt's next `size` rows, first those that the batch does not have yet."""
-        numbers = store.newest(prompt, size + len(counts), self._newest_arrivals)
-        return _rarest_first(numbers, counts)[:size]
+        return _rarest_first(store.newest(prompt, size + len(counts), self._newest_arrivals), counts)[:size]
 
     def _count_group(self, store: Buffer, group: Group, size: int, is_recent: bool, is_repeated: bool) -> None:
         self.counts["recent" if is_recent else "reward"] += 1

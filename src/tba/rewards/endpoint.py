@@ -358,9 +358,8 @@ class EndpointClient:
 
     def _refusal(self, code: int, reason: str) -> str:
         settings, url = self.settings, self.settings.name_of("url")
-        token = f"put the token into the environment variable {settings.token_variable}"
         remedy = {
-            **dict.fromkeys((401, 403), token),
+            **dict.fromkeys((401, 403), f"put the token into the environment variable {settings.token_variable}"),
             **dict.fromkeys((301, 302, 303, 307, 308), f"it redirects: give {url} its final address"),
             404: f"check {url} and {settings.name_of('model')}",
         }.get(code, f"check the settings of the {settings.label}")

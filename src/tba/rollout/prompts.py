@@ -103,12 +103,11 @@ def encode(
         if not tokens or not text:
             raise UserError(f"a prompt of task {task} is empty after tokenising ({text!r}): give it some text")
         chat = None if isinstance(problem.prompt, str) else problem.prompt
-        shown_text = text if chat is None else visible_text(text)
         prompts.append(
             Prompt(
                 task,
                 np.array(tokens, dtype=np.int32),
-                shown_text,
+                text if chat is None else visible_text(text),
                 python_values(problem.fields),
                 problem.seed,
                 messages=chat,

@@ -312,8 +312,7 @@ class Searcher:
         self._flow = None
         self._submit_to_grader()
         self._score()
-        gave_up = self._wait_for_grades()
-        self._send_all(sampling if self.vine is not None else None, gave_up)
+        self._send_all(sampling if self.vine is not None else None, self._wait_for_grades())
 
     def _flow_round(self) -> None:
         """Generate until as many prompts are answered as a round has, while all other stages go on."""

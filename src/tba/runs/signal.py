@@ -133,8 +133,7 @@ class Signal:
     def advice(self, recipe: Recipe) -> list[str]:
         """Returns the one or two things to change before the run, the most important first; none if it can learn."""
         advice = []
-        has_teacher = any(recipe.teachers.shares(1))  # then answers of the same reward teach something, too
-        if has_teacher:
+        if any(recipe.teachers.shares(1)):  # then answers of the same reward teach something, too
             pass
         elif self.varied_share == 0 and self.best_share == 1:
             advice.append(

@@ -334,8 +334,7 @@ class TrainerLoop:
     def _count_work(self, batch: Batch, seconds: float) -> None:
         """Count the tokens that the policy has computed: a prompt once for its group, equal answers once too."""
         rows_D, _ = distinct_rows(batch)
-        answer_tokens = int(batch.length_B[rows_D].sum())
-        self.compute_counts["read"] += int(batch.prompt_length_G.sum()) + answer_tokens
+        self.compute_counts["read"] += int(batch.prompt_length_G.sum()) + int(batch.length_B[rows_D].sum())
         self.compute_counts["scored"] += int(batch.mask_BT[rows_D].sum())
         self.compute_counts["milliseconds"] += round(1000 * seconds)
 
@@ -410,14 +409,13 @@ def start_training(
     ranks = start_ranks(recipe, 0, meeting)
     policy, optimizer = start_policy(recipe, ranks, None if checkpoint is None else checkpoint.path)
     keep_bytes, deadline = recipe.replay.keep_bytes, recipe.run.journal_deadline
-    note_damage = partial(record_fault, run.path, "damaged_trajectories")
     journal = JournalFollower(
         run.journal(recipe),
         keep_bytes=keep_bytes,
         deadline_s=deadline,
         on_wait=stop,
         create=False,
-        on_damaged=note_damage,
+        on_damaged=partial(record_fault, run.path, "damaged_trajectories"),
     )
     try:
         journal.lead(_LEAD_SECONDS)
@@ -520,11 +518,10 @@ def require_enough(recipe: Recipe, replay: Replay) -> None:
     batch = recipe.groups_per_step * recipe.group_size
     uses = recipe.steps * batch / received
     if uses > pacing.max_mean_uses:
-        most_steps = math.floor(pacing.max_mean_uses * received / batch)
         raise UserError(
             f"--offline {recipe.steps} steps would use each of {received} trajectories {uses:.1f} times on average, "
             f"but --replay.pacing.max-mean-uses is {pacing.max_mean_uses:g}: set it to {math.ceil(uses)}, or "
-            f"--steps to at most {most_steps}"
+            f"--steps to at most {math.floor(pacing.max_mean_uses * received / batch)}"
         )
     if pacing.hold_reason(received, (recipe.steps - 1) * batch, batch):
         raise UserError(

@@ -179,8 +179,7 @@ class Optimizer:
     def load(self, folder: Path) -> None:
         """Load what `save` wrote. Raises `UserError` when it is missing, damaged or of another model."""
         try:
-            facts = parse_json((folder / FACTS_FILE).read_bytes())
-            if facts != self._describe_parameters():
+            if parse_json((folder / FACTS_FILE).read_bytes()) != self._describe_parameters():
                 raise UserError(
                     f"the optimizer's state in {folder} is of another model: its parameters differ; give its own"
                 )

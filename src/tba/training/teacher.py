@@ -88,10 +88,9 @@ class Teacher:
                 "that had them when it was sampled or imported"
             )
         share_N = torch.tensor(self.shares(step), dtype=torch.float64).to(log_teacher_BTN)
-        reference_share = 1 - sum(self.shares(step))
         return replace(
             batch,
-            log_reference_BT=reference_share * batch.log_reference_BT + log_teacher_BTN @ share_N,
+            log_reference_BT=(1 - sum(self.shares(step))) * batch.log_reference_BT + log_teacher_BTN @ share_N,
             log_teacher_BTN=None,
             reward_B=batch.reward_B if self.reward else torch.zeros_like(batch.reward_B),
         )

@@ -232,8 +232,7 @@ class WeightDirectory:
 
     def versions(self) -> list[Version]:
         """Returns the versions that are published and kept, oldest first; averages before all others."""
-        names = map(NAME.fullmatch, os.listdir(self.path))
-        return sorted(Version.parse(name[1]) for name in names if name)
+        return sorted(Version.parse(name[1]) for name in map(NAME.fullmatch, os.listdir(self.path)) if name)
 
     def newest(self) -> Version | None:
         """Returns the newest published version that is no average, None before the first."""

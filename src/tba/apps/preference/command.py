@@ -102,8 +102,7 @@ def _train(
     start: Callable[[], Scorable[S]], pairs: Sequence[PreferencePair], options: RewardModelOptions, console: Console
 ) -> tuple[Agreement, Scorable[S], dict[str, int]]:
     """Returns the report, the model and the counts of unreadable texts, of models made by `start`."""
-    documents = len({pair.document for pair in pairs})
-    if documents < 2:
+    if len({pair.document for pair in pairs}) < 2:
         raise UserError("all pairs are about one document, so that none can be held out: give pairs of at least two")
     held_out_parts = folds(pairs, options.folds) if options.folds else [held_out_indices(pairs, options.held_out)]
     all_indices = set(range(len(pairs)))

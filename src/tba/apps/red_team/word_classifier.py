@@ -90,8 +90,7 @@ class WordWeights:
 
     def save(self, folder: Path, facts: Json) -> None:
         """Write weights, settings and `facts` to the folder."""
-        tensors = {"rarity": self.rarity_F, "weight": self.weight_F, "bias": np.array([self.bias])}
-        save_file(tensors, folder / WEIGHTS)
+        save_file({"rarity": self.rarity_F, "weight": self.weight_F, "bias": np.array([self.bias])}, folder / WEIGHTS)
         (folder / FACTS).write_text(json.dumps({"settings": asdict(self.settings), **facts}, indent=1) + "\n")
 
     @classmethod

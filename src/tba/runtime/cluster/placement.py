@@ -64,8 +64,7 @@ class Node:
 
 def this_machine() -> Node:
     """Returns the single node of a cluster of our own."""
-    memory = machine_memory_bytes() or 0
-    return Node("here", "this machine", usable_cores(), len(visible_gpus()), memory, here=True)
+    return Node("here", "this machine", usable_cores(), len(visible_gpus()), machine_memory_bytes() or 0, here=True)
 
 
 @dataclass(frozen=True)

@@ -152,8 +152,7 @@ class Process:
         """Returns why the process ended, as the driver's own error."""
         file = self.run.error(self.name)
         if file.exists():
-            remedy = f"its log is {self.log}"
-            error = read_json(file, remedy, kind=str, message=str, traceback=str)
+            error = read_json(file, f"its log is {self.log}", kind=str, message=str, traceback=str)
             return worker_error(self.description, self.log, error)
         code = self.code or 0
         if code == NO_SPACE:
