@@ -42,7 +42,6 @@ class HasUnusedFields(Protocol):
     @property
     def unused(self) -> Mapping[str, str]:
         """Returns the name of each field without effect, and what would give it one."""
-        ...
 
 
 @dataclass(frozen=True)

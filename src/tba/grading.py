@@ -284,11 +284,9 @@ class GradingProcess(Protocol):
         """Returns the values of a part of the reward, or without a part the judgements. Raises `DeadlineExceeded` when
         the call took too long and was killed.
         """
-        ...
 
     def close(self) -> None:
         """Ends the process."""
-        ...
 
 
 @dataclass(frozen=True)

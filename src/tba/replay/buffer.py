@@ -50,15 +50,12 @@ class NeighbourIndex(Protocol):
 
     def of(self, stored: StoredTrajectory) -> npt.NDArray[np.intp]:
         """Returns the rows whose answers nearly equal this one to the same prompt."""
-        ...
 
     def add(self, row: int, stored: StoredTrajectory) -> None:
         """Add a row, which must not be there yet."""
-        ...
 
     def remove(self, row: int, prompt: str) -> None:
         """Remove a row of a prompt (by its key), which must be there."""
-        ...
 
 
 class NearSettings(Protocol):
@@ -70,11 +67,9 @@ class NearSettings(Protocol):
     @property
     def keep(self) -> Literal["better", "newer"]:
         """Says which of two stays: the one with the higher reward (in a tie the earlier), or the newer."""
-        ...
 
     def start(self, tokens: Callable[[int], IntArray]) -> NeighbourIndex:
         """Returns an index without rows; `tokens` gives the tokens of a row."""
-        ...
 
 
 @dataclass(frozen=True)

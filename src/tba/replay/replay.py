@@ -66,23 +66,18 @@ class TrajectorySource(Protocol):
         """Returns what is new since the last call, oldest first, at most `limit` of it, up to position `until`. Never
         waits.
         """
-        ...
 
     def body(self, place: int) -> bytes:
         """Returns the body of what was drained from this place. Raises `Damaged` when it cannot be read any more."""
-        ...
 
     def take_missing_counts(self) -> MissingCounts:
         """Returns the counts of trajectories that were passed over since the last call: they could not be read."""
-        ...
 
     def ask(self, reference: Version, uids: Sequence[str]) -> None:
         """Request that searchers score these trajectories under `reference`."""
-        ...
 
     def drain_scores(self, limit: int | None = None, until: int | None = None) -> list[Score]:
         """Returns the scores since the last call, as `drain_stored` gives trajectories."""
-        ...
 
 
 class Replay:

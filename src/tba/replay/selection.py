@@ -55,19 +55,15 @@ class Selector(Protocol):
     @property
     def counts(self) -> Mapping[str, int]:
         """Returns the groups drawn so far, by kind: each is the metric `groups_KIND`."""
-        ...
 
     def select(self, store: Buffer, request: BatchRequest, rng: np.random.Generator) -> list[Group]:
         """Draws a batch with randomness from `rng` alone. Some prompt has `SMALLEST_GROUP` distinct trajectories."""
-        ...
 
     def state(self) -> Json:
         """Returns what `restore` takes, so that a resumed run draws the same."""
-        ...
 
     def restore(self, state: Json) -> None:
         """Continue from what `state` returned."""
-        ...
 
 
 class Selection(Protocol):
@@ -75,7 +71,6 @@ class Selection(Protocol):
 
     def start(self) -> Selector:
         """Returns a selector that has drawn nothing yet."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,6 @@ class Scorer(Protocol[R]):
 
     def scores(self, texts: Sequence[R]) -> Tensor:
         """Returns scores [N] of answers, with gradients."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

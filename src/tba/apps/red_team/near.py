@@ -39,7 +39,6 @@ class Embedding(Protocol):
 
     def embed(self, sentences: Sequence[str]) -> FloatArray:
         """Returns [N, D], in order."""
-        ...
 
 
 @dataclass(frozen=True)

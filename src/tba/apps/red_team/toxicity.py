@@ -26,7 +26,6 @@ class StartedClassifier(Protocol):
 
     def log_toxic(self, pairs: Sequence[tuple[str, str]]) -> Sequence[float]:
         """Returns log P(toxic) of the answer in each (attack, answer)."""
-        ...
 
 
 class Classifier(Protocol):

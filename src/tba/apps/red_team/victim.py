@@ -26,7 +26,6 @@ class StartedVictim(Protocol):
 
     def answers(self, attacks: Sequence[str], count: int) -> list[list[str]]:
         """Returns `count` sampled answers to each attack; [i] are those to attacks[i]."""
-        ...
 
 
 class Victim(Protocol):

@@ -47,11 +47,9 @@ class Contact(Protocol):
 
     def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         """Call this method of the gateway and return its result."""
-        ...
 
     def fetch(self, references: Sequence[Any]) -> list[FlatBytes]:
         """Returns the pieces themselves. Raises `HandedOutLost` when they are no longer there."""
-        ...
 
 
 def remote_proxy(verbs: Iterable[str], call: Callable[..., Any]) -> Any:
