@@ -154,9 +154,7 @@ class Grader:
         """
         windows = self._windows if with_scores else self._windows[: self._part_count]
         n = len(windows)
-        grades = [
-            [Grade(prompt, c, destination, [None] * n, n) for c in completions] for prompt, completions in answers
-        ]
+        grades = [[Grade(p, c, destination, [None] * n, n) for c in completions] for p, completions in answers]
         self.unfinished_count += sum(map(len, grades))
         for window in windows:
             window.submit([group for group in grades if group], is_urgent)

@@ -375,9 +375,7 @@ class _RenamedTokenizer:
         names = {number: f"\ufdd1{nonce}{number:08x}\ufdd1" for number in control.ids.values()}
         ids, vocabulary = {}, set(tokenizer.get_vocab(with_added_tokens=False).values())
         for number, token in sorted(tokenizer.get_added_tokens_decoder().items()):
-            flags = {
-                name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip", "normalized", "special")
-            }
+            flags = {key: getattr(token, key) for key in ("single_word", "lstrip", "rstrip", "normalized", "special")}
             content = names.get(number, token.content)
             backend.add_tokens([AddedToken(content, **flags)])
             if (new_id := backend.token_to_id(content)) is not None:

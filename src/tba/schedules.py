@@ -183,9 +183,7 @@ class WarmupStableDecay:
 
     def __post_init__(self) -> None:
         _require_at_least("WarmupStableDecay", 0, warmup=self.warmup, stable=self.stable)
-        _require_decay(
-            "WarmupStableDecay", self.warmup + self.stable + self.decay, self.warmup + self.stable, self.final
-        )
+        _require_decay("WarmupStableDecay", self.planned, self.warmup + self.stable, self.final)
 
     def __call__(self, step: int) -> float:
         decay_left = _half_cosine(_progress(step, self.warmup + self.stable, self.decay))

@@ -79,9 +79,7 @@ def _load_file(path: Path, kind: str) -> ModuleType:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise UserError(
-            f"{_place_of_error(error, path)}: {type(error).__name__}: {error}; fix the {kind} there"
-        ) from error
+        raise UserError(f"{_place_of(error, path)}: {type(error).__name__}: {error}; fix the {kind} there") from error
     finally:
         _files_being_loaded.pop()
     return module
@@ -109,7 +107,7 @@ def file_being_loaded() -> Path | None:
     return _files_being_loaded[-1] if _files_being_loaded else None
 
 
-def _place_of_error(error: BaseException, path: Path) -> str:
+def _place_of(error: BaseException, path: Path) -> str:
     """Returns the line of a user's file that raised the error."""
     if isinstance(error, SyntaxError):
         return f"{error.filename or path}, line {error.lineno or 1}"

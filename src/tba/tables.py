@@ -384,9 +384,7 @@ def _arrow_rows(path: Path) -> Rows:
 
 def _arrow_files(folder: Path) -> list[Path]:
     if splits := splits_of(folder):
-        raise UserError(
-            f"{folder} holds several splits: give the folder of one ({', '.join(map(str, splits.values()))})"
-        )
+        raise UserError(f"{folder} has several splits: give the folder of one ({', '.join(map(str, splits.values()))})")
     if not (folder / STATE).is_file():
         raise UserError(f"{folder} is a folder, but not one that datasets saved (no {STATE}): give {KINDS}")
     files = read_json(folder / STATE, "save the data set again", _data_files=list[dict[str, str]])["_data_files"]

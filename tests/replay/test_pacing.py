@@ -130,7 +130,7 @@ def test_whoever_is_faster_the_balance_stays_in_its_band(turns: list[bool], uses
     [
         ({"samples_per_insert": 0.0}, "--replay.pacing.samples-per-insert is 0.0"),
         ({"samples_per_insert": 9.0}, "give a positive number up to --replay.pacing.max-mean-uses, 8.0"),
-        ({"saved_batches": 0.5}, "--replay.pacing.saved-batches is 0.5: give a number of batches, 1 or more"),
+        ({"saved_batches": 0.5}, "--replay.pacing.saved-batches is 0.5: give 1 batch or more"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, float], said: str) -> None:

@@ -42,9 +42,7 @@ def push_run(path: Path, repo: str, options: PushOptions) -> int:
     if options.base is not None:
         require_repo(options.base, "--base")
     if options.licence is not None and not LICENCE_NAME.fullmatch(options.licence):
-        raise UserError(
-            f"--licence is {options.licence!r}: give the Hub's name of one, such as apache-2.0, mit or other"
-        )
+        raise UserError(f"--licence is {options.licence!r}: give the Hub's name of one, like apache-2.0, mit or other")
     view = View(terminal())
     run, source = RunDirectory.open(path), _choose_checkpoint(path, options.best)
     if options.out is not None:

@@ -124,9 +124,7 @@ class EndpointReference:
             else:
                 entries = zip(tokens, choice["prompt_logprobs"], strict=True)
                 scores = [None if entry is None else entry[str(token)]["logprob"] for token, entry in entries]
-            log_probabilities = np.array(
-                [_log_probability(score) for score in scores[len(prompt.tokens) :]], np.float32
-            )
+            log_probabilities = np.array(list(map(_log_probability, scores[len(prompt.tokens) :])), np.float32)
         except (ValueError, KeyError, TypeError, IndexError):
             log_probabilities = np.zeros(0, np.float32)
         if len(log_probabilities) != len(completion.tokens):

@@ -76,9 +76,7 @@ class Correction:
             raise UserError(f"the correction's cap is {self.cap}, but it has to be at least 1, the ratio on-policy.")
         require_clip(self.clip)
         if self.clip_high is not None and not 0 < self.clip_high < math.inf:
-            raise UserError(
-                f"the correction's clip_high is {self.clip_high}, but it has to be above 0; 0.28 is DAPO's."
-            )
+            raise UserError(f"the correction's clip_high is {self.clip_high}, but must be above 0; 0.28 is DAPO's")
 
     @property
     def needs(self) -> frozenset[str]:

@@ -7,7 +7,7 @@ Shape legend: B rows (one completion each), T completion positions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -21,10 +21,6 @@ from tba.protocols import Measured, PolicyOutput
 from tba.schedules import Constant, Schedule
 
 _LEAST_STD = 1e-4  # added to the standard deviation, so that a group of equal rewards has advantages of zero
-
-
-def _clip() -> Correction:
-    return Correction("clip")
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ class Grpo:
     standardise: bool = True  # divide by the group's standard deviation, which gives easy and hard prompts more weight
     per: Per = "sequence"  # divisor of sums: the rows, each row's tokens and the rows (sequence), or all tokens
     penalty: Literal["loss", "reward"] = "loss"  # the divergence as k3 in the loss, or in the reward before the mean
-    correction: Correction = field(default_factory=_clip)  # how the ratio to the behaviour enters: clip
+    correction: Correction = Correction("clip")  # how the ratio to the behaviour enters: clip
 
     @property
     def needs(self) -> frozenset[str]:

@@ -8,7 +8,7 @@ Shape legend: B rows (one completion each), T completion positions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -19,10 +19,6 @@ from tba.objectives.penalty import clamped_divergence
 from tba.objectives.reduce import Per, average, group_mean, group_sizes, row_means
 from tba.protocols import Measured, PolicyOutput
 from tba.schedules import Schedule
-
-
-def _ratio_up_to_8() -> Correction:
-    return Correction("clamp", cap=8.0)
 
 
 @dataclass(frozen=True)
@@ -38,7 +34,7 @@ class TbaPrime:
 
     beta: Schedule  # strength of the pull to the reference, in units of reward (the paper's MATH run: 0.005)
     per: Per = "token"  # divisor of the sum: the batch's tokens, or (row) its rows, as in Trajectory Balance
-    correction: Correction = field(default_factory=_ratio_up_to_8)  # for data that are not on-policy: clamp, at 8
+    correction: Correction = Correction("clamp", cap=8.0)  # for data that are not on-policy: clamp, at 8
 
     @property
     def needs(self) -> frozenset[str]:

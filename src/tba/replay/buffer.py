@@ -99,9 +99,7 @@ class BufferSettings:
     def __post_init__(self) -> None:
         for name in ("per_prompt", "total"):
             if getattr(self, name) < 2:
-                raise UserError(
-                    f"--replay.buffer.{name.replace('_', '-')} is {getattr(self, name)}, a group needs at least 2"
-                )
+                raise UserError(f"--replay.buffer.{name.replace('_', '-')} is {getattr(self, name)}, a group needs 2")
         if not self.memory_gb >= 0:
             raise UserError(f"--replay.buffer.memory-gb is {self.memory_gb}, give a number of GB, 0 or more")
 
@@ -426,7 +424,7 @@ class Buffer:
         first, and among the last `within` arrivals those never used before the others.
         """
         rows = np.asarray(self._recent_index.of(prompt)[-max(size, within) :], dtype=np.intp)[::-1]
-        is_later = (self._rows.uses[rows] > 0) | ~self._are_among_last(rows, within)
+        is_later = (self._rows.uses[rows] > 0) | (self._rows.arrival[rows] < len(self._uses_by_place) - within)
         numbers: list[int] = np.concatenate([rows[~is_later], rows[is_later]])[:size].tolist()
         return numbers
 
@@ -535,9 +533,6 @@ class Buffer:
     def _note_newest_change(self, prompt: str) -> None:
         for newest in self._newest_prompts.values():
             newest.note_change(prompt)
-
-    def _are_among_last(self, rows: npt.NDArray[np.intp], within: int) -> npt.NDArray[np.bool_]:
-        return self._rows.arrival[rows] >= len(self._uses_by_place) - within
 
     def _uses_of_next(self, prompt: str, size: int, within: int) -> int:
         return int(self._rows.uses[np.asarray(self.newest(prompt, size, within))].sum())

@@ -45,9 +45,7 @@ class Pacing:
         if not self.max_mean_uses > 0:
             raise UserError(f"--replay.pacing.max-mean-uses is {self.max_mean_uses}: give a positive number, or inf")
         if not self.saved_batches >= 1:
-            raise UserError(
-                f"--replay.pacing.saved-batches is {self.saved_batches}: give a number of batches, 1 or more"
-            )
+            raise UserError(f"--replay.pacing.saved-batches is {self.saved_batches}: give 1 batch or more")
         if self.samples_per_insert is not None and not 0 < self.samples_per_insert <= self.max_mean_uses:
             raise UserError(
                 f"--replay.pacing.samples-per-insert is {self.samples_per_insert}: give a positive number up to "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields
 from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -271,7 +271,7 @@ class Replay:
             return {
                 "position": self._source.position,
                 "lineage": [*self._lineage, (self._source.position, self.now.incarnation)],
-                "counts": {f.name: _tally_pair(getattr(counts, f.name)) for f in fields(counts)},
+                "counts": {f.name: astuple(getattr(counts, f.name)) for f in fields(counts)},
                 "score_position": self._source.score_position,
                 "uses": pack_uses(uses),
                 "pacing": [self._arrival_count, self._forfeited],
@@ -357,10 +357,6 @@ class Replay:
         if not self.buffer.prompts(SMALLEST_GROUP):
             return "empty"
         return reason
-
-
-def _tally_pair(amount: Tally) -> tuple[int, int]:
-    return amount.trajectories, amount.tokens
 
 
 _UNITS = ("trajectories", "tokens")

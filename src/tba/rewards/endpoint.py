@@ -81,9 +81,7 @@ class Endpoint:
         if self.retries < 0:
             raise UserError(f"the {self.label}'s retries is {self.retries}: give 0 or more")
         if self.concurrency < 1:
-            raise UserError(
-                f"the {self.label}'s concurrency is {self.concurrency}: give the number of calls at once, at least 1"
-            )
+            raise UserError(f"the {self.label}'s concurrency is {self.concurrency}: give 1 or more calls at once")
         for name in ("timeout", "calls_per_second"):
             value = getattr(self, name)
             if value is not None and not value > 0:

@@ -69,9 +69,7 @@ def is_fulfilled(instruction: Mapping[str, Json], question: str, answer: str) ->
     if ":" in kind:
         return fulfils(kind, arguments, question, answer)
     if kind not in CHECKS:
-        raise UserError(
-            f"there is no kind of instruction {kind!r}: give one of {', '.join(sorted(CHECKS))}, or IFEval's"
-        )
+        raise UserError(f"there is no instruction {kind!r}: give one of {', '.join(sorted(CHECKS))}, or IFEval's")
     return bool(split_words(answer)) and CHECKS[kind](answer, **arguments)
 
 

@@ -325,7 +325,7 @@ class Searcher:
             if self.run_stages():
                 self.drain(stop=True)
                 return
-            if self._must_wait():
+            if self.waiting_count >= self._waiting_limit():
                 waited_seconds += self._wait("reward")
                 continue
             finished_count = self._generate(flow)
@@ -581,10 +581,6 @@ class Searcher:
         return Limits(self.largest_reward, type(self.grader.reward).__name__, scorers, self.hide_text)
 
     # Waiting
-
-    def _must_wait(self) -> bool:
-        """Returns whether generation stands still because too many answers wait for their grades."""
-        return self.waiting_count >= self._waiting_limit()
 
     def _waiting_limit(self) -> float:
         """Returns how many answers may wait: as many as are graded in the time of `grading_lag` updates, but enough

@@ -33,6 +33,7 @@ from tba.models.huggingface import HuggingFace
 from tba.protocols import Model, Policy, Tokenizer, start_objective
 from tba.recipe import Recipe
 from tba.record.memory import keep_few_kernels, peak_gpu_memory_bytes, peak_memory_bytes
+from tba.rollout.stages import has_failed_environment
 from tba.runs.reward_time import TimedReward
 from tba.runtime.devices import limit_gpu_memory
 from tba.runtime.engines import engine_of, vine_of
@@ -246,7 +247,7 @@ def sample_answers(
         rounds.append(round_)
         columns = zip(round_.positions, round_.answers, judgement_rows, *scores, strict=False)
         for position, completions, judgements, *prompt_scores in columns:
-            rewards = [mark.reward for c, mark in zip(completions, judgements, strict=True) if not _has_failed(c)]
+            rewards = [m.reward for c, m in zip(completions, judgements, strict=True) if not has_failed_environment(c)]
             groups += [rewards] if rewards else []
             reasons.update(c.stop_reason.value for c in completions)
             reasons["failed"] += len(completions) - len(rewards)
@@ -376,11 +377,6 @@ def _example(prompt: Prompt, row: Sequence[Completion], judgements: Sequence[Jud
     pairs = list(zip(row, judgements, strict=True))[:_EXAMPLE_ANSWERS]
     answers = [{"text": c.text, "mark": str(judgement), "turns": _turns(c, tokenizer)} for c, judgement in pairs]
     return {"prompt": prompt.text, "answers": answers}
-
-
-def _has_failed(completion: Completion) -> bool:
-    """Returns whether there is no reward: the environment of the answer failed."""
-    return completion.judgement is not None and math.isnan(completion.judgement.reward)
 
 
 def _turns(completion: Completion, tokenizer: Tokenizer) -> list[tuple[bool, str]]:

@@ -136,9 +136,7 @@ class Signal:
         if any(recipe.teachers.shares(1)):  # then answers of the same reward teach something, too
             pass
         elif self.varied_share == 0 and self.best_share == 1:
-            advice.append(
-                "every answer gets the same reward: try the reward on an answer that is right, and on a wrong one"
-            )
+            advice.append("every answer gets the same reward: try it on an answer that is right, and on a wrong one")
         elif self.varied_share < LEAST_VARIED and self.best_share > 0.5:
             advice.append("nearly all answers get the highest reward: give harder problems")
         elif self.varied_share < LEAST_VARIED:

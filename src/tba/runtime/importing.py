@@ -65,9 +65,7 @@ def importer_of(recipe: Recipe, run: RunDirectory, believe: bool, max_tokens: in
             task=recipe.task.name,
             tokenizer=tokenizer,
             train=TaskPrompts(train),
-            held_out=TaskPrompts(
-                prompt for prompt in _prompts(recipe, tokenizer, "eval") if prompt.key not in shared_keys
-            ),
+            held_out=TaskPrompts(p for p in _prompts(recipe, tokenizer, "eval") if p.key not in shared_keys),
             chat=not isinstance(problems_of(recipe.task, "train")[0].prompt, str),
             max_prompt_tokens=recipe.prompts.max_tokens,
             max_tokens=max_tokens or model.max_completion_tokens,

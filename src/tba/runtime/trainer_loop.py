@@ -371,9 +371,7 @@ class TrainerLoop:
         self._counters_read_at = now
         self._record_evaluations()
         searchers = [counts for counts in self.journal.counters().values() if counts.get("generated_tokens")]
-        spent_ms = {
-            kind: sum(counts.get(f"{kind}_milliseconds", 0) for counts in searchers) for kind in SEARCHER_STATES
-        }
+        spent_ms = {kind: sum(c.get(f"{kind}_milliseconds", 0) for c in searchers) for kind in SEARCHER_STATES}
         spent_ms["evaluating"] = sum(counts.get("evaluation_milliseconds", 0) for counts in searchers)
         self._searcher_metrics = {
             GENERATED_TOKENS: float(sum(counts["generated_tokens"] for counts in searchers)),

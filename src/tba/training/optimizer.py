@@ -107,7 +107,8 @@ class Optimizer:
         norm_value = read_norm(norm)
         if math.isfinite(norm_value):
             self._update(step, norm, norm_value)
-        self._drop_gradients()
+        for parameter in (*self.parameters, *self._masters):
+            parameter.grad = None
         return norm_value
 
     def reset_moments(self) -> None:
@@ -180,9 +181,7 @@ class Optimizer:
         """Load what `save` wrote. Raises `UserError` when it is missing, damaged or of another model."""
         try:
             if parse_json((folder / FACTS_FILE).read_bytes()) != self._describe_parameters():
-                raise UserError(
-                    f"the optimizer's state in {folder} is of another model: its parameters differ; give its own"
-                )
+                raise UserError(f"the optimizer state in {folder} is of another model: parameters differ; give its own")
             tensors = self._load_local_tensors(folder / STATE_FILE)
         except (OSError, ValueError, safetensors.SafetensorError) as error:
             raise UserError(f"the optimizer's state in {folder} cannot be read ({error}); give another one") from error
@@ -283,10 +282,6 @@ class Optimizer:
         dist.all_gather(squares, square, group=self._group)
         whole_square = torch.nn.utils.get_total_norm(whole_gradients).to(device, torch.float64).square()
         return (torch.stack(squares).sum() + whole_square).sqrt().to(torch.float32)
-
-    def _drop_gradients(self) -> None:
-        for parameter in (*self.parameters, *self._masters):
-            parameter.grad = None
 
     def _update(self, step: int, norm: Tensor, norm_value: float) -> None:
         clip_norm = self.settings.clip_norm

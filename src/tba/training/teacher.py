@@ -38,9 +38,7 @@ class Teacher:
     weights: tuple[float, ...] = ()  # of each teacher in the target; empty: they share 1 evenly
     schedule: Schedule = Constant(1.0)  # by step, what all weights are multiplied by
     reward: bool = True  # whether the target contains the reward; if not, it is recorded and evaluated only
-    models: tuple[ScoringModel, ...] = field(
-        default=(), metadata=BY_CODE
-    )  # teachers that code makes; `paths` replace them
+    models: tuple[ScoringModel, ...] = field(default=(), metadata=BY_CODE)  # made by code; `paths` replace them
 
     def __post_init__(self) -> None:
         if self.weights and len(self.weights) != self.count:

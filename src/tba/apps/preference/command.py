@@ -205,9 +205,7 @@ def _fit(
 ) -> None:
     usable_pairs = texts.pairs(pairs)
     if not usable_pairs:
-        raise UserError(
-            f"none of {len(pairs)} pairs can be read by the model: raise --max-tokens, or give shorter answers"
-        )
+        raise UserError(f"the model can read none of {len(pairs)} pairs: raise --max-tokens, or give shorter answers")
     model.begin([texts.texts[i] for i in sorted({p for pair in usable_pairs for p in (pair.chosen, pair.rejected)})])
 
     def report(step: int, steps: int, loss: float) -> None:

@@ -46,9 +46,7 @@ class ModelScore:
 
     def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
         """Returns one judgement for each, in order. Raises `UserError` when the model cannot be loaded."""
-        scores = self.scores(
-            [(_document(prompt), prompt.answer_in(completion.text)) for prompt, completion in answered]
-        )
+        scores = self.scores([(_document(prompt), prompt.answer_in(c.text)) for prompt, c in answered])
         return [self._to_judgement(completion, score) for (_, completion), score in zip(answered, scores, strict=True)]
 
     def scores(self, pairs: Sequence[tuple[str, str]]) -> Sequence[float | None]:
@@ -117,9 +115,7 @@ class Win:
             log.warning(
                 "%d references cannot be read by the model at %s: no answer wins there", unread_count, self.model.path
             )
-        scores = self.model.scores(
-            [(_document(prompt), prompt.answer_in(completion.text)) for prompt, completion in answered]
-        )
+        scores = self.model.scores([(_document(prompt), prompt.answer_in(c.text)) for prompt, c in answered])
         return [_win(score, self._references[pair]) for score, pair in zip(scores, reference_pairs, strict=True)]
 
 

@@ -162,9 +162,7 @@ def memory_lines(
         needed = (len(workers) - ranks) * searcher_bytes + versions * weights_bytes + trainer_bytes * ranks // all_ranks
         lines.append(f"{_describe_node(node, placements)}, about {size(needed)} of {size(int(node.memory_bytes))}")
         if 0 < node.memory_bytes < needed:
-            raise UserError(
-                f"{lines[-1]}: that is more than there is; use a smaller model, fewer --searchers or more nodes"
-            )
+            raise UserError(f"{lines[-1]}: more than there is; use a smaller model, fewer --searchers or more nodes")
     return lines
 
 

@@ -43,12 +43,9 @@ class Processes(Driver):
     def _process(self, name: str, attempt: int = 0, environment: dict[str, str] | None = None) -> Process:
         components = {type(getattr(self.recipe, f.name)).__module__ for f in fields(self.recipe)}
         loads = tuple(sorted(module for module in components if module.startswith("tba.")))
-        variables = {**self.gpus_of(name), **(environment or {})}
+        place = places(self.recipe, self.searchers, visible_gpus().memory)[name]
+        variables = environment_of(place, visible_devices()) | (environment or {})  # its own GPUs
         return Process(name, self.run, self.recipe.run.threads, attempt, variables, loads)
-
-    def gpus_of(self, name: str) -> dict[str, str]:
-        """Returns the variables that give a worker its own GPUs."""
-        return environment_of(places(self.recipe, self.searchers, visible_gpus().memory)[name], visible_devices())
 
     def _ranks(self, attempt: int, closers: ExitStack) -> list[Process]:
         """Start the ranks of one life of the trainer; they find each other through a file made for it."""
