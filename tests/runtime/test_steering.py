@@ -87,7 +87,7 @@ def test_with_the_controller_off_nothing_is_moved_and_nothing_recorded_of_it(sta
     train.step()
     assert not {*MOVED} & read_metrics(train.run.path)[-1].keys()
     assert train.controller.changes == []
-    assert train.state()["steering"] is None
+    assert train.state().steering is None
     newest = train.weights.newer_than(None)
     assert newest is not None
     assert newest.manifest.wanted is None
