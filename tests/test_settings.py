@@ -408,11 +408,11 @@ def test_whatever_has_no_effect_in_a_recipe_is_among_its_fields() -> None:
 
 
 def test_a_part_that_is_off_takes_no_settings_until_it_is_switched_on() -> None:
-    with pytest.raises(UserError, match=r"--control.low has no effect without --control.signal: give that too"):
-        overridden(GSM8K, "--control.low", "0.3")
-    steered = overridden(GSM8K, "--control.low", "0.3", "--control.signal", "ess")
-    assert (steered.control.low, steered.control.signal) == (0.3, "ess")
-    assert {"--control.low", "--control.high"} <= set(flags(steered)) - set(flags(GSM8K))
+    with pytest.raises(UserError, match=r"--control.lower-bound has no effect without --control.signal: give that too"):
+        overridden(GSM8K, "--control.lower-bound", "0.3")
+    steered = overridden(GSM8K, "--control.lower-bound", "0.3", "--control.signal", "ess")
+    assert (steered.control.lower_bound, steered.control.signal) == (0.3, "ess")
+    assert {"--control.lower-bound", "--control.upper-bound"} <= set(flags(steered)) - set(flags(GSM8K))
 
 
 @pytest.mark.parametrize("words", [["--run.no-prefetch"], ["--run.stop-deadline", "5"], ["--optimizer.eps=1e-6"]])

@@ -1,4 +1,4 @@
-"""Whether `torch.compile` of the policy's layers pays (`--model.compiled`): forward and backward with and without.
+"""Whether `torch.compile` of the policy's layers pays (`--model.torch-compile`): forward and backward with and without.
 
     python lab/benchmarks/compiled.py [--quick]
 

@@ -117,10 +117,8 @@ class Grader:
         windows = [(part, settings, i if is_separable else None) for i, part in enumerate(parts)]
         windows += [(part, scorer_settings, None) for part in scorers]
         self._windows = [
-            _Window(
-                part, i, index, searcher_limit(part.concurrency, *share), part_settings, i >= n, self._returned_calls
-            )
-            for i, (part, part_settings, index) in enumerate(windows)
+            _Window(part, i, index, searcher_limit(part.concurrency, *share), options, i >= n, self._returned_calls)
+            for i, (part, options, index) in enumerate(windows)
         ]
         self.close = weakref.finalize(self, _close_windows, self._windows)  # ends its threads
         self._error: BaseException | None = None

@@ -7,13 +7,13 @@ values inside. Anything it cannot take ends in one sentence and exit code 2.
 from __future__ import annotations
 
 import ast
-import dataclasses
 import importlib
 import importlib.util
 import re
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -188,6 +188,4 @@ def _lengthen_schedule(recipe: Recipe, values: Sequence[tuple[str, Any]]) -> Rec
     steps = max((int(v) for flag, v in values if flag == "--steps" and isinstance(v, int | float)), default=0)
     if steps <= schedule.planned:
         return recipe
-    return dataclasses.replace(
-        recipe, optimizer=dataclasses.replace(recipe.optimizer, schedule=schedule.lasting(steps))
-    )
+    return replace(recipe, optimizer=replace(recipe.optimizer, schedule=schedule.lasting(steps)))

@@ -110,12 +110,24 @@ def llama(folder: Path) -> dict[str, Any]:
     ("setting", "overrides"),
     [
         (toy, ()),
-        (toy, ("--objective.off-policy", "asymmetric", "--replay.buffer.no-distinct")),
+        (toy, ("--objective.off-policy", "asymmetric", "--replay.buffer.no-deduplicate")),
         (toy, ("--reference-reset", "15", "--rescored-per-round", "20")),  # nothing is left to score at the cut
         (toy, ("--prompts.selection", "posterior", "--prompts-per-round", "1", "--replay.buffer.per-prompt", "40")),
         (toy, ("--replay.pacing.max-mean-uses", "1.5", "--evaluation.every", "10", "--replay.ingest", "sync")),
-        (toy, ("--control.signal", "lag", "--control.low", "2", "--control.high", "3", "--control.every", "4")),
-        (toy, ("--optimizer.averaged", "--evaluation.every", "10")),
+        (
+            toy,
+            (
+                "--control.signal",
+                "lag",
+                "--control.lower-bound",
+                "2",
+                "--control.upper-bound",
+                "3",
+                "--control.every",
+                "4",
+            ),
+        ),
+        (toy, ("--optimizer.weight-average", "--evaluation.every", "10")),
         (
             llama,
             (

@@ -80,8 +80,8 @@ class BufferSettings:
     per_prompt: int = 100  # most trajectories of one prompt (paper: 100)
     total: int = 100_000  # most trajectories in all (paper, red-teaming: 100k to 150k)
     memory_gb: float = 4.0  # memory for their tokens, 10^9 bytes; beyond it the oldest are read from the journal
-    distinct: bool = True  # of equal completions to a prompt keep the one of the newest weights (paper); off: keep all,
-    # for short answers, where a prompt has fewer than K distinct ones and repeats reflect their probabilities
+    deduplicate: bool = True  # of equal completions to a prompt keep the one of the newest weights (paper); off: keep
+    # all, for short answers, where a prompt has fewer than K distinct ones and repeats reflect their probabilities
     near_duplicates: NearSettings | None = None  # which answers are near duplicates, of which one stays; None: none are
     evict: Literal["oldest", "lowest_reward"] = "oldest"  # what is evicted over capacity (the lowest reward may be the
     # newcomer's; among equal rewards the oldest)
@@ -197,7 +197,7 @@ class Buffer:
         self._uses_by_place.extend([0] * (place + 1 - len(self._uses_by_place)))
         if stored.left_out:
             self._leave_out(prompt, stored.left_out)
-        copy = rows.copy_of(prompt, stored.digest) if self._settings.distinct else None
+        copy = rows.copy_of(prompt, stored.digest) if self._settings.deduplicate else None
         if copy is not None:
             # one that arrived later but was sampled by older weights than its copy does not replace it
             if (incarnation, stored.version.step) < (rows.incarnation.item(copy), rows.step.item(copy)):

@@ -396,7 +396,7 @@ def _without_warm_up(rounds: list[_T]) -> list[_T]:
 def _is_timed_enough(seconds: list[float], at_least: float, recipe: Recipe) -> bool:
     """Returns whether enough rounds or steps were timed. A single long one is, unless a first one does much besides."""
     model = recipe.model
-    slow_start = model.trainer_device.type != "cpu" or (isinstance(model, HuggingFace) and model.compiled)
+    slow_start = model.trainer_device.type != "cpu" or (isinstance(model, HuggingFace) and model.torch_compile)
     is_long = len(seconds) > slow_start and sum(seconds) > LONG_SECONDS
     return is_long or (len(seconds) > LEAST_ROUNDS and sum(_without_warm_up(seconds)) > at_least)
 

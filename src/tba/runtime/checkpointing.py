@@ -120,21 +120,19 @@ def held_by_journal(run: RunDirectory) -> JournalCounts:
     the last line of metrics, searchers that have ended, the rows acknowledged to each owner, and the summary.
     """
     weights = WeightDirectory(run.weights)
-    contents = [JournalCounts.parse(weights.manifest(version).journal) for version in weights.versions()]
+    counts = [JournalCounts.parse(weights.manifest(version).journal) for version in weights.versions()]
     checkpoint, _ = newest_sound_checkpoint(run.checkpoints, verify=False)
-    contents += [] if checkpoint is None else [JournalCounts.parse(checkpoint.state.get("journal"))]
+    counts += [] if checkpoint is None else [JournalCounts.parse(checkpoint.state.get("journal"))]
     sources = [read_last(run.path) or {}]
     for result_file in (run.path / "logs").glob("searcher-*.result.json"):
         with suppress(UserError):
             sources.append(read_json(result_file, "", dict[str, Any]))
-    contents += [
-        JournalCounts(rows=int(n)) for facts in sources if isinstance(n := facts.get(JOURNAL_ROWS), float | int)
-    ]
-    contents.append(acknowledged_counts(run.journal_to_read()))
+    counts += [JournalCounts(rows=int(n)) for facts in sources if isinstance(n := facts.get(JOURNAL_ROWS), float | int)]
+    counts.append(acknowledged_counts(run.journal_to_read()))
     with suppress(UserError):  # a summary that cannot be read
         summary = Summary.read(run.path)
-        contents += [] if summary is None else [JournalCounts(summary.trajectories.written, summary.tokens.written)]
-    return JournalCounts.largest(contents)
+        counts += [] if summary is None else [JournalCounts(summary.trajectories.written, summary.tokens.written)]
+    return JournalCounts.largest(counts)
 
 
 def describe_missing_rows(totals: Totals, largest: JournalCounts, marks: Sequence[Sequence[int]]) -> str | None:

@@ -74,7 +74,7 @@ def work_of(recipe: Recipe) -> Work:
         group_size=recipe.group_size,
         ranks=recipe.trainer.count,
         moments_on_host=recipe.optimizer.moments_on_host,
-        averaged=recipe.optimizer.averaged,
+        averaged=recipe.optimizer.weight_average,
     )
 
 
@@ -109,5 +109,5 @@ def disk_use(recipe: Recipe) -> DiskUse | None:
     if bytes_by_part is None:
         return None
     checkpoint, version = (sum(bytes_by_part[kind].values()) for kind in ("checkpoint", "weights"))
-    average_count = 2 if recipe.optimizer.averaged else 0  # one that is evaluated, and the next
+    average_count = 2 if recipe.optimizer.weight_average else 0  # one that is evaluated, and the next
     return DiskUse(checkpoint, recipe.run.checkpoints + 1, version, 3 + average_count)

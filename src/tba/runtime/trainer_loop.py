@@ -469,7 +469,7 @@ def start_training(
         weights=weights,
         references=References(recipe.reference_reset, recipe.steps, recipe.run.checkpoints, replay, weights),
         requests=Requests(
-            recipe.evaluation.every, recipe.steps, weights, journal.job_done, averaged=recipe.optimizer.averaged
+            recipe.evaluation.every, recipe.steps, weights, journal.job_done, averaged=recipe.optimizer.weight_average
         ),
         controller=recipe.control.start(recipe.sync_every, m),
         staleness=StalenessWatch(recipe.sync_every),

@@ -47,8 +47,8 @@ class OptimizerSettings:
     weight_decay: float = 0.0  # decoupled weight decay, multiplied by the learning rate
     clip_norm: float | None = 1.0  # largest norm of the gradient; None: no clipping (as in the paper)
     head_lr: float | None = None  # peak learning rate of value and log Z heads; None: the same
-    averaged: bool = False  # an average of the weights over some ten updates is evaluated, saved and pushed in their
-    # place; searchers sample from the weights themselves (4 bytes a parameter more)
+    weight_average: bool = False  # an average of the weights over some ten updates is evaluated, saved and pushed in
+    # their place; searchers sample from the weights themselves (4 bytes a parameter more)
     moments_on_host: bool = False  # AdamW's moments are in the host's memory, 8 bytes a parameter that a GPU need not
     # hold; they go there and back in each update
 
@@ -84,7 +84,7 @@ class Optimizer:
         self._local_rows = [local_part(p) if is_sharded(p) else p for p in self.parameters]
         self._masters = [self._make_master(rows) for rows in self._local_rows]
         # float32, like the masters: their exponential moving averages
-        self._averages = [m.detach().clone() for m in self._masters] if settings.averaged else []
+        self._averages = [m.detach().clone() for m in self._masters] if settings.weight_average else []
         head_ids = {id(p) for p in heads}
         body_masters = [m for p, m in zip(self.parameters, self._masters, strict=True) if id(p) not in head_ids]
         head_masters = [m for p, m in zip(self.parameters, self._masters, strict=True) if id(p) in head_ids]

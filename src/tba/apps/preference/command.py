@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic
 
@@ -90,12 +91,8 @@ def train_reward_model(
     if options.frozen:
         encoder = CachedSentenceEncoder.load(backbone, options.device)
         return _train(lambda: FrozenRewardModel.new(encoder), pairs, options, console)
-    return _train(
-        lambda: RewardModel.load(backbone, options.max_tokens, options.keep, options.device, has_head=False),
-        pairs,
-        options,
-        console,
-    )
+    load = partial(RewardModel.load, backbone, options.max_tokens, options.keep, options.device, has_head=False)
+    return _train(load, pairs, options, console)
 
 
 def _train(
