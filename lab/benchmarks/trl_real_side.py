@@ -97,7 +97,10 @@ def main(path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=getattr(torch, settings["dtype"]))
     problems = Dataset.from_dict(
-        {"prompt": [p for p, _ in settings["train"]], "told": [json.dumps(problem) for _, problem in settings["train"]]}
+        {
+            "prompt": [p for p, _ in settings["train"]],
+            "problem": [json.dumps(problem) for _, problem in settings["train"]],
+        }
     )
 
     def reward(completions: list[Any], problem: list[str], **kwargs: Any) -> list[float]:
