@@ -512,5 +512,5 @@ def test_a_checkpoint_without_later_fields_has_their_defaults_and_one_with_unkno
     state = LoopState.of(Checkpoint(Path("step-3"), Version(0, 3), {**parts, "lags": [[1, 8], [2, 4]]}))
     assert state == LoopState(**parts, lags=[(1, 8), (2, 4)])
     assert (state.skipped, state.searcher, state.began_training) == (0, None, None)
-    with pytest.raises(UserError, match="step-4 cannot be resumed .*'mood' that is unknown"):
+    with pytest.raises(UserError, match=r"step-4 cannot be resumed .*'mood' that is unknown"):
         LoopState.of(Checkpoint(Path("step-4"), Version(0, 4), {**parts, "mood": 1}))

@@ -75,7 +75,9 @@ class LoopState:
             return None if checkpoint is None else convert(checkpoint.state, cls, "json", "its state")
         except ValueError as error:
             path = checkpoint and checkpoint.path
-            raise UserError(f"the checkpoint at {path} cannot be resumed ({error}): remove it") from error
+            raise UserError(
+                f"the checkpoint at {path} cannot be resumed ({error}): use the program of its run"
+            ) from error
 
 
 log = logging.getLogger("tba.trainer")
