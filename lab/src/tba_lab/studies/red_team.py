@@ -65,9 +65,7 @@ def _baseline(name: str) -> tuple[Objective, ReplaySettings]:
     on_policy = ReplaySettings(
         selection=RecencyReward(m=1.0),
         pacing=Pacing(warm_up=0),
-        buffer=replace(
-            base.replay.buffer, deduplicate=False
-        ),  # or repeats make a round too small, and old data fill it
+        buffer=replace(base.replay.buffer, deduplicate=False),  # or repeats make a round too small: old data fill it
     )
     lowest_out = BufferSettings(
         per_prompt=5000,
