@@ -135,7 +135,7 @@ class AgentService:
             )
         )
         self._listeners.append(server.note_done)
-        self.agent_calls.accepts_episodes = _Gate(loop)
+        self.agent_calls.accepts_episodes = _EpisodeGate(loop)
         thread = threading.Thread(target=http.run, kwargs={"sockets": [listener]}, name="server", daemon=True)
         thread.start()
         facts = run.path / "serve.json"
@@ -157,7 +157,7 @@ class AgentService:
 
 
 @dataclass
-class _Gate:
+class _EpisodeGate:
     """Says whether the run wants another episode: not while it has all trajectories that it wants by now."""
 
     loop: SearcherLoop

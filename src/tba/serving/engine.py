@@ -312,7 +312,7 @@ class ServedFlow:
         for request in self._parked.intersection(episode.parked):
             self._replies[request] = None
         for request, item in list(self._waiting.items()):
-            if any(item is other for other in episode.unanswered):
+            if any(item is unanswered for unanswered in episode.unanswered):
                 self.flow.cancel(request)
         seat = episode.seat
         if episode.completion is not None:
