@@ -100,6 +100,8 @@ class Encoder:
         same_tokenizer = prompt.text in (self._try_decoding(t, special=True) for t in (token_ids, without_bos))
         decoded_text = self._decode_visible(completion.tokens.tolist())
         if not same_tokenizer or decoded_text is None or not decoded_text.startswith(completion.text):
+            if completion.begins is not None:
+                return Refusal("an episode of several segments in another tokenizer's tokens")
             is_truncated = completion.stop_reason is StopReason.LENGTH
             return ImportedAnswer(prompt.text, completion.text, is_truncated, trajectory.reward, None, prompt.fields)
         if self.held_out.at(prompt.key) is not None:
@@ -113,7 +115,8 @@ class Encoder:
 
     def _refuse_positions(self, prompt: Prompt, completion: Completion) -> Refusal | None:
         """Returns the refusal of a prompt and answer for which the model has too few positions; None if they fit."""
-        tokens = len(prompt.tokens) + len(completion.tokens)
+        first_length, *later_lengths = (end - begin for begin, end in completion.segments)
+        tokens = max(len(prompt.tokens) + first_length, *later_lengths, 0)
         if self.positions is None or tokens <= self.positions:
             return None
         return Refusal(f"longer with its prompt than the model's {self.positions} positions", f"{tokens} tokens")

@@ -20,6 +20,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 RESPONSE_FIELDS = ("response", "completion")  # names of the field with the answer; the first one present counts
 STOP_FIELDS = ("stop_reason", "finish_reason")  # "length" in either: the answer was cut off
 PROBLEM_FIELD = "fields"  # an object with the problem's fields, in lines that have others too (`tba replay --export`)
+SEGMENTS_FIELD = "begins"  # where the later segments of an episode begin (`tba replay --export`)
 _LINE_FIELDS = {"prompt", "messages", "tools", "reward", "source", *RESPONSE_FIELDS, *STOP_FIELDS}
 
 
@@ -42,6 +43,8 @@ class ImportedAnswer:
 def parse_answer(values: Values) -> ImportedAnswer | Refusal:
     """Returns the answer that an object holds, or why it holds none. Fields that are null count as missing."""
     values = {name: value for name, value in values.items() if value is not None}
+    if SEGMENTS_FIELD in values:
+        return Refusal("an episode of several segments, which only the journal it comes from holds whole")
     prompt_value = parse_chat_text(values.get("prompt", values.get("messages")))
     if prompt_value is None:
         return Refusal("no field 'prompt' or 'messages'", f"it has {', '.join(sorted(values)) or 'none'}")
