@@ -163,7 +163,8 @@ class Encoder:
         """
         if len(completion.tokens) > self.max_tokens:
             return self._refuse_length(len(completion.tokens))
-        tokens = len(prompt.tokens) + len(completion.tokens)
+        first_length, *later_lengths = (end - begin for begin, end in completion.segments)
+        tokens = max(len(prompt.tokens) + first_length, *later_lengths, 0)
         if self.positions is None or tokens <= self.positions:
             return None
         return Refusal(f"longer with its prompt than the model's {self.positions} positions", f"{tokens} tokens")

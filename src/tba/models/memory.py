@@ -4,8 +4,9 @@
     needed = trainer_bytes(Shape.of(config), TrainerWorkload(tokens=8192, precision=precision))
 
 Each function returns bytes by part, as they are alive at the worst moment; `total` adds them up. What is counted is
-what tensors hold. An allocator holds more: on a CPU glibc's heap keeps freed blocks below 32 MB (docs/scaling.md says
-how much), on a GPU torch's keeps freed blocks for later.
+what tensors hold, and an episode of several segments counts as one of their length, which holds no less. An allocator
+holds more: on a CPU glibc's heap keeps freed blocks below 32 MB (docs/scaling.md says how much), on a GPU torch's keeps
+freed blocks for later.
 
 The rule of thumb is 16 bytes a trained parameter (float32 weight, gradient, two moments). The rest is what a pass keeps
 for its backward: per token and layer what autograd saves of a decoder layer, or with checkpointing one hidden state of
