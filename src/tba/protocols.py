@@ -321,7 +321,7 @@ class Partner(Protocol):
 
 
 @runtime_checkable
-class LimitsTurns(Protocol):
+class LimitsTurns(Partner, Protocol):
     """A partner that limits each turn. A turn that reaches a limit of its own is heard and can be replied to."""
 
     def turn_limits(self, request: int) -> TurnLimits:
