@@ -37,7 +37,7 @@ from tba.fields import BY_CODE, as_declared
 from tba.policy.lora import has_adapters, is_adapter
 from tba.policy.norms import fuse_norms
 from tba.pretrained import most_positions
-from tba.protocols import EndsWaits, LimitsTurns, Partner, Tokenizer, Turn
+from tba.protocols import EndsWaits, LimitsTurns, Partner, Tokenizer, Turn, TurnLimits
 from tba.streaming import shapes_of
 from tba.types import Completion, FloatArray, IntArray, Prompt, Sampling, StopReason, Version
 
@@ -63,7 +63,7 @@ class EngineSettings:
     stop_strings: tuple[int | str, ...] = ()  # a completion ends before the first of these in its text (it ends at
     # what ends a turn in the chat template anyway); a whole number is a token's id, a special token's text the token
     parked_gb: float | None = None  # keys and values of completions that wait for an environment, 10^9 bytes; those
-    # beyond it, the oldest first, are computed again; None: as much as of the slots; vllm: its cache holds them
+    # beyond it, the oldest first, are computed again; None: as many as the slots have; vllm: its cache holds them
     min_completion_tokens: int = 0  # tokens before the end-of-text token may be sampled
     allowed_first_tokens: tuple[str, ...] = field(
         default=(), metadata=BY_CODE
@@ -345,7 +345,9 @@ class TransformersFlow:
         self.parked_requests: dict[int, _Request] = {}
         self.requests_to_cancel: set[int] = set()
         self.dropped_copies = 0  # keys and values of parked requests for which `parked_gb` had no room
-        self._turn_limits = partner.turn_limits if isinstance(partner, LimitsTurns) else None
+        self._turn_limits: Callable[[int], TurnLimits] | None = None
+        if isinstance(partner, LimitsTurns):
+        self._turn_limits = partner.turn_limits
         self._must_return = partner.must_return if isinstance(partner, EndsWaits) else lambda: False
         self.device = self.rows.eos_V.device
         looks_are_cheap = self.device.type == "cpu" and not engine._stops.strings

@@ -173,7 +173,7 @@ class SearcherWorkload:
     device: str = "cpu"
     rank: int = 0  # of adapters: the reference shares the engine's base
     targets: tuple[str, ...] = ()
-    parked_bytes: int | None = 0  # keys and values of completions that wait for replies; None: as much as of the slots
+    parked_bytes: int | None = 0  # keys and values of completions that wait for replies; None: as many as of the slots
 
 
 def engine_bytes(shape: Shape, work: SearcherWorkload) -> Bytes:
