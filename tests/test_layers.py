@@ -22,7 +22,18 @@ LEAVES = {"engines", "policy", "rewards", "tasks"}
 PARTS = {"rollout", "imported_answers", "training", "replay", "weights", "evaluation", "record"}
 
 CORE = SEAMS | LEAVES | PARTS | TENSORS
-CORE |= {"environments", "serving", "models", "objectives", "schedules", "clock", "recipe", "settings", "recipe_names", "runtime"}
+CORE |= {
+    "environments",
+    "serving",
+    "models",
+    "objectives",
+    "schedules",
+    "clock",
+    "recipe",
+    "settings",
+    "recipe_names",
+    "runtime",
+}
 
 # What each part of the package may import of the others, below it. The core is all up to `runtime`; on `runs` stand the
 # commands, and beside them the functions for scripts and the applications, each a folder of its own, then the recipes.

@@ -39,7 +39,7 @@ from tba.recipe import InitialFill
 from tba.replay.buffer import BufferSettings
 from tba.apps.red_team.near import HashedNgrams, NearDuplicates
 
-buffer = BufferSettings(distinct=False, near_duplicates=NearDuplicates("cosine", 0.01, embedding=HashedNgrams(32)))
+buffer = BufferSettings(deduplicate=False, near_duplicates=NearDuplicates("cosine", 0.01, embedding=HashedNgrams(32)))
 recipe = replace(
     sums,
     fill=InitialFill(demonstrations=30, files=(Path(__file__).with_name("more.jsonl"),)),

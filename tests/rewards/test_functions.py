@@ -298,5 +298,5 @@ def test_a_function_that_never_gives_a_number_has_forgotten_to_return_one() -> N
     def forgets(completion: str) -> None:
         float(completion == "x")
 
-    with pytest.raises(UserError, match="'forgets' gave None for all of 2 answers: return a number for some"):
+    with pytest.raises(UserError, match="'forgets' gave None for all 2 answers: return numbers"):
         FunctionReward(forgets).judge([(prompt(), completion("x")), (prompt(), completion("y"))])

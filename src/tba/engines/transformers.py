@@ -37,7 +37,7 @@ from tba.fields import BY_CODE, as_declared
 from tba.policy.lora import has_adapters, is_adapter
 from tba.policy.norms import fuse_norms
 from tba.pretrained import most_positions
-from tba.protocols import EndsWaits, LimitsTurns, Partner, Tokenizer, Turn, TurnLimits
+from tba.protocols import EndsWaits, LimitsTurns, Partner, Tokenizer, Turn
 from tba.streaming import shapes_of
 from tba.types import Completion, FloatArray, IntArray, Prompt, Sampling, StopReason, Version
 
@@ -345,9 +345,7 @@ class TransformersFlow:
         self.parked_requests: dict[int, _Request] = {}
         self.requests_to_cancel: set[int] = set()
         self.dropped_copies = 0  # keys and values of parked requests for which `parked_gb` had no room
-        self._turn_limits: Callable[[int], TurnLimits] | None = None
-        if isinstance(partner, LimitsTurns):
-        self._turn_limits = partner.turn_limits
+        self._turn_limits = partner.turn_limits if isinstance(partner, LimitsTurns) else None
         self._must_return = partner.must_return if isinstance(partner, EndsWaits) else lambda: False
         self.device = self.rows.eos_V.device
         looks_are_cheap = self.device.type == "cpu" and not engine._stops.strings

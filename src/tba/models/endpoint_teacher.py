@@ -127,22 +127,16 @@ class EndpointReference:
             else:
                 entries = zip(tokens, choice["prompt_logprobs"], strict=True)
                 scores = [None if entry is None else entry[str(token)]["logprob"] for token, entry in entries]
-            log_probabilities = np.array(
-                [_log_probability(score) for score in scores[len(prompt.tokens) :]], np.float32
-            )
+            logs = np.array(list(map(_log_probability, scores[len(prompt.tokens) :])), np.float32)
         except (ValueError, KeyError, TypeError, IndexError):
-            log_probabilities = np.zeros(0, np.float32)
-        if len(log_probabilities) != len(completion.tokens):
+            logs = np.zeros(0, np.float32)
+        if len(logs) != len(completion.tokens):
             raise UserError(
                 f"{self._client} does not give the log-probabilities of the tokens it was sent "
                 f"({self._settings.scores}; each a number from {MIN_LOG_PROBABILITY:,.0f} to 0): take a server that "
                 "does, such as vLLM's, or another `scores`"
             )
-        return (
-            log_probabilities
-            if completion.mask is None
-            else np.where(completion.mask, log_probabilities, np.float32(0))
-        )
+        return logs if completion.mask is None else np.where(completion.mask, logs, np.float32(0))
 
 
 def _log_probability(score: Json) -> float:

@@ -80,7 +80,7 @@ class HuggingFace:
     # run begins, so that prompts stay the same
     gradient_checkpointing: bool | None = None  # recompute activations: less memory, one more forward pass; None: on
     # one GPU in passes that would not fit otherwise, elsewhere never
-    compiled: bool = False  # torch.compile of layers except attention, also of a decode step (docs/scaling.md)
+    torch_compile: bool = False  # torch.compile of layers except attention, also of a decode step (docs/scaling.md)
     lora: LoraSettings = field(default_factory=LoraSettings)
     warm_start: WarmStart | None = None
 
@@ -174,7 +174,7 @@ class HuggingFace:
             model,
             temperature,
             gradient_checkpointing=self._checkpointing(sharding, moments_on_host, averaged),
-            compiled=self.compiled,
+            compiled=self.torch_compile,
             heads=heads,
             compute=self.compute if is_lowered else None,
         )
@@ -283,7 +283,7 @@ class HuggingFace:
                 return vllm_engine
             log.info("answers are sampled by transformers: %s", vllm_engine)
         arguments = (self._base(), self.tokenizer(), self.generation, version)
-        return TransformersEngine(*arguments, longest_prompt, self.compiled)
+        return TransformersEngine(*arguments, longest_prompt, self.torch_compile)
 
     def _base(self) -> PreTrainedModel:
         """Returns the model that an engine has in this process, with adapters where there are to be some."""

@@ -142,7 +142,7 @@ def trainer_bytes(shape: Shape, work: TrainerWorkload) -> Bytes:
         "weights": (frozen_bytes + 4 * parameters) // work.ranks,
         "gradients": 4 * parameters // work.ranks,
         "moments": 0 if work.moves_moments else 8 * parameters // work.ranks,
-        "probabilities kept": _kept_probability_bytes(shape, tokens, i),
+        "probabilities kept": min(tokens, KEPT_BYTES // (shape.vocabulary * i)) * shape.vocabulary * i,
     } | ({"averages": 4 * parameters // work.ranks} if work.averaged else {})
     hidden = tokens * shape.width * i  # the hidden states of one layer
     layer = tokens * _layer_bytes(shape, work)
@@ -273,11 +273,6 @@ def _layer_bytes(shape: Shape, work: TrainerWorkload) -> int:
     norms = 2 * (shape.width * (4 + norm + i if work.device == "cpu" else 2 * i) + 4)
     attention = 2 * (shape.queries + shape.keys) * i + 4 * shape.heads  # query, output, key, value; the log-sum-exp
     return norms + attention + feed_forward + adapted_layers * work.rank * i
-
-
-def _kept_probability_bytes(shape: Shape, tokens: int, i: int) -> int:
-    """Returns the bytes of the probabilities that the head keeps for its backward."""
-    return min(tokens, KEPT_BYTES // (shape.vocabulary * i)) * shape.vocabulary * i
 
 
 def _logit_bytes(shape: Shape, work: TrainerWorkload, kept_bytes: int) -> tuple[int, int]:

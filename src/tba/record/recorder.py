@@ -258,5 +258,4 @@ class WandbRun:
 
 def _row(line: Mapping[str, Json]) -> list[Json]:
     """Returns a row of W&B's table. Parts are one text, since a column has one type and parts differ by prompt."""
-    parts = json.dumps(line["reward_parts"])
-    return [line["step"], line["prompt"], line["completion"], line["reward"], parts]
+    return [line["step"], line["prompt"], line["completion"], line["reward"], json.dumps(line["reward_parts"])]

@@ -159,8 +159,7 @@ def course_table(run: RunRecord) -> RenderableType:
             means = {i: float(values[span_of_step == i].mean()) for i in set(span_of_step.tolist())}
             low, high = min(means.values()), max(means.values())
             bars = {i: BARS[round((len(BARS) - 1) * (mean - low) / (high - low or 1.0))] for i, mean in means.items()}
-            curve = "".join(bars.get(i, " ") for i in range(spans))
-            table.add_row(label, curve, as_text(low), as_text(high))
+            table.add_row(label, "".join(bars.get(i, " ") for i in range(spans)), as_text(low), as_text(high))
     return table if table.row_count else Text("no step recorded yet", style="dim")
 
 
@@ -179,9 +178,7 @@ def ledger_table(summary: Summary) -> RenderableType:
     table = table_of("", "tokens", "trajectories")
     for name in TERMS:
         table.add_row(
-            name.replace("_", " "),
-            f"{getattr(summary.tokens, name):,}",
-            f"{getattr(summary.trajectories, name):,}",
+            name.replace("_", " "), f"{getattr(summary.tokens, name):,}", f"{getattr(summary.trajectories, name):,}"
         )
     table.add_row("closes", _closes(summary.tokens), _closes(summary.trajectories))
     return table

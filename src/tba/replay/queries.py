@@ -86,8 +86,7 @@ class JournalQueries(AbstractContextManager["JournalQueries"]):
         Raises `UserError` for what is no query, or is not allowed, and `DeadlineExceeded`, also while rows are fetched.
         """
         rows = self._iterate(sql, *values)
-        names = next(rows)
-        return [str(name) for name in names], rows
+        return [str(name) for name in next(rows)], rows
 
     def answer(self, sql: str) -> tuple[list[str], Iterator[tuple[Any, ...]]]:
         """Answers anybody's SQL as `query` does, with bounds on the memory and the length of the answer.

@@ -124,8 +124,7 @@ def summarise(
     for unit in ("tokens", "trajectories"):
         searcher_ledger = Ledger.gather(owners, unit)
         replay_ledger = Ledger.of_counters(trainer.ledger, unit)
-        waiting_ledger = Ledger.of({"waiting": undrained[unit]})
-        ledgers[unit] = searcher_ledger + replay_ledger + waiting_ledger
+        ledgers[unit] = searcher_ledger + replay_ledger + Ledger.of({"waiting": undrained[unit]})
     note_unreadable(run.path)
     clocks = [result.clock for result in results.values()]
     answers = ledgers["trajectories"]

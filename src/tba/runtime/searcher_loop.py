@@ -233,13 +233,8 @@ def _loop_of(
 ) -> SearcherLoop:
     name = f"searcher-{index}"
     journal, weights = connections.journal, connections.weights
-    make_grader = partial(
-        grader_of,
-        recipe,
-        run,
-        share=(index, recipe.searcher_count),
-        report=partial(connections.records.fault, "reward_retries"),
-    )
+    report = partial(connections.records.fault, "reward_retries")
+    make_grader = partial(grader_of, recipe, run, share=(index, recipe.searcher_count), report=report)
     engine = (
         engine_of(recipe, model, Version(), clock)
         if agent_calls is None

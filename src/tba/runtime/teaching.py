@@ -244,9 +244,7 @@ def _teacher_reference(recipe: Recipe, model: Model, reference: Reference, teach
 
 def _load_model(recipe: Recipe, model: Model, path: str, flag: str, say: Callable[[str], None] = _ignore) -> Model:
     if not isinstance(model, LoadsOtherModels):
-        raise UserError(
-            f"{flag} is {path}, but {type(model).__name__} does not load a model from a path: use tba.HuggingFace"
-        )
+        raise UserError(f"{flag} is {path}, but {type(model).__name__} loads no model from a path: use tba.HuggingFace")
     return model.with_path(path).prepared(recipe.task, say)
 
 

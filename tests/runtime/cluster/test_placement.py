@@ -84,7 +84,7 @@ def test_a_part_of_a_gpu_is_of_one_gpu_and_leaves_others_whole() -> None:
         node.reserve({"CPU": 0, "GPU": amount})
     assert node.fits({"CPU": 0, "GPU": 1})
     assert not node.fits({"CPU": 0, "GPU": 2})
-    with pytest.raises(UserError, match=r"--cluster\.trainer-gpus is 1\.5: give a part of one GPU, or whole ones"):
+    with pytest.raises(UserError, match=r"--cluster\.trainer-gpus is 1\.5: give part of one GPU, or whole ones"):
         ClusterSettings(trainer_gpus=1.5)
 
 
