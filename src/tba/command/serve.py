@@ -152,6 +152,7 @@ class AgentService:
             http.should_exit = True
             with suppress(DeadlineExceeded):
                 _wait_until(lambda: not thread.is_alive(), "the HTTP server to end")
+            loop.served = server.figures
             figures = ", ".join(f"{count} {name}" for name, count in sorted(server.figures.items()))
             console.print(f"served: {figures or 'nothing'}", highlight=False)
 
