@@ -97,6 +97,9 @@ class LightFlow:
             time.sleep(_LOOK)
         return self.inner.next(interrupted, until_needed)
 
+    def cancel(self, request: int) -> None:
+        self.inner.cancel(request)
+
 
 @dataclass(frozen=True)
 class LightModel(TabularModel):

@@ -4,7 +4,7 @@ Invariant: a row carries its group as data (`group_B`), so nothing depends on th
 ragged or split over micro-batches.
 
 Shape legend: B rows (one completion each), T completion positions, G groups (one prompt each), P prompt positions, S
-steps of a completion, N teachers.
+steps of a completion, L its later segments, N teachers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tba.types import TEACHER, Group, Trajectory
+from tba.types import TEACHER, Completion, Group, Trajectory
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Batch:
     as_sampled_G: Tensor | None = None  # bool: the group's answers come as often as they were sampled; None: all do
     lag_B: Tensor | None = None  # int64: updates since the policy itself, at its temperature, drew it; -1: it did not
     log_teacher_BTN: Tensor | None = None  # float32, of each of N teachers, 0 where the mask is False; None likewise
+    segment_start_BL: Tensor | None = None  # int64, where later segments begin, then the row's length; None: no row's
 
     @property
     def rows(self) -> int:
@@ -49,6 +50,18 @@ class Batch:
     @property
     def groups(self) -> int:
         return int(self.prompt_GP.shape[0])
+
+    @property
+    def first_length_B(self) -> Tensor:
+        """Returns the length of each row's first segment, which is the one that reads the prompt: int64."""
+        return self.length_B if self.segment_start_BL is None else self.segment_start_BL[:, 0]
+
+    def later_segments(self) -> list[tuple[int, int, int]]:
+        """Returns (row, begin, end) of each later segment, row by row and in order."""
+        if self.segment_start_BL is None:
+            return []
+        edge_BL = torch.cat([self.segment_start_BL, self.length_B[:, None]], 1).tolist()
+        return [(row, a, b) for row, edges in enumerate(edge_BL) for a, b in pairwise(edges) if a < b]
 
     def to(self, device: torch.device | str) -> Batch:
         """Returns the batch on another device."""
@@ -63,6 +76,10 @@ class Batch:
         prompt_width = int(self.prompt_length_G[used_G].max())
         log_behavior_BT, start_BS, value_BS = self.log_behavior_BT, self.step_start_BS, self.step_value_BS
         steps = 0 if start_BS is None else int((start_BS[rows] < length_B[:, None]).sum(1).max())
+        segment_start_BL = None if self.segment_start_BL is None else self.segment_start_BL[rows]
+        if segment_start_BL is not None:
+            later = int((segment_start_BL < length_B[:, None]).sum(1).max())
+            segment_start_BL = segment_start_BL[:, :later] if later else None
         return Batch(
             prompt_GP=self.prompt_GP[used_G, :prompt_width],
             prompt_length_G=self.prompt_length_G[used_G],
@@ -79,6 +96,7 @@ class Batch:
             as_sampled_G=None if self.as_sampled_G is None else self.as_sampled_G[used_G],
             lag_B=None if self.lag_B is None else self.lag_B[rows],
             log_teacher_BTN=None if self.log_teacher_BTN is None else self.log_teacher_BTN[rows, :width],
+            segment_start_BL=segment_start_BL,
         )
 
 
@@ -114,12 +132,11 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 def distinct_rows(batch: Batch) -> tuple[Tensor, Tensor]:
     """Returns the rows to evaluate (indices [D]) and, for each row, its place among these ([B]).
 
-    Rows of one group with the same tokens and the same mask have the same log-probabilities under any policy, so the
-    first of them stands for all. The rows to evaluate stay in order.
+    Rows of one group with the same tokens, the same mask and the same segments have the same log-probabilities under
+    any policy, so the first of them stands for all. The rows to evaluate stay in order.
     """
-    key_BX = torch.cat(
-        [batch.group_B[:, None], batch.length_B[:, None], batch.completion_BT, batch.mask_BT.to(torch.int64)], 1
-    )
+    columns = [batch.group_B[:, None], batch.length_B[:, None], batch.completion_BT, batch.mask_BT.to(torch.int64)]
+    key_BX = torch.cat(columns if batch.segment_start_BL is None else [*columns, batch.segment_start_BL], 1)
     _, class_B = torch.unique(key_BX, dim=0, return_inverse=True)
     row_B = torch.arange(batch.rows, device=class_B.device)
     first_K = row_B.new_full((int(class_B.max()) + 1,), batch.rows).scatter_reduce(0, class_B, row_B, "amin")
@@ -168,7 +185,20 @@ def collate(groups: Sequence[Group]) -> Batch:
         some_behavior_BT=None if all(has_behavior) else log_behavior_BT,
         as_sampled_G=torch.tensor([g.as_sampled for g in groups]),
         log_teacher_BTN=_log_teachers(trajectories, mask),
+        segment_start_BL=segment_starts([t.completion for t in trajectories]),
     )
+
+
+def segment_starts(completions: Sequence[Completion]) -> Tensor | None:
+    """Returns segment_start_BL of rows with these completions; None where each has one segment."""
+    later = max(0 if c.begins is None else len(c.begins) for c in completions)
+    if not later:
+        return None
+    start_BL = np.repeat([[len(c.tokens)] for c in completions], later, axis=1)
+    for row, completion in zip(start_BL, completions, strict=True):
+        if completion.begins is not None:
+            row[: len(completion.begins)] = completion.begins
+    return torch.from_numpy(start_BL)
 
 
 def _log_teachers(trajectories: Sequence[Trajectory], mask: npt.NDArray[np.bool_]) -> Tensor | None:
@@ -207,49 +237,56 @@ def _step_tensors(trajectories: Sequence[Trajectory]) -> tuple[Tensor | None, Te
 
 @dataclass
 class _Pass:
-    """Counts the tokens of one pass: each prompt once with its completions, or every row padded to the longest."""
+    """Counts the tokens of one pass: each prompt once with its completions, or every row padded to the longest, and
+    then each later segment by itself.
+    """
 
     share_prompt: bool
     tokens: int = 0  # those without padding
     rows: int = 0
-    longest_row: int = 0  # prompt and completion
+    longest_row: int = 0  # prompt and first segment
+    later_tokens: int = 0  # of later segments
     last_group: int = -1
 
-    def with_completions(self, group: int, prompt: int, lengths: Sequence[int]) -> _Pass:
-        """Returns the pass that also runs completions of these lengths to a group's prompt."""
-        tokens = self.tokens + sum(lengths) + (0 if group == self.last_group else prompt)
-        longest_row = max(self.longest_row, prompt + max(lengths))
-        return _Pass(self.share_prompt, tokens, self.rows + len(lengths), longest_row, group)
+    def with_completions(self, group: int, prompt: int, lengths: Sequence[tuple[int, int]]) -> _Pass:
+        """Returns the pass that also runs completions to a group's prompt: of each the length, and its first
+        segment's.
+        """
+        tokens = self.tokens + sum(length for length, _ in lengths) + (0 if group == self.last_group else prompt)
+        longest_row = max(self.longest_row, prompt + max(first for _, first in lengths))
+        later_tokens = self.later_tokens + sum(length - first for length, first in lengths)
+        return _Pass(self.share_prompt, tokens, self.rows + len(lengths), longest_row, later_tokens, group)
 
     @property
     def cost(self) -> int:
-        return self.tokens if self.share_prompt else self.rows * self.longest_row
+        return self.tokens if self.share_prompt else self.rows * self.longest_row + self.later_tokens
 
 
 def micro_batches(batch: Batch, max_tokens: int, by_group: bool = True, share_prompt: bool = True) -> Iterator[Tensor]:
     """Yields row indices of micro-batches of at most `max_tokens` tokens. A prompt counts once with its completions;
-    without `share_prompt` each row counts as its prompt and completion, padded to the longest row.
+    without `share_prompt` each row counts as its prompt and completion, padded to the longest row, where later segments
+    are rows of their own without padding.
 
     With `by_group` a group that fits stays whole, and one that does not fit is split, rows sorted by length. A single
     row larger than the limit goes alone, because it cannot be made smaller.
     """
     pass_rows: list[int] = []
     current_pass = empty_pass = _Pass(share_prompt)
-    length = batch.length_B.tolist()
+    lengths = list(zip(batch.length_B.tolist(), batch.first_length_B.tolist(), strict=True))
     prompt = batch.prompt_length_G.tolist()
     by_length = torch.argsort(batch.length_B, stable=True)
     group_sorted = batch.group_B[by_length]
     for g in range(batch.groups):
         rows = by_length[group_sorted == g].tolist()
-        group_cost = current_pass.with_completions(g, prompt[g], [length[b] for b in rows]).cost if rows else 0
+        group_cost = current_pass.with_completions(g, prompt[g], [lengths[b] for b in rows]).cost if rows else 0
         if by_group and pass_rows and group_cost > max_tokens:
             yield torch.tensor(pass_rows)
             pass_rows, current_pass = [], empty_pass
         for b in rows:
-            extended_pass = current_pass.with_completions(g, prompt[g], [length[b]])
+            extended_pass = current_pass.with_completions(g, prompt[g], [lengths[b]])
             if pass_rows and extended_pass.cost > max_tokens:
                 yield torch.tensor(pass_rows)
-                pass_rows, extended_pass = [], empty_pass.with_completions(g, prompt[g], [length[b]])
+                pass_rows, extended_pass = [], empty_pass.with_completions(g, prompt[g], [lengths[b]])
             pass_rows.append(b)
             current_pass = extended_pass
     if pass_rows:
@@ -258,17 +295,17 @@ def micro_batches(batch: Batch, max_tokens: int, by_group: bool = True, share_pr
 
 def largest_group(batch: Batch, share_prompt: bool = True) -> int:
     """Returns the tokens that a pass of the largest group runs, as `micro_batches` counts them."""
-    return max(_pass_cost(batch, batch.group_B == g, share_prompt) for g in range(batch.groups))
+    return max(pass_tokens(batch, share_prompt, batch.group_B == g) for g in range(batch.groups))
 
 
-def _pass_cost(batch: Batch, chosen_B: Tensor, share_prompt: bool) -> int:
-    """Returns the tokens that a pass of these rows runs."""
-    length_R, group_R = batch.length_B[chosen_B], batch.group_B[chosen_B]
+def pass_tokens(batch: Batch, share_prompt: bool, chosen_B: Tensor | slice = slice(None)) -> int:
+    """Returns the tokens that a pass of these rows runs, as `micro_batches` counts them; without `chosen_B` of all."""
+    length_R, first_R, group_R = batch.length_B[chosen_B], batch.first_length_B[chosen_B], batch.group_B[chosen_B]
     if not len(length_R):
         return 0
     prompt_R = batch.prompt_length_G[group_R]
     if not share_prompt:
-        return len(length_R) * int((prompt_R + length_R).max())
+        return len(length_R) * int((prompt_R + first_R).max()) + int((length_R - first_R).sum())
     return int(length_R.sum() + batch.prompt_length_G[group_R.unique()].sum())
 
 
@@ -285,7 +322,7 @@ def deal(batch: Batch, ranks: int, max_tokens: int, share_prompt: bool = True) -
         rank_of_group[g] = min(range(ranks), key=rank_tokens.__getitem__)
         rank_tokens[rank_of_group[g]] += tokens_G[g]
     owner_B = torch.tensor(rank_of_group, device=batch.group_B.device)[batch.group_B]
-    if max(_pass_cost(batch, owner_B == rank, share_prompt) for rank in range(ranks)) > max_tokens:
+    if max(pass_tokens(batch, share_prompt, owner_B == rank) for rank in range(ranks)) > max_tokens:
         parts = list(micro_batches(batch, max_tokens, share_prompt=share_prompt))
         if len(parts) <= ranks:
             device = batch.group_B.device

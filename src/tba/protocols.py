@@ -11,13 +11,14 @@ for type checkers only, so that replay and types stay free of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
+from tba.errors import UserError
 from tba.types import (
     Completion,
     Evaluation,
@@ -131,6 +132,13 @@ class Selective(Protocol):
         """Returns how many rows are no training problems, by the reason in words."""
 
 
+@runtime_checkable
+class ShowsFields(Protocol):
+    """A task some of whose problems' fields agents may see (`tba serve`)."""
+
+    shown_fields: tuple[str, ...]
+
+
 class Environment(Protocol):
     """A world to act in, free of tokens. One object lives through one episode: `reset` once, then turn by turn.
 
@@ -234,26 +242,66 @@ class Flow(Protocol):
 
         Once `interrupted()` is true (asked every few tokens) it returns all that is left: what is unfinished as
         `StopReason.INTERRUPTED`, with at least the tokens it had (an unstarted one is left out). Further prompts may be
-        submitted then.
+        submitted then. From `interrupted` and from a partner's `replies`, prompts may be submitted and requests
+        cancelled, too.
         """
+        ...
+
+    def cancel(self, request: int) -> None:
+        """Ends a request, (prompt, sample), as `StopReason.INTERRUPTED` with the tokens it has, as soon as `next` looks
+        at what it computes; `request` is i * count + j. A request that has not begun is left out of what `next`
+        returns, and its partner hears of an end without tokens. One that has ended is left as it is.
+
+        Call it in the thread that calls `next`, between two calls or from within.
+        """
+
+
+@runtime_checkable
+class AnsweredOneByOne(Protocol):
+    """A flow that hands out a prompt's completions as they end, each under the prompt's number."""
+
+    @property
+    def unfinished_prompts(self) -> Container[int]:
+        """Returns the numbers of the prompts of which more completions will come."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of a request, (prompt, sample), that the policy has ended; `request` is i * count + j."""
+    """One turn of a request, (prompt, sample), that the policy has ended; `request` is i * count + j.
+
+    An engine that does not say which T tokens were sampled leaves `tokens` and `log_behavior` empty.
+    """
 
     request: int
     text: str  # decoded, special tokens and a matched stop string removed
-    stop_reason: StopReason  # eos or stop_string
+    stop_reason: StopReason  # eos, stop_string, or length: the limit of this turn
     room: int  # tokens that its completion may still have
-    tokens: Sequence[int] = ()  # as they were sampled, the one that ended it included; empty: the engine does not say
+    tokens: Sequence[int] = ()  # [T] as they were sampled, the one that ended it included
+    log_behavior: FloatArray = field(default_factory=lambda: np.zeros(0, np.float32))  # [T] as in `Completion`
+    versions: tuple[Version, Version] = (Version(), Version())  # the first and the last weights that sampled it
+
+
+@dataclass(frozen=True, slots=True)
+class TurnLimits:
+    """Limits one turn beside the engine's own limits. Raises `UserError` for limits that leave no token."""
+
+    max_tokens: int | None = None  # of the turn; None: what its completion has room for
+    stop_strings: tuple[str, ...] = ()  # the turn ends before the first of these in its text; none is a special token
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise UserError(f"a turn's max_tokens is {self.max_tokens}, but it must be at least 1")
+        if "" in self.stop_strings:
+            raise UserError("a stop string of a turn is empty, which would end every turn: leave it out")
 
 
 class Partner(Protocol):
     """Talks with an engine's completions: at the end of a turn it gives the tokens to be read before the next turn.
 
-    A completion goes on after an EOS token or a stop string as long as its partner replies and there is room for
-    another token; its `mask` says which tokens were sampled. A completion never waits for another one's reply.
+    A completion goes on after an EOS token, a stop string or a limit of the turn (`LimitsTurns`) as long as its partner
+    replies and there is room for another token; its `mask` says which tokens were sampled. A completion never waits for
+    another one's reply.
     """
 
     def hear(self, turns: Sequence[Turn]) -> None:
@@ -266,6 +314,24 @@ class Partner(Protocol):
 
     def ended(self, request: int, completion: Completion) -> Completion:
         """Takes a completion that has ended for any reason, and returns the completion that the engine hands out."""
+
+
+@runtime_checkable
+class LimitsTurns(Partner, Protocol):
+    """A partner that limits each turn. A turn that reaches a limit of its own is heard and can be replied to."""
+
+    def turn_limits(self, request: int) -> TurnLimits:
+        """Returns the limits of the turn that a request begins."""
+        ...
+
+
+@runtime_checkable
+class EndsWaits(Partner, Protocol):
+    """A partner that has work for the thread of its flow besides the flow's own."""
+
+    def must_return(self) -> bool:
+        """Returns whether the flow's `next` is to return between two tokens, with what is finished by now."""
+        ...
 
 
 class Reference(Protocol):
@@ -634,6 +700,7 @@ class Work:
     ranks: int  # processes of the trainer
     moments_on_host: bool = False  # of the optimizer
     averaged: bool = False  # weights, by the optimizer
+    parks: bool = False  # answers wait for replies, and others take their place
 
 
 class ScoringModel(Protocol):

@@ -166,7 +166,7 @@ class Recipe:
     # drop: what is cut off is not trained, and counted as rejected (TRL's mask_truncated_completions)
     max_tokens_per_pass: int = 16384  # tokens of one forward and backward pass; larger batches are split
     searchers: int | None = None  # processes that generate; inline: exactly one; None: one, or one for each GPU of this
-    # machine that the trainer leaves
+    # machine that the trainer leaves; 0: one that only evaluates, for a run whose searchers all join (`tba serve`)
     offline: bool = False  # learn only from existing trajectories (`tba import`, --data); searchers only evaluate
     runtime: Literal["processes", "inline", "cluster"] = "processes"  # processes, one process, or Ray actors
     address: str | None = None  # HOST:PORT of the Ray cluster to join (runtime cluster); None: start one
@@ -191,6 +191,8 @@ class Recipe:
         for name in _COUNTS:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"--{name.replace('_', '-')} is {value}, it must be at least 1")
+        if self.searchers is not None and self.searchers < 0:
+            raise UserError(f"--searchers is {self.searchers}, it must be at least 0")
         if self.seed < 0:
             raise UserError(f"--seed is {self.seed}, it must not be negative")
         if self.group_size < 2:
@@ -218,7 +220,7 @@ class Recipe:
             )
         if self.runtime == "inline" and self.trainer.count != 1:
             raise UserError(f"--trainer.ranks is {self.trainer.ranks}, but the inline runtime has one process for all")
-        if self.runtime == "inline" and self.searcher_count != 1:
+        if self.runtime == "inline" and self.searchers not in (None, 1):
             raise UserError(f"--searchers is {self.searchers}, but the inline runtime takes turns with exactly 1")
         trainer_gpus = self.cluster.trainer_gpus
         if self.trainer.count > 1 and isinstance(self.model, HasDtype) and self.model.dtype == "4-bit":
@@ -328,8 +330,13 @@ class Recipe:
 
     @property
     def searcher_count(self) -> int:
-        """Returns how many processes generate: 1 until the number is decided."""
-        return 1 if self.searchers is None else self.searchers
+        """Returns how many processes generate or only evaluate: 1 until the number is decided."""
+        return self.searchers or 1
+
+    @property
+    def only_evaluates(self) -> bool:
+        """Returns whether the run's own searcher generates nothing: its trajectories come from elsewhere."""
+        return self.offline or self.searchers == 0
 
     @property
     def warm_up(self) -> int:
@@ -376,7 +383,7 @@ _COMPONENTS: Mapping[str, tuple[tuple[str, ...], str]] = {  # the members that e
 LARGEST_SQUARED = 1e9  # |reward| over beta: its square, summed over a batch, is far from float32's largest number
 _PACKAGE = Path(__file__).parent
 _COUNTS = (
-    *("steps", "groups_per_step", "samples_per_prompt", "prompts_per_round", "sync_every", "searchers"),
+    *("steps", "groups_per_step", "samples_per_prompt", "prompts_per_round", "sync_every"),
     *("max_tokens_per_pass", "rescored_per_round"),
 )
 

@@ -3,7 +3,7 @@
 Invariant: a stage never edits what it was given, it makes the next noun
 (`Problem` -> `Prompt` -> `Completion` -> `Trajectory` -> `Group`). Standard library and numpy only.
 
-Shape legend: P prompt tokens, T completion tokens.
+Shape legend: P prompt tokens, T completion tokens, S segments of a completion.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
@@ -252,6 +253,12 @@ class Completion:
     Arrays are of the T completion tokens, in their order, without the prompt's. Log-probabilities are in nats. In an
     environment an answer has several turns, and between them what the environment said: observations, which are no
     tokens of the policy and whose mask is False.
+
+    An episode may have several segments, one behind another: each reads only itself, its positions start at 0, and it
+    opens with its own context, whose mask is False. The first segment reads the prompt, and is empty where the first
+    of the others begins at 0.
+
+    Raises `ValueError` for segments that do not begin in order, each with a token of context.
     """
 
     tokens: IntArray  # [T], T >= 1, EOS included when stop_reason is EOS
@@ -262,6 +269,19 @@ class Completion:
     log_behavior: FloatArray | None = None  # [T] under the sampling distribution, renormalised after top-p
     mask: BoolArray | None = None  # [T] which tokens the policy sampled; None = all
     judgement: Judgement | None = None  # its environment's, which nobody else could give; None: a reward grades it
+    begins: IntArray | None = None  # [S - 1] where each later one of S segments begins; None: there is one segment
+    episode: EpisodeRecord | None = None  # of an agent that called a server; its reward reads it, and it is not stored
+
+    def __post_init__(self) -> None:
+        if self.begins is None:
+            return
+        places, length = np.asarray(self.begins).tolist(), len(self.tokens)
+        is_ordered = all(a < b for a, b in pairwise([-1, *places, length]))
+        if not places or not is_ordered or self.mask is None or np.asarray(self.mask)[places].any():
+            raise ValueError(
+                f"the later segments of a completion of {length} tokens begin at {quote(str(places))}, but they have "
+                "to go up from 0 to below its length, each with a first token whose mask is False"
+            )
 
     @cached_property
     def digest(self) -> str:
@@ -269,7 +289,15 @@ class Completion:
         digest = hashlib.blake2b(np.ascontiguousarray(self.tokens, dtype="<i4").tobytes(), digest_size=8)
         if self.mask is not None:
             digest.update(np.packbits(self.mask).tobytes())
+        if self.begins is not None:  # else as it was before there were segments
+            digest.update(b"begins" + np.ascontiguousarray(self.begins, dtype="<i4").tobytes())
         return digest.hexdigest()
+
+    @property
+    def segments(self) -> list[tuple[int, int]]:
+        """Returns the (begin, end) of each segment, as places among the tokens."""
+        places = [] if self.begins is None else self.begins.tolist()
+        return list(pairwise(sorted({0, *places, len(self.tokens)})))
 
     @property
     def turns(self) -> list[tuple[int, int]]:
@@ -283,6 +311,15 @@ class Completion:
     def observed(self) -> int:
         """Returns how many of the tokens are observations."""
         return 0 if self.mask is None else len(self.mask) - int(np.count_nonzero(self.mask))
+
+
+@dataclass(frozen=True)
+class EpisodeRecord:
+    """Holds what is known of an agent's episode besides its tokens."""
+
+    messages: tuple[Message, ...]  # its longest conversation, answers included
+    artifact: Json = None  # what the agent handed in at the end
+    provenance: Mapping[str, Json] = field(default_factory=dict)  # goes to the trajectory's
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,12 +356,14 @@ def _copy_of_prompt(prompt: Prompt) -> Prompt:
 
 def _copy_of_completion(completion: Completion) -> Completion:
     log_behavior, mask, judgement = completion.log_behavior, completion.mask, completion.judgement
+    begins = completion.begins
     return replace(
         completion,
         tokens=completion.tokens.copy(),
         log_behavior=None if log_behavior is None else log_behavior.copy(),
         mask=None if mask is None else mask.copy(),
         judgement=None if judgement is None else replace(judgement, parts=dict(judgement.parts)),
+        begins=None if begins is None else begins.copy(),
     )
 
 

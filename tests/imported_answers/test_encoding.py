@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from chat_families import tokenizer as families_tokenizer
 from tba.engines.stopping import StopStrings
 from tba.environments.episode import Observation
+from tba.environments.recorded import chat_writer
 from tba.environments.turn_encoding import TurnEncoder
 from tba.imported_answers.encoding import EncodedAnswer, Encoder, TaskPrompts
 from tba.imported_answers.parsing import ImportedAnswer
@@ -33,7 +34,14 @@ def prompt(text: str, **fields: Any) -> Prompt:
 TRAIN = [prompt("Q: 1+1=\n", question="1+1=", answer="2"), prompt("Q: 2+2=\n", question="2+2=", answer="4")]
 HELD_OUT = [prompt("Q: 3+3=\n", question="3+3=", answer="6")]
 ENCODER = Encoder(
-    "sums", TOKENIZER, TaskPrompts(TRAIN), TaskPrompts(HELD_OUT), False, max_prompt_tokens=20, max_tokens=5
+    "sums",
+    TOKENIZER,
+    TaskPrompts(TRAIN),
+    TaskPrompts(HELD_OUT),
+    False,
+    max_prompt_tokens=20,
+    max_tokens=5,
+    turn_writer=chat_writer(TOKENIZER),
 )
 
 

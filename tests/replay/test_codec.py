@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from base64 import b64decode
 
@@ -48,6 +49,9 @@ PLAIN_ARRAYS = hnp.arrays(
 def trajectories(draw: st.DrawFn) -> Trajectory:
     length = draw(st.integers(1, 9))
     logs = hnp.arrays(np.float32, length, elements=st.floats(width=32))
+    mask = draw(st.none() | hnp.arrays(np.bool_, length))
+    context_places = [] if mask is None else [place for place in range(1, length) if not mask[place]]
+    begins = sorted(draw(st.sets(st.sampled_from(context_places)))) if context_places else []
     completion = Completion(
         tokens=draw(hnp.arrays(np.int32, length)),
         text=draw(TEXT),
@@ -55,7 +59,8 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         versions=(draw(VERSIONS), draw(VERSIONS)),
         sampling=draw(st.none() | SAMPLINGS),
         log_behavior=draw(st.none() | logs),
-        mask=draw(st.none() | hnp.arrays(np.bool_, length)),
+        mask=mask,
+        begins=np.array(begins, np.int32) if begins else None,
     )
     return Trajectory(
         uid=draw(TEXT),
@@ -113,6 +118,40 @@ def test_a_trajectory_that_an_earlier_program_wrote_is_read() -> None:
         created=1.5,
     )
     assert same(decode_trajectory(b64decode(EARLIER), prompt(0)), original)
+
+
+def test_a_completion_of_one_segment_has_the_digest_and_the_bytes_of_earlier_programs() -> None:
+    tokens, mask = np.array([5, 6, 7, 9, 11], np.int32), np.array([True, True, False, False, True])
+    versions = Version(0, 3), Version(0, 4)
+    completion = Completion(tokens, "x", StopReason.EOS, versions, Sampling(0.7), np.full(5, -0.5, np.float32), mask)
+    asked = Prompt("task", np.array([1, 2], np.int32))
+    whole = Trajectory("u", asked, completion, 0.5, np.full(5, -1, np.float32), Version())
+    assert completion.digest == "17dda2b7b6411f17"
+    assert hashlib.blake2b(encode_trajectory(whole), digest_size=8).hexdigest() == "8de701233e669de3"
+    assert StoredTrajectory.of(whole).digest == 2054418841876844032
+
+
+def test_where_segments_begin_tells_completions_apart() -> None:
+    tokens, mask = np.array([5, 6, 7, 9, 11], np.int32), np.array([True, True, False, False, True])
+    places = [None, np.array([2], np.int32), np.array([3], np.int32), np.array([2, 3], np.int32)]
+    completions = [
+        Completion(tokens, "", StopReason.EOS, (Version(), Version()), mask=mask, begins=begins) for begins in places
+    ]
+    assert len({c.digest for c in completions}) == 4
+    logs = np.zeros(5, np.float32)
+    rows = [StoredTrajectory.of(Trajectory("u", prompt(0), c, 0.0, logs, Version())) for c in completions]
+    assert len({row.digest for row in rows}) == 4
+    assert [c.segments for c in completions[::3]] == [[(0, 5)], [(0, 2), (2, 3), (3, 5)]]
+    assert [c.turns for c in completions[::3]] == [[(0, 2), (4, 5)]] * 2
+
+
+@pytest.mark.parametrize("begins", [[], [0], [5], [3, 2], [2, 2], [4]])
+def test_segments_out_of_order_or_with_a_trained_first_token_are_refused(begins: list[int]) -> None:
+    tokens, mask = np.array([5, 6, 7, 9, 11], np.int32), np.array([True, True, False, False, True])
+    with pytest.raises(ValueError, match="later segments of a completion of 5 tokens begin at"):
+        Completion(
+            tokens, "", StopReason.EOS, (Version(), Version()), mask=mask, begins=np.array(begins, dtype=np.int32)
+        )
 
 
 def test_what_is_read_cannot_be_changed() -> None:

@@ -270,6 +270,8 @@ def answers(draw: st.DrawFn) -> tuple[Prompt, Completion]:
         tuple(draw(st.lists(st.text(), max_size=2))),
         draw(st.none() | st.lists(st.dictionaries(st.text(), JSON, max_size=2), max_size=2).map(tuple)),
     )
+    mask = draw(st.sampled_from([None, tokens % 2 == 0]))
+    context_places = [] if mask is None else [place for place in range(1, len(tokens)) if not mask[place]]
     completion = Completion(
         tokens,
         draw(st.text()),
@@ -279,8 +281,9 @@ def answers(draw: st.DrawFn) -> tuple[Prompt, Completion]:
             st.none() | st.builds(Sampling, temperature=st.floats(0, 2), top_p=st.floats(0.1, 1), top_k=st.integers())
         ),
         draw(st.sampled_from([None, np.array(logs, np.float32)])),
-        draw(st.sampled_from([None, tokens % 2 == 0])),
+        mask,
         draw(st.none() | st.builds(Judgement, st.floats(allow_nan=False), st.dictionaries(st.text(), st.floats()))),
+        np.array(context_places, np.int32) if context_places else None,
     )
     return prompt, completion
 

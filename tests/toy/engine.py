@@ -100,6 +100,14 @@ class TabularFlow:
             self._grow([row for rows in self._growing.values() for row in rows if row.reason is None])
         return [(number, [self._completion(r) for r in self._growing.pop(number) if r.tokens]) for number in done]
 
+    def cancel(self, request: int) -> None:
+        """See `protocols.Flow`."""
+        for row in self._growing.get(request // self._count, []):
+            if row.request == request and row.reason is None:
+                row.reason = StopReason.INTERRUPTED
+                if not row.tokens:
+                    self._completion(row)
+
     def _done(self) -> list[int]:
         return [number for number, rows in self._growing.items() if all(row.reason for row in rows)]
 
@@ -111,19 +119,19 @@ class TabularFlow:
         heard: dict[int, IntArray | None] = {}
         if self._partner is not None:
             self._partner.hear([row.turn(self._engine.tokenizer.decode(row.tokens[-1:])) for row in rows])
-            while len(heard) < len(rows):
+            while any(row.request not in heard and row.reason is not StopReason.INTERRUPTED for row in rows):
                 heard |= self._partner.replies(wait=True)
             for row in rows:
-                row.hear(heard[row.request], self._engine.task)
+                if row.reason is not StopReason.INTERRUPTED:
+                    row.hear(heard[row.request], self._engine.task)
 
     def _completion(self, row: _Growing) -> Completion:
         tokens = np.array(row.tokens, np.int32)
-        assert row.versions is not None
         completion = Completion(
             tokens=tokens,
             text=self._engine.tokenizer.decode(row.tokens, skip_special_tokens=True),
             stop_reason=row.reason or StopReason.INTERRUPTED,
-            versions=row.versions,
+            versions=row.versions or (self._engine.version, self._engine.version),
             sampling=self._sampling,
             log_behavior=np.array(row.log_behavior, np.float32),
             mask=None if all(row.mask) else np.array(row.mask),

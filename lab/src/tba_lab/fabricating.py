@@ -124,3 +124,7 @@ class FabricatingFlow:
         """See `protocols.Flow`."""
         rows = self.flow.next(interrupted, until_needed)
         return [(i, self.engine.replace_some(self._prompts.pop(i), completions, self.rng)) for i, completions in rows]
+
+    def cancel(self, request: int) -> None:
+        """Ends a request."""
+        self.flow.cancel(request)

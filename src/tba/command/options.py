@@ -50,6 +50,30 @@ class SearchOptions:
 
 
 @dataclass(frozen=True)
+class ServeOptions:
+    """Names the run that is served, and says who may call and how much."""
+
+    run: Path | None = None  # the folder of a run in progress on this machine; with --address, its name
+    address: str | None = None  # HOST:PORT of the Ray cluster that the run is in
+    host: str = "127.0.0.1"  # the address to listen at; another than this machine's own needs --certificate
+    port: int = 8077  # 0: any that is free
+    names: str = ""  # further names under which agents reach the server, with commas between them
+    certificate: Path | None = None  # a file with the TLS certificate and its key
+    tokens: Path | None = None  # a JSON object of tokens by the name of their owner; none: one is made for this server
+    max_tokens: int | None = None  # tokens of an episode in all; none: the longest answer of the run's engine
+    max_calls: int = 256  # calls of an episode
+    episodes: int = 256  # that are open at once, of one token
+    idle_seconds: float = 600.0  # without a call, after which an episode is ended and graded as it is
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "max_calls", "episodes", "idle_seconds"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise UserError(f"--{name.replace('_', '-')} is {value}: give a number above 0")
+        if not 0 <= self.port < 1 << 16:
+            raise UserError(f"--port is {self.port}: give a number from 0 (any that is free) to 65535")
+
+
+@dataclass(frozen=True)
 class ImportOptions:
     """Says how files are imported."""
 

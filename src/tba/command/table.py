@@ -119,6 +119,16 @@ _TABLE = (
         required_options={"run": "RUN: the folder of a run in progress, such as runs/NAME"},
     ),
     Command(
+        "serve",
+        "",
+        "answer the calls of agents elsewhere (OpenAI's chat completions) from a run in progress, which learns from "
+        "their episodes; Ctrl-C ends it",
+        "command.serve.serve_run",
+        ("command.options.ServeOptions",),
+        usage_options="--run RUN [--port 8077] [--address HOST:PORT]",
+        required_options={"run": "RUN: the folder of a run in progress, such as runs/NAME"},
+    ),
+    Command(
         "import",
         "RUN FILE...",
         "import answers (JSON Lines, Parquet, another run) into a run; with --recipe, into a new one",

@@ -234,6 +234,10 @@ class SlotCache:
         self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
         self.values[:, target, :, :length] = self.values[:, source, :, :length]
 
+    def bytes_of(self, positions: int) -> int:
+        """Returns the bytes of keys and values at so many positions."""
+        return positions * (self.keys.nbytes + self.values.nbytes) // (self.keys.shape[1] * self.length)
+
     def copy_row(self, row: int, length: int) -> tuple[Tensor, Tensor]:
         """Returns a copy of the first `length` keys and values of a row, [L, H, length, D]."""
         return self.keys[:, row, :, :length].clone(), self.values[:, row, :, :length].clone()

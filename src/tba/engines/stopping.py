@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tba.assistant_turns import assistant_turn, special_id
@@ -71,6 +71,10 @@ class StopStrings:
     strings: tuple[str, ...]
     tokenizer: Tokenizer
     ids: frozenset[int] = frozenset()  # the tokens that count as one
+
+    def with_strings(self, strings: tuple[str, ...]) -> StopStrings:
+        """Returns the same with further stop strings."""
+        return replace(self, strings=(*self.strings, *strings)) if strings else self
 
     def text(self, tokens: Sequence[int]) -> str:
         """Returns the decoded tokens without special ones, but with the marks of thoughts and calls."""

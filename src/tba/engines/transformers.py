@@ -19,8 +19,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -31,13 +31,13 @@ from tba.engines.decoding import DecodingRows, ReplyTokens
 from tba.engines.rules import LengthLimits, match_weights, rules_of
 from tba.engines.slots import Continuations, PackedPrompts, SlotCache, flash_fault, slot_attention
 from tba.engines.step import CudaGraphs, Step, describe_difference
-from tba.engines.stopping import find_stops
+from tba.engines.stopping import StopStrings, find_stops
 from tba.errors import TbaError, UserError
 from tba.fields import BY_CODE, as_declared
 from tba.policy.lora import has_adapters, is_adapter
 from tba.policy.norms import fuse_norms
 from tba.pretrained import most_positions
-from tba.protocols import Partner, Tokenizer, Turn
+from tba.protocols import EndsWaits, LimitsTurns, Partner, Tokenizer, Turn
 from tba.streaming import shapes_of
 from tba.types import Completion, FloatArray, IntArray, Prompt, Sampling, StopReason, Version
 
@@ -62,6 +62,8 @@ class EngineSettings:
     max_completion_tokens: int = 128  # tokens of the longest completion; a longer one is truncated
     stop_strings: tuple[int | str, ...] = ()  # a completion ends before the first of these in its text (it ends at
     # what ends a turn in the chat template anyway); a whole number is a token's id, a special token's text the token
+    parked_gb: float | None = None  # keys and values of completions that wait for an environment, 10^9 bytes; those
+    # beyond it, the oldest first, are computed again; None: as many as the slots have; vllm: its cache holds them
     min_completion_tokens: int = 0  # tokens before the end-of-text token may be sampled
     allowed_first_tokens: tuple[str, ...] = field(
         default=(), metadata=BY_CODE
@@ -94,6 +96,8 @@ class EngineSettings:
                 f"the engine's min_completion_tokens is {self.min_completion_tokens}, give 0 or more, and fewer than "
                 f"max_completion_tokens, {self.max_completion_tokens}"
             )
+        if self.parked_gb is not None and not self.parked_gb >= 0:
+            raise UserError(f"the engine's parked_gb is {self.parked_gb}, give 0 or more, or leave it out")
         if self.engine == "vllm" and (self.allowed_first_tokens or self.forbidden_first_tokens):
             raise UserError(
                 "the engine is vllm, which has no rule for the first token of an answer: leave "
@@ -198,7 +202,7 @@ class _OpenPrompt:
     """A prompt whose completions have not been handed out."""
 
     prompt: Prompt
-    completions: dict[int, Completion]  # the finished ones, by sample
+    completions: dict[int, Completion]  # the finished ones, by sample; without tokens: cancelled before it began
 
 
 class _Queue:
@@ -213,12 +217,13 @@ class _Queue:
         self.prompts: dict[int, _OpenPrompt] = {}
         self.finished_prompts: list[int] = []  # those whose completions are all finished
         self.next_request = 0
+        self.cancelled_requests: set[int] = set()  # from `next_request` on, which are passed over
         self.longest_sequence = 0  # of the longest prompt with the longest completion
 
     @property
     def requests_left(self) -> int:
         """Returns how many requests have not begun."""
-        return self.prompt_count * self.count - self.next_request
+        return self.prompt_count * self.count - self.next_request - len(self.cancelled_requests)
 
     def submit(self, prompts: Sequence[Prompt]) -> None:
         """Add prompts. Raises `UserError` for one that is too long or empty, and then adds none."""
@@ -231,9 +236,24 @@ class _Queue:
             self.longest_sequence = max(self.longest_sequence, length)
         self.prompt_count += len(prompts)
 
+    def is_to_begin(self, request: int) -> bool:
+        """Returns whether a request was submitted and has neither begun nor been cancelled."""
+        is_submitted = self.next_request <= request < self.prompt_count * self.count
+        return is_submitted and request not in self.cancelled_requests
+
     def prompt_of(self, request: int) -> Prompt:
         """Returns the prompt of a request."""
         return self.prompts[request // self.count].prompt
+
+    def next_run(self, end: int) -> int:
+        """Returns how many requests are to begin one behind another, from the next one on and before request `end`."""
+        return min((number for number in self.cancelled_requests if number < end), default=end) - self.next_request
+
+    def begin(self, count: int) -> None:
+        """Pass over the next requests, which begin or are cancelled."""
+        passed_requests = range(self.next_request, self.next_request + count)
+        self.cancelled_requests.difference_update(passed_requests)
+        self.next_request = passed_requests.stop
 
     def finish(self, request: int, completion: Completion) -> None:
         """Store the completion of a request."""
@@ -249,7 +269,8 @@ class _Queue:
         if include_unfinished:
             numbers = list(dict.fromkeys([*numbers, *self.prompts]))
         completions_by_prompt = [(i, self.prompts.pop(i).completions) for i in numbers]
-        return [(i, [completions[j] for j in sorted(completions)]) for i, completions in completions_by_prompt]
+        samples = [(i, [completions[j] for j in sorted(completions)]) for i, completions in completions_by_prompt]
+        return [(i, [completion for completion in row if len(completion.tokens)]) for i, row in samples]
 
 
 @dataclass(frozen=True)
@@ -259,10 +280,21 @@ class _PrefillBatch:
     begin: int
     end: int
     prompts: PackedPrompts
+    places: dict[bytes, int]  # in `prompts`, by the tokens of a prompt
     version: Version  # of the weights
 
 
-_RowState: TypeAlias = tuple[list[int], tuple[Tensor, ...], tuple[Tensor, Tensor]]  # of a row: counts, draws, cache
+@dataclass
+class _RowCopy:
+    """What a row held at the end of a turn."""
+
+    counts: list[int]
+    decoding_state: tuple[Tensor, ...]
+    cache: tuple[Tensor, Tensor] | None  # keys and values; None: they were dropped, and have to be computed again
+
+    @property
+    def cache_bytes(self) -> int:
+        return 0 if self.cache is None else sum(tensor.nbytes for tensor in self.cache)
 
 
 @dataclass(eq=False)
@@ -272,13 +304,15 @@ class _Request:
     number: int
     first_version: Version  # the weights that read its prompt
     row: int
+    stops: StopStrings  # of its present turn
+    turn_version: Version  # the weights that began its present turn
     turn_start: int = 0  # the token at which its present turn begins
     observed_spans: list[tuple[int, int]] = field(default_factory=list)  # tokens that it has read, as (begin, end)
     token_ids: list[int] = field(default_factory=list)
     log_behavior: FloatArray = field(default_factory=lambda: np.zeros(0, np.float32))
     stop_reason: StopReason = StopReason.INTERRUPTED
     reply_tokens: IntArray | None = None  # what it is to read next; None: nobody has answered yet
-    row_state: _RowState | None = None  # a copy of its row, which another request may have got; None: it has its row
+    row_copy: _RowCopy | None = None  # of its row, which another request may have got; None: it has its row
 
 
 class TransformersFlow:
@@ -308,8 +342,12 @@ class TransformersFlow:
         self.request_R = np.full(slots, None, dtype=object)
         self.prompt_R = np.zeros(slots, dtype=np.int64)  # prompt tokens
         self.count_R = np.zeros(slots, dtype=np.int64)  # completion tokens so far
-        self.limit_R = np.zeros(slots, dtype=np.int64)  # completion tokens at most
+        self.limit_R = np.zeros(slots, dtype=np.int64)  # completion tokens at the end of the turn, at most
         self.parked_requests: dict[int, _Request] = {}
+        self.requests_to_cancel: set[int] = set()
+        self.dropped_copies = 0  # keys and values of parked requests for which `parked_gb` had no room
+        self._turn_limits = partner.turn_limits if isinstance(partner, LimitsTurns) else None
+        self._must_return = partner.must_return if isinstance(partner, EndsWaits) else lambda: False
         self.device = self.rows.eos_V.device
         looks_are_cheap = self.device.type == "cpu" and not engine._stops.strings
         self.stride = 1 if looks_are_cheap else _STEPS_BETWEEN_LOOKS
@@ -335,6 +373,12 @@ class TransformersFlow:
         return -(-(spare_rows + slots // 2) // self.queue.count) if spare_rows > 0 else 0
 
     @property
+    def parked_bytes(self) -> int:
+        """Returns the bytes of the keys and values that parked requests hold."""
+        copies = [request.row_copy for request in self.parked_requests.values()]
+        return sum(row_copy.cache_bytes for row_copy in copies if row_copy is not None)
+
+    @property
     def _rows_for_parked(self) -> int:
         """Returns how many rows the parked requests will need: one for each that has been answered, and at least as
         many as there are more of them than slots, since each has a copy of its keys and values.
@@ -352,6 +396,10 @@ class TransformersFlow:
             goes_on = not self.queue.prompts or self._run_until_finished(interrupted, until_needed)
         return self.queue.pop_finished(include_unfinished=not goes_on)
 
+    def cancel(self, request: int) -> None:
+        """Ends a request at the next look. See `protocols.Flow`."""
+        self.requests_to_cancel.add(request)
+
     def _run_until_finished(self, interrupted: Callable[[], bool] | None, until_needed: bool) -> bool:
         """Works until prompts are finished; returns False when nothing is left to do, or when `interrupted()`."""
         queue = self.queue
@@ -360,9 +408,11 @@ class TransformersFlow:
         while queue.requests_left or len(self.free_rows) < self.extent or self.parked_requests:
             if self.parked_requests:
                 self._collect_replies()
+            if self.requests_to_cancel:
+                self._cancel_requests()
             self._fill_free_rows()
             has_ended = self._end_turns(self._find_finished_rows())
-            if queue.finished_prompts or (until_needed and self.prompts_needed):
+            if queue.finished_prompts or (until_needed and self.prompts_needed) or self._must_return():
                 return True
             if has_ended:
                 continue  # a first token can be the last: fill again before computing
@@ -374,10 +424,24 @@ class TransformersFlow:
                         request.stop_reason = StopReason.INTERRUPTED
                         self._finish(request)
                     self.parked_requests.clear()
-                    queue.next_request += queue.requests_left  # the others are not begun
+                    queue.begin(queue.prompt_count * queue.count - queue.next_request)  # they never do
                     return False
             self.steps_since_asking += self._grow() if self.extent else _STEPS_BETWEEN_ASKING
         return False
+
+    def _cancel_requests(self) -> None:
+        """End the requests that are to be cancelled, whatever their state."""
+        numbers, self.requests_to_cancel = self.requests_to_cancel, set()
+        used_rows = [row for row in range(self.extent) if row not in self.free_rows]
+        rows = [row for row in used_rows if self.request_R[row].number in numbers]
+        self._end_turns(np.array(rows, dtype=np.int64), interrupted=True)
+        for number in sorted(numbers):
+            if (request := self.parked_requests.pop(number, None)) is not None:
+                request.stop_reason = StopReason.INTERRUPTED
+                self._finish(request)
+            elif self.queue.is_to_begin(number):
+                self.queue.cancelled_requests.add(number)
+                self._finish(self._request(number, self.engine.version))
 
     def _fill_free_rows(self) -> None:
         """Give free rows to the next requests; when no request is left, close the gaps."""
@@ -388,10 +452,14 @@ class TransformersFlow:
             extent = self.extent + min(row_count, self.settings.slots - self.extent)
             self.free_rows, self.extent = [*self.free_rows, *range(self.extent, extent)], extent
         while self.free_rows and queue.requests_left:
+            if queue.next_request in queue.cancelled_requests:
+                self._draw_uniform(1)  # so that the next request has its own
+                queue.begin(1)
+                continue
             batch = self.prefill_batch
             if batch is None or queue.next_request >= batch.end * queue.count:
                 batch = self._prefill_next()
-            n = min(len(self.free_rows), batch.end * queue.count - queue.next_request)
+            n = min(len(self.free_rows), queue.next_run(batch.end * queue.count))
             rows, self.free_rows = self.free_rows[:n], self.free_rows[n:]
             self._admit(rows, batch)
         if self.free_rows:
@@ -401,35 +469,56 @@ class TransformersFlow:
         """Run the next prompts through the model."""
         queue = self.queue
         begin = end = queue.next_request // queue.count
-        self.prefill_batch = None  # all its requests have begun, and its memory is freed for the next ones
-        tokens = 0
-        while end < queue.prompt_count:
-            tokens += len(queue.prompts[end].prompt.tokens)
-            if tokens > PREFILL_TOKENS and end > begin:
-                break
-            end += 1
-        prompts = self.engine.prefill([queue.prompts[i].prompt for i in range(begin, end)])
-        self.prefill_batch = _PrefillBatch(begin, end, prompts, self.engine.version)
+        batch, self.prefill_batch = self.prefill_batch, None  # its requests have begun: its memory is freed for others
+        if batch is not None and self._turn_limits is not None and batch.version == self.engine.version:
+            while end in queue.prompts and _tokens_key(queue.prompts[end].prompt) in batch.places:
+                end += 1
+        if batch is None or end == begin:
+            batch = None  # before its memory is needed
+            end, distinct_prompts = self._distinct_prompts(begin)
+            places = {tokens: place for place, tokens in enumerate(distinct_prompts)}
+            prompts = self.engine.prefill(list(distinct_prompts.values()))
+            self.prefill_batch = _PrefillBatch(begin, end, prompts, places, self.engine.version)
+        else:  # calls of agents that begin alike
+            self.prefill_batch = replace(batch, begin=begin, end=end)
         rows = self.extent if len(self.free_rows) < self.extent else 0
-        self.cache = self.engine.cache(prompts, queue.longest_sequence, rows)
+        self.cache = self.engine.cache(self.prefill_batch.prompts, queue.longest_sequence, rows)
         return self.prefill_batch
+
+    def _distinct_prompts(self, begin: int) -> tuple[int, dict[bytes, Prompt]]:
+        """Returns the prompts from number `begin` on that are read together, by their tokens, and the number behind
+        them: up to the last one, or one whose requests are all cancelled.
+        """
+        distinct_prompts: dict[bytes, Prompt] = {}
+        end, tokens = begin, 0
+        while end in self.queue.prompts:
+            prompt = self.queue.prompts[end].prompt
+            key = _tokens_key(prompt)
+            if key not in distinct_prompts:
+                tokens += len(prompt.tokens)
+                if tokens > PREFILL_TOKENS and end > begin:
+                    break
+                distinct_prompts[key] = prompt
+            end += 1
+        return end, distinct_prompts
 
     def _admit(self, rows: list[int], batch: _PrefillBatch) -> None:
         """Start the next requests in `rows` (ascending), all of the batch's prompts."""
         queue = self.queue
         requests = np.arange(queue.next_request, queue.next_request + len(rows))
-        queue.next_request += len(rows)
+        queue.begin(len(rows))
         prompts = requests // queue.count
+        place_of: dict[int, int] = {}
         for p in range(prompts[0], prompts[-1] + 1):
+            place_of[p] = batch.places[_tokens_key(queue.prompts[p].prompt)]
             prompt_rows = [row for row, prompt in zip(rows, prompts, strict=True) if prompt == p]
-            self.cache.fill(prompt_rows, batch.prompts, p - batch.begin)
+            self.cache.fill(prompt_rows, batch.prompts, place_of[p])
             self.prompt_R[prompt_rows] = len(queue.prompts[p].prompt.tokens)
-            self.limit_R[prompt_rows] = queue.limits.longest_completion(queue.prompts[p].prompt)
         for row, number in zip(rows, requests.tolist(), strict=True):
-            self.request_R[row] = _Request(number, batch.version, row)
+            self.request_R[row] = request = self._request(number, batch.version, row)
+            self._set_limits(request)
         self.count_R[rows] = 1
-        shape = (len(rows), self.settings.max_completion_tokens)
-        uniform = np.zeros(shape, np.float32) if self.sampling.temperature == 0 else self.rng.random(shape, np.float32)
+        uniform = self._draw_uniform(len(rows))
         if self.sampling.repetition_penalty != 1:
             tokens = [torch.from_numpy(queue.prompts[p].prompt.tokens).long() for p in prompts.tolist()]
             self.rows.remember_tokens(rows, tokens)
@@ -437,9 +526,30 @@ class TransformersFlow:
             torch.tensor(rows, device=self.device),
             torch.from_numpy(self.prompt_R[rows]).to(self.device),
             torch.from_numpy(uniform).to(self.device),
-            batch.prompts.logits_PV[torch.from_numpy(prompts - batch.begin).to(self.device)],
+            batch.prompts.logits_PV[torch.tensor([place_of[p] for p in prompts.tolist()], device=self.device)],
             self.sampling,
         )
+
+    def _request(self, number: int, version: Version, row: int = -1) -> _Request:
+        return _Request(number, version, row, self.engine._stops, version)
+
+    def _set_limits(self, request: _Request) -> None:
+        """Set the limits of the turn that a request begins in its row."""
+        limit = self._longest_completion(request)
+        if self._turn_limits is not None:
+            turn_limits = self._turn_limits(request.number)
+            request.stops = self.engine._stops.with_strings(turn_limits.stop_strings)
+            if turn_limits.max_tokens is not None:
+                limit = min(limit, request.turn_start + turn_limits.max_tokens)
+        self.limit_R[request.row] = limit
+
+    def _longest_completion(self, request: _Request) -> int:
+        return self.queue.limits.longest_completion(self.queue.prompt_of(request.number))
+
+    def _draw_uniform(self, count: int) -> FloatArray:
+        """Returns the uniform numbers of the next requests, float32 [count, longest completion]."""
+        shape = (count, self.settings.max_completion_tokens)
+        return np.zeros(shape, np.float32) if self.sampling.temperature == 0 else self.rng.random(shape, np.float32)
 
     def _close_gaps(self) -> None:
         """Move the last rows into the free ones, so that rows 0 .. extent - 1 are in use."""
@@ -474,11 +584,13 @@ class TransformersFlow:
         """Returns the rows whose turn has ended. Only this method waits for the device."""
         n = self.extent
         is_done_R = self.rows.ended_R[:n].cpu().numpy() | (self.count_R >= self.limit_R)[:n]
-        if self.engine._stops.strings:
+        watched_rows = [row for row in np.flatnonzero(~is_done_R).tolist() if self.request_R[row].stops.strings]
+        if watched_rows:
             tokens = self.rows.token_RT[:n].cpu().numpy()
-            for row in np.flatnonzero(~is_done_R):
-                turn_ids = tokens[row, self.request_R[row].turn_start : self.count_R[row]].tolist()
-                is_done_R[row] = self.engine._stops.may_be_near(turn_ids, self.stride)
+            for row in watched_rows:
+                request: _Request = self.request_R[row]
+                turn_ids = tokens[row, request.turn_start : self.count_R[row]].tolist()
+                is_done_R[row] = request.stops.may_be_near(turn_ids, self.stride)
         return np.flatnonzero(is_done_R)
 
     def _end_turns(self, finished_rows: np.ndarray[tuple[int], np.dtype[np.int64]], interrupted: bool = False) -> bool:
@@ -496,26 +608,32 @@ class TransformersFlow:
         for i, row in enumerate(finished_rows.tolist()):
             request: _Request = self.request_R[row]
             turn_ids = token_ids[i][request.turn_start : self.count_R[row]]
-            end = self.engine._stops.cut_at_end(turn_ids, self.engine._eos_ids, interrupted)
+            end = request.stops.cut_at_end(turn_ids, self.engine._eos_ids, interrupted)
             length, text, request.stop_reason = end
             n = self.count_R[row] = request.turn_start + length
             request.token_ids, request.log_behavior, request.row = token_ids[i][:n], log_behavior[i, :n].copy(), row
             if self.partner is None:
                 self._finish(request, text)
-            elif interrupted or request.stop_reason is StopReason.LENGTH:
+                continue
+            room = self._longest_completion(request) - n
+            is_truncated = request.stop_reason is StopReason.LENGTH and not (self._turn_limits and room)
+            if interrupted or is_truncated:
                 request.stop_reason = StopReason.INTERRUPTED if interrupted else request.stop_reason
                 self._finish(request)
             else:
                 self.parked_requests[request.number] = request
-                room = int(self.limit_R[row]) - n
-                turns.append(Turn(request.number, text, request.stop_reason, room, turn_ids[:length]))
+                turn_behavior = request.log_behavior[request.turn_start :]
+                versions = (request.turn_version, self.engine.version)
+                turn = (request.number, text, request.stop_reason, room, turn_ids[:length], turn_behavior, versions)
+                turns.append(Turn(*turn))
         continuing_requests: list[_Request] = []
         if turns and self.partner is not None:
             self.partner.hear(turns)
             continuing_requests = self._collect_replies()
             for request in self.parked_requests.values():
-                request.row_state = request.row_state or self._copy_row(request.row)
-        self.free_rows = sorted(set(finished_rows.tolist()).difference(request.row for request in continuing_requests))
+                request.row_copy = request.row_copy or self._copy_row(request.row)
+        ended_rows = set(finished_rows.tolist()).difference(request.row for request in continuing_requests)
+        self.free_rows = sorted(ended_rows.union(self.free_rows))
         self._append_replies(continuing_requests)
         return True
 
@@ -554,10 +672,9 @@ class TransformersFlow:
         continuing_requests = []
         for number, tokens in self.partner.replies(wait=must_wait).items():
             request = self.parked_requests[number]
-            limit = self.queue.limits.longest_completion(self.queue.prompt_of(number))
-            if tokens is not None and len(request.token_ids) + len(tokens) < limit:
+            if tokens is not None and len(request.token_ids) + len(tokens) < self._longest_completion(request):
                 request.reply_tokens = tokens
-                if request.row_state is not None:
+                if request.row_copy is not None:
                     continue
                 continuing_requests.append(request)
             else:
@@ -566,30 +683,53 @@ class TransformersFlow:
             del self.parked_requests[number]
         return continuing_requests
 
-    def _copy_row(self, row: int) -> _RowState:
-        """Returns a copy of what a row holds, so that the row can be given to another request."""
+    def _copy_row(self, row: int) -> _RowCopy:
+        """Returns a copy of what a row holds, so that the row can be given to another request. The oldest copies of
+        keys and values are dropped where there would be too many, if need be this one, too.
+        """
         length, counts = int(self.prompt_R[row] + self.count_R[row]), [int(count_R[row]) for count_R in self._counts]
-        return counts, self.rows.copy_row(row), self.cache.copy_row(row, length)
+        budget_gb = self.settings.parked_gb
+        budget = self.cache.keys.nbytes + self.cache.values.nbytes if budget_gb is None else int(budget_gb * 1e9)
+        excess = self.parked_bytes + self.cache.bytes_of(length) - budget
+        for request in self.parked_requests.values():  # the oldest first
+            if excess > 0 and request.row_copy is not None and request.row_copy.cache is not None:
+                excess -= request.row_copy.cache_bytes
+                request.row_copy.cache = None
+                self.dropped_copies += 1
+        self.dropped_copies += excess > 0
+        return _RowCopy(counts, self.rows.copy_row(row), self.cache.copy_row(row, length) if excess <= 0 else None)
 
     def _restore_parked(self) -> None:
         """Give rows to the parked requests that have been answered."""
         restored_requests: list[_Request] = []
         for request in list(self.parked_requests.values()):
-            if request.reply_tokens is None or request.row_state is None:
+            if request.reply_tokens is None or request.row_copy is None:
                 continue
             if not self.free_rows and self.extent < self.settings.slots:
                 self.free_rows, self.extent = [self.extent], self.extent + 1
             if not self.free_rows:
                 break
             request.row, *self.free_rows = self.free_rows
-            counts, decoding_state, row_cache = request.row_state
-            self.request_R[request.row], request.row_state = request, None
-            for count_R, count in zip(self._counts, counts, strict=True):
+            row_copy, request.row_copy = request.row_copy, None
+            self.request_R[request.row] = request
+            for count_R, count in zip(self._counts, row_copy.counts, strict=True):
                 count_R[request.row] = count
-            self.rows.restore_row(request.row, decoding_state)
-            self.cache.restore_row(request.row, row_cache)
+            self.rows.restore_row(request.row, row_copy.decoding_state)
+            if row_copy.cache is None:
+                self._read_again(request)
+            else:
+                self.cache.restore_row(request.row, row_copy.cache)
             restored_requests.append(self.parked_requests.pop(request.number))
         self._append_replies(restored_requests)
+
+    def _read_again(self, request: _Request) -> None:
+        """Compute the keys and values of a request's row: of its prompt and its tokens but the last, which is read with
+        the reply.
+        """
+        tokens = np.concatenate([self.queue.prompt_of(request.number).tokens, request.token_ids[:-1]])
+        sequence = PackedPrompts([torch.from_numpy(tokens.astype(np.int64))], self.device)
+        sequence.run(self.engine.model)
+        self.cache.fill([request.row], sequence, 0)
 
     def _append_replies(self, requests: Sequence[_Request]) -> None:
         """Append the replies to the rows, in as few passes as `PREFILL_TOKENS` allows, and draw a token."""
@@ -626,8 +766,13 @@ class TransformersFlow:
         self.rows.resume(row_input[0], row_input[1], ReplyTokens(*token_input), row_input[2], logits, self.sampling)
         for request, b, e in zip(requests, begin.tolist(), end.tolist(), strict=True):
             request.observed_spans.append((b, e))
-            request.turn_start, request.reply_tokens = e, None
+            request.turn_start, request.turn_version, request.reply_tokens = e, self.engine.version, None
+            self._set_limits(request)
         self.count_R[rows] = end + 1
+
+
+def _tokens_key(prompt: Prompt) -> bytes:
+    return prompt.tokens.tobytes()
 
 
 def _self_test(model: PreTrainedModel) -> tuple[int, bool]:

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -33,16 +33,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from tba.engines.rules import LengthLimits, match_weights
-from tba.engines.stopping import find_stops
+from tba.engines.stopping import StopStrings, find_stops
 from tba.engines.transformers import PREFILL_TOKENS, EngineSettings
 from tba.errors import TbaError, UserError
 from tba.fields import as_declared
 from tba.policy.loading import load_model, read_config, refuse_other_files
 from tba.policy.lora import is_adapter, merge_with_adapters
 from tba.pretrained import most_positions
-from tba.protocols import Partner, Tokenizer, Turn
+from tba.protocols import EndsWaits, LimitsTurns, Partner, Tokenizer, Turn, TurnLimits
 from tba.streaming import TensorStream, bytes_of, shapes_of, write_tensors
-from tba.types import Completion, IntArray, Prompt, Sampling, StopReason, Version
+from tba.types import Completion, FloatArray, IntArray, Prompt, Sampling, StopReason, Version
 
 SUPPORTED_VERSIONS = ("0.32",)
 _STEPS_BETWEEN_ASKING = 8  # how often `interrupted` is asked
@@ -199,13 +199,16 @@ class VllmEngine:
         self._growing_answers.clear()
         return VllmFlow(self, count, sampling, rng, partner)
 
-    def begin_turn(self, answer: GrowingAnswer, sampling: Sampling) -> None:
+    def begin_turn(self, answer: GrowingAnswer, sampling: Sampling, turn_limits: TurnLimits) -> None:
         """Begin the next turn of an answer, behind all its tokens so far."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         turn_start = answer.turn_start = len(answer.tokens)
-        max_tokens = self.limits.longest_completion(answer.prompt) - turn_start
+        room = self.limits.longest_completion(answer.prompt) - turn_start
+        max_tokens = min(room, turn_limits.max_tokens or room)
+        answer.stops = self._stops.with_strings(turn_limits.stop_strings)
+        answer.turn_version = self._version
         parameters = SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -240,22 +243,38 @@ class VllmEngine:
             answer.tokens.extend(part.token_ids)
             answer.log_behavior.extend(part.logprobs.logprobs)
             answer.last_version = self._version
-            if part.finish_reason is not None:
-                if part.finish_reason not in ("stop", "length"):
-                    raise TbaError(f"vllm ended an answer for a reason of its own: {part.finish_reason}")
+            if part.finish_reason not in (None, "stop", "length"):
+                raise TbaError(f"vllm ended an answer for a reason of its own: {part.finish_reason}")
+            is_over = part.finish_reason is not None
+            if not is_over and self._has_turn_stop(answer, len(part.token_ids)):
+                self._llm.abort_request([output.request_id])
+                is_over = True
+            if is_over:
                 del self._growing_answers[output.request_id]
                 self._end(answer, isinstance(part.stop_reason, str))
                 ended_answers.append(answer)
         return ended_answers
 
-    def interrupt_all(self) -> list[GrowingAnswer]:
-        """Stop all growing answers; returns them, cut where they are."""
-        answers = list(self._growing_answers.values())
-        self._llm.abort_request(list(self._growing_answers))
-        self._growing_answers.clear()
-        for answer in answers:
+    def _has_turn_stop(self, answer: GrowingAnswer, new_count: int) -> bool:
+        """Returns whether a stop string that this turn alone has ends in its newest tokens; vLLM is not told of these,
+        since it may have no tokenizer.
+        """
+        turn_tokens = answer.tokens[answer.turn_start :]
+        return answer.stops is not self._stops and answer.stops.may_be_near(turn_tokens, new_count)
+
+    def interrupt(self, requests: Container[int]) -> list[GrowingAnswer]:
+        """Stop the growing answers of these requests; returns them, cut where they are."""
+        answers = {name: answer for name, answer in self._growing_answers.items() if answer.request in requests}
+        self._llm.abort_request(list(answers))
+        for name, answer in answers.items():
+            del self._growing_answers[name]
             self._end(answer, has_stop_string=False)
-        return answers
+        return list(answers.values())
+
+    @property
+    def stops(self) -> StopStrings:
+        """Returns the stop strings of every turn."""
+        return self._stops
 
     @property
     def growing_count(self) -> int:
@@ -272,7 +291,8 @@ class VllmEngine:
         """
         if not np.isfinite(answer.log_behavior).all():
             raise TbaError(f"the weights of version {self.version} give probabilities that are not finite")
-        n, answer.text, answer.reason = self._stops.cut_at_end(answer.tokens[answer.turn_start :], self._eos_ids, False)
+        turn_tokens = answer.tokens[answer.turn_start :]
+        n, answer.text, answer.reason = answer.stops.cut_at_end(turn_tokens, self._eos_ids, interrupted=False)
         # its text as it was generated; not that of all tokens together
         if has_stop_string and answer.reason is StopReason.LENGTH:
             answer.reason = StopReason.STOP_STRING
@@ -286,6 +306,7 @@ class GrowingAnswer:
     request: int
     prompt: Prompt
     seed: int
+    stops: StopStrings  # of its present turn
     tokens: list[int] = field(default_factory=list)
     log_behavior: list[float] = field(default_factory=list)
     observed_spans: list[tuple[int, int]] = field(default_factory=list)  # tokens that it has read, as (begin, end)
@@ -294,6 +315,7 @@ class GrowingAnswer:
     text: str = ""  # of its present turn, once that is at its end
     reason: StopReason = StopReason.INTERRUPTED
     first_version: Version = field(default_factory=Version)  # of the weights when its first turn began
+    turn_version: Version = field(default_factory=Version)  # and when its present turn began
     last_version: Version = field(default_factory=Version)  # of the weights at its newest token
     completion: Completion | None = None  # once it is at its end
 
@@ -327,6 +349,9 @@ class VllmFlow:
         self._queue: deque[GrowingAnswer] = deque()  # answers that are to begin a turn
         self._unanswered: dict[int, GrowingAnswer] = {}  # answers whose partner has not replied yet, by request
         self._finished_prompts: list[int] = []  # prompts that are to be handed out
+        self._requests_to_cancel: set[int] = set()
+        self._turn_limits = partner.turn_limits if isinstance(partner, LimitsTurns) else lambda request: TurnLimits()
+        self._must_return = partner.must_return if isinstance(partner, EndsWaits) else lambda: False
         self._steps = 0  # while answers grow; every few of them `interrupted` is called
 
     @property
@@ -346,7 +371,10 @@ class VllmFlow:
         for prompt in prompts:
             first_request = self.prompts_submitted * self.samples_each
             requests = range(first_request, first_request + self.samples_each)
-            answers = [GrowingAnswer(request, prompt, int(self.rng.integers(2**62))) for request in requests]
+            seeds = [int(self.rng.integers(2**62)) for _ in requests]
+            answers = [
+                GrowingAnswer(i, prompt, seed, self.engine.stops) for i, seed in zip(requests, seeds, strict=True)
+            ]
             self._open_answers[self.prompts_submitted] = answers
             self._queue.extend(answers)
             self._finished_prompts += [] if answers else [self.prompts_submitted]
@@ -363,15 +391,24 @@ class VllmFlow:
                 self._interrupt_all()
                 break
             self._collect_replies()
+            if self._requests_to_cancel:
+                requests, self._requests_to_cancel = self._requests_to_cancel, set()
+                for answer in self._stop(requests):
+                    self._finish(answer)
             while self._queue and self.engine.growing_count < self.engine.settings.slots:
-                self.engine.begin_turn(self._queue.popleft(), self.sampling)
+                answer = self._queue.popleft()
+                self.engine.begin_turn(answer, self.sampling, self._turn_limits(answer.request))
             self._steps = self._steps + 1 if self.engine.growing_count else 0
             self._end_turns(self.engine.grow() if self.engine.growing_count else [])
-            if until_needed and self.prompts_needed:
+            if (until_needed and self.prompts_needed) or self._must_return():
                 break
         numbers, self._finished_prompts = self._finished_prompts, []
         answers = [(i, self._open_answers.pop(i)) for i in numbers]
-        return [(i, [a.completion for a in row if a.completion is not None] * self.copies) for i, row in answers]
+        return [(i, [a.completion for a in row if a.completion and a.tokens] * self.copies) for i, row in answers]
+
+    def cancel(self, request: int) -> None:
+        """Ends a request before the next step. See `protocols.Flow`."""
+        self._requests_to_cancel.add(request)
 
     def _collect_replies(self) -> None:
         """Collect what the partner has replied: the answers that go on are put first in the queue."""
@@ -392,29 +429,45 @@ class VllmFlow:
     def _end_turns(self, answers: Sequence[GrowingAnswer]) -> None:
         turns: list[Turn] = []
         for answer in answers:
-            if self.partner is None or answer.reason is StopReason.LENGTH:
+            room = self.engine.limits.longest_completion(answer.prompt) - len(answer.tokens)
+            if self.partner is None or (answer.reason is StopReason.LENGTH and room == 0):
                 self._finish(answer)
             else:
                 self._unanswered[answer.request] = answer
-                room = self.engine.limits.longest_completion(answer.prompt) - len(answer.tokens)
-                turns.append(Turn(answer.request, answer.text, answer.reason, room, answer.tokens[answer.turn_start :]))
+                turn_tokens = answer.tokens[answer.turn_start :]
+                turn_behavior = self._log_behavior(answer)[answer.turn_start :]
+                versions = (answer.turn_version, answer.last_version)
+                turns.append(
+                    Turn(answer.request, answer.text, answer.reason, room, turn_tokens, turn_behavior, versions)
+                )
         if turns and self.partner is not None:
             self.partner.hear(turns)
 
     def _interrupt_all(self) -> None:
         """End all open answers where they are; an answer without a token is left out."""
-        for answer in (*self.engine.interrupt_all(), *self._unanswered.values(), *self._queue):
-            answer.reason = StopReason.INTERRUPTED
+        for answer in self._stop(range(self.prompts_submitted * self.samples_each)):
             if answer.tokens:
                 self._finish(answer)
-        self._unanswered.clear()
-        self._queue.clear()
         self._finished_prompts = list(self._open_answers)
+
+    def _stop(self, requests: Container[int]) -> list[GrowingAnswer]:
+        """Stop the open answers of these requests, whatever their state, and returns them as interrupted."""
+        answers = [*self.engine.interrupt(requests), *self._unanswered.values(), *self._queue]
+        answers = [answer for answer in answers if answer.request in requests]
+        self._unanswered = {i: answer for i, answer in self._unanswered.items() if i not in requests}
+        self._queue = deque(answer for answer in self._queue if answer.request not in requests)
+        for answer in answers:
+            answer.reason = StopReason.INTERRUPTED
+        return answers
+
+    def _log_behavior(self, answer: GrowingAnswer) -> FloatArray:
+        """Returns the log-probabilities of an answer's tokens, float32 [T]."""
+        is_greedy = self.sampling.temperature == 0  # no other token could have been drawn: its log-probability is 0
+        log_behavior = np.zeros(len(answer.tokens)) if is_greedy else np.array(answer.log_behavior)
+        return log_behavior.astype(np.float32)
 
     def _finish(self, answer: GrowingAnswer) -> None:
         """Make the completion of an answer that is at its end."""
-        is_greedy = self.sampling.temperature == 0  # no other token could have been drawn: its log-probability is 0
-        log_behavior = np.zeros(len(answer.tokens)) if is_greedy else np.array(answer.log_behavior)
         mask = np.ones(len(answer.tokens), dtype=np.bool_)
         for begin, end in answer.observed_spans:
             mask[begin:end] = False
@@ -424,7 +477,7 @@ class VllmFlow:
             answer.reason,
             (answer.first_version, answer.last_version),
             self.sampling,
-            log_behavior.astype(np.float32),
+            self._log_behavior(answer),
             mask if answer.observed_spans else None,
         )
         answer.completion = completion if self.partner is None else self.partner.ended(answer.request, completion)

@@ -120,6 +120,10 @@ class Episodes:
             self._close()
         return judged_prompts
 
+    def cancel(self, request: int) -> None:
+        """Ends the episode of a request that is being generated. See `protocols.Flow`."""
+        self.flow.cancel(request)
+
     def hear(self, turns: Sequence[Turn]) -> None:
         """Play each turn to its environment."""
         for turn in turns:

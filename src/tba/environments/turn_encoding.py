@@ -10,12 +10,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tba.assistant_turns import LATER_SLOT, AssistantTurn, assistant_turn, render_after_answer, tool_message
+from tba.assistant_turns import (
+    LATER_SLOT,
+    AnswerFrame,
+    AssistantTurn,
+    assistant_turn,
+    render_after_answer,
+    tool_message,
+)
 from tba.environments.episode import EpisodeFailed, Observation
 from tba.errors import UserError
 from tba.markup import THOUGHT, Markup, control_tokens, decode_tokens, encode_continuation, encode_markup, visible_text
 from tba.protocols import Tokenizer
-from tba.types import IntArray, Json, quote
+from tba.types import IntArray, Json, Message, quote
 
 
 class TurnEncoder:
@@ -51,28 +58,59 @@ class TurnEncoder:
         """
         is_from_tools = self._is_tool_message(observation)
         text = self._tool_messages(observation) if is_from_tools else self._user_message(observation)
-        end = (self._frames.tool_frame if is_from_tools else self._frames.user_frame).end
-        if not has_end or (self._frames.end_names_speaker and end is not None and end_token not in (None, end.token)):
-            end = None
         try:
-            tokens = self._encode(text) if self._chat else encode_continuation(self._encode, text)
-            if end is not None and text.startswith(end.closing_text) and end.token in tokens:
-                # cut off here and not in the text, since some tokens take the blanks behind them
-                tokens = tokens[tokens.index(end.token) + 1 :]
-            return np.array(tokens, dtype=np.int32)
+            return self._encode_after_turn(text, self.frame_before(observation), has_end, end_token)
         except UserError as error:
             if observation.results:
                 raise EpisodeFailed(str(error)) from error
             raise
 
+    def messages(self, messages: Sequence[Message], has_end: bool = True, end_token: int | None = None) -> IntArray:
+        """Returns the tokens of any messages that follow a turn, as the chat template writes them. Raises `UserError`
+        where it cannot write them, or prompts are no chats. The rest is as in `observation`.
+        """
+        if not self._chat:
+            raise UserError("several messages of different speakers follow a turn: only a chat template writes them")
+        text = render_after_answer(self._tokenizer, messages, self._tools, complete=True)
+        return self._encode_after_turn(text, self._frames.user_frame, has_end, end_token)
+
+    def _encode_after_turn(self, text: Markup, frame: AnswerFrame, has_end: bool, end_token: int | None) -> IntArray:
+        end = frame.end
+        if not has_end or (self._frames.end_names_speaker and end is not None and end_token not in (None, end.token)):
+            end = None
+        tokens = self._encode(text) if self._chat else encode_continuation(self._encode, text)
+        if end is not None and text.startswith(end.closing_text) and end.token in tokens:
+            # cut off here and not in the text, since some tokens take the blanks behind them
+            tokens = tokens[tokens.index(end.token) + 1 :]
+        return np.array(tokens, dtype=np.int32)
+
     def turn(self, text: str, following_observation: Observation | None = None) -> IntArray:
         """Returns the tokens of a turn that somebody else has written, before the observation that follows it; None: it
         is the last.
         """
-        frame = self._frames.user_frame if following_observation is not None else None
-        if following_observation is not None and self._is_tool_message(following_observation):
-            frame = self._frames.tool_frame
+        frame = self.frame_before(following_observation)
         return np.array(self._frames.tokens(text, self._encode, frame), dtype=np.int32)
+
+    @property
+    def form(self) -> AssistantTurn:
+        """Returns how turns are written; empty where no token ends them."""
+        return self._frames
+
+    def frame_before(self, observation: Observation | None) -> AnswerFrame:
+        """Returns what stands around a turn that an observation follows; None: around the last one."""
+        if observation is None:
+            return self._frames.final_frame
+        return self._frames.tool_frame if self._is_tool_message(observation) else self._frames.user_frame
+
+    @property
+    def has_tools(self) -> bool:
+        """Returns whether prompts have tools."""
+        return bool(self._tools)
+
+    def end_of(self, turn: Sequence[int]) -> tuple[bool, int | None]:
+        """Returns whether a turn (its tokens) has a token that ended it, and its last token."""
+        last_token = int(turn[-1]) if len(turn) else None
+        return last_token in self._frames.end_tokens, last_token
 
     def text(self, tokens: IntArray) -> str:
         """Returns tokens as text, without special ones but for the marks of thoughts and calls."""
@@ -106,7 +144,7 @@ class TurnEncoder:
             )
         return prefix, suffix
 
-    def _tool_messages(self, observation: Observation) -> str:
+    def _tool_messages(self, observation: Observation) -> Markup:
         """Returns what the chat template writes after a turn whose calls are answered: under the names that the policy
         gave them, unless the template refuses these.
         """
@@ -115,13 +153,13 @@ class TurnEncoder:
             [tool_message(name, result, id_) for (name, result), id_ in zip(observation.results, ids, strict=True)]
             for ids in ((call_ids, no_ids) if call_ids else (no_ids,))
         ]
-        return next(filter(None, map(self._text_after_turn, messages)), "")
+        return next(filter(None, map(self._text_after_turn, messages)), Markup(""))
 
-    def _text_after_turn(self, messages: Sequence[dict[str, str]]) -> str:
+    def _text_after_turn(self, messages: Sequence[dict[str, str]]) -> Markup:
         """Returns what the chat template writes after a turn that tools answer; empty where it knows no tools: what
         they give becomes a message of the user.
         """
         try:
             return render_after_answer(self._tokenizer, messages, self._tools)
         except UserError:
-            return ""
+            return Markup("")

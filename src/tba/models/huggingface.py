@@ -251,6 +251,10 @@ class HuggingFace:
             averaged=work.averaged,
         )
         searcher_work = self._searcher_workload(prompt, shape.positions)
+        if work.parks and not uses_vllm:  # whose cache holds what is parked
+            parked_gb = self.generation.parked_gb
+            parked_bytes = None if parked_gb is None else int(parked_gb * 1e9)
+            searcher_work = replace(searcher_work, parked_bytes=parked_bytes)
         checkpoint, weights = memory.disk_bytes(shape, trainer_work)
         return {
             "trainer": memory.trainer_bytes(shape, trainer_work),

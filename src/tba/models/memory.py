@@ -4,8 +4,9 @@
     needed = trainer_bytes(Shape.of(config), TrainerWorkload(tokens=8192, precision=precision))
 
 Each function returns bytes by part, as they are alive at the worst moment; `total` adds them up. What is counted is
-what tensors hold. An allocator holds more: on a CPU glibc's heap keeps freed blocks below 32 MB (docs/scaling.md says
-how much), on a GPU torch's keeps freed blocks for later.
+what tensors hold, and an episode of several segments counts as one of their length, which holds no less. An allocator
+holds more: on a CPU glibc's heap keeps freed blocks below 32 MB (docs/scaling.md says how much), on a GPU torch's keeps
+freed blocks for later.
 
 The rule of thumb is 16 bytes a trained parameter (float32 weight, gradient, two moments). The rest is what a pass keeps
 for its backward: per token and layer what autograd saves of a decoder layer, or with checkpointing one hidden state of
@@ -172,21 +173,25 @@ class SearcherWorkload:
     device: str = "cpu"
     rank: int = 0  # of adapters: the reference shares the engine's base
     targets: tuple[str, ...] = ()
+    parked_bytes: int | None = 0  # keys and values of completions that wait for replies; None: as many as of the slots
 
 
 def engine_bytes(shape: Shape, work: SearcherWorkload) -> Bytes:
     """Returns the bytes of the transformers engine, by part."""
     i, is_cuda = work.precision.compute.itemsize, work.device == "cuda"
-    tokens = max(PREFILL_TOKENS, work.prompt)  # read together; their keys and values stay until all are copied to rows
+    longest_read = work.positions if work.parked_bytes != 0 else work.prompt  # what was dropped is read again
+    tokens = max(PREFILL_TOKENS, longest_read)  # read together; their keys and values stay until all are copied to rows
     prompts = tokens * shape.layers * 2 * shape.keys * i
     # its last layer, or, when all keys are put together, a second copy of them
     prefill = prompts + tokens * max(3 * shape.ff + 4 * shape.width, shape.layers * shape.keys) * i
     # logits as they come, then in float32 tempered, as probabilities and summed up
     step = prompts + work.slots * shape.vocabulary * (i + 3 * 4)
     adapters = shape.adapters(work.rank, work.targets) if work.rank else 0
+    slots = work.slots * -(-work.positions // 16) * 16 * shape.layers * 2 * shape.keys * i
     return {
         "weights": _base_bytes(shape, work.precision) + i * adapters,
-        "keys and values": work.slots * -(-work.positions // 16) * 16 * shape.layers * 2 * shape.keys * i,
+        "keys and values": slots,
+        "parked keys and values": slots if work.parked_bytes is None else work.parked_bytes,
         "a step": max(prefill, step),
         # logits of each graph, and of the largest what its draw needs, none of which is shared with other work
         "captured steps": shape.vocabulary * (sum(captured_sizes(work.slots)) * i + work.slots * 3 * 4) * is_cuda,

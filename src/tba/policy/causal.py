@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tba.assistant_turns import add_end_tokens
-from tba.batch import Batch, to_device
+from tba.batch import Batch, pass_tokens, to_device
 from tba.errors import UserError
 from tba.policy.head import Head, ProbabilityBuffer, apply_head, linear_heads, token_log_probabilities, write_entropy
 from tba.policy.loading import WeightFiles
@@ -163,9 +163,7 @@ class CausalPolicy:
             return self._checkpointing
         if not torch.is_grad_enabled():
             return False
-        if self.share_prompt:
-            return self._checkpointing(int(batch.prompt_length_G.sum() + batch.length_B.sum()))
-        return self._checkpointing(batch.rows * int((batch.prompt_length_G[batch.group_B] + batch.length_B).max()))
+        return self._checkpointing(pass_tokens(batch, self.share_prompt))
 
     @staticmethod
     def _spread(x_M: Tensor, place_M: Tensor, batch: Batch) -> Tensor:
@@ -185,34 +183,39 @@ class CausalPolicy:
         hidden_MW = hidden_NW.index_select(0, packed.predictor_M)
         prompt_GW = None
         if "log_z" in self.heads:
-            lengths = packed.layout.prompts
+            lengths = packed.layout.prompts[: batch.groups]
             prompt_GW = torch.stack([x.mean(0) for x in hidden_NW[: sum(lengths)].float().split(lengths)])
         log_M, entropy_M = self._log_probabilities(hidden_MW, packed.target_M)
         return _Forward(log_M, packed.place_M, hidden_MW, prompt_GW, entropy_M)
 
     def _forward_plain(self, batch: Batch) -> _Forward:
-        """Runs the model on prompt + completion of each row, padded. Padding comes last, so causality hides it."""
+        """Runs the model on prompt + first segment of each row, padded: padding comes last, so causality hides it. Each
+        later segment is run by itself, so that a row of several takes no more memory than one segment of their length.
+        """
         host, device = batch.to("cpu"), self._body.device  # where these are known, nothing has to be waited for
-        row_M, step_M = host.mask_BT.nonzero(as_tuple=True)
-        prompt_B = host.prompt_length_G[host.group_B]
-        target_M, predictor_M = host.completion_BT[row_M, step_M], prompt_B[row_M] + step_M - 1
-        indices = torch.stack([row_M, predictor_M, target_M, row_M * host.mask_BT.shape[1] + step_M])
-        row_M, predictor_M, target_M, place_M = to_device(indices, device)
-        input_BT = to_device(_join(host), device)
-        if not self._has_linear_head:
-            output = self.model(input_ids=input_BT, use_cache=False, output_hidden_states=len(self.heads) > 0)
-            logits_MV = output.logits[row_M, predictor_M].float()
-            log_MV = torch.log_softmax(logits_MV / self.temperature, dim=-1)
+        prompt_GW, states, logits, targets, places = None, [], [], [], []
+        for input_RX, indices in _plain_passes(host):
+            input_RX = to_device(input_RX, device)
+            row_M, predictor_M, target_M, place_M = to_device(indices, device)
+            if self._has_linear_head:
+                hidden_RXW = self._body(input_ids=input_RX, use_cache=False).last_hidden_state
+            else:
+                output = self.model(input_ids=input_RX, use_cache=False, output_hidden_states=len(self.heads) > 0)
+                logits.append(output.logits[row_M, predictor_M].float())
+                hidden_RXW = output.hidden_states[-1] if self.heads else logits[-1].new_zeros(*input_RX.shape, 0)
+            states.append(hidden_RXW[row_M, predictor_M])
+            targets.append(target_M)
+            places.append(place_M)
+            if prompt_GW is None and "log_z" in self.heads:  # the first pass has the prompts
+                prompt_GW = _mean_prompt_state(hidden_RXW, batch.to(device))
+        hidden_MW, target_M, place_M = _concatenate(states), _concatenate(targets), _concatenate(places)
+        if self._has_linear_head:
+            log_M, entropy_M = self._log_probabilities(hidden_MW, target_M)
+        else:
+            log_MV = torch.log_softmax(_concatenate(logits) / self.temperature, dim=-1)
             log_M, entropy_M = log_MV.gather(1, target_M[:, None])[:, 0], _entropy_buffer(target_M)
             if entropy_M is not None:
                 write_entropy(log_MV, entropy_M)
-            hidden_BTW = output.hidden_states[-1] if self.heads else logits_MV.new_zeros(*input_BT.shape, 0)
-            hidden_MW = hidden_BTW[row_M, predictor_M]
-        else:
-            hidden_BTW = self._body(input_ids=input_BT, use_cache=False).last_hidden_state
-            hidden_MW = hidden_BTW[row_M, predictor_M]
-            log_M, entropy_M = self._log_probabilities(hidden_MW, target_M)
-        prompt_GW = _mean_prompt_state(hidden_BTW, batch.to(device)) if "log_z" in self.heads else None
         return _Forward(log_M, place_M, hidden_MW, prompt_GW, entropy_M)
 
     def _log_probabilities(self, hidden_MW: Tensor, target_M: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -321,10 +324,33 @@ def chunk_of(vocabulary: int, device: torch.device) -> int:
     return max(16, (_LOGITS_ON_CPU if device.type == "cpu" else _LOGITS_ELSEWHERE) // vocabulary)
 
 
+def _plain_passes(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields (the input of a forward, int64 [R, X]; of each trained token its row there, the position that predicts it,
+    the token, and its place in B * T, int64 [4, M]): of all rows' prompts and first segments, then of later segments.
+    """
+    width, prompt_B = batch.mask_BT.shape[1], batch.prompt_length_G[batch.group_B]
+    in_first_BT = torch.arange(width) < batch.first_length_B[:, None]
+    row_M, step_M = (batch.mask_BT & in_first_BT).nonzero(as_tuple=True)
+    target_M, predictor_M = batch.completion_BT[row_M, step_M], prompt_B[row_M] + step_M - 1
+    yield _join(batch), torch.stack([row_M, predictor_M, target_M, row_M * width + step_M])
+    for row, begin, end in batch.later_segments():
+        input_1X = batch.completion_BT[row, None, begin:end]
+        step_M = batch.mask_BT[row, begin:end].nonzero()[:, 0]
+        place_M = row * width + begin + step_M
+        yield input_1X, torch.stack([torch.zeros_like(step_M), step_M - 1, input_1X[0, step_M], place_M])
+
+
+def _concatenate(parts: Sequence[Tensor]) -> Tensor:
+    """Returns tensors of several passes as one, without a copy where there is one pass."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
 def _join(batch: Batch) -> Tensor:
-    """Returns prompt and completion of each row, one after the other, right-padded: int64 [B, longest]."""
+    """Returns prompt and first segment of each row, one after the other: int64 [B, longest]. What follows a shorter row
+    means nothing.
+    """
     prompt_B = batch.prompt_length_G[batch.group_B]
-    position_T = torch.arange(int((prompt_B + batch.length_B).max()), device=prompt_B.device)
+    position_T = torch.arange(int((prompt_B + batch.first_length_B).max()), device=prompt_B.device)
     step_BT = position_T - prompt_B[:, None]
     prompt_BT = batch.prompt_GP[batch.group_B].gather(
         1, position_T.clamp(max=batch.prompt_GP.shape[1] - 1).expand_as(step_BT)

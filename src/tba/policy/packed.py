@@ -1,11 +1,12 @@
 """The prompt once per group: one flat sequence through the model's own modules, and its attention.
 
 A pack is the tokens of all prompts and then, group by group, those of their completions; every completion's positions
-start at its prompt's length. Linear layers see no padding and no prompt twice.
+start at its prompt's length. Linear layers see no padding and no prompt twice. A later segment of a completion reads
+nothing but itself: it is one more prompt, which nobody answers.
 
 Invariant: a token attends to exactly the tokens it would attend to in a forward of its prompt and its completion
-alone. There is no cache: the layout travels through `model.forward(**kwargs)` as `packed_layout`, so Hugging Face's
-gradient checkpointing, which drops caches, recomputes the same attention.
+alone, or of a later segment alone. There is no cache: the layout travels through `model.forward(**kwargs)` as
+`packed_layout`, so Hugging Face's gradient checkpointing, which drops caches, recomputes the same attention.
 
 Attention has two parts: of each segment (prompt or completion) to itself, causally, and of a group's completions to
 their prompt. Each is one call for all segments and groups (`policy.varlen`) and returns its output and log-sum-exp, and
@@ -39,7 +40,7 @@ class PackedLayout:
     """Maps flat tokens to their places; computed once per pack and used by every layer."""
 
     position_N: Tensor  # int64
-    prompts: tuple[int, ...]  # the length of each group's prompt
+    prompts: tuple[int, ...]  # the length of each group's prompt, then of each later segment
     completions: tuple[tuple[int, ...], ...]  # the lengths of its completions
     segments: Sequences  # each segment to itself
     to_prompts: Sequences  # each group's completions to its prompt
@@ -50,6 +51,7 @@ class PackedLayout:
         """Returns the layout of groups with these prompt lengths and these lengths of their completions."""
         lengths = tuple(tuple(of_group) for of_group in completions)
         answers = [(prompt, n) for prompt, of_group in zip(prompts, lengths, strict=True) for n in of_group]
+        read = 1 + max(g for g, of_group in enumerate(lengths) if of_group)  # so many prompts, which come first
         segments = [*prompts, *(length for _, length in answers)]
         positions = [*map(torch.arange, prompts), *(torch.arange(prompt, prompt + n) for prompt, n in answers)]
         return cls(
@@ -57,13 +59,18 @@ class PackedLayout:
             prompts=tuple(prompts),
             completions=lengths,
             segments=Sequences.of(segments, segments, device, causal=True),
-            to_prompts=Sequences.of([sum(of_group) for of_group in lengths], prompts, device, causal=False),
+            to_prompts=Sequences.of([*map(sum, lengths[:read])], prompts[:read], device, causal=False),
         )
 
     @property
     def prompt_tokens(self) -> int:
         """Returns the number of tokens of all prompts, which come first."""
         return sum(self.prompts)
+
+    @property
+    def read_tokens(self) -> int:
+        """Returns the number of tokens of the prompts that completions read, which come before later segments."""
+        return sum(self.to_prompts.key_lengths)
 
     @property
     def longest(self) -> int:
@@ -106,22 +113,29 @@ def pack(batch: Batch, device: torch.device) -> Pack:
     The batch is read on the host: one on an accelerator would have to be waited for.
     """
     batch = batch.to("cpu")
-    group, length = batch.group_B.tolist(), batch.length_B.tolist()
-    prompt_length = batch.prompt_length_G.tolist()
+    group, length = batch.group_B.tolist(), batch.first_length_B.tolist()
+    prompt_length, later_segments = batch.prompt_length_G.tolist(), batch.later_segments()
     rows_of: list[list[int]] = [[] for _ in prompt_length]
     for row, g in enumerate(group):
         rows_of[g].append(row)
-    layout = PackedLayout.of(prompt_length, [[length[b] for b in rows] for rows in rows_of], device)
+    segment_lengths = [end - begin for _, begin, end in later_segments]
+    completions = [*([length[b] for b in rows] for rows in rows_of), *([] for _ in later_segments)]
+    layout = PackedLayout.of([*prompt_length, *segment_lengths], completions, device)
 
     tokens = [batch.prompt_GP[g, :n] for g, n in enumerate(prompt_length)]
+    tokens += [batch.completion_BT[b, begin:end] for b, begin, end in later_segments]
     predictors, places = [], []
-    width, offset, prompt_end = batch.completion_BT.shape[1], layout.prompt_tokens, -1
+    width, offset, prompt_end = batch.completion_BT.shape[1], sum(prompt_length), -1
+    for b, begin, end in later_segments:
+        predictors.append(torch.arange(offset - 1, offset - 1 + end - begin))  # the first token is never trained
+        places.append(torch.arange(b * width + begin, b * width + end))
+        offset += end - begin
     for n, rows in zip(prompt_length, rows_of, strict=True):
         prompt_end += n
         for b in rows:
             tokens.append(batch.completion_BT[b, : length[b]])
             predictor = torch.arange(offset - 1, offset - 1 + length[b])
-            predictor[0] = prompt_end
+            predictor[:1] = prompt_end
             predictors.append(predictor)
             places.append(torch.arange(b * width, b * width + length[b]))
             offset += length[b]
@@ -188,8 +202,8 @@ class _MergedAttention(torch.autograd.Function):
         """Returns [1, N, H, D], the order that transformers expects."""
         query, key, value = (x[0].transpose(0, 1) for x in (query_1HND, key_1JND, value_1JND))  # [N, heads, D]
         out_NHD, lse_HN = attention.forward(query, key, value, layout.segments)
-        n = layout.prompt_tokens
-        prompt_out, prompt_lse = attention.forward(query[n:], key[:n], value[:n], layout.to_prompts)
+        n, read = layout.prompt_tokens, layout.read_tokens
+        prompt_out, prompt_lse = attention.forward(query[n:], key[:read], value[:read], layout.to_prompts)
         segment_out, segment_lse = out_NHD[n:], lse_HN[:, n:]
         share = torch.sigmoid(prompt_lse - segment_lse).T.to(prompt_out.dtype)  # of the prompt's part
         torch.lerp(segment_out, prompt_out, share[..., None], out=segment_out)
@@ -201,15 +215,15 @@ class _MergedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_1NHD: Tensor) -> tuple[Tensor | None, ...]:
-        layout, n = ctx.layout, ctx.layout.prompt_tokens
+        layout, n, read = ctx.layout, ctx.layout.prompt_tokens, ctx.layout.read_tokens
         *flat, out, lse = ctx.saved_tensors
         query, key, value = (x[0].transpose(0, 1) for x in flat)
         grad = grad_1NHD[0]
         grads = ctx.attention.backward(grad, query, key, value, out, lse, layout.segments)
         prompt_grads = ctx.attention.backward(
-            grad[n:], query[n:], key[:n], value[:n], out[n:], lse[:, n:], layout.to_prompts
+            grad[n:], query[n:], key[:read], value[:read], out[n:], lse[:, n:], layout.to_prompts
         )
-        row_slices = (slice(n, None), slice(n), slice(n))
+        row_slices = (slice(n, None), slice(read), slice(read))
         for segment_grad, rows, prompt_grad in zip(grads, row_slices, prompt_grads, strict=True):
             segment_grad[rows] += prompt_grad
         return *(x.transpose(0, 1)[None] for x in grads), None, None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tba.batch import Batch, micro_batches
+from tba.batch import Batch, micro_batches, segment_starts
 from tba.policy.causal import CausalPolicy
 from tba.policy.lora import switch_adapters
 from tba.types import Completion, FloatArray, Prompt, Version
@@ -101,4 +101,5 @@ def _batch(answered: Sequence[AnsweredPrompt]) -> Batch:
         log_reference_BT=torch.zeros(completion_BT.shape),
         reward_B=torch.zeros(len(completions)),
         group_B=torch.from_numpy(np.repeat(np.arange(len(answered)), [len(c) for _, c in answered])),
+        segment_start_BL=segment_starts(completions),
     )

@@ -268,6 +268,7 @@ def summary_facts(summary: Summary) -> dict[str, str]:
         "control": _control(summary),
         "reference reset": _reference_resets(summary),
         "joined": _joined_searchers(summary),
+        "served to agents": _served(summary),
         "faults": join_pairs({kind: count for kind, count in summary.faults.items() if count}),
         "peak memory": join_pairs({part: size(peak) for part, peak in summary.peak_memory_bytes.items()}),
         "utilisation": _utilisation(summary),
@@ -345,6 +346,11 @@ def _lag(summary: Summary) -> str:
 def _reference_resets(summary: Summary) -> str:
     steps = ", ".join(str(reset["step"]) for reset in summary.reference_resets)
     return steps and f"after step {steps}"
+
+
+def _served(summary: Summary) -> str:
+    """Returns what agents were served."""
+    return ", ".join(f"{count:,} {name}" for name, count in summary.served.items())
 
 
 def _joined_searchers(summary: Summary) -> str:

@@ -1,7 +1,8 @@
 """Prompts and trajectories as bytes: a JSON header, then raw little-endian arrays. No pickle.
 
 Invariant: `decode_trajectory(encode_trajectory(t), prompt)` equals `t` exactly, arrays and floats bit for bit (a scalar
-NaN stays a NaN, whichever it was). Decoded arrays are read-only views of the bytes they came from.
+NaN stays a NaN, whichever it was). Decoded arrays are read-only views of the bytes they came from, except the few
+numbers of where segments begin, which are in the header.
 
 Layout: header length (31 bits) and a bit that says "sealed" (uint32), header (ASCII JSON), zeros up to a multiple of 8;
 then each array, padded to 8 bytes. A trajectory is sealed: its body ends with the CRC-32 of all that comes before, so
@@ -120,6 +121,8 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
         "created": float(trajectory.created),
         "arrays": [(name, array.dtype.str, array.shape) for name, array in arrays.items()],
     }
+    if completion.begins is not None:  # else as it was written before there were segments
+        header["begins"] = completion.begins.tolist()
     body = _pack(header, [*token_arrays, *arrays.values()], _SEALED_BIT)
     return body + zlib.crc32(body).to_bytes(_CRC_BYTES, "little")
 
@@ -144,6 +147,7 @@ def decode_trajectory(body: bytes, prompt: Prompt, verify: bool = True) -> Traje
         sampling=None if sampling is None else Sampling(*sampling),
         log_behavior=later_arrays.pop(0) if header["log_behavior"] else None,
         mask=later_arrays.pop(0) if header["mask"] else None,
+        begins=np.array(header["begins"], np.int32) if "begins" in header else None,
     )
     return Trajectory(
         uid=header["uid"],
@@ -206,7 +210,7 @@ class StoredTrajectory(NamedTuple):
     reward: float
     version: Version  # the oldest weights that sampled a part of it
     reference: Version
-    digest: int  # of the completion's tokens, 64 bits
+    digest: int  # of the completion's tokens and segments, 64 bits
     left_out: float  # answers to its prompt that were not stored, for what they say, for each that was
     place: int = 0  # its number in the journal, from 1 on; 0: it is in none
 
@@ -224,10 +228,12 @@ class StoredTrajectory(NamedTuple):
         if uid is not None:
             _require_uid(facts, uid)
         version, reference = Version(*facts["versions"][:2]), Version(*facts["reference"])
-        digest = hashlib.blake2b(tokens_of(body, facts["length"]).data, digest_size=8).digest()
+        digest = hashlib.blake2b(tokens_of(body, facts["length"]).data, digest_size=8)
+        if "begins" in facts:
+            digest.update(np.array(facts["begins"], _TOKENS_DTYPE).tobytes())
         return cls(
             *(prompt, body, facts["uid"], facts["length"], facts["reward"], version, reference),
-            int.from_bytes(digest, "little"),
+            int.from_bytes(digest.digest(), "little"),
             float(facts["provenance"].get(LEFT_OUT, 0)),
         )
 

@@ -233,6 +233,8 @@ def _export(t: Trajectory, uses: int) -> dict[str, Json]:
         "reference": str(t.reference),
         "prompt_tokens": t.prompt.tokens.tolist(),
         "tokens": c.tokens.tolist(),
+        "mask": None if c.mask is None else c.mask.tolist(),
+        "begins": None if c.begins is None else c.begins.tolist(),
         "log_reference": t.log_reference.tolist(),
         "log_behavior": None if c.log_behavior is None else c.log_behavior.tolist(),
     }

@@ -13,8 +13,9 @@ function and the prompt. Each call gets its own copies, so that no other call se
 `response`, `solution_str`, `output` and `generation` are `completion` under another name, and so in the plural. Beside
 these a parameter may be `prompt` (`prompts`), or any field of the problem. Where the problem has no field of that name,
 `ground_truth`, `target`, `label`, `gold`, `expected` and `solution` are its `answer` (or verl's
-`reward_model.ground_truth`), `data_source` is the task's name, `extra_info` empty, `question` the prompt. `**kwargs`
-takes all other fields. As TRL does, a batch gets message lists in place of texts where the prompt is a chat.
+`reward_model.ground_truth`), `data_source` is the task's name, `extra_info` empty, `question` the prompt, `artifact`
+what an agent of `tba serve` handed in. `**kwargs` takes all other fields. As TRL does, a batch gets message lists in
+place of texts where the prompt is a chat.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ AnsweredPrompt = tuple[Prompt, Completion]
 _ANSWER_NAMES = ("completion", "response", "solution_str", "output", "generation")  # the first of these is the answer
 _BATCH_NAMES = ("completions", "responses", "solution_strs", "outputs")
 _PROMPT_NAMES = ("prompt", "prompts")
-_DERIVED_NAMES = ("messages", "completion_ids", "data_source", "extra_info", "question")
+_DERIVED_NAMES = ("messages", "completion_ids", "data_source", "extra_info", "question", "artifact")
 _GOLD_NAMES = ("ground_truth", "target", "label", "gold", "expected", "solution")
 _SINGULARS = {"data_sources": "data_source", "ground_truths": "ground_truth", "extra_infos": "extra_info"}  # in a batch
 _USAGE = "write it as (prompt, completion, **fields) -> float, with the names of the problem's fields that it needs"
@@ -234,6 +235,8 @@ class _Signature:
             return [{"role": "assistant", "content": completion.text}] if chat is not None else completion.text
         if name in _PROMPT_NAMES:
             return [dict(m) for m in chat] if chat is not None else prompt.text
+        if name == "messages" and completion.episode is not None:
+            return [dict(m) for m in completion.episode.messages]
         if name == "messages":
             history = prompt.messages or ({"role": "user", "content": prompt.text},)
             return [*(dict(m) for m in history), {"role": "assistant", "content": completion.text}]
@@ -246,6 +249,7 @@ class _Signature:
             "data_source": prompt.task,
             "extra_info": {},
             "question": prompt.text,
+            "artifact": None if completion.episode is None else completion.episode.artifact,
         }[name]
 
     def arguments(self, rows: Sequence[AnsweredPrompt]) -> tuple[list[Any], dict[str, Any]]:

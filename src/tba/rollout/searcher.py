@@ -42,6 +42,7 @@ from tba.clock import SEARCHER_STATES, ShareClock, State
 from tba.errors import DeadlineExceeded, UserError
 from tba.grading import Grade, Grader, call_in_thread
 from tba.protocols import (
+    AnsweredOneByOne,
     Concurrent,
     Engine,
     Exploration,
@@ -103,11 +104,17 @@ class OpenGroup:
     position: int
     prompt: Prompt
     start: float  # when its prompt was submitted, by a monotonic clock
-    generated_count: int  # answers that were not interrupted
+    generated_count: int = 0  # answers that were not interrupted
     answers: list[OpenAnswer] = field(default_factory=list)  # to be graded
     open_count: int = 0  # answers that are not done
+    is_generating: bool = False  # more answers will come
     counts: Counter[str] = field(default_factory=Counter)  # of its answers that are done, not written yet
     unwritten_since: float = 0.0  # when the first answer was completed that is not on the disk, by a monotonic clock
+
+    @property
+    def is_complete(self) -> bool:
+        """Returns whether all its answers have come and are done."""
+        return not self.open_count and not self.is_generating
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -153,12 +160,15 @@ class Searcher:
     rounds_without_use: int | None = 0  # first rounds of which all answers were rejected; None: one was of use
     manifest: Manifest = Manifest()  # of the newest weights seen
     clock: ShareClock = field(default_factory=lambda: ShareClock(state="generating"))
+    on_done: Callable[[OpenAnswer], None] | None = None  # is told of each answer that is on the disk, or rejected
     _flow: tuple[Flow, Sampling] | None = None
     # by number in the flow: its position, the prompt itself, and when it began
     _open_prompts: dict[int, tuple[int, Prompt, float]] = field(default_factory=dict)
-    _ungraded_groups: list[OpenGroup] = field(default_factory=list)  # not submitted to the grader yet
-    _unscored_groups: list[OpenGroup] = field(default_factory=list)
-    _scoring_job: tuple[list[OpenGroup], Future[tuple[Version, list[list[Scores]]]]] | None = None
+    _generating_groups: dict[int, OpenGroup] = field(default_factory=dict)  # with some of their answers, by number
+    # answers to one prompt each: not submitted to the grader yet, and not scored yet
+    _ungraded: list[list[OpenAnswer]] = field(default_factory=list)
+    _unscored: list[list[OpenAnswer]] = field(default_factory=list)
+    _scoring_job: tuple[list[list[OpenAnswer]], Future[tuple[Version, list[list[Scores]]]]] | None = None
     _by_grade: dict[Grade, OpenAnswer] = field(default_factory=dict)  # answers that are being graded
     _finished_grades: list[Grade] = field(default_factory=list)  # that have come back
     _open_groups: dict[OpenGroup, None] = field(default_factory=dict)  # the oldest first
@@ -293,7 +303,7 @@ class Searcher:
     @property
     def waiting_count(self) -> int:
         """Returns how many answers are generated and not graded."""
-        return self.grader.unfinished_count + sum(len(group.answers) for group in self._ungraded_groups)
+        return self.grader.unfinished_count + sum(map(len, self._ungraded))
 
     # The loop, in its two forms
 
@@ -372,27 +382,37 @@ class Searcher:
             self._collect_answers(self._flow[0].next((lambda: True) if stop else self.run_stages, until_needed=False))
         self._flow = None
 
-    def _collect_answers(self, finished_prompts: Sequence[tuple[int, list[Completion]]]) -> int:
-        """Collect finished prompts with their answers; returns how many."""
-        for number, completions in finished_prompts:
-            position, prompt, start = self._open_prompts.pop(number)
-            generated_count = sum(c.stop_reason is not StopReason.INTERRUPTED for c in completions)
-            group = OpenGroup(position, prompt, start, generated_count)
-            gradable_answers, counts = stages.sort_answers(prompt, completions, self.overlong)
+    def _collect_answers(self, answered_prompts: Sequence[tuple[int, list[Completion]]]) -> int:
+        """Collect the answers to prompts; returns how many prompts are finished."""
+        assert self._flow is not None
+        flow = self._flow[0]
+        unfinished_prompts = flow.unfinished_prompts if isinstance(flow, AnsweredOneByOne) else ()
+        for number, completions in answered_prompts:
+            group = self._generating_groups.pop(number, None) or OpenGroup(*self._open_prompts[number])
+            group.is_generating = number in unfinished_prompts
+            if group.is_generating:
+                self._generating_groups[number] = group
+            else:
+                del self._open_prompts[number]
+            group.generated_count += sum(c.stop_reason is not StopReason.INTERRUPTED for c in completions)
+            gradable_completions, counts = stages.sort_answers(group.prompt, completions, self.overlong)
             self._counts.update(counts)
             if dropped_count := counts["rejected_trajectories"]:
                 self.rejected_count += dropped_count
                 longest = max(len(c.tokens) for c in completions)
                 self.rejection = f"an answer was cut off at {longest} tokens (--overlong-penalty drop)"
-            group.answers = [OpenAnswer(group, c) for c in gradable_answers]
-            group.open_count = len(gradable_answers)
-            for completion in gradable_answers:
+                self._report_done(OpenAnswer(group, c) for c in completions if self.overlong.drops(c))
+            answers = [OpenAnswer(group, c) for c in gradable_completions]
+            group.answers += answers
+            group.open_count += len(answers)
+            for completion in gradable_completions:
                 stages.count_answer(self._counts, "grading", completion)
             self._open_groups[group] = None
-            self._ungraded_groups.append(group)
-            if not gradable_answers:
+            if answers:
+                self._ungraded.append(answers)
+            elif group.is_complete:
                 self._unwritten_groups[group] = None
-        return len(finished_prompts)
+        return sum(number not in unfinished_prompts for number, _ in answered_prompts)
 
     def _advance(self) -> None:
         """Submit generated answers to be graded, collect scores and grades, and send what is due."""
@@ -435,23 +455,23 @@ class Searcher:
 
     def _submit_to_grader(self) -> None:
         """Submit generated answers to the reward, and queue them to be scored."""
-        groups, self._ungraded_groups = [group for group in self._ungraded_groups if group.answers], []
-        if not groups:
+        batches, self._ungraded = self._ungraded, []
+        if not batches:
             return
-        answers_by_prompt = [(group.prompt, [a.completion for a in group.answers]) for group in groups]
-        for group, grades in zip(groups, self.grader.submit(answers_by_prompt, self._finished_grades), strict=True):
-            for answer, grade in zip(group.answers, grades, strict=True):
+        grades_by_prompt = self.grader.submit(_completions_by_prompt(batches), self._finished_grades)
+        for answers, grades in zip(batches, grades_by_prompt, strict=True):
+            for answer, grade in zip(answers, grades, strict=True):
                 answer.grade = grade
                 self._by_grade[grade] = answer
             if not self.flows:
-                self._ordered_answers.extend(group.answers)
-        self._unscored_groups += groups
+                self._ordered_answers.extend(answers)
+        self._unscored += batches
 
     def _is_score_due(self) -> bool:
         """Returns whether answers are scored now: a round of them, or fewer after `hand_down_seconds`."""
-        if not self._unscored_groups or self._scoring_job is not None:
+        if not self._unscored or self._scoring_job is not None:
             return False
-        if len(self._unscored_groups) >= self.prompts_per_round:
+        if len(self._unscored) >= self.prompts_per_round:
             return True
         seconds = time.perf_counter() - self._scored_at
         return seconds >= max(self.hand_down_seconds, GENERATION_RATIO * self._score_seconds)
@@ -461,46 +481,48 @@ class Searcher:
         possible and asked for by `background`.
         """
         self._collect_scores(wait=True)
-        groups, self._unscored_groups = self._unscored_groups, []
-        if not groups:
+        batches, self._unscored = self._unscored, []
+        if not batches:
             return
         self._scored_at = time.perf_counter()
         if background and isinstance(self.reference, Concurrent) and self.reference.concurrent:
-            self._scoring_job = groups, call_in_thread("reference", self._load_and_score, groups)
+            self._scoring_job = batches, call_in_thread("reference", self._load_and_score, batches)
         else:
             with self.clock.state("reference"):
-                self._store_scores(groups, *self._load_and_score(groups))
+                self._store_scores(batches, *self._load_and_score(batches))
             self._score_seconds = time.perf_counter() - self._scored_at
 
-    def _load_and_score(self, groups: Sequence[OpenGroup]) -> tuple[Version, list[list[Scores]]]:
+    def _load_and_score(self, batches: Sequence[Sequence[OpenAnswer]]) -> tuple[Version, list[list[Scores]]]:
         """Load another reference if one is named, and score older trajectories; returns the version of the reference
-        and the scores of the groups under it.
+        and the scores of the answers under it.
         """
         if self.flows:
             self.load_reference()
             if self.rescorer is not None:
                 self.rescorer.round()
-        answers = [(group.prompt, [a.completion for a in group.answers]) for group in groups]
-        return self.reference.version, stages.score_answers((self.reference, *self._local_teachers), answers)
+        scorers = (self.reference, *self._local_teachers)
+        return self.reference.version, stages.score_answers(scorers, _completions_by_prompt(batches))
 
     def _collect_scores(self, wait: bool = False) -> None:
         """Collect the scores of the reference's thread, if it is done."""
         if self._scoring_job is None:
             return
-        groups, future = self._scoring_job
+        batches, future = self._scoring_job
         if wait:
             with self.clock.state("reference"):
                 self._await(future, "the reference")
         if future.done():
             self._scoring_job = None
-            self._store_scores(groups, *future.result())
+            self._store_scores(batches, *future.result())
             self._score_seconds = 0.0
 
-    def _store_scores(self, groups: Sequence[OpenGroup], reference: Version, scores: list[list[Scores]]) -> None:
-        for group, rows in zip(groups, scores, strict=True):
-            for answer, row in zip(group.answers, rows, strict=True):
+    def _store_scores(
+        self, batches: Sequence[Sequence[OpenAnswer]], reference: Version, scores: list[list[Scores]]
+    ) -> None:
+        for answers, rows in zip(batches, scores, strict=True):
+            for answer, row in zip(answers, rows, strict=True):
                 answer.scores, answer.reference = row, reference
-            self._complete_ready(group.answers)
+            self._complete_ready(answers)
 
     def _collect_grades(self) -> None:
         """Collect the grades that the reward has given."""
@@ -550,6 +572,7 @@ class Searcher:
             self._newest_has_expired = grade.judgement is None
             self.rejected_count, self._unreported_count = self.rejected_count + 1, self._unreported_count + 1
             self.rejection = reason
+            self._report_done([answer])
             return
         provenance = {"searcher": self.name, "round": self.rounds}
         uid, self.rounds_without_use = self._uid(), None
@@ -688,7 +711,7 @@ class Searcher:
         waited for the other answers for a while, which is short where grades are costly.
         """
         deadline = time.perf_counter() - (_HOLD_SECONDS if self._is_costly else COSTLY_SECONDS)
-        return [g for g in self._unwritten_groups if not g.open_count or g.unwritten_since <= deadline]
+        return [g for g in self._unwritten_groups if g.is_complete or g.unwritten_since <= deadline]
 
     def _write(self, groups: Iterable[OpenGroup] | None = None, sampling: Sampling | None = None) -> None:
         """Write the groups that are complete, with their leases, in one transaction; graded answers of the others are
@@ -696,8 +719,8 @@ class Searcher:
         """
         start = time.perf_counter()
         writable_groups = self._writable if groups is None else list(groups)
-        complete_groups = [group for group in writable_groups if not group.open_count or groups is not None]
-        partial_groups = [group for group in writable_groups if group.open_count and groups is None]
+        complete_groups = [group for group in writable_groups if group.is_complete or groups is not None]
+        partial_groups = [group for group in writable_groups if not group.is_complete and groups is None]
         if self._unreported_count:
             log.warning(
                 "%d answers are rejected (a reward is a number from %g to %g), the last: %s",
@@ -719,7 +742,7 @@ class Searcher:
         others, all in one transaction with their counts.
         """
         samples = self.samples_per_prompt
-        complete_groups = [group for group in groups if group.generated_count == samples and not group.open_count]
+        complete_groups = [group for group in groups if group.generated_count == samples and group.is_complete]
         leases = [group.position for group in complete_groups]
         by_group = [(group, group.trajectories) for group in groups]
         for group in (*groups, *partial_groups):
@@ -752,11 +775,19 @@ class Searcher:
         except BaseException:
             self._counts.update(counts)
             raise
-        for answer in staged_answers:
+        new_answers = [*staged_answers, *(answer for group in groups for answer in group.unstaged)]
+        for answer in new_answers:
             answer.is_staged = True
         for group in groups:
             self._open_groups.pop(group, None)
+        self._report_done(new_answers)
         self.sent_count += len(trajectories)
+
+    def _report_done(self, answers: Iterable[OpenAnswer]) -> None:
+        """Tell of answers that they are on the disk, or rejected."""
+        if self.on_done is not None:
+            for answer in answers:
+                self.on_done(answer)
 
     def _outcomes(
         self, prompts: Mapping[int, Prompt], leases: Sequence[int], trajectories: Sequence[Trajectory]
@@ -776,6 +807,11 @@ class Searcher:
             counts[f"{name}_milliseconds"] = milliseconds - self._written_milliseconds[name]
             self._written_milliseconds[name] = milliseconds
         return counts
+
+
+def _completions_by_prompt(batches: Iterable[Sequence[OpenAnswer]]) -> list[tuple[Prompt, list[Completion]]]:
+    """Returns the prompt of each batch, with the completions of its answers."""
+    return [(answers[0].group.prompt, [answer.completion for answer in answers]) for answers in batches]
 
 
 def _read(published: PublishedWeights) -> PublishedWeights:

@@ -100,16 +100,18 @@ def build_trajectory(
     provenance: Mapping[str, Json],
 ) -> Trajectory:
     """Returns the trajectory that an answer makes with its judgement and its log-probabilities."""
+    episode = completion.episode
+    is_stored_as_it_is = completion.judgement is None and episode is None
     return Trajectory(
         uid=uid,
         prompt=prompt,
-        completion=completion if completion.judgement is None else replace(completion, judgement=None),
+        completion=completion if is_stored_as_it_is else replace(completion, judgement=None, episode=None),
         reward=float(judgement.reward),
         reward_parts=judgement.parts,
         log_reference=scores[0],
         reference=reference,
         arrays={TEACHER: np.stack(scores[1:])} if len(scores) > 1 else {},
-        provenance=provenance,
+        provenance={**provenance, **({} if episode is None else episode.provenance)},
     )
 
 

@@ -95,12 +95,14 @@ def _write_completion(completion: Completion) -> Json:
         "log_behavior": _list_or_none(completion.log_behavior),
         "mask": _list_or_none(completion.mask),
         "judgement": None if judgement is None else write_values([judgement])[0],
+        "begins": _list_or_none(completion.begins),
     }
 
 
 def _read_completion(value: Json) -> Completion:
     oldest, newest = (Version(*version) for version in value["versions"])
     log_behavior, mask, judgement = value["log_behavior"], value["mask"], value["judgement"]
+    begins = value["begins"]
     return Completion(
         np.array(value["tokens"], np.int32),
         value["text"],
@@ -110,6 +112,7 @@ def _read_completion(value: Json) -> Completion:
         None if log_behavior is None else np.array(log_behavior, np.float32),
         None if mask is None else np.array(mask, np.bool_),
         None if judgement is None else read_values([judgement])[0],
+        None if begins is None else np.array(begins, np.int32),
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tba.protocols import HasGradientCheckpointing, JudgedByModels, LoadedOnDevice, Work
+from tba.protocols import Acted, HasGradientCheckpointing, JudgedByModels, LoadedOnDevice, Work
 from tba.recipe import Recipe
 from tba.record.text import size
 from tba.runtime.teaching import scorers_of
@@ -75,6 +75,7 @@ def work_of(recipe: Recipe) -> Work:
         ranks=recipe.trainer.count,
         moments_on_host=recipe.optimizer.moments_on_host,
         averaged=recipe.optimizer.weight_average,
+        parks=isinstance(recipe.task, Acted) and recipe.runtime != "inline",
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,6 +157,7 @@ def summarise(
         reference_resets=trainer.reference_resets,
         control=trainer.control,
         joined=joined,
+        served=_add_up(result.served for result in results.values()),
         faults={**count_faults(run.path), **faults, "skipped_steps": trainer.skipped},
         peak_memory_bytes={
             "trainer": trainer.peak_memory_bytes,
@@ -167,6 +168,14 @@ def summarise(
     )
     summary.write(run.path)
     return summary
+
+
+def _add_up(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Returns the sums of counts by name."""
+    total: Counter[str] = Counter()
+    for part in counts:
+        total.update(part)
+    return dict(total)
 
 
 def utilisation(

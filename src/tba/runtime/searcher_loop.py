@@ -24,6 +24,7 @@ from tba.protocols import Examined, Journal, Manifest, Model, Records, WeightSou
 from tba.recipe import Recipe
 from tba.record.jsonl import as_json
 from tba.record.memory import FreedMemory, keep_few_kernels, peak_memory_bytes
+from tba.rollout.exploration import Fixed
 from tba.rollout.overlong import Overlong
 from tba.rollout.prompts import PosteriorPrompts, UniformPrompts
 from tba.rollout.rescoring import Rescorer
@@ -38,6 +39,7 @@ from tba.runtime.results import SearcherResult
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.searcher_connections import Connections, connect_on_disk
 from tba.runtime.teaching import reference_of, teachers_of
+from tba.serving.engine import AgentCalls
 from tba.types import SPLITS, Json, Split, Version
 
 log = logging.getLogger("tba.searcher")
@@ -50,12 +52,12 @@ LONGEST_HELD_BACK = 60.0  # seconds, then a searcher makes a round all the same:
 
 
 def run_searcher(recipe: Recipe, start: Callable[[], SearcherLoop], stop: Callable[[], bool]) -> None:
-    """Run a searcher's whole life, in a process or an actor: rounds until asked to stop; offline only evaluations."""
+    """Run a searcher's whole life, in a process or an actor: rounds until asked to stop, or only evaluations."""
     torch.set_num_threads(recipe.run.threads)
     loop = start()
     try:
-        while not stop() and not loop.evaluate(None if recipe.offline else loop.round_between):
-            if recipe.offline:
+        while not stop() and not loop.evaluate(None if recipe.only_evaluates else loop.round_between):
+            if recipe.only_evaluates:
                 time.sleep(_POLL_SECONDS)
             else:
                 loop.round()
@@ -78,6 +80,7 @@ class SearcherLoop:
     clock: ShareClock
     records: Records
     incarnation: int = 0  # in which it was started
+    served: Mapping[str, int] = field(default_factory=dict)  # to agents, by what it counts
     memory: FreedMemory = field(default_factory=FreedMemory)
     held_back_since: float | None = None  # since when it has been held back, by a monotonic clock; None: it is not
     # by split, how many problems there are and which of them are not asked (`runtime/prompt_sets.py`)
@@ -159,7 +162,7 @@ class SearcherLoop:
             self.searcher.grader.close()
             self.journal.close()
         seconds, rounds = self.clock.seconds(), self.searcher.rounds
-        result = SearcherResult(seconds, peak_memory_bytes(), journal_rows=rows, rounds=rounds, prompts=self.prompts)
+        result = SearcherResult(seconds, peak_memory_bytes(), rows, rounds, self.prompts, self.served)
         self.records.result(self.searcher.name, as_json(result))
 
 
@@ -170,6 +173,7 @@ def start_searching(
     attempt: int = 0,
     interrupted: Callable[[], bool] | None = None,
     background: bool = False,
+    agent_calls: AgentCalls | None = None,
 ) -> SearcherLoop:
     """Build the loop of searcher number `index` of the run at `run`; `attempt` counts its restarts, so that no two
     share a seed.
@@ -178,7 +182,7 @@ def start_searching(
     is finished before the next begins, and nothing depends on how long anything takes.
     """
     connect = partial(connect_on_disk, recipe, run, f"searcher-{index}", interrupted)
-    return searcher_loop_at(recipe, connect, index, attempt, interrupted, background, run)
+    return searcher_loop_at(recipe, connect, index, attempt, interrupted, background, run, agent_calls)
 
 
 def searcher_loop_at(
@@ -189,9 +193,11 @@ def searcher_loop_at(
     interrupted: Callable[[], bool] | None,
     background: bool = False,
     run: RunDirectory | None = None,
+    agent_calls: AgentCalls | None = None,
 ) -> SearcherLoop:
     """Build a searcher's loop over any connections, which are opened once the model and the prompts are loaded. run:
-    rebuilds the recipe in another process, should the reward have to run there.
+    rebuilds the recipe in another process, should the reward have to run there. agent_calls: what agents elsewhere ask
+    the engine, whose episodes are the answers then; None: the engine answers prompts itself.
     """
     keep_few_kernels()
     model = recipe.model.prepared(recipe.task)
@@ -199,11 +205,13 @@ def searcher_loop_at(
     for note in filter(None, (prompt_set.note for prompt_set in prompts.values())):
         log.warning("%s", note)
     connections, clock = connect(), ShareClock(state="weights")
-    if background:
+    if background and agent_calls is None:  # an agent is told of its reward once that is on the disk
         background_journal = BackgroundJournal(connections.journal, 2 * recipe.run.journal_deadline, clock)
         connections = replace(connections, journal=cast(Journal, background_journal))  # it forwards the methods
     try:
-        loop = _loop_of(connections, clock, recipe, model, prompts, index, attempt, interrupted, background, run)
+        loop = _loop_of(
+            connections, clock, recipe, model, prompts, index, attempt, interrupted, background, run, agent_calls
+        )
     except BaseException:
         connections.journal.close()
         raise
@@ -222,12 +230,17 @@ def _loop_of(
     interrupted: Callable[[], bool] | None,
     background: bool,
     run: RunDirectory | None,
+    agent_calls: AgentCalls | None,
 ) -> SearcherLoop:
     name = f"searcher-{index}"
     journal, weights = connections.journal, connections.weights
     report = partial(connections.records.fault, "reward_retries")
     make_grader = partial(grader_of, recipe, run, share=(index, recipe.searcher_count), report=report)
-    engine = engine_of(recipe, model, Version(), clock)
+    engine = (
+        engine_of(recipe, model, Version(), clock)
+        if agent_calls is None
+        else model.engine(Version(), recipe.prompts.max_tokens)
+    )
     reference = reference_of(recipe, model)
     teachers = teachers_of(recipe, model, reference)
     grader = make_grader("train", teachers=teachers)
@@ -235,13 +248,18 @@ def _loop_of(
     rescorer = Rescorer(reference, journal, recipe.rescored_per_round, LEASE_SECONDS)
     is_in_rounds = recipe.run.synchronous_rounds or not background or recipe.vine is not None
     seeds = [recipe.seed, 1 + index, attempt, *([connections.incarnation] if connections.incarnation else [])]
+    source = prompt_source(recipe, prompts["train"].prompts, journal, np.random.default_rng([*seeds, 0x9E]))
+    exploration, on_done = recipe.exploration, None
+    if agent_calls is not None:
+        engine, source = agent_calls.attach(engine, source, model.tokenizer())
+        exploration, on_done = Fixed(recipe.policy_temperature), agent_calls.on_done
     searcher = Searcher(
         name=name,
         engine=engine,
         reference=reference,
         grader=grader,
-        exploration=recipe.exploration,
-        prompts=prompt_source(recipe, prompts["train"].prompts, journal, np.random.default_rng([*seeds, 0x9E])),
+        exploration=exploration,
+        prompts=source,
         journal=journal,
         weights=weights,
         samples_per_prompt=recipe.samples_per_prompt,
@@ -260,6 +278,7 @@ def _loop_of(
         warm_up=recipe.warm_up,
         searchers=recipe.searcher_count,
         clock=clock,
+        on_done=on_done,
     )
     examiner = Examiner(
         engine=engine,

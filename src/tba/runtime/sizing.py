@@ -44,7 +44,7 @@ class Machine:
 
 def searchers_of(recipe: Recipe) -> list[str]:
     """Returns the names of the searchers that a run begins with."""
-    return [f"searcher-{i}" for i in range(1 if recipe.offline else recipe.searcher_count)]
+    return [f"searcher-{i}" for i in range(1 if recipe.only_evaluates else recipe.searcher_count)]
 
 
 def places_on(recipe: Recipe, machine: Machine) -> dict[str, Place]:
@@ -65,13 +65,13 @@ def sizing_flags(recipe: Recipe, machine: Machine) -> list[str]:
     decided_recipe = recipe
     for ranks in range(1, max(1, most_ranks) + 1):
         ranks = recipe.trainer.ranks or ranks
-        searchers = recipe.searchers or (1 if recipe.offline else max(1, (count - ranks) // gpus_each))
+        searchers = recipe.searchers or (1 if recipe.only_evaluates else max(1, (count - ranks) // gpus_each))
         decided_recipe = replace(recipe, trainer=RankSettings(ranks), searchers=searchers)
         if recipe.trainer.ranks or (memory_shortage(decided_recipe, machine) or ("searcher",))[0] == "searcher":
             break  # the trainer fits
     return [
         *([] if recipe.trainer.ranks else ["--trainer.ranks", str(decided_recipe.trainer.count)]),
-        *([] if recipe.searchers else ["--searchers", str(decided_recipe.searcher_count)]),
+        *([] if recipe.searchers is not None else ["--searchers", str(decided_recipe.searcher_count)]),
     ]
 
 

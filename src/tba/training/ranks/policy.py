@@ -25,7 +25,7 @@ from torch.nn import Parameter
 
 from tba.batch import Batch, deal, shortest_row, to_device
 from tba.device_to_host import HostCopies
-from tba.errors import DeadlineExceeded
+from tba.errors import DeadlineExceeded, UserError
 from tba.protocols import PolicyOutput, SavedPolicy
 from tba.streaming import SAFETENSORS_NAMES, TensorChange, TensorStream, changes_since
 from tba.training.gradients import Slice, assemble
@@ -109,9 +109,16 @@ class Rank0Policy:
 
     def evaluate(self, batch: Batch) -> PolicyOutput:
         """Evaluate all rows. Gradients go through the result once, with all of its outputs at the same time."""
+        if batch.segment_start_BL is not None and self.ranks.count > 1 and not self.share_prompt:
+            raise UserError(  # the ranks would make different numbers of passes, which FSDP does not allow
+                "the batch has episodes of several segments, which a model whose prompts are not shared within groups "
+                "cannot train over several ranks: train it on one, or leave such episodes out"
+            )
         rows_by_rank = deal(batch, self.ranks.count, self.max_tokens, self.share_prompt)
         shares = [_RankShare.of(batch, rows) for rows in rows_by_rank]
         batch_tensors = {name: getattr(batch, name) for name in (*_PROMPTS, *_ANSWERS)}
+        if batch.segment_start_BL is not None:
+            batch_tensors["segment_start_BL"] = batch.segment_start_BL
         self.ranks.broadcast("evaluate", batch_tensors, gradient=torch.is_grad_enabled())
         with self.ranks.name_collectives("evaluate"):
             output = self.local_policy.evaluate(shares[0].part.batch)

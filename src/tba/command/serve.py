@@ -1,0 +1,239 @@
+"""`tba serve --run RUN`: answers agents' calls from a run in progress, which learns from their episodes.
+
+It joins the run as `tba search` does. Agents call it as they call OpenAI's API; docs/agents.md has the whole of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from tba.command.options import SearchOptions, ServeOptions
+from tba.command.search import add_searcher
+from tba.environments.recorded import EpisodeReplays
+from tba.errors import DeadlineExceeded, UserError
+from tba.json_input import read_json
+from tba.protocols import Acted
+from tba.recipe import Recipe
+from tba.rollout.searcher import OpenAnswer
+from tba.runtime.engines import turn_encoder_of, worlds_of
+from tba.runtime.prompt_sets import prompt_set_of
+from tba.runtime.run_directory import RunDirectory
+from tba.runtime.searcher_loop import LONGEST_HELD_BACK, SearcherLoop
+from tba.serving.engine import AgentCalls, Mailbox
+from tba.serving.judging import EpisodeJudge
+
+_START_SECONDS = 60.0  # that the HTTP server may take to start and to end
+_GATE_SECONDS = 0.25  # between two looks whether the run wants another episode
+_SHORTEST_TOKEN = 16  # characters of a token that somebody gives
+
+
+def serve_run(options: ServeOptions) -> int:
+    """Serve a run until it ends or Ctrl-C. Returns exit code 0 when the run ended, 130 or 143 after a signal."""
+    return add_searcher(SearchOptions(options.run, options.address), AgentService(options))
+
+
+@dataclass
+class AgentService:
+    """The service of one searcher to agents: an HTTP server in a thread of its own. Raises `UserError` for an address
+    that others can reach without TLS, and for tokens or a certificate that cannot be read.
+    """
+
+    options: ServeOptions
+    agent_calls: AgentCalls = field(init=False)
+    _tokens: dict[str, str] = field(init=False)
+    _listeners: list[Any] = field(default_factory=list)
+    _judge: EpisodeJudge | None = None
+
+    def __post_init__(self) -> None:
+        _require_server()
+        options = self.options
+        if not _is_loopback(options.host) and options.certificate is None:
+            raise UserError(
+                f"--host is {options.host}, which other machines can reach: give --certificate, a file with a TLS "
+                "certificate and its key, or listen at 127.0.0.1 behind a tunnel"
+            )
+        if options.certificate is not None:
+            _check_certificate(options.certificate)
+        self._tokens = _read_tokens(options.tokens)
+        self.agent_calls = AgentCalls(Mailbox(), self._tell)
+
+    def _tell(self, answer: OpenAnswer) -> None:
+        for listener in self._listeners:
+            listener(answer)
+
+    def check(self, recipe: Recipe) -> None:
+        """Raises `UserError` where agents cannot answer the recipe's prompts. Environments are made ready here, before
+        there is a model whose memory their processes would share.
+        """
+        if recipe.vine is not None:
+            raise UserError(
+                "the recipe estimates the values of an answer's steps (vine), which an agent's episode does not have: "
+                "serve a recipe without it"
+            )
+        if not getattr(recipe.model.tokenizer(), "chat_template", None):
+            raise UserError(
+                "the model's tokenizer has no chat template, and agents send chats: take an instruction-tuned model"
+            )
+        if isinstance(recipe.task, Acted):
+            turn_encoder = turn_encoder_of(recipe.task, recipe.model.tokenizer())
+            self._judge = EpisodeJudge(EpisodeReplays(worlds_of(recipe.task, inline=False), turn_encoder))
+
+    @contextmanager
+    def open_for(self, loop: SearcherLoop, run: RunDirectory, console: Console) -> Iterator[None]:
+        """Serve agents within the block; says where, and at its end what was served."""
+        from tba.serving.app import AccessRules, application
+        from tba.serving.connections import http_server
+        from tba.serving.server import EpisodeServer, ServingLimits
+
+        options, recipe, mailbox = self.options, run.recipe(), self.agent_calls.mailbox
+        model = recipe.model.prepared(recipe.task)
+        listener = _listen(options.host, options.port)
+        scheme = "http" if options.certificate is None else "https"
+        host, port = listener.getsockname()[:2]
+        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        limits = ServingLimits(
+            max_tokens=options.max_tokens or model.max_completion_tokens,
+            max_calls=options.max_calls,
+            episodes_per_token=options.episodes,
+            idle_seconds=options.idle_seconds,
+        )
+        server = EpisodeServer(
+            mailbox=mailbox,
+            tokenizer=model.tokenizer(),
+            task=recipe.task,
+            prompts=prompt_set_of(recipe, model, "train").prompts,
+            limits=limits,
+            weights=lambda: str(loop.searcher.engine.version),
+            judge=self._judge,
+        )
+        names = {"localhost", "127.0.0.1", "::1", options.host, host, *filter(None, options.names.split(","))}
+        access = AccessRules(self._tokens, frozenset(name.strip().lower() for name in names), scheme)
+        http = http_server(application(server, access), options.certificate)
+        self._listeners.append(server.note_done)
+        self.agent_calls.accepts_episodes = _EpisodeGate(loop)
+        thread = threading.Thread(target=http.run, kwargs={"sockets": [listener]}, name="server", daemon=True)
+        thread.start()
+        facts = run.path / "serve.json"
+        try:
+            _wait_until(lambda: http.started or not thread.is_alive(), f"the HTTP server at {url} to start")
+            if not http.started:
+                raise UserError(f"the HTTP server at {url} did not start: the log of this searcher says why")
+            _write_private(facts, {"url": url, "tokens": self._tokens})
+            console.print(f"serving at {url}; its token is in {run.displayed_path}/{facts.name}", highlight=False)
+            yield
+        finally:
+            facts.unlink(missing_ok=True)
+            server.close()
+            if self._judge is not None:
+                self._judge.close()
+            http.should_exit = True
+            with suppress(DeadlineExceeded):
+                _wait_until(lambda: not thread.is_alive(), "the HTTP server to end")
+            loop.served = server.figures
+            figures = ", ".join(f"{count} {name}" for name, count in sorted(server.figures.items()))
+            console.print(f"served: {figures or 'nothing'}", highlight=False)
+
+
+@dataclass
+class _EpisodeGate:
+    """Says whether the run wants another episode: not while it has all trajectories that it wants by now."""
+
+    loop: SearcherLoop
+    _is_open: bool = True
+    _looked_at: float = -_GATE_SECONDS
+    _closed_since: float = 0.0
+
+    def __call__(self) -> bool:
+        now = time.monotonic()
+        if now - self._looked_at < _GATE_SECONDS:
+            return self._is_open
+        self._looked_at = now
+        searcher, was_open = self.loop.searcher, self._is_open
+        wanted_rows = searcher.manifest.wanted
+        self._is_open = wanted_rows is None or self.loop.journal.rows() + searcher.unsent_count < wanted_rows
+        self._closed_since = now if was_open else self._closed_since
+        if not self._is_open and now - self._closed_since > LONGEST_HELD_BACK:
+            self._is_open = True
+        return self._is_open
+
+
+def _require_server() -> None:
+    try:
+        import starlette
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise UserError("tba serve needs starlette and uvicorn: pip install 'tba-rl[serve]'") from error
+    del starlette
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_certificate(path: Path) -> None:
+    try:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(path, password="")  # so that nobody is asked for one
+    except (OSError, ssl.SSLError) as error:
+        raise UserError(
+            f"--certificate {path} cannot be used ({error}): give a PEM file with the certificate and its key"
+        ) from error
+
+
+def _read_tokens(path: Path | None) -> dict[str, str]:
+    """Returns the tokens by their owners' names: those of a file, or a new one."""
+    if path is None:
+        return {"agent": secrets.token_urlsafe(24)}
+    remedy = 'give a JSON object such as {"alice": "a-long-random-text"}'
+    tokens: dict[str, str] = read_json(path, remedy, dict[str, str])
+    if not tokens or any(len(token) < _SHORTEST_TOKEN for token in tokens.values()):
+        raise UserError(f"--tokens {path} has none, or one of less than {_SHORTEST_TOKEN} characters: {remedy}")
+    if len(set(tokens.values())) < len(tokens):
+        raise UserError(f"--tokens {path} gives one token to two owners, who would be taken for each other: {remedy}")
+    if not all(re.fullmatch(r"[!-~]+", token) for token in tokens.values()):
+        raise UserError(f"--tokens {path} has a token that no header can carry: take letters, digits and signs")
+    return tokens
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Returns a socket that listens. Raises `UserError` where the address is taken or none of this machine's."""
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise UserError(
+            f"cannot listen at --host {host} --port {port} ({error.strerror}): give a port that is free (0: any)"
+        ) from error
+
+
+def _write_private(path: Path, value: Any) -> None:
+    """Write JSON to a file that only its owner can read, beside it and renamed."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        json.dump(value, file)
+    temporary.replace(path)
+
+
+def _wait_until(condition: Any, purpose: str) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"waited {_START_SECONDS:g} s for {purpose}")
+        time.sleep(0.02)

@@ -1,0 +1,269 @@
+"""Chat completions as OpenAI's clients send and read them: requests checked, messages compared, answers written.
+
+Invariant: a request becomes a `ChatRequest` or a `RequestRefused`, never another error; nothing of it is evaluated.
+Whatever a server of chat completions might silently ignore is refused, or counted in `overrides`.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from tba.environments.tools import Call, calls_in
+from tba.errors import TbaError
+from tba.tables import Refusal, conversation, parse_chat_text, tool_schemas
+from tba.types import THOUGHTS, Json, Message, StopReason, is_text
+
+POLICY = "policy"  # the name of the model that is trained
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_UNSUPPORTED = {  # fields that would change what an answer is, each with the values that change nothing
+    "n": (None, 1),
+    "best_of": (None, 1),
+    "response_format": (None, {"type": "text"}),
+    "logit_bias": (None, {}),
+    "top_logprobs": (None, 0),
+    "audio": (None,),
+    "modalities": (None, ["text"]),
+    "functions": (None, []),
+    "function_call": (None, "none"),
+    "prediction": (None,),
+    "web_search_options": (None,),
+}
+_OVERRIDES = ("temperature", "top_p", "seed", "frequency_penalty", "presence_penalty", "top_k", "min_p")
+_MAX_STOPS = 16
+_FINISH_REASONS = {StopReason.LENGTH: "length"}  # others: stop
+
+
+class RequestRefused(TbaError):
+    """Raised for a request that is not served: an HTTP status, one sentence and a code, as OpenAI's API names them."""
+
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code = status, message, code
+
+    @property
+    def body(self) -> Json:
+        """Returns the error as the body of a response."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": None, "code": self.code}}
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """Holds what a request asks for: messages in the form that chat templates take, and limits of its answer."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Json, ...] = ()  # schemas; none where `tool_choice` forbids calls
+    model: str = POLICY
+    max_tokens: int | None = None  # of the answer
+    stop_strings: tuple[str, ...] = ()
+    is_streamed: bool = False
+    includes_usage: bool = False  # of a stream
+    has_logprobs: bool = False
+    overrides: Mapping[str, Json] = field(default_factory=dict)  # fields that the run decides instead
+
+
+MessageKey: TypeAlias = "tuple[Any, ...]"
+
+
+def parse_chat_request(body: Json) -> ChatRequest:
+    """Returns the request in a body. Raises `RequestRefused` for one that cannot be answered as it asks."""
+    if not isinstance(body, dict):
+        raise RequestRefused(400, f"the body is {type(body).__name__}, give a JSON object with messages")
+    for name, values in _UNSUPPORTED.items():
+        if body.get(name) not in values:
+            raise RequestRefused(
+                400, f"{name} is {json.dumps(body[name]):.80}, which this server does not do: leave it out", name
+            )
+    messages = _parse_messages(body.get("messages"))
+    tools = tool_schemas(body.get("tools"))
+    if isinstance(tools, Refusal):
+        raise RequestRefused(400, f"tools: {tools}")
+    max_tokens = body.get("max_completion_tokens", body.get("max_tokens"))
+    if max_tokens is not None and (not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1):
+        raise RequestRefused(400, f"max_tokens is {max_tokens!r:.40}, give a whole number of at least 1")
+    options = body.get("stream_options")
+    tool_choice = body.get("tool_choice")
+    overrides = {name: body[name] for name in _OVERRIDES if body.get(name) is not None}
+    if tool_choice not in (None, "auto", "none"):
+        overrides["tool_choice"] = tool_choice
+    model = body.get("model", POLICY)
+    return ChatRequest(
+        messages=messages,
+        tools=() if tool_choice == "none" else tools,
+        model=model if isinstance(model, str) else POLICY,
+        max_tokens=max_tokens,
+        stop_strings=_parse_stop_strings(body.get("stop")),
+        is_streamed=bool(body.get("stream")),
+        includes_usage=isinstance(options, dict) and bool(options.get("include_usage")),
+        has_logprobs=bool(body.get("logprobs")),
+        overrides=overrides,
+    )
+
+
+def _parse_messages(value: Json) -> tuple[Message, ...]:
+    value = parse_chat_text(value)
+    if not isinstance(value, list) or not value:
+        raise RequestRefused(400, "messages is no list of messages: give at least one, with a role and a content")
+    messages = conversation([_with_role(message) for message in value])
+    if isinstance(messages, Refusal):
+        raise RequestRefused(400, f"{messages}: give texts; images and sound are not served")
+    return messages
+
+
+def _with_role(message: Json) -> Json:
+    """Returns a message with the role that chat templates know. Raises `RequestRefused` for another role."""
+    role = message.get("role") if isinstance(message, dict) else None
+    if not isinstance(role, str) or role not in _ROLES:
+        raise RequestRefused(400, f"a message has the role {role!r:.40}: give one of {', '.join(_ROLES)}")
+    if role == "assistant" and message.get("content") is None:
+        message = {**message, "content": ""}
+    return {**message, "role": _ROLES[role]}
+
+
+def _parse_stop_strings(value: Json) -> tuple[str, ...]:
+    texts = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(texts, list) or len(texts) > _MAX_STOPS or not all(isinstance(t, str) and t for t in texts):
+        raise RequestRefused(400, f"stop is {value!r:.80}, give one text or a list of at most {_MAX_STOPS}")
+    if not all(map(is_text, texts)):
+        raise RequestRefused(400, "stop has half of a surrogate pair, give valid text")
+    return tuple(texts)
+
+
+def message_key(message: Message) -> MessageKey:
+    """Returns what identifies a message: its role, its text without blanks around it, and its calls with the arguments
+    parsed. Two messages that a client writes differently and means alike have one key. Thoughts have no part in it.
+    """
+    calls = tuple(_call_key(call) for call in message.get("tool_calls") or ())
+    return message["role"], message["content"].strip(), calls, message.get("tool_call_id") or ""
+
+
+def _call_key(call: Json) -> MessageKey:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return (repr(call),)
+    return call.get("id") or "", function.get("name") or "", json.dumps(function.get("arguments"), sort_keys=True)
+
+
+@dataclass(frozen=True)
+class AnswerMessage:
+    """Holds an answer as an assistant's message."""
+
+    content: str
+    thought: str = ""
+    calls: tuple[Json, ...] = ()  # as OpenAI writes them, arguments as texts of JSON
+
+    @classmethod
+    def of(cls, text: str, with_tools: bool) -> AnswerMessage:
+        """Returns the message that a sampled text stands for. with_tools: calls are read from it."""
+        thought, content = _split_thought(text)
+        calls = [call for call in calls_in(content) if not call.error] if with_tools else []
+        if not calls:
+            return cls(content, thought)
+        return cls(_text_before_calls(content), thought, tuple(map(_write_call, calls)))
+
+    @property
+    def message(self) -> Json:
+        """Returns the message of a response."""
+        message: dict[str, Json] = {"role": "assistant", "content": self.content or (None if self.calls else "")}
+        message |= {"reasoning_content": self.thought} if self.thought else {}
+        return message | ({"tool_calls": list(self.calls)} if self.calls else {})
+
+    @property
+    def key(self) -> MessageKey:
+        """Returns the key of the message when its client sends it back."""
+        (message,) = _parse_messages([self.message])
+        return message_key(message)
+
+
+def _split_thought(text: str) -> tuple[str, str]:
+    """Returns the thought that a text begins with, and the text behind it."""
+    for begin, end in THOUGHTS:
+        before, mark, behind = text.rpartition(end)
+        if mark:
+            return before.partition(begin)[2].strip() if begin in before else before.strip(), behind.strip()
+        if text.lstrip().startswith(begin):
+            return text.lstrip().removeprefix(begin).strip(), ""
+    return "", text
+
+
+def _text_before_calls(content: str) -> str:
+    """Returns the text before the first call; empty where the whole answer is a call."""
+    marks = ("<tool_call>", "[TOOL_CALLS]", "<|tool_call|>", "<|python_tag|>", "<function=", "<\uff5ctool")
+    places = [place for mark in marks if (place := content.find(mark)) >= 0]
+    return content[: min(places)].strip() if places else ""
+
+
+def _write_call(call: Call) -> Json:
+    arguments = call.arguments if isinstance(call.arguments, dict) else {}
+    return {
+        "id": call.id or f"call_{secrets.token_hex(8)}",
+        "type": "function",
+        "function": {"name": call.name, "arguments": json.dumps(arguments, ensure_ascii=False)},
+    }
+
+
+@dataclass(frozen=True)
+class ChatAnswer:
+    """Holds an answer with its tokens' counts, ready to be written in either form."""
+
+    model: str
+    answer: AnswerMessage
+    stop_reason: StopReason
+    prompt_tokens: int
+    cached_tokens: int  # of the prompt, that were not read again
+    completion_tokens: int
+    logprobs: Json = None
+    id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def finish_reason(self) -> str:
+        return "tool_calls" if self.answer.calls else _FINISH_REASONS.get(self.stop_reason, "stop")
+
+    @property
+    def usage(self) -> Json:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+    @property
+    def body(self) -> Json:
+        """Returns the body of a response that is not streamed."""
+        choice = {
+            "index": 0,
+            "message": self.answer.message,
+            "finish_reason": self.finish_reason,
+            "logprobs": self.logprobs,
+        }
+        return self._frame("chat.completion", [choice]) | {"usage": self.usage}
+
+    def events(self, includes_usage: bool) -> Iterator[str]:
+        """Yields the server-sent events of a streamed response: the whole answer, its end, and its usage."""
+        delta = dict(self.answer.message)
+        if self.answer.calls:
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(self.answer.calls)]
+        yield self._event([{"index": 0, "delta": delta, "finish_reason": None, "logprobs": self.logprobs}])
+        yield self._event([{"index": 0, "delta": {}, "finish_reason": self.finish_reason, "logprobs": None}])
+        if includes_usage:
+            yield write_event(self._frame("chat.completion.chunk", []) | {"usage": self.usage})
+        yield "data: [DONE]\n\n"
+
+    def _event(self, choices: Sequence[Json]) -> str:
+        return write_event(self._frame("chat.completion.chunk", choices))
+
+    def _frame(self, kind: str, choices: Sequence[Json]) -> dict[str, Json]:
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {**head, "choices": list(choices)}
+
+
+def write_event(value: Json) -> str:
+    """Returns a value as a server-sent event."""
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"

@@ -1,0 +1,419 @@
+"""An engine whose completions are episodes of agents elsewhere: each agent's call is a turn that the policy samples.
+
+Two threads meet here. The server's thread posts requests to the `Mailbox`; the searcher's thread, which owns the
+engine, takes them between tokens and answers each through its future. To the searcher it is an engine like others: it
+submits prompts, and gets completions to grade.
+
+Invariant: an episode answers one prompt that the searcher has submitted, and ends as one completion, interrupted or
+not. A row that waits for its agent's next call is parked; what the engine has dropped is read again.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from tba.errors import UserError
+from tba.markup import decode_tokens
+from tba.protocols import Engine, Flow, Partner, PromptSource, Tokenizer, Turn, TurnLimits
+from tba.rollout.searcher import OpenAnswer
+from tba.serving.chat import RequestRefused
+from tba.serving.episode import SampledAnswer
+from tba.types import Completion, IntArray, Outcome, Prompt, Sampling, StopReason, Version
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+POLL_SECONDS = 0.05  # of a wait for the server's requests
+NO_LEASE = -1  # the position of a prompt that an agent has chosen
+
+
+@dataclass(frozen=True)
+class Seat:
+    """An episode's place among the answers to a prompt, which has the given number in the flow."""
+
+    number: int
+    prompt: Prompt
+    is_chosen: bool = False  # by its agent
+
+
+@dataclass(frozen=True)
+class SeatRequest:
+    """Asks for a seat: of this prompt, or of the next one of the run's order."""
+
+    prompt: Prompt | None
+    future: Future[Seat]
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """Asks for an answer behind the tokens of a prompt. parked: the engine's request that has read all of them but the
+    last `new_tokens`.
+    """
+
+    prompt: Prompt
+    new_tokens: IntArray
+    limits: TurnLimits
+    future: Future[SampledAnswer]
+    parked: int | None = None
+
+
+@dataclass(frozen=True)
+class EndedEpisode:
+    """Gives a seat back with its completion; None: there is none, and the seat is for another episode."""
+
+    seat: Seat
+    completion: Completion | None
+    parked: Sequence[int] = ()  # requests of the engine behind which no call will go on
+    unanswered: Sequence[SampleRequest] = ()  # whose answers nobody waits for
+
+
+@dataclass(frozen=True)
+class NoMoreEpisodes:
+    """Says that no agent has an episode, so that answers wait for no other answers to their prompts."""
+
+
+MailboxItem: TypeAlias = SeatRequest | SampleRequest | EndedEpisode | NoMoreEpisodes
+
+
+class Mailbox:
+    """Carries requests from the server's thread to the searcher's."""
+
+    def __init__(self) -> None:
+        self._items: queue.SimpleQueue[MailboxItem] = queue.SimpleQueue()
+        self._has_items = threading.Event()
+        self._closed = threading.Event()
+
+    def post(self, item: MailboxItem) -> None:
+        """Post a request. Raises `RequestRefused` once the run has ended."""
+        if self._closed.is_set():
+            raise run_ended()
+        self._items.put(item)
+        self._has_items.set()
+        if self._closed.is_set():  # meanwhile, perhaps after what was there had been taken
+            refuse(item)
+
+    def take(self) -> list[MailboxItem]:
+        """Returns all that was posted since the last call."""
+        self._has_items.clear()
+        items = []
+        while not self._items.empty():
+            items.append(self._items.get())
+        return items
+
+    def wait(self, seconds: float) -> None:
+        """Wait until something is posted, at most so long."""
+        self._has_items.wait(seconds)
+
+    def close(self) -> None:
+        """Refuse what is posted from now on, and what nobody has taken."""
+        self._closed.set()
+        for item in self.take():
+            refuse(item)
+
+
+def run_ended() -> RequestRefused:
+    """Returns the refusal of what comes too late; one of its own each time, since errors keep what they passed."""
+    return RequestRefused(503, "the run has ended: begin another one, or another server", "run_ended")
+
+
+def refuse(item: MailboxItem, error: Exception | None = None) -> None:
+    """Fail the future of a request that is not answered, if it has one."""
+    if not isinstance(item, SeatRequest | SampleRequest) or item.future.done():
+        return
+    if item.future.set_running_or_notify_cancel():  # the server's thread may give up at any moment
+        item.future.set_exception(error or run_ended())
+
+
+@dataclass
+class ServedPrompts:
+    """The prompts that agents have chosen, before those of the run's own order. A chosen prompt has no lease."""
+
+    source: PromptSource
+    chosen: deque[Prompt] = field(default_factory=deque)
+
+    def take(self, count: int) -> tuple[list[int], list[Prompt]]:
+        """Returns the positions and prompts of the next `count`."""
+        prompts = [self.chosen.popleft() for _ in range(min(count, len(self.chosen)))]
+        positions, leased_prompts = self.source.take(count - len(prompts)) if count > len(prompts) else ([], [])
+        return [NO_LEASE] * len(prompts) + positions, prompts + leased_prompts
+
+    def outcomes(self, rewards: Mapping[int, Sequence[float]]) -> Sequence[Outcome]:
+        """Returns the outcomes of the prompts of the run's own order."""
+        return self.source.outcomes({p: values for p, values in rewards.items() if p != NO_LEASE})
+
+
+@dataclass
+class AgentCalls:
+    """What agents elsewhere ask of a searcher's engine, and who is told of their answers."""
+
+    mailbox: Mailbox
+    on_done: Callable[[OpenAnswer], None] | None = None  # is told of each answer that is on the disk, or rejected
+    accepts_episodes: Callable[[], bool] = lambda: True  # whether another episode may begin
+
+    def attach(self, engine: Engine, source: PromptSource, tokenizer: Tokenizer) -> tuple[ServedEngine, ServedPrompts]:
+        """Returns an engine whose answers are agents' episodes, and the prompts that it asks."""
+        prompts = ServedPrompts(source)
+        decode = partial(_decode, tokenizer)
+        return ServedEngine(engine, self.mailbox, prompts, decode, lambda: self.accepts_episodes()), prompts
+
+
+def _decode(tokenizer: Tokenizer, tokens: IntArray) -> str:
+    return decode_tokens(tokenizer, tokens.tolist())
+
+
+@dataclass
+class ServedEngine:
+    """Samples the answers of agents' calls from another engine's weights."""
+
+    engine: Engine
+    mailbox: Mailbox
+    prompts: ServedPrompts
+    decode: Callable[[IntArray], str]  # tokens as a text, without special ones
+    accepts_episodes: Callable[[], bool] = lambda: True  # whether another episode may begin
+
+    @property
+    def version(self) -> Version:
+        return self.engine.version
+
+    def load(self, weights: Mapping[str, Tensor], version: Version) -> None:
+        """Copy `weights` into the engine. Raises `KeyError` or `ValueError` on a name or shape mismatch."""
+        self.engine.load(weights, version)
+
+    def flow(
+        self, count: int, sampling: Sampling, rng: np.random.Generator, partner: Partner | None = None
+    ) -> ServedFlow:
+        """Returns an empty flow of `count` episodes of each prompt."""
+        assert partner is None
+        flow = ServedFlow(self.mailbox, self.prompts, count, self.accepts_episodes, self.decode)
+        flow.flow = self.engine.flow(1, sampling, rng, flow)
+        return flow
+
+
+@dataclass
+class ServedFlow:
+    """Prompts that agents are answering: a flow (`protocols.Flow`), and the partner of the one within, whose requests
+    are the conversations that go on in one row.
+    """
+
+    mailbox: Mailbox
+    prompts: ServedPrompts
+    count: int  # episodes of each prompt that nobody has chosen
+    accepts_episodes: Callable[[], bool]
+    decode: Callable[[IntArray], str]
+    flow: Flow = field(init=False)
+    prompts_submitted: int = 0
+    unfinished_prompts: dict[int, int] = field(default_factory=dict)  # completions to come, by number
+    _free_seats: deque[Seat] = field(default_factory=deque)
+    _chosen_seats: dict[str, deque[Seat]] = field(default_factory=dict)  # by the prompt's key
+    _seat_requests: deque[SeatRequest] = field(default_factory=deque)
+    _unclaimed_choices: int = 0  # prompts that agents have chosen and that are not submitted yet
+    _completions: dict[int, list[Completion]] = field(default_factory=dict)  # not handed out yet, by number
+    _waiting: dict[int, SampleRequest] = field(default_factory=dict)  # by request: the call that it answers
+    _parked: set[int] = field(default_factory=set)  # requests that wait for a call
+    _returns_when_needed: bool = False
+    _rooms: dict[int, int] = field(default_factory=dict)  # tokens that a parked request has room for
+    _replies: dict[int, IntArray | None] = field(default_factory=dict)  # not handed to the engine yet
+
+    # As a flow
+
+    @property
+    def prompts_needed(self) -> int:
+        """Returns how many more prompts agents wait for."""
+        if not self._seat_requests or not self.accepts_episodes():
+            return 0
+        unchosen_count = sum(request.prompt is None for request in self._seat_requests)
+        return len(self.prompts.chosen) + -(-max(0, unchosen_count - len(self._free_seats)) // self.count)
+
+    def submit(self, prompts: Sequence[Prompt]) -> None:
+        """Add prompts, first those that were chosen."""
+        for prompt in prompts:
+            number, self.prompts_submitted = self.prompts_submitted, self.prompts_submitted + 1
+            is_chosen = self._unclaimed_choices > 0
+            seats = [Seat(number, prompt, is_chosen) for _ in range(1 if is_chosen else self.count)]
+            self.unfinished_prompts[number] = len(seats)
+            if is_chosen:
+                self._unclaimed_choices -= 1
+                self._chosen_seats.setdefault(prompt.key, deque()).extend(seats)
+            else:
+                self._free_seats.extend(seats)
+        self._assign_seats()
+
+    def next(
+        self, interrupted: Callable[[], bool] | None = None, until_needed: bool = True
+    ) -> list[tuple[int, list[Completion]]]:
+        """Computes until completions are there, or (`until_needed`) prompts are needed; returns the former by number.
+        A number comes again as long as it is in `unfinished_prompts`.
+        """
+
+        self._returns_when_needed = until_needed
+        while not self.must_return():
+            if interrupted is not None and interrupted():
+                return self._interrupt()
+            if self._waiting or self._replies:
+                self.flow.next(interrupted, until_needed=False)
+            else:
+                self.mailbox.wait(POLL_SECONDS)
+        return self._pop_completions()
+
+    def cancel(self, request: int) -> None:
+        """Ends one of the requests of the flow within."""
+        self.flow.cancel(request)
+
+    def _interrupt(self) -> list[tuple[int, list[Completion]]]:
+        """Ends all episodes where they are; returns the completions that are there, by number."""
+        self.flow.next(lambda: True, until_needed=False)
+        unanswered: list[MailboxItem] = [*self._seat_requests, *self._waiting.values()]
+        for item in unanswered:
+            refuse(item)
+        self._seat_requests.clear()
+        self._waiting.clear()
+        self._parked.clear()
+        self._replies.clear()
+        self._free_seats.clear()
+        self._chosen_seats.clear()
+        for number in self.unfinished_prompts:
+            self._completions.setdefault(number, [])
+        self.unfinished_prompts = {}
+        return self._pop_completions()
+
+    def _pop_completions(self) -> list[tuple[int, list[Completion]]]:
+        completions, self._completions = self._completions, {}
+        return list(completions.items())
+
+    # Requests of the server's thread
+
+    def _take_items(self) -> None:
+        for item in self.mailbox.take():
+            if isinstance(item, SampleRequest):
+                self._begin_turn(item)
+            elif isinstance(item, SeatRequest):
+                self._seat_requests.append(item)
+                if item.prompt is not None and not self._chosen_seats.get(item.prompt.key):
+                    self.prompts.chosen.append(item.prompt)
+                    self._unclaimed_choices += 1
+            elif isinstance(item, NoMoreEpisodes):
+                self._close_groups()
+            else:
+                self._end_episode(item)
+        self._assign_seats()
+
+    def _assign_seats(self) -> None:
+        """Give the seats that are free to the agents that wait for them, in order."""
+        for request in list(self._seat_requests):
+            key = None if request.prompt is None else request.prompt.key
+            seats = self._free_seats if key is None else self._chosen_seats.get(key)
+            if seats:
+                self._seat_requests.remove(request)
+                if request.future.set_running_or_notify_cancel():
+                    request.future.set_result(seats.popleft())
+
+    def _end_episode(self, episode: EndedEpisode) -> None:
+        for request in self._parked.intersection(episode.parked):
+            self._replies[request] = None
+        for request, item in list(self._waiting.items()):
+            if any(item is unanswered for unanswered in episode.unanswered):
+                self.flow.cancel(request)
+        seat = episode.seat
+        if episode.completion is not None:
+            self._finish(seat.number, [episode.completion])
+        elif seat.is_chosen:
+            self._finish(seat.number, [])
+        elif seat.number in self.unfinished_prompts:
+            self._free_seats.append(seat)
+
+    def _close_groups(self) -> None:
+        """Close the prompts that were answered by fewer agents than they have seats."""
+        seats, self._free_seats = self._free_seats, deque()
+        for seat in seats:
+            self._finish(seat.number, [])
+
+    def _finish(self, number: int, completions: list[Completion]) -> None:
+        """Hand out the completions of one seat."""
+        if number not in self.unfinished_prompts:
+            return  # the run has ended it
+        self.unfinished_prompts[number] -= 1
+        if not self.unfinished_prompts[number]:
+            del self.unfinished_prompts[number]
+        self._completions.setdefault(number, []).extend(completions)
+
+    def _begin_turn(self, item: SampleRequest) -> None:
+        """Have an answer sampled: in the row that has read what is before it, or in a new one."""
+        if item.future.done():
+            return
+        parked = item.parked
+        if parked in self._parked:
+            self._parked.discard(parked)
+            if len(item.new_tokens) + (item.limits.max_tokens or 1) <= self._rooms.pop(parked):
+                self._waiting[parked], self._replies[parked] = item, item.new_tokens
+                return
+            self._replies[parked] = None
+        request = self.flow.prompts_submitted
+        self._waiting[request] = item
+        try:
+            self.flow.submit([item.prompt])
+        except UserError as error:
+            del self._waiting[request]
+            refuse(item, RequestRefused(400, str(error), "context_length_exceeded"))
+
+    # As the partner of the flow within
+
+    def must_return(self) -> bool:
+        """Returns whether there are completions to hand out, or agents wait for prompts."""
+        self._take_items()
+        return bool(self._completions) or (self._returns_when_needed and self.prompts_needed > 0)
+
+    def turn_limits(self, request: int) -> TurnLimits:
+        """Returns the limits of the call that a request answers."""
+        return self._waiting[request].limits
+
+    def hear(self, turns: Sequence[Turn]) -> None:
+        """Answer the calls whose turns have ended; their rows wait for the next calls."""
+        for turn in turns:
+            tokens = np.array(turn.tokens, dtype=np.int32)
+            answer = SampledAnswer(tokens, turn.text, turn.stop_reason, turn.log_behavior, turn.versions, turn.request)
+            if self._answer(turn.request, answer):
+                self._parked.add(turn.request)
+                self._rooms[turn.request] = turn.room
+            else:
+                self._replies[turn.request] = None
+
+    def replies(self, wait: bool) -> Mapping[int, IntArray | None]:
+        """Returns the tokens between an answer and the next one, for the rows in which agents go on."""
+        if wait and not self._replies:
+            self.mailbox.wait(POLL_SECONDS)
+        self._take_items()
+        replies, self._replies = self._replies, {}
+        return replies
+
+    def ended(self, request: int, completion: Completion) -> Completion:
+        """Answer the call in which a row has used up its room, or refuse the one that was interrupted."""
+        self._parked.discard(request)
+        self._rooms.pop(request, None)
+        if request not in self._waiting:
+            return completion
+        if completion.stop_reason is StopReason.INTERRUPTED:
+            refuse(self._waiting.pop(request))
+            return completion
+        begin, _ = completion.turns[-1]
+        tokens, log_behavior = completion.tokens[begin:], completion.log_behavior
+        log_turn = np.zeros(len(tokens), np.float32) if log_behavior is None else log_behavior[begin:]
+        reason, versions = completion.stop_reason, completion.versions
+        self._answer(request, SampledAnswer(tokens, self.decode(tokens), reason, log_turn, versions))
+        return completion
+
+    def _answer(self, request: int, answer: SampledAnswer) -> bool:
+        """Answer the call that a request belongs to. Returns whether somebody waits for it."""
+        item = self._waiting.pop(request)
+        is_waiting = item.future.set_running_or_notify_cancel()
+        if is_waiting:
+            item.future.set_result(answer)
+        return is_waiting

@@ -1,0 +1,258 @@
+"""The calls of one episode as a tree of conversations, and the one completion that they make.
+
+Each answered call is a node: the conversation up to and with its answer. A request goes on from the longest node whose
+messages begin its own; only the messages behind it are encoded, after the tokens that were sampled. So what an agent
+sends back is never made into tokens again. A request that goes on from no node begins a new segment of the episode.
+
+Invariant: the completion has the tokens of every answer that was delivered exactly as they were sampled, each once, and
+before each of them the tokens that it was sampled after.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tba.chat_prompts import chat_markup, prompt_tokens
+from tba.environments.episode import EpisodeFailed
+from tba.environments.recorded import EpisodeWriter, chat_writer
+from tba.errors import UserError
+from tba.serving.chat import (
+    AnswerMessage,
+    ChatRequest,
+    MessageKey,
+    RequestRefused,
+    message_key,
+)
+from tba.types import BoolArray, Completion, FloatArray, IntArray, Json, Message, Prompt, StopReason, Version
+
+
+@dataclass(frozen=True)
+class SampledAnswer:
+    """Holds the T tokens of an answer as the engine has sampled them."""
+
+    tokens: IntArray  # [T]
+    text: str
+    stop_reason: StopReason
+    log_behavior: FloatArray  # [T]
+    versions: tuple[Version, Version]  # the first and the last weights that sampled it
+    request: int | None = None  # of the engine, whose row can go on behind it; None: there is none
+
+
+class ConversationEncoder:
+    """Writes conversations as tokens: whole ones, and messages that follow an answer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._writers = chat_writer(tokenizer)
+
+    def whole(self, messages: Sequence[Message], tools: Sequence[Json]) -> IntArray:
+        """Returns the tokens [P] of a chat up to where the answer begins. Raises `RequestRefused`."""
+        try:
+            text = chat_markup(self._tokenizer, messages, tools)
+            (tokens,) = prompt_tokens(self._tokenizer, [text], True)
+        except UserError as error:
+            raise RequestRefused(400, f"the model's chat template cannot write these messages: {error}") from error
+        return np.array(tokens, dtype=np.int32)
+
+    def following(self, answer: SampledAnswer, messages: Sequence[Message], tools: Sequence[Json]) -> IntArray:
+        """Returns the tokens between an answer and the next one, for the messages between them. Raises
+        `RequestRefused`.
+        """
+        try:
+            return self.writer(tools).reply(answer.tokens.tolist(), messages)
+        except (UserError, EpisodeFailed) as error:
+            raise RequestRefused(400, f"the model's chat template cannot write these messages: {error}") from error
+
+    def writer(self, tools: Sequence[Json]) -> EpisodeWriter:
+        """Returns what writes the messages of conversations in which these tools may be called."""
+        return self._writers(True, tuple(tools))
+
+
+@dataclass(eq=False)
+class Call:
+    """One call: a node of the tree once it is answered."""
+
+    parent: Call | None  # whose answer it goes on from; None: it begins a conversation
+    read: IntArray  # [P] tokens between the parent's answer and its own; without a parent its whole prompt
+    messages: tuple[MessageKey, ...]  # of the request
+    tools: str
+    reserved: int = 0  # tokens that its answer may have
+    answer: SampledAnswer | None = None  # None: it is being sampled
+    is_delivered: bool = False  # its answer reached the agent
+    children: list[Call] = field(default_factory=list)
+
+    def tokens(self) -> IntArray:
+        """Returns all tokens that its answer is sampled after."""
+        parts: list[IntArray] = []
+        call: Call | None = self
+        while call is not None:
+            if call is not self:
+                assert call.answer is not None
+                parts.append(call.answer.tokens)
+            parts.append(call.read)
+            call = call.parent
+        return np.concatenate(parts[::-1])
+
+    @property
+    def answer_length(self) -> int:
+        """Returns the tokens of its answer, and until it has one those that it may have."""
+        return self.reserved if self.answer is None else len(self.answer.tokens)
+
+
+@dataclass
+class ConversationTree:
+    """The calls of an episode that answers `prompt`, with at most `max_tokens` tokens in its completion."""
+
+    prompt: Prompt
+    encoder: ConversationEncoder
+    max_tokens: int
+    calls: list[Call] = field(default_factory=list)  # in the order in which they came
+    new_segments: Counter[str] = field(default_factory=Counter)  # conversations that go on from no answer, by reason
+    _by_messages: dict[tuple[Any, ...], list[Call]] = field(default_factory=dict)  # answered calls
+
+    def begin_call(self, request: ChatRequest) -> Call:
+        """Returns the call that a request makes. Raises `RequestRefused` where the episode has no room for it."""
+        keys, tools = tuple(map(message_key, request.messages)), json.dumps(request.tools, sort_keys=True)
+        parent, length = self._find_parent(request.messages, keys, tools)
+        if parent is None:
+            read = self.encoder.whole(request.messages, request.tools)
+        else:
+            assert parent.answer is not None
+            read = self.encoder.following(parent.answer, request.messages[length:], request.tools)
+        call = Call(parent, read, keys, tools)
+        room = self.max_tokens - self.length_with(call)
+        if room < 1:
+            raise RequestRefused(
+                400,
+                f"the episode has no room for another answer: its calls have up to {self.max_tokens} tokens in all, "
+                "those that they read in new conversations included; end it, or begin the server with a larger "
+                "--max-tokens",
+                "context_length_exceeded",
+            )
+        call.reserved = room if request.max_tokens is None else min(room, request.max_tokens)
+        self.calls.append(call)
+        if parent is not None:
+            parent.children.append(call)
+        return call
+
+    def answer_call(self, call: Call, answer: SampledAnswer, message: AnswerMessage) -> None:
+        """Record the answer of a call, and the message that the agent gets for it."""
+        call.answer = answer
+        self._by_messages.setdefault((call.tools, *call.messages, message.key), []).append(call)
+
+    def drop_call(self, call: Call) -> None:
+        """Forget a call that is not answered."""
+        self.calls.remove(call)
+        if call.parent is not None:
+            call.parent.children.remove(call)
+
+    def _find_parent(
+        self, messages: Sequence[Message], keys: Sequence[MessageKey], tools: str
+    ) -> tuple[Call | None, int]:
+        """Returns the newest call whose conversation and answer begin the messages, the longest; and its length."""
+        for length in range(len(messages) - 1, 0, -1):
+            if messages[length - 1]["role"] != "assistant":
+                continue
+            calls = self._by_messages.get((tools, *keys[:length]))
+            if calls is not None:
+                has_other_answers = any(message["role"] == "assistant" for message in messages[length:])
+                if has_other_answers:
+                    self.new_segments["an answer that the model did not give"] += 1
+                    return None, 0
+                for call in _with_ancestors(calls[-1]):
+                    call.is_delivered = True  # the agent has it, for it sends it back
+                return calls[-1], length
+        if self._by_messages:
+            is_known = any(message["role"] == "assistant" for message in messages)
+            self.new_segments["a history that was changed" if is_known else "another conversation"] += 1
+        return None, 0
+
+    def length_with(self, call: Call | None = None) -> int:
+        """Returns the tokens of a completion of all calls, and of one more."""
+        chains = self._chains(self.calls if call is None else [*self.calls, call])
+        heads = sum(len(chain[0].tokens()) for chain in chains) - (
+            len(self.prompt.tokens) if chains and self._reads_prompt(chains[0]) else 0
+        )
+        return heads + sum(
+            call.answer_length + (len(call.read) if place else 0)
+            for chain in chains
+            for place, call in enumerate(chain)
+        )
+
+    def completion(self) -> Completion | None:
+        """Returns the completion of all delivered answers; None where there is none."""
+        tokens: list[IntArray] = []
+        mask: list[BoolArray] = []
+        log_behavior: list[FloatArray] = []
+        begins: list[int] = []
+        delivered_calls = self.delivered_calls
+        if not delivered_calls:
+            return None
+
+        def append(part: IntArray, log_part: FloatArray | None = None) -> None:
+            tokens.append(part)
+            mask.append(np.full(len(part), log_part is not None))
+            log_behavior.append(np.zeros(len(part), np.float32) if log_part is None else log_part)
+
+        for number, chain in enumerate(self._chains(delivered_calls)):
+            if number or not self._reads_prompt(chain):
+                begins.append(sum(map(len, tokens)))
+                append(chain[0].tokens())
+            for place, call in enumerate(chain):
+                assert call.answer is not None
+                if place:
+                    append(call.read)
+                append(call.answer.tokens, call.answer.log_behavior)
+        answers = [call.answer for call in delivered_calls if call.answer is not None]
+        last_answer, whole_mask = answers[-1], np.concatenate(mask)
+        return Completion(
+            np.concatenate(tokens).astype(np.int32),
+            last_answer.text,
+            last_answer.stop_reason,
+            (min(answer.versions[0] for answer in answers), max(answer.versions[1] for answer in answers)),
+            log_behavior=np.concatenate(log_behavior).astype(np.float32),
+            mask=None if whole_mask.all() else whole_mask,
+            begins=np.array(begins, dtype=np.int32) if begins else None,
+        )
+
+    @property
+    def delivered_calls(self) -> list[Call]:
+        """Returns the calls whose answers reached the agent."""
+        return [call for call in self.calls if call.is_delivered and call.answer is not None]
+
+    @property
+    def undelivered_count(self) -> int:
+        """Returns how many answers nobody received."""
+        return sum(call.answer is not None and not call.is_delivered for call in self.calls)
+
+    def _chains(self, calls: Sequence[Call]) -> list[list[Call]]:
+        """Returns the calls as chains in which each goes on from the one before: the segments of a completion. The
+        first is one that goes on from the prompt, if any does.
+        """
+        chains: list[list[Call]] = []
+        by_tip: dict[Call, list[Call]] = {}
+        for call in calls:  # a parent comes before its children, of which the first goes on in its chain
+            chain = None if call.parent is None else by_tip.pop(call.parent, None)
+            if chain is None:
+                chain = []
+                chains.append(chain)
+            chain.append(call)
+            by_tip[call] = chain
+        first = next(filter(self._reads_prompt, chains), None)
+        return sorted(chains, key=lambda chain: chain is not first)
+
+    def _reads_prompt(self, chain: Sequence[Call]) -> bool:
+        """Returns whether a chain begins right behind the prompt."""
+        return chain[0].parent is None and np.array_equal(chain[0].read, self.prompt.tokens)
+
+
+def _with_ancestors(call: Call | None) -> Iterator[Call]:
+    while call is not None:
+        yield call
+        call = call.parent

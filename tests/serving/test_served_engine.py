@@ -1,0 +1,333 @@
+"""Agents' calls through the engine: whatever an agent does with its conversations, the completion of its episode has
+the tokens that were sampled, each after the tokens that it was sampled after.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from serving.chat_llama import chat_llama
+from tba.models.huggingface import HuggingFace
+from tba.rollout.prompts import PromptSettings, encode
+from tba.rollout.searcher import OpenAnswer, OpenGroup
+from tba.serving.chat import ChatAnswer, RequestRefused, parse_chat_request
+from tba.serving.engine import AgentCalls, Mailbox
+from tba.serving.server import EpisodeServer, ServedEpisode, ServingLimits
+from tba.types import Completion, Problem, Prompt, Sampling, Trajectory, Version
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "adds",
+        "parameters": {"type": "object", "properties": {"a": {"type": "number", "description": "a"}}},
+    },
+}
+
+
+@dataclass
+class Adding:
+    """A task of chats."""
+
+    name: str = "adding"
+    shown_fields: tuple[str, ...] = ("level",)
+
+    def problems(self, split: str) -> list[Problem]:
+        return [
+            Problem(({"role": "user", "content": f"What is {a} + 1?"},), {"answer": a + 1, "level": a})
+            for a in range(6)
+        ]
+
+    def reward(self) -> Any:
+        raise NotImplementedError
+
+
+@dataclass
+class Order:
+    """Prompts in order, and what was taken."""
+
+    prompts: list[Prompt]
+    taken: int = 0
+
+    def take(self, count: int) -> tuple[list[int], list[Prompt]]:
+        positions = list(range(self.taken, self.taken + count))
+        self.taken += count
+        return positions, [self.prompts[p % len(self.prompts)] for p in positions]
+
+    def outcomes(self, rewards: Any) -> Any:
+        return ()
+
+
+@dataclass
+class Served:
+    """A server over the engine of a model, whose thread does what a searcher does: prompts in, completions out."""
+
+    model: HuggingFace
+    samples: int = 2
+    limits: ServingLimits = field(default_factory=lambda: ServingLimits(max_tokens=400, seat_seconds=20))
+    completions: list[tuple[Prompt, Completion]] = field(default_factory=list)
+    finished: list[int] = field(default_factory=list)  # numbers of prompts
+
+    def __post_init__(self) -> None:
+        tokenizer, task = self.model.tokenizer(), Adding()
+        self.prompts = encode(task.problems("train"), task.name, tokenizer, PromptSettings()).prompts
+        self.order = Order(self.prompts)
+        self.agent_calls = AgentCalls(Mailbox())
+        self.server = EpisodeServer(
+            mailbox=self.agent_calls.mailbox,
+            tokenizer=tokenizer,
+            task=task,
+            prompts=self.prompts,
+            limits=self.limits,
+            weights=lambda: "0.0",
+        )
+        self.has_ended = threading.Event()
+        self.thread = threading.Thread(target=self._search, daemon=True)
+
+    def _search(self) -> None:
+        engine, source = self.agent_calls.attach(self.model.engine(Version()), self.order, self.model.tokenizer())
+        flow = engine.flow(self.samples, Sampling(), np.random.default_rng(0))
+        prompts: dict[int, Prompt] = {}
+        while not self.has_ended.is_set() or flow.unfinished_prompts:
+            number = flow.prompts_submitted
+            _, new_prompts = source.take(flow.prompts_needed)
+            flow.submit(new_prompts)
+            prompts |= dict(enumerate(new_prompts, number))
+            for i, completions in flow.next(self.has_ended.is_set, until_needed=True):
+                self.finished += [i] if i not in flow.unfinished_prompts else []
+                for completion in completions:
+                    self.completions.append((prompts[i], completion))
+                    self.server.note_done(self._graded(prompts[i], completion))
+
+    @staticmethod
+    def _graded(prompt: Prompt, completion: Completion) -> OpenAnswer:
+        zeros = np.zeros(len(completion.tokens), np.float32)
+        trajectory = Trajectory("uid", prompt, completion, 1.0, zeros, Version())
+        return OpenAnswer(OpenGroup(0, prompt, 0.0), completion, trajectory=trajectory)
+
+    def run(self, agent: Callable[[Served], Awaitable[Any]]) -> Any:
+        """Returns what an agent returns, and ends the searcher."""
+
+        async def main() -> Any:
+            sweeper = asyncio.create_task(self.server.sweep())
+            await asyncio.sleep(0)
+            try:
+                return await asyncio.wait_for(agent(self), 60)
+            finally:
+                sweeper.cancel()
+
+        self.thread.start()
+        try:
+            return asyncio.run(main())
+        finally:
+            self.has_ended.set()
+            self.thread.join(60)
+            assert not self.thread.is_alive()
+
+    async def call(
+        self, episode: ServedEpisode, messages: Any, *, retry: bool = False, received: bool = True, **fields: Any
+    ) -> ChatAnswer:
+        """Returns the answer to a call."""
+        body = {"messages": messages, "max_tokens": 12, **fields}
+        task = self.server.begin_call(episode, parse_chat_request(body), repr(body).encode(), retry)
+        call, answer = await task
+        call.is_delivered = call.is_delivered or received
+        return answer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> HuggingFace:
+    return chat_llama(tmp_path_factory.mktemp("chat"))
+
+
+def assert_exact(model: HuggingFace, prompt: Prompt, completion: Completion) -> None:
+    """The log-probabilities under the weights, of every sampled token after what the row says it was sampled after, are
+    those that the engine sampled with.
+    """
+    reference = model.reference(1.0, Version())
+    ((log_T,),) = reference.log_probabilities_of([(prompt, [completion])])
+    mask = np.ones(len(completion.tokens), bool) if completion.mask is None else completion.mask
+    assert completion.log_behavior is not None
+    np.testing.assert_allclose(log_T[mask], completion.log_behavior[mask], atol=2e-4)
+
+
+def test_an_agent_that_goes_on_from_the_prompt_makes_one_segment(model: HuggingFace) -> None:
+    served = Served(model)
+
+    async def agent(served: Served) -> list[ChatAnswer]:
+        episode = await served.server.begin("me", None, None)
+        messages = list(episode.seat.prompt.messages or ())
+        answers = []
+        for _ in range(3):
+            answers.append(await served.call(episode, messages))
+            messages += [answers[-1].answer.message, {"role": "user", "content": "Are you sure?"}]
+        await served.server.end(episode)
+        return answers
+
+    answers = served.run(agent)
+    ((prompt, completion),) = served.completions
+    assert completion.begins is None
+    assert [end - begin for begin, end in completion.turns] == [answer.completion_tokens for answer in answers]
+    assert answers[2].prompt_tokens + answers[2].completion_tokens == len(prompt.tokens) + len(completion.tokens)
+    assert answers[1].cached_tokens == answers[0].prompt_tokens + answers[0].completion_tokens
+    assert_exact(model, prompt, completion)
+
+
+def test_conversations_of_its_own_forks_and_parallel_calls_are_segments(model: HuggingFace) -> None:
+    served = Served(model)
+    system = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Plan."}]
+
+    async def agent(served: Served) -> None:
+        episode = await served.server.begin("me", None, None)
+        first = await served.call(episode, system)
+        history = [*system, first.answer.message]
+        await asyncio.gather(
+            *(served.call(episode, [*history, {"role": "user", "content": text}]) for text in ("Go on.", "Go back."))
+        )
+        await served.call(episode, list(episode.seat.prompt.messages or ()))
+        await served.call(episode, [{"role": "user", "content": "Sum up."}], tools=[TOOL])
+        await served.server.end(episode)
+
+    served.run(agent)
+    ((prompt, completion),) = served.completions
+    assert completion.begins is not None
+    assert len(completion.turns) == 5
+    assert len(completion.segments) == 4  # the prompt's, the plan with its continuation, the fork, the summary
+    assert served.server.new_segments["another conversation"] == 2
+    assert_exact(model, prompt, completion)
+
+
+def test_a_row_begins_anew_where_no_call_goes_on_from_the_prompt(model: HuggingFace) -> None:
+    served = Served(model)
+
+    async def agent(served: Served) -> None:
+        episode = await served.server.begin("me", None, None)
+        await served.call(episode, [{"role": "user", "content": "Something else."}])
+        await served.server.end(episode)
+
+    served.run(agent)
+    ((prompt, completion),) = served.completions
+    assert completion.begins is not None
+    assert completion.begins.tolist() == [0]
+    assert_exact(model, prompt, completion)
+
+
+def test_what_nobody_received_is_left_out_and_counted(model: HuggingFace) -> None:
+    served = Served(model)
+
+    async def agent(served: Served) -> ChatAnswer:
+        episode = await served.server.begin("me", None, None)
+        messages = list(episode.seat.prompt.messages or ())
+        await served.call(episode, messages, received=False)
+        answer = await served.call(episode, messages)  # the same body without the mark of a retry is a new call
+        await served.server.end(episode)
+        return answer
+
+    answer = served.run(agent)
+    ((prompt, completion),) = served.completions
+    assert completion.begins is None
+    assert len(completion.tokens) == answer.completion_tokens
+    assert served.server.counts["answers that nobody received"] == 1
+    assert completion.episode is not None
+    assert completion.episode.provenance["undelivered"] == 1
+    assert_exact(model, prompt, completion)
+
+
+def test_a_retry_joins_its_call(model: HuggingFace) -> None:
+    served = Served(model)
+
+    async def agent(served: Served) -> tuple[ChatAnswer, ChatAnswer]:
+        episode = await served.server.begin("me", None, None)
+        messages = list(episode.seat.prompt.messages or ())
+        pair = await asyncio.gather(
+            served.call(episode, messages, received=False), served.call(episode, messages, retry=True)
+        )
+        await served.server.end(episode)
+        return pair
+
+    first, second = served.run(agent)
+    assert first is second
+    assert len(served.completions[0][1].turns) == 1
+
+
+def test_stop_strings_and_limits_of_a_call_are_its_own(model: HuggingFace) -> None:
+    served = Served(model)
+
+    async def agent(served: Served) -> list[ChatAnswer]:
+        episode = await served.server.begin("me", None, None)
+        messages = list(episode.seat.prompt.messages or ())
+        answers = [await served.call(episode, messages, max_tokens=5)]
+        messages += [answers[0].answer.message, {"role": "user", "content": "Go on."}]
+        answers.append(await served.call(episode, messages, max_tokens=40, stop=["e"]))
+        messages += [answers[1].answer.message, {"role": "user", "content": "Go on."}]
+        answers.append(await served.call(episode, messages, max_tokens=9))
+        await served.server.end(episode)
+        return answers
+
+    first, second, third = served.run(agent)
+    assert first.completion_tokens <= 5
+    assert "e" not in second.answer.content
+    assert third.completion_tokens <= 9
+    assert_exact(model, *served.completions[0])
+
+
+def test_an_episode_without_room_is_refused_further_calls_and_keeps_what_it_has(model: HuggingFace) -> None:
+    served = Served(model, limits=ServingLimits(max_tokens=60, seat_seconds=20))
+
+    async def agent(served: Served) -> RequestRefused:
+        episode = await served.server.begin("me", None, None)
+        messages = list(episode.seat.prompt.messages or ())
+        try:
+            for _ in range(20):
+                answer = await served.call(episode, messages)
+                messages += [answer.answer.message, {"role": "user", "content": "Go on."}]
+        except RequestRefused as refusal:
+            await served.server.end(episode)
+            return refusal
+        raise AssertionError
+
+    assert served.run(agent).code == "context_length_exceeded"
+    prompt, completion = served.completions[0]
+    assert len(completion.tokens) <= 60
+    assert_exact(model, prompt, completion)
+
+
+def test_prompts_come_in_groups_or_as_chosen(model: HuggingFace) -> None:
+    served = Served(model)
+
+    async def agent(served: Served) -> list[str]:
+        chosen = served.prompts[4].key
+        keys = []
+        for key in (None, None, chosen, None, chosen):
+            episode = await served.server.begin("me", key, None)
+            keys.append(episode.seat.prompt.key)
+            await served.call(episode, list(episode.seat.prompt.messages or ()))
+            await served.server.end(episode)
+        return keys
+
+    keys = served.run(agent)
+    expected = [served.prompts[i].key for i in (0, 0, 4, 1, 4)]
+    assert keys == expected
+
+
+def test_an_episode_that_is_abandoned_leaves_its_seat_to_another(model: HuggingFace) -> None:
+    served = Served(model, samples=1)
+
+    async def agent(served: Served) -> list[str]:
+        keys = []
+        for is_kept in (False, True, True):
+            episode = await served.server.begin("me", None, None)
+            keys.append(episode.seat.prompt.key)
+            await served.call(episode, list(episode.seat.prompt.messages or ()))
+            await (served.server.end(episode) if is_kept else served.server.abandon(episode))
+        return keys
+
+    assert served.run(agent) == [served.prompts[i].key for i in (0, 0, 1)]
+    assert len(served.completions) == 2
