@@ -43,7 +43,7 @@ class ImportedAnswer:
 def parse_answer(values: Values) -> ImportedAnswer | Refusal:
     """Returns the answer that an object holds, or why it holds none. Fields that are null count as missing."""
     values = {name: value for name, value in values.items() if value is not None}
-    if SEGMENTS_FIELD in values:
+    if isinstance(values.get(SEGMENTS_FIELD), list) and "tokens" in values:
         return Refusal("an episode of several segments, which only the journal it comes from holds whole")
     prompt_value = parse_chat_text(values.get("prompt", values.get("messages")))
     if prompt_value is None:
