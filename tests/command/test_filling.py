@@ -156,6 +156,17 @@ def test_what_is_collected_is_the_best_of_each_and_what_is_left_out_is_counted_b
             collect(journal, wrong)
 
 
+def test_an_episode_of_several_segments_is_left_out_and_counted(tmp_path: Path) -> None:
+    journal, whole = tmp_path / "journal", answer((1, 2, 3, 4, 0), 0.9, -9.0)
+    mask, begins = np.array([True, True, False, True, True]), np.array([2], np.int32)
+    parts = replace(whole, uid="parts", completion=replace(whole.completion, mask=mask, begins=begins))
+    with JournalWriter(journal, "searcher-0") as writer:
+        writer.put([whole, parts])
+    found = collect(journal, SmoothingOptions(min_reward=0.7))
+    assert [t.uid for t in found.trajectories] == [whole.uid]
+    assert +found.omissions == Counter({"of several segments": 1})
+
+
 @pytest.mark.parametrize("family", ["gemma3", "qwen2.5", "glm4.5", "phi3"])
 def test_what_is_collected_ends_as_it_ended_and_what_was_heard_is_not_learnt(family: str) -> None:
     made = tokenizer(family, "base")

@@ -276,6 +276,27 @@ def test_a_trajectory_of_another_run_keeps_its_tokens_and_behaviour_but_not_its_
     assert "held out" in refused.reason
 
 
+def test_an_episode_of_several_segments_is_kept_whole_where_each_of_them_fits_the_model() -> None:
+    def episode(tokens: list[int], text: str) -> Trajectory:
+        old = trajectory(prompt("Q: 1+1=\n"), tokens, text)
+        mask = np.arange(len(tokens)) != 1
+        begins = np.array([1], np.int32)
+        return replace(old, completion=replace(old.completion, mask=mask, begins=begins))
+
+    old = episode(TOKENIZER.encode("23456"), "23456")
+    prompt_length = len(old.prompt.tokens)
+    adopted = replace(ENCODER, positions=prompt_length + 1).adopt(old)
+    assert isinstance(adopted, EncodedAnswer)
+    assert adopted.completion.begins is old.completion.begins
+    assert adopted.completion.digest == old.completion.digest
+    refused = replace(ENCODER, positions=prompt_length).adopt(old)
+    assert isinstance(refused, Refusal)
+    assert f"{prompt_length + 1} tokens" in refused.detail
+    other = ENCODER.adopt(episode([5000, 5001, 5002], "2"))
+    assert isinstance(other, Refusal)
+    assert "several segments" in other.reason
+
+
 def test_a_trajectory_of_another_tokenizer_is_taken_by_its_text() -> None:
     old = trajectory(prompt("Q: 1+1=\n"), [5000, 5001], "2")
     answer = ENCODER.adopt(old)

@@ -265,6 +265,19 @@ def test_a_newer_copy_replaces_the_older_and_becomes_the_newest() -> None:
     assert buffer.counts().duplicate == Tally(1, 1)
 
 
+def test_equal_tokens_in_other_segments_are_no_copy_and_in_the_same_ones_are() -> None:
+    def episode(begins: list[int], uid: str) -> Trajectory:
+        t = trajectory(tokens=(1, 2, 3), uid=uid)
+        mask, places = np.array([True, False, False]), np.array(begins, np.int32)
+        return replace(t, completion=replace(t.completion, mask=mask, begins=places if begins else None))
+
+    buffer = Buffer(BufferSettings())
+    for t in (episode([], "one"), episode([1], "two"), episode([2], "other"), episode([1], "again")):
+        buffer.add(t)
+    assert uids(buffer.of(trajectory().prompt.key)) == ["one", "other", "again"]
+    assert buffer.counts().duplicate == Tally(1, 3)
+
+
 def test_copies_stay_side_by_side_when_the_settings_say_so() -> None:
     buffer = Buffer(BufferSettings(deduplicate=False))
     copies = [trajectory(tokens=(1,)) for _ in range(3)]

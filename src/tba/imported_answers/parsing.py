@@ -63,7 +63,7 @@ def is_answer(message: Message) -> bool:
 def parse_answer(values: Values) -> ImportedAnswer | Refusal:
     """Returns the answer that an object holds, or why it holds none. Fields that are null count as missing."""
     values = {name: value for name, value in values.items() if value is not None}
-    if SEGMENTS_FIELD in values:
+    if isinstance(values.get(SEGMENTS_FIELD), list) and "tokens" in values:
         return Refusal("an episode of several segments, which only the journal it comes from holds whole")
     response = next((values[name] for name in RESPONSE_FIELDS if name in values), None)
     tools, key, uid = tool_schemas(values.get("tools")), _text(values, "key"), _text(values, "uid")
