@@ -251,10 +251,7 @@ class HuggingFace:
             averaged=work.averaged,
         )
         searcher_work = self._searcher_workload(prompt, shape.positions)
-        if work.parks and not uses_vllm:  # whose cache holds what is parked
-            parked_gb = self.generation.parked_gb
-            parked_bytes = None if parked_gb is None else int(parked_gb * 1e9)
-            searcher_work = replace(searcher_work, parked_bytes=parked_bytes)
+        searcher_work = replace(searcher_work, parks=work.parks and not uses_vllm)  # vllm's cache holds what is parked
         checkpoint, weights = memory.disk_bytes(shape, trainer_work)
         return {
             "trainer": memory.trainer_bytes(shape, trainer_work),
@@ -328,6 +325,7 @@ class HuggingFace:
 
     def _searcher_workload(self, longest_prompt: int, positions: int) -> SearcherWorkload:
         """Returns what a searcher's memory depends on, with so many tokens in a prompt and positions in the model."""
+        parked_gb = self.generation.parked_gb
         return SearcherWorkload(
             precision=self.precision,
             slots=self.generation.slots,
@@ -336,6 +334,7 @@ class HuggingFace:
             device=self._device.type,
             rank=self.lora.rank,
             targets=self.lora.targets,
+            parked_bytes=None if parked_gb is None else int(parked_gb * 1e9),
         )
 
     def _cache_bytes(self, longest_prompt: int, config: PretrainedConfig) -> int:

@@ -173,13 +173,14 @@ class SearcherWorkload:
     device: str = "cpu"
     rank: int = 0  # of adapters: the reference shares the engine's base
     targets: tuple[str, ...] = ()
-    parked_bytes: int | None = 0  # keys and values of completions that wait for replies; None: as many as of the slots
+    parks: bool = False  # completions wait for replies, and others take their place
+    parked_bytes: int | None = None  # of the keys and values of those that wait; None: as many as of the slots
 
 
 def engine_bytes(shape: Shape, work: SearcherWorkload) -> Bytes:
     """Returns the bytes of the transformers engine, by part."""
     i, is_cuda = work.precision.compute.itemsize, work.device == "cuda"
-    longest_read = work.positions if work.parked_bytes != 0 else work.prompt  # what was dropped is read again
+    longest_read = work.positions if work.parks else work.prompt  # what was dropped is read again
     tokens = max(PREFILL_TOKENS, longest_read)  # read together; their keys and values stay until all are copied to rows
     prompts = tokens * shape.layers * 2 * shape.keys * i
     # its last layer, or, when all keys are put together, a second copy of them
@@ -191,7 +192,7 @@ def engine_bytes(shape: Shape, work: SearcherWorkload) -> Bytes:
     return {
         "weights": _base_bytes(shape, work.precision) + i * adapters,
         "keys and values": slots,
-        "parked keys and values": slots if work.parked_bytes is None else work.parked_bytes,
+        "parked keys and values": work.parks * (slots if work.parked_bytes is None else work.parked_bytes),
         "a step": max(prefill, step),
         # logits of each graph, and of the largest what its draw needs, none of which is shared with other work
         "captured steps": shape.vocabulary * (sum(captured_sizes(work.slots)) * i + work.slots * 3 * 4) * is_cuda,
