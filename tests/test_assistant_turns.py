@@ -437,6 +437,24 @@ def test_an_imported_episode_whose_environment_says_something_else_is_refused_an
         assert refusal.reason == "the environment answers otherwise"
 
 
+def test_results_of_tools_follow_in_the_order_of_their_calls() -> None:
+    made = tokenizer("qwen2.5", "chat")
+    (prompt,) = encode([PROBLEM], TASK.name, made, PromptSettings(max_tokens=10_000)).prompts
+    messages = openai_line(CALLS).turns
+    asked = {**messages[0], "tool_calls": [*messages[0]["tool_calls"], *messages[2]["tool_calls"]]}
+    completions = []
+    for results in ((messages[1], messages[3]), (messages[3], messages[1])):
+        line = parse_answer({"key": prompt.key, "messages": [asked, *results, messages[4]]})
+        assert isinstance(line, ImportedAnswer)
+        found = importing(made, [prompt]).encode(line)
+        assert isinstance(found, EncodedAnswer)
+        completions.append(found.completion)
+    assert completions[0].tokens.tolist() == completions[1].tokens.tolist()
+    (replayed,) = replayed_episodes(made, prompt, completions[0])
+    assert isinstance(replayed, Completion)
+    assert replayed.tokens.tolist() == completions[0].tokens.tolist()
+
+
 @pytest.mark.parametrize(("name", "kind"), BOTH, ids=IDS)
 def test_what_is_said_between_imported_turns_is_text_and_several_speakers_are_written_by_the_template(
     name: str, kind: str

@@ -1,4 +1,4 @@
-"""Answers as the run's own tokens, each to a prompt of its task where the task has it.
+"""Answers and episodes of several turns as the run's own tokens, each to a prompt of its task where the task has it.
 
 Invariant: the tokens say what the imported text says: the text of a completion is decoded from its tokens, and a
 text that the tokenizer cannot express is refused. No answer to a prompt held out for evaluation is taken.
@@ -117,7 +117,6 @@ class Encoder:
         prompt, answer = self._find_prompt(answer)
         if isinstance(prompt, Refusal):
             return prompt
-        is_task_prompt = self.train.at(prompt.key) is not None
         if self.acted and not all(is_answer(m) for m in answer.turns if m["role"] == "assistant"):
             return Refusal("an episode of an environment with turns of weight 0, of which all are trained on")
         is_chat = self.chat or prompt.messages is not None
@@ -125,9 +124,7 @@ class Encoder:
             completion = self._encode_episode(answer, is_chat)
         else:
             completion = self._encode_completion(answer, prompt.text, is_chat)
-        if isinstance(completion, Refusal):
-            return completion
-        return self._refuse(prompt, completion, is_task_prompt) or EncodedAnswer(prompt, completion, is_task_prompt)
+        return completion if isinstance(completion, Refusal) else self._check_answer(prompt, completion)
 
     def adopt(self, trajectory: Trajectory) -> EncodedAnswer | ImportedAnswer | Refusal:
         """Takes a trajectory of another run with its tokens; as text where they are another tokenizer's.
@@ -146,16 +143,15 @@ class Encoder:
             return ImportedAnswer(prompt.text, completion.text, is_truncated, trajectory.reward, None, prompt.fields)
         if self.held_out.at(prompt.key) is not None:
             return _HELD_OUT
-        task_prompt = self.train.at(prompt.key)
-        prompt = task_prompt or self.new_prompts.setdefault(prompt.key, prompt)
-        completion = replace(completion, versions=(ELSEWHERE, ELSEWHERE))
-        is_task_prompt = task_prompt is not None
-        return self._refuse(prompt, completion, is_task_prompt) or EncodedAnswer(prompt, completion, is_task_prompt)
+        prompt = self.train.at(prompt.key) or self.new_prompts.setdefault(prompt.key, prompt)
+        return self._check_answer(prompt, replace(completion, versions=(ELSEWHERE, ELSEWHERE)))
 
-    def _refuse(self, prompt: Prompt, completion: Completion, is_task_prompt: bool) -> Refusal | None:
+    def _check_answer(self, prompt: Prompt, completion: Completion) -> EncodedAnswer | Refusal:
+        """Returns a prompt and an answer that the run can take, or the refusal of them."""
+        is_task_prompt = self.train.at(prompt.key) is not None
         if self.acted and not is_task_prompt:
             return Refusal("a prompt that is none of the environment's")
-        return self.refuse_size(prompt, completion)
+        return self.refuse_size(prompt, completion) or EncodedAnswer(prompt, completion, is_task_prompt)
 
     def refuse_size(self, prompt: Prompt, completion: Completion) -> Refusal | None:
         """Returns the refusal of an answer that is too long for the run, or with its prompt for the model's positions;
@@ -368,8 +364,8 @@ class Encoder:
         names = [call.get("name") for call in calls if isinstance(call, Mapping)]
         if not names or not all(isinstance(name, str) and name in visible_text(answer_text) for name in names):
             return Markup("")  # it leaves them out
-        ends = [frame.end for frame in form.frames if frame.end is not None]
-        places = [(answer_text.find(end.closing_text), len(end.gap)) for end in ends]
+        turn_ends = [frame.end for frame in form.frames if frame.end is not None]
+        places = [(answer_text.find(end.closing_text), len(end.gap)) for end in turn_ends]
         return Markup(answer_text[: min((place + gap for place, gap in places if place >= 0), default=None)])
 
     def _strip_ends(self, response: str, end_tokens: Iterable[int]) -> str:
