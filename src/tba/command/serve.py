@@ -195,9 +195,7 @@ def _read_tokens(path: Path | None) -> dict[str, str]:
     if len(set(tokens.values())) < len(tokens):
         raise UserError(f"--tokens {path} gives one token to two owners, who would be taken for each other: {remedy}")
     if not all(re.fullmatch(r"[!-~]+", token) for token in tokens.values()):
-        raise UserError(
-            f"--tokens {path} has a token that no header can carry: take letters, digits and signs"
-        )
+        raise UserError(f"--tokens {path} has a token that no header can carry: take letters, digits and signs")
     return tokens
 
 
