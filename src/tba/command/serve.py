@@ -44,17 +44,20 @@ _SHORTEST_TOKEN = 16  # characters of a token that somebody gives
 
 def serve_run(options: ServeOptions) -> int:
     """Serve a run until it ends or Ctrl-C. Returns exit code 0 when the run ended, 130 or 143 after a signal."""
-    return add_searcher(SearchOptions(options.run, options.address), AgentService(options))
+    service = AgentService(options)
+    with service.listener:
+        return add_searcher(SearchOptions(options.run, options.address), service)
 
 
 @dataclass
 class AgentService:
     """The service of one searcher to agents: an HTTP server in a thread of its own. Raises `UserError` for an address
-    that others can reach without TLS, and for tokens or a certificate that cannot be read.
+    that is taken, or that others can reach without TLS, and for tokens or a certificate that cannot be read.
     """
 
     options: ServeOptions
     agent_calls: AgentCalls = field(init=False)
+    listener: socket.socket = field(init=False)  # from the beginning on, so that who comes early waits
     _tokens: dict[str, str] = field(init=False)
     _listeners: list[Any] = field(default_factory=list)
     _judge: EpisodeJudge | None = None
@@ -71,6 +74,7 @@ class AgentService:
             _check_certificate(options.certificate)
         self._tokens = _read_tokens(options.tokens)
         self.agent_calls = AgentCalls(Mailbox(), self._tell)
+        self.listener = _listen(options.host, options.port)
 
     def _tell(self, answer: OpenAnswer) -> None:
         for listener in self._listeners:
@@ -102,9 +106,8 @@ class AgentService:
 
         options, recipe, mailbox = self.options, run.recipe(), self.agent_calls.mailbox
         model = recipe.model.prepared(recipe.task)
-        listener = _listen(options.host, options.port)
         scheme = "http" if options.certificate is None else "https"
-        host, port = listener.getsockname()[:2]
+        host, port = self.listener.getsockname()[:2]
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         limits = ServingLimits(
             max_tokens=options.max_tokens or model.max_completion_tokens,
@@ -126,7 +129,7 @@ class AgentService:
         http = http_server(application(server, access), options.certificate)
         self._listeners.append(server.note_done)
         self.agent_calls.accepts_episodes = _EpisodeGate(loop)
-        thread = threading.Thread(target=http.run, kwargs={"sockets": [listener]}, name="server", daemon=True)
+        thread = threading.Thread(target=http.run, kwargs={"sockets": [self.listener]}, name="server", daemon=True)
         thread.start()
         facts = run.path / "serve.json"
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import resource
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ class BoundedConnection(H11Protocol):
     """A connection with a deadline for the head of each request, one of at most `most`."""
 
     most = min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
-    head_seconds = 30.0  # from the first byte of a request, or from the connection's begin, to the end of its headers
+    head_seconds = 60.0  # from the connection's begin, or the last response, to the end of a request's headers
     _deadline: asyncio.TimerHandle | None = None
     _idle_since = 0.0
 
@@ -52,15 +53,15 @@ class BoundedConnection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Read a part of a request."""
         super().data_received(data)
-        if self.is_idle:
-            self._await_head()
-        else:
+        if not self.is_idle:
             self._forget_deadline()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request."""
+        """Wait for the next request, which may be there."""
         self._idle_since = self.loop.time()
         super().on_response_complete()
+        if self.is_idle:
+            self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
@@ -112,7 +113,7 @@ def http_server(
             log_level="error",
             access_log=False,
             server_header=False,
-            timeout_keep_alive=75,
+            timeout_keep_alive=math.ceil(connection.head_seconds),
             timeout_graceful_shutdown=5,
             **options,
         )
