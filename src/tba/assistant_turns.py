@@ -78,9 +78,14 @@ class AssistantTurn:
         return self.lead.rstrip().endswith(THOUGHT[0])
 
     @property
+    def frames(self) -> tuple[AnswerFrame, AnswerFrame, AnswerFrame]:
+        """Returns what stands around the last turn, one before a user's message and one before a tool's."""
+        return self.final_frame, self.user_frame, self.tool_frame
+
+    @property
     def end_tokens(self) -> frozenset[int]:
         """Returns the tokens that may end a turn which is being generated."""
-        frames = (self.final_frame, self.user_frame, self.tool_frame)[: 1 if self.end_closes_thoughts else None]
+        frames = self.frames[: 1 if self.end_closes_thoughts else None]
         return frozenset(frame.token for frame in frames if frame.token is not None)
 
     def text(self, answer: str, frame: AnswerFrame | None = None) -> Markup:

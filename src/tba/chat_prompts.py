@@ -85,10 +85,7 @@ def _with_calls_and_results_as_text(
     if not control.writes_calls and any(message.get("tool_calls") for message in messages):
         without_calls = [{n: value for n, value in message.items() if n != "tool_calls"} for message in messages]
         if written(messages) in ("", written(without_calls)):
-            messages = [
-                {**plain, "content": text_with_calls(message)} if message.get("tool_calls") else plain
-                for plain, message in zip(without_calls, messages, strict=True)
-            ]
+            messages = [_with_calls(*pair) for pair in zip(without_calls, messages, strict=True)]
     if control.writes_results or all(message.get("role") != "tool" for message in messages):
         return messages
     if written(messages) in ("", written([message for message in messages if message.get("role") != "tool"])):
@@ -96,15 +93,14 @@ def _with_calls_and_results_as_text(
     return messages
 
 
-def text_with_calls(message: Mapping[str, Any]) -> str:
-    """Returns a message's content with its calls behind it, in the form that models are told where their template knows
-    no calls.
-    """
+def _with_calls(without_calls: Mapping[str, Any], message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a message with its calls as text behind its content."""
     calls = [
         call.get("function") or call if isinstance(call, Mapping) else call for call in message.get("tool_calls") or ()
     ]
     texts = [f"<tool_call>\n{json.dumps(_decode_arguments(call), ensure_ascii=False)}\n</tool_call>" for call in calls]
-    return "\n".join(filter(None, (message.get("content"), *texts)))
+    content = "\n".join(filter(None, (without_calls.get("content"), *texts)))
+    return {**without_calls, "content": content} if calls else without_calls
 
 
 def _decode_arguments(call: Any) -> Any:
@@ -138,9 +134,7 @@ def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequ
         raise
     except Exception as error:  # a template raises what it likes
         reason = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"the tokenizer's chat template cannot write a prompt ({reason}): give another model"
-        ) from error
+        raise UserError(f"the tokenizer's chat template cannot write prompts ({reason}): give another model") from error
 
 
 def _without_system(system: str, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -239,8 +239,7 @@ def _document_rows(path: Path, max_row_bytes: int) -> list[Values | Refusal] | N
                 return None
             if is_object and isinstance(_parse_object(line), dict) and file.read(_BATCH_ROWS).strip():
                 return None
-            text = line + file.read(MAX_DOCUMENT_BYTES)
-            document = json.loads(text.decode())
+            document = json.loads((line + file.read(MAX_DOCUMENT_BYTES)).decode())
         except (OSError, EOFError, zlib.error, ValueError, RecursionError):
             return None  # `_line_rows` reports the error
     if isinstance(document, dict):
@@ -386,9 +385,7 @@ def _arrow_rows(path: Path) -> Rows:
 
 def _arrow_files(folder: Path) -> list[Path]:
     if splits := splits_of(folder):
-        raise UserError(
-            f"{folder} holds several splits: give the folder of one ({', '.join(map(str, splits.values()))})"
-        )
+        raise UserError(f"{folder} has several splits: give the folder of one ({', '.join(map(str, splits.values()))})")
     if not (folder / STATE).is_file():
         raise UserError(f"{folder} is a folder, but not one that datasets saved (no {STATE}): give {KINDS}")
     files = read_json(folder / STATE, "save the data set again", _data_files=list[dict[str, str]])["_data_files"]

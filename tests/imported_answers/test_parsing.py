@@ -29,6 +29,15 @@ LINES = st.fixed_dictionaries(
 )
 
 
+def test_an_exported_episode_of_several_segments_is_no_text_to_learn() -> None:
+    line = {"prompt": "6*7?", "response": "42", "tokens": [1, 2, 3], "begins": [2]}
+    refused = parse_answer(line)
+    assert isinstance(refused, Refusal)
+    assert "several segments" in refused.reason
+    for values in (line | {"begins": None}, {"prompt": "6*7?", "response": "42", "begins": "here"}):
+        assert isinstance(parse_answer(values), ImportedAnswer)
+
+
 @settings(max_examples=120, deadline=None)
 @given(LINES)
 def test_any_object_is_an_answer_of_text_or_refused_with_a_reason(values: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import socket
 import ssl
@@ -43,17 +44,20 @@ _SHORTEST_TOKEN = 16  # characters of a token that somebody gives
 
 def serve_run(options: ServeOptions) -> int:
     """Serve a run until it ends or Ctrl-C. Returns exit code 0 when the run ended, 130 or 143 after a signal."""
-    return add_searcher(SearchOptions(options.run, options.address), AgentService(options))
+    service = AgentService(options)
+    with service.listener:
+        return add_searcher(SearchOptions(options.run, options.address), service)
 
 
 @dataclass
 class AgentService:
     """The service of one searcher to agents: an HTTP server in a thread of its own. Raises `UserError` for an address
-    that others can reach without TLS, and for tokens or a certificate that cannot be read.
+    that is taken, or that others can reach without TLS, and for tokens or a certificate that cannot be read.
     """
 
     options: ServeOptions
     agent_calls: AgentCalls = field(init=False)
+    listener: socket.socket = field(init=False)  # from the beginning on, so that who comes early waits
     _tokens: dict[str, str] = field(init=False)
     _listeners: list[Any] = field(default_factory=list)
     _judge: EpisodeJudge | None = None
@@ -70,6 +74,7 @@ class AgentService:
             _check_certificate(options.certificate)
         self._tokens = _read_tokens(options.tokens)
         self.agent_calls = AgentCalls(Mailbox(), self._tell)
+        self.listener = _listen(options.host, options.port)
 
     def _tell(self, answer: OpenAnswer) -> None:
         for listener in self._listeners:
@@ -95,16 +100,14 @@ class AgentService:
     @contextmanager
     def open_for(self, loop: SearcherLoop, run: RunDirectory, console: Console) -> Iterator[None]:
         """Serve agents within the block; says where, and at its end what was served."""
-        import uvicorn
-
         from tba.serving.app import AccessRules, application
+        from tba.serving.connections import http_server
         from tba.serving.server import EpisodeServer, ServingLimits
 
         options, recipe, mailbox = self.options, run.recipe(), self.agent_calls.mailbox
         model = recipe.model.prepared(recipe.task)
-        listener = _listen(options.host, options.port)
         scheme = "http" if options.certificate is None else "https"
-        host, port = listener.getsockname()[:2]
+        host, port = self.listener.getsockname()[:2]
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         limits = ServingLimits(
             max_tokens=options.max_tokens or model.max_completion_tokens,
@@ -122,25 +125,17 @@ class AgentService:
             judge=self._judge,
         )
         names = {"localhost", "127.0.0.1", "::1", options.host, host, *filter(None, options.names.split(","))}
-        access = AccessRules(self._tokens, frozenset(name.strip().lower() for name in names), url)
-        http = uvicorn.Server(
-            uvicorn.Config(
-                application(server, access),
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=75,
-                ssl_certfile=options.certificate,
-                timeout_graceful_shutdown=5,
-            )
-        )
+        access = AccessRules(self._tokens, frozenset(name.strip().lower() for name in names), scheme)
+        http = http_server(application(server, access), options.certificate)
         self._listeners.append(server.note_done)
-        self.agent_calls.accepts_episodes = _Gate(loop)
-        thread = threading.Thread(target=http.run, kwargs={"sockets": [listener]}, name="server", daemon=True)
+        self.agent_calls.accepts_episodes = _EpisodeGate(loop)
+        thread = threading.Thread(target=http.run, kwargs={"sockets": [self.listener]}, name="server", daemon=True)
         thread.start()
         facts = run.path / "serve.json"
         try:
             _wait_until(lambda: http.started or not thread.is_alive(), f"the HTTP server at {url} to start")
+            if not http.started:
+                raise UserError(f"the HTTP server at {url} did not start: the log of this searcher says why")
             _write_private(facts, {"url": url, "tokens": self._tokens})
             console.print(f"serving at {url}; its token is in {run.displayed_path}/{facts.name}", highlight=False)
             yield
@@ -152,12 +147,13 @@ class AgentService:
             http.should_exit = True
             with suppress(DeadlineExceeded):
                 _wait_until(lambda: not thread.is_alive(), "the HTTP server to end")
+            loop.served = server.figures
             figures = ", ".join(f"{count} {name}" for name, count in sorted(server.figures.items()))
             console.print(f"served: {figures or 'nothing'}", highlight=False)
 
 
 @dataclass
-class _Gate:
+class _EpisodeGate:
     """Says whether the run wants another episode: not while it has all trajectories that it wants by now."""
 
     loop: SearcherLoop
@@ -197,7 +193,8 @@ def _is_loopback(host: str) -> bool:
 
 def _check_certificate(path: Path) -> None:
     try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(path)
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(path, password="")  # so that nobody is asked for one
     except (OSError, ssl.SSLError) as error:
         raise UserError(
             f"--certificate {path} cannot be used ({error}): give a PEM file with the certificate and its key"
@@ -208,10 +205,14 @@ def _read_tokens(path: Path | None) -> dict[str, str]:
     """Returns the tokens by their owners' names: those of a file, or a new one."""
     if path is None:
         return {"agent": secrets.token_urlsafe(24)}
-    remedy = 'give a JSON object such as {"alice": "a long random text"}'
+    remedy = 'give a JSON object such as {"alice": "a-long-random-text"}'
     tokens: dict[str, str] = read_json(path, remedy, dict[str, str])
     if not tokens or any(len(token) < _SHORTEST_TOKEN for token in tokens.values()):
         raise UserError(f"--tokens {path} has none, or one of less than {_SHORTEST_TOKEN} characters: {remedy}")
+    if len(set(tokens.values())) < len(tokens):
+        raise UserError(f"--tokens {path} gives one token to two owners, who would be taken for each other: {remedy}")
+    if not all(re.fullmatch(r"[!-~]+", token) for token in tokens.values()):
+        raise UserError(f"--tokens {path} has a token that no header can carry: take letters, digits and signs")
     return tokens
 
 

@@ -8,6 +8,7 @@ environment's own words.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -25,6 +26,7 @@ from tba.protocols import Tokenizer
 from tba.tables import Refusal
 from tba.types import Completion, IntArray, Json, Message, Prompt, StopReason, quote
 
+_JSON_BLANKS = re.compile(r"\\[nrt]")
 _CACHED_WRITERS = 64  # for so many sets of tools
 # (whether prompts are chats, schemas of their tools) -> what writes an episode
 Writers: TypeAlias = Callable[[bool, tuple[Json, ...]], "EpisodeWriter"]
@@ -181,7 +183,7 @@ class _ReplayedEpisode:
         if self._is_last and not len(recorded_tokens):  # it had no room to be read
             return self.question()
         recorded, heard = self._encoder.text(recorded_tokens), self._encoder.text(tokens)
-        if recorded.split() != heard.split():
+        if _split_words(recorded) != _split_words(heard):
             return _disagreement(f"{quote(heard)} after turn {self._turn_count}, and not {quote(recorded)}")
         self._observations.append(tokens)
         return self.question()
@@ -203,6 +205,11 @@ class _ReplayedEpisode:
         tokens = np.concatenate([part for part, _ in parts])
         mask = np.concatenate([np.full(len(part), is_turn) for part, is_turn in parts])
         return replace(completion, tokens=tokens, mask=mask, text=self._encoder.text(tokens))
+
+
+def _split_words(text: str) -> list[str]:
+    """Returns a text without its blanks, also those in JSON, as which some templates write what tools give."""
+    return _JSON_BLANKS.sub(" ", text).split()
 
 
 def _disagreement(detail: str) -> Refusal:

@@ -1,4 +1,4 @@
-"""Answers as the run's own tokens, each to a prompt of its task where the task has it.
+"""Answers and episodes of several turns as the run's own tokens, each to a prompt of its task where the task has it.
 
 Invariant: the tokens say what the imported text says: the text of a completion is decoded from its tokens, and a
 text that the tokenizer cannot express is refused. No answer to a prompt held out for evaluation is taken.
@@ -15,10 +15,10 @@ from typing import Protocol
 import numpy as np
 
 from tba.assistant_turns import USER_SLOT, AnswerFrame, AssistantTurn, assistant_turn
-from tba.chat_prompts import chat_markup, prompt_tokens, text_with_calls
+from tba.chat_prompts import chat_markup, prompt_tokens
 from tba.errors import TbaError, UserError
 from tba.imported_answers.parsing import ImportedAnswer, is_answer
-from tba.markup import Markup, control_tokens, decode_tokens, encode_markup, visible_text
+from tba.markup import Markup, decode_tokens, encode_markup, visible_text
 from tba.protocols import Tokenizer
 from tba.tables import Refusal
 from tba.types import ELSEWHERE, THOUGHTS, Completion, IntArray, Json, Message, Prompt, StopReason, Trajectory
@@ -117,7 +117,6 @@ class Encoder:
         prompt, answer = self._find_prompt(answer)
         if isinstance(prompt, Refusal):
             return prompt
-        is_task_prompt = self.train.at(prompt.key) is not None
         if self.acted and not all(is_answer(m) for m in answer.turns if m["role"] == "assistant"):
             return Refusal("an episode of an environment with turns of weight 0, of which all are trained on")
         is_chat = self.chat or prompt.messages is not None
@@ -125,9 +124,7 @@ class Encoder:
             completion = self._encode_episode(answer, is_chat)
         else:
             completion = self._encode_completion(answer, prompt.text, is_chat)
-        if isinstance(completion, Refusal):
-            return completion
-        return self._refuse(prompt, completion, is_task_prompt) or EncodedAnswer(prompt, completion, is_task_prompt)
+        return completion if isinstance(completion, Refusal) else self._check_answer(prompt, completion)
 
     def adopt(self, trajectory: Trajectory) -> EncodedAnswer | ImportedAnswer | Refusal:
         """Takes a trajectory of another run with its tokens; as text where they are another tokenizer's.
@@ -146,16 +143,15 @@ class Encoder:
             return ImportedAnswer(prompt.text, completion.text, is_truncated, trajectory.reward, None, prompt.fields)
         if self.held_out.at(prompt.key) is not None:
             return _HELD_OUT
-        task_prompt = self.train.at(prompt.key)
-        prompt = task_prompt or self.new_prompts.setdefault(prompt.key, prompt)
-        completion = replace(completion, versions=(ELSEWHERE, ELSEWHERE))
-        is_task_prompt = task_prompt is not None
-        return self._refuse(prompt, completion, is_task_prompt) or EncodedAnswer(prompt, completion, is_task_prompt)
+        prompt = self.train.at(prompt.key) or self.new_prompts.setdefault(prompt.key, prompt)
+        return self._check_answer(prompt, replace(completion, versions=(ELSEWHERE, ELSEWHERE)))
 
-    def _refuse(self, prompt: Prompt, completion: Completion, is_task_prompt: bool) -> Refusal | None:
+    def _check_answer(self, prompt: Prompt, completion: Completion) -> EncodedAnswer | Refusal:
+        """Returns a prompt and an answer that the run can take, or the refusal of them."""
+        is_task_prompt = self.train.at(prompt.key) is not None
         if self.acted and not is_task_prompt:
             return Refusal("a prompt that is none of the environment's")
-        return self.refuse_size(prompt, completion)
+        return self.refuse_size(prompt, completion) or EncodedAnswer(prompt, completion, is_task_prompt)
 
     def refuse_size(self, prompt: Prompt, completion: Completion) -> Refusal | None:
         """Returns the refusal of an answer that is too long for the run, or with its prompt for the model's positions;
@@ -163,7 +159,8 @@ class Encoder:
         """
         if len(completion.tokens) > self.max_tokens:
             return self._refuse_length(len(completion.tokens))
-        tokens = len(prompt.tokens) + len(completion.tokens)
+        first_length, *later_lengths = (end - begin for begin, end in completion.segments)
+        tokens = max(len(prompt.tokens) + first_length, *later_lengths, 0)
         if self.positions is None or tokens <= self.positions:
             return None
         return Refusal(f"longer with its prompt than the model's {self.positions} positions", f"{tokens} tokens")
@@ -258,7 +255,7 @@ class Encoder:
         frame = form.tool_frame if answer.call_message is not None else form.final_frame
         frame = AnswerFrame(frame.opening) if answer.is_truncated else frame
         message = answer.call_message or {"content": answer.response}
-        tokens = self._encode_turn(message, answer, form, frame, chat)
+        tokens = self._encode_turn(message, (), answer, form, frame, chat)
         if isinstance(tokens, Refusal):
             return tokens
         text = self._decode_visible(tokens if frame.end is None else tokens[:-1])
@@ -276,13 +273,13 @@ class Encoder:
         parts: list[tuple[IntArray, bool]] = []
         begins = [i for i, message in enumerate(answer.turns) if message["role"] == "assistant"]
         for begin, end in zip(begins, [*begins[1:], len(answer.turns)], strict=True):
-            message, replies = answer.turns[begin], answer.turns[begin + 1 : end]
+            message, replies = answer.turns[begin], _in_order_of_calls(*answer.turns[begin:end])
             is_last = end == len(answer.turns)
             if not is_last and not replies:
                 return Refusal("two messages of the assistant's with nothing between them")
             frame = writer.frame_before(replies)
             frame = AnswerFrame(frame.opening) if is_last and answer.is_truncated else frame
-            turn = self._encode_turn(message, answer, writer.form, frame, chat)
+            turn = self._encode_turn(message, replies, answer, writer.form, frame, chat)
             if isinstance(turn, Refusal):
                 return turn
             parts.append((np.array(turn, dtype=np.int32), is_answer(message)))
@@ -299,14 +296,20 @@ class Encoder:
         return Completion(tokens, text, reason, (ELSEWHERE, ELSEWHERE))
 
     def _encode_turn(
-        self, message: Message, answer: ImportedAnswer, form: AssistantTurn, frame: AnswerFrame, chat: bool
+        self,
+        message: Message,
+        replies: tuple[Message, ...],
+        answer: ImportedAnswer,
+        form: AssistantTurn,
+        frame: AnswerFrame,
+        chat: bool,
     ) -> list[int] | Refusal:
-        """Returns the tokens of an assistant's message, with the one that ends it if its frame has an end."""
+        """Returns the tokens of an assistant's message that replies follow, with the one that ends it if its frame has
+        an end.
+        """
         end_tokens = self._forms[0].end_tokens | form.end_tokens
         if message.get("tool_calls"):
-            markup = self._render_calls(message, answer, form)
-            if not markup and answer.turns and answer.tools and not control_tokens(self.tokenizer).writes_calls:
-                markup = form.text(text_with_calls(message), frame)  # as the prompt tells the model to call them
+            markup = self._render_calls(message, replies, answer, form)
             if not markup:
                 return Refusal("an answer that calls tools, which the model's chat template does not write")
         elif response := self._strip_ends(message["content"], end_tokens):
@@ -341,13 +344,18 @@ class Encoder:
         leading_blank = " " if not chat and words[:1].isspace() else ""
         return leading_blank + ("" if ignores_blanks else " ").join(words.split())
 
-    def _render_calls(self, message: Message, answer: ImportedAnswer, form: AssistantTurn) -> Markup:
-        """Returns a message that calls tools as the template writes it; empty where the template writes no calls."""
+    def _render_calls(
+        self, message: Message, replies: tuple[Message, ...], answer: ImportedAnswer, form: AssistantTurn
+    ) -> Markup:
+        """Returns a message that calls tools as the template writes it before replies; empty where it writes no calls.
+
+        A template that has no place for calls writes none in an answer, and texts in a turn that others follow.
+        """
         prompt: tuple[Message, ...] = ({"role": "user", "content": USER_SLOT},)
         if isinstance(answer.prompt, tuple) and not answer.turns:
             prompt = answer.prompt
         prompt_text = self._render(prompt, answer.tools)
-        full_text = self._render((*prompt, message), answer.tools, answered=True)
+        full_text = self._render((*prompt, message, *replies), answer.tools, answered=not replies)
         if prompt_text is None or full_text is None or not full_text.startswith(prompt_text):
             return Markup("")
         answer_text = full_text[len(prompt_text) :]
@@ -356,9 +364,9 @@ class Encoder:
         names = [call.get("name") for call in calls if isinstance(call, Mapping)]
         if not names or not all(isinstance(name, str) and name in visible_text(answer_text) for name in names):
             return Markup("")  # it leaves them out
-        end_texts = [frame.end.closing_text for frame in (form.tool_frame, form.final_frame) if frame.end is not None]
-        end_positions = [answer_text.find(text) for text in end_texts]
-        return Markup(answer_text[: min((end for end in end_positions if end >= 0), default=None)])
+        turn_ends = [frame.end for frame in form.frames if frame.end is not None]
+        places = [(answer_text.find(end.closing_text), len(end.gap)) for end in turn_ends]
+        return Markup(answer_text[: min((place + gap for place, gap in places if place >= 0), default=None)])
 
     def _strip_ends(self, response: str, end_tokens: Iterable[int]) -> str:
         """Returns an answer without the ends of its turn that the log spells out."""
@@ -390,3 +398,11 @@ class Encoder:
             return self.tokenizer.decode(tokens, skip_special_tokens=not special)
         except Exception:  # noqa: BLE001 - ids of another tokenizer, for example
             return None
+
+
+def _in_order_of_calls(message: Message, *replies: Message) -> tuple[Message, ...]:
+    """Returns the messages that follow a turn, those of tools in the order of the calls that they answer."""
+    ids = [call.get("id") for call in message.get("tool_calls", ()) if isinstance(call, Mapping)]
+    if not all(reply["role"] == "tool" and reply.get("tool_call_id") in ids for reply in replies):
+        return replies
+    return tuple(sorted(replies, key=lambda reply: ids.index(reply.get("tool_call_id"))))

@@ -76,7 +76,7 @@ class AnswerImporter:
         while chunk := list(islice(lines, CHUNK)):
             report.lines += len(chunk)
             new_candidates = self._without_imported(self._encode_chunk(chunk, report), report)
-            self._grade_and_write(self._acted(new_candidates, report), report)
+            self._grade_and_write(self._replay_episodes(new_candidates, report), report)
             progress(report.lines)
         return report
 
@@ -139,7 +139,7 @@ class AnswerImporter:
         report.repeated += len(candidates) - len(new_candidates)
         return [*new_candidates.values()]
 
-    def _acted(self, candidates: list[Candidate], report: Report) -> list[Candidate]:
+    def _replay_episodes(self, candidates: list[Candidate], report: Report) -> list[Candidate]:
         """Returns the candidates that their environment has judged."""
         if self.replay is None:
             return candidates

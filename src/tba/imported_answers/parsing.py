@@ -21,6 +21,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 RESPONSE_FIELDS = ("response", "completion")  # names of the field with the answer; the first one present counts
 STOP_FIELDS = ("stop_reason", "finish_reason")  # "length" in either: the answer was cut off
 PROBLEM_FIELD = "fields"  # an object with the problem's fields, in lines that have others too (`tba replay --export`)
+SEGMENTS_FIELD = "begins"  # where the later segments of an episode begin (`tba replay --export`)
 _LINE_FIELDS = {"prompt", "messages", "tools", "reward", "source", *RESPONSE_FIELDS, *STOP_FIELDS}
 
 
@@ -62,6 +63,8 @@ def is_answer(message: Message) -> bool:
 def parse_answer(values: Values) -> ImportedAnswer | Refusal:
     """Returns the answer that an object holds, or why it holds none. Fields that are null count as missing."""
     values = {name: value for name, value in values.items() if value is not None}
+    if isinstance(values.get(SEGMENTS_FIELD), list) and "tokens" in values:
+        return Refusal("an episode of several segments, which only the journal it comes from holds whole")
     response = next((values[name] for name in RESPONSE_FIELDS if name in values), None)
     tools, key, uid = tool_schemas(values.get("tools")), _text(values, "key"), _text(values, "uid")
     if isinstance(tools, Refusal):

@@ -57,19 +57,15 @@ def importer_of(recipe: Recipe, run: RunDirectory, believe: bool, max_tokens: in
     reward that hangs ends the import, and what was taken in until then stays.
     """
     model, hosts = recipe.model.prepared(recipe.task), replay_hosts_of(recipe)
-    path = run.journal(recipe)
-    with JournalWriter(path, IMPORTS) as journal, _import_lock(Path(f"{path}-import"), run):
-        reference = _reference(replace(recipe, model=model), run)
-        yield build_importer(
-            recipe,
-            grader_of(recipe, run, retries=0),
-            reference,
-            teachers_of(recipe, model, reference),
-            journal,
-            hosts,
-            believe,
-            max_tokens,
-        )
+    path, prepared_recipe = run.journal(recipe), replace(recipe, model=model)
+    try:
+        with JournalWriter(path, IMPORTS) as journal, _import_lock(Path(f"{path}-import"), run):
+            reference = _reference(prepared_recipe, run)
+            teachers, reward = teachers_of(recipe, model, reference), grader_of(recipe, run, retries=0)
+            yield build_importer(prepared_recipe, reward, reference, teachers, journal, hosts, believe, max_tokens)
+    finally:
+        if isinstance(hosts, Hosts):
+            hosts.end()
 
 
 def replay_hosts_of(recipe: Recipe) -> InProcessHost | Hosts | None:

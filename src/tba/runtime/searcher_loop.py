@@ -80,6 +80,7 @@ class SearcherLoop:
     clock: ShareClock
     records: Records
     incarnation: int = 0  # in which it was started
+    served: Mapping[str, int] = field(default_factory=dict)  # to agents, by what it counts
     memory: FreedMemory = field(default_factory=FreedMemory)
     held_back_since: float | None = None  # since when it has been held back, by a monotonic clock; None: it is not
     # by split, how many problems there are and which of them are not asked (`runtime/prompt_sets.py`)
@@ -161,7 +162,7 @@ class SearcherLoop:
             self.searcher.grader.close()
             self.journal.close()
         seconds, rounds = self.clock.seconds(), self.searcher.rounds
-        result = SearcherResult(seconds, peak_memory_bytes(), journal_rows=rows, rounds=rounds, prompts=self.prompts)
+        result = SearcherResult(seconds, peak_memory_bytes(), rows, rounds, self.prompts, self.served)
         self.records.result(self.searcher.name, as_json(result))
 
 
@@ -233,13 +234,8 @@ def _loop_of(
 ) -> SearcherLoop:
     name = f"searcher-{index}"
     journal, weights = connections.journal, connections.weights
-    make_grader = partial(
-        grader_of,
-        recipe,
-        run,
-        share=(index, recipe.searcher_count),
-        report=partial(connections.records.fault, "reward_retries"),
-    )
+    report = partial(connections.records.fault, "reward_retries")
+    make_grader = partial(grader_of, recipe, run, share=(index, recipe.searcher_count), report=report)
     engine = (
         engine_of(recipe, model, Version(), clock)
         if agent_calls is None

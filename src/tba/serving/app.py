@@ -7,21 +7,27 @@
     GET    /prompts?n=   /v1/models   /healthz        training prompts; names of models; whether it serves
 
 Invariant: but for /healthz nothing is answered without a token. A request with an `Origin`, or for a host of another
-name, is refused, so that no page in a browser can call. Bodies are bounded in bytes and in time.
+name, is refused, so that no page in a browser can call. Bodies are bounded in bytes and in time. Nothing of what a
+request says is logged, nor of what is raised in answering it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import json
+import logging
 import time
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -29,10 +35,11 @@ from starlette.routing import Route
 from tba.json_input import parse_json
 from tba.serving.chat import POLICY, ChatAnswer, ChatRequest, RequestRefused, parse_chat_request, write_event
 from tba.serving.episode import Call
-from tba.serving.server import EpisodeServer, ServedEpisode
+from tba.serving.server import EpisodeServer, PastEpisode, ServedEpisode
 from tba.types import Json
 
-_BODY_SECONDS = 30.0  # that a body may take to arrive
+log = logging.getLogger("tba.serving")
+
 _KEEP_ALIVE_SECONDS = 10.0  # between two comments in a stream that waits for its answer
 _MAX_PROMPTS = 1000  # that are listed at once
 
@@ -43,8 +50,9 @@ class AccessRules:
 
     tokens: Mapping[str, str]  # by the name of their owner
     hosts: frozenset[str]  # names under which the server is reached
-    base_url: str
+    scheme: str = "http"  # under which it is reached
     max_body_bytes: int = 4 << 20
+    body_seconds: float = 30.0  # that a body may take to arrive
 
 
 def application(server: EpisodeServer, access: AccessRules) -> Starlette:
@@ -56,6 +64,10 @@ def application(server: EpisodeServer, access: AccessRules) -> Starlette:
         task = asyncio.create_task(server.sweep())
         yield
         task.cancel()
+
+    async def answer_http_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return _error_response(RequestRefused(error.status_code, f"{error.detail}: see the routes in docs/agents.md"))
 
     def route(path: str, handler: Callable[[Request], Awaitable[Response]], method: str) -> Route:
         return Route(path, routes.guarded(handler), methods=[method])
@@ -73,6 +85,7 @@ def application(server: EpisodeServer, access: AccessRules) -> Starlette:
             route("/e/{id}/v1/chat/completions", routes.complete, "POST"),
         ],
         lifespan=lifespan,
+        exception_handlers={HTTPException: answer_http_error},
     )
 
 
@@ -89,11 +102,10 @@ class _Routes:
             try:
                 self._check_origin(request)
                 return await handler(request)
-            except RequestRefused as error:
-                headers = {"retry-after": "5"} if error.status in (429, 503) else None
-                return JSONResponse(error.body, error.status, headers)
             except ClientDisconnect:
                 return Response(status_code=400)
+            except Exception as error:  # noqa: BLE001 - what the server would log quotes the request
+                return _error_response(_refusal_of(error))
 
         return handle
 
@@ -121,14 +133,20 @@ class _Routes:
         return names[0]
 
     def _episode(self, request: Request) -> ServedEpisode:
-        """Returns the episode to which a call belongs: by its path, else by its key."""
-        return self._server.episode(request.path_params.get("id") or self._key(request))
+        """Returns the episode to which a call belongs: by its path, else by its key. Raises `RequestRefused` where they
+        name two episodes; other keys beside a path are what clients send that want one.
+        """
+        key = self._key(request)
+        episode = self._server.episode(request.path_params.get("id") or key)
+        if key != episode.id and self._server.has_episode(key):
+            raise RequestRefused(403, "the key is of another episode than the path", "foreign_episode")
+        return episode
 
-    def _managed_episode(self, request: Request) -> ServedEpisode:
+    def _managed_episode(self, request: Request) -> ServedEpisode | PastEpisode:
         """Returns the episode that a request names in its path, for its owner or under its own key."""
         id_ = request.path_params["id"]
         owner = None if hmac.compare_digest(self._key(request).encode(), id_.encode()) else self._owner(request)
-        episode = self._server.episode(id_)
+        episode = self._server.past_episode(id_) or self._server.episode(id_)
         if owner not in (None, episode.owner):
             raise RequestRefused(403, "the episode is of another token", "foreign_episode")
         return episode
@@ -154,7 +172,7 @@ class _Routes:
         """Lists training prompts: their keys, what the model is told, and their tools."""
         self._owner(request)
         count = request.query_params.get("n", "20")
-        if not count.isdecimal() or not 1 <= int(count) <= _MAX_PROMPTS:
+        if not (count.isdecimal() and len(count) <= len(str(_MAX_PROMPTS)) and 1 <= int(count) <= _MAX_PROMPTS):
             raise RequestRefused(400, f"n is {count!r:.20}, give a number from 1 to {_MAX_PROMPTS}")
         prompts = list(self._server.prompts.values())[: int(count)]
         return JSONResponse({"prompts": [self._server.describe(prompt) for prompt in prompts]})
@@ -164,7 +182,10 @@ class _Routes:
         owner = self._owner(request)
         fields = await self._read_json(request, problem=str | None, tag=Any)
         episode = await self._server.begin(owner, fields.get("problem"), fields.get("tag"))
-        facts = {"id": episode.id, "api_key": episode.id, "base_url": f"{self._access.base_url}/e/{episode.id}/v1"}
+        if await request.is_disconnected():  # nobody knows its key
+            await self._server.abandon(episode)
+        base_url = f"{self._access.scheme}://{request.headers['host']}/e/{episode.id}/v1"
+        facts = {"id": episode.id, "api_key": episode.id, "base_url": base_url}
         return JSONResponse({**facts, "model": POLICY, **self._server.describe(episode.seat.prompt)}, 201)
 
     async def end(self, request: Request) -> Response:
@@ -206,14 +227,14 @@ class _Routes:
             raise refusal
         parts, size = [], 0
         try:
-            async with asyncio.timeout(_BODY_SECONDS):
+            async with asyncio.timeout(self._access.body_seconds):
                 async for part in request.stream():
                     size += len(part)
                     if size > limit:
                         raise refusal
                     parts.append(part)
         except TimeoutError:
-            raise RequestRefused(408, f"the body did not arrive within {_BODY_SECONDS:g} s") from None
+            raise RequestRefused(408, f"the body did not arrive within {self._access.body_seconds:g} s") from None
         return b"".join(parts)
 
     async def _read_json(self, request: Request, **fields: Any) -> Any:
@@ -222,10 +243,33 @@ class _Routes:
 
 
 def _parse_body(body: bytes, kind: Any, **fields: Any) -> Any:
+    """Returns the JSON in a body. Raises `RequestRefused`, also for numbers and texts that others cannot read: those
+    that are not finite, and half of a surrogate pair.
+    """
     try:
-        return parse_json(body, kind, **fields)
+        value = parse_json(body.decode(), kind, **fields)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except ValueError as error:
-        raise RequestRefused(400, f"the body cannot be read ({error}): send a JSON object") from error
+        reason = "not text in UTF-8" if isinstance(error, UnicodeError) else str(error)
+        raise RequestRefused(400, f"the body cannot be read ({reason:.200}): send a JSON object") from error
+    return value
+
+
+def _refusal_of(error: Exception) -> RequestRefused:
+    """Returns the error as one that can be answered; logs where another than a refusal was raised, and not what it
+    says, which may quote a request.
+    """
+    if isinstance(error, RequestRefused):
+        return error
+    if isinstance(error, RecursionError):
+        return RequestRefused(400, "the request has JSON in a text that is nested too deep: send flatter arguments")
+    places = [f"{Path(f.filename).name}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)[-4:]]
+    log.error("a request failed: %s in %s", type(error).__name__, ", ".join(places))
+    return RequestRefused(500, "the server failed to answer; its log says where")
+
+
+def _error_response(error: RequestRefused) -> JSONResponse:
+    return JSONResponse(error.body, error.status, {"retry-after": "5"} if error.status in (429, 503) else None)
 
 
 async def _stream(task: asyncio.Task[tuple[Call, ChatAnswer]], request: ChatRequest) -> AsyncIterator[str]:
@@ -236,8 +280,8 @@ async def _stream(task: asyncio.Task[tuple[Call, ChatAnswer]], request: ChatRequ
             yield ": the answer is being sampled\n\n"
     try:
         call, answer = task.result()
-    except RequestRefused as error:
-        yield write_event(error.body)
+    except Exception as error:  # noqa: BLE001 - the response has begun
+        yield write_event(_refusal_of(error).body)
         return
     for event in answer.events(request.includes_usage):
         yield event

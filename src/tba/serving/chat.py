@@ -116,8 +116,20 @@ def _parse_messages(value: Json) -> tuple[Message, ...]:
         raise RequestRefused(400, "messages is no list of messages: give at least one, with a role and a content")
     messages = conversation([_with_role(message) for message in value])
     if isinstance(messages, Refusal):
-        raise RequestRefused(400, f"{messages}: give texts; images and sound are not served")
+        raise RequestRefused(400, f"{messages.reason}: give texts; images and sound are not served")
+    if not all(map(_has_texts, messages)):
+        raise RequestRefused(400, "a message has a name, an id or a call of a tool that is not of valid texts")
     return messages
+
+
+def _has_texts(message: Message) -> bool:
+    """Returns whether the ids and names of a message are texts, and no text of its calls has half a surrogate pair."""
+    calls = message.get("tool_calls", [])
+    functions = [call.get("function", {}) if isinstance(call, dict) else {} for call in calls]
+    ids = [message.get(name, "") for name in ("name", "tool_call_id")]
+    ids += [call.get("id", "") for call in calls if isinstance(call, dict)]
+    ids += [function.get("name", "") if isinstance(function, dict) else "" for function in functions]
+    return all(isinstance(id_, str) for id_ in ids) and is_text(json.dumps([ids, calls], ensure_ascii=False))
 
 
 def _with_role(message: Json) -> Json:
@@ -173,7 +185,7 @@ class AnswerMessage:
     def of(cls, text: str, with_tools: bool) -> AnswerMessage:
         """Returns the message that a sampled text stands for. with_tools: calls are read from it."""
         thought, content = _split_thought(text)
-        calls = [call for call in calls_in(content) if not call.error] if with_tools else []
+        calls = [call for call in calls_in(content) if _can_be_sent(call)] if with_tools else []
         if not calls:
             return cls(content, thought)
         return cls(_text_before_calls(content), thought, tuple(map(_write_call, calls)))
@@ -216,6 +228,10 @@ def _split_thought(text: str) -> tuple[str, str]:
         if text.lstrip().startswith(begin):
             return text.lstrip().removeprefix(begin).strip(), ""
     return "", text
+
+
+def _can_be_sent(call: Call) -> bool:
+    return not call.error and is_text(json.dumps([call.id, call.name, call.arguments], ensure_ascii=False))
 
 
 def _text_before_calls(content: str) -> str:

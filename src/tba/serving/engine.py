@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.05  # of a wait for the server's requests
 NO_LEASE = -1  # the position of a prompt that an agent has chosen
-ENDED = RequestRefused(503, "the run has ended: begin another one, or another server", "run_ended")
 
 
 @dataclass(frozen=True)
@@ -91,14 +90,16 @@ class Mailbox:
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[MailboxItem] = queue.SimpleQueue()
         self._has_items = threading.Event()
-        self._is_closed = False
+        self._closed = threading.Event()
 
     def post(self, item: MailboxItem) -> None:
         """Post a request. Raises `RequestRefused` once the run has ended."""
-        if self._is_closed:
-            raise ENDED
+        if self._closed.is_set():
+            raise run_ended()
         self._items.put(item)
         self._has_items.set()
+        if self._closed.is_set():  # meanwhile, perhaps after what was there had been taken
+            refuse(item)
 
     def take(self) -> list[MailboxItem]:
         """Returns all that was posted since the last call."""
@@ -114,15 +115,22 @@ class Mailbox:
 
     def close(self) -> None:
         """Refuse what is posted from now on, and what nobody has taken."""
-        self._is_closed = True
+        self._closed.set()
         for item in self.take():
             refuse(item)
 
 
-def refuse(item: MailboxItem, error: Exception = ENDED) -> None:
+def run_ended() -> RequestRefused:
+    """Returns the refusal of what comes too late; one of its own each time, since errors keep what they passed."""
+    return RequestRefused(503, "the run has ended: begin another one, or another server", "run_ended")
+
+
+def refuse(item: MailboxItem, error: Exception | None = None) -> None:
     """Fail the future of a request that is not answered, if it has one."""
-    if isinstance(item, SeatRequest | SampleRequest) and not item.future.done():
-        item.future.set_exception(error)
+    if not isinstance(item, SeatRequest | SampleRequest) or item.future.done():
+        return
+    if item.future.set_running_or_notify_cancel():  # the server's thread may give up at any moment
+        item.future.set_exception(error or run_ended())
 
 
 @dataclass
@@ -312,7 +320,7 @@ class ServedFlow:
         for request in self._parked.intersection(episode.parked):
             self._replies[request] = None
         for request, item in list(self._waiting.items()):
-            if any(item is other for other in episode.unanswered):
+            if any(item is unanswered for unanswered in episode.unanswered):
                 self.flow.cancel(request)
         seat = episode.seat
         if episode.completion is not None:
@@ -372,9 +380,11 @@ class ServedFlow:
         for turn in turns:
             tokens = np.array(turn.tokens, dtype=np.int32)
             answer = SampledAnswer(tokens, turn.text, turn.stop_reason, turn.log_behavior, turn.versions, turn.request)
-            self._parked.add(turn.request)
-            self._rooms[turn.request] = turn.room
-            self._answer(turn.request, answer)
+            if self._answer(turn.request, answer):
+                self._parked.add(turn.request)
+                self._rooms[turn.request] = turn.room
+            else:
+                self._replies[turn.request] = None
 
     def replies(self, wait: bool) -> Mapping[int, IntArray | None]:
         """Returns the tokens between an answer and the next one, for the rows in which agents go on."""
@@ -400,7 +410,10 @@ class ServedFlow:
         self._answer(request, SampledAnswer(tokens, self.decode(tokens), reason, log_turn, versions))
         return completion
 
-    def _answer(self, request: int, answer: SampledAnswer) -> None:
+    def _answer(self, request: int, answer: SampledAnswer) -> bool:
+        """Answer the call that a request belongs to. Returns whether somebody waits for it."""
         item = self._waiting.pop(request)
-        if item.future.set_running_or_notify_cancel():
+        is_waiting = item.future.set_running_or_notify_cancel()
+        if is_waiting:
             item.future.set_result(answer)
+        return is_waiting

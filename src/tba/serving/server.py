@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,14 +25,15 @@ import numpy as np
 from tba.protocols import ShowsFields, Task, TurnLimits
 from tba.rollout.searcher import OpenAnswer
 from tba.serving.chat import POLICY, AnswerMessage, ChatAnswer, ChatRequest, RequestRefused
-from tba.serving.engine import ENDED, EndedEpisode, Mailbox, NoMoreEpisodes, SampleRequest, Seat, SeatRequest
+from tba.serving.engine import EndedEpisode, Mailbox, NoMoreEpisodes, SampleRequest, Seat, SeatRequest, run_ended
 from tba.serving.episode import Call, ConversationEncoder, ConversationTree, SampledAnswer
 from tba.serving.judging import EpisodeJudge
 from tba.types import Completion, EpisodeRecord, Json, Prompt
 from tba.user_code import problems_of
 
 _SWEEP_SECONDS = 1.0  # between two looks for episodes without calls
-_ENDED_KEPT = 4096  # episodes that ended, whose keys are remembered
+_ENDED_KEPT = 4096  # episodes that ended, which are remembered
+_TAG_CHARACTERS = 4096  # of a tag, which is stored with the episode
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class ServingLimits:
 
     max_tokens: int  # of the completion that an episode makes, contexts of further conversations included
     max_calls: int = 256  # of an episode
-    episodes_per_token: int = 256  # that are open at once, of one token
+    episodes_per_token: int = 256  # that are open or wait to begin at once, of one token
+    calls_per_token: int = 256  # that wait for their answers at once
     idle_seconds: float = 600.0  # without a call, after which an episode is ended
     answer_seconds: float = 1800.0  # that a call may wait for its answer
     seat_seconds: float = 120.0  # that a new episode may wait until the run wants one
@@ -65,6 +69,14 @@ class ServedEpisode:
     @property
     def calls_made(self) -> int:
         return len(self.tree.calls)
+
+
+@dataclass(frozen=True)
+class PastEpisode:
+    """Holds what is remembered of an episode that has ended."""
+
+    owner: str
+    end: asyncio.Future[Json] | None  # its result; None: it was abandoned
 
 
 class EpisodeServer:
@@ -93,7 +105,8 @@ class EpisodeServer:
         self.new_segments: Counter[str] = Counter()  # conversations that went on from no answer, by the reason
         self._tokenizer, self._encoder = tokenizer, ConversationEncoder(tokenizer)
         self._episodes: dict[str, ServedEpisode] = {}
-        self._ended: dict[str, None] = {}
+        self._ended: dict[str, PastEpisode] = {}
+        self._waiting_to_begin: Counter[str] = Counter()  # by owner
         self._rewards: dict[int, tuple[Completion, asyncio.Future[Json]]] = {}  # by the identity of the completion
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle_since = time.monotonic()
@@ -104,7 +117,8 @@ class EpisodeServer:
         """Returns a new episode: of the prompt with this key, or of the next one of the run's order. Raises
         `RequestRefused`.
         """
-        if sum(episode.owner == owner for episode in self._episodes.values()) >= self.limits.episodes_per_token:
+        open_count = sum(episode.owner == owner for episode in self._episodes.values())
+        if open_count + self._waiting_to_begin[owner] >= self.limits.episodes_per_token:
             raise RequestRefused(
                 429, f"{self.limits.episodes_per_token} episodes of this token are open: end one first", "rate_limit"
             )
@@ -112,42 +126,73 @@ class EpisodeServer:
             raise RequestRefused(
                 404, f"the run has no training prompt with the key {key!r:.40}: GET /prompts lists keys", "no_prompt"
             )
-        request = SeatRequest(None if key is None else self.prompts[key], Future())
-        self.mailbox.post(request)
+        if (length := len(json.dumps(tag))) > _TAG_CHARACTERS:
+            raise RequestRefused(400, f"tag has {length:,} characters of JSON: give at most {_TAG_CHARACTERS:,}", "tag")
+        self._waiting_to_begin[owner] += 1
         try:
-            async with asyncio.timeout(self.limits.seat_seconds):
-                seat = await asyncio.wrap_future(request.future)
-        except TimeoutError:
-            raise RequestRefused(
-                503, f"the run wanted no further episode for {self.limits.seat_seconds:g} s: try again", "no_seat"
-            ) from None
+            seat = await self._seat(None if key is None else self.prompts[key])
+        finally:
+            self._waiting_to_begin[owner] -= 1
         tree = ConversationTree(seat.prompt, self._encoder, self.limits.max_tokens)
         episode = ServedEpisode(f"{self.instance}{secrets.token_hex(14)}", owner, seat, tree, tag)
         self._episodes[episode.id] = episode
         self.counts["episodes"] += 1
         return episode
 
+    async def _seat(self, prompt: Prompt | None) -> Seat:
+        """Returns a seat of a prompt, or of the next one. Raises `RequestRefused` where the run wants no episode."""
+        request = SeatRequest(prompt, Future())
+        self.mailbox.post(request)
+        try:
+            async with asyncio.timeout(self.limits.seat_seconds):
+                return await asyncio.wrap_future(request.future)
+        except TimeoutError:
+            raise RequestRefused(
+                503, f"the run wanted no further episode for {self.limits.seat_seconds:g} s: try again", "no_seat"
+            ) from None
+
+    def has_episode(self, id_: str) -> bool:
+        """Returns whether an episode with this id is open or has ended."""
+        return id_ in self._episodes or id_ in self._ended
+
+    def past_episode(self, id_: str) -> PastEpisode | None:
+        """Returns what is remembered of an episode that has ended; None where none of this id has."""
+        return self._ended.get(id_)
+
     def episode(self, id_: str) -> ServedEpisode:
         """Returns the open episode with this id. Raises `RequestRefused` for one that is over, or of nobody."""
         if (episode := self._episodes.get(id_)) is not None:
             return episode
         if id_ in self._ended:
-            raise RequestRefused(410, "the episode has ended: begin another one", "episode_ended")
+            raise _episode_ended()
         if len(id_) == 36 and not id_.startswith(self.instance):
             raise RequestRefused(410, "the episode was lost when its server ended: begin another one", "episode_lost")
         raise RequestRefused(401, "the key is of no episode: give the api_key that POST /episodes returned", "no_key")
 
-    async def end(self, episode: ServedEpisode, artifact: Json = None, claimed_reward: Json = None) -> Json:
+    async def end(
+        self, episode: ServedEpisode | PastEpisode, artifact: Json = None, claimed_reward: Json = None
+    ) -> Json:
         """Returns the reward of an episode, once it is on the disk; a repeated call waits for the same."""
         if episode.end is None:
+            episode = self._open(episode)
             episode.end = asyncio.ensure_future(self._end(episode, artifact, claimed_reward))
+            episode.end.add_done_callback(_retrieve_error)
+        assert episode.end is not None
         return await asyncio.shield(episode.end)
 
-    async def abandon(self, episode: ServedEpisode) -> None:
-        """End an episode without a reward: another one takes its place."""
-        if episode.end is None:
-            self._close(episode, None)
+    async def abandon(self, episode: ServedEpisode | PastEpisode) -> None:
+        """End an episode without a reward: another one takes its place. Raises `RequestRefused` where it has ended."""
+        if episode.end is not None:
+            raise _episode_ended()
+        if not isinstance(episode, PastEpisode):
+            self._close(self._open(episode), None)
             self.counts["abandoned episodes"] += 1
+
+    def _open(self, episode: ServedEpisode | PastEpisode) -> ServedEpisode:
+        """Returns the episode. Raises `RequestRefused` where it has ended, perhaps while a body was read."""
+        if isinstance(episode, PastEpisode) or episode.id not in self._episodes:
+            raise _episode_ended()
+        return episode
 
     async def _end(self, episode: ServedEpisode, artifact: Json, claimed_reward: Json) -> Json:
         completion = episode.tree.completion()
@@ -193,7 +238,7 @@ class EpisodeServer:
     def _close(self, episode: ServedEpisode, completion: Completion | None) -> None:
         """Give an episode's seat back to the searcher."""
         del self._episodes[episode.id]
-        self._ended[episode.id] = None
+        self._ended[episode.id] = PastEpisode(episode.owner, episode.end)
         while len(self._ended) > _ENDED_KEPT:
             del self._ended[next(iter(self._ended))]
         self._idle_since = time.monotonic()
@@ -214,16 +259,21 @@ class EpisodeServer:
         """Returns the task that answers a call; a retry of a call joins it. Raises `RequestRefused`."""
         episode.used_at = time.monotonic()
         digest = hashlib.blake2b(body, digest_size=16).hexdigest()
-        if is_retry and (task := episode.answers.get(digest)) is not None:
+        if is_retry and (task := episode.answers.get(digest)) is not None and not _has_failed(task):
             self.counts["retries"] += 1
             return task
-        if episode.end is not None:
-            raise RequestRefused(410, "the episode has ended: begin another one", "episode_ended")
+        if self._open(episode).end is not None:
+            raise _episode_ended()
         if request.model not in ("", POLICY):
             self.counts["calls under another model's name"] += 1
         if episode.calls_made >= self.limits.max_calls:
             raise RequestRefused(
                 400, f"the episode has made its {self.limits.max_calls} calls: end it", "context_length_exceeded"
+            )
+        waiting_count = sum(len(other.samples) for other in self._episodes.values() if other.owner == episode.owner)
+        if waiting_count >= self.limits.calls_per_token:
+            raise RequestRefused(
+                429, f"{self.limits.calls_per_token} calls of this token wait for their answers: wait too", "rate_limit"
             )
         call = episode.tree.begin_call(request)
         episode.overrides.update(request.overrides.keys())
@@ -251,6 +301,8 @@ class EpisodeServer:
                 answer = await asyncio.wrap_future(sample.future)
         except BaseException as error:
             episode.tree.drop_call(call)
+            if episode.id not in self._episodes:
+                raise _episode_ended() from None
             if isinstance(error, TimeoutError):
                 raise RequestRefused(504, f"no answer within {self.limits.answer_seconds:g} s") from None
             raise
@@ -318,7 +370,8 @@ class EpisodeServer:
             if self._episodes:
                 has_closed_groups = False
             elif not has_closed_groups and now - self._idle_since > self.limits.idle_seconds:
-                self.mailbox.post(NoMoreEpisodes())
+                with suppress(RequestRefused):  # the run has ended
+                    self.mailbox.post(NoMoreEpisodes())
                 has_closed_groups = True
 
     def close(self) -> None:
@@ -330,13 +383,21 @@ class EpisodeServer:
     def _refuse_rewards(self) -> None:
         for _, future in self._rewards.values():
             if not future.done():
-                future.set_exception(ENDED)
+                future.set_exception(run_ended())
 
     @property
     def figures(self) -> Mapping[str, int]:
         """Returns what was served, for people."""
         segments = {f"new segment: {reason}": count for reason, count in self.new_segments.items()}
         return {name: count for name, count in ({**self.counts, **segments}).items() if count}
+
+
+def _episode_ended() -> RequestRefused:
+    return RequestRefused(410, "the episode has ended: begin another one", "episode_ended")
+
+
+def _has_failed(task: asyncio.Future[Any]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 def _retrieve_error(task: asyncio.Future[Any]) -> None:

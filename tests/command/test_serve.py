@@ -1,0 +1,257 @@
+"""`tba serve` beside `tba train`, each in processes of its own, and agents that speak HTTP."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+from tests.runtime.runs import Command, command, made, until
+
+from serving.chat_llama import chat_llama
+from tba.__main__ import main
+from tba.command.options import ServeOptions
+from tba.command.serve import AgentService
+from tba.errors import UserError
+from tba.record.faults import count_faults
+from tba.record.summary import Summary
+from tba.replay.follower import JournalFollower
+from tba.types import Trajectory
+
+RECIPE = Path(__file__).parents[1] / "serving" / "chat_recipe.py"
+TOKENS = {"alice": "the-token-of-alice", "bob": "the-token-of-bob-"}
+SECONDS = 240.0  # that a busy machine may take for what takes a few
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chat")
+    chat_llama(folder)
+    return folder
+
+
+def ask(url: str, method: str, path: str, key: str, body: Any = None) -> tuple[int, Any]:
+    """The status and the body of what a server answers."""
+    data = json.dumps(body or {}).encode() if method == "POST" else None
+    request = Request(url + path, data, {"authorization": f"Bearer {key}"}, method=method)
+    try:
+        with urlopen(request, timeout=SECONDS) as response:
+            return response.status, json.loads(response.read() or b"null")
+    except HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read())
+
+
+def play(url: str, token: str, **fields: Any) -> tuple[int, Any]:
+    """What an agent gets for an episode of two calls: the status and the result of its end."""
+    status, episode = ask(url, "POST", "/episodes", token, fields)
+    if status != 201:
+        return status, episode
+    messages = list(episode["prompt"])
+    for _ in range(2):
+        status, answer = ask(
+            url, "POST", "/v1/chat/completions", episode["api_key"], {"messages": messages, "max_tokens": 5}
+        )
+        if status != 200:
+            return status, answer
+        messages += [answer["choices"][0]["message"], {"role": "user", "content": "Are you sure?"}]
+    return ask(url, "POST", f"/episodes/{episode['id']}/end", token, {"claimed_reward": 77.5})
+
+
+class Agents:
+    """Agents of one token that play until the run ends, and what they were told is on the disk."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path, self.name = path, name
+        self.acknowledged: dict[str, float] = {}
+        self.refusals: list[tuple[int, Any]] = []
+        self._has_ended = threading.Event()
+        self._threads = [threading.Thread(target=self._play, daemon=True) for _ in range(2)]
+
+    def __enter__(self) -> Agents:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._has_ended.set()
+        for thread in self._threads:
+            thread.join(SECONDS)
+            assert not thread.is_alive()
+
+    def _play(self) -> None:
+        while not self._has_ended.wait(0.05):
+            with suppress(OSError, HTTPException, ValueError, KeyError):  # the server is not there, or ends
+                facts = json.loads((self.path / "serve.json").read_text())
+                status, result = play(facts["url"], facts["tokens"][self.name], tag=self.name)
+                if status == 200 and result["on_disk"]:
+                    self.acknowledged[result["uid"]] = result["reward"]
+                else:
+                    self.refusals.append((status, result))
+
+
+@contextmanager
+def processes() -> Iterator[Callable[..., Command]]:
+    """Starts commands, none of which outlives the block."""
+    commands: list[Command] = []
+
+    def start(*arguments: str) -> Command:
+        commands.append(command(*arguments))
+        return commands[-1]
+
+    try:
+        yield start
+    finally:
+        for process in commands:
+            process.kill()
+            process.communicate(timeout=SECONDS)
+
+
+def training(path: Path, model: Path, *arguments: str) -> tuple[str, ...]:
+    place = ("--runs", str(path.parent), "--run-name", path.name, "--model.path", str(model))
+    return ("train", str(RECIPE), *place, *arguments)
+
+
+def serving(path: Path, tokens: Path) -> tuple[str, ...]:
+    return ("serve", "--run", str(path), "--port", "0", "--tokens", str(tokens))
+
+
+def rows(path: Path) -> list[Trajectory]:
+    with JournalFollower(path / "journal.sqlite") as journal:
+        return list(journal.drain())
+
+
+def require_whole(path: Path, acknowledged: dict[str, float]) -> Summary:
+    """The account closes, and all that agents were told is on the disk is there, with its reward."""
+    summary = Summary.read(path)
+    assert summary is not None
+    assert summary.tokens.closes(), summary.tokens
+    assert summary.trajectories.closes(), summary.trajectories
+    recorded = {row.uid: row.reward for row in rows(path)}
+    assert acknowledged.items() <= recorded.items()
+    return summary
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    file = tmp_path / "tokens.json"
+    file.write_text(json.dumps(TOKENS))
+    return file
+
+
+def test_a_run_learns_from_its_agents_alone(tmp_path: Path, model: Path, tokens: Path) -> None:
+    path = tmp_path / "run"
+    with processes() as start:
+        train = start(*training(path, model))
+        until(lambda: (path / "logs" / "trainer.log").exists(), SECONDS, "the run to begin")
+        serve = start(*serving(path, tokens))
+        url = until(lambda: url_of(path), SECONDS, "the server")
+        assert (path / "serve.json").stat().st_mode & 0o077 == 0
+        _, episode = ask(url, "POST", "/episodes", TOKENS["alice"])
+        for method, route in (("POST", f"/episodes/{episode['id']}/end"), ("DELETE", f"/episodes/{episode['id']}")):
+            status, refusal = ask(url, method, route, TOKENS["bob"])
+            assert (status, refusal["error"]["code"]) == (403, "foreign_episode")
+        assert ask(url, "DELETE", f"/episodes/{episode['id']}", episode["api_key"])[0] == 204
+        with Agents(path, "alice") as alice, Agents(path, "bob") as bob:
+            output, errors = train.communicate(timeout=SECONDS)
+            assert (train.returncode, errors) == (0, ""), output
+        output, errors = serve.communicate(timeout=SECONDS)
+        assert (serve.returncode, errors) == (0, ""), output
+        assert "served: " in output
+    assert not (path / "serve.json").exists()
+    require_whole(path, alice.acknowledged | bob.acknowledged)
+    for row in rows(path):
+        agent = row.provenance["agent"]
+        assert {name: row.provenance[name] for name in ("calls", "claimed_reward", "tag")} == {
+            "calls": 2,
+            "claimed_reward": 77.5,
+            "tag": agent,
+        }
+        assert row.reward == float((row.completion.tokens % 2 == 0).mean())  # whatever was claimed
+        assert row.uid not in (alice if agent == "bob" else bob).acknowledged
+    log = "".join(file.read_text() for file in (path / "logs").glob("*.log"))
+    assert "Are you sure?" not in log
+    assert not any(token in log for token in TOKENS.values())
+
+
+def url_of(path: Path) -> str | None:
+    try:
+        return str(json.loads((path / "serve.json").read_text())["url"])
+    except FileNotFoundError:
+        return None
+
+
+def test_what_agents_were_told_outlives_a_server_that_is_killed(tmp_path: Path, model: Path, tokens: Path) -> None:
+    path = tmp_path / "run"
+    with processes() as start:
+        train = start(*training(path, model, "--steps", "8"))
+        until(lambda: (path / "logs" / "trainer.log").exists(), SECONDS, "the run to begin")
+        first = start(*serving(path, tokens))
+        first_url = until(lambda: url_of(path), SECONDS, "the server")
+        with Agents(path, "alice") as alice:
+            until(lambda: len(alice.acknowledged) >= 3, SECONDS, "episodes")
+            first.kill()
+            first.communicate(timeout=SECONDS)
+            until(lambda: count_faults(path)["joined_deaths"] == 1, SECONDS, "the driver to see that it died")
+            second = start(*serving(path, tokens))
+            until(lambda: url_of(path) not in (None, first_url), SECONDS, "another server")
+            output, errors = train.communicate(timeout=SECONDS)
+            assert (train.returncode, errors) == (0, ""), output
+        _, errors = second.communicate(timeout=SECONDS)
+        assert (second.returncode, errors) == (0, "")
+    summary = require_whole(path, alice.acknowledged)
+    assert [joined["how"] for joined in summary.joined] == ["it died", "the run ended"]
+
+
+def test_what_cannot_be_served_is_said_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refusal(*arguments: str) -> str:
+        assert main(["serve", "--run", str(tmp_path / "run"), *arguments]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    def file(content: str) -> str:
+        (tmp_path / "file").write_text(content)
+        return str(tmp_path / "file")
+
+    for host in ("0.0.0.0", "::", "192.168.0.1", "example.org"):
+        assert "give --certificate" in refusal("--host", host)
+    for host in ("127.0.0.1", "::1", "localhost", "127.8.8.8"):
+        assert "give --certificate" not in refusal("--host", host)  # but there is no such run
+    assert "cannot be used" in refusal("--certificate", str(tmp_path / "none.pem"))
+    assert "cannot be used" in refusal("--certificate", file("-----BEGIN CERTIFICATE-----\n"))
+    for content, reason in (
+        ('{"alice": "short"}', "less than 16 characters"),
+        ("{}", "has none"),
+        ('["a-long-enough-token"]', "unexpected contents"),
+        ('{"alice": 12345678901234567890}', "unexpected contents"),
+        ('{"alice": "a-long-enough-token", "bob": "a-long-enough-token"}', "two owners"),
+        ('{"alice": "a long enough token"}', "no header can carry"),
+        ('{"alice": "a-long-en\u00f6ugh-token"}', "no header can carry"),
+        ("{", "unexpected contents"),
+    ):
+        assert reason in refusal("--tokens", file(content))
+    for flag, value in (("--port", "-1"), ("--port", "65536"), ("--max-calls", "0"), ("--idle-seconds", "nan")):
+        assert flag in refusal(flag, value)
+
+
+def test_a_port_that_is_taken_is_said_before_the_run_is_joined() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(UserError, match="give a port that is free"):
+            AgentService(ServeOptions(port=port))
+
+
+def test_a_run_that_is_not_in_progress_is_not_served(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, run = made(tmp_path / "run", "--model.path", str(model), source=RECIPE)
+    assert main(["serve", "--run", str(run.path), "--port", "0"]) == 2
+    assert "is not in progress" in capsys.readouterr().err
