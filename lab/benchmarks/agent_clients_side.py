@@ -285,7 +285,7 @@ async def play_anthropic_stream(episode: Episode) -> None:
         runner: Any = client.beta.messages.tool_runner(
             model="policy",
             system=episode.system,
-            messages=messages,
+            messages=list(messages),
             tools=[tool_of(function) for function in TOOLS.values()],
             max_tokens=MOST_TOKENS,
             max_iterations=MOST_TURNS,

@@ -10,7 +10,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -307,6 +307,24 @@ class ChatAnswer:
         return {**head, "choices": list(choices)}
 
 
-def write_event(value: Json) -> str:
-    """Returns a value as a server-sent event."""
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+def write_event(value: Json, name: str = "") -> str:
+    """Returns a value as a server-sent event, with a name where its API gives events names."""
+    return (f"event: {name}\n" if name else "") + f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+
+@dataclass(frozen=True)
+class ApiForm:
+    """Holds how requests of one API are read, and how it has answers written, which all are calls of chats."""
+
+    parse: Callable[[Json], ChatRequest]
+    body: Callable[[ChatAnswer, ChatRequest], Json]
+    events: Callable[[ChatAnswer, ChatRequest], Iterator[str]]
+    error_event: Callable[[RequestRefused], str]  # where a stream has begun
+
+
+CHAT = ApiForm(
+    parse_chat_request,
+    lambda answer, _: answer.body,
+    lambda answer, request: answer.events(request.includes_usage),
+    lambda error: write_event(error.body),
+)
