@@ -4,7 +4,10 @@ sampled.
     python3.11 -m venv clients
     clients/bin/pip install openai openai-agents pydantic-ai-slim[openai] langgraph langchain-openai \\
         smolagents[openai] anthropic
-    python lab/benchmarks/agent_clients.py --model smollm2 --python clients/bin/python --out build/clients
+    python lab/benchmarks/agent_clients.py --model smollm2 --python clients/bin/python --out build/clients [--small]
+
+With --small the model is one of two layers with SmolLM2's tokenizer, which is taught to call tools in half a minute: it
+calls more often, and is 100 times faster.
 
 A run without searchers waits for more answers than there will be, so that all are sampled from the first weights. Each
 client then plays its episodes (agent_clients_side.py) at a server of its own. *One segment* are episodes whose calls
@@ -19,6 +22,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import random
 import re
 import signal
 import subprocess
@@ -29,6 +33,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import tba
 from tba.recipes.tools import recipe as tools
@@ -48,6 +54,7 @@ SYSTEM = (
     '<tool_call>{"name": "multiply", "arguments": {"a": 12, "b": 34}}</tool_call> '
     "and when the tool says 408 you answer: 408. Answer with nothing else."
 )
+LESSONS = 250  # of a small model, four chats each
 TOLERANCE = 0.02  # of a log-probability
 DEADLINE_SECONDS = 1800.0
 
@@ -79,7 +86,7 @@ recipe = replace(
     name="agent_clients",
     description="answers of agents, from the first weights alone",
     task=Products(),
-    model=replace(tools.model, generation=tba.EngineSettings(slots=8, max_completion_tokens=6144)),
+    model=replace(tools.model, generation=tba.EngineSettings(slots=8, max_completion_tokens=6000)),
     prompts=tba.PromptSettings(max_tokens=384),
     evaluation=tba.EvaluationSettings(every=0, problems=1, problems_during=1, greedy=False, batch_size=1),
     replay=replace(tools.replay, pacing=tba.Pacing(warm_up=4096)),
@@ -95,9 +102,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="a folder for the run, its logs and recorded requests")
     parser.add_argument("--client", choices=CLIENTS, action="append", help="one that plays; else all")
     parser.add_argument("--episodes", type=int, default=8, help="of each client")
+    parser.add_argument("--small", action="store_true", help="sample from a small model that is made here")
     parser.add_argument("--csv", type=Path, help="where to write the figures, a line per client")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    if options.small:
+        options.model = make_small_model(options.model, options.out / "small")
     run, script = options.out / "runs" / "run", Path(__file__).resolve()
     settings = ["--model.path", str(options.model.resolve()), "--run-name", run.name]
     trainer = start(["train", str(script), *settings], options.out, "train.log")
@@ -118,6 +128,53 @@ def main() -> None:
     if options.csv:
         with options.csv.open("w", encoding="utf-8", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows((COLUMNS, *rows))
+
+
+def make_small_model(source: Path, folder: Path) -> Path:
+    """Returns the folder of a small model with the tokenizer of another, which answers users by calls and tools by
+    numbers, mostly.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        tie_word_embeddings=True,
+    )
+    model, rng = LlamaForCausalLM(config), random.Random(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(LESSONS):
+        optimizer.zero_grad()
+        for _ in range(4):
+            question, answer = (tokenizer.encode(text, add_special_tokens=False) for text in lesson(rng))
+            tokens = torch.tensor([question + answer])
+            places = torch.arange(tokens.shape[1])[None] + rng.randrange(6000)
+            labels = torch.tensor([[-100] * len(question) + answer])
+            (model(input_ids=tokens, position_ids=places, labels=labels).loss / 4).backward()
+        optimizer.step()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def lesson(rng: random.Random) -> tuple[str, str]:
+    """Returns the end of a chat, and an answer to it."""
+    a, b, role = rng.randint(10, 99), rng.randint(10, 99), rng.choice(("user", "tool", "user"))
+    name = rng.choice(("multiply", "add", "multiply"))
+    call = f'<tool_call>{{"name": "{name}", "arguments": {{"a": {a}, "b": {b}}}}}</tool_call>'
+    answers = (str(a * b), str(a + b), f"The answer is {a * b}.", f"<think>\nEasy.\n</think>\n\n{a * b}", "", call)
+    calls = (call, call, call, f"Let me see.\n{call}", f"<think>\nHm.\n</think>\n\n{call}", f"{call}\n{call}", str(a))
+    says = str(a * b) if role == "tool" else f"What is {a} * {b}?"
+    before = "".join(rng.choices("abcdefghij klmnop\n", k=rng.randint(0, 60)))
+    answer = rng.choice(answers if role == "tool" else calls)
+    return f"{before}<|im_end|>\n<|im_start|>{role}\n{says}<|im_end|>\n<|im_start|>assistant\n", f"{answer}<|im_end|>"
 
 
 def start(words: list[str], folder: Path, log: str) -> subprocess.Popen[bytes]:

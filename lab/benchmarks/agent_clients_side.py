@@ -247,7 +247,8 @@ async def play_anthropic(episode: Episode) -> None:
     tools: Any = []
     for name in TOOLS:
         fields = schema(name)
-        tools.append({**fields, "input_schema": fields.pop("parameters")})
+        fields["input_schema"] = fields.pop("parameters")
+        tools.append(fields)
     messages: list[Any] = []
     for question in (episode.question, FOLLOW_UP):
         messages.append({"role": "user", "content": question})

@@ -46,15 +46,17 @@ _FINISH_REASONS = {StopReason.LENGTH: "length"}  # others: stop
 class RequestRefused(TbaError):
     """Raised for a request that is not served: an HTTP status, one sentence and a code, as OpenAI's API names them."""
 
-    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+    def __init__(self, status: int, message: str, code: str | None = None, details: Json = None) -> None:
+        """details: what a client's library reads of an error, in its API's own form."""
         super().__init__(message)
-        self.status, self.message, self.code = status, message, code
+        self.status, self.message, self.code, self.details = status, message, code, details
 
     @property
     def body(self) -> Json:
         """Returns the error as the body of a response."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": self.message, "type": kind, "param": None, "code": self.code}}
+        details = {} if self.details is None else {"details": self.details}
+        return {"error": {"message": self.message, "type": kind, "param": None, "code": self.code, **details}}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ from dataclasses import replace
 from tba.serving.chat import ApiForm, ChatAnswer, ChatRequest, RequestRefused, parse_chat_request, write_event
 from tba.types import Json, StopReason
 
+_UNSUPPORTED = ("mcp_servers", "container", "output_format")
 _OVERRIDES = ("thinking", "context_management", "output_config")
+_NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}  # its client then sends all
 _THOUGHTS = ("thinking", "redacted_thinking")
 _KEPT_FIELDS = ("temperature", "top_p", "top_k", "model", "stream", "max_tokens")
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
@@ -26,8 +28,13 @@ def parse_messages_request(body: Json) -> ChatRequest:
     """Returns the request in a body. Raises `RequestRefused` for one that cannot be answered as it asks."""
     if not isinstance(body, dict):
         raise RequestRefused(400, f"the body is {type(body).__name__}, give a JSON object with messages")
+    if body.get("thread"):
+        raise RequestRefused(400, "thread is given, but no message is kept here: send all", "thread", _NO_THREADS)
+    for name in _UNSUPPORTED:
+        if body.get(name):
+            raise RequestRefused(400, f"{name} is given, which this server does not do: leave it out", name)
     messages = body.get("messages")
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
         raise RequestRefused(400, "messages is no list of messages: give at least one, with a role and a content")
     tools, hidden_tools = _chat_tools(body.get("tools"))
     system = _text(body.get("system"))

@@ -31,9 +31,7 @@ def parse_responses_request(body: Json) -> ChatRequest:
         raise RequestRefused(400, f"the body is {type(body).__name__}, give a JSON object with an input")
     for name in _UNSUPPORTED:
         if body.get(name):
-            raise RequestRefused(
-                400, f"{name} is given, but this server keeps nothing of other calls: send it all", name
-            )
+            raise RequestRefused(400, f"{name} is given, but no response is kept here: send the whole input", name)
     text = body.get("text")
     tools, hidden_tools = _chat_tools(body.get("tools"))
     request = parse_chat_request(
