@@ -272,8 +272,8 @@ class ConversationTree:
                 chains.append(chain)
             chain.append(call)
             by_tip[call] = chain
-        first = next(filter(self._reads_prompt, chains), None)
-        return sorted(chains, key=lambda chain: chain is not first)
+        prompt_chain = next(filter(self._reads_prompt, chains), None)
+        return sorted(chains, key=lambda chain: chain is not prompt_chain)
 
     def _reads_prompt(self, chain: Sequence[Call]) -> bool:
         """Returns whether a chain begins right behind the prompt."""

@@ -174,9 +174,9 @@ def responses_events(answer: ChatAnswer, request: ChatRequest) -> Iterator[str]:
         return write_event({"type": kind, "sequence_number": next(numbers), **fields}, kind)
 
     body = responses_body(answer, request)
-    begun = {**body, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
-    yield event("response.created", response=begun)
-    yield event("response.in_progress", response=begun)
+    empty_response = {**body, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+    yield event("response.created", response=empty_response)
+    yield event("response.in_progress", response=empty_response)
     for index, item in enumerate(body["output"]):
         place = {"item_id": item["id"], "output_index": index}
         is_call = item["type"] == "function_call"
@@ -190,10 +190,10 @@ def responses_events(answer: ChatAnswer, request: ChatRequest) -> Iterator[str]:
             (part,) = item["content"]
             place |= {"content_index": 0}
             kind = f"response.{part['type']}"
-            others = {"logprobs": []} if "logprobs" in part else {}
+            log_fields = {"logprobs": []} if "logprobs" in part else {}
             yield event("response.content_part.added", **place, part={**part, "text": ""})
-            yield event(f"{kind}.delta", **place, delta=part["text"], **others)
-            yield event(f"{kind}.done", **place, text=part["text"], **others)
+            yield event(f"{kind}.delta", **place, delta=part["text"], **log_fields)
+            yield event(f"{kind}.done", **place, text=part["text"], **log_fields)
             yield event("response.content_part.done", **place, part=part)
         yield event("response.output_item.done", output_index=index, item=item)
     yield event(f"response.{body['status']}", response=body)
