@@ -4,6 +4,7 @@
     POST   /v1/chat/completions                       a call, under the episode's key, or below /e/ID
     POST   /episodes/ID/end {artifact?, claimed_reward?}   its reward
     DELETE /episodes/ID                               it is not to count
+    POST   /rollouts [{prompt|key, messages, uid?, reward?}]   episodes that were played elsewhere
     GET    /prompts?n=   /v1/models   /healthz        training prompts; names of models; whether it serves
 
 Invariant: but for /healthz nothing is answered without a token. A request with an `Origin`, or for a host of another
@@ -79,6 +80,7 @@ def application(server: EpisodeServer, access: AccessRules) -> Starlette:
             route("/e/{id}/v1/models", routes.models, "GET"),
             route("/prompts", routes.prompts, "GET"),
             route("/episodes", routes.begin, "POST"),
+            route("/rollouts", routes.take_rollouts, "POST"),
             route("/episodes/{id}/end", routes.end, "POST"),
             route("/episodes/{id}", routes.abandon, "DELETE"),
             route("/v1/chat/completions", routes.complete, "POST"),
@@ -193,6 +195,12 @@ class _Routes:
         episode = self._managed_episode(request)
         fields = await self._read_json(request, artifact=Any, claimed_reward=float | None)
         return JSONResponse(await self._server.end(episode, fields.get("artifact"), fields.get("claimed_reward")))
+
+    async def take_rollouts(self, request: Request) -> Response:
+        """Takes episodes that were played elsewhere."""
+        owner = self._owner(request)
+        body = await self._read_body(request)
+        return JSONResponse(await self._server.take_rollouts(owner, _parse_body(body, Any)))
 
     async def abandon(self, request: Request) -> Response:
         """Ends an episode that is not to count."""
