@@ -82,7 +82,7 @@ ALLOWED: dict[str, set[str]] = {
     "recipe": SEAMS | PARTS | {"models"},  # of models the one that a folder's path stands for
     "recipe_names": {"errors"},
     "settings": GROUND | {"recipe", "recipe_names"},  # recipes and studies by name, when they are asked for
-    "serving": SEAMS | {"environments", "rollout"},  # agents' calls as a searcher's answers
+    "serving": SEAMS | {"environments", "rollout", "imported_answers"},  # agents' calls as a searcher's answers
     "runtime": SEAMS | PARTS | {"gpus", "clock", "environments", "serving", "recipe", "settings", "recipe_names"},
     "runs": CORE,
     "command": CORE | {"runs"},

@@ -13,9 +13,9 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -24,18 +24,23 @@ from rich.console import Console
 
 from tba.command.options import SearchOptions, ServeOptions
 from tba.command.search import add_searcher
+from tba.environments.hosts import Hosts, InProcessHost
 from tba.environments.recorded import EpisodeReplays
 from tba.errors import DeadlineExceeded, UserError
+from tba.imported_answers.report import Report
 from tba.json_input import read_json
 from tba.protocols import Acted
 from tba.recipe import Recipe
 from tba.rollout.searcher import OpenAnswer
 from tba.runtime.engines import turn_encoder_of, worlds_of
+from tba.runtime.graders import grader_of
+from tba.runtime.importing import build_importer, replay_hosts_of
 from tba.runtime.prompt_sets import prompt_set_of
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.searcher_loop import LONGEST_HELD_BACK, SearcherLoop
 from tba.serving.engine import AgentCalls, Mailbox
 from tba.serving.judging import EpisodeJudge
+from tba.types import Json
 
 _START_SECONDS = 60.0  # that the HTTP server may take to start and to end
 _GATE_SECONDS = 0.25  # between two looks whether the run wants another episode
@@ -61,6 +66,7 @@ class AgentService:
     _tokens: dict[str, str] = field(init=False)
     _listeners: list[Any] = field(default_factory=list)
     _judge: EpisodeJudge | None = None
+    _replay_hosts: InProcessHost | Hosts | None = None  # of environments, for episodes that were played elsewhere
 
     def __post_init__(self) -> None:
         _require_server()
@@ -93,6 +99,7 @@ class AgentService:
             raise UserError(
                 "the model's tokenizer has no chat template, and agents send chats: take an instruction-tuned model"
             )
+        self._replay_hosts = replay_hosts_of(recipe)
         if isinstance(recipe.task, Acted):
             turn_encoder = turn_encoder_of(recipe.task, recipe.model.tokenizer())
             self._judge = EpisodeJudge(EpisodeReplays(worlds_of(recipe.task, inline=False), turn_encoder))
@@ -123,6 +130,7 @@ class AgentService:
             limits=limits,
             weights=lambda: str(loop.searcher.engine.version),
             judge=self._judge,
+            import_rollouts=self._rollout_importer(loop, recipe, run),
         )
         names = {"localhost", "127.0.0.1", "::1", options.host, host, *filter(None, options.names.split(","))}
         access = AccessRules(self._tokens, frozenset(name.strip().lower() for name in names), scheme)
@@ -144,12 +152,36 @@ class AgentService:
             server.close()
             if self._judge is not None:
                 self._judge.close()
+            if isinstance(self._replay_hosts, Hosts):
+                self._replay_hosts.end()
             http.should_exit = True
             with suppress(DeadlineExceeded):
                 _wait_until(lambda: not thread.is_alive(), "the HTTP server to end")
             loop.served = server.figures
             figures = ", ".join(f"{count} {name}" for name, count in sorted(server.figures.items()))
             console.print(f"served: {figures or 'nothing'}", highlight=False)
+
+    def _rollout_importer(self, loop: SearcherLoop, recipe: Recipe, run: RunDirectory) -> Callable[..., Report]:
+        """Returns what takes episodes into the run that were played elsewhere, by the parts that the searcher has."""
+        searcher, prepared_recipe = loop.searcher, replace(recipe, model=recipe.model.prepared(recipe.task))
+        reward = grader_of(recipe, run, retries=0)
+        importer = build_importer(
+            prepared_recipe, reward, searcher.reference, searcher.teachers, loop.journal, self._replay_hosts
+        )
+
+        def import_rollouts(rollouts: Sequence[Json], source: str) -> Report:
+            searcher.load_reference()
+            report = importer.import_values([_with_uid(row) for row in rollouts], source)
+            if recipe.record.hide_text:
+                report.hide_details()
+            return report
+
+        return import_rollouts
+
+
+def _with_uid(row: Json) -> Json:
+    """Returns a rollout with a name of its own, so that equal ones without names stay several."""
+    return {"uid": secrets.token_hex(16), **row} if isinstance(row, dict) else row
 
 
 @dataclass

@@ -6,6 +6,7 @@
     POST   /v1/messages/count_tokens                  how many tokens its messages are
     POST   /episodes/ID/end {artifact?, claimed_reward?}   its reward
     DELETE /episodes/ID                               it is not to count
+    POST   /rollouts [{prompt|key, messages, uid?, reward?}]   episodes that were played elsewhere
     GET    /prompts?n=   /v1/models   /healthz        training prompts; names of models; whether it serves
 
 Invariant: but for /healthz nothing is answered without a token. A request with an `Origin`, or for a host of another
@@ -84,6 +85,7 @@ def application(server: EpisodeServer, access: AccessRules) -> Starlette:
             route("/e/{id}/v1/models", routes.models, "GET"),
             route("/prompts", routes.prompts, "GET"),
             route("/episodes", routes.begin, "POST"),
+            route("/rollouts", routes.take_rollouts, "POST"),
             route("/episodes/{id}/end", routes.end, "POST"),
             route("/episodes/{id}", routes.abandon, "DELETE"),
             *(
@@ -206,6 +208,12 @@ class _Routes:
         episode = self._managed_episode(request)
         fields = await self._read_json(request, artifact=Any, claimed_reward=float | None)
         return JSONResponse(await self._server.end(episode, fields.get("artifact"), fields.get("claimed_reward")))
+
+    async def take_rollouts(self, request: Request) -> Response:
+        """Takes episodes that were played elsewhere."""
+        owner = self._owner(request)
+        body = await self._read_body(request)
+        return JSONResponse(await self._server.take_rollouts(owner, _parse_body(body, Any)))
 
     async def abandon(self, request: Request) -> Response:
         """Ends an episode that is not to count."""

@@ -18,19 +18,31 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from tba.imported_answers.report import Report
 from tba.protocols import ShowsFields, Task, TurnLimits
 from tba.rollout.searcher import OpenAnswer
 from tba.serving.chat import POLICY, AnswerMessage, ChatAnswer, ChatRequest, RequestRefused
-from tba.serving.engine import EndedEpisode, Mailbox, NoMoreEpisodes, SampleRequest, Seat, SeatRequest, run_ended
+from tba.serving.engine import (
+    EndedEpisode,
+    Mailbox,
+    NoMoreEpisodes,
+    SampleRequest,
+    SearcherWork,
+    Seat,
+    SeatRequest,
+    run_ended,
+)
 from tba.serving.episode import Call, ConversationEncoder, ConversationTree, SampledAnswer
 from tba.serving.judging import EpisodeJudge
 from tba.types import Completion, EpisodeRecord, Json, Prompt
 from tba.user_code import problems_of
 
+MOST_ROLLOUTS = 256  # of one request: the engine stands still while they are graded and scored
 _SWEEP_SECONDS = 1.0  # between two looks for episodes without calls
 _ENDED_KEPT = 4096  # episodes that ended, which are remembered
 _TAG_CHARACTERS = 4096  # of a tag, which is stored with the episode
@@ -91,10 +103,13 @@ class EpisodeServer:
         limits: ServingLimits,
         weights: Callable[[], str],
         judge: EpisodeJudge | None = None,
+        import_rollouts: Callable[[Sequence[Json], str], Report] | None = None,
     ) -> None:
         """prompts: the task's, for training. weights: returns the version that answers now. judge: where environments
-        judge episodes.
+        judge episodes. import_rollouts: takes episodes that others have played, under the name of their source; it is
+        called in the searcher's thread.
         """
+        self._import_rollouts = import_rollouts
         self._judge = judge
         self.mailbox, self.limits, self.weights = mailbox, limits, weights
         self.tools = problems_of(task, "train")[0].tools  # one set for all problems of a task
@@ -250,6 +265,19 @@ class EpisodeServer:
         parked = [call.answer.request for call in episode.tree.calls if call.answer is not None]
         requests = [request for request in parked if request is not None]
         self.mailbox.post(EndedEpisode(episode.seat, completion, requests, list(episode.samples.values())))
+
+    async def take_rollouts(self, owner: str, rollouts: Json) -> Json:
+        """Returns what became of episodes that were played elsewhere, whose lines are as in a file of `tba import`."""
+        if not isinstance(rollouts, list) or not 1 <= len(rollouts) <= MOST_ROLLOUTS:
+            raise RequestRefused(400, f"the body is no list of 1 to {MOST_ROLLOUTS} rollouts: send them in parts")
+        if self._import_rollouts is None:
+            raise RequestRefused(404, "this server takes no rollouts: use `tba import`")
+        work = SearcherWork(partial(self._import_rollouts, rollouts, f"rollouts:{owner}"), Future())
+        self.mailbox.post(work)
+        report: Report = await asyncio.wrap_future(work.future)
+        self.counts["rollouts"] += report.imported
+        self.counts["rejected rollouts"] += report.refused
+        return report.to_json()
 
     # Calls
 
