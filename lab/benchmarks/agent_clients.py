@@ -9,9 +9,9 @@ sampled.
 With --small the model is one of two layers with SmolLM2's tokenizer, which is taught to call tools in half a minute: it
 calls more often, and is 100 times faster.
 
-A run without searchers waits for more answers than there will be, so that all are sampled from the first weights. Each
-client then plays its episodes (agent_clients_side.py) at a server of its own. *One segment* are episodes whose calls
-all went on from one another; the reasons for the others are the server's. *Exact* are the tokens of the journal whose
+A run without searchers waits for more answers than there will be, so that all are sampled from the first weights. All
+clients then play their episodes (agent_clients_side.py) at once. *One segment* are episodes whose calls all went on
+from one another; the reasons for the others are the server's. *Exact* are the tokens of the journal whose
 log-probability, computed anew after what the row says they were sampled after, is the one that they were sampled with
 (to 0.02: the engine and the reference round differently). *Read* are tokens that the engine had to read, *re-rendered*
 those that it would have read if every request had been a new prompt.
@@ -23,11 +23,11 @@ import argparse
 import csv
 import json
 import random
-import re
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ SYSTEM = (
     '<tool_call>{"name": "multiply", "arguments": {"a": 12, "b": 34}}</tool_call> '
     "and when the tool says 408 you answer: 408. Answer with nothing else."
 )
-LESSONS = 250  # of a small model, four chats each
+LESSONS = 400  # of a small model, four chats each
 TOLERANCE = 0.02  # of a log-probability
 DEADLINE_SECONDS = 1800.0
 
@@ -92,6 +92,8 @@ recipe = replace(
     replay=replace(tools.replay, pacing=tba.Pacing(warm_up=4096)),
     searchers=0,
     samples_per_prompt=2,
+    policy_temperature=0.4,  # most calls are then well-formed
+    exploration=tba.Fixed(temperature=0.4),
 )
 
 
@@ -107,23 +109,27 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     if options.small:
-        options.model = make_small_model(options.model, options.out / "small")
+        folder = options.out / "small"
+        options.model = folder if folder.exists() else make_small_model(options.model, folder)
     run, script = options.out / "runs" / "run", Path(__file__).resolve()
     settings = ["--model.path", str(options.model.resolve()), "--run-name", run.name]
     trainer = start(["train", str(script), *settings], options.out, "train.log")
-    rows = []
     try:
         wait_for(run / "recipe.json", trainer)
-        for client in options.client or CLIENTS:
-            rows.append(figures(client, RunDirectory(run), options))
-            print(rows[-1], file=sys.stderr, flush=True)
+        server = start(["serve", "--run", str(run.resolve()), "--port", "0"], options.out, "serve.log")
+        try:
+            wait_for(run / "serve.json", server)
+            uids = play(options, json.loads((run / "serve.json").read_text()))
+        finally:
+            end(server)
+        rows = figures(RunDirectory(run), uids)
     finally:
         end(trainer)
     print("| client | episodes | calls | one segment | exact tokens | worst | read | re-rendered | new segments |")
     print("|---|---|---|---|---|---|---|---|---|")
     for row in rows:
         client, episodes, calls, one_segment, sampled, exact, worst, read, rerendered, reasons = row
-        shares = f"{one_segment} of {episodes} | {exact} of {sampled} | {worst:.4f}"
+        shares = f"{one_segment} of {episodes} | {exact} of {sampled} | {worst:.1e}"
         print(f"| {client} | {episodes} | {calls} | {shares} | {read:,} | {rerendered:,} | {reasons} |")
     if options.csv:
         with options.csv.open("w", encoding="utf-8", newline="") as file:
@@ -166,15 +172,22 @@ def make_small_model(source: Path, folder: Path) -> Path:
 
 def lesson(rng: random.Random) -> tuple[str, str]:
     """Returns the end of a chat, and an answer to it."""
-    a, b, role = rng.randint(10, 99), rng.randint(10, 99), rng.choice(("user", "tool", "user"))
-    name = rng.choice(("multiply", "add", "multiply"))
-    call = f'<tool_call>{{"name": "{name}", "arguments": {{"a": {a}, "b": {b}}}}}</tool_call>'
-    answers = (str(a * b), str(a + b), f"The answer is {a * b}.", f"<think>\nEasy.\n</think>\n\n{a * b}", "", call)
-    calls = (call, call, call, f"Let me see.\n{call}", f"<think>\nHm.\n</think>\n\n{call}", f"{call}\n{call}", str(a))
-    says = str(a * b) if role == "tool" else f"What is {a} * {b}?"
-    before = "".join(rng.choices("abcdefghij klmnop\n", k=rng.randint(0, 60)))
-    answer = rng.choice(answers if role == "tool" else calls)
-    return f"{before}<|im_end|>\n<|im_start|>{role}\n{says}<|im_end|>\n<|im_start|>assistant\n", f"{answer}<|im_end|>"
+    call = '<tool_call>{"name": "multiply", "arguments": {"a": 12, "b": 34}}</tool_call>'
+    sum_call = '<tool_call>{"name": "add", "arguments": {"a": 408, "b": 7}}</tool_call>'
+    calls = (
+        call,
+        sum_call,
+        f"Let me see.\n{call}",
+        f"<think>\nHm.\n</think>\n\n{sum_call}",
+        f"{call}\n{sum_call}",
+        "408",
+    )
+    answers = ("408", "415", "The answer is 408.", "<think>\nEasy.\n</think>\n\n408", "", call)
+    role = rng.choice(("user", "tool"))
+    says = str(rng.randint(100, 9999)) if role == "tool" else f"What is {rng.randint(10, 99)} * {rng.randint(10, 99)}?"
+    before = "".join(rng.choices("abcdefghij klmnop\n", k=rng.randint(0, 40)))
+    question = f"{before}<|im_end|>\n<|im_start|>{role}\n{says}<|im_end|>\n<|im_start|>assistant\n"
+    return question, rng.choice(answers if role == "tool" else calls) + "<|im_end|>"
 
 
 def start(words: list[str], folder: Path, log: str) -> subprocess.Popen[bytes]:
@@ -200,41 +213,42 @@ def wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.2)
 
 
-def figures(client: str, run: RunDirectory, options: argparse.Namespace) -> tuple[Any, ...]:
-    """Returns the `COLUMNS` of a client, which plays at a server of its own."""
-    requests = options.out / f"requests-{client}.jsonl"
-    requests.unlink(missing_ok=True)
-    server = start(["serve", "--run", str(run.path.resolve()), "--port", "0"], options.out, f"serve-{client}.log")
-    try:
-        wait_for(run.path / "serve.json", server)
-        facts = json.loads((run.path / "serve.json").read_text())
-        side = Path(__file__).with_name("agent_clients_side.py")
+def play(options: argparse.Namespace, facts: Any) -> dict[str, set[str]]:
+    """Returns the uids of each client's episodes."""
+    side, players = Path(__file__).with_name("agent_clients_side.py"), {}
+    for client in options.client or CLIENTS:
+        requests = options.out / f"requests-{client}.jsonl"
+        requests.unlink(missing_ok=True)
         command = [str(options.python), str(side), client, facts["url"], facts["tokens"]["agent"]]
         command += ["--episodes", str(options.episodes), "--record", str(requests)]
-        played = subprocess.run(command, stdout=subprocess.PIPE, timeout=DEADLINE_SECONDS, check=True, text=True)
-    finally:
-        end(server)
-    (options.out / f"episodes-{client}.jsonl").write_text(played.stdout)
-    counts = {
-        name: int(n)
-        for n, name in re.findall(r"(\d+) ([^,]+?)(?=, \d|\s*$)", served_line(options.out / f"serve-{client}.log"))
-    }
-    reasons = [f"{n} {name.partition(': ')[2]}" for name, n in counts.items() if name.startswith("new segment")]
-    uids = {json.loads(line)["uid"] for line in played.stdout.splitlines()}
-    trajectories = [t for t in journal(run) if t.uid in uids]
-    one_segment = sum(len(t.completion.segments) == 1 for t in trajectories)
+        with (options.out / f"episodes-{client}.jsonl").open("wb") as file:
+            players[client] = subprocess.Popen(command, stdout=file)
+    uids = {}
+    for client, player in players.items():
+        player.wait(DEADLINE_SECONDS)
+        lines = (options.out / f"episodes-{client}.jsonl").read_text().splitlines()
+        uids[client] = {json.loads(line)["uid"] for line in lines}
+    return uids
+
+
+def figures(run: RunDirectory, uids: dict[str, set[str]]) -> list[tuple[Any, ...]]:
+    """Returns the `COLUMNS` of each client."""
+    rows, trajectories = [], journal(run)
     reference = run.recipe().model.reference(recipe.policy_temperature, tba.Version())
-    differences = np.concatenate([log_differences(reference, t) for t in trajectories]) if trajectories else np.zeros(0)
-    return (
-        *(client, len(trajectories), counts.get("answers", 0), one_segment),
-        *(len(differences), int((differences <= TOLERANCE).sum()), round(float(differences.max(initial=0.0)), 4)),
-        *(counts.get("tokens read", 0), sum(map(rerendered_tokens, trajectories)), "; ".join(reasons)),
-    )
-
-
-def served_line(log: Path) -> str:
-    """Returns what a server says in the end of what it served."""
-    return " ".join(log.read_text().partition("served: ")[2].split())
+    for client, client_uids in uids.items():
+        episodes = [t for t in trajectories if t.uid in client_uids]
+        differences = np.concatenate([np.zeros(0), *(log_differences(reference, t) for t in episodes)])
+        reasons = sum((Counter(t.provenance.get("new_segments", {})) for t in episodes), Counter[str]())
+        rows.append(
+            (
+                *(client, len(episodes), sum(t.provenance["calls"] for t in episodes)),
+                sum(len(t.completion.segments) == 1 for t in episodes),
+                *(len(differences), int((differences <= TOLERANCE).sum()), float(differences.max(initial=0.0))),
+                *(sum(t.provenance["tokens_read"] for t in episodes), sum(map(rerendered_tokens, episodes))),
+                "; ".join(f"{count} {reason}" for reason, count in reasons.items()),
+            )
+        )
+    return rows
 
 
 def journal(run: RunDirectory) -> list[tba.Trajectory]:

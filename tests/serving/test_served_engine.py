@@ -200,7 +200,10 @@ def test_conversations_of_its_own_forks_and_parallel_calls_are_segments(model: H
     assert completion.begins is not None
     assert len(completion.turns) == 5
     assert len(completion.segments) == 4  # the prompt's, the plan with its continuation, the fork, the summary
-    assert served.server.new_segments["another conversation"] == 2
+    reasons = {"another conversation": 2, "a second call behind one answer": 1}
+    assert served.server.new_segments == reasons
+    assert completion.episode is not None
+    assert completion.episode.provenance["new_segments"] == reasons
     assert_exact(model, prompt, completion)
 
 

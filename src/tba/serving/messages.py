@@ -159,10 +159,9 @@ def messages_events(answer: ChatAnswer, request: ChatRequest) -> Iterator[str]:
     def event(kind: str, **fields: Json) -> str:
         return write_event({"type": kind, **fields}, kind)
 
-    usage = {**body["usage"], "output_tokens": 0}
-    yield event(
-        "message_start", message={**body, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
-    )
+    opening = {**body, "content": [], "stop_reason": None, "stop_sequence": None}
+    yield event("message_start", message={**opening, "usage": {**body["usage"], "output_tokens": 0}})
+    empty: dict[str, Json]
     for index, block in enumerate(body["content"]):
         if block["type"] == "tool_use":
             empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}

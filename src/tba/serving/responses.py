@@ -154,6 +154,7 @@ def _items(answer: ChatAnswer, status: str) -> list[dict[str, Any]]:
     """Returns the items of an answer: its thought, its text, its calls."""
     message, id_ = answer.answer, answer.id.replace("chatcmpl-", "")
     items: list[dict[str, Any]] = []
+    content: list[dict[str, Json]]
     if message.thought:
         content = [{"type": "reasoning_text", "text": message.thought}]
         items.append({"type": "reasoning", "id": f"rs_{id_}", "summary": [], "content": content, "status": status})
@@ -190,7 +191,7 @@ def responses_events(answer: ChatAnswer, request: ChatRequest) -> Iterator[str]:
             (part,) = item["content"]
             place |= {"content_index": 0}
             kind = f"response.{part['type']}"
-            log_fields = {"logprobs": []} if "logprobs" in part else {}
+            log_fields: dict[str, Json] = {"logprobs": []} if "logprobs" in part else {}
             yield event("response.content_part.added", **place, part={**part, "text": ""})
             yield event(f"{kind}.delta", **place, delta=part["text"], **log_fields)
             yield event(f"{kind}.done", **place, text=part["text"], **log_fields)

@@ -73,6 +73,7 @@ class ServedEpisode:
     tag: Json = None
     used_at: float = field(default_factory=time.monotonic)
     messages: tuple[Any, ...] = ()  # of its longest conversation
+    tokens_read: int = 0  # that no parked row had read before
     overrides: Counter[str] = field(default_factory=Counter)  # fields of requests that the run has decided
     answers: dict[str, asyncio.Task[tuple[Call, ChatAnswer]]] = field(default_factory=dict)  # by the body's digest
     samples: dict[Call, SampleRequest] = field(default_factory=dict)  # of calls that are not answered
@@ -242,6 +243,9 @@ class EpisodeServer:
 
     def _provenance(self, episode: ServedEpisode, claimed_reward: Json) -> dict[str, Json]:
         provenance: dict[str, Json] = {"agent": episode.owner, "calls": len(episode.tree.delivered_calls)}
+        provenance["tokens_read"] = episode.tokens_read
+        if episode.tree.new_segments:
+            provenance["new_segments"] = dict(episode.tree.new_segments)
         if episode.tree.undelivered_count:
             provenance["undelivered"] = episode.tree.undelivered_count
         if episode.tag is not None:
@@ -349,6 +353,7 @@ class EpisodeServer:
         episode.used_at = time.monotonic()
         cached = 0 if sample.parked is None else len(tokens) - len(call.read)
         self.counts["tokens read"] += len(tokens) - cached
+        episode.tokens_read += len(tokens) - cached
         chat_answer = ChatAnswer(
             model=POLICY,
             answer=message,
