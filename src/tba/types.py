@@ -277,8 +277,7 @@ class Completion:
             return
         places, length = np.asarray(self.begins).tolist(), len(self.tokens)
         is_ordered = all(a < b for a, b in pairwise([-1, *places, length]))
-        mask = np.zeros(0)
-        if self.mask is None else np.asarray(self.mask)
+        mask = np.zeros(0) if self.mask is None else np.asarray(self.mask)
         if not places or not is_ordered or len(mask) != length or mask[places].any():
             raise ValueError(
                 f"the later segments of a completion of {length} tokens begin at {quote(str(places))}, but they have "

@@ -29,6 +29,7 @@ from tba.environments.recorded import EpisodeReplays
 from tba.errors import DeadlineExceeded, UserError
 from tba.imported_answers.report import Report
 from tba.json_input import read_json
+from tba.models.endpoint_teacher import EndpointTeacher
 from tba.protocols import Acted
 from tba.recipe import Recipe
 from tba.rollout.searcher import OpenAnswer
@@ -98,6 +99,11 @@ class AgentService:
         if not getattr(recipe.model.tokenizer(), "chat_template", None):
             raise UserError(
                 "the model's tokenizer has no chat template, and agents send chats: take an instruction-tuned model"
+            )
+        if recipe.teacher is not None and any(isinstance(model, EndpointTeacher) for model in recipe.teacher.models):
+            raise UserError(
+                "the recipe has a teacher behind an endpoint, which scores one conversation, and an agent's episode may "
+                "have several: take a teacher with weights"
             )
         self._replay_hosts = replay_hosts_of(recipe)
         if isinstance(recipe.task, Acted):
