@@ -102,7 +102,7 @@ class AgentService:
             )
         if recipe.teacher is not None and any(isinstance(model, EndpointTeacher) for model in recipe.teacher.models):
             raise UserError(
-                "the recipe has a teacher behind an endpoint, which scores one conversation, and an agent's episode may "
+                "the recipe has a teacher behind an endpoint, which scores one conversation; an agent's episode may "
                 "have several: take a teacher with weights"
             )
         self._replay_hosts = replay_hosts_of(recipe)
