@@ -69,6 +69,10 @@ class ConversationEncoder:
         except (UserError, EpisodeFailed) as error:
             raise RequestRefused(400, f"the model's chat template cannot write these messages: {error}") from error
 
+    def text(self, tokens: IntArray) -> str:
+        """Returns tokens as text, without special ones."""
+        return self.writer(()).text(tokens)
+
     def writer(self, tools: Sequence[Json]) -> EpisodeWriter:
         """Returns what writes the messages of conversations in which these tools may be called."""
         return self._writers(True, tuple(tools))
@@ -80,8 +84,9 @@ class Call:
 
     parent: Call | None  # whose answer it goes on from; None: it begins a conversation
     read: IntArray  # [P] tokens between the parent's answer and its own; without a parent its whole prompt
-    messages: tuple[MessageKey, ...]  # of the request
+    messages: tuple[MessageKey, ...]  # of the request, without empty answers
     tools: str
+    stop_strings: tuple[str, ...] = ()
     reserved: int = 0  # tokens that its answer may have
     answer: SampledAnswer | None = None  # None: it is being sampled
     is_delivered: bool = False  # its answer reached the agent
@@ -98,6 +103,15 @@ class Call:
             parts.append(call.read)
             call = call.parent
         return np.concatenate(parts[::-1])
+
+    @property
+    def is_counted(self) -> bool:
+        """Returns whether its answer has a part in the completion, as far as is known."""
+        return self.answer is None or self.is_delivered
+
+    def has_empty_answer(self, count: int) -> bool:
+        """Returns whether `count` messages are those of its conversation with its answer, because that has none."""
+        return count == len(self.messages)
 
     @property
     def answer_length(self) -> int:
@@ -118,14 +132,15 @@ class ConversationTree:
 
     def begin_call(self, request: ChatRequest) -> Call:
         """Returns the call that a request makes. Raises `RequestRefused` where the episode has no room for it."""
-        keys, tools = tuple(map(message_key, request.messages)), json.dumps(request.tools, sort_keys=True)
-        parent, length = self._find_parent(request.messages, keys, tools)
+        tools = json.dumps(request.tools, sort_keys=True)
+        parent, length = self._find_parent(request.messages, tools)
         if parent is None:
             read = self.encoder.whole(request.messages, request.tools)
         else:
             assert parent.answer is not None
             read = self.encoder.following(parent.answer, request.messages[length:], request.tools)
-        call = Call(parent, read, keys, tools)
+        keys = tuple(filter(None, map(message_key, request.messages)))
+        call = Call(parent, read, keys, tools, request.stop_strings)
         room = self.max_tokens - self.length_with(call)
         if room < 1:
             raise RequestRefused(
@@ -144,7 +159,16 @@ class ConversationTree:
     def answer_call(self, call: Call, answer: SampledAnswer, message: AnswerMessage) -> None:
         """Record the answer of a call, and the message that the agent gets for it."""
         call.answer = answer
-        self._by_messages.setdefault((call.tools, *call.messages, message.key), []).append(call)
+        for key in message.message_keys(self._stop_string(call, answer)):
+            keys = (*call.messages, key) if key else call.messages
+            self._by_messages.setdefault((call.tools, *keys), []).append(call)
+
+    def _stop_string(self, call: Call, answer: SampledAnswer) -> str:
+        """Returns the stop string of its call that ended an answer; empty where none did."""
+        if answer.stop_reason is not StopReason.STOP_STRING:
+            return ""
+        text = self.encoder.text(answer.tokens)
+        return next((stop for stop in call.stop_strings if text.startswith(answer.text + stop)), "")
 
     def drop_call(self, call: Call) -> None:
         """Forget a call that is not answered."""
@@ -152,23 +176,27 @@ class ConversationTree:
         if call.parent is not None:
             call.parent.children.remove(call)
 
-    def _find_parent(
-        self, messages: Sequence[Message], keys: Sequence[MessageKey], tools: str
-    ) -> tuple[Call | None, int]:
-        """Returns the newest call whose conversation and answer begin the messages, the longest; and its length."""
-        for length in range(len(messages) - 1, 0, -1):
-            if messages[length - 1]["role"] != "assistant":
+    def _find_parent(self, messages: Sequence[Message], tools: str) -> tuple[Call | None, int]:
+        """Returns the newest call whose conversation and answer begin the messages, the longest; and its length. An
+        answer without a text and calls may be missing in the messages, as thoughts may.
+        """
+        keys = [(key, place) for place, key in enumerate(map(message_key, messages)) if key]
+        for count in range(len(keys), 0, -1):
+            calls = self._by_messages.get((tools, *(key for key, _ in keys[:count])))
+            length = keys[count - 1][1] + 1
+            if calls is not None and calls[-1].has_empty_answer(count) and messages[length:]:
+                length += messages[length]["role"] == "assistant"  # the empty answer, which was sent back
+            if calls is None or length == len(messages):
                 continue
-            calls = self._by_messages.get((tools, *keys[:length]))
-            if calls is not None:
-                has_other_answers = any(message["role"] == "assistant" for message in messages[length:])
-                if has_other_answers:
-                    self.new_segments["an answer that the model did not give"] += 1
-                    return None, 0
-                for call in _with_ancestors(calls[-1]):
-                    call.is_delivered = True  # the agent has it, for it sends it back
-                return calls[-1], length
-        if self._by_messages:
+            if any(message["role"] == "assistant" for message in messages[length:]):
+                self.new_segments["an answer that the model did not give"] += 1
+                return None, 0
+            for call in _with_ancestors(calls[-1]):
+                call.is_delivered = True  # the agent has it, for it sends it back
+            if any(call.is_counted for call in calls[-1].children):
+                self.new_segments["a second call behind one answer"] += 1
+            return calls[-1], length
+        if any(call.is_counted for call in self.calls):
             is_known = any(message["role"] == "assistant" for message in messages)
             self.new_segments["a history that was changed" if is_known else "another conversation"] += 1
         return None, 0
@@ -244,8 +272,8 @@ class ConversationTree:
                 chains.append(chain)
             chain.append(call)
             by_tip[call] = chain
-        first = next(filter(self._reads_prompt, chains), None)
-        return sorted(chains, key=lambda chain: chain is not first)
+        prompt_chain = next(filter(self._reads_prompt, chains), None)
+        return sorted(chains, key=lambda chain: chain is not prompt_chain)
 
     def _reads_prompt(self, chain: Sequence[Call]) -> bool:
         """Returns whether a chain begins right behind the prompt."""

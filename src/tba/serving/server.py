@@ -309,6 +309,11 @@ class EpisodeServer:
         task.add_done_callback(_retrieve_error)
         return task
 
+    def count_tokens(self, episode: ServedEpisode, request: ChatRequest) -> int:
+        """Returns how many tokens the messages of a request are as a prompt. Raises `RequestRefused`."""
+        self._open(episode).used_at = time.monotonic()
+        return len(self._encoder.whole(request.messages, request.tools))
+
     async def _answer(self, episode: ServedEpisode, call: Call, request: ChatRequest) -> tuple[Call, ChatAnswer]:
         tokens = call.tokens()
         parent = None if call.parent is None else call.parent.answer
