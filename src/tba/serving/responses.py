@@ -155,7 +155,7 @@ def _items(answer: ChatAnswer, status: str) -> list[dict[str, Any]]:
     message, id_ = answer.answer, answer.id.replace("chatcmpl-", "")
     items: list[dict[str, Any]] = []
     if message.thought:
-        content = [{"type": "reasoning_text", "text": message.thought}]
+        content: list[Json] = [{"type": "reasoning_text", "text": message.thought}]
         items.append({"type": "reasoning", "id": f"rs_{id_}", "summary": [], "content": content, "status": status})
     if message.content or not message.calls:
         content = [{"type": "output_text", "text": message.content, "annotations": [], "logprobs": []}]
@@ -190,7 +190,7 @@ def responses_events(answer: ChatAnswer, request: ChatRequest) -> Iterator[str]:
             (part,) = item["content"]
             place |= {"content_index": 0}
             kind = f"response.{part['type']}"
-            log_fields = {"logprobs": []} if "logprobs" in part else {}
+            log_fields: dict[str, Json] = {"logprobs": []} if "logprobs" in part else {}
             yield event("response.content_part.added", **place, part={**part, "text": ""})
             yield event(f"{kind}.delta", **place, delta=part["text"], **log_fields)
             yield event(f"{kind}.done", **place, text=part["text"], **log_fields)
