@@ -101,8 +101,8 @@ ONLY_IN = {
         *("runtime/cluster/driver.py", "runtime/cluster/actors.py", "runtime/cluster/client.py"),
     },
     "math_verify": {"rewards/math_answer.py"},
-    "starlette": {"serving/app.py", "command/serve.py"},
-    "uvicorn": {"command/serve.py"},
+    "starlette": {"serving/app.py", "serving/connections.py", "command/serve.py"},
+    "uvicorn": {"serving/connections.py", "command/serve.py"},
     "verifiers": {"environments/verifiers_process.py"},
     "sklearn": {"apps/red_team/word_classifier.py"},
     "torch.distributed": {  # the rooms of the trainer's ranks, and the sum of gradients' norms

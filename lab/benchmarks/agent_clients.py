@@ -81,6 +81,7 @@ class Products:
         return tba.WeightedFunctions(((right, 1.0),))
 
 
+assert isinstance(tools.model, tba.HuggingFace)
 recipe = replace(
     tools,
     name="agent_clients",

@@ -44,6 +44,9 @@ ended; runs that it has already are not repeated. The kinds:
                                          to the servers of a cluster run (--runtime cluster): requests and a searcher
                                          that would join without the cluster's token, or with another; rows that were
                                          acknowledged, once more; a body of 1 GB that is announced and sent in part
+    served-server, served-trainer, served-driver, served-agent
+                                         killed, of a run that learns from agents of `tba serve` alone; what agents were
+                                         told is on the disk has to be there
 
 Every run is required to meet these conditions:
 
@@ -98,6 +101,10 @@ from tba.runtime.local.heartbeat import heartbeat_file
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.run_lock import is_held
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+from serving.chat_llama import chat_llama
+from serving.http_agents import acknowledged
+
 SAMPLED = "pass@1/sampled"
 PROBLEMS = 500
 STEPS_PER_CHECKPOINT = 24  # steps from one checkpoint to the next: whole weight syncs
@@ -116,6 +123,8 @@ ANNOUNCED_BYTES, SENT_BYTES = 10**9, 64_000_000  # bytes of a body
 GATEWAY_FAULTS = ("searcher_restarts", "trainer_restarts", "exchange_restarts", "searchers_given_up", "silences")
 ATTACK_FACTOR = 20  # times the steps, of a run that is attacked
 MEMORY_SLACK = 32_000_000  # bytes that a server's memory may grow by besides
+TESTS = Path(__file__).resolve().parents[2] / "tests"
+SERVED_STEPS, AGENTS = 12, 3  # of a run that learns from agents
 DEADLINE = 600.0  # seconds for anything
 POLL = 0.02
 
@@ -723,6 +732,79 @@ def peak_memory(process: int) -> int:
     return int(line.split()[1]) * 1024
 
 
+def kill_served(part: str) -> Callable[[Run], None]:
+    """Kills a part of a run that learns from agents alone, or one of them."""
+
+    def disturb(run: Run) -> None:
+        agents: list[subprocess.Popen[bytes]] = []
+        begin_served(run)
+        try:
+            agents += [start_agent(run, i) for i in range(AGENTS)]
+            serve_agents(run)
+            run.wait_for_step(most=SERVED_STEPS // 2)
+            if part == "driver":
+                run.kill_driver_and_wait()
+                run.resume()
+                serve_agents(run)
+            elif part == "server":
+                run.acknowledged = rows_of(run.path / "journal.sqlite")
+                run.processes[-2][0].kill()
+                serve_agents(run)
+            elif part == "agent":
+                run.acknowledged = rows_of(run.path / "journal.sqlite")
+                agents[0].kill()
+                agents.append(start_agent(run, AGENTS))
+            else:
+                run.kill(part)
+            run.require(run.exit_code() == 0, f"it did not train to its end: {run.text()[-300:]}")
+            code, printed = run.exit_code(-2), run.text(-2)
+            run.require(code == 0 and "served: " in printed, f"the server ended with {code}: {printed[-300:]}")
+        finally:
+            for agent in agents:
+                agent.kill()
+                agent.wait()
+        told = {uid for i in range(len(agents)) for uid in acknowledged(agent_record(run, i))}
+        journal = {uid for (uid,) in query_rows(run.path / "journal.sqlite", "SELECT uid FROM trajectories")}
+        run.require(told, "no agent was told of anything")
+        run.require(told <= journal, f"{len(told - journal)} of {len(told)} that agents were told of are not there")
+
+    return disturb
+
+
+def begin_served(run: Run) -> None:
+    run.steps, model = SERVED_STEPS, run.folder / "model"
+    chat_llama(model)
+    name = ("--runs", str(run.path.parent), "--run-name", run.path.name, "--seed", str(run.number))
+    evaluation = ("--evaluation.problems", "4", "--evaluation.pass-k", "0", "--evaluation.no-greedy")
+    recipe = str(TESTS / "serving" / "chat_recipe.py")
+    run.start("train", recipe, *name, "--steps", str(run.steps), "--model.path", str(model), *evaluation)
+
+
+def start_agent(run: Run, number: int) -> subprocess.Popen[bytes]:
+    script = TESTS / "serving" / "http_agents.py"
+    return subprocess.Popen([sys.executable, script, run.path, "agent", agent_record(run, number)])
+
+
+def agent_record(run: Run, number: int) -> Path:
+    """Returns the file of what an agent was told is on the disk."""
+    return run.folder / f"agent-{number}.jsonl"
+
+
+def serve_agents(run: Run) -> None:
+    """Serve the run's agents, as soon as it can be joined; the run's own process stays the last one."""
+    run_process, facts = run.processes[-1], run.path / "serve.json"
+    run.process_of("trainer")
+    facts.unlink(missing_ok=True)  # of a server that was killed
+
+    def serves() -> bool:
+        server = run.start("serve", "--run", str(run.path), "--port", "0")
+        run.until(lambda: facts.exists() or server.poll() is not None, while_running=False)
+        return server.poll() is None
+
+    run.until(serves, while_running=False)
+    run.processes.append(run_process)
+
+
 CLOCK_SOURCE = """
 import os, time
 real = time.time
@@ -837,6 +919,7 @@ KINDS: dict[str, Callable[[Run], None]] = {
     "gateway-wrong-token": attack_gateway(use_strange_token("ab" * 32)),
     "gateway-replay": attack_gateway(replay_requests),
     "gateway-body": attack_gateway(send_large_body),
+    **{f"served-{part}": kill_served(part) for part in ("server", "trainer", "driver", "agent")},
 }
 
 

@@ -1,6 +1,6 @@
 """One residual for a whole episode of several segments, or one for each call: where Trajectory Balance then ends.
 
-    python lab/benchmarks/segment_toy.py [--steps 400] [--worlds 16] [--rows 64]
+    python lab/benchmarks/segment_toy.py [--steps 1600] [--worlds 16] [--rows 64]
 
 An episode is two calls of three actions each. The second reads nothing but a summary of the first, which says whether
 its action was 2. In half of the worlds the reward of the second action depends on the summary alone, so that the
@@ -201,7 +201,7 @@ def _line(worlds: Worlds, best_WE: Tensor, residual: str, data: str, ends: Seque
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=1600)
     parser.add_argument("--worlds", type=int, default=16)
     parser.add_argument("--rows", type=int, default=64)
     options = parser.parse_args(arguments)

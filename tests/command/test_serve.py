@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
-from http.client import HTTPException
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 import pytest
-from tests.runtime.runs import Command, command, made, until
+from tests.runtime.runs import Command, command, ended, forked, made, steps_of, until
 
 from serving.chat_llama import chat_llama
+from serving.http_agents import SECONDS, acknowledged, ask, play_on
 from tba.__main__ import main
 from tba.command.options import ServeOptions
 from tba.command.serve import AgentService
@@ -28,7 +28,6 @@ from tba.types import Trajectory
 
 RECIPE = Path(__file__).parents[1] / "serving" / "chat_recipe.py"
 TOKENS = {"alice": "the-token-of-alice", "bob": "the-token-of-bob-"}
-SECONDS = 240.0  # that a busy machine may take for what takes a few
 
 
 @pytest.fixture(scope="module")
@@ -38,64 +37,31 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def ask(url: str, method: str, path: str, key: str, body: Any = None) -> tuple[int, Any]:
-    """The status and the body of what a server answers."""
-    data = json.dumps(body or {}).encode() if method == "POST" else None
-    request = Request(url + path, data, {"authorization": f"Bearer {key}"}, method=method)
-    try:
-        with urlopen(request, timeout=SECONDS) as response:
-            return response.status, json.loads(response.read() or b"null")
-    except HTTPError as error:
-        with error:
-            return error.code, json.loads(error.read())
-
-
-def play(url: str, token: str, **fields: Any) -> tuple[int, Any]:
-    """What an agent gets for an episode of two calls: the status and the result of its end."""
-    status, episode = ask(url, "POST", "/episodes", token, fields)
-    if status != 201:
-        return status, episode
-    messages = list(episode["prompt"])
-    for _ in range(2):
-        status, answer = ask(
-            url, "POST", "/v1/chat/completions", episode["api_key"], {"messages": messages, "max_tokens": 5}
-        )
-        if status != 200:
-            return status, answer
-        messages += [answer["choices"][0]["message"], {"role": "user", "content": "Are you sure?"}]
-    return ask(url, "POST", f"/episodes/{episode['id']}/end", token, {"claimed_reward": 77.5})
-
-
+@dataclass
 class Agents:
-    """Agents of one token that play until the run ends, and what they were told is on the disk."""
+    """Agents of one token, each in a process of its own, that play until the block ends."""
 
-    def __init__(self, path: Path, name: str) -> None:
-        self.path, self.name = path, name
-        self.acknowledged: dict[str, float] = {}
-        self.refusals: list[tuple[int, Any]] = []
-        self._has_ended = threading.Event()
-        self._threads = [threading.Thread(target=self._play, daemon=True) for _ in range(2)]
+    path: Path  # of the run
+    name: str
+    children: list[int] = field(default_factory=list)
+
+    @property
+    def file(self) -> Path:
+        return self.path.with_name(f"{self.name}.jsonl")
+
+    @property
+    def acknowledged(self) -> dict[str, float]:
+        """The rewards of what they were told is on the disk, by uid."""
+        return acknowledged(self.file)
 
     def __enter__(self) -> Agents:
-        for thread in self._threads:
-            thread.start()
+        self.children = [forked(partial(play_on, self.path, self.name, self.file)) for _ in range(2)]
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._has_ended.set()
-        for thread in self._threads:
-            thread.join(SECONDS)
-            assert not thread.is_alive()
-
-    def _play(self) -> None:
-        while not self._has_ended.wait(0.05):
-            with suppress(OSError, HTTPException, ValueError, KeyError):  # the server is not there, or ends
-                facts = json.loads((self.path / "serve.json").read_text())
-                status, result = play(facts["url"], facts["tokens"][self.name], tag=self.name)
-                if status == 200 and result["on_disk"]:
-                    self.acknowledged[result["uid"]] = result["reward"]
-                else:
-                    self.refusals.append((status, result))
+        for child in self.children:
+            os.kill(child, signal.SIGKILL)
+            assert ended(child) == -signal.SIGKILL
 
 
 @contextmanager
@@ -202,19 +168,20 @@ def url_of(path: Path) -> str | None:
 def test_what_agents_were_told_outlives_a_server_that_is_killed(tmp_path: Path, model: Path, tokens: Path) -> None:
     path = tmp_path / "run"
     with processes() as start:
-        train = start(*training(path, model, "--steps", "8"))
+        train = start(*training(path, model, "--steps", "1000000"))
         until(lambda: (path / "logs" / "trainer.log").exists(), SECONDS, "the run to begin")
         first = start(*serving(path, tokens))
-        first_url = until(lambda: url_of(path), SECONDS, "the server")
         with Agents(path, "alice") as alice:
             until(lambda: len(alice.acknowledged) >= 3, SECONDS, "episodes")
             first.kill()
             first.communicate(timeout=SECONDS)
             until(lambda: count_faults(path)["joined_deaths"] == 1, SECONDS, "the driver to see that it died")
+            count = len(alice.acknowledged)
             second = start(*serving(path, tokens))
-            until(lambda: url_of(path) not in (None, first_url), SECONDS, "another server")
+            until(lambda: len(alice.acknowledged) >= count + 3 and steps_of(path), SECONDS, "more episodes, and steps")
+            train.send_signal(signal.SIGINT)
             output, errors = train.communicate(timeout=SECONDS)
-            assert (train.returncode, errors) == (0, ""), output
+            assert (train.returncode, errors) == (130, ""), output
         _, errors = second.communicate(timeout=SECONDS)
         assert (second.returncode, errors) == (0, "")
     summary = require_whole(path, alice.acknowledged)

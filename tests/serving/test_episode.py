@@ -10,7 +10,7 @@ import pytest
 
 from chat_families import tokenizer
 from tba.serving.chat import AnswerMessage, RequestRefused, parse_chat_request
-from tba.serving.episode import Call, ConversationEncoder, ConversationTree, SampledAnswer
+from tba.serving.episode import AgentCall, ConversationEncoder, ConversationTree, SampledAnswer
 from tba.types import Completion, IntArray, Json, Prompt, StopReason, Version
 
 TOKENIZER = tokenizer("qwen2.5", "chat")
@@ -41,7 +41,7 @@ class Agent:
 
     def call(
         self, text: str, messages: Sequence[Json] | None = None, stop: str | None = None, received: bool = True
-    ) -> tuple[Call, Json]:
+    ) -> tuple[AgentCall, Json]:
         """Returns a call that is answered by a text, and the message of the answer."""
         messages = self.messages if messages is None else messages
         request = parse_chat_request({"messages": list(messages), "tools": [TOOL], "stop": stop})

@@ -18,7 +18,7 @@ from tba.models.huggingface import HuggingFace
 from tba.rollout.prompts import PromptSettings, encode
 from tba.rollout.searcher import OpenAnswer, OpenGroup
 from tba.serving.chat import ChatAnswer, RequestRefused, parse_chat_request
-from tba.serving.engine import AgentCalls, Mailbox
+from tba.serving.engine import AgentLink, Mailbox
 from tba.serving.server import EpisodeServer, ServedEpisode, ServingLimits
 from tba.types import Completion, Problem, Prompt, Sampling, Trajectory, Version
 
@@ -79,9 +79,9 @@ class Served:
         tokenizer, task = self.model.tokenizer(), Adding()
         self.prompts = encode(task.problems("train"), task.name, tokenizer, PromptSettings()).prompts
         self.order = Order(self.prompts)
-        self.agent_calls = AgentCalls(Mailbox())
+        self.agent_link = AgentLink(Mailbox())
         self.server = EpisodeServer(
-            mailbox=self.agent_calls.mailbox,
+            mailbox=self.agent_link.mailbox,
             tokenizer=tokenizer,
             task=task,
             prompts=self.prompts,
@@ -92,7 +92,7 @@ class Served:
         self.thread = threading.Thread(target=self._search, daemon=True)
 
     def _search(self) -> None:
-        engine, source = self.agent_calls.attach(self.model.engine(Version()), self.order, self.model.tokenizer())
+        engine, source = self.agent_link.attach(self.model.engine(Version()), self.order, self.model.tokenizer())
         flow = engine.flow(self.samples, Sampling(), np.random.default_rng(0))
         prompts: dict[int, Prompt] = {}
         while not self.has_ended.is_set() or flow.unfinished_prompts:

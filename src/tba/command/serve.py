@@ -29,6 +29,7 @@ from tba.environments.recorded import EpisodeReplays
 from tba.errors import DeadlineExceeded, UserError
 from tba.imported_answers.report import Report
 from tba.json_input import read_json
+from tba.models.endpoint_teacher import EndpointTeacher
 from tba.protocols import Acted
 from tba.recipe import Recipe
 from tba.rollout.searcher import OpenAnswer
@@ -38,7 +39,7 @@ from tba.runtime.importing import build_importer, replay_hosts_of
 from tba.runtime.prompt_sets import prompt_set_of
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.searcher_loop import LONGEST_HELD_BACK, SearcherLoop
-from tba.serving.engine import AgentCalls, Mailbox
+from tba.serving.engine import AgentLink, Mailbox
 from tba.serving.judging import EpisodeJudge
 from tba.types import Json
 
@@ -61,7 +62,7 @@ class AgentService:
     """
 
     options: ServeOptions
-    agent_calls: AgentCalls = field(init=False)
+    agent_link: AgentLink = field(init=False)
     listener: socket.socket = field(init=False)  # from the beginning on, so that who comes early waits
     _tokens: dict[str, str] = field(init=False)
     _listeners: list[Any] = field(default_factory=list)
@@ -79,7 +80,7 @@ class AgentService:
         if options.certificate is not None:
             _check_certificate(options.certificate)
         self._tokens = _read_tokens(options.tokens)
-        self.agent_calls = AgentCalls(Mailbox(), self._tell)
+        self.agent_link = AgentLink(Mailbox(), self._tell)
         self.listener = _listen(options.host, options.port)
 
     def _tell(self, answer: OpenAnswer) -> None:
@@ -99,6 +100,11 @@ class AgentService:
             raise UserError(
                 "the model's tokenizer has no chat template, and agents send chats: take an instruction-tuned model"
             )
+        if recipe.teacher is not None and any(isinstance(model, EndpointTeacher) for model in recipe.teacher.models):
+            raise UserError(
+                "the recipe has a teacher behind an endpoint, which scores one conversation; an agent's episode may "
+                "have several: take a teacher with weights"
+            )
         self._replay_hosts = replay_hosts_of(recipe)
         if isinstance(recipe.task, Acted):
             turn_encoder = turn_encoder_of(recipe.task, recipe.model.tokenizer())
@@ -111,7 +117,7 @@ class AgentService:
         from tba.serving.connections import http_server
         from tba.serving.server import EpisodeServer, ServingLimits
 
-        options, recipe, mailbox = self.options, run.recipe(), self.agent_calls.mailbox
+        options, recipe, mailbox = self.options, run.recipe(), self.agent_link.mailbox
         model = recipe.model.prepared(recipe.task)
         scheme = "http" if options.certificate is None else "https"
         host, port = self.listener.getsockname()[:2]
@@ -136,7 +142,7 @@ class AgentService:
         access = AccessRules(self._tokens, frozenset(name.strip().lower() for name in names), scheme)
         http = http_server(application(server, access), options.certificate)
         self._listeners.append(server.note_done)
-        self.agent_calls.accepts_episodes = _EpisodeGate(loop)
+        self.agent_link.accepts_episodes = _EpisodeGate(loop)
         thread = threading.Thread(target=http.run, kwargs={"sockets": [self.listener]}, name="server", daemon=True)
         thread.start()
         facts = run.path / "serve.json"

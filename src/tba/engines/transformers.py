@@ -62,8 +62,10 @@ class EngineSettings:
     max_completion_tokens: int = 128  # tokens of the longest completion; a longer one is truncated
     stop_strings: tuple[int | str, ...] = ()  # a completion ends before the first of these in its text (it ends at
     # what ends a turn in the chat template anyway); a whole number is a token's id, a special token's text the token
-    parked_gb: float | None = None  # keys and values of completions that wait for an environment, 10^9 bytes; those
-    # beyond it, the oldest first, are computed again; None: as many as the slots have; vllm: its cache holds them
+    parked_gb: float | None = field(
+        default=None, metadata=BY_CODE
+    )  # keys and values of completions that wait for an environment or an agent, 10^9 bytes; those beyond, the oldest
+    # first, are computed again; None: as much as of the slots; vllm: its cache holds them
     min_completion_tokens: int = 0  # tokens before the end-of-text token may be sampled
     allowed_first_tokens: tuple[str, ...] = field(
         default=(), metadata=BY_CODE

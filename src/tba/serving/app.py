@@ -38,7 +38,7 @@ from starlette.routing import Route
 
 from tba.json_input import parse_json
 from tba.serving.chat import CHAT, POLICY, ApiForm, ChatAnswer, ChatRequest, RequestRefused
-from tba.serving.episode import Call
+from tba.serving.episode import AgentCall
 from tba.serving.messages import MESSAGES, parse_messages_request
 from tba.serving.responses import RESPONSES
 from tba.serving.server import EpisodeServer, PastEpisode, ServedEpisode
@@ -301,7 +301,7 @@ def _error_response(error: RequestRefused) -> JSONResponse:
 
 
 async def _stream(
-    task: asyncio.Task[tuple[Call, ChatAnswer]], form: ApiForm, request: ChatRequest
+    task: asyncio.Task[tuple[AgentCall, ChatAnswer]], form: ApiForm, request: ChatRequest
 ) -> AsyncIterator[str]:
     """Yields the events of an answer, and comments until it is there."""
     while not task.done():

@@ -160,7 +160,7 @@ class ServedPrompts:
 
 
 @dataclass
-class AgentCalls:
+class AgentLink:
     """What agents elsewhere ask of a searcher's engine, and who is told of their answers."""
 
     mailbox: Mailbox

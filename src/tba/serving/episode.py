@@ -79,10 +79,10 @@ class ConversationEncoder:
 
 
 @dataclass(eq=False)
-class Call:
+class AgentCall:
     """One call: a node of the tree once it is answered."""
 
-    parent: Call | None  # whose answer it goes on from; None: it begins a conversation
+    parent: AgentCall | None  # whose answer it goes on from; None: it begins a conversation
     read: IntArray  # [P] tokens between the parent's answer and its own; without a parent its whole prompt
     messages: tuple[MessageKey, ...]  # of the request, without empty answers
     tools: str
@@ -90,12 +90,12 @@ class Call:
     reserved: int = 0  # tokens that its answer may have
     answer: SampledAnswer | None = None  # None: it is being sampled
     is_delivered: bool = False  # its answer reached the agent
-    children: list[Call] = field(default_factory=list)
+    children: list[AgentCall] = field(default_factory=list)
 
     def tokens(self) -> IntArray:
         """Returns all tokens that its answer is sampled after."""
         parts: list[IntArray] = []
-        call: Call | None = self
+        call: AgentCall | None = self
         while call is not None:
             if call is not self:
                 assert call.answer is not None
@@ -126,11 +126,11 @@ class ConversationTree:
     prompt: Prompt
     encoder: ConversationEncoder
     max_tokens: int
-    calls: list[Call] = field(default_factory=list)  # in the order in which they came
+    calls: list[AgentCall] = field(default_factory=list)  # in the order in which they came
     new_segments: Counter[str] = field(default_factory=Counter)  # conversations that go on from no answer, by reason
-    _by_messages: dict[tuple[Any, ...], list[Call]] = field(default_factory=dict)  # answered calls
+    _by_messages: dict[tuple[Any, ...], list[AgentCall]] = field(default_factory=dict)  # answered calls
 
-    def begin_call(self, request: ChatRequest) -> Call:
+    def begin_call(self, request: ChatRequest) -> AgentCall:
         """Returns the call that a request makes. Raises `RequestRefused` where the episode has no room for it."""
         tools = json.dumps(request.tools, sort_keys=True)
         parent, length = self._find_parent(request.messages, tools)
@@ -140,7 +140,7 @@ class ConversationTree:
             assert parent.answer is not None
             read = self.encoder.following(parent.answer, request.messages[length:], request.tools)
         keys = tuple(filter(None, map(message_key, request.messages)))
-        call = Call(parent, read, keys, tools, request.stop_strings)
+        call = AgentCall(parent, read, keys, tools, request.stop_strings)
         room = self.max_tokens - self.length_with(call)
         if room < 1:
             raise RequestRefused(
@@ -156,27 +156,27 @@ class ConversationTree:
             parent.children.append(call)
         return call
 
-    def answer_call(self, call: Call, answer: SampledAnswer, message: AnswerMessage) -> None:
+    def answer_call(self, call: AgentCall, answer: SampledAnswer, message: AnswerMessage) -> None:
         """Record the answer of a call, and the message that the agent gets for it."""
         call.answer = answer
         for key in message.message_keys(self._stop_string(call, answer)):
             keys = (*call.messages, key) if key else call.messages
             self._by_messages.setdefault((call.tools, *keys), []).append(call)
 
-    def _stop_string(self, call: Call, answer: SampledAnswer) -> str:
+    def _stop_string(self, call: AgentCall, answer: SampledAnswer) -> str:
         """Returns the stop string of its call that ended an answer; empty where none did."""
         if answer.stop_reason is not StopReason.STOP_STRING:
             return ""
         text = self.encoder.text(answer.tokens)
         return next((stop for stop in call.stop_strings if text.startswith(answer.text + stop)), "")
 
-    def drop_call(self, call: Call) -> None:
+    def drop_call(self, call: AgentCall) -> None:
         """Forget a call that is not answered."""
         self.calls.remove(call)
         if call.parent is not None:
             call.parent.children.remove(call)
 
-    def _find_parent(self, messages: Sequence[Message], tools: str) -> tuple[Call | None, int]:
+    def _find_parent(self, messages: Sequence[Message], tools: str) -> tuple[AgentCall | None, int]:
         """Returns the newest call whose conversation and answer begin the messages, the longest; and its length. An
         answer without a text and calls may be missing in the messages, as thoughts may.
         """
@@ -201,7 +201,7 @@ class ConversationTree:
             self.new_segments["a history that was changed" if is_known else "another conversation"] += 1
         return None, 0
 
-    def length_with(self, call: Call | None = None) -> int:
+    def length_with(self, call: AgentCall | None = None) -> int:
         """Returns the tokens of a completion of all calls, and of one more."""
         chains = self._chains(self.calls if call is None else [*self.calls, call])
         heads = sum(len(chain[0].tokens()) for chain in chains) - (
@@ -250,7 +250,7 @@ class ConversationTree:
         )
 
     @property
-    def delivered_calls(self) -> list[Call]:
+    def delivered_calls(self) -> list[AgentCall]:
         """Returns the calls whose answers reached the agent."""
         return [call for call in self.calls if call.is_delivered and call.answer is not None]
 
@@ -259,12 +259,12 @@ class ConversationTree:
         """Returns how many answers nobody received."""
         return sum(call.answer is not None and not call.is_delivered for call in self.calls)
 
-    def _chains(self, calls: Sequence[Call]) -> list[list[Call]]:
+    def _chains(self, calls: Sequence[AgentCall]) -> list[list[AgentCall]]:
         """Returns the calls as chains in which each goes on from the one before: the segments of a completion. The
         first is one that goes on from the prompt, if any does.
         """
-        chains: list[list[Call]] = []
-        by_tip: dict[Call, list[Call]] = {}
+        chains: list[list[AgentCall]] = []
+        by_tip: dict[AgentCall, list[AgentCall]] = {}
         for call in calls:  # a parent comes before its children, of which the first goes on in its chain
             chain = None if call.parent is None else by_tip.pop(call.parent, None)
             if chain is None:
@@ -275,12 +275,12 @@ class ConversationTree:
         prompt_chain = next(filter(self._reads_prompt, chains), None)
         return sorted(chains, key=lambda chain: chain is not prompt_chain)
 
-    def _reads_prompt(self, chain: Sequence[Call]) -> bool:
+    def _reads_prompt(self, chain: Sequence[AgentCall]) -> bool:
         """Returns whether a chain begins right behind the prompt."""
         return chain[0].parent is None and np.array_equal(chain[0].read, self.prompt.tokens)
 
 
-def _with_ancestors(call: Call | None) -> Iterator[Call]:
+def _with_ancestors(call: AgentCall | None) -> Iterator[AgentCall]:
     while call is not None:
         yield call
         call = call.parent

@@ -171,8 +171,8 @@ def messages_events(answer: ChatAnswer, request: ChatRequest) -> Iterator[str]:
         yield event("content_block_start", index=index, content_block={**block, **empty})
         yield event("content_block_delta", index=index, delta=delta)
         yield event("content_block_stop", index=index)
-    delta = {"stop_reason": body["stop_reason"], "stop_sequence": body["stop_sequence"]}
-    yield event("message_delta", delta=delta, usage=body["usage"])
+    stop = {"stop_reason": body["stop_reason"], "stop_sequence": body["stop_sequence"]}
+    yield event("message_delta", delta=stop, usage=body["usage"])
     yield event("message_stop")
 
 

@@ -37,7 +37,7 @@ from tba.serving.engine import (
     SeatRequest,
     run_ended,
 )
-from tba.serving.episode import Call, ConversationEncoder, ConversationTree, SampledAnswer
+from tba.serving.episode import AgentCall, ConversationEncoder, ConversationTree, SampledAnswer
 from tba.serving.judging import EpisodeJudge
 from tba.types import Completion, EpisodeRecord, Json, Prompt
 from tba.user_code import problems_of
@@ -75,8 +75,8 @@ class ServedEpisode:
     messages: tuple[Any, ...] = ()  # of its longest conversation
     tokens_read: int = 0  # that no parked row had read before
     overrides: Counter[str] = field(default_factory=Counter)  # fields of requests that the run has decided
-    answers: dict[str, asyncio.Task[tuple[Call, ChatAnswer]]] = field(default_factory=dict)  # by the body's digest
-    samples: dict[Call, SampleRequest] = field(default_factory=dict)  # of calls that are not answered
+    answers: dict[str, asyncio.Task[tuple[AgentCall, ChatAnswer]]] = field(default_factory=dict)  # by the body's digest
+    samples: dict[AgentCall, SampleRequest] = field(default_factory=dict)  # of calls that are not answered
     end: asyncio.Future[Json] | None = None  # its result; None: it goes on
 
     @property
@@ -287,7 +287,7 @@ class EpisodeServer:
 
     def begin_call(
         self, episode: ServedEpisode, request: ChatRequest, body: bytes, is_retry: bool
-    ) -> asyncio.Task[tuple[Call, ChatAnswer]]:
+    ) -> asyncio.Task[tuple[AgentCall, ChatAnswer]]:
         """Returns the task that answers a call; a retry of a call joins it. Raises `RequestRefused`."""
         episode.used_at = time.monotonic()
         digest = hashlib.blake2b(body, digest_size=16).hexdigest()
@@ -302,7 +302,8 @@ class EpisodeServer:
             raise RequestRefused(
                 400, f"the episode has made its {self.limits.max_calls} calls: end it", "context_length_exceeded"
             )
-        waiting_count = sum(len(other.samples) for other in self._episodes.values() if other.owner == episode.owner)
+        episodes_of_owner = [e for e in self._episodes.values() if e.owner == episode.owner]
+        waiting_count = sum(len(e.samples) for e in episodes_of_owner)
         if waiting_count >= self.limits.calls_per_token:
             raise RequestRefused(
                 429, f"{self.limits.calls_per_token} calls of this token wait for their answers: wait too", "rate_limit"
@@ -318,7 +319,9 @@ class EpisodeServer:
         self._open(episode).used_at = time.monotonic()
         return len(self._encoder.whole(request.messages, request.tools))
 
-    async def _answer(self, episode: ServedEpisode, call: Call, request: ChatRequest) -> tuple[Call, ChatAnswer]:
+    async def _answer(
+        self, episode: ServedEpisode, call: AgentCall, request: ChatRequest
+    ) -> tuple[AgentCall, ChatAnswer]:
         tokens = call.tokens()
         parent = None if call.parent is None else call.parent.answer
         is_tip = call.parent is None or call.parent.children[0] is call
