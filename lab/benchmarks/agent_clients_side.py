@@ -15,6 +15,7 @@ import asyncio
 import inspect
 import json
 import os
+import sys
 import urllib.request
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -363,12 +364,13 @@ async def main() -> None:
     parser.add_argument("--episodes", type=int, default=8)
     parser.add_argument("--record", type=Path, help="where to write the bodies of requests")
     options = parser.parse_args()
+    out, sys.stdout = sys.stdout, sys.stderr  # where smolagents writes, whatever its verbosity
     os.environ |= {"OPENAI_AGENTS_DISABLE_TRACING": "1", "LANGSMITH_TRACING": "false"}
     if options.record:
         record_requests(options.record)
     episodes = (play_episode(options.client, options.url, options.token) for _ in range(options.episodes))
     for result in await asyncio.gather(*episodes):
-        print(json.dumps(result), flush=True)
+        print(json.dumps(result), file=out, flush=True)
 
 
 if __name__ == "__main__":
