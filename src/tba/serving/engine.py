@@ -90,15 +90,15 @@ class Mailbox:
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[MailboxItem] = queue.SimpleQueue()
         self._has_items = threading.Event()
-        self._is_closed = False
+        self._is_closed = threading.Event()
 
     def post(self, item: MailboxItem) -> None:
         """Post a request. Raises `RequestRefused` once the run has ended."""
-        if self._is_closed:
+        if self._is_closed.is_set():
             raise run_ended()
         self._items.put(item)
         self._has_items.set()
-        if self._is_closed:  # meanwhile, perhaps after what was there had been taken
+        if self._is_closed.is_set():  # since then, perhaps after what was there had been taken
             refuse(item)
 
     def take(self) -> list[MailboxItem]:
@@ -115,7 +115,7 @@ class Mailbox:
 
     def close(self) -> None:
         """Refuse what is posted from now on, and what nobody has taken."""
-        self._is_closed = True
+        self._is_closed.set()
         for item in self.take():
             refuse(item)
 
@@ -127,8 +127,9 @@ def run_ended() -> RequestRefused:
 
 def refuse(item: MailboxItem, error: Exception | None = None) -> None:
     """Fail the future of a request that is not answered, if it has one."""
-    is_waiting = isinstance(item, SeatRequest | SampleRequest) and not item.future.done()
-    if is_waiting and item.future.set_running_or_notify_cancel():  # the server's thread may give up at any moment
+    if not isinstance(item, SeatRequest | SampleRequest) or item.future.done():
+        return
+    if item.future.set_running_or_notify_cancel():  # the server's thread may give up at any moment
         item.future.set_exception(error or run_ended())
 
 
@@ -319,7 +320,7 @@ class ServedFlow:
         for request in self._parked.intersection(episode.parked):
             self._replies[request] = None
         for request, item in list(self._waiting.items()):
-            if any(item is other for other in episode.unanswered):
+            if any(item is sample for sample in episode.unanswered):
                 self.flow.cancel(request)
         seat = episode.seat
         if episode.completion is not None:

@@ -262,7 +262,7 @@ class EpisodeServer:
             raise RequestRefused(
                 400, f"the episode has made its {self.limits.max_calls} calls: end it", "context_length_exceeded"
             )
-        waiting_count = sum(len(other.samples) for other in self._episodes.values() if other.owner == episode.owner)
+        waiting_count = sum(len(e.samples) for e in self._episodes.values() if e.owner == episode.owner)
         if waiting_count >= self.limits.calls_per_token:
             raise RequestRefused(
                 429, f"{self.limits.calls_per_token} calls of this token wait for their answers: wait too", "rate_limit"
