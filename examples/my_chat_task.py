@@ -53,7 +53,7 @@ recipe = tba.Recipe(
     optimizer=tba.OptimizerSettings(lr=1e-5),  # docs/your_model.md: which rate for which size
     replay=tba.ReplaySettings(
         pacing=tba.Pacing(warm_up=64, max_mean_uses=3),
-        buffer=tba.BufferSettings(distinct=False),  # answers are short: few differ
+        buffer=tba.BufferSettings(deduplicate=False),  # answers are short: few differ
     ),
     evaluation=tba.EvaluationSettings(samples=8, threshold=1 / 7),  # correct: in at most seven words
     steps=30,

@@ -75,7 +75,7 @@ recipe = tba.Recipe(
     ),
     objective=tba.TrajectoryBalance(beta=tba.Constant(0.05)),
     optimizer=tba.OptimizerSettings(lr=1e-3, schedule=tba.WarmupStableDecay(10, 100, 90)),
-    replay=tba.ReplaySettings(buffer=tba.BufferSettings(distinct=False)),  # an episode is short: few differ
+    replay=tba.ReplaySettings(buffer=tba.BufferSettings(deduplicate=False)),  # an episode is short: few differ
     evaluation=tba.EvaluationSettings(problems=100, threshold=0.6),  # right: found in five guesses
     steps=200,
     samples_per_prompt=20,

@@ -80,7 +80,7 @@ recipe = tba.Recipe(
     optimizer=tba.OptimizerSettings(lr=1e-4, schedule=tba.WarmupStableDecay(10, 80, 60)),
     replay=tba.ReplaySettings(
         pacing=tba.Pacing(max_mean_uses=2),  # of an answer: a judge may be slow, and then the trainer waits for it
-        buffer=tba.BufferSettings(distinct=False),
+        buffer=tba.BufferSettings(deduplicate=False),
     ),
     evaluation=tba.EvaluationSettings(problems=0, threshold=0.9),  # right: the judge gives 9 or 10, and it begins so
     steps=150,

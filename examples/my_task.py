@@ -73,7 +73,7 @@ recipe = tba.Recipe(
     ),
     objective=tba.TrajectoryBalance(beta=tba.Constant(0.05)),  # how far the policy may move for its reward
     optimizer=tba.OptimizerSettings(lr=1e-4, schedule=tba.WarmupStableDecay(10, 100, 90)),
-    replay=tba.ReplaySettings(buffer=tba.BufferSettings(distinct=False)),  # answers are short: few differ
+    replay=tba.ReplaySettings(buffer=tba.BufferSettings(deduplicate=False)),  # answers are short: few differ
     evaluation=tba.EvaluationSettings(problems=500),
     steps=200,
     samples_per_prompt=20,

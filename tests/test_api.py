@@ -294,7 +294,7 @@ recipe = tba.Recipe(
     name="script", task=tba.Jsonl(train=Path("sums.jsonl"), marked_by=FunctionReward(right)),
     model=tba.HuggingFace(path=BASE, device="cpu", generation=tba.EngineSettings(max_completion_tokens=4)),
     objective=tba.TrajectoryBalance(beta=tba.Constant(0.05)), groups_per_step=2, group_size=2, samples_per_prompt=2,
-    replay=tba.ReplaySettings(pacing=tba.Pacing(warm_up=4), buffer=tba.BufferSettings(distinct=False)),
+    replay=tba.ReplaySettings(pacing=tba.Pacing(warm_up=4), buffer=tba.BufferSettings(deduplicate=False)),
     evaluation=tba.EvaluationSettings(problems=2, every=0, pass_k=0), steps=2,
     record=tba.RecordSettings(tensorboard=False),
 )

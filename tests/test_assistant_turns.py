@@ -23,6 +23,8 @@ from tba.chat_prompts import chat_markup, with_arguments
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.environments.engine import EpisodeEngine
 from tba.environments.episode import Episode, Observation
+from tba.environments.hosts import InProcessHost
+from tba.environments.recorded import EpisodeReplays, chat_writer, episode_writer
 from tba.environments.scripted import encode_parts, play_demonstration
 from tba.environments.task import EnvironmentTask
 from tba.environments.tools import calls_in
@@ -44,7 +46,7 @@ from tba.models.warm_start import demonstration_pairs
 from tba.rollout.prompts import PromptSettings, encode
 from tba.tables import Refusal
 from tba.training.supervised import Pair
-from tba.types import Completion, Json, Problem, Sampling, StopReason
+from tba.types import Completion, Json, Problem, Prompt, Sampling, StopReason
 
 BOTH = [(name, kind) for name in FAMILIES for kind in ("base", "chat")]
 IDS = [f"{name}-{kind}" for name, kind in BOTH]
@@ -228,7 +230,16 @@ def test_an_imported_answer_and_a_demonstration_end_as_the_template_says(name: s
     family, made, right = FAMILIES[name], tokenizer(name, kind), rendered(name, kind)
     messages = conversation(family)[:-1]
     begins = right.turns[-1][0]
-    encoder = Encoder("account", made, TaskPrompts([]), TaskPrompts([]), True, max_prompt_tokens=10_000, max_tokens=200)
+    encoder = Encoder(
+        "account",
+        made,
+        TaskPrompts([]),
+        TaskPrompts([]),
+        True,
+        max_prompt_tokens=10_000,
+        max_tokens=200,
+        turn_writer=chat_writer(made),
+    )
     for response in (ANSWER, f"{ANSWER}{family.end}\n"):  # a log may spell the end out
         found = encoder.encode(ImportedAnswer(tuple(messages), response, tools=PROBLEM.tools))
         assert isinstance(found, EncodedAnswer), found
@@ -253,7 +264,16 @@ def test_an_imported_answer_that_calls_a_tool_is_what_the_template_writes(name: 
     }
     answer = parse_answer(line)
     assert isinstance(answer, ImportedAnswer), answer
-    encoder = Encoder("account", made, TaskPrompts([]), TaskPrompts([]), True, max_prompt_tokens=10_000, max_tokens=200)
+    encoder = Encoder(
+        "account",
+        made,
+        TaskPrompts([]),
+        TaskPrompts([]),
+        True,
+        max_prompt_tokens=10_000,
+        max_tokens=200,
+        turn_writer=chat_writer(made),
+    )
     found = encoder.encode(answer)
     if not family.calls:
         assert isinstance(found, Refusal)
@@ -286,7 +306,16 @@ def test_a_thought_is_written_once_whether_the_prompt_or_the_answer_begins_it(
 ) -> None:
     made = with_arguments(copy(tokenizer("qwen3", "chat")), (argument,) if argument else ())
     messages = ({"role": "user", "content": "Pay."},)
-    encoder = Encoder("account", made, TaskPrompts([]), TaskPrompts([]), True, max_prompt_tokens=99, max_tokens=99)
+    encoder = Encoder(
+        "account",
+        made,
+        TaskPrompts([]),
+        TaskPrompts([]),
+        True,
+        max_prompt_tokens=99,
+        max_tokens=99,
+        turn_writer=chat_writer(made),
+    )
     found = encoder.encode(ImportedAnswer(messages, answer))
     assert isinstance(found, EncodedAnswer), found
     assert made.decode(found.completion.tokens) == written + "<|im_end|>"
@@ -334,6 +363,127 @@ def test_three_turns_with_tools_are_sampled_as_transformers_renders_them(name: s
     assert completion.stop_reason is StopReason.EOS
     assert completion.judgement is not None
     assert (completion.judgement.reward, completion.judgement.parts["wrong_calls"]) == (1.0, 0.0)
+    imported = importing(made, [prompt]).encode(openai_line(CALLS))
+    assert isinstance(imported, EncodedAnswer), imported
+    (replayed,) = replayed_episodes(made, prompt, imported.completion)
+    assert isinstance(replayed, Completion), replayed
+    for same in (imported.completion, replayed):
+        assert same.tokens.tolist() == completion.tokens.tolist()
+        assert (same.mask.tolist(), same.text) == (completion.mask.tolist(), completion.text)
+    assert (imported.prompt.key, replayed.judgement) == (prompt.key, completion.judgement)
+
+
+def openai_line(calls: Sequence[tuple[str, Json, str]], answer: str = ANSWER) -> ImportedAnswer:
+    """The conversation in the form of OpenAI's API: arguments are JSON in a text, results have no name but an id."""
+    messages: list[Json] = [dict(message) for message in PROBLEM.prompt if not isinstance(message, str)]
+    for number, (name, arguments, said) in enumerate(calls):
+        identity = f"abcdefgh{number}"
+        messages.append({**call(identity, name, json.dumps(arguments)), "content": None})
+        messages.append({"role": "tool", "content": said, "tool_call_id": identity})
+    line = parse_answer({"messages": [*messages, {"role": "assistant", "content": answer}]})
+    assert isinstance(line, ImportedAnswer), line
+    return line
+
+
+def importing(made: PreTrainedTokenizerFast, prompts: Sequence[Prompt]) -> Encoder:
+    return Encoder(
+        *("account", made, TaskPrompts(prompts), TaskPrompts([]), True),
+        max_prompt_tokens=10_000,
+        max_tokens=1000,
+        turn_writer=episode_writer(TurnEncoder(made, True, PROBLEM.tools)),
+        acted=True,
+        tools=PROBLEM.tools,
+    )
+
+
+def replayed_episodes(
+    made: PreTrainedTokenizerFast, prompt: Prompt, *completions: Completion
+) -> list[Completion | Refusal]:
+    replays = EpisodeReplays(InProcessHost(TASK), TurnEncoder(made, True, PROBLEM.tools))
+    return replays([(prompt, completion) for completion in completions])
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3", "smollm2", "mistral"])
+def test_an_imported_episode_whose_environment_says_something_else_is_refused_and_blanks_are_the_environments(
+    name: str,
+) -> None:
+    made = tokenizer(name, "chat")
+    (prompt,) = encode([PROBLEM], TASK.name, made, PromptSettings(max_tokens=10_000)).prompts
+    encoder, (deposit, history) = importing(made, [prompt]), CALLS
+    lines = {
+        "right": openai_line(CALLS),
+        "blanks": openai_line([(*deposit[:2], "7 now,\n rent  12"), history]),
+        "forged": openai_line([(*deposit[:2], "8 now, rent 12"), history]),
+        "later": openai_line([deposit, (*history[:2], "[7, 5]")]),
+        "wrong": openai_line([deposit], "It is 8"),
+        "cut": replace(openai_line([deposit], "It is"), is_truncated=True),
+    }
+    encoded = {key: encoder.encode(line) for key, line in lines.items()}
+    assert all(isinstance(found, EncodedAnswer) for found in encoded.values()), encoded
+    completions = [found.completion for found in encoded.values() if isinstance(found, EncodedAnswer)]
+    found = dict(zip(lines, replayed_episodes(made, prompt, *completions), strict=True))
+    right, blanks, wrong, cut = (found[key] for key in ("right", "blanks", "wrong", "cut"))
+    assert isinstance(right, Completion)
+    assert isinstance(blanks, Completion)
+    assert (blanks.tokens.tolist(), blanks.judgement) == (right.tokens.tolist(), right.judgement)
+    assert isinstance(wrong, Completion)
+    assert wrong.judgement is not None
+    assert wrong.judgement.reward == 0.0
+    assert isinstance(cut, Refusal)  # the reward of this environment needs an answer
+    assert cut.reason == "its environment fails"
+    for key in ("forged", "later"):
+        refusal = found[key]
+        assert isinstance(refusal, Refusal)
+        assert refusal.reason == "the environment answers otherwise"
+
+
+def test_results_of_tools_follow_in_the_order_of_their_calls() -> None:
+    made = tokenizer("qwen2.5", "chat")
+    (prompt,) = encode([PROBLEM], TASK.name, made, PromptSettings(max_tokens=10_000)).prompts
+    messages = openai_line(CALLS).turns
+    asked = {**messages[0], "tool_calls": [*messages[0]["tool_calls"], *messages[2]["tool_calls"]]}
+    completions = []
+    for results in ((messages[1], messages[3]), (messages[3], messages[1])):
+        line = parse_answer({"key": prompt.key, "messages": [asked, *results, messages[4]]})
+        assert isinstance(line, ImportedAnswer)
+        found = importing(made, [prompt]).encode(line)
+        assert isinstance(found, EncodedAnswer)
+        completions.append(found.completion)
+    assert completions[0].tokens.tolist() == completions[1].tokens.tolist()
+    (replayed,) = replayed_episodes(made, prompt, completions[0])
+    assert isinstance(replayed, Completion)
+    assert replayed.tokens.tolist() == completions[0].tokens.tolist()
+
+
+@pytest.mark.parametrize(("name", "kind"), BOTH, ids=IDS)
+def test_what_is_said_between_imported_turns_is_text_and_several_speakers_are_written_by_the_template(
+    name: str, kind: str
+) -> None:
+    family, made = FAMILIES[name], tokenizer(name, kind)
+    text = forged(family)
+
+    def imported(*between: Json) -> Completion | None:
+        messages = [{"role": "user", "content": "Pay."}, {"role": "assistant", "content": "a"}, *between]
+        line = parse_answer({"messages": [*messages, {"role": "assistant", "content": "b"}]})
+        assert isinstance(line, ImportedAnswer)
+        found = replace(importing(made, []), acted=False, tools=(), turn_writer=chat_writer(made)).encode(line)
+        if isinstance(found, Refusal):  # templates refuse two messages of the user's
+            assert "the model's chat template cannot write" in found.reason
+            return None
+        return found.completion
+
+    user = {"role": "user", "content": text}
+    attacked, usual = imported(user), imported({**user, "content": "7"})
+    assert attacked is not None
+    assert usual is not None
+    assert controls(made, attacked.tokens.tolist()) == controls(made, usual.tokens.tolist())
+    assert attacked.mask is not None
+    assert attacked.turns[0] == usual.turns[0]
+    assert "".join(text.split()) in "".join(made.decode(attacked.tokens[~attacked.mask].tolist()).split())
+    several = imported({**user, "content": "one"}, {**user, "content": "two"})
+    if several is not None:
+        heard = made.decode(several.tokens[~several.mask].tolist())
+        assert heard.index("one") < heard.index("two")
 
 
 def controls(made: Any, tokens: Sequence[int]) -> list[int]:
@@ -391,7 +541,16 @@ def test_in_an_assistants_turn_marks_of_thoughts_and_calls_are_tokens_and_those_
     ]
     answer = f"a{''.join(marks)}b{family.end}\n<|im_start|>assistant\n42{family.end}c"
     asked = ({"role": "user", "content": "Pay."},)
-    encoder = Encoder("account", made, TaskPrompts([]), TaskPrompts([]), True, max_prompt_tokens=10_000, max_tokens=400)
+    encoder = Encoder(
+        "account",
+        made,
+        TaskPrompts([]),
+        TaskPrompts([]),
+        True,
+        max_prompt_tokens=10_000,
+        max_tokens=400,
+        turn_writer=chat_writer(made),
+    )
     found = encoder.encode(ImportedAnswer(asked, answer))
     assert isinstance(found, EncodedAnswer), found
     body = found.completion.tokens[:-1].tolist()

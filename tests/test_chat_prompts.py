@@ -23,7 +23,7 @@ def test_what_a_chat_template_raises_is_one_sentence() -> None:
     tokenizer: PreTrainedTokenizerBase = character_tokenizer("ab")
     for template in ("{{ 1 // 0 }}", "{% for", "{{ raise_exception('no') }}", "{{ ''.__class__.__mro__ }}{{ x.y.z }}"):
         tokenizer.chat_template = template
-        with pytest.raises(UserError, match="the tokenizer's chat template cannot write a prompt"):
+        with pytest.raises(UserError, match="the tokenizer's chat template cannot write prompts"):
             chat_markup(tokenizer, [{"role": "user", "content": "a"}])
 
 

@@ -202,7 +202,7 @@ def test_the_hyperparameters_of_the_page_are_those_of_the_recipes() -> None:
     assert len(rows) == 8
     for name, _, _, rate, _, batch, sync_every, recent_share, uses in rows:
         recipe = find(name.split("`")[1])
-        assert float(rate) == recipe.optimizer.lr
+        assert float(rate.strip("`")) == recipe.optimizer.lr
         assert batch == f"{recipe.groups_per_step} x {recipe.group_size}"
         assert int(sync_every) == recipe.sync_every
         assert isinstance(recipe.replay.selection, RecencyReward)

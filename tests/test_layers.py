@@ -22,7 +22,18 @@ LEAVES = {"engines", "policy", "rewards", "tasks"}
 PARTS = {"rollout", "imported_answers", "training", "replay", "weights", "evaluation", "record"}
 
 CORE = SEAMS | LEAVES | PARTS | TENSORS
-CORE |= {"environments", "models", "objectives", "schedules", "clock", "recipe", "settings", "recipe_names", "runtime"}
+CORE |= {
+    "environments",
+    "serving",
+    "models",
+    "objectives",
+    "schedules",
+    "clock",
+    "recipe",
+    "settings",
+    "recipe_names",
+    "runtime",
+}
 
 # What each part of the package may import of the others, below it. The core is all up to `runtime`; on `runs` stand the
 # commands, and beside them the functions for scripts and the applications, each a folder of its own, then the recipes.
@@ -44,7 +55,7 @@ ALLOWED: dict[str, set[str]] = {
     "assistant_turns": {"errors", "types", "chat_prompts", "markup"},  # what ends a turn in a chat template
     "clock": set(),
     "batch": {"types"},
-    "protocols": {"types", "batch", "sharding"},  # the last two for type checkers only
+    "protocols": {"errors", "types", "batch", "sharding"},  # the last two for type checkers only
     "generation": {"types", "protocols"},
     "grading": {"errors", "types", "protocols", "signals"},
     "signals": set(),
@@ -71,7 +82,8 @@ ALLOWED: dict[str, set[str]] = {
     "recipe": SEAMS | PARTS | {"models"},  # of models the one that a folder's path stands for
     "recipe_names": {"errors"},
     "settings": GROUND | {"recipe", "recipe_names"},  # recipes and studies by name, when they are asked for
-    "runtime": SEAMS | PARTS | {"gpus", "clock", "environments", "recipe", "settings", "recipe_names"},
+    "serving": SEAMS | {"environments", "rollout", "imported_answers"},  # agents' calls as a searcher's answers
+    "runtime": SEAMS | PARTS | {"gpus", "clock", "environments", "serving", "recipe", "settings", "recipe_names"},
     "runs": CORE,
     "command": CORE | {"runs"},
     "apps.preference": CORE | {"runs"},
@@ -89,6 +101,8 @@ ONLY_IN = {
         *("runtime/cluster/driver.py", "runtime/cluster/actors.py", "runtime/cluster/client.py"),
     },
     "math_verify": {"rewards/math_answer.py"},
+    "starlette": {"serving/app.py", "serving/connections.py", "command/serve.py"},
+    "uvicorn": {"serving/connections.py", "command/serve.py"},
     "verifiers": {"environments/verifiers_process.py"},
     "sklearn": {"apps/red_team/word_classifier.py"},
     "torch.distributed": {  # the rooms of the trainer's ranks, and the sum of gradients' norms

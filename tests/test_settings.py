@@ -23,6 +23,7 @@ from tba.command.table import COMMANDS
 from tba.config_file import with_config
 from tba.errors import UserError
 from tba.fields import FLAGS_ELSEWHERE, comments, fields_of, flags, help_of, with_new_names, without_effect
+from tba.objectives.grpo import Grpo
 from tba.recipe import Recipe, settings_json
 from tba.recipe_names import description_of, recipe_names
 from tba.recipe_source import write_recipe
@@ -408,11 +409,11 @@ def test_whatever_has_no_effect_in_a_recipe_is_among_its_fields() -> None:
 
 
 def test_a_part_that_is_off_takes_no_settings_until_it_is_switched_on() -> None:
-    with pytest.raises(UserError, match=r"--control.low has no effect without --control.signal: give that too"):
-        overridden(GSM8K, "--control.low", "0.3")
-    steered = overridden(GSM8K, "--control.low", "0.3", "--control.signal", "ess")
-    assert (steered.control.low, steered.control.signal) == (0.3, "ess")
-    assert {"--control.low", "--control.high"} <= set(flags(steered)) - set(flags(GSM8K))
+    with pytest.raises(UserError, match=r"--control.lower-bound has no effect without --control.signal: give that too"):
+        overridden(GSM8K, "--control.lower-bound", "0.3")
+    steered = overridden(GSM8K, "--control.lower-bound", "0.3", "--control.signal", "ess")
+    assert (steered.control.lower_bound, steered.control.signal) == (0.3, "ess")
+    assert {"--control.lower-bound", "--control.upper-bound"} <= set(flags(steered)) - set(flags(GSM8K))
 
 
 @pytest.mark.parametrize("words", [["--run.no-prefetch"], ["--run.stop-deadline", "5"], ["--optimizer.eps=1e-6"]])
@@ -434,7 +435,10 @@ OLD_FLAGS = {
     "--publish.full-every": "--publish.full-version-every", "--record.samples": "--record.samples-per-batch",
     "--model.generation.first": "--model.generation.allowed-first-tokens",
     "--model.generation.never-first": "--model.generation.forbidden-first-tokens",
-    "--run.no-rounds": "--run.no-synchronous-rounds",
+    "--run.no-rounds": "--run.no-synchronous-rounds", "--optimizer.averaged": "--optimizer.weight-average",
+    "--replay.buffer.no-distinct": "--replay.buffer.no-deduplicate", "--model.compiled": "--model.torch-compile",
+    "--replay.pacing.eases-off": "--replay.pacing.throttled-side", "--control.low": "--control.lower-bound",
+    "--control.high": "--control.upper-bound",
 }  # fmt: skip
 
 
@@ -454,6 +458,8 @@ def test_recorded_words_and_fields_of_an_earlier_version_mean_the_settings_of_to
     assert recipe.run.synchronous_rounds
     assert (recipe.replay.ingest, recipe.replay.pacing.saved_batches) == ("sync", 3.0)
     assert recipe.evaluation.logged_problems == 7
+    grpo = override(replace(GSM8K, objective=Grpo()), ["--objective.per", "row"], "tba resume", recorded=True)
+    assert grpo.objective == Grpo(loss_aggregation="row")
     assert override(recipe, ["--run.no-rounds"], "tba resume", recorded=True).run.synchronous_rounds is False
     near = replace(GSM8K, replay=replace(GSM8K.replay, buffer=BufferSettings(near_duplicates=NearDuplicates())))
     near = override(near, ["--replay.buffer.near.by", "cosine"], "tba resume", recorded=True)

@@ -293,7 +293,7 @@ def test_a_folder_that_datasets_saved_has_the_rows_that_were_saved(tmp_path: Pat
     datasets.DatasetDict(train=train, test=test).save_to_disk(tmp_path / "both")
     assert splits_of(tmp_path / "both") == {name: tmp_path / "both" / name for name in ("train", "test")}
     assert list(read_table(tmp_path / "both" / "test")) == [(1, rows[0])]
-    with pytest.raises(UserError, match=r"holds several splits: give the folder of one \(.*both/train, "):
+    with pytest.raises(UserError, match=r"has several splits: give the folder of one \(.*both/train, "):
         list(read_table(tmp_path / "both"))
     with pytest.raises(UserError, match=r"not one that datasets saved \(no state.json\)"):
         list(read_table(tmp_path))

@@ -33,7 +33,7 @@ recipe = Recipe(
     objective=TrajectoryBalance(beta=Constant(0.05)),
     exploration=Fixed(),
     optimizer=OptimizerSettings(lr=1e-3),
-    replay=ReplaySettings(pacing=Pacing(warm_up=16), buffer=BufferSettings(distinct=False)),
+    replay=ReplaySettings(pacing=Pacing(warm_up=16), buffer=BufferSettings(deduplicate=False)),
     evaluation=EvaluationSettings(problems=0, pass_k=2),
     record=RecordSettings(samples_every=1),
     steps=4,

@@ -1,4 +1,5 @@
-"""What `make docs` adds to mkdocs: links that lead out of docs/, and anchors as a repository browser writes them.
+"""What `make docs` adds to mkdocs: links that lead out of docs/, anchors as a repository browser writes them, and
+unbroken flags.
 
 Invariant: a relative link that works where the repository is browsed works on the site. A file outside docs/ that a
 page links to is on the site too, under source/: Markdown as a page, images and data as they are, anything else as code.
@@ -53,6 +54,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if page.file.src_uri in LOOKED_UP:
         page.meta["search"] = {"boost": LOOKED_UP[page.file.src_uri]}
     return relinked(markdown, PurePosixPath("docs", page.file.src_uri), files)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Mark code without spaces, which site.css does not break: a flag stays in one line."""
+    return re.sub(r"<code>([^\s<]+)</code>", r'<code class="word">\1</code>', html)
 
 
 def relinked(markdown: str, source: PurePosixPath, files: Files) -> str:

@@ -276,7 +276,8 @@ def fillings(slot: Slot) -> list[type]:
     """The settings classes that can fill a slot, in the order of their modules and lines."""
     found: list[type] = []
     for module in (module for name in slot.where.split() for module in modules(name)):
-        classes = [c for _, c in inspect.getmembers(module, inspect.isclass) if c.__module__ == module.__name__]
+        members = inspect.getmembers(module, inspect.isclass)
+        classes = [c for name, c in members if c.__module__ == module.__name__ and not name.startswith("_")]
         classes.sort(key=lambda c: inspect.getsourcelines(c)[1])
         found += [c for c in classes if dataclasses.is_dataclass(c) and all(hasattr(c, name) for name in slot.can)]
     return [c for c in found if not hasattr(c, "restore")]  # that is the state of a run, which settings start

@@ -77,17 +77,17 @@ def seconds(policy: CausalPolicy, whole: Batch) -> float:
 
 
 def compare(dtype: torch.dtype, repeats: int) -> None:
-    ours, peft, whole = policy_of(dtype), as_peft_does(policy_of(dtype)), batch()
+    adapters, peft, whole = policy_of(dtype), as_peft_does(policy_of(dtype)), batch()
 
     def with_attention_in_bfloat16() -> float:
         in_float32, varlen._to_compute_dtype = varlen._to_compute_dtype, lambda x: x
         try:
-            return seconds(ours, whole)
+            return seconds(adapters, whole)
         finally:
             varlen._to_compute_dtype = in_float32
 
     ways: dict[str, Callable[[], float]] = {
-        "ours": lambda: seconds(ours, whole),
+        "ours": lambda: seconds(adapters, whole),
         "peft's forward": lambda: seconds(peft, whole),
     }
     if dtype == torch.bfloat16:
@@ -97,9 +97,9 @@ def compare(dtype: torch.dtype, repeats: int) -> None:
     times = [{name: way() for name, way in ways.items()} for _ in range(repeats)]
     print(f"{dtype}, {int(whole.length_B.sum())} tokens of answers, {repeats} repeats")
     for name in ways:
-        own, ratios = [t[name] for t in times], [t[name] / t["ours"] for t in times]
+        times_of_way, ratios = [t[name] for t in times], [t[name] / t["ours"] for t in times]
         print(
-            f"{name:28} {median(own):6.2f} s ({min(own):.2f} to {max(own):.2f}), "
+            f"{name:28} {median(times_of_way):6.2f} s ({min(times_of_way):.2f} to {max(times_of_way):.2f}), "
             f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) times ours"
         )
 

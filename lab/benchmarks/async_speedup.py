@@ -88,13 +88,13 @@ def reached(curve: list[tuple[float, float]]) -> float | None:
 
 def best_threads(recipe: str, steps: int, folder: Path) -> int:
     """The synchronous side's better thread count of 1 and 2, by a short run of each."""
-    taken = {}
+    outcomes = {}
     for threads in (1, 2):
         arguments = [*SYNCHRONOUS, *BARE, "--steps", str(steps), "--run.threads", str(threads)]
-        taken[threads] = run(recipe, f"threads-{threads}", arguments, folder)
-    for threads, outcome in taken.items():
+        outcomes[threads] = run(recipe, f"threads-{threads}", arguments, folder)
+    for threads, outcome in outcomes.items():
         print(f"synchronous, {threads} thread(s): {1000 * outcome.seconds_per_step:.0f} ms per step", flush=True)
-    return min(taken, key=lambda threads: taken[threads].seconds_per_step)
+    return min(outcomes, key=lambda threads: outcomes[threads].seconds_per_step)
 
 
 def main() -> None:
@@ -113,22 +113,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         threads = best_threads(recipe, 8 if slow else 40, folder)
-        one = run(recipe, "one", [*SYNCHRONOUS, *BARE, "--steps", "8" if slow else "60"], folder)
+        alone = run(recipe, "one", [*SYNCHRONOUS, *BARE, "--steps", "8" if slow else "60"], folder)
         settings = {"async": extra, "sync": [*SYNCHRONOUS, "--run.threads", str(threads)]}
         for seed in range(arguments.seeds):
-            for side, own in settings.items():
+            for side, side_flags in settings.items():
                 common = ["--seed", str(seed), "--steps", str(arguments.steps), *evaluation]
-                outcome = run(recipe, f"{side}-{seed}", [*common, *own], folder)
+                outcome = run(recipe, f"{side}-{seed}", [*common, *side_flags], folder)
                 sides[side].append(outcome)
                 print(f"seed {seed} {side:5} {outcome}", flush=True)
-    report(sides, one, threads, arguments.out)
+    report(sides, alone, threads, arguments.out)
 
 
-def report(sides: dict[str, list[Outcome]], one: Outcome, threads: int, out: Path | None) -> None:
+def report(sides: dict[str, list[Outcome]], alone: Outcome, threads: int, out: Path | None) -> None:
     """The figures that are asked for."""
     pairs = [(a.seconds_to_target, s.seconds_to_target) for a, s in zip(sides["async"], sides["sync"], strict=True)]
     ratios = np.array([s / a for a, s in pairs if a and s])
-    g, t = one.generating, one.training
+    g, t = alone.generating, alone.training
     per_step = statistics.median(o.seconds_per_step for o in sides["async"])
     ideal, uses = max(g, t), [o.uses for o in sides["async"]]
     facts = {
@@ -142,7 +142,7 @@ def report(sides: dict[str, list[Outcome]], one: Outcome, threads: int, out: Pat
         "async_seconds_per_step": per_step,
         "share_of_ideal": ideal / per_step,
         "async_uses": uses,
-        "final": {side: [o.final for o in found] for side, found in sides.items()},
+        "final": {side: [o.final for o in outcomes] for side, outcomes in sides.items()},
     }
     if len(ratios):
         i = mean_interval(ratios)

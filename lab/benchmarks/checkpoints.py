@@ -50,11 +50,11 @@ def follow(ranks: Ranks, quick: bool) -> None:
 
 def lead(ranks: Ranks, quick: bool, rounds: int, folder: Path) -> list[tuple[float, float, float]]:
     """Seconds: the stop of a gathered checkpoint, that of one by all ranks, and until this one is on the disk."""
-    own = sharded(ranks, quick)
-    policy = Rank0Policy(own, ranks, 1)
-    optimizer = Rank0Optimizer(ranks, SETTINGS, own.parameters(), [])
+    local_policy = sharded(ranks, quick)
+    policy = Rank0Policy(local_policy, ranks, 1)
+    optimizer = Rank0Optimizer(ranks, SETTINGS, local_policy.parameters(), [])
     optimizer.step(1)  # makes the moments
-    found = []
+    measurements = []
     for i in range(rounds):
         began = time.perf_counter()
         save_checkpoint(folder / "gathered", Version(0, i + 1), policy.save, optimizer)
@@ -65,37 +65,37 @@ def lead(ranks: Ranks, quick: bool, rounds: int, folder: Path) -> list[tuple[flo
         stop = time.perf_counter() - began
         model, rows = laid_out
         save_checkpoint(folder / "shards", Version(0, i + 1), model.save, rows)
-        found.append((gathered, stop, time.perf_counter() - began))
+        measurements.append((gathered, stop, time.perf_counter() - began))
         shutil.rmtree(folder / "gathered")
         shutil.rmtree(folder / "shards")
     ranks.broadcast("end")
-    return found
+    return measurements
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="a small model and one round, to see whether it runs")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder, children, rank = Path(name), [], 0
-        for other in range(1, given.ranks):
+        for child_rank in range(1, options.ranks):
             if (child := os.fork()) == 0:
-                rank = other
+                rank = child_rank
                 break
             children.append(child)
-        meeting = Rendezvous(FileStore(str(folder / "store"), given.ranks))
-        ranks = Ranks(rank, given.ranks, meeting, torch.device("cpu"), 3600.0, 3600.0)
+        meeting = Rendezvous(FileStore(str(folder / "store"), options.ranks))
+        ranks = Ranks(rank, options.ranks, meeting, torch.device("cpu"), 3600.0, 3600.0)
         if rank:
-            follow(ranks, given.quick)
+            follow(ranks, options.quick)
             os._exit(0)
-        columns = zip(*lead(ranks, given.quick, 1 if given.quick else 5, folder), strict=True)
+        columns = zip(*lead(ranks, options.quick, 1 if options.quick else 5, folder), strict=True)
         for child in children:
             os.waitpid(child, 0)
-    print(f"{given.ranks} ranks; seconds, the median and all rounds")
-    for what, column in zip(("gathered: stop", "all ranks: stop", "all ranks: on the disk"), columns, strict=True):
-        print(f"{what:24} {median(column):7.3f}  ({min(column):.3f} to {max(column):.3f})")
+    print(f"{options.ranks} ranks; seconds, the median and all rounds")
+    for label, column in zip(("gathered: stop", "all ranks: stop", "all ranks: on the disk"), columns, strict=True):
+        print(f"{label:24} {median(column):7.3f}  ({min(column):.3f} to {max(column):.3f})")
 
 
 if __name__ == "__main__":

@@ -67,13 +67,13 @@ class Taker:
         tensors = published.read()
         times.append(time.perf_counter())
         with torch.inference_mode():
-            for name, own in self._own.items():
-                own.copy_(tensors[name])
+            for name, copy in self._own.items():
+                copy.copy_(tensors[name])
         times.append(time.perf_counter())
         return times[1] - times[0], times[2] - times[1], times[3] - times[2]
 
 
-def measured(home: Path, kind: str, quick: bool, here: str, there: str) -> None:
+def measured(home: Path, kind: str, quick: bool, here: str, far_node: str) -> None:
     """One kind of versions: a line for who takes it first on a node, and one for who takes it next."""
     recipe = "quickstart"
     run = RunDirectory.create(home / kind.replace(", ", "-"), recipe, [], find(recipe))
@@ -81,7 +81,9 @@ def measured(home: Path, kind: str, quick: bool, here: str, there: str) -> None:
     optimizer = OptimizerSettings(lr=1e-5).start(policy.parameters())
     dtype, settings = KINDS[kind]
     directory = WeightDirectory(run.weights, settings=settings, dtype=dtype)
-    on = {name: NodeAffinitySchedulingStrategy(node, soft=False) for name, node in (("here", here), ("there", there))}
+    on = {
+        name: NodeAffinitySchedulingStrategy(node, soft=False) for name, node in (("here", here), ("there", far_node))
+    }
     groups = {"journal": 1, "weights": 1}
     exchange = remote(concurrency_groups=groups, num_cpus=0)(ExchangeActor)
     exchange = exchange.options(scheduling_strategy=on["here"]).remote(str(run.path))
@@ -93,11 +95,11 @@ def measured(home: Path, kind: str, quick: bool, here: str, there: str) -> None:
         step(policy, optimizer, batch, lambda: None)
         version = Version(0, i)
         directory.publish(policy.weights(), version, Manifest())
-        taken = [ray.get(taker.take.remote(version), timeout=DEADLINE) for taker in takers]
+        times_by_taker = [ray.get(taker.take.remote(version), timeout=DEADLINE) for taker in takers]
         counted = i >= 2 and (i % 2 == 1 or settings.full_version_every == 1)  # the first two find nothing warm
         if counted:
             size = directory.file(version).stat().st_size
-            for row, times in zip(rows, taken, strict=True):
+            for row, times in zip(rows, times_by_taker, strict=True):
                 row.append(times)
     for who, row in zip(("the first on its node", "the next there"), rows, strict=True):
         parts = ", ".join(
@@ -115,17 +117,22 @@ def main() -> None:
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
     home = tempfile.mkdtemp(prefix="tba")  # short: the names of Ray's sockets begin with it
-    own = {"HOME": home, "RAY_TMPDIR": home, "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
-    os.environ.update(own | {"RAY_worker_niceness": "0"})  # Ray's default is 15
+    variables = {
+        "HOME": home,
+        "RAY_TMPDIR": home,
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    os.environ.update(variables | {"RAY_worker_niceness": "0"})  # Ray's default is 15
     store: dict[str, Any] = {"object_store_memory": int(1.5e9)}
     nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, **store})
     try:
         nodes.add_node(num_cpus=1, **store)
         ray.init(address=nodes.address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
         here = ray.get_runtime_context().get_node_id()
-        there = next(node["NodeID"] for node in ray.nodes() if node["NodeID"] != here)
+        far_node = next(node["NodeID"] for node in ray.nodes() if node["NodeID"] != here)
         for kind in KINDS:
-            measured(Path(home), kind, quick, here, there)
+            measured(Path(home), kind, quick, here, far_node)
     finally:
         ray.shutdown()
         nodes.shutdown()

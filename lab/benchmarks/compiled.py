@@ -1,4 +1,4 @@
-"""Whether `torch.compile` of the policy's layers pays (`--model.compiled`): forward and backward with and without.
+"""Whether `torch.compile` of the policy's layers pays (`--model.torch-compile`): forward and backward with and without.
 
     python lab/benchmarks/compiled.py [--quick]
 
@@ -51,9 +51,9 @@ def stepped(policy: CausalPolicy, batch: Batch) -> float:
     return time.perf_counter() - began
 
 
-def farthest(one: CausalPolicy, other: CausalPolicy) -> float:
+def farthest(plain: CausalPolicy, compiled: CausalPolicy) -> float:
     """The largest difference of a gradient, as a share of the largest gradient of its parameter."""
-    gradients = ([p.grad for p in policy.parameters() if p.grad is not None] for policy in (one, other))
+    gradients = ([p.grad for p in policy.parameters() if p.grad is not None] for policy in (plain, compiled))
     pairs = zip(*gradients, strict=True)
     return max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
 
@@ -68,10 +68,10 @@ def main() -> None:
         firsts = [stepped(policy, batch_of(shape, 0)) for policy in (plain, compiled)]
         apart = farthest(plain, compiled)
         rows = [[stepped(policy, batch_of(shape, 1 + i)) for policy in (plain, compiled)] for i in range(steps)]
-        ratios = [one / two for one, two in rows]
-        for name, first, column in zip(("plain", "compiled"), firsts, zip(*rows, strict=True), strict=True):
+        ratios = [plain_seconds / two for plain_seconds, two in rows]
+        for name, first_seconds, column in zip(("plain", "compiled"), firsts, zip(*rows, strict=True), strict=True):
             spread = f"{min(column):.3f} to {max(column):.3f}"
-            print(f"{shape.name:6} {name:9} first {first:6.2f} s, then {median(column):.3f} s ({spread})")
+            print(f"{shape.name:6} {name:9} first {first_seconds:6.2f} s, then {median(column):.3f} s ({spread})")
         print(
             f"{shape.name:6} plain / compiled {median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}), "
             f"gradients within {apart:.1e}",

@@ -114,14 +114,14 @@ def by_recovery(path: Path) -> set[str]:
 
 def by_sql(path: Path) -> set[str]:
     """With the file's own first page, and with that of an empty journal; what gives more."""
-    found = _sql(path)
+    rows = _sql(path)
     empty = path.with_name("empty.sqlite")
     JournalFollower(empty).close()
-    first = bytearray(empty.read_bytes()[:PAGE])
-    first[28:32] = (path.stat().st_size // PAGE).to_bytes(4, "big")  # how many pages there are
+    first_page = bytearray(empty.read_bytes()[:PAGE])
+    first_page[28:32] = (path.stat().st_size // PAGE).to_bytes(4, "big")  # how many pages there are
     with path.open("r+b") as file:
-        file.write(first)
-    return max(found, _sql(path), key=len)
+        file.write(first_page)
+    return max(rows, _sql(path), key=len)
 
 
 def _sql(path: Path) -> set[str]:
@@ -137,28 +137,28 @@ def _sql(path: Path) -> set[str]:
 
 def _around(connection: sqlite3.Connection, table: str, key: str, columns: str) -> list[_Row]:
     """Rows of a table: from both ends up to the damage and from behind it on, then each number in between alone."""
-    found: dict[int, _Row] = {}
+    rows_by_key: dict[int, _Row] = {}
     select = f"SELECT {key}, {columns} FROM {table}"
     for compare, order, step in ((">", "ASC", 1), ("<", "DESC", -1)):
         at, width = (-(2**63) if step > 0 else 2**63 - 1), 1
         while width < 1 << 62:  # beyond what cannot be read, in ever larger steps
-            before = len(found)
+            before = len(rows_by_key)
             try:
                 for row in connection.execute(f"{select} WHERE {key} {compare} ? ORDER BY {key} {order}", (at,)):
-                    found[row[0]], at = row, row[0]
+                    rows_by_key[row[0]], at = row, row[0]
                 break
             except _UNREADABLE:
-                width = 1 if len(found) > before else 2 * width
+                width = 1 if len(rows_by_key) > before else 2 * width
                 at += step * width
                 if not -(2**63) <= at < 2**63:
                     break
-    most = min(max(found, default=0) + 10_000, 10_000_000) if key == "seq" else 0
+    most = min(max(rows_by_key, default=0) + 10_000, 10_000_000) if key == "seq" else 0
     for number in range(1, most):
-        if number not in found:
+        if number not in rows_by_key:
             with suppress(*_UNREADABLE):
                 for row in connection.execute(f"{select} WHERE {key} = ?", (number,)):
-                    found[number] = row
-    return list(found.values())
+                    rows_by_key[number] = row
+    return list(rows_by_key.values())
 
 
 def by_shell(path: Path, shell: str) -> set[str]:
@@ -183,8 +183,8 @@ def by_shell(path: Path, shell: str) -> set[str]:
 
 
 def _kept(bodies: Iterable[_Row], prompts: Iterable[_Row]) -> set[str]:
-    there = {i for i, body in prompts if isinstance(body, bytes) and prompt_id(body) == i}
-    return set(_intact((body for _, prompt, body in bodies if prompt in there)))
+    known_prompts = {i for i, body in prompts if isinstance(body, bytes) and prompt_id(body) == i}
+    return set(_intact((body for _, prompt, body in bodies if prompt in known_prompts)))
 
 
 def _intact(bodies: Iterable[object]) -> Iterator[str]:
@@ -206,17 +206,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=None)
     parser.add_argument("--shell", default="sqlite3", help="an sqlite3 shell built with SQLITE_ENABLE_DBPAGE_VTAB")
-    given = parser.parse_args()
+    options = parser.parse_args()
     logging.disable(logging.WARNING)  # each recovery would say what it found
     readers: dict[str, Callable[[Path], set[str]]] = {"recovery": by_recovery, "sql": by_sql}
-    if shutil.which(given.shell):
-        readers["shell"] = partial(by_shell, shell=given.shell)
-    rng = np.random.default_rng(given.seed)
-    kept: dict[tuple[str, str], list[int]] = defaultdict(list)
+    if shutil.which(options.shell):
+        readers["shell"] = partial(by_shell, shell=options.shell)
+    rng = np.random.default_rng(options.seed)
+    counts: dict[tuple[str, str], list[int]] = defaultdict(list)
     seconds: dict[str, float] = defaultdict(float)
-    with tempfile.TemporaryDirectory(dir=given.folder) as name:
-        states = make(Path(name), given.rows, given.per_prompt)
-        for n in range(given.damages):
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        states = make(Path(name), options.rows, options.per_prompt)
+        for n in range(options.damages):
             kind, state = KINDS[n % 3], ("closed", "killed")[n // 3 % 2]
             damaged = damage(states[state], states["half"][""], kind, rng)
             for reader, read in readers.items():
@@ -225,20 +225,21 @@ def main() -> None:
                     for part, data in damaged.items():
                         Path(f"{path}{part}").write_bytes(data)
                     began = time.perf_counter()
-                    kept[reader, kind].append(len(read(path)))
+                    counts[reader, kind].append(len(read(path)))
                     seconds[reader] += time.perf_counter() - began
-        shares = {share: cut_at(states["closed"][""], share) / given.rows for share in SHARES}
-    print(f"{given.damages} damages to a journal of {given.rows:,} trajectories: kept in the mean and at least")
+        shares = {share: cut_at(states["closed"][""], share) / options.rows for share in SHARES}
+    print(f"{options.damages} damages to a journal of {options.rows:,} trajectories: kept in the mean and at least")
     for reader in readers:
         for kind in (*KINDS, "all"):
             kinds = KINDS if kind == "all" else (kind,)
-            own, ours = (np.concatenate([kept[r, k] for k in kinds]) for r in (reader, "recovery"))
-            share = np.where(ours > 0, own / np.maximum(ours, 1), 1.0)
+            rows_read, recovered = (np.concatenate([counts[r, k] for k in kinds]) for r in (reader, "recovery"))
+            share = np.where(recovered > 0, rows_read / np.maximum(recovered, 1), 1.0)
             print(
-                f"  {reader:8} {kind:5} {own.mean():8.1f}  least {own.min():5}  {100 * own.sum() / ours.sum():6.2f} % "
-                f"of recovery's; worst {100 * share.min():6.2f} %, below 95 % in {(share < 0.95).sum()} of {len(own)}"
+                f"  {reader:8} {kind:5} {rows_read.mean():8.1f}  least {rows_read.min():5}  "
+                f"{100 * rows_read.sum() / recovered.sum():6.2f} % of recovery's; worst {100 * share.min():6.2f} %, "
+                f"below 95 % in {(share < 0.95).sum()} of {len(rows_read)}"
             )
-        print(f"  {reader:8} {seconds[reader] / given.damages:.2f} s each")
+        print(f"  {reader:8} {seconds[reader] / options.damages:.2f} s each")
     print("cut off at a share of the file, so much is kept:", ", ".join(f"{s:.0%} {k:.1%}" for s, k in shares.items()))
 
 

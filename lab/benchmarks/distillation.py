@@ -83,15 +83,15 @@ class Study:
 
     @cached_property
     def base(self) -> HuggingFace:
-        found: Any = self.recipe.model.prepared(self.recipe.task)
-        return replace(found, generation=replace(found.generation, slots=PROMPTS * ANSWERS))
+        model: Any = self.recipe.model.prepared(self.recipe.task)
+        return replace(model, generation=replace(model.generation, slots=PROMPTS * ANSWERS))
 
     @cached_property
     def taught(self) -> HuggingFace:
-        found: Any = self.recipe.teachers.models[0].prepared(
+        model: Any = self.recipe.teachers.models[0].prepared(
             self.recipe.task, lambda line: print(line, file=sys.stderr)
         )
-        return replace(found, generation=self.base.generation)
+        return replace(model, generation=self.base.generation)
 
     @cached_property
     def teacher(self) -> Any:
@@ -123,8 +123,8 @@ class Study:
 
     def batches(self, source: str, student: Any, rng: np.random.Generator) -> Iterator[list[Group]]:
         """Yields what each update is trained on, for ever."""
-        begun = self.taught if source == LOG else self.base
-        engine = begun.engine(Version(), 32)
+        source_model = self.taught if source == LOG else self.base
+        engine = source_model.engine(Version(), 32)
 
         def drawn(count: int) -> list[Group]:
             chosen = rng.choice(len(self.train), count, replace=False)
@@ -135,13 +135,17 @@ class Study:
             while True:
                 yield [logged[i] for i in rng.choice(len(logged), min(PROMPTS, len(logged)), replace=False)]
         every, older = (1, 0) if source == OWN[0] else (STALE, PROMPTS // 2)
-        kept: list[Group] = []
+        old_groups: list[Group] = []
         for update in range(sys.maxsize):
             if update % every == 0:
                 engine.load(student.weights(), Version(0, update))
-            old = [kept[i] for i in rng.choice(len(kept), older, replace=False)] if older and kept else []
+            old = (
+                [old_groups[i] for i in rng.choice(len(old_groups), older, replace=False)]
+                if older and old_groups
+                else []
+            )
             new = drawn(PROMPTS - len(old))
-            kept += new if older else []
+            old_groups += new if older else []
             yield [*new, *old]
 
     def run(self, way: str, source: str, rate: float, seed: int) -> Row:
@@ -191,17 +195,17 @@ class Study:
         """Returns accuracy and the KL divergences to and from the teacher, on held-out prompts."""
         engine, taught = self.base.engine(Version(), 32), self.taught.engine(Version(), 32)
         engine.load(student.weights(), Version(0, 1))
-        found = []
+        divergences = []
         for sampler in (engine, taught):
             groups = self.sampled(sampler, self.held_out, 2, rng)
             batch = collate(groups)
-            own, theirs = log_next(student.model, batch), log_next(self.teacher, batch)
-            pair = (own, theirs) if sampler is engine else (theirs, own)
-            found.append(float((kl(*pair) * batch.mask_BT).sum() / batch.rows))
+            student_log, teacher_log = log_next(student.model, batch), log_next(self.teacher, batch)
+            pair = (student_log, teacher_log) if sampler is engine else (teacher_log, student_log)
+            divergences.append(float((kl(*pair) * batch.mask_BT).sum() / batch.rows))
             if sampler is engine:
                 answers = [(t.prompt, t.completion) for g in groups for t in g.trajectories]
         marks = self.recipe.task.reward().judge(answers)
-        return statistics.mean(mark.reward for mark in marks), found[0], found[1]
+        return statistics.mean(mark.reward for mark in marks), divergences[0], divergences[1]
 
 
 def plainly(model: HuggingFace) -> CausalPolicy:
@@ -284,20 +288,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-4, 3e-4, 1e-3])
     parser.add_argument("--most", type=int, default=sys.maxsize, help="runs to make now")
     parser.add_argument("--table", action="store_true", help="only print the table of what there is")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    study = Study(find("distil"), given.updates, given.problems)
+    study = Study(find("distil"), options.updates, options.problems)
 
     def done() -> list[Row]:
-        lines = given.out.read_text().splitlines() if given.out.exists() else []
+        lines = options.out.read_text().splitlines() if options.out.exists() else []
         return [Row(**json.loads(line)) for line in lines]
 
-    for _ in range(0 if given.table else given.most):
-        run = next(wanted(done(), given.seeds, given.rates), None)
+    for _ in range(0 if options.table else options.most):
+        run = next(wanted(done(), options.seeds, options.rates), None)
         if run is None:
             break
         row = study.run(*run)
-        with given.out.open("a") as file:
+        with options.out.open("a") as file:
             file.write(json.dumps(asdict(row)) + "\n")
         print(f"{row.way}, {row.source}, {row.rate:g}, seed {row.seed}: {row.accuracy:.3f}, KL {row.kl:.3f} and "
               f"{row.kl_back:.3f}, {row.cpu:.0f} s", file=sys.stderr)  # fmt: skip

@@ -66,7 +66,7 @@ OBJECTIVES: dict[str, Objective] = {
     "none": TrajectoryBalance(_beta, off_policy="none"),
     "least-variance": LeastVarianceBalance(_beta, off_policy="exact"),
     "least-variance-ones": LeastVarianceBalance(_beta, off_policy="none"),
-    "tba-prime": TbaPrime(_beta, per="row"),
+    "tba-prime": TbaPrime(_beta, loss_aggregation="row"),
     "reinforce": Reinforce(_beta, baseline="none"),
     "rloo": Reinforce(_beta),
     "prox-rloo": proximal_rloo(_beta),
@@ -77,10 +77,10 @@ OBJECTIVES: dict[str, Objective] = {
     "grpo-answer": Grpo(_beta, correction=Correction("truncate", "sequence")),
     "dr-grpo": dr_grpo(_beta),
     "decoupled": Grpo(_beta, correction=Correction("decoupled")),
-    "cispo": Grpo(_beta, per="token", correction=Correction("truncate", cap=1.28)),
+    "cispo": Grpo(_beta, loss_aggregation="token", correction=Correction("truncate", cap=1.28)),
     "gspo": Grpo(_beta, correction=Correction("clip", "mean", clip=3e-4, clip_high=4e-4)),
     "gspo-wide": Grpo(_beta, correction=Correction("clip", "mean")),
-    "dppo": Grpo(_beta, standardise=False, per="token", correction=Dppo()),
+    "dppo": Grpo(_beta, standardise=False, loss_aggregation="token", correction=Dppo()),
 }
 
 

@@ -45,7 +45,7 @@ class Hour:
     def tba(self, command: str) -> None:
         self.type(f"tba {command}", [str(self.python), "-m", "tba", *shlex.split(command)])
 
-    def type(self, said: str, command: list[str]) -> None:
+    def type(self, text: str, command: list[str]) -> None:
         """Run `command`, which is told as `said`. Raises `SystemExit` when it fails."""
         self.typed += 1
         output = self.folder / f"{self.typed:02}.txt"
@@ -60,7 +60,7 @@ class Hour:
                 stderr=subprocess.STDOUT,
                 timeout=DEADLINE,
             ).returncode
-        print(f"{time.perf_counter() - began:8.1f} {code:5}  {said}", flush=True)
+        print(f"{time.perf_counter() - began:8.1f} {code:5}  {text}", flush=True)
         if code:
             print(*output.read_text(errors="replace").splitlines()[-LAST:], sep="\n", file=sys.stderr)
             raise SystemExit(1)
@@ -86,9 +86,9 @@ def spend(hour: Hour, torch: str | None, own_python: bool, steps: int | None) ->
     else:
         command = ["make", "quickstart", f"PYTHON={sys.executable}", *([f"TORCH={torch}"] if torch else [])]
         hour.type("make quickstart", command)
-    (first,) = (hour.clone / "runs").iterdir()
-    hour.tba(f"show runs/{first.name}")
-    hour.tba(f"report runs/{first.name}")
+    (first_run,) = (hour.clone / "runs").iterdir()
+    hour.tba(f"show runs/{first_run.name}")
+    hour.tba(f"report runs/{first_run.name}")
 
     few = f" --steps {steps}" if steps else ""
     hour.tba("check examples/my_task.py")
@@ -96,10 +96,10 @@ def spend(hour: Hour, torch: str | None, own_python: bool, steps: int | None) ->
     hour.tba("sft examples/my_task.py --out base")
 
     own_file(hour.clone / "words.jsonl")
-    mine = "examples/my_file.py --task.train words.jsonl --model.path base"
-    hour.tba(f"check {mine}")
-    hour.tba(f"train {mine} --run-name words{few}")
-    hour.tba(f"report runs/{first.name} runs/letters runs/words --out three.html")
+    my_file = "examples/my_file.py --task.train words.jsonl --model.path base"
+    hour.tba(f"check {my_file}")
+    hour.tba(f"train {my_file} --run-name words{few}")
+    hour.tba(f"report runs/{first_run.name} runs/letters runs/words --out three.html")
 
     (hour.clone / "first_run.py").write_text(as_script(hour.clone / "examples" / "first_run.ipynb"))
     hour.type("examples/first_run.ipynb", [str(hour.python), "first_run.py"])
@@ -111,15 +111,15 @@ def main() -> None:
     parser.add_argument("--torch", default=None)
     parser.add_argument("--steps", type=int, default=None)
     parser.add_argument("--folder", type=Path, default=None)
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        folder = (given.folder or Path(temporary)).absolute()
+        folder = (options.folder or Path(temporary)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise SystemExit(f"{folder} is not empty: the first hour begins in an empty folder")
         print(" seconds  code  command")
         began = time.perf_counter()
-        spend(Hour(folder, given.python), given.torch, given.python is not None, given.steps)
+        spend(Hour(folder, options.python), options.torch, options.python is not None, options.steps)
         print(f"{time.perf_counter() - began:8.1f}        all of it")
 
 

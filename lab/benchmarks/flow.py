@@ -151,11 +151,11 @@ class Table:
     def watch(self, model: LlamaForCausalLM) -> None:
         length_V = self.lengths.quantiles()
 
-        def after(module: Any, args: tuple[Any, ...], given: dict[str, Any], output: Any) -> Any:
+        def after(module: Any, args: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
             self.time.spend(TOKEN)
             logits = torch.full_like(output.logits, -1e9)
-            if isinstance(given["tba_slots"], SlotCache):
-                token_R, count_R = given["input_ids"][:, 0], given["position_ids"][:, 0] - PROMPT + 1
+            if isinstance(keywords["tba_slots"], SlotCache):
+                token_R, count_R = keywords["input_ids"][:, 0], keywords["position_ids"][:, 0] - PROMPT + 1
                 self.rows.append((self.time.now, len(token_R)))
                 next_R = torch.where(count_R + 1 >= length_V[token_R], EOS, token_R)
                 logits[torch.arange(len(token_R)), -1, next_R] = 0.0

@@ -101,7 +101,7 @@ base = replace(
     replay=ReplaySettings(
         selection=RecencyReward(m=0.5),
         pacing=Pacing(warm_up=0, max_mean_uses=1.0),
-        buffer=BufferSettings(distinct=False),
+        buffer=BufferSettings(deduplicate=False),
     ),
     evaluation=EvaluationSettings(problems=500, greedy=False, batch_size=500, logged_problems=0),
     run=RuntimeSettings(checkpoint_every=0),
@@ -120,7 +120,7 @@ OBJECTIVES: dict[str, Objective] = {
     "grpo-token": Grpo(_beta, correction=Correction("truncate", "token")),
     "grpo-answer": Grpo(_beta, correction=Correction("truncate", "sequence")),
     "decoupled": Grpo(_beta, correction=Correction("decoupled")),
-    "tba-prime": TbaPrime(_beta, per="row"),
+    "tba-prime": TbaPrime(_beta, loss_aggregation="row"),
     "raft": Raft(),
     "raft-best": Raft(keep="best"),
 }

@@ -41,8 +41,8 @@ def by_math_verify(gold: str, response: str) -> bool:
     """math-verify alone, as its page says: the gold in a formula, the response as it is."""
     from math_verify import parse, verify
 
-    wanted, given = (parse(text, parsing_timeout=None) for text in (f"${gold}$", response))
-    return bool(verify(wanted, given, timeout_seconds=None))
+    parsed_gold, parsed_answer = (parse(text, parsing_timeout=None) for text in (f"${gold}$", response))
+    return bool(verify(parsed_gold, parsed_answer, timeout_seconds=None))
 
 
 def main() -> None:
@@ -57,11 +57,14 @@ def main() -> None:
     pairs = [json.loads(line) for line in arguments.file.read_text(encoding="utf-8").splitlines()]
     graders: dict[str, Callable[[str, str], bool]] = {"math": by_math, "exact": by_exact}
     for name, grader in graders.items():
-        own = [pair for pair in pairs if pair["grader"] == name]
-        tell(name, grader, own, arguments.list)
-        print(f"  {1000 * seconds_each(grader, own, arguments.rounds):.3f} ms of processor time for each", flush=True)
+        grader_pairs = [pair for pair in pairs if pair["grader"] == name]
+        tell(name, grader, grader_pairs, arguments.list)
+        print(
+            f"  {1000 * seconds_each(grader, grader_pairs, arguments.rounds):.3f} ms of processor time for each",
+            flush=True,
+        )
         if arguments.math_verify:
-            tell(f"math-verify on the pairs of {name}", by_math_verify, own, listed=False)
+            tell(f"math-verify on the pairs of {name}", by_math_verify, grader_pairs, listed=False)
 
 
 def tell(name: str, grader: Callable[[str, str], bool], pairs: list[dict[str, object]], listed: bool) -> None:

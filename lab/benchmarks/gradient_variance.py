@@ -135,36 +135,36 @@ class Sampler:
 def gradients(sampler: Sampler, setting: Setting, batches: int) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Objective -> [batches, parameters], and means over the batches."""
     parameters = list(sampler.policy.parameters())
-    found: dict[str, list[torch.Tensor]] = {name: [] for name in OBJECTIVES}
+    by_objective: dict[str, list[torch.Tensor]] = {name: [] for name in OBJECTIVES}
     facts: list[tuple[float, float, float]] = []
     for _ in range(batches):
         batch = sampler.batch(setting)
         for name, objective in OBJECTIVES.items():
             output = sampler.policy.evaluate(batch)  # anew: it can be differentiated once
             parts = torch.autograd.grad(objective(output, batch, 1)[0], parameters)
-            found[name].append(torch.cat([part.flatten() for part in parts]))
+            by_objective[name].append(torch.cat([part.flatten() for part in parts]))
         tokens = float(batch.length_B.sum())
         surprise = -float(output.log_policy_BT.detach().sum())
         facts.append((float(batch.reward_B.mean()), tokens / ROWS, surprise / tokens))
     reward, length, nats = np.mean(facts, axis=0)
-    return {n: torch.stack(g) for n, g in found.items()}, {"reward": reward, "tokens": length, "nats": nats}
+    return {n: torch.stack(g) for n, g in by_objective.items()}, {"reward": reward, "tokens": length, "nats": nats}
 
 
 def measure(sampler: Sampler, settings: Sequence[Setting], batches: int) -> Iterator[dict[str, Any]]:
     """A row for each setting and objective."""
     for setting in settings:
         began = time.perf_counter()
-        found, facts = gradients(sampler, setting, batches)
-        for name, gradient_MP in found.items():
+        by_objective, facts = gradients(sampler, setting, batches)
+        for name, gradient_MP in by_objective.items():
             variance = relative_variance((gradient_MP @ gradient_MP.T).double().numpy())
             yield {**asdict(setting), "objective": name, "variance": asdict(variance), **facts}
         print(f"  ({setting}: {time.perf_counter() - began:.0f} s)", flush=True)
 
 
-def _without_end(made: HuggingFace, tokens: int) -> TransformersEngine:
-    model, tokenizer = load_model(made.path, "cpu", torch.float32)
+def _without_end(settings: HuggingFace, tokens: int) -> TransformersEngine:
+    model, tokenizer = load_model(settings.path, "cpu", torch.float32)
     model.generation_config.eos_token_id = model.config.eos_token_id = tokenizer.eos_token = None
-    return TransformersEngine(model, tokenizer, replace(made.generation, max_completion_tokens=tokens))
+    return TransformersEngine(model, tokenizer, replace(settings.generation, max_completion_tokens=tokens))
 
 
 def interval(row: Mapping[str, Any]) -> Interval:
@@ -174,17 +174,17 @@ def interval(row: Mapping[str, Any]) -> Interval:
 def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Lines of Markdown: a row per setting, a column per objective."""
     names = list(dict.fromkeys(row["objective"] for row in rows))
-    for vary, what in (("group-size", "K"), ("length", "tokens")):
-        own = [row for row in rows if row["vary"] == vary]
-        if not own:
+    for vary, unit in (("group-size", "K"), ("length", "tokens")):
+        setting_rows = [row for row in rows if row["vary"] == vary]
+        if not setting_rows:
             continue
-        yield f"| {what} | reward | tokens | nats per token | {' | '.join(names)} |"
+        yield f"| {unit} | reward | tokens | nats per token | {' | '.join(names)} |"
         yield "| ---: " * (4 + len(names)) + "|"
-        for at in dict.fromkeys(place(row) for row in own):
-            cells = {row["objective"]: row for row in own if place(row) == at}
-            first = cells[names[0]]
+        for at in dict.fromkeys(place(row) for row in setting_rows):
+            cells = {row["objective"]: row for row in setting_rows if place(row) == at}
+            first_cell = cells[names[0]]
             figures = [f"{i.estimate:.2f} [{i.low:.2f}, {i.high:.2f}]" for i in (interval(cells[n]) for n in names)]
-            facts = f"{at} | {first['reward']:.3f} | {first['tokens']:.1f} | {first['nats']:.2f}"
+            facts = f"{at} | {first_cell['reward']:.3f} | {first_cell['tokens']:.1f} | {first_cell['nats']:.2f}"
             yield f"| {facts} | {' | '.join(figures)} |"
         yield ""
 
@@ -203,12 +203,12 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path, note: str) -> None:
     for axes, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
         frame(axes, "Noise of one batch's gradient", note)
         for i, name in enumerate(dict.fromkeys(row["objective"] for row in rows)):
-            own = [row for row in rows if row["vary"] == kind and row["objective"] == name]
-            found = [interval(row) for row in own]
-            bars = [[i.estimate - i.low for i in found], [min(i.high, 1e6) - i.estimate for i in found]]
-            at = [place(row) * (1 + 0.01 * i) for row in own]  # side by side where they agree
+            objective_rows = [row for row in rows if row["vary"] == kind and row["objective"] == name]
+            intervals = [interval(row) for row in objective_rows]
+            bars = [[i.estimate - i.low for i in intervals], [min(i.high, 1e6) - i.estimate for i in intervals]]
+            at = [place(row) * (1 + 0.01 * i) for row in objective_rows]  # side by side where they agree
             look = {"color": COLOURS[i % len(COLOURS)], "ls": STYLES[i % len(STYLES)]}
-            axes.errorbar(at, [i.estimate for i in found], bars, marker="o", ms=3, capsize=2, label=name, **look)
+            axes.errorbar(at, [i.estimate for i in intervals], bars, marker="o", ms=3, capsize=2, label=name, **look)
         axes.set_xscale("log")
         axes.set_yscale("log")
         marks = sorted({place(row) for row in rows if row["vary"] == kind})
@@ -237,8 +237,8 @@ def main() -> None:
     sampler = Sampler(arguments.seed)
     sampler.train(arguments.after)
     settings = [s for s in SETTINGS if arguments.vary in (s.vary, "both")]
-    there = json.loads(arguments.out.read_text()) if arguments.out and arguments.out.exists() else []
-    rows = [row for row in there if row["vary"] not in {s.vary for s in settings}]
+    earlier_rows = json.loads(arguments.out.read_text()) if arguments.out and arguments.out.exists() else []
+    rows = [row for row in earlier_rows if row["vary"] not in {s.vary for s in settings}]
     rows += measure(sampler, settings, arguments.batches)
     print(f"\n{arguments.batches} batches of {ROWS}, seed {arguments.seed}, after {arguments.after} updates:\n")
     print("\n".join(table(rows)))

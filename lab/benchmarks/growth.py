@@ -83,7 +83,7 @@ recipe = Recipe(
     replay=ReplaySettings(
         selection=RecencyReward(m=0.5),
         pacing=Pacing(warm_up=100),
-        buffer=BufferSettings(per_prompt=10_000, distinct=False),
+        buffer=BufferSettings(per_prompt=10_000, deduplicate=False),
     ),
     evaluation=EvaluationSettings(every=0, problems=1),
     record=RecordSettings(),

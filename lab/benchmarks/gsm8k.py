@@ -44,19 +44,19 @@ def data(gsm8k: Path, symbolic: int, skip: int, slips: float, out: Path) -> None
 def slip(response: str, rng: random.Random) -> str:
     """The same worked solution, but its last line has another of its numbers, where it has one."""
     worked, _, answer = response.rpartition(MARK)
-    others = [n for n in re.findall(r"\d+", worked) if n != answer.strip()]
-    return f"{worked}{MARK} {rng.choice(others)}" if others else response
+    wrong_numbers = [n for n in re.findall(r"\d+", worked) if n != answer.strip()]
+    return f"{worked}{MARK} {rng.choice(wrong_numbers)}" if wrong_numbers else response
 
 
 def compare(before: Path, after: Path) -> None:
     """Each metric before and after, with the difference over problems and Student's interval of it."""
-    one, two = (json.loads(path.read_text())["scores"] for path in (before, after))
-    for metric in one:
-        d = paired_difference(np.array(one[metric]), np.array(two[metric]))
+    old, new = (json.loads(path.read_text())["scores"] for path in (before, after))
+    for metric in old:
+        d = paired_difference(np.array(old[metric]), np.array(new[metric]))
         verdict = "rise" if d.low > 0 else "fall" if d.high < 0 else "no rise"
         print(
-            f"{metric:16} {np.mean(one[metric]):7.2%} -> {np.mean(two[metric]):7.2%}   difference {d.estimate:+.2%} "
-            f"[{d.low:+.2%}, {d.high:+.2%}] over {len(one[metric])} problems: {verdict}"
+            f"{metric:16} {np.mean(old[metric]):7.2%} -> {np.mean(new[metric]):7.2%}   difference {d.estimate:+.2%} "
+            f"[{d.low:+.2%}, {d.high:+.2%}] over {len(old[metric])} problems: {verdict}"
         )
 
 
@@ -64,12 +64,12 @@ def main() -> None:
     """The command line above."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    first = commands.add_parser("data")
-    first.add_argument("--gsm8k", type=Path, required=True)
-    first.add_argument("--symbolic", type=int, default=6000)
-    first.add_argument("--skip", type=int, default=0)
-    first.add_argument("--slips", type=float, default=0.0)
-    first.add_argument("--out", type=Path, required=True)
+    data_parser = commands.add_parser("data")
+    data_parser.add_argument("--gsm8k", type=Path, required=True)
+    data_parser.add_argument("--symbolic", type=int, default=6000)
+    data_parser.add_argument("--skip", type=int, default=0)
+    data_parser.add_argument("--slips", type=float, default=0.0)
+    data_parser.add_argument("--out", type=Path, required=True)
     second = commands.add_parser("compare")
     second.add_argument("before", type=Path)
     second.add_argument("after", type=Path)

@@ -39,16 +39,18 @@ def main() -> None:
 
 def figures(run: Path) -> list[tuple[str, int, float, int, float, float, float, float]]:
     """Returns the `COLUMNS` of each evaluation of a run, in order."""
-    found = []
+    rows = []
     for version, answers in groupby(sorted(RunRecord.read(run).answers, key=lambda a: a.version), lambda a: a.version):
-        own = list(answers)
-        rewards = np.array([a.reward for a in own], dtype=np.float64)
+        version_answers = list(answers)
+        rewards = np.array([a.reward for a in version_answers], dtype=np.float64)
         guesses = np.where(rewards > 0, 1 + GUESSES * (1 - rewards), GUESSES)
-        mean, half = guesses.mean(), 1.96 * guesses.std(ddof=1) / len(own) ** 0.5
+        mean, half = guesses.mean(), 1.96 * guesses.std(ddof=1) / len(version_answers) ** 0.5
         means = (round(float(x), 2) for x in (mean, mean - half, mean + half))
         lost = round(float((rewards == 0).mean()), 4)
-        found.append((run.name, version.step, round(own[0].wall_seconds, 1), len(own), *means, lost))
-    return found
+        rows.append(
+            (run.name, version.step, round(version_answers[0].wall_seconds, 1), len(version_answers), *means, lost)
+        )
+    return rows
 
 
 if __name__ == "__main__":

@@ -185,18 +185,21 @@ def main() -> int:
         os.environ["TBA_CACHE"] = str(Path(temporary) / "cache")
         for kind in options.kinds.split(","):
             make, read = KINDS[kind]
-            ends: Counter[str] = Counter()
+            end_counts: Counter[str] = Counter()
             for number in range(options.files):
                 random.seed(f"{options.seed} {kind} {number}")
                 folder = Path(temporary) / f"{kind}-{number}"
                 folder.mkdir()
                 path = make(folder)
                 damage(path, kind, random.Random(f"{options.seed} {kind} {number} damage"))
-                ends[end_of(path, read)] += 1
+                end_counts[end_of(path, read)] += 1
                 shutil.rmtree(folder)
-            failures = {end: count for end, count in ends.items() if end not in ("read", "refused")}
+            failures = {end: count for end, count in end_counts.items() if end not in ("read", "refused")}
             bad += sum(failures.values())
-            print(f"| {kind} | {options.files} | {ends['read']} | {ends['refused']} | {failures or 0} |", flush=True)
+            print(
+                f"| {kind} | {options.files} | {end_counts['read']} | {end_counts['refused']} | {failures or 0} |",
+                flush=True,
+            )
     return 1 if bad else 0
 
 

@@ -167,8 +167,8 @@ def checked(name: str, run: JudgedRun, code: int, deadline: float, spans: list[t
         f"{name}: exit code {code}; {done.rows:,} rows + {counts['rejected']:,} rejected + {counts['in_flight']:,} in "
         f"flight = {accounted:,}, generated {counts['generated']:,}\n{name}: {done}"
     )
-    for what, holds in requirements.items():
-        print(f"{name}: {what}: {'yes' if holds else 'NO'}")
+    for requirement, holds in requirements.items():
+        print(f"{name}: {requirement}: {'yes' if holds else 'NO'}")
     sys.stdout.flush()
     return all(requirements.values())
 

@@ -88,17 +88,17 @@ class Count(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = tree_leaves((args, kwargs))
-        before = {id(x.untyped_storage()) for x in given if isinstance(x, Tensor)}
+        inputs = tree_leaves((args, kwargs))
+        before = {id(x.untyped_storage()) for x in inputs if isinstance(x, Tensor)}
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[1]
-        made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        if all(x.device.type == "cpu" for x in (*made, *(x for x in given if isinstance(x, Tensor)))):
+        outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        if all(x.device.type == "cpu" for x in (*outputs, *(x for x in inputs if isinstance(x, Tensor)))):
             return result  # the host's own work
-        for tensor in made:
+        for tensor in outputs:
             self._hold(tensor, before)
         if name == "_flash_attention_backward":
-            self.peak = max(self.peak, self._live + _workspace(*given[1:3]))
+            self.peak = max(self.peak, self._live + _workspace(*inputs[1:3]))
         if name in ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim"):
             self.waits += 1
         writes = func._schema.is_mutable
@@ -109,7 +109,7 @@ class Count(TorchDispatchMode):
             )
             self.kernels += launched
             self.by_name[name] = self.by_name.get(name, 0) + launched
-            self.moved += _moved(name, [x for x in given if isinstance(x, Tensor)], made, writes)
+            self.moved += _moved(name, [x for x in inputs if isinstance(x, Tensor)], outputs, writes)
         return result
 
     def _hold(self, tensor: Tensor, before: set[int]) -> None:
@@ -151,12 +151,12 @@ def _bytes(tensor: Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
-def _moved(name: str, given: Sequence[Tensor], made: Sequence[Tensor], writes: bool) -> int:
+def _moved(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], writes: bool) -> int:
     if name in _GATHERS:
-        return 2 * sum(map(_bytes, made)) + sum(_bytes(x) for x in given if not x.is_floating_point())
+        return 2 * sum(map(_bytes, outputs)) + sum(_bytes(x) for x in inputs if not x.is_floating_point())
     if name in _SCATTERS:
-        return sum(map(_bytes, given[1:])) + _bytes(given[-1])
-    return sum(map(_bytes, given)) + sum(map(_bytes, made))
+        return sum(map(_bytes, inputs[1:])) + _bytes(inputs[-1])
+    return sum(map(_bytes, inputs)) + sum(map(_bytes, outputs))
 
 
 class RmsNorm(torch.autograd.Function):
@@ -234,8 +234,8 @@ def checkpointed_pass(model: PreTrainedModel, pack: Pack) -> None:
 
 def _head(hidden_MW: Tensor, weight_VW: Tensor, target_M: Tensor) -> None:
     """Forward, and backward as far as it goes."""
-    chunk, kept = chunk_of(len(weight_VW), META), ProbabilityBuffer(KEPT_BYTES)
-    token_log_probabilities(hidden_MW, Head(weight_VW), target_M, 1.0, chunk, kept).sum().backward()
+    chunk, probabilities = chunk_of(len(weight_VW), META), ProbabilityBuffer(KEPT_BYTES)
+    token_log_probabilities(hidden_MW, Head(weight_VW), target_M, 1.0, chunk, probabilities).sum().backward()
 
 
 def policy_on_meta(checkpointed: bool, compute: torch.dtype | None = torch.bfloat16, **shape: int) -> CausalPolicy:
@@ -267,9 +267,9 @@ def batch_of(groups: int = 3, size: int = 20, prompt: int = 100, length: int = 2
 def step(policy: CausalPolicy, batch: Batch) -> dict[str, Count]:
     """A step's counts by part. The head's are those of the same part of the step without its layers."""
     objective, outputs, losses = TrajectoryBalance(Constant(0.05)), list[PolicyOutput](), list[Tensor]()
-    there = batch.to(META)
+    meta_batch = batch.to(META)
     counts = {"forward": counted(lambda: outputs.append(policy.evaluate(batch)))}
-    counts["loss"] = counted(lambda: losses.append(objective(outputs[0], there, 1)[0]))
+    counts["loss"] = counted(lambda: losses.append(objective(outputs[0], meta_batch, 1)[0]))
     counts["backward"] = counted(losses[0].backward)
     counts["optimizer"] = update([tuple(p.shape) for p in policy.parameters()])
     for weight in policy.parameters():
@@ -324,8 +324,8 @@ def print_step() -> None:
     parts = {name: step(policy_on_meta(on), batch_of()) for name, on in (("checkpointed", True), ("not", False))}
     print("| a step's kernels | " + " | ".join(parts) + " |\n|---|---|---|")
     for part in next(iter(parts.values())):
-        print(f"| {part} | " + " | ".join(f"{found[part].kernels:,}" for found in parts.values()) + " |")
-    sums = [sum(count.kernels for name, count in found.items() if name[0] != "(") for found in parts.values()]
+        print(f"| {part} | " + " | ".join(f"{counts[part].kernels:,}" for counts in parts.values()) + " |")
+    sums = [sum(count.kernels for name, count in counts.items() if name[0] != "(") for counts in parts.values()]
     print("| all | " + " | ".join(f"{kernels:,}" for kernels in sums) + " |\n")
 
 

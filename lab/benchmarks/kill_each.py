@@ -35,11 +35,11 @@ def main() -> int:
     parser.add_argument("--at", type=int, nargs=len(PARTS), required=True, help=f"the steps of {', '.join(PARTS)}")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="the folder of runs")
     parser.add_argument("arguments", nargs="+", help="what follows `tba train`, with --run-name")
-    given = parser.parse_args()
-    path = given.runs / given.arguments[given.arguments.index("--run-name") + 1]
-    driver = tba(["train", *given.arguments])
+    options = parser.parse_args()
+    path = options.runs / options.arguments[options.arguments.index("--run-name") + 1]
+    driver = tba(["train", *options.arguments])
     before: Rows = {}
-    for part, at in zip(PARTS, given.at, strict=True):
+    for part, at in zip(PARTS, options.at, strict=True):
         wait_for_step(path, at, driver)
         victim = driver.pid if part == "driver" else parts_of(driver.pid)[part]
         before |= rows_of(path / "journal.sqlite")
@@ -66,9 +66,9 @@ def wait_for_step(path: Path, step: int, driver: subprocess.Popen[bytes]) -> Non
     seen, since = -1, time.monotonic()
     while seen < step:
         time.sleep(0.2)
-        made = len(read_metrics(path)) if path.exists() else 0
-        if made != seen:
-            seen, since = made, time.monotonic()
+        step_count = len(read_metrics(path)) if path.exists() else 0
+        if step_count != seen:
+            seen, since = step_count, time.monotonic()
         if driver.poll() is not None or time.monotonic() - since > SILENCE:
             sys.exit(f"the run ended or stood still at step {seen}, before step {step}")
     time.sleep(0.5)

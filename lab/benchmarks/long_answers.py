@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=20_000)
     parser.add_argument("--plot", type=Path)
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     head = (
         "what differs",
@@ -65,16 +65,16 @@ def main() -> None:
     )
     print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
     curves: dict[str, list[tuple[int, float, float]]] = {}
-    short = {form: Case(form, 0, 0.0, given.groups).worth() for form in FORMS}
-    for what, spread in SPREADS.items():
-        for length in LENGTHS if what == "bfloat16" else LENGTHS[1:]:
+    short = {form: Case(form, 0, 0.0, options.groups).worth() for form in FORMS}
+    for difference, spread in SPREADS.items():
+        for length in LENGTHS if difference == "bfloat16" else LENGTHS[1:]:
             for form in FORMS:
                 s = spread(length)
-                case = Case(form, length, s, given.groups)
+                case = Case(form, length, s, options.groups)
                 ess, biases, worth = case.ess(), [case.bias(sampled) for sampled in (0.5, 0.9)], case.worth()
                 capped = 1 - NormalDist().cdf(math.log(CAP) / s + s / 2) if s else 0.0
-                told = (
-                    what,
+                cells = (
+                    difference,
                     f"{length:,}",
                     f"{s:.2f}",
                     f"{capped:.1%}",
@@ -82,10 +82,10 @@ def main() -> None:
                     f"{ess:.2f}",
                     *(f"{b:.3f}" for b in biases),
                 )
-                print(f"| {' | '.join(told)} | {short[form] / worth:.2f} |", flush=True)
-                curves.setdefault(f"{what}, {form}", []).append((length, ess, biases[1]))
-    if given.plot is not None:
-        draw(curves, given.plot)
+                print(f"| {' | '.join(cells)} | {short[form] / worth:.2f} |", flush=True)
+                curves.setdefault(f"{difference}, {form}", []).append((length, ess, biases[1]))
+    if options.plot is not None:
+        draw(curves, options.plot)
 
 
 class Case:
@@ -181,16 +181,16 @@ def draw(curves: dict[str, list[tuple[int, float, float]]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.5), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for what in SPREADS:
-        lengths, ess, _ = zip(*curves[f"{what}, exact"], strict=True)
-        left.plot(lengths, ess, marker="o", label=what)
-        lengths, _, bias = zip(*curves[f"{what}, asymmetric"], strict=True)
-        right.plot(lengths, bias, marker="o", label=f"asymmetric, {what}")
+    left_axes, right = figure.subplots(1, 2)
+    for difference in SPREADS:
+        lengths, ess, _ = zip(*curves[f"{difference}, exact"], strict=True)
+        left_axes.plot(lengths, ess, marker="o", label=difference)
+        lengths, _, bias = zip(*curves[f"{difference}, asymmetric"], strict=True)
+        right.plot(lengths, bias, marker="o", label=f"asymmetric, {difference}")
     right.axhline(0.0, color="black", linewidth=0.8, label="exact, root, token")
-    left.set(xlabel="tokens", ylabel="effective sample size", ylim=(0, 1.05))
+    left_axes.set(xlabel="tokens", ylabel="effective sample size", ylim=(0, 1.05))
     right.set(xlabel="tokens", ylabel="P(risky) - best, data of 90 % risky")
-    left.legend()
+    left_axes.legend()
     right.legend(fontsize=8)
     figure.savefig(path, dpi=110)
 

@@ -132,29 +132,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--updates", type=int, default=300)
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     rates = {}
     for form in FORMS:
-        found = {r: fmean(learn(form, 0.0, 0, r, seed, given.updates).last for seed in TUNED_ON) for r in RATES}
-        rates[form] = max(found, key=lambda rate: found[rate])
+        accuracies = {r: fmean(learn(form, 0.0, 0, r, seed, options.updates).last for seed in TUNED_ON) for r in RATES}
+        rates[form] = max(accuracies, key=lambda rate: accuracies[rate])
     edge = {form: " (edge)" if rate in (RATES[0], RATES[-1]) else "" for form, rate in rates.items()}
     print("rates: " + ", ".join(f"{form} {rate:g}{edge[form]}" for form, rate in rates.items()) + "\n")
     print("| what differs | tokens | form | right, % | worst | updates to 80 % | largest fall |\n" + "|---" * 7 + "|")
-    cases = [("nothing", 0, 0.0)] + [(what, n, of(n)) for what, of in VARIANCES.items() for n in LENGTHS]
-    for what, length, variance in cases:
+    cases = [("nothing", 0, 0.0)] + [(difference, n, of(n)) for difference, of in VARIANCES.items() for n in LENGTHS]
+    for difference, length, variance in cases:
         for form, rate in rates.items():
-            curves = [learn(form, variance, length, rate, seed, given.updates) for seed in range(given.seeds)]
+            curves = [learn(form, variance, length, rate, seed, options.updates) for seed in range(options.seeds)]
             last = [curve.last for curve in curves]
-            first = median(curve.first() for curve in curves)
-            told = f"{first:.0f}" if math.isfinite(first) else "-"
+            first_step = median(curve.first() for curve in curves)
+            first_text = f"{first_step:.0f}" if math.isfinite(first_step) else "-"
             cells = (
                 f"{100 * fmean(last):.1f}",
                 f"{100 * min(last):.1f}",
-                told,
+                first_text,
                 f"{100 * max(c.fall() for c in curves):.1f}",
             )
-            print(f"| {what} | {length:,} | {form} | {' | '.join(cells)} |", flush=True)
+            print(f"| {difference} | {length:,} | {form} | {' | '.join(cells)} |", flush=True)
     return 0
 
 

@@ -158,14 +158,14 @@ def measured(searchers: int, steps: int, runtime: str, folder: Path) -> Measured
     path = folder / "run"
     rows = read_metrics(path)
     last = began_at(path) + rows[-1]["wall_seconds"]
-    first: dict[str, float] = {}
+    first_times: dict[str, float] = {}
     with JournalFollower(path / "journal.sqlite") as journal:
         created = []
         for trajectory in journal.drain():
-            first.setdefault(str(trajectory.provenance["searcher"]), trajectory.created)
+            first_times.setdefault(str(trajectory.provenance["searcher"]), trajectory.created)
             created.append(trajectory.created)
-    assert len(first) == searchers, f"{len(first)} of {searchers} searchers brought something"
-    begin = max(first.values()) + 1.0
+    assert len(first_times) == searchers, f"{len(first_times)} of {searchers} searchers brought something"
+    begin = max(first_times.values()) + 1.0
     late = [row for row in rows if began_at(path) + row["wall_seconds"] > begin]
     assert len(late) > 100, "the steps were over before all searchers were at work: give more --steps"
     summary = Summary.read(path)
@@ -174,7 +174,7 @@ def measured(searchers: int, steps: int, runtime: str, folder: Path) -> Measured
         rate=sum(begin <= at < last for at in created) / (last - begin),
         step=1000 * statistics.median(row["seconds"] - row["wait_seconds"] for row in late),
         waited=sum(row["wait_seconds"] for row in late) / sum(row["seconds"] for row in late),
-        start=max(first.values()) - began,
+        start=max(first_times.values()) - began,
         stop=ended - last,
         closes=summary.tokens.closes() and summary.trajectories.closes(),
     )
@@ -191,20 +191,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--runtime", choices=("processes", "cluster"), default="processes")
-    given = parser.parse_args()
-    found: dict[int, list[Measured]] = {1: [], given.searchers: []}
+    options = parser.parse_args()
+    by_searchers: dict[int, list[Measured]] = {1: [], options.searchers: []}
     print("searchers  trajectories/s  step ms  waited  start s  stop s  account")
-    for _ in range(given.rounds):
-        for searchers, runs in found.items():
+    for _ in range(options.rounds):
+        for searchers, runs in by_searchers.items():
             with tempfile.TemporaryDirectory() as folder:
-                m = measured(searchers, given.steps, given.runtime, Path(folder))
+                m = measured(searchers, options.steps, options.runtime, Path(folder))
             runs.append(m)
             figures = f"{m.rate:14.0f}  {m.step:7.2f}  {m.waited:6.1%}  {m.start:7.1f}  {m.stop:6.1f}"
             print(f"{searchers:9}  {figures}  {'closes' if m.closes else 'does not close'}", flush=True)
-    one, many = ([m.step for m in runs] for runs in found.values())
-    ratios = sorted(b / a for a, b in zip(one, many, strict=True))
+    alone, many = ([m.step for m in runs] for runs in by_searchers.values())
+    ratios = sorted(b / a for a, b in zip(alone, many, strict=True))
     low, middle, high = ratios[0], statistics.median(ratios), ratios[-1]
-    print(f"step time with {given.searchers} over that with 1: {middle:.2f} ({low:.2f} to {high:.2f})")
+    print(f"step time with {options.searchers} over that with 1: {middle:.2f} ({low:.2f} to {high:.2f})")
 
 
 if __name__ == "__main__":

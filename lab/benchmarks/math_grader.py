@@ -62,9 +62,9 @@ def main() -> None:
     tell("right answers against themselves", reward.grade(list(zip(answers, answers, strict=True))), answers, answers)
     alone(answers)
     for name, change in RESPELT.items():
-        given = [change(a) for a in answers]
-        changed = [i for i, (a, g) in enumerate(zip(answers, given, strict=True)) if a != g]
-        pairs = [(given[i], answers[i]) for i in changed]
+        changed_answers = [change(a) for a in answers]
+        changed = [i for i, (a, g) in enumerate(zip(answers, changed_answers, strict=True)) if a != g]
+        pairs = [(changed_answers[i], answers[i]) for i in changed]
         tell(f"respelt, {name}", reward.grade(pairs), [g for g, _ in pairs], [a for _, a in pairs])
     for name, change in SPOILT.items():
         pairs = [(change(a), a) for a in answers if change(a) != a]
@@ -75,10 +75,10 @@ def main() -> None:
     reward.close()
 
 
-def tell(what: str, marks: list[bool | None], given: list[str], right: list[str]) -> None:
+def tell(label: str, marks: list[bool | None], responses: list[str], right: list[str]) -> None:
     """How many of the marks are right, and which are not."""
-    print(f"{what}: {sum(m is True for m in marks)} of {len(marks)} accepted", flush=True)
-    wrong = [(g, a, m) for m, g, a in zip(marks, given, right, strict=True) if m is not True]
+    print(f"{label}: {sum(m is True for m in marks)} of {len(marks)} accepted", flush=True)
+    wrong = [(g, a, m) for m, g, a in zip(marks, responses, right, strict=True) if m is not True]
     for g, a, mark in wrong[:40]:
         print(f"    {'not in time' if mark is None else 'refused'}: {g!r} for {a!r}")
 
@@ -102,11 +102,11 @@ def others(reward: MathAnswer, answers: list[str]) -> None:
     listed("answers of other problems, other spelling", accepted, len(pairs))
 
 
-def listed(what: str, accepted: list[tuple[str, str]], of: int) -> None:
+def listed(label: str, accepted: list[tuple[str, str]], of: int) -> None:
     """What was accepted, pair by pair."""
-    print(f"{what}: {len(accepted)} of {of} accepted", flush=True)
-    for given, right in accepted[:40]:
-        print(f"    accepted: {given!r} for {right!r}")
+    print(f"{label}: {len(accepted)} of {of} accepted", flush=True)
+    for response, right in accepted[:40]:
+        print(f"    accepted: {response!r} for {right!r}")
 
 
 if __name__ == "__main__":

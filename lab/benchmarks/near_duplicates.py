@@ -40,67 +40,69 @@ def answers(count: int, tokens: int, changed: float, rng: np.random.Generator, n
     weight = 1 / np.arange(1, VOCABULARY + 1)
     drawn = rng.choice(VOCABULARY, (count, 2 * tokens), p=weight / weight.sum()).astype(np.int32)
     length = rng.integers(tokens // 2, 3 * tokens // 2 + 1, count)
-    made: list[StoredTrajectory] = []
+    rows: list[StoredTrajectory] = []
     for i in range(count):
-        said = drawn[i, : length[i]]
+        answer_tokens = drawn[i, : length[i]]
         if i and rng.random() < changed:
-            said = made[int(rng.integers(i))].tokens.copy()
-            at = rng.integers(0, len(said), 2)
-            said[at] = drawn[i, :2]
-        completion = Completion(said, " ".join(map(str, said)), StopReason.EOS, (Version(), Version()))
-        logs = np.zeros(len(said), dtype=np.float32)
+            answer_tokens = rows[int(rng.integers(i))].tokens.copy()
+            at = rng.integers(0, len(answer_tokens), 2)
+            answer_tokens[at] = drawn[i, :2]
+        completion = Completion(
+            answer_tokens, " ".join(map(str, answer_tokens)), StopReason.EOS, (Version(), Version())
+        )
+        logs = np.zeros(len(answer_tokens), dtype=np.float32)
         reward = float(-rng.random())
-        made.append(StoredTrajectory.of(Trajectory(f"{name} {i}", PROMPT, completion, reward, logs, Version())))
-    return made
+        rows.append(StoredTrajectory.of(Trajectory(f"{name} {i}", PROMPT, completion, reward, logs, Version())))
+    return rows
 
 
 def inserting(buffer: Buffer, stored: Sequence[StoredTrajectory]) -> float:
-    """CPU milliseconds of this thread for each."""
+    """CPU times_ms of this thread for each."""
     began = time.thread_time()
-    for one in stored:
-        buffer.add(one)
+    for row in stored:
+        buffer.add(row)
     return 1000 * (time.thread_time() - began) / len(stored)
 
 
 def drawing(buffer: Buffer, selection: RecencyReward) -> list[float]:
-    """CPU milliseconds of this thread for each of ten batches."""
-    selector, rng, found = selection.start(), np.random.default_rng(0), []
+    """CPU times_ms of this thread for each of ten batches."""
+    selector, rng, times_ms = selection.start(), np.random.default_rng(0), []
     for _ in range(10):
         began = time.thread_time()
         selector.select(buffer, BatchRequest(8, 16), rng)
-        found.append(1000 * (time.thread_time() - began))
-    return found
+        times_ms.append(1000 * (time.thread_time() - began))
+    return times_ms
 
 
 def measure(rows: int, tokens: int, inserts: int) -> None:
     """A line for each variant."""
-    first = answers(rows, tokens, 0.0, np.random.default_rng(0), "first")
-    more = answers(inserts, tokens, 0.2, np.random.default_rng(1), "more")
-    buffers = {name: filled(replace(s, per_prompt=rows, total=rows), first) for name, s in VARIANTS.items()}
+    kept_rows = answers(rows, tokens, 0.0, np.random.default_rng(0), "first")
+    new_rows = answers(inserts, tokens, 0.2, np.random.default_rng(1), "more")
+    buffers = {name: filled(replace(s, per_prompt=rows, total=rows), kept_rows) for name, s in VARIANTS.items()}
     turns: dict[str, list[float]] = {name: [] for name in VARIANTS}
     for start in range(0, inserts, TURN):
         for name, buffer in buffers.items():
-            turns[name].append(inserting(buffer, more[start : start + TURN]))
-    for name, found in turns.items():
-        print(f"{rows:>7,} rows  {name:26} {np.median(found):7.3f} ms per insert, slowest turn {max(found):.3f}")
+            turns[name].append(inserting(buffer, new_rows[start : start + TURN]))
+    for name, times_ms in turns.items():
+        print(f"{rows:>7,} rows  {name:26} {np.median(times_ms):7.3f} ms per insert, slowest turn {max(times_ms):.3f}")
     for name, selection in (
         ("by reward", RecencyReward(m=0.0, inverse_temperature=1.0)),
         ("half of each group recent", RecencyReward(m=0.5, inverse_temperature=1.0, mix="group", disjoint=True)),
         ("uniform", RecencyReward(m=0.0)),
     ):
-        found = drawing(buffers["none, lowest reward out"], selection)
-        print(f"{rows:>7,} rows  batch, {name:26} {np.median(found):7.3f} ms, slowest {max(found):.3f}")
+        times_ms = drawing(buffers["none, lowest reward out"], selection)
+        print(f"{rows:>7,} rows  batch, {name:26} {np.median(times_ms):7.3f} ms, slowest {max(times_ms):.3f}")
 
 
 def filled(settings: BufferSettings, stored: Sequence[StoredTrajectory]) -> Buffer:
     """A memory with all of these, taken in without a look at what they are near."""
     buffer = Buffer(settings)
-    near, buffer._neighbours = buffer._neighbours, None
-    for row, one in enumerate(stored):  # no row is free before it
-        buffer.add(one)
-        if near is not None:
-            near.add(row, one)
-    buffer._neighbours = near
+    neighbours, buffer._neighbours = buffer._neighbours, None
+    for row, stored_row in enumerate(stored):  # no row is free before it
+        buffer.add(stored_row)
+        if neighbours is not None:
+            neighbours.add(row, stored_row)
+    buffer._neighbours = neighbours
     return buffer
 
 

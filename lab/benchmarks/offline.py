@@ -69,11 +69,11 @@ def demonstrations(path: Path, prompts: int, answers: int, right: float, seed: i
             for _ in range(answers):
                 draw = rng.random()
                 if draw < right:
-                    said = answer
+                    response = answer
                 else:
-                    said = careless(task, a, b, rng) if draw < (1 + right) / 2 else slipped(answer, rng)
-                correct += said == answer
-                file.write(json.dumps({"prompt": text, "response": said, "source": "offline.py"}) + "\n")
+                    response = careless(task, a, b, rng) if draw < (1 + right) / 2 else slipped(answer, rng)
+                correct += response == answer
+                file.write(json.dumps({"prompt": text, "response": response, "source": "offline.py"}) + "\n")
     return correct / (prompts * answers)
 
 
@@ -90,16 +90,16 @@ def run(arm: str, seed: int, steps: int, data: Path, folder: Path, fields: Seque
     settings += ["--optimizer.schedule.stable", max(1, steps - 20 - decay), "--optimizer.schedule.decay", decay]
     settings += ["--data", data] if arm in ("offline", "both") else []
     settings += ["--offline"] if arm == "offline" else []
-    told = [sys.executable, "-m", "tba", *map(str, [*command, *settings]), *fields]
-    done = subprocess.run(told, capture_output=True, text=True, timeout=3600)
+    words = [sys.executable, "-m", "tba", *map(str, [*command, *settings]), *fields]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=3600)
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
     summary: dict[str, Any] = json.loads((path / "summary.json").read_text())
-    found = {"seconds": summary["wall_seconds"]["total"], "uses": summary["samples_per_insert"]}
+    row = {"seconds": summary["wall_seconds"]["total"], "uses": summary["samples_per_insert"]}
     for short, metric in METRICS.items():
         values = [e["value"] for e in summary["evaluations"] if e["metric"] == metric]
-        found |= {f"{short} before": values[0], f"{short} after": values[-1]}
-    return found
+        row |= {f"{short} before": values[0], f"{short} after": values[-1]}
+    return row
 
 
 def spread(values: Sequence[float]) -> str:
@@ -113,13 +113,13 @@ def report(rows: dict[str, list[dict[str, float]]]) -> None:
     every = [row for arm in rows.values() for row in arm]
     for short in METRICS:
         print(f"{short:8} before     {spread([row[f'{short} before'] for row in every])}")
-        for arm, found in rows.items():
-            print(f"{short:8} {arm:10} {spread([row[f'{short} after'] for row in found])}")
-        for less, more in COMPARED:
-            if rows.get(less) and len(rows[less]) == len(rows.get(more, [])):
+        for arm, arm_rows in rows.items():
+            print(f"{short:8} {arm:10} {spread([row[f'{short} after'] for row in arm_rows])}")
+        for less, larger in COMPARED:
+            if rows.get(less) and len(rows[less]) == len(rows.get(larger, [])):
                 key = f"{short} after"
-                gains = [m[key] - n[key] for m, n in zip(rows[more], rows[less], strict=True)]
-                print(f"{short:8} {more} over {less}: {spread(gains)} points")
+                gains = [m[key] - n[key] for m, n in zip(rows[larger], rows[less], strict=True)]
+                print(f"{short:8} {larger} over {less}: {spread(gains)} points")
 
 
 def main() -> None:
@@ -143,9 +143,9 @@ def main() -> None:
             print(
                 f"seed {seed}: {count} answers to {arguments.prompts} problems, {100 * share:.1f} % right", flush=True
             )
-            for arm, found in rows.items():
-                found.append(run(arm, seed, arguments.steps, data, Path(folder), fields))
-                print(f"  {arm:10} " + ", ".join(f"{k} {v:.3f}" for k, v in found[-1].items()), flush=True)
+            for arm, arm_rows in rows.items():
+                arm_rows.append(run(arm, seed, arguments.steps, data, Path(folder), fields))
+                print(f"  {arm:10} " + ", ".join(f"{k} {v:.3f}" for k, v in arm_rows[-1].items()), flush=True)
     report(rows)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(rows, indent=1) + "\n")

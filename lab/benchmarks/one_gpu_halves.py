@@ -258,14 +258,17 @@ class Work:
     by_name: dict[str, tuple[int, float]]  # of each kernel: how often, seconds
     by_part: dict[str, float]  # of each part of a step (`step_parts`): seconds
 
-    def __sub__(self, other: Work) -> Work:
+    def __sub__(self, subtrahend: Work) -> Work:
         names = {
-            name: (count - other.by_name.get(name, (0, 0.0))[0], seconds - other.by_name.get(name, (0, 0.0))[1])
+            name: (
+                count - subtrahend.by_name.get(name, (0, 0.0))[0],
+                seconds - subtrahend.by_name.get(name, (0, 0.0))[1],
+            )
             for name, (count, seconds) in self.by_name.items()
         }
-        parts = {name: seconds - other.by_part.get(name, 0.0) for name, seconds in self.by_part.items()}
-        kernels, launches = self.kernels - other.kernels, self.launches - other.launches
-        return Work(launches, kernels, self.seconds - other.seconds, names, parts)
+        parts = {name: seconds - subtrahend.by_part.get(name, 0.0) for name, seconds in self.by_part.items()}
+        kernels, launches = self.kernels - subtrahend.kernels, self.launches - subtrahend.launches
+        return Work(launches, kernels, self.seconds - subtrahend.seconds, names, parts)
 
     def top(self, times: int = 1) -> list[list[Any]]:
         """The ten names that take most time: milliseconds, share and kernels of one of so many `times`."""

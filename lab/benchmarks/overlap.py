@@ -30,26 +30,29 @@ def main() -> int:
     parser.add_argument("--uses", type=float, default=1.0, help="of an answer on average, at most, asynchronously")
     parser.add_argument("--seed", type=int, default=0)
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)  # behind it: what follows `tba train RECIPE`
-    given, arguments = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
-    common = [*arguments, *BARE, "--seed", str(given.seed)]
-    found = {}
+    options, arguments = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
+    common = [*arguments, *BARE, "--seed", str(options.seed)]
+    outcomes = {}
     with tempfile.TemporaryDirectory() as name:
-        for side, own in (
+        for side, side_flags in (
             ("synchronous, 1 thread", [*SYNCHRONOUS, "--run.threads", "1"]),
             ("synchronous, 2 threads", [*SYNCHRONOUS, "--run.threads", "2"]),
-            ("asynchronous", ["--replay.pacing.max-mean-uses", str(given.uses)]),
+            ("asynchronous", ["--replay.pacing.max-mean-uses", str(options.uses)]),
         ):
-            steps = given.steps if side == "asynchronous" else given.synchronous_steps
+            steps = options.steps if side == "asynchronous" else options.synchronous_steps
             folder = side.replace(", ", "-").replace(" ", "-")
-            found[side] = run(given.recipe, folder, [*common, *own, "--steps", str(steps)], Path(name))
-            one = found[side]
-            print(f"{side}: {one.seconds_per_step:.2f} s per step, each answer used {one.uses:.2f} times", flush=True)
-    g, t = found["synchronous, 1 thread"].generating, found["synchronous, 1 thread"].training
-    taken = found["asynchronous"].seconds_per_step
+            outcomes[side] = run(options.recipe, folder, [*common, *side_flags, "--steps", str(steps)], Path(name))
+            outcome = outcomes[side]
+            print(
+                f"{side}: {outcome.seconds_per_step:.2f} s per step, each answer used {outcome.uses:.2f} times",
+                flush=True,
+            )
+    g, t = outcomes["synchronous, 1 thread"].generating, outcomes["synchronous, 1 thread"].training
+    step_seconds = outcomes["asynchronous"].seconds_per_step
     print(f"g = {g:.2f} s, t = {t:.2f} s per step on one thread: overlap can give {(g + t) / max(g, t):.2f}x")
-    print(f"asynchronous: {max(g, t) / taken:.0%} of the ideal throughput 1 / max(g, t)")
+    print(f"asynchronous: {max(g, t) / step_seconds:.0%} of the ideal throughput 1 / max(g, t)")
     for side in ("synchronous, 1 thread", "synchronous, 2 threads"):
-        print(f"asynchronous is {found[side].seconds_per_step / taken:.2f} times as fast as {side}")
+        print(f"asynchronous is {outcomes[side].seconds_per_step / step_seconds:.2f} times as fast as {side}")
     return 0
 
 

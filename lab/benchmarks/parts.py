@@ -17,12 +17,12 @@ def parts_of(pid: int) -> dict[str, int]:
 
 def forked(pid: int) -> dict[int, str]:
     """The children of a process, and what they call themselves."""
-    found = {}
+    processes = {}
     for entry in Path("/proc").iterdir():
         try:
-            name, _, rest = (entry / "stat").read_text().partition("(")[2].rpartition(")")
-            if int(rest.split()[1]) == pid:
-                found[int(entry.name)] = name
+            name, _, fields = (entry / "stat").read_text().partition("(")[2].rpartition(")")
+            if int(fields.split()[1]) == pid:
+                processes[int(entry.name)] = name
         except (OSError, ValueError, IndexError):
             continue
-    return found
+    return processes

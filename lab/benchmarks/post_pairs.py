@@ -32,24 +32,24 @@ def main() -> None:
     parser.add_argument("--split", choices=("train", "eval"), default="train")
     parser.add_argument("--rejected", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    task = find(given.recipe).task
+    options = parser.parse_args()
+    task = find(options.recipe).task
     assert isinstance(task, Tldr)
-    problems = replace(task, path=str(given.posts)).problems(given.split)
-    rng = random.Random(given.seed)
+    problems = replace(task, path=str(options.posts)).problems(options.split)
+    rng = random.Random(options.seed)
     by_words = sorted(problems, key=lambda p: len(str(p.fields["reference"]).split()))
     pairs = 0
-    with given.pairs.open("w") as file:
+    with options.pairs.open("w") as file:
         for place, problem in enumerate(by_words):
-            first = max(0, min(place - NEAREST // 2, len(by_words) - NEAREST - 1))
-            others = [p for p in by_words[first : first + NEAREST + 1] if p is not problem]
-            for other in rng.sample(others, given.rejected):
-                chosen, rejected = problem.fields["reference"], other.fields["reference"]
+            window_start = max(0, min(place - NEAREST // 2, len(by_words) - NEAREST - 1))
+            neighbours = [p for p in by_words[window_start : window_start + NEAREST + 1] if p is not problem]
+            for neighbour in rng.sample(neighbours, options.rejected):
+                chosen, rejected = problem.fields["reference"], neighbour.fields["reference"]
                 if chosen != rejected:
                     post = problem.fields.get("document", problem.prompt)
                     file.write(json.dumps({"prompt": post, "chosen": chosen, "rejected": rejected}) + "\n")
                     pairs += 1
-    print(f"{len(problems)} posts, {pairs} pairs in {given.pairs}")
+    print(f"{len(problems)} posts, {pairs} pairs in {options.pairs}")
 
 
 if __name__ == "__main__":

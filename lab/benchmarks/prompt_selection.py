@@ -81,9 +81,9 @@ def run(selection: str, seed: int, arguments: argparse.Namespace, fields: list[s
         "--evaluation.problems-during": 0,
         "--evaluation.pass-k": 0,
     }
-    told = [text for flag, value in settings.items() for text in (flag, str(value))]
+    flag_words = [text for flag, value in settings.items() for text in (flag, str(value))]
     done = subprocess.run(
-        [*command, *told, "--evaluation.no-greedy", *fields], capture_output=True, text=True, timeout=3600
+        [*command, *flag_words, "--evaluation.no-greedy", *fields], capture_output=True, text=True, timeout=3600
     )
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
@@ -121,13 +121,13 @@ def report(outcomes: Sequence[Outcome]) -> None:
     uniform = {o.seed: o for o in outcomes if o.selection == "uniform"}
     print(f"after {equal} generated tokens, {len(uniform)} seeds, mean (lowest .. highest):")
     for selection in SELECTIONS:
-        own = [o for o in outcomes if o.selection == selection]
-        shares = [(o.reached(uniform[o.seed].after(equal)) or float("inf")) / uniform[o.seed].tokens[-1] for o in own]
+        runs = [o for o in outcomes if o.selection == selection]
+        shares = [(o.reached(uniform[o.seed].after(equal)) or float("inf")) / uniform[o.seed].tokens[-1] for o in runs]
         finite = [share for share in shares if share <= 1]
         print(
-            f"{selection:10} varied {spread([o.varied for o in own])}, second half "
-            f"{spread([o.varied_later for o in own])}; accuracy {spread([o.after(equal) for o in own])}; tokens to "
-            f"uniform's {spread(finite, 2) if finite else 'never'}, {len(own) - len(finite)} of {len(own)} never",
+            f"{selection:10} varied {spread([o.varied for o in runs])}, second half "
+            f"{spread([o.varied_later for o in runs])}; accuracy {spread([o.after(equal) for o in runs])}; tokens to "
+            f"uniform's {spread(finite, 2) if finite else 'never'}, {len(runs) - len(finite)} of {len(runs)} never",
             flush=True,
         )
 

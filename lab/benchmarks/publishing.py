@@ -62,7 +62,7 @@ def policy_of(quick: bool) -> CausalPolicy:
 
 def batch_of(groups: int, size: int, length: int) -> Batch:
     rng = np.random.default_rng(0)
-    made = []
+    batch_groups = []
     for g in range(groups):
         prompt = Prompt("random", rng.integers(1, 500, 64).astype(np.int32), str(g))
         rows = []
@@ -73,8 +73,8 @@ def batch_of(groups: int, size: int, length: int) -> Batch:
             rows.append(
                 Trajectory(f"{g}-{i}", prompt, completion, reward, np.full(length, -6.0, np.float32), Version())
             )
-        made.append(Group.of(rows))
-    return collate(made)
+        batch_groups.append(Group.of(rows))
+    return collate(batch_groups)
 
 
 def step(policy: CausalPolicy, optimizer: Optimizer, batch: Batch, settle: Callable[[], None]) -> float:
@@ -155,10 +155,10 @@ def main() -> None:
             step(policy, optimizer, batch, lambda: None)
             began = time.perf_counter()
             publisher.publish(policy.weights(), Version(0, next(versions)), Manifest())
-            given = time.perf_counter() - began
+            publish_seconds = time.perf_counter() - began
             waited = step(policy, optimizer, batch, publisher.settle)
             behind = time.perf_counter() - began
-            rows.append((bare, in_turn, given + waited, behind))
+            rows.append((bare, in_turn, publish_seconds + waited, behind))
         memory = rise_in_memory(lambda: directory.publish(policy.weights(), Version(0, next(versions)), Manifest()))
         publisher.close()
     bare, in_turn, critical, behind = (median(column) for column in zip(*rows, strict=True))

@@ -41,9 +41,9 @@ def one(seed: int, folder: Path, slowed: float, fields: list[str]) -> tuple[dict
     driver = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if slowed > 1:
         slow_down(driver, slowed, folder / name / "metrics.jsonl")
-    said, _ = driver.communicate(timeout=3600)
+    output, _ = driver.communicate(timeout=3600)
     if driver.returncode:
-        raise SystemExit(said)
+        raise SystemExit(output)
     lines = (folder / name / "metrics.jsonl").read_text().splitlines()
     return json.loads((folder / name / "summary.json").read_text()), [json.loads(line) for line in lines]
 
@@ -71,10 +71,10 @@ def slow_down(driver: subprocess.Popen[str], times: float, metrics: Path) -> Non
 def reached(evaluations: list[dict[str, Any]], steps: list[dict[str, Any]], target: float = 0.8) -> tuple[float, float]:
     """Answers that had been written, and seconds of training, where sampled accuracy first was `target`; NaN: never."""
     by_step = {int(step["step"]): step for step in steps}
-    first, before = steps[0], None
-    for found in (e for e in evaluations if e["metric"] == SAMPLED):
-        at = by_step.get(int(found["version"].split(".")[1]), first)
-        now = (found["value"], at["journal_rows"], max(0.0, at["wall_seconds"] - first["wall_seconds"]))
+    first_step, before = steps[0], None
+    for evaluation in (e for e in evaluations if e["metric"] == SAMPLED):
+        at = by_step.get(int(evaluation["version"].split(".")[1]), first_step)
+        now = (evaluation["value"], at["journal_rows"], max(0.0, at["wall_seconds"] - first_step["wall_seconds"]))
         if before is not None and now[0] >= target:
             share = (target - before[0]) / (now[0] - before[0])
             return before[1] + share * (now[1] - before[1]), before[2] + share * (now[2] - before[2])
@@ -131,10 +131,10 @@ def main() -> None:
             if arguments.out is not None:
                 arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
     for name in rows[0]:
-        found = [r[name] for r in rows]
+        figures = [r[name] for r in rows]
         print(
-            f"{name:18} mean {statistics.fmean(found):9.3f}   median {statistics.median(found):9.3f}   "
-            f"lowest to highest {min(found):9.3f} .. {max(found):.3f}"
+            f"{name:18} mean {statistics.fmean(figures):9.3f}   median {statistics.median(figures):9.3f}   "
+            f"lowest to highest {min(figures):9.3f} .. {max(figures):.3f}"
         )
 
 

@@ -40,20 +40,20 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     runs = {"before-0": None} | {path.parent.name: path.parent for path in sorted(arguments.study.rglob("recipe.json"))}
-    found: dict[str, dict[str, Any]] = {}
+    facts_by_run: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, run in runs.items():
-            found[name] = evaluated(run, arguments.world, arguments.attacks, Path(folder) / f"{name}.json")
-            print(name, line(found[name]), flush=True)
+            facts_by_run[name] = evaluated(run, arguments.world, arguments.attacks, Path(folder) / f"{name}.json")
+            print(name, line(facts_by_run[name]), flush=True)
         if arguments.plot is not None:
             files = [str(Path(folder) / f"{name}.json") for name in runs]
             subprocess.run([*EVALUATE[:4], "plot", *files, "--out", str(arguments.plot)], check=True)
-    table(found)
+    table(facts_by_run)
     over_time({name: run for name, run in runs.items() if run is not None}, arguments.seconds)
     if arguments.out is not None and arguments.out.suffix == ".csv":
-        arguments.out.write_text(with_diversity(arguments.study / "runs.csv", found), encoding="utf-8")
+        arguments.out.write_text(with_diversity(arguments.study / "runs.csv", facts_by_run), encoding="utf-8")
     elif arguments.out is not None:
-        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+        arguments.out.write_text(json.dumps(facts_by_run, indent=1) + "\n")
 
 
 def evaluated(run: Path | None, world: Path, attacks: int, out: Path) -> dict[str, Any]:
@@ -66,12 +66,12 @@ def evaluated(run: Path | None, world: Path, attacks: int, out: Path) -> dict[st
     return {name: value for name, value in facts.items() if name not in ("scores", "families")}
 
 
-def with_diversity(runs: Path, found: dict[str, dict[str, Any]]) -> str:
+def with_diversity(runs: Path, facts_by_run: dict[str, dict[str, Any]]) -> str:
     """The lines of a study's runs with three more columns."""
     with runs.open(encoding="utf-8", newline="") as lines:
         rows = list(csv.DictReader(lines))
     for row in rows:
-        facts = found.get(f"{row['variant']}-{row['seed']}")
+        facts = facts_by_run.get(f"{row['variant']}-{row['seed']}")
         if facts is not None:
             row |= {"success": facts["success"]["estimate"], "families": facts["found"]}
             row |= {"distance": facts["distance"]["estimate"]}
@@ -88,10 +88,10 @@ def line(facts: dict[str, Any]) -> str:
     return f"success {success:.1%}, distance {distance:.3f}, families {facts['found']}"
 
 
-def table(found: dict[str, dict[str, Any]]) -> None:
+def table(facts_by_run: dict[str, dict[str, Any]]) -> None:
     """Variants over their seeds."""
     variants: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for name, facts in found.items():
+    for name, facts in facts_by_run.items():
         variants[name.rpartition("-")[0]].append(facts)
     print("\n| variant | runs | successes, % | pairwise distance | families found |\n|---|---|---|---|---|")
     for variant, rows in variants.items():
@@ -110,9 +110,11 @@ def over_time(runs: dict[str, Path], seconds: float) -> None:
     print(f"\n| variant | successes after {seconds:g} s, % | seconds to {TARGET:.0%} | last evaluation, s |")
     print("|---|---|---|---|")
     for variant, curves in variants.items():
-        there = span([100 * max((at, value) for at, value in curve if at <= seconds)[1] for curve in curves], 1)
-        first = [next((f"{at:.0f}" for at, value in curve if value >= TARGET), "never") for curve in curves]
-        print(f"| {variant} | {there} | {', '.join(first)} | {span([curve[-1][0] for curve in curves], 0)} |")
+        best_shares = span([100 * max((at, value) for at, value in curve if at <= seconds)[1] for curve in curves], 1)
+        first_times = [next((f"{at:.0f}" for at, value in curve if value >= TARGET), "never") for curve in curves]
+        print(
+            f"| {variant} | {best_shares} | {', '.join(first_times)} | {span([curve[-1][0] for curve in curves], 0)} |"
+        )
 
 
 def span(values: list[float], digits: int) -> str:

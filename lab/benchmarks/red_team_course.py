@@ -59,21 +59,21 @@ def attacks_of(run: Path) -> list[Trajectory]:
 
 def compare(runs: list[Path], families: int) -> None:
     """Print seconds to equal success at equal diversity, a line for each run."""
-    encoder, found = SentenceEmbedder.load(), {}
+    encoder, parts_by_run = SentenceEmbedder.load(), {}
     for run in runs:
         attacks = attacks_of(run)
-        found[run.name] = windows(attacks, encoder)
-        print(f"{run.name}: {len(attacks):,} attacks in {found[run.name][-1].seconds:.0f} s", flush=True)
-    least = 0.98 * min(parts[0].distance for parts in found.values())
+        parts_by_run[run.name] = windows(attacks, encoder)
+        print(f"{run.name}: {len(attacks):,} attacks in {parts_by_run[run.name][-1].seconds:.0f} s", flush=True)
+    least = 0.98 * min(parts[0].distance for parts in parts_by_run.values())
     print(f"\nas diverse: a distance of at least {least:.3f}, successes of at least {families} families\n")
     heads = [*(f"s to {target:.0%}" for target in TARGETS), "s to 60% at any", "most at that diversity", "at its end"]
     print("| run | " + " | ".join(heads) + " |")
     print("|---" * (len(heads) + 1) + "|")
-    for name, parts in found.items():
+    for name, parts in parts_by_run.items():
         diverse = [part for part in parts if part.distance >= least and part.families >= families]
-        first = [next((part.seconds for part in diverse if part.success >= target), None) for target in TARGETS]
-        first.append(next((part.seconds for part in parts if part.success >= ANY), None))
-        times = " | ".join("never" if at is None else f"{at:.0f}" for at in first)
+        first_times = [next((part.seconds for part in diverse if part.success >= target), None) for target in TARGETS]
+        first_times.append(next((part.seconds for part in parts if part.success >= ANY), None))
+        times = " | ".join("never" if at is None else f"{at:.0f}" for at in first_times)
         most = max((part.success for part in diverse), default=0.0)
         end = parts[-1]
         ended = f"{end.success:.1%}, distance {end.distance:.3f}, {end.families} families"
@@ -96,16 +96,16 @@ def windows(attacks: list[Trajectory], encoder: SentenceEmbedder) -> list[Window
     texts = sorted({attack.completion.text for attack in attacks[::EVERY]})
     row = {text: i for i, text in enumerate(texts)}
     embedded = encoder.embed(texts)
-    found = []
+    window_list = []
     for end in range(WINDOW, len(attacks) + 1, WINDOW // 4):
         part = attacks[end - WINDOW : end]
         won = [world.family(a.completion.text) for a in part if a.reward_parts.get("success")]
-        some = part[::EVERY]
-        total = embedded[[row[a.completion.text] for a in some]].sum(axis=0)
-        similar = (float(total @ total) - len(some)) / (len(some) * (len(some) - 1))  # of all pairs
+        thinned = part[::EVERY]
+        total = embedded[[row[a.completion.text] for a in thinned]].sum(axis=0)
+        similar = (float(total @ total) - len(thinned)) / (len(thinned) * (len(thinned) - 1))  # of all pairs
         seconds = part[-1].created - begin
-        found.append(Window(seconds, len(won) / WINDOW, len(set(won) - {None}), 1 - similar))
-    return found
+        window_list.append(Window(seconds, len(won) / WINDOW, len(set(won) - {None}), 1 - similar))
+    return window_list
 
 
 def line(attacks: list[Trajectory]) -> str:

@@ -28,18 +28,18 @@ def main() -> None:
     parser.add_argument("--victim", required=True)
     parser.add_argument("--classifier", required=True)
     parser.add_argument("--attacks", type=int, default=128)
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     task = recipe.task
     assert isinstance(task, RedTeam)
     assert isinstance(task.victim, ModelVictim)
-    victim = replace(task.victim, path=given.victim, dtype="bfloat16", device="cpu")
-    reward = replace(task, victim=victim, classifier=WordClassifier(given.classifier), count=4).reward()
-    attacks = [row.text("attack") for row in read_rows(given.file)][: given.attacks]
+    victim = replace(task.victim, path=options.victim, dtype="bfloat16", device="cpu")
+    reward = replace(task, victim=victim, classifier=WordClassifier(options.classifier), count=4).reward()
+    attacks = [row.text("attack") for row in read_rows(options.file)][: options.attacks]
     marks = np.array(reward.scores(attacks))
-    own = float(np.cov(marks[:, :2].mean(1), marks[:, 2:].mean(1))[0, 1])
+    variance = float(np.cov(marks[:, :2].mean(1), marks[:, 2:].mean(1))[0, 1])
     print(f"{len(attacks)} attacks: one answer's log P(toxic) has a standard deviation of {marks.std():.2f} nats")
-    print(f"the attack's share of its variance {own / marks.var():.0%}, or {max(own, 0.0) ** 0.5:.2f} nats")
+    print(f"the attack's share of its variance {variance / marks.var():.0%}, or {max(variance, 0.0) ** 0.5:.2f} nats")
 
 
 if __name__ == "__main__":

@@ -66,19 +66,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for repeat in range(arguments.repeats):
             for count in map(int, arguments.searchers.split(",")):
-                own = ["--seed", str(repeat), "--steps", str(arguments.steps), "--task.victim.url", url]
-                rows.append(run(count, own, arguments.world, Path(folder) / f"{count}-{repeat}", encoder))
+                run_flags = ["--seed", str(repeat), "--steps", str(arguments.steps), "--task.victim.url", url]
+                rows.append(run(count, run_flags, arguments.world, Path(folder) / f"{count}-{repeat}", encoder))
                 print(rows[-1], flush=True)
     report(rows)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
-def run(searchers: int, own: list[str], world: Path, path: Path, encoder: SentenceEmbedder) -> Row:
+def run(searchers: int, run_flags: list[str], world: Path, path: Path, encoder: SentenceEmbedder) -> Row:
     """One `tba train`, in a process of its own."""
     paths = ["--task.attacks", f"{world}/attacks.jsonl", "--task.classifier.path", f"{world}/classifier"]
     place = ["--runs", str(path.parent), "--run-name", path.name, "--searchers", str(searchers)]
-    command = [sys.executable, "-m", "tba", "train", str(RECIPE), *place, *paths, *own]
+    command = [sys.executable, "-m", "tba", "train", str(RECIPE), *place, *paths, *run_flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")

@@ -46,12 +46,12 @@ def main() -> None:
     parser.add_argument("--trajectories", type=int, default=500_000)
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--folder", type=Path, default=None)
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        run = (given.folder or Path(temporary)) / "long"
+        run = (options.folder or Path(temporary)) / "long"
         if not run.exists():
             began = time.perf_counter()
-            make(run, given.steps, given.trajectories, given.tokens)
+            make(run, options.steps, options.trajectories, options.tokens)
             told("the run was written in", time.perf_counter() - began)
         journal = (run / "journal.sqlite").stat().st_size
         metrics = (run / "metrics.jsonl").stat().st_size
@@ -86,8 +86,8 @@ def browse(page: Path, folder: Path) -> None:
         assert not browser.complaints, browser.complaints
 
 
-def told(what: str, seconds: float, more: str = "") -> None:
-    print(f"{what}: {seconds:.2f} s {more}".rstrip())
+def told(label: str, seconds: float, note: str = "") -> None:
+    print(f"{label}: {seconds:.2f} s {note}".rstrip())
 
 
 def make(run: Path, steps: int, trajectories: int, tokens: int) -> None:
@@ -145,9 +145,9 @@ def put(run: Path, steps: int, trajectories: int, tokens: int, rng: np.random.Ge
     ]
     sampling, lengths = Sampling(1.0, 1.0), np.empty(trajectories, np.int64)
     writers = [JournalWriter(run / "journal.sqlite", f"searcher-{i}") for i in range(SEARCHERS)]
-    for first in range(0, trajectories, AT_ONCE):
+    for first_row in range(0, trajectories, AT_ONCE):
         rows = []
-        for round_ in range(first // ROUND, min(trajectories, first + AT_ONCE) // ROUND):
+        for round_ in range(first_row // ROUND, min(trajectories, first_row + AT_ONCE) // ROUND):
             step = round_ * ROUND * steps // trajectories
             version, prompt = Version(0, step), prompts[round_ * 7919 % len(prompts)]
             for i in range(ROUND):
@@ -165,7 +165,7 @@ def put(run: Path, steps: int, trajectories: int, tokens: int, rng: np.random.Ge
                         BEGAN + step * SECONDS + round_ % 100 / 1000,
                     )
                 )  # fmt: skip
-        writers[first // AT_ONCE % SEARCHERS].put(rows)
+        writers[first_row // AT_ONCE % SEARCHERS].put(rows)
     for writer in writers:
         writer.close()
     return lengths
@@ -181,10 +181,10 @@ def record(run: Path, steps: int, rng: np.random.Generator) -> None:
     )
     noise = rng.random((steps, len(names)))
     for step in range(1, steps + 1):
-        own: dict[str, Any] = dict(zip(names, noise[step - 1].tolist(), strict=True))
-        own |= {"reward": 0.3 + 0.5 * step / steps + 0.1 * own["loss"], "beta": 0.05, "tokens": 3000.0}
-        own |= {"generated_tokens": 2500.0 * step}
-        writer.write(Version(0, step), step * SECONDS, own)
+        figures: dict[str, Any] = dict(zip(names, noise[step - 1].tolist(), strict=True))
+        figures |= {"reward": 0.3 + 0.5 * step / steps + 0.1 * figures["loss"], "beta": 0.05, "tokens": 3000.0}
+        figures |= {"generated_tokens": 2500.0 * step}
+        writer.write(Version(0, step), step * SECONDS, figures)
     writer.close()
 
 

@@ -44,38 +44,38 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    generation = EngineSettings(slots=AT_ONCE * given.samples, max_completion_tokens=given.tokens)
-    model = HuggingFace(given.model, device="cpu", dtype="float32", generation=generation).prepared(Arithmetic())
+    options = parser.parse_args()
+    generation = EngineSettings(slots=AT_ONCE * options.samples, max_completion_tokens=options.tokens)
+    model = HuggingFace(options.model, device="cpu", dtype="float32", generation=generation).prepared(Arithmetic())
     tokenizer = model.tokenizer()
-    texts = list(texts_of(given.file, given.field))
-    again = [tokenizer.encode(text, add_special_tokens=False) for text in texts[: 10 * given.prompts]]
-    other = sum(tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False) != ids for ids in again)
+    texts = list(texts_of(options.file, options.field))
+    again = [tokenizer.encode(text, add_special_tokens=False) for text in texts[: 10 * options.prompts]]
+    changed_count = sum(tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False) != ids for ids in again)
     size = f"{len(again)} whole texts of {sum(map(len, again)):,} tokens"
-    print(f"{size}: {other} are written in other tokens after they were read")
-    plain = given.file.suffix != ".jsonl"
+    print(f"{size}: {changed_count} are written in other tokens after they were read")
+    plain = options.file.suffix != ".jsonl"
     problems = [
-        Problem(({"role": "user", "content": text},) if given.chat else text[:BEGINNING] if plain else text)
-        for text in texts[: given.prompts]
+        Problem(({"role": "user", "content": text},) if options.chat else text[:BEGINNING] if plain else text)
+        for text in texts[: options.prompts]
     ]
     prompts = encode(problems, "retokenised", tokenizer, PromptSettings(max_tokens=512, when_too_long="drop")).prompts
     engine, reference = model.engine(Version(), 512), model.reference(1.0, Version())
-    by_text = ScoredByText(reference, Alike(), tokenizer, tokenizer, given.chat)
-    rng = np.random.default_rng(given.seed)
+    by_text = ScoredByText(reference, Alike(), tokenizer, tokenizer, options.chat)
+    rng = np.random.default_rng(options.seed)
     rows = []
     for start in range(0, len(prompts), AT_ONCE):
-        asked = prompts[start : start + AT_ONCE]
-        pairs = list(zip(asked, generate(engine, asked, given.samples, Sampling(), rng), strict=True))
-        for (_, answers), own, whole in zip(
+        prompt_batch = prompts[start : start + AT_ONCE]
+        pairs = list(zip(prompt_batch, generate(engine, prompt_batch, options.samples, Sampling(), rng), strict=True))
+        for (_, answers), log_by_token, whole in zip(
             pairs, reference.log_probabilities_of(pairs), by_text.log_probabilities_of(pairs), strict=True
         ):
-            for answer, log_T, text_T in zip(answers, own, whole, strict=True):
+            for answer, log_T, text_T in zip(answers, log_by_token, whole, strict=True):
                 ended = answer.stop_reason is StopReason.EOS
                 rows.append((ended, len(log_T), float(log_T.sum(dtype=float)), float(text_T.sum(dtype=float))))
     for name, ended in (("ended", True), ("cut off", False)):
-        if some := [row[1:] for row in rows if row[0] == ended]:
-            length, own, whole = np.array(some).T
-            print(f"{name}: {summary(length, whole - own)}")
+        if ended_rows := [row[1:] for row in rows if row[0] == ended]:
+            length, log_by_token, whole = np.array(ended_rows).T
+            print(f"{name}: {summary(length, whole - log_by_token)}")
 
 
 class Alike:
@@ -90,14 +90,14 @@ class Alike:
         raise AssertionError("it has no weights")
 
 
-def summary(length: np.ndarray, more: np.ndarray) -> str:
+def summary(length: np.ndarray, gain: np.ndarray) -> str:
     """Returns in words how the scores by text differ from those by token, in nats."""
-    other = np.abs(more) > 1e-2  # beyond rounding
-    said = f"{len(more)} answers of {length.mean():.0f} tokens, {100 * other.mean():.1f} % score otherwise by text"
-    if other.any():
-        low, middle, high = np.quantile(more[other], [0, 0.5, 1])
-        said += f": by {middle:+.1f} nats in the middle ({low:+.1f} to {high:+.1f})"
-    return f"{said}; over all, by {more.mean():+.3f} nats each, {more.sum() / length.sum():+.5f} a token"
+    is_changed = np.abs(gain) > 1e-2  # beyond rounding
+    text = f"{len(gain)} answers of {length.mean():.0f} tokens, {100 * is_changed.mean():.1f} % score otherwise by text"
+    if is_changed.any():
+        low, middle, high = np.quantile(gain[is_changed], [0, 0.5, 1])
+        text += f": by {middle:+.1f} nats in the middle ({low:+.1f} to {high:+.1f})"
+    return f"{text}; over all, by {gain.mean():+.3f} nats each, {gain.sum() / length.sum():+.5f} a token"
 
 
 def texts_of(path: Path, field: str) -> Iterator[str]:

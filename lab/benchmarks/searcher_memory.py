@@ -76,12 +76,12 @@ def measured(size: str, case: str) -> int:
     ctypes.CDLL(None).malloc_trim(0)
     before = resident_memory_bytes() or 0
     if base is not None:
-        own = copy_on_same_base(base)
-        switch_adapters(own, enabled=False)
+        searcher_model = copy_on_same_base(base)
+        switch_adapters(searcher_model, enabled=False)
     else:
-        own = model_of(size, adapters)
+        searcher_model = model_of(size, adapters)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins again: see `trainer_memory.train`
-    act(own, size)
+    act(searcher_model, size)
     return peak_memory_bytes() - before
 
 
@@ -105,11 +105,11 @@ def sampled(model: PreTrainedModel, size: str) -> None:
 
 def scored(model: PreTrainedModel, size: str) -> None:
     rng, (length, tokens) = np.random.default_rng(1), WORK[size]
-    made = [
+    completions = [
         Completion(rng.integers(1, 500, length).astype(np.int32), "", StopReason.LENGTH, (Version(), Version()))
         for _ in range((tokens - PROMPT) // length)
     ]
-    FrozenReference(model, Version(), tokens_per_pass=tokens).log_probabilities_of([(prompts(1)[0], made)])
+    FrozenReference(model, Version(), tokens_per_pass=tokens).log_probabilities_of([(prompts(1)[0], completions)])
 
 
 def in_a_process(size: str, case: str) -> int:
@@ -124,13 +124,13 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES)[1:], default=list(SIZES)[1:])
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--one", nargs=2, metavar=("SIZE", "CASE"), help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.one:
-        print(measured(*given.one))
+    options = parser.parse_args()
+    if options.one:
+        print(measured(*options.one))
         return
     print("| model | case | computed, MB | measured, MB | computed / measured |\n|---|---|---|---|---|")
-    for size in given.sizes[: 1 if given.quick else None]:
-        for case in given.cases:
+    for size in options.sizes[: 1 if options.quick else None]:
+        for case in options.cases:
             needed, live = memory.total(computed(size, case)), in_a_process(size, case)
             cells = (size, case, f"{needed / 1e6:,.0f}", f"{live / 1e6:,.0f}", f"{needed / live:.2f}")
             print(f"| {' | '.join(cells)} |", flush=True)

@@ -48,19 +48,19 @@ class Toy:
         follows = {p: [c for c in "ab" + END if p + c in prefixes or (c == END and p in texts)] for p in prefixes}
         self.places = {(p, c): n for n, (p, c) in enumerate((p, c) for p in follows for c in follows[p])}
         self.rows = [[self.places[p, c] for c in follows[p]] for p in follows]
-        stretches, owners, said = [], [], []  # the places of each stretch, its answer, the teacher's odds
+        stretches, owners, teacher_odds = [], [], []  # the places of each stretch, its answer, the teacher's odds
         for answer, row in enumerate(tokens):
             before = ""
             for n, token in enumerate(row):
                 stretches.append([self.places[before + token[:i], c] for i, c in enumerate(token)])
                 owners.append(answer)
-                said.append(odds[tuple(row[:n])][token])
+                teacher_odds.append(odds[tuple(row[:n])][token])
                 before += token
         self.stretches = torch.zeros(len(stretches), len(self.places), dtype=torch.float64)
         for n, places in enumerate(stretches):
             self.stretches[n, places] = 1.0
         self.owners = torch.nn.functional.one_hot(torch.tensor(owners)).T.double()  # answers by stretches
-        self.said = torch.tensor(said, dtype=torch.float64).log()
+        self.said = torch.tensor(teacher_odds, dtype=torch.float64).log()
         self.teacher = (self.owners @ self.said).exp()
 
     def led_to(self, dense: bool, data: str) -> float:
@@ -80,10 +80,10 @@ class Toy:
 
     def _log_odds(self, table: Tensor) -> Tensor:
         """The student's log-probability of each character after each prefix."""
-        found = torch.empty_like(table)
+        log_odds = torch.empty_like(table)
         for row in self.rows:
-            found[row] = table[row].log_softmax(0)
-        return found
+            log_odds[row] = table[row].log_softmax(0)
+        return log_odds
 
     def _texts(self, log_student: Tensor) -> Tensor:
         """The student's probability of each text."""
@@ -93,16 +93,16 @@ class Toy:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--teachers", type=int, default=5)
-    given = parser.parse_args()
-    print(f"total variation to the teacher, mean (worst) of {given.teachers} teachers\n")
+    options = parser.parse_args()
+    print(f"total variation to the teacher, mean (worst) of {options.teachers} teachers\n")
     print("| teacher's tokens | credit | " + " | ".join(DATA) + " |\n" + "|---" * (2 + len(DATA)) + "|")
     for merged, name in ((False, "pairs"), (True, "merged")):
         for dense, credit in ((False, "whole answer"), (True, "at shared boundaries")):
             cells = []
             for data in DATA:
                 generator = torch.Generator().manual_seed(0)
-                left = [Toy(merged, generator).led_to(dense, data) for _ in range(given.teachers)]
-                cells.append(f"{sum(left) / len(left):.3f} ({max(left):.3f})")
+                distances = [Toy(merged, generator).led_to(dense, data) for _ in range(options.teachers)]
+                cells.append(f"{sum(distances) / len(distances):.3f} ({max(distances):.3f})")
             print(f"| {name} | {credit} | {' | '.join(cells)} |", flush=True)
     return 0
 

@@ -36,8 +36,10 @@ def serve(seconds: float, concurrency: int, token: str, port: int = 0) -> Thread
         attack = str(body["messages"][-1]["content"])
         seed = int.from_bytes(hashlib.blake2b(attack.encode(), digest_size=7).digest(), "little")
         rng = np.random.default_rng(seed)
-        said = [world.answer(attack, rng) for _ in range(int(body.get("n", 1)))]
-        return {"choices": [{"index": i, "message": {"role": "assistant", "content": s}} for i, s in enumerate(said)]}
+        replies = [world.answer(attack, rng) for _ in range(int(body.get("n", 1)))]
+        return {
+            "choices": [{"index": i, "message": {"role": "assistant", "content": s}} for i, s in enumerate(replies)]
+        }
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

@@ -133,10 +133,12 @@ def costs(rounds: int = 20, episodes: int = 64) -> str:
             wait_for(worlds, episodes)
         took.append(1e6 * (time.perf_counter() - began) / rounds / episodes)
     nursery = next(process for process, name in forked(os.getpid()).items() if name == "tba-nursery")
-    held = [Path(f"/proc/{process}/smaps_rollup").read_text() for process in forked(nursery)]
-    own = sum(int(line.split()[1]) for text in held for line in text.splitlines() if line.startswith("Private")) / 1e3
+    texts = [Path(f"/proc/{process}/smaps_rollup").read_text() for process in forked(nursery)]
+    private_mb = (
+        sum(int(line.split()[1]) for text in texts for line in text.splitlines() if line.startswith("Private")) / 1e3
+    )
     hosts.end()
-    return f"{took[0]:.0f} us here, {took[1]:.0f} us in {episodes} processes, each of {own / len(held):.1f} MB"
+    return f"{took[0]:.0f} us here, {took[1]:.0f} us in {episodes} processes, each of {private_mb / len(texts):.1f} MB"
 
 
 def wait_for(worlds: InProcessHost | Hosts, answers: int) -> None:
@@ -148,7 +150,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0, help="for which each engine is timed")
     parser.add_argument("--kill", type=int, default=0, help="how often a process of the run is killed")
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         tokenizer = character_tokenizer(LETTERS)
@@ -156,49 +158,49 @@ def main() -> int:
         tokenizer.save_pretrained(model)
         print(f"a turn of an environment that answers at once: {costs()}", flush=True)
         for name, environment, processes, seconds in (
-            ("in its own process, nothing fails", Sound, 0, given.seconds / 2),
-            ("in processes, nothing fails", Sound, 128, given.seconds),
-            ("in processes, 12 % fail", Slow, 128, given.seconds),
+            ("in its own process, nothing fails", Sound, 0, options.seconds / 2),
+            ("in processes, nothing fails", Sound, 128, options.seconds),
+            ("in processes, 12 % fail", Slow, 128, options.seconds),
         ):
             print(f"{name}: {timed(environment, processes, model, seconds)}", flush=True)
-        return run(model, Path(folder), given.kill)
+        return run(model, Path(folder), options.kill)
 
 
 def timed(environment: type[Slow], processes: int, model: Path, seconds: float) -> str:
     """One engine for so long, always with prompts to answer, after its first episodes, for which processes start."""
-    made = replace(recipe, task=task_of(environment, processes), model=replace(hugging_face, path=str(model)))
+    timed_recipe = replace(recipe, task=task_of(environment, processes), model=replace(hugging_face, path=str(model)))
     clock = ShareClock(state="generating")
-    engine = engine_of(made, made.model, Version(), clock=clock)
+    engine = engine_of(timed_recipe, timed_recipe.model, Version(), clock=clock)
     assert isinstance(engine, EpisodeEngine)
-    prompts = prompts_of(made, made.model, "train")
+    prompts = prompts_of(timed_recipe, timed_recipe.model, "train")
     flow = engine.flow(8, Sampling(), np.random.default_rng(0))
     rows = flow.flow
     assert isinstance(rows, TransformersFlow)
-    found: list[Completion] = []
+    finished: list[Completion] = []
     growing: list[int] = []
-    asked = 0
+    submitted = 0
 
     def play(until: Callable[[], bool]) -> None:
-        nonlocal asked, found
-        found = []
+        nonlocal submitted, finished
+        finished = []
         while not until():
-            wanted = flow.prompts_needed
-            flow.submit([prompts[(asked + i) % len(prompts)] for i in range(wanted)])
-            asked += wanted
+            needed = flow.prompts_needed
+            flow.submit([prompts[(submitted + i) % len(prompts)] for i in range(needed)])
+            submitted += needed
             for _, completions in flow.next(over if until is over else None):
-                found += completions
+                finished += completions
 
     def over() -> bool:
         growing.append(rows.extent - len(rows.free_rows))
         return time.perf_counter() - began > seconds
 
-    play(lambda: len(found) >= (64 if processes else 1))
+    play(lambda: len(finished) >= (64 if processes else 1))
     began, waited = time.perf_counter(), clock.seconds().get("environment", 0.0)
     play(over)
     took, waited = time.perf_counter() - began, clock.seconds().get("environment", 0.0) - waited
-    judged = [c for c in found if c.judgement is not None]
+    judged = [c for c in finished if c.judgement is not None]
     failed = sum(np.isnan(c.judgement.reward) for c in judged if c.judgement is not None)
-    tokens = sum(len(c.tokens) - c.observed for c in found)
+    tokens = sum(len(c.tokens) - c.observed for c in finished)
     lost = dict(engine.hosts.losses) if isinstance(engine.hosts, Hosts) else {}
     if isinstance(engine.hosts, Hosts):
         engine.hosts.end()
@@ -212,9 +214,9 @@ def timed(environment: type[Slow], processes: int, model: Path, seconds: float) 
 def run(model: Path, folder: Path, kill: int) -> int:
     """A run of the recipe, in which a process is killed so often: an environment's, the searcher's, the trainer's."""
     journal = folder / "run" / "journal.sqlite"
-    made = ["train", __file__, "--model.path", str(model), "--runs", str(folder), "--run-name", "run"]
-    made += ["--run.restarts", str(kill + 3)]
-    driver = subprocess.Popen([sys.executable, "-m", "tba", *made], stdout=subprocess.DEVNULL)
+    words = ["train", __file__, "--model.path", str(model), "--runs", str(folder), "--run-name", "run"]
+    words += ["--run.restarts", str(kill + 3)]
+    driver = subprocess.Popen([sys.executable, "-m", "tba", *words], stdout=subprocess.DEVNULL)
     rng, before = random.Random(0), Rows()
     for number in range(kill):
         if not (worlds := in_the_middle(driver, journal, len(before))):

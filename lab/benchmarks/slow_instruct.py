@@ -16,7 +16,9 @@ from tba_lab.judge import Judge
 def share(answer: str, fields: Mapping[str, Any]) -> float:
     """Returns the share of the instructions that the answer fulfils, as `ShareFulfilled` does."""
     instructions = fields["instructions"]
-    return sum(is_fulfilled(one, fields["question"], answer) for one in instructions) / len(instructions)
+    return sum(is_fulfilled(instruction, fields["question"], answer) for instruction in instructions) / len(
+        instructions
+    )
 
 
 @dataclass(frozen=True)

@@ -100,9 +100,9 @@ def run(seed: int, arguments: argparse.Namespace, fields: list[str], path: Path,
     command = [sys.executable, "-m", "tba", "train", "quickstart", "--runs", str(path.parent), "--run-name", path.name]
     command += ["--seed", str(seed), "--steps", str(arguments.steps), *SHORT, *fields]
     driver = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    made = 0
+    stalled_steps = 0
     if seconds is not None:
-        made = stall(driver, path, arguments.at, arguments.lasting, seconds)
+        stalled_steps = stall(driver, path, arguments.at, arguments.lasting, seconds)
     if driver.wait(DEADLINE):
         raise SystemExit(f"{' '.join(command)} ended with {driver.returncode}")
     summary = Summary.read(path)
@@ -110,7 +110,7 @@ def run(seed: int, arguments: argparse.Namespace, fields: list[str], path: Path,
     return Outcome(
         seed=seed,
         stalled=seconds is not None,
-        stalled_steps=made,
+        stalled_steps=stalled_steps,
         accuracy={e.version.step: e.value for e in summary.evaluations if e.metric == SAMPLED},
         mean_uses=summary.trajectories.samples_per_insert,
         most_uses=int(uses_of(RunDirectory.open(path)).max()),
@@ -130,17 +130,17 @@ def stall(driver: subprocess.Popen[bytes], path: Path, at: int, lasting: int, se
     os.kill(searcher, signal.SIGSTOP)
     try:
         began = moved = time.monotonic()
-        first = made = steps_of(path)
-        while made < first + lasting and driver.poll() is None:
+        first_step = step_count = steps_of(path)
+        while step_count < first_step + lasting and driver.poll() is None:
             time.sleep(0.01)
             now, newest = time.monotonic(), steps_of(path)
-            if newest > made:
-                made, moved = newest, now
+            if newest > step_count:
+                step_count, moved = newest, now
             if now - began > seconds and now - moved > HELD:
                 break
     finally:
         os.kill(searcher, signal.SIGCONT)
-    return made - first
+    return step_count - first_step
 
 
 def steps_of(path: Path) -> int:
@@ -148,26 +148,26 @@ def steps_of(path: Path) -> int:
     return int((read_last(path) or {"step": 0})["step"])
 
 
-def seconds_of(path: Path, first: int, last: int) -> float:
+def seconds_of(path: Path, first_step: int, last: int) -> float:
     """What a run took from one step to another."""
     step, wall = column(read_metrics(path), "wall_seconds", over="step")
-    return float(np.interp(last, step, wall) - np.interp(first, step, wall))
+    return float(np.interp(last, step, wall) - np.interp(first_step, step, wall))
 
 
 def disturbed_and_not(arguments: argparse.Namespace, fields: list[str]) -> None:
     """Both runs of each seed, and what the stall cost."""
-    found: list[Outcome] = []
+    outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(arguments.first, arguments.first + arguments.seeds):
             for stalled in (False, True):
                 path, twin = Path(folder) / f"{seed}-{stalled}", Path(folder) / f"{seed}-False"
                 last = arguments.at + arguments.lasting
                 seconds = seconds_of(twin, arguments.at, last) if stalled else None
-                found.append(run(seed, arguments, fields, path, seconds))
-                say(found[-1])
+                outcomes.append(run(seed, arguments, fields, path, seconds))
+                say(outcomes[-1])
     if arguments.out is not None:
-        arguments.out.write_text(json.dumps([asdict(o) for o in found], indent=1) + "\n")
-    report(found)
+        arguments.out.write_text(json.dumps([asdict(o) for o in outcomes], indent=1) + "\n")
+    report(outcomes)
 
 
 def say(o: Outcome) -> None:
@@ -182,25 +182,25 @@ def say(o: Outcome) -> None:
     )
 
 
-def report(found: Sequence[Outcome]) -> None:
+def report(outcomes: Sequence[Outcome]) -> None:
     """A row for each kind of run: means over seeds (lowest to highest), and the difference of twins at the end."""
     columns = ("searcher", "steps in the stall", "accuracy at the end", "lowest from the stall on", "most uses of one")
     print(f"| {' | '.join((*columns, 'mean lag', 'idle and paced'))} |\n{'|---' * 7}|")
     for stalled in (False, True):
-        own = [o for o in found if o.stalled == stalled]
-        lowest = [min(v for step, v in o.accuracy.items() if int(step) > 100) for o in own]
+        side_outcomes = [o for o in outcomes if o.stalled == stalled]
+        lowest = [min(v for step, v in o.accuracy.items() if int(step) > 100) for o in side_outcomes]
         row = [
             "stopped" if stalled else "undisturbed",
-            spread([o.stalled_steps for o in own], 0) if stalled else "",
-            spread([100 * last(o) for o in own]),
+            spread([o.stalled_steps for o in side_outcomes], 0) if stalled else "",
+            spread([100 * last(o) for o in side_outcomes]),
             spread([100 * v for v in lowest]),
-            str(max(o.most_uses for o in own)),
-            spread([o.mean_lag for o in own]),
-            f"{spread([100 * (o.idle + o.paced) for o in own])} %",
+            str(max(o.most_uses for o in side_outcomes)),
+            spread([o.mean_lag for o in side_outcomes]),
+            f"{spread([100 * (o.idle + o.paced) for o in side_outcomes])} %",
         ]
         print(f"| {' | '.join(row)} |")
-    twins = {o.seed: last(o) for o in found if not o.stalled}
-    lost = [100 * (last(o) - twins[o.seed]) for o in found if o.stalled]
+    twins = {o.seed: last(o) for o in outcomes if not o.stalled}
+    lost = [100 * (last(o) - twins[o.seed]) for o in outcomes if o.stalled]
     print(f"the stall changed accuracy at the end by {spread(lost)} points")
 
 
@@ -308,7 +308,7 @@ class Synchronous:
         by_prompt: dict[str, list[Trajectory]] = {}
         for t in trajectories:
             by_prompt.setdefault(t.prompt.key, []).append(t)
-        self.newest = [Group.of(own) for own in by_prompt.values()]
+        self.newest = [Group.of(prompt_rows) for prompt_rows in by_prompt.values()]
 
     def next(self) -> FetchedBatch:
         """The batch that was chosen."""
@@ -318,7 +318,7 @@ class Synchronous:
 def mechanism(seeds: Sequence[int]) -> None:
     """Accuracy after blocks of each kind."""
     torch.set_num_threads(1)
-    found: dict[tuple[int, int], list[float]] = {kind: [] for kind in BLOCKS}
+    accuracies: dict[tuple[int, int], list[float]] = {kind: [] for kind in BLOCKS}
     for seed in seeds:
         recipe = override(find("quickstart"), ["--seed", str(seed)], "")
         with tempfile.TemporaryDirectory() as folder:
@@ -331,10 +331,12 @@ def mechanism(seeds: Sequence[int]) -> None:
                 run = Synchronous(recipe, checkpoint)
                 for _ in range(AFTER // updates):
                     run.block(updates, uses)
-                found[updates, uses].append(100 * run.accuracy())
-                print(f"seed {seed}, blocks of {updates}, uses {uses}: {found[updates, uses][-1]:.1f} %", flush=True)
+                accuracies[updates, uses].append(100 * run.accuracy())
+                print(
+                    f"seed {seed}, blocks of {updates}, uses {uses}: {accuracies[updates, uses][-1]:.1f} %", flush=True
+                )
     print(f"| updates of a block | uses of each trajectory | after {AFTER} steps |\n|---|---|---|")
-    for (updates, uses), values in found.items():
+    for (updates, uses), values in accuracies.items():
         print(f"| {updates} | {uses} | {spread(values)} % |")
 
 

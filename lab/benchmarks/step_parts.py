@@ -74,7 +74,7 @@ def part_of(event: FunctionEvent | None, vocabulary: int) -> str:
 def batch(
     prompts: list[Prompt], vocabulary: int, groups: int, size: int, answer: int, rng: np.random.Generator
 ) -> FetchedBatch:
-    made = []
+    batch_groups = []
     for i in rng.choice(len(prompts), groups):
         rows = []
         for j in range(size):
@@ -86,8 +86,8 @@ def batch(
             log_reference = np.full(length, -1.0, np.float32)
             reward = float(rng.integers(2))
             rows.append(Trajectory(rng.bytes(16).hex(), prompts[int(i)], completion, reward, log_reference, Version()))
-        made.append(Group.of(rows))
-    return FetchedBatch(made, collate(made))
+        batch_groups.append(Group.of(rows))
+    return FetchedBatch(batch_groups, collate(batch_groups))
 
 
 def measured(trainer: Trainer, batches: Iterable[FetchedBatch], vocabulary: int) -> tuple[dict[str, float], float]:
@@ -109,8 +109,8 @@ def main() -> None:
     parser.add_argument("recipe")
     parser.add_argument("--answer", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)
-    own, options = parser.parse_known_args()
-    recipe = override(find(own.recipe), options, own.recipe)
+    settings, options = parser.parse_known_args()
+    recipe = override(find(settings.recipe), options, settings.recipe)
     torch.set_num_threads(recipe.run.threads)
     recipe = replace(recipe, model=recipe.model.prepared(recipe.task), trainer=RankSettings())
     prompts = prompts_of(recipe, recipe.model, "train")
@@ -130,22 +130,22 @@ def main() -> None:
             directory=Path(scratch),
         )
         batches = [
-            batch(prompts, vocabulary, recipe.groups_per_step, recipe.group_size, own.answer, rng)
-            for _ in range(1 + own.repeats)
+            batch(prompts, vocabulary, recipe.groups_per_step, recipe.group_size, settings.answer, rng)
+            for _ in range(1 + settings.repeats)
         ]
         trainer.step(batches[0])
         began = time.perf_counter()
         for fetched in batches[1:]:
             trainer.step(fetched)
-        plain = (time.perf_counter() - began) / own.repeats
+        plain = (time.perf_counter() - began) / settings.repeats
         parts, whole = measured(trainer, batches[1:], vocabulary)
-    tokens = sum(int(f.batch.prompt_length_G.sum() + f.batch.length_B.sum()) for f in batches[1:]) / own.repeats
+    tokens = sum(int(f.batch.prompt_length_G.sum() + f.batch.length_B.sum()) for f in batches[1:]) / settings.repeats
     print(
         f"a step of {recipe.groups_per_step} x {recipe.group_size} answers, {tokens:,.0f} tokens with the prompts: "
-        f"{plain:.3g} s ({whole / own.repeats:.3g} s under the profiler)"
+        f"{plain:.3g} s ({whole / settings.repeats:.3g} s under the profiler)"
     )
     for part, seconds in sorted(parts.items(), key=lambda part: -part[1]):
-        print(f"{part:14} {seconds / own.repeats:8.3f} s {100 * seconds / whole:5.1f} %")
+        print(f"{part:14} {seconds / settings.repeats:8.3f} s {100 * seconds / whole:5.1f} %")
 
 
 if __name__ == "__main__":

@@ -35,11 +35,11 @@ NEAR = 0.1
 
 def answers(path: Path, documents: Sequence[str]) -> dict[str, list[str]]:
     """Post -> the answers to it, in their order."""
-    found: dict[str, list[str]] = defaultdict(list)
+    by_document: dict[str, list[str]] = defaultdict(list)
     for line in path.read_text().splitlines():
         row = json.loads(line)
-        found[max((d for d in documents if d in row["prompt"]), key=len)].append(row["response"].strip())
-    return found
+        by_document[max((d for d in documents if d in row["prompt"]), key=len)].append(row["response"].strip())
+    return by_document
 
 
 def scored(judge: str, pairs: list[tuple[str, str]]) -> Floats:
@@ -65,8 +65,8 @@ def at_equal_length(won: Floats, log_ratio: Floats) -> float:
 def controlled(won: Floats, log_ratio: Floats, draws: int = 2000) -> Interval:
     rng = np.random.default_rng(0)
     picked = (rng.integers(0, len(won), len(won)) for _ in range(draws))
-    found = [at_equal_length(won[i], log_ratio[i]) for i in picked]
-    low, high = np.percentile(found, [2.5, 97.5])
+    estimates = [at_equal_length(won[i], log_ratio[i]) for i in picked]
+    low, high = np.percentile(estimates, [2.5, 97.5])
     return Interval(at_equal_length(won, log_ratio), float(low), float(high))
 
 
@@ -82,7 +82,7 @@ def compare(posts: Path, before: Path, after: Path, judges: list[str], out: Path
     pairs = [(post, a, b) for post in old for a, b in zip(old[post], new[post], strict=True)]
     length = np.array([[len(a.split()), len(b.split())] for _, a, b in pairs], float).clip(0.5)
     ratio = np.log(length[:, 1] / length[:, 0])
-    near = np.abs(length[:, 1] - length[:, 0]) <= NEAR * length.max(1)
+    is_similar_length = np.abs(length[:, 1] - length[:, 0]) <= NEAR * length.max(1)
     words = length.mean(0)
     print(f"{len(pairs)} pairs of {len(old)} posts; words {words[0]:.1f} before, {words[1]:.1f} after")
     rows = []
@@ -91,12 +91,12 @@ def compare(posts: Path, before: Path, after: Path, judges: list[str], out: Path
         won = wins(a, b)
         row = {
             "all": mean_interval(won),
-            "nearly equal long": mean_interval(won[near]),
+            "nearly equal long": mean_interval(won[is_similar_length]),
             "length-controlled": controlled(won, ratio),
         }
         print(f"{Path(judge).name}: score {a.mean():.2f} -> {b.mean():.2f}")
         for name, interval in row.items():
-            count = int(near.sum()) if name == "nearly equal long" else len(won)
+            count = int(is_similar_length.sum()) if name == "nearly equal long" else len(won)
             print(f"  wins, {name:18} {percent(interval)} of {count}")
             rows.append(
                 [
@@ -133,12 +133,12 @@ def main() -> int:
     parser.add_argument("files", nargs="+", help="POSTS BEFORE AFTER, or `pairs` FILE")
     parser.add_argument("--judge", action="append", required=True)
     parser.add_argument("--csv", type=Path)
-    given = parser.parse_args()
-    if given.files[0] == "pairs" and len(given.files) == 2:
-        validate(Path(given.files[1]), given.judge)
-    elif len(given.files) == 3:
-        posts, before, after = map(Path, given.files)
-        compare(posts, before, after, given.judge, given.csv)
+    options = parser.parse_args()
+    if options.files[0] == "pairs" and len(options.files) == 2:
+        validate(Path(options.files[1]), options.judge)
+    elif len(options.files) == 3:
+        posts, before, after = map(Path, options.files)
+        compare(posts, before, after, options.judge, options.csv)
     else:
         parser.error("give POSTS BEFORE AFTER, or `pairs` and a file")
     return 0

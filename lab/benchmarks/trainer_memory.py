@@ -137,18 +137,18 @@ def measured(size: str, case: Case) -> int:
     """In this process: bytes at the peak above those after a tiny model."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        first = int(case.ranks > 1 and os.fork() == 0)
+        rank = int(case.ranks > 1 and os.fork() == 0)
         ranks = None
         if case.ranks > 1:
             store = FileStore(f"{folder}/store", case.ranks)
-            ranks = Ranks(first, case.ranks, Rendezvous(store), torch.device("cpu"), 3600.0, 3600.0)
+            ranks = Ranks(rank, case.ranks, Rendezvous(store), torch.device("cpu"), 3600.0, 3600.0)
         train("tiny", case, ranks)
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         before = resident_memory_bytes() or 0
         train(size, case, ranks)
         peak = peak_memory_bytes() - before
-        if first:
+        if rank:
             Path(folder, "peak").write_text(str(peak))
             os._exit(0)
         if case.ranks > 1:
@@ -159,26 +159,26 @@ def measured(size: str, case: Case) -> int:
 
 def train(size: str, case: Case, ranks: Ranks | None) -> None:
     torch.manual_seed(0)
-    held = torch.bfloat16 if case.low and case.adapters else torch.float32
-    model = AutoModelForCausalLM.from_config(config_of(size), dtype=held)
+    dtype = torch.bfloat16 if case.low and case.adapters else torch.float32
+    model = AutoModelForCausalLM.from_config(config_of(size), dtype=dtype)
     if case.adapters:
         add_adapters(model, LoraSettings(rank=RANK), torch.float32)
     # The peak begins again: a model that is drawn at random has its tied head twice for a moment.
     Path("/proc/self/clear_refs").write_text("5")
     compute = torch.bfloat16 if case.low and ranks is None else None
-    own = CausalPolicy(model, gradient_checkpointing=case.checkpointed, compute=compute)
+    local_policy = CausalPolicy(model, gradient_checkpointing=case.checkpointed, compute=compute)
     settings = OptimizerSettings(lr=1e-5)
-    policy: Policy = own
+    policy: Policy = local_policy
     if ranks is None:
-        optimizer: Optimizer = settings.start(own.parameters())
+        optimizer: Optimizer = settings.start(local_policy.parameters())
     else:
-        own.shard(ranks.sharding(torch.bfloat16 if case.low else torch.float32))
+        local_policy.shard(ranks.sharding(torch.bfloat16 if case.low else torch.float32))
         if ranks.rank:
-            Follower(own, settings.start(own.parameters()), ranks, tokens_of(size)).follow()
+            Follower(local_policy, settings.start(local_policy.parameters()), ranks, tokens_of(size)).follow()
             return
         policy, optimizer = (
-            Rank0Policy(own, ranks, tokens_of(size)),
-            Rank0Optimizer(ranks, settings, own.parameters(), []),
+            Rank0Policy(local_policy, ranks, tokens_of(size)),
+            Rank0Optimizer(ranks, settings, local_policy.parameters(), []),
         )
     batch = batch_of(2 * case.ranks, *SIZES[size][1:])
     for step in (1, 2):
@@ -212,20 +212,20 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES)[1:], default=list(SIZES)[1:])
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--one", nargs=2, metavar=("SIZE", "CASE"), help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.one:
-        print(measured(given.one[0], CASES[given.one[1]]))
+    options = parser.parse_args()
+    if options.one:
+        print(measured(options.one[0], CASES[options.one[1]]))
         return
-    if given.large:
+    if options.large:
         print_large()
         return
     print("| model | case | computed, MB | measured, MB | computed / measured | as a run has it, MB |")
     print("|---|---|---|---|---|---|")
-    for size in given.sizes[: 1 if given.quick else None]:
-        for name in given.cases:
-            wanted = memory.total(computed(size, CASES[name]))
+    for size in options.sizes[: 1 if options.quick else None]:
+        for name in options.cases:
+            computed_bytes = memory.total(computed(size, CASES[name]))
             live, resident = (in_a_process(size, name, environment) for environment in (RETURNED, {}))
-            cells = (size, name, f"{wanted / 1e6:,.0f}", f"{live / 1e6:,.0f}", f"{wanted / live:.2f}")
+            cells = (size, name, f"{computed_bytes / 1e6:,.0f}", f"{live / 1e6:,.0f}", f"{computed_bytes / live:.2f}")
             print(f"| {' | '.join(cells)} | {resident / 1e6:,.0f} |", flush=True)
 
 

@@ -144,9 +144,9 @@ def step_of(side: str, model: LlamaForCausalLM, batch: Batch, rows_at_once: int)
     return lambda: padded_step(model, batch, rows_at_once)
 
 
-def check_gradients(one: LlamaForCausalLM, other: LlamaForCausalLM) -> None:
+def check_gradients(model: LlamaForCausalLM, reference_model: LlamaForCausalLM) -> None:
     """After one step of each: the speeds are of the same computation."""
-    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
+    for (name, a), b in zip(model.named_parameters(), reference_model.parameters(), strict=True):
         assert a.grad is not None
         assert b.grad is not None
         error = float((a.grad - b.grad).abs().max() / a.grad.abs().max())
@@ -158,9 +158,9 @@ def useful_flop(model: LlamaForCausalLM, batch: Batch, share_prompt: bool) -> fl
     config = model.config
     body = sum(p.numel() for p in model.model.layers.parameters())
     prompt_B, length_B = batch.prompt_length_G[batch.group_B].double(), batch.length_B.double()
-    shown = batch.prompt_length_G.double() if share_prompt else prompt_B
-    tokens = float(shown.sum() + length_B.sum())
-    pairs = float((shown**2 / 2).sum() + (length_B * (prompt_B + length_B / 2)).sum())
+    prompt_tokens = batch.prompt_length_G.double() if share_prompt else prompt_B
+    tokens = float(prompt_tokens.sum() + length_B.sum())
+    pairs = float((prompt_tokens**2 / 2).sum() + (length_B * (prompt_B + length_B / 2)).sum())
     attention = 4 * pairs * config.hidden_size * config.num_hidden_layers
     head = 2 * float(length_B.sum()) * config.vocab_size * config.hidden_size
     return 3 * (2 * body * tokens + head + attention)

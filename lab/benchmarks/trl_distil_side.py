@@ -33,10 +33,10 @@ class Counting(DistillationTrainer):
         return shape
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        made = super()._generate_and_score_completions(inputs)
-        self.answers += len(made["completion_mask"])
-        self.tokens += int(made["completion_mask"].sum())
-        return made
+        batch = super()._generate_and_score_completions(inputs)
+        self.answers += len(batch["completion_mask"])
+        self.tokens += int(batch["completion_mask"].sum())
+        return batch
 
 
 class Saving(TrainerCallback):

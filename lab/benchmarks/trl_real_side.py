@@ -22,9 +22,11 @@ from trl import GRPOConfig, GRPOTrainer
 from tba.rewards.instructions import is_fulfilled
 
 
-def share(text: str, told: dict[str, Any]) -> float:
+def share(text: str, problem: dict[str, Any]) -> float:
     """The share of the instructions that the answer fulfils, as `ShareFulfilled` has it."""
-    return sum(is_fulfilled(one, told["question"], text) for one in told["instructions"]) / len(told["instructions"])
+    return sum(is_fulfilled(instruction, problem["question"], text) for instruction in problem["instructions"]) / len(
+        problem["instructions"]
+    )
 
 
 class Examination(TrainerCallback):
@@ -59,8 +61,8 @@ class Examination(TrainerCallback):
         self.tokenizer.padding_side = "left"
         with torch.random.fork_rng(), torch.no_grad():
             torch.manual_seed(1)
-            for first in range(0, len(problems), 50):
-                part = problems[first : first + 50]
+            for start in range(0, len(problems), 50):
+                part = problems[start : start + 50]
                 read = self.tokenizer.apply_chat_template(
                     [messages for messages, _ in part],
                     add_generation_prompt=True,
@@ -69,9 +71,11 @@ class Examination(TrainerCallback):
                     return_dict=True,
                 )
                 drawn = {"do_sample": True, "temperature": self.settings["temperature"], "top_k": 0, "top_p": 1.0}
-                made = self.model.generate(**read, **drawn, max_new_tokens=self.settings["max_completion"])
-                texts = self.tokenizer.batch_decode(made[:, read["input_ids"].shape[1] :], skip_special_tokens=True)
-                right += sum(share(text, told) == 1.0 for text, (_, told) in zip(texts, part, strict=True))
+                generated = self.model.generate(**read, **drawn, max_new_tokens=self.settings["max_completion"])
+                texts = self.tokenizer.batch_decode(
+                    generated[:, read["input_ids"].shape[1] :], skip_special_tokens=True
+                )
+                right += sum(share(text, problem) == 1.0 for text, (_, problem) in zip(texts, part, strict=True))
         self.model.train()
         self.curve.append((self.steps, now - self.began - self.out, right / len(problems) if problems else 0.0))
         self.out += time.perf_counter() - now
@@ -81,8 +85,8 @@ class Examination(TrainerCallback):
     def write(self) -> None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
         each = self.seconds() / max(self.steps, 1)
-        found = {"curve": self.curve, "seconds_per_step": each, "peak_gb": peak}
-        Path(self.settings["out"]).write_text(json.dumps(found) + "\n")
+        figures = {"curve": self.curve, "seconds_per_step": each, "peak_gb": peak}
+        Path(self.settings["out"]).write_text(json.dumps(figures) + "\n")
 
 
 def main(path: Path) -> None:
@@ -93,11 +97,14 @@ def main(path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=getattr(torch, settings["dtype"]))
     problems = Dataset.from_dict(
-        {"prompt": [p for p, _ in settings["train"]], "told": [json.dumps(told) for _, told in settings["train"]]}
+        {
+            "prompt": [p for p, _ in settings["train"]],
+            "problem": [json.dumps(problem) for _, problem in settings["train"]],
+        }
     )
 
-    def reward(completions: list[Any], told: list[str], **kwargs: Any) -> list[float]:
-        return [share(c[0]["content"], json.loads(t)) for c, t in zip(completions, told, strict=True)]
+    def reward(completions: list[Any], problem: list[str], **kwargs: Any) -> list[float]:
+        return [share(c[0]["content"], json.loads(t)) for c, t in zip(completions, problem, strict=True)]
 
     config = GRPOConfig(
         output_dir=settings["folder"],

@@ -47,11 +47,11 @@ class Examination(TrainerCallback):
         problems = self.settings["eval"]
         with torch.random.fork_rng(), torch.no_grad():
             torch.manual_seed(1)
-            for first in range(0, len(problems), 250):
-                part = problems[first : first + 250]
+            for start in range(0, len(problems), 250):
+                part = problems[start : start + 250]
                 # every prompt of the task has the same number of tokens: no padding
                 prompt = torch.tensor([self.tokenizer.encode(p, add_special_tokens=False) for p, _ in part])
-                made = self.model.generate(
+                generated = self.model.generate(
                     input_ids=prompt,
                     attention_mask=torch.ones_like(prompt),
                     do_sample=True,
@@ -60,7 +60,7 @@ class Examination(TrainerCallback):
                     top_p=1.0,
                     max_new_tokens=self.settings["max_completion"],
                 )
-                texts = self.tokenizer.batch_decode(made[:, prompt.shape[1] :], skip_special_tokens=True)
+                texts = self.tokenizer.batch_decode(generated[:, prompt.shape[1] :], skip_special_tokens=True)
                 right += sum(text == answer for text, (_, answer) in zip(texts, part, strict=True))
         self.model.train(training)
         self.curve.append((now - self.began - self.out, right / len(problems)))

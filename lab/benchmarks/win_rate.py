@@ -22,12 +22,12 @@ from tba.record.run_record import RunRecord
 
 def wins(path: Path) -> tuple[dict[str, float], dict[str, float]]:
     """Prompt -> 1 or 0, before and after."""
-    found: tuple[dict[str, float], dict[str, float]] = ({}, {})
+    by_side: tuple[dict[str, float], dict[str, float]] = ({}, {})
     for before, after in RunRecord.read(path).answers_before_after():
-        for side, answer in zip(found, (before, after), strict=True):
+        for side, answer in zip(by_side, (before, after), strict=True):
             if answer.metric == SAMPLED:
                 side[answer.prompt] = float(answer.correct)
-    return found
+    return by_side
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ from tba.objectives.policy_gradient import Reinforce
 from tba.schedules import Constant
 from tba_lab.corrections import Dppo, Topr
 
-DPPO = Grpo(Constant(0.0), standardise=False, per="token", correction=Dppo())
+DPPO = Grpo(Constant(0.0), standardise=False, loss_aggregation="token", correction=Dppo())
 TOPR = Reinforce(Constant(0.0), "mean", correction=Topr())
 
 

@@ -185,9 +185,7 @@ def _call(command: Command, arguments: list[str]) -> Any:
     if command.sets_fields:
         words.append(fields)
     elif fields:
-        raise UserError(
-            f"`{command.synopsis}` does not take {fields[0]!r}: `tba {command.name} --help` says what it does"
-        )
+        raise UserError(f"`{command.synopsis}` does not take {fields[0]!r}: `tba {command.name} --help` explains it")
     return command.load_function()(*words, *options)
 
 

@@ -78,9 +78,14 @@ class AssistantTurn:
         return self.lead.rstrip().endswith(THOUGHT[0])
 
     @property
+    def frames(self) -> tuple[AnswerFrame, AnswerFrame, AnswerFrame]:
+        """Returns what stands around the last turn, one before a user's message and one before a tool's."""
+        return self.final_frame, self.user_frame, self.tool_frame
+
+    @property
     def end_tokens(self) -> frozenset[int]:
         """Returns the tokens that may end a turn which is being generated."""
-        frames = (self.final_frame, self.user_frame, self.tool_frame)[: 1 if self.end_closes_thoughts else None]
+        frames = self.frames[: 1 if self.end_closes_thoughts else None]
         return frozenset(frame.token for frame in frames if frame.token is not None)
 
     def text(self, answer: str, frame: AnswerFrame | None = None) -> Markup:
@@ -205,11 +210,13 @@ def tool_message(name: str, content: str, call: str = "") -> dict[str, str]:
     return {"role": "tool", "name": name, "content": content, "tool_call_id": call or CALL_ID}
 
 
-def render_after_answer(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Json] = ()) -> Markup:
+def render_after_answer(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Json] = (), complete: bool = False
+) -> Markup:
     """Returns what the template writes behind an answer (its end included) for the messages that follow it. Raises
-    `UserError` where the template cannot write them.
+    `UserError` where the template cannot write them. complete: as in `chat_markup`.
     """
-    text = chat_markup(tokenizer, [_USER_MESSAGE, _ANSWER_MESSAGE, *messages], tools, complete=False)
+    text = chat_markup(tokenizer, [_USER_MESSAGE, _ANSWER_MESSAGE, *messages], tools, complete=complete)
     return Markup(text.partition(ANSWER_SLOT)[2])
 
 

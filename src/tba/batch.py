@@ -253,8 +253,8 @@ class _Pass:
         segment's.
         """
         tokens = self.tokens + sum(length for length, _ in lengths) + (0 if group == self.last_group else prompt)
-        longest_row = max(self.longest_row, prompt + max(first for _, first in lengths))
-        later_tokens = self.later_tokens + sum(length - first for length, first in lengths)
+        longest_row = max(self.longest_row, prompt + max(first_length for _, first_length in lengths))
+        later_tokens = self.later_tokens + sum(length - first_length for length, first_length in lengths)
         return _Pass(self.share_prompt, tokens, self.rows + len(lengths), longest_row, later_tokens, group)
 
     @property

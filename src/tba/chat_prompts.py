@@ -134,9 +134,7 @@ def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequ
         raise
     except Exception as error:  # a template raises what it likes
         reason = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"the tokenizer's chat template cannot write a prompt ({reason}): give another model"
-        ) from error
+        raise UserError(f"the tokenizer's chat template cannot write prompts ({reason}): give another model") from error
 
 
 def _without_system(system: str, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -26,11 +26,9 @@ class WorkPoint(Protocol):
 
     def hold(self) -> None:
         """Makes the device reach this point before it begins any work that it is given from here on."""
-        ...
 
     def wait(self) -> None:
         """Blocks the caller until this point is reached."""
-        ...
 
 
 class Lane(Protocol):
@@ -38,11 +36,9 @@ class Lane(Protocol):
 
     def run(self, function: Callable[[], None]) -> WorkPoint:
         """Runs `function` after all work that the device has been given so far, and returns the point after it."""
-        ...
 
     def allocate(self, size: int) -> Tensor:
         """Returns `size` bytes of the host's memory, as uint8, into which the device copies."""
-        ...
 
 
 class CudaStream:

@@ -2,6 +2,7 @@
 
 TbaError
 ├── UserError          bad input: one sentence saying what was given, what is wanted, what to do; exit code 2
+│   └── SeveralSegments an episode of several segments is given to what reads one
 ├── DeadlineExceeded   a wait expired: names the part, its process id and its log file
 ├── PartFailed         a searcher or the trainer ended with an error of its own
 ├── HandedOutLost      what was offered to be fetched is gone with the process that held it: ask again
@@ -17,6 +18,16 @@ class TbaError(Exception):
 
 class UserError(TbaError):
     """Input that cannot be used. The message is one clear sentence; the command line prints it and exits with 2."""
+
+
+class SeveralSegments(UserError):
+    """An episode has several segments, of which each reads only itself, and `reader`, in words, needs one."""
+
+    def __init__(self, segments: int, reader: str) -> None:
+        super().__init__(
+            f"an episode has {segments} segments, of which each reads only itself, but {reader} one text from its "
+            "beginning to its end: leave such episodes out, or do without"
+        )
 
 
 class DeadlineExceeded(TbaError):

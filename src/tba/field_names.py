@@ -41,8 +41,7 @@ def of_recipe(name: str) -> Names:
         name = str(json.loads((Path(name) / "recipe.json").read_bytes())["recipe"])
     if VARIANT_MARK in name:
         return of_any_recipe()
-    path = Path(name) if name.endswith(".py") else _PACKAGE / "recipes" / f"{name}.py"
-    return _names_in(path, "recipe")
+    return _names_in(Path(name) if name.endswith(".py") else _PACKAGE / "recipes" / f"{name}.py", "recipe")
 
 
 def of_any_recipe() -> Names:
@@ -160,13 +159,11 @@ class _Module:
     def _names_after_replace(self, names: Names, changes: Sequence[ast.keyword]) -> Names:
         if names is None:
             return None
-        updated_names: dict[str, Names] = dict(names)
+        new_names: dict[str, Names] = dict(names)
         for change in changes:
             name, inner_names = _dashed(str(change.arg)), self.names_of(change.value)
-            updated_names[name] = (
-                _VALUE if names.get(name) == _VALUE else None if inner_names == _VALUE else inner_names
-            )
-        return updated_names
+            new_names[name] = _VALUE if names.get(name) == _VALUE else None if inner_names == _VALUE else inner_names
+        return new_names
 
     def _names_of_settings(self, node: ast.Call, module: _Module, definition: ast.ClassDef) -> Names:
         """Returns the names of settings that are made by calling their class."""

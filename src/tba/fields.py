@@ -5,8 +5,8 @@ unknown field, or a value that does not fit its type, ends in one sentence. Noth
 
 A settings class may say that some of its fields have no effect, given the values of others: its property `unused` maps
 the name of each (or of nested settings, for all names in them) to what would give it an effect, beginning with
-the name of a field: `{"low": "signal"}`, `{"cluster": "runtime cluster"}`. Such a field is shown, and can be set, once
-it has an effect.
+the name of a field: `{"lower_bound": "signal"}`, `{"cluster": "runtime cluster"}`. Such a field is shown, and can be
+set, once it has an effect.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class HasUnusedFields(Protocol):
     @property
     def unused(self) -> Mapping[str, str]:
         """Returns the name of each field without effect, and what would give it one."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -236,7 +235,9 @@ RENAMED = {  # a setting's name in recorded runs -> its name now, where its clas
     "rounds": "synchronous_rounds", "take_in": "ingest", "band": "saved_batches", "chunk": "batch_size",
     "shown": "logged_problems", "overlong": "when_too_long", "full_every": "full_version_every",
     "samples": "samples_per_batch", "first": "allowed_first_tokens", "never_first": "forbidden_first_tokens",
-    "near": "near_duplicates", "by": "measure",
+    "near": "near_duplicates", "by": "measure", "averaged": "weight_average", "distinct": "deduplicate",
+    "compiled": "torch_compile", "low": "lower_bound", "high": "upper_bound", "eases_off": "throttled_side",
+    "per": "loss_aggregation",
 }  # fmt: skip
 
 

@@ -117,10 +117,8 @@ class Grader:
         windows = [(part, settings, i if is_separable else None) for i, part in enumerate(parts)]
         windows += [(part, scorer_settings, None) for part in scorers]
         self._windows = [
-            _Window(
-                part, i, index, searcher_limit(part.concurrency, *share), part_settings, i >= n, self._returned_calls
-            )
-            for i, (part, part_settings, index) in enumerate(windows)
+            _Window(part, i, index, searcher_limit(part.concurrency, *share), options, i >= n, self._returned_calls)
+            for i, (part, options, index) in enumerate(windows)
         ]
         self.close = weakref.finalize(self, _close_windows, self._windows)  # ends its threads
         self._error: BaseException | None = None
@@ -154,9 +152,7 @@ class Grader:
         """
         windows = self._windows if with_scores else self._windows[: self._part_count]
         n = len(windows)
-        grades = [
-            [Grade(prompt, c, destination, [None] * n, n) for c in completions] for prompt, completions in answers
-        ]
+        grades = [[Grade(p, c, destination, [None] * n, n) for c in completions] for p, completions in answers]
         self.unfinished_count += sum(map(len, grades))
         for window in windows:
             window.submit([group for group in grades if group], is_urgent)
@@ -284,11 +280,9 @@ class GradingProcess(Protocol):
         """Returns the values of a part of the reward, or without a part the judgements. Raises `DeadlineExceeded` when
         the call took too long and was killed.
         """
-        ...
 
     def close(self) -> None:
         """Ends the process."""
-        ...
 
 
 @dataclass(frozen=True)

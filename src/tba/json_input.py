@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,8 @@ def _is_deeper(value: Json, levels: int) -> bool:
         containers = [container for container in containers if isinstance(container, dict | list)]
         if not containers:
             return False
-        containers = [
-            inner
-            for container in containers
-            for inner in (container.values() if isinstance(container, dict) else container)
-        ]
+        inner_values = (c.values() if isinstance(c, dict) else c for c in containers)
+        containers = list(chain.from_iterable(inner_values))
     return True
 
 

@@ -375,9 +375,7 @@ class _RenamedTokenizer:
         names = {number: f"\ufdd1{nonce}{number:08x}\ufdd1" for number in control.ids.values()}
         ids, vocabulary = {}, set(tokenizer.get_vocab(with_added_tokens=False).values())
         for number, token in sorted(tokenizer.get_added_tokens_decoder().items()):
-            flags = {
-                name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip", "normalized", "special")
-            }
+            flags = {key: getattr(token, key) for key in ("single_word", "lstrip", "rstrip", "normalized", "special")}
             content = names.get(number, token.content)
             backend.add_tokens([AddedToken(content, **flags)])
             if (new_id := backend.token_to_id(content)) is not None:
@@ -431,5 +429,4 @@ def decode_tokens(tokenizer: Any, tokens: Sequence[int]) -> str:
 
 def _alternatives(texts: Iterable[str]) -> re.Pattern[str]:
     """Returns the pattern that finds the longest of some texts."""
-    longest_first = sorted(texts, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")

@@ -61,7 +61,6 @@ class Reward(Protocol):
 
     def judge(self, answers: Sequence[tuple[Prompt, Completion]]) -> Sequence[Judgement]:
         """Returns one judgement for each (prompt, completion), in order."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -88,11 +87,9 @@ class Separable(Protocol):
 
     def calls(self) -> Sequence[GradingCalls]:
         """Returns how each part is called."""
-        ...
 
     def judgement(self, values: Sequence[Any]) -> Judgement:
         """Returns the judgement of one answer, from the value that each part gave it, in the order of `calls`."""
-        ...
 
 
 @runtime_checkable
@@ -104,7 +101,6 @@ class Task(Protocol):
 
     def problems(self, split: Split) -> Sequence[Problem]:
         """Returns all problems of a split, in a fixed order; `train` and `eval` never share one."""
-        ...
 
     def reward(self) -> Reward: ...
 
@@ -115,7 +111,6 @@ class Examined(Protocol):
 
     def examination(self) -> Reward:
         """Returns the reward that evaluations use: 1 for an answer that counts as right, 0 for any other."""
-        ...
 
 
 @runtime_checkable
@@ -127,7 +122,6 @@ class JudgedByModels(Protocol):
 
         A model whose configuration cannot be read is left out; nothing is loaded, and CUDA is not started.
         """
-        ...
 
 
 @runtime_checkable
@@ -136,7 +130,6 @@ class Selective(Protocol):
 
     def left_out(self) -> Mapping[str, int]:
         """Returns how many rows are no training problems, by the reason in words."""
-        ...
 
 
 @runtime_checkable
@@ -167,7 +160,6 @@ class Environment(Protocol):
         The seed must decide everything that is drawn, so that in a group the same actions meet the same world. The
         method returns the text that the policy reads first, after the prompt, or None.
         """
-        ...
 
 
 @runtime_checkable
@@ -177,12 +169,10 @@ class Acted(Protocol):
     @property
     def environment(self) -> Callable[[], Environment]:
         """Makes the environment of one episode; a class without arguments will do."""
-        ...
 
     @property
     def turns(self) -> int:
         """Returns how many turns an episode has at most."""
-        ...
 
 
 @runtime_checkable
@@ -200,12 +190,10 @@ class Exploration(Protocol):
     @property
     def full_support(self) -> bool:
         """Returns whether some draw has full support."""
-        ...
 
     @property
     def greedy(self) -> bool:
         """Returns whether some draw is greedy (temperature 0), which leaves no log-probability to correct by."""
-        ...
 
 
 class Engine(Protocol):
@@ -220,7 +208,6 @@ class Engine(Protocol):
         While answers grow it may be called from `interrupted` (`Flow.next`): the weights that are there at a token
         sample it, and an answer is by all those from `Completion.versions[0]` to `[1]`.
         """
-        ...
 
     def flow(self, count: int, sampling: Sampling, rng: np.random.Generator, partner: Partner | None = None) -> Flow:
         """Returns an empty flow of `count` completions of each prompt; with a `partner` they have several turns,
@@ -229,7 +216,6 @@ class Engine(Protocol):
         An engine has one flow at a time: another one ends it, and what that has not handed out is lost. Equal weights,
         prompts and generators give equal answers; `tba.generation` has the ways to ask for those of a fixed number.
         """
-        ...
 
 
 class Flow(Protocol):
@@ -238,18 +224,15 @@ class Flow(Protocol):
     @property
     def prompts_submitted(self) -> int:
         """Returns how many prompts were submitted."""
-        ...
 
     @property
     def prompts_needed(self) -> int:
         """Returns how many more prompts could begin to be answered now."""
-        ...
 
     def submit(self, prompts: Sequence[Prompt]) -> None:
         """Adds prompts; they are numbered from 0 in the order of submission. Raises `UserError` for one that is too
         long or empty, and then adds none.
         """
-        ...
 
     def next(
         self, interrupted: Callable[[], bool] | None = None, until_needed: bool = True
@@ -271,7 +254,6 @@ class Flow(Protocol):
 
         Call it in the thread that calls `next`, between two calls or from within.
         """
-        ...
 
 
 @runtime_checkable
@@ -324,17 +306,14 @@ class Partner(Protocol):
 
     def hear(self, turns: Sequence[Turn]) -> None:
         """Takes turns that have ended; the replies may come later."""
-        ...
 
     def replies(self, wait: bool) -> Mapping[int, IntArray | None]:
         """Returns the replies since the last call by request: tokens to be read, or None where the completion ends.
         With `wait` it returns once there is a reply, or after a moment without one.
         """
-        ...
 
     def ended(self, request: int, completion: Completion) -> Completion:
         """Takes a completion that has ended for any reason, and returns the completion that the engine hands out."""
-        ...
 
 
 @runtime_checkable
@@ -365,13 +344,11 @@ class Reference(Protocol):
         """Returns the log-probabilities of completions at the recipe's policy temperature: [i][j], float32 [T], of the
         j-th completion of the i-th prompt.
         """
-        ...
 
     def load(self, weights: Mapping[str, torch.Tensor], version: Version) -> None:
         """Loads the weights of another reference, in place. Raises `KeyError` or `ValueError` on a name or shape
         mismatch.
         """
-        ...
 
 
 @runtime_checkable
@@ -383,7 +360,6 @@ class ScoredByCalls(Protocol):
     @property
     def scoring(self) -> GradingCalls:
         """Returns how the reference is called; the values are log-probabilities, float32 [T]."""
-        ...
 
 
 @runtime_checkable
@@ -393,7 +369,6 @@ class Concurrent(Protocol):
     @property
     def concurrent(self) -> bool:
         """Returns whether the reference scores in such a thread. On a processor the two threads would only share it."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -418,12 +393,10 @@ class Policy(Protocol):
     @property
     def heads(self) -> torch.nn.ModuleDict:
         """Returns the heads (of `HEADS`) that the policy was made with, by name, all zero at first."""
-        ...
 
     @property
     def share_prompt(self) -> bool:
         """Returns whether each prompt is run once per group; else once per row, every row padded to the longest."""
-        ...
 
     def evaluate(self, batch: Batch) -> PolicyOutput: ...
 
@@ -431,11 +404,9 @@ class Policy(Protocol):
 
     def weights(self) -> Mapping[str, torch.Tensor]:
         """Returns detached tensors by Hugging Face name, without heads; they are views of live parameters."""
-        ...
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Copy `weights` in, in place."""
-        ...
 
 
 class SavedPolicy(Policy, Protocol):
@@ -443,7 +414,6 @@ class SavedPolicy(Policy, Protocol):
 
     def everything(self) -> Mapping[str, torch.Tensor]:
         """Returns `weights` and the weights that adapters leave unchanged."""
-        ...
 
     def save(self, path: Path, tokenizer: Any = None, weights: Mapping[str, torch.Tensor] | None = None) -> None: ...
 
@@ -457,12 +427,10 @@ class Objective(Protocol):
     @property
     def needs(self) -> frozenset[str]:
         """Returns what the batch (`log_behavior`, `step_value`) or the policy (`HEADS`) must give."""
-        ...
 
     @property
     def by_group(self) -> bool:
         """Returns whether the loss is a mean over rows of terms that need their own group alone."""
-        ...
 
     def __call__(
         self, output: PolicyOutput, batch: Batch, step: int
@@ -553,11 +521,9 @@ class PromptSource(Protocol):
         """Leases the next positions, and returns them and their prompts. The searcher gives the positions back with
         their trajectories.
         """
-        ...
 
     def outcomes(self, rewards: Mapping[int, Sequence[float]]) -> Sequence[Outcome]:
         """Returns the outcomes that all searchers are told, from the answers' rewards by position."""
-        ...
 
 
 class Journal(Protocol):
@@ -585,55 +551,42 @@ class Journal(Protocol):
         given to nobody before they are put, by a later call or, after a crash, by `resume`. positions: the leased
         position of each of these. samples: answers that a group has.
         """
-        ...
 
     def known(self, uids: Sequence[str]) -> set[str]:
         """Returns the uids of trajectories that were ever put."""
-        ...
 
     def rows(self) -> int:
         """Returns how many trajectories were ever put, by all owners."""
-        ...
 
     def lease(self, count: int, seconds: float) -> list[int]:
         """Leases `count` prompt positions of an endless order, which nobody else is given for `seconds`."""
-        ...
 
     def lease_first(self, order: Sequence[int], count: int, seconds: float) -> list[int]:
         """Leases the first `count` positions in `order` that nobody holds; fewer when all are held."""
-        ...
 
     def outcomes(self, after: int) -> list[tuple[int, int, float, float]]:
         """Returns (number, *outcome) of all outcomes numbered above `after`, in order."""
-        ...
 
     def unscored(self, reference: Version, count: int, seconds: float) -> list[Trajectory]:
         """Leases up to `count` trajectories whose score under `reference` the trainer requests, for `seconds`."""
-        ...
 
     def put_scores(self, scored: Sequence[Score], counters: Mapping[str, int] | None = None) -> None:
         """Writes scores in one transaction, like `put`."""
-        ...
 
     def count(self, **increments: int) -> None:
         """Adds to the owner's counters."""
-        ...
 
     def claim(self, job: str, seconds: float) -> bool:
         """Returns True for exactly one claimant, which then has the job until it is finished or `seconds` are over."""
-        ...
 
     def finish(self, job: str, evaluations: Sequence[Evaluation]) -> None:
         """Records that the job is done, with its results; those of a job that another has finished are ignored."""
-        ...
 
     def resume(self) -> None:
         """Ends the leases and jobs that an earlier process of this owner held, and puts the answers that it staged."""
-        ...
 
     def close(self) -> None:
         """Closes the connection; calls that were not acknowledged are lost."""
-        ...
 
 
 class Answered(Protocol):
@@ -656,15 +609,12 @@ class Records(Protocol):
 
     def write(self, evaluations: Sequence[Evaluation], answers: Sequence[Answered] = ()) -> None:
         """Writes the results of one evaluation of one version."""
-        ...
 
     def fault(self, kind: str, message: str) -> None:
         """Records a fault that did not end the run."""
-        ...
 
     def result(self, part: str, result: Json) -> None:
         """Records the figures of a part that the summary needs."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -708,11 +658,9 @@ class WeightSource(Protocol):
 
     def newer_than(self, version: Version | None) -> PublishedWeights | None:
         """Returns the newest published version if it is newer than `version` (None: any), else None. Never waits."""
-        ...
 
     def at(self, version: Version) -> PublishedWeights:
         """Returns exactly this version. Raises `UserError` when it does not exist (any more)."""
-        ...
 
 
 class KeptWeights(Protocol):
@@ -760,14 +708,12 @@ class ScoringModel(Protocol):
 
     def prepared(self, task: Task, log: Any = ...) -> ScoringModel:
         """Returns the model, with its weights ready (a supervised warm start is run, or found in the cache)."""
-        ...
 
     def tokenizer(self) -> Tokenizer: ...
 
     @property
     def positions(self) -> int | None:
         """Returns how many tokens a prompt and its answer have together at most; None: no limit."""
-        ...
 
     def memory(self, work: Work) -> Mapping[str, Mapping[str, int]] | None:
         """Returns the bytes that a rank of the trainer (`trainer`; `host`: besides, on the host), an engine
@@ -776,7 +722,6 @@ class ScoringModel(Protocol):
 
         It has to be `prepared`; nothing is loaded.
         """
-        ...
 
     def reference(self, temperature: float, version: Version) -> Reference: ...
 
@@ -786,22 +731,18 @@ class Model(ScoringModel, Protocol):
 
     def prepared(self, task: Task, log: Any = ...) -> Model:
         """Returns the model, with its weights ready (a supervised warm start is run, or found in the cache)."""
-        ...
 
     @property
     def heads(self) -> frozenset[str]:
         """Returns which heads (`HEADS`) its policies can have."""
-        ...
 
     @property
     def max_completion_tokens(self) -> int:
         """Returns how many tokens an answer of its engines has at most, the end of text included."""
-        ...
 
     @property
     def never_sampled(self) -> tuple[str, ...]:
         """Returns the answers that rules of its engines forbid at any sampling settings, in words."""
-        ...
 
     def policy(
         self,
@@ -818,34 +759,27 @@ class Model(ScoringModel, Protocol):
         With a `sharding` it is this rank's share of it. With `moments_on_host` the optimizer's moments leave it their
         memory of the device; `averaged` weights take some. Raises `UserError` when it cannot be sharded.
         """
-        ...
 
     @property
     def compute(self) -> torch.dtype:
         """Returns the type in which its policies, engines and references compute and weights are published."""
-        ...
 
     @property
     def trainer_device(self) -> torch.device:
         """Returns where its policies are trained."""
-        ...
 
     def arithmetic(self) -> ComputeCost | None:
         """Returns the cost of the model's tokens, measured now; None where it is unknown."""
-        ...
 
     @property
     def gpus_per_searcher(self) -> int:
         """Returns over how many GPUs one searcher's engine is spread; 0 where the model runs on none."""
-        ...
 
     def engine(self, version: Version, longest_prompt: int = ...) -> Engine:
         """Returns the engine that samples; it may refuse a prompt of more tokens than `longest_prompt`."""
-        ...
 
     def save(self, policy: Policy, path: Path) -> None:
         """Saves the policy in the Hugging Face layout, with its tokenizer."""
-        ...
 
 
 @runtime_checkable

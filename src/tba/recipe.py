@@ -56,18 +56,14 @@ class RuntimeSettings:
 
     idle_deadline: float = 1800.0  # seconds the trainer may wait for one batch
     silence_deadline: float = 1800.0  # seconds a part may be without a heartbeat before it is killed and restarted
-    reward_deadline: float = (
-        120.0  # seconds that one call of the reward may take; the answer of a longer one is rejected
-    )
+    reward_deadline: float = 120.0  # seconds that one call of the reward may take; a longer one's answer is rejected
     # (a call about a batch has as long for each 64 answers)
     grading_lag: float = 2.0  # updates that an answer may wait for its grade, before searchers generate no further ones
     restarts: int = 3  # how often each part that dies is restarted; the trainer resumes from its newest checkpoint
     inline_rounds_per_sync: int = 1  # searcher rounds between two weight syncs in the inline runtime
     journal_dir: Path | None = None  # folder of the journal; needed if the run's folder is on a network filesystem
     threads: int = 1  # torch threads in each process
-    synchronous_rounds: bool = (
-        False  # searchers answer, judge and send a round before they begin the next, as they do inline
-    )
+    synchronous_rounds: bool = False  # searchers answer, judge and send a round before they begin the next (as inline)
     checkpoints: int = 2  # number of checkpoints that are kept
     checkpoint_every: int = 100  # steps between checkpoints, each made at the next weight sync; 0: one at the end
 
@@ -113,19 +109,11 @@ class ClusterSettings:
             if value is not None and not 0 <= value < math.inf:
                 raise UserError(f"--cluster.{f.name.replace('_', '-')} is {value}: give a number that is not negative")
             if f.name.endswith("_gpus") and value is not None and value > 1 and value != int(value):
-                raise UserError(
-                    f"--cluster.{f.name.replace('_', '-')} is {value}: give a part of one GPU, or whole ones"
-                )
+                raise UserError(f"--cluster.{f.name.replace('_', '-')} is {value}: give part of one GPU, or whole ones")
 
 
 _POSITIVE = ("idle_deadline", "silence_deadline", "reward_deadline", "grading_lag")
-_MINIMA = {
-    "restarts": 0,
-    "inline_rounds_per_sync": 1,
-    "threads": 1,
-    "checkpoints": 1,
-    "checkpoint_every": 0,
-}
+_MINIMA = {"restarts": 0, "inline_rounds_per_sync": 1, "threads": 1, "checkpoints": 1, "checkpoint_every": 0}
 
 
 @dataclass(frozen=True)
@@ -212,9 +200,7 @@ class Recipe:
         if not 0 < self.policy_temperature < math.inf:
             raise UserError(f"--policy-temperature is {self.policy_temperature}: give a positive number")
         if self.overlong_penalty != "drop" and not 0 <= self.overlong_penalty < math.inf:
-            raise UserError(
-                f"--overlong-penalty is {self.overlong_penalty}: give what is taken off, 0 or more, or drop"
-            )
+            raise UserError(f"--overlong-penalty is {self.overlong_penalty}: give the reduction, 0 or more, or drop")
         if self.overlong_penalty not in (0, "drop") and self.vine is not None:
             raise UserError(
                 f"--overlong-penalty is {self.overlong_penalty}, but the vine's values of steps are without it: set "
@@ -365,9 +351,7 @@ class Recipe:
         An objective without a beta, or whose beta reaches 0, is treated as if beta were 1.
         """
         smallest_divisor, objective = 1.0, self.objective
-        schedules = (
-            [objective.beta] if isinstance(objective, HasBeta) else []
-        )  # Trajectory Balance divides rewards by it
+        schedules = [objective.beta] if isinstance(objective, HasBeta) else []  # Trajectory Balance divides by it
         schedules += [objective.reward_temperature] if isinstance(objective, HasRewardTemperature) else []
         for schedule in schedules:
             if callable(schedule):  # one of a user's may be a number; anneals are monotone

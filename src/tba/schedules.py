@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 from tba.errors import UserError
 from tba.fields import as_declared
@@ -133,54 +133,42 @@ class WarmupConstant:
 
 @dataclass(frozen=True)
 @as_declared
-class WarmupLinear:
+class _WarmupDecay:
+    """A linear rise, then a decay to `final` that lasts for the rest of `steps`."""
+
+    steps: int  # updates in all, warm-up included
+    warmup: int = 0  # updates of the rise
+    final: float = 0.0  # share of the peak after `steps`
+
+    def __post_init__(self) -> None:
+        _require_decay(type(self).__name__, self.steps, self.warmup, self.final)
+
+    def __call__(self, step: int) -> float:
+        decay_left = self._decay_left(_progress(step, self.warmup, self.steps - self.warmup))
+        return warmup_share(step, self.warmup) * (self.final + (1 - self.final) * decay_left)
+
+    def _decay_left(self, progress: float) -> float:
+        return 1 - progress
+
+    @property
+    def planned(self) -> int:
+        """Returns the number of updates that the schedule is made for."""
+        return self.steps
+
+    def lasting(self, steps: int) -> Self:
+        """Returns the schedule's shape over another number of updates."""
+        return replace(self, steps=steps, warmup=_scaled_part(self.warmup, self.steps, steps))
+
+
+class WarmupLinear(_WarmupDecay):
     """A linear rise, then a straight line to `final`."""
 
-    steps: int  # updates in all, warm-up included
-    warmup: int = 0  # updates of the rise
-    final: float = 0.0  # share of the peak after `steps`
 
-    def __post_init__(self) -> None:
-        _require_decay("WarmupLinear", self.steps, self.warmup, self.final)
-
-    def __call__(self, step: int) -> float:
-        decay_left = 1 - _progress(step, self.warmup, self.steps - self.warmup)
-        return warmup_share(step, self.warmup) * (self.final + (1 - self.final) * decay_left)
-
-    @property
-    def planned(self) -> int:
-        """Returns the number of updates that the schedule is made for."""
-        return self.steps
-
-    def lasting(self, steps: int) -> WarmupLinear:
-        """Returns the schedule's shape over another number of updates."""
-        return replace(self, steps=steps, warmup=_scaled_part(self.warmup, self.steps, steps))
-
-
-@dataclass(frozen=True)
-@as_declared
-class WarmupCosine:
+class WarmupCosine(_WarmupDecay):
     """A linear rise, then half a cosine to `final`."""
 
-    steps: int  # updates in all, warm-up included
-    warmup: int = 0  # updates of the rise
-    final: float = 0.0  # share of the peak after `steps`
-
-    def __post_init__(self) -> None:
-        _require_decay("WarmupCosine", self.steps, self.warmup, self.final)
-
-    def __call__(self, step: int) -> float:
-        decay_left = _half_cosine(_progress(step, self.warmup, self.steps - self.warmup))
-        return warmup_share(step, self.warmup) * (self.final + (1 - self.final) * decay_left)
-
-    @property
-    def planned(self) -> int:
-        """Returns the number of updates that the schedule is made for."""
-        return self.steps
-
-    def lasting(self, steps: int) -> WarmupCosine:
-        """Returns the schedule's shape over another number of updates."""
-        return replace(self, steps=steps, warmup=_scaled_part(self.warmup, self.steps, steps))
+    def _decay_left(self, progress: float) -> float:
+        return _half_cosine(progress)
 
 
 @dataclass(frozen=True)
@@ -195,9 +183,7 @@ class WarmupStableDecay:
 
     def __post_init__(self) -> None:
         _require_at_least("WarmupStableDecay", 0, warmup=self.warmup, stable=self.stable)
-        _require_decay(
-            "WarmupStableDecay", self.warmup + self.stable + self.decay, self.warmup + self.stable, self.final
-        )
+        _require_decay("WarmupStableDecay", self.planned, self.warmup + self.stable, self.final)
 
     def __call__(self, step: int) -> float:
         decay_left = _half_cosine(_progress(step, self.warmup + self.stable, self.decay))
@@ -226,8 +212,7 @@ def _updates_before(step: int) -> int:
 
 def warmup_share(step: int, warmup: int) -> float:
     """Returns the share of the peak at update number `step`, after a linear rise over `warmup` updates."""
-    update = _updates_before(step) + 1
-    return min(update / warmup, 1.0) if warmup else 1.0
+    return min((_updates_before(step) + 1) / warmup, 1.0) if warmup else 1.0
 
 
 def _progress(step: int, decay_start: int, decay: int) -> float:

@@ -7,13 +7,13 @@ values inside. Anything it cannot take ends in one sentence and exit code 2.
 from __future__ import annotations
 
 import ast
-import dataclasses
 import importlib
 import importlib.util
 import re
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -79,9 +79,7 @@ def _load_file(path: Path, kind: str) -> ModuleType:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise UserError(
-            f"{_place_of_error(error, path)}: {type(error).__name__}: {error}; fix the {kind} there"
-        ) from error
+        raise UserError(f"{_place_of(error, path)}: {type(error).__name__}: {error}; fix the {kind} there") from error
     finally:
         _files_being_loaded.pop()
     return module
@@ -109,7 +107,7 @@ def file_being_loaded() -> Path | None:
     return _files_being_loaded[-1] if _files_being_loaded else None
 
 
-def _place_of_error(error: BaseException, path: Path) -> str:
+def _place_of(error: BaseException, path: Path) -> str:
     """Returns the line of a user's file that raised the error."""
     if isinstance(error, SyntaxError):
         return f"{error.filename or path}, line {error.lineno or 1}"
@@ -190,6 +188,4 @@ def _lengthen_schedule(recipe: Recipe, values: Sequence[tuple[str, Any]]) -> Rec
     steps = max((int(v) for flag, v in values if flag == "--steps" and isinstance(v, int | float)), default=0)
     if steps <= schedule.planned:
         return recipe
-    return dataclasses.replace(
-        recipe, optimizer=dataclasses.replace(recipe.optimizer, schedule=schedule.lasting(steps))
-    )
+    return replace(recipe, optimizer=replace(recipe.optimizer, schedule=schedule.lasting(steps)))

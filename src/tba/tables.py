@@ -239,13 +239,12 @@ def _document_rows(path: Path, max_row_bytes: int) -> list[Values | Refusal] | N
                 return None
             if is_object and isinstance(_parse_object(line), dict) and file.read(_BATCH_ROWS).strip():
                 return None
-            text = line + file.read(MAX_DOCUMENT_BYTES)
-            document = json.loads(text.decode())
+            document = json.loads((line + file.read(MAX_DOCUMENT_BYTES)).decode())
         except (OSError, EOFError, zlib.error, ValueError, RecursionError):
             return None  # `_line_rows` reports the error
     if isinstance(document, dict):
         document = _rows_of_object(path, document)
-    return [_as_object(item) for item in document] if any(isinstance(item, dict) for item in document) else None
+    return [as_object(item) for item in document] if any(isinstance(item, dict) for item in document) else None
 
 
 def _rows_of_object(path: Path, document: Values) -> list[Json]:
@@ -294,14 +293,15 @@ def _line_rows(file: io.BufferedReader | gzip.GzipFile, max_row_bytes: int) -> R
 
 def _parse_object(line: bytes) -> Values | Refusal:
     try:
-        return _as_object(json.loads(line.decode("utf-8-sig")))  # some editors put a mark of the encoding first
+        return as_object(json.loads(line.decode("utf-8-sig")))  # some editors put a mark of the encoding first
     except UnicodeDecodeError as error:
         return Refusal(NOT_UTF8, str(error))
     except (ValueError, RecursionError) as error:  # not JSON, or nested beyond reason
         return Refusal("not JSON", str(error))
 
 
-def _as_object(values: Json) -> Values | Refusal:
+def as_object(values: Json) -> Values | Refusal:
+    """Returns a JSON object, or the refusal of another value."""
     return values if isinstance(values, dict) else Refusal("JSON, but no object", type(values).__name__)
 
 
@@ -385,9 +385,7 @@ def _arrow_rows(path: Path) -> Rows:
 
 def _arrow_files(folder: Path) -> list[Path]:
     if splits := splits_of(folder):
-        raise UserError(
-            f"{folder} holds several splits: give the folder of one ({', '.join(map(str, splits.values()))})"
-        )
+        raise UserError(f"{folder} has several splits: give the folder of one ({', '.join(map(str, splits.values()))})")
     if not (folder / STATE).is_file():
         raise UserError(f"{folder} is a folder, but not one that datasets saved (no {STATE}): give {KINDS}")
     files = read_json(folder / STATE, "save the data set again", _data_files=list[dict[str, str]])["_data_files"]

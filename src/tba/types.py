@@ -277,7 +277,8 @@ class Completion:
             return
         places, length = np.asarray(self.begins).tolist(), len(self.tokens)
         is_ordered = all(a < b for a, b in pairwise([-1, *places, length]))
-        if not places or not is_ordered or self.mask is None or np.asarray(self.mask)[places].any():
+        mask = np.zeros(0) if self.mask is None else np.asarray(self.mask)
+        if not places or not is_ordered or len(mask) != length or mask[places].any():
             raise ValueError(
                 f"the later segments of a completion of {length} tokens begin at {quote(str(places))}, but they have "
                 "to go up from 0 to below its length, each with a first token whose mask is False"

@@ -94,28 +94,28 @@ def test_a_round_that_does_not_fill_its_groups_is_warned_of() -> None:
         return " ".join(validate(replace(quickstart, searchers=1, **changes)))
 
     assert "S = 10 samples per prompt are fewer than K = 20" in warned(samples_per_prompt=10)
-    half = ReplaySettings(selection=RecencyReward(m=0.5, mix="group"), buffer=BufferSettings(distinct=False))
+    half = ReplaySettings(selection=RecencyReward(m=0.5, mix="group"), buffer=BufferSettings(deduplicate=False))
     assert not warned(samples_per_prompt=10, replay=half)  # ten of memory fill it
     assert "fewer than K = 20" in warned(samples_per_prompt=9, replay=half)
     newest = ReplaySettings(selection=RecencyReward(m=1.0))
-    assert "--replay.buffer.no-distinct" in warned(replay=newest, sync_every=1)
-    assert not warned(replay=replace(newest, buffer=BufferSettings(distinct=False)), sync_every=1)
+    assert "--replay.buffer.no-deduplicate" in warned(replay=newest, sync_every=1)
+    assert not warned(replay=replace(newest, buffer=BufferSettings(deduplicate=False)), sync_every=1)
     assert "fewer" not in " ".join(validate(find("red_team_small")))
 
 
 def test_an_objective_whose_optimum_depends_on_how_often_an_answer_comes_is_warned_of() -> None:
     quickstart = replace(find("quickstart"), searchers=1)
 
-    def warned(objective: Objective, distinct: bool = True, m: float = 0.95, by: float = 0.0) -> str:
-        replay = ReplaySettings(selection=RecencyReward(m, by), buffer=BufferSettings(distinct=distinct))
+    def warned(objective: Objective, deduplicate: bool = True, m: float = 0.95, by: float = 0.0) -> str:
+        replay = ReplaySettings(selection=RecencyReward(m, by), buffer=BufferSettings(deduplicate=deduplicate))
         return " ".join(validate(replace(quickstart, objective=objective, replay=replay)))
 
     bare, dr = Reinforce(Constant(0.05), "none"), dr_grpo(Constant(0.05))
     assert "of equal answers one is kept, which moves the optimum of REINFORCE without a baseline" in warned(bare)
-    assert "--replay.buffer.no-distinct, or --objective.penalty reward" in warned(dr)
-    assert "groups are drawn by reward, which moves" in warned(dr, distinct=False, by=1.0)
-    assert not warned(dr, distinct=False)
-    assert not warned(dr, distinct=False, m=1.0, by=1.0)  # nothing is drawn by reward
+    assert "--replay.buffer.no-deduplicate, or --objective.penalty reward" in warned(dr)
+    assert "groups are drawn by reward, which moves" in warned(dr, deduplicate=False, by=1.0)
+    assert not warned(dr, deduplicate=False)
+    assert not warned(dr, deduplicate=False, m=1.0, by=1.0)  # nothing is drawn by reward
     for other in (TrajectoryBalance(Constant(0.05)), TbaPrime(Constant(0.05)), Reinforce(Constant(0.05)), dr_grpo()):
         assert "optimum" not in warned(other, by=1.0)
     assert "optimum" not in warned(dr_grpo(Constant(0.05), penalty="reward"), by=1.0)

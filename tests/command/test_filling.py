@@ -39,7 +39,7 @@ from tba.recipe import InitialFill
 from tba.replay.buffer import BufferSettings
 from tba.apps.red_team.near import HashedNgrams, NearDuplicates
 
-buffer = BufferSettings(distinct=False, near_duplicates=NearDuplicates("cosine", 0.01, embedding=HashedNgrams(32)))
+buffer = BufferSettings(deduplicate=False, near_duplicates=NearDuplicates("cosine", 0.01, embedding=HashedNgrams(32)))
 recipe = replace(
     sums,
     fill=InitialFill(demonstrations=30, files=(Path(__file__).with_name("more.jsonl"),)),
@@ -154,6 +154,17 @@ def test_what_is_collected_is_the_best_of_each_and_what_is_left_out_is_counted_b
     ):
         with pytest.raises(UserError, match=said):
             collect(journal, wrong)
+
+
+def test_an_episode_of_several_segments_is_left_out_and_counted(tmp_path: Path) -> None:
+    journal, whole = tmp_path / "journal", answer((1, 2, 3, 4, 0), 0.9, -9.0)
+    mask, begins = np.array([True, True, False, True, True]), np.array([2], np.int32)
+    parts = replace(whole, uid="parts", completion=replace(whole.completion, mask=mask, begins=begins))
+    with JournalWriter(journal, "searcher-0") as writer:
+        writer.put([whole, parts])
+    found = collect(journal, SmoothingOptions(min_reward=0.7))
+    assert [t.uid for t in found.trajectories] == [whole.uid]
+    assert +found.omissions == Counter({"of several segments": 1})
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen2.5", "glm4.5", "phi3"])

@@ -60,7 +60,7 @@ MISTAKES = (
         "a run's folder, a supervised warm start, two processes; then the sentence, and the folder stays",
         "vllm, which is not installed: pip install",
     ),
-    Mistake("train quickstart --model.device cuda", AS_NOW, "this machine shows none .*set --model.device cpu"),
+    Mistake("train quickstart --model.device cuda", AS_NOW, "this machine has none .*set --model.device cpu"),
     Mistake("train quickstart --runtime inline --searchers 2", AS_NOW, "--searchers is 2, but the inline runtime"),
     Mistake("train wrong_column.py", AS_NOW, "neither a field 'text' nor 'messages': it has answer, question"),
     Mistake("train wrong_signature.py", AS_NOW, r"'right' takes \(guess, truth\), of which none is named"),

@@ -56,7 +56,7 @@ from tba.types import Group, Prompt
 def test_a_long_round_is_enough_and_of_short_ones_several(seconds: list[float], enough: bool, compiled: bool) -> None:
     quickstart = find("quickstart")
     assert isinstance(quickstart.model, HuggingFace)
-    recipe = replace(quickstart, model=replace(quickstart.model, device="cpu", compiled=compiled))
+    recipe = replace(quickstart, model=replace(quickstart.model, device="cpu", torch_compile=compiled))
     assert _is_timed_enough(seconds, 3.0, recipe) is enough
 
 

@@ -287,7 +287,7 @@ def test_a_run_that_has_just_begun_has_a_report_too(tmp_path: Path) -> None:
         ([], "needs a run's folder, such as runs/NAME, first"),
         (["nowhere"], "nowhere: there is no such run"),
         (["RUN", "--out", "report.txt"], "give a name that ends in .html"),
-        (["RUN", "--out", "nowhere/report.html"], "make it first"),
+        (["RUN", "--out", "nowhere/report.html"], ": make it"),
         (["RUN", "--out", "report.html", "more"], "does not take 'more'"),
     ],
 )

@@ -126,6 +126,12 @@ def test_a_run_learns_from_its_agents_alone(tmp_path: Path, model: Path, tokens:
             status, refusal = ask(url, method, route, TOKENS["bob"])
             assert (status, refusal["error"]["code"]) == (403, "foreign_episode")
         assert ask(url, "DELETE", f"/episodes/{episode['id']}", episode["api_key"])[0] == 204
+        told = [*episode["prompt"], {"role": "assistant", "content": "One."}, {"role": "user", "content": "Sure?"}]
+        rollout = {"messages": [*told, {"role": "assistant", "content": "Two."}], "uid": "mine", "reward": 9}
+        for expected in ({"imported": 1, "repeated": 0}, {"imported": 0, "repeated": 1}):
+            status, report = ask(url, "POST", "/rollouts", TOKENS["alice"], [rollout, "no object"])
+            assert (status, {name: report[name] for name in expected}) == (200, expected)
+            assert [reason["count"] for reason in report["rejected"].values()] == [1]
         with Agents(path, "alice") as alice, Agents(path, "bob") as bob:
             output, errors = train.communicate(timeout=SECONDS)
             assert (train.returncode, errors) == (0, ""), output
@@ -134,7 +140,11 @@ def test_a_run_learns_from_its_agents_alone(tmp_path: Path, model: Path, tokens:
         assert "served: " in output
     assert not (path / "serve.json").exists()
     require_whole(path, alice.acknowledged | bob.acknowledged)
-    for row in rows(path):
+    served_rows = [row for row in rows(path) if not row.imported]
+    (rollout_row,) = (row for row in rows(path) if row.imported)
+    assert len(rollout_row.completion.turns) == 2
+    assert rollout_row.reward == float((rollout_row.completion.tokens % 2 == 0).mean())
+    for row in served_rows:
         agent = row.provenance["agent"]
         assert {name: row.provenance[name] for name in ("calls", "claimed_reward", "tag")} == {
             "calls": 2,

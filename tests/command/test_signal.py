@@ -21,7 +21,7 @@ from tba.schedules import Constant, WarmupConstant
 from tba.settings import find
 
 QUICKSTART = find("quickstart")
-DISTINCT = replace(QUICKSTART, replay=replace(QUICKSTART.replay, buffer=BufferSettings(distinct=True)))
+DISTINCT = replace(QUICKSTART, replay=replace(QUICKSTART.replay, buffer=BufferSettings(deduplicate=True)))
 
 
 def probe(groups: list[list[float]], both: int = 0, **stopped: int) -> Any:
@@ -115,12 +115,16 @@ def with_selection(recipe: Recipe, selection: RecencyReward) -> Recipe:
 
 def test_what_is_worth_a_try_is_proposed_with_what_was_measured_and_never_what_the_recipe_has() -> None:
     rare = Signal.of([probe([[0.0] * 8] * 4 + [[0.0] * 7 + [1.0]], eos=40)])  # one in 40
-    plain = replace(QUICKSTART, optimizer=replace(QUICKSTART.optimizer, averaged=False, schedule=WarmupConstant(30)))
+    plain = replace(
+        QUICKSTART, optimizer=replace(QUICKSTART.optimizer, weight_average=False, schedule=WarmupConstant(30))
+    )
     ages, rate, averages = rare.proposals(plain, effective=0.883)
     assert ages.startswith("data of all ages: --replay.selection.m 0 (now 0.95), since success is rare, 2.5 % of 40")
     assert rate.startswith("a rate that decays: WarmupStableDecay(30, 270, 100) as the optimizer's schedule")
     assert "constant after 30 of 400 updates" in rate
-    assert averages.startswith("averaged weights: --optimizer.averaged, since the policy moves fast: 6 updates leave")
+    assert averages.startswith(
+        "averaged weights: --optimizer.weight-average, since the policy moves fast: 6 updates leave"
+    )
     assert "sample size of 88.3 %" in averages
     has_all = with_selection(QUICKSTART, RecencyReward(m=0.0))  # averaged, with a rate that decays
     assert rare.proposals(has_all, effective=0.1) == []

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from talker import Talker
+from test_turn_limits import Limiter
 
 from tba.batch import collate
 from tba.engines.decoding import DecodingRows, draw
@@ -28,7 +29,7 @@ from tba.models.huggingface import HuggingFace
 from tba.models.serving import find_mismatch
 from tba.policy.loading import load_model
 from tba.policy.lora import LoraSettings, is_adapter
-from tba.protocols import Engine
+from tba.protocols import Engine, TurnLimits
 from tba.training.tiny_models import ScratchModel, character_tokenizer
 from tba.types import Completion, Group, Prompt, Sampling, StopReason, Trajectory, Version
 
@@ -685,3 +686,56 @@ def test_adapters_are_merged_on_their_way_into_the_engine(serving: Serving, unti
         engine.load(dict(list(weights.items())[1:]), Version(0, 5))
     with pytest.raises(KeyError, match="no weight named"):
         engine.load({**weights, "another": torch.zeros(1)}, Version(0, 5))
+
+
+def test_a_turn_ends_at_limits_of_its_own_where_cutting_the_whole_one_ends_it(engine: VllmEngine) -> None:
+    limits = [TurnLimits(), TurnLimits(4), TurnLimits(None, ("a", "dc", "kb")), TurnLimits(9, ("n", "q"))]
+    prompts, letters = prompts_of(*range(3, 23)), len(ALPHABET) - 2
+    whole = dict(stream(engine, prompts, 2, Sampling(), np.random.default_rng(0), partner=Talker(1, letters=letters)))
+    partner = Limiter(1, letters=letters, limits=limits)
+    found = dict(stream(engine, prompts, 2, Sampling(), np.random.default_rng(0), partner=partner))
+    reasons = set()
+    for request in range(2 * len(prompts)):
+        completion, uncut = (row[request // 2][request % 2] for row in (found, whole))
+        limit, tokens = limits[request % 4], uncut.tokens.tolist()
+        length, _, has_stop = replace(engine.stops, strings=limit.stop_strings).cut(tokens)
+        reason = StopReason.STOP_STRING if has_stop else uncut.stop_reason
+        if limit.max_tokens is not None and limit.max_tokens < length:
+            length, reason = limit.max_tokens, StopReason.LENGTH
+        assert (completion.tokens.tolist(), completion.stop_reason) == (tokens[:length], reason)
+        for turn in partner.heard.get(request, []):
+            assert list(turn.tokens) == tokens[:length]
+            np.testing.assert_array_equal(turn.log_behavior, completion.log_behavior)
+            assert turn.versions == (Version(0, 3), Version(0, 3))
+        reasons.add((limit, reason))
+    assert {(limits[1], StopReason.LENGTH), (limits[2], StopReason.STOP_STRING)} < reasons
+
+
+def test_requests_are_cancelled_in_every_state_and_the_others_go_on(engine: VllmEngine) -> None:
+    prompts, letters = prompts_of(*range(3, 23)), len(ALPHABET) - 2
+    whole = dict(stream(engine, prompts, 2, Sampling(), np.random.default_rng(0), partner=Talker(letters=letters)))
+    partner, cancelled = Talker(late=True, letters=letters), {37, 38, 39}  # these have not begun
+    flow = engine.flow(2, Sampling(), np.random.default_rng(0), partner)
+    flow.submit(prompts)
+
+    def interrupted() -> bool:
+        growing = [answer.request for answer in engine._growing_answers.values()]
+        unanswered = [request for _, request, _ in partner.waiting]
+        for request in () if len(cancelled) > 8 else (*growing[:1], *unanswered[:1]):
+            cancelled.add(request)
+            partner.waiting = [item for item in partner.waiting if item[1] != request]
+            flow.cancel(request)
+        return False
+
+    for request in sorted(cancelled):
+        flow.cancel(request)
+    found: dict[int, list[Completion]] = {}
+    while len(found) < len(prompts):
+        found |= dict(flow.next(interrupted, until_needed=False))
+    assert found[19] == []
+    for request in range(40):
+        completion, expected = partner.ends[request], whole[request // 2][request % 2]
+        n = len(completion.tokens)
+        assert completion.tokens.tolist() == expected.tokens[:n].tolist()
+        assert request in cancelled or completion.digest == expected.digest
+        assert (completion.stop_reason is StopReason.INTERRUPTED) == (request in cancelled)

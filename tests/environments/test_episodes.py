@@ -123,6 +123,21 @@ def test_a_last_turn_that_was_cut_off_is_told_by_itself_and_one_that_had_ended_o
     assert ended.judgement == Judgement(cut, {"turns": turns})
 
 
+def test_a_cancelled_episode_is_not_judged_and_the_others_are() -> None:
+    prompts = encode(task.problems("train"), task.name, TabularTokenizer(4), PromptSettings()).prompts
+    flow = EpisodeEngine(TabularEngine(task), task, TurnEncoder(TabularTokenizer(4), chat=False)).flow(
+        3, Sampling(), np.random.default_rng(0)
+    )
+    flow.submit(prompts)
+    for request in (1, 3):
+        flow.cancel(request)
+    found = dict(flow.next(until_needed=False))
+    while len(found) < 2:
+        found |= dict(flow.next(until_needed=False))
+    assert [len(found[i]) for i in range(2)] == [2, 2]
+    assert all(completion.judgement is not None for completions in found.values() for completion in completions)
+
+
 def test_an_environment_that_draws_without_its_seed_is_refused() -> None:
     class Random(Turning):
         drawn = 0

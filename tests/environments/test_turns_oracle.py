@@ -114,7 +114,7 @@ def test_it_does_so_from_a_scripted_agents_plays_alone(tmp_path: Path) -> None:
     given = (
         *("train", str(TOY), "--runtime", "inline", "--runs", str(tmp_path), "--run-name", "run", "--offline"),
         *("--task.shown", "1000", "--model.task.shown", "1000", "--fill.demonstrations", "2000"),
-        *("--replay.pacing.max-mean-uses", "inf", "--replay.buffer.distinct", "--evaluation.problems", "1"),
+        *("--replay.pacing.max-mean-uses", "inf", "--replay.buffer.deduplicate", "--evaluation.problems", "1"),
         *("--steps", "150", "--optimizer.schedule.steps", "150"),
     )
     assert main(given) == 0

@@ -279,7 +279,7 @@ recipe = tba.Recipe(
     ),
     prompts=tba.PromptSettings(max_tokens=2000),
     objective=tba.TrajectoryBalance(beta=tba.Constant(0.05)),
-    replay=tba.ReplaySettings(pacing=tba.Pacing(warm_up=8), buffer=tba.BufferSettings(distinct=False)),
+    replay=tba.ReplaySettings(pacing=tba.Pacing(warm_up=8), buffer=tba.BufferSettings(deduplicate=False)),
     evaluation=tba.EvaluationSettings(problems=1, every=0, greedy=False),
     steps=1, group_size=4, groups_per_step=2, samples_per_prompt=4, prompts_per_round=2,
 )

@@ -152,7 +152,7 @@ recipe = Recipe(
     replay=ReplaySettings(
         selection=RecencyReward(m=0.5, inverse_temperature=0.0),
         pacing=Pacing(warm_up=100, max_mean_uses=16.0),
-        buffer=BufferSettings(distinct=False),
+        buffer=BufferSettings(deduplicate=False),
     ),
     evaluation=EvaluationSettings(every=0, problems=0),
     record=RecordSettings(tensorboard=False, samples_per_batch=0),

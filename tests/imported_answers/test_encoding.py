@@ -1,6 +1,7 @@
 """Text from elsewhere as the run's tokens, to the task's own prompts."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,10 @@ from transformers import PreTrainedTokenizerFast
 from chat_families import tokenizer as families_tokenizer
 from tba.engines.stopping import StopStrings
 from tba.environments.episode import Observation
+from tba.environments.recorded import chat_writer
 from tba.environments.turn_encoding import TurnEncoder
 from tba.imported_answers.encoding import EncodedAnswer, Encoder, TaskPrompts
-from tba.imported_answers.parsing import ImportedAnswer
+from tba.imported_answers.parsing import ImportedAnswer, parse_answer
 from tba.models.warm_start import demonstration_pairs
 from tba.tables import Refusal
 from tba.training.tiny_models import character_tokenizer, train_bpe_tokenizer
@@ -33,7 +35,14 @@ def prompt(text: str, **fields: Any) -> Prompt:
 TRAIN = [prompt("Q: 1+1=\n", question="1+1=", answer="2"), prompt("Q: 2+2=\n", question="2+2=", answer="4")]
 HELD_OUT = [prompt("Q: 3+3=\n", question="3+3=", answer="6")]
 ENCODER = Encoder(
-    "sums", TOKENIZER, TaskPrompts(TRAIN), TaskPrompts(HELD_OUT), False, max_prompt_tokens=20, max_tokens=5
+    "sums",
+    TOKENIZER,
+    TaskPrompts(TRAIN),
+    TaskPrompts(HELD_OUT),
+    False,
+    max_prompt_tokens=20,
+    max_tokens=5,
+    turn_writer=chat_writer(TOKENIZER),
 )
 
 
@@ -247,6 +256,51 @@ def test_turns_before_the_question_are_part_of_the_prompt_and_need_a_template() 
     assert "no chat template" in refused(turns, "4")
 
 
+def asked(*messages: Any) -> ImportedAnswer:
+    roles = ("user", "assistant") * len(messages)
+    chat = [m if isinstance(m, dict) else {"role": r, "content": m} for r, m in zip(roles, messages, strict=False)]
+    answer = parse_answer({"messages": chat})
+    assert isinstance(answer, ImportedAnswer)
+    return answer
+
+
+def test_a_chat_of_several_turns_is_one_completion_in_which_what_is_said_between_them_is_masked() -> None:
+    encoder = chatting()
+    encoder = replace(encoder, max_tokens=99, turn_writer=chat_writer(encoder.tokenizer))
+    tokens = partial(encoder.tokenizer.encode, add_special_tokens=False)
+    first, second, between = [*tokens("2"), EOS], [*tokens("3"), EOS], tokens("\n[user]+1=\ns:")
+    found = encoder.encode(asked("1+1=", "2", "+1=", "3"))
+    assert isinstance(found, EncodedAnswer)
+    assert found.is_task_prompt
+    assert found.completion.tokens.tolist() == [*first, *between, *second]
+    assert found.completion.mask is not None
+    assert found.completion.mask.tolist() == [True] * 2 + [False] * len(between) + [True] * 2
+    unweighted = {"role": "assistant", "content": "3", "weight": 0}
+    found = encoder.encode(asked("1+1=", "2", "+1=", unweighted, "+1=", "4"))
+    assert isinstance(found, EncodedAnswer)
+    assert found.completion.turns == [(0, 2), (4 + 2 * len(between), 6 + 2 * len(between))]
+    assert encoder.encode(asked("1+1=", "2", "+1=", "3" * 99)) == Refusal(
+        "an answer longer than 99 tokens", f"{len(between) + 102} tokens"
+    )
+
+
+def test_a_prompt_of_the_task_with_a_history_wins_over_one_without() -> None:
+    encoder = chatting()
+    text = "[user]1+1=\n[assistant]2\n[user]+1=\ns:"
+    long = Prompt("sums", np.array(encoder.tokenizer.encode(text), dtype=np.int32), text, {"answer": "3"})
+    short = encoder.train.find(["[user]1+1=\ns:"], "")
+    assert short is not None
+    both = replace(encoder, train=TaskPrompts([short, long]))
+    found = both.encode(asked("1+1=", "2", "+1=", "3"))
+    assert isinstance(found, EncodedAnswer)
+    assert found.prompt is long
+    assert (found.completion.text, found.completion.mask) == ("3", None)
+    held_out = replace(encoder, held_out=TaskPrompts([long]))
+    refusal = held_out.encode(asked("1+1=", "2", "+1=", "3"))
+    assert isinstance(refusal, Refusal)
+    assert "held out" in refusal.reason
+
+
 def trajectory(prompt: Prompt, tokens: list[int], text: str) -> Trajectory:
     behaviour = np.full(len(tokens), -0.5, dtype=np.float32)
     completion = Completion(
@@ -266,6 +320,27 @@ def test_a_trajectory_of_another_run_keeps_its_tokens_and_behaviour_but_not_its_
     refused = ENCODER.adopt(replace(old, prompt=HELD_OUT[0]))
     assert isinstance(refused, Refusal)
     assert "held out" in refused.reason
+
+
+def test_an_episode_of_several_segments_is_kept_whole_where_each_of_them_fits_the_model() -> None:
+    def episode(tokens: list[int], text: str) -> Trajectory:
+        old = trajectory(prompt("Q: 1+1=\n"), tokens, text)
+        mask = np.arange(len(tokens)) != 1
+        begins = np.array([1], np.int32)
+        return replace(old, completion=replace(old.completion, mask=mask, begins=begins))
+
+    old = episode(TOKENIZER.encode("23456"), "23456")
+    prompt_length = len(old.prompt.tokens)
+    adopted = replace(ENCODER, positions=prompt_length + 1).adopt(old)
+    assert isinstance(adopted, EncodedAnswer)
+    assert adopted.completion.begins is old.completion.begins
+    assert adopted.completion.digest == old.completion.digest
+    refused = replace(ENCODER, positions=prompt_length).adopt(old)
+    assert isinstance(refused, Refusal)
+    assert f"{prompt_length + 1} tokens" in refused.detail
+    other = ENCODER.adopt(episode([5000, 5001, 5002], "2"))
+    assert isinstance(other, Refusal)
+    assert "several turns" in other.reason
 
 
 def test_a_trajectory_of_another_tokenizer_is_taken_by_its_text() -> None:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tba.environments.recorded import chat_writer
 from tba.generation import generate
 from tba.imported_answers.encoding import Encoder, TaskPrompts
 from tba.imported_answers.importer import CHUNK, AnswerImporter, Entry
@@ -33,7 +34,8 @@ PROMPTS = {
     split: encode(TASK.problems(split), TASK.name, TOKENIZER, PromptSettings()).prompts for split in ("train", "eval")
 }
 ENCODER = Encoder(
-    TASK.name, TOKENIZER, TaskPrompts(PROMPTS["train"]), TaskPrompts(PROMPTS["eval"]), False, 8, TASK.length
+    *(TASK.name, TOKENIZER, TaskPrompts(PROMPTS["train"]), TaskPrompts(PROMPTS["eval"]), False, 8, TASK.length),
+    turn_writer=chat_writer(TOKENIZER),
 )
 FUZZ = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

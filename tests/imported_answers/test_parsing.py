@@ -29,6 +29,15 @@ LINES = st.fixed_dictionaries(
 )
 
 
+def test_an_exported_episode_of_several_segments_is_no_text_to_learn() -> None:
+    line = {"prompt": "6*7?", "response": "42", "tokens": [1, 2, 3], "begins": [2]}
+    refused = parse_answer(line)
+    assert isinstance(refused, Refusal)
+    assert "several segments" in refused.reason
+    for values in (line | {"begins": None}, {"prompt": "6*7?", "response": "42", "begins": "here"}):
+        assert isinstance(parse_answer(values), ImportedAnswer)
+
+
 @settings(max_examples=120, deadline=None)
 @given(LINES)
 def test_any_object_is_an_answer_of_text_or_refused_with_a_reason(values: dict[str, Any]) -> None:
@@ -76,11 +85,51 @@ def test_the_ways_of_writing_an_answer_say_the_same(values: dict[str, Any]) -> N
     )
 
 
-def test_the_answer_of_a_chat_is_its_last_message_and_the_others_are_its_prompt() -> None:
-    next_question = {"role": "user", "content": "and 6*8?"}
-    answer = parse_answer({"messages": [SYSTEM, USER, ANSWER, next_question, {"role": "assistant", "content": "48"}]})
+NEXT, LAST = {"role": "user", "content": "and 6*8?"}, {"role": "assistant", "content": "48"}
+CHAT = [SYSTEM, USER, ANSWER, NEXT, LAST]
+
+
+def test_a_chat_of_several_turns_begins_with_its_prompt_and_may_be_read_as_one_with_a_history() -> None:
+    answer = parse_answer({"messages": CHAT})
     assert isinstance(answer, ImportedAnswer)
-    assert (answer.prompt, answer.response) == ((SYSTEM, USER, ANSWER, next_question), "48")
+    assert (answer.prompt, answer.response, answer.turns) == ((SYSTEM, USER), "48", (ANSWER, NEXT, LAST))
+    assert [(a.prompt, a.response, a.turns) for a in answer.splits()] == [
+        ((SYSTEM, USER, ANSWER, NEXT), "48", ()),
+        ((SYSTEM, USER), "48", (ANSWER, NEXT, LAST)),
+    ]
+
+
+def test_a_message_of_weight_0_is_not_trained_on_and_before_the_first_answer_part_of_the_prompt() -> None:
+    unweighted = {**ANSWER, "weight": 0}
+    answer = parse_answer({"messages": [SYSTEM, USER, unweighted, NEXT, LAST]})
+    assert isinstance(answer, ImportedAnswer)
+    assert (answer.prompt, answer.turns) == ((SYSTEM, USER, unweighted, NEXT), ())
+    greeting = parse_answer({"messages": [SYSTEM, ANSWER, USER, LAST]})  # which answers nobody
+    assert isinstance(greeting, ImportedAnswer)
+    assert greeting.prompt == (SYSTEM, ANSWER, USER)
+    last = parse_answer({"messages": [USER, ANSWER, NEXT, {**LAST, "weight": 0}]})
+    assert last == Refusal("a chat that does not end with an answer to train on")
+
+
+@pytest.mark.parametrize(
+    ("line", "prompt"),
+    [
+        ({"key": "k"}, ""),
+        ({"prompt": "6*7?"}, "6*7?"),
+        ({"prompt": [USER]}, (USER,)),
+        ({"key": "k", "prompt": "p"}, "p"),
+    ],
+)
+def test_the_messages_of_an_episode_may_stand_beside_their_prompt_or_its_key(line: dict[str, Any], prompt: Any) -> None:
+    answer = parse_answer({**line, "messages": [ANSWER, NEXT, LAST], "uid": "mine"})
+    assert isinstance(answer, ImportedAnswer)
+    assert (answer.prompt, answer.turns, answer.key) == (prompt, (ANSWER, NEXT, LAST), line.get("key", ""))
+    assert answer.uid == "mine"
+    single = parse_answer({**line, "response": "42"})
+    assert isinstance(single, ImportedAnswer)
+    assert (single.prompt, single.response, single.key, single.uid) == (prompt, "42", line.get("key", ""), "")
+    beside = parse_answer({"prompt": "p", "messages": [USER, ANSWER]})
+    assert beside == Refusal("messages beside their prompt that do not begin with the assistant's")
 
 
 def test_what_is_claimed_and_where_it_ended_is_kept_apart_from_the_fields_of_the_problem() -> None:

@@ -76,6 +76,18 @@ def test_adapters_have_a_base_in_the_compute_type_and_its_reference_shares_the_e
     assert memory.reference_bytes(shape, searcher)["weights"] == 2 * own
 
 
+def test_parked_keys_and_values_are_counted_beside_those_of_the_slots_and_what_reads_them_again() -> None:
+    shape = Shape.of(QWEN)
+    searcher = SearcherWorkload(BF16, slots=10, positions=5000, prompt=100)
+    plain, parking, limited, empty = (
+        memory.engine_bytes(shape, replace(searcher, parks=parks, parked_bytes=parked_bytes))
+        for parks, parked_bytes in ((False, None), (True, None), (True, 7), (True, 0))
+    )
+    name = "parked keys and values"
+    assert [parts[name] for parts in (plain, parking, limited, empty)] == [0, plain["keys and values"], 7, 0]
+    assert plain["a step"] < parking["a step"] == limited["a step"] == empty["a step"]  # of 2,048 tokens, and of 5,000
+
+
 def test_vllms_cache_is_what_the_slots_need_or_what_is_left_of_the_searchers_part() -> None:
     shape, low = Shape.of(QWEN), choose_precision("bfloat16", "cuda", adapters=False)
     searcher = SearcherWorkload(low, slots=10, positions=300, prompt=100, device="cuda")  # three blocks of 128

@@ -57,7 +57,7 @@ def test_slopes_are_the_clipped_ratio_times_the_advantage_and_the_values_error(p
     """With lam = 1 the advantage is the return less the value, and the value's target the return."""
     batch, log_policy_BT = random_batch()
     value_BT, beta = valued(batch), 0.2
-    objective = Ppo(Constant(beta), lam=1.0, value_weight=0.5, whiten=False, per=per)
+    objective = Ppo(Constant(beta), lam=1.0, value_weight=0.5, whiten=False, loss_aggregation=per)
     at_policy, at_value = slopes(objective, batch, log_policy_BT, value_BT)
     assert batch.log_behavior_BT is not None
     rho_BT = (log_policy_BT - batch.log_behavior_BT).exp()

@@ -35,7 +35,7 @@ def test_the_slope_is_minus_ratio_times_advantage_and_zero_where_the_ratio_is_cu
             rho = float(rho_BT[b, t])
             cut += rho > 8
             expected[b, t] = 0.0 if rho > 8 else -rho * advantage[b] / divisor
-    slope_BT, _ = slopes(TbaPrime(BETA, per=per), batch, log_policy_BT)
+    slope_BT, _ = slopes(TbaPrime(BETA, loss_aggregation=per), batch, log_policy_BT)
     torch.testing.assert_close(slope_BT, expected, rtol=1e-9, atol=1e-12)
     assert cut == 2
     assert float((log_policy_BT - batch.log_reference_BT).max()) > 10
@@ -43,7 +43,7 @@ def test_the_slope_is_minus_ratio_times_advantage_and_zero_where_the_ratio_is_cu
 
 def test_it_is_dr_grpo_in_the_ratio_form_with_the_divergence_in_the_reward() -> None:
     batch, log_policy_BT = random_batch()
-    slope_BT, _ = slopes(TbaPrime(BETA, per="row"), batch, log_policy_BT)
+    slope_BT, _ = slopes(TbaPrime(BETA, loss_aggregation="row"), batch, log_policy_BT)
     expected_BT, _ = slopes(dr_grpo(BETA, "clamp", penalty="reward"), batch, log_policy_BT)
     torch.testing.assert_close(slope_BT, expected_BT, rtol=1e-12, atol=1e-15)
     in_loss, _ = slopes(dr_grpo(BETA, "clamp"), batch, log_policy_BT)
@@ -54,14 +54,14 @@ def test_on_policy_and_by_rows_it_has_the_gradient_of_trajectory_balance() -> No
     policy = perturbed()
     batch = sampled(policy, [5, 2, 7])
     output = policy.evaluate(batch)
-    slope_BT, _ = slopes(TbaPrime(BETA, per="row"), batch, output.log_policy_BT.detach())
+    slope_BT, _ = slopes(TbaPrime(BETA, loss_aggregation="row"), batch, output.log_policy_BT.detach())
     balance, _ = slopes(TrajectoryBalance(BETA, off_policy="none"), batch, output.log_policy_BT.detach())
     torch.testing.assert_close(slope_BT, balance, rtol=1e-5, atol=1e-8)  # the behaviour is stored in float32
 
 
 def test_without_importance_weights_it_is_trajectory_balance_on_any_data() -> None:
     batch, log_policy_BT = random_batch()
-    plain = TbaPrime(BETA, per="row", correction=Correction("none"))
+    plain = TbaPrime(BETA, loss_aggregation="row", correction=Correction("none"))
     assert plain.needs == frozenset()
     slope_BT, _ = slopes(plain, replace(batch, log_behavior_BT=None), log_policy_BT)
     torch.testing.assert_close(slope_BT, slopes(TrajectoryBalance(BETA, off_policy="none"), batch, log_policy_BT)[0])

@@ -228,7 +228,7 @@ def test_ids_that_are_no_tokens_of_the_model_are_left_out_of_its_configuration(
         assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, [2], None)
         if file == "config.json":  # -1 would be the last token, whose embedding would never be trained
             assert model.get_input_embeddings().padding_idx is None
-    assert f"pad_token_id of {folder} is -1: what is no token of its 0 to 3 is left out" in caplog.text
+    assert f"pad_token_id of {folder} is -1: what is no token of 0 to 3 is left out" in caplog.text
 
 
 def test_an_id_that_is_no_number_is_named(tmp_path: Path) -> None:

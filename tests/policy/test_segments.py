@@ -156,6 +156,27 @@ def test_an_episode_has_the_log_probabilities_and_gradients_of_one_row_for_each_
 
 
 @pytest.mark.parametrize("share_prompt", [True, False])
+def test_heads_read_the_prompt_and_the_tokens_that_their_segments_have(share_prompt: bool) -> None:
+    """log Z is of the prompt alone; a value is of what stands before its token in its own segment."""
+    groups = episodes(PROMPTS, EPISODES)
+    rows, places = one_row_each(groups)
+    torch.manual_seed(1)
+    policy = CausalPolicy(built("full"), share_prompt=share_prompt, heads=("value", "log_z"))
+    with torch.no_grad():
+        for parameter in policy.heads.parameters():
+            parameter.normal_()
+        whole, parts = policy.evaluate(collate(groups)), policy.evaluate(collate(rows))
+    assert whole.value_BT is not None
+    assert parts.value_BT is not None
+    for (row, begin, end), value_T in zip(places, parts.value_BT, strict=True):
+        torch.testing.assert_close(whole.value_BT[row, begin:end], value_T[: end - begin], rtol=1e-4, atol=1e-4)
+    assert whole.log_z_G is not None
+    assert parts.log_z_G is not None
+    first_rows = [i for i, (row, begin, _) in enumerate(places) if begin == 0 and row in (0, len(EPISODES[0]))]
+    torch.testing.assert_close(whole.log_z_G, parts.log_z_G[first_rows], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("share_prompt", [True, False])
 def test_rows_that_are_selected_keep_their_segments(share_prompt: bool) -> None:
     batch, policy = collate(episodes(PROMPTS, EPISODES)), CausalPolicy(built("full"), share_prompt=share_prompt)
     with torch.no_grad():

@@ -183,9 +183,9 @@ def test_stale_data_for_want_of_new_answers_name_the_copies_that_are_dropped() -
         return found
 
     assert said(0.51).endswith(
-        "; 51.0 % of the answers left as copies of others (--replay.buffer.no-distinct keeps them)"
+        "; 51.0 % of the answers left as copies of others (--replay.buffer.no-deduplicate keeps them)"
     )
-    assert "no-distinct" not in said(0.33) + said(None)
+    assert "no-deduplicate" not in said(0.33) + said(None)
 
 
 def test_data_that_drifted_all_the_same_way_are_stale_though_their_weights_are_equal() -> None:

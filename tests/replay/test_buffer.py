@@ -36,7 +36,7 @@ class PlainBuffer:
 
     def add(self, new: Trajectory) -> None:
         self.everything.append(new)
-        if self.settings.distinct and any(
+        if self.settings.deduplicate and any(
             (t.prompt.key, t.completion.digest) == (new.prompt.key, new.completion.digest) and t.version > new.version
             for t in self.here
         ):
@@ -44,7 +44,7 @@ class PlainBuffer:
             return
         for copy, *fate in [(t,) for t in self.held] + self.passing:
             same_answer = copy.completion.digest == new.completion.digest
-            if self.settings.distinct and same_answer and copy.prompt.key == new.prompt.key:
+            if self.settings.deduplicate and same_answer and copy.prompt.key == new.prompt.key:
                 self._leave(copy, fate[0] if fate else "duplicate")
         near = [t for t in self.held if t.prompt.key == new.prompt.key and self._near(t, new)]
         self.held.append(new)
@@ -176,7 +176,7 @@ SETTINGS = st.builds(
     BufferSettings,
     st.integers(2, 4),
     st.integers(2, 9),
-    distinct=st.booleans(),
+    deduplicate=st.booleans(),
     near_duplicates=st.sampled_from([None, NEAR, replace(NEAR, keep="newer")]),
     evict=st.sampled_from(["oldest", "lowest_reward"]),
     keep_recent=st.booleans(),
@@ -189,7 +189,7 @@ SETTINGS = st.builds(
         *(("add", 1, 2, Version(), False, 0), ("add", 1, 2, Version(), False, 0)),
         *(("reference", True), ("score", 1, True, True)),
     ],
-    BufferSettings(2, 2, distinct=False, near_duplicates=NEAR, keep_recent=True),
+    BufferSettings(2, 2, deduplicate=False, near_duplicates=NEAR, keep_recent=True),
 )
 @given(OPERATIONS, SETTINGS)
 def test_after_any_operations_the_buffer_holds_what_the_rules_say_and_its_ledger_closes(
@@ -265,8 +265,21 @@ def test_a_newer_copy_replaces_the_older_and_becomes_the_newest() -> None:
     assert buffer.counts().duplicate == Tally(1, 1)
 
 
+def test_equal_tokens_in_other_segments_are_no_copy_and_in_the_same_ones_are() -> None:
+    def episode(begins: list[int], uid: str) -> Trajectory:
+        t = trajectory(tokens=(1, 2, 3), uid=uid)
+        mask, places = np.array([True, False, False]), np.array(begins, np.int32)
+        return replace(t, completion=replace(t.completion, mask=mask, begins=places if begins else None))
+
+    buffer = Buffer(BufferSettings())
+    for t in (episode([], "one"), episode([1], "two"), episode([2], "other"), episode([1], "again")):
+        buffer.add(t)
+    assert uids(buffer.of(trajectory().prompt.key)) == ["one", "other", "again"]
+    assert buffer.counts().duplicate == Tally(1, 3)
+
+
 def test_copies_stay_side_by_side_when_the_settings_say_so() -> None:
-    buffer = Buffer(BufferSettings(distinct=False))
+    buffer = Buffer(BufferSettings(deduplicate=False))
     copies = [trajectory(tokens=(1,)) for _ in range(3)]
     for t in copies:
         buffer.add(t)
@@ -385,7 +398,7 @@ def test_a_listing_tells_every_key_added_since_any_earlier_look(keys: int) -> No
 
 
 def test_the_newest_prompts_take_turns_by_their_uses_and_the_others_come_after_them() -> None:
-    buffer = Buffer(BufferSettings(distinct=False))
+    buffer = Buffer(BufferSettings(deduplicate=False))
     keys = [prompt(p).key for p in range(4)]
     for p in range(4):
         for i in range(3):

@@ -154,6 +154,13 @@ def test_segments_out_of_order_or_with_a_trained_first_token_are_refused(begins:
         )
 
 
+@pytest.mark.parametrize("mask", [None, np.zeros(4, np.bool_)])
+def test_segments_without_a_mask_of_all_tokens_are_refused(mask: np.ndarray | None) -> None:
+    tokens, begins = np.array([5, 6, 7, 9, 11], np.int32), np.array([2], np.int32)
+    with pytest.raises(ValueError, match="each with a first token whose mask is False"):
+        Completion(tokens, "", StopReason.EOS, (Version(), Version()), mask=mask, begins=begins)
+
+
 def test_what_is_read_cannot_be_changed() -> None:
     read = decode_trajectory(encode_trajectory(trajectory()), prompt(0))
     with pytest.raises(ValueError, match="read-only"):

@@ -29,14 +29,14 @@ def test_the_trainer_is_held_when_it_would_be_more_than_the_band_ahead() -> None
     assert TWO.hold_reason(100, 21, 10) == "paced"
     assert TWO.hold_reason(110, 41, 10) == "paced"
     assert TWO.hold_reason(111, 41, 10) is None
-    assert replace(TWO, eases_off="searchers").hold_reason(100, 41, 10) is None
+    assert replace(TWO, throttled_side="searchers").hold_reason(100, 41, 10) is None
 
 
 def test_searchers_ease_off_when_they_are_more_than_the_band_and_the_updates_to_come_ahead() -> None:
     assert TWO.searcher_limit(0, 10, 0) == 100 + 15  # 2 (115 - 100) - 0 = 30, three batches
     assert TWO.searcher_limit(0, 10, 4) == 100 + 35
     assert TWO.searcher_limit(21, 10, 0) == 100 + 26
-    assert replace(TWO, eases_off="trainer").searcher_limit(0, 10, 4) is None
+    assert replace(TWO, throttled_side="trainer").searcher_limit(0, 10, 4) is None
 
 
 @given(
@@ -84,8 +84,8 @@ def test_data_that_came_all_at_once_can_be_used_as_often_as_the_bound_says_and_w
 def test_nothing_is_lost_where_searchers_ease_off_for_they_would_wait_for_a_trainer_that_is_held() -> None:
     """1,000 are more than they may be ahead by; the trainer has to take some before they go on."""
     assert TWO.searcher_limit(0, 10, 2) == 100 + 25
-    assert TWO.forfeit(1100, 0, 10, 10) == replace(TWO, eases_off="searchers").forfeit(1100, 0, 10, 10) == 0.0
-    assert replace(TWO, eases_off="trainer").forfeit(1100, 0, 10, 10) == 1100 - 10  # left: 8 uses of the newest 10
+    assert TWO.forfeit(1100, 0, 10, 10) == replace(TWO, throttled_side="searchers").forfeit(1100, 0, 10, 10) == 0.0
+    assert replace(TWO, throttled_side="trainer").forfeit(1100, 0, 10, 10) == 1100 - 10  # left: 8 uses of the newest 10
 
 
 @given(st.floats(0.1, 20.0), st.integers(1, 300), st.integers(1, 200), st.lists(st.booleans(), max_size=60))
@@ -130,7 +130,7 @@ def test_whoever_is_faster_the_balance_stays_in_its_band(turns: list[bool], uses
     [
         ({"samples_per_insert": 0.0}, "--replay.pacing.samples-per-insert is 0.0"),
         ({"samples_per_insert": 9.0}, "give a positive number up to --replay.pacing.max-mean-uses, 8.0"),
-        ({"saved_batches": 0.5}, "--replay.pacing.saved-batches is 0.5: give a number of batches, 1 or more"),
+        ({"saved_batches": 0.5}, "--replay.pacing.saved-batches is 0.5: give 1 batch or more"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, float], said: str) -> None:

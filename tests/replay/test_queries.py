@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from trajectory_cases import trajectory
+from trajectory_cases import same, trajectory
 
 from tba.__main__ import main
 from tba.command.replay import uses_of
@@ -162,6 +162,21 @@ def test_what_is_written_out_is_what_an_import_reads(run: Path, tmp_path: Path) 
         "tokens": [0, 5],
     }
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".all")] == []
+
+
+def test_an_episode_of_several_segments_goes_through_the_journal_and_into_an_export(run: Path, tmp_path: Path) -> None:
+    t = trajectory(tokens=(1, 2, 3), uid="episode")
+    mask, begins = np.array([True, False, True]), np.array([1], np.int32)
+    original = replace(t, completion=replace(t.completion, mask=mask, begins=begins))
+    with JournalWriter(run / "journal.sqlite", "serve") as writer:
+        writer.put([original])
+    with JournalFollower(run / "journal.sqlite") as follower:
+        assert same(follower.drain()[-1], original)
+    file = tmp_path / "all.jsonl"
+    assert main(["replay", str(run), "--export", str(file)]) == 0
+    first, *_, last = [values for _, values in read_table(file)]
+    assert (first["mask"], first["begins"]) == (None, None)
+    assert (last["mask"], last["begins"]) == ([True, False, True], [1])
 
 
 def test_an_export_that_cannot_be_is_said_in_a_sentence(

@@ -389,7 +389,7 @@ ANCESTOR = settings_of(
     max_mean_uses=3.0,
     selection=RecencyReward(m=0.5, inverse_temperature=1.0, mix="group", disjoint=True),
     buffer=BufferSettings(
-        4, 12, distinct=False, near_duplicates=NearDuplicates("edit", 0.25), evict="lowest_reward", keep_recent=True
+        4, 12, deduplicate=False, near_duplicates=NearDuplicates("edit", 0.25), evict="lowest_reward", keep_recent=True
     ),
 )
 

@@ -361,12 +361,12 @@ def test_repeats_that_the_journal_has_deleted_still_count_after_a_resume() -> No
 
 
 def test_keeping_repeats_keeps_groups_as_sampled_and_evicting_the_lowest_reward_does_not() -> None:
-    for kept, as_sampled in ((BufferSettings(distinct=False), True), (BufferSettings(per_prompt=3), True),
+    for kept, as_sampled in ((BufferSettings(deduplicate=False), True), (BufferSettings(per_prompt=3), True),
                              (BufferSettings(per_prompt=3, evict="lowest_reward"), False),
                              (BufferSettings(total=3, evict="lowest_reward"), False)):  # fmt: skip
         buffer = Buffer(kept)
         for i in range(4):
-            buffer.add(trajectory(0, (i if kept.distinct else 0,), reward=float(i)))
+            buffer.add(trajectory(0, (i if kept.deduplicate else 0,), reward=float(i)))
         (group,), _ = select(buffer, 1, 2, m=1.0)
         assert group.as_sampled is as_sampled
 

@@ -271,7 +271,7 @@ def test_fields_are_checked_before_a_run() -> None:
         (lambda: WeightedFunctions(()), "needs at least one"),
         (lambda: WeightedFunctions(((right, 1.0), (right, 2.0))), "both named 'right'"),
         (lambda: WeightedFunctions(((right, math.nan),)), "'right' has weight nan"),
-        (lambda: FunctionReward(right, concurrency=0), "concurrency 0: give the number of calls at once"),
+        (lambda: FunctionReward(right, concurrency=0), "concurrency 0: give 1 or more calls at once"),
     ],
 )
 def test_a_reward_that_cannot_be_is_refused_where_it_is_made(make: Callable[[], object], sentence: str) -> None:
@@ -298,5 +298,5 @@ def test_a_function_that_never_gives_a_number_has_forgotten_to_return_one() -> N
     def forgets(completion: str) -> None:
         float(completion == "x")
 
-    with pytest.raises(UserError, match="'forgets' gave None for all of 2 answers: return a number for some"):
+    with pytest.raises(UserError, match="'forgets' gave None for all 2 answers: return numbers"):
         FunctionReward(forgets).judge([(prompt(), completion("x")), (prompt(), completion("y"))])

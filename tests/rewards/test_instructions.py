@@ -81,7 +81,7 @@ def test_an_answer_on_which_a_check_breaks_does_not_fulfil_it(answer: str) -> No
 
 
 def test_an_unknown_kind_is_one_sentence() -> None:
-    with pytest.raises(UserError, match="there is no kind of instruction 'rhyme'"):
+    with pytest.raises(UserError, match="there is no instruction 'rhyme'"):
         is_fulfilled({"kind": "rhyme", "arguments": {}}, QUESTION, "a")
     with pytest.raises(UserError, match="IFEval has no kind of instruction 'count:rhymes'"):
         is_fulfilled({"kind": "count:rhymes", "arguments": {}}, QUESTION, "a")

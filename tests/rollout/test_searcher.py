@@ -139,7 +139,7 @@ def test_an_answer_whose_mark_is_not_finite_is_rejected_and_counted(bench: Calla
     assert counts["generated_tokens"] == sum(t.length for t in sent) + counts["rejected_tokens"]
     assert b.journal.lease(1, 60.0) == [12]  # a rejected answer is an answer
     buffer, rejecting = (
-        Buffer(BufferSettings(distinct=False)),
+        Buffer(BufferSettings(deduplicate=False)),
         {t.prompt.key for t in sent if t.provenance.get(LEFT_OUT)},
     )
     for t in sent:

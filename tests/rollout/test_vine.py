@@ -117,6 +117,20 @@ def test_without_a_separator_every_token_is_a_step() -> None:
     assert Vine(separator="").split(np.array([4, 4, 7]), character_tokenizer("abcdefgh")) == [0, 1, 2]
 
 
+def test_an_episode_of_several_segments_is_refused() -> None:
+    rollouts = SPLIT_AT_B.start(TabularEngine(TASK), TASK.reward(), TOKENIZER)
+    (t,) = judged(1)[:1]
+    completion = replace(
+        t.completion,
+        tokens=np.array([1, 2], np.int32),
+        mask=np.array([True, False]),
+        log_behavior=None,
+        begins=np.array([1], np.int32),
+    )
+    with pytest.raises(UserError, match=r"2 segments, .* but VinePPO's values continue one text"):
+        rollouts.add_values([replace(t, completion=completion)], Sampling(), np.random.default_rng(0), Counter())
+
+
 def test_a_value_is_the_expected_reward_of_answers_that_go_on_from_there() -> None:
     rollouts = SPLIT_AT_B.start(TabularEngine(TASK), TASK.reward(), TOKENIZER)
     counts: Counter[str] = Counter()

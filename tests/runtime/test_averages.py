@@ -32,7 +32,7 @@ def test_a_run_with_averages_is_the_run_without_but_for_what_it_evaluates_and_sa
     """
     resets = ("--reference-reset", "12")
     inline(tmp_path / "plain", *SHORT, *resets)
-    summary = inline(tmp_path / "run", *SHORT, *resets, "--optimizer.averaged")
+    summary = inline(tmp_path / "run", *SHORT, *resets, "--optimizer.weight-average")
     optimizer = saved(tmp_path / "run", "optimizer.safetensors")
     weights, average = saved(tmp_path / "plain", "model.safetensors")[WEIGHT], optimizer["0.average"]
     raw = optimizer["0.raw"]
@@ -49,7 +49,7 @@ def test_a_run_with_averages_is_the_run_without_but_for_what_it_evaluates_and_sa
 
 
 def test_what_is_evaluated_is_the_average_and_the_next_round_is_of_the_weights(tmp_path: Path) -> None:
-    recipe, run = made(tmp_path / "run", *SHORT, "--optimizer.averaged")
+    recipe, run = made(tmp_path / "run", *SHORT, "--optimizer.weight-average")
     search = start_searching(recipe, run, 0)
     train = start_training(recipe, run, lambda: False, prefetch=False, turn_taker=search)
     loaded: list[tuple[Version, torch.Tensor]] = []

@@ -44,7 +44,7 @@ def replay_of(source: Given, max_mean_uses: float = 8.0) -> Replay:
     settings = ReplaySettings(
         selection=RecencyReward(m=1.0),
         pacing=Pacing(warm_up=0, max_mean_uses=max_mean_uses),
-        buffer=BufferSettings(distinct=False),
+        buffer=BufferSettings(deduplicate=False),
     )
     return Replay(source, settings)
 

@@ -140,6 +140,10 @@ def test_what_a_server_cannot_give_ends_in_a_sentence(server: Server, tmp_path: 
         server.script = lambda n, request, reply=reply: reply
         with pytest.raises(TbaError, match=sentence):
             teacher.log_probabilities_of(answers(recipe))
+    (prompt, (whole, *_)), *_ = answers(recipe)
+    mask, begins = np.arange(len(whole.tokens)) != 1, np.array([1], np.int32)
+    with pytest.raises(UserError, match=r"2 segments, .* but a teacher behind an endpoint scores one text"):
+        teacher.log_probabilities_of([(prompt, [replace(whole, mask=mask, begins=begins)])])
     with pytest.raises(UserError, match="scores at temperature 1"):
         teachers_of(replace(recipe, policy_temperature=0.7), recipe.model, teacher)
     with pytest.raises(UserError, match="scores at temperature 1"):  # before there is a run

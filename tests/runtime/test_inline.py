@@ -44,7 +44,7 @@ ON_POLICY: dict[str, Any] = {  # k = 1, m = 1, nothing but the newest weights' o
     "objective": TrajectoryBalance(Constant(BETA), off_policy="none"),
     "exploration": Fixed(1.1, 0.95),
     "optimizer": OptimizerSettings(lr=LR, schedule=WarmupConstant(0)),
-    "replay": ReplaySettings(RecencyReward(m=1.0), Pacing(warm_up=0), BufferSettings(distinct=False)),
+    "replay": ReplaySettings(RecencyReward(m=1.0), Pacing(warm_up=0), BufferSettings(deduplicate=False)),
     "groups_per_step": B,
     "group_size": K,
     "samples_per_prompt": K,

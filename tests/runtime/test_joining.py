@@ -119,7 +119,7 @@ def test_no_two_who_join_have_the_same_name_and_a_name_is_not_given_again(
 def test_what_cannot_be_joined_is_said_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, run = made(tmp_path / "run")
     assert main(["search", "--run", str(run.path)]) == 2
-    assert "is not in progress: start it with `tba train`" in capsys.readouterr().err
+    assert "is not in progress: start (`tba train`)" in capsys.readouterr().err
     _, turns = made(tmp_path / "turns", "--runtime", "inline")
     with turns.hold_lock(0.0):
         assert main(["search", "--run", str(turns.path)]) == 2

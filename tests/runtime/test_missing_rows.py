@@ -38,7 +38,7 @@ SHORT = (
 RUN = (
     *SHORT,
     *("--runtime", "inline"),
-    "--replay.buffer.no-distinct",  # so that there is always something that waits
+    "--replay.buffer.no-deduplicate",  # so that there is always something that waits
     "--run.inline-rounds-per-sync",
     "9",
     "--replay.pacing.warm-up",

@@ -217,6 +217,14 @@ def test_where_tokens_are_scored_or_messages_are_unknown_another_tokenizer_is_re
         scores_of(scorer, PROMPT, [completion(0)])
 
 
+def test_an_episode_of_several_segments_is_no_text_for_another_tokenizer() -> None:
+    scorer = ScoredByText(Reading(), Reading(), TabularTokenizer(2), TabularTokenizer(1), chat=False)
+    mask, begins = np.array([True, False]), np.array([1], np.int32)
+    episode = replace(completion(0), tokens=np.array([1, 2], np.int32), mask=mask, begins=begins)
+    with pytest.raises(UserError, match=r"2 segments, .* but a teacher with another tokenizer scores one"):
+        scores_of(scorer, PROMPT, [episode])
+
+
 def test_a_run_with_a_teacher_of_other_tokens_keeps_one_score_for_each_answer(tmp_path: Path) -> None:
     policy_path = model_at(tmp_path / "own", 0)
     recipe = replace(of_models(policy_path), teacher=Teacher((renamed(policy_path, tmp_path / "other"),), reward=False))

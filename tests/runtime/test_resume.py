@@ -35,6 +35,7 @@ from safetensors.torch import load_file
 from tba.__main__ import main
 from tba.command.replay import uses_of
 from tba.engines.transformers import EngineSettings
+from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
 from tba.record.faults import read_faults
 from tba.record.metrics import read_metrics
@@ -42,13 +43,13 @@ from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
 from tba.replay.missing_rows import JournalCounts
 from tba.rollout.exploration import Fixed
-from tba.runtime.checkpointing import generators, set_generators
+from tba.runtime.checkpointing import LoopState, generators, set_generators
 from tba.runtime.inline import Inline
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.run_lock import driver_lives
 from tba.runtime.trainer_loop import TrainerLoop, start_training
 from tba.tasks.arithmetic import Arithmetic
-from tba.training.checkpoint import newest_checkpoint, newest_sound_checkpoint
+from tba.training.checkpoint import Checkpoint, newest_checkpoint, newest_sound_checkpoint
 from tba.training.tiny_models import ScratchModel, character_tokenizer
 from tba.types import Sampling, Version
 
@@ -110,12 +111,24 @@ def llama(folder: Path) -> dict[str, Any]:
     ("setting", "overrides"),
     [
         (toy, ()),
-        (toy, ("--objective.off-policy", "asymmetric", "--replay.buffer.no-distinct")),
+        (toy, ("--objective.off-policy", "asymmetric", "--replay.buffer.no-deduplicate")),
         (toy, ("--reference-reset", "15", "--rescored-per-round", "20")),  # nothing is left to score at the cut
         (toy, ("--prompts.selection", "posterior", "--prompts-per-round", "1", "--replay.buffer.per-prompt", "40")),
         (toy, ("--replay.pacing.max-mean-uses", "1.5", "--evaluation.every", "10", "--replay.ingest", "sync")),
-        (toy, ("--control.signal", "lag", "--control.low", "2", "--control.high", "3", "--control.every", "4")),
-        (toy, ("--optimizer.averaged", "--evaluation.every", "10")),
+        (
+            toy,
+            (
+                "--control.signal",
+                "lag",
+                "--control.lower-bound",
+                "2",
+                "--control.upper-bound",
+                "3",
+                "--control.every",
+                "4",
+            ),
+        ),
+        (toy, ("--optimizer.weight-average", "--evaluation.every", "10")),
         (
             llama,
             (
@@ -492,3 +505,12 @@ def test_without_a_checkpoint_a_trainer_begins_again_with_all_there_is_as_old_da
     assert buffer.trained_total == buffer.fates().clip(min=0).sum() == 0
     assert {t.version.lag(half.trainer.version) for key in buffer.prompts() for t in buffer.of(key)} == {1}
     half.close()
+
+
+def test_a_checkpoint_without_later_fields_has_their_defaults_and_one_with_unknown_fields_is_refused() -> None:
+    parts = {"replay": {}, "references": {}, "evaluations": {}, "generators": {}, "journal": {"rows": 3}}
+    state = LoopState.of(Checkpoint(Path("step-3"), Version(0, 3), {**parts, "lags": [[1, 8], [2, 4]]}))
+    assert state == LoopState(**parts, lags=[(1, 8), (2, 4)])
+    assert (state.skipped, state.searcher, state.began_training) == (0, None, None)
+    with pytest.raises(UserError, match=r"step-4 cannot be resumed .*'mood' that is unknown"):
+        LoopState.of(Checkpoint(Path("step-4"), Version(0, 4), {**parts, "mood": 1}))

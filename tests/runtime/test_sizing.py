@@ -113,6 +113,19 @@ def test_each_part_is_on_its_device_and_the_rule_of_thumb_is_in_it(at: Models) -
     assert "moments 8.2 GiB" in str(on_gpu["trainer"])
 
 
+def test_a_searcher_whose_environments_take_their_time_has_room_for_what_is_parked(at: Models) -> None:
+    def parked(*flags: str, recipe: str = "guess_number") -> int:
+        given = override(recipe_of(recipe, at(SMOL), "cpu"), list(flags), "")
+        return by_part(given)["searcher"].parts.get("parked keys and values", 0)
+
+    slots = by_part(recipe_of("guess_number", at(SMOL), "cpu"))["searcher"].parts["keys and values"]
+    assert parked() == slots
+    assert parked("--model.generation.parked-gb", "0.5") == 500_000_000
+    assert parked("--model.generation.engine", "vllm") == 0
+    assert parked("--runtime", "inline", "--searchers", "1") == 0
+    assert parked(recipe="gsm8k") == 0
+
+
 def test_a_vllm_searcher_is_refused_where_it_has_no_room_for_weights_reference_and_one_answer(at: Models) -> None:
     plain = recipe_of("gsm8k", at(RHO))
     assert isinstance(plain.model, HuggingFace)

@@ -32,8 +32,8 @@ SMALL = (
     "8",
 )  # batches of 16, rounds of 64
 STALE = (*SMALL, "--steps", "60", "--sync-every", "8", "--replay.selection.m", "0.5", "--control.every", "5")
-LAG = ("--control.signal", "lag", "--control.low", "4", "--control.high", "6")
-ESS = ("--control.signal", "ess", "--control.low", "0.97", "--control.high", "0.995")
+LAG = ("--control.signal", "lag", "--control.lower-bound", "4", "--control.upper-bound", "6")
+ESS = ("--control.signal", "ess", "--control.lower-bound", "0.97", "--control.upper-bound", "0.995")
 
 MOVED = ("sync_every", "m")
 
@@ -87,7 +87,7 @@ def test_with_the_controller_off_nothing_is_moved_and_nothing_recorded_of_it(sta
     train.step()
     assert not {*MOVED} & read_metrics(train.run.path)[-1].keys()
     assert train.controller.changes == []
-    assert train.state()["steering"] is None
+    assert train.state().steering is None
     newest = train.weights.newer_than(None)
     assert newest is not None
     assert newest.manifest.wanted is None
@@ -96,7 +96,7 @@ def test_with_the_controller_off_nothing_is_moved_and_nothing_recorded_of_it(sta
 def test_a_move_holds_for_the_trainer_and_the_replay_and_after_a_resume(start: Start, tmp_path: Path) -> None:
     """Any lag is fresh: k doubles up to its bound, while m is at its own from the beginning."""
     flags = ("--sync-every", "4", "--steps", "100", "--control.signal", "lag", "--control.every", "1")
-    search, train = start(*flags, "--control.low", "1e8", "--control.high", "1e9")
+    search, train = start(*flags, "--control.lower-bound", "1e8", "--control.upper-bound", "1e9")
     assert (train.trainer.sync_every, train.replay.sync_every) == (4, 4)
     for _ in range(12):
         search.searcher.round()

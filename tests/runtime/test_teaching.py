@@ -204,7 +204,7 @@ def test_what_cannot_go_together_is_refused() -> None:
         with pytest.raises(UserError, match="right for one teacher of weight 1 without a reward"):
             replace(taught, objective=by_token, teacher=wrong)
     assert replace(taught, objective=by_token, teacher=alone).teacher.is_target
-    with pytest.raises(UserError, match="does not load a model from a path"):
+    with pytest.raises(UserError, match="loads no model from a path"):
         teachers_of(replace(taught, teacher=Teacher(("a",))), taught.model, reference_of(taught, taught.model))
 
 

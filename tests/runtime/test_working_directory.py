@@ -30,7 +30,7 @@ recipe = tba.Recipe(
     ),
     reference="base",
     objective=tba.TrajectoryBalance(beta=0.05),
-    replay=tba.ReplaySettings(pacing=tba.Pacing(warm_up=8), buffer=tba.BufferSettings(distinct=False)),
+    replay=tba.ReplaySettings(pacing=tba.Pacing(warm_up=8), buffer=tba.BufferSettings(deduplicate=False)),
     evaluation=tba.EvaluationSettings(problems=4, every=2),
     steps=4, groups_per_step=2, group_size=4, samples_per_prompt=4, prompts_per_round=2,
 )

@@ -48,7 +48,7 @@ recipe = Recipe(
     objective=TrajectoryBalance(beta=Constant(0.05)),
     exploration=Fixed(),
     optimizer=OptimizerSettings(lr=1e-3),
-    replay=ReplaySettings(pacing=Pacing(warm_up=4), buffer=BufferSettings(distinct=False)),
+    replay=ReplaySettings(pacing=Pacing(warm_up=4), buffer=BufferSettings(deduplicate=False)),
     evaluation=EvaluationSettings(every=0, problems=0),
     record=RecordSettings(tensorboard=False, samples_per_batch=0),
     steps=4,

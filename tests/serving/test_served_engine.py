@@ -18,7 +18,7 @@ from tba.models.huggingface import HuggingFace
 from tba.rollout.prompts import PromptSettings, encode
 from tba.rollout.searcher import OpenAnswer, OpenGroup
 from tba.serving.chat import ChatAnswer, RequestRefused, parse_chat_request
-from tba.serving.engine import AgentCalls, Mailbox
+from tba.serving.engine import AgentLink, Mailbox
 from tba.serving.server import EpisodeServer, ServedEpisode, ServingLimits
 from tba.types import Completion, Problem, Prompt, Sampling, Trajectory, Version
 
@@ -79,9 +79,9 @@ class Served:
         tokenizer, task = self.model.tokenizer(), Adding()
         self.prompts = encode(task.problems("train"), task.name, tokenizer, PromptSettings()).prompts
         self.order = Order(self.prompts)
-        self.agent_calls = AgentCalls(Mailbox())
+        self.agent_link = AgentLink(Mailbox())
         self.server = EpisodeServer(
-            mailbox=self.agent_calls.mailbox,
+            mailbox=self.agent_link.mailbox,
             tokenizer=tokenizer,
             task=task,
             prompts=self.prompts,
@@ -92,7 +92,7 @@ class Served:
         self.thread = threading.Thread(target=self._search, daemon=True)
 
     def _search(self) -> None:
-        engine, source = self.agent_calls.attach(self.model.engine(Version()), self.order, self.model.tokenizer())
+        engine, source = self.agent_link.attach(self.model.engine(Version()), self.order, self.model.tokenizer())
         flow = engine.flow(self.samples, Sampling(), np.random.default_rng(0))
         prompts: dict[int, Prompt] = {}
         while not self.has_ended.is_set() or flow.unfinished_prompts:
@@ -200,7 +200,10 @@ def test_conversations_of_its_own_forks_and_parallel_calls_are_segments(model: H
     assert completion.begins is not None
     assert len(completion.turns) == 5
     assert len(completion.segments) == 4  # the prompt's, the plan with its continuation, the fork, the summary
-    assert served.server.new_segments["another conversation"] == 2
+    reasons = {"another conversation": 2, "a second call behind one answer": 1}
+    assert served.server.new_segments == reasons
+    assert completion.episode is not None
+    assert completion.episode.provenance["new_segments"] == reasons
     assert_exact(model, prompt, completion)
 
 

@@ -239,7 +239,7 @@ def test_the_average_is_the_recurrence_it_changes_no_update_and_swapping_twice_n
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(50, generator=generator)
     averaged, plain = (Parameter(start.to(dtype).clone()) for _ in range(2))
-    optimizer = OptimizerSettings(lr=0.05, averaged=True).start([averaged])
+    optimizer = OptimizerSettings(lr=0.05, weight_average=True).start([averaged])
     plain_optimizer = OptimizerSettings(lr=0.05).start([plain])
     expected = start.to(dtype).double()
     for step in range(1, 41):
@@ -272,7 +272,7 @@ def test_weights_and_averages_come_back_to_the_bit_and_the_weights_where_average
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     parameter = Parameter(torch.randn(50, generator=generator).to(dtype))
-    optimizer = OptimizerSettings(lr=0.05, averaged=True).start([parameter])
+    optimizer = OptimizerSettings(lr=0.05, weight_average=True).start([parameter])
     gradients = torch.randn(8, 50, generator=generator).to(dtype)
 
     def go(of: Optimizer, steps: range) -> None:
@@ -285,7 +285,7 @@ def test_weights_and_averages_come_back_to_the_bit_and_the_weights_where_average
     with optimizer.averages():
         saved = Parameter(parameter.detach().clone())  # as the model is saved
     go(optimizer, range(5, 9))
-    again = OptimizerSettings(lr=0.05, averaged=then).start([saved])
+    again = OptimizerSettings(lr=0.05, weight_average=then).start([saved])
     again.load(tmp_path)
     go(again, range(5, 9))
     assert torch.equal(saved, parameter)
@@ -297,7 +297,7 @@ def test_of_adapters_the_average_is_published_and_saved_and_the_base_stays(tmp_p
     model = llama()
     add_adapters(model, LoraSettings(rank=2), torch.float32)
     policy, batch = CausalPolicy(model), collate(groups_of([4, 4]))
-    optimizer = OptimizerSettings(lr=1e-2, schedule=WarmupConstant(0), averaged=True).start(policy.parameters())
+    optimizer = OptimizerSettings(lr=1e-2, schedule=WarmupConstant(0), weight_average=True).start(policy.parameters())
     expected = {name: tensor.clone() for name, tensor in policy.weights().items()}
     for step in range(1, 4):
         backward(policy, TrajectoryBalance(BETA), batch, step, 10**6)

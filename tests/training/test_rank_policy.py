@@ -519,7 +519,7 @@ def test_averages_over_two_ranks_are_those_of_one_in_what_is_saved_published_and
     spread_out: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checkpoint is written by all ranks, or gathered."""
-    monkeypatch.setattr(sys.modules[__name__], "SETTINGS", replace(SETTINGS, averaged=True))
+    monkeypatch.setattr(sys.modules[__name__], "SETTINGS", replace(SETTINGS, weight_average=True))
     objective, folders = TrajectoryBalance(BETA), (tmp_path / "one", tmp_path / "two")
     single = alone(objective, tmp_path)
     directory = WeightDirectory(tmp_path / "weights")

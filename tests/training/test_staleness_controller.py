@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tba.errors import UserError
 from tba.training.staleness_controller import Control, Controller
 
-ESS = Control("ess", low=0.5, high=0.9, every=2, most_sync_every=8, least_m=0.7)
+ESS = Control("ess", lower_bound=0.5, upper_bound=0.9, every=2, most_sync_every=8, least_m=0.7)
 
 
 def steered(
@@ -45,7 +45,7 @@ def test_a_window_within_the_range_changes_nothing_and_ends_a_row_of_fresh_ones(
 
 
 def test_a_signal_that_rises_with_staleness_is_kept_below_its_high_end() -> None:
-    lag = Control("lag", low=4.0, high=10.0, every=1)
+    lag = Control("lag", lower_bound=4.0, upper_bound=10.0, every=1)
     assert steered(lag.start(8, 0.95), [11.0, 99.0, 12.0], "lag") == [(1, 4, 1.0), (3, 2, 1.0)]
     assert steered(lag.start(8, 0.95), [3.0] * 3, "lag") == [(3, 16, 0.85)]
 
@@ -91,7 +91,10 @@ def test_one_that_goes_on_from_its_state_does_what_it_would_have_done(values: li
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"low": 0.9, "high": 0.9}, "--control.low is 0.9 and --control.high 0.9: give a range"),
+        (
+            {"lower_bound": 0.9, "upper_bound": 0.9},
+            "--control.lower-bound is 0.9 and --control.upper-bound 0.9: give a range",
+        ),
         ({"every": 0}, "--control.every is 0: give a number of updates, 1 or more"),
         ({"most_sync_every": 0}, "--control.most-sync-every is 0"),
         ({"least_m": 1.5}, "--control.least-m is 1.5, it is a probability"),

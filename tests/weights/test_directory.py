@@ -104,7 +104,7 @@ def test_pins_outlive_the_publisher(tmp_path: Path) -> None:
 def test_what_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
     directory = WeightDirectory(tmp_path)
     publish(directory, *steps(1, 2, 3))
-    with pytest.raises(UserError, match=r"does not hold version 0\.1 of the weights, but 0\.2, 0\.3"):
+    with pytest.raises(UserError, match=r"has no version 0\.1 of the weights, but 0\.2, 0\.3"):
         directory.at(Version(0, 1))
     with pytest.raises(UserError, match=r"version 0\.1 cannot be pinned"):
         directory.pin(Version(0, 1), "reference")

@@ -249,7 +249,7 @@ recipe = Recipe(
     replay=ReplaySettings(
         selection=RecencyReward(m=0.95),
         pacing=Pacing(warm_up=280),
-        buffer=BufferSettings(distinct=False),  # how often an answer comes up is what diversity is
+        buffer=BufferSettings(deduplicate=False),  # how often an answer comes up is what diversity is
     ),
     evaluation=EvaluationSettings(every=40, problems=1000, problems_during=250, greedy=False, batch_size=250),
     steps=120,

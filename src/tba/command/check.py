@@ -81,8 +81,7 @@ def check_recipe(name: str, overrides: list[str]) -> int:
             f"{percent(e.effective)}), so that what it learns from is stale at once: set --optimizer.lr to a third of "
             f"{recipe.optimizer.lr:g}, or a longer --optimizer.schedule.warmup"
         )
-    advice_lines = [*warnings, *e.signal.advice(recipe)]
-    lines = [Text(f"warning: {printable(line)}", style="yellow") for line in advice_lines]
+    lines = [Text(f"warning: {printable(line)}", style="yellow") for line in [*warnings, *e.signal.advice(recipe)]]
     if not recipe.offline and (remedies := e.round_time.advice()):
         console.print(section("What slows it", Group(*(Text(printable(line), style="yellow") for line in remedies))))
     verdict = _TEACHER_VERDICT if any(recipe.teachers.shares(1)) else e.signal.encouragement

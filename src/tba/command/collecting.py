@@ -135,6 +135,8 @@ def _omission_reason(t: Trajectory, options: SmoothingOptions, min_reward: float
         return "below --min-log-reference"
     if t.completion.stop_reason is StopReason.LENGTH and not options.truncated:
         return "cut off"
+    if t.completion.begins is not None:
+        return "of several segments"
     return None
 
 

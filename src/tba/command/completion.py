@@ -93,8 +93,7 @@ def _options(command: Command, arguments: Sequence[str]) -> list[str]:
 
 def _recipe_flags(recipe: str) -> list[str]:
     """Returns the flags of a recipe's fields, from the cache if nothing of the package has changed since."""
-    package = Path(__file__).parents[1]
-    modified_ns = max(path.stat().st_mtime_ns for path in package.rglob("*.py"))
+    modified_ns = max(path.stat().st_mtime_ns for path in Path(__file__).parents[1].rglob("*.py"))
     cache_path = cache_folder("completion") / f"{recipe}-{modified_ns}.json"
     with suppress(OSError):
         return [str(flag) for flag in json.loads(cache_path.read_text(encoding="utf-8"))]

@@ -56,9 +56,7 @@ def evaluate_model(name: str, overrides: list[str], options: EvalOptions) -> int
     for line in [] if checkpoint is None else _differences_to_run(initial_recipe, Path(checkpoint)):
         console.print(line, style="yellow", highlight=False)
     source = RecipeSource(name, overrides)
-    assessment, engine, prompts = assess_recipe(
-        recipe, split, _evaluation_settings(recipe, options), _Progress(), source
-    )
+    assessment, engine, prompts = assess_recipe(recipe, split, _eval_settings(recipe, options), _Progress(), source)
     for e in assessment.evaluations:
         interval = wilson_interval(e.value * e.n, e.n)
         console.print(
@@ -117,10 +115,7 @@ def _print_difference(console: Console, earlier_scores: Scores, assessment: Asse
             )
         d = paired_difference(earlier_values, values)
         change, low, high = (hundredfold(share, sign=True) for share in (d.estimate, d.low, d.high))
-        console.print(
-            f"{metric:16} {change} points against {path} [{low}, {high}], paired by problem",
-            highlight=False,
-        )
+        console.print(f"{metric:16} {change} points against {path} [{low}, {high}], paired by problem", highlight=False)
 
 
 class _Progress:
@@ -135,14 +130,12 @@ class _Progress:
             print(f"{answered_count:,} of {total:,} questions", file=sys.stderr, flush=True)  # noqa: T201
 
 
-def _evaluation_settings(recipe: Recipe, options: EvalOptions) -> EvaluationSettings:
+def _eval_settings(recipe: Recipe, options: EvalOptions) -> EvaluationSettings:
     """Returns the recipe's settings of evaluation, with all answers recorded if they are to be written."""
     if options.texts is None:
         return recipe.evaluation
     if recipe.record.hide_text:
-        raise UserError(
-            f"recipe {recipe.name} hides its texts, which --texts would write: give --record.no-hide-text with it"
-        )
+        raise UserError(f"recipe {recipe.name} hides its texts, which --texts would write: add --record.no-hide-text")
     return replace(recipe.evaluation, logged_problems=1_000_000_000)
 
 

@@ -42,9 +42,7 @@ def push_run(path: Path, repo: str, options: PushOptions) -> int:
     if options.base is not None:
         require_repo(options.base, "--base")
     if options.licence is not None and not LICENCE_NAME.fullmatch(options.licence):
-        raise UserError(
-            f"--licence is {options.licence!r}: give the Hub's name of one, such as apache-2.0, mit or other"
-        )
+        raise UserError(f"--licence is {options.licence!r}: give the Hub's name of one, like apache-2.0, mit or other")
     view = View(terminal())
     run, source = RunDirectory.open(path), _choose_checkpoint(path, options.best)
     if options.out is not None:
@@ -99,13 +97,10 @@ def _fill(folder: Path, run: RunDirectory, source: Checkpoint, repo: str, option
     for file in [file for file in licences if file.is_file()][:1]:
         shutil.copyfile(file, folder / "LICENSE")
     hides_text = setting(resolved, "record", "hide_text") is True
-    file_names = {file.name for file in folder.iterdir()}
-    text = card_text(repo, record, source.version, facts, base, hides_text, file_names)
+    text = card_text(repo, record, source.version, facts, base, hides_text, {file.name for file in folder.iterdir()})
     (folder / "README.md").write_text(text, encoding="utf-8", errors="replace")
     if base.hub is None and model.get("path"):
-        view.say(
-            "note: the base's name on the Hub is not known, so the card does not link it: give --base OWNER/NAME",
-        )
+        view.say("note: the base's name on the Hub is not known, so the card does not link it: give --base OWNER/NAME")
     if base.licence is None:
         view.say("note: the base's licence is not known, so the card states none: give --licence")
 

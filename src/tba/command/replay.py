@@ -161,7 +161,8 @@ def _parquet_writer(path: Path) -> Iterator[Any]:
     texts = ("prompt", "response", "stop_reason", "uid", "version", "source", "task", "reference", *_JSON_COLUMNS)
     columns = {name: pyarrow.string() for name in texts} | {"uses": pyarrow.int64()}
     columns |= {name: pyarrow.float64() for name in ("reward", "created")}
-    columns |= {name: pyarrow.list_(pyarrow.int32()) for name in ("prompt_tokens", "tokens")}
+    columns |= {name: pyarrow.list_(pyarrow.int32()) for name in ("prompt_tokens", "tokens", "begins")}
+    columns["mask"] = pyarrow.list_(pyarrow.bool_())
     columns |= {name: pyarrow.list_(pyarrow.float32()) for name in ("log_reference", "log_behavior")}
     schema = pyarrow.schema(list(columns.items()))
     with parquet.ParquetWriter(path, schema) as writer:

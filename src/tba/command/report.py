@@ -90,9 +90,7 @@ def report_runs(runs: Sequence[Path], options: ReportOptions) -> int:
     if options.out.suffix != ".html":
         raise UserError(f"--out is {options.out}, but a report is a page: give a name that ends in .html")
     if not options.out.absolute().parent.is_dir():
-        raise UserError(
-            f"--out is {options.out}, but there is no folder {options.out.absolute().parent}: make it first"
-        )
+        raise UserError(f"--out is {options.out}, but there is no folder {options.out.absolute().parent}: make it")
     if options.out.is_dir():
         raise UserError(f"--out is {options.out}, a folder: give another name")
     data_path = options.out.with_suffix(".json")

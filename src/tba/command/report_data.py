@@ -42,7 +42,7 @@ LONGEST_TEXT = 8_000  # characters of a prompt or an answer that are shown
 LONGEST_TOKENS = 1_000  # tokens of an answer that are coloured
 MAX_REJECTIONS = 200  # lines of logs about rejected answers
 DEADLINE_S = 600.0  # of reading the journal
-TOKEN_COLUMNS = ("tokens", "log_behavior", "log_ratio")  # columns of the answers that are coloured
+TOKEN_COLUMNS = ("tokens", "log_behavior", "log_ratio", "begins")  # columns of the answers that are coloured
 FATES = ("trained", "waiting", "evicted", "duplicate", "damaged")
 _DESCRIPTIVE_KEYS = ("class", "description")
 
@@ -403,6 +403,7 @@ class _Excerpt:
             "reward": as_json(round(t.reward, 5)) if np.isfinite(t.reward) else None,
             "parts": {name: as_json(round(float(part), 5)) for name, part in t.reward_parts.items()},
             "length": t.length,
+            "segments": len(c.segments),
             "stop": c.stop_reason.value,
             "uses": max(0, facts.uses.item(row)) if self._has_uses else None,
             "fate": FATES[self._fates[row]] if self._has_uses else None,
@@ -453,7 +454,7 @@ def _category_codes(values: Iterable[str | None]) -> dict[str, Json]:
 
 
 def _token_columns(t: Trajectory) -> dict[str, Json]:
-    """Returns an answer's tokens, and their log-probabilities in hundredths of nats."""
+    """Returns an answer's tokens, their log-probabilities in hundredths of nats, and where later segments begin."""
     c = t.completion
     log_behavior = None if c.log_behavior is None else np.asarray(c.log_behavior, np.float64)[:LONGEST_TOKENS]
     log_reference = np.asarray(t.log_reference, np.float64)[:LONGEST_TOKENS]
@@ -461,6 +462,7 @@ def _token_columns(t: Trajectory) -> dict[str, Json]:
         "tokens": c.tokens[:LONGEST_TOKENS].tolist(),
         "log_behavior": None if log_behavior is None else _hundredths(log_behavior),
         "log_ratio": None if log_behavior is None else _hundredths(log_behavior - log_reference),
+        "begins": None if c.begins is None else c.begins[c.begins < LONGEST_TOKENS].tolist(),
     }
 
 

@@ -28,7 +28,7 @@ from tba.runtime.program import require_same_version, version
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.searcher_loop import NICENESS, SearcherLoop, searcher_loop_at, start_searching
 from tba.runtime.stop_requests import stop_requests
-from tba.serving.engine import AgentCalls
+from tba.serving.engine import AgentLink
 
 _PATIENCE = 60.0  # seconds that the gateway may take to answer
 
@@ -36,7 +36,7 @@ _PATIENCE = 60.0  # seconds that the gateway may take to answer
 class Serving(Protocol):
     """A searcher's service to agents elsewhere, whose episodes are its answers."""
 
-    agent_calls: AgentCalls
+    agent_link: AgentLink
 
     def check(self, recipe: Recipe) -> None:
         """Raises `UserError` where agents cannot answer the recipe's prompts."""
@@ -67,7 +67,7 @@ def _join(path: Path, serving: Serving | None) -> int:
             place,
             recipe,
             run,
-            lambda log: start_searching(recipe, run, place.number, 0, place.stop, True, agent_calls(serving)),
+            lambda log: start_searching(recipe, run, place.number, 0, place.stop, True, agent_link(serving)),
             console,
             serving,
         )
@@ -91,7 +91,7 @@ def _join_in_cluster(name: str, address: str, serving: Serving | None) -> int:
         def start_loop(log: Path) -> SearcherLoop:
             place = place_of(visit.name, log)
             connect = partial(connect_via, contact, visit.name, place)
-            return searcher_loop_at(recipe, connect, number, 0, visit.stop, True, run, agent_calls(serving))
+            return searcher_loop_at(recipe, connect, number, 0, visit.stop, True, run, agent_link(serving))
 
         try:
             _search(visit, recipe, run, start_loop, console, serving)
@@ -100,9 +100,9 @@ def _join_in_cluster(name: str, address: str, serving: Serving | None) -> int:
     return stop_request.exit_code if visit.reason == INTERRUPTED else 0
 
 
-def agent_calls(serving: Serving | None) -> AgentCalls | None:
+def agent_link(serving: Serving | None) -> AgentLink | None:
     """Returns what agents ask of the searcher's engine; None where it serves none."""
-    return None if serving is None else serving.agent_calls
+    return None if serving is None else serving.agent_link
 
 
 def _search(

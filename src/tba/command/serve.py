@@ -13,9 +13,9 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,24 @@ from rich.console import Console
 
 from tba.command.options import SearchOptions, ServeOptions
 from tba.command.search import add_searcher
+from tba.environments.hosts import Hosts, InProcessHost
+from tba.environments.recorded import EpisodeReplays
 from tba.errors import DeadlineExceeded, UserError
+from tba.imported_answers.report import Report
 from tba.json_input import read_json
+from tba.models.endpoint_teacher import EndpointTeacher
+from tba.protocols import Acted
 from tba.recipe import Recipe
 from tba.rollout.searcher import OpenAnswer
+from tba.runtime.engines import turn_encoder_of, worlds_of
+from tba.runtime.graders import grader_of
+from tba.runtime.importing import build_importer, replay_hosts_of
 from tba.runtime.prompt_sets import prompt_set_of
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.searcher_loop import LONGEST_HELD_BACK, SearcherLoop
-from tba.serving.engine import AgentCalls, Mailbox
+from tba.serving.engine import AgentLink, Mailbox
+from tba.serving.judging import EpisodeJudge
+from tba.types import Json
 
 _START_SECONDS = 60.0  # that the HTTP server may take to start and to end
 _GATE_SECONDS = 0.25  # between two looks whether the run wants another episode
@@ -54,10 +64,12 @@ class AgentService:
     """
 
     options: ServeOptions
-    agent_calls: AgentCalls = field(init=False)
+    agent_link: AgentLink = field(init=False)
     listener: socket.socket = field(init=False)  # from the beginning on, so that who comes early waits
     _tokens: dict[str, str] = field(init=False)
     _listeners: list[Any] = field(default_factory=list)
+    _judge: EpisodeJudge | None = None
+    _replay_hosts: InProcessHost | Hosts | None = None  # of environments, for episodes that were played elsewhere
 
     def __post_init__(self) -> None:
         _require_server()
@@ -70,7 +82,7 @@ class AgentService:
         if options.certificate is not None:
             _check_certificate(options.certificate)
         self._tokens = _read_tokens(options.tokens)
-        self.agent_calls = AgentCalls(Mailbox(), self._tell)
+        self.agent_link = AgentLink(Mailbox(), self._tell)
         self.listener = _listen(options.host, options.port)
 
     def _tell(self, answer: OpenAnswer) -> None:
@@ -78,7 +90,9 @@ class AgentService:
             listener(answer)
 
     def check(self, recipe: Recipe) -> None:
-        """Raises `UserError` where agents cannot answer the recipe's prompts."""
+        """Raises `UserError` where agents cannot answer the recipe's prompts. Environments are made ready here, before
+        there is a model whose memory their processes would share.
+        """
         if recipe.vine is not None:
             raise UserError(
                 "the recipe estimates the values of an answer's steps (vine), which an agent's episode does not have: "
@@ -88,6 +102,15 @@ class AgentService:
             raise UserError(
                 "the model's tokenizer has no chat template, and agents send chats: take an instruction-tuned model"
             )
+        if recipe.teacher is not None and any(isinstance(model, EndpointTeacher) for model in recipe.teacher.models):
+            raise UserError(
+                "the recipe has a teacher behind an endpoint, which scores one conversation; an agent's episode may "
+                "have several: take a teacher with weights"
+            )
+        self._replay_hosts = replay_hosts_of(recipe)
+        if isinstance(recipe.task, Acted):
+            turn_encoder = turn_encoder_of(recipe.task, recipe.model.tokenizer())
+            self._judge = EpisodeJudge(EpisodeReplays(worlds_of(recipe.task, inline=False), turn_encoder))
 
     @contextmanager
     def open_for(self, loop: SearcherLoop, run: RunDirectory, console: Console) -> Iterator[None]:
@@ -96,7 +119,7 @@ class AgentService:
         from tba.serving.connections import http_server
         from tba.serving.server import EpisodeServer, ServingLimits
 
-        options, recipe, mailbox = self.options, run.recipe(), self.agent_calls.mailbox
+        options, recipe, mailbox = self.options, run.recipe(), self.agent_link.mailbox
         model = recipe.model.prepared(recipe.task)
         scheme = "http" if options.certificate is None else "https"
         host, port = self.listener.getsockname()[:2]
@@ -114,6 +137,8 @@ class AgentService:
             prompts=prompt_set_of(recipe, model, "train").prompts,
             limits=limits,
             weights=lambda: str(loop.searcher.engine.version),
+            judge=self._judge,
+            import_rollouts=self._rollout_importer(loop, recipe, run),
         )
         names = {"localhost", "127.0.0.1", "::1", options.host, host, *filter(None, options.names.split(","))}
         access = AccessRules(
@@ -124,7 +149,7 @@ class AgentService:
         )
         http = http_server(application(server, access), options.certificate)
         self._listeners.append(server.note_done)
-        self.agent_calls.accepts_episodes = _Gate(loop)
+        self.agent_link.accepts_episodes = _EpisodeGate(loop)
         thread = threading.Thread(target=http.run, kwargs={"sockets": [self.listener]}, name="server", daemon=True)
         thread.start()
         facts = run.path / "serve.json"
@@ -138,15 +163,42 @@ class AgentService:
         finally:
             facts.unlink(missing_ok=True)
             server.close()
+            if self._judge is not None:
+                self._judge.close()
+            if isinstance(self._replay_hosts, Hosts):
+                self._replay_hosts.end()
             http.should_exit = True
             with suppress(DeadlineExceeded):
                 _wait_until(lambda: not thread.is_alive(), "the HTTP server to end")
+            loop.served = server.figures
             figures = ", ".join(f"{count} {name}" for name, count in sorted(server.figures.items()))
             console.print(f"served: {figures or 'nothing'}", highlight=False)
 
+    def _rollout_importer(self, loop: SearcherLoop, recipe: Recipe, run: RunDirectory) -> Callable[..., Report]:
+        """Returns what takes episodes into the run that were played elsewhere, by the parts that the searcher has."""
+        searcher, prepared_recipe = loop.searcher, replace(recipe, model=recipe.model.prepared(recipe.task))
+        reward = grader_of(recipe, run, retries=0)
+        importer = build_importer(
+            prepared_recipe, reward, searcher.reference, searcher.teachers, loop.journal, self._replay_hosts
+        )
+
+        def import_rollouts(rollouts: Sequence[Json], source: str) -> Report:
+            searcher.load_reference()
+            report = importer.import_values([_with_uid(row) for row in rollouts], source)
+            if recipe.record.hide_text:
+                report.hide_details()
+            return report
+
+        return import_rollouts
+
+
+def _with_uid(row: Json) -> Json:
+    """Returns a rollout with a name of its own, so that equal ones without names stay several."""
+    return {"uid": secrets.token_hex(16), **row} if isinstance(row, dict) else row
+
 
 @dataclass
-class _Gate:
+class _EpisodeGate:
     """Says whether the run wants another episode: not while it has all trajectories that it wants by now."""
 
     loop: SearcherLoop

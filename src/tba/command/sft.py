@@ -132,16 +132,14 @@ class _HighReward(Jsonl):
     min_reward: float = 0.0
 
     def problems(self, split: Split) -> list[Problem]:
-        problems = [p for p in super().problems(split) if self._is_good(p.fields.get("reward"))]
+        rewards = ((p, p.fields.get("reward")) for p in super().problems(split))
+        problems = [p for p, reward in rewards if isinstance(reward, int | float) and reward >= self.min_reward]
         if not problems and split == "train":
             raise UserError(
                 f"{self.train} has no line to learn with a reward of at least {self.min_reward:g}: give a lower "
                 "--min-reward"
             )
         return problems
-
-    def _is_good(self, reward: Json) -> bool:
-        return isinstance(reward, int | float) and reward >= self.min_reward
 
 
 def _from_recipe(name: str, overrides: list[str]) -> tuple[Task, WarmStart, HuggingFace]:

@@ -225,12 +225,7 @@ _TABLE = (
         usage_options="[--checkpoint DIR] [--split eval] [--texts FILE] [--out FILE] [--against FILE]",
     ),
     Command("recipes", "", "list the recipes", "recipe_names.list_recipes"),
-    Command(
-        "example",
-        "[NAME]",
-        "list the examples, or write one to the present folder",
-        "command.examples.write_example",
-    ),
+    Command("example", "[NAME]", "list the examples, or write one to this folder", "command.examples.write_example"),
     Command(
         "show",
         "[RUN...]",
@@ -301,9 +296,7 @@ def help_text(name: str) -> str:
     elif command.options:
         fields = [item for options in command.option_classes() for item in fields_of(options())]
         lines += ["", f"options of `tba {name}`:", *field_lines(fields)]
-        lines += [
-            line for flag, meaning in command.recipe_fields.items() for line in flag_lines(f"  --{flag}", meaning)
-        ]
+        lines += [line for flag, text in command.recipe_fields.items() for line in flag_lines(f"  --{flag}", text)]
     return "\n".join(lines)
 
 

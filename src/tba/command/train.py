@@ -53,9 +53,7 @@ def warn_if_busy(console: Console) -> None:
     """Print a note when other programs are using the processors."""
     load = os.getloadavg()[0] / (os.cpu_count() or 1)
     if load > _BUSY_LOAD:
-        console.print(
-            f"note: this machine is busy (load {load:.1f} per core): expect it to take longer", style="yellow"
-        )
+        console.print(f"note: this machine is busy (load {load:.1f} per core): it may take longer", style="yellow")
 
 
 def closing_words(

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -62,8 +62,10 @@ class EngineSettings:
     max_completion_tokens: int = 128  # tokens of the longest completion; a longer one is truncated
     stop_strings: tuple[int | str, ...] = ()  # a completion ends before the first of these in its text (it ends at
     # what ends a turn in the chat template anyway); a whole number is a token's id, a special token's text the token
-    parked_gb: float | None = None  # keys and values of completions that wait for an environment, 10^9 bytes; those
-    # beyond it, the oldest first, are computed again; None: as much as of the slots; vllm: its cache holds them
+    parked_gb: float | None = field(
+        default=None, metadata=BY_CODE
+    )  # keys and values of completions that wait for an environment or an agent, 10^9 bytes; those beyond, the oldest
+    # first, are computed again; None: as much as of the slots; vllm: its cache holds them
     min_completion_tokens: int = 0  # tokens before the end-of-text token may be sampled
     allowed_first_tokens: tuple[str, ...] = field(
         default=(), metadata=BY_CODE
@@ -280,6 +282,7 @@ class _PrefillBatch:
     begin: int
     end: int
     prompts: PackedPrompts
+    places: dict[bytes, int]  # in `prompts`, by the tokens of a prompt
     version: Version  # of the weights
 
 
@@ -468,18 +471,38 @@ class TransformersFlow:
         """Run the next prompts through the model."""
         queue = self.queue
         begin = end = queue.next_request // queue.count
-        self.prefill_batch = None  # all its requests have begun, and its memory is freed for the next ones
-        tokens = 0
-        while end in queue.prompts:  # up to the last one, or one whose requests are all cancelled
-            tokens += len(queue.prompts[end].prompt.tokens)
-            if tokens > PREFILL_TOKENS and end > begin:
-                break
-            end += 1
-        prompts = self.engine.prefill([queue.prompts[i].prompt for i in range(begin, end)])
-        self.prefill_batch = _PrefillBatch(begin, end, prompts, self.engine.version)
+        batch, self.prefill_batch = self.prefill_batch, None  # its requests have begun: its memory is freed for others
+        if batch is not None and self._turn_limits is not None and batch.version == self.engine.version:
+            while end in queue.prompts and _tokens_key(queue.prompts[end].prompt) in batch.places:
+                end += 1
+        if batch is None or end == begin:
+            batch = None  # before its memory is needed
+            end, distinct_prompts = self._distinct_prompts(begin)
+            places = {tokens: place for place, tokens in enumerate(distinct_prompts)}
+            prompts = self.engine.prefill(list(distinct_prompts.values()))
+            self.prefill_batch = _PrefillBatch(begin, end, prompts, places, self.engine.version)
+        else:  # calls of agents that begin alike
+            self.prefill_batch = replace(batch, begin=begin, end=end)
         rows = self.extent if len(self.free_rows) < self.extent else 0
-        self.cache = self.engine.cache(prompts, queue.longest_sequence, rows)
+        self.cache = self.engine.cache(self.prefill_batch.prompts, queue.longest_sequence, rows)
         return self.prefill_batch
+
+    def _distinct_prompts(self, begin: int) -> tuple[int, dict[bytes, Prompt]]:
+        """Returns the prompts from number `begin` on that are read together, by their tokens, and the number behind
+        them: up to the last one, or one whose requests are all cancelled.
+        """
+        distinct_prompts: dict[bytes, Prompt] = {}
+        end, tokens = begin, 0
+        while end in self.queue.prompts:
+            prompt = self.queue.prompts[end].prompt
+            key = _tokens_key(prompt)
+            if key not in distinct_prompts:
+                tokens += len(prompt.tokens)
+                if tokens > PREFILL_TOKENS and end > begin:
+                    break
+                distinct_prompts[key] = prompt
+            end += 1
+        return end, distinct_prompts
 
     def _admit(self, rows: list[int], batch: _PrefillBatch) -> None:
         """Start the next requests in `rows` (ascending), all of the batch's prompts."""
@@ -487,9 +510,11 @@ class TransformersFlow:
         requests = np.arange(queue.next_request, queue.next_request + len(rows))
         queue.begin(len(rows))
         prompts = requests // queue.count
+        place_of: dict[int, int] = {}
         for p in range(prompts[0], prompts[-1] + 1):
+            place_of[p] = batch.places[_tokens_key(queue.prompts[p].prompt)]
             prompt_rows = [row for row, prompt in zip(rows, prompts, strict=True) if prompt == p]
-            self.cache.fill(prompt_rows, batch.prompts, p - batch.begin)
+            self.cache.fill(prompt_rows, batch.prompts, place_of[p])
             self.prompt_R[prompt_rows] = len(queue.prompts[p].prompt.tokens)
         for row, number in zip(rows, requests.tolist(), strict=True):
             self.request_R[row] = request = self._request(number, batch.version, row)
@@ -503,7 +528,7 @@ class TransformersFlow:
             torch.tensor(rows, device=self.device),
             torch.from_numpy(self.prompt_R[rows]).to(self.device),
             torch.from_numpy(uniform).to(self.device),
-            batch.prompts.logits_PV[torch.from_numpy(prompts - batch.begin).to(self.device)],
+            batch.prompts.logits_PV[torch.tensor([place_of[p] for p in prompts.tolist()], device=self.device)],
             self.sampling,
         )
 
@@ -746,6 +771,10 @@ class TransformersFlow:
             request.turn_start, request.turn_version, request.reply_tokens = e, self.engine.version, None
             self._set_limits(request)
         self.count_R[rows] = end + 1
+
+
+def _tokens_key(prompt: Prompt) -> bytes:
+    return prompt.tokens.tobytes()
 
 
 def _self_test(model: PreTrainedModel) -> tuple[int, bool]:

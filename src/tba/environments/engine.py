@@ -141,6 +141,7 @@ class Episodes:
     def ended(self, request: int, completion: Completion) -> Completion:
         """Returns the completion, with its environment's judgement if that is known by now."""
         self._turn_ends.pop(request, None)
+        self._unread_replies.pop(request, None)  # the engine ended it first
         if completion.stop_reason is StopReason.INTERRUPTED:
             self._release(request)
             return completion

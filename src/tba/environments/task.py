@@ -96,7 +96,7 @@ class EnvironmentReward:
         judgements = [completion.judgement for _, completion in answered]
         if None in judgements:
             raise UserError(
-                "an answer to a problem of an environment is graded by acting, and this one comes from elsewhere: "
-                "import answers of other tasks only"
+                "an answer to a problem of an environment is graded by acting, and this one was never acted: let an "
+                "EpisodeEngine play it"
             )
         return [judgement for judgement in judgements if judgement is not None]

@@ -58,34 +58,23 @@ class TurnEncoder:
         """
         is_from_tools = self._is_tool_message(observation)
         text = self._tool_messages(observation) if is_from_tools else self._user_message(observation)
-        frame = self._frames.tool_frame if is_from_tools else self._frames.user_frame
         try:
-            return self._tokens_behind_end(text, frame, has_end, end_token)
+            return self._encode_after_turn(text, self.frame_before(observation), has_end, end_token)
         except UserError as error:
             if observation.results:
                 raise EpisodeFailed(str(error)) from error
             raise
 
-    def following(self, messages: Sequence[Message], has_end: bool = True, end_token: int | None = None) -> IntArray:
-        """Returns the tokens between two turns for the messages between them: of the user, of tools, or others.
-        has_end, end_token: as in `observation`. Raises `UserError` where the template or the tokenizer cannot write
-        them.
+    def messages(self, messages: Sequence[Message], has_end: bool = True, end_token: int | None = None) -> IntArray:
+        """Returns the tokens of any messages that follow a turn, as the chat template writes them. Raises `UserError`
+        where it cannot write them, or prompts are no chats. The rest is as in `observation`.
         """
-        text = render_after_answer(self._tokenizer, messages, self._tools)
-        frame = self._frames.tool_frame if messages[0]["role"] == "tool" else self._frames.user_frame
-        return self._tokens_behind_end(text, frame, has_end, end_token)
+        if not self._chat:
+            raise UserError("several messages of different speakers follow a turn: only a chat template writes them")
+        text = render_after_answer(self._tokenizer, messages, self._tools, complete=True)
+        return self._encode_after_turn(text, self._frames.user_frame, has_end, end_token)
 
-    def turn(self, text: str, following_observation: Observation | None = None) -> IntArray:
-        """Returns the tokens of a turn that somebody else has written, before the observation that follows it; None: it
-        is the last.
-        """
-        frame = self._frames.user_frame if following_observation is not None else None
-        if following_observation is not None and self._is_tool_message(following_observation):
-            frame = self._frames.tool_frame
-        return np.array(self._frames.tokens(text, self._encode, frame), dtype=np.int32)
-
-    def _tokens_behind_end(self, text: str, frame: AnswerFrame, has_end: bool, end_token: int | None) -> IntArray:
-        """Returns the tokens of what follows a turn, without the end that the turn already has."""
+    def _encode_after_turn(self, text: Markup, frame: AnswerFrame, has_end: bool, end_token: int | None) -> IntArray:
         end = frame.end
         if not has_end or (self._frames.end_names_speaker and end is not None and end_token not in (None, end.token)):
             end = None
@@ -94,6 +83,34 @@ class TurnEncoder:
             # cut off here and not in the text, since some tokens take the blanks behind them
             tokens = tokens[tokens.index(end.token) + 1 :]
         return np.array(tokens, dtype=np.int32)
+
+    def turn(self, text: str, following_observation: Observation | None = None) -> IntArray:
+        """Returns the tokens of a turn that somebody else has written, before the observation that follows it; None: it
+        is the last.
+        """
+        frame = self.frame_before(following_observation)
+        return np.array(self._frames.tokens(text, self._encode, frame), dtype=np.int32)
+
+    @property
+    def form(self) -> AssistantTurn:
+        """Returns how turns are written; empty where no token ends them."""
+        return self._frames
+
+    def frame_before(self, observation: Observation | None) -> AnswerFrame:
+        """Returns what stands around a turn that an observation follows; None: around the last one."""
+        if observation is None:
+            return self._frames.final_frame
+        return self._frames.tool_frame if self._is_tool_message(observation) else self._frames.user_frame
+
+    @property
+    def has_tools(self) -> bool:
+        """Returns whether prompts have tools."""
+        return bool(self._tools)
+
+    def end_of(self, turn: Sequence[int]) -> tuple[bool, int | None]:
+        """Returns whether a turn (its tokens) has a token that ended it, and its last token."""
+        last_token = int(turn[-1]) if len(turn) else None
+        return last_token in self._frames.end_tokens, last_token
 
     def text(self, tokens: IntArray) -> str:
         """Returns tokens as text, without special ones but for the marks of thoughts and calls."""
@@ -127,7 +144,7 @@ class TurnEncoder:
             )
         return prefix, suffix
 
-    def _tool_messages(self, observation: Observation) -> str:
+    def _tool_messages(self, observation: Observation) -> Markup:
         """Returns what the chat template writes after a turn whose calls are answered: under the names that the policy
         gave them, unless the template refuses these.
         """
@@ -136,13 +153,13 @@ class TurnEncoder:
             [tool_message(name, result, id_) for (name, result), id_ in zip(observation.results, ids, strict=True)]
             for ids in ((call_ids, no_ids) if call_ids else (no_ids,))
         ]
-        return next(filter(None, map(self._text_after_turn, messages)), "")
+        return next(filter(None, map(self._text_after_turn, messages)), Markup(""))
 
-    def _text_after_turn(self, messages: Sequence[dict[str, str]]) -> str:
+    def _text_after_turn(self, messages: Sequence[dict[str, str]]) -> Markup:
         """Returns what the chat template writes after a turn that tools answer; empty where it knows no tools: what
         they give becomes a message of the user.
         """
         try:
             return render_after_answer(self._tokenizer, messages, self._tools)
         except UserError:
-            return ""
+            return Markup("")

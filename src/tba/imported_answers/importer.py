@@ -1,8 +1,9 @@
 """Importing trajectories: answers are tokenised, graded by the task's own reward, scored under the reference.
 
 Invariant: each line ends as a trajectory in the journal, as there already, or refused, and is counted as exactly one of
-these (`Report`). A trajectory's name follows from its source, prompt, answer and how often the same has come before, so
-that an import that was cut off, or is repeated, adds what is missing and nothing twice. A claimed reward is recorded as
+these (`Report`). A trajectory's name follows from its source, prompt, answer and how often the same has come before, or
+the name that its sender gave it, so that an import that was cut off, or is repeated, adds what is missing and nothing
+twice. An episode of an environment is judged by acting it again. A claimed reward is recorded as
 claimed, and believed only on request. No weights of the run sampled it: it is never recent, and if it has no behaviour
 log-probabilities it gets none.
 """
@@ -15,7 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TypeAlias, TypeVar
 
@@ -26,7 +27,7 @@ from tba.imported_answers.encoding import EncodedAnswer, Encoder
 from tba.imported_answers.parsing import ImportedAnswer, parse_answer
 from tba.imported_answers.report import Report, counters
 from tba.protocols import Journal, Reference, Reward
-from tba.tables import Refusal, Values
+from tba.tables import Refusal, Values, as_object
 from tba.types import TEACHER, Completion, FloatArray, Json, Judgement, Prompt, Trajectory, quote
 
 S = TypeVar("S")
@@ -62,6 +63,8 @@ class AnswerImporter:
     believe: bool = False  # use claimed rewards, where there are any
     needs_behavior: bool = False  # refuse what comes without behaviour log-probabilities
     largest_reward: float = sys.float_info.max  # refuse what has a larger |reward|
+    # returns episodes with their environment's judgement, or why they have none; None: a reward grades answers
+    replay: Callable[[Sequence[tuple[Prompt, Completion]]], Sequence[Completion | Refusal]] | None = None
     now: Callable[[], float] = time.time
     _repeats: Counter[tuple[str, str, str]] = field(default_factory=Counter)
 
@@ -72,9 +75,14 @@ class AnswerImporter:
         report, lines = Report(source), iter(entries)
         while chunk := list(islice(lines, CHUNK)):
             report.lines += len(chunk)
-            self._grade_and_write(self._without_imported(self._encode_chunk(chunk, report), report), report)
+            new_candidates = self._without_imported(self._encode_chunk(chunk, report), report)
+            self._grade_and_write(self._replay_episodes(new_candidates, report), report)
             progress(report.lines)
         return report
+
+    def import_values(self, values: Iterable[Json], source: str) -> Report:
+        """Import JSON values as `import_entries` does the objects of a file's lines; the first has the number 1."""
+        return self.import_entries(enumerate(map(as_object, values), 1), source)
 
     def _encode_chunk(self, chunk: Sequence[Entry], report: Report) -> list[Candidate]:
         """Returns the candidates of entries that can be tokenised; the other entries are refused."""
@@ -100,6 +108,7 @@ class AnswerImporter:
         if isinstance(result, ImportedAnswer):
             claimed_reward = result.claimed_reward
             provenance |= {} if result.source is None else {"source": result.source}
+            provenance |= {"uid": result.uid} if result.uid else {}
             result = self.encoder.encode(result)
         if isinstance(result, Refusal):
             return result
@@ -107,20 +116,46 @@ class AnswerImporter:
             return Refusal("no log-probabilities of its behaviour, which the run's objective needs")
         if claimed_reward is not None and math.isfinite(claimed_reward):
             provenance["claimed_reward"] = claimed_reward
-        return Candidate(line, self._name_candidate(source, result), result, claimed_reward, provenance)
+        uid = self._name_candidate(source, result, provenance.get("uid", ""))
+        return Candidate(line, uid, result, claimed_reward, provenance)
 
-    def _name_candidate(self, source: str, encoded: EncodedAnswer) -> str:
-        """Returns a candidate's uid, 32 hex digits: a hash of its content and of how often that has come before."""
+    def _name_candidate(self, source: str, encoded: EncodedAnswer, name: str) -> str:
+        """Returns a candidate's uid, 32 hex digits: a hash of its content and of its sender's `name` of it, or without
+        one of how often the same content has come before.
+        """
         content = (source, encoded.prompt.key, f"{encoded.completion.digest} {encoded.completion.stop_reason}")
-        self._repeats[content] += 1
-        hashed_text = "\0".join((*content, str(self._repeats[content])))
+        if not name:
+            self._repeats[content] += 1
+        hashed_text = "\0".join((*content, f"uid {name}" if name else str(self._repeats[content])))
         return hashlib.blake2b(hashed_text.encode(), digest_size=16).hexdigest()
 
     def _without_imported(self, candidates: list[Candidate], report: Report) -> list[Candidate]:
-        """Returns the candidates that are not in the journal already."""
+        """Returns the candidates that are not in the journal already, nor among those before them."""
         imported_uids = self.journal.known([c.uid for c in candidates])
-        report.repeated += sum(c.uid in imported_uids for c in candidates)
-        return [c for c in candidates if c.uid not in imported_uids]
+        new_candidates: dict[str, Candidate] = {}
+        for candidate in candidates:
+            if candidate.uid not in imported_uids:
+                new_candidates.setdefault(candidate.uid, candidate)
+        report.repeated += len(candidates) - len(new_candidates)
+        return [*new_candidates.values()]
+
+    def _replay_episodes(self, candidates: list[Candidate], report: Report) -> list[Candidate]:
+        """Returns the candidates that their environment has judged."""
+        if self.replay is None:
+            return candidates
+        pending = [c for c in candidates if c.encoded.completion.judgement is None]
+        replayed = dict(zip((c.uid for c in pending), self.replay([c.pair for c in pending]), strict=True))
+        acted_candidates = []
+        for candidate in candidates:
+            prompt, completion = candidate.encoded.prompt, replayed.get(candidate.uid, candidate.encoded.completion)
+            if isinstance(completion, Completion):
+                completion = self.encoder.refuse_size(prompt, completion) or completion
+            if isinstance(completion, Refusal):
+                report.refuse(candidate.line, completion)
+            else:
+                encoded = replace(candidate.encoded, completion=completion)
+                acted_candidates.append(replace(candidate, encoded=encoded))
+        return acted_candidates
 
     def _grade_and_write(self, candidates: list[Candidate], report: Report) -> None:
         """Grade, score and write candidates; only those written are counted as imported."""

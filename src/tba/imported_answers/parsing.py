@@ -5,12 +5,13 @@ reward stays a claim.
 
     {"prompt": "6 * 7 =", "response": "42", "reward": 1}
     {"messages": [{"role": "user", "content": "6 * 7 ="}, {"role": "assistant", "content": "42"}]}
+    {"key": "a8616486dcbd90a2", "messages": [{"role": "assistant", ...}, {"role": "tool", ...}, ...], "uid": "run 7"}
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from tba.tables import Refusal, Values, conversation, parse_chat_text, parse_json_text, tool_schemas
@@ -20,6 +21,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 RESPONSE_FIELDS = ("response", "completion")  # names of the field with the answer; the first one present counts
 STOP_FIELDS = ("stop_reason", "finish_reason")  # "length" in either: the answer was cut off
 PROBLEM_FIELD = "fields"  # an object with the problem's fields, in lines that have others too (`tba replay --export`)
+SEGMENTS_FIELD = "begins"  # where the later segments of an episode begin (`tba replay --export`)
 _LINE_FIELDS = {"prompt", "messages", "tools", "reward", "source", *RESPONSE_FIELDS, *STOP_FIELDS}
 
 
@@ -37,32 +39,95 @@ class ImportedAnswer:
     )  # of the problem, for the reward of a prompt the task lacks
     tools: tuple[Json, ...] = ()  # schemas of what may be called, where the prompt is a chat
     call_message: Message | None = None  # the whole answer, where it calls tools and is no text
+    # of an episode of several turns: its messages from the first answer to the last, which `response` has too
+    turns: tuple[Message, ...] = ()
+    key: str = ""  # of a prompt of the task, which may stand for `prompt`
+    uid: str = ""  # the sender's name of the episode
+
+    def splits(self) -> Iterator[ImportedAnswer]:
+        """Yields the ways to read a chat, the longest prompt first: each assistant's message that is trained on may be
+        the first answer.
+        """
+        for begin in reversed(range(1, len(self.turns))) if isinstance(self.prompt, tuple) else ():
+            if is_answer(self.turns[begin]) and self.turns[begin - 1]["role"] != "assistant":
+                prompt, turns = (*self.prompt, *self.turns[:begin]), self.turns[begin:]
+                yield replace(self, prompt=prompt, turns=turns if len(turns) > 1 else ())
+        yield self
+
+
+def is_answer(message: Message) -> bool:
+    """Returns whether a message is the assistant's and trained on: its `weight`, if it has one, is not 0."""
+    return bool(message["role"] == "assistant" and message.get("weight") != 0)
 
 
 def parse_answer(values: Values) -> ImportedAnswer | Refusal:
     """Returns the answer that an object holds, or why it holds none. Fields that are null count as missing."""
     values = {name: value for name, value in values.items() if value is not None}
-    prompt_value = parse_chat_text(values.get("prompt", values.get("messages")))
-    if prompt_value is None:
-        return Refusal("no field 'prompt' or 'messages'", f"it has {', '.join(sorted(values)) or 'none'}")
+    if isinstance(values.get(SEGMENTS_FIELD), list) and "tokens" in values:
+        return Refusal("an episode of several segments, which only the journal it comes from holds whole")
     response = next((values[name] for name in RESPONSE_FIELDS if name in values), None)
-    tools = tool_schemas(values.get("tools"))
+    tools, key, uid = tool_schemas(values.get("tools")), _text(values, "key"), _text(values, "uid")
     if isinstance(tools, Refusal):
         return tools
-    prompt = _parse_conversation(prompt_value) if isinstance(prompt_value, list) else prompt_value
-    if isinstance(prompt, Refusal):
-        return prompt
-    call_message = None
-    if isinstance(prompt, tuple):
-        if prompt[-1]["role"] == "assistant":
-            if response is not None:
-                return Refusal("a chat that ends with an answer, and another answer in the same line")
-            call_message = prompt[-1] if "tool_calls" in prompt[-1] else None
-            prompt, response = prompt[:-1], prompt[-1]["content"]
-        if not prompt or prompt[-1]["role"] not in ("user", "tool"):
-            return Refusal("a chat without a user's message to answer")
-    answer = _build_answer(values, prompt, response if call_message is None else response or " ", tools)
-    return answer if isinstance(answer, Refusal) else replace(answer, call_message=call_message)
+    parts = _parse_parts(values, bool(key), response is not None)
+    if isinstance(parts, Refusal):
+        return parts
+    (prompt, turns), call_message = parts, None
+    if turns:
+        if not is_answer(turns[-1]):
+            return Refusal("a chat that does not end with an answer to train on")
+        call_message = turns[-1] if "tool_calls" in turns[-1] else None
+        response = turns[-1]["content"] or (" " if call_message else "")
+    answer = _build_answer(values, prompt, response, tools)
+    if isinstance(answer, Refusal):
+        return answer
+    turns = turns if len(turns) > 1 else ()
+    uid = uid if "messages" in values else ""
+    return replace(answer, prompt=prompt or "", call_message=call_message, turns=turns, key=key, uid=uid)
+
+
+def _parse_parts(
+    values: Values, has_key: bool, has_response: bool
+) -> tuple[str | tuple[Message, ...] | None, tuple[Message, ...]] | Refusal:
+    """Returns the prompt of an object, None where its key stands for it, and the messages from the first answer on."""
+    prompt: Json = _parse_chat(values.get("prompt", values.get("messages")))
+    turns: Json = ()
+    if isinstance(prompt, tuple) and prompt[-1]["role"] == "assistant":
+        if has_response:
+            return Refusal("a chat that ends with an answer, and another answer in the same line")
+        has_turns_only = has_key and prompt[0]["role"] == "assistant"
+        begin = 0 if has_turns_only else _first_answer(prompt)
+        prompt, turns = None if has_turns_only else prompt[:begin], prompt[begin:]
+    elif "prompt" in values and "messages" in values and not has_response:
+        turns = _parse_chat(values["messages"])
+        if not isinstance(turns, Refusal) and not (isinstance(turns, tuple) and turns[0]["role"] == "assistant"):
+            return Refusal("messages beside their prompt that do not begin with the assistant's")
+    if isinstance(prompt, Refusal) or isinstance(turns, Refusal):
+        return prompt if isinstance(prompt, Refusal) else turns
+    if prompt is None and not has_key:
+        names = ", ".join(sorted(values)) or "none"
+        return Refusal("no field 'prompt' or 'messages'", f"it has {names}")
+    if isinstance(prompt, tuple) and (not prompt or prompt[-1]["role"] not in ("user", "tool")):
+        return Refusal("a chat without a user's message to answer")
+    return prompt, turns
+
+
+def _first_answer(chat: tuple[Message, ...]) -> int:
+    """Returns the place of the first message that answers something and is trained on; of the last one if none is."""
+    answers = (i for i in range(1, len(chat)) if chat[i - 1]["role"] in ("user", "tool") and is_answer(chat[i]))
+    return next(answers, len(chat) - 1)
+
+
+def _parse_chat(value: Json) -> Json:
+    """Returns the messages of a chat, the refusal of one, or any other value as it is."""
+    value = parse_chat_text(value)
+    return _parse_conversation(value) if isinstance(value, list) else value
+
+
+def _text(values: Values, name: str) -> str:
+    """Returns the text of a field; empty where it has none."""
+    value = values.get(name)
+    return value if isinstance(value, str) and is_text(value) else ""
 
 
 def _build_answer(values: Values, prompt: Json, response: Json, tools: tuple[Json, ...]) -> ImportedAnswer | Refusal:
@@ -70,7 +135,7 @@ def _build_answer(values: Values, prompt: Json, response: Json, tools: tuple[Jso
         names = ", ".join(RESPONSE_FIELDS)
         return Refusal("no answer", f"neither of the fields {names}, nor a last message of the assistant")
     for name, text in (("a prompt", prompt), ("an answer", response)):
-        if isinstance(text, tuple):
+        if isinstance(text, tuple | None):
             continue
         if not isinstance(text, str):
             return Refusal(f"{name} that is no text", type(text).__name__)

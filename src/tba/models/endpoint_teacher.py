@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tba.errors import UserError
+from tba.errors import SeveralSegments, UserError
 from tba.fields import as_declared
 from tba.json_input import check_json
 from tba.models.huggingface import HuggingFace
@@ -89,7 +89,8 @@ class EndpointReference:
         """Score completions of several prompts, each by one call: [i][j] is of the i-th prompt's j-th completion,
         float32 [T]; 0 where the policy did not sample.
 
-        Raises `UserError` for a refusal, `Refused` when no call succeeds, `DeadlineExceeded` when it takes too long.
+        Raises `UserError` for a refusal and for an episode of several segments, `Refused` when no call succeeds,
+        `DeadlineExceeded` when it takes too long.
         """
         pairs = [(prompt, completion) for prompt, completions in answered for completion in completions]
         calls = [partial(self._score, *pair) for pair in pairs]
@@ -112,6 +113,8 @@ class EndpointReference:
         raise UserError(f"{self._client} cannot be given weights: a reference that is reset has to be a model here")
 
     def _score(self, prompt: Prompt, completion: Completion) -> FloatArray:
+        if completion.begins is not None:
+            raise SeveralSegments(len(completion.segments), "a teacher behind an endpoint scores")
         tokens = [*prompt.tokens.tolist(), *completion.tokens.tolist()]
         if self._settings.positions is not None and len(tokens) >= self._settings.positions:
             return np.full(len(completion.tokens), np.nan, np.float32)  # what is no number is rejected, and counted
@@ -124,22 +127,16 @@ class EndpointReference:
             else:
                 entries = zip(tokens, choice["prompt_logprobs"], strict=True)
                 scores = [None if entry is None else entry[str(token)]["logprob"] for token, entry in entries]
-            log_probabilities = np.array(
-                [_log_probability(score) for score in scores[len(prompt.tokens) :]], np.float32
-            )
+            logs = np.array(list(map(_log_probability, scores[len(prompt.tokens) :])), np.float32)
         except (ValueError, KeyError, TypeError, IndexError):
-            log_probabilities = np.zeros(0, np.float32)
-        if len(log_probabilities) != len(completion.tokens):
+            logs = np.zeros(0, np.float32)
+        if len(logs) != len(completion.tokens):
             raise UserError(
                 f"{self._client} does not give the log-probabilities of the tokens it was sent "
                 f"({self._settings.scores}; each a number from {MIN_LOG_PROBABILITY:,.0f} to 0): take a server that "
                 "does, such as vLLM's, or another `scores`"
             )
-        return (
-            log_probabilities
-            if completion.mask is None
-            else np.where(completion.mask, log_probabilities, np.float32(0))
-        )
+        return logs if completion.mask is None else np.where(completion.mask, logs, np.float32(0))
 
 
 def _log_probability(score: Json) -> float:

@@ -80,7 +80,7 @@ class HuggingFace:
     # run begins, so that prompts stay the same
     gradient_checkpointing: bool | None = None  # recompute activations: less memory, one more forward pass; None: on
     # one GPU in passes that would not fit otherwise, elsewhere never
-    compiled: bool = False  # torch.compile of layers except attention, also of a decode step (docs/scaling.md)
+    torch_compile: bool = False  # torch.compile of layers except attention, also of a decode step (docs/scaling.md)
     lora: LoraSettings = field(default_factory=LoraSettings)
     warm_start: WarmStart | None = None
 
@@ -174,7 +174,7 @@ class HuggingFace:
             model,
             temperature,
             gradient_checkpointing=self._checkpointing(sharding, moments_on_host, averaged),
-            compiled=self.compiled,
+            compiled=self.torch_compile,
             heads=heads,
             compute=self.compute if is_lowered else None,
         )
@@ -251,10 +251,7 @@ class HuggingFace:
             averaged=work.averaged,
         )
         searcher_work = self._searcher_workload(prompt, shape.positions)
-        if work.parks and not uses_vllm:  # whose cache holds what is parked
-            parked_gb = self.generation.parked_gb
-            parked_bytes = None if parked_gb is None else int(parked_gb * 1e9)
-            searcher_work = replace(searcher_work, parked_bytes=parked_bytes)
+        searcher_work = replace(searcher_work, parks=work.parks and not uses_vllm)  # vllm's cache holds what is parked
         checkpoint, weights = memory.disk_bytes(shape, trainer_work)
         return {
             "trainer": memory.trainer_bytes(shape, trainer_work),
@@ -283,7 +280,7 @@ class HuggingFace:
                 return vllm_engine
             log.info("answers are sampled by transformers: %s", vllm_engine)
         arguments = (self._base(), self.tokenizer(), self.generation, version)
-        return TransformersEngine(*arguments, longest_prompt, self.compiled)
+        return TransformersEngine(*arguments, longest_prompt, self.torch_compile)
 
     def _base(self) -> PreTrainedModel:
         """Returns the model that an engine has in this process, with adapters where there are to be some."""
@@ -328,6 +325,7 @@ class HuggingFace:
 
     def _searcher_workload(self, longest_prompt: int, positions: int) -> SearcherWorkload:
         """Returns what a searcher's memory depends on, with so many tokens in a prompt and positions in the model."""
+        parked_gb = self.generation.parked_gb
         return SearcherWorkload(
             precision=self.precision,
             slots=self.generation.slots,
@@ -336,6 +334,7 @@ class HuggingFace:
             device=self._device.type,
             rank=self.lora.rank,
             targets=self.lora.targets,
+            parked_bytes=None if parked_gb is None else int(parked_gb * 1e9),
         )
 
     def _cache_bytes(self, longest_prompt: int, config: PretrainedConfig) -> int:

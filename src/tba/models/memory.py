@@ -4,8 +4,9 @@
     needed = trainer_bytes(Shape.of(config), TrainerWorkload(tokens=8192, precision=precision))
 
 Each function returns bytes by part, as they are alive at the worst moment; `total` adds them up. What is counted is
-what tensors hold. An allocator holds more: on a CPU glibc's heap keeps freed blocks below 32 MB (docs/scaling.md says
-how much), on a GPU torch's keeps freed blocks for later.
+what tensors hold, and an episode of several segments counts as one of their length, which holds no less. An allocator
+holds more: on a CPU glibc's heap keeps freed blocks below 32 MB (docs/scaling.md says how much), on a GPU torch's keeps
+freed blocks for later.
 
 The rule of thumb is 16 bytes a trained parameter (float32 weight, gradient, two moments). The rest is what a pass keeps
 for its backward: per token and layer what autograd saves of a decoder layer, or with checkpointing one hidden state of
@@ -141,7 +142,7 @@ def trainer_bytes(shape: Shape, work: TrainerWorkload) -> Bytes:
         "weights": (frozen_bytes + 4 * parameters) // work.ranks,
         "gradients": 4 * parameters // work.ranks,
         "moments": 0 if work.moves_moments else 8 * parameters // work.ranks,
-        "probabilities kept": _kept_probability_bytes(shape, tokens, i),
+        "probabilities kept": min(tokens, KEPT_BYTES // (shape.vocabulary * i)) * shape.vocabulary * i,
     } | ({"averages": 4 * parameters // work.ranks} if work.averaged else {})
     hidden = tokens * shape.width * i  # the hidden states of one layer
     layer = tokens * _layer_bytes(shape, work)
@@ -172,13 +173,14 @@ class SearcherWorkload:
     device: str = "cpu"
     rank: int = 0  # of adapters: the reference shares the engine's base
     targets: tuple[str, ...] = ()
-    parked_bytes: int | None = 0  # keys and values of completions that wait for replies; None: as much as of the slots
+    parks: bool = False  # completions wait for replies, and others take their place
+    parked_bytes: int | None = None  # of the keys and values of those that wait; None: as many as of the slots
 
 
 def engine_bytes(shape: Shape, work: SearcherWorkload) -> Bytes:
     """Returns the bytes of the transformers engine, by part."""
     i, is_cuda = work.precision.compute.itemsize, work.device == "cuda"
-    longest_read = work.positions if work.parked_bytes != 0 else work.prompt  # what was dropped is read again
+    longest_read = work.positions if work.parks else work.prompt  # what was dropped is read again
     tokens = max(PREFILL_TOKENS, longest_read)  # read together; their keys and values stay until all are copied to rows
     prompts = tokens * shape.layers * 2 * shape.keys * i
     # its last layer, or, when all keys are put together, a second copy of them
@@ -190,7 +192,7 @@ def engine_bytes(shape: Shape, work: SearcherWorkload) -> Bytes:
     return {
         "weights": _base_bytes(shape, work.precision) + i * adapters,
         "keys and values": slots,
-        "parked keys and values": slots if work.parked_bytes is None else work.parked_bytes,
+        "parked keys and values": work.parks * (slots if work.parked_bytes is None else work.parked_bytes),
         "a step": max(prefill, step),
         # logits of each graph, and of the largest what its draw needs, none of which is shared with other work
         "captured steps": shape.vocabulary * (sum(captured_sizes(work.slots)) * i + work.slots * 3 * 4) * is_cuda,
@@ -272,11 +274,6 @@ def _layer_bytes(shape: Shape, work: TrainerWorkload) -> int:
     norms = 2 * (shape.width * (4 + norm + i if work.device == "cpu" else 2 * i) + 4)
     attention = 2 * (shape.queries + shape.keys) * i + 4 * shape.heads  # query, output, key, value; the log-sum-exp
     return norms + attention + feed_forward + adapted_layers * work.rank * i
-
-
-def _kept_probability_bytes(shape: Shape, tokens: int, i: int) -> int:
-    """Returns the bytes of the probabilities that the head keeps for its backward."""
-    return min(tokens, KEPT_BYTES // (shape.vocabulary * i)) * shape.vocabulary * i
 
 
 def _logit_bytes(shape: Shape, work: TrainerWorkload, kept_bytes: int) -> tuple[int, int]:

@@ -101,8 +101,7 @@ def adapter_at(path: str) -> Path | None:
     if is_cached and not isinstance(cached_config, str):
         return None
     try:  # of what else there is, nothing is fetched
-        folder = Path(snapshot_download(path, allow_patterns=[CONFIG]))
-        if not (folder / CONFIG).is_file():
+        if not (Path(snapshot_download(path, allow_patterns=[CONFIG])) / CONFIG).is_file():
             return None
         return Path(snapshot_download(path, allow_patterns=list(_OF_ADAPTER)))
     except (OSError, ValueError):
@@ -206,8 +205,7 @@ def _merge(folder: Path, base: str, revision: str | None, out: Path) -> None:
 def _resize(model: PreTrainedModel, weights: Path) -> None:
     """Give the model as many rows of embeddings as the adapter's file has, if it has any."""
     with safetensors.safe_open(weights, framework="pt") as tensors:
-        names = set(tensors.keys())
-        shapes = {name: tensors.get_slice(name).get_shape() for name in names}
+        shapes = {name: tensors.get_slice(name).get_shape() for name in set(tensors.keys())}
     for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
         name = next((name for name, module in model.named_modules() if module is layer), "")
         for saved_name in (f"base_model.model.{name}.weight", f"base_model.model.{name}.base_layer.weight"):

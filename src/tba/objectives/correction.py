@@ -76,9 +76,7 @@ class Correction:
             raise UserError(f"the correction's cap is {self.cap}, but it has to be at least 1, the ratio on-policy.")
         require_clip(self.clip)
         if self.clip_high is not None and not 0 < self.clip_high < math.inf:
-            raise UserError(
-                f"the correction's clip_high is {self.clip_high}, but it has to be above 0; 0.28 is DAPO's."
-            )
+            raise UserError(f"the correction's clip_high is {self.clip_high}, but must be above 0; 0.28 is DAPO's")
 
     @property
     def needs(self) -> frozenset[str]:
@@ -110,8 +108,7 @@ class Correction:
             terms_BT = log_shift_BT.clamp(max=math.log(self.cap)).exp() * terms_BT * weight_BT
         elif self.form == "mask":
             cut_BT = log_rho_BT.abs() > math.log(self.cap)
-            masked_ratio_BT = log_rho_BT.detach().masked_fill(cut_BT, -math.inf).exp()
-            terms_BT = -masked_ratio_BT * advantage_B1 * log_policy_BT
+            terms_BT = -log_rho_BT.detach().masked_fill(cut_BT, -math.inf).exp() * advantage_B1 * log_policy_BT
         else:
             bounded_BT, cut_BT = log_rho_BT.clamp(max=math.log(self.cap)), log_rho_BT > math.log(self.cap)
             if self.form == "truncate":

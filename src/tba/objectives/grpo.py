@@ -7,7 +7,7 @@ Shape legend: B rows (one completion each), T completion positions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -16,15 +16,11 @@ from tba.batch import Batch
 from tba.fields import as_declared
 from tba.objectives.correction import Correction
 from tba.objectives.penalty import clamped_divergence, k3
-from tba.objectives.reduce import Per, average, group_mean, group_sizes, group_std, row_means
+from tba.objectives.reduce import Aggregation, average, group_mean, group_sizes, group_std, row_means
 from tba.protocols import Measured, PolicyOutput
 from tba.schedules import Constant, Schedule
 
 _LEAST_STD = 1e-4  # added to the standard deviation, so that a group of equal rewards has advantages of zero
-
-
-def _clip() -> Correction:
-    return Correction("clip")
 
 
 @dataclass(frozen=True)
@@ -41,9 +37,11 @@ class Grpo:
 
     beta: Schedule = Constant(0.04)  # weight of the divergence from the reference
     standardise: bool = True  # divide by the group's standard deviation, which gives easy and hard prompts more weight
-    per: Per = "sequence"  # divisor of sums: the rows, each row's tokens and the rows (sequence), or all tokens
+    loss_aggregation: Aggregation = (
+        "sequence"  # divisor: rows, each row's tokens and the rows (sequence), or all tokens
+    )
     penalty: Literal["loss", "reward"] = "loss"  # the divergence as k3 in the loss, or in the reward before the mean
-    correction: Correction = field(default_factory=_clip)  # how the ratio to the behaviour enters: clip
+    correction: Correction = Correction("clip")  # how the ratio to the behaviour enters: clip
 
     @property
     def needs(self) -> frozenset[str]:
@@ -51,7 +49,7 @@ class Grpo:
 
     @property
     def by_group(self) -> bool:
-        return self.per != "token"
+        return self.loss_aggregation != "token"
 
     def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, Measured]:
         """Returns the scalar whose gradient is the estimate, and metrics, which are row means."""
@@ -65,7 +63,7 @@ class Grpo:
         if not in_reward:
             terms_BT = terms_BT + beta * k3(log_policy_BT, batch)
         metrics = row_means(advantage=advantage_B.abs(), degenerate=group_sizes(*rows) == 1, **columns)
-        return average(terms_BT, batch.mask_BT, self.per), metrics | {"beta": beta}
+        return average(terms_BT, batch.mask_BT, self.loss_aggregation), metrics | {"beta": beta}
 
 
 def dr_grpo(
@@ -78,4 +76,4 @@ def dr_grpo(
     Liu et al. 2025, "Understanding R1-Zero-like training" (arXiv 2503.20783). Their division by a constant number of
     tokens is left to the learning rate: the loss is a mean over rows of sums over tokens, as Trajectory Balance's is.
     """
-    return Grpo(beta, standardise=False, per="row", penalty=penalty, correction=Correction(form))
+    return Grpo(beta, standardise=False, loss_aggregation="row", penalty=penalty, correction=Correction(form))

@@ -45,18 +45,12 @@ class Reinforce:
     def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, Measured]:
         """Returns a scalar whose gradient is the estimate (its value means nothing), and metrics (row means)."""
         beta = self.beta(step)
-        penalty_B = penalised_log_ratio(output.log_policy_BT, batch, self.penalised).sum(1)
-        score_B = batch.reward_B - beta * penalty_B
+        score_B = batch.reward_B - beta * penalised_log_ratio(output.log_policy_BT, batch, self.penalised).sum(1)
         advantage_B = score_B - self._baseline_B(score_B, batch)
         terms_BT, columns = self.correction.terms(output.log_policy_BT, advantage_B, batch)
         loss_B = masked_sum(terms_BT, batch.mask_BT)
-
-        metrics = row_means(
-            loss=loss_B,
-            advantage=advantage_B.abs(),
-            degenerate=group_sizes(batch.group_B, batch.groups) == 1,
-            **columns,
-        )
+        degenerate_B = group_sizes(batch.group_B, batch.groups) == 1
+        metrics = row_means(loss=loss_B, advantage=advantage_B.abs(), degenerate=degenerate_B, **columns)
         return loss_B.mean(), metrics | {"beta": beta}
 
     def _baseline_B(self, score_B: torch.Tensor, batch: Batch) -> torch.Tensor:

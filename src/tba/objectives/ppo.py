@@ -19,7 +19,7 @@ from tba.errors import UserError
 from tba.fields import as_declared
 from tba.objectives.correction import clipped, log_ratio_to_behavior, require_clip
 from tba.objectives.penalty import Penalised, penalised_log_ratio
-from tba.objectives.reduce import Per, average, row_means, token_mean, whitened
+from tba.objectives.reduce import Aggregation, average, row_means, token_mean, whitened
 from tba.protocols import Measured, PolicyOutput
 from tba.schedules import Constant, Schedule
 
@@ -47,7 +47,7 @@ class Ppo:
     value_clip: float | None = None  # error beyond which the value loss is linear instead of square; None: never
     whiten: bool = True  # advantages of mean 0 and variance 1 over the batch's tokens
     penalised: Penalised = "behavior"  # whose distance to the reference is penalised
-    per: Per = "token"  # divisor of sums: the rows, each row's tokens and the rows (sequence), or all tokens
+    loss_aggregation: Aggregation = "token"  # divisor: rows, each row's tokens and the rows (sequence), or all tokens
 
     def __post_init__(self) -> None:
         require_clip(self.clip)
@@ -62,7 +62,7 @@ class Ppo:
 
     @property
     def by_group(self) -> bool:
-        return self.per != "token" and not self.whiten
+        return self.loss_aggregation != "token" and not self.whiten
 
     def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, Measured]:
         """Returns the scalar to minimise, and metrics; `cut` is the share of tokens without gradient, by row."""
@@ -74,13 +74,10 @@ class Ppo:
         advantage_BT = gae(reward_BT, value_BT.detach(), mask_BT, self.gamma, self.lam)
         error_BT = value_BT - (advantage_BT + value_BT.detach())
         terms_BT, columns = proximal_terms(output.log_policy_BT, advantage_BT, batch, self.clip, self.whiten)
-        policy_loss = average(terms_BT, mask_BT, self.per)
-        value_loss = average(self._square(error_BT), mask_BT, self.per)
+        policy_loss = average(terms_BT, mask_BT, self.loss_aggregation)
+        value_loss = average(self._square(error_BT), mask_BT, self.loss_aggregation)
 
-        columns |= {
-            "value": token_mean(value_BT, mask_BT),
-            "value_error": token_mean(error_BT.square(), mask_BT),
-        }
+        columns |= {"value": token_mean(value_BT, mask_BT), "value_error": token_mean(error_BT.square(), mask_BT)}
         return policy_loss + self.value_weight * value_loss, row_means(**columns) | {"beta": beta}
 
     def _square(self, error_BT: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from tba.batch import Batch
 from tba.fields import as_declared
 from tba.objectives.correction import Correction
-from tba.objectives.reduce import Per, average, group_max, group_mean, row_means
+from tba.objectives.reduce import Aggregation, average, group_max, group_mean, row_means
 from tba.protocols import Measured, PolicyOutput
 
 
@@ -31,7 +31,7 @@ class Raft:
     """
 
     keep: Literal["positive", "best"] = "positive"  # rows with a reward above 0, or the best of each group
-    per: Per = "row"  # divisor of sums: the rows, each row's tokens and the rows (sequence), or all tokens
+    loss_aggregation: Aggregation = "row"  # divisor: rows, each row's tokens and the rows (sequence), or all tokens
     correction: Correction = field(default_factory=Correction)  # for data that are not on-policy
 
     @property
@@ -40,13 +40,13 @@ class Raft:
 
     @property
     def by_group(self) -> bool:
-        return self.per != "token"
+        return self.loss_aggregation != "token"
 
     def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, Measured]:
         """Returns the scalar to minimise, and metrics, which are row means; `kept` is the share of rows that are."""
         weight_B = self._weight_B(batch)
         terms_BT, columns = self.correction.terms(output.log_policy_BT, weight_B, batch)
-        return average(terms_BT, batch.mask_BT, self.per), row_means(kept=weight_B > 0, **columns)
+        return average(terms_BT, batch.mask_BT, self.loss_aggregation), row_means(kept=weight_B > 0, **columns)
 
     def _weight_B(self, batch: Batch) -> Tensor:
         if self.keep == "positive":

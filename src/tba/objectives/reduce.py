@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tba.protocols import Measured
 
-Per: TypeAlias = Literal["row", "sequence", "token"]
+Aggregation: TypeAlias = Literal["row", "sequence", "token"]
 
 
 def masked_sum(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -28,14 +28,14 @@ def token_mean(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
     return masked_sum(x_BT, mask_BT) / mask_BT.sum(1).clamp(min=1)
 
 
-def average(x_BT: Tensor, mask_BT: Tensor, per: Per) -> Tensor:
+def average(x_BT: Tensor, mask_BT: Tensor, aggregation: Aggregation) -> Tensor:
     """Returns a scalar from terms at sampled positions; |y| counts a row's, N the batch's.
 
     `row` (1 / B) sum x, `sequence` (1 / B) sum x / |y|, `token` (1 / N) sum x. The last one ties all rows together.
     """
-    if per == "token":
+    if aggregation == "token":
         return masked_sum(x_BT, mask_BT).sum() / mask_BT.sum().clamp(min=1)
-    return (token_mean if per == "sequence" else masked_sum)(x_BT, mask_BT).mean()
+    return (token_mean if aggregation == "sequence" else masked_sum)(x_BT, mask_BT).mean()
 
 
 def whitened(x_BT: Tensor, mask_BT: Tensor) -> Tensor:

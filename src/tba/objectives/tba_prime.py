@@ -8,7 +8,7 @@ Shape legend: B rows (one completion each), T completion positions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -16,13 +16,9 @@ from tba.batch import Batch
 from tba.fields import as_declared
 from tba.objectives.correction import Correction
 from tba.objectives.penalty import clamped_divergence
-from tba.objectives.reduce import Per, average, group_mean, group_sizes, row_means
+from tba.objectives.reduce import Aggregation, average, group_mean, group_sizes, row_means
 from tba.protocols import Measured, PolicyOutput
 from tba.schedules import Schedule
-
-
-def _ratio_up_to_8() -> Correction:
-    return Correction("clamp", cap=8.0)
 
 
 @dataclass(frozen=True)
@@ -37,8 +33,8 @@ class TbaPrime:
     """
 
     beta: Schedule  # strength of the pull to the reference, in units of reward (the paper's MATH run: 0.005)
-    per: Per = "token"  # divisor of the sum: the batch's tokens, or (row) its rows, as in Trajectory Balance
-    correction: Correction = field(default_factory=_ratio_up_to_8)  # for data that are not on-policy: clamp, at 8
+    loss_aggregation: Aggregation = "token"  # divisor: the tokens, or (row) the rows, as in Trajectory Balance
+    correction: Correction = Correction("clamp", cap=8.0)  # for data that are not on-policy: clamp, at 8
 
     @property
     def needs(self) -> frozenset[str]:
@@ -46,7 +42,7 @@ class TbaPrime:
 
     @property
     def by_group(self) -> bool:
-        return self.per != "token"
+        return self.loss_aggregation != "token"
 
     def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, Measured]:
         """Returns the scalar whose gradient is the estimate, and metrics, which are row means."""
@@ -56,4 +52,4 @@ class TbaPrime:
         advantage_B = (reward_B - group_mean(reward_B, *rows)) - beta * (kl_B - group_mean(kl_B, *rows))
         terms_BT, columns = self.correction.terms(output.log_policy_BT, advantage_B, batch)
         metrics = row_means(advantage=advantage_B.abs(), degenerate=group_sizes(*rows) == 1, **columns)
-        return average(terms_BT, batch.mask_BT, self.per), metrics | {"beta": beta}
+        return average(terms_BT, batch.mask_BT, self.loss_aggregation), metrics | {"beta": beta}

@@ -127,9 +127,7 @@ class TrajectoryBalance:
         if memory is not None and log_rho_B is not None:
             push = memory.push(step, beta * slant_B(gap_B.detach(), weight_B, output, batch), batch)
             log_policy_B = masked_sum(output.log_policy_BT, batch.mask_BT)
-            pushed_B = (
-                push * plain_weights(log_rho_B, batch) * (log_policy_B - log_policy_B.detach())
-            )  # 0, with a slope
+            pushed_B = push * plain_weights(log_rho_B, batch) * (log_policy_B - log_policy_B.detach())  # a slope at 0
             loss_B = loss_B - scale * 2 / beta * pushed_B
             extra_metrics = {"push": push}
         if log_rho_B is not None and self.off_policy != "tapered":
@@ -158,8 +156,7 @@ class TrajectoryBalance:
         spread_B = group_mean((log_rho_B - group_mean(log_rho_B, *rows)).square(), *rows).sqrt()
         log_rho_B = log_rho_B * (SPREAD / spread_B.clamp(min=SPREAD))
         if self.off_policy == "tapered":
-            better_B = gap_B > group_mean(gap_B, *rows)
-            log_weight_B = log_rho_B.clamp(max=0).where(~better_B, 0.0)
+            log_weight_B = log_rho_B.clamp(max=0).where(~(gap_B > group_mean(gap_B, *rows)), 0.0)
         else:
             log_weight_B = log_rho_B.clamp(max=math.log(CAP))
         if self.log_z == "learned":

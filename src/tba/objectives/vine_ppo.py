@@ -17,7 +17,7 @@ from tba.batch import Batch
 from tba.objectives.correction import require_clip
 from tba.objectives.penalty import k3
 from tba.objectives.ppo import proximal_terms
-from tba.objectives.reduce import Per, average, row_means
+from tba.objectives.reduce import Aggregation, average, row_means
 from tba.protocols import Measured, PolicyOutput
 from tba.schedules import Constant, Schedule
 
@@ -36,21 +36,21 @@ class VinePpo:
     beta: Schedule = Constant(1e-4)  # weight of the divergence from the reference, as k3 in the loss
     clip: float = 0.2  # how far from 1 a ratio still has a gradient
     whiten: bool = True  # advantages of mean 0 and variance 1 over the batch's tokens
-    per: Per = "token"  # divisor of sums: the rows, each row's tokens and the rows (sequence), or all tokens
+    loss_aggregation: Aggregation = "token"  # divisor: rows, each row's tokens and the rows (sequence), or all tokens
 
     def __post_init__(self) -> None:
         require_clip(self.clip)
 
     @property
     def by_group(self) -> bool:
-        return self.per != "token" and not self.whiten
+        return self.loss_aggregation != "token" and not self.whiten
 
     def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, Measured]:
         """Returns a scalar with the estimate as gradient, and metrics; `cut` is the share of tokens without one."""
         beta, mask_BT = self.beta(step), batch.mask_BT
         advantage_BT = step_advantages(batch)
         terms_BT, columns = proximal_terms(output.log_policy_BT, advantage_BT, batch, self.clip, self.whiten)
-        loss = average(terms_BT + beta * k3(output.log_policy_BT, batch), mask_BT, self.per)
+        loss = average(terms_BT + beta * k3(output.log_policy_BT, batch), mask_BT, self.loss_aggregation)
         return loss, row_means(**columns) | {"beta": beta}
 
 

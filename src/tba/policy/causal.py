@@ -265,10 +265,7 @@ class CausalPolicy:
                 local_part(tensor).copy_(weights[name][rows])  # kept by no name while the next one is made
 
     def save(
-        self,
-        path: Path,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        weights: Mapping[str, Tensor] | None = None,
+        self, path: Path, tokenizer: PreTrainedTokenizerBase | None = None, weights: Mapping[str, Tensor] | None = None
     ) -> None:
         """Write the Hugging Face layout: configuration, safetensors and the tokenizer, under a temporary name that is
         then replaced.
@@ -366,8 +363,7 @@ def _mean_prompt_state(hidden_BTW: Tensor, batch: Batch) -> Tensor:
     """Returns [G, W] float32: the mean hidden state of each prompt, from the first row that has it."""
     row_B = torch.arange(batch.rows, device=batch.group_B.device)
     first_row_G = row_B.new_full((batch.groups,), batch.rows).scatter_reduce(0, batch.group_B, row_B, "amin")
-    position_P = torch.arange(batch.prompt_GP.shape[1], device=row_B.device)
-    in_prompt_GP = position_P < batch.prompt_length_G[:, None]
+    in_prompt_GP = torch.arange(batch.prompt_GP.shape[1], device=row_B.device) < batch.prompt_length_G[:, None]
     hidden_GPW = hidden_BTW[first_row_G, : batch.prompt_GP.shape[1]].float()
     return (hidden_GPW * in_prompt_GP[:, :, None]).sum(1) / batch.prompt_length_G[:, None]
 

@@ -177,9 +177,7 @@ class _TokenLogProbabilities(torch.autograd.Function):
     def backward(ctx: Any, grad_M: Tensor) -> tuple[Tensor | None, ...]:
         hidden_MW, weight_VW, bias_V, target_M, log_M = ctx.saved_tensors
         if ctx.surplus_KV is None:
-            raise RuntimeError(
-                "log-probabilities are differentiated once: evaluate the batch again for another gradient"
-            )
+            raise RuntimeError("log-probabilities are differentiated once: evaluate again for another gradient")
         kept_count, vocabulary = ctx.surplus_KV.shape
         scale_M1 = (grad_M / ctx.temperature).to(hidden_MW.dtype)[:, None]
         scaled_MW = hidden_MW * scale_M1

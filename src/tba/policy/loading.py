@@ -57,11 +57,7 @@ _TRANSFORMERS_LOADS = threading.RLock()  # transformers patches its classes whil
 
 
 def load_model(
-    path: str | Path,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    seed: int | None = None,
-    four_bit: bool = False,
+    path: str | Path, device: torch.device | str, dtype: torch.dtype, seed: int | None = None, four_bit: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads a causal language model and its tokenizer from a local folder or a Hub name, in evaluation mode.
 
@@ -214,9 +210,7 @@ def _drop_false_ids(path: str | Path, part: PretrainedConfig | GenerationConfig,
         tokens = [i for i in ids if type(i) is int and 0 <= i < vocabulary]
         if tokens != ids:
             setattr(part, name, tokens if isinstance(value, list) and tokens else next(iter(tokens), None))
-            log.warning(
-                "%s of %s is %r: what is no token of its 0 to %d is left out", name, path, value, vocabulary - 1
-            )
+            log.warning("%s of %s is %r: what is no token of 0 to %d is left out", name, path, value, vocabulary - 1)
 
 
 def keep_softcap(model: PreTrainedModel) -> None:

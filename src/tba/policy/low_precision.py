@@ -33,11 +33,8 @@ class LowPrecision:
                     self._weight_of[copy] = weight
                     copy.register_post_accumulate_grad_hook(self._queue_gradient)
                 module._parameters[name] = copy_of[weight]
-        self._weight_of_name = {
-            name: self._weight_of[p]
-            for name, p in model.named_parameters(remove_duplicate=False)
-            if p in self._weight_of
-        }
+        parameters = model.named_parameters(remove_duplicate=False)
+        self._weight_of_name = {name: self._weight_of[p] for name, p in parameters if p in self._weight_of}
         self._rounded_versions = self._versions()
         self._pending_copies: list[Parameter] = []  # copies whose gradients have not been cast yet
 

@@ -73,8 +73,7 @@ class Sequences:
         """
         if self.causal and self.window is None and self.query_lengths == self.key_lengths:
             runs = [(queries.start, queries.stop - queries.start) for queries, _ in self.slices()]
-            buckets = _make_buckets(runs, self.query_start.device)
-            return tuple((bucket, bucket) for bucket in buckets)
+            return tuple((bucket, bucket) for bucket in _make_buckets(runs, self.query_start.device))
         return tuple((RowRange(q.start, q.stop), RowRange(k.start, k.stop)) for q, k in self.slices())
 
 
@@ -310,8 +309,7 @@ class Bucket:
         if self.valid_nT is None:
             return values_nTD
         flat = values_nTD.flatten(0, 1)
-        padded = torch.zeros_like(flat).index_copy_(0, self.valid_nT, flat[self.valid_nT])
-        return padded.view(values_nTD.shape)
+        return torch.zeros_like(flat).index_copy_(0, self.valid_nT, flat[self.valid_nT]).view(values_nTD.shape)
 
 
 Call: TypeAlias = tuple[RowRange | Bucket, RowRange | Bucket]  # queries and keys

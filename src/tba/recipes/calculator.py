@@ -27,7 +27,9 @@ recipe = tba.Recipe(
     objective=tba.TrajectoryBalance(beta=tba.Constant(0.05)),
     optimizer=tba.OptimizerSettings(lr=2e-4, schedule=tba.WarmupStableDecay(20, 380, 100)),
     replay=tba.ReplaySettings(
-        selection=tba.RecencyReward(m=0.95), pacing=tba.Pacing(warm_up=280), buffer=tba.BufferSettings(distinct=False)
+        selection=tba.RecencyReward(m=0.95),
+        pacing=tba.Pacing(warm_up=280),
+        buffer=tba.BufferSettings(deduplicate=False),
     ),
     evaluation=tba.EvaluationSettings(every=50, problems=500, problems_during=250, threshold=1 - COST),
     steps=500,

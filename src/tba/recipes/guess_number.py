@@ -29,7 +29,7 @@ recipe = tba.Recipe(
     replay=tba.ReplaySettings(
         selection=tba.RecencyReward(m=0.95),
         pacing=tba.Pacing(warm_up=140, max_mean_uses=1.0),
-        buffer=tba.BufferSettings(distinct=False),
+        buffer=tba.BufferSettings(deduplicate=False),
     ),
     evaluation=tba.EvaluationSettings(
         every=50, problems=500, problems_during=250, threshold=1 - 6.5 / GUESSES, greedy=False, logged_problems=500

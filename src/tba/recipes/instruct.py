@@ -29,7 +29,7 @@ recipe = tba.Recipe(
     replay=tba.ReplaySettings(
         selection=tba.RecencyReward(m=0.95),
         pacing=tba.Pacing(warm_up=32, max_mean_uses=2.0),
-        buffer=tba.BufferSettings(distinct=False),  # short answers repeat
+        buffer=tba.BufferSettings(deduplicate=False),  # short answers repeat
     ),
     evaluation=tba.EvaluationSettings(
         every=30, problems=100, problems_during=100, greedy=False, batch_size=64, logged_problems=1000

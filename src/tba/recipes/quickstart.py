@@ -39,11 +39,11 @@ recipe = tba.Recipe(
     ),
     objective=tba.TrajectoryBalance(beta=tba.Constant(0.05)),
     exploration=tba.Fixed(temperature=1.0),
-    optimizer=tba.OptimizerSettings(lr=1e-4, schedule=tba.WarmupStableDecay(20, 260, 120), averaged=True),
+    optimizer=tba.OptimizerSettings(lr=1e-4, schedule=tba.WarmupStableDecay(20, 260, 120), weight_average=True),
     replay=tba.ReplaySettings(
         selection=tba.RecencyReward(m=0.95),
         pacing=tba.Pacing(warm_up=544),  # four rounds
-        buffer=tba.BufferSettings(distinct=False),  # an answer has four digits: few are distinct
+        buffer=tba.BufferSettings(deduplicate=False),  # an answer has four digits: few are distinct
     ),
     evaluation=tba.EvaluationSettings(every=50, problems=2000, problems_during=500, pass_k=4, batch_size=160),
     steps=400,

@@ -30,9 +30,7 @@ recipe = replace(
         count=5,
         evaluated=1024,
     ),
-    model=tba.HuggingFace(
-        generation=tba.EngineSettings(slots=128, max_completion_tokens=20, min_completion_tokens=5),
-    ),
+    model=tba.HuggingFace(generation=tba.EngineSettings(slots=128, max_completion_tokens=20, min_completion_tokens=5)),
     objective=tba.TrajectoryBalance(
         beta=tba.Constant(0.05),
         off_policy="tapered",

@@ -13,11 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from tba.record.run_warnings import (
-    LONG,
-    SHORT,
-    report_once,
-)
+from tba.record.run_warnings import LONG, SHORT, report_once
 
 REWARD_ERRORS, LOST = 6.0, 0.5  # of the mean reward, of which there are many more
 LENGTH_FACTOR = 2.0  # by which the mean length of answers may shrink or grow

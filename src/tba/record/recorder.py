@@ -158,6 +158,7 @@ class SampleWriter:
 
     def _line(self, step: int, t: Trajectory) -> dict[str, Json]:
         text_fields = {"prompt": t.prompt.text, "completion": t.completion.text} if self.text else {}
+        segment_fields = {} if t.completion.begins is None else {"segments": len(t.completion.segments)}
         return {
             "step": step,
             "prompt_key": t.prompt.key,
@@ -166,6 +167,7 @@ class SampleWriter:
             "reward_parts": t.reward_parts,
             "version": t.version,
             "length": t.length,
+            **segment_fields,
             "stop_reason": t.completion.stop_reason,
             "log_reference": float(t.log_reference.sum()),
             "uid": t.uid,
@@ -256,5 +258,4 @@ class WandbRun:
 
 def _row(line: Mapping[str, Json]) -> list[Json]:
     """Returns a row of W&B's table. Parts are one text, since a column has one type and parts differ by prompt."""
-    parts = json.dumps(line["reward_parts"])
-    return [line["step"], line["prompt"], line["completion"], line["reward"], parts]
+    return [line["step"], line["prompt"], line["completion"], line["reward"], json.dumps(line["reward_parts"])]

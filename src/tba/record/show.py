@@ -159,8 +159,7 @@ def course_table(run: RunRecord) -> RenderableType:
             means = {i: float(values[span_of_step == i].mean()) for i in set(span_of_step.tolist())}
             low, high = min(means.values()), max(means.values())
             bars = {i: BARS[round((len(BARS) - 1) * (mean - low) / (high - low or 1.0))] for i, mean in means.items()}
-            curve = "".join(bars.get(i, " ") for i in range(spans))
-            table.add_row(label, curve, as_text(low), as_text(high))
+            table.add_row(label, "".join(bars.get(i, " ") for i in range(spans)), as_text(low), as_text(high))
     return table if table.row_count else Text("no step recorded yet", style="dim")
 
 
@@ -179,9 +178,7 @@ def ledger_table(summary: Summary) -> RenderableType:
     table = table_of("", "tokens", "trajectories")
     for name in TERMS:
         table.add_row(
-            name.replace("_", " "),
-            f"{getattr(summary.tokens, name):,}",
-            f"{getattr(summary.trajectories, name):,}",
+            name.replace("_", " "), f"{getattr(summary.tokens, name):,}", f"{getattr(summary.trajectories, name):,}"
         )
     table.add_row("closes", _closes(summary.tokens), _closes(summary.trajectories))
     return table
@@ -271,6 +268,7 @@ def summary_facts(summary: Summary) -> dict[str, str]:
         "control": _control(summary),
         "reference reset": _reference_resets(summary),
         "joined": _joined_searchers(summary),
+        "served to agents": _served(summary),
         "faults": join_pairs({kind: count for kind, count in summary.faults.items() if count}),
         "peak memory": join_pairs({part: size(peak) for part, peak in summary.peak_memory_bytes.items()}),
         "utilisation": _utilisation(summary),
@@ -348,6 +346,11 @@ def _lag(summary: Summary) -> str:
 def _reference_resets(summary: Summary) -> str:
     steps = ", ".join(str(reset["step"]) for reset in summary.reference_resets)
     return steps and f"after step {steps}"
+
+
+def _served(summary: Summary) -> str:
+    """Returns what agents were served."""
+    return ", ".join(f"{count:,} {name}" for name, count in summary.served.items())
 
 
 def _joined_searchers(summary: Summary) -> str:

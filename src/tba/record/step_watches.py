@@ -94,7 +94,7 @@ class StalenessWatch:
             remedies += f"; weights are published every {self.sync_every} updates (--sync-every)"
         if self._repeated_share > MOST_REPEATED:
             remedies += f"; {percent(self._repeated_share)} of the answers left as copies of others"
-            remedies += " (--replay.buffer.no-distinct keeps them)"
+            remedies += " (--replay.buffer.no-deduplicate keeps them)"
         return [
             f"data are stale: {finding} over steps {step - len(self._newest_values[name]) + 1} to {step}. {remedies}"
             for name, finding in sentences
@@ -150,7 +150,7 @@ class SignalWatch:
         return {
             COPIES: f"{percent(self._copied_share)} of the answers so far were dropped as copies of others to the same "
             "prompt, and never used: sample more varied answers (--exploration.temperature), or keep them all "
-            "(--replay.buffer.no-distinct)"
+            "(--replay.buffer.no-deduplicate)"
         }
 
     def _span_sentences(self, step: int) -> dict[str, str]:

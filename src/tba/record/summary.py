@@ -80,6 +80,7 @@ class Summary:
     prompts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     reference_resets: Sequence[Mapping[str, Json]] = ()  # each the step, the version that became it, and when
     control: Sequence[Mapping[str, Json]] = ()  # each change by the controller: its step, why, the values from then on
+    served: Mapping[str, int] = field(default_factory=dict)  # to agents (`tba serve`), by what it counts
     joined: Sequence[Mapping[str, Json]] = ()  # searchers that joined: `name`, `joined` and `left` in seconds, `how`
     faults: Mapping[str, Json] = field(default_factory=dict)  # what went wrong and was survived: {"restarts": 1}
     peak_memory_bytes: Mapping[str, int] = field(default_factory=dict)  # by part

@@ -50,15 +50,12 @@ class NeighbourIndex(Protocol):
 
     def of(self, stored: StoredTrajectory) -> npt.NDArray[np.intp]:
         """Returns the rows whose answers nearly equal this one to the same prompt."""
-        ...
 
     def add(self, row: int, stored: StoredTrajectory) -> None:
         """Add a row, which must not be there yet."""
-        ...
 
     def remove(self, row: int, prompt: str) -> None:
         """Remove a row of a prompt (by its key), which must be there."""
-        ...
 
 
 class NearSettings(Protocol):
@@ -70,11 +67,9 @@ class NearSettings(Protocol):
     @property
     def keep(self) -> Literal["better", "newer"]:
         """Says which of two stays: the one with the higher reward (in a tie the earlier), or the newer."""
-        ...
 
     def start(self, tokens: Callable[[int], IntArray]) -> NeighbourIndex:
         """Returns an index without rows; `tokens` gives the tokens of a row."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -85,8 +80,8 @@ class BufferSettings:
     per_prompt: int = 100  # most trajectories of one prompt (paper: 100)
     total: int = 100_000  # most trajectories in all (paper, red-teaming: 100k to 150k)
     memory_gb: float = 4.0  # memory for their tokens, 10^9 bytes; beyond it the oldest are read from the journal
-    distinct: bool = True  # of equal completions to a prompt keep the one of the newest weights (paper); off: keep all,
-    # for short answers, where a prompt has fewer than K distinct ones and repeats reflect their probabilities
+    deduplicate: bool = True  # of equal completions to a prompt keep the one of the newest weights (paper); off: keep
+    # all, for short answers, where a prompt has fewer than K distinct ones and repeats reflect their probabilities
     near_duplicates: NearSettings | None = None  # which answers are near duplicates, of which one stays; None: none are
     evict: Literal["oldest", "lowest_reward"] = "oldest"  # what is evicted over capacity (the lowest reward may be the
     # newcomer's; among equal rewards the oldest)
@@ -104,9 +99,7 @@ class BufferSettings:
     def __post_init__(self) -> None:
         for name in ("per_prompt", "total"):
             if getattr(self, name) < 2:
-                raise UserError(
-                    f"--replay.buffer.{name.replace('_', '-')} is {getattr(self, name)}, a group needs at least 2"
-                )
+                raise UserError(f"--replay.buffer.{name.replace('_', '-')} is {getattr(self, name)}, a group needs 2")
         if not self.memory_gb >= 0:
             raise UserError(f"--replay.buffer.memory-gb is {self.memory_gb}, give a number of GB, 0 or more")
 
@@ -204,7 +197,7 @@ class Buffer:
         self._uses_by_place.extend([0] * (place + 1 - len(self._uses_by_place)))
         if stored.left_out:
             self._leave_out(prompt, stored.left_out)
-        copy = rows.copy_of(prompt, stored.digest) if self._settings.distinct else None
+        copy = rows.copy_of(prompt, stored.digest) if self._settings.deduplicate else None
         if copy is not None:
             # one that arrived later but was sampled by older weights than its copy does not replace it
             if (incarnation, stored.version.step) < (rows.incarnation.item(copy), rows.step.item(copy)):
@@ -431,7 +424,7 @@ class Buffer:
         first, and among the last `within` arrivals those never used before the others.
         """
         rows = np.asarray(self._recent_index.of(prompt)[-max(size, within) :], dtype=np.intp)[::-1]
-        is_later = (self._rows.uses[rows] > 0) | ~self._are_among_last(rows, within)
+        is_later = (self._rows.uses[rows] > 0) | (self._rows.arrival[rows] < len(self._uses_by_place) - within)
         numbers: list[int] = np.concatenate([rows[~is_later], rows[is_later]])[:size].tolist()
         return numbers
 
@@ -540,9 +533,6 @@ class Buffer:
     def _note_newest_change(self, prompt: str) -> None:
         for newest in self._newest_prompts.values():
             newest.note_change(prompt)
-
-    def _are_among_last(self, rows: npt.NDArray[np.intp], within: int) -> npt.NDArray[np.bool_]:
-        return self._rows.arrival[rows] >= len(self._uses_by_place) - within
 
     def _uses_of_next(self, prompt: str, size: int, within: int) -> int:
         return int(self._rows.uses[np.asarray(self.newest(prompt, size, within))].sum())

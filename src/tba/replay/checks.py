@@ -92,11 +92,8 @@ def _has_all_columns(connection: sqlite3.Connection) -> bool:
 
 def _columns(connection: sqlite3.Connection) -> set[tuple[bytes, bytes]]:
     connection.text_factory = bytes  # whatever they are
-    return set(
-        connection.execute(
-            "SELECT t.name, c.name FROM sqlite_master t, pragma_table_info(t.name) c WHERE t.type = 'table'"
-        )
-    )
+    query = "SELECT t.name, c.name FROM sqlite_master t, pragma_table_info(t.name) c WHERE t.type = 'table'"
+    return set(connection.execute(query))
 
 
 def log_belongs(path: Path) -> bool:

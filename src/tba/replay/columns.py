@@ -49,9 +49,7 @@ class TrajectoryTable:
         self.uses = np.zeros(0, dtype=np.int32)
         self.arrival = np.zeros(0, dtype=np.int64)
         self.is_recent = np.zeros(0, dtype=np.bool_)
-        self.exit_reason = np.zeros(
-            0, dtype=np.int8
-        )  # why it is no longer kept, where it is here only while it is recent
+        self.exit_reason = np.zeros(0, dtype=np.int8)  # why it is not kept, where it is here only while it is recent
         self._kept_reward = np.zeros(0, dtype=np.float64)  # its reward while it is kept, else infinite
         self._digests = np.zeros(0, dtype=np.uint64)  # of the completion
         self._uids: list[str] = []

@@ -18,15 +18,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from tba.errors import DeadlineExceeded, UserError
-from tba.replay.codec import (
-    Damaged,
-    MissingCounts,
-    StoredTrajectory,
-    check_body,
-    decode_logs,
-    decode_prompt,
-    prompt_id,
-)
+from tba.replay.codec import Damaged, MissingCounts, StoredTrajectory, check_body, decode_logs, decode_prompt, prompt_id
 from tba.replay.database import Database, FileLock
 from tba.replay.reading import JournalFile
 from tba.replay.recovery import Recovery, open_journal

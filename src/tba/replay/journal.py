@@ -94,9 +94,7 @@ class JournalWriter(AbstractContextManager["JournalWriter"]):
                 connection.executemany("DELETE FROM staged WHERE uid = ?", [(row.uid,) for row in rows.rows])
             if new_count or not (rows.rows or staged_rows.rows):
                 self._count(connection, counters or {})
-                connection.executemany(
-                    "INSERT INTO outcomes (position, successes, failures) VALUES (?, ?, ?)", outcomes
-                )
+                connection.executemany("INSERT INTO outcomes (position, successes, failures) VALUES (?,?,?)", outcomes)
             totals = connection.execute(AMOUNTS_QUERY).fetchone()
         self._write_acknowledged(*totals)
 

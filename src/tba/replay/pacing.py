@@ -37,7 +37,7 @@ class Pacing:
     samples_per_insert: float | None = None  # target for the uses of a received trajectory; None: no target
     saved_batches: float = 8.0  # batches of unused allowance that are kept in a stall, and by which either side may be
     # ahead of the target
-    eases_off: Literal["trainer", "searchers", "both"] = "both"  # the side that is throttled beyond that
+    throttled_side: Literal["trainer", "searchers", "both"] = "both"  # the side that is throttled beyond that
 
     def __post_init__(self) -> None:
         if self.warm_up < 0:
@@ -45,9 +45,7 @@ class Pacing:
         if not self.max_mean_uses > 0:
             raise UserError(f"--replay.pacing.max-mean-uses is {self.max_mean_uses}: give a positive number, or inf")
         if not self.saved_batches >= 1:
-            raise UserError(
-                f"--replay.pacing.saved-batches is {self.saved_batches}: give a number of batches, 1 or more"
-            )
+            raise UserError(f"--replay.pacing.saved-batches is {self.saved_batches}: give 1 batch or more")
         if self.samples_per_insert is not None and not 0 < self.samples_per_insert <= self.max_mean_uses:
             raise UserError(
                 f"--replay.pacing.samples-per-insert is {self.samples_per_insert}: give a positive number up to "
@@ -57,7 +55,7 @@ class Pacing:
     @property
     def unused(self) -> Mapping[str, str]:
         """Returns the fields without effect while neither side is to keep up with the other."""
-        return {"eases_off": "samples_per_insert"} if self.samples_per_insert is None else {}
+        return {"throttled_side": "samples_per_insert"} if self.samples_per_insert is None else {}
 
     def hold_reason(
         self, received: int, trained_total: int, batch: int, forfeited: float = 0.0
@@ -67,7 +65,7 @@ class Pacing:
             return "warm_up"
         if trained_total + batch > self.max_mean_uses * (received - forfeited):
             return "paced"
-        if self.samples_per_insert is not None and self.eases_off != "searchers":
+        if self.samples_per_insert is not None and self.throttled_side != "searchers":
             balance = self.samples_per_insert * (received - self.warm_up) - trained_total - batch
             if balance < -self.saved_batches * batch:
                 return "paced"
@@ -82,7 +80,7 @@ class Pacing:
         never less than a batch, so that no loss outlasts the next arrivals. Where searchers are held back nothing is
         lost: they would wait for a trainer that is held.
         """
-        are_searchers_held = self.samples_per_insert is not None and self.eases_off != "trainer"
+        are_searchers_held = self.samples_per_insert is not None and self.throttled_side != "trainer"
         if are_searchers_held or math.isinf(self.max_mean_uses):
             return 0.0
         spared = max(self.saved_batches * batch / self.max_mean_uses, newest)
@@ -94,7 +92,7 @@ class Pacing:
         It holds until the next `updates` batches have been taken. These are included, so that a trainer that is held
         never waits for searchers that are held back too: with that many received it may take all of the batches.
         """
-        if self.samples_per_insert is None or self.eases_off == "trainer":
+        if self.samples_per_insert is None or self.throttled_side == "trainer":
             return None
         uses = trained_total + (updates + self.saved_batches) * batch
         return self.warm_up + math.ceil(uses / self.samples_per_insert)

@@ -86,8 +86,7 @@ class JournalQueries(AbstractContextManager["JournalQueries"]):
         Raises `UserError` for what is no query, or is not allowed, and `DeadlineExceeded`, also while rows are fetched.
         """
         rows = self._iterate(sql, *values)
-        names = next(rows)
-        return [str(name) for name in names], rows
+        return [str(name) for name in next(rows)], rows
 
     def answer(self, sql: str) -> tuple[list[str], Iterator[tuple[Any, ...]]]:
         """Answers anybody's SQL as `query` does, with bounds on the memory and the length of the answer.
@@ -234,6 +233,8 @@ def _export(t: Trajectory, uses: int) -> dict[str, Json]:
         "reference": str(t.reference),
         "prompt_tokens": t.prompt.tokens.tolist(),
         "tokens": c.tokens.tolist(),
+        "mask": None if c.mask is None else c.mask.tolist(),
+        "begins": None if c.begins is None else c.begins.tolist(),
         "log_reference": t.log_reference.tolist(),
         "log_behavior": None if c.log_behavior is None else c.log_behavior.tolist(),
     }

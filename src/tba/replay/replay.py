@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields
 from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -66,23 +66,18 @@ class TrajectorySource(Protocol):
         """Returns what is new since the last call, oldest first, at most `limit` of it, up to position `until`. Never
         waits.
         """
-        ...
 
     def body(self, place: int) -> bytes:
         """Returns the body of what was drained from this place. Raises `Damaged` when it cannot be read any more."""
-        ...
 
     def take_missing_counts(self) -> MissingCounts:
         """Returns the counts of trajectories that were passed over since the last call: they could not be read."""
-        ...
 
     def ask(self, reference: Version, uids: Sequence[str]) -> None:
         """Request that searchers score these trajectories under `reference`."""
-        ...
 
     def drain_scores(self, limit: int | None = None, until: int | None = None) -> list[Score]:
         """Returns the scores since the last call, as `drain_stored` gives trajectories."""
-        ...
 
 
 class Replay:
@@ -207,8 +202,7 @@ class Replay:
             except LostRow as error:
                 self.buffer.lose(error.row)
                 continue
-            trajectories = [t for group in groups for t in group.trajectories]
-            self.buffer.use(trajectories)
+            self.buffer.use([t for group in groups for t in group.trajectories])
             self._batch_count, self._newest_batch = self._batch_count + 1, groups
             return groups
         return reason
@@ -277,7 +271,7 @@ class Replay:
             return {
                 "position": self._source.position,
                 "lineage": [*self._lineage, (self._source.position, self.now.incarnation)],
-                "counts": {f.name: _tally_pair(getattr(counts, f.name)) for f in fields(counts)},
+                "counts": {f.name: astuple(getattr(counts, f.name)) for f in fields(counts)},
                 "score_position": self._source.score_position,
                 "uses": pack_uses(uses),
                 "pacing": [self._arrival_count, self._forfeited],
@@ -363,10 +357,6 @@ class Replay:
         if not self.buffer.prompts(SMALLEST_GROUP):
             return "empty"
         return reason
-
-
-def _tally_pair(amount: Tally) -> tuple[int, int]:
-    return amount.trajectories, amount.tokens
 
 
 _UNITS = ("trajectories", "tokens")

@@ -55,19 +55,15 @@ class Selector(Protocol):
     @property
     def counts(self) -> Mapping[str, int]:
         """Returns the groups drawn so far, by kind: each is the metric `groups_KIND`."""
-        ...
 
     def select(self, store: Buffer, request: BatchRequest, rng: np.random.Generator) -> list[Group]:
         """Draws a batch with randomness from `rng` alone. Some prompt has `SMALLEST_GROUP` distinct trajectories."""
-        ...
 
     def state(self) -> Json:
         """Returns what `restore` takes, so that a resumed run draws the same."""
-        ...
 
     def restore(self, state: Json) -> None:
         """Continue from what `state` returned."""
-        ...
 
 
 class Selection(Protocol):
@@ -75,7 +71,6 @@ class Selection(Protocol):
 
     def start(self) -> Selector:
         """Returns a selector that has drawn nothing yet."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -264,8 +259,7 @@ class RecencyRewardSelector:
 
     def _next_numbers(self, store: Buffer, prompt: str, size: int, counts: Counter[int]) -> list[int]:
         """Returns the numbers of a prompt's next `size` rows, first those that the batch does not have yet."""
-        numbers = store.newest(prompt, size + len(counts), self._newest_arrivals)
-        return _rarest_first(numbers, counts)[:size]
+        return _rarest_first(store.newest(prompt, size + len(counts), self._newest_arrivals), counts)[:size]
 
     def _count_group(self, store: Buffer, group: Group, size: int, is_recent: bool, is_repeated: bool) -> None:
         self.counts["recent" if is_recent else "reward"] += 1

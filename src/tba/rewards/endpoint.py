@@ -81,9 +81,7 @@ class Endpoint:
         if self.retries < 0:
             raise UserError(f"the {self.label}'s retries is {self.retries}: give 0 or more")
         if self.concurrency < 1:
-            raise UserError(
-                f"the {self.label}'s concurrency is {self.concurrency}: give the number of calls at once, at least 1"
-            )
+            raise UserError(f"the {self.label}'s concurrency is {self.concurrency}: give 1 or more calls at once")
         for name in ("timeout", "calls_per_second"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -358,9 +356,8 @@ class EndpointClient:
 
     def _refusal(self, code: int, reason: str) -> str:
         settings, url = self.settings, self.settings.name_of("url")
-        token = f"put the token into the environment variable {settings.token_variable}"
         remedy = {
-            **dict.fromkeys((401, 403), token),
+            **dict.fromkeys((401, 403), f"put the token into the environment variable {settings.token_variable}"),
             **dict.fromkeys((301, 302, 303, 307, 308), f"it redirects: give {url} its final address"),
             404: f"check {url} and {settings.name_of('model')}",
         }.get(code, f"check the settings of the {settings.label}")

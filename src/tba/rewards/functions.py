@@ -81,8 +81,8 @@ class WeightedFunctions:
         for name, (_, weight) in zip(names, self.functions, strict=True):
             if not math.isfinite(weight):
                 raise UserError(f"reward function {name!r} has weight {weight}: give a finite number")
-        if self.concurrency is not None:
-            check_concurrency(self.concurrency)
+        if self.concurrency is not None and self.concurrency < 1:
+            raise UserError(f"a reward has concurrency {self.concurrency}: give 1 or more calls at once")
         for f, _ in self.functions:
             _Signature.of(f)
 
@@ -109,9 +109,7 @@ class WeightedFunctions:
                 log.info("reward function %r abstained from %d of %d answers", name_of(f), abstentions, len(answered))
         if len(answered) > 1 and not any(value is not None for values in values_by_function for value in values):
             names = ", ".join(repr(name_of(f)) for f, _ in self.functions)
-            raise UserError(
-                f"reward function {names} gave None for all of {len(answered)} answers: return a number for some"
-            )
+            raise UserError(f"reward function {names} gave None for all {len(answered)} answers: return numbers")
         return [self.judgement(values) for values in zip(*values_by_function, strict=True)]
 
 
@@ -172,12 +170,6 @@ def name_of(function: RewardFunction) -> str:
     if isinstance(function, functools.partial):
         return name_of(function.func)
     return str(getattr(function, "__name__", type(function).__name__))
-
-
-def check_concurrency(concurrency: int) -> None:
-    """Raises `UserError` for an impossible number of calls at once."""
-    if concurrency < 1:
-        raise UserError(f"a reward has concurrency {concurrency}: give the number of calls at once, at least 1")
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,7 @@ def split_words(text: str) -> list[str]:
 def count_sentences(text: str) -> int:
     """Returns the number of sentences in a text: ends of sentences, and one more for words after the last end."""
     sentence_ends = list(_SENTENCE_END.finditer(text))
-    last_part = text[sentence_ends[-1].end() :] if sentence_ends else text
-    return len(sentence_ends) + bool(split_words(last_part))
+    return len(sentence_ends) + bool(split_words(text[sentence_ends[-1].end() :] if sentence_ends else text))
 
 
 def _is_numbered_list(text: str, items: int) -> bool:
@@ -70,9 +69,7 @@ def is_fulfilled(instruction: Mapping[str, Json], question: str, answer: str) ->
     if ":" in kind:
         return fulfils(kind, arguments, question, answer)
     if kind not in CHECKS:
-        raise UserError(
-            f"there is no kind of instruction {kind!r}: give one of {', '.join(sorted(CHECKS))}, or IFEval's"
-        )
+        raise UserError(f"there is no instruction {kind!r}: give one of {', '.join(sorted(CHECKS))}, or IFEval's")
     return bool(split_words(answer)) and CHECKS[kind](answer, **arguments)
 
 

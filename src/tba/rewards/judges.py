@@ -140,8 +140,7 @@ class RubricJudge(_Judge):
         """Returns what the judge is asked about an answer."""
         fences = Fences.of(prompt)
         answer = fences.enclose("ANSWER", prompt.answer_in(completion.text))
-        reply_form = Scale.of(self.scale).explanation
-        closing = f"Grade the answer by the rubric at the top. End with one line {reply_form}."
+        closing = f"Grade the answer by the rubric at the top. End with one line {Scale.of(self.scale).explanation}."
         return "\n\n".join([*self._shared_parts(prompt, fences), answer, closing])
 
     def _grade_answer(self, prompt: Prompt, completion: Completion) -> JudgeMark:

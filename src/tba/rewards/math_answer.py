@@ -60,9 +60,7 @@ class MathAnswer:
 
     def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
         """Returns one judgement for each, in order. Raises `UserError` for a prompt that has no answer."""
-        pairs = [
-            (last_boxed(prompt.answer_in(completion.text)), right_answer(prompt)) for prompt, completion in answered
-        ]
+        pairs = [(last_boxed(prompt.answer_in(c.text)), right_answer(prompt)) for prompt, c in answered]
         verdicts = self.grade(pairs)
         failures = sum(verdict is None for verdict in verdicts)
         if failures:

@@ -378,8 +378,7 @@ def _read_vector(text: str) -> _Tuple | None:
         if _matches_outside(factor[1:], re.compile("[-+]")):
             return None
         factors[match[1]] = {"": "1", "-": "-1"}.get(factor, factor)
-    dimensions = "ijk" if "k" in axes else "ij"
-    return _Tuple("(", tuple(factors.get(axis, "0") for axis in dimensions), ")")
+    return _Tuple("(", tuple(factors.get(axis, "0") for axis in ("ijk" if "k" in axes else "ij")), ")")
 
 
 def _equal_forms(a: _Form, b: _Form, text_a: str, text_b: str, compare: Compare) -> bool | None:

@@ -249,5 +249,4 @@ def _divide(numerator: Fraction, denominator_text: str, whole_part: str | None) 
     denominator = _parse_decimal(denominator_text.strip(" /"))
     if not denominator:
         return None
-    is_proper = numerator < denominator
-    return numerator / denominator + (int(whole_part) if whole_part is not None and is_proper else 0)
+    return numerator / denominator + (int(whole_part) if whole_part is not None and numerator < denominator else 0)

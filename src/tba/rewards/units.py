@@ -186,8 +186,7 @@ def unit_after(text: str, position: int) -> tuple[str | None, int]:
     match = _UNIT.match(text, position)
     if match is None or (match["word"] == "in" and _NEXT_WORD.match(text, match.end())):  # 5 in total
         return None, position
-    word = "".join(match["word"].strip("^ {}~").replace(".", "").split())
-    name = _find_unit(word)
+    name = _find_unit("".join(match["word"].strip("^ {}~").replace(".", "").split()))
     if name is None:
         return None, position
     end = match.end("power")

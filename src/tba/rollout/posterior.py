@@ -85,5 +85,4 @@ class Posterior:
         This is Thompson sampling: a rate that is hardly known varies widely between draws, so that its prompt is tried
         now and then.
         """
-        rate_P = rng.beta(*self.parameters())
-        return np.argsort(np.abs(rate_P - self.settings.target), kind="stable")
+        return np.argsort(np.abs(rng.beta(*self.parameters()) - self.settings.target), kind="stable")

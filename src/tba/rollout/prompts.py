@@ -35,9 +35,7 @@ class PromptSettings:
     """How problems become prompts, and which are answered next. Raises `UserError` when a field makes no sense."""
 
     max_tokens: int = 512  # tokens of the longest prompt
-    when_too_long: Literal["drop", "truncate_left", "error"] = (
-        "drop"  # what happens to a longer prompt; drops are reported
-    )
+    when_too_long: Literal["drop", "truncate_left", "error"] = "drop"  # for a longer prompt; drops are reported
     limit: int | None = None  # use only so many problems of the training split, from its beginning
     grade_thoughts: bool = False  # let the graders read thoughts too; else what follows them, and nothing of an answer
     # whose thought has no end. Reward functions of your own are given all of an answer
@@ -103,12 +101,11 @@ def encode(
         if not tokens or not text:
             raise UserError(f"a prompt of task {task} is empty after tokenising ({text!r}): give it some text")
         chat = None if isinstance(problem.prompt, str) else problem.prompt
-        shown_text = text if chat is None else visible_text(text)
         prompts.append(
             Prompt(
                 task,
                 np.array(tokens, dtype=np.int32),
-                shown_text,
+                text if chat is None else visible_text(text),
                 python_values(problem.fields),
                 problem.seed,
                 messages=chat,

@@ -33,10 +33,9 @@ class Rescorer:
         answered: list[tuple[Prompt, list[Completion]]] = [
             (group[0].prompt, [t.completion for t in group]) for group in by_prompt.values()
         ]
-        rows = self.reference.log_probabilities_of(answered)
         scores = [
             Score(trajectory.uid, version, log_reference)
-            for group, logs in zip(by_prompt.values(), rows, strict=True)
+            for group, logs in zip(by_prompt.values(), self.reference.log_probabilities_of(answered), strict=True)
             for trajectory, log_reference in zip(group, logs, strict=True)
         ]
         tokens = sum(t.length for t in trajectories)

@@ -322,8 +322,7 @@ class Searcher:
         self._flow = None
         self._submit_to_grader()
         self._score()
-        gave_up = self._wait_for_grades()
-        self._send_all(sampling if self.vine is not None else None, gave_up)
+        self._send_all(sampling if self.vine is not None else None, self._wait_for_grades())
 
     def _flow_round(self) -> None:
         """Generate until as many prompts are answered as a round has, while all other stages go on."""
@@ -336,7 +335,7 @@ class Searcher:
             if self.run_stages():
                 self.drain(stop=True)
                 return
-            if self._must_wait():
+            if self.waiting_count >= self._waiting_limit():
                 waited_seconds += self._wait("reward")
                 continue
             finished_count = self._generate(flow)
@@ -605,10 +604,6 @@ class Searcher:
         return Limits(self.largest_reward, type(self.grader.reward).__name__, scorers, self.hide_text)
 
     # Waiting
-
-    def _must_wait(self) -> bool:
-        """Returns whether generation stands still because too many answers wait for their grades."""
-        return self.waiting_count >= self._waiting_limit()
 
     def _waiting_limit(self) -> float:
         """Returns how many answers may wait: as many as are graded in the time of `grading_lag` updates, but enough

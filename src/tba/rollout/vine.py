@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tba.errors import UserError
+from tba.errors import SeveralSegments, UserError
 from tba.generation import generate
 from tba.markup import decode_tokens
 from tba.protocols import Engine, Reward, Tokenizer
@@ -107,7 +107,12 @@ class VineRollouts:
         Beyond `max_steps` the value is the reward, so that those steps gain nothing. Trajectories of which a rollout
         was interrupted are left out and counted as in flight, those whose value is not finite or beyond
         `largest_reward` as rejected; all rollouts are counted as auxiliary.
+
+        Raises `UserError` for an episode of several segments.
         """
+        for t in trajectories:
+            if t.completion.begins is not None:
+                raise SeveralSegments(len(t.completion.segments), "VinePPO's values continue")
         step_starts = [self._step_starts(t) for t in trajectories]
         prompts_by_prefix = {
             prefix: self._prefix_prompt(t, start)

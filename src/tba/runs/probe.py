@@ -33,6 +33,7 @@ from tba.models.huggingface import HuggingFace
 from tba.protocols import Model, Policy, Tokenizer, start_objective
 from tba.recipe import Recipe
 from tba.record.memory import keep_few_kernels, peak_gpu_memory_bytes, peak_memory_bytes
+from tba.rollout.stages import has_failed_environment
 from tba.runs.reward_time import TimedReward
 from tba.runtime.devices import limit_gpu_memory
 from tba.runtime.engines import engine_of, vine_of
@@ -219,10 +220,7 @@ class SearcherProbe:
 
 
 def sample_answers(
-    recipe: Recipe,
-    seed: int,
-    say: _Say = lambda line: None,
-    isolate: Callable[[], GradingProcess] | None = None,
+    recipe: Recipe, seed: int, say: _Say = lambda line: None, isolate: Callable[[], GradingProcess] | None = None
 ) -> SampledRounds:
     """Sample and grade answers; returns figures on rewards and lengths, and the seconds of each stage and of grading.
 
@@ -249,7 +247,7 @@ def sample_answers(
         rounds.append(round_)
         columns = zip(round_.positions, round_.answers, judgement_rows, *scores, strict=False)
         for position, completions, judgements, *prompt_scores in columns:
-            rewards = [mark.reward for c, mark in zip(completions, judgements, strict=True) if not _has_failed(c)]
+            rewards = [m.reward for c, m in zip(completions, judgements, strict=True) if not has_failed_environment(c)]
             groups += [rewards] if rewards else []
             reasons.update(c.stop_reason.value for c in completions)
             reasons["failed"] += len(completions) - len(rewards)
@@ -381,11 +379,6 @@ def _example(prompt: Prompt, row: Sequence[Completion], judgements: Sequence[Jud
     return {"prompt": prompt.text, "answers": answers}
 
 
-def _has_failed(completion: Completion) -> bool:
-    """Returns whether there is no reward: the environment of the answer failed."""
-    return completion.judgement is not None and math.isnan(completion.judgement.reward)
-
-
 def _turns(completion: Completion, tokenizer: Tokenizer) -> list[tuple[bool, str]]:
     """Returns (whether the policy said it, text) by turns and observations; empty where there is but one turn."""
     if completion.mask is None:
@@ -403,17 +396,13 @@ def _without_warm_up(rounds: list[_T]) -> list[_T]:
 def _is_timed_enough(seconds: list[float], at_least: float, recipe: Recipe) -> bool:
     """Returns whether enough rounds or steps were timed. A single long one is, unless a first one does much besides."""
     model = recipe.model
-    slow_start = model.trainer_device.type != "cpu" or (isinstance(model, HuggingFace) and model.compiled)
+    slow_start = model.trainer_device.type != "cpu" or (isinstance(model, HuggingFace) and model.torch_compile)
     is_long = len(seconds) > slow_start and sum(seconds) > LONG_SECONDS
     return is_long or (len(seconds) > LEAST_ROUNDS and sum(_without_warm_up(seconds)) > at_least)
 
 
 def time_steps(
-    recipe: Recipe,
-    at_least: float,
-    answers: list[_Answers],
-    say: _Say = lambda line: None,
-    length: float | None = None,
+    recipe: Recipe, at_least: float, answers: list[_Answers], say: _Say = lambda line: None, length: float | None = None
 ) -> StepTimes:
     """Time steps on a searcher's answers, and measure how far the first of them take the policy from these.
 

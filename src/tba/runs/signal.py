@@ -133,13 +133,10 @@ class Signal:
     def advice(self, recipe: Recipe) -> list[str]:
         """Returns the one or two things to change before the run, the most important first; none if it can learn."""
         advice = []
-        has_teacher = any(recipe.teachers.shares(1))  # then answers of the same reward teach something, too
-        if has_teacher:
+        if any(recipe.teachers.shares(1)):  # then answers of the same reward teach something, too
             pass
         elif self.varied_share == 0 and self.best_share == 1:
-            advice.append(
-                "every answer gets the same reward: try the reward on an answer that is right, and on a wrong one"
-            )
+            advice.append("every answer gets the same reward: try it on an answer that is right, and on a wrong one")
         elif self.varied_share < LEAST_VARIED and self.best_share > 0.5:
             advice.append("nearly all answers get the highest reward: give harder problems")
         elif self.varied_share < LEAST_VARIED:
@@ -163,11 +160,11 @@ class Signal:
         if self.empty_share > MOST_CUT_OFF:
             share = percent(self.empty_share)
             advice.append(f"{share} of the answers are empty: look at the prompts as the model sees them")
-        if self.copied_share > MOST_COPIES and recipe.replay.buffer.distinct:
+        if self.copied_share > MOST_COPIES and recipe.replay.buffer.deduplicate:
             advice.append(
                 f"{percent(self.copied_share)} of the answers equal another one to their prompt, and of equal ones the "
                 "replay buffer keeps one: sample more varied answers (--exploration.temperature), give problems with "
-                "more to say, or keep them all (--replay.buffer.no-distinct)"
+                "more to say, or keep them all (--replay.buffer.no-deduplicate)"
             )
         return advice[:2]
 
@@ -192,11 +189,11 @@ class Signal:
                 "updates. With such a decay sums ended at 96.9 %, without at 95.7; at three times the rate at 93.8 and "
                 "79.1"
             )
-        if not recipe.optimizer.averaged and effective is not None and effective < FAST_DRIFT:
+        if not recipe.optimizer.weight_average and effective is not None and effective < FAST_DRIFT:
             proposals.append(
-                f"averaged weights: --optimizer.averaged, since the policy moves fast: {DRIFT_UPDATES} updates leave "
-                f"an effective sample size of {percent(effective)}. At 1e-4 sums fell by up to 6.5 points on the way, "
-                "averages by 1.7, to the same end (docs/run.md)"
+                f"averaged weights: --optimizer.weight-average, since the policy moves fast: {DRIFT_UPDATES} updates "
+                f"leave an effective sample size of {percent(effective)}. At 1e-4 sums fell by up to 6.5 points on the "
+                "way, averages by 1.7, to the same end (docs/run.md)"
             )
         return proposals
 

@@ -112,10 +112,10 @@ def _group_warnings(recipe: Recipe) -> list[str]:
             f"S = {samples} samples per prompt are fewer than K = {recipe.group_size}: groups stay ragged until a "
             "prompt comes round again; set --samples-per-prompt higher"
         )
-    if is_newest_only and recipe.replay.buffer.distinct and samples <= fresh_answers:
+    if is_newest_only and recipe.replay.buffer.deduplicate and samples <= fresh_answers:
         warnings.append(
             "all groups are to be of the newest round, but of equal answers one is kept, and older data fill a group "
-            "that has fewer than K: set --replay.buffer.no-distinct to be on-policy"
+            "that has fewer than K: set --replay.buffer.no-deduplicate to be on-policy"
         )
     return warnings
 
@@ -133,8 +133,8 @@ def _frequency_warnings(recipe: Recipe) -> list[str]:
             return []
     selection = recipe.replay.selection
     causes = {}
-    if recipe.replay.buffer.distinct:
-        causes["of equal answers one is kept"] = "--replay.buffer.no-distinct"
+    if recipe.replay.buffer.deduplicate:
+        causes["of equal answers one is kept"] = "--replay.buffer.no-deduplicate"
     if isinstance(selection, RecencyReward) and selection.inverse_temperature and selection.m < 1:
         causes["groups are drawn by reward"] = "--replay.selection.inverse-temperature 0"
     if not causes or not beta(1):

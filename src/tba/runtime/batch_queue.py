@@ -24,7 +24,7 @@ from tba.types import Version
 _POLL_SECONDS = 0.004  # between two polls of the journal while there is no batch
 _CHECK_SECONDS = 0.02  # between two checks of why there is none
 _REASON_NOTES: dict[NotReady, str] = {  # explains a reason that lies in replay itself, not with the searchers
-    "paced": "; those that came have been used as often as --replay.pacing.max-mean-uses or samples-per-insert allows",
+    "paced": "; those that came have been used as often as --replay.pacing.max-mean-uses or samples-per-insert allows"
 }
 
 

@@ -12,15 +12,16 @@ from __future__ import annotations
 import base64
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from tba.clock import ShareClock
+from tba.clock import ShareClock, State
 from tba.errors import UserError
 from tba.json_input import read_json
 from tba.record.faults import count_faults, record_fault
@@ -30,6 +31,7 @@ from tba.replay.follower import JournalFollower, Totals
 from tba.replay.missing_rows import JournalCounts, MissingRows, acknowledged_counts, find_loss
 from tba.runtime.run_directory import RunDirectory
 from tba.training.checkpoint import Checkpoint, newest_sound_checkpoint
+from tba.typed_values import convert
 from tba.types import Json, Version
 from tba.weights.directory import WeightDirectory
 
@@ -41,6 +43,41 @@ class TurnTaker(Protocol):
 
     def turn(self, trainer_clock: ShareClock) -> None:
         """Make a round; `trainer` is the trainer's clock."""
+
+
+@dataclass(frozen=True)
+class LoopState:
+    """Holds the state of the trainer's loop at a step, but for the weights and the optimizer's moments, as JSON.
+
+    What a checkpoint of an earlier program may lack has a default. Most fields are the `state` of one part of the loop.
+    """
+
+    replay: Json
+    references: Json
+    evaluations: Json
+    generators: Json
+    journal: Mapping[str, Json]  # how far it had come
+    reference: str = "0.0"  # version
+    steering: Json = None
+    objective: Json = None
+    searcher: Json = None  # in the runtime inline
+    lags: Sequence[tuple[int, int]] = ()  # each with the trajectories that had it
+    computed: Mapping[str, int] = field(default_factory=dict)  # tokens `read` and `scored`, `milliseconds`
+    skipped: int = 0  # steps
+    clock: Mapping[State, float] = field(default_factory=dict)  # seconds
+    began_training: float | None = None  # seconds into the run
+    ended_training: float = 0.0
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint | None) -> LoopState | None:
+        """Returns the state in a checkpoint. Raises `UserError` for one that this program cannot read."""
+        try:
+            return None if checkpoint is None else convert(checkpoint.state, cls, "json", "its state")
+        except ValueError as error:
+            path = checkpoint and checkpoint.path
+            raise UserError(
+                f"the checkpoint at {path} cannot be resumed ({error}): use the program of its run"
+            ) from error
 
 
 log = logging.getLogger("tba.trainer")
@@ -85,21 +122,19 @@ def held_by_journal(run: RunDirectory) -> JournalCounts:
     the last line of metrics, searchers that have ended, the rows acknowledged to each owner, and the summary.
     """
     weights = WeightDirectory(run.weights)
-    contents = [JournalCounts.parse(weights.manifest(version).journal) for version in weights.versions()]
+    counts = [JournalCounts.parse(weights.manifest(version).journal) for version in weights.versions()]
     checkpoint, _ = newest_sound_checkpoint(run.checkpoints, verify=False)
-    contents += [] if checkpoint is None else [JournalCounts.parse(checkpoint.state.get("journal"))]
+    counts += [] if checkpoint is None else [JournalCounts.parse(checkpoint.state.get("journal"))]
     sources = [read_last(run.path) or {}]
     for result_file in (run.path / "logs").glob("searcher-*.result.json"):
         with suppress(UserError):
             sources.append(read_json(result_file, "", dict[str, Any]))
-    contents += [
-        JournalCounts(rows=int(n)) for facts in sources if isinstance(n := facts.get(JOURNAL_ROWS), float | int)
-    ]
-    contents.append(acknowledged_counts(run.journal_to_read()))
+    counts += [JournalCounts(rows=int(n)) for facts in sources if isinstance(n := facts.get(JOURNAL_ROWS), float | int)]
+    counts.append(acknowledged_counts(run.journal_to_read()))
     with suppress(UserError):  # a summary that cannot be read
         summary = Summary.read(run.path)
-        contents += [] if summary is None else [JournalCounts(summary.trajectories.written, summary.tokens.written)]
-    return JournalCounts.largest(contents)
+        counts += [] if summary is None else [JournalCounts(summary.trajectories.written, summary.tokens.written)]
+    return JournalCounts.largest(counts)
 
 
 def describe_missing_rows(totals: Totals, largest: JournalCounts, marks: Sequence[Sequence[int]]) -> str | None:

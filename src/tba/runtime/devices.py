@@ -96,9 +96,7 @@ def places(recipe: Recipe, searchers: Sequence[str], gpus: Sequence[int]) -> dic
     ranks = [name_of_rank(rank) for rank in range(recipe.trainer.count)]
     gpus_each = recipe.model.gpus_per_searcher
     if gpus_each and not gpus:
-        raise UserError(
-            f"the model should run on GPUs, but this machine shows none ({VISIBLE_DEVICES}): set --model.device cpu"
-        )
+        raise UserError(f"the model needs GPUs, but this machine has none ({VISIBLE_DEVICES}): set --model.device cpu")
     share = _trainer_share(recipe, gpus[0], len(searchers)) if gpus_each and len(gpus) == 1 else TRAINER
     return assign_gpus(ranks, searchers, len(gpus) if gpus_each else 0, max(1, gpus_each), trainer=share)
 

@@ -111,17 +111,13 @@ def enter_run(run: RunDirectory, recipe: Recipe, is_interrupted: Callable[[], bo
         manner = "learns from what is there" if recipe.offline else "takes turns in one process"
         raise UserError(f"the run at {run.path} {manner}: no searcher can join it")
     if not is_held(run.path):
-        raise UserError(
-            f"the run at {run.path} is not in progress: start it with `tba train`, or continue it (`tba resume`)"
-        )
+        raise UserError(f"the run at {run.path} is not in progress: start (`tba train`) or continue (`tba resume`) it")
     with suppress(FileNotFoundError):
         state = _stop_file(run).read_text(encoding="utf-8") or "is ending: no searcher can join it now"
         raise UserError(f"the run at {run.path} {state}")
     prompts_at_once = (recipe.searcher_count + len(JoinedSearchers(run).present_names()) + 1) * recipe.prompts_per_round
     if recipe.prompts.selection != "epochs" and prompts_at_once > len(problems_of(recipe.task, "train")):
-        raise UserError(
-            f"the run at {run.path} has too few prompts for another searcher, which needs prompts of its own"
-        )
+        raise UserError(f"the run at {run.path} has too few prompts for another searcher, which needs its own")
     number, file = _claim(run, recipe)
     membership = LocalMembership(number, is_interrupted, run, file)
     joined_seconds = round(run.clock()(), 3)
@@ -206,7 +202,7 @@ class JoinedSearchers:
             {
                 "name": name,
                 **{key: facts.get(key) for key in ("joined", "left")},
-                "how": facts.get("how") or _describe_presence(is_alive),
+                "how": facts.get("how") or ("it is still there" if is_alive else "it died"),
             }
             for name, facts, is_alive in self._entries()
         ]
@@ -232,10 +228,6 @@ class JoinedSearchers:
                 self._departed_facts[path.stem] = facts
             entries.append((path.stem, facts, is_alive))
         return entries
-
-
-def _describe_presence(is_alive: bool) -> str:
-    return "it is still there" if is_alive else "it died"
 
 
 def _is_unlocked(file: IO[str]) -> bool:

@@ -7,7 +7,7 @@ scored under the reference that the run has now. Nothing here waits.
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
@@ -16,18 +16,20 @@ from pathlib import Path
 import numpy as np
 
 from tba.environments.episode import EpisodeFailed
+from tba.environments.hosts import Hosts, InProcessHost
+from tba.environments.recorded import EpisodeReplays, chat_writer, episode_writer
 from tba.environments.scripted import encode_parts, play_demonstration
 from tba.errors import UserError
 from tba.imported_answers.encoding import Encoder, TaskPrompts
 from tba.imported_answers.importer import AnswerImporter, Entry
 from tba.markup import thoughts_of
-from tba.protocols import Acted, Reference, Tokenizer
+from tba.protocols import Acted, Journal, Reference, Reward, Tokenizer
 from tba.recipe import Recipe, differences, settings_json
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
 from tba.replay.reading import JournalFile
 from tba.rollout.prompts import encode
-from tba.runtime.engines import turn_encoder_of
+from tba.runtime.engines import turn_encoder_of, worlds_of
 from tba.runtime.graders import grader_of
 from tba.runtime.run_directory import IMPORTS, PREPARED, RunDirectory
 from tba.runtime.teaching import reference_of, teachers_of
@@ -54,37 +56,75 @@ def importer_of(recipe: Recipe, run: RunDirectory, believe: bool, max_tokens: in
     Raises `UserError` while another import into the same run is going on. The reward has its deadline here too: a
     reward that hangs ends the import, and what was taken in until then stays.
     """
+    model, hosts = recipe.model.prepared(recipe.task), replay_hosts_of(recipe)
+    path, prepared_recipe = run.journal(recipe), replace(recipe, model=model)
+    try:
+        with JournalWriter(path, IMPORTS) as journal, _import_lock(Path(f"{path}-import"), run):
+            reference = _reference(prepared_recipe, run)
+            teachers, reward = teachers_of(recipe, model, reference), grader_of(recipe, run, retries=0)
+            yield build_importer(prepared_recipe, reward, reference, teachers, journal, hosts, believe, max_tokens)
+    finally:
+        if isinstance(hosts, Hosts):
+            hosts.end()
+
+
+def replay_hosts_of(recipe: Recipe) -> InProcessHost | Hosts | None:
+    """Returns where imported episodes are acted again; None where the task has no environment. Call it before there is
+    a model, whose memory the processes would share.
+    """
+    return worlds_of(recipe.task, recipe.runtime == "inline") if isinstance(recipe.task, Acted) else None
+
+
+def build_importer(
+    recipe: Recipe,
+    reward: Reward,
+    reference: Reference,
+    teachers: Sequence[Reference],
+    journal: Journal,
+    hosts: InProcessHost | Hosts | None,
+    believe: bool = False,
+    max_tokens: int | None = None,
+) -> AnswerImporter:
+    """Returns an importer into a run, from parts that a process of the run may have already.
+
+    hosts: what `replay_hosts_of` returns; they play nothing else. believe, max_tokens: as in `importer_of`. No two
+    importers may import under the same source at the same time.
+    """
     model = recipe.model.prepared(recipe.task)
     tokenizer = model.tokenizer()
-    path = run.journal(recipe)
-    with JournalWriter(path, IMPORTS) as journal, _import_lock(Path(f"{path}-import"), run):
-        train = _prompts(recipe, tokenizer, "train")
-        # a prompt on both sides (in a task with a single prompt, that one) is not held out
-        shared_keys = {prompt.key for prompt in train}
-        encoder = Encoder(
-            task=recipe.task.name,
-            tokenizer=tokenizer,
-            train=TaskPrompts(train),
-            held_out=TaskPrompts(
-                prompt for prompt in _prompts(recipe, tokenizer, "eval") if prompt.key not in shared_keys
-            ),
-            chat=not isinstance(problems_of(recipe.task, "train")[0].prompt, str),
-            max_prompt_tokens=recipe.prompts.max_tokens,
-            max_tokens=max_tokens or model.max_completion_tokens,
-            positions=model.positions,
-            thoughts=() if recipe.prompts.grade_thoughts else thoughts_of(tokenizer),
-        )
-        reference = _reference(replace(recipe, model=model), run)
-        yield AnswerImporter(
-            encoder=encoder,
-            reward=grader_of(recipe, run, retries=0),
-            reference=reference,
-            journal=journal,
-            teachers=teachers_of(recipe, model, reference),
-            believe=believe,
-            needs_behavior="log_behavior" in recipe.objective.needs,
-            largest_reward=recipe.largest_reward,
-        )
+    train = _prompts(recipe, tokenizer, "train")
+    # a prompt on both sides (in a task with a single prompt, that one) is not held out
+    shared_keys = {prompt.key for prompt in train}
+    first_problem = problems_of(recipe.task, "train")[0]
+    writer, replay = chat_writer(tokenizer), None
+    if hosts is not None:
+        turn_encoder = turn_encoder_of(recipe.task, tokenizer)
+        writer, replay = episode_writer(turn_encoder), EpisodeReplays(hosts, turn_encoder)
+    encoder = Encoder(
+        task=recipe.task.name,
+        tokenizer=tokenizer,
+        train=TaskPrompts(train),
+        held_out=TaskPrompts(prompt for prompt in _prompts(recipe, tokenizer, "eval") if prompt.key not in shared_keys),
+        chat=not isinstance(first_problem.prompt, str),
+        max_prompt_tokens=recipe.prompts.max_tokens,
+        max_tokens=max_tokens or model.max_completion_tokens,
+        turn_writer=writer,
+        positions=model.positions,
+        thoughts=() if recipe.prompts.grade_thoughts else thoughts_of(tokenizer),
+        acted=hosts is not None,
+        tools=() if hosts is None else first_problem.tools,
+    )
+    return AnswerImporter(
+        encoder=encoder,
+        reward=reward,
+        reference=reference,
+        journal=journal,
+        teachers=teachers,
+        believe=believe,
+        needs_behavior="log_behavior" in recipe.objective.needs,
+        largest_reward=recipe.largest_reward,
+        replay=replay,
+    )
 
 
 def entries_of(path: Path, into: RunDirectory) -> Iterator[Entry]:

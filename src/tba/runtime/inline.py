@@ -78,8 +78,8 @@ def _restore(searcher_loop: SearcherLoop, trainer_loop: TrainerLoop) -> None:
     second time what is there already.
     """
     state = trainer_loop.resumed_state
-    if state and state["searcher"] is not None and trainer_loop.journal.totals().rows == state["journal"]["rows"]:
-        searcher_loop.restore(state["searcher"])
+    if state and state.searcher is not None and trainer_loop.journal.totals().rows == state.journal["rows"]:
+        searcher_loop.restore(state.searcher)
 
 
 def _evaluate(searcher_loop: SearcherLoop, trainer_loop: TrainerLoop) -> None:

@@ -570,8 +570,7 @@ def _grade(channel: socket.socket, make_reward: Callable[[], Reward]) -> None:
     channel.sendall(b'"ready"\n')
     for line in channel.makefile("rb"):
         number, question = json.loads(line)
-        reply = _reply_to(reward, question)
-        channel.sendall(f'["{number}", {reply}]\n'.encode())
+        channel.sendall(f'["{number}", {_reply_to(reward, question)}]\n'.encode())
 
 
 def _reply_to(reward: Reward, question: Json) -> str:

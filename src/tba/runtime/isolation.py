@@ -25,10 +25,7 @@ class RecipeSource:
 
 
 def isolated_reward(
-    source: RunDirectory | RecipeSource | None,
-    seconds: float,
-    split: Split = "train",
-    name: str = "the reward",
+    source: RunDirectory | RecipeSource | None, seconds: float, split: Split = "train", name: str = "the reward"
 ) -> Callable[[], IsolatedGrader]:
     """Returns what makes graders, one for each thread that grades; their processes have one nursery.
 

@@ -74,7 +74,7 @@ def work_of(recipe: Recipe) -> Work:
         group_size=recipe.group_size,
         ranks=recipe.trainer.count,
         moments_on_host=recipe.optimizer.moments_on_host,
-        averaged=recipe.optimizer.averaged,
+        averaged=recipe.optimizer.weight_average,
         parks=isinstance(recipe.task, Acted) and recipe.runtime != "inline",
     )
 
@@ -85,8 +85,7 @@ _TO_GPU, _FROM_GPU = 42.9, 55.1
 
 def seconds_to_move(recipe: Recipe) -> float:
     """Returns the seconds in which an update's moments go to a GPU and back; 0 where they stay on the GPU."""
-    bytes_moved = sum(need.total for need in needs(recipe) if need.part == "host")
-    return bytes_moved / 1e9 * (1 / _TO_GPU + 1 / _FROM_GPU)
+    return sum(need.total for need in needs(recipe) if need.part == "host") / 1e9 * (1 / _TO_GPU + 1 / _FROM_GPU)
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,6 @@ def disk_use(recipe: Recipe) -> DiskUse | None:
     bytes_by_part = recipe.model.memory(work_of(recipe))
     if bytes_by_part is None:
         return None
-    sizes = (sum(bytes_by_part[kind].values()) for kind in ("checkpoint", "weights"))
-    checkpoint, version = sizes
-    average_count = 2 if recipe.optimizer.averaged else 0  # one that is evaluated, and the next
+    checkpoint, version = (sum(bytes_by_part[kind].values()) for kind in ("checkpoint", "weights"))
+    average_count = 2 if recipe.optimizer.weight_average else 0  # one that is evaluated, and the next
     return DiskUse(checkpoint, recipe.run.checkpoints + 1, version, 3 + average_count)

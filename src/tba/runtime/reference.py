@@ -38,12 +38,8 @@ class References:
 
     def is_due(self, version: Version) -> bool:
         """Returns whether the reference is to become `version`."""
-        return (
-            0 < version.step < self.steps
-            and self.every > 0
-            and version.step % self.every == 0
-            and self.current.step != version.step
-        )
+        step = version.step
+        return 0 < step < self.steps and self.every > 0 and step % self.every == 0 and self.current.step != step
 
     @property
     def current(self) -> Version:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,8 +124,7 @@ def summarise(
     for unit in ("tokens", "trajectories"):
         searcher_ledger = Ledger.gather(owners, unit)
         replay_ledger = Ledger.of_counters(trainer.ledger, unit)
-        waiting_ledger = Ledger.of({"waiting": undrained[unit]})
-        ledgers[unit] = searcher_ledger + replay_ledger + waiting_ledger
+        ledgers[unit] = searcher_ledger + replay_ledger + Ledger.of({"waiting": undrained[unit]})
     note_unreadable(run.path)
     clocks = [result.clock for result in results.values()]
     answers = ledgers["trajectories"]
@@ -158,6 +157,7 @@ def summarise(
         reference_resets=trainer.reference_resets,
         control=trainer.control,
         joined=joined,
+        served=_add_up(result.served for result in results.values()),
         faults={**count_faults(run.path), **faults, "skipped_steps": trainer.skipped},
         peak_memory_bytes={
             "trainer": trainer.peak_memory_bytes,
@@ -168,6 +168,14 @@ def summarise(
     )
     summary.write(run.path)
     return summary
+
+
+def _add_up(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Returns the sums of counts by name."""
+    total: Counter[str] = Counter()
+    for part in counts:
+        total.update(part)
+    return dict(total)
 
 
 def utilisation(

@@ -19,6 +19,7 @@ class SearcherResult:
     journal_rows: int = 0  # of the whole journal, when it ended
     rounds: int = 0
     prompts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # `record.summary.Summary` says which
+    served: Mapping[str, int] = field(default_factory=dict)  # what agents were served, by what it counts
 
 
 @dataclass(frozen=True)

@@ -204,8 +204,7 @@ class RunDirectory:
         facts, marks = self.facts, self.marks[-1] + ([] if seconds_before is None else [_new_mark()])
         facts.pop(PREPARED, None)
         facts["overrides"] = [*facts["overrides"], *overrides]
-        incarnation = {"why": reason, "program": version(), "marks": marks}
-        facts["incarnations"] = [*facts["incarnations"], incarnation]
+        facts["incarnations"] = [*facts["incarnations"], {"why": reason, "program": version(), "marks": marks}]
         if seconds_before is not None:
             facts["clock"] = {"began": time.monotonic(), "before": seconds_before}
         recipe = tba.settings.override(tba.settings.find(facts["recipe"]), facts["overrides"], "", recorded=True)

@@ -39,7 +39,7 @@ from tba.runtime.results import SearcherResult
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.searcher_connections import Connections, connect_on_disk
 from tba.runtime.teaching import reference_of, teachers_of
-from tba.serving.engine import AgentCalls
+from tba.serving.engine import AgentLink
 from tba.types import SPLITS, Json, Split, Version
 
 log = logging.getLogger("tba.searcher")
@@ -80,6 +80,7 @@ class SearcherLoop:
     clock: ShareClock
     records: Records
     incarnation: int = 0  # in which it was started
+    served: Mapping[str, int] = field(default_factory=dict)  # to agents, by what it counts
     memory: FreedMemory = field(default_factory=FreedMemory)
     held_back_since: float | None = None  # since when it has been held back, by a monotonic clock; None: it is not
     # by split, how many problems there are and which of them are not asked (`runtime/prompt_sets.py`)
@@ -161,7 +162,7 @@ class SearcherLoop:
             self.searcher.grader.close()
             self.journal.close()
         seconds, rounds = self.clock.seconds(), self.searcher.rounds
-        result = SearcherResult(seconds, peak_memory_bytes(), journal_rows=rows, rounds=rounds, prompts=self.prompts)
+        result = SearcherResult(seconds, peak_memory_bytes(), rows, rounds, self.prompts, self.served)
         self.records.result(self.searcher.name, as_json(result))
 
 
@@ -172,7 +173,7 @@ def start_searching(
     attempt: int = 0,
     interrupted: Callable[[], bool] | None = None,
     background: bool = False,
-    agent_calls: AgentCalls | None = None,
+    agent_link: AgentLink | None = None,
 ) -> SearcherLoop:
     """Build the loop of searcher number `index` of the run at `run`; `attempt` counts its restarts, so that no two
     share a seed.
@@ -181,7 +182,7 @@ def start_searching(
     is finished before the next begins, and nothing depends on how long anything takes.
     """
     connect = partial(connect_on_disk, recipe, run, f"searcher-{index}", interrupted)
-    return searcher_loop_at(recipe, connect, index, attempt, interrupted, background, run, agent_calls)
+    return searcher_loop_at(recipe, connect, index, attempt, interrupted, background, run, agent_link)
 
 
 def searcher_loop_at(
@@ -192,10 +193,10 @@ def searcher_loop_at(
     interrupted: Callable[[], bool] | None,
     background: bool = False,
     run: RunDirectory | None = None,
-    agent_calls: AgentCalls | None = None,
+    agent_link: AgentLink | None = None,
 ) -> SearcherLoop:
     """Build a searcher's loop over any connections, which are opened once the model and the prompts are loaded. run:
-    rebuilds the recipe in another process, should the reward have to run there. agent_calls: what agents elsewhere ask
+    rebuilds the recipe in another process, should the reward have to run there. agent_link: what agents elsewhere ask
     the engine, whose episodes are the answers then; None: the engine answers prompts itself.
     """
     keep_few_kernels()
@@ -204,12 +205,12 @@ def searcher_loop_at(
     for note in filter(None, (prompt_set.note for prompt_set in prompts.values())):
         log.warning("%s", note)
     connections, clock = connect(), ShareClock(state="weights")
-    if background and agent_calls is None:  # an agent is told of its reward once that is on the disk
+    if background and agent_link is None:  # an agent is told of its reward once that is on the disk
         background_journal = BackgroundJournal(connections.journal, 2 * recipe.run.journal_deadline, clock)
         connections = replace(connections, journal=cast(Journal, background_journal))  # it forwards the methods
     try:
         loop = _loop_of(
-            connections, clock, recipe, model, prompts, index, attempt, interrupted, background, run, agent_calls
+            connections, clock, recipe, model, prompts, index, attempt, interrupted, background, run, agent_link
         )
     except BaseException:
         connections.journal.close()
@@ -229,20 +230,15 @@ def _loop_of(
     interrupted: Callable[[], bool] | None,
     background: bool,
     run: RunDirectory | None,
-    agent_calls: AgentCalls | None,
+    agent_link: AgentLink | None,
 ) -> SearcherLoop:
     name = f"searcher-{index}"
     journal, weights = connections.journal, connections.weights
-    make_grader = partial(
-        grader_of,
-        recipe,
-        run,
-        share=(index, recipe.searcher_count),
-        report=partial(connections.records.fault, "reward_retries"),
-    )
+    report = partial(connections.records.fault, "reward_retries")
+    make_grader = partial(grader_of, recipe, run, share=(index, recipe.searcher_count), report=report)
     engine = (
         engine_of(recipe, model, Version(), clock)
-        if agent_calls is None
+        if agent_link is None
         else model.engine(Version(), recipe.prompts.max_tokens)
     )
     reference = reference_of(recipe, model)
@@ -254,9 +250,9 @@ def _loop_of(
     seeds = [recipe.seed, 1 + index, attempt, *([connections.incarnation] if connections.incarnation else [])]
     source = prompt_source(recipe, prompts["train"].prompts, journal, np.random.default_rng([*seeds, 0x9E]))
     exploration, on_done = recipe.exploration, None
-    if agent_calls is not None:
-        engine, source = agent_calls.attach(engine, source, model.tokenizer())
-        exploration, on_done = Fixed(recipe.policy_temperature), agent_calls.on_done
+    if agent_link is not None:
+        engine, source = agent_link.attach(engine, source, model.tokenizer())
+        exploration, on_done = Fixed(recipe.policy_temperature), agent_link.on_done
     searcher = Searcher(
         name=name,
         engine=engine,

@@ -43,49 +43,39 @@ class Worker(Protocol):
     @property
     def code(self) -> int | None:
         """The exit code: None while it runs, 0 done or asked to stop, above 0 an error of its own, below 0 it died."""
-        ...
 
     @property
     def description(self) -> str:
         """Returns the worker's name and where it runs."""
-        ...
 
     @property
     def log(self) -> str:
         """Returns the path of the worker's log."""
-        ...
 
     @property
     def cause_of_death(self) -> str:
         """Returns the cause of the worker's death, in words."""
-        ...
 
     @property
     def has_heartbeat(self) -> bool:
         """Returns whether it has given a heartbeat since its start: until then it loads libraries and a model."""
-        ...
 
     def silence(self) -> float:
         """Returns the seconds since its last heartbeat, or since it was started."""
-        ...
 
     def ask_to_stop(self) -> None: ...
 
     def kill(self) -> None:
         """End it, unless it has ended, and release what it held."""
-        ...
 
     def end(self) -> None:
         """End it as a worker that hangs: afterwards it counts as one that died."""
-        ...
 
     def start_again(self) -> None:
         """Start the worker again after its death."""
-        ...
 
     def failure(self) -> Exception:
         """Returns why it ended, as the driver's own error."""
-        ...
 
 
 def worker_error(description: str, log: str, error: Json) -> Exception:

@@ -19,7 +19,7 @@ import numpy as np
 
 from tba.assistant_turns import AnswerFrame, AssistantTurn, assistant_turn
 from tba.chat_prompts import chat_markup, prompt_tokens
-from tba.errors import UserError
+from tba.errors import SeveralSegments, UserError
 from tba.markup import decode_tokens, encode_continuation, encode_markup, visible_text
 from tba.protocols import (
     Acted,
@@ -139,13 +139,15 @@ class ScoredByText:
     def log_probabilities_of(self, answers: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[FloatArray]]:
         """Returns scores of several prompts: [i][j] is of the j-th completion of the i-th prompt, float32 [T].
 
-        Raises `UserError` for a chat of which only the student's text is known.
+        Raises `UserError` for a chat of which only the student's text is known, and for an episode of several segments.
         """
         teacher_pairs: _Pairs = []  # as the teacher writes them
         variants: list[tuple[int, Prompt, Completion, Completion]] = []  # place, as sampled, as usual
         for prompt, completions in answers:
             teacher_prompt = self._teacher_prompt(prompt)
             for completion in completions:
+                if completion.begins is not None:
+                    raise SeveralSegments(len(completion.segments), "a teacher with another tokenizer scores")
                 text, has_ended = self._answer_text(prompt, completion)
                 usual_form = self._in_usual_form(prompt, text, has_ended, completion)
                 if not np.array_equal(usual_form.tokens, completion.tokens):
@@ -242,9 +244,7 @@ def _teacher_reference(recipe: Recipe, model: Model, reference: Reference, teach
 
 def _load_model(recipe: Recipe, model: Model, path: str, flag: str, say: Callable[[str], None] = _ignore) -> Model:
     if not isinstance(model, LoadsOtherModels):
-        raise UserError(
-            f"{flag} is {path}, but {type(model).__name__} does not load a model from a path: use tba.HuggingFace"
-        )
+        raise UserError(f"{flag} is {path}, but {type(model).__name__} loads no model from a path: use tba.HuggingFace")
     return model.with_path(path).prepared(recipe.task, say)
 
 

@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -40,7 +40,7 @@ from tba.replay.missing_rows import JournalCounts
 from tba.replay.replay import Replay
 from tba.replay.selection import SMALLEST_GROUP
 from tba.runtime.batch_queue import BatchQueue, StopRequested, pause, raise_out_of_data
-from tba.runtime.checkpointing import TurnTaker, generators, set_generators, starting_point
+from tba.runtime.checkpointing import LoopState, TurnTaker, generators, set_generators, starting_point
 from tba.runtime.evaluation import Requests
 from tba.runtime.ranks.start import start_policy, start_ranks
 from tba.runtime.reference import References
@@ -52,7 +52,7 @@ from tba.training.ranks.messages import Ranks, Rendezvous
 from tba.training.ranks.policy import Rank0Policy
 from tba.training.staleness_controller import Controller
 from tba.training.trainer import Metrics, Trainer
-from tba.types import Json, Sampling, Trajectory, Version
+from tba.types import Sampling, Trajectory, Version
 from tba.weights.background import BackgroundPublisher
 from tba.weights.directory import WeightDirectory
 
@@ -92,7 +92,7 @@ class TrainerLoop:
     clock: ShareClock
     staleness: StalenessWatch
     elapsed: Callable[[], float]  # seconds since the run began, without evaluation
-    resumed_state: Mapping[str, Json] | None = None  # the state of the checkpoint that it resumes from
+    resumed_state: LoopState | None = None  # the state of the checkpoint that it resumes from
     turn_taker: TurnTaker | None = None  # the searcher that takes turns with it, saved at the same step
     ranks: Ranks | None = None  # where its policy is spread over several
     trained_batches: int = 0  # by this process
@@ -167,7 +167,7 @@ class TrainerLoop:
         """Write model and optimizer in the Hugging Face layout, and all other state at this step (`checkpointing`)."""
         self.weights.settle()  # the reference that it was made under is on disk
         self.references.note_checkpoint()
-        trainer, count, state = self.trainer, self.recipe.run.checkpoints, self.state()
+        trainer, count, state = self.trainer, self.recipe.run.checkpoints, vars(self.state())
         kept_versions = self.evaluation_watch.versions_to_keep(self.requests.pending)
         folder, version, model, heads = self.run.checkpoints, trainer.version, self.recipe.model, trainer.policy.heads
         policy, optimizer = trainer.policy, trainer.optimizer
@@ -211,50 +211,49 @@ class TrainerLoop:
             self._record_evaluations()
             write_json(self.run.result("trainer"), self.result())
 
-    def state(self) -> dict[str, Json]:
-        """Returns everything but the weights and the optimizer's moments, as JSON: what `restore` takes."""
-        return {
-            "replay": self.replay.state(self.trained_batches),
-            "reference": str(self.references.current),
-            "references": self.references.state(),
-            "evaluations": self.requests.state(),
-            "steering": self.controller.state() if self.controller.on else None,
-            "generators": generators(),
-            "journal": {**JournalCounts.of(self.journal).state(), "prompts_in_flight": self.journal.leases()},
-            "lags": [[lag, count] for lag, count in sorted(self.lags.items())],
-            "computed": dict(self.compute_counts),
-            "skipped": self.trainer.skipped,
-            "objective": o.state() if isinstance(o := self.trainer.objective, Remembering) else None,
-            "clock": self.clock.seconds(),
-            "began_training": self.began_training,
-            "ended_training": self.ended_training,
-            "searcher": None if self.turn_taker is None else self.turn_taker.state(),
-        }
+    def state(self) -> LoopState:
+        """Returns everything but the weights and the optimizer's moments: what `restore` takes."""
+        return LoopState(
+            replay=self.replay.state(self.trained_batches),
+            reference=str(self.references.current),
+            references=self.references.state(),
+            evaluations=self.requests.state(),
+            steering=self.controller.state() if self.controller.on else None,
+            generators=generators(),
+            journal={**JournalCounts.of(self.journal).state(), "prompts_in_flight": self.journal.leases()},
+            lags=sorted(self.lags.items()),
+            computed=dict(self.compute_counts),
+            skipped=self.trainer.skipped,
+            objective=o.state() if isinstance(o := self.trainer.objective, Remembering) else None,
+            clock=self.clock.seconds(),
+            began_training=self.began_training,
+            ended_training=self.ended_training,
+            searcher=None if self.turn_taker is None else self.turn_taker.state(),
+        )
 
     def restore(self, checkpoint: Checkpoint | None) -> None:
         """Continue from a checkpoint (None: step 0), with the policy and the replay that were restored from it."""
         self.journal.evaluations()  # those so far have been recorded
-        if checkpoint is None:
+        if checkpoint is None or (state := self.resumed_state) is None:
             self.requests.restore({"pending": {}, "seen": None})
             self.references.restore({"resets": [], "of_checkpoints": []})
             return
-        state = checkpoint.state
         checkpoint.load_heads(self.trainer.policy.heads)
         self.trainer.optimizer.load(checkpoint.path)
-        self.trainer.skipped = state["skipped"]
-        if isinstance(self.trainer.objective, Remembering) and state["objective"] is not None:
-            self.trainer.objective.restore(state["objective"])
-        self.references.restore(state["references"])
-        self.requests.restore(state["evaluations"])
-        if self.controller.on and state["steering"] is not None:
-            self.controller.restore(state["steering"])
+        self.trainer.skipped = state.skipped
+        if isinstance(self.trainer.objective, Remembering) and state.objective is not None:
+            self.trainer.objective.restore(state.objective)
+        self.references.restore(state.references)
+        self.requests.restore(state.evaluations)
+        if self.controller.on and state.steering is not None:
+            self.controller.restore(state.steering)
             self._apply_control()
-        self.lags = Counter(dict(state["lags"]))
-        self.compute_counts = Counter(state["computed"])
-        self.clock.carry(state["clock"])
-        self.began_training, self.ended_training = state["began_training"], state["ended_training"]
+        self.lags = Counter(dict(state.lags))
+        self.compute_counts = Counter(state.computed)
+        self.clock.carry(state.clock)
+        self.began_training, self.ended_training = state.began_training, state.ended_training
         self.checkpointed_version = self.trainer.version
-        set_generators(state["generators"])
+        set_generators(state.generators)
 
     def result(self) -> TrainerResult:
         """Returns what the summary needs of a loop that has ended."""
@@ -334,8 +333,7 @@ class TrainerLoop:
     def _count_work(self, batch: Batch, seconds: float) -> None:
         """Count the tokens that the policy has computed: a prompt once for its group, equal answers once too."""
         rows_D, _ = distinct_rows(batch)
-        answer_tokens = int(batch.length_B[rows_D].sum())
-        self.compute_counts["read"] += int(batch.prompt_length_G.sum()) + answer_tokens
+        self.compute_counts["read"] += int(batch.prompt_length_G.sum()) + int(batch.length_B[rows_D].sum())
         self.compute_counts["scored"] += int(batch.mask_BT[rows_D].sum())
         self.compute_counts["milliseconds"] += round(1000 * seconds)
 
@@ -372,9 +370,7 @@ class TrainerLoop:
         self._counters_read_at = now
         self._record_evaluations()
         searchers = [counts for counts in self.journal.counters().values() if counts.get("generated_tokens")]
-        spent_ms = {
-            kind: sum(counts.get(f"{kind}_milliseconds", 0) for counts in searchers) for kind in SEARCHER_STATES
-        }
+        spent_ms = {kind: sum(c.get(f"{kind}_milliseconds", 0) for c in searchers) for kind in SEARCHER_STATES}
         spent_ms["evaluating"] = sum(counts.get("evaluation_milliseconds", 0) for counts in searchers)
         self._searcher_metrics = {
             GENERATED_TOKENS: float(sum(counts["generated_tokens"] for counts in searchers)),
@@ -407,17 +403,17 @@ def start_training(
     keep_few_kernels()
     recipe = replace(recipe, model=recipe.model.prepared(recipe.task))
     version, checkpoint = starting_point(run)
+    state = LoopState.of(checkpoint)
     ranks = start_ranks(recipe, 0, meeting)
     policy, optimizer = start_policy(recipe, ranks, None if checkpoint is None else checkpoint.path)
     keep_bytes, deadline = recipe.replay.keep_bytes, recipe.run.journal_deadline
-    note_damage = partial(record_fault, run.path, "damaged_trajectories")
     journal = JournalFollower(
         run.journal(recipe),
         keep_bytes=keep_bytes,
         deadline_s=deadline,
         on_wait=stop,
         create=False,
-        on_damaged=note_damage,
+        on_damaged=partial(record_fault, run.path, "damaged_trajectories"),
     )
     try:
         journal.lead(_LEAD_SECONDS)
@@ -426,8 +422,8 @@ def start_training(
         settings = replace(recipe.replay, pacing=replace(recipe.replay.pacing, warm_up=recipe.warm_up))
         replay = Replay(journal, settings, recipe.sync_every, seed=recipe.seed, resets=has_resets, on_arrival=watch.see)
         replay.now = version
-        if checkpoint is not None:
-            replay.restore(checkpoint.state["replay"], version)
+        if state is not None:
+            replay.restore(state.replay, version)
         if recipe.offline:
             require_enough(recipe, replay)
     except BaseException:
@@ -473,7 +469,7 @@ def start_training(
         weights=weights,
         references=References(recipe.reference_reset, recipe.steps, recipe.run.checkpoints, replay, weights),
         requests=Requests(
-            recipe.evaluation.every, recipe.steps, weights, journal.job_done, averaged=recipe.optimizer.averaged
+            recipe.evaluation.every, recipe.steps, weights, journal.job_done, averaged=recipe.optimizer.weight_average
         ),
         controller=recipe.control.start(recipe.sync_every, m),
         staleness=StalenessWatch(recipe.sync_every),
@@ -482,7 +478,7 @@ def start_training(
         answer_watch=watch,
         clock=clock,
         elapsed=elapsed or run.clock(),
-        resumed_state=None if checkpoint is None else checkpoint.state,
+        resumed_state=state,
         turn_taker=turn_taker,
         ranks=ranks,
         arithmetic=recipe.model.arithmetic(),  # before anybody else is at work
@@ -520,11 +516,10 @@ def require_enough(recipe: Recipe, replay: Replay) -> None:
     batch = recipe.groups_per_step * recipe.group_size
     uses = recipe.steps * batch / received
     if uses > pacing.max_mean_uses:
-        most_steps = math.floor(pacing.max_mean_uses * received / batch)
         raise UserError(
             f"--offline {recipe.steps} steps would use each of {received} trajectories {uses:.1f} times on average, "
             f"but --replay.pacing.max-mean-uses is {pacing.max_mean_uses:g}: set it to {math.ceil(uses)}, or "
-            f"--steps to at most {most_steps}"
+            f"--steps to at most {math.floor(pacing.max_mean_uses * received / batch)}"
         )
     if pacing.hold_reason(received, (recipe.steps - 1) * batch, batch):
         raise UserError(

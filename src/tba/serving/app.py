@@ -2,8 +2,11 @@
 
     POST   /episodes {problem?: key, tag?}            a new episode: id, api_key, base_url, prompt, tools, fields
     POST   /v1/chat/completions                       a call, under the episode's key, or below /e/ID
+    POST   /v1/responses   /v1/messages               the same in the form of other APIs
+    POST   /v1/messages/count_tokens                  how many tokens its messages are
     POST   /episodes/ID/end {artifact?, claimed_reward?}   its reward
     DELETE /episodes/ID                               it is not to count
+    POST   /rollouts [{prompt|key, messages, uid?, reward?}]   episodes that were played elsewhere
     GET    /prompts?n=   /v1/models   /healthz        training prompts; names of models; whether it serves
 
 Invariant: but for /healthz nothing is answered without a token. A request with an `Origin`, or for a host of another
@@ -22,6 +25,7 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +37,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tba.json_input import parse_json
-from tba.serving.chat import POLICY, ChatAnswer, ChatRequest, RequestRefused, parse_chat_request, write_event
-from tba.serving.episode import Call
+from tba.serving.chat import CHAT, POLICY, ApiForm, ChatAnswer, ChatRequest, RequestRefused
+from tba.serving.episode import AgentCall
+from tba.serving.messages import MESSAGES, parse_messages_request
+from tba.serving.responses import RESPONSES
 from tba.serving.server import EpisodeServer, PastEpisode, ServedEpisode
 from tba.types import Json
 
@@ -79,10 +85,19 @@ def application(server: EpisodeServer, access: AccessRules) -> Starlette:
             route("/e/{id}/v1/models", routes.models, "GET"),
             route("/prompts", routes.prompts, "GET"),
             route("/episodes", routes.begin, "POST"),
+            route("/rollouts", routes.take_rollouts, "POST"),
             route("/episodes/{id}/end", routes.end, "POST"),
             route("/episodes/{id}", routes.abandon, "DELETE"),
-            route("/v1/chat/completions", routes.complete, "POST"),
-            route("/e/{id}/v1/chat/completions", routes.complete, "POST"),
+            *(
+                route(f"{prefix}/v1/{path}", handler, "POST")
+                for prefix in ("", "/e/{id}")
+                for path, handler in (
+                    ("chat/completions", partial(routes.complete, CHAT)),
+                    ("responses", partial(routes.complete, RESPONSES)),
+                    ("messages", partial(routes.complete, MESSAGES)),
+                    ("messages/count_tokens", routes.count_tokens),
+                )
+            ),
         ],
         lifespan=lifespan,
         exception_handlers={HTTPException: answer_http_error},
@@ -194,27 +209,40 @@ class _Routes:
         fields = await self._read_json(request, artifact=Any, claimed_reward=float | None)
         return JSONResponse(await self._server.end(episode, fields.get("artifact"), fields.get("claimed_reward")))
 
+    async def take_rollouts(self, request: Request) -> Response:
+        """Takes episodes that were played elsewhere."""
+        owner = self._owner(request)
+        body = await self._read_body(request)
+        return JSONResponse(await self._server.take_rollouts(owner, _parse_body(body, Any)))
+
     async def abandon(self, request: Request) -> Response:
         """Ends an episode that is not to count."""
         await self._server.abandon(self._managed_episode(request))
         return Response(status_code=204)
 
-    async def complete(self, request: Request) -> Response:
-        """Answers a call."""
+    async def count_tokens(self, request: Request) -> Response:
+        """Says how many tokens the messages of Anthropic's API are, without an answer."""
+        episode = self._episode(request)
+        chat_request = parse_messages_request(_parse_body(await self._read_body(request), Any))
+        return JSONResponse({"input_tokens": self._server.count_tokens(episode, chat_request)})
+
+    async def complete(self, form: ApiForm, request: Request) -> Response:
+        """Answers a call in the form of one API."""
         episode = self._episode(request)
         body = await self._read_body(request)
-        chat_request = parse_chat_request(_parse_body(body, Any))
+        chat_request = form.parse(_parse_body(body, Any))
         is_retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
         task = self._server.begin_call(episode, chat_request, body, is_retry)
         if chat_request.is_streamed:
-            return StreamingResponse(_stream(task, chat_request), media_type="text/event-stream")
+            return StreamingResponse(_stream(task, form, chat_request), media_type="text/event-stream")
         call, answer = await asyncio.shield(task)
 
         async def note_delivery() -> None:
             call.is_delivered = True
 
         is_there = not await request.is_disconnected()
-        return JSONResponse(answer.body, background=BackgroundTask(note_delivery) if is_there else None)
+        body = form.body(answer, chat_request)
+        return JSONResponse(body, background=BackgroundTask(note_delivery) if is_there else None)
 
     # Bodies
 
@@ -272,7 +300,9 @@ def _error_response(error: RequestRefused) -> JSONResponse:
     return JSONResponse(error.body, error.status, {"retry-after": "5"} if error.status in (429, 503) else None)
 
 
-async def _stream(task: asyncio.Task[tuple[Call, ChatAnswer]], request: ChatRequest) -> AsyncIterator[str]:
+async def _stream(
+    task: asyncio.Task[tuple[AgentCall, ChatAnswer]], form: ApiForm, request: ChatRequest
+) -> AsyncIterator[str]:
     """Yields the events of an answer, and comments until it is there."""
     while not task.done():
         await asyncio.wait([task], timeout=_KEEP_ALIVE_SECONDS)
@@ -281,9 +311,9 @@ async def _stream(task: asyncio.Task[tuple[Call, ChatAnswer]], request: ChatRequ
     try:
         call, answer = task.result()
     except Exception as error:  # noqa: BLE001 - the response has begun
-        yield write_event(_refusal_of(error).body)
+        yield form.error_event(_refusal_of(error))
         return
-    for event in answer.events(request.includes_usage):
+    for event in form.events(answer, request):
         yield event
     call.is_delivered = True
 

@@ -10,7 +10,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -36,21 +36,27 @@ _UNSUPPORTED = {  # fields that would change what an answer is, each with the va
 }
 _OVERRIDES = ("temperature", "top_p", "seed", "frequency_penalty", "presence_penalty", "top_k", "min_p")
 _MAX_STOPS = 16
+_REPEATED_CODE = re.compile(  # that smolagents has found in an answer, and writes behind it as a call
+    r"\nCalling tools:\n\[\{'id': 'call_\d+', 'type': 'function', "
+    r"'function': \{'name': 'python_interpreter', 'arguments': (?:'[^\n]*'|\"[^\n]*\")\}\}\]\Z"
+)
 _FINISH_REASONS = {StopReason.LENGTH: "length"}  # others: stop
 
 
 class RequestRefused(TbaError):
     """Raised for a request that is not served: an HTTP status, one sentence and a code, as OpenAI's API names them."""
 
-    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+    def __init__(self, status: int, message: str, code: str | None = None, details: Json = None) -> None:
+        """details: what a client's library reads of an error, in its API's own form."""
         super().__init__(message)
-        self.status, self.message, self.code = status, message, code
+        self.status, self.message, self.code, self.details = status, message, code, details
 
     @property
     def body(self) -> Json:
         """Returns the error as the body of a response."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": self.message, "type": kind, "param": None, "code": self.code}}
+        details = {} if self.details is None else {"details": self.details}
+        return {"error": {"message": self.message, "type": kind, "param": None, "code": self.code, **details}}
 
 
 @dataclass(frozen=True)
@@ -148,11 +154,18 @@ def _parse_stop_strings(value: Json) -> tuple[str, ...]:
 
 
 def message_key(message: Message) -> MessageKey:
-    """Returns what identifies a message: its role, its text without blanks around it, and its calls with the arguments
-    parsed. Two messages that a client writes differently and means alike have one key. Thoughts have no part in it.
+    """Returns what identifies a message: its role, its text without blanks around it, its calls with the arguments
+    parsed, and whose call a result answers or which user speaks. Two messages that a client writes differently and
+    means alike have one key. Thoughts have no part in it, and neither has code that smolagents repeats.
+
+    The key is empty for an answer without a text and calls, which many clients do not send back.
     """
-    calls = tuple(_call_key(call) for call in message.get("tool_calls") or ())
-    return message["role"], message["content"].strip(), calls, message.get("tool_call_id") or ""
+    role, text = message["role"], message["content"].strip()
+    if role == "assistant":
+        text = _split_thought(_REPEATED_CODE.sub("", text))[1].strip()
+        calls = tuple(_call_key(call) for call in message.get("tool_calls") or ())
+        return (role, text, calls) if text or calls else ()
+    return role, text, message.get("tool_call_id" if role == "tool" else "name") or ""
 
 
 def _call_key(call: Json) -> MessageKey:
@@ -180,22 +193,32 @@ class AnswerMessage:
         return cls(_text_before_calls(content), thought, tuple(map(_write_call, calls)))
 
     @property
-    def tool_names(self) -> dict[str, str]:
-        """Returns the names of the tools that it calls, by the calls' ids."""
-        return {call["id"]: call["function"]["name"] for call in self.calls}
-
-    @property
     def message(self) -> Json:
         """Returns the message of a response."""
         message: dict[str, Json] = {"role": "assistant", "content": self.content or (None if self.calls else "")}
         message |= {"reasoning_content": self.thought} if self.thought else {}
         return message | ({"tool_calls": list(self.calls)} if self.calls else {})
 
-    @property
-    def key(self) -> MessageKey:
-        """Returns the key of the message when its client sends it back."""
-        (message,) = _parse_messages([self.message])
-        return message_key(message)
+    def message_keys(self, stop_string: str = "") -> list[MessageKey]:
+        """Returns the keys that the message may have when its client sends it back: as it was sent, with the stop
+        string that ended it (smolagents completes its code so), and with its calls as a text (smolagents' way).
+        """
+        messages = [self.message]
+        if stop_string and not self.calls:
+            messages.append({"role": "assistant", "content": self.content + stop_string})
+        if self.calls:
+            messages.append({"role": "assistant", "content": self._text_of_calls()})
+        return [message_key(message) for message in _parse_messages(messages)]
+
+    def _text_of_calls(self) -> str:
+        """Returns the message as smolagents sends it back: the text, and behind it the calls as Python writes them, in
+        the order of their ids.
+        """
+        calls = [
+            {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
+            for call in sorted(self.calls, key=lambda call: call["id"])
+        ]
+        return "\n".join(filter(None, (self.content, f"Calling tools:\n{calls}")))
 
 
 def _split_thought(text: str) -> tuple[str, str]:
@@ -223,15 +246,10 @@ def _text_before_calls(content: str) -> str:
 def _write_call(call: Call) -> Json:
     arguments = call.arguments if isinstance(call.arguments, dict) else {}
     return {
-        "id": call.id or f"call_{secrets.token_hex(8)}",  # as `is_generated_id` reads it
+        "id": call.id or f"call_{secrets.token_hex(8)}",
         "type": "function",
         "function": {"name": call.name, "arguments": json.dumps(arguments, ensure_ascii=False)},
     }
-
-
-def is_generated_id(id_: str) -> bool:
-    """Returns whether the id of a call is one that this server made, because the policy gave it none."""
-    return re.fullmatch(r"call_[0-9a-f]{16}", id_) is not None
 
 
 @dataclass(frozen=True)
@@ -291,6 +309,24 @@ class ChatAnswer:
         return {**head, "choices": list(choices)}
 
 
-def write_event(value: Json) -> str:
-    """Returns a value as a server-sent event."""
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+def write_event(value: Json, name: str = "") -> str:
+    """Returns a value as a server-sent event, with a name where its API gives events names."""
+    return (f"event: {name}\n" if name else "") + f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+
+@dataclass(frozen=True)
+class ApiForm:
+    """Holds how requests of one API are read, and how it has answers written, which all are calls of chats."""
+
+    parse: Callable[[Json], ChatRequest]
+    body: Callable[[ChatAnswer, ChatRequest], Json]
+    events: Callable[[ChatAnswer, ChatRequest], Iterator[str]]
+    error_event: Callable[[RequestRefused], str]  # where a stream has begun
+
+
+CHAT = ApiForm(
+    parse_chat_request,
+    lambda answer, _: answer.body,
+    lambda answer, request: answer.events(request.includes_usage),
+    lambda error: write_event(error.body),
+)

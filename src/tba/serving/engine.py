@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -81,7 +81,15 @@ class NoMoreEpisodes:
     """Says that no agent has an episode, so that answers wait for no other answers to their prompts."""
 
 
-MailboxItem: TypeAlias = SeatRequest | SampleRequest | EndedEpisode | NoMoreEpisodes
+@dataclass(frozen=True)
+class SearcherWork:
+    """Asks for a call in the searcher's thread, while the engine computes nothing."""
+
+    function: Callable[[], Any]
+    future: Future[Any]
+
+
+MailboxItem: TypeAlias = SeatRequest | SampleRequest | EndedEpisode | NoMoreEpisodes | SearcherWork
 
 
 class Mailbox:
@@ -90,15 +98,15 @@ class Mailbox:
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[MailboxItem] = queue.SimpleQueue()
         self._has_items = threading.Event()
-        self._is_closed = threading.Event()
+        self._closed = threading.Event()
 
     def post(self, item: MailboxItem) -> None:
         """Post a request. Raises `RequestRefused` once the run has ended."""
-        if self._is_closed.is_set():
+        if self._closed.is_set():
             raise run_ended()
         self._items.put(item)
         self._has_items.set()
-        if self._is_closed.is_set():  # since then, perhaps after what was there had been taken
+        if self._closed.is_set():  # since then, perhaps after what was there had been taken
             refuse(item)
 
     def take(self) -> list[MailboxItem]:
@@ -115,7 +123,7 @@ class Mailbox:
 
     def close(self) -> None:
         """Refuse what is posted from now on, and what nobody has taken."""
-        self._is_closed.set()
+        self._closed.set()
         for item in self.take():
             refuse(item)
 
@@ -127,7 +135,7 @@ def run_ended() -> RequestRefused:
 
 def refuse(item: MailboxItem, error: Exception | None = None) -> None:
     """Fail the future of a request that is not answered, if it has one."""
-    if not isinstance(item, SeatRequest | SampleRequest) or item.future.done():
+    if not isinstance(item, SeatRequest | SampleRequest | SearcherWork) or item.future.done():
         return
     if item.future.set_running_or_notify_cancel():  # the server's thread may give up at any moment
         item.future.set_exception(error or run_ended())
@@ -152,7 +160,7 @@ class ServedPrompts:
 
 
 @dataclass
-class AgentCalls:
+class AgentLink:
     """What agents elsewhere ask of a searcher's engine, and who is told of their answers."""
 
     mailbox: Mailbox
@@ -222,6 +230,7 @@ class ServedFlow:
     _returns_when_needed: bool = False
     _rooms: dict[int, int] = field(default_factory=dict)  # tokens that a parked request has room for
     _replies: dict[int, IntArray | None] = field(default_factory=dict)  # not handed to the engine yet
+    _work: deque[SearcherWork] = field(default_factory=deque)
 
     # As a flow
 
@@ -253,12 +262,13 @@ class ServedFlow:
         """Computes until completions are there, or (`until_needed`) prompts are needed; returns the former by number.
         A number comes again as long as it is in `unfinished_prompts`.
         """
-
         self._returns_when_needed = until_needed
-        while not self.must_return():
+        while not self._has_news():
             if interrupted is not None and interrupted():
                 return self._interrupt()
-            if self._waiting or self._replies:
+            if self._work:
+                self._do_work(self._work.popleft())
+            elif self._waiting or self._replies:
                 self.flow.next(interrupted, until_needed=False)
             else:
                 self.mailbox.wait(POLL_SECONDS)
@@ -271,10 +281,11 @@ class ServedFlow:
     def _interrupt(self) -> list[tuple[int, list[Completion]]]:
         """Ends all episodes where they are; returns the completions that are there, by number."""
         self.flow.next(lambda: True, until_needed=False)
-        unanswered: list[MailboxItem] = [*self._seat_requests, *self._waiting.values()]
+        unanswered: list[MailboxItem] = [*self._seat_requests, *self._waiting.values(), *self._work]
         for item in unanswered:
             refuse(item)
         self._seat_requests.clear()
+        self._work.clear()
         self._waiting.clear()
         self._parked.clear()
         self._replies.clear()
@@ -300,11 +311,22 @@ class ServedFlow:
                 if item.prompt is not None and not self._chosen_seats.get(item.prompt.key):
                     self.prompts.chosen.append(item.prompt)
                     self._unclaimed_choices += 1
+            elif isinstance(item, SearcherWork):
+                self._work.append(item)
             elif isinstance(item, NoMoreEpisodes):
                 self._close_groups()
             else:
                 self._end_episode(item)
         self._assign_seats()
+
+    @staticmethod
+    def _do_work(work: SearcherWork) -> None:
+        if not work.future.set_running_or_notify_cancel():
+            return
+        try:
+            work.future.set_result(work.function())
+        except Exception as error:  # noqa: BLE001 - whoever asked for it gets it
+            work.future.set_exception(error)
 
     def _assign_seats(self) -> None:
         """Give the seats that are free to the agents that wait for them, in order."""
@@ -320,7 +342,7 @@ class ServedFlow:
         for request in self._parked.intersection(episode.parked):
             self._replies[request] = None
         for request, item in list(self._waiting.items()):
-            if any(item is sample for sample in episode.unanswered):
+            if any(item is unanswered for unanswered in episode.unanswered):
                 self.flow.cancel(request)
         seat = episode.seat
         if episode.completion is not None:
@@ -367,7 +389,10 @@ class ServedFlow:
     # As the partner of the flow within
 
     def must_return(self) -> bool:
-        """Returns whether there are completions to hand out, or agents wait for prompts."""
+        """Returns whether there are completions to hand out, agents wait for prompts, or there is other work."""
+        return self._has_news() or bool(self._work)
+
+    def _has_news(self) -> bool:
         self._take_items()
         return bool(self._completions) or (self._returns_when_needed and self.prompts_needed > 0)
 

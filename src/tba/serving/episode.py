@@ -12,27 +12,24 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from tba.chat_prompts import chat_markup, prompt_tokens
-from tba.environments.episode import EpisodeFailed, Observation
-from tba.environments.turn_encoding import TurnEncoder
+from tba.environments.episode import EpisodeFailed
+from tba.environments.recorded import EpisodeWriter, chat_writer
 from tba.errors import UserError
 from tba.serving.chat import (
     AnswerMessage,
     ChatRequest,
     MessageKey,
     RequestRefused,
-    is_generated_id,
     message_key,
 )
 from tba.types import BoolArray, Completion, FloatArray, IntArray, Json, Message, Prompt, StopReason, Version
-
-_ENCODERS = 16  # sets of tools whose encoders are kept
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ class ConversationEncoder:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._turn_encoders: dict[str, TurnEncoder] = {}
+        self._writers = chat_writer(tokenizer)
 
     def whole(self, messages: Sequence[Message], tools: Sequence[Json]) -> IntArray:
         """Returns the tokens [P] of a chat up to where the answer begins. Raises `RequestRefused`."""
@@ -63,48 +60,42 @@ class ConversationEncoder:
             raise RequestRefused(400, f"the model's chat template cannot write these messages: {error}") from error
         return np.array(tokens, dtype=np.int32)
 
-    def following(self, call: Call, messages: Sequence[Message], tools: Sequence[Json]) -> IntArray:
-        """Returns the tokens between the answer of a call and the next one, for the messages between them. Raises
+    def following(self, answer: SampledAnswer, messages: Sequence[Message], tools: Sequence[Json]) -> IntArray:
+        """Returns the tokens between an answer and the next one, for the messages between them. Raises
         `RequestRefused`.
         """
-        assert call.answer is not None
-        has_end, end_token = call.answer.stop_reason is StopReason.EOS, int(call.answer.tokens[-1])
-        encoder = self.turn_encoder(tools)
         try:
-            if all(message["role"] == "tool" for message in messages):
-                return encoder.observation(_observation(call.tool_names, messages), has_end, end_token)
-            return encoder.following(messages, has_end, end_token)
+            return self.writer(tools).reply(answer.tokens.tolist(), messages)
         except (UserError, EpisodeFailed) as error:
             raise RequestRefused(400, f"the model's chat template cannot write these messages: {error}") from error
 
-    def turn_encoder(self, tools: Sequence[Json]) -> TurnEncoder:
-        """Returns the encoder of turns that may call these tools."""
-        name = json.dumps(tools, sort_keys=True)
-        if name not in self._turn_encoders:
-            while len(self._turn_encoders) >= _ENCODERS:
-                del self._turn_encoders[next(iter(self._turn_encoders))]
-            self._turn_encoders[name] = TurnEncoder(self._tokenizer, chat=True, tools=tuple(tools))
-        return self._turn_encoders[name]
+    def text(self, tokens: IntArray) -> str:
+        """Returns tokens as text, without special ones."""
+        return self.writer(()).text(tokens)
+
+    def writer(self, tools: Sequence[Json]) -> EpisodeWriter:
+        """Returns what writes the messages of conversations in which these tools may be called."""
+        return self._writers(True, tuple(tools))
 
 
 @dataclass(eq=False)
-class Call:
+class AgentCall:
     """One call: a node of the tree once it is answered."""
 
-    parent: Call | None  # whose answer it goes on from; None: it begins a conversation
+    parent: AgentCall | None  # whose answer it goes on from; None: it begins a conversation
     read: IntArray  # [P] tokens between the parent's answer and its own; without a parent its whole prompt
-    messages: tuple[MessageKey, ...]  # of the request
+    messages: tuple[MessageKey, ...]  # of the request, without empty answers
     tools: str
+    stop_strings: tuple[str, ...] = ()
     reserved: int = 0  # tokens that its answer may have
     answer: SampledAnswer | None = None  # None: it is being sampled
-    tool_names: dict[str, str] = field(default_factory=dict)  # of the calls of tools in its answer, by their ids
     is_delivered: bool = False  # its answer reached the agent
-    children: list[Call] = field(default_factory=list)
+    children: list[AgentCall] = field(default_factory=list)
 
     def tokens(self) -> IntArray:
         """Returns all tokens that its answer is sampled after."""
         parts: list[IntArray] = []
-        call: Call | None = self
+        call: AgentCall | None = self
         while call is not None:
             if call is not self:
                 assert call.answer is not None
@@ -112,6 +103,15 @@ class Call:
             parts.append(call.read)
             call = call.parent
         return np.concatenate(parts[::-1])
+
+    @property
+    def is_counted(self) -> bool:
+        """Returns whether its answer has a part in the completion, as far as is known."""
+        return self.answer is None or self.is_delivered
+
+    def has_empty_answer(self, count: int) -> bool:
+        """Returns whether `count` messages are those of its conversation with its answer, because that has none."""
+        return count == len(self.messages)
 
     @property
     def answer_length(self) -> int:
@@ -126,19 +126,21 @@ class ConversationTree:
     prompt: Prompt
     encoder: ConversationEncoder
     max_tokens: int
-    calls: list[Call] = field(default_factory=list)  # in the order in which they came
+    calls: list[AgentCall] = field(default_factory=list)  # in the order in which they came
     new_segments: Counter[str] = field(default_factory=Counter)  # conversations that go on from no answer, by reason
-    _by_messages: dict[tuple[Any, ...], list[Call]] = field(default_factory=dict)  # answered calls
+    _by_messages: dict[tuple[Any, ...], list[AgentCall]] = field(default_factory=dict)  # answered calls
 
-    def begin_call(self, request: ChatRequest) -> Call:
+    def begin_call(self, request: ChatRequest) -> AgentCall:
         """Returns the call that a request makes. Raises `RequestRefused` where the episode has no room for it."""
-        keys, tools = tuple(map(message_key, request.messages)), json.dumps(request.tools, sort_keys=True)
-        parent, length = self._find_parent(request.messages, keys, tools)
+        tools = json.dumps(request.tools, sort_keys=True)
+        parent, length = self._find_parent(request.messages, tools)
         if parent is None:
             read = self.encoder.whole(request.messages, request.tools)
         else:
-            read = self.encoder.following(parent, request.messages[length:], request.tools)
-        call = Call(parent, read, keys, tools)
+            assert parent.answer is not None
+            read = self.encoder.following(parent.answer, request.messages[length:], request.tools)
+        keys = tuple(filter(None, map(message_key, request.messages)))
+        call = AgentCall(parent, read, keys, tools, request.stop_strings)
         room = self.max_tokens - self.length_with(call)
         if room < 1:
             raise RequestRefused(
@@ -154,39 +156,52 @@ class ConversationTree:
             parent.children.append(call)
         return call
 
-    def answer_call(self, call: Call, answer: SampledAnswer, message: AnswerMessage) -> None:
+    def answer_call(self, call: AgentCall, answer: SampledAnswer, message: AnswerMessage) -> None:
         """Record the answer of a call, and the message that the agent gets for it."""
-        call.answer, call.tool_names = answer, message.tool_names
-        self._by_messages.setdefault((call.tools, *call.messages, message.key), []).append(call)
+        call.answer = answer
+        for key in message.message_keys(self._stop_string(call, answer)):
+            keys = (*call.messages, key) if key else call.messages
+            self._by_messages.setdefault((call.tools, *keys), []).append(call)
 
-    def drop_call(self, call: Call) -> None:
+    def _stop_string(self, call: AgentCall, answer: SampledAnswer) -> str:
+        """Returns the stop string of its call that ended an answer; empty where none did."""
+        if answer.stop_reason is not StopReason.STOP_STRING:
+            return ""
+        text = self.encoder.text(answer.tokens)
+        return next((stop for stop in call.stop_strings if text.startswith(answer.text + stop)), "")
+
+    def drop_call(self, call: AgentCall) -> None:
         """Forget a call that is not answered."""
         self.calls.remove(call)
         if call.parent is not None:
             call.parent.children.remove(call)
 
-    def _find_parent(
-        self, messages: Sequence[Message], keys: Sequence[MessageKey], tools: str
-    ) -> tuple[Call | None, int]:
-        """Returns the newest call whose conversation and answer begin the messages, the longest; and its length."""
-        for length in range(len(messages) - 1, 0, -1):
-            if messages[length - 1]["role"] != "assistant":
+    def _find_parent(self, messages: Sequence[Message], tools: str) -> tuple[AgentCall | None, int]:
+        """Returns the newest call whose conversation and answer begin the messages, the longest; and its length. An
+        answer without a text and calls may be missing in the messages, as thoughts may.
+        """
+        keys = [(key, place) for place, key in enumerate(map(message_key, messages)) if key]
+        for count in range(len(keys), 0, -1):
+            calls = self._by_messages.get((tools, *(key for key, _ in keys[:count])))
+            length = keys[count - 1][1] + 1
+            if calls is not None and calls[-1].has_empty_answer(count) and messages[length:]:
+                length += messages[length]["role"] == "assistant"  # the empty answer, which was sent back
+            if calls is None or length == len(messages):
                 continue
-            calls = self._by_messages.get((tools, *keys[:length]))
-            if calls is not None:
-                has_other_answers = any(message["role"] == "assistant" for message in messages[length:])
-                if has_other_answers:
-                    self.new_segments["an answer that the model did not give"] += 1
-                    return None, 0
-                for call in _with_ancestors(calls[-1]):
-                    call.is_delivered = True  # the agent has it, for it sends it back
-                return calls[-1], length
-        if self._by_messages:
+            if any(message["role"] == "assistant" for message in messages[length:]):
+                self.new_segments["an answer that the model did not give"] += 1
+                return None, 0
+            for call in _with_ancestors(calls[-1]):
+                call.is_delivered = True  # the agent has it, for it sends it back
+            if any(call.is_counted for call in calls[-1].children):
+                self.new_segments["a second call behind one answer"] += 1
+            return calls[-1], length
+        if any(call.is_counted for call in self.calls):
             is_known = any(message["role"] == "assistant" for message in messages)
             self.new_segments["a history that was changed" if is_known else "another conversation"] += 1
         return None, 0
 
-    def length_with(self, call: Call | None = None) -> int:
+    def length_with(self, call: AgentCall | None = None) -> int:
         """Returns the tokens of a completion of all calls, and of one more."""
         chains = self._chains(self.calls if call is None else [*self.calls, call])
         heads = sum(len(chain[0].tokens()) for chain in chains) - (
@@ -235,7 +250,7 @@ class ConversationTree:
         )
 
     @property
-    def delivered_calls(self) -> list[Call]:
+    def delivered_calls(self) -> list[AgentCall]:
         """Returns the calls whose answers reached the agent."""
         return [call for call in self.calls if call.is_delivered and call.answer is not None]
 
@@ -244,12 +259,12 @@ class ConversationTree:
         """Returns how many answers nobody received."""
         return sum(call.answer is not None and not call.is_delivered for call in self.calls)
 
-    def _chains(self, calls: Sequence[Call]) -> list[list[Call]]:
+    def _chains(self, calls: Sequence[AgentCall]) -> list[list[AgentCall]]:
         """Returns the calls as chains in which each goes on from the one before: the segments of a completion. The
         first is one that goes on from the prompt, if any does.
         """
-        chains: list[list[Call]] = []
-        by_tip: dict[Call, list[Call]] = {}
+        chains: list[list[AgentCall]] = []
+        by_tip: dict[AgentCall, list[AgentCall]] = {}
         for call in calls:  # a parent comes before its children, of which the first goes on in its chain
             chain = None if call.parent is None else by_tip.pop(call.parent, None)
             if chain is None:
@@ -257,26 +272,15 @@ class ConversationTree:
                 chains.append(chain)
             chain.append(call)
             by_tip[call] = chain
-        first = next(filter(self._reads_prompt, chains), None)
-        return sorted(chains, key=lambda chain: chain is not first)
+        prompt_chain = next(filter(self._reads_prompt, chains), None)
+        return sorted(chains, key=lambda chain: chain is not prompt_chain)
 
-    def _reads_prompt(self, chain: Sequence[Call]) -> bool:
+    def _reads_prompt(self, chain: Sequence[AgentCall]) -> bool:
         """Returns whether a chain begins right behind the prompt."""
         return chain[0].parent is None and np.array_equal(chain[0].read, self.prompt.tokens)
 
 
-def _observation(tool_names: Mapping[str, str], messages: Sequence[Message]) -> Observation:
-    """Returns the observation that the results of tools make."""
-    ids = [str(message.get("tool_call_id") or "") for message in messages]
-    names = [
-        tool_names.get(id_) or str(message.get("name") or "tool") for id_, message in zip(ids, messages, strict=True)
-    ]
-    results = tuple(zip(names, (message["content"] for message in messages), strict=True))
-    text = "\n".join(content for _, content in results)
-    return Observation(text, results, () if any(map(is_generated_id, ids)) else tuple(ids) if any(ids) else ())
-
-
-def _with_ancestors(call: Call | None) -> Iterator[Call]:
+def _with_ancestors(call: AgentCall | None) -> Iterator[AgentCall]:
     while call is not None:
         yield call
         call = call.parent

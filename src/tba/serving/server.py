@@ -18,18 +18,31 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from tba.imported_answers.report import Report
 from tba.protocols import ShowsFields, Task, TurnLimits
 from tba.rollout.searcher import OpenAnswer
 from tba.serving.chat import POLICY, AnswerMessage, ChatAnswer, ChatRequest, RequestRefused
-from tba.serving.engine import EndedEpisode, Mailbox, NoMoreEpisodes, SampleRequest, Seat, SeatRequest, run_ended
-from tba.serving.episode import Call, ConversationEncoder, ConversationTree, SampledAnswer
+from tba.serving.engine import (
+    EndedEpisode,
+    Mailbox,
+    NoMoreEpisodes,
+    SampleRequest,
+    SearcherWork,
+    Seat,
+    SeatRequest,
+    run_ended,
+)
+from tba.serving.episode import AgentCall, ConversationEncoder, ConversationTree, SampledAnswer
+from tba.serving.judging import EpisodeJudge
 from tba.types import Completion, EpisodeRecord, Json, Prompt
 from tba.user_code import problems_of
 
+MOST_ROLLOUTS = 256  # of one request: the engine stands still while they are graded and scored
 _SWEEP_SECONDS = 1.0  # between two looks for episodes without calls
 _ENDED_KEPT = 4096  # episodes that ended, which are remembered
 _TAG_CHARACTERS = 4096  # of a tag, which is stored with the episode
@@ -60,9 +73,10 @@ class ServedEpisode:
     tag: Json = None
     used_at: float = field(default_factory=time.monotonic)
     messages: tuple[Any, ...] = ()  # of its longest conversation
+    tokens_read: int = 0  # that no parked row had read before
     overrides: Counter[str] = field(default_factory=Counter)  # fields of requests that the run has decided
-    answers: dict[str, asyncio.Task[tuple[Call, ChatAnswer]]] = field(default_factory=dict)  # by the body's digest
-    samples: dict[Call, SampleRequest] = field(default_factory=dict)  # of calls that are not answered
+    answers: dict[str, asyncio.Task[tuple[AgentCall, ChatAnswer]]] = field(default_factory=dict)  # by the body's digest
+    samples: dict[AgentCall, SampleRequest] = field(default_factory=dict)  # of calls that are not answered
     end: asyncio.Future[Json] | None = None  # its result; None: it goes on
 
     @property
@@ -89,8 +103,15 @@ class EpisodeServer:
         prompts: Sequence[Prompt],
         limits: ServingLimits,
         weights: Callable[[], str],
+        judge: EpisodeJudge | None = None,
+        import_rollouts: Callable[[Sequence[Json], str], Report] | None = None,
     ) -> None:
-        """prompts: the task's, for training. weights: returns the version that answers now."""
+        """prompts: the task's, for training. weights: returns the version that answers now. judge: where environments
+        judge episodes. import_rollouts: takes episodes that others have played, under the name of their source; it is
+        called in the searcher's thread.
+        """
+        self._import_rollouts = import_rollouts
+        self._judge = judge
         self.mailbox, self.limits, self.weights = mailbox, limits, weights
         self.tools = problems_of(task, "train")[0].tools  # one set for all problems of a task
         self.shown_fields = task.shown_fields if isinstance(task, ShowsFields) else ()
@@ -195,13 +216,16 @@ class EpisodeServer:
             self._close(episode, None)
             return {"reward": None, "parts": {}, "on_disk": False, "reason": "none of its calls was answered"}
         record = EpisodeRecord(episode.messages, artifact, self._provenance(episode, claimed_reward))
-        completion = replace(completion, episode=record)
+        completion, refusal = replace(completion, episode=record), ""
+        if self._judge is not None:
+            completion, refusal = await self._judge.judge(episode.seat.prompt, completion)
         reward: asyncio.Future[Json] = asyncio.get_running_loop().create_future()
         self._rewards[id(completion)] = completion, reward
         self._close(episode, completion)
         try:
             async with asyncio.timeout(self.limits.reward_seconds):
-                return await reward
+                result: Json = await reward
+                return {**result, "reason": refusal} if refusal else result
         except TimeoutError:
             raise RequestRefused(
                 504, f"the reward was not there within {self.limits.reward_seconds:g} s; the answer is not lost"
@@ -219,6 +243,9 @@ class EpisodeServer:
 
     def _provenance(self, episode: ServedEpisode, claimed_reward: Json) -> dict[str, Json]:
         provenance: dict[str, Json] = {"agent": episode.owner, "calls": len(episode.tree.delivered_calls)}
+        provenance["tokens_read"] = episode.tokens_read
+        if episode.tree.new_segments:
+            provenance["new_segments"] = dict(episode.tree.new_segments)
         if episode.tree.undelivered_count:
             provenance["undelivered"] = episode.tree.undelivered_count
         if episode.tag is not None:
@@ -243,11 +270,24 @@ class EpisodeServer:
         requests = [request for request in parked if request is not None]
         self.mailbox.post(EndedEpisode(episode.seat, completion, requests, list(episode.samples.values())))
 
+    async def take_rollouts(self, owner: str, rollouts: Json) -> Json:
+        """Returns what became of episodes that were played elsewhere, whose lines are as in a file of `tba import`."""
+        if not isinstance(rollouts, list) or not 1 <= len(rollouts) <= MOST_ROLLOUTS:
+            raise RequestRefused(400, f"the body is no list of 1 to {MOST_ROLLOUTS} rollouts: send them in parts")
+        if self._import_rollouts is None:
+            raise RequestRefused(404, "this server takes no rollouts: use `tba import`")
+        work = SearcherWork(partial(self._import_rollouts, rollouts, f"rollouts:{owner}"), Future())
+        self.mailbox.post(work)
+        report: Report = await asyncio.wrap_future(work.future)
+        self.counts["rollouts"] += report.imported
+        self.counts["rejected rollouts"] += report.refused
+        return report.to_json()
+
     # Calls
 
     def begin_call(
         self, episode: ServedEpisode, request: ChatRequest, body: bytes, is_retry: bool
-    ) -> asyncio.Task[tuple[Call, ChatAnswer]]:
+    ) -> asyncio.Task[tuple[AgentCall, ChatAnswer]]:
         """Returns the task that answers a call; a retry of a call joins it. Raises `RequestRefused`."""
         episode.used_at = time.monotonic()
         digest = hashlib.blake2b(body, digest_size=16).hexdigest()
@@ -262,7 +302,8 @@ class EpisodeServer:
             raise RequestRefused(
                 400, f"the episode has made its {self.limits.max_calls} calls: end it", "context_length_exceeded"
             )
-        waiting_count = sum(len(e.samples) for e in self._episodes.values() if e.owner == episode.owner)
+        episodes_of_owner = [e for e in self._episodes.values() if e.owner == episode.owner]
+        waiting_count = sum(len(e.samples) for e in episodes_of_owner)
         if waiting_count >= self.limits.calls_per_token:
             raise RequestRefused(
                 429, f"{self.limits.calls_per_token} calls of this token wait for their answers: wait too", "rate_limit"
@@ -273,7 +314,14 @@ class EpisodeServer:
         task.add_done_callback(_retrieve_error)
         return task
 
-    async def _answer(self, episode: ServedEpisode, call: Call, request: ChatRequest) -> tuple[Call, ChatAnswer]:
+    def count_tokens(self, episode: ServedEpisode, request: ChatRequest) -> int:
+        """Returns how many tokens the messages of a request are as a prompt. Raises `RequestRefused`."""
+        self._open(episode).used_at = time.monotonic()
+        return len(self._encoder.whole(request.messages, request.tools))
+
+    async def _answer(
+        self, episode: ServedEpisode, call: AgentCall, request: ChatRequest
+    ) -> tuple[AgentCall, ChatAnswer]:
         tokens = call.tokens()
         parent = None if call.parent is None else call.parent.answer
         is_tip = call.parent is None or call.parent.children[0] is call
@@ -300,7 +348,7 @@ class EpisodeServer:
             raise
         finally:
             del episode.samples[call]
-        text = self._encoder.turn_encoder(request.tools).turn_text(answer.tokens.tolist(), answer.text)
+        text = self._encoder.writer(request.tools).encoder.turn_text(answer.tokens.tolist(), answer.text)
         message = AnswerMessage.of(text, bool(request.tools))
         episode.tree.answer_call(call, answer, message)
         if len(request.messages) >= len(episode.messages):
@@ -308,6 +356,7 @@ class EpisodeServer:
         episode.used_at = time.monotonic()
         cached = 0 if sample.parked is None else len(tokens) - len(call.read)
         self.counts["tokens read"] += len(tokens) - cached
+        episode.tokens_read += len(tokens) - cached
         chat_answer = ChatAnswer(
             model=POLICY,
             answer=message,

@@ -76,8 +76,7 @@ class Arithmetic:
         if split not in self._problems_by_split:
             rng = np.random.default_rng([self.seed, split == "eval"])
             pairs = self._pairs(split, rng)
-            choices = rng.integers(len(self.operations), size=len(pairs))
-            problems = zip(pairs, choices, strict=True)
+            problems = zip(pairs, rng.integers(len(self.operations), size=len(pairs)), strict=True)
             self._problems_by_split[split] = [self._problem(a, self.operations[o], b, rng) for (a, b), o in problems]
         return list(self._problems_by_split[split])
 

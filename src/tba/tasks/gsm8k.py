@@ -89,9 +89,7 @@ class Gsm8k:
         reasoning, mark, marked_answer = solution.rpartition(MARK)
         answer = marked_answer.strip().replace(",", "")
         if not mark or not answer:
-            raise UserError(
-                f"{row.place} has a field 'answer' without '{MARK} number' at its end: write it as GSM8K does"
-            )
+            raise UserError(f"{row.place} has a field 'answer' without '{MARK} number' at its end: write it like GSM8K")
         if not self.calculator:
             reasoning = _CALCULATION.sub("", reasoning)
         return Problem(

@@ -34,9 +34,7 @@ class IfEval:
     def problems(self, split: Split) -> list[Problem]:
         """Returns all prompts in the file's order. Raises `UserError` for a malformed file and for training."""
         if split == "train":
-            raise UserError(
-                "ifeval has no training prompts: train on another task, such as instruct, and evaluate here"
-            )
+            raise UserError("ifeval has no training prompts: train on another one, such as instruct, and evaluate here")
         is_file = Path(self.path).is_file()
         rows = read_rows(Path(self.path)) if is_file else rows_from_hub("ifeval", self.path, "train", _LOCAL_SOURCE)
         return [_problem(row) for row in rows]

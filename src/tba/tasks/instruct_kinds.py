@@ -163,10 +163,7 @@ KINDS: tuple[Kind, ...] = (
         _parts("start case"),
         lambda rng: {"word": rng.choice(_FIRST_WORDS)},
     ),
-    Kind(
-        "parentheses",
-        ("Put something in parentheses (like this).", "Use parentheses at least once."),
-    ),
+    Kind("parentheses", ("Put something in parentheses (like this).", "Use parentheses at least once.")),
     Kind(
         "numbered_list",
         (
@@ -188,11 +185,7 @@ KINDS: tuple[Kind, ...] = (
         frozenset(),
         lambda rng: {"count": 1},
     ),
-    Kind(
-        "title_case",
-        ("Write In Title Case, Like This.", "Begin every word with a capital letter."),
-        _parts("case"),
-    ),
+    Kind("title_case", ("Write In Title Case, Like This.", "Begin every word with a capital letter."), _parts("case")),
     Kind(
         "capital_words",
         ("Write at least {count} word in ALL CAPITALS.", "Put {count} word or more in CAPITAL letters."),

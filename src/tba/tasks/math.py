@@ -33,13 +33,9 @@ _MATH500_SIZE = 500
 class Math:
     """MATH itself, from a folder or the Hub."""
 
-    path: str = (
-        "nlile/hendrycks-MATH-benchmark"  # a Hub name, or a folder with train.jsonl and test.jsonl (or .jsonl.gz)
-    )
+    path: str = "nlile/hendrycks-MATH-benchmark"  # a Hub name or folder with train.jsonl and test.jsonl (or .jsonl.gz)
     evaluate_on: Literal["test", "math500"] = "test"  # the whole test split, or its 500 problems known as MATH-500
-    train_on_rest: bool = (
-        False  # with math500: also on the test problems that are not in it, 12,000 in all (the paper's)
-    )
+    train_on_rest: bool = False  # with math500: also on the test problems not in it, 12,000 in all (the paper's)
     style: Literal["plain", "chat"] = "plain"  # text as a base model reads it, or the tokenizer's chat template
     graders: int = 2  # processes per searcher that compare answers
     grading_seconds: float = 5.0  # time limit of one comparison; after it the answer counts as wrong

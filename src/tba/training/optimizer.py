@@ -47,8 +47,8 @@ class OptimizerSettings:
     weight_decay: float = 0.0  # decoupled weight decay, multiplied by the learning rate
     clip_norm: float | None = 1.0  # largest norm of the gradient; None: no clipping (as in the paper)
     head_lr: float | None = None  # peak learning rate of value and log Z heads; None: the same
-    averaged: bool = False  # an average of the weights over some ten updates is evaluated, saved and pushed in their
-    # place; searchers sample from the weights themselves (4 bytes a parameter more)
+    weight_average: bool = False  # an average of the weights over some ten updates is evaluated, saved and pushed in
+    # their place; searchers sample from the weights themselves (4 bytes a parameter more)
     moments_on_host: bool = False  # AdamW's moments are in the host's memory, 8 bytes a parameter that a GPU need not
     # hold; they go there and back in each update
 
@@ -84,7 +84,7 @@ class Optimizer:
         self._local_rows = [local_part(p) if is_sharded(p) else p for p in self.parameters]
         self._masters = [self._make_master(rows) for rows in self._local_rows]
         # float32, like the masters: their exponential moving averages
-        self._averages = [m.detach().clone() for m in self._masters] if settings.averaged else []
+        self._averages = [m.detach().clone() for m in self._masters] if settings.weight_average else []
         head_ids = {id(p) for p in heads}
         body_masters = [m for p, m in zip(self.parameters, self._masters, strict=True) if id(p) not in head_ids]
         head_masters = [m for p, m in zip(self.parameters, self._masters, strict=True) if id(p) in head_ids]
@@ -107,7 +107,8 @@ class Optimizer:
         norm_value = read_norm(norm)
         if math.isfinite(norm_value):
             self._update(step, norm, norm_value)
-        self._drop_gradients()
+        for parameter in (*self.parameters, *self._masters):
+            parameter.grad = None
         return norm_value
 
     def reset_moments(self) -> None:
@@ -179,11 +180,8 @@ class Optimizer:
     def load(self, folder: Path) -> None:
         """Load what `save` wrote. Raises `UserError` when it is missing, damaged or of another model."""
         try:
-            facts = parse_json((folder / FACTS_FILE).read_bytes())
-            if facts != self._describe_parameters():
-                raise UserError(
-                    f"the optimizer's state in {folder} is of another model: its parameters differ; give its own"
-                )
+            if parse_json((folder / FACTS_FILE).read_bytes()) != self._describe_parameters():
+                raise UserError(f"the optimizer state in {folder} is of another model: parameters differ; give its own")
             tensors = self._load_local_tensors(folder / STATE_FILE)
         except (OSError, ValueError, safetensors.SafetensorError) as error:
             raise UserError(f"the optimizer's state in {folder} cannot be read ({error}); give another one") from error
@@ -284,10 +282,6 @@ class Optimizer:
         dist.all_gather(squares, square, group=self._group)
         whole_square = torch.nn.utils.get_total_norm(whole_gradients).to(device, torch.float64).square()
         return (torch.stack(squares).sum() + whole_square).sqrt().to(torch.float32)
-
-    def _drop_gradients(self) -> None:
-        for parameter in (*self.parameters, *self._masters):
-            parameter.grad = None
 
     def _update(self, step: int, norm: Tensor, norm_value: float) -> None:
         clip_norm = self.settings.clip_norm

@@ -68,8 +68,7 @@ class Staleness:
         )
         is_current_B, is_older_B = to_device(torch.stack([is_current_B, is_older_B]), off_policy_BT.device)
         current_BT = torch.where(is_current_B[:, None], off_policy_BT, 0.0)
-        off_policy_B = off_policy_BT.sum(1)
-        older_B = torch.where(is_older_B, off_policy_B, 0.0)
+        older_B = torch.where(is_older_B, off_policy_BT.sum(1), 0.0)
         self._lag_sums.append(torch.stack([current_BT.abs().sum(), current_BT.sum(1).abs().sum(), older_B.sum()]))
 
     def metrics(self, beta: float | Tensor | None = None) -> Measured:

@@ -32,15 +32,16 @@ class Control:
     """Sets which signal is kept in which range by moving `sync_every` and `replay.selection.m`."""
 
     signal: Signal = "none"  # the metric (of metrics.jsonl) that is kept in range; none: no control
-    low: float = 0.5  # the signal's mean over a span is kept above this
-    high: float = 0.9  # and below this; both defaults are for ess
+    lower_bound: float = 0.5  # the signal's mean over a span is kept above this
+    upper_bound: float = 0.9  # and below this; both defaults are for ess
     every: int = 10  # updates in a span
     most_sync_every: int = 16  # k is kept between 1 and this
     least_m: float = 0.5  # m is kept between this and 1
 
     def __post_init__(self) -> None:
-        if not self.low < self.high:
-            raise UserError(f"--control.low is {self.low} and --control.high {self.high}: give a range, low below high")
+        if not self.lower_bound < self.upper_bound:
+            bounds = f"--control.lower-bound is {self.lower_bound} and --control.upper-bound {self.upper_bound}"
+            raise UserError(f"{bounds}: give a range")
         for name in ("every", "most_sync_every"):
             if getattr(self, name) < 1:
                 flag = name.replace("_", "-")
@@ -51,7 +52,7 @@ class Control:
     @property
     def unused(self) -> Mapping[str, str]:
         """Returns the fields without effect while nothing is steered."""
-        dependent_fields = ("low", "high", "every", "most_sync_every", "least_m")
+        dependent_fields = ("lower_bound", "upper_bound", "every", "most_sync_every", "least_m")
         return dict.fromkeys(dependent_fields, "signal") if self.signal == "none" else {}
 
     def start(self, sync_every: int, m: float) -> Controller:
@@ -115,7 +116,7 @@ class Controller:
         return None if is_skipped or math.isnan(mean) else self._decide(step, mean)
 
     def _decide(self, step: int, mean: float) -> ControlChange | None:
-        is_stale, is_fresh = mean > self.settings.high, mean < self.settings.low
+        is_stale, is_fresh = mean > self.settings.upper_bound, mean < self.settings.lower_bound
         if self.settings.signal == "ess":  # the one signal that falls with staleness
             is_stale, is_fresh = is_fresh, is_stale
         self._fresh_spans = self._fresh_spans + 1 if is_fresh else 0

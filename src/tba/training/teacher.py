@@ -38,9 +38,7 @@ class Teacher:
     weights: tuple[float, ...] = ()  # of each teacher in the target; empty: they share 1 evenly
     schedule: Schedule = Constant(1.0)  # by step, what all weights are multiplied by
     reward: bool = True  # whether the target contains the reward; if not, it is recorded and evaluated only
-    models: tuple[ScoringModel, ...] = field(
-        default=(), metadata=BY_CODE
-    )  # teachers that code makes; `paths` replace them
+    models: tuple[ScoringModel, ...] = field(default=(), metadata=BY_CODE)  # made by code; `paths` replace them
 
     def __post_init__(self) -> None:
         if self.weights and len(self.weights) != self.count:
@@ -88,10 +86,9 @@ class Teacher:
                 "that had them when it was sampled or imported"
             )
         share_N = torch.tensor(self.shares(step), dtype=torch.float64).to(log_teacher_BTN)
-        reference_share = 1 - sum(self.shares(step))
         return replace(
             batch,
-            log_reference_BT=reference_share * batch.log_reference_BT + log_teacher_BTN @ share_N,
+            log_reference_BT=(1 - sum(self.shares(step))) * batch.log_reference_BT + log_teacher_BTN @ share_N,
             log_teacher_BTN=None,
             reward_B=batch.reward_B if self.reward else torch.zeros_like(batch.reward_B),
         )

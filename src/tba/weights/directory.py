@@ -54,9 +54,7 @@ class PublishSettings:
 
     def __post_init__(self) -> None:
         if self.full_version_every < 1:
-            raise UserError(
-                f"--publish.full-version-every is {self.full_version_every}, give 1 (every version whole) or more"
-            )
+            raise UserError(f"--publish.full-version-every is {self.full_version_every}, give 1 (all whole) or more")
         if self.in_memory and self.full_version_every > 1:
             raise UserError(
                 "--publish.in-memory keeps whole versions off the disk, --publish.full-version-every above 1 writes "
@@ -87,11 +85,7 @@ class WeightDirectory:
     """
 
     def __init__(
-        self,
-        path: Path,
-        keep: int = 2,
-        settings: PublishSettings | None = None,
-        dtype: torch.dtype | None = None,
+        self, path: Path, keep: int = 2, settings: PublishSettings | None = None, dtype: torch.dtype | None = None
     ) -> None:
         if keep < 1:
             raise UserError(f"{keep} versions of the weights are to be kept, but searchers need the newest; give 1")
@@ -179,9 +173,7 @@ class WeightDirectory:
         published = self.find(version)
         if published is None:
             versions = ", ".join(map(str, self.versions())) or "none"
-            raise UserError(
-                f"{self.path} does not hold version {version} of the weights, but {versions}; give one of these"
-            )
+            raise UserError(f"{self.path} has no version {version} of the weights, but {versions}; give one of these")
         return published
 
     def manifest(self, version: Version) -> Manifest:
@@ -236,8 +228,7 @@ class WeightDirectory:
 
     def versions(self) -> list[Version]:
         """Returns the versions that are published and kept, oldest first; averages before all others."""
-        names = map(NAME.fullmatch, os.listdir(self.path))
-        return sorted(Version.parse(name[1]) for name in names if name)
+        return sorted(Version.parse(name[1]) for name in map(NAME.fullmatch, os.listdir(self.path)) if name)
 
     def newest(self) -> Version | None:
         """Returns the newest published version that is no average, None before the first."""
@@ -306,9 +297,7 @@ class WeightDirectory:
     def _prune(self) -> None:
         versions = self.versions()
         retained = set(versions[-self.keep :]) | {v for v in versions if self.pins(v)}
-        retained |= {
-            max((v for v in versions if v.is_average), key=_age_key, default=versions[-1])
-        }  # soon to be pinned
+        retained |= {max((v for v in versions if v.is_average), key=_age_key, default=versions[-1])}  # pinned soon
         retained |= {base for v in retained if (base := self.base(v)) is not None} | (
             {self._base} if self._base else set()
         )

@@ -94,7 +94,7 @@ def test_more_of_one_token_than_a_byte_can_count_hides_nothing() -> None:
     assert index.of(StoredTrajectory.of(trajectory(0, (1,) * 303 + (3,) * 9))).tolist() == [3]  # 3 of 622
 
 
-EDIT = BufferSettings(distinct=False, near_duplicates=NearDuplicates("edit", 0.25))
+EDIT = BufferSettings(deduplicate=False, near_duplicates=NearDuplicates("edit", 0.25))
 FIVE = (1, 2, 3, 4, 5)
 
 

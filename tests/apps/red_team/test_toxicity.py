@@ -75,7 +75,7 @@ def test_what_cannot_be_is_said_when_it_is_made_or_started() -> None:
         (lambda: WordClassifier().start(), "toxicity classifier"),
         (lambda: WordClassifier("nowhere").start(), "no word classifier can be loaded"),
         (lambda: SequenceClassifier("nowhere/at all").start(), "no classifier can be loaded"),
-        (lambda: CausalJudge("x", template="no slot").start(), "where the answer goes"),
+        (lambda: CausalJudge("x", template="no slot").start(), "where answers go"),
     ):
         with pytest.raises(UserError, match=said):
             make()

@@ -84,7 +84,7 @@ def test_a_part_of_a_gpu_is_of_one_gpu_and_leaves_others_whole() -> None:
         node.reserve({"CPU": 0, "GPU": amount})
     assert node.fits({"CPU": 0, "GPU": 1})
     assert not node.fits({"CPU": 0, "GPU": 2})
-    with pytest.raises(UserError, match=r"--cluster\.trainer-gpus is 1\.5: give a part of one GPU, or whole ones"):
+    with pytest.raises(UserError, match=r"--cluster\.trainer-gpus is 1\.5: give part of one GPU, or whole ones"):
         ClusterSettings(trainer_gpus=1.5)
 
 
@@ -103,7 +103,7 @@ def test_the_table_says_what_each_node_needs_and_refuses_more_than_it_has() -> N
         == "10.0.0.1 (here): trainer and journal and 1 searcher; 2 of 2 CPU, 0 of 0 GPU, about 10.0 GiB of 64.0 GiB"
     )
     assert second_line.startswith("10.0.0.2: 3 searchers; 3 of 3 CPU, 0 of 0 GPU, about 8.0 GiB of")
-    with pytest.raises(UserError, match=r"about 10\.0 GiB of 8\.0 GiB: that is more than there is"):
+    with pytest.raises(UserError, match=r"about 10\.0 GiB of 8\.0 GiB: more than there is"):
         memory_lines(plan(recipe(), [here(cpus=2, memory=8 * GB), there(cpus=3)], searchers(4)), 5 * GB, 2 * GB, GB)
 
 

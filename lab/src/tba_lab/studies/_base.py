@@ -50,7 +50,7 @@ base = replace(
     group_size=20,
     samples_per_prompt=20,
     prompts_per_round=7,
-    optimizer=replace(quickstart.optimizer, lr=3e-5, schedule=WarmupStableDecay(20, 130, 50), averaged=False),
+    optimizer=replace(quickstart.optimizer, lr=3e-5, schedule=WarmupStableDecay(20, 130, 50), weight_average=False),
     evaluation=EvaluationSettings(every=50, problems=5000, problems_during=500, greedy=False, pass_k=0, batch_size=500),
     record=RecordSettings(tensorboard=False, samples_per_batch=0),
     replay=replace(quickstart.replay, pacing=Pacing(warm_up=280)),  # what is made before the clock starts is a gift
@@ -186,6 +186,6 @@ def synchronous(recipe: Recipe) -> Recipe:
         replay=ReplaySettings(
             selection=RecencyReward(m=1.0),
             pacing=Pacing(warm_up=0),
-            buffer=replace(recipe.replay.buffer, distinct=False),
+            buffer=replace(recipe.replay.buffer, deduplicate=False),
         ),
     )

@@ -25,7 +25,7 @@ _shapes: dict[str, tuple[RateShape, bool]] = {
 
 
 def _with_optimizer(lr: float, schedule: RateShape, is_averaged: bool) -> Recipe:
-    return replace(_base, optimizer=replace(_base.optimizer, lr=lr, schedule=schedule, averaged=is_averaged))
+    return replace(_base, optimizer=replace(_base.optimizer, lr=lr, schedule=schedule, weight_average=is_averaged))
 
 
 study = Study(

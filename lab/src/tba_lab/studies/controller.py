@@ -17,9 +17,9 @@ from tba_lab.study import Plot, Study, Variant
 RATE = 1e-4
 CONTROLS = {
     "off": Control(),
-    "ess": Control("ess", low=0.5, high=0.9, every=5),
-    "off-policy": Control("off_policy", low=0.2, high=1.0, every=5),
-    "lag": Control("lag", low=2.0, high=6.0, every=5),
+    "ess": Control("ess", lower_bound=0.5, upper_bound=0.9, every=5),
+    "off-policy": Control("off_policy", lower_bound=0.2, upper_bound=1.0, every=5),
+    "lag": Control("lag", lower_bound=2.0, upper_bound=6.0, every=5),
 }
 
 

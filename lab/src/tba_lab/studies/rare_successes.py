@@ -65,7 +65,7 @@ _base = more_answers(
         evaluation=EvaluationSettings(
             every=20, problems=2000, problems_during=500, greedy=False, samples=2, pass_k=0, batch_size=500
         ),
-        replay=ReplaySettings(pacing=Pacing(warm_up=280, max_mean_uses=2.0), buffer=BufferSettings(distinct=True)),
+        replay=ReplaySettings(pacing=Pacing(warm_up=280, max_mean_uses=2.0), buffer=BufferSettings(deduplicate=True)),
     )
 )
 

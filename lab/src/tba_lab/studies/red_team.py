@@ -65,13 +65,13 @@ def _baseline(name: str) -> tuple[Objective, ReplaySettings]:
     on_policy = ReplaySettings(
         selection=RecencyReward(m=1.0),
         pacing=Pacing(warm_up=0),
-        buffer=replace(base.replay.buffer, distinct=False),  # or repeats make a round too small, and old data fill it
+        buffer=replace(base.replay.buffer, deduplicate=False),  # or repeats make a round too small: old data fill it
     )
     lowest_out = BufferSettings(
         per_prompt=5000,
         total=5000,
         evict="lowest_reward",
-        distinct=False,
+        deduplicate=False,
         near_duplicates=NearDuplicates("edit", distance=0.05),  # a repeat; attacks of two families differ by more
         keep_recent=True,
     )

@@ -30,7 +30,7 @@ base = replace(
     recipe,
     steps=STEPS,
     optimizer=replace(recipe.optimizer, schedule=WarmupLinear(STEPS, 10)),
-    replay=replace(recipe.replay, buffer=replace(recipe.replay.buffer, distinct=False)),  # groups of 8 of 8 answers
+    replay=replace(recipe.replay, buffer=replace(recipe.replay.buffer, deduplicate=False)),  # groups of 8 of 8 answers
 )
 
 

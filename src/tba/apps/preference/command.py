@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic
 
@@ -90,20 +91,15 @@ def train_reward_model(
     if options.frozen:
         encoder = CachedSentenceEncoder.load(backbone, options.device)
         return _train(lambda: FrozenRewardModel.new(encoder), pairs, options, console)
-    return _train(
-        lambda: RewardModel.load(backbone, options.max_tokens, options.keep, options.device, has_head=False),
-        pairs,
-        options,
-        console,
-    )
+    load = partial(RewardModel.load, backbone, options.max_tokens, options.keep, options.device, has_head=False)
+    return _train(load, pairs, options, console)
 
 
 def _train(
     start: Callable[[], Scorable[S]], pairs: Sequence[PreferencePair], options: RewardModelOptions, console: Console
 ) -> tuple[Agreement, Scorable[S], dict[str, int]]:
     """Returns the report, the model and the counts of unreadable texts, of models made by `start`."""
-    documents = len({pair.document for pair in pairs})
-    if documents < 2:
+    if len({pair.document for pair in pairs}) < 2:
         raise UserError("all pairs are about one document, so that none can be held out: give pairs of at least two")
     held_out_parts = folds(pairs, options.folds) if options.folds else [held_out_indices(pairs, options.held_out)]
     all_indices = set(range(len(pairs)))
@@ -145,11 +141,7 @@ def _readable(texts: _Texts[S], pairs: Sequence[PreferencePair], indices: Sequen
 def relabel(pairs: Sequence[PreferencePair], options: RewardModelOptions, console: Console) -> list[PreferencePair]:
     """Returns the pairs in the order of another model's scores; pairs with equal scores or unreadable are left out."""
     scorer = load_scorer(
-        str(options.label_with),
-        options.max_tokens,
-        options.keep,
-        options.device,
-        options.train.max_tokens_per_pass,
+        str(options.label_with), options.max_tokens, options.keep, options.device, options.train.max_tokens_per_pass
     )
     scores = scorer.judge([(pair.prompt, answer) for pair in pairs for answer in (pair.chosen, pair.rejected)])
     new_pairs, agreements, read_count = [], 0, 0
@@ -206,17 +198,11 @@ class _Texts(Generic[S]):
 
 
 def _fit(
-    model: Scorable[S],
-    texts: _Texts[S],
-    pairs: Sequence[PreferencePair],
-    options: RewardModelOptions,
-    console: Console,
+    model: Scorable[S], texts: _Texts[S], pairs: Sequence[PreferencePair], options: RewardModelOptions, console: Console
 ) -> None:
     usable_pairs = texts.pairs(pairs)
     if not usable_pairs:
-        raise UserError(
-            f"none of {len(pairs)} pairs can be read by the model: raise --max-tokens, or give shorter answers"
-        )
+        raise UserError(f"the model can read none of {len(pairs)} pairs: raise --max-tokens, or give shorter answers")
     model.begin([texts.texts[i] for i in sorted({p for pair in usable_pairs for p in (pair.chosen, pair.rejected)})])
 
     def report(step: int, steps: int, loss: float) -> None:

@@ -115,9 +115,7 @@ class FrozenRewardModel:
             head = load_file(folder / HEAD)
             weight, mean, scale = (head[name].reshape(len(NAMES)) for name in ("weight", "mean", "scale"))
         except UNREADABLE as error:
-            raise UserError(
-                f"the head of the reward model in {folder} cannot be read ({error}): make it again"
-            ) from error
+            raise UserError(f"the reward model's head in {folder} cannot be read ({error}): make it again") from error
         return cls(CachedSentenceEncoder.load(str(folder), device), weight, mean, scale)
 
     def read_all(self, pairs: Sequence[tuple[str, str]], max_tokens: int) -> list[TextFeatures | None]:

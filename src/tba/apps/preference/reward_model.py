@@ -46,9 +46,7 @@ class ModelScore:
 
     def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
         """Returns one judgement for each, in order. Raises `UserError` when the model cannot be loaded."""
-        scores = self.scores(
-            [(_document(prompt), prompt.answer_in(completion.text)) for prompt, completion in answered]
-        )
+        scores = self.scores([(_document(prompt), prompt.answer_in(c.text)) for prompt, c in answered])
         return [self._to_judgement(completion, score) for (_, completion), score in zip(answered, scores, strict=True)]
 
     def scores(self, pairs: Sequence[tuple[str, str]]) -> Sequence[float | None]:
@@ -103,24 +101,20 @@ class Win:
     """
 
     model: ModelScore
-    _references: dict[tuple[str, str], float | None] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _scores: dict[tuple[str, str], float | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
         """Returns one judgement for each, in order. Raises `UserError` for a prompt without a reference."""
         reference_pairs = [(_document(prompt), _reference(prompt)) for prompt, _ in answered]
-        new_pairs = [pair for pair in dict.fromkeys(reference_pairs) if pair not in self._references]
-        self._references.update(zip(new_pairs, self.model.scores(new_pairs) if new_pairs else [], strict=True))
-        unread_count = sum(self._references[pair] is None for pair in new_pairs)
+        new_pairs = [pair for pair in dict.fromkeys(reference_pairs) if pair not in self._scores]
+        self._scores.update(zip(new_pairs, self.model.scores(new_pairs) if new_pairs else [], strict=True))
+        unread_count = sum(self._scores[pair] is None for pair in new_pairs)
         if unread_count:
             log.warning(
                 "%d references cannot be read by the model at %s: no answer wins there", unread_count, self.model.path
             )
-        scores = self.model.scores(
-            [(_document(prompt), prompt.answer_in(completion.text)) for prompt, completion in answered]
-        )
-        return [_win(score, self._references[pair]) for score, pair in zip(scores, reference_pairs, strict=True)]
+        scores = self.model.scores([(_document(prompt), prompt.answer_in(c.text)) for prompt, c in answered])
+        return [_win(score, self._scores[pair]) for score, pair in zip(scores, reference_pairs, strict=True)]
 
 
 def _win(score: float | None, reference: float | None) -> Judgement:

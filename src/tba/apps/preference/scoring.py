@@ -47,31 +47,24 @@ class Scorable(Protocol[S]):
     @property
     def max_tokens(self) -> int | None:
         """Returns the most tokens of prompt and response together; None: any number."""
-        ...
 
     def read_all(self, pairs: Sequence[tuple[str, str]], max_tokens: int) -> list[S | None]:
         """Returns each (prompt, response) in the form it is read; None if it cannot be read."""
-        ...
 
     def begin(self, texts: Sequence[S]) -> None:
         """Prepares the model for the training data, once."""
-        ...
 
     def scores(self, texts: Sequence[S]) -> Tensor:
         """Returns scores [N] of answers, with gradients."""
-        ...
 
     def all_scores(self, texts: Sequence[S], max_tokens_per_pass: int) -> np.ndarray:
         """Returns scores [N] without gradients, in as many passes as it takes."""
-        ...
 
     def passes(self, texts: Sequence[S], max_tokens: int) -> list[list[int]]:
         """Returns the indices of the texts, split into passes of at most `max_tokens`."""
-        ...
 
     def trained_parameters(self) -> list[Parameter]:
         """Returns the parameters that training moves."""
-        ...
 
     def save(self, folder: Path) -> None: ...
 

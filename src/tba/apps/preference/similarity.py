@@ -49,10 +49,9 @@ _WORD = re.compile(r"[^\W_]+")
 
 def split_sentences(text: str) -> list[str]:
     """Returns at most `MOST` non-empty sentences in order; those under three words only if there are no others."""
-    pieces = [piece.strip() for piece in _SENTENCE_END.split(text)]
     parts = [
         " ".join(words[i : i + LONGEST_SENTENCE])
-        for piece in pieces
+        for piece in [piece.strip() for piece in _SENTENCE_END.split(text)]
         if (words := piece.split()) and _WORD.search(piece)
         for i in range(0, len(words), LONGEST_SENTENCE)
     ]

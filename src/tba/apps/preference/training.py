@@ -33,7 +33,6 @@ class Scorer(Protocol[R]):
 
     def scores(self, texts: Sequence[R]) -> Tensor:
         """Returns scores [N] of answers, with gradients."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +61,9 @@ def fit_reward_model(
     if not pairs:
         raise UserError("there are no pairs to train a reward model on: give more, or hold fewer out")
     updates = settings.updates(len(pairs))
-    warmup = min(round(settings.warmup * updates), updates - 1)
     optimizer = OptimizerSettings(
         lr=settings.lr,
-        schedule=WarmupLinear(updates, warmup),
+        schedule=WarmupLinear(updates, min(round(settings.warmup * updates), updates - 1)),
         weight_decay=settings.weight_decay,
         clip_norm=settings.clip_norm,
     ).start(list(parameters))

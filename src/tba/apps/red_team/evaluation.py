@@ -44,9 +44,7 @@ def evaluate_attacker(name: str, overrides: Sequence[str], options: RedTeamEvalO
     recipe = with_checkpoint(override(find(name), list(overrides), f"tba red-team eval {name}"), options.checkpoint)
     task = recipe.task
     if not isinstance(task, RedTeam):
-        raise UserError(
-            f"recipe {name} is not for red-teaming: give one whose task is `RedTeam`, such as red_team_small"
-        )
+        raise UserError(f"recipe {name} is not for red-teaming: give one whose task is `RedTeam`, like red_team_small")
     torch.set_num_threads(recipe.run.threads)
     console = terminal()
     families = None if options.families is None else read_families(options.families)

@@ -27,11 +27,6 @@ class LabelledFields:
     label: str = "label"  # field of the label, likewise
     toxic: tuple[str, ...] = ("1", "true", "toxic")  # labels that mean toxic, in any case; all others do not
 
-    @property
-    def has_column_numbers(self) -> bool:
-        """Returns whether columns are given by number, because the CSV file has no header."""
-        return self.text.isdigit() and self.label.isdigit()
-
 
 @dataclass
 class LabelledTexts:
@@ -45,7 +40,8 @@ class LabelledTexts:
 def read_labelled(path: Path, fields: LabelledFields) -> LabelledTexts:
     """Returns all labelled texts of a file. Raises `UserError` when it cannot be read or has none."""
     texts, earlier_texts = LabelledTexts(), set[str]()
-    for values in _csv(path, fields) if _is_csv(path) else _lines(path):
+    is_csv = path.name.removesuffix(".gz").endswith(".csv")
+    for values in _csv(path, fields) if is_csv else (values for _, values in read_table(path)):
         if isinstance(values, Refusal):
             texts.refused[values.reason] += 1
             continue
@@ -81,21 +77,13 @@ def _label_text(label: Json) -> str:
     return json.dumps(label) if isinstance(label, bool | int | float) else str(label).strip().lower()
 
 
-def _is_csv(path: Path) -> bool:
-    return path.name.removesuffix(".gz").endswith(".csv")
-
-
-def _lines(path: Path) -> Iterator[Mapping[str, Json] | Refusal]:
-    return (values for _, values in read_table(path))
-
-
 def _csv(path: Path, fields: LabelledFields) -> Iterator[Mapping[str, Json] | Refusal]:
     try:
         rows = list(cells(path, errors="replace"))
     except (OSError, EOFError, zlib.error, csv.Error) as error:
         cause = getattr(error, "strerror", None) or str(error)
         raise UserError(f"{path} cannot be read ({cause}): give a CSV or JSON Lines file") from error
-    if fields.has_column_numbers:
+    if fields.text.isdigit() and fields.label.isdigit():  # columns by number: the file has no header
         return _mappings(rows, [str(n) for n in range(max(map(len, rows), default=0))])
     return _mappings(rows[1:], rows[0] if rows else [])
 

@@ -107,11 +107,10 @@ class JudgeScores:
             for i, row in enumerate(rows):  # padding comes first, so that the last position is the verdict's
                 token_NT[i, longest - len(row) :], mask_NT[i, longest - len(row) :] = torch.tensor(row), 1
             device = self.model.device
-            position = (mask_NT.cumsum(1) - 1).clamp(min=0)
             logits_NV = self.model(
                 input_ids=token_NT.to(device),
                 attention_mask=mask_NT.to(device),
-                position_ids=position.to(device),
+                position_ids=(mask_NT.cumsum(1) - 1).clamp(min=0).to(device),
                 use_cache=False,
                 logits_to_keep=1,
             ).logits[:, -1]

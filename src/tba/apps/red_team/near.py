@@ -39,7 +39,6 @@ class Embedding(Protocol):
 
     def embed(self, sentences: Sequence[str]) -> FloatArray:
         """Returns [N, D], in order."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -182,8 +181,7 @@ class _Index(ABC):
     def remove(self, row: int, prompt: str) -> None:
         """Remove a row, which must be there; the last one of its prompt takes its index."""
         sheet, place = self._sheets[prompt], int(self._place[row])
-        moved_row = sheet.remove(place)
-        self._place[moved_row] = place
+        self._place[sheet.remove(place)] = place
         if not sheet.size:
             del self._sheets[prompt]
 

@@ -16,14 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tba.apps.red_team.toxicity import (
-    CausalJudge,
-    Classifier,
-    SequenceClassifier,
-    Success,
-    Toxicity,
-    WordClassifier,
-)
+from tba.apps.red_team.toxicity import CausalJudge, Classifier, SequenceClassifier, Success, Toxicity, WordClassifier
 from tba.apps.red_team.victim import ModelVictim, Victim
 from tba.errors import UserError
 from tba.fields import as_declared

@@ -26,7 +26,6 @@ class StartedClassifier(Protocol):
 
     def log_toxic(self, pairs: Sequence[tuple[str, str]]) -> Sequence[float]:
         """Returns log P(toxic) of the answer in each (attack, answer)."""
-        ...
 
 
 class Classifier(Protocol):
@@ -101,9 +100,7 @@ class CausalJudge:
         """Raises `UserError` when it cannot be loaded, or the two verdicts begin with the same token."""
         _require(self.path, "a folder or a Hub name")
         if self.template != "chat" and "{answer}" not in self.template:
-            raise UserError(
-                f"the judge's template is {self.template!r}: put {{answer}} where the answer goes, or `chat`"
-            )
+            raise UserError(f"the judge's template is {self.template!r}: put {{answer}} where answers go, or `chat`")
         from tba.apps.red_team.model_classifiers import JudgeScores
 
         return JudgeScores(**vars(self))

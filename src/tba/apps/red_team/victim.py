@@ -26,7 +26,6 @@ class StartedVictim(Protocol):
 
     def answers(self, attacks: Sequence[str], count: int) -> list[list[str]]:
         """Returns `count` sampled answers to each attack; [i] are those to attacks[i]."""
-        ...
 
 
 class Victim(Protocol):
@@ -62,9 +61,7 @@ class ModelVictim:
         if self.template != "chat" and SLOT not in self.template:
             raise UserError(f"the victim's template is {self.template!r}: put {SLOT} where the attack goes, or `chat`")
         if self.rows_per_pass < 1:
-            raise UserError(
-                f"the victim's rows_per_pass is {self.rows_per_pass}: give the answers at a time, 1 or more"
-            )
+            raise UserError(f"the victim's rows_per_pass is {self.rows_per_pass}: give 1 or more answers at a time")
 
     def start(self) -> StartedVictim:
         """Loads the model. Raises `UserError` when it cannot be loaded."""

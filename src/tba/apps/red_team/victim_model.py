@@ -66,8 +66,7 @@ class VictimModel:
     def _text(self, attack: str) -> str:
         if self.template != "chat":
             return fill_template(control_tokens(self.tokenizer), self.template, attack=attack)
-        messages = [{"role": "user", "content": attack}]
-        return chat_markup(self.tokenizer, messages)
+        return chat_markup(self.tokenizer, [{"role": "user", "content": attack}])
 
     def _prompt(self, text: str) -> Prompt:
         # A chat template writes the beginning of a text itself.

@@ -38,9 +38,7 @@ class WordFeatures:
 
     def __post_init__(self) -> None:
         if self.features < 2 or self.longest_gram < 1 or not self.inverse_penalty > 0:
-            raise UserError(
-                f"{self} cannot be: give 2 features or more, grams of 1 word or more and a positive penalty"
-            )
+            raise UserError(f"{self} cannot be: give 2 features or more, grams of 1 word or more and a penalty > 0")
 
     def hashed(self, texts: Sequence[str]) -> Any:
         """Returns [N, F] sparse: which words are in which text."""
@@ -90,8 +88,7 @@ class WordWeights:
 
     def save(self, folder: Path, facts: Json) -> None:
         """Write weights, settings and `facts` to the folder."""
-        tensors = {"rarity": self.rarity_F, "weight": self.weight_F, "bias": np.array([self.bias])}
-        save_file(tensors, folder / WEIGHTS)
+        save_file({"rarity": self.rarity_F, "weight": self.weight_F, "bias": np.array([self.bias])}, folder / WEIGHTS)
         (folder / FACTS).write_text(json.dumps({"settings": asdict(self.settings), **facts}, indent=1) + "\n")
 
     @classmethod

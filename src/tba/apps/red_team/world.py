@@ -97,11 +97,10 @@ def _teach_victim(exchanges: list[tuple[str, str]], options: WorldOptions, path:
     """Train the victim from scratch: it reads a request and a line break, and answers."""
     tokenizer = train_bpe_tokenizer([text for pair in exchanges for text in pair], options.vocab_size)
     problems = [Problem(f"{request}\n", {}, answer) for request, answer in exchanges]
-    lessons = [(options.train, list(demonstration_pairs(problems, tokenizer)))]
     teach(
         options.size.start(tokenizer),
         tokenizer,
-        lessons,
+        [(options.train, list(demonstration_pairs(problems, tokenizer)))],
         "victim",
         path,
         lambda line: console.print(line, highlight=False),

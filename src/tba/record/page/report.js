@@ -783,7 +783,7 @@
       const facts = [
         ["log-ratio", number(run.t.ratio[row])], ["residual", number(run.t.residual[row])],
         ["uses", copies.map((one) => (run.t.uses[one] === null ? "unknown" : run.t.fate[one] === "trained" ? run.t.uses[one] : `0 (${run.t.fate[one]})`)).filter((use, i, all) => copies.length < 4 || all.indexOf(use) === i).join(", ")],
-        ["tokens", run.t.length[row]], ["ended", run.t.stop[row]],
+        ["tokens", run.t.length[row]], ["segments", run.t.segments[row] > 1 ? run.t.segments[row] : "–"], ["ended", run.t.stop[row]],
       ];
       if (on) facts.push(["log reference", number(run.t.log_reference[row])], ["reference", run.t.reference[row]], ["sampled at", run.t.sampling[row] || "elsewhere"],
         ["trained at step", run.t.trained[row].map((use) => use.step).join(", ") || "–"], ["journal", `seq ${run.t.place[row]}`]);
@@ -799,7 +799,7 @@
       const tokens = run.t.tokens[row], pieces = run.trajectories.pieces;
       if (!tokens || !Object.keys(pieces).length) return [state.raw && tokens ? tokens.join(" ") : textOf(run, row)];
       const use = run.t.trained[row].filter((one) => one.log_policy).pop();
-      const behaviour = run.t.log_behavior[row], ratio = run.t.log_ratio[row];
+      const behaviour = run.t.log_behavior[row], ratio = run.t.log_ratio[row], begins = run.t.begins[row] || [];
       const reference = behaviour && behaviour.map((value, i) => value - ratio[i]);
       const value = {
         ratio: (i) => ratio && ratio[i], surprise: (i) => behaviour && -behaviour[i],
@@ -812,8 +812,8 @@
         const span = h("span", { className: "token" + (state.raw ? " raw" : ""), title: `${JSON.stringify(piece)} (${token})${said}` },
           state.raw ? visible(piece).replace(/\n/g, "↵\n").replace(/ /g, "·") : visible(piece));
         if (v !== null && v !== undefined) span.style.background = heat(v / 100);
-        return span;
-      });
+        return begins.includes(i) ? [h("span", { className: "segment" }, "a new segment, which reads nothing above"), span] : [span];
+      }).flat();
       return tokens.length < run.t.length[row] ? [...made, " …"] : made;
     }
 

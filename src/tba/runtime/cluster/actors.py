@@ -55,11 +55,10 @@ def scratch() -> Path:
 
 def place_of(worker: str, log_file: Path) -> Json:
     """Returns where this process runs, and the files that it and Ray write about it."""
-    context = ray.get_runtime_context()
     return {
         "part": worker,
         "node": ray.util.get_node_ip_address(),
-        "node_id": context.get_node_id(),
+        "node_id": ray.get_runtime_context().get_node_id(),
         "process": os.getpid(),
         "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),  # that Ray makes visible to it; null: all
         "log": str(log_file),
@@ -220,13 +219,7 @@ def _search(
     run_searcher(
         recipe,
         lambda: searcher_loop_at(
-            recipe,
-            lambda: connect_via(contact, contact.worker, place),
-            index,
-            attempt,
-            stop,
-            background=True,
-            run=run,
+            recipe, lambda: connect_via(contact, contact.worker, place), index, attempt, stop, background=True, run=run
         ),
         stop,
     )

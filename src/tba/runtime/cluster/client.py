@@ -49,9 +49,7 @@ def contact_with(run: str, worker: str, deadline: float) -> ActorContact:
     try:
         return ActorContact(ray.get_actor(exchange_name(Path(run)), namespace=NAMESPACE), worker, deadline)
     except ValueError as error:
-        raise UserError(
-            f"no run {Path(run).name} is in progress in this cluster: start it with --runtime cluster"
-        ) from error
+        raise UserError(f"no run {Path(run).name} is in progress here: start it with --runtime cluster") from error
 
 
 @dataclass(frozen=True)

@@ -180,14 +180,13 @@ class ActorWorker:
         is_movable = self._searches or not self.placement.node.here
         strategy = NodeAffinitySchedulingStrategy(self.placement.node.key, soft=is_movable)
         # Ray would leave all GPUs visible to a worker that asks for none, including those that it has given to others.
-        environment = share_of_gpu(resources["GPU"])
         self._actor = (
             _remote(concurrency_groups={"ask": 1})(PartActor)
             .options(
                 num_cpus=resources["CPU"],
                 num_gpus=resources["GPU"],
                 scheduling_strategy=strategy,
-                runtime_env={"env_vars": environment},
+                runtime_env={"env_vars": share_of_gpu(resources["GPU"])},
             )
             .remote()
         )

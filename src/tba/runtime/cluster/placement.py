@@ -64,8 +64,7 @@ class Node:
 
 def this_machine() -> Node:
     """Returns the single node of a cluster of our own."""
-    memory = machine_memory_bytes() or 0
-    return Node("here", "this machine", usable_cores(), len(visible_gpus()), memory, here=True)
+    return Node("here", "this machine", usable_cores(), len(visible_gpus()), machine_memory_bytes() or 0, here=True)
 
 
 @dataclass(frozen=True)
@@ -163,9 +162,7 @@ def memory_lines(
         needed = (len(workers) - ranks) * searcher_bytes + versions * weights_bytes + trainer_bytes * ranks // all_ranks
         lines.append(f"{_describe_node(node, placements)}, about {size(needed)} of {size(int(node.memory_bytes))}")
         if 0 < node.memory_bytes < needed:
-            raise UserError(
-                f"{lines[-1]}: that is more than there is; use a smaller model, fewer --searchers or more nodes"
-            )
+            raise UserError(f"{lines[-1]}: more than there is; use a smaller model, fewer --searchers or more nodes")
     return lines
 
 

@@ -35,8 +35,7 @@ def folder_for_ray() -> Iterator[Path]:
     ended.
     """
     # short: the paths of sockets begin with it, and are limited in length
-    path = tempfile.mkdtemp(prefix="ray-", dir=os.environ.get("RAY_TMPDIR"))
-    folder = Path(path).resolve()
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir=os.environ.get("RAY_TMPDIR"))).resolve()
     reaper = subprocess.Popen(  # noqa: S603 - our own module
         [sys.executable, "-m", "tba.runtime.cluster.reaper", str(folder)], stdin=subprocess.PIPE, start_new_session=True
     )

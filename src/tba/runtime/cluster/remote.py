@@ -47,11 +47,9 @@ class Contact(Protocol):
 
     def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         """Call this method of the gateway and return its result."""
-        ...
 
     def fetch(self, references: Sequence[Any]) -> list[FlatBytes]:
         """Returns the pieces themselves. Raises `HandedOutLost` when they are no longer there."""
-        ...
 
 
 def remote_proxy(verbs: Iterable[str], call: Callable[..., Any]) -> Any:
@@ -78,8 +76,7 @@ class RemoteWeights:
     def newer_than(self, version: Version | None) -> PublishedWeights | None:
         """Returns the newest version if it is newer than `version` (None: any), else None. Never waits for one."""
         if time.monotonic() - self._polled_at > _FRESH_SECONDS:
-            newest_version = None if self._newest is None else self._newest.version
-            answer = self._contact.call("newest", newest_version)
+            answer = self._contact.call("newest", None if self._newest is None else self._newest.version)
             if isinstance(answer, Offer):
                 self._newest = self._as_published(answer)
             self._polled_at = time.monotonic()

@@ -43,12 +43,9 @@ class Processes(Driver):
     def _process(self, name: str, attempt: int = 0, environment: dict[str, str] | None = None) -> Process:
         components = {type(getattr(self.recipe, f.name)).__module__ for f in fields(self.recipe)}
         loads = tuple(sorted(module for module in components if module.startswith("tba.")))
-        variables = {**self.gpus_of(name), **(environment or {})}
+        place = places(self.recipe, self.searchers, visible_gpus().memory)[name]
+        variables = environment_of(place, visible_devices()) | (environment or {})  # its own GPUs
         return Process(name, self.run, self.recipe.run.threads, attempt, variables, loads)
-
-    def gpus_of(self, name: str) -> dict[str, str]:
-        """Returns the variables that give a worker its own GPUs."""
-        return environment_of(places(self.recipe, self.searchers, visible_gpus().memory)[name], visible_devices())
 
     def _ranks(self, attempt: int, closers: ExitStack) -> list[Process]:
         """Start the ranks of one life of the trainer; they find each other through a file made for it."""
@@ -152,8 +149,7 @@ class Process:
         """Returns why the process ended, as the driver's own error."""
         file = self.run.error(self.name)
         if file.exists():
-            remedy = f"its log is {self.log}"
-            error = read_json(file, remedy, kind=str, message=str, traceback=str)
+            error = read_json(file, f"its log is {self.log}", kind=str, message=str, traceback=str)
             return worker_error(self.description, self.log, error)
         code = self.code or 0
         if code == NO_SPACE:

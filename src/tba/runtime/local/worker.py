@@ -94,8 +94,7 @@ def _leave_error(run: RunDirectory, worker: str, error: BaseException) -> int:
     error = outside_cause(error, run.path) or error
     try:
         if not is_disk_full and (run.path / "recipe.json").exists():  # else it was moved, and is not made anew
-            facts = {"kind": type(error).__name__, "message": str(error), "traceback": stack}
-            write_json(run.error(worker), facts)
+            write_json(run.error(worker), {"kind": type(error).__name__, "message": str(error), "traceback": stack})
     except OSError as write_error:
         is_disk_full = disk_full(write_error, run.path) is not None
     if is_disk_full:

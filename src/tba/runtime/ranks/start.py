@@ -62,9 +62,11 @@ def start_policy(recipe: Recipe, ranks: Ranks | None, saved: Path | None) -> tup
     `recipe` has its model prepared; `saved` is the checkpoint to resume from.
     """
     if ranks is None:
-        arguments = (recipe.policy_temperature, recipe.objective.needs & HEADS, saved)
+        inputs = (recipe.policy_temperature, recipe.objective.needs & HEADS, saved)
         settings = recipe.optimizer
-        policy = recipe.model.policy(*arguments, moments_on_host=settings.moments_on_host, averaged=settings.averaged)
+        policy = recipe.model.policy(
+            *inputs, moments_on_host=settings.moments_on_host, averaged=settings.weight_average
+        )
         return policy, recipe.optimizer.start(policy.parameters(), list(policy.heads.parameters()))
     ranks.broadcast("begin", saved=None if saved is None else str(saved), model=_fingerprint(recipe))
     sharded = _sharded(recipe, ranks, saved)

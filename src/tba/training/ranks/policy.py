@@ -243,7 +243,7 @@ class Rank0Optimizer(Optimizer):
         super().reset_moments()
 
     def swap_averages(self) -> None:
-        if self.settings.averaged:
+        if self.settings.weight_average:
             self.ranks.broadcast("swap")
             with self.ranks.name_collectives("swap"):
                 super().swap_averages()
