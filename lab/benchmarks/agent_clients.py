@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import tba
@@ -161,10 +162,10 @@ def make_small_model(source: Path, folder: Path) -> Path:
         optimizer.zero_grad()
         for _ in range(4):
             question, answer = (tokenizer.encode(text, add_special_tokens=False) for text in lesson(rng))
-            tokens = torch.tensor([question + answer])
+            tokens, length = torch.tensor([question + answer]), len(answer)
             places = torch.arange(tokens.shape[1])[None] + rng.randrange(6000)
-            labels = torch.tensor([[-100] * len(question) + answer])
-            (model(input_ids=tokens, position_ids=places, labels=labels).loss / 4).backward()
+            logits = model(input_ids=tokens, position_ids=places, logits_to_keep=length + 1).logits[0, :-1]
+            (cross_entropy(logits, tokens[0, -length:]) / 4).backward()
         optimizer.step()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -186,7 +187,7 @@ def lesson(rng: random.Random) -> tuple[str, str]:
     answers = ("408", "415", "The answer is 408.", "<think>\nEasy.\n</think>\n\n408", "", call)
     role = rng.choice(("user", "tool"))
     says = str(rng.randint(100, 9999)) if role == "tool" else f"What is {rng.randint(10, 99)} * {rng.randint(10, 99)}?"
-    before = "".join(rng.choices("abcdefghij klmnop\n", k=rng.randint(0, 40)))
+    before = f"{SYSTEM}\n{call}"[rng.randrange(300) :] * rng.randint(0, 2)
     question = f"{before}<|im_end|>\n<|im_start|>{role}\n{says}<|im_end|>\n<|im_start|>assistant\n"
     return question, rng.choice(answers if role == "tool" else calls) + "<|im_end|>"
 

@@ -213,7 +213,7 @@ async def play_langgraph(episode: Episode) -> None:
     model: Any = ChatOpenAI(
         model="policy", base_url=episode.base_url, api_key=episode.key, max_completion_tokens=MOST_TOKENS
     )
-    agent: Any = create_react_agent(
+    agent: Any = create_react_agent(  # moved to the package langchain, which has more than this needs
         model, [tool(function) for function in TOOLS.values()], prompt=episode.system, checkpointer=InMemorySaver()
     )
     config = {"configurable": {"thread_id": episode.id}, "recursion_limit": 2 * MOST_TURNS + 1}

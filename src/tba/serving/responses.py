@@ -154,7 +154,6 @@ def _items(answer: ChatAnswer, status: str) -> list[dict[str, Any]]:
     """Returns the items of an answer: its thought, its text, its calls."""
     message, id_ = answer.answer, answer.id.replace("chatcmpl-", "")
     items: list[dict[str, Any]] = []
-    content: list[dict[str, Json]]
     if message.thought:
         content = [{"type": "reasoning_text", "text": message.thought}]
         items.append({"type": "reasoning", "id": f"rs_{id_}", "summary": [], "content": content, "status": status})
