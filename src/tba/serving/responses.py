@@ -155,7 +155,7 @@ def _items(answer: ChatAnswer, status: str) -> list[dict[str, Any]]:
     message, id_ = answer.answer, answer.id.replace("chatcmpl-", "")
     items: list[dict[str, Any]] = []
     if message.thought:
-        content = [{"type": "reasoning_text", "text": message.thought}]
+        content: list[Json] = [{"type": "reasoning_text", "text": message.thought}]
         items.append({"type": "reasoning", "id": f"rs_{id_}", "summary": [], "content": content, "status": status})
     if message.content or not message.calls:
         content = [{"type": "output_text", "text": message.content, "annotations": [], "logprobs": []}]
