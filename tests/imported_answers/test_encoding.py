@@ -340,7 +340,7 @@ def test_an_episode_of_several_segments_is_kept_whole_where_each_of_them_fits_th
     assert f"{prompt_length + 1} tokens" in refused.detail
     other = ENCODER.adopt(episode([5000, 5001, 5002], "2"))
     assert isinstance(other, Refusal)
-    assert "several segments" in other.reason
+    assert "several turns" in other.reason
 
 
 def test_a_trajectory_of_another_tokenizer_is_taken_by_its_text() -> None:

@@ -269,7 +269,8 @@ def test_what_has_ended_is_gone_and_its_reward_is_told_again(door: Door) -> None
     _, completion = door.served.completions[before]
     assert len(door.served.completions) == before + 1
     assert completion.episode is not None
-    assert completion.episode.provenance == {"agent": "alice", "calls": 1, "tag": {"run": 3}, "claimed_reward": 1e9}
+    provenance = {"agent": "alice", "calls": 1, "tag": {"run": 3}, "claimed_reward": 1e9}
+    assert completion.episode.provenance == {**provenance, "tokens_read": len(door.served.prompts[0].tokens)}
     abandoned = door.begin()
     for _ in range(2):  # again does no harm
         assert door.ask("DELETE", f"/episodes/{abandoned['id']}").status == 204

@@ -45,6 +45,8 @@ from tba.types import Json
 
 _START_SECONDS = 60.0  # that the HTTP server may take to start and to end
 _GATE_SECONDS = 0.25  # between two looks whether the run wants another episode
+_BODY_BYTES = 1 << 20  # of a body, at least: encoding four times as much takes seconds, for which others wait
+_BYTES_PER_TOKEN = 32  # of a body, for each token of an episode
 _SHORTEST_TOKEN = 16  # characters of a token that somebody gives
 
 
@@ -139,7 +141,12 @@ class AgentService:
             import_rollouts=self._rollout_importer(loop, recipe, run),
         )
         names = {"localhost", "127.0.0.1", "::1", options.host, host, *filter(None, options.names.split(","))}
-        access = AccessRules(self._tokens, frozenset(name.strip().lower() for name in names), scheme)
+        access = AccessRules(
+            self._tokens,
+            frozenset(name.strip().lower() for name in names),
+            scheme,
+            max_body_bytes=max(_BODY_BYTES, _BYTES_PER_TOKEN * limits.max_tokens),
+        )
         http = http_server(application(server, access), options.certificate)
         self._listeners.append(server.note_done)
         self.agent_link.accepts_episodes = _EpisodeGate(loop)

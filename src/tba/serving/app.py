@@ -57,7 +57,7 @@ class AccessRules:
     tokens: Mapping[str, str]  # by the name of their owner
     hosts: frozenset[str]  # names under which the server is reached
     scheme: str = "http"  # under which it is reached
-    max_body_bytes: int = 4 << 20
+    max_body_bytes: int = 1 << 20
     body_seconds: float = 30.0  # that a body may take to arrive
 
 

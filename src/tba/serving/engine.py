@@ -106,7 +106,7 @@ class Mailbox:
             raise run_ended()
         self._items.put(item)
         self._has_items.set()
-        if self._closed.is_set():  # meanwhile, perhaps after what was there had been taken
+        if self._closed.is_set():  # since then, perhaps after what was there had been taken
             refuse(item)
 
     def take(self) -> list[MailboxItem]:
