@@ -658,7 +658,7 @@ def resume_copy(run: Run) -> None:
     run.start("resume", str(copy), "--accept-lost-rows")
     code = run.exit_code()
     run.require(code in (0, 2), f"the copy's resume ended with {code}: {run.text()[-300:]}")
-    run.processes.append(run_entry)
+    run.processes.append(run_process)
     run.require(run.exit_code() == 0, f"the run itself did not go on: {run.text()[-300:]}")
 
 
@@ -684,7 +684,7 @@ def attack_gateway(attack: Callable[[Run, dict[str, tuple[int, int]]], None]) ->
         servers, run_process = listeners(run.driver.pid), run.processes[-1]
         run.require(set(servers) == set(METHODS), f"only {sorted(servers)} were there")
         attack(run, servers)
-        run.processes.append(run_entry)
+        run.processes.append(run_process)
         run.require(run.driver.poll() is None, "the run was over before")
         run.require(run.exit_code() == 0, f"the run itself did not go on: {run.text()[-300:]}")
         faults = count_faults(run.path)
@@ -865,7 +865,7 @@ def join_with_other_version(run: Run) -> None:
     sentence = r"tba: a searcher that would join uses tba (.+), but the run uses tba (.+): start it from the same .*"
     match = re.fullmatch(sentence, printed)
     run.require(code == 2 and match and match[1] != match[2], f"exit {code}: {printed[-300:]}")
-    run.processes.append(run_entry)
+    run.processes.append(run_process)
 
 
 ACTS = {"exits": "exit", "forks": "fork", "hangs": "hang", "memory": "memory", "closes": "closed"}
