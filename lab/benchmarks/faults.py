@@ -800,7 +800,7 @@ def serve_agents(run: Run) -> None:
     def serves() -> bool:
         server = run.start("serve", "--run", str(run.path), "--port", "0")
         run.until(lambda: facts.exists() or server.poll() is not None, while_running=False)
-        return server.poll() is None or run_process.poll() is not None
+        return server.poll() is None or run_process[0].poll() is not None
 
     run.until(serves, while_running=False)
     run.processes.append(run_process)
