@@ -17,21 +17,9 @@ from tba.serving.messages import parse_messages_request
 from tba.serving.responses import parse_responses_request
 from tba.types import Json, Prompt
 
+DEEP = "[" * 500 + "]" * 500
 ODD_VALUES: tuple[Any, ...] = (
-    *(
-        None,
-        True,
-        0,
-        -1,
-        1e308,
-        10**30,
-        "",
-        "x",
-        '[{"a": "\\ud800"}]',
-        '{"a": NaN}',
-        '{"a": "\\ud800"}',
-        "[" * 500 + "]" * 500,
-    ),
+    *(None, True, 0, -1, 1e308, 10**30, "", "x", DEEP, '[{"a": "\\ud800"}]', '{"a": "\\ud800"}', '{"a": NaN}'),
     *([], [None], ["x"], [[]], [{}], {}, {"type": "text"}, {"x": {"y": [1]}}, {"type": ["text"], "text": 3}),
 )
 FUNCTION = TOOL["function"]
