@@ -124,7 +124,7 @@ GATEWAY_FAULTS = ("searcher_restarts", "trainer_restarts", "exchange_restarts", 
 ATTACK_FACTOR = 20  # times the steps, of a run that is attacked
 MEMORY_SLACK = 32_000_000  # bytes that a server's memory may grow by besides
 TESTS = Path(__file__).resolve().parents[2] / "tests"
-SERVED_STEPS, AGENTS = 12, 3  # of a run that learns from agents
+SERVED_STEPS, AGENTS = 30, 3  # of a run that learns from agents
 DEADLINE = 600.0  # seconds for anything
 POLL = 0.02
 
@@ -741,7 +741,7 @@ def kill_served(part: str) -> Callable[[Run], None]:
         try:
             agents += [start_agent(run, i) for i in range(AGENTS)]
             serve_agents(run)
-            run.wait_for_step(most=SERVED_STEPS // 2)
+            run.wait_for_step(least=1, most=SERVED_STEPS // 2)
             if part == "driver":
                 run.kill_driver_and_wait()
                 run.resume()
