@@ -135,6 +135,7 @@ class EndpointFlow:
     unfinished_prompts: dict[int, int] = field(default_factory=dict)  # answers to come, by number
     _queue: deque[tuple[int, Prompt]] = field(default_factory=deque)  # answers that are not asked for yet
     _calls: dict[Future[EndpointAnswer], _Call] = field(default_factory=dict)  # under way
+    _answers: dict[int, list[Completion]] = field(default_factory=dict)  # not handed out yet, by number
 
     @property
     def prompts_needed(self) -> int:
@@ -160,11 +161,12 @@ class EndpointFlow:
         Raises what a call raises, and `DeadlineExceeded` for a call that does not end.
         """
         while True:
-            answers = self._collect_answers()
+            self._collect_answers()
             if interrupted is not None and interrupted():
-                return self._interrupt(answers)
-            self._begin_calls(answers)
-            if answers or not self.unfinished_prompts or (until_needed and self.prompts_needed):
+                self._abandon_calls()
+            self._begin_calls()
+            if self._answers or not self.unfinished_prompts or (until_needed and self.prompts_needed):
+                answers, self._answers = self._answers, {}
                 return list(answers.items())
             wait(self._calls, _POLL_SECONDS, FIRST_COMPLETED)
 
@@ -174,9 +176,9 @@ class EndpointFlow:
         index = next((i for i, (queued_number, _) in enumerate(self._queue) if queued_number == number), None)
         if index is not None:
             del self._queue[index]
-            self._finish(number, {}, [])
+            self._finish(number, [])
 
-    def _begin_calls(self, answers: dict[int, list[Completion]]) -> None:
+    def _begin_calls(self) -> None:
         """Begin as many calls as the endpoint takes. Where the budget has no room, what is queued ends with the last
         call under way.
         """
@@ -188,38 +190,35 @@ class EndpointFlow:
                 if not self._calls:
                     engine.is_budget_spent = True
                     while self._queue:
-                        self._finish(self._queue.popleft()[0], answers, [])
+                        self._finish(self._queue.popleft()[0], [])
                 return
             self._queue.popleft()
             engine.spending.calls += 1
             call = _Call(number, tokens, time.monotonic() + engine.call_seconds)
             self._calls[call_in_thread("endpoint", engine.ask, prompt)] = call
 
-    def _collect_answers(self) -> dict[int, list[Completion]]:
-        """Returns the answers that have come, by the number of their prompts."""
-        answers: dict[int, list[Completion]] = {}
+    def _collect_answers(self) -> None:
+        """Collect the answers that have come."""
         for future in [future for future in self._calls if future.done()]:
             call = self._calls.pop(future)
-            self._finish(call.number, answers, [self.engine.completion(future.result())])
+            self._finish(call.number, [self.engine.completion(future.result())])
         if any(call.deadline < time.monotonic() for call in self._calls.values()):
             raise DeadlineExceeded(
                 f"waited {self.engine.call_seconds:g} s for an answer of {self.engine.name}: see that it is up"
             )
-        return answers
 
-    def _finish(self, number: int, answers: dict[int, list[Completion]], completions: list[Completion]) -> None:
+    def _finish(self, number: int, completions: list[Completion]) -> None:
         """Hand out what became of one answer to a prompt."""
         self.unfinished_prompts[number] -= 1
         if not self.unfinished_prompts[number]:
             del self.unfinished_prompts[number]
-        answers.setdefault(number, []).extend(completions)
+        self._answers.setdefault(number, []).extend(completions)
 
-    def _interrupt(self, answers: dict[int, list[Completion]]) -> list[tuple[int, list[Completion]]]:
+    def _abandon_calls(self) -> None:
         """End all prompts with the answers that they have; what is under way is abandoned."""
         self.engine.spending.abandoned_calls += len(self._calls)
         self._calls.clear()
         self._queue.clear()
         for number in self.unfinished_prompts:
-            answers.setdefault(number, [])
+            self._answers.setdefault(number, [])
         self.unfinished_prompts.clear()
-        return list(answers.items())
