@@ -23,7 +23,7 @@ from tba.recipes import guess_number
 from tba.replay.follower import JournalFollower
 from tba.rewards.endpoint import Refused
 from tba.rollout.prompts import PromptStream
-from tba.runtime.endpoint_answers import AnsweringEndpoint, EndpointAnswers
+from tba.runs.endpoint_answers import AnsweringEndpoint, EndpointAnswers
 from tba.runtime.prompt_sets import prompt_set_of
 from tba.types import Completion, Prompt, Sampling, Trajectory
 

@@ -25,10 +25,10 @@ from tba.recipe import Recipe
 from tba.record.live import STATUS_SECONDS
 from tba.record.log import log_to
 from tba.record.terminal import terminal
+from tba.runs.endpoint_answers import AnsweringEndpoint, EndpointAnswers
 from tba.runs.validating import require_ray
 from tba.runtime.cluster.remote import Visit, connect_via, reachable_directory
 from tba.runtime.elastic import INTERRUPTED, LocalMembership, join_run
-from tba.runtime.endpoint_answers import AnsweringEndpoint, EndpointAnswers
 from tba.runtime.program import require_same_version, version
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.searcher_loop import NICENESS, AnswersFromElsewhere, SearcherLoop, searcher_loop_at, start_searching
