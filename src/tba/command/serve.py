@@ -66,6 +66,7 @@ class AgentService:
     options: ServeOptions
     agent_link: AgentLink = field(init=False)
     listener: socket.socket = field(init=False)  # from the beginning on, so that who comes early waits
+    paces_itself: bool = True  # an episode begins only where the run wants one
     _tokens: dict[str, str] = field(init=False)
     _listeners: list[Any] = field(default_factory=list)
     _judge: EpisodeJudge | None = None
@@ -88,6 +89,18 @@ class AgentService:
     def _tell(self, answer: OpenAnswer) -> None:
         for listener in self._listeners:
             listener(answer)
+
+    @property
+    def answers(self) -> AgentLink:
+        """Returns what agents ask of the searcher's engine."""
+        return self.agent_link
+
+    def progress(self) -> str:
+        """Returns nothing: it is as far as the weights are."""
+        return ""
+
+    def reason_to_leave(self) -> None:
+        """Returns nothing: agents may come until the run ends."""
 
     def check(self, recipe: Recipe) -> None:
         """Raises `UserError` where agents cannot answer the recipe's prompts. Environments are made ready here, before

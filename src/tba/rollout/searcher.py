@@ -293,6 +293,8 @@ class Searcher:
         """Returns what to do about answers that are all rejected."""
         if self._newest_has_expired:
             return "make the reward faster, or give a call more time (--run.reward-deadline)"
+        if self.rejection == stages.UNWRITTEN:
+            return "take a model that answers as the run's own does"
         return "allow longer answers" if self.overlong.penalty == "drop" else "fix the reward"
 
     @property
@@ -399,8 +401,7 @@ class Searcher:
             self._counts.update(counts)
             if dropped_count := counts["rejected_trajectories"]:
                 self.rejected_count += dropped_count
-                longest = max(len(c.tokens) for c in completions)
-                self.rejection = f"an answer was cut off at {longest} tokens (--overlong-penalty drop)"
+                self.rejection = stages.drop_reason(completions)
                 self._report_done(OpenAnswer(group, c) for c in completions if self.overlong.drops(c))
             answers = [OpenAnswer(group, c) for c in gradable_completions]
             group.answers += answers
