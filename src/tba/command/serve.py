@@ -212,7 +212,9 @@ def _with_uid(row: Json) -> Json:
 
 @dataclass
 class _EpisodeGate:
-    """Says whether the run wants another episode: not while it has all trajectories that it wants by now."""
+    """Says whether the run wants another episode: not while it has all trajectories that it wants by now, or while too
+    many answers wait for their grades.
+    """
 
     loop: SearcherLoop
     _is_open: bool = True
@@ -226,7 +228,8 @@ class _EpisodeGate:
         self._looked_at = now
         searcher, was_open = self.loop.searcher, self._is_open
         wanted_rows = searcher.manifest.wanted
-        self._is_open = wanted_rows is None or self.loop.journal.rows() + searcher.unsent_count < wanted_rows
+        is_behind = wanted_rows is None or self.loop.journal.rows() + searcher.unsent_count < wanted_rows
+        self._is_open = is_behind and not searcher.has_grading_backlog
         self._closed_since = now if was_open else self._closed_since
         if not self._is_open and now - self._closed_since > LONGEST_HELD_BACK:
             self._is_open = True

@@ -307,6 +307,11 @@ class Searcher:
         """Returns how many answers are generated and not graded."""
         return self.grader.unfinished_count + sum(map(len, self._ungraded))
 
+    @property
+    def has_grading_backlog(self) -> bool:
+        """Returns whether so many answers wait for their grades that no further ones are to begin."""
+        return self.waiting_count >= self._waiting_limit()
+
     # The loop, in its two forms
 
     def _plain_round(self) -> None:
@@ -337,7 +342,7 @@ class Searcher:
             if self.run_stages():
                 self.drain(stop=True)
                 return
-            if self.waiting_count >= self._waiting_limit():
+            if self.on_done is None and self.has_grading_backlog:  # agents wait before they begin an episode instead
                 waited_seconds += self._wait("reward")
                 continue
             finished_count = self._generate(flow)
