@@ -18,8 +18,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,6 +32,7 @@ from typing import Any
 from tba.environments.calculator import Multiplication
 from tba.environments.tools import Call, bind_arguments, find_tools, format_result
 from tba.record.evaluations import read_evaluations
+from tba.record.summary import Summary
 
 ROWS = Path(__file__).resolve().parents[1] / "results" / "agent_tools.csv"
 COLUMNS = ("side", "seed", "before", "after", "seconds", "episodes", "rejected", "one_segment", "tokens_read")
@@ -124,19 +123,21 @@ def measure(side: str, seed: int, options: argparse.Namespace, folder: Path) -> 
     start, run = time.monotonic(), folder / "run"
     if side == "environment":
         subprocess.run([*program, *words], check=True, stdout=subprocess.DEVNULL)
-        counts, served = Counter(episodes=0), ""
+        counts = Counter(episodes=0)
     else:
         with subprocess.Popen([*program, *words, "--searchers", "0"], stdout=subprocess.DEVNULL) as training:
-            counts, served = serve(program, run, training, options.agents)
+            counts = serve(program, run, training, options.agents)
     evaluations = [e for e in read_evaluations(run) if e.metric == "pass@1/sampled"]
-    shutil.copytree(run, Path(tempfile.gettempdir()) / f"agent_tools_{side}_{seed}", dirs_exist_ok=True)
-    before, after = evaluations[0].value, evaluations[-1].value
-    seconds = round(time.monotonic() - start)
-    return (side, seed, before, after, seconds, counts["episodes"], counts["rejected"], *_served_figures(served))
+    summary = Summary.read(run)
+    served = {} if summary is None else summary.served
+    one_segment = served.get("episodes of one segment", 0) / max(1, served.get("episodes", 0))
+    before, after, seconds = evaluations[0].value, evaluations[-1].value, round(time.monotonic() - start)
+    figures = (counts["episodes"], counts["rejected"], round(one_segment, 4), served.get("tokens read", 0))
+    return (side, seed, before, after, seconds, *figures)
 
 
-def serve(program: list[str], run: Path, training: Any, agents: int) -> tuple[Counter[str], str]:
-    """Serve a run to agents until it ends; returns their counts, and what the server printed."""
+def serve(program: list[str], run: Path, training: Any, agents: int) -> Counter[str]:
+    """Serve a run to agents until it ends; returns their counts."""
     facts = run / "serve.json"
     server = None
     while server is None or server.poll() is not None:  # the run may not have begun
@@ -146,7 +147,7 @@ def serve(program: list[str], run: Path, training: Any, agents: int) -> tuple[Co
         if not (run / "recipe.json").exists():
             continue
         words = [*program, "serve", "--run", str(run), "--port", "0"]
-        server = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        server = subprocess.Popen(words, stdout=subprocess.DEVNULL)
         while server.poll() is None and not facts.exists():
             time.sleep(0.5)
     access = json.loads(facts.read_text())
@@ -155,18 +156,8 @@ def serve(program: list[str], run: Path, training: Any, agents: int) -> tuple[Co
     for thread in threads:
         thread.start()
     training.wait()
-    printed_text, _ = server.communicate(timeout=SECONDS)
-    return agent.counts, " ".join(printed_text.split())
-
-
-def _served_figures(printed_text: str) -> tuple[str, str]:
-    """Returns the share of episodes of one segment, and the tokens that the server read."""
-    figures = {
-        name: int(count) for count, name in re.findall(r"(\d+) ([a-z ]+)", printed_text.partition("served: ")[2])
-    }
-    if "episodes" not in figures:
-        return "", ""
-    return f"{figures.get('episodes of one segment', 0) / figures['episodes']:.4f}", str(figures.get("tokens read", 0))
+    server.wait(SECONDS)
+    return agent.counts
 
 
 if __name__ == "__main__":

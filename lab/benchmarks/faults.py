@@ -124,7 +124,7 @@ GATEWAY_FAULTS = ("searcher_restarts", "trainer_restarts", "exchange_restarts", 
 ATTACK_FACTOR = 20  # times the steps, of a run that is attacked
 MEMORY_SLACK = 32_000_000  # bytes that a server's memory may grow by besides
 TESTS = Path(__file__).resolve().parents[2] / "tests"
-SERVED_STEPS, AGENTS = 12, 3  # of a run that learns from agents
+SERVED_STEPS, AGENTS = 30, 3  # of a run that learns from agents
 DEADLINE = 600.0  # seconds for anything
 POLL = 0.02
 
@@ -658,7 +658,7 @@ def resume_copy(run: Run) -> None:
     run.start("resume", str(copy), "--accept-lost-rows")
     code = run.exit_code()
     run.require(code in (0, 2), f"the copy's resume ended with {code}: {run.text()[-300:]}")
-    run.processes.append(run_entry)
+    run.processes.append(run_process)
     run.require(run.exit_code() == 0, f"the run itself did not go on: {run.text()[-300:]}")
 
 
@@ -684,7 +684,7 @@ def attack_gateway(attack: Callable[[Run, dict[str, tuple[int, int]]], None]) ->
         servers, run_process = listeners(run.driver.pid), run.processes[-1]
         run.require(set(servers) == set(METHODS), f"only {sorted(servers)} were there")
         attack(run, servers)
-        run.processes.append(run_entry)
+        run.processes.append(run_process)
         run.require(run.driver.poll() is None, "the run was over before")
         run.require(run.exit_code() == 0, f"the run itself did not go on: {run.text()[-300:]}")
         faults = count_faults(run.path)
@@ -741,7 +741,7 @@ def kill_served(part: str) -> Callable[[Run], None]:
         try:
             agents += [start_agent(run, i) for i in range(AGENTS)]
             serve_agents(run)
-            run.wait_for_step(most=SERVED_STEPS // 2)
+            run.wait_for_step(least=1, most=SERVED_STEPS // 2)
             if part == "driver":
                 run.kill_driver_and_wait()
                 run.resume()
@@ -865,7 +865,7 @@ def join_with_other_version(run: Run) -> None:
     sentence = r"tba: a searcher that would join uses tba (.+), but the run uses tba (.+): start it from the same .*"
     match = re.fullmatch(sentence, printed)
     run.require(code == 2 and match and match[1] != match[2], f"exit {code}: {printed[-300:]}")
-    run.processes.append(run_entry)
+    run.processes.append(run_process)
 
 
 ACTS = {"exits": "exit", "forks": "fork", "hangs": "hang", "memory": "memory", "closes": "closed"}

@@ -261,7 +261,7 @@ class Completion:
     Raises `ValueError` for segments that do not begin in order, each with a token of context.
     """
 
-    tokens: IntArray  # [T], T >= 1, EOS included when stop_reason is EOS
+    tokens: IntArray  # [T], T >= 1, EOS included when stop_reason is EOS; T = 0: it could not be written, is rejected
     text: str  # decoded, special tokens and a matched stop string removed
     stop_reason: StopReason  # eos, stop_string, length (truncated), interrupted, external
     versions: tuple[Version, Version]  # the first and the last weights that sampled it

@@ -92,7 +92,7 @@ class Served:
         self.thread = threading.Thread(target=self._search, daemon=True)
 
     def _search(self) -> None:
-        engine, source = self.agent_link.attach(self.model.engine(Version()), self.order, self.model.tokenizer())
+        engine, source = self.agent_link.attach(self.model, 512, self.order)
         flow = engine.flow(self.samples, Sampling(), np.random.default_rng(0))
         prompts: dict[int, Prompt] = {}
         while not self.has_ended.is_set() or flow.unfinished_prompts:

@@ -1,14 +1,17 @@
 """`tba search --run RUN`: adds a searcher to a run in progress, until the run ends or Ctrl-C.
 
-With `--address`, to a run in the Ray cluster there, from any of its machines.
+With `--address`, to a run in the Ray cluster there, from any of its machines. With `--endpoint URL --model NAME`
+another model answers the run's prompts, until its budget is spent.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -17,47 +20,104 @@ import torch
 from rich.console import Console
 
 from tba.command.options import SearchOptions
+from tba.engines.endpoint import Budget
 from tba.recipe import Recipe
 from tba.record.live import STATUS_SECONDS
 from tba.record.log import log_to
 from tba.record.terminal import terminal
+from tba.runs.endpoint_answers import AnsweringEndpoint, EndpointAnswers
 from tba.runs.validating import require_ray
 from tba.runtime.cluster.remote import Visit, connect_via, reachable_directory
 from tba.runtime.elastic import INTERRUPTED, LocalMembership, join_run
 from tba.runtime.program import require_same_version, version
 from tba.runtime.run_directory import RunDirectory
-from tba.runtime.searcher_loop import NICENESS, SearcherLoop, searcher_loop_at, start_searching
+from tba.runtime.searcher_loop import NICENESS, AnswersFromElsewhere, SearcherLoop, searcher_loop_at, start_searching
 from tba.runtime.stop_requests import stop_requests
-from tba.serving.engine import AgentLink
 
+log = logging.getLogger("tba.searcher")
 _PATIENCE = 60.0  # seconds that the gateway may take to answer
 
 
-class Serving(Protocol):
-    """A searcher's service to agents elsewhere, whose episodes are its answers."""
+class AnswerService(Protocol):
+    """A service by which others than the run's weights give a searcher's answers."""
 
-    agent_link: AgentLink
+    paces_itself: bool  # it takes no more prompts than the run wants
+
+    @property
+    def answers(self) -> AnswersFromElsewhere:
+        """Returns who gives the answers."""
+        ...
 
     def check(self, recipe: Recipe) -> None:
-        """Raises `UserError` where agents cannot answer the recipe's prompts."""
+        """Raises `UserError` where the recipe's prompts cannot be answered so."""
         ...
 
     def open_for(self, loop: SearcherLoop, run: RunDirectory, console: Console) -> AbstractContextManager[None]:
-        """Returns a context within which agents can call."""
+        """Returns a context within which the answers come."""
+        ...
+
+    def progress(self) -> str:
+        """Returns how far it is, for people; empty: as far as the weights are."""
+        ...
+
+    def reason_to_leave(self) -> str | None:
+        """Returns why no more answers will come; None: they do."""
         ...
 
 
-def add_searcher(options: SearchOptions, serving: Serving | None = None) -> int:
+def add_searcher(options: SearchOptions, service: AnswerService | None = None) -> int:
     """Add a searcher to a run on this machine, or with an address to one in the Ray cluster there. Returns exit code 0
-    when the run ended, 130 or 143 when Ctrl-C or SIGTERM ended this searcher before.
+    when the run ended or the searcher's budget was spent, 130 or 143 when Ctrl-C or SIGTERM ended it before.
     """
     assert options.run is not None  # the command line has seen to it
+    if options.endpoint is not None:
+        service = EndpointService(_endpoint_answers(options, options.endpoint))
     if options.address is None:
-        return _join(options.run, serving)
-    return _join_in_cluster(options.run.name, options.address, serving)
+        return _join(options.run, service)
+    return _join_in_cluster(options.run.name, options.address, service)
 
 
-def _join(path: Path, serving: Serving | None) -> int:
+def _endpoint_answers(options: SearchOptions, url: str) -> EndpointAnswers:
+    endpoint = AnsweringEndpoint(
+        url=url, model=options.model or "", token_variable=options.key_env, temperature=options.temperature
+    )
+    return EndpointAnswers(endpoint, options.api, Budget(options.budget_tokens, options.budget_calls))
+
+
+@dataclass
+class EndpointService:
+    """A model behind an endpoint that answers until its budget is spent."""
+
+    answers: EndpointAnswers
+    paces_itself: bool = False
+
+    def check(self, recipe: Recipe) -> None:
+        """Raises `UserError` where the recipe's prompts cannot be answered so."""
+        self.answers.check(recipe)
+
+    @contextmanager
+    def open_for(self, loop: SearcherLoop, run: RunDirectory, console: Console) -> Iterator[None]:
+        """Let the endpoint answer within the block; says what it is, and at its end what was spent."""
+        engine = self.answers.engine
+        assert engine is not None
+        console.print(f"answers come from {engine.name}", highlight=False)
+        try:
+            yield
+        finally:
+            console.print(self.progress(), highlight=False)
+            log.info(self.progress())
+
+    def progress(self) -> str:
+        """Returns what was spent."""
+        return "" if self.answers.engine is None else f"spent: {self.answers.engine.spending}"
+
+    def reason_to_leave(self) -> str | None:
+        """Returns that the budget is spent, once its last answer has come."""
+        engine = self.answers.engine
+        return "its budget is spent" if engine is not None and engine.is_budget_spent else None
+
+
+def _join(path: Path, service: AnswerService | None) -> int:
     console = terminal()
     run = RunDirectory.open(path)
     require_same_version(run.facts, "a searcher that would join")
@@ -67,14 +127,14 @@ def _join(path: Path, serving: Serving | None) -> int:
             place,
             recipe,
             run,
-            lambda log: start_searching(recipe, run, place.number, 0, place.stop, True, agent_link(serving)),
+            lambda log: start_searching(recipe, run, place.number, 0, place.stop, True, _answers_of(service)),
             console,
-            serving,
+            service,
         )
     return stop_request.exit_code if place.reason == INTERRUPTED else 0
 
 
-def _join_in_cluster(name: str, address: str, serving: Serving | None) -> int:
+def _join_in_cluster(name: str, address: str, service: AnswerService | None) -> int:
     """Join the run of this name from any machine of its Ray cluster. Raises `UserError` when the run is not in it."""
     require_ray()
     from tba.runtime.cluster.actors import place_of, scratch
@@ -91,18 +151,17 @@ def _join_in_cluster(name: str, address: str, serving: Serving | None) -> int:
         def start_loop(log: Path) -> SearcherLoop:
             place = place_of(visit.name, log)
             connect = partial(connect_via, contact, visit.name, place)
-            return searcher_loop_at(recipe, connect, number, 0, visit.stop, True, run, agent_link(serving))
+            return searcher_loop_at(recipe, connect, number, 0, visit.stop, True, run, _answers_of(service))
 
         try:
-            _search(visit, recipe, run, start_loop, console, serving)
+            _search(visit, recipe, run, start_loop, console, service)
         finally:
             contact.call("leave", number, visit.reason or "an error")
     return stop_request.exit_code if visit.reason == INTERRUPTED else 0
 
 
-def agent_link(serving: Serving | None) -> AgentLink | None:
-    """Returns what agents ask of the searcher's engine; None where it serves none."""
-    return None if serving is None else serving.agent_link
+def _answers_of(service: AnswerService | None) -> AnswersFromElsewhere | None:
+    return None if service is None else service.answers
 
 
 def _search(
@@ -111,33 +170,38 @@ def _search(
     run: RunDirectory,
     start_loop: Callable[[Path], SearcherLoop],
     console: Console,
-    serving: Serving | None,
+    service: AnswerService | None,
 ) -> None:
     """Makes rounds until the searcher is stopped. It does not evaluate, because others would wait for a searcher that
     may leave.
 
     `start_loop` returns the loop, given the searcher's log.
     """
-    if serving is not None:
-        serving.check(recipe)
+    if service is not None:
+        service.check(recipe)
     torch.set_num_threads(recipe.run.threads)
     os.nice(NICENESS)
-    with log_to(run.path, place.name) as log:
-        console.print(f"{place.name} joins {run.displayed_path}; its log is {log}; Ctrl-C ends it", highlight=False)
-        loop, printed_at = start_loop(log), time.monotonic()
-        serve = nullcontext() if serving is None else serving.open_for(loop, run, console)
-        make_round = loop.round if serving is None else loop.searcher.round  # which is never ahead by more than a seat
+    with log_to(run.path, place.name) as log_path:
+        console.print(
+            f"{place.name} joins {run.displayed_path}; its log is {log_path}; Ctrl-C ends it", highlight=False
+        )
+        loop, printed_at = start_loop(log_path), time.monotonic()
+        opened_service = nullcontext() if service is None else service.open_for(loop, run, console)
+        make_round = loop.searcher.round if service is not None and service.paces_itself else loop.round
+        reason = None
         try:
-            with serve:
+            with opened_service:
                 while not place.stop() and not loop.newest_manifest().stop:
+                    if service is not None and (reason := service.reason_to_leave()) is not None:
+                        break
                     make_round()
                     if time.monotonic() - printed_at > STATUS_SECONDS:
                         printed_at = time.monotonic()
-                        weights = loop.searcher.engine.version
-                        line = f"{place.name}: {loop.searcher.rounds} rounds, weights {weights}"
-                        console.print(line, highlight=False)
-                loop.searcher.drain(stop=True)
-            place.reason = place.reason or "the run ended"
+                        weights = f"weights {loop.searcher.engine.version}"
+                        progress = weights if service is None else service.progress() or weights
+                        console.print(f"{place.name}: {loop.searcher.rounds} rounds, {progress}", highlight=False)
+                loop.searcher.drain(stop=reason is None)  # what was paid for is graded and sent
+            place.reason = place.reason or reason or "the run ended"
         except BaseException:
             loop.searcher.save()
             raise

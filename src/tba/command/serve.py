@@ -66,6 +66,7 @@ class AgentService:
     options: ServeOptions
     agent_link: AgentLink = field(init=False)
     listener: socket.socket = field(init=False)  # from the beginning on, so that who comes early waits
+    paces_itself: bool = True  # an episode begins only where the run wants one
     _tokens: dict[str, str] = field(init=False)
     _listeners: list[Any] = field(default_factory=list)
     _judge: EpisodeJudge | None = None
@@ -88,6 +89,18 @@ class AgentService:
     def _tell(self, answer: OpenAnswer) -> None:
         for listener in self._listeners:
             listener(answer)
+
+    @property
+    def answers(self) -> AgentLink:
+        """Returns what agents ask of the searcher's engine."""
+        return self.agent_link
+
+    def progress(self) -> str:
+        """Returns nothing: it is as far as the weights are."""
+        return ""
+
+    def reason_to_leave(self) -> None:
+        """Returns nothing: agents may come until the run ends."""
 
     def check(self, recipe: Recipe) -> None:
         """Raises `UserError` where agents cannot answer the recipe's prompts. Environments are made ready here, before
@@ -199,7 +212,9 @@ def _with_uid(row: Json) -> Json:
 
 @dataclass
 class _EpisodeGate:
-    """Says whether the run wants another episode: not while it has all trajectories that it wants by now."""
+    """Says whether the run wants another episode: not while it has all trajectories that it wants by now, or while too
+    many answers wait for their grades.
+    """
 
     loop: SearcherLoop
     _is_open: bool = True
@@ -213,7 +228,8 @@ class _EpisodeGate:
         self._looked_at = now
         searcher, was_open = self.loop.searcher, self._is_open
         wanted_rows = searcher.manifest.wanted
-        self._is_open = wanted_rows is None or self.loop.journal.rows() + searcher.unsent_count < wanted_rows
+        is_behind = wanted_rows is None or self.loop.journal.rows() + searcher.unsent_count < wanted_rows
+        self._is_open = is_behind and not searcher.has_grading_backlog
         self._closed_since = now if was_open else self._closed_since
         if not self._is_open and now - self._closed_since > LONGEST_HELD_BACK:
             self._is_open = True

@@ -112,10 +112,11 @@ _TABLE = (
     Command(
         "search",
         "",
-        "add a searcher to a run in progress; Ctrl-C removes it",
+        "add a searcher to a run in progress; with --endpoint another model answers; Ctrl-C removes it",
         "command.search.add_searcher",
         ("command.options.SearchOptions",),
-        usage_options="--run RUN [--address HOST:PORT]",
+        usage_options="--run RUN [--address HOST:PORT] [--endpoint URL --model NAME] [--budget-tokens N] "
+        "[--budget-calls N]",
         required_options={"run": "RUN: the folder of a run in progress, such as runs/NAME"},
     ),
     Command(

@@ -200,6 +200,11 @@ class EndpointClient:
         return f"the {self.settings.label} at {self._url}"
 
     @property
+    def calls_at_once(self) -> int:
+        """Returns how many calls may be under way now."""
+        return self._gate.limit.calls
+
+    @property
     def usage(self) -> Usage:
         """Returns what all messages cost so far, those included whose reply was of no use."""
         with self._lock:
@@ -347,7 +352,7 @@ class EndpointClient:
             ) from None
         if not all(text is None or isinstance(text, str) for text in texts):
             raise UserError(f"{self} replied with something that is no text: check its model")
-        usage = _usage_in(document.get("usage"))
+        usage = usage_in(document.get("usage"))
         with self._lock:
             self._usage += usage
         cut_flags = [choice.get("finish_reason") == "length" for choice in choices]
@@ -368,7 +373,7 @@ def _digest(message: str) -> bytes:
     return hashlib.blake2b(message.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
-def _usage_in(usage: object) -> Usage:
+def usage_in(usage: object) -> Usage:
     """Returns what one call cost as the server states it, which may be nothing or nonsense."""
     counts = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")] if isinstance(usage, dict) else []
     tokens = [count for count in counts if type(count) is int and 0 <= count < _MOST_TOKENS]

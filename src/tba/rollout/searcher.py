@@ -293,6 +293,8 @@ class Searcher:
         """Returns what to do about answers that are all rejected."""
         if self._newest_has_expired:
             return "make the reward faster, or give a call more time (--run.reward-deadline)"
+        if self.rejection == stages.UNWRITTEN:
+            return "take a model that answers as the run's own does"
         return "allow longer answers" if self.overlong.penalty == "drop" else "fix the reward"
 
     @property
@@ -304,6 +306,11 @@ class Searcher:
     def waiting_count(self) -> int:
         """Returns how many answers are generated and not graded."""
         return self.grader.unfinished_count + sum(map(len, self._ungraded))
+
+    @property
+    def has_grading_backlog(self) -> bool:
+        """Returns whether so many answers wait for their grades that no further ones are to begin."""
+        return self.waiting_count >= self._waiting_limit()
 
     # The loop, in its two forms
 
@@ -335,7 +342,7 @@ class Searcher:
             if self.run_stages():
                 self.drain(stop=True)
                 return
-            if self.waiting_count >= self._waiting_limit():
+            if self.on_done is None and self.has_grading_backlog:  # agents wait before they begin an episode instead
                 waited_seconds += self._wait("reward")
                 continue
             finished_count = self._generate(flow)
@@ -399,8 +406,7 @@ class Searcher:
             self._counts.update(counts)
             if dropped_count := counts["rejected_trajectories"]:
                 self.rejected_count += dropped_count
-                longest = max(len(c.tokens) for c in completions)
-                self.rejection = f"an answer was cut off at {longest} tokens (--overlong-penalty drop)"
+                self.rejection = stages.drop_reason(completions)
                 self._report_done(OpenAnswer(group, c) for c in completions if self.overlong.drops(c))
             answers = [OpenAnswer(group, c) for c in gradable_completions]
             group.answers += answers

@@ -33,6 +33,8 @@ from tba.types import (
 Scores: TypeAlias = "tuple[FloatArray, ...]"  # log-probabilities [T] under the reference, then under each teacher
 Answers: TypeAlias = "Sequence[tuple[Prompt, Sequence[Completion]]]"  # prompts, each with answers to it
 
+UNWRITTEN = "an answer from elsewhere cannot be written as tokens of the run"
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -56,11 +58,18 @@ def sort_answers(
             counts["observed_tokens"] += completion.observed
         if completion.stop_reason is StopReason.INTERRUPTED:
             count_answer(counts, "in_flight", completion)
-        elif overlong.drops(completion):
+        elif overlong.drops(completion) or not len(completion.tokens):
             count_answer(counts, "rejected", completion)
         else:
             gradable_answers.append(completion)
     return gradable_answers, counts
+
+
+def drop_reason(completions: Sequence[Completion]) -> str:
+    """Returns why some of the answers to a prompt are rejected before they are judged."""
+    if not all(len(c.tokens) for c in completions):
+        return UNWRITTEN
+    return f"an answer was cut off at {max(len(c.tokens) for c in completions)} tokens (--overlong-penalty drop)"
 
 
 def score_answers(scorers: Sequence[Reference], answers: Answers) -> list[list[Scores]]:

@@ -90,32 +90,12 @@ def build_importer(
     hosts: what `replay_hosts_of` returns; they play nothing else. believe, max_tokens: as in `importer_of`. No two
     importers may import under the same source at the same time.
     """
-    model = recipe.model.prepared(recipe.task)
-    tokenizer = model.tokenizer()
-    train = _prompts(recipe, tokenizer, "train")
-    # a prompt on both sides (in a task with a single prompt, that one) is not held out
-    shared_keys = {prompt.key for prompt in train}
-    first_problem = problems_of(recipe.task, "train")[0]
-    writer, replay = chat_writer(tokenizer), None
+    replay = None
     if hosts is not None:
-        turn_encoder = turn_encoder_of(recipe.task, tokenizer)
-        writer, replay = episode_writer(turn_encoder), EpisodeReplays(hosts, turn_encoder)
-    encoder = Encoder(
-        task=recipe.task.name,
-        tokenizer=tokenizer,
-        train=TaskPrompts(train),
-        held_out=TaskPrompts(prompt for prompt in _prompts(recipe, tokenizer, "eval") if prompt.key not in shared_keys),
-        chat=not isinstance(first_problem.prompt, str),
-        max_prompt_tokens=recipe.prompts.max_tokens,
-        max_tokens=max_tokens or model.max_completion_tokens,
-        turn_writer=writer,
-        positions=model.positions,
-        thoughts=() if recipe.prompts.grade_thoughts else thoughts_of(tokenizer),
-        acted=hosts is not None,
-        tools=() if hosts is None else first_problem.tools,
-    )
+        tokenizer = recipe.model.prepared(recipe.task).tokenizer()
+        replay = EpisodeReplays(hosts, turn_encoder_of(recipe.task, tokenizer))
     return AnswerImporter(
-        encoder=encoder,
+        encoder=encoder_of(recipe, max_tokens),
         reward=reward,
         reference=reference,
         journal=journal,
@@ -124,6 +104,31 @@ def build_importer(
         needs_behavior="log_behavior" in recipe.objective.needs,
         largest_reward=recipe.largest_reward,
         replay=replay,
+    )
+
+
+def encoder_of(recipe: Recipe, max_tokens: int | None = None) -> Encoder:
+    """Returns what writes answers from elsewhere as the run's tokens. max_tokens: as in `importer_of`."""
+    model = recipe.model.prepared(recipe.task)
+    tokenizer = model.tokenizer()
+    train = _prompts(recipe, tokenizer, "train")
+    # a prompt on both sides (in a task with a single prompt, that one) is not held out
+    shared_keys = {prompt.key for prompt in train}
+    first_problem = problems_of(recipe.task, "train")[0]
+    is_acted = isinstance(recipe.task, Acted)
+    return Encoder(
+        task=recipe.task.name,
+        tokenizer=tokenizer,
+        train=TaskPrompts(train),
+        held_out=TaskPrompts(prompt for prompt in _prompts(recipe, tokenizer, "eval") if prompt.key not in shared_keys),
+        chat=not isinstance(first_problem.prompt, str),
+        max_prompt_tokens=recipe.prompts.max_tokens,
+        max_tokens=max_tokens or model.max_completion_tokens,
+        turn_writer=episode_writer(turn_encoder_of(recipe.task, tokenizer)) if is_acted else chat_writer(tokenizer),
+        positions=model.positions,
+        thoughts=() if recipe.prompts.grade_thoughts else thoughts_of(tokenizer),
+        acted=is_acted,
+        tools=first_problem.tools if is_acted else (),
     )
 
 

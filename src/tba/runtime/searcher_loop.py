@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import cast
+from typing import Protocol, cast
 
 import numpy as np
 import torch
 
 from tba.clock import ShareClock
-from tba.protocols import Examined, Journal, Manifest, Model, Records, WeightSource
+from tba.protocols import Engine, Examined, Journal, Manifest, Model, PromptSource, Records, WeightSource
 from tba.recipe import Recipe
 from tba.record.jsonl import as_json
 from tba.record.memory import FreedMemory, keep_few_kernels, peak_memory_bytes
@@ -28,7 +28,7 @@ from tba.rollout.exploration import Fixed
 from tba.rollout.overlong import Overlong
 from tba.rollout.prompts import PosteriorPrompts, UniformPrompts
 from tba.rollout.rescoring import Rescorer
-from tba.rollout.searcher import Searcher
+from tba.rollout.searcher import OpenAnswer, Searcher
 from tba.runtime.background_journal import BackgroundJournal
 from tba.runtime.engines import engine_of, vine_of
 from tba.runtime.evaluation import EVALUATION_DEADLINE, Examiner
@@ -39,7 +39,6 @@ from tba.runtime.results import SearcherResult
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.searcher_connections import Connections, connect_on_disk
 from tba.runtime.teaching import reference_of, teachers_of
-from tba.serving.engine import AgentLink
 from tba.types import SPLITS, Json, Split, Version
 
 log = logging.getLogger("tba.searcher")
@@ -67,6 +66,19 @@ def run_searcher(recipe: Recipe, start: Callable[[], SearcherLoop], stop: Callab
         raise
     finally:
         loop.close()
+
+
+class AnswersFromElsewhere(Protocol):
+    """Answers to a searcher's prompts that others than the run's weights give."""
+
+    @property
+    def on_done(self) -> Callable[[OpenAnswer], None] | None:
+        """Returns who is told of each answer that is on the disk, or rejected; None: nobody."""
+        ...
+
+    def attach(self, model: Model, longest_prompt: int, source: PromptSource) -> tuple[Engine, PromptSource]:
+        """Returns an engine that gives these answers, and the prompts that it answers."""
+        ...
 
 
 @dataclass
@@ -173,7 +185,7 @@ def start_searching(
     attempt: int = 0,
     interrupted: Callable[[], bool] | None = None,
     background: bool = False,
-    agent_link: AgentLink | None = None,
+    answers: AnswersFromElsewhere | None = None,
 ) -> SearcherLoop:
     """Build the loop of searcher number `index` of the run at `run`; `attempt` counts its restarts, so that no two
     share a seed.
@@ -182,7 +194,7 @@ def start_searching(
     is finished before the next begins, and nothing depends on how long anything takes.
     """
     connect = partial(connect_on_disk, recipe, run, f"searcher-{index}", interrupted)
-    return searcher_loop_at(recipe, connect, index, attempt, interrupted, background, run, agent_link)
+    return searcher_loop_at(recipe, connect, index, attempt, interrupted, background, run, answers)
 
 
 def searcher_loop_at(
@@ -193,11 +205,11 @@ def searcher_loop_at(
     interrupted: Callable[[], bool] | None,
     background: bool = False,
     run: RunDirectory | None = None,
-    agent_link: AgentLink | None = None,
+    answers: AnswersFromElsewhere | None = None,
 ) -> SearcherLoop:
     """Build a searcher's loop over any connections, which are opened once the model and the prompts are loaded. run:
-    rebuilds the recipe in another process, should the reward have to run there. agent_link: what agents elsewhere ask
-    the engine, whose episodes are the answers then; None: the engine answers prompts itself.
+    rebuilds the recipe in another process, should the reward have to run there. answers: those of others, such as
+    agents; None: the run's weights answer.
     """
     keep_few_kernels()
     model = recipe.model.prepared(recipe.task)
@@ -205,12 +217,12 @@ def searcher_loop_at(
     for note in filter(None, (prompt_set.note for prompt_set in prompts.values())):
         log.warning("%s", note)
     connections, clock = connect(), ShareClock(state="weights")
-    if background and agent_link is None:  # an agent is told of its reward once that is on the disk
+    if background and (answers is None or answers.on_done is None):  # who is told waits until it is on the disk
         background_journal = BackgroundJournal(connections.journal, 2 * recipe.run.journal_deadline, clock)
         connections = replace(connections, journal=cast(Journal, background_journal))  # it forwards the methods
     try:
         loop = _loop_of(
-            connections, clock, recipe, model, prompts, index, attempt, interrupted, background, run, agent_link
+            connections, clock, recipe, model, prompts, index, attempt, interrupted, background, run, answers
         )
     except BaseException:
         connections.journal.close()
@@ -230,29 +242,25 @@ def _loop_of(
     interrupted: Callable[[], bool] | None,
     background: bool,
     run: RunDirectory | None,
-    agent_link: AgentLink | None,
+    answers: AnswersFromElsewhere | None,
 ) -> SearcherLoop:
     name = f"searcher-{index}"
     journal, weights = connections.journal, connections.weights
     report = partial(connections.records.fault, "reward_retries")
     make_grader = partial(grader_of, recipe, run, share=(index, recipe.searcher_count), report=report)
-    engine = (
-        engine_of(recipe, model, Version(), clock)
-        if agent_link is None
-        else model.engine(Version(), recipe.prompts.max_tokens)
-    )
+    seeds = [recipe.seed, 1 + index, attempt, *([connections.incarnation] if connections.incarnation else [])]
+    source = prompt_source(recipe, prompts["train"].prompts, journal, np.random.default_rng([*seeds, 0x9E]))
+    if answers is None:
+        engine, exploration, on_done = engine_of(recipe, model, Version(), clock), recipe.exploration, None
+    else:
+        engine, source = answers.attach(model, recipe.prompts.max_tokens, source)
+        exploration, on_done = Fixed(recipe.policy_temperature), answers.on_done
     reference = reference_of(recipe, model)
     teachers = teachers_of(recipe, model, reference)
     grader = make_grader("train", teachers=teachers)
     grader.on_wait = interrupted or grader.on_wait
     rescorer = Rescorer(reference, journal, recipe.rescored_per_round, LEASE_SECONDS)
     is_in_rounds = recipe.run.synchronous_rounds or not background or recipe.vine is not None
-    seeds = [recipe.seed, 1 + index, attempt, *([connections.incarnation] if connections.incarnation else [])]
-    source = prompt_source(recipe, prompts["train"].prompts, journal, np.random.default_rng([*seeds, 0x9E]))
-    exploration, on_done = recipe.exploration, None
-    if agent_link is not None:
-        engine, source = agent_link.attach(engine, source, model.tokenizer())
-        exploration, on_done = Fixed(recipe.policy_temperature), agent_link.on_done
     searcher = Searcher(
         name=name,
         engine=engine,

@@ -90,6 +90,8 @@ def parse_chat_request(body: Json) -> ChatRequest:
     tools = tool_schemas(body.get("tools"))
     if isinstance(tools, Refusal):
         raise RequestRefused(400, f"tools: {tools}")
+    if not is_text(json.dumps(tools, ensure_ascii=False)):  # tools may be a text of JSON, which can spell it
+        raise RequestRefused(400, "tools has half of a surrogate pair, give valid texts", "tools")
     max_tokens = body.get("max_completion_tokens", body.get("max_tokens"))
     if max_tokens is not None and (not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1):
         raise RequestRefused(400, f"max_tokens is {max_tokens!r:.40}, give a whole number of at least 1")

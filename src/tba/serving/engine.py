@@ -23,7 +23,7 @@ import numpy as np
 
 from tba.errors import UserError
 from tba.markup import decode_tokens
-from tba.protocols import Engine, Flow, Partner, PromptSource, Tokenizer, Turn, TurnLimits
+from tba.protocols import Engine, Flow, Model, Partner, PromptSource, Tokenizer, Turn, TurnLimits
 from tba.rollout.searcher import OpenAnswer
 from tba.serving.chat import RequestRefused
 from tba.serving.episode import SampledAnswer
@@ -167,10 +167,10 @@ class AgentLink:
     on_done: Callable[[OpenAnswer], None] | None = None  # is told of each answer that is on the disk, or rejected
     accepts_episodes: Callable[[], bool] = lambda: True  # whether another episode may begin
 
-    def attach(self, engine: Engine, source: PromptSource, tokenizer: Tokenizer) -> tuple[ServedEngine, ServedPrompts]:
+    def attach(self, model: Model, longest_prompt: int, source: PromptSource) -> tuple[ServedEngine, ServedPrompts]:
         """Returns an engine whose answers are agents' episodes, and the prompts that it asks."""
-        prompts = ServedPrompts(source)
-        decode = partial(_decode, tokenizer)
+        prompts, engine = ServedPrompts(source), model.engine(Version(), longest_prompt)
+        decode = partial(_decode, model.tokenizer())
         return ServedEngine(engine, self.mailbox, prompts, decode, lambda: self.accepts_episodes()), prompts
 
 

@@ -123,6 +123,7 @@ class EpisodeServer:
         self._episodes: dict[str, ServedEpisode] = {}
         self._ended: dict[str, PastEpisode] = {}
         self._waiting_to_begin: Counter[str] = Counter()  # by owner
+        self._importing_owners: set[str] = set()  # whose rollouts are being taken
         self._rewards: dict[int, tuple[Completion, asyncio.Future[Json]]] = {}  # by the identity of the completion
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle_since = time.monotonic()
@@ -276,9 +277,20 @@ class EpisodeServer:
             raise RequestRefused(400, f"the body is no list of 1 to {MOST_ROLLOUTS} rollouts: send them in parts")
         if self._import_rollouts is None:
             raise RequestRefused(404, "this server takes no rollouts: use `tba import`")
+        if owner in self._importing_owners:
+            raise RequestRefused(429, "rollouts of this token are being taken: send these after them", "rate_limit")
         work = SearcherWork(partial(self._import_rollouts, rollouts, f"rollouts:{owner}"), Future())
-        self.mailbox.post(work)
-        report: Report = await asyncio.wrap_future(work.future)
+        self._importing_owners.add(owner)
+        try:
+            self.mailbox.post(work)
+            async with asyncio.timeout(self.limits.reward_seconds):
+                report: Report = await asyncio.wrap_future(work.future)
+        except TimeoutError:
+            raise RequestRefused(
+                504, f"the rollouts were not graded within {self.limits.reward_seconds:g} s: send fewer at once"
+            ) from None
+        finally:
+            self._importing_owners.discard(owner)
         self.counts["rollouts"] += report.imported
         self.counts["rejected rollouts"] += report.refused
         return report.to_json()
