@@ -142,7 +142,7 @@ class Settings:
         for f in dataclasses.fields(kind):
             flag, within = f"{prefix}{dashed(f.name)}", settings_in(hints[f.name])
             slot = SLOT_OF.get(SAME.get(flag, flag))
-            if slot is not None and hints[f.name] is not str:
+            if slot is not None and not is_plain(hints[f.name]):
                 elsewhere.append(f"`{flag}.*`")
             elif within is not None and within in self.explained:
                 elsewhere.append(f"`{flag}.*` (as **{within.__name__}**)")

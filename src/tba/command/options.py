@@ -47,13 +47,13 @@ class SearchOptions:
 
     run: Path | None = None  # the folder of a run in progress on this machine; with --address, its name
     address: str | None = None  # HOST:PORT of the Ray cluster that the run is in
-    endpoint: str | None = None  # base URL of an OpenAI-compatible API with a model that answers in place of the run's
+    endpoint: str | None = None  # base URL of an OpenAI-compatible API, whose model answers in place of the run's
     model: str | None = None  # its name there
-    key_env: str = "OPENAI_API_KEY"  # the environment variable with the key; unset: none is sent
-    api: Literal["chat", "completions"] | None = None  # none: chat where the run's prompts are chats, else completions
-    temperature: float = 1.0  # of its answers
-    budget_tokens: int | None = None  # of prompts and answers, by the endpoint's count; then the searcher leaves
-    budget_calls: int | None = None  # each for one answer; then the searcher leaves
+    key_env: str = "OPENAI_API_KEY"  # the environment variable with its key; none is sent where that is unset
+    api: Literal["chat", "completions"] | None = None  # none: chat if the run's prompts are chats, else completions
+    temperature: float = 1.0  # at which it answers
+    budget_tokens: int | None = None  # of prompts and answers together, before the searcher leaves
+    budget_calls: int | None = None  # calls, each for one answer, before the searcher leaves
 
     def __post_init__(self) -> None:
         settings = ("model", "api", "budget_tokens", "budget_calls")

@@ -119,7 +119,7 @@ class EndpointEngine:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _PendingAnswer:
     number: int  # of its prompt in the flow
     tokens: int  # that it may cost: the prompt's, and those of the longest answer
     deadline: float  # by a monotonic clock
@@ -134,7 +134,7 @@ class EndpointFlow:
     prompts_submitted: int = 0
     unfinished_prompts: dict[int, int] = field(default_factory=dict)  # answers to come, by number
     _queue: deque[tuple[int, Prompt]] = field(default_factory=deque)  # answers that are not asked for yet
-    _calls: dict[Future[EndpointAnswer], _Call] = field(default_factory=dict)  # under way
+    _calls: dict[Future[EndpointAnswer], _PendingAnswer] = field(default_factory=dict)  # under way
     _answers: dict[int, list[Completion]] = field(default_factory=dict)  # not handed out yet, by number
 
     @property
@@ -194,7 +194,7 @@ class EndpointFlow:
                 return
             self._queue.popleft()
             engine.spending.calls += 1
-            call = _Call(number, tokens, time.monotonic() + engine.call_seconds)
+            call = _PendingAnswer(number, tokens, time.monotonic() + engine.call_seconds)
             self._calls[call_in_thread("endpoint", engine.ask, prompt)] = call
 
     def _collect_answers(self) -> None:
