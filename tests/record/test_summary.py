@@ -40,7 +40,7 @@ def test_the_keys_of_the_summary_are_exactly_these(tmp_path: Path) -> None:
         "recipe", "seed", "steps", "wall_seconds", "evaluations", "trainer_idle", "trainer_paced", "searcher_idle",
         "samples_per_insert", "tokens", "trajectories", "lag", "faults", "peak_memory_bytes", "versions", "machine",
         "reference_resets", "searcher_paced", "searcher_evaluating", "searcher_time", "utilisation",
-        "slow_side", "control", "joined", "recent_share", "trained_share", "prompts",
+        "slow_side", "control", "joined", "served", "recent_share", "trained_share", "prompts",
     }  # fmt: skip
     assert row["reference_resets"] == [{"step": 200, "version": "0.200", "wall_seconds": 101.5}]
     assert set(row["wall_seconds"]) == {"total", "sft", "warm_up", "train", "eval"}

@@ -70,7 +70,8 @@ def test_fetching_ahead_ends_at_once_even_while_it_is_held_by_the_limit_on_reuse
     prefetch = train.batches._prefetch
     assert prefetch is not None
     train.close()
-    assert isinstance(prefetch.exception(timeout=0), StopRequested)  # not its deadline
+    # not its deadline; one that a busy machine has not begun is cancelled
+    assert prefetch.cancelled() or isinstance(prefetch.exception(timeout=0), StopRequested)
     assert train.replay.ledger()["trained_total_trajectories"] == 16
 
 

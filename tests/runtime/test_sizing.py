@@ -115,7 +115,7 @@ def test_each_part_is_on_its_device_and_the_rule_of_thumb_is_in_it(at: Models) -
 
 def test_a_searcher_whose_environments_take_their_time_has_room_for_what_is_parked(at: Models) -> None:
     def parked(*flags: str, recipe: str = "guess_number") -> int:
-        given = override(recipe_of(recipe, at(SMOL), "cpu"), list(flags), "")
+        given = override(recipe_of(recipe, at(SMOL), "cpu"), list(flags), "", recorded=True)
         return by_part(given)["searcher"].parts.get("parked keys and values", 0)
 
     slots = by_part(recipe_of("guess_number", at(SMOL), "cpu"))["searcher"].parts["keys and values"]
