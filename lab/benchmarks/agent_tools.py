@@ -23,7 +23,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections import Counter
 from pathlib import Path
@@ -52,12 +51,12 @@ class Agent:
         while True:
             try:
                 episode = self.post("/episodes", {}, self.token)
-            except (urllib.error.URLError, ConnectionError):
+            except OSError:
                 return
             try:
                 self.act(episode)
                 result = self.post(f"/episodes/{episode['id']}/end", {}, self.token)
-            except (urllib.error.URLError, ConnectionError):
+            except OSError:
                 continue
             self.counts["episodes"] += 1
             self.counts["rejected"] += result["reward"] is None
