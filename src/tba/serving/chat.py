@@ -1,7 +1,8 @@
 """Chat completions as OpenAI's clients send and read them: requests checked, messages compared, answers written.
 
 Invariant: a request becomes a `ChatRequest` or a `RequestRefused`, never another error; nothing of it is evaluated.
-Whatever a server of chat completions might silently ignore is refused, or counted in `overrides`.
+The fields in `_UNSUPPORTED` are refused, those in `_OVERRIDES` are counted, and all others are
+ignored.
 """
 
 from __future__ import annotations
