@@ -9,9 +9,9 @@
     POST   /rollouts [{prompt|key, messages, uid?, reward?}]   episodes that were played elsewhere
     GET    /prompts?n=   /v1/models   /healthz        training prompts; names of models; whether it serves
 
-Invariant: but for /healthz nothing is answered without a token or an episode's id, which is secret. A request with an `Origin`, or for a host of another
-name, is refused, so that no page in a browser can call. Bodies are bounded in bytes and in time. Nothing of what a
-request says is logged, nor of what is raised in answering it.
+Invariant: but for /healthz nothing is answered without a token or an episode's id, which is secret. A request with an
+`Origin`, or for a host of another name, is refused, so that no page in a browser can call. Bodies are bounded in bytes
+and in time. Nothing of what a request says is logged, nor of what is raised in answering it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Chat completions as OpenAI's clients send and read them: requests checked, messages compared, answers written.
 
-Invariant: a request becomes a `ChatRequest` or a `RequestRefused`, never another error; nothing of it is evaluated.
-The fields in `_UNSUPPORTED` are refused, those in `_OVERRIDES` are counted, and all others are
-ignored.
+Invariant: a request becomes a `ChatRequest` or a `RequestRefused`, never another error; nothing of it is evaluated. The
+fields in `_UNSUPPORTED` are refused, those in `_OVERRIDES` are counted, and all others are ignored.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ Two threads meet here. The server's thread posts requests to the `Mailbox`; the 
 engine, takes them between tokens and answers each through its future. To the searcher it is an engine like others: it
 submits prompts, and gets completions to grade.
 
-Invariant: an episode answers one prompt that the searcher has submitted, and ends as one completion, or as
-none where it is abandoned or interrupted. A row that waits for its agent's next call is parked; what the engine has dropped is read again.
+Invariant: an episode answers one prompt that the searcher has submitted, and ends as one completion, or as none where
+it is abandoned or interrupted. A row that waits for its agent's next call is parked; what the engine has dropped is
+read again.
 """
 
 from __future__ import annotations
