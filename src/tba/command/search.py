@@ -21,6 +21,8 @@ from rich.console import Console
 
 from tba.command.options import SearchOptions
 from tba.engines.endpoint import Budget
+from tba.errors import UserError
+from tba.protocols import Separable
 from tba.recipe import Recipe
 from tba.record.live import STATUS_SECONDS
 from tba.record.log import log_to
@@ -164,6 +166,20 @@ def _answers_of(service: AnswerService | None) -> AnswersFromElsewhere | None:
     return None if service is None else service.answers
 
 
+def _require_single_grades(recipe: Recipe) -> None:
+    """Raises `UserError` where answers that come one by one cannot be graded as the recipe wants."""
+    reward = recipe.task.reward()
+    if isinstance(reward, Separable) and any(calls.unit == "group" for calls in reward.calls()):
+        raise UserError(
+            "the task's reward compares the answers of a group, and answers from elsewhere are graded one by one: take "
+            "a reward that grades each"
+        )
+    if recipe.run.synchronous_rounds:
+        raise UserError(
+            "the recipe has --run.synchronous-rounds, and answers from elsewhere come when they like: turn it off"
+        )
+
+
 def _search(
     place: LocalMembership | Visit,
     recipe: Recipe,
@@ -178,6 +194,7 @@ def _search(
     `start_loop` returns the loop, given the searcher's log.
     """
     if service is not None:
+        _require_single_grades(recipe)
         service.check(recipe)
     torch.set_num_threads(recipe.run.threads)
     os.nice(NICENESS)

@@ -41,7 +41,7 @@ from tba.runtime.run_directory import RunDirectory
 from tba.runtime.searcher_loop import LONGEST_HELD_BACK, SearcherLoop
 from tba.serving.engine import AgentLink, Mailbox
 from tba.serving.judging import EpisodeJudge
-from tba.types import Json
+from tba.types import Json, Sampling
 
 _START_SECONDS = 60.0  # that the HTTP server may take to start and to end
 _GATE_SECONDS = 0.25  # between two looks whether the run wants another episode
@@ -150,6 +150,7 @@ class AgentService:
             prompts=prompt_set_of(recipe, model, "train").prompts,
             limits=limits,
             weights=lambda: str(loop.searcher.engine.version),
+            sampling=Sampling(recipe.policy_temperature),
             judge=self._judge,
             import_rollouts=self._rollout_importer(loop, recipe, run),
         )
@@ -192,10 +193,17 @@ class AgentService:
         searcher, prepared_recipe = loop.searcher, replace(recipe, model=recipe.model.prepared(recipe.task))
         reward = grader_of(recipe, run, retries=0)
         importer = build_importer(
-            prepared_recipe, reward, searcher.reference, searcher.teachers, loop.journal, self._replay_hosts
+            prepared_recipe,
+            reward,
+            searcher.reference,
+            searcher.teachers,
+            loop.journal,
+            self._replay_hosts,
+            task_prompts_only=True,
         )
 
         def import_rollouts(rollouts: Sequence[Json], source: str) -> Report:
+            searcher.finish_scoring()
             searcher.load_reference()
             report = importer.import_values([_with_uid(row) for row in rollouts], source)
             if recipe.record.hide_text:

@@ -107,6 +107,7 @@ class Encoder:
     positions: int | None = None  # tokens of prompt and answer together that the model can read; None: any number
     thoughts: tuple[tuple[str, str], ...] = THOUGHTS  # as `Prompt` has them
     acted: bool = False  # an environment judges the answers, by acting them again
+    task_prompts_only: bool = False  # refuse other prompts, whose fields whoever sends them would decide
     tools: tuple[Json, ...] = ()  # of the environment, which lines need not repeat
     # by key, the first form of each prompt that the task lacks: all answers to a prompt are scored with the same fields
     new_prompts: dict[str, Prompt] = field(default_factory=dict)
@@ -180,6 +181,8 @@ class Encoder:
                 return prompt, split
         if named_prompt is not None:
             return Refusal("a chat that does not begin with the prompt of its key"), answer
+        if self.task_prompts_only:
+            return Refusal("a prompt that is none of the task's"), answer
         return self._make_prompt(answer), answer
 
     def _find_task_prompt(self, answer: ImportedAnswer, named_prompt: Prompt | None) -> Prompt | Refusal | None:

@@ -108,6 +108,7 @@ class OpenGroup:
     answers: list[OpenAnswer] = field(default_factory=list)  # to be graded
     open_count: int = 0  # answers that are not done
     is_generating: bool = False  # more answers will come
+    came_one_by_one: bool = False  # its answers did; there may be fewer than a group has
     counts: Counter[str] = field(default_factory=Counter)  # of its answers that are done, not written yet
     unwritten_since: float = 0.0  # when the first answer was completed that is not on the disk, by a monotonic clock
 
@@ -205,7 +206,8 @@ class Searcher:
             self.save()
             raise
         self.rounds += 1
-        self.require_use(self.rejected_count - rejected_before)
+        if self.on_done is None:  # one agent whose answers are of no use must not end the others' service
+            self.require_use(self.rejected_count - rejected_before)
         return self.sent_count - sent_before
 
     def run_stages(self) -> bool:
@@ -307,6 +309,10 @@ class Searcher:
         """Returns how many answers are generated and not graded."""
         return self.grader.unfinished_count + sum(map(len, self._ungraded))
 
+    def finish_scoring(self) -> None:
+        """Wait for the scores that the reference's thread computes, so that the reference can be used here."""
+        self._collect_scores(wait=True)
+
     @property
     def has_grading_backlog(self) -> bool:
         """Returns whether so many answers wait for their grades that no further ones are to begin."""
@@ -397,6 +403,7 @@ class Searcher:
         for number, completions in answered_prompts:
             group = self._generating_groups.pop(number, None) or OpenGroup(*self._open_prompts[number])
             group.is_generating = number in unfinished_prompts
+            group.came_one_by_one |= group.is_generating
             if group.is_generating:
                 self._generating_groups[number] = group
             else:
@@ -748,7 +755,7 @@ class Searcher:
         others, all in one transaction with their counts.
         """
         samples = self.samples_per_prompt
-        complete_groups = [group for group in groups if group.generated_count == samples and group.is_complete]
+        complete_groups = [g for g in groups if g.is_complete and (g.generated_count == samples or g.came_one_by_one)]
         leases = [group.position for group in complete_groups]
         by_group = [(group, group.trajectories) for group in groups]
         for group in (*groups, *partial_groups):

@@ -84,18 +84,20 @@ def build_importer(
     hosts: InProcessHost | Hosts | None,
     believe: bool = False,
     max_tokens: int | None = None,
+    task_prompts_only: bool = False,
 ) -> AnswerImporter:
     """Returns an importer into a run, from parts that a process of the run may have already.
 
-    hosts: what `replay_hosts_of` returns; they play nothing else. believe, max_tokens: as in `importer_of`. No two
-    importers may import under the same source at the same time.
+    hosts: what `replay_hosts_of` returns; they play nothing else. believe, max_tokens: as in `importer_of`.
+    task_prompts_only: refuse prompts that the task lacks, whose fields, and so whose rewards, whoever sends them would
+    decide. No two importers may import under the same source at the same time.
     """
     replay = None
     if hosts is not None:
         tokenizer = recipe.model.prepared(recipe.task).tokenizer()
         replay = EpisodeReplays(hosts, turn_encoder_of(recipe.task, tokenizer))
     return AnswerImporter(
-        encoder=encoder_of(recipe, max_tokens),
+        encoder=replace(encoder_of(recipe, max_tokens), task_prompts_only=task_prompts_only),
         reward=reward,
         reference=reference,
         journal=journal,

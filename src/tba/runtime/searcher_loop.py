@@ -280,7 +280,7 @@ def _loop_of(
         rescorer=rescorer if recipe.reference_reset else None,
         largest_reward=recipe.largest_reward,
         overlong=Overlong(recipe.overlong_penalty, model.max_completion_tokens),
-        hide_text=recipe.record.hide_text,
+        hide_text=recipe.record.hide_text or answers is not None,
         hand_down_seconds=HAND_DOWN if background and recipe.vine is None else math.inf,
         grading_lag=recipe.run.grading_lag,
         warm_up=recipe.warm_up,

@@ -265,6 +265,8 @@ class ServedFlow:
         """
         self._returns_when_needed = until_needed
         while not self._has_news():
+            if self.prompts_needed and not self.unfinished_prompts:  # all prompts were leased when it began
+                break
             if interrupted is not None and interrupted():
                 return self._interrupt()
             if self._work:
@@ -309,7 +311,7 @@ class ServedFlow:
                 self._begin_turn(item)
             elif isinstance(item, SeatRequest):
                 self._seat_requests.append(item)
-                if item.prompt is not None and not self._chosen_seats.get(item.prompt.key):
+                if item.prompt is not None and self._lacks_seat(item.prompt.key):
                     self.prompts.chosen.append(item.prompt)
                     self._unclaimed_choices += 1
             elif isinstance(item, SearcherWork):
@@ -329,8 +331,14 @@ class ServedFlow:
         except Exception as error:  # noqa: BLE001 - whoever asked for it gets it
             work.future.set_exception(error)
 
+    def _lacks_seat(self, key: str) -> bool:
+        """Returns whether more agents wait for a chosen prompt than there are seats, or will be."""
+        waiting_count = sum(r.prompt is not None and r.prompt.key == key for r in self._seat_requests)
+        return waiting_count > len(self._chosen_seats.get(key, ())) + sum(p.key == key for p in self.prompts.chosen)
+
     def _assign_seats(self) -> None:
         """Give the seats that are free to the agents that wait for them, in order."""
+        self._seat_requests = deque(request for request in self._seat_requests if not request.future.done())
         for request in list(self._seat_requests):
             key = None if request.prompt is None else request.prompt.key
             seats = self._free_seats if key is None else self._chosen_seats.get(key)

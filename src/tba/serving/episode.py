@@ -29,7 +29,7 @@ from tba.serving.chat import (
     RequestRefused,
     message_key,
 )
-from tba.types import BoolArray, Completion, FloatArray, IntArray, Json, Message, Prompt, StopReason, Version
+from tba.types import BoolArray, Completion, FloatArray, IntArray, Json, Message, Prompt, Sampling, StopReason, Version
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,8 @@ class AgentCall:
     read: IntArray  # [P] tokens between the parent's answer and its own; without a parent its whole prompt
     messages: tuple[MessageKey, ...]  # of the request, without empty answers
     tools: str
+    chat: tuple[Message, ...] = ()  # the messages of the request
+    message: Message | None = None  # of its answer
     stop_strings: tuple[str, ...] = ()
     reserved: int = 0  # tokens that its answer may have
     answer: SampledAnswer | None = None  # None: it is being sampled
@@ -126,6 +128,7 @@ class ConversationTree:
     prompt: Prompt
     encoder: ConversationEncoder
     max_tokens: int
+    sampling: Sampling = Sampling()  # of all answers
     calls: list[AgentCall] = field(default_factory=list)  # in the order in which they came
     new_segments: Counter[str] = field(default_factory=Counter)  # conversations that go on from no answer, by reason
     _by_messages: dict[tuple[Any, ...], list[AgentCall]] = field(default_factory=dict)  # answered calls
@@ -140,7 +143,7 @@ class ConversationTree:
             assert parent.answer is not None
             read = self.encoder.following(parent.answer, request.messages[length:], request.tools)
         keys = tuple(filter(None, map(message_key, request.messages)))
-        call = AgentCall(parent, read, keys, tools, request.stop_strings)
+        call = AgentCall(parent, read, keys, tools, request.messages, stop_strings=request.stop_strings)
         room = self.max_tokens - self.length_with(call)
         if room < 1:
             raise RequestRefused(
@@ -158,7 +161,7 @@ class ConversationTree:
 
     def answer_call(self, call: AgentCall, answer: SampledAnswer, message: AnswerMessage) -> None:
         """Record the answer of a call, and the message that the agent gets for it."""
-        call.answer = answer
+        call.answer, call.message = answer, message.message
         for key in message.message_keys(self._stop_string(call, answer)):
             keys = (*call.messages, key) if key else call.messages
             self._by_messages.setdefault((call.tools, *keys), []).append(call)
@@ -244,10 +247,20 @@ class ConversationTree:
             last_answer.text,
             last_answer.stop_reason,
             (min(answer.versions[0] for answer in answers), max(answer.versions[1] for answer in answers)),
+            sampling=self.sampling,
             log_behavior=np.concatenate(log_behavior).astype(np.float32),
             mask=None if whole_mask.all() else whole_mask,
             begins=np.array(begins, dtype=np.int32) if begins else None,
         )
+
+    def transcript(self) -> tuple[Message, ...]:
+        """Returns the longest conversation of delivered answers in which the assistant says nothing else than these."""
+        conversations: list[tuple[Message, ...]] = [()]
+        for call in self.delivered_calls:
+            answer_count = sum(ancestor.message is not None for ancestor in _with_ancestors(call.parent))
+            if sum(message["role"] == "assistant" for message in call.chat) <= answer_count:
+                conversations.append((*call.chat, *([] if call.message is None else [call.message])))
+        return max(conversations, key=len)
 
     @property
     def delivered_calls(self) -> list[AgentCall]:

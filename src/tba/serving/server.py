@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -39,9 +39,10 @@ from tba.serving.engine import (
 )
 from tba.serving.episode import AgentCall, ConversationEncoder, ConversationTree, SampledAnswer
 from tba.serving.judging import EpisodeJudge
-from tba.types import Completion, EpisodeRecord, Json, Prompt
+from tba.types import Completion, EpisodeRecord, Json, Prompt, Sampling
 from tba.user_code import problems_of
 
+T = TypeVar("T")
 MOST_ROLLOUTS = 256  # of one request: the engine stands still while they are graded and scored
 _SWEEP_SECONDS = 1.0  # between two looks for episodes without calls
 _ENDED_KEPT = 4096  # episodes that ended, which are remembered
@@ -72,7 +73,6 @@ class ServedEpisode:
     tree: ConversationTree
     tag: Json = None
     used_at: float = field(default_factory=time.monotonic)
-    messages: tuple[Any, ...] = ()  # of its longest conversation
     tokens_read: int = 0  # that no parked row had read before
     overrides: Counter[str] = field(default_factory=Counter)  # fields of requests that the run has decided
     answers: dict[str, asyncio.Task[tuple[AgentCall, ChatAnswer]]] = field(default_factory=dict)  # by the body's digest
@@ -103,6 +103,7 @@ class EpisodeServer:
         prompts: Sequence[Prompt],
         limits: ServingLimits,
         weights: Callable[[], str],
+        sampling: Sampling | None = None,
         judge: EpisodeJudge | None = None,
         import_rollouts: Callable[[Sequence[Json], str], Report] | None = None,
     ) -> None:
@@ -110,7 +111,7 @@ class EpisodeServer:
         judge episodes. import_rollouts: takes episodes that others have played, under the name of their source; it is
         called in the searcher's thread.
         """
-        self._import_rollouts = import_rollouts
+        self._sampling, self._import_rollouts = sampling or Sampling(), import_rollouts
         self._judge = judge
         self.mailbox, self.limits, self.weights = mailbox, limits, weights
         self.tools = problems_of(task, "train")[0].tools  # one set for all problems of a task
@@ -127,6 +128,7 @@ class EpisodeServer:
         self._rewards: dict[int, tuple[Completion, asyncio.Future[Json]]] = {}  # by the identity of the completion
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle_since = time.monotonic()
+        self._has_open_groups = False  # prompts that some agents have answered, and perhaps not all
 
     # Episodes
 
@@ -150,9 +152,10 @@ class EpisodeServer:
             seat = await self._seat(None if key is None else self.prompts[key])
         finally:
             self._waiting_to_begin[owner] -= 1
-        tree = ConversationTree(seat.prompt, self._encoder, self.limits.max_tokens)
+        tree = ConversationTree(seat.prompt, self._encoder, self.limits.max_tokens, self._sampling)
         episode = ServedEpisode(f"{self.instance}{secrets.token_hex(14)}", owner, seat, tree, tag)
         self._episodes[episode.id] = episode
+        self._has_open_groups |= not seat.is_chosen
         self.counts["episodes"] += 1
         return episode
 
@@ -161,8 +164,7 @@ class EpisodeServer:
         request = SeatRequest(prompt, Future())
         self.mailbox.post(request)
         try:
-            async with asyncio.timeout(self.limits.seat_seconds):
-                return await asyncio.wrap_future(request.future)
+            return await _result_within(request.future, self.limits.seat_seconds)
         except TimeoutError:
             raise RequestRefused(
                 503, f"the run wanted no further episode for {self.limits.seat_seconds:g} s: try again", "no_seat"
@@ -216,7 +218,7 @@ class EpisodeServer:
         if completion is None:
             self._close(episode, None)
             return {"reward": None, "parts": {}, "on_disk": False, "reason": "none of its calls was answered"}
-        record = EpisodeRecord(episode.messages, artifact, self._provenance(episode, claimed_reward))
+        record = EpisodeRecord(episode.tree.transcript(), artifact, self._provenance(episode, claimed_reward))
         completion, refusal = replace(completion, episode=record), ""
         if self._judge is not None:
             completion, refusal = await self._judge.judge(episode.seat.prompt, completion)
@@ -261,7 +263,8 @@ class EpisodeServer:
         self._ended[episode.id] = PastEpisode(episode.owner, episode.end)
         while len(self._ended) > _ENDED_KEPT:
             del self._ended[next(iter(self._ended))]
-        self._idle_since = time.monotonic()
+        if not episode.seat.is_chosen:
+            self._idle_since = time.monotonic()
         self.new_segments.update(episode.tree.new_segments)
         self.counts.update({f"{name} overridden": count for name, count in episode.overrides.items()})
         self.counts["answers"] += len(episode.tree.delivered_calls)
@@ -348,9 +351,9 @@ class EpisodeServer:
         episode.samples[call] = sample
         self.counts["calls"] += 1
         try:
+            self._open(episode)  # it may have ended since the call was accepted
             self.mailbox.post(sample)
-            async with asyncio.timeout(self.limits.answer_seconds):
-                answer = await asyncio.wrap_future(sample.future)
+            answer = await _result_within(sample.future, self.limits.answer_seconds)
         except BaseException as error:
             episode.tree.drop_call(call)
             if episode.id not in self._episodes:
@@ -363,8 +366,6 @@ class EpisodeServer:
         text = self._encoder.writer(request.tools).encoder.turn_text(answer.tokens.tolist(), answer.text)
         message = AnswerMessage.of(text, bool(request.tools))
         episode.tree.answer_call(call, answer, message)
-        if len(request.messages) >= len(episode.messages):
-            episode.messages = (*request.messages, message.message)
         episode.used_at = time.monotonic()
         cached = 0 if sample.parked is None else len(tokens) - len(call.read)
         self.counts["tokens read"] += len(tokens) - cached
@@ -411,7 +412,7 @@ class EpisodeServer:
 
     async def sweep(self) -> None:
         """End episodes that are not called any more, for as long as the server runs."""
-        self._loop, has_closed_groups = asyncio.get_running_loop(), True
+        self._loop = asyncio.get_running_loop()
         while True:  # ends with the server's event loop
             await asyncio.sleep(_SWEEP_SECONDS)
             now = time.monotonic()
@@ -420,12 +421,12 @@ class EpisodeServer:
                     self.counts["idle episodes"] += 1
                     episode.end = asyncio.ensure_future(self._end(episode, None, None))
                     episode.end.add_done_callback(_retrieve_error)
-            if self._episodes:
-                has_closed_groups = False
-            elif not has_closed_groups and now - self._idle_since > self.limits.idle_seconds:
+            if any(not episode.seat.is_chosen for episode in self._episodes.values()):
+                continue
+            if self._has_open_groups and now - self._idle_since > self.limits.idle_seconds:
                 with suppress(RequestRefused):  # the run has ended
                     self.mailbox.post(NoMoreEpisodes())
-                has_closed_groups = True
+                self._has_open_groups = False
 
     def close(self) -> None:
         """Refuse all that waits, because the run has ended. Any thread may call this."""
@@ -443,6 +444,17 @@ class EpisodeServer:
         """Returns what was served, for people."""
         segments = {f"new segment: {reason}": count for reason, count in self.new_segments.items()}
         return {name: count for name, count in ({**self.counts, **segments}).items() if count}
+
+
+async def _result_within(future: Future[T], seconds: float) -> T:
+    """Returns the result of a future that the searcher's thread gives. Raises `TimeoutError` only where nobody has
+    begun to give it: what is given is never dropped.
+    """
+    waiting = asyncio.wrap_future(future)
+    await asyncio.wait([waiting], timeout=seconds)
+    if not future.done() and future.cancel():
+        raise TimeoutError
+    return await waiting
 
 
 def _episode_ended() -> RequestRefused:
