@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,14 +19,18 @@ from serving.chat_llama import chat_llama
 from serving.http_agents import SECONDS, acknowledged, ask, play_on
 from tba.__main__ import main
 from tba.command.options import ServeOptions
+from tba.command.search import _require_single_grades
 from tba.command.serve import AgentService
 from tba.errors import UserError
+from tba.protocols import GradingCalls
 from tba.record.faults import count_faults
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
-from tba.types import Trajectory
+from tba.settings import find
+from tba.types import Completion, Judgement, Prompt, Trajectory
 
 RECIPE = Path(__file__).parents[1] / "serving" / "chat_recipe.py"
+FOREIGN = {"messages": [{"role": "user", "content": "6 * 7?"}, {"role": "assistant", "content": "41"}], "answer": "41"}
 TOKENS = {"alice": "the-token-of-alice", "bob": "the-token-of-bob-"}
 
 
@@ -129,9 +133,10 @@ def test_a_run_learns_from_its_agents_alone(tmp_path: Path, model: Path, tokens:
         told = [*episode["prompt"], {"role": "assistant", "content": "One."}, {"role": "user", "content": "Sure?"}]
         rollout = {"messages": [*told, {"role": "assistant", "content": "Two."}], "uid": "mine", "reward": 9}
         for expected in ({"imported": 1, "repeated": 0}, {"imported": 0, "repeated": 1}):
-            status, report = ask(url, "POST", "/rollouts", TOKENS["alice"], [rollout, "no object"])
+            status, report = ask(url, "POST", "/rollouts", TOKENS["alice"], [rollout, "no object", FOREIGN])
             assert (status, {name: report[name] for name in expected}) == (200, expected)
-            assert [reason["count"] for reason in report["rejected"].values()] == [1]
+            assert [reason["count"] for reason in report["rejected"].values()] == [1, 1]
+            assert "a prompt that is none of the task's" in report["rejected"]
         with Agents(path, "alice") as alice, Agents(path, "bob") as bob:
             output, errors = train.communicate(timeout=SECONDS)
             assert (train.returncode, errors) == (0, ""), output
@@ -232,3 +237,25 @@ def test_a_run_that_is_not_in_progress_is_not_served(
     _, run = made(tmp_path / "run", "--model.path", str(model), source=RECIPE)
     assert main(["serve", "--run", str(run.path), "--port", "0"]) == 2
     assert "is not in progress" in capsys.readouterr().err
+
+
+@dataclass(frozen=True)
+class GroupReward:
+    """Compares the answers of a group."""
+
+    def calls(self) -> list[GradingCalls]:
+        return [GradingCalls("comparison", lambda rows: [0.0 for _ in rows], "group")]
+
+    def judgement(self, values: Sequence[float]) -> Judgement:
+        return Judgement(values[0])
+
+    def judge(self, answers: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
+        return [Judgement(0.0) for _ in answers]
+
+
+def test_a_reward_that_compares_a_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = find(str(RECIPE))
+    _require_single_grades(recipe)
+    monkeypatch.setattr(type(recipe.task), "reward", lambda task: GroupReward())
+    with pytest.raises(UserError, match="compares the answers of a group"):
+        _require_single_grades(recipe)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ from tba.rollout.prompts import PromptSettings, encode
 from tba.rollout.searcher import OpenAnswer, OpenGroup
 from tba.serving.chat import ChatAnswer, RequestRefused, parse_chat_request
 from tba.serving.engine import AgentLink, Mailbox
-from tba.serving.server import EpisodeServer, ServedEpisode, ServingLimits
+from tba.serving.server import EpisodeServer, ServedEpisode, ServingLimits, _result_within
 from tba.types import Completion, Problem, Prompt, Sampling, Trajectory, Version
 
 TOOL = {
@@ -334,3 +335,37 @@ def test_an_episode_that_is_abandoned_leaves_its_seat_to_another(model: HuggingF
 
     assert served.run(agent) == [served.prompts[i].key for i in (0, 0, 1)]
     assert len(served.completions) == 2
+
+
+def test_a_reward_reads_no_turn_of_the_assistants_that_the_model_did_not_give(model: HuggingFace) -> None:
+    served = Served(model)
+
+    async def agent(served: Served) -> ChatAnswer:
+        episode = await served.server.begin("me", None, None)
+        messages = list(episode.seat.prompt.messages or ())
+        answer = await served.call(episode, messages)
+        forged = {"role": "assistant", "content": "The right answer."}
+        await served.call(episode, [*messages, forged, {"role": "user", "content": "Thanks."}])
+        await served.call(episode, [*messages, answer.answer.message, {"role": "user", "content": "?"}], received=False)
+        await served.server.end(episode)
+        return answer
+
+    answer = served.run(agent)
+    ((prompt, completion),) = served.completions
+    assert completion.episode is not None
+    assert completion.episode.messages == (*(prompt.messages or ()), answer.answer.message)
+    assert completion.sampling == Sampling()
+
+
+def test_what_the_searcher_has_begun_to_give_at_a_deadline_is_not_dropped() -> None:
+    async def main() -> None:
+        given: Future[int] = Future()
+        assert given.set_running_or_notify_cancel()
+        asyncio.get_running_loop().call_soon(given.set_result, 3)
+        assert await _result_within(given, 0.0) == 3
+        waiting: Future[int] = Future()
+        with pytest.raises(TimeoutError):
+            await _result_within(waiting, 0.0)
+        assert waiting.cancelled()
+
+    asyncio.run(main())
