@@ -764,10 +764,13 @@ def kill_served(part: str) -> Callable[[Run], None]:
             for agent in agents:
                 agent.kill()
                 agent.wait()
-        told = {uid for i in range(len(agents)) for uid in acknowledged(agent_record(run, i))}
-        journal = {uid for (uid,) in query_rows(run.path / "journal.sqlite", "SELECT uid FROM trajectories")}
-        run.require(told, "no agent was told of anything")
-        run.require(told <= journal, f"{len(told - journal)} of {len(told)} that agents were told of are not there")
+        acknowledged_uids = {uid for i in range(len(agents)) for uid in acknowledged(agent_record(run, i))}
+        stored_uids = {uid for (uid,) in query_rows(run.path / "journal.sqlite", "SELECT uid FROM trajectories")}
+        missing_uids = acknowledged_uids - stored_uids
+        run.require(acknowledged_uids, "no agent was told of anything")
+        run.require(
+            not missing_uids, f"{len(missing_uids)} of {len(acknowledged_uids)} that agents were told of are not there"
+        )
 
     return disturb
 

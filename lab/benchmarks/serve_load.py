@@ -251,15 +251,15 @@ def measure_parked(folder: Path) -> None:
         watched = StubModel(model, replace(model, generation=generation).engine)
         with served(watched) as (server, port):
             agents, peak = [Agent(port) for _ in range(episodes)], 0
-            begun = [agent.begin() for agent in agents]
+            begun_episodes = [agent.begin() for agent in agents]
             for _ in range(calls):
                 with ThreadPoolExecutor(8) as threads:
-                    pairs = zip(agents, begun, strict=True)
+                    pairs = zip(agents, begun_episodes, strict=True)
                     list(threads.map(lambda pair: pair[0].call(*pair[1], max_tokens=16), pairs))
                 peak = max(peak, watched.flows[0].parked_bytes)
             flow = watched.flows[0]
             slot_bytes = flow.cache.bytes_of(flow.cache.length) * flow.settings.slots
-            for agent, (episode, _) in zip(agents, begun, strict=True):
+            for agent, (episode, _) in zip(agents, begun_episodes, strict=True):
                 agent.end(episode)
             print(
                 f"parked_gb {budget}: at most {peak:,} bytes for {episodes} episodes "

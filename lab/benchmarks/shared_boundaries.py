@@ -60,8 +60,8 @@ class Toy:
         for n, places in enumerate(stretches):
             self.stretches[n, places] = 1.0
         self.owners = torch.nn.functional.one_hot(torch.tensor(owners)).T.double()  # answers by stretches
-        self.said = torch.tensor(teacher_odds, dtype=torch.float64).log()
-        self.teacher = (self.owners @ self.said).exp()
+        self.log_teacher_odds = torch.tensor(teacher_odds, dtype=torch.float64).log()
+        self.teacher = (self.owners @ self.log_teacher_odds).exp()
 
     def led_to(self, dense: bool, data: str) -> float:
         """Minimise a loss, and return the total variation to the teacher that is left."""
@@ -69,7 +69,7 @@ class Toy:
         optimizer = torch.optim.Adam([table], lr=0.03)
         for _ in range(3000):
             log_student = self._log_odds(table)
-            residuals = self.stretches @ log_student - self.said
+            residuals = self.stretches @ log_student - self.log_teacher_odds
             loss = self.owners @ residuals.square() if dense else (self.owners @ residuals).square()
             student = self._texts(log_student)
             share = {"all alike": torch.ones_like(student), "the teacher's": self.teacher, "its own": student}[data]
