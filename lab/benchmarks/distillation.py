@@ -4,7 +4,7 @@
 
 The teacher is that of the recipe `distil`. Ways: Trajectory Balance of whole answers (the default form) and token by
 token, reverse KL and the Jensen-Shannon divergence by the whole vocabulary as TRL's GKD computes them
-(`tba_lab/gkd.py`), and the negative log-likelihood of the teacher's texts (SFT). Sources: the student as it is; k = 64,
+(`tba_lab/gkd.py`), reverse KL by the teacher's top 3 or 2 tokens and all others together (`Distil`), and the negative log-likelihood of the teacher's texts (SFT). Sources: the student as it is; k = 64,
 which is the student of up to 64 updates ago, and half of each batch older; a log of the base's answers, offline; SFT
 has a log of the teacher's. No reward is learnt from.
 
@@ -37,9 +37,11 @@ from torch.nn.utils import clip_grad_norm_
 from tba.batch import Batch, collate
 from tba.generation import generate
 from tba.models.huggingface import HuggingFace
+from tba.objectives.distil import Distil
 from tba.objectives.subtrajectory_balance import SubtrajectoryBalance
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.causal import CausalPolicy
+from tba.policy.head import split_buckets, top_of
 from tba.protocols import Engine, Objective, PolicyOutput
 from tba.recipe import Recipe
 from tba.runtime.prompt_sets import prompts_of
@@ -54,7 +56,9 @@ LOGGED = 103  # batches in a log: 14,008 answers
 TUNED_ON = 100
 OWN, LOG = ("on-policy", "k = 64, half old", "log of the base"), "log of the teacher"
 WAYS = ("tb", "tb by token", "reverse KL", "jsd")
+TOP = {"top 3": 3, "top 2": 2}  # tokens of the teacher that `Distil` compares, beside the rest
 CELLS = [*((way, source) for way in WAYS for source in OWN), ("sft", LOG)]
+CELLS += [(way, source) for way in TOP for source in OWN]
 
 
 @dataclass(frozen=True)
@@ -181,6 +185,8 @@ class Study:
         def of_batch(log_BTV: Tensor, batch: Batch, step: int) -> Tensor:
             if way in forms:
                 return forms[way](PolicyOutput(of_tokens(log_BTV, batch)), batch, step)[0]
+            if way in TOP:
+                return self.distil(log_BTV, batch, TOP[way], step)
             if way == "sft":
                 return -of_tokens(log_BTV, batch).sum() / batch.mask_BT.sum()
             with torch.inference_mode():
@@ -189,6 +195,19 @@ class Study:
             return generalised_jsd(log_BTV[batch.mask_BT], theirs_BTV.clone()[batch.mask_BT], beta)
 
         return of_batch
+
+    def distil(self, log_BTV: Tensor, batch: Batch, count: int, step: int) -> Tensor:
+        """Returns the loss of `Distil` with so many of the teacher's tokens, stored in half precision."""
+        with torch.inference_mode():
+            flat_MV, target_M = log_next(self.teacher, batch)[batch.mask_BT], batch.completion_BT[batch.mask_BT]
+            top_MK, log_MJ = top_of(flat_MV, target_M, count)
+        rows = batch.mask_BT.nonzero(as_tuple=True)
+        buckets = log_MJ.new_zeros(*batch.mask_BT.shape, count + 1)
+        teacher_BTC = buckets.clone().index_put(rows, log_MJ[:, 1:].half().float())
+        student_MJ = split_buckets(log_BTV[batch.mask_BT], torch.cat([target_M[:, None], top_MK], 1))
+        student_BTC = buckets.clone().index_put(rows, student_MJ[:, 1:])
+        output = PolicyOutput(of_tokens(log_BTV, batch), log_top_BTC=student_BTC)
+        return Distil()(output, replace(batch, log_top_BTC=teacher_BTC), step)[0]
 
     @torch.inference_mode()
     def measured(self, student: Any, rng: np.random.Generator) -> tuple[float, float, float]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tba.models.huggingface import HuggingFace as HuggingFace
     from tba.models.warm_start import Lesson as Lesson, WarmStart as WarmStart
     from tba.objectives.correction import Correction as Correction
+    from tba.objectives.distil import Distil as Distil
     from tba.objectives.grpo import Grpo as Grpo, dr_grpo as dr_grpo
     from tba.objectives.online_dpo import OnlineDpo as OnlineDpo
     from tba.objectives.policy_gradient import Reinforce as Reinforce, proximal_rloo as proximal_rloo
@@ -66,7 +67,7 @@ _NAMES_BY_MODULE = {  # the public names again, without loading their modules
     "environments.verifiers_task": "VerifiersTask", "errors": "TbaError UserError",
     "evaluation.accuracy": "EvaluationSettings", "models.endpoint_teacher": "EndpointTeacher",
     "models.huggingface": "HuggingFace", "models.warm_start": "Lesson WarmStart", "objectives.correction": "Correction",
-    "objectives.grpo": "Grpo dr_grpo", "objectives.online_dpo": "OnlineDpo",
+    "objectives.distil": "Distil", "objectives.grpo": "Grpo dr_grpo", "objectives.online_dpo": "OnlineDpo",
     "objectives.policy_gradient": "Reinforce proximal_rloo", "objectives.ppo": "Ppo", "objectives.raft": "Raft",
     "objectives.tba_prime": "TbaPrime", "objectives.trajectory_balance": "TrajectoryBalance",
     "policy.lora": "LoraSettings", "recipe": "InitialFill Recipe RuntimeSettings", "record.recorder": "RecordSettings",

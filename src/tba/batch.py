@@ -4,7 +4,7 @@ Invariant: a row carries its group as data (`group_B`), so nothing depends on th
 ragged or split over micro-batches.
 
 Shape legend: B rows (one completion each), T completion positions, G groups (one prompt each), P prompt positions, S
-steps of a completion, L its later segments, N teachers.
+steps of a completion, L its later segments, N teachers, K top tokens of a teacher, C these and all others together.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tba.types import TEACHER, Completion, Group, Trajectory
+from tba.types import TEACHER, TOP_IDS, TOP_LOGS, Completion, Group, Trajectory
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,9 @@ class Batch:
     as_sampled_G: Tensor | None = None  # bool: the group's answers come as often as they were sampled; None: all do
     lag_B: Tensor | None = None  # int64: updates since the policy itself, at its temperature, drew it; -1: it did not
     log_teacher_BTN: Tensor | None = None  # float32, of each of N teachers, 0 where the mask is False; None likewise
+    log_anchor_BT: Tensor | None = None  # float32, of the run's reference where log_reference_BT is a teacher's
+    top_id_BTK: Tensor | None = None  # int32, the tokens a teacher finds most probable; None unless every row has K
+    log_top_BTC: Tensor | None = None  # float32, of these under the teacher, and of all others; -inf: there is none
     segment_start_BL: Tensor | None = None  # int64, where later segments begin, then the row's length; None: no row's
 
     @property
@@ -96,6 +99,9 @@ class Batch:
             as_sampled_G=None if self.as_sampled_G is None else self.as_sampled_G[used_G],
             lag_B=None if self.lag_B is None else self.lag_B[rows],
             log_teacher_BTN=None if self.log_teacher_BTN is None else self.log_teacher_BTN[rows, :width],
+            log_anchor_BT=None if self.log_anchor_BT is None else self.log_anchor_BT[rows, :width],
+            top_id_BTK=None if self.top_id_BTK is None else self.top_id_BTK[rows, :width],
+            log_top_BTC=None if self.log_top_BTC is None else self.log_top_BTC[rows, :width],
             segment_start_BL=segment_start_BL,
         )
 
@@ -132,11 +138,13 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 def distinct_rows(batch: Batch) -> tuple[Tensor, Tensor]:
     """Returns the rows to evaluate (indices [D]) and, for each row, its place among these ([B]).
 
-    Rows of one group with the same tokens, the same mask and the same segments have the same log-probabilities under
-    any policy, so the first of them stands for all. The rows to evaluate stay in order.
+    Rows of one group with the same tokens, the same mask, the same segments and the same top tokens have the same
+    log-probabilities under any policy, so the first of them stands for all. The rows to evaluate stay in order.
     """
     columns = [batch.group_B[:, None], batch.length_B[:, None], batch.completion_BT, batch.mask_BT.to(torch.int64)]
-    key_BX = torch.cat(columns if batch.segment_start_BL is None else [*columns, batch.segment_start_BL], 1)
+    columns += [] if batch.segment_start_BL is None else [batch.segment_start_BL]
+    columns += [] if batch.top_id_BTK is None else [batch.top_id_BTK.flatten(1)]
+    key_BX = torch.cat(columns, 1)
     _, class_B = torch.unique(key_BX, dim=0, return_inverse=True)
     row_B = torch.arange(batch.rows, device=class_B.device)
     first_K = row_B.new_full((int(class_B.max()) + 1,), batch.rows).scatter_reduce(0, class_B, row_B, "amin")
@@ -185,6 +193,8 @@ def collate(groups: Sequence[Group]) -> Batch:
         some_behavior_BT=None if all(has_behavior) else log_behavior_BT,
         as_sampled_G=torch.tensor([g.as_sampled for g in groups]),
         log_teacher_BTN=_log_teachers(trajectories, mask),
+        top_id_BTK=_top_tensor(trajectories, TOP_IDS, mask, np.int32),
+        log_top_BTC=_top_tensor(trajectories, TOP_LOGS, mask, np.float32),
         segment_start_BL=segment_starts([t.completion for t in trajectories]),
     )
 
@@ -211,6 +221,20 @@ def _log_teachers(trajectories: Sequence[Trajectory], mask: npt.NDArray[np.bool_
             return None
         row[: log_teacher.shape[1]] = log_teacher.T
     return torch.from_numpy(teachers * mask[:, :, None])
+
+
+def _top_tensor(
+    trajectories: Sequence[Trajectory], name: str, mask: npt.NDArray[np.bool_], dtype: npt.DTypeLike
+) -> Tensor | None:
+    """Returns the rows [M, X] of an array, of each row's M trained tokens, where these are: [B, T, X]; None unless all
+    rows have one of equal X.
+    """
+    arrays = [t.arrays[name] for t in trajectories if name in t.arrays]
+    if len(arrays) < len(trajectories) or len({array.shape[1:] for array in arrays}) > 1:
+        return None
+    tensor = np.zeros((*mask.shape, *arrays[0].shape[1:]), dtype)
+    tensor[mask] = np.concatenate(arrays)
+    return torch.from_numpy(tensor)
 
 
 def _step_tensors(trajectories: Sequence[Trajectory]) -> tuple[Tensor | None, Tensor | None]:

@@ -31,7 +31,7 @@ from typing import Any, Protocol, TypeVar
 from tba.errors import DeadlineExceeded, PartFailed, UserError
 from tba.protocols import GradingCalls, Reward, Separable
 from tba.signals import watching_signals
-from tba.types import Completion, FloatArray, Judgement, Prompt, copies_for_reward
+from tba.types import Completion, Judgement, Prompt, TokenScores, copies_for_reward
 
 T = TypeVar("T")
 log = logging.getLogger("tba.reward")
@@ -57,7 +57,7 @@ class Grade:
     part_values: list[Any]  # one for each part
     missing_parts: int  # parts that have not given their value
     judgement: Judgement | None = None
-    scores: tuple[FloatArray, ...] = ()  # log-probabilities [T] under each scorer
+    scores: tuple[TokenScores, ...] = ()  # under each scorer
     has_expired: bool = False
     has_failed: bool = False  # a call about it raised, or is not made: it does not come back
     seconds: float = 0.0  # of the longest call about it

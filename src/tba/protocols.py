@@ -33,6 +33,7 @@ from tba.types import (
     Score,
     Split,
     StopReason,
+    TokenScores,
     Trajectory,
     Version,
 )
@@ -334,7 +335,18 @@ class EndsWaits(Partner, Protocol):
         ...
 
 
-class Reference(Protocol):
+class Scorer(Protocol):
+    """Computes log-probabilities of answers under a model that is not trained, on the searcher's side."""
+
+    def log_probabilities_of(
+        self, answers: Sequence[tuple[Prompt, Sequence[Completion]]]
+    ) -> Sequence[Sequence[TokenScores]]:
+        """Returns scores of completions at the recipe's policy temperature: [i][j] is of the j-th completion of the
+        i-th prompt.
+        """
+
+
+class Reference(Scorer, Protocol):
     """Computes log-probabilities under the reference policy, on the searcher's side."""
 
     @property
@@ -352,6 +364,14 @@ class Reference(Protocol):
 
 
 @runtime_checkable
+class ScoresTopTokens(Protocol):
+    """A model that can say which tokens it finds most probable at each place."""
+
+    def with_top(self, count: int) -> Scorer:
+        """Returns a scorer by the same model whose scores are `TopScores` of `count` tokens a place."""
+
+
+@runtime_checkable
 class ScoredByCalls(Protocol):
     """A reference that waits for another program, such as a server. Answers are scored by calls in a window of its own,
     at the same time as the reward's.
@@ -359,7 +379,7 @@ class ScoredByCalls(Protocol):
 
     @property
     def scoring(self) -> GradingCalls:
-        """Returns how the reference is called; the values are log-probabilities, float32 [T]."""
+        """Returns how the reference is called; the values are `TokenScores`."""
 
 
 @runtime_checkable
@@ -381,9 +401,11 @@ class PolicyOutput:
     # [B] nats, once a gradient has gone through `log_policy_BT`: the entropy of the policy before a token, summed over
     # the row's sampled tokens; None: unknown
     entropy_B: Callable[[], torch.Tensor] | None = None
+    log_top_BTC: torch.Tensor | None = None  # of the batch's top tokens at each place, and of all others together
 
 
 Measured: TypeAlias = "dict[str, float | torch.Tensor]"  # metrics; a step reads its tensors all at once
+TOP_TOKENS = "teacher_top"  # in the needs of an objective that learns from a teacher's most probable tokens
 HEADS = frozenset({"value", "log_z"})  # what a policy can have besides its log-probabilities
 
 
@@ -477,6 +499,13 @@ class HasFlow(Protocol):
     """An objective that balances the flow through the tokens of an answer."""
 
     flow: str  # learned; one: for a teacher that is the whole target
+
+
+@runtime_checkable
+class HasPull(Protocol):
+    """An objective that can be pulled to the reference beside its teacher."""
+
+    pull: float  # 0: it is not
 
 
 @runtime_checkable

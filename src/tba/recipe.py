@@ -20,6 +20,7 @@ from tba.evaluation.accuracy import EvaluationSettings
 from tba.fields import BY_CODE, as_declared
 from tba.protocols import (
     HEADS,
+    TOP_TOKENS,
     Acted,
     EndingSchedule,
     Exploration,
@@ -28,6 +29,7 @@ from tba.protocols import (
     HasFlow,
     HasGeneration,
     HasLogZ,
+    HasPull,
     HasRecentShare,
     HasRefill,
     HasRewardTemperature,
@@ -269,13 +271,14 @@ class Recipe:
                 f"{objective} with flow one learns from each token alone, which is right for one teacher of weight 1 "
                 "without a reward: give one of --teacher.paths and --teacher.no-reward, or choose TrajectoryBalance"
             )
+        self._require_what_top_tokens_need()
         selection = self.replay.selection
         if self.teachers.count and isinstance(selection, HasRefill) and selection.refill:
             raise UserError(
                 "--replay.selection.refill passes over answers of the same reward, which teach something where there "
                 "is a teacher: leave it out"
             )
-        if self.teachers.count and not isinstance(self.objective, HasBeta):
+        if self.teachers.count and not isinstance(self.objective, HasBeta) and TOP_TOKENS not in needs:
             raise UserError(f"{objective} has no reference, so that a teacher is none: choose TrajectoryBalance")
         if self.vine is not None and self.model.never_sampled:
             raise UserError(
@@ -304,6 +307,28 @@ class Recipe:
                 f"{objective} needs the log-probabilities of what was sampled, but searchers sample at temperature 0, "
                 "which leaves none: set --exploration.temperature above 0, or choose an objective without a ratio"
             )
+
+    def _require_what_top_tokens_need(self) -> None:
+        top, objective = self.teachers.top, type(self.objective).__name__
+        needs_top = TOP_TOKENS in self.objective.needs
+        if top and not needs_top:
+            raise UserError(
+                f"--teacher.top is {top}, but {objective} learns from sampled tokens only: leave it out, or choose the "
+                "objective Distil"
+            )
+        if needs_top and not (top and self.teachers.is_target):
+            raise UserError(
+                f"{objective} compares each token's distribution with that of one teacher of weight 1 with the "
+                "policy's tokenizer, without a reward: give one of --teacher.paths, --teacher.top (such as 16) and "
+                "--teacher.no-reward; a reward, several teachers, weights and other tokenizers need whole answers "
+                "(TrajectoryBalance)"
+            )
+
+    @property
+    def scores_reference(self) -> bool:
+        """Returns whether answers are scored under the reference: it has a part in the target."""
+        pull = isinstance(self.objective, HasPull) and self.objective.pull > 0
+        return pull or self.reference_reset > 0 or not self.teachers.replaces_reference
 
     @property
     def unused(self) -> Mapping[str, str]:

@@ -140,6 +140,8 @@ class Version:
         return now.step + 1
 
 
+TOP_IDS = "teacher_top_ids"  # what a teacher finds most probable at each of M trained tokens, [M, K] uint16 or int32
+TOP_LOGS = "teacher_top_logs"  # their log-probabilities, and that of all other tokens together, [M, K + 1] float16
 TEACHER = "log_teacher"  # the array of a trajectory with its log-probabilities under N teachers, [N, T] float32
 LEFT_OUT = "left_out"  # in the provenance: answers to its prompt that were rejected, for each that was not
 ELSEWHERE = Version(-1, 0)  # of what no weights of this run sampled: before every incarnation, so it is never recent
@@ -366,6 +368,34 @@ def _copy_of_completion(completion: Completion) -> Completion:
         judgement=None if judgement is None else replace(judgement, parts=dict(judgement.parts)),
         begins=None if begins is None else begins.copy(),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class TopScores:
+    """Holds a teacher's log-probabilities of an answer's T tokens, and the K tokens that it finds most probable at each
+    of the M places where the policy sampled.
+    """
+
+    log_T: FloatArray  # float32, of the answer's tokens; 0 where the policy did not sample
+    ids_MK: npt.NDArray[Any]  # uint16 where the vocabulary allows it, else int32
+    logs_MC: npt.NDArray[np.float16]  # [M, K + 1] of these tokens, and of all others together; -inf: there is none
+
+
+TokenScores: TypeAlias = FloatArray | TopScores  # of an answer, by one model
+
+
+def are_finite(scores: TokenScores) -> bool:
+    """Returns whether an answer can be trained on with these scores."""
+    if isinstance(scores, TopScores):
+        return bool(np.isfinite(scores.log_T).all()) and not np.isnan(scores.logs_MC).any()
+    return bool(np.isfinite(scores).all())
+
+
+def teacher_arrays(scores: Sequence[TokenScores]) -> dict[str, npt.NDArray[Any]]:
+    """Returns the arrays of a trajectory, from its answer's scores under each teacher."""
+    if scores and isinstance(scores[0], TopScores):  # it is the only one
+        return {TEACHER: scores[0].log_T[None], TOP_IDS: scores[0].ids_MK, TOP_LOGS: scores[0].logs_MC}
+    return {TEACHER: np.stack([np.asarray(log_T) for log_T in scores])} if scores else {}
 
 
 @dataclass(frozen=True)

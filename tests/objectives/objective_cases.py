@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from tba.batch import Batch, collate
 from tba.objectives.correction import Correction
+from tba.objectives.distil import Distil
 from tba.objectives.grpo import Grpo, dr_grpo
 from tba.objectives.online_dpo import OnlineDpo
 from tba.objectives.policy_gradient import Reinforce, proximal_rloo
@@ -22,9 +24,9 @@ from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.objectives.vine_ppo import VinePpo
 from tba.protocols import HEADS, Measured, Objective, PolicyOutput
 from tba.schedules import Constant
-from tba.types import Group, Sampling, Trajectory, Version
+from tba.types import TOP_IDS, TOP_LOGS, Group, Sampling, Trajectory, Version
 from toy.engine import TabularEngine, sample_groups, tabular_prompts
-from toy.policy import TabularPolicy, TabularTask
+from toy.policy import TabularPolicy, TabularReference, TabularTask
 
 TASK = TabularTask(symbols=3, length=4, prompts=3)
 BETA = Constant(0.3)
@@ -37,6 +39,9 @@ OBJECTIVES: dict[str, Objective] = {
     "tb-learned-plain": TrajectoryBalance(BETA, log_z="learned", off_policy="none"),
     "subtb": SubtrajectoryBalance(BETA, lam=0.8),
     "subtb-tokens": SubtrajectoryBalance(BETA, flow="one"),
+    "distil": Distil(),
+    "distil-forward-pulled": Distil("forward", pull=0.3, loss_aggregation="sequence"),
+    "distil-js": Distil("js", loss_aggregation="token"),
     "tba-prime": TbaPrime(BETA),
     "tba-prime-rows": TbaPrime(BETA, loss_aggregation="row"),
     "reinforce": Reinforce(BETA, "none"),
@@ -86,7 +91,7 @@ def sampled(
         (group,) = sample_groups(policy.task, [prompts[g % len(prompts)]], size, Sampling(temperature), rng, engine)
         groups.append(Group.of([_with_steps(t, holes, rng) for t in group.trajectories]))
     batch = precise(collate(groups))
-    return replace(batch, lag_B=torch.arange(batch.rows) % 5 - 1)
+    return replace(batch, lag_B=torch.arange(batch.rows) % 5 - 1, log_anchor_BT=0.9 * batch.log_reference_BT)
 
 
 def precise(batch: Batch) -> Batch:
@@ -97,8 +102,10 @@ def precise(batch: Batch) -> Batch:
 
 def _with_steps(t: Trajectory, holes: float, rng: np.random.Generator) -> Trajectory:
     starts = np.flatnonzero(np.arange(t.length) % 2 == 0)
-    arrays = {"step_start": starts, "step_value": rng.random(len(starts)).astype(np.float32)}
+    arrays: dict[str, Any] = {"step_start": starts, "step_value": rng.random(len(starts)).astype(np.float32)}
     mask = rng.random(t.length) >= holes
+    top = TabularReference(replace(TASK, seed=7)).top_scores(t.prompt, t.completion, 2)
+    arrays |= {TOP_IDS: top.ids_MK[mask], TOP_LOGS: top.logs_MC[mask]}
     return replace(t, arrays=arrays, completion=replace(t.completion, mask=mask if holes else None))
 
 

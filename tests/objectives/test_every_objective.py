@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from objective_cases import OBJECTIVES, floats, gradient, perturbed, sampled
 
-from tba.protocols import HEADS, Objective, PolicyOutput
+from tba.protocols import HEADS, TOP_TOKENS, Objective
 from tba.training.gradients import backward
 
 named = pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())
@@ -90,10 +90,11 @@ def test_what_an_objective_needs_is_what_it_misses_when_it_is_not_there(objectiv
     without = {
         "log_behavior": (output, replace(batch, log_behavior_BT=None)),
         "step_value": (output, replace(batch, step_start_BS=None, step_value_BS=None)),
-        "value": (PolicyOutput(output.log_policy_BT, None, output.log_z_G), batch),
-        "log_z": (PolicyOutput(output.log_policy_BT, output.value_BT, None), batch),
+        "teacher_top": (output, replace(batch, log_top_BTC=None)),
+        "value": (replace(output, value_BT=None), batch),
+        "log_z": (replace(output, log_z_G=None), batch),
     }
-    assert objective.needs <= without.keys() == HEADS | {"log_behavior", "step_value"}
+    assert objective.needs <= without.keys() == HEADS | {"log_behavior", "step_value", TOP_TOKENS}
     for name, (given_output, given_batch) in without.items():
         if name in objective.needs:
             with pytest.raises(ValueError, match=f"needs {name}"):

@@ -20,23 +20,24 @@ from tests.rewards.endpoint_server import Reply, Server, serving
 import tba
 from tba.errors import TbaError, UserError
 from tba.models.huggingface import HuggingFace
+from tba.objectives.distil import Distil
 from tba.objectives.subtrajectory_balance import SubtrajectoryBalance
 from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.protocols import Reference
+from tba.policy.reference import FrozenReference
 from tba.recipe import Recipe
 from tba.runtime.needs import needs
 from tba.runtime.prompt_sets import prompts_of
 from tba.runtime.teaching import ScoredByText, reference_of, require_scorers, teachers_of
 from tba.schedules import Constant
 from tba.training.teacher import Teacher
-from tba.types import TEACHER, Completion, Prompt, StopReason, Version
+from tba.types import TEACHER, Completion, Prompt, StopReason, TopScores, Version
 
 
 @dataclass
 class Scoring:
     """Scores the tokens it is sent, all but the first, in the form that is asked for."""
 
-    model: Reference
+    model: FrozenReference
 
     def __call__(self, n: int, request: dict[str, Any]) -> Reply:
         first_token, *tokens = request["prompt"]
@@ -50,6 +51,13 @@ class Scoring:
             rivals = {"0": {"logprob": -30.0, "rank": 9}}
             scored = zip(tokens, log_T, strict=True)
             choice["prompt_logprobs"] = [None, *({**rivals, str(t): {"logprob": log, "rank": 1}} for t, log in scored)]
+        if (count := request.get("prompt_logprobs", 0)) > 1:
+            top = self.model.with_top(count).log_probabilities_of([(prompt, [whole])])[0][0]
+            columns = zip(choice["prompt_logprobs"][1:], tokens, top.ids_MK.tolist(), top.logs_MC.tolist(), strict=True)
+            for entry, token, ids, logs in columns:
+                named = {str(i): {"logprob": log, "rank": 1} for i, log in zip(ids, logs[:-1], strict=True)}
+                entry.pop("0")  # the rival above
+                entry.update({name: score for name, score in named.items() if name != str(token)})
         return 200, {}, json.dumps({"choices": [choice]}).encode()
 
 
@@ -94,7 +102,42 @@ def test_a_server_s_teacher_scores_token_by_token_as_the_model_itself_does(
     assert len(server.asked) == len(expected) + 1
     assert set(server.tokens) == {"Bearer s3cret"}
     assert "s3cret" not in repr(recipe)
-    assert {need.part for need in needs(recipe)} == {need.part for need in needs(of_models(str(tmp_path / "own")))}
+    plain_parts = {need.part for need in needs(of_models(str(tmp_path / "own")))}
+    assert {need.part for need in needs(recipe)} == plain_parts - {"reference"}  # which has no part in the target
+
+
+def test_a_server_s_top_tokens_are_those_of_the_model_itself(server: Server, tmp_path: Path) -> None:
+    recipe = taught(server, model_at(tmp_path / "own", 0), model_at(tmp_path / "theirs", 1))
+    recipe = replace(recipe, objective=Distil(), teacher=replace(recipe.teachers, top=4))
+    (teacher,) = teachers_of(recipe, recipe.model, reference_of(recipe, recipe.model))
+    model = HuggingFace(str(tmp_path / "theirs"), device="cpu").reference(1.0, Version())
+    assert isinstance(model, FrozenReference)
+    expected_rows = model.with_top(4).log_probabilities_of(answers(recipe))
+    for row, expected_row in zip(teacher.log_probabilities_of(answers(recipe)), expected_rows, strict=True):
+        for scores, expected in zip(row, expected_row, strict=True):
+            assert isinstance(scores, TopScores)
+            np.testing.assert_allclose(scores.log_T, expected.log_T, rtol=1e-5, atol=1e-5)
+            order, expected_order = (np.argsort(s.ids_MK, 1, kind="stable") for s in (scores, expected))
+            ids = [np.take_along_axis(s.ids_MK, o, 1) for s, o in ((scores, order), (expected, expected_order))]
+            assert np.array_equal(*ids)
+            probabilities = [np.exp(s.logs_MC.astype(float)) for s in (scores, expected)]
+            np.testing.assert_allclose(probabilities[0][:, -1], probabilities[1][:, -1], atol=2e-3)  # half precision
+    taught_by_echo = tba.EndpointTeacher(tba.Endpoint(url=server.url, model="m"), "x", scores="echo")
+    with pytest.raises(UserError, match="names no top tokens"):
+        taught_by_echo.reference(1.0, Version()).with_top(4)
+
+
+def test_of_a_server_that_names_fewer_tokens_these_are_used(server: Server, tmp_path: Path) -> None:
+    settings = tba.Endpoint(url=server.url, model="m", pause=0.0)
+    teacher = tba.EndpointTeacher(settings).reference(1.0, Version()).with_top(4)
+    at = (Version(), Version())
+    pair = Prompt("t", np.array([1], np.int32)), Completion(np.array([2], np.int32), "", StopReason.EOS, at)
+    entry = {"2": {"logprob": math.log(0.25)}, "9": {"logprob": math.log(0.5)}}
+    server.script = lambda n, request: (200, {}, json.dumps({"choices": [{"prompt_logprobs": [None, entry]}]}).encode())
+    scores = teacher.log_probabilities_of([(pair[0], [pair[1]])])[0][0]
+    assert isinstance(scores, TopScores)
+    assert scores.ids_MK.tolist() == [[9, 2, 9, 9]]
+    assert np.exp(scores.logs_MC.astype(float))[0].tolist() == pytest.approx([0.5, 0.25, 0, 0, 0.25], abs=1e-3)
 
 
 def test_a_server_s_teacher_with_another_tokenizer_scores_texts(server: Server, tmp_path: Path) -> None:

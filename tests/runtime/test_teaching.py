@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import toy_distilled
 import toy_taught
 from counting_teacher import FILE, SCORED
 from runs import TASK, children, command, final_weights, inline, inline_again, steps_of, until
@@ -21,6 +22,7 @@ from tba.__main__ import main
 from tba.engines.transformers import EngineSettings
 from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
+from tba.objectives.distil import Distil
 from tba.objectives.raft import Raft
 from tba.objectives.subtrajectory_balance import SubtrajectoryBalance
 from tba.recipe import Recipe
@@ -28,16 +30,17 @@ from tba.recipes.quickstart import BASE
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
 from tba.runs.importing import import_answers
+from tba.runs.resuming import resume_point
 from tba.runtime.needs import needs
 from tba.runtime.prompt_sets import prompts_of
 from tba.runtime.run_directory import RunDirectory
-from tba.runtime.teaching import reference_of, require_scorers, teachers_of
-from tba.schedules import Constant
+from tba.runtime.teaching import NoReference, reference_of, require_scorers, teachers_of
+from tba.schedules import Constant, Linear
 from tba.settings import find
 from tba.tasks.arithmetic import Arithmetic
 from tba.training.teacher import Teacher
 from tba.training.tiny_models import ScratchModel, character_tokenizer
-from tba.types import TEACHER, Completion, Sampling, StopReason, Trajectory, Version
+from tba.types import TEACHER, Completion, Sampling, StopReason, Trajectory, Version, teacher_arrays
 from toy.policy import WEIGHT, TabularPolicy, TabularReference, distribution, total_variation
 
 TAUGHT = Path(toy_taught.__file__)
@@ -86,6 +89,32 @@ def test_a_run_with_teachers_that_is_cut_off_scores_nothing_twice_loses_nothing_
     policy = TabularPolicy(TASK)
     policy.load({WEIGHT: final_weights(path)[WEIGHT]})
     assert float(total_variation(distribution(policy), target)[: TASK.prompts].max()) <= 0.02
+
+
+def test_a_distilled_run_that_is_cut_off_scores_nothing_twice_and_no_reference_and_reaches_its_teacher(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "run"
+    exploration = Anything(path, 50, [])
+    SCORED.clear()
+    with pytest.raises(PowerCut):
+        inline(path, *RUN, *FAST, source=Path(toy_distilled.__file__), exploration=exploration)
+    uids_before = uids_of(path)
+    summary = inline_again(path, exploration=exploration)
+    assert_whole(path, summary, uids_before)
+    rows, reference = trajectories(path), TabularReference(teachers[0])
+    for t in rows:
+        expected = teacher_arrays([reference.top_scores(t.prompt, t.completion, TASK.symbols + 1)])
+        assert expected.keys() == t.arrays.keys()
+        assert all(np.array_equal(t.arrays[name], array) for name, array in expected.items())
+        assert not t.log_reference.any()
+    assert len(SCORED) == scored_once_a_round(rows).total()
+    policy = TabularPolicy(TASK)
+    policy.load({WEIGHT: final_weights(path)[WEIGHT]})
+    target = distribution(TabularPolicy(teachers[0], 1.0, torch.float64))
+    assert float(total_variation(distribution(policy), target)[: TASK.prompts].max()) <= 0.02
+    with pytest.raises(UserError, match="not scored under the reference"):
+        resume_point(RunDirectory(path), ["--objective.pull", "0.1", "--steps", "300"])
 
 
 def scored_once_a_round(rows: list[Trajectory]) -> Counter[tuple[str, str]]:
@@ -163,7 +192,7 @@ def test_another_reference_and_a_teacher_score_as_the_models_at_their_paths_do_a
 ) -> None:
     policy_path, other_path = model_at(tmp_path / "own", 0), model_at(tmp_path / "other", 1)
     recipe = of_models(policy_path, reference=other_path)
-    recipe = replace(recipe, teacher=Teacher((other_path, policy_path)))
+    recipe = replace(recipe, teacher=Teacher((other_path, policy_path), weights=(0.3, 0.4)))
     assert isinstance(recipe.model, HuggingFace)
     prompt = prompts_of(recipe, recipe.model, "train")[0]
     completion = Completion(prompt.tokens[:3], "", StopReason.LENGTH, (Version(), Version()))
@@ -181,6 +210,21 @@ def test_another_reference_and_a_teacher_score_as_the_models_at_their_paths_do_a
     plain = {need.part: need.total for need in needs(of_models(policy_path))}
     bytes_by_part = {need.part: need.total for need in needs(recipe)}
     assert bytes_by_part == plain | {"teacher 1": plain["reference"], "teacher 2": plain["reference"]}
+
+
+def test_a_reference_without_a_part_in_the_target_is_neither_loaded_nor_scored(tmp_path: Path) -> None:
+    path = model_at(tmp_path / "own", 0)
+    recipe = of_models(path)
+    alone, shared = (replace(recipe, teacher=Teacher((path,) * count)) for count in (1, 2))
+    for of in (alone, shared):
+        assert isinstance(reference_of(of, of.model), NoReference)
+        assert "reference" not in {need.part for need in needs(of)}
+    pulled = replace(recipe, objective=Distil(pull=0.1), teacher=Teacher((path,), top=2, reward=False))
+    part = replace(recipe, teacher=Teacher((path,), weights=(0.9,)))
+    fading = replace(recipe, teacher=Teacher((path,), schedule=Linear(1.0, 0.0, 10)))
+    for of in (recipe, pulled, part, fading, replace(alone, reference_reset=10)):
+        assert not isinstance(reference_of(of, of.model), NoReference)
+        assert "reference" in {need.part for need in needs(of)}
 
 
 def test_a_reference_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -204,6 +248,14 @@ def test_what_cannot_go_together_is_refused() -> None:
         with pytest.raises(UserError, match="right for one teacher of weight 1 without a reward"):
             replace(taught, objective=by_token, teacher=wrong)
     assert replace(taught, objective=by_token, teacher=alone).teacher.is_target
+    top = replace(alone, top=2)
+    for wrong in (alone, replace(top, reward=True), replace(top, weights=(0.5,)), replace(taught.teacher, top=2)):
+        with pytest.raises(UserError, match="one teacher of weight 1 with the policy's tokenizer, without a reward"):
+            replace(taught, objective=Distil(), teacher=wrong)
+    with pytest.raises(UserError, match="choose the objective Distil"):
+        replace(taught, teacher=top)
+    with pytest.raises(UserError, match="give a number of tokens, 0 or more"):
+        replace(alone, top=-1)
     with pytest.raises(UserError, match="loads no model from a path"):
         teachers_of(replace(taught, teacher=Teacher(("a",))), taught.model, reference_of(taught, taught.model))
 

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from tba.batch import Batch
 from tba.errors import UserError
-from tba.policy.head import check_head_names, zero_parameters
+from tba.policy.head import check_head_names, split_buckets, top_of, zero_parameters
 from tba.protocols import PolicyOutput
-from tba.types import Completion, FloatArray, Judgement, Problem, Prompt, Split, Version
+from tba.types import Completion, FloatArray, Judgement, Problem, Prompt, Split, TopScores, Version
 
 EOS = 0
 WEIGHT = "prefix.logits"  # the one tensor of a tabular policy, [Q, N, V]
@@ -213,7 +213,12 @@ class TabularPolicy:
             entropy_BT = torch.special.entr(log_policy_BTV.detach().exp()).sum(-1)
             return torch.where(batch.mask_BT, entropy_BT, 0.0).sum(1)
 
-        return PolicyOutput(torch.where(batch.mask_BT, log_policy_BT, 0.0), value_BT, log_z_G, entropy_B)
+        log_top_BTC = None
+        if batch.top_id_BTK is not None:
+            bucket_BTJ = torch.cat([batch.completion_BT[:, :, None], batch.top_id_BTK.long()], 2)
+            log_top_MC = split_buckets(log_policy_BTV.flatten(0, 1), bucket_BTJ.flatten(0, 1))[:, 1:]
+            log_top_BTC = log_top_MC.unflatten(0, batch.completion_BT.shape)
+        return PolicyOutput(torch.where(batch.mask_BT, log_policy_BT, 0.0), value_BT, log_z_G, entropy_B, log_top_BTC)
 
     def parameters(self) -> Sequence[torch.nn.Parameter]:
         return [self.logits_QNV, *self.heads.parameters()]
@@ -265,18 +270,45 @@ class TabularReference:
 
     def log_probabilities(self, prompt: Prompt, completions: Sequence[Completion]) -> list[FloatArray]:
         """One float32 [T] array per completion, 0 where the policy did not sample."""
-        table_NV, found = self._log_policy_QNV[self.task.question(prompt)], []
+        logs = []
         for completion in completions:
-            nodes = [0]
-            for token in completion.tokens[:-1]:
-                nodes.append(nodes[-1] * self.task.symbols + int(token))
-            log_T = table_NV[nodes, completion.tokens].astype(np.float32)
-            found.append(log_T if completion.mask is None else np.where(completion.mask, log_T, np.float32(0)))
-        return found
+            log_TV = self._next_tokens(prompt, completion)
+            log_T = log_TV[np.arange(len(log_TV)), completion.tokens].astype(np.float32)
+            logs.append(log_T if completion.mask is None else np.where(completion.mask, log_T, np.float32(0)))
+        return logs
+
+    def with_top(self, count: int) -> TabularTopTokens:
+        return TabularTopTokens(self, count)
+
+    def top_scores(self, prompt: Prompt, completion: Completion, count: int) -> TopScores:
+        """The most probable tokens at each place of a completion without a mask."""
+        log_TV = torch.from_numpy(self._next_tokens(prompt, completion)).float()
+        top_TK, log_TJ = top_of(log_TV, torch.from_numpy(completion.tokens.astype(np.int64)), count)
+        (log_T,) = self.log_probabilities(prompt, [completion])
+        return TopScores(log_T, top_TK.numpy().astype(np.uint16), log_TJ[:, 1:].numpy().astype(np.float16))
+
+    def _next_tokens(self, prompt: Prompt, completion: Completion) -> npt.NDArray[np.float64]:
+        """[T, V]: the log-probabilities of what may come at each place."""
+        nodes = [0]
+        for token in completion.tokens[:-1]:
+            nodes.append(nodes[-1] * self.task.symbols + int(token))
+        return self._log_policy_QNV[self.task.question(prompt)][nodes]
 
     def log_probabilities_of(self, answered: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[FloatArray]]:
         """The same for several prompts at once."""
         return [self.log_probabilities(prompt, completions) for prompt, completions in answered]
+
+
+@dataclass(frozen=True)
+class TabularTopTokens:
+    """A tabular reference as a teacher that names its most probable tokens."""
+
+    reference: TabularReference
+    count: int
+
+    def log_probabilities_of(self, answered: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[TopScores]]:
+        self.reference.log_probabilities_of(answered)  # which may be counted
+        return [[self.reference.top_scores(prompt, c, self.count) for c in row] for prompt, row in answered]
 
 
 def distribution(policy: TabularPolicy) -> Tensor:

@@ -30,6 +30,7 @@ from lanes import open_lane
 from tba.batch import collate, deal
 from tba.device_to_host import HostCopies
 from tba.errors import DeadlineExceeded, PartFailed
+from tba.objectives.distil import Distil
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.causal import CausalPolicy
 from tba.policy.lora import LoraSettings, add_adapters
@@ -179,6 +180,21 @@ def test_two_ranks_are_one_for_any_objective_and_what_they_saved_goes_on_with_on
     named = AutoModelForCausalLM.from_pretrained(saved.path).state_dict()  # any program can read it
     written = load_file(saved.path / "model.safetensors")
     assert all(torch.equal(named[name], tensor) for name, tensor in written.items())
+
+
+def test_two_ranks_learn_a_teacher_s_top_tokens_as_one_does(tmp_path: Path) -> None:
+    def life(ranks: Ranks) -> None:
+        for limit in (BY_GROUPS, BY_SLICES):
+            follow(ranks, limit)
+
+    with ranks_of(2, tmp_path / "store", life) as ranks:
+        for objective, limit in ((Distil(), BY_GROUPS), (Distil("js", loss_aggregation="token"), BY_SLICES)):
+            single, two = alone(objective, tmp_path, limit), spread(ranks, objective, tmp_path, limit)
+            for trainer in (single, two):
+                trainer.batches = Sampled(Recycled(groups_of(SIZES * 3, top=2)), len(SIZES), 5)
+            step_both(single, two, 2)
+            assert difference(single, two) < rounding(single, 2)
+            ranks.broadcast("end")
 
 
 def test_seven_groups_on_three_ranks_end_as_on_one_also_when_a_rank_gets_none(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +16,13 @@ from toys import trainer_of
 
 from tba.batch import Batch, FetchedBatch, collate
 from tba.errors import UserError
+from tba.objectives.distil import Distil
 from tba.objectives.subtrajectory_balance import SubtrajectoryBalance
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.protocols import Objective, start_objective
 from tba.schedules import Constant, Linear
 from tba.training.teacher import Teacher
-from tba.types import TEACHER, Group, Sampling, Version
+from tba.types import TEACHER, Group, Sampling, Version, teacher_arrays
 from toy.engine import TabularEngine, sample_groups, tabular_prompts
 from toy.policy import (
     TabularPolicy,
@@ -55,6 +57,14 @@ def target(of: Teacher) -> Tensor:
 def sampled(of: Teacher, engine: TabularEngine, rng: np.random.Generator, temperature: float = 1.0) -> Group:
     """A group of 32 that the reference and the teachers have scored."""
     (group,) = sample_groups(TASK, [PROMPT], 32, Sampling(temperature), rng, engine)
+    if of.top:
+        ((*rows,),) = (
+            TabularReference(TEACHERS[0])
+            .with_top(of.top)
+            .log_probabilities_of([(PROMPT, [t.completion for t in group.trajectories])])
+        )
+        scored = zip(group.trajectories, rows, strict=True)
+        return Group(tuple(replace(t, arrays=teacher_arrays([row])) for t, row in scored))
     completions = [t.completion for t in group.trajectories]
     scores = [TabularReference(task).log_probabilities(PROMPT, completions) for task in TEACHERS[: of.count]]
     return Group(
@@ -105,6 +115,23 @@ def test_a_teacher_alone_is_learnt_token_by_token_from_the_same_data(source: str
     alone = teacher(1.0, reward=False)
     assert alone.is_target
     assert settled(SubtrajectoryBalance(Constant(2.0), flow="one"), alone, source) <= 0.02
+
+
+@pytest.mark.parametrize("divergence", ["reverse", "forward", "js"])
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_teacher_s_whole_distribution_is_learnt_from_texts_of_any_origin(source: str, divergence: Any) -> None:
+    whole = replace(teacher(1.0, reward=False), top=TASK.symbols + 1)
+    assert settled(Distil(divergence), whole, source) <= 0.02
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_with_few_top_tokens_the_policy_is_as_near_as_the_rest_of_the_teacher_s_probability(source: str) -> None:
+    few = replace(teacher(1.0, reward=False), top=1)
+    taught = TabularPolicy(TEACHERS[0], 1.0, torch.float64)
+    next_NV = taught.logits_QNV.detach()[0].softmax(-1)  # of the empty answer, then of each first symbol
+    rest_N = 1 - next_NV.max(-1).values
+    bound = float(rest_N[0] + next_NV[0, 1:] @ rest_N[1:])  # expected over the teacher's own answers
+    assert 0.02 < settled(Distil(), few, source) <= bound + 0.02
 
 
 @cache
@@ -176,16 +203,18 @@ def test_weights_that_cannot_be_are_refused() -> None:
 def test_with_a_teacher_answers_of_equal_rewards_are_no_lack_of_signal_and_rewards_are_still_recorded(
     tmp_path: Path,
 ) -> None:
-    alike = sampled(teacher(1.0), TabularEngine(TASK), np.random.default_rng(3))
+    half = replace(teacher(0.5), reward=False)
+    alike = sampled(half, TabularEngine(TASK), np.random.default_rng(3))
     alike = Group(tuple(replace(t, reward=0.25) for t in alike.trajectories))
-    for of, without in ((teacher(1.0, reward=False), 0.0), (Teacher(), 1.0)):
+    for of, without in ((half, 0.0), (teacher(1.0, reward=False), 0.0), (Teacher(), 1.0)):
         trainer = trainer_of(TabularPolicy(TASK), TrajectoryBalance(Constant(BETA)), tmp_path, teacher=of)
         metrics = trainer.step(FetchedBatch([alike], collate([alike])))
         assert metrics["without_signal"] == without
         if of.count:  # the policy is still the reference: at no distance from it, and as far from the teacher
-            apart = [float(t.log_reference.sum() - t.arrays[TEACHER].sum()) for t in alike.trajectories]
-            assert metrics["log_ratio_reference"] == pytest.approx(0, abs=1e-5)
+            apart = [of.weights[0] * float(t.log_reference.sum() - t.arrays[TEACHER].sum()) for t in alike.trajectories]
             assert metrics["log_ratio"] == pytest.approx(np.mean(apart), abs=1e-5)
-        else:
+        if of == half:
+            assert metrics["log_ratio_reference"] == pytest.approx(0, abs=1e-5)
+        else:  # where the reference has no part in the target, it may not have been scored
             assert "log_ratio_reference" not in metrics
         assert metrics["reward"] == 0.25

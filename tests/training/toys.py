@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -18,17 +18,22 @@ from tba.protocols import HEADS, Manifest, Objective, Policy, PolicyOutput
 from tba.schedules import Constant, WarmupConstant
 from tba.training.optimizer import OptimizerSettings
 from tba.training.trainer import Trainer
-from tba.types import Completion, Group, Prompt, StopReason, Trajectory, Version
+from tba.types import Completion, Group, Prompt, StopReason, Trajectory, Version, teacher_arrays
 from toy.policy import TabularPolicy, TabularReference, TabularTask
 
 TASK = TabularTask(symbols=3, length=4, prompts=4)
 VOCABULARY = 32  # holds the toy's tokens and its prompts'
 
 
-def groups_of(sizes: Sequence[int], seed: int = 0, versions: Sequence[Version] = (Version(),)) -> list[Group]:
-    """Uniformly random outcomes of the toy, a group of each size in turn; versions go round."""
+def groups_of(
+    sizes: Sequence[int], seed: int = 0, versions: Sequence[Version] = (Version(),), top: int = 0
+) -> list[Group]:
+    """Uniformly random outcomes of the toy, a group of each size in turn; versions go round. With `top` tokens of a
+    teacher, which is another toy.
+    """
     rng = np.random.default_rng(seed)
     reference, reward, groups, count = TabularReference(TASK), TASK.reward(), [], 0
+    teacher = TabularReference(replace(TASK, seed=7))
     for g, size in enumerate(sizes):
         letter = g % TASK.prompts
         prompt = Prompt("tabular", np.array([TASK.symbols + 1 + letter], np.int32), "abcd"[letter])
@@ -45,6 +50,7 @@ def groups_of(sizes: Sequence[int], seed: int = 0, versions: Sequence[Version] =
                     reward=reward.judge([(prompt, completion)])[0].reward,
                     log_reference=reference.log_probabilities(prompt, [completion])[0],
                     reference=Version(),
+                    arrays=teacher_arrays([teacher.top_scores(prompt, completion, top)] if top else []),
                 )
             )
             count += 1

@@ -20,15 +20,24 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TypeAlias, TypeVar
 
-import numpy as np
-
 from tba.errors import DeadlineExceeded, UserError
 from tba.imported_answers.encoding import EncodedAnswer, Encoder
 from tba.imported_answers.parsing import ImportedAnswer, parse_answer
 from tba.imported_answers.report import Report, counters
-from tba.protocols import Journal, Reference, Reward
+from tba.protocols import Journal, Reference, Reward, Scorer
 from tba.tables import Refusal, Values, as_object
-from tba.types import TEACHER, Completion, FloatArray, Json, Judgement, Prompt, Trajectory, quote
+from tba.types import (
+    Completion,
+    Json,
+    Judgement,
+    Prompt,
+    TokenScores,
+    TopScores,
+    Trajectory,
+    are_finite,
+    quote,
+    teacher_arrays,
+)
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -59,7 +68,7 @@ class AnswerImporter:
     reward: Reward
     reference: Reference
     journal: Journal
-    teachers: Sequence[Reference] = ()  # which score every answer as well
+    teachers: Sequence[Scorer] = ()  # which score every answer as well
     believe: bool = False  # use claimed rewards, where there are any
     needs_behavior: bool = False  # refuse what comes without behaviour log-probabilities
     largest_reward: float = sys.float_info.max  # refuse what has a larger |reward|
@@ -175,8 +184,9 @@ class AnswerImporter:
         for (candidate, judgement), scored in zip(graded, scores, strict=True):
             if isinstance(scored, Refusal):
                 report.refuse(candidate.line, scored)
-            elif not all(np.isfinite(log_T).all() for log_T in scored):
-                total = ", ".join(str(float(log_T.sum())) for log_T in scored)
+            elif not all(map(are_finite, scored)):
+                logs = [scores.log_T if isinstance(scores, TopScores) else scores for scores in scored]
+                total = ", ".join(str(float(log_T.sum())) for log_T in logs)
                 report.refuse(
                     candidate.line, Refusal(f"its log-probability under {self._scorers} is not finite", total)
                 )
@@ -194,17 +204,19 @@ class AnswerImporter:
         return "the reference or a teacher" if self.teachers else "the reference"
 
     def _make_trajectory(
-        self, candidate: Candidate, judgement: Judgement, logs_T: Sequence[FloatArray], now: float
+        self, candidate: Candidate, judgement: Judgement, scores: Sequence[TokenScores], now: float
     ) -> Trajectory:
+        reference_scores, *teacher_scores = scores
+        assert not isinstance(reference_scores, TopScores)
         is_believed = self.believe and candidate.claimed_reward is not None
         return Trajectory(
             uid=candidate.uid,
             prompt=candidate.encoded.prompt,
             completion=candidate.encoded.completion,
             reward=float(judgement.reward),
-            log_reference=logs_T[0],
+            log_reference=reference_scores,
             reference=self.reference.version,
-            arrays={TEACHER: np.stack(logs_T[1:])} if self.teachers else {},
+            arrays=teacher_arrays(teacher_scores),
             reward_parts=judgement.parts,
             provenance={**candidate.provenance, "reward": "claimed" if is_believed else "task"},
             created=now,
@@ -223,11 +235,11 @@ class AnswerImporter:
             "the task's reward cannot grade it",
         )
 
-    def _score(self, candidates: Sequence[Candidate]) -> list[tuple[FloatArray, ...] | Refusal]:
+    def _score(self, candidates: Sequence[Candidate]) -> list[tuple[TokenScores, ...] | Refusal]:
         return _call_in_halves(candidates, self._score_by_prompt, f"{self._scorers} cannot score it")
 
-    def _score_by_prompt(self, candidates: Sequence[Candidate]) -> list[tuple[FloatArray, ...]]:
-        """Returns the log-probabilities of each candidate under the reference and every teacher, in order.
+    def _score_by_prompt(self, candidates: Sequence[Candidate]) -> list[tuple[TokenScores, ...]]:
+        """Returns the scores of each candidate under the reference and every teacher, in order.
 
         Equal answers are scored once.
         """
@@ -235,7 +247,7 @@ class AnswerImporter:
         for prompt, completion in (c.pair for c in candidates):
             by_prompt.setdefault(prompt.key, (prompt, {}))[1].setdefault(completion.digest, completion)
         answers = [(prompt, list(completions.values())) for prompt, completions in by_prompt.values()]
-        logs: dict[tuple[str, str], tuple[FloatArray, ...]] = {}
+        logs: dict[tuple[str, str], tuple[TokenScores, ...]] = {}
         for scorer in (self.reference, *self.teachers):
             for (prompt, completions), rows in zip(answers, scorer.log_probabilities_of(answers), strict=True):
                 for completion, row in zip(completions, rows, strict=True):

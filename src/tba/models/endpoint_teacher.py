@@ -21,9 +21,10 @@ from tba.models.huggingface import HuggingFace
 from tba.protocols import GradingCalls, Task, Work
 from tba.rewards.endpoint import Endpoint, EndpointClient
 from tba.rewards.threads import run_in_threads
-from tba.types import Completion, FloatArray, Json, Prompt, Version
+from tba.types import Completion, Json, Prompt, TokenScores, TopScores, Version
 
 MIN_LOG_PROBABILITY = -1e5  # of a token, in nats: servers write -9999 where they mean none at all
+_LEAST_REST = 1e-9  # probability of all tokens that a server does not name; rounded, the others can sum up to 1
 _ROUNDING = 1e-3  # by which a log-probability in half precision may be above 0
 
 
@@ -78,16 +79,28 @@ class EndpointTeacher:
 class EndpointReference:
     """Log-probabilities of answers under a model that a server runs."""
 
-    def __init__(self, settings: EndpointTeacher, version: Version) -> None:
+    def __init__(self, settings: EndpointTeacher, version: Version, top: int = 0) -> None:
         self.version = version
+        self._top = top
         self._settings = settings
         self._client = EndpointClient(replace(settings.endpoint, api="completions", concurrency=settings.concurrency))
-        scores = {"echo": True, "logprobs": 1} if settings.scores == "echo" else {"prompt_logprobs": 1}
+        scores = {"echo": True, "logprobs": 1} if settings.scores == "echo" else {"prompt_logprobs": max(1, top)}
         self._request_fields = {"model": settings.endpoint.model, "max_tokens": 1, "temperature": 0} | scores
 
-    def log_probabilities_of(self, answered: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[FloatArray]]:
+    def with_top(self, count: int) -> EndpointReference:
+        """Returns a scorer by the same server that also gives its `count` most probable tokens at each place, or as
+        many as it gives. Raises `UserError` for the `echo` kind, which names no tokens.
+        """
+        if self._settings.scores == "echo":
+            raise UserError(
+                f"--teacher.top is {count}, but the teacher's scores are of the kind echo, which names no top "
+                "tokens: take a server with `prompt_logprobs`, such as vLLM's"
+            )
+        return EndpointReference(self._settings, self.version, count)
+
+    def log_probabilities_of(self, answered: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[TokenScores]]:
         """Score completions of several prompts, each by one call: [i][j] is of the i-th prompt's j-th completion,
-        float32 [T]; 0 where the policy did not sample.
+        float32 [T], 0 where the policy did not sample; with top tokens `TopScores`.
 
         Raises `UserError` for a refusal and for an episode of several segments, `Refused` when no call succeeds,
         `DeadlineExceeded` when it takes too long.
@@ -105,19 +118,19 @@ class EndpointReference:
         """Returns that each answer is scored by its own call, which searchers make beside those of the reward."""
         return GradingCalls(str(self._client), self._scores, "answer", self._settings.concurrency, copies=False)
 
-    def _scores(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[FloatArray]:
+    def _scores(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[TokenScores]:
         return [self._score(prompt, completion) for prompt, completion in answered]
 
     def load(self, weights: Mapping[str, Any], version: Version) -> None:
         """Raises `UserError`: the server's weights are its own."""
         raise UserError(f"{self._client} cannot be given weights: a reference that is reset has to be a model here")
 
-    def _score(self, prompt: Prompt, completion: Completion) -> FloatArray:
+    def _score(self, prompt: Prompt, completion: Completion) -> TokenScores:
         if completion.begins is not None:
             raise SeveralSegments(len(completion.segments), "a teacher behind an endpoint scores")
         tokens = [*prompt.tokens.tolist(), *completion.tokens.tolist()]
         if self._settings.positions is not None and len(tokens) >= self._settings.positions:
-            return np.full(len(completion.tokens), np.nan, np.float32)  # what is no number is rejected, and counted
+            return self._unscorable(completion)
         reply = self._client.ask({**self._request_fields, "prompt": tokens})
         try:
             check_json(reply, {"choices": list[dict[str, Any]]}, "it")
@@ -128,6 +141,9 @@ class EndpointReference:
                 entries = zip(tokens, choice["prompt_logprobs"], strict=True)
                 scores = [None if entry is None else entry[str(token)]["logprob"] for token, entry in entries]
             logs = np.array(list(map(_log_probability, scores[len(prompt.tokens) :])), np.float32)
+            places = [t for t in range(len(completion.tokens)) if completion.mask is None or completion.mask[t]]
+            if self._top:
+                top = [_top_tokens(choice["prompt_logprobs"][len(prompt.tokens) + t], self._top) for t in places]
         except (ValueError, KeyError, TypeError, IndexError):
             logs = np.zeros(0, np.float32)
         if len(logs) != len(completion.tokens):
@@ -136,7 +152,33 @@ class EndpointReference:
                 f"({self._settings.scores}; each a number from {MIN_LOG_PROBABILITY:,.0f} to 0): take a server that "
                 "does, such as vLLM's, or another `scores`"
             )
-        return logs if completion.mask is None else np.where(completion.mask, logs, np.float32(0))
+        log_T = logs if completion.mask is None else np.where(completion.mask, logs, np.float32(0))
+        if not self._top:
+            return log_T
+        ids, top_logs = zip(*top, strict=True) if top else ((), ())
+        ids_MK = np.array(ids, np.int32).reshape(-1, self._top)
+        return TopScores(log_T, ids_MK, np.array(top_logs, np.float16).reshape(-1, self._top + 1))
+
+    def _unscorable(self, completion: Completion) -> TokenScores:
+        """Returns scores that are no numbers, with which an answer is rejected and counted."""
+        log_T = np.full(len(completion.tokens), np.nan, np.float32)
+        if not self._top:
+            return log_T
+        places = len(log_T) - completion.observed
+        return TopScores(log_T, np.zeros((places, self._top), np.int32), np.zeros((places, self._top + 1), np.float16))
+
+
+def _top_tokens(entry: Mapping[str, Any], count: int) -> tuple[list[int], list[float]]:
+    """Returns the `count` most probable tokens of a place, their log-probabilities and that of all others. Where the
+    server gives fewer, the first stands again for each that is missing, with -inf. Raises `ValueError` or `KeyError`
+    for what no server gives.
+    """
+    scores = {int(token): _log_probability(score["logprob"]) for token, score in entry.items()}
+    ids = sorted(scores, key=lambda token: -scores[token])[:count]
+    logs = [scores[token] for token in ids]
+    rest = math.log(max(1 - sum(map(math.exp, logs)), _LEAST_REST))
+    missing = count - len(ids)
+    return ids + ids[:1] * missing, [*logs, *[-math.inf] * missing, rest]
 
 
 def _log_probability(score: Json) -> float:

@@ -27,7 +27,18 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from tba.assistant_turns import add_end_tokens
 from tba.batch import Batch, pass_tokens, to_device
 from tba.errors import UserError
-from tba.policy.head import Head, ProbabilityBuffer, apply_head, linear_heads, token_log_probabilities, write_entropy
+from tba.policy.head import (
+    Head,
+    ProbabilityBuffer,
+    apply_head,
+    bucket_log_probabilities,
+    linear_heads,
+    split_buckets,
+    token_log_probabilities,
+    top_of,
+    top_tokens,
+    write_entropy,
+)
 from tba.policy.loading import WeightFiles
 from tba.policy.lora import FOLDER as ADAPTER
 from tba.policy.lora import has_adapters, is_adapter, merge_adapters, save_adapters, untied_weights
@@ -53,11 +64,11 @@ KEPT_BYTES = 3 * 2**27  # of probabilities that the head keeps for its backward 
 class _Forward:
     """The hidden states of a batch's trained tokens from one forward, and of its prompts if a head reads them."""
 
-    log_M: Tensor
-    place_M: Tensor  # int64 into B * T
     hidden_MW: Tensor  # before each token
+    target_M: Tensor  # int64, the tokens
+    place_M: Tensor  # int64 into B * T
     prompt_GW: Tensor | None  # mean over the prompt's tokens
-    entropy_M: Tensor | None  # of what each token was drawn from, once a gradient has been taken
+    logits_MV: Tensor | None = None  # of a model whose head is more than a linear layer
 
 
 class CausalPolicy:
@@ -136,27 +147,50 @@ class CausalPolicy:
             self._sharded_model.reshard()  # or `parameters` would be those that were gathered for it
 
     def evaluate(self, batch: Batch) -> PolicyOutput:
-        """Returns log_policy_BT (float32, 0 where the mask is False) and heads, with gradients unless they are switched
-        off.
+        """Returns log_policy_BT (float32, 0 where the mask is False), log_top_BTC where the batch names top tokens, and
+        heads, with gradients unless they are switched off.
         """
         return PolicyOutput(
             *(self._evaluate(batch) if self._sharded_model is None else self._sharded_model.run(self._evaluate, batch))
         )
 
-    def _evaluate(self, batch: Batch) -> tuple[Tensor, Tensor | None, Tensor | None, Callable[[], Tensor] | None]:
+    def top_tokens(self, batch: Batch, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns, without a gradient, log_policy_BT as `evaluate` does; the `count` most probable tokens at each
+        place, int64 [B, T, K]; and their log-probabilities with that of all others, float32 [B, T, K + 1].
+        """
+        with torch.no_grad():
+            forward = self._forward(batch)
+            if forward.logits_MV is None:
+                head, chunk = self._head(forward.hidden_MW.device)
+                top = top_tokens(forward.hidden_MW, head, forward.target_M, count, self.temperature, chunk)
+            else:
+                top = top_of(forward.logits_MV / self.temperature, forward.target_M, count)
+        top_MK, log_MJ = top
+        spread = partial(self._spread, place_M=forward.place_M, batch=batch)
+        return spread(log_MJ[:, 0]), spread(top_MK), spread(log_MJ[:, 1:])
+
+    def _evaluate(
+        self, batch: Batch
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Callable[[], Tensor] | None, Tensor | None]:
+        forward = self._forward(batch)
+        place_M, value_BT, log_z_G, log_top_BTC, entropy_B = forward.place_M, None, None, None, None
+        entropy_M = _entropy_buffer(forward.target_M)
+        log_M, log_top_MC = self._log_probabilities(forward, batch.top_id_BTK, entropy_M)
+        if log_top_MC is not None:
+            log_top_BTC = self._spread(log_top_MC, place_M, batch)
+        if "value" in self.heads:
+            value_BT = self._spread(apply_head(self.heads["value"], forward.hidden_MW), place_M, batch)
+        if forward.prompt_GW is not None:
+            log_z_G = apply_head(self.heads["log_z"], forward.prompt_GW)
+        if entropy_M is not None:
+            entropy_B = partial(self._sum_rows, entropy_M, place_M, batch)
+        return self._spread(log_M, place_M, batch), value_BT, log_z_G, entropy_B, log_top_BTC
+
+    def _forward(self, batch: Batch) -> _Forward:
         if self._low_precision is not None:
             self._low_precision.refresh()
         with _layers_checkpointed(self.model, self._is_checkpointed(batch)):
-            forward = self._forward_packed(batch) if self.share_prompt else self._forward_plain(batch)
-        value_BT = log_z_G = None
-        if "value" in self.heads:
-            value_BT = self._spread(apply_head(self.heads["value"], forward.hidden_MW), forward.place_M, batch)
-        if forward.prompt_GW is not None:
-            log_z_G = apply_head(self.heads["log_z"], forward.prompt_GW)
-        entropy_B, entropy_M, place_M = None, forward.entropy_M, forward.place_M
-        if entropy_M is not None:
-            entropy_B = partial(self._sum_rows, entropy_M, place_M, batch)
-        return self._spread(forward.log_M, place_M, batch), value_BT, log_z_G, entropy_B
+            return self._forward_packed(batch) if self.share_prompt else self._forward_plain(batch)
 
     def _is_checkpointed(self, batch: Batch) -> bool:
         if isinstance(self._checkpointing, bool):
@@ -167,9 +201,9 @@ class CausalPolicy:
 
     @staticmethod
     def _spread(x_M: Tensor, place_M: Tensor, batch: Batch) -> Tensor:
-        """Returns [B, T]: each value where its token is, 0 elsewhere."""
-        flat_BT = x_M.new_zeros(batch.completion_BT.numel())
-        return flat_BT.index_copy(0, place_M, x_M).view(batch.completion_BT.shape)
+        """Returns [B, T] (and what else x has): each token's value where the token is, 0 elsewhere."""
+        flat_BT = x_M.new_zeros(batch.completion_BT.numel(), *x_M.shape[1:])
+        return flat_BT.index_copy(0, place_M, x_M).view(*batch.completion_BT.shape, *x_M.shape[1:])
 
     @classmethod
     def _sum_rows(cls, x_M: Tensor, place_M: Tensor, batch: Batch) -> Tensor:
@@ -185,8 +219,7 @@ class CausalPolicy:
         if "log_z" in self.heads:
             lengths = packed.layout.prompts[: batch.groups]
             prompt_GW = torch.stack([x.mean(0) for x in hidden_NW[: sum(lengths)].float().split(lengths)])
-        log_M, entropy_M = self._log_probabilities(hidden_MW, packed.target_M)
-        return _Forward(log_M, packed.place_M, hidden_MW, prompt_GW, entropy_M)
+        return _Forward(hidden_MW, packed.target_M, packed.place_M, prompt_GW)
 
     def _forward_plain(self, batch: Batch) -> _Forward:
         """Runs the model on prompt + first segment of each row, padded: padding comes last, so causality hides it. Each
@@ -208,23 +241,38 @@ class CausalPolicy:
             places.append(place_M)
             if prompt_GW is None and "log_z" in self.heads:  # the first pass has the prompts
                 prompt_GW = _mean_prompt_state(hidden_RXW, batch.to(device))
-        hidden_MW, target_M, place_M = _concatenate(states), _concatenate(targets), _concatenate(places)
-        if self._has_linear_head:
-            log_M, entropy_M = self._log_probabilities(hidden_MW, target_M)
+        logits_MV = None if self._has_linear_head else _concatenate(logits)
+        return _Forward(_concatenate(states), _concatenate(targets), _concatenate(places), prompt_GW, logits_MV)
+
+    def _log_probabilities(
+        self, forward: _Forward, top_id_BTK: Tensor | None, entropy_M: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns those of the trained tokens [M], and where top tokens are named theirs and that of all others
+        [M, K + 1]. Writes the entropies of what tokens were drawn from, at the latest when the gradient is taken.
+        """
+        hidden_MW, target_M = forward.hidden_MW, forward.target_M
+        bucket_MJ = target_M[:, None]
+        if top_id_BTK is not None:
+            top_MK = to_device(top_id_BTK, target_M.device).flatten(0, 1)[forward.place_M].to(torch.int64)
+            bucket_MJ = torch.cat([bucket_MJ, top_MK], 1)
+        if forward.logits_MV is None:
+            head, chunk = self._head(hidden_MW.device)
+            if top_id_BTK is None:
+                row = hidden_MW, head, target_M, self.temperature, chunk, self._buffer, entropy_M
+                return token_log_probabilities(*row), None
+            log_MJ = bucket_log_probabilities(hidden_MW, head, bucket_MJ, self.temperature, chunk, entropy_M)
         else:
-            log_MV = torch.log_softmax(_concatenate(logits) / self.temperature, dim=-1)
-            log_M, entropy_M = log_MV.gather(1, target_M[:, None])[:, 0], _entropy_buffer(target_M)
+            log_MV = torch.log_softmax(forward.logits_MV / self.temperature, dim=-1)
             if entropy_M is not None:
                 write_entropy(log_MV, entropy_M)
-        return _Forward(log_M, place_M, hidden_MW, prompt_GW, entropy_M)
+            log_MJ = log_MV.gather(1, bucket_MJ) if top_id_BTK is None else split_buckets(log_MV, bucket_MJ)
+        return log_MJ[:, 0], None if top_id_BTK is None else log_MJ[:, 1:]
 
-    def _log_probabilities(self, hidden_MW: Tensor, target_M: Tensor) -> tuple[Tensor, Tensor | None]:
-        head_layer = self.model.get_output_embeddings()  # a sharded one has another weight while it computes
-        head = Head(head_layer.weight, head_layer.bias, self._softcap)
-        chunk = self._vocab_chunk or chunk_of(len(head_layer.weight), hidden_MW.device)
-        entropy_M = _entropy_buffer(target_M)
-        log_M = token_log_probabilities(hidden_MW, head, target_M, self.temperature, chunk, self._buffer, entropy_M)
-        return log_M, entropy_M
+    def _head(self, device: torch.device) -> tuple[Head, int]:
+        """Returns the linear head, and how many tokens' logits are computed at once."""
+        layer = self.model.get_output_embeddings()  # a sharded one has another weight while it computes
+        chunk = self._vocab_chunk or chunk_of(len(layer.weight), device)
+        return Head(layer.weight, layer.bias, self._softcap), chunk
 
     def parameters(self) -> Sequence[torch.nn.Parameter]:
         """Returns the trained parameters, each once, those of the heads last."""

@@ -10,7 +10,9 @@ formed in float32, because little is left of it where p_y is near 1, and kept fo
 The entropy of p costs nothing beside this: it is E[z_y - z] - log p_y over p, and E[z - z_y] = hidden . (p - onehot(y))
 W, a product that the backward pass makes.
 
-Shape legend: M tokens, W hidden width, V vocabulary, C tokens of one block.
+Where probabilities of several tokens are needed at a place (`bucket_log_probabilities`), the gradient is autograd's.
+
+Shape legend: M tokens, W hidden width, V vocabulary, C tokens of one block, J tokens at a place, K most probable ones.
 
 Linear heads on hidden states (`linear_heads`): a value before each token, log Z of a prompt.
 
@@ -22,7 +24,7 @@ Shape legend: N any number of hidden states, W their width.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -121,15 +123,77 @@ def token_log_probabilities(
             write_entropy(log_CV, entropy_C)
         return log_C
 
+    return _in_chunks(of_chunk, entropy_M, hidden_MW, target_M, chunk)
+
+
+def bucket_log_probabilities(
+    hidden_MW: Tensor, head: Head, bucket_MJ: Tensor, temperature: float, chunk: int, entropy_M: Tensor | None = None
+) -> Tensor:
+    """Returns `split_buckets` of the head's logits, float32 [M, J + 1]. `chunk` tokens' logits are there at a time, and
+    they are computed again for the gradient. The entropy of p, in nats, is written into `entropy_M` (float32).
+    """
+    if not len(bucket_MJ):
+        return hidden_MW.float().sum(-1, keepdim=True).expand(0, bucket_MJ.shape[1] + 1)
+
+    def of_chunk(entropy_C: Tensor, hidden_CW: Tensor, bucket_CJ: Tensor) -> Tensor:
+        logits_CV = head.logits(hidden_CW) / temperature
+        log_CJ = split_buckets(logits_CV, bucket_CJ)
+        if len(entropy_C):
+            write_entropy(torch.log_softmax(logits_CV.detach(), -1), entropy_C)
+        return log_CJ
+
+    if entropy_M is None:
+        entropy_M = hidden_MW.new_empty(0, dtype=torch.float32)
+    return _in_chunks(of_chunk, entropy_M, hidden_MW, bucket_MJ, chunk)
+
+
+def split_buckets(logits_NV: Tensor, bucket_NJ: Tensor) -> Tensor:
+    """Returns the log-probability of a sampled token, which comes first, of the other J - 1 tokens of each row, and of
+    all tokens but these others together: [N, J + 1]. The last is -inf where the others are the whole vocabulary.
+    """
+    log_total_N1 = logits_NV.logsumexp(-1, keepdim=True)
+    log_NJ, other_NK = logits_NV.gather(1, bucket_NJ) - log_total_N1, bucket_NJ[:, 1:]
+    if other_NK.shape[1] >= logits_NV.shape[1]:
+        log_rest_N1 = torch.full_like(log_total_N1, -torch.inf)
+    else:
+        log_rest_N1 = logits_NV.scatter(1, other_NK, -torch.inf).logsumexp(-1, keepdim=True) - log_total_N1
+    return torch.cat([log_NJ, log_rest_N1], 1)
+
+
+@torch.no_grad()
+def top_tokens(
+    hidden_MW: Tensor, head: Head, target_M: Tensor, count: int, temperature: float, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """Returns the `count` most probable tokens, int64 [M, K], and `split_buckets` of the targets and of these, without
+    a gradient. `chunk` tokens' logits are there at a time.
+    """
+    parts = []
+    for rows in _blocks(len(target_M), 0, chunk):
+        logits_CV = head.logits(hidden_MW[rows]) / temperature
+        parts.append(top_of(logits_CV, target_M[rows], count))
+    ids, logs = zip(*parts, strict=True)
+    return torch.cat(ids), torch.cat(logs)
+
+
+def top_of(logits_NV: Tensor, target_N: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Returns the `count` largest logits' tokens, int64 [N, K], and `split_buckets` of the targets and of these."""
+    top_NK = logits_NV.topk(min(count, logits_NV.shape[1]), -1).indices
+    return top_NK, split_buckets(logits_NV, torch.cat([target_N[:, None], top_NK], 1))
+
+
+def _in_chunks(
+    of_chunk: Callable[[Tensor, Tensor, Tensor], Tensor], entropy_M: Tensor, hidden_MW: Tensor, ids: Tensor, chunk: int
+) -> Tensor:
+    """Returns a function of chunks of tokens for all of them; what it keeps is computed again for the gradient."""
     parts = [
         checkpoint(
             partial(of_chunk, entropy_M[rows]),  # no argument: those must not change
             hidden_MW[rows],
-            target_M[rows],
+            ids[rows],
             use_reentrant=False,
             preserve_rng_state=False,
         )
-        for rows in _blocks(len(target_M), 0, chunk)
+        for rows in _blocks(len(ids), 0, chunk)
     ]
     return torch.cat(parts)
 

@@ -5,8 +5,10 @@ Invariant: the same forward as the policy's own (`policy.causal`), so that at eq
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -16,9 +18,10 @@ from transformers import PreTrainedModel
 from tba.batch import Batch, micro_batches, segment_starts
 from tba.policy.causal import CausalPolicy
 from tba.policy.lora import switch_adapters
-from tba.types import Completion, FloatArray, Prompt, Version
+from tba.types import Completion, FloatArray, Prompt, TopScores, Version
 
-AnsweredPrompt = tuple[Prompt, Sequence[Completion]]
+AnsweredPrompt: TypeAlias = tuple[Prompt, Sequence[Completion]]
+_Scores = TypeVar("_Scores", "FloatArray", TopScores)
 
 
 class FrozenReference:
@@ -54,17 +57,43 @@ class FrozenReference:
 
         At most `tokens_per_pass` tokens go through the model at a time, as `micro_batches` counts them.
         """
+
+        def scores_of(part: Batch) -> Iterator[FloatArray]:
+            log_RT = self._policy.evaluate(part).log_policy_BT.cpu().numpy()
+            yield from (log_T[:length].copy() for log_T, length in zip(log_RT, part.length_B.tolist(), strict=True))
+
+        return self._scored(answered, scores_of)
+
+    def with_top(self, count: int) -> TopTokenScorer:
+        """Returns a scorer by this model that also gives the `count` most probable tokens at each place."""
+        return TopTokenScorer(self, count)
+
+    def top_scores_of(self, answered: Sequence[AnsweredPrompt], count: int) -> list[list[TopScores]]:
+        """Score completions as `log_probabilities_of` does, with the `count` most probable tokens at each place."""
+        vocabulary = len(self._policy.model.get_output_embeddings().weight)
+        dtype: type[np.generic] = np.uint16 if vocabulary <= 1 << 16 else np.int32
+
+        def scores_of(part: Batch) -> Iterator[TopScores]:
+            log_BT, ids_BTK, logs_BTC = (tensor.cpu().numpy() for tensor in self._policy.top_tokens(part, count))
+            for row, (mask_T, length) in enumerate(zip(part.mask_BT.numpy(), part.length_B.tolist(), strict=True)):
+                ids_MK, logs_MC = ids_BTK[row][mask_T].astype(dtype), logs_BTC[row][mask_T].astype(np.float16)
+                yield TopScores(log_BT[row, :length].copy(), ids_MK, logs_MC)
+
+        return self._scored(answered, scores_of)
+
+    def _scored(
+        self, answered: Sequence[AnsweredPrompt], scores_of: Callable[[Batch], Iterable[_Scores]]
+    ) -> list[list[_Scores]]:
+        """Returns the scores of completions of several prompts; `scores_of` gives those of one pass, row by row."""
         if not any(completions for _, completions in answered):
             return [[] for _ in answered]
         batch = _batch(answered)
-        log_by_row: dict[int, FloatArray] = {}
+        scores: dict[int, _Scores] = {}
         for rows in micro_batches(batch, self._tokens_per_pass, share_prompt=self._policy.share_prompt):
             with torch.inference_mode(), self._stream_context():
-                log_RT = self._policy.evaluate(batch.select(rows)).log_policy_BT.cpu().numpy()
-            for row, log_T in zip(rows.tolist(), log_RT, strict=True):
-                log_by_row[row] = log_T[: int(batch.length_B[row])].copy()
+                scores |= zip(rows.tolist(), scores_of(batch.select(rows)), strict=True)
         rows_in_order = iter(range(batch.rows))
-        return [[log_by_row[next(rows_in_order)] for _ in completions] for _, completions in answered]
+        return [[scores[next(rows_in_order)] for _ in completions] for _, completions in answered]
 
     def load(self, weights: Mapping[str, Tensor], version: Version) -> None:
         """Copy `weights` in, in place. Raises `KeyError` or `ValueError` on a name or shape mismatch."""
@@ -76,6 +105,23 @@ class FrozenReference:
     def _stream_context(self) -> AbstractContextManager[object]:
         """Returns a context in which work on a GPU is done in the reference's own stream."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+@dataclass(frozen=True)
+class TopTokenScorer:
+    """Scores answers by a model, with its `count` most probable tokens at each place."""
+
+    model: FrozenReference
+    count: int
+
+    @property
+    def concurrent(self) -> bool:
+        """Returns whether it can score in one thread while an engine samples in another."""
+        return self.model.concurrent
+
+    def log_probabilities_of(self, answered: Sequence[AnsweredPrompt]) -> list[list[TopScores]]:
+        """Score completions of several prompts: [i][j] is of the i-th prompt's j-th completion."""
+        return self.model.top_scores_of(answered, self.count)
 
 
 def _batch(answered: Sequence[AnsweredPrompt]) -> Batch:

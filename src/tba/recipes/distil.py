@@ -26,6 +26,7 @@ recipe = replace(
     task=tba.Arithmetic(digits=3),
     model=replace(quickstart.model, path=str(BASE), warm_start=None),
     teacher=tba.Teacher(
+        top=3,
         reward=False,
         models=(
             tba.HuggingFace(
@@ -40,7 +41,7 @@ recipe = replace(
             ),
         ),
     ),
-    objective=tba.TrajectoryBalance(beta=tba.Constant(1.0)),
+    objective=tba.Distil(),
     optimizer=replace(quickstart.optimizer, schedule=tba.WarmupStableDecay(20, 250, 130)),
     steps=400,
 )

@@ -14,14 +14,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import tba
-from tba.objectives.subtrajectory_balance import SubtrajectoryBalance
 from tba.recipes.instruct import recipe as instruct
 
 recipe = replace(
     instruct,
     name="distil_smollm2",
     description="SmolLM2-135M-Instruct learns from a larger model or a trained one, no reward, two CPU processes",
-    teacher=tba.Teacher(("HuggingFaceTB/SmolLM2-360M-Instruct",), reward=False),
-    objective=SubtrajectoryBalance(beta=tba.Constant(1.0), flow="one"),  # token by token
+    teacher=tba.Teacher(("HuggingFaceTB/SmolLM2-360M-Instruct",), top=16, reward=False),
+    objective=tba.Distil(),
     optimizer=replace(instruct.optimizer, lr=2e-4),
 )

@@ -56,6 +56,7 @@ class StalenessWatch:
     """
 
     sync_every: int  # updates between two published weights
+    any_data: bool = False  # the objective learns as well from stale data, so that nothing is reported
     _newest_values: dict[str, deque[float]] = field(default_factory=dict)
     _repeated_share: float = 0.0
     _stale_figures: set[str] = field(default_factory=set)
@@ -78,6 +79,8 @@ class StalenessWatch:
     def _sentences(self, step: int, names: Set[str], fewest: int) -> list[str]:
         """Returns a sentence for each of these figures that has crossed its limit."""
         share = nats = None
+        if self.any_data:
+            return []
         if ESS in names:
             share = self._newly_crossed_mean(ESS, lambda mean, room: mean < LEAST_ESS * room, fewest)
         if OFF_POLICY in names:

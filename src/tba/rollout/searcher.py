@@ -53,6 +53,7 @@ from tba.protocols import (
     PublishedWeights,
     Reference,
     ScoredByCalls,
+    Scorer,
     WeightSource,
 )
 from tba.rollout import stages
@@ -61,7 +62,7 @@ from tba.rollout.rates import GrowthRate
 from tba.rollout.rescoring import Rescorer
 from tba.rollout.stages import Limits, Scores
 from tba.rollout.vine import VineRollouts
-from tba.types import Completion, FloatArray, Outcome, Prompt, Sampling, StopReason, Trajectory, Version
+from tba.types import Completion, Outcome, Prompt, Sampling, StopReason, TokenScores, Trajectory, Version
 
 log = logging.getLogger("tba.searcher")
 COSTLY_SECONDS = 0.25  # seconds of a call, beyond which a grade is put on the disk with little delay
@@ -145,7 +146,7 @@ class Searcher:
     flows: bool = False  # rounds flow into one another; else each is graded and sent before the next
     interrupted: Callable[[], bool] | None = None
     rescorer: Rescorer | None = None  # None: the reference is never reset
-    teachers: Sequence[Reference] = ()  # which score every answer as well
+    teachers: Sequence[Scorer] = ()  # which score every answer as well
     vine: VineRollouts | None = None  # values of the steps of every answer; only where rounds do not flow
     largest_reward: float = sys.float_info.max  # an answer whose |reward| is beyond it is rejected
     overlong: Overlong = Overlong()  # what is taken off the reward of long answers
@@ -498,7 +499,8 @@ class Searcher:
         if not batches:
             return
         self._scored_at = time.perf_counter()
-        if background and isinstance(self.reference, Concurrent) and self.reference.concurrent:
+        scorers = (self.reference, *self._local_teachers)
+        if background and all(isinstance(scorer, Concurrent) and scorer.concurrent for scorer in scorers):
             self._scoring_job = batches, call_in_thread("reference", self._load_and_score, batches)
         else:
             with self.clock.state("reference"):
@@ -602,12 +604,12 @@ class Searcher:
         return (series + index.to_bytes(4, "big")).hex()
 
     @cached_property
-    def _local_teachers(self) -> list[Reference]:
+    def _local_teachers(self) -> list[Scorer]:
         """Returns the teachers that are no servers, for which answers wait in windows."""
         return [teacher for teacher in self.teachers if not isinstance(teacher, ScoredByCalls)]
 
-    def _teacher_scores(self, local: Iterable[FloatArray], remote: Iterable[FloatArray]) -> list[FloatArray]:
-        """Returns the log-probabilities under each teacher, in their order."""
+    def _teacher_scores(self, local: Iterable[TokenScores], remote: Iterable[TokenScores]) -> list[TokenScores]:
+        """Returns the scores by each teacher, in their order."""
         local_rows, remote_rows = iter(local), iter(remote)
         return [next(remote_rows if isinstance(teacher, ScoredByCalls) else local_rows) for teacher in self.teachers]
 

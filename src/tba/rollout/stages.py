@@ -12,25 +12,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-import numpy as np
-
-from tba.protocols import Reference
+from tba.protocols import Scorer
 from tba.rollout.overlong import Overlong
 from tba.types import (
     LEFT_OUT,
-    TEACHER,
     Completion,
-    FloatArray,
     Json,
     Judgement,
     Prompt,
     StopReason,
+    TokenScores,
+    TopScores,
     Trajectory,
     Version,
+    are_finite,
     quote,
+    teacher_arrays,
 )
 
-Scores: TypeAlias = "tuple[FloatArray, ...]"  # log-probabilities [T] under the reference, then under each teacher
+Scores: TypeAlias = "tuple[TokenScores, ...]"  # under the reference, then under each teacher
 Answers: TypeAlias = "Sequence[tuple[Prompt, Sequence[Completion]]]"  # prompts, each with answers to it
 
 UNWRITTEN = "an answer from elsewhere cannot be written as tokens of the run"
@@ -72,7 +72,7 @@ def drop_reason(completions: Sequence[Completion]) -> str:
     return f"an answer was cut off at {max(len(c.tokens) for c in completions)} tokens (--overlong-penalty drop)"
 
 
-def score_answers(scorers: Sequence[Reference], answers: Answers) -> list[list[Scores]]:
+def score_answers(scorers: Sequence[Scorer], answers: Answers) -> list[list[Scores]]:
     """Returns the log-probabilities of each answer under each scorer, by prompt and answer; an answer that was sampled
     twice for a prompt is scored once.
     """
@@ -89,7 +89,7 @@ def rejection_reason(
     prompt: Prompt, completion: Completion, judgement: Judgement, scores: Scores, limits: Limits
 ) -> str | None:
     """Returns why an answer cannot be trained on; None: it can."""
-    is_finite = all(np.isfinite(log_T).all() for log_T in scores)
+    is_finite = all(map(are_finite, scores))
     if is_finite and abs(judgement.reward) <= limits.largest_reward:  # NaN fails this comparison too
         return None
     addition = "" if is_finite else f", and its log-probability under {limits.scorers} is not finite"
@@ -109,6 +109,8 @@ def build_trajectory(
     provenance: Mapping[str, Json],
 ) -> Trajectory:
     """Returns the trajectory that an answer makes with its judgement and its log-probabilities."""
+    reference_scores, *teacher_scores = scores
+    assert not isinstance(reference_scores, TopScores)
     episode = completion.episode
     is_stored_as_it_is = completion.judgement is None and episode is None
     return Trajectory(
@@ -117,9 +119,9 @@ def build_trajectory(
         completion=completion if is_stored_as_it_is else replace(completion, judgement=None, episode=None),
         reward=float(judgement.reward),
         reward_parts=judgement.parts,
-        log_reference=scores[0],
+        log_reference=reference_scores,
         reference=reference,
-        arrays={TEACHER: np.stack(scores[1:])} if len(scores) > 1 else {},
+        arrays=teacher_arrays(teacher_scores),
         provenance={**provenance, **({} if episode is None else episode.provenance)},
     )
 

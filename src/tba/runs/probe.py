@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -30,7 +30,7 @@ from tba.grading import Grader, GradingProcess
 from tba.markup import decode_tokens
 from tba.models.arithmetic import product_rate
 from tba.models.huggingface import HuggingFace
-from tba.protocols import Model, Policy, Tokenizer, start_objective
+from tba.protocols import Model, Policy, Scorer, Tokenizer, start_objective
 from tba.recipe import Recipe
 from tba.record.memory import keep_few_kernels, peak_gpu_memory_bytes, peak_memory_bytes
 from tba.rollout.stages import has_failed_environment
@@ -47,17 +47,19 @@ from tba.training.ranks.messages import RankSettings
 from tba.training.staleness import effective_share
 from tba.training.trainer import Trainer
 from tba.types import (
-    TEACHER,
     Completion,
-    FloatArray,
     Group,
     Json,
     Judgement,
     Prompt,
     Sampling,
     StopReason,
+    TokenScores,
+    TopScores,
     Trajectory,
     Version,
+    are_finite,
+    teacher_arrays,
 )
 from tba.weights.directory import WeightDirectory
 
@@ -74,8 +76,9 @@ _SLOW_STEP_SECONDS = 5.0  # of a whole step, as far as passes without a gradient
 _DRIFT_SECONDS = 60.0  # in which those updates are made at most; else the drift is not measured
 _SECONDS_BETWEEN_LINES = 2.0  # seconds between two lines of progress
 _T = TypeVar("_T")
-# its tokens, mask, log-probabilities under the model, reward, and those under another reference and each teacher
-_Answer: TypeAlias = tuple[list[int], list[bool] | None, list[float], float, list[list[float]]]
+# its tokens, mask, log-probabilities under the model, reward, and the scores under another reference and each teacher:
+# log-probabilities, and where top tokens are scored these and theirs
+_Answer: TypeAlias = tuple[list[int], list[bool] | None, list[float], float, list[list[Any]]]
 _Answers: TypeAlias = tuple[int, list[_Answer]]  # the place of a prompt, and the answers to it
 PROGRESS = "progress"  # the only name in a line of progress
 _Say: TypeAlias = Callable[[str], object]
@@ -172,8 +175,8 @@ class SearcherProbe:
         self.vine = vine_of(recipe, self.model, self.engine, Grader(self.reward, recipe.run.reward_deadline))
         initial = self.model.reference(recipe.policy_temperature, Version())
         references = [initial] if recipe.reference is None else [initial, reference_of(recipe, self.model)]
-        teachers = teachers_of(recipe, self.model, references[-1])
-        self.scorers = [("reference", scorer) for scorer in references] + [("teachers", t) for t in teachers]
+        self.scorers: list[tuple[str, Scorer]] = [("reference", scorer) for scorer in references]
+        self.scorers += [("teachers", teacher) for teacher in teachers_of(recipe, self.model, references[-1])]
         self.rng = np.random.default_rng(seed)
 
     def generate(self, prompts: int, samples: int) -> Round:
@@ -190,17 +193,19 @@ class SearcherProbe:
         stages = {"generation": seconds - environment_seconds, "environment": environment_seconds}
         return Round(positions, chosen_prompts, answers, sampling, stages)
 
-    def score(self, round_: Round, most_answers: int | None = None) -> list[list[list[FloatArray]]]:
+    def score(self, round_: Round, most_answers: int | None = None) -> list[Sequence[Sequence[TokenScores]]]:
         """Returns the log-probabilities of each prompt's answers, at most so many of them, under each scorer. Where
         they are not all, the seconds are in proportion to the tokens.
         """
         rows = [(p, row[:most_answers]) for p, row in zip(round_.prompts, round_.answers, strict=True)]
         scored_tokens = sum(len(p.tokens) + sum(len(c.tokens) for c in row) for p, row in rows)
-        share, scores = scored_tokens / sum(round_.tokens), []
+        share, scores = scored_tokens / sum(round_.tokens), list[Sequence[Sequence[TokenScores]]]()
         for number, (name, scorer) in enumerate(self.scorers, start=1):
             start = time.perf_counter()
             scores.append(scorer.log_probabilities_of(rows))
             seconds = (time.perf_counter() - start) / share
+            if name == "reference" and not self.recipe.scores_reference:
+                seconds = 0.0  # it is scored here for what is shown only
             round_.seconds[name] = round_.seconds.get(name, 0.0) + seconds
             self.say(f"scored by {number} of {len(self.scorers)} models")
         return scores
@@ -339,20 +344,33 @@ def _judge_answers(reward: TimedReward, round_: Round, say: _Say) -> list[list[J
     return judgement_rows
 
 
+def _as_lists(scores: TokenScores) -> list[Any]:
+    """Returns scores as plain lists of numbers: log-probabilities, then top tokens and theirs, if there are some."""
+    return [array.tolist() for array in (astuple(scores) if isinstance(scores, TopScores) else (scores,))]
+
+
+def _from_lists(lists: Sequence[Any]) -> TokenScores:
+    """Returns the scores that `_as_lists` was given."""
+    log_T = np.array(lists[0], np.float32)
+    if len(lists) == 1:
+        return log_T
+    return TopScores(log_T, np.array(lists[1], np.int32), np.array(lists[2], np.float16))
+
+
 def _training_answers(
-    completions: Sequence[Completion], judgements: Sequence[Judgement], prompt_scores: Sequence[Sequence[FloatArray]]
+    completions: Sequence[Completion], judgements: Sequence[Judgement], prompt_scores: Sequence[Sequence[TokenScores]]
 ) -> list[_Answer]:
     """Returns what the trainer's probe learns from: answers that were graded and scored."""
     return [
         (
             c.tokens.tolist(),
             None if c.mask is None else c.mask.tolist(),
-            log_behavior.tolist(),
+            _as_lists(log_behavior)[0],
             judgement.reward,
-            [log_T.tolist() for log_T in log_others],
+            list(map(_as_lists, others)),
         )
-        for c, judgement, log_behavior, *log_others in zip(completions, judgements, *prompt_scores, strict=False)
-        if math.isfinite(judgement.reward) and all(np.isfinite(log_T).all() for log_T in log_others)
+        for c, judgement, log_behavior, *others in zip(completions, judgements, *prompt_scores, strict=False)
+        if math.isfinite(judgement.reward) and all(map(are_finite, others))
     ]
 
 
@@ -558,13 +576,14 @@ class _AnswerBatches:
     def trajectory(self, prompt: Prompt, answer: _Answer) -> Trajectory:
         tokens, log_behavior_T, reward = np.array(answer[0], np.int32), np.array(answer[2], np.float32), answer[3]
         mask = None if answer[1] is None else np.array(answer[1])
-        teachers = [np.array(log_T, np.float32) for log_T in answer[4]]
+        teachers = list(map(_from_lists, answer[4]))
         log_reference = log_behavior_T if self.recipe.reference is None else teachers.pop(0)
+        assert not isinstance(log_reference, TopScores)
         versions, uid, value = (Version(), Version()), self.rng.bytes(16).hex(), np.ones(1, np.float32)
         completion = Completion(tokens, "", StopReason.EXTERNAL, versions, log_behavior=log_behavior_T, mask=mask)
         steps: dict[str, npt.NDArray[Any]] = {"step_start": np.zeros(1, np.int64), "step_value": value}
         arrays = steps if "step_value" in self.recipe.objective.needs else {}
-        arrays |= {TEACHER: np.stack(teachers)} if teachers else {}
+        arrays |= teacher_arrays(teachers)
         return Trajectory(uid, prompt, completion, reward, log_reference, Version(), arrays=arrays)
 
 

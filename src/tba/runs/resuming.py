@@ -72,6 +72,11 @@ def resume_point(
     ):
         if name.startswith(_FIXED_FIELDS) and name != "reference_reset":
             raise UserError(f"a run keeps its {name}, which is {old_value!r}: start a new run for {new_value!r}")
+    if recipe.scores_reference and not recorded_recipe.scores_reference:
+        raise UserError(
+            "the run's answers were not scored under the reference, which had no part in its target: start a new run, "
+            "or leave the teacher's weights as they were"
+        )
     checkpoint = newest_checkpoint(run.checkpoints)
     _refuse_finished(run, recipe, checkpoint)
     prepared_recipe = replace(recipe, model=recipe.model.prepared(recipe.task))

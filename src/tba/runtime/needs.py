@@ -13,7 +13,7 @@ from typing import Any
 from tba.protocols import Acted, HasGradientCheckpointing, JudgedByModels, LoadedOnDevice, Work
 from tba.recipe import Recipe
 from tba.record.text import size
-from tba.runtime.teaching import scorers_of
+from tba.runtime.teaching import loads_reference, scorers_of
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ def needs(recipe: Recipe) -> list[Need]:
             result = [need for need in result if need.part != name]
             device_owner = scorer if isinstance(scorer, LoadedOnDevice) else recipe.model
             result.append(Need(name, device_owner.trainer_device.type, memory["reference"]))
+    if not loads_reference(recipe, recipe.model):
+        result = [need for need in result if need.part != "reference"]
     result += [Need("host", "cpu", bytes_by_part["host"])] if bytes_by_part["host"] else []
     if isinstance(recipe.task, JudgedByModels):
         result += [Need(f"rewards on {place}", place, parts) for place, parts in recipe.task.memory().items()]

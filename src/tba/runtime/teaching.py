@@ -28,6 +28,8 @@ from tba.protocols import (
     LoadsOtherModels,
     Model,
     Reference,
+    Scorer,
+    ScoresTopTokens,
     ScoringModel,
     Task,
     path_of,
@@ -48,8 +50,36 @@ def _ignore(line: str) -> None:
     """Ignore a line for people."""
 
 
+@dataclass
+class NoReference:
+    """Stands in for a reference that has no part in the target: nothing is loaded, and every score is 0."""
+
+    version: Version
+    concurrent: bool = True  # it computes nothing
+
+    def log_probabilities_of(self, answers: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[FloatArray]]:
+        """Returns zeros, float32 [T], for each completion."""
+        return [[np.zeros(len(c.tokens), np.float32) for c in completions] for _, completions in answers]
+
+    def load(self, weights: Mapping[str, Any], version: Version) -> None:
+        """Take another version's name."""
+        self.version = version
+
+
 def reference_of(recipe: Recipe, model: Model) -> Reference:
-    """Returns the reference that a run of a prepared model begins with. Raises `UserError` for another tokenizer."""
+    """Returns the reference that a run of a prepared model begins with; `NoReference` where it has no part in the
+    target. Raises `UserError` for another tokenizer.
+    """
+    return _scored_reference(recipe, model) if recipe.scores_reference else NoReference(Version())
+
+
+def loads_reference(recipe: Recipe, model: Model) -> bool:
+    """Returns whether searchers load the reference: it is scored, or a teacher that scores texts asks it."""
+    teachers = _teachers(recipe, model)
+    return recipe.scores_reference or any(_difference(recipe.task, model, teacher) for teacher in teachers)
+
+
+def _scored_reference(recipe: Recipe, model: Model) -> Reference:
     if recipe.reference is None:
         return model.reference(recipe.policy_temperature, Version())
     reference_model = _load_model(recipe, model, recipe.reference, "--reference")
@@ -57,9 +87,10 @@ def reference_of(recipe: Recipe, model: Model) -> Reference:
     return reference_model.reference(recipe.policy_temperature, Version())
 
 
-def teachers_of(recipe: Recipe, model: Model, reference: Reference) -> list[Reference]:
+def teachers_of(recipe: Recipe, model: Model, reference: Reference) -> list[Scorer]:
     """Returns the recipe's teachers, in order. A teacher with another tokenizer is wrapped in a `ScoredByText`, which
-    needs the run's reference. Raises `UserError` where the recipe needs the log-probability of each token.
+    needs the run's reference, and loads it where that is a `NoReference`. Raises `UserError` where the recipe needs the
+    log-probability of each token.
     """
     return [_teacher_reference(recipe, model, reference, teacher) for teacher in _teachers(recipe, model)]
 
@@ -231,15 +262,26 @@ def _teachers(recipe: Recipe, model: Model, say: Callable[[str], None] = _ignore
         yield teacher.prepared(recipe.task, say)
 
 
-def _teacher_reference(recipe: Recipe, model: Model, reference: Reference, teacher: ScoringModel) -> Reference:
+def _teacher_reference(recipe: Recipe, model: Model, reference: Reference, teacher: ScoringModel) -> Scorer:
     difference = _difference(recipe.task, model, teacher)
     if difference:
         _require_sums(recipe, teacher, difference)
     scorer = teacher.reference(recipe.policy_temperature, Version())
     if not difference:
-        return scorer
+        return scorer if not recipe.teachers.top else _with_top(scorer, teacher, recipe.teachers.top)
+    if isinstance(reference, NoReference):
+        reference = _scored_reference(recipe, model)
     tokenizers = model.tokenizer(), teacher.tokenizer()
     return ScoredByText(scorer, reference, *tokenizers, is_chat(recipe.task), teacher.positions)
+
+
+def _with_top(scorer: Reference, teacher: ScoringModel, count: int) -> Scorer:
+    if not isinstance(scorer, ScoresTopTokens):
+        raise UserError(
+            f"--teacher.top is {count}, but {_name(teacher)} cannot say which tokens it finds most probable: choose "
+            "another teacher, or an objective that needs sampled tokens only (TrajectoryBalance)"
+        )
+    return scorer.with_top(count)
 
 
 def _load_model(recipe: Recipe, model: Model, path: str, flag: str, say: Callable[[str], None] = _ignore) -> Model:

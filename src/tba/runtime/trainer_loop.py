@@ -26,7 +26,7 @@ import torch
 from tba.batch import Batch, FetchedBatch, distinct_rows
 from tba.clock import SEARCHER_STATES, ShareClock
 from tba.errors import UserError
-from tba.protocols import ComputeCost, HasRecentShare, Manifest, Policy, Remembering, start_objective
+from tba.protocols import TOP_TOKENS, ComputeCost, HasRecentShare, Manifest, Policy, Remembering, start_objective
 from tba.recipe import Recipe
 from tba.record.faults import record_fault
 from tba.record.jsonl import write_json
@@ -472,7 +472,7 @@ def start_training(
             recipe.evaluation.every, recipe.steps, weights, journal.job_done, averaged=recipe.optimizer.weight_average
         ),
         controller=recipe.control.start(recipe.sync_every, m),
-        staleness=StalenessWatch(recipe.sync_every),
+        staleness=StalenessWatch(recipe.sync_every, any_data=TOP_TOKENS in recipe.objective.needs),
         recorder=recipe.record.start(run.path, run.facts["resolved"]),
         evaluation_watch=EvaluationWatch(run),
         answer_watch=watch,

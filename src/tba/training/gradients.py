@@ -158,12 +158,17 @@ class Slice:
         log Z belongs to a group, and a group may be split: its derivative goes with the first slice that has it.
         """
         pairs = []
-        for tensor, leaf in ((output.log_policy_BT, leaves.log_policy_BT), (output.value_BT, leaves.value_BT)):
+        for tensor, leaf in zip(_row_outputs(output), _row_outputs(leaves), strict=True):
             if tensor is not None and leaf is not None and leaf.grad is not None:
                 pairs.append((tensor, leaf.grad[self.place_BT(leaf.device)]))
         if output.log_z_G is not None and leaves.log_z_G is not None and leaves.log_z_G.grad is not None:
             pairs.append((output.log_z_G, self.log_z_derivatives(leaves.log_z_G.grad, done_G)))
         return pairs
+
+
+def _row_outputs(output: PolicyOutput) -> tuple[Tensor | None, ...]:
+    """Returns the outputs that belong to rows: [B, T], and what follows."""
+    return output.log_policy_BT, output.value_BT, output.log_top_BTC
 
 
 def _evaluate(policy: Policy, batch: Batch) -> PolicyOutput:
@@ -173,15 +178,19 @@ def _evaluate(policy: Policy, batch: Batch) -> PolicyOutput:
         return policy.evaluate(batch)
     output = policy.evaluate(batch.select(rows_D))
     place_B = to_device(place_B, output.log_policy_BT.device)
-    value_BT = None if output.value_BT is None else output.value_BT.index_select(0, place_B)
+    log_policy_BT, value_BT, log_top_BTC = (
+        None if tensor is None else tensor.index_select(0, place_B) for tensor in _row_outputs(output)
+    )
+    assert log_policy_BT is not None
     entropy_D = output.entropy_B
 
     def entropy_B() -> Tensor:
         assert entropy_D is not None
         return entropy_D().index_select(0, place_B)
 
-    log_policy_BT = output.log_policy_BT.index_select(0, place_B)
-    return PolicyOutput(log_policy_BT, value_BT, output.log_z_G, None if entropy_D is None else entropy_B)
+    return PolicyOutput(
+        log_policy_BT, value_BT, output.log_z_G, None if entropy_D is None else entropy_B, log_top_BTC=log_top_BTC
+    )
 
 
 def _evaluate_without_gradient(policy: Policy, batch: Batch, slices: Sequence[Slice]) -> PolicyOutput:
@@ -198,15 +207,17 @@ def _evaluate_without_gradient(policy: Policy, batch: Batch, slices: Sequence[Sl
         log_policy_BT,
         assemble([o.value_BT for o in outputs], row_places, shape_BT),
         assemble([o.log_z_G for o in outputs], group_places, (batch.groups,)),
+        log_top_BTC=assemble([o.log_top_BTC for o in outputs], row_places, shape_BT),
     )
 
 
 def assemble(parts: Sequence[Tensor | None], places: Sequence[Any], shape: tuple[int, ...]) -> Tensor | None:
-    """Returns a leaf of `shape` with every part in its place; None when there are none."""
+    """Returns a leaf of `shape`, and what else parts have, with every part in its place; None when there are none."""
     whole: Tensor | None = None
     for tensor, place in zip(parts, places, strict=True):
         if tensor is None:
             return None
-        whole = tensor.new_zeros(shape) if whole is None else whole
+        if whole is None:
+            whole = tensor.new_zeros(shape + tensor.shape[len(shape) :])
         whole[place] = tensor
     return None if whole is None else whole.requires_grad_()

@@ -37,6 +37,7 @@ class Teacher:
     paths: tuple[str, ...] = ()  # teachers: a folder, a GGUF file, an adapter of PEFT or a Hub name each
     weights: tuple[float, ...] = ()  # of each teacher in the target; empty: they share 1 evenly
     schedule: Schedule = Constant(1.0)  # by step, what all weights are multiplied by
+    top: int = 0  # most probable tokens of the teacher whose log-probabilities are stored at each place, for `Distil`
     reward: bool = True  # whether the target contains the reward; if not, it is recorded and evaluated only
     models: tuple[ScoringModel, ...] = field(default=(), metadata=BY_CODE)  # made by code; `paths` replace them
 
@@ -48,13 +49,15 @@ class Teacher:
         for value in (*self.weights, self.schedule(1), self.schedule.last):
             if not (math.isfinite(value) and value >= 0):
                 raise UserError(f"a teacher's weight is {value} (--teacher.weights): give a number, 0 or more")
+        if self.top < 0:
+            raise UserError(f"--teacher.top is {self.top}: give a number of tokens, 0 or more")
         if not self.reward and not self.count:
             raise UserError("--teacher.no-reward leaves nothing to learn from without --teacher.paths: give that too")
 
     @property
     def unused(self) -> Mapping[str, str]:
         """Returns the fields without effect while there is no teacher."""
-        return {} if self.count else dict.fromkeys(("weights", "schedule", "reward"), "paths")
+        return {} if self.count else dict.fromkeys(("weights", "schedule", "top", "reward"), "paths")
 
     @property
     def count(self) -> int:
@@ -65,6 +68,11 @@ class Teacher:
     def is_target(self) -> bool:
         """Returns whether the target is one teacher and nothing else."""
         return self.count == 1 and not self.reward and self.shares(1) == [1.0] and isinstance(self.schedule, Constant)
+
+    @property
+    def replaces_reference(self) -> bool:
+        """Returns whether the reference's weight in the target, 1 - a, is 0 at every step."""
+        return self.count > 0 and isinstance(self.schedule, Constant) and math.isclose(sum(self.shares(1)), 1)
 
     def shares(self, step: int) -> list[float]:
         """Returns each teacher's weight at optimizer step `step` (from 1)."""
@@ -89,6 +97,7 @@ class Teacher:
         return replace(
             batch,
             log_reference_BT=(1 - sum(self.shares(step))) * batch.log_reference_BT + log_teacher_BTN @ share_N,
+            log_anchor_BT=batch.log_reference_BT,
             log_teacher_BTN=None,
             reward_B=batch.reward_B if self.reward else torch.zeros_like(batch.reward_B),
         )

@@ -85,6 +85,8 @@ class Trainer:
             batch_metrics["without_signal"] = 0.0  # a teacher tells answers of the same reward apart
         target = self.teacher.with_teachers(batch, step)
         metrics = self.update(target, self.backward(target))
+        if self.teacher.replaces_reference:
+            return batch_metrics | metrics | {"reward": batch_metrics["reward"]}
         target_shift_BT = torch.where(batch.mask_BT, target.log_reference_BT - batch.log_reference_BT, 0.0)
         reference_metrics = {"log_ratio_reference": metrics["log_ratio"] + float(target_shift_BT.sum()) / batch.rows}
         return batch_metrics | metrics | reference_metrics | {"reward": batch_metrics["reward"]}

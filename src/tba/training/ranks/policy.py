@@ -38,6 +38,8 @@ from tba.training.ranks.weights import OutgoingWeights
 _SHARING = "for the other ranks to look for the checkpoints"
 _PROMPTS = ("prompt_GP", "prompt_length_G")  # these and the answers make a batch that can be evaluated
 _ANSWERS = ("completion_BT", "length_B", "mask_BT", "log_reference_BT", "reward_B", "group_B")
+_OPTIONAL = ("segment_start_BL", "top_id_BTK")  # which change an evaluation where a batch has them
+_OUTPUTS = ("log_policy_BT", "value_BT", "log_top_BTC", "log_z_G")  # of a policy, in the order in which they travel
 
 
 @dataclass(frozen=True)
@@ -54,13 +56,15 @@ class _RankShare:
 
     def shapes(self, heads: Sequence[str]) -> list[tuple[int, ...]]:
         """Returns the shapes of the policy's outputs for the share, in the order of `present_outputs`."""
-        rows, groups = self.part.batch.completion_BT.shape, (self.part.batch.groups,)
-        return [tuple(rows), *([tuple(rows)] if "value" in heads else []), *([groups] if "log_z" in heads else [])]
+        batch = self.part.batch
+        rows = tuple(batch.completion_BT.shape)
+        top = [] if batch.top_id_BTK is None else [(*rows, batch.top_id_BTK.shape[-1] + 1)]
+        return [rows, *([rows] if "value" in heads else []), *top, *([(batch.groups,)] if "log_z" in heads else [])]
 
 
 def present_outputs(output: PolicyOutput) -> list[Tensor]:
-    """Returns the tensors of a policy's output, without those of heads it does not have."""
-    return [t for t in (output.log_policy_BT, output.value_BT, output.log_z_G) if t is not None]
+    """Returns the tensors of a policy's output, without those it does not have."""
+    return [tensor for name in _OUTPUTS if (tensor := getattr(output, name)) is not None]
 
 
 def _take_entropy(output: PolicyOutput) -> Tensor:
@@ -70,12 +74,11 @@ def _take_entropy(output: PolicyOutput) -> Tensor:
     return output.entropy_B()
 
 
-def _to_output(tensors: Sequence[Tensor], heads: Sequence[str]) -> PolicyOutput:
-    """Returns the output with these `present_outputs`."""
-    iterator = iter(tensors)
-    log_policy_BT = next(iterator)
-    value_BT = next(iterator) if "value" in heads else None
-    return PolicyOutput(log_policy_BT, value_BT, next(iterator) if "log_z" in heads else None)
+def _to_output(tensors: Sequence[Tensor], local_output: PolicyOutput) -> PolicyOutput:
+    """Returns the output with these `present_outputs`, which are the same as a rank's own."""
+    names = [name for name in _OUTPUTS if getattr(local_output, name) is not None]
+    columns: dict[str, Any] = dict(zip(names, tensors, strict=True))
+    return PolicyOutput(**columns)
 
 
 @dataclass
@@ -116,9 +119,8 @@ class Rank0Policy:
             )
         rows_by_rank = deal(batch, self.ranks.count, self.max_tokens, self.share_prompt)
         shares = [_RankShare.of(batch, rows) for rows in rows_by_rank]
-        batch_tensors = {name: getattr(batch, name) for name in (*_PROMPTS, *_ANSWERS)}
-        if batch.segment_start_BL is not None:
-            batch_tensors["segment_start_BL"] = batch.segment_start_BL
+        optional = [name for name in _OPTIONAL if getattr(batch, name) is not None]
+        batch_tensors = {name: getattr(batch, name) for name in (*_PROMPTS, *_ANSWERS, *optional)}
         self.ranks.broadcast("evaluate", batch_tensors, gradient=torch.is_grad_enabled())
         with self.ranks.name_collectives("evaluate"):
             output = self.local_policy.evaluate(shares[0].part.batch)
@@ -129,7 +131,7 @@ class Rank0Policy:
         slices = [(shares[rank].part, tensors) for rank, tensors in outputs_by_rank.items() if shares[rank].is_used]
         batch_outputs = _assemble_batch(batch, slices)
         if not torch.is_grad_enabled():
-            return _to_output(batch_outputs, list(self.heads))
+            return _to_output(batch_outputs, output)
         entropy_B = torch.full((batch.rows,), torch.nan, device=self.ranks.device)
 
         def backpropagate(gradients: Sequence[Tensor]) -> None:
@@ -139,7 +141,7 @@ class Rank0Policy:
                     rows = share.part.row_index.to(entropy_B.device)
                     entropy_B[rows] = self.ranks.receive([rows.shape], rank)[0] if rank else _take_entropy(output)
 
-        rank_outputs = _to_output(_RankOutputs.apply(self._anchor, backpropagate, *batch_outputs), list(self.heads))
+        rank_outputs = _to_output(_RankOutputs.apply(self._anchor, backpropagate, *batch_outputs), output)
         return replace(rank_outputs, entropy_B=lambda: entropy_B)
 
     def _backpropagate(
@@ -360,7 +362,7 @@ def _assemble_batch(batch: Batch, outputs: Sequence[tuple[Slice, Sequence[Tensor
     """Returns the outputs for the whole batch, each part in its place."""
     shape_BT, tensors = tuple(batch.completion_BT.shape), []
     for column in zip(*(tensors for _, tensors in outputs), strict=True):
-        is_by_row = column[0].ndim == 2
+        is_by_row = column[0].ndim > 1
         device = column[0].device
         slices = [part for part, _ in outputs]
         places: list[Any] = [s.place_BT(device) if is_by_row else to_device(s.group_index, device) for s in slices]
