@@ -4,9 +4,10 @@
 
 The teacher is that of the recipe `distil`. Ways: Trajectory Balance of whole answers (the default form) and token by
 token, reverse KL and the Jensen-Shannon divergence by the whole vocabulary as TRL's GKD computes them
-(`tba_lab/gkd.py`), reverse KL by the teacher's top 3 or 2 tokens and all others together (`Distil`), and the negative log-likelihood of the teacher's texts (SFT). Sources: the student as it is; k = 64,
-which is the student of up to 64 updates ago, and half of each batch older; a log of the base's answers, offline; SFT
-has a log of the teacher's. No reward is learnt from.
+(`tba_lab/gkd.py`), reverse KL by the teacher's top 3 or 2 tokens and all others together (`Distil`), and the negative
+log-likelihood of the teacher's texts (SFT). Sources: the student as it is; k = 64, which is the student of up to 64
+updates ago, and half of each batch older; a log of the base's answers, offline; SFT has a log of the teacher's. No
+reward is learnt from.
 
 Each cell (way, source) has its learning rate of --rates, by the KL divergence to the teacher on a seed of its own (a
 best rate at the edge is followed by the next beyond it), then the seeds. All are trained on as many tokens, 17
