@@ -783,6 +783,16 @@ class Model(ScoringModel, Protocol):
 
 
 @runtime_checkable
+class SamplesBase(Protocol):
+    """A model that can be sampled as it was before training, beside the engine that is given newer weights."""
+
+    def base_engine(self, longest_prompt: int, reference: Reference | None = ...) -> Engine:
+        """Returns an engine of the weights that a run begins with; may share those of a reference that keeps them for
+        good. Raises `UserError` where the free memory does not hold it.
+        """
+
+
+@runtime_checkable
 class LoadedFromPath(Protocol):
     """A model that is loaded from a folder, a file, or by a name on the Hub."""
 

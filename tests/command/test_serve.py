@@ -129,6 +129,9 @@ def test_a_run_learns_from_its_agents_alone(tmp_path: Path, model: Path, tokens:
         for method, route in (("POST", f"/episodes/{episode['id']}/end"), ("DELETE", f"/episodes/{episode['id']}")):
             status, refusal = ask(url, method, route, TOKENS["bob"])
             assert (status, refusal["error"]["code"]) == (403, "foreign_episode")
+        base_call = {"model": "base", "messages": episode["prompt"], "max_tokens": 5}
+        status, answer = ask(url, "POST", "/v1/chat/completions", episode["api_key"], base_call)
+        assert (status, answer["model"]) == (200, "base")
         assert ask(url, "DELETE", f"/episodes/{episode['id']}", episode["api_key"])[0] == 204
         told = [*episode["prompt"], {"role": "assistant", "content": "One."}, {"role": "user", "content": "Sure?"}]
         rollout = {"messages": [*told, {"role": "assistant", "content": "Two."}], "uid": "mine", "reward": 9}
@@ -144,7 +147,8 @@ def test_a_run_learns_from_its_agents_alone(tmp_path: Path, model: Path, tokens:
         assert (serve.returncode, errors) == (0, ""), output
         assert "served: " in output
     assert not (path / "serve.json").exists()
-    require_whole(path, alice.acknowledged | bob.acknowledged)
+    summary = require_whole(path, alice.acknowledged | bob.acknowledged)
+    assert summary.served["calls of the base"] == 1
     served_rows = [row for row in rows(path) if not row.imported]
     (rollout_row,) = (row for row in rows(path) if row.imported)
     assert len(rollout_row.completion.turns) == 2

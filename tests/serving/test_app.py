@@ -203,7 +203,8 @@ def test_nothing_is_answered_without_a_token(door: Door) -> None:
         assert door.ask(method, path, {}, None, authorization=f"Basic {TOKENS['alice']}").status == 401
     assert door.ask("POST", CALL, {"messages": episode["prompt"]}, TOKENS["alice"]).code == "no_key"  # of no episode
     assert door.ask("GET", "/v1/models", key=None, x_api_key=TOKENS["alice"]).status == 200
-    assert door.ask("GET", "/v1/models", key=episode["api_key"]).status == 200
+    models = door.ask("GET", "/v1/models", key=episode["api_key"])
+    assert [model["id"] for model in models.body["data"]] == ["policy", "base"]
     assert door.ask("GET", "/healthz", key=None).body == {"status": "ok", "weights": "0.0"}
     assert door.chat(episode).status == 200
 
@@ -482,6 +483,29 @@ def test_a_token_has_quotas_that_do_not_touch_another(model: HuggingFace) -> Non
         assert door.chat(first).code == "context_length_exceeded"  # that was its third call
         door.ask("DELETE", f"/episodes/{first['id']}")
         assert door.ask("POST", "/episodes").status == 201
+
+
+def test_calls_of_the_base_count_among_an_episodes_calls_and_are_cancelled_with_it(model: HuggingFace) -> None:
+    limits = ServingLimits(max_tokens=400, max_calls=4, seat_seconds=20)
+    with served_by(model, limits) as door, ThreadPoolExecutor(1) as threads:
+        episode, abandoned = door.begin(), door.begin()
+        fields = {"model": "base", "max_tokens": 6}
+        reply = door.chat(episode, **fields)
+        assert (reply.status, reply.body["model"]) == (200, "base")
+        for path, question in (("responses", {"input": "Six?"}), ("messages", {"messages": episode["prompt"]})):
+            reply = door.ask("POST", f"/e/{episode['id']}/v1/{path}", {**question, **fields}, key=None)
+            assert (reply.status, reply.body["model"]) == (200, "base")
+        answer = door.chat(episode)
+        assert door.chat(episode, **fields).code == "context_length_exceeded"
+        assert door.served.server.figures["calls of the base"] == 3
+        assert door.ask("POST", f"/episodes/{episode['id']}/end").body["on_disk"] is True
+        with door.searcher_waits():
+            waiting = threads.submit(door.chat, abandoned, **fields)
+            until(lambda: door.served.server.episode(abandoned["id"]).samples or waiting.done())
+            door.ask("DELETE", f"/episodes/{abandoned['id']}")
+        assert waiting.result(SECONDS).status == 410
+    ((_, completion),) = door.served.completions
+    assert len(completion.tokens) == answer.body["usage"]["completion_tokens"]
 
 
 def test_calls_that_are_not_answered_are_forgotten(model: HuggingFace) -> None:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from tba.errors import DeadlineExceeded, UserError
 from tba.imported_answers.report import Report
 from tba.json_input import read_json
 from tba.models.endpoint_teacher import EndpointTeacher
-from tba.protocols import Acted
+from tba.protocols import Acted, SamplesBase
 from tba.recipe import Recipe
 from tba.rollout.searcher import OpenAnswer
 from tba.runtime.engines import turn_encoder_of, worlds_of
@@ -164,6 +165,10 @@ class AgentService:
         http = http_server(application(server, access), options.certificate)
         self._listeners.append(server.note_done)
         self.agent_link.accepts_episodes = _EpisodeGate(loop)
+        if isinstance(model, SamplesBase):
+            keeps_base = recipe.reference is None and not recipe.reference_reset
+            reference = loop.searcher.reference if keeps_base else None
+            self.agent_link.make_base_engine = partial(model.base_engine, recipe.prompts.max_tokens, reference)
         thread = threading.Thread(target=http.run, kwargs={"sockets": [self.listener]}, name="server", daemon=True)
         thread.start()
         facts = run.path / "serve.json"

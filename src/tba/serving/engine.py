@@ -6,13 +6,15 @@ submits prompts, and gets completions to grade.
 
 Invariant: an episode answers one prompt that the searcher has submitted, and ends as one completion, or as none where
 it is abandoned or interrupted. A row that waits for its agent's next call is parked; what the engine has dropped is
-read again.
+read again. Calls of the model as it was before training go through an engine of their own (`BaseCalls`), which no
+weights are loaded into, and have no part in a completion.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 POLL_SECONDS = 0.05  # of a wait for the server's requests
+_SLICE_SECONDS = 0.25  # that policy and base compute in turn, while agents call both
 NO_LEASE = -1  # the position of a prompt that an agent has chosen
 
 
@@ -57,7 +60,7 @@ class SeatRequest:
 @dataclass(frozen=True)
 class SampleRequest:
     """Asks for an answer behind the tokens of a prompt. parked: the engine's request that has read all of them but the
-    last `new_tokens`.
+    last `new_tokens`. is_base: of the model as it was before training.
     """
 
     prompt: Prompt
@@ -65,6 +68,7 @@ class SampleRequest:
     limits: TurnLimits
     future: Future[SampledAnswer]
     parked: int | None = None
+    is_base: bool = False
 
 
 @dataclass(frozen=True)
@@ -167,12 +171,21 @@ class AgentLink:
     mailbox: Mailbox
     on_done: Callable[[OpenAnswer], None] | None = None  # is told of each answer that is on the disk, or rejected
     accepts_episodes: Callable[[], bool] = lambda: True  # whether another episode may begin
+    make_base_engine: Callable[[], Engine] | None = None  # of the model as it was before training; None: it has none
 
     def attach(self, model: Model, longest_prompt: int, source: PromptSource) -> tuple[ServedEngine, ServedPrompts]:
         """Returns an engine whose answers are agents' episodes, and the prompts that it asks."""
         prompts, engine = ServedPrompts(source), model.engine(Version(), longest_prompt)
         decode = partial(_decode, model.tokenizer())
-        return ServedEngine(engine, self.mailbox, prompts, decode, lambda: self.accepts_episodes()), prompts
+        return ServedEngine(engine, self.mailbox, prompts, decode, self._accepts_episodes, self._base_engine), prompts
+
+    def _accepts_episodes(self) -> bool:
+        return self.accepts_episodes()  # which is set once the searcher is there
+
+    def _base_engine(self) -> Engine:
+        if self.make_base_engine is None:
+            raise UserError("this server has no model from before training: call the policy")
+        return self.make_base_engine()
 
 
 def _decode(tokenizer: Tokenizer, tokens: IntArray) -> str:
@@ -187,7 +200,9 @@ class ServedEngine:
     mailbox: Mailbox
     prompts: ServedPrompts
     decode: Callable[[IntArray], str]  # tokens as a text, without special ones
-    accepts_episodes: Callable[[], bool] = lambda: True  # whether another episode may begin
+    accepts_episodes: Callable[[], bool]  # whether another episode may begin
+    make_base_engine: Callable[[], Engine]  # of the model as it was before training
+    _base_engine: Engine | None = None
 
     @property
     def version(self) -> Version:
@@ -202,9 +217,100 @@ class ServedEngine:
     ) -> ServedFlow:
         """Returns an empty flow of `count` episodes of each prompt."""
         assert partner is None
+
+        def make_base_flow(base_calls: BaseCalls) -> Flow:
+            self._base_engine = self._base_engine or self.make_base_engine()
+            return self._base_engine.flow(1, sampling, rng.spawn(1)[0], base_calls)
+
         flow = ServedFlow(self.mailbox, self.prompts, count, self.accepts_episodes, self.decode)
         flow.flow = self.engine.flow(1, sampling, rng, flow)
+        flow.base_calls = BaseCalls(make_base_flow, flow.must_return, self.decode)
         return flow
+
+
+@dataclass
+class BaseCalls:
+    """The calls of the model as it was before training: the partner of a flow of that model's engine, both of which are
+    made at the first call. Each call reads its whole conversation, of which nothing is kept.
+    """
+
+    make_flow: Callable[[BaseCalls], Flow]  # raises `UserError`
+    must_return: Callable[[], bool]  # whether `next` of the flow is to return between two tokens
+    decode: Callable[[IntArray], str]
+    flow: Flow | None = None
+    _new: deque[SampleRequest] = field(default_factory=deque)
+    _waiting: dict[int, SampleRequest] = field(default_factory=dict)  # by request of the flow
+    _heard: list[int] = field(default_factory=list)  # requests that have been answered and are to end
+
+    @property
+    def is_busy(self) -> bool:
+        """Returns whether calls wait for their answers."""
+        return bool(self._new or self._waiting)
+
+    def add(self, item: SampleRequest) -> None:
+        """Add a call, which `next` begins: an engine may have to be made for it."""
+        self._new.append(item)
+
+    def next(self, interrupted: Callable[[], bool] | None) -> None:
+        """Compute until a call is answered, or `must_return`."""
+        while self._new:
+            self._begin(self._new.popleft())
+        if self.flow is not None and self._waiting:
+            self.flow.next(interrupted, until_needed=False)
+
+    def _begin(self, item: SampleRequest) -> None:
+        if item.future.done():
+            return
+        try:
+            self.flow = self.flow or self.make_flow(self)
+        except UserError as error:
+            refuse(item, RequestRefused(503, str(error), "no_base"))
+            return
+        request = self.flow.prompts_submitted
+        try:
+            self.flow.submit([item.prompt])
+        except UserError as error:
+            refuse(item, RequestRefused(400, str(error), "context_length_exceeded"))
+            return
+        self._waiting[request] = item
+
+    def cancel(self, items: Sequence[SampleRequest]) -> None:
+        """End calls whose answers nobody waits for."""
+        identities = set(map(id, items))
+        for item in self._new:
+            if id(item) in identities:
+                refuse(item)
+        for request, item in self._waiting.items():
+            if self.flow is not None and id(item) in identities:
+                self.flow.cancel(request)
+
+    def refuse_all(self) -> None:
+        """Refuse all calls, because the run has ended."""
+        for item in self._new:
+            refuse(item)
+        self._new.clear()
+        self.next(lambda: True)
+
+    def turn_limits(self, request: int) -> TurnLimits:
+        """Returns the limits of the call that a request answers."""
+        return self._waiting[request].limits
+
+    def hear(self, turns: Sequence[Turn]) -> None:
+        """Answer the calls whose turns have ended."""
+        for turn in turns:
+            _give(self._waiting.pop(turn.request), _answer_of_turn(turn))
+            self._heard.append(turn.request)
+
+    def replies(self, wait: bool) -> Mapping[int, IntArray | None]:
+        """Returns that no answered request goes on."""
+        heard_requests, self._heard = self._heard, []
+        return dict.fromkeys(heard_requests)
+
+    def ended(self, request: int, completion: Completion) -> Completion:
+        """Answer the call whose answer is as long as any, or refuse the one that was interrupted."""
+        if request in self._waiting:
+            _give_end(self._waiting.pop(request), completion, self.decode)
+        return completion
 
 
 @dataclass
@@ -219,6 +325,7 @@ class ServedFlow:
     accepts_episodes: Callable[[], bool]
     decode: Callable[[IntArray], str]
     flow: Flow = field(init=False)
+    base_calls: BaseCalls = field(init=False)
     prompts_submitted: int = 0
     unfinished_prompts: dict[int, int] = field(default_factory=dict)  # completions to come, by number
     _free_seats: deque[Seat] = field(default_factory=deque)
@@ -232,6 +339,7 @@ class ServedFlow:
     _rooms: dict[int, int] = field(default_factory=dict)  # tokens that a parked request has room for
     _replies: dict[int, IntArray | None] = field(default_factory=dict)  # not handed to the engine yet
     _work: deque[SearcherWork] = field(default_factory=deque)
+    _slice_end: float = 0.0  # when policy or base has computed long enough while the other waits, by a monotonic clock
 
     # As a flow
 
@@ -271,11 +379,20 @@ class ServedFlow:
                 return self._interrupt()
             if self._work:
                 self._do_work(self._work.popleft())
-            elif self._waiting or self._replies:
-                self.flow.next(interrupted, until_needed=False)
+            elif self._waiting or self._replies or self.base_calls.is_busy:
+                self._compute(interrupted)
             else:
                 self.mailbox.wait(POLL_SECONDS)
         return self._pop_completions()
+
+    def _compute(self, interrupted: Callable[[], bool] | None) -> None:
+        """Compute until calls are answered; policy and base in turn."""
+        self._slice_end = time.monotonic() + _SLICE_SECONDS
+        if self._waiting or self._replies:
+            self.flow.next(interrupted, until_needed=False)
+        if self.base_calls.is_busy:
+            self._slice_end = time.monotonic() + _SLICE_SECONDS
+            self.base_calls.next(interrupted)
 
     def cancel(self, request: int) -> None:
         """Ends one of the requests of the flow within."""
@@ -284,6 +401,7 @@ class ServedFlow:
     def _interrupt(self) -> list[tuple[int, list[Completion]]]:
         """Ends all episodes where they are; returns the completions that are there, by number."""
         self.flow.next(lambda: True, until_needed=False)
+        self.base_calls.refuse_all()
         unanswered: list[MailboxItem] = [*self._seat_requests, *self._waiting.values(), *self._work]
         for item in unanswered:
             refuse(item)
@@ -308,7 +426,7 @@ class ServedFlow:
     def _take_items(self) -> None:
         for item in self.mailbox.take():
             if isinstance(item, SampleRequest):
-                self._begin_turn(item)
+                (self.base_calls.add if item.is_base else self._begin_turn)(item)
             elif isinstance(item, SeatRequest):
                 self._seat_requests.append(item)
                 if item.prompt is not None and self._lacks_seat(item.prompt.key):
@@ -353,6 +471,7 @@ class ServedFlow:
         for request, item in list(self._waiting.items()):
             if any(item is unanswered for unanswered in episode.unanswered):
                 self.flow.cancel(request)
+        self.base_calls.cancel(episode.unanswered)
         seat = episode.seat
         if episode.completion is not None:
             self._finish(seat.number, [episode.completion])
@@ -399,7 +518,8 @@ class ServedFlow:
 
     def must_return(self) -> bool:
         """Returns whether there are completions to hand out, agents wait for prompts, or there is other work."""
-        return self._has_news() or bool(self._work)
+        is_turn_over = self.base_calls.is_busy and time.monotonic() >= self._slice_end
+        return self._has_news() or bool(self._work) or is_turn_over
 
     def _has_news(self) -> bool:
         self._take_items()
@@ -412,9 +532,7 @@ class ServedFlow:
     def hear(self, turns: Sequence[Turn]) -> None:
         """Answer the calls whose turns have ended; their rows wait for the next calls."""
         for turn in turns:
-            tokens = np.array(turn.tokens, dtype=np.int32)
-            answer = SampledAnswer(tokens, turn.text, turn.stop_reason, turn.log_behavior, turn.versions, turn.request)
-            if self._answer(turn.request, answer):
+            if _give(self._waiting.pop(turn.request), _answer_of_turn(turn)):
                 self._parked.add(turn.request)
                 self._rooms[turn.request] = turn.room
             else:
@@ -432,22 +550,30 @@ class ServedFlow:
         """Answer the call in which a row has used up its room, or refuse the one that was interrupted."""
         self._parked.discard(request)
         self._rooms.pop(request, None)
-        if request not in self._waiting:
-            return completion
-        if completion.stop_reason is StopReason.INTERRUPTED:
-            refuse(self._waiting.pop(request))
-            return completion
-        begin, _ = completion.turns[-1]
-        tokens, log_behavior = completion.tokens[begin:], completion.log_behavior
-        log_turn = np.zeros(len(tokens), np.float32) if log_behavior is None else log_behavior[begin:]
-        reason, versions = completion.stop_reason, completion.versions
-        self._answer(request, SampledAnswer(tokens, self.decode(tokens), reason, log_turn, versions))
+        if request in self._waiting:
+            _give_end(self._waiting.pop(request), completion, self.decode)
         return completion
 
-    def _answer(self, request: int, answer: SampledAnswer) -> bool:
-        """Answer the call that a request belongs to. Returns whether somebody waits for it."""
-        item = self._waiting.pop(request)
-        is_waiting = item.future.set_running_or_notify_cancel()
-        if is_waiting:
-            item.future.set_result(answer)
-        return is_waiting
+
+def _answer_of_turn(turn: Turn) -> SampledAnswer:
+    tokens = np.array(turn.tokens, dtype=np.int32)
+    return SampledAnswer(tokens, turn.text, turn.stop_reason, turn.log_behavior, turn.versions, turn.request)
+
+
+def _give_end(item: SampleRequest, completion: Completion, decode: Callable[[IntArray], str]) -> None:
+    """Answer a call with the last turn of a completion, or refuse it where that was interrupted."""
+    if completion.stop_reason is StopReason.INTERRUPTED:
+        refuse(item)
+        return
+    begin, _ = completion.turns[-1]
+    tokens, log_behavior = completion.tokens[begin:], completion.log_behavior
+    log_turn = np.zeros(len(tokens), np.float32) if log_behavior is None else log_behavior[begin:]
+    _give(item, SampledAnswer(tokens, decode(tokens), completion.stop_reason, log_turn, completion.versions))
+
+
+def _give(item: SampleRequest, answer: SampledAnswer) -> bool:
+    """Answer a call. Returns whether somebody waits for it."""
+    is_waiting = item.future.set_running_or_notify_cancel()
+    if is_waiting:
+        item.future.set_result(answer)
+    return is_waiting

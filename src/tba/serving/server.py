@@ -26,7 +26,7 @@ import numpy as np
 from tba.imported_answers.report import Report
 from tba.protocols import ShowsFields, Task, TurnLimits
 from tba.rollout.searcher import OpenAnswer
-from tba.serving.chat import POLICY, AnswerMessage, ChatAnswer, ChatRequest, RequestRefused
+from tba.serving.chat import BASE, POLICY, AnswerMessage, ChatAnswer, ChatRequest, RequestRefused
 from tba.serving.engine import (
     EndedEpisode,
     Mailbox,
@@ -74,6 +74,7 @@ class ServedEpisode:
     tag: Json = None
     used_at: float = field(default_factory=time.monotonic)
     tokens_read: int = 0  # that no parked row had read before
+    base_calls: int = 0  # of the model as it was before training
     overrides: Counter[str] = field(default_factory=Counter)  # fields of requests that the run has decided
     answers: dict[str, asyncio.Task[tuple[AgentCall, ChatAnswer]]] = field(default_factory=dict)  # by the body's digest
     samples: dict[AgentCall, SampleRequest] = field(default_factory=dict)  # of calls that are not answered
@@ -81,7 +82,7 @@ class ServedEpisode:
 
     @property
     def calls_made(self) -> int:
-        return len(self.tree.calls)
+        return len(self.tree.calls) + self.base_calls
 
 
 @dataclass(frozen=True)
@@ -311,7 +312,7 @@ class EpisodeServer:
             return task
         if self._open(episode).end is not None:
             raise _episode_ended()
-        if request.model not in ("", POLICY):
+        if request.model not in ("", POLICY, BASE):
             self.counts["calls under another model's name"] += 1
         if episode.calls_made >= self.limits.max_calls:
             raise RequestRefused(
@@ -323,7 +324,11 @@ class EpisodeServer:
             raise RequestRefused(
                 429, f"{self.limits.calls_per_token} calls of this token wait for their answers: wait too", "rate_limit"
             )
-        call = episode.tree.begin_call(request)
+        if request.model == BASE:
+            call = AgentCall(None, self._encoder.whole(request.messages, request.tools), (), "")
+            episode.base_calls += 1
+        else:
+            call = episode.tree.begin_call(request)
         episode.overrides.update(request.overrides.keys())
         episode.answers[digest] = task = asyncio.ensure_future(self._answer(episode, call, request))
         task.add_done_callback(_retrieve_error)
@@ -337,25 +342,27 @@ class EpisodeServer:
     async def _answer(
         self, episode: ServedEpisode, call: AgentCall, request: ChatRequest
     ) -> tuple[AgentCall, ChatAnswer]:
-        tokens = call.tokens()
+        tokens, is_base = call.tokens(), request.model == BASE
         parent = None if call.parent is None else call.parent.answer
         is_tip = call.parent is None or call.parent.children[0] is call
-        limits = TurnLimits(call.reserved, request.stop_strings)
+        limits = TurnLimits(request.max_tokens if is_base else call.reserved, request.stop_strings)
         sample = SampleRequest(
             prompt=Prompt(episode.seat.prompt.task, tokens),
             new_tokens=call.read,
             limits=limits,
             future=Future(),
             parked=parent.request if parent is not None and is_tip else None,
+            is_base=is_base,
         )
         episode.samples[call] = sample
-        self.counts["calls"] += 1
+        self.counts["calls of the base" if is_base else "calls"] += 1
         try:
             self._open(episode)  # it may have ended since the call was accepted
             self.mailbox.post(sample)
             answer = await _result_within(sample.future, self.limits.answer_seconds)
         except BaseException as error:
-            episode.tree.drop_call(call)
+            if not is_base:
+                episode.tree.drop_call(call)
             if episode.id not in self._episodes:
                 raise _episode_ended() from None
             if isinstance(error, TimeoutError):
@@ -365,13 +372,16 @@ class EpisodeServer:
             del episode.samples[call]
         text = self._encoder.writer(request.tools).encoder.turn_text(answer.tokens.tolist(), answer.text)
         message = AnswerMessage.of(text, bool(request.tools))
-        episode.tree.answer_call(call, answer, message)
         episode.used_at = time.monotonic()
         cached = 0 if sample.parked is None else len(tokens) - len(call.read)
-        self.counts["tokens read"] += len(tokens) - cached
-        episode.tokens_read += len(tokens) - cached
+        if is_base:
+            self.counts["tokens of the base"] += len(answer.tokens)
+        else:
+            episode.tree.answer_call(call, answer, message)
+            self.counts["tokens read"] += len(tokens) - cached
+            episode.tokens_read += len(tokens) - cached
         chat_answer = ChatAnswer(
-            model=POLICY,
+            model=BASE if is_base else POLICY,
             answer=message,
             stop_reason=answer.stop_reason,
             prompt_tokens=len(tokens),
