@@ -334,6 +334,15 @@ class EndsWaits(Partner, Protocol):
         ...
 
 
+@runtime_checkable
+class CountsReads(Partner, Protocol):
+    """A partner that counts what its requests read."""
+
+    def read_again(self, request: int) -> None:
+        """Takes that a request which goes on is read again from its beginning: its keys and values were dropped."""
+        ...
+
+
 class Reference(Protocol):
     """Computes log-probabilities under the reference policy, on the searcher's side."""
 

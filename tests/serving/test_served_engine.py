@@ -26,7 +26,7 @@ from tba.rollout.searcher import OpenAnswer, OpenGroup
 from tba.serving.chat import BASE, POLICY, ChatAnswer, RequestRefused, parse_chat_request
 from tba.serving.engine import AgentLink, Mailbox, SearcherWork
 from tba.serving.server import EpisodeServer, ServedEpisode, ServingLimits, _result_within
-from tba.types import Completion, Problem, Prompt, Sampling, Trajectory, Version
+from tba.types import Completion, Problem, Prompt, Sampling, StopReason, Trajectory, Version
 
 TOOL = {
     "type": "function",
@@ -99,7 +99,7 @@ class Served:
 
     def _search(self) -> None:
         self.engine, source = self.agent_link.attach(self.model, 512, self.order)
-        flow = self.engine.flow(self.samples, Sampling(), np.random.default_rng(0))
+        self.flow = flow = self.engine.flow(self.samples, Sampling(), np.random.default_rng(0))
         prompts: dict[int, Prompt] = {}
         while not self.has_ended.is_set() or flow.unfinished_prompts:
             number = flow.prompts_submitted
@@ -264,6 +264,74 @@ def test_a_retry_joins_its_call(model: HuggingFace) -> None:
     first, second = served.run(agent)
     assert first is second
     assert len(served.completions[0][1].turns) == 1
+
+
+def test_joins_of_waiting_calls_are_calls_that_wait(model: HuggingFace) -> None:
+    served = Served(model, limits=ServingLimits(max_tokens=400, calls_per_token=2, seat_seconds=20))
+
+    async def agent(served: Served) -> None:
+        episode = await served.server.begin("me", None, None)
+        messages = list(episode.seat.prompt.messages or ())
+        waiting = [asyncio.ensure_future(served.call(episode, messages, retry=i > 0)) for i in range(2)]
+        await asyncio.sleep(0)  # both have begun
+        for retry in (True, False):
+            with pytest.raises(RequestRefused, match="wait too"):
+                await served.call(episode, messages, retry=retry)
+        await asyncio.gather(*waiting)
+        assert episode.waiting == 0
+        for _ in range(3):  # nobody waits for what is there
+            await served.call(episode, messages, retry=True)
+
+    served.run(agent)
+    assert served.server.counts["retries"] == 4
+
+
+@pytest.mark.parametrize("parked_gb", [None, 0.0])
+def test_tokens_that_are_read_again_are_not_cached(model: HuggingFace, parked_gb: float | None) -> None:
+    served = Served(replace(model, generation=replace(model.generation, parked_gb=parked_gb)))
+
+    async def agent(served: Served) -> list[ChatAnswer]:
+        episode = await served.server.begin("me", None, None)
+        messages, answers = list(episode.seat.prompt.messages or ()), []
+        for _ in range(3):
+            answers.append(await served.call(episode, messages))
+            messages += [answers[-1].answer.message, {"role": "user", "content": "Are you sure?"}]
+            while parked_gb == 0 and served.flow.flow.dropped_copies < len(answers):  # `run` has a deadline
+                await asyncio.sleep(0.01)
+        await served.server.end(episode)
+        return answers
+
+    answers = served.run(agent)
+    begun = [0, *(answer.prompt_tokens + answer.completion_tokens for answer in answers[:2])]
+    cached = [answer.cached_tokens for answer in answers]
+    assert cached == (begun if parked_gb is None else [0, 0, 0])
+    read_count = sum(answer.prompt_tokens for answer in answers) - sum(cached)
+    assert served.server.figures["tokens read"] == read_count
+    record = served.completions[0][1].episode
+    assert record is not None
+    assert record.provenance["tokens_read"] == read_count
+    assert_exact(model, *served.completions[0])
+
+
+def test_what_is_sampled_of_episodes_that_do_not_end_is_counted(model: HuggingFace) -> None:
+    served = Served(model)
+
+    async def agent(served: Served) -> list[int]:
+        episodes = [await served.server.begin("me", None, None) for _ in range(3)]
+        lengths = []
+        for episode in episodes:
+            messages = list(episode.seat.prompt.messages or ())
+            answers = [await served.call(episode, messages)]
+            messages += [answers[0].answer.message, {"role": "user", "content": "Go on."}]
+            answers += [await served.call(episode, messages), await served.call(episode, messages, received=False)]
+            lengths.append(sum(answer.completion_tokens for answer in answers))
+        await served.server.abandon(episodes[0])
+        return lengths
+
+    lengths = served.run(agent)
+    assert all(completion.stop_reason is StopReason.INTERRUPTED for _, completion in served.completions)
+    assert [len(completion.tokens) for _, completion in served.completions] == lengths[1:]
+    assert served.server.figures["tokens of episodes without a row"] == lengths[0]
 
 
 def test_stop_strings_and_limits_of_a_call_are_its_own(model: HuggingFace) -> None:

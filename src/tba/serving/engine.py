@@ -15,7 +15,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -59,10 +59,11 @@ class SeatRequest:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """Asks for an answer behind the tokens of a prompt. parked: the engine's request that has read all of them but the
-    last `new_tokens`. is_base: of the model as it was before training.
+    """Asks for an answer in the episode of a seat, behind the tokens of a prompt. parked: the engine's request that has
+    read all of them but the last `new_tokens`. is_base: of the model as it was before training.
     """
 
+    seat: Seat
     prompt: Prompt
     new_tokens: IntArray
     limits: TurnLimits
@@ -298,7 +299,8 @@ class BaseCalls:
     def hear(self, turns: Sequence[Turn]) -> None:
         """Answer the calls whose turns have ended."""
         for turn in turns:
-            _give(self._waiting.pop(turn.request), _answer_of_turn(turn))
+            item = self._waiting.pop(turn.request)
+            _give(item, _answer_of_turn(turn, len(item.prompt.tokens)))
             self._heard.append(turn.request)
 
     def replies(self, wait: bool) -> Mapping[int, IntArray | None]:
@@ -309,7 +311,8 @@ class BaseCalls:
     def ended(self, request: int, completion: Completion) -> Completion:
         """Answer the call whose answer is as long as any, or refuse the one that was interrupted."""
         if request in self._waiting:
-            _give_end(self._waiting.pop(request), completion, self.decode)
+            item = self._waiting.pop(request)
+            _give(item, _answer_of_end(completion, 0, self.decode, len(item.prompt.tokens)))
         return completion
 
 
@@ -335,10 +338,16 @@ class ServedFlow:
     _completions: dict[int, list[Completion]] = field(default_factory=dict)  # not handed out yet, by number
     _waiting: dict[int, SampleRequest] = field(default_factory=dict)  # by request: the call that it answers
     _parked: set[int] = field(default_factory=set)  # requests that wait for a call
+    _tokens_read: dict[int, int] = field(default_factory=dict)  # by request, for the call that it answers
+    _sampled_counts: Counter[int] = field(default_factory=Counter)  # tokens of earlier answers, by request
+    _cancelled: set[int] = field(default_factory=set)  # requests whose answers nobody waits for
+    # of episodes that have not ended, by the identity of their seats
+    _open_answers: dict[int, tuple[Seat, list[SampledAnswer]]] = field(default_factory=dict)
     _returns_when_needed: bool = False
     _rooms: dict[int, int] = field(default_factory=dict)  # tokens that a parked request has room for
     _replies: dict[int, IntArray | None] = field(default_factory=dict)  # not handed to the engine yet
     _work: deque[SearcherWork] = field(default_factory=deque)
+    _is_ending: bool = False  # all that is unfinished is being ended
     _slice_end: float = 0.0  # when policy or base has computed long enough while the other waits, by a monotonic clock
 
     # As a flow
@@ -399,21 +408,29 @@ class ServedFlow:
         self.flow.cancel(request)
 
     def _interrupt(self) -> list[tuple[int, list[Completion]]]:
-        """Ends all episodes where they are; returns the completions that are there, by number."""
+        """Ends all episodes where they are; returns the completions that are there, by number. Those of episodes that
+        have not ended are interrupted, with all that was sampled.
+        """
+        self._is_ending = True
         self.flow.next(lambda: True, until_needed=False)
         self.base_calls.refuse_all()
+        self._is_ending = False
         unanswered: list[MailboxItem] = [*self._seat_requests, *self._waiting.values(), *self._work]
         for item in unanswered:
             refuse(item)
         self._seat_requests.clear()
         self._work.clear()
-        self._waiting.clear()
-        self._parked.clear()
-        self._replies.clear()
+        for state in (self._waiting, self._parked, self._replies, self._rooms, self._tokens_read, self._sampled_counts):
+            state.clear()
+        self._cancelled.clear()
         self._free_seats.clear()
         self._chosen_seats.clear()
         for number in self.unfinished_prompts:
             self._completions.setdefault(number, [])
+        for seat, answers in self._open_answers.values():
+            if seat.number in self.unfinished_prompts:
+                self._completions.setdefault(seat.number, []).append(_interrupted(answers))
+        self._open_answers.clear()
         self.unfinished_prompts = {}
         return self._pop_completions()
 
@@ -471,8 +488,10 @@ class ServedFlow:
         for request, item in list(self._waiting.items()):
             if any(item is unanswered for unanswered in episode.unanswered):
                 self.flow.cancel(request)
+                self._cancelled.add(request)
         self.base_calls.cancel(episode.unanswered)
         seat = episode.seat
+        self._open_answers.pop(id(seat), None)
         if episode.completion is not None:
             self._finish(seat.number, [episode.completion])
         elif seat.is_chosen:
@@ -504,20 +523,23 @@ class ServedFlow:
             self._parked.discard(parked)
             if len(item.new_tokens) + (item.limits.max_tokens or 1) <= self._rooms.pop(parked):
                 self._waiting[parked], self._replies[parked] = item, item.new_tokens
+                self._tokens_read[parked] = len(item.new_tokens)
                 return
             self._replies[parked] = None
         request = self.flow.prompts_submitted
-        self._waiting[request] = item
+        self._waiting[request], self._tokens_read[request] = item, len(item.prompt.tokens)
         try:
             self.flow.submit([item.prompt])
         except UserError as error:
-            del self._waiting[request]
+            del self._waiting[request], self._tokens_read[request]
             refuse(item, RequestRefused(400, str(error), "context_length_exceeded"))
 
     # As the partner of the flow within
 
     def must_return(self) -> bool:
         """Returns whether there are completions to hand out, agents wait for prompts, or there is other work."""
+        if self._is_ending:
+            return False
         is_turn_over = self.base_calls.is_busy and time.monotonic() >= self._slice_end
         return self._has_news() or bool(self._work) or is_turn_over
 
@@ -532,7 +554,7 @@ class ServedFlow:
     def hear(self, turns: Sequence[Turn]) -> None:
         """Answer the calls whose turns have ended; their rows wait for the next calls."""
         for turn in turns:
-            if _give(self._waiting.pop(turn.request), _answer_of_turn(turn)):
+            if self._answer(turn.request, _answer_of_turn(turn, self._tokens_read.pop(turn.request))):
                 self._parked.add(turn.request)
                 self._rooms[turn.request] = turn.room
             else:
@@ -550,30 +572,57 @@ class ServedFlow:
         """Answer the call in which a row has used up its room, or refuse the one that was interrupted."""
         self._parked.discard(request)
         self._rooms.pop(request, None)
-        if request in self._waiting:
-            _give_end(self._waiting.pop(request), completion, self.decode)
+        is_cancelled, earlier_count = request in self._cancelled, self._sampled_counts.pop(request, 0)
+        self._cancelled.discard(request)
+        tokens_read = self._tokens_read.pop(request, 0)
+        if request in self._waiting and is_cancelled:
+            refuse(self._waiting.pop(request))
+        elif request in self._waiting:
+            self._answer(request, _answer_of_end(completion, earlier_count, self.decode, tokens_read))
+            del self._sampled_counts[request]
         return completion
 
+    def read_again(self, request: int) -> None:
+        """Count that all is read again before the answer to the call that a request goes on with."""
+        self._tokens_read[request] = len(self._waiting[request].prompt.tokens)
 
-def _answer_of_turn(turn: Turn) -> SampledAnswer:
+    def _answer(self, request: int, answer: SampledAnswer) -> bool:
+        """Answer the call that a request belongs to. Returns whether somebody waits for it."""
+        item = self._waiting.pop(request)
+        self._sampled_counts[request] += len(answer.tokens)
+        self._open_answers.setdefault(id(item.seat), (item.seat, []))[1].append(answer)
+        return _give(item, answer)
+
+
+def _answer_of_turn(turn: Turn, tokens_read: int) -> SampledAnswer:
     tokens = np.array(turn.tokens, dtype=np.int32)
-    return SampledAnswer(tokens, turn.text, turn.stop_reason, turn.log_behavior, turn.versions, turn.request)
+    facts = (turn.text, turn.stop_reason, turn.log_behavior, turn.versions, tokens_read)
+    return SampledAnswer(tokens, *facts, turn.request)
 
 
-def _give_end(item: SampleRequest, completion: Completion, decode: Callable[[IntArray], str]) -> None:
-    """Answer a call with the last turn of a completion, or refuse it where that was interrupted."""
-    if completion.stop_reason is StopReason.INTERRUPTED:
-        refuse(item)
-        return
-    begin, _ = completion.turns[-1]
-    tokens, log_behavior = completion.tokens[begin:], completion.log_behavior
-    log_turn = np.zeros(len(tokens), np.float32) if log_behavior is None else log_behavior[begin:]
-    _give(item, SampledAnswer(tokens, decode(tokens), completion.stop_reason, log_turn, completion.versions))
+def _answer_of_end(
+    completion: Completion, earlier_count: int, decode: Callable[[IntArray], str], tokens_read: int
+) -> SampledAnswer:
+    """Returns what was sampled of a completion behind its first `earlier_count` sampled tokens."""
+    mask = np.ones(len(completion.tokens), np.bool_) if completion.mask is None else completion.mask
+    log_behavior = np.zeros(len(mask), np.float32) if completion.log_behavior is None else completion.log_behavior
+    tokens, log_answer = completion.tokens[mask][earlier_count:], log_behavior[mask][earlier_count:]
+    return SampledAnswer(tokens, decode(tokens), completion.stop_reason, log_answer, completion.versions, tokens_read)
 
 
 def _give(item: SampleRequest, answer: SampledAnswer) -> bool:
-    """Answer a call. Returns whether somebody waits for it."""
+    """Answer a call, or refuse it where the answer was interrupted. Returns whether somebody waits for it."""
+    if answer.stop_reason is StopReason.INTERRUPTED:
+        refuse(item)
+        return False
     is_waiting = item.future.set_running_or_notify_cancel()
     if is_waiting:
         item.future.set_result(answer)
     return is_waiting
+
+
+def _interrupted(answers: Sequence[SampledAnswer]) -> Completion:
+    """Returns the completion of an episode that has not ended, which counts its tokens and is not judged."""
+    tokens = np.concatenate([answer.tokens for answer in answers])
+    versions = min(answer.versions[0] for answer in answers), max(answer.versions[1] for answer in answers)
+    return Completion(tokens, "", StopReason.INTERRUPTED, versions)
