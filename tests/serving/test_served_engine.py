@@ -99,7 +99,8 @@ class Served:
 
     def _search(self) -> None:
         self.engine, source = self.agent_link.attach(self.model, 512, self.order)
-        self.flow = flow = self.engine.flow(self.samples, Sampling(), np.random.default_rng(0))
+        flow = self.engine.flow(self.samples, Sampling(), np.random.default_rng(0))
+        self.flow: Any = flow
         prompts: dict[int, Prompt] = {}
         while not self.has_ended.is_set() or flow.unfinished_prompts:
             number = flow.prompts_submitted
