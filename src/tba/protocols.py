@@ -335,6 +335,13 @@ class EndsWaits(Partner, Protocol):
         ...
 
 
+@runtime_checkable
+class CountsReads(Partner, Protocol):
+    """A partner that counts what its requests read."""
+
+    def read_again(self, request: int) -> None:
+        """Takes that a request which goes on is read again from its beginning: its keys and values were dropped."""
+        ...
 class Scorer(Protocol):
     """Computes log-probabilities of answers under a model that is not trained, on the searcher's side."""
 
@@ -809,6 +816,16 @@ class Model(ScoringModel, Protocol):
 
     def save(self, policy: Policy, path: Path) -> None:
         """Saves the policy in the Hugging Face layout, with its tokenizer."""
+
+
+@runtime_checkable
+class SamplesBase(Protocol):
+    """A model that can be sampled as it was before training, beside the engine that is given newer weights."""
+
+    def base_engine(self, longest_prompt: int, reference: Reference | None = ...) -> Engine:
+        """Returns an engine of the weights that a run begins with; may share those of a reference that keeps them for
+        good. Raises `UserError` where the free memory does not hold it.
+        """
 
 
 @runtime_checkable

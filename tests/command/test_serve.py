@@ -20,7 +20,7 @@ from serving.http_agents import SECONDS, acknowledged, ask, play_on
 from tba.__main__ import main
 from tba.command.options import ServeOptions
 from tba.command.search import _require_single_grades
-from tba.command.serve import AgentService
+from tba.command.serve import AgentService, _facts_file
 from tba.errors import UserError
 from tba.protocols import GradingCalls
 from tba.record.faults import count_faults
@@ -129,6 +129,9 @@ def test_a_run_learns_from_its_agents_alone(tmp_path: Path, model: Path, tokens:
         for method, route in (("POST", f"/episodes/{episode['id']}/end"), ("DELETE", f"/episodes/{episode['id']}")):
             status, refusal = ask(url, method, route, TOKENS["bob"])
             assert (status, refusal["error"]["code"]) == (403, "foreign_episode")
+        base_call = {"model": "base", "messages": episode["prompt"], "max_tokens": 5}
+        status, answer = ask(url, "POST", "/v1/chat/completions", episode["api_key"], base_call)
+        assert (status, answer["model"]) == (200, "base")
         assert ask(url, "DELETE", f"/episodes/{episode['id']}", episode["api_key"])[0] == 204
         told = [*episode["prompt"], {"role": "assistant", "content": "One."}, {"role": "user", "content": "Sure?"}]
         rollout = {"messages": [*told, {"role": "assistant", "content": "Two."}], "uid": "mine", "reward": 9}
@@ -144,7 +147,8 @@ def test_a_run_learns_from_its_agents_alone(tmp_path: Path, model: Path, tokens:
         assert (serve.returncode, errors) == (0, ""), output
         assert "served: " in output
     assert not (path / "serve.json").exists()
-    require_whole(path, alice.acknowledged | bob.acknowledged)
+    summary = require_whole(path, alice.acknowledged | bob.acknowledged)
+    assert summary.served["calls of the base"] == 1
     served_rows = [row for row in rows(path) if not row.imported]
     (rollout_row,) = (row for row in rows(path) if row.imported)
     assert len(rollout_row.completion.turns) == 2
@@ -191,6 +195,18 @@ def test_what_agents_were_told_outlives_a_server_that_is_killed(tmp_path: Path, 
         assert (second.returncode, errors) == (0, "")
     summary = require_whole(path, alice.acknowledged)
     assert [joined["how"] for joined in summary.joined] == ["it died", "the run ended"]
+
+
+def test_each_server_of_a_run_has_a_file_of_its_own(tmp_path: Path) -> None:
+    with _facts_file(tmp_path, "searcher-1") as first:
+        first.write_text("first")
+        with _facts_file(tmp_path, "searcher-2") as second:
+            second.write_text("second")
+            assert (first.name, second.name) == ("serve.json", "serve-searcher-2.json")
+        assert first.read_text() == "first"
+        assert not second.exists()
+    with _facts_file(tmp_path, "searcher-3") as third:
+        assert third.name == "serve.json"
 
 
 def test_what_cannot_be_served_is_said_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPSConnection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,6 +71,7 @@ class Door:
     served: Served
     access: AccessRules
     connection: type[BoundedConnection]
+    certificate: Path | None = None
     port: int = 0
     order: GatedOrder = field(init=False)
     _thread: threading.Thread = field(init=False)
@@ -74,7 +79,7 @@ class Door:
     def __enter__(self) -> Door:
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
-        self.http = http_server(application(self.served.server, self.access), connection=self.connection)
+        self.http = http_server(application(self.served.server, self.access), self.certificate, self.connection)
         self._thread = threading.Thread(target=self.http.run, kwargs={"sockets": [listener]}, daemon=True)
         self._thread.start()
         until(lambda: self.http.started)
@@ -97,13 +102,19 @@ class Door:
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         if key is not None:
             headers = {"authorization": f"Bearer {key}", **headers}
-        with closing(HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)) as connection:
+        with closing(self._http_connection()) as connection:
             connection.request(method, path, data, {name.replace("_", "-"): text for name, text in headers.items()})
             response = connection.getresponse()
             content = response.read()
             fields = {name.lower(): text for name, text in response.getheaders()}
         is_json = content and fields.get("content-type") == "application/json"
         return Reply(response.status, json.loads(content) if is_json else content, fields)
+
+    def _http_connection(self) -> HTTPConnection:
+        if self.certificate is None:
+            return HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
+        tls = ssl.create_default_context(cafile=self.certificate)
+        return HTTPSConnection("127.0.0.1", self.port, timeout=SECONDS, context=tls)
 
     def begin(self, key: str = TOKENS["alice"], **fields: Any) -> Any:
         reply = self.ask("POST", "/episodes", fields, key)
@@ -162,11 +173,12 @@ def served_by(
     model: HuggingFace,
     limits: ServingLimits | None = None,
     connection: type[BoundedConnection] = BoundedConnection,
+    certificate: Path | None = None,
     **rules: Any,
 ) -> Iterator[Door]:
     limits = limits or ServingLimits(max_tokens=400, seat_seconds=20)
     access = AccessRules(TOKENS, frozenset({"localhost", "127.0.0.1"}), **rules)
-    with Door(Served(model, samples=1, limits=limits), access, connection) as door:
+    with Door(Served(model, samples=1, limits=limits), access, connection, certificate) as door:
         yield door
 
 
@@ -203,7 +215,8 @@ def test_nothing_is_answered_without_a_token(door: Door) -> None:
         assert door.ask(method, path, {}, None, authorization=f"Basic {TOKENS['alice']}").status == 401
     assert door.ask("POST", CALL, {"messages": episode["prompt"]}, TOKENS["alice"]).code == "no_key"  # of no episode
     assert door.ask("GET", "/v1/models", key=None, x_api_key=TOKENS["alice"]).status == 200
-    assert door.ask("GET", "/v1/models", key=episode["api_key"]).status == 200
+    models = door.ask("GET", "/v1/models", key=episode["api_key"])
+    assert [model["id"] for model in models.body["data"]] == ["policy", "base"]
     assert door.ask("GET", "/healthz", key=None).body == {"status": "ok", "weights": "0.0"}
     assert door.chat(episode).status == 200
 
@@ -442,6 +455,51 @@ def has_ended(connection: socket.socket) -> bool:
         return True
 
 
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with a certificate of this machine's loopback address and its key."""
+    if (program := shutil.which("openssl")) is None:
+        pytest.skip("no openssl that makes a certificate")
+    folder = tmp_path_factory.mktemp("certificate")
+    key, file = folder / "key.pem", folder / "certificate.pem"
+    kind = ("-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
+    name = ("-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1")
+    command = [program, "req", *kind, *name, "-keyout", str(key), "-out", str(file)]
+    subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
+    file.write_bytes(file.read_bytes() + key.read_bytes())
+    return file
+
+
+def test_connections_without_a_handshake_keep_nobody_out(model: HuggingFace, certificate: Path) -> None:
+    class FewConnections(BoundedConnection):
+        most = 4
+
+    with served_by(model, connection=FewConnections, certificate=certificate, scheme="https") as door:
+        silent = [door.connect(b"\x16\x03\x01"[: i % 4]) for i in range(12)]
+        episode = door.begin()
+        assert episode["base_url"].startswith("https://")
+        assert door.chat(episode).status == 200
+        streamed = door.chat(episode, stream=True)
+        assert streamed.body.endswith(b"data: [DONE]\n\n")
+        assert all(is_closed(connection) for connection in silent[:8])
+        with closing(door.connect(b"GET /healthz HTTP/1.1\r\n\r\n")) as plain:
+            assert is_closed(plain)  # it speaks no TLS
+        assert len(door.http.server_state.connections) <= 4
+        for connection in silent:
+            connection.close()
+        until(lambda: not door.http.server_state.connections)
+
+
+def test_a_handshake_that_does_not_come_has_a_deadline(model: HuggingFace, certificate: Path) -> None:
+    class ShortConnection(BoundedConnection):
+        head_seconds = 0.3
+
+    with served_by(model, connection=ShortConnection, certificate=certificate) as door:
+        with closing(door.connect()) as silent:
+            assert is_closed(silent)
+        assert not door.http.server_state.connections
+
+
 def test_clients_that_vanish_leave_nothing_behind(model: HuggingFace) -> None:
     with served_by(model) as door:
         episode = door.begin()
@@ -482,6 +540,29 @@ def test_a_token_has_quotas_that_do_not_touch_another(model: HuggingFace) -> Non
         assert door.chat(first).code == "context_length_exceeded"  # that was its third call
         door.ask("DELETE", f"/episodes/{first['id']}")
         assert door.ask("POST", "/episodes").status == 201
+
+
+def test_calls_of_the_base_count_among_an_episodes_calls_and_are_cancelled_with_it(model: HuggingFace) -> None:
+    limits = ServingLimits(max_tokens=400, max_calls=4, seat_seconds=20)
+    with served_by(model, limits) as door, ThreadPoolExecutor(1) as threads:
+        episode, abandoned = door.begin(), door.begin()
+        fields = {"model": "base", "max_tokens": 6}
+        reply = door.chat(episode, **fields)
+        assert (reply.status, reply.body["model"]) == (200, "base")
+        for path, question in (("responses", {"input": "Six?"}), ("messages", {"messages": episode["prompt"]})):
+            reply = door.ask("POST", f"/e/{episode['id']}/v1/{path}", {**question, **fields}, key=None)
+            assert (reply.status, reply.body["model"]) == (200, "base")
+        answer = door.chat(episode)
+        assert door.chat(episode, **fields).code == "context_length_exceeded"
+        assert door.served.server.figures["calls of the base"] == 3
+        assert door.ask("POST", f"/episodes/{episode['id']}/end").body["on_disk"] is True
+        with door.searcher_waits():
+            waiting = threads.submit(door.chat, abandoned, **fields)
+            until(lambda: door.served.server.episode(abandoned["id"]).samples or waiting.done())
+            door.ask("DELETE", f"/episodes/{abandoned['id']}")
+        assert waiting.result(SECONDS).status == 410
+    ((_, completion),) = door.served.completions
+    assert len(completion.tokens) == answer.body["usage"]["completion_tokens"]
 
 
 def test_calls_that_are_not_answered_are_forgotten(model: HuggingFace) -> None:

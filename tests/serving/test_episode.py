@@ -49,7 +49,7 @@ class Agent:
         tokens = np.append(encoded(text), encoded(stop or "<|im_end|>"))
         reason = StopReason.STOP_STRING if stop else StopReason.EOS
         version = Version()
-        answer = SampledAnswer(tokens, text, reason, np.zeros(len(tokens), np.float32), (version, version))
+        answer = SampledAnswer(tokens, text, reason, np.zeros(len(tokens), np.float32), (version, version), 0)
         message = AnswerMessage.of(text, with_tools=True)
         self.tree.answer_call(made, answer, message)
         made.is_delivered = received

@@ -8,20 +8,25 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from serving.chat_llama import chat_llama
+from tba.generation import generate
+from tba.models import memory
 from tba.models.huggingface import HuggingFace
+from tba.policy.lora import LoraSettings
 from tba.rollout.prompts import PromptSettings, encode
 from tba.rollout.searcher import OpenAnswer, OpenGroup
-from tba.serving.chat import ChatAnswer, RequestRefused, parse_chat_request
-from tba.serving.engine import AgentLink, Mailbox
+from tba.serving.chat import BASE, POLICY, ChatAnswer, RequestRefused, parse_chat_request
+from tba.serving.engine import AgentLink, Mailbox, SearcherWork
 from tba.serving.server import EpisodeServer, ServedEpisode, ServingLimits, _result_within
-from tba.types import Completion, Problem, Prompt, Sampling, Trajectory, Version
+from tba.types import Completion, Problem, Prompt, Sampling, StopReason, Trajectory, Version
 
 TOOL = {
     "type": "function",
@@ -80,7 +85,7 @@ class Served:
         tokenizer, task = self.model.tokenizer(), Adding()
         self.prompts = encode(task.problems("train"), task.name, tokenizer, PromptSettings()).prompts
         self.order = Order(self.prompts)
-        self.agent_link = AgentLink(Mailbox())
+        self.agent_link = AgentLink(Mailbox(), make_base_engine=partial(self.model.base_engine, 64))
         self.server = EpisodeServer(
             mailbox=self.agent_link.mailbox,
             tokenizer=tokenizer,
@@ -93,8 +98,9 @@ class Served:
         self.thread = threading.Thread(target=self._search, daemon=True)
 
     def _search(self) -> None:
-        engine, source = self.agent_link.attach(self.model, 512, self.order)
-        flow = engine.flow(self.samples, Sampling(), np.random.default_rng(0))
+        self.engine, source = self.agent_link.attach(self.model, 512, self.order)
+        flow = self.engine.flow(self.samples, Sampling(), np.random.default_rng(0))
+        self.flow: Any = flow
         prompts: dict[int, Prompt] = {}
         while not self.has_ended.is_set() or flow.unfinished_prompts:
             number = flow.prompts_submitted
@@ -261,6 +267,74 @@ def test_a_retry_joins_its_call(model: HuggingFace) -> None:
     assert len(served.completions[0][1].turns) == 1
 
 
+def test_joins_of_waiting_calls_are_calls_that_wait(model: HuggingFace) -> None:
+    served = Served(model, limits=ServingLimits(max_tokens=400, calls_per_token=2, seat_seconds=20))
+
+    async def agent(served: Served) -> None:
+        episode = await served.server.begin("me", None, None)
+        messages = list(episode.seat.prompt.messages or ())
+        waiting = [asyncio.ensure_future(served.call(episode, messages, retry=i > 0)) for i in range(2)]
+        await asyncio.sleep(0)  # both have begun
+        for retry in (True, False):
+            with pytest.raises(RequestRefused, match="wait too"):
+                await served.call(episode, messages, retry=retry)
+        await asyncio.gather(*waiting)
+        assert episode.waiting == 0
+        for _ in range(3):  # nobody waits for what is there
+            await served.call(episode, messages, retry=True)
+
+    served.run(agent)
+    assert served.server.counts["retries"] == 4
+
+
+@pytest.mark.parametrize("parked_gb", [None, 0.0])
+def test_tokens_that_are_read_again_are_not_cached(model: HuggingFace, parked_gb: float | None) -> None:
+    served = Served(replace(model, generation=replace(model.generation, parked_gb=parked_gb)))
+
+    async def agent(served: Served) -> list[ChatAnswer]:
+        episode = await served.server.begin("me", None, None)
+        messages, answers = list(episode.seat.prompt.messages or ()), []
+        for _ in range(3):
+            answers.append(await served.call(episode, messages))
+            messages += [answers[-1].answer.message, {"role": "user", "content": "Are you sure?"}]
+            while parked_gb == 0 and served.flow.flow.dropped_copies < len(answers):  # `run` has a deadline
+                await asyncio.sleep(0.01)
+        await served.server.end(episode)
+        return answers
+
+    answers = served.run(agent)
+    begun = [0, *(answer.prompt_tokens + answer.completion_tokens for answer in answers[:2])]
+    cached = [answer.cached_tokens for answer in answers]
+    assert cached == (begun if parked_gb is None else [0, 0, 0])
+    read_count = sum(answer.prompt_tokens for answer in answers) - sum(cached)
+    assert served.server.figures["tokens read"] == read_count
+    record = served.completions[0][1].episode
+    assert record is not None
+    assert record.provenance["tokens_read"] == read_count
+    assert_exact(model, *served.completions[0])
+
+
+def test_what_is_sampled_of_episodes_that_do_not_end_is_counted(model: HuggingFace) -> None:
+    served = Served(model)
+
+    async def agent(served: Served) -> list[int]:
+        episodes = [await served.server.begin("me", None, None) for _ in range(3)]
+        lengths = []
+        for episode in episodes:
+            messages = list(episode.seat.prompt.messages or ())
+            answers = [await served.call(episode, messages)]
+            messages += [answers[0].answer.message, {"role": "user", "content": "Go on."}]
+            answers += [await served.call(episode, messages), await served.call(episode, messages, received=False)]
+            lengths.append(sum(answer.completion_tokens for answer in answers))
+        await served.server.abandon(episodes[0])
+        return lengths
+
+    lengths = served.run(agent)
+    assert all(completion.stop_reason is StopReason.INTERRUPTED for _, completion in served.completions)
+    assert [len(completion.tokens) for _, completion in served.completions] == lengths[1:]
+    assert served.server.figures["tokens of episodes without a row"] == lengths[0]
+
+
 def test_stop_strings_and_limits_of_a_call_are_its_own(model: HuggingFace) -> None:
     served = Served(model)
 
@@ -369,3 +443,61 @@ def test_what_the_searcher_has_begun_to_give_at_a_deadline_is_not_dropped() -> N
         assert waiting.cancelled()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_base_answers_as_before_training_and_has_no_part_in_the_row(model: HuggingFace, rank: int) -> None:
+    model = replace(model, lora=LoraSettings(rank=rank))
+    reference = model.reference(1.0, Version())
+    generator = torch.Generator().manual_seed(3)
+    weights = model.policy(1.0).weights()
+    newer = {name: 0.5 * torch.randn(tensor.shape, generator=generator) for name, tensor in weights.items()}
+    served = Served(model)
+    served.agent_link.make_base_engine = partial(model.base_engine, 64, reference)
+
+    async def agent(served: Served) -> tuple[list[ChatAnswer], int]:
+        episode = await served.server.begin("me", None, None)
+        messages = list(episode.seat.prompt.messages or ())
+        names = (BASE, POLICY, BASE)
+        bodies: list[dict[str, Any]] = [{"model": name, "messages": messages, "logprobs": True} for name in names]
+        answers = [await served.call(episode, **body) for body in bodies]
+        load = SearcherWork(lambda: served.engine.load(newer, Version(0, 1)), Future())
+        served.agent_link.mailbox.post(load)
+        await asyncio.wrap_future(load.future)
+        answers += await asyncio.gather(*(served.call(episode, **body) for body in bodies))
+        await served.server.end(episode)
+        return answers, episode.calls_made
+
+    answers, call_count = served.run(agent)
+    ((prompt, completion),) = served.completions
+    assert [answer.model for answer in answers] == 2 * [BASE, POLICY, BASE]
+    assert call_count == 6
+    policy_answers, base_answers = (answers[1], answers[4]), [answers[i] for i in (0, 2, 3, 5)]
+    assert sum(end - begin for begin, end in completion.turns) == sum(a.completion_tokens for a in policy_answers)
+    assert served.server.figures["calls"] == 2
+    assert served.server.figures["calls of the base"] == 4
+    assert served.server.figures["tokens of the base"] == sum(answer.completion_tokens for answer in base_answers)
+    engine, rng = replace(model, lora=LoraSettings()).engine(Version()), np.random.default_rng(0).spawn(1)[0]
+    expected = generate(engine, 4 * [prompt], 1, Sampling(), rng)
+    for answer, (sampled,) in zip(base_answers, expected, strict=True):
+        entries = answer.logprobs["content"]
+        assert sampled.log_behavior is not None
+        assert [entry["token"] for entry in entries] == [
+            model.tokenizer().decode([token]) for token in sampled.tokens[: len(entries)]
+        ]
+        np.testing.assert_allclose([e["logprob"] for e in entries], sampled.log_behavior[: len(entries)], atol=2e-4)
+    assert policy_answers[0].logprobs["content"][0] != policy_answers[1].logprobs["content"][0]
+
+
+def test_a_base_without_memory_is_refused_in_a_sentence(model: HuggingFace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
+    served = Served(model)
+
+    async def agent(served: Served) -> ChatAnswer:
+        episode = await served.server.begin("me", None, None)
+        messages = list(episode.seat.prompt.messages or ())
+        with pytest.raises(RequestRefused, match="GB are free"):
+            await served.call(episode, messages, model=BASE)
+        return await served.call(episode, messages)
+
+    assert served.run(agent).completion_tokens

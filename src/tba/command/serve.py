@@ -5,6 +5,7 @@ It joins the run as `tba search` does. Agents call it as they call OpenAI's API;
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ from tba.errors import DeadlineExceeded, UserError
 from tba.imported_answers.report import Report
 from tba.json_input import read_json
 from tba.models.endpoint_teacher import EndpointTeacher
-from tba.protocols import Acted
+from tba.protocols import Acted, SamplesBase
 from tba.recipe import Recipe
 from tba.rollout.searcher import OpenAnswer
 from tba.runtime.engines import turn_encoder_of, worlds_of
@@ -164,18 +166,21 @@ class AgentService:
         http = http_server(application(server, access), options.certificate)
         self._listeners.append(server.note_done)
         self.agent_link.accepts_episodes = _EpisodeGate(loop)
+        if isinstance(model, SamplesBase):
+            keeps_base = recipe.reference is None and not recipe.reference_reset
+            reference = loop.searcher.reference if keeps_base else None
+            self.agent_link.make_base_engine = partial(model.base_engine, recipe.prompts.max_tokens, reference)
         thread = threading.Thread(target=http.run, kwargs={"sockets": [self.listener]}, name="server", daemon=True)
         thread.start()
-        facts = run.path / "serve.json"
         try:
             _wait_until(lambda: http.started or not thread.is_alive(), f"the HTTP server at {url} to start")
             if not http.started:
                 raise UserError(f"the HTTP server at {url} did not start: the log of this searcher says why")
-            _write_private(facts, {"url": url, "tokens": self._tokens})
-            console.print(f"serving at {url}; its token is in {run.displayed_path}/{facts.name}", highlight=False)
-            yield
+            with _facts_file(run.path, loop.searcher.name) as facts:
+                _write_private(facts, {"url": url, "tokens": self._tokens})
+                console.print(f"serving at {url}; its token is in {run.displayed_path}/{facts.name}", highlight=False)
+                yield
         finally:
-            facts.unlink(missing_ok=True)
             server.close()
             if self._judge is not None:
                 self._judge.close()
@@ -293,6 +298,23 @@ def _listen(host: str, port: int) -> socket.socket:
         raise UserError(
             f"cannot listen at --host {host} --port {port} ({error.strerror}): give a port that is free (0: any)"
         ) from error
+
+
+@contextmanager
+def _facts_file(run: Path, searcher: str) -> Iterator[Path]:
+    """Yields the file that says where a server listens, which is removed at the end: serve.json of the run, or where
+    another server of this run has that, one of the searcher's name.
+    """
+    with (run / "serve.lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file = run / "serve.json"
+        except BlockingIOError:
+            file = run / f"serve-{searcher}.json"
+        try:
+            yield file
+        finally:
+            file.unlink(missing_ok=True)
 
 
 def _write_private(path: Path, value: Any) -> None:

@@ -37,7 +37,7 @@ from tba.fields import BY_CODE, as_declared
 from tba.policy.lora import has_adapters, is_adapter
 from tba.policy.norms import fuse_norms
 from tba.pretrained import most_positions
-from tba.protocols import EndsWaits, LimitsTurns, Partner, Tokenizer, Turn
+from tba.protocols import CountsReads, EndsWaits, LimitsTurns, Partner, Tokenizer, Turn
 from tba.streaming import shapes_of
 from tba.types import Completion, FloatArray, IntArray, Prompt, Sampling, StopReason, Version
 
@@ -728,6 +728,8 @@ class TransformersFlow:
         """Compute the keys and values of a request's row: of its prompt and its tokens but the last, which is read with
         the reply.
         """
+        if isinstance(self.partner, CountsReads):
+            self.partner.read_again(request.number)
         tokens = np.concatenate([self.queue.prompt_of(request.number).tokens, request.token_ids[:-1]])
         sequence = PackedPrompts([torch.from_numpy(tokens.astype(np.int64))], self.device)
         sequence.run(self.engine.model)

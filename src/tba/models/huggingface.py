@@ -40,11 +40,12 @@ from tba.policy.loading import load_model, load_unfilled, no_bars, readable
 from tba.policy.lora import LoraSettings, add_adapters, copy_on_same_base, read_adapters, switch_adapters
 from tba.policy.reference import FrozenReference
 from tba.pretrained import SAFE
-from tba.protocols import HEADS, ComputeCost, Policy, SavedPolicy, Task, Work
+from tba.protocols import HEADS, ComputeCost, Policy, Reference, SavedPolicy, Task, Work
 from tba.sharding import Sharding
 from tba.types import Version
 
 log = logging.getLogger("tba.searcher")
+_BASE_SLOTS = 8  # answers that grow at once of the model as it was before training
 _USABLE_SHARE = 0.95  # of what a process may take of its GPU: its allocator loses some
 # of engines with adapters, whose bases are shared
 _ENGINE_MODELS: WeakValueDictionary[str, PreTrainedModel] = WeakValueDictionary()
@@ -289,6 +290,34 @@ class HuggingFace:
             add_adapters(model, self.lora, self.compute)
             _ENGINE_MODELS[repr(self)] = model
         return model
+
+    def base_engine(self, longest_prompt: int, reference: Reference | None = None) -> TransformersEngine:
+        """Returns an engine of the weights that the run began with, whatever is trained since. reference: keeps these
+        weights for good, and gives them; None: they are loaded. Raises `UserError` where the free memory does not hold
+        it.
+        """
+        shared_reference = reference if isinstance(reference, FrozenReference) else None
+        settings = replace(self.generation, engine="transformers", slots=min(_BASE_SLOTS, self.generation.slots))
+        self._require_base_memory(longest_prompt, settings.slots, is_loaded=shared_reference is None)
+        if shared_reference is None:
+            model, _ = self._load(self._full_path, self._device, self.compute)
+        else:
+            model = shared_reference.model_on_same_weights()
+        return TransformersEngine(model, self.tokenizer(), settings, Version(), longest_prompt)
+
+    def _require_base_memory(self, longest_prompt: int, slots: int, is_loaded: bool) -> None:
+        """Raises `UserError` where an engine of the base has no room beside all else. is_loaded: with its weights."""
+        shape, free_bytes = shape_of(self), memory.free_bytes(self._device)
+        if shape is None or free_bytes is None:
+            return
+        workload = replace(self._searcher_workload(longest_prompt, shape.positions), slots=slots, rank=0)
+        parts = memory.engine_bytes(shape, workload)
+        needed_bytes = memory.total(parts) - (0 if is_loaded else parts["weights"])
+        if needed_bytes > free_bytes:
+            raise UserError(
+                f"the model as it was before training needs {needed_bytes / 1e9:.1f} GB to answer, and "
+                f"{free_bytes / 1e9:.1f} GB are free: serve where there is more memory, or call the policy alone"
+            )
 
     def _vllm(self, version: Version, longest_prompt: int) -> VllmEngine:
         """Returns vLLM with its own copy of the weights; with adapters it is given merged weights of a base here."""

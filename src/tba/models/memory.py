@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -307,6 +309,25 @@ def host_bytes(shape: Shape, work: TrainerWorkload) -> Bytes:
     """Returns the bytes of the host's memory that each rank of a trainer on a GPU needs, by part."""
     parameters = shape.adapters(work.rank, work.targets) if work.rank else shape.parameters
     return {"moments": 8 * parameters // work.ranks} if work.moves_moments else {}
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Returns the bytes of a device's memory that nobody uses, with those that torch keeps for later; None where the
+    system does not say.
+    """
+    if device.type == "cuda":
+        kept_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept_bytes
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    machine_bytes = next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
+    group_bytes = None
+    with suppress(OSError, ValueError):  # no control group, or one without a limit
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        group_bytes = max(0, limit - used)
+    return min((size for size in (machine_bytes, group_bytes) if size is not None), default=None)
 
 
 def total(parts: Mapping[str, int]) -> int:

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from tba.batch import Batch, micro_batches, segment_starts
 from tba.policy.causal import CausalPolicy
-from tba.policy.lora import switch_adapters
+from tba.policy.lora import copy_on_same_base, has_adapters, switch_adapters
+from tba.policy.packed import ATTENTION
 from tba.types import Completion, FloatArray, Prompt, TopScores, Version
 
 AnsweredPrompt: TypeAlias = tuple[Prompt, Sequence[Completion]]
@@ -94,6 +95,18 @@ class FrozenReference:
                 scores |= zip(rows.tolist(), scores_of(batch.select(rows)), strict=True)
         rows_in_order = iter(range(batch.rows))
         return [[scores[next(rows_in_order)] for _ in completions] for _, completions in answered]
+
+    def model_on_same_weights(self) -> PreTrainedModel:
+        """Returns a model of the same weights, whose memory it shares, for an engine; without adapters. It is as the
+        reference is for as long as no other one is loaded.
+        """
+        model = copy_on_same_base(self._policy.model)
+        if has_adapters(model):
+            switch_adapters(model, enabled=False)
+        if model.config._attn_implementation == ATTENTION:
+            has_softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+            model.set_attn_implementation("eager" if has_softcap else "sdpa")
+        return model
 
     def load(self, weights: Mapping[str, Tensor], version: Version) -> None:
         """Copy `weights` in, in place. Raises `KeyError` or `ValueError` on a name or shape mismatch."""

@@ -37,7 +37,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tba.json_input import parse_json
-from tba.serving.chat import CHAT, POLICY, ApiForm, ChatAnswer, ChatRequest, RequestRefused
+from tba.serving.chat import BASE, CHAT, POLICY, ApiForm, ChatAnswer, ChatRequest, RequestRefused
 from tba.serving.episode import AgentCall
 from tba.serving.messages import MESSAGES, parse_messages_request
 from tba.serving.responses import RESPONSES
@@ -173,7 +173,7 @@ class _Routes:
         return JSONResponse({"status": "ok", "weights": self._server.weights()})
 
     async def models(self, request: Request) -> Response:
-        """Lists the model that is trained."""
+        """Lists the model that is trained, and what it was before."""
         if "id" in request.path_params:
             self._episode(request)
         else:
@@ -319,5 +319,5 @@ async def _stream(
 
 
 def _model_list() -> Json:
-    model = {"id": POLICY, "object": "model", "created": int(time.time()), "owned_by": "tba"}
-    return {"object": "list", "data": [model]}
+    facts = {"object": "model", "created": int(time.time()), "owned_by": "tba"}
+    return {"object": "list", "data": [{"id": name, **facts} for name in (POLICY, BASE)]}

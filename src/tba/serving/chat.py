@@ -20,6 +20,7 @@ from tba.tables import Refusal, conversation, parse_chat_text, tool_schemas
 from tba.types import THOUGHTS, Json, Message, StopReason, is_text
 
 POLICY = "policy"  # the name of the model that is trained
+BASE = "base"  # of the same model as it was before training, which is never trained
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _UNSUPPORTED = {  # fields that would change what an answer is, each with the values that change nothing
     "n": (None, 1),

@@ -1,7 +1,8 @@
 """Connections to the HTTP server: how many there may be, and how long each may take to say what it wants.
 
 Invariant: whoever connects, with a token or without, holds a bounded number of the process's files, of which the
-searcher needs some, and keeps nobody else out: a connection that asks for nothing makes room for a new one.
+searcher needs some, and keeps nobody else out: a connection that asks for nothing, or has not finished its TLS
+handshake, makes room for a new one.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import asyncio
 import json
 import math
 import resource
+import ssl
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import h11
 import uvicorn
@@ -25,11 +28,26 @@ if TYPE_CHECKING:
 _REFUSAL = RequestRefused(503, "too many requests are being answered: try again", "too_many_connections")
 
 
+class _EarlyData(asyncio.Protocol):
+    """Keeps what arrives behind a handshake until the connection reads it."""
+
+    def __init__(self) -> None:
+        self.data, self.is_lost = b"", False
+
+    def data_received(self, data: bytes) -> None:
+        self.data += data
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_lost = True
+
+
 class BoundedConnection(H11Protocol):
     """A connection with a deadline for the head of each request, one of at most `most`."""
 
     most = min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
     head_seconds = 60.0  # from the connection's begin, or the last response, to the end of a request's headers
+    tls: ssl.SSLContext | None = None  # by which it is secured
+    _handshake: asyncio.Task[None] | None = None
     _deadline: asyncio.TimerHandle | None = None
     _idle_since = 0.0
 
@@ -42,8 +60,29 @@ class BoundedConnection(H11Protocol):
             idle = [c for c in self.connections if c is not self and isinstance(c, BoundedConnection) and c.is_idle]
             if idle:
                 self._end(min(idle, key=lambda connection: connection._idle_since))
-            else:
+            elif self.tls is None:
                 self._refuse(503, _REFUSAL)
+            else:
+                self._end(self)
+        if self.tls is not None and not transport.is_closing():
+            self._handshake = self.loop.create_task(self._secure(transport, self.tls))
+
+    async def _secure(self, transport: asyncio.Transport, tls: ssl.SSLContext) -> None:
+        """Have the connection speak TLS from here on, or end it. The loop's own TLS would hand the connection over only
+        behind its handshake, until when nobody would count it.
+        """
+        early_data, secure_transport = _EarlyData(), None
+        with suppress(OSError):  # who is no client, or has left
+            secure_transport = await self.loop.start_tls(
+                transport, early_data, tls, server_side=True, ssl_handshake_timeout=self.head_seconds
+            )
+        if secure_transport is None or early_data.is_lost:
+            self.connection_lost(None)
+            return
+        secure_transport.set_protocol(self)
+        super().connection_made(secure_transport)
+        if early_data.data:
+            self.data_received(early_data.data)
 
     @property
     def is_idle(self) -> bool:
@@ -101,7 +140,10 @@ def http_server(
     """Returns a server of an application, which logs nothing of requests. certificate: a file with the TLS certificate
     and its key.
     """
-    options: dict[str, Any] = {"ssl_certfile": certificate} if certificate is not None else {}
+    if certificate is not None:
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        tls.load_cert_chain(certificate, password="")  # so that nobody is asked for one
+        connection = type("SecureConnection", (connection,), {"tls": tls})
     return uvicorn.Server(
         uvicorn.Config(
             app,
@@ -115,6 +157,5 @@ def http_server(
             server_header=False,
             timeout_keep_alive=math.ceil(connection.head_seconds),
             timeout_graceful_shutdown=5,
-            **options,
         )
     )

@@ -41,6 +41,7 @@ class SampledAnswer:
     stop_reason: StopReason
     log_behavior: FloatArray  # [T]
     versions: tuple[Version, Version]  # the first and the last weights that sampled it
+    tokens_read: int  # before it, which no row had read
     request: int | None = None  # of the engine, whose row can go on behind it; None: there is none
 
 

@@ -26,7 +26,7 @@ import numpy as np
 from tba.imported_answers.report import Report
 from tba.protocols import ShowsFields, Task, TurnLimits
 from tba.rollout.searcher import OpenAnswer
-from tba.serving.chat import POLICY, AnswerMessage, ChatAnswer, ChatRequest, RequestRefused
+from tba.serving.chat import BASE, POLICY, AnswerMessage, ChatAnswer, ChatRequest, RequestRefused
 from tba.serving.engine import (
     EndedEpisode,
     Mailbox,
@@ -74,6 +74,8 @@ class ServedEpisode:
     tag: Json = None
     used_at: float = field(default_factory=time.monotonic)
     tokens_read: int = 0  # that no parked row had read before
+    base_calls: int = 0  # of the model as it was before training
+    waiting: int = 0  # requests that wait for answers, with the retries that wait for the same
     overrides: Counter[str] = field(default_factory=Counter)  # fields of requests that the run has decided
     answers: dict[str, asyncio.Task[tuple[AgentCall, ChatAnswer]]] = field(default_factory=dict)  # by the body's digest
     samples: dict[AgentCall, SampleRequest] = field(default_factory=dict)  # of calls that are not answered
@@ -81,7 +83,7 @@ class ServedEpisode:
 
     @property
     def calls_made(self) -> int:
-        return len(self.tree.calls)
+        return len(self.tree.calls) + self.base_calls
 
 
 @dataclass(frozen=True)
@@ -269,6 +271,9 @@ class EpisodeServer:
         self.counts.update({f"{name} overridden": count for name, count in episode.overrides.items()})
         self.counts["answers"] += len(episode.tree.delivered_calls)
         self.counts["answers that nobody received"] += episode.tree.undelivered_count
+        if completion is None:
+            answers = [call.answer for call in episode.tree.calls if call.answer is not None]
+            self.counts["tokens of episodes without a row"] += sum(len(answer.tokens) for answer in answers)
         self.counts["episodes of one segment"] += completion is not None and completion.begins is None
         parked = [call.answer.request for call in episode.tree.calls if call.answer is not None]
         requests = [request for request in parked if request is not None]
@@ -307,27 +312,38 @@ class EpisodeServer:
         episode.used_at = time.monotonic()
         digest = hashlib.blake2b(body, digest_size=16).hexdigest()
         if is_retry and (task := episode.answers.get(digest)) is not None and not _has_failed(task):
+            if not task.done():
+                self._require_quota(episode.owner)
+                _count_waiting(episode, task)
             self.counts["retries"] += 1
             return task
         if self._open(episode).end is not None:
             raise _episode_ended()
-        if request.model not in ("", POLICY):
+        if request.model not in ("", POLICY, BASE):
             self.counts["calls under another model's name"] += 1
         if episode.calls_made >= self.limits.max_calls:
             raise RequestRefused(
                 400, f"the episode has made its {self.limits.max_calls} calls: end it", "context_length_exceeded"
             )
-        episodes_of_owner = [e for e in self._episodes.values() if e.owner == episode.owner]
-        waiting_count = sum(len(e.samples) for e in episodes_of_owner)
+        self._require_quota(episode.owner)
+        if request.model == BASE:
+            call = AgentCall(None, self._encoder.whole(request.messages, request.tools), (), "")
+            episode.base_calls += 1
+        else:
+            call = episode.tree.begin_call(request)
+        episode.overrides.update(request.overrides.keys())
+        episode.answers[digest] = task = asyncio.ensure_future(self._answer(episode, call, request))
+        task.add_done_callback(_retrieve_error)
+        _count_waiting(episode, task)
+        return task
+
+    def _require_quota(self, owner: str) -> None:
+        """Raises `RequestRefused` where as many requests of a token wait for answers as may."""
+        waiting_count = sum(episode.waiting for episode in self._episodes.values() if episode.owner == owner)
         if waiting_count >= self.limits.calls_per_token:
             raise RequestRefused(
                 429, f"{self.limits.calls_per_token} calls of this token wait for their answers: wait too", "rate_limit"
             )
-        call = episode.tree.begin_call(request)
-        episode.overrides.update(request.overrides.keys())
-        episode.answers[digest] = task = asyncio.ensure_future(self._answer(episode, call, request))
-        task.add_done_callback(_retrieve_error)
-        return task
 
     def count_tokens(self, episode: ServedEpisode, request: ChatRequest) -> int:
         """Returns how many tokens the messages of a request are as a prompt. Raises `RequestRefused`."""
@@ -337,25 +353,28 @@ class EpisodeServer:
     async def _answer(
         self, episode: ServedEpisode, call: AgentCall, request: ChatRequest
     ) -> tuple[AgentCall, ChatAnswer]:
-        tokens = call.tokens()
+        tokens, is_base = call.tokens(), request.model == BASE
         parent = None if call.parent is None else call.parent.answer
         is_tip = call.parent is None or call.parent.children[0] is call
-        limits = TurnLimits(call.reserved, request.stop_strings)
+        limits = TurnLimits(request.max_tokens if is_base else call.reserved, request.stop_strings)
         sample = SampleRequest(
+            seat=episode.seat,
             prompt=Prompt(episode.seat.prompt.task, tokens),
             new_tokens=call.read,
             limits=limits,
             future=Future(),
             parked=parent.request if parent is not None and is_tip else None,
+            is_base=is_base,
         )
         episode.samples[call] = sample
-        self.counts["calls"] += 1
+        self.counts["calls of the base" if is_base else "calls"] += 1
         try:
             self._open(episode)  # it may have ended since the call was accepted
             self.mailbox.post(sample)
             answer = await _result_within(sample.future, self.limits.answer_seconds)
         except BaseException as error:
-            episode.tree.drop_call(call)
+            if not is_base:
+                episode.tree.drop_call(call)
             if episode.id not in self._episodes:
                 raise _episode_ended() from None
             if isinstance(error, TimeoutError):
@@ -365,17 +384,19 @@ class EpisodeServer:
             del episode.samples[call]
         text = self._encoder.writer(request.tools).encoder.turn_text(answer.tokens.tolist(), answer.text)
         message = AnswerMessage.of(text, bool(request.tools))
-        episode.tree.answer_call(call, answer, message)
         episode.used_at = time.monotonic()
-        cached = 0 if sample.parked is None else len(tokens) - len(call.read)
-        self.counts["tokens read"] += len(tokens) - cached
-        episode.tokens_read += len(tokens) - cached
+        if is_base:
+            self.counts["tokens of the base"] += len(answer.tokens)
+        else:
+            episode.tree.answer_call(call, answer, message)
+            self.counts["tokens read"] += answer.tokens_read
+            episode.tokens_read += answer.tokens_read
         chat_answer = ChatAnswer(
-            model=POLICY,
+            model=BASE if is_base else POLICY,
             answer=message,
             stop_reason=answer.stop_reason,
             prompt_tokens=len(tokens),
-            cached_tokens=cached,
+            cached_tokens=len(tokens) - answer.tokens_read,
             completion_tokens=len(answer.tokens),
             logprobs=self._logprobs(answer) if request.has_logprobs else None,
         )
@@ -417,7 +438,7 @@ class EpisodeServer:
             await asyncio.sleep(_SWEEP_SECONDS)
             now = time.monotonic()
             for episode in list(self._episodes.values()):
-                if not episode.samples and episode.end is None and now - episode.used_at > self.limits.idle_seconds:
+                if not episode.waiting and episode.end is None and now - episode.used_at > self.limits.idle_seconds:
                     self.counts["idle episodes"] += 1
                     episode.end = asyncio.ensure_future(self._end(episode, None, None))
                     episode.end.add_done_callback(_retrieve_error)
@@ -459,6 +480,16 @@ async def _result_within(future: Future[T], seconds: float) -> T:
 
 def _episode_ended() -> RequestRefused:
     return RequestRefused(410, "the episode has ended: begin another one", "episode_ended")
+
+
+def _count_waiting(episode: ServedEpisode, task: asyncio.Future[Any]) -> None:
+    """Count one more request that waits, until the task is done."""
+
+    def forget(_: object) -> None:
+        episode.waiting -= 1
+
+    episode.waiting += 1
+    task.add_done_callback(forget)
 
 
 def _has_failed(task: asyncio.Future[Any]) -> bool:
