@@ -342,7 +342,9 @@ class CountsReads(Partner, Protocol):
     def read_again(self, request: int) -> None:
         """Takes that a request which goes on is read again from its beginning: its keys and values were dropped."""
         ...
-class Scorer(Protocol):
+
+
+class AnswerScorer(Protocol):
     """Computes log-probabilities of answers under a model that is not trained, on the searcher's side."""
 
     def log_probabilities_of(
@@ -353,7 +355,7 @@ class Scorer(Protocol):
         """
 
 
-class Reference(Scorer, Protocol):
+class Reference(AnswerScorer, Protocol):
     """Computes log-probabilities under the reference policy, on the searcher's side."""
 
     @property
@@ -374,7 +376,7 @@ class Reference(Scorer, Protocol):
 class ScoresTopTokens(Protocol):
     """A model that can say which tokens it finds most probable at each place."""
 
-    def with_top(self, count: int) -> Scorer:
+    def with_top(self, count: int) -> AnswerScorer:
         """Returns a scorer by the same model whose scores are `TopScores` of `count` tokens a place."""
 
 

@@ -24,7 +24,7 @@ from tba.errors import DeadlineExceeded, UserError
 from tba.imported_answers.encoding import EncodedAnswer, Encoder
 from tba.imported_answers.parsing import ImportedAnswer, parse_answer
 from tba.imported_answers.report import Report, counters
-from tba.protocols import Journal, Reference, Reward, Scorer
+from tba.protocols import AnswerScorer, Journal, Reference, Reward
 from tba.tables import Refusal, Values, as_object
 from tba.types import (
     Completion,
@@ -68,7 +68,7 @@ class AnswerImporter:
     reward: Reward
     reference: Reference
     journal: Journal
-    teachers: Sequence[Scorer] = ()  # which score every answer as well
+    teachers: Sequence[AnswerScorer] = ()  # which score every answer as well
     believe: bool = False  # use claimed rewards, where there are any
     needs_behavior: bool = False  # refuse what comes without behaviour log-probabilities
     largest_reward: float = sys.float_info.max  # refuse what has a larger |reward|

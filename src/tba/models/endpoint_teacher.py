@@ -176,9 +176,9 @@ def _top_tokens(entry: Mapping[str, Any], count: int) -> tuple[list[int], list[f
     scores = {int(token): _log_probability(score["logprob"]) for token, score in entry.items()}
     ids = sorted(scores, key=lambda token: -scores[token])[:count]
     logs = [scores[token] for token in ids]
-    rest = math.log(max(1 - sum(map(math.exp, logs)), _LEAST_REST))
+    log_rest = math.log(max(1 - sum(map(math.exp, logs)), _LEAST_REST))
     missing = count - len(ids)
-    return ids + ids[:1] * missing, [*logs, *[-math.inf] * missing, rest]
+    return ids + ids[:1] * missing, [*logs, *[-math.inf] * missing, log_rest]
 
 
 def _log_probability(score: Json) -> float:

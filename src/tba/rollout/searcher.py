@@ -43,6 +43,7 @@ from tba.errors import DeadlineExceeded, UserError
 from tba.grading import Grade, Grader, call_in_thread
 from tba.protocols import (
     AnsweredOneByOne,
+    AnswerScorer,
     Concurrent,
     Engine,
     Exploration,
@@ -53,7 +54,6 @@ from tba.protocols import (
     PublishedWeights,
     Reference,
     ScoredByCalls,
-    Scorer,
     WeightSource,
 )
 from tba.rollout import stages
@@ -146,7 +146,7 @@ class Searcher:
     flows: bool = False  # rounds flow into one another; else each is graded and sent before the next
     interrupted: Callable[[], bool] | None = None
     rescorer: Rescorer | None = None  # None: the reference is never reset
-    teachers: Sequence[Scorer] = ()  # which score every answer as well
+    teachers: Sequence[AnswerScorer] = ()  # which score every answer as well
     vine: VineRollouts | None = None  # values of the steps of every answer; only where rounds do not flow
     largest_reward: float = sys.float_info.max  # an answer whose |reward| is beyond it is rejected
     overlong: Overlong = Overlong()  # what is taken off the reward of long answers
@@ -604,7 +604,7 @@ class Searcher:
         return (series + index.to_bytes(4, "big")).hex()
 
     @cached_property
-    def _local_teachers(self) -> list[Scorer]:
+    def _local_teachers(self) -> list[AnswerScorer]:
         """Returns the teachers that are no servers, for which answers wait in windows."""
         return [teacher for teacher in self.teachers if not isinstance(teacher, ScoredByCalls)]
 

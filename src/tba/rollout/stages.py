@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from tba.protocols import Scorer
+from tba.protocols import AnswerScorer
 from tba.rollout.overlong import Overlong
 from tba.types import (
     LEFT_OUT,
@@ -72,7 +72,7 @@ def drop_reason(completions: Sequence[Completion]) -> str:
     return f"an answer was cut off at {max(len(c.tokens) for c in completions)} tokens (--overlong-penalty drop)"
 
 
-def score_answers(scorers: Sequence[Scorer], answers: Answers) -> list[list[Scores]]:
+def score_answers(scorers: Sequence[AnswerScorer], answers: Answers) -> list[list[Scores]]:
     """Returns the log-probabilities of each answer under each scorer, by prompt and answer; an answer that was sampled
     twice for a prompt is scored once.
     """

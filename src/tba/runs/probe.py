@@ -30,7 +30,7 @@ from tba.grading import Grader, GradingProcess
 from tba.markup import decode_tokens
 from tba.models.arithmetic import product_rate
 from tba.models.huggingface import HuggingFace
-from tba.protocols import Model, Policy, Scorer, Tokenizer, start_objective
+from tba.protocols import AnswerScorer, Model, Policy, Tokenizer, start_objective
 from tba.recipe import Recipe
 from tba.record.memory import keep_few_kernels, peak_gpu_memory_bytes, peak_memory_bytes
 from tba.rollout.stages import has_failed_environment
@@ -175,7 +175,7 @@ class SearcherProbe:
         self.vine = vine_of(recipe, self.model, self.engine, Grader(self.reward, recipe.run.reward_deadline))
         initial = self.model.reference(recipe.policy_temperature, Version())
         references = [initial] if recipe.reference is None else [initial, reference_of(recipe, self.model)]
-        self.scorers: list[tuple[str, Scorer]] = [("reference", scorer) for scorer in references]
+        self.scorers: list[tuple[str, AnswerScorer]] = [("reference", scorer) for scorer in references]
         self.scorers += [("teachers", teacher) for teacher in teachers_of(recipe, self.model, references[-1])]
         self.rng = np.random.default_rng(seed)
 
@@ -367,10 +367,10 @@ def _training_answers(
             None if c.mask is None else c.mask.tolist(),
             _as_lists(log_behavior)[0],
             judgement.reward,
-            list(map(_as_lists, others)),
+            list(map(_as_lists, other_scores)),
         )
-        for c, judgement, log_behavior, *others in zip(completions, judgements, *prompt_scores, strict=False)
-        if math.isfinite(judgement.reward) and all(map(are_finite, others))
+        for c, judgement, log_behavior, *other_scores in zip(completions, judgements, *prompt_scores, strict=False)
+        if math.isfinite(judgement.reward) and all(map(are_finite, other_scores))
     ]
 
 

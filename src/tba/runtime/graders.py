@@ -7,7 +7,7 @@ from types import FunctionType
 
 from tba.errors import UserError
 from tba.grading import RETRIES, Grader
-from tba.protocols import Examined, Reward, ScoredByCalls, Scorer, Task
+from tba.protocols import AnswerScorer, Examined, Reward, ScoredByCalls, Task
 from tba.recipe import Recipe
 from tba.runtime.isolation import RecipeSource, isolated_reward
 from tba.runtime.run_directory import RunDirectory
@@ -40,7 +40,7 @@ def grader_of(
     retries: int = RETRIES,
     share: tuple[int, int] = (0, 1),
     report: Callable[[str], None] = lambda message: None,
-    teachers: Sequence[Scorer] = (),
+    teachers: Sequence[AnswerScorer] = (),
 ) -> Grader:
     """Returns the grader that all commands and runs use for a task's reward.
 

@@ -23,7 +23,7 @@ from tba.errors import UserError
 from tba.imported_answers.encoding import Encoder, TaskPrompts
 from tba.imported_answers.importer import AnswerImporter, Entry
 from tba.markup import thoughts_of
-from tba.protocols import Acted, Journal, Reference, Reward, Scorer, Tokenizer
+from tba.protocols import Acted, AnswerScorer, Journal, Reference, Reward, Tokenizer
 from tba.recipe import Recipe, differences, settings_json
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
@@ -79,7 +79,7 @@ def build_importer(
     recipe: Recipe,
     reward: Reward,
     reference: Reference,
-    teachers: Sequence[Scorer],
+    teachers: Sequence[AnswerScorer],
     journal: Journal,
     hosts: InProcessHost | Hosts | None,
     believe: bool = False,

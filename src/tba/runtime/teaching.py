@@ -23,12 +23,12 @@ from tba.errors import SeveralSegments, UserError
 from tba.markup import decode_tokens, encode_continuation, encode_markup, visible_text
 from tba.protocols import (
     Acted,
+    AnswerScorer,
     HasLogZ,
     LoadedOnDevice,
     LoadsOtherModels,
     Model,
     Reference,
-    Scorer,
     ScoresTopTokens,
     ScoringModel,
     Task,
@@ -87,7 +87,7 @@ def _scored_reference(recipe: Recipe, model: Model) -> Reference:
     return reference_model.reference(recipe.policy_temperature, Version())
 
 
-def teachers_of(recipe: Recipe, model: Model, reference: Reference) -> list[Scorer]:
+def teachers_of(recipe: Recipe, model: Model, reference: Reference) -> list[AnswerScorer]:
     """Returns the recipe's teachers, in order. A teacher with another tokenizer is wrapped in a `ScoredByText`, which
     needs the run's reference, and loads it where that is a `NoReference`. Raises `UserError` where the recipe needs the
     log-probability of each token.
@@ -262,7 +262,7 @@ def _teachers(recipe: Recipe, model: Model, say: Callable[[str], None] = _ignore
         yield teacher.prepared(recipe.task, say)
 
 
-def _teacher_reference(recipe: Recipe, model: Model, reference: Reference, teacher: ScoringModel) -> Scorer:
+def _teacher_reference(recipe: Recipe, model: Model, reference: Reference, teacher: ScoringModel) -> AnswerScorer:
     difference = _difference(recipe.task, model, teacher)
     if difference:
         _require_sums(recipe, teacher, difference)
@@ -275,7 +275,7 @@ def _teacher_reference(recipe: Recipe, model: Model, reference: Reference, teach
     return ScoredByText(scorer, reference, *tokenizers, is_chat(recipe.task), teacher.positions)
 
 
-def _with_top(scorer: Reference, teacher: ScoringModel, count: int) -> Scorer:
+def _with_top(scorer: Reference, teacher: ScoringModel, count: int) -> AnswerScorer:
     if not isinstance(scorer, ScoresTopTokens):
         raise UserError(
             f"--teacher.top is {count}, but {_name(teacher)} cannot say which tokens it finds most probable: choose "
