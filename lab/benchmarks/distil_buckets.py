@@ -120,7 +120,7 @@ def main() -> None:
                     generator = torch.Generator().manual_seed(seed)
                     teacher = Table.draw(generator)
                     student = train(teacher, source, top, Distil(divergence), generator)
-                    gap = student.log_probabilities().exp() - teacher.log_probabilities().exp()
+                    gap = student.log_probabilities().detach().exp() - teacher.log_probabilities().exp()
                     distances.append(float(gap.abs().sum()) / 2)
                 cells.append(f"{statistics.fmean(distances):.3f} ({max(distances):.3f})")
             teachers = [Table.draw(torch.Generator().manual_seed(seed)) for seed in range(options.teachers)]

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from runs import made
+from torch import Tensor
 
+from lanes import open_lane
+from tba.device_to_host import HostCopies
 from tba.errors import DeadlineExceeded
+from tba.protocols import Manifest
 from tba.record.evaluations import read_evaluations
 from tba.record.run_record import RunRecord
 from tba.replay.codec import MissingCounts
@@ -20,6 +24,8 @@ from tba.runtime.batch_queue import StopRequested
 from tba.runtime.searcher_loop import SearcherLoop, start_searching
 from tba.runtime.trainer_loop import TrainerLoop, start_training
 from tba.types import Version
+from tba.weights.background import BackgroundPublisher
+from tba.weights.directory import WeightDirectory
 
 Start = Callable[..., tuple[SearcherLoop, TrainerLoop]]
 QUICK = ("--evaluation.problems", "1", "--replay.pacing.warm-up", "64", "--group-size", "8")
@@ -73,6 +79,33 @@ def test_fetching_ahead_ends_at_once_even_while_it_is_held_by_the_limit_on_reuse
     # not its deadline; one that a busy machine has not begun is cancelled
     assert prefetch.cancelled() or isinstance(prefetch.exception(timeout=0), StopRequested)
     assert train.replay.ledger()["trained_total_trajectories"] == 16
+
+
+def test_steps_go_on_while_a_version_is_written_and_the_next_free_one_publishes(start: Start) -> None:
+    search, train = start("--steps", "9", "--sync-every", "1", close=False)
+    rounds(search, 5)
+    gate = threading.Event()
+
+    class Disk(WeightDirectory):
+        def publish(self, weights: Mapping[str, Tensor], version: Version, manifest: Manifest) -> None:
+            assert gate.wait(60)
+            super().publish(weights, version, manifest)
+
+    disk = Disk(train.run.weights)
+    publisher = BackgroundPublisher(disk, deadline=60, copies=HostCopies(open_lane()))  # as of a GPU
+    train.weights = train.trainer.weights = publisher
+    train.trainer.wait_for_readers = publisher.hold
+    for _ in range(3):
+        train.step()  # the first is being written
+    assert disk.newest() == Version()
+    gate.set()
+    publisher.settle()
+    train.step()
+    assert [version.step for version in publisher.versions() if version.step] == [1, 4]
+    assert train.versions_left_out == 2
+    train.finish()
+    assert publisher.newest() == train.trainer.version
+    train.close()
 
 
 def test_mean_uses_stay_within_the_limit_and_the_waiting_is_called_paced(start: Start) -> None:

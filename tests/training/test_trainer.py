@@ -57,6 +57,18 @@ def test_a_step_is_the_plain_loop_written_out(tmp_path: Path) -> None:
     assert all(torch.equal(weights[name], plain[name]) for name in plain)
 
 
+def test_after_a_version_that_was_left_out_the_next_is_due_and_then_the_next_multiple_of_k(tmp_path: Path) -> None:
+    trainer = trainer_of(TabularPolicy(TASK), TrajectoryBalance(BETA), tmp_path, weights=Published(), sync_every=3)
+    due_steps = []
+    for step in range(1, 10):
+        trainer.step(trainer.batches.next())
+        if trainer.should_publish:
+            due_steps.append(step)
+            if step not in (3, 4):  # as while a version is being written
+                trainer.publish()
+    assert due_steps == [3, 4, 5, 6, 9]
+
+
 def test_weights_are_published_every_k_updates_as_they_are_then(tmp_path: Path) -> None:
     published = Published()
     manifest = Manifest(reference=Version(3, 0))

@@ -106,11 +106,13 @@ def test_an_update_waits_for_the_copy_of_a_gpus_weights_and_not_for_the_disk(tmp
         lane.gate.set()
         updated.result(60)  # with nothing on the disk
         assert directory.newest() is None
+        assert publisher.busy
         second = trainer.submit(publisher.publish, {"w": weight}, TWO, {})
         assert not second.done()  # there is one set of copies, and the disk has not read it
         directory.gate.set()
         second.result(60)
     assert publisher.versions() == [ONE, TWO]
+    assert not publisher.busy
     assert [directory.at(v).read()["w"].tolist() for v in (ONE, TWO)] == [[0.0] * 4, [1.0] * 4]
     assert lane.rooms == [64]
     publisher.close()

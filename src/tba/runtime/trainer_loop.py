@@ -104,6 +104,7 @@ class TrainerLoop:
     collapse: CollapseWatch = field(default_factory=CollapseWatch)
     answer_watch: AnswerWatch | None = None
     memory: FreedMemory = field(default_factory=FreedMemory)
+    versions_left_out: int = 0  # which were to be published while another was written
     began_training: float | None = None
     ended_training: float = 0.0
     _searcher_metrics: dict[str, float] = field(default_factory=dict)
@@ -123,8 +124,10 @@ class TrainerLoop:
         wait_seconds, version_before, cpu_began = time.perf_counter() - began, trainer.version, time.thread_time()
         metrics = trainer.step(fetched)
         is_reset = self.references.is_due(trainer.version)
-        if is_reset or trainer.should_publish:
+        if is_reset or (trainer.should_publish and not self.weights.busy):
             self.publish(is_reset)
+        elif trainer.should_publish:  # the version before is still being written: a newer one follows it
+            self.versions_left_out += 1
         if is_reset:
             self._reset_reference()
         cpu_seconds, seconds = time.thread_time() - cpu_began, time.perf_counter() - began
@@ -144,12 +147,16 @@ class TrainerLoop:
         if self.requests.averaged and version in self.requests.pending:
             self._publish_average()
         batch = self.recipe.groups_per_step * self.recipe.group_size
+        step_before = version.step if self.trainer.published is None else self.trainer.published.step
+        updates = max(
+            self.trainer.sync_every, version.step - step_before
+        )  # until the next one, if that is left out too
         manifest = Manifest(
             evaluate=tuple(evaluate),
             stop=self.finished,
             reference=version if as_reference else self.references.current,
             journal=JournalCounts.of(self.journal).state(),
-            wanted=self.replay.searcher_limit(batch, self.trainer.sync_every),
+            wanted=self.replay.searcher_limit(batch, updates),
         )
         self.trainer.publish(manifest)
         self.requests.pin()
@@ -313,6 +320,7 @@ class TrainerLoop:
             **self._steer(metrics),
             **self._searcher_metrics,
             JOURNAL_ROWS: float(self.journal.position),
+            "versions_left_out": float(self.versions_left_out),
         }
         version, log_policy = self.trainer.version, self.trainer.log_policy
         self.recorder.step(version, self.ended_training, metrics | loop_metrics, trajectories, log_policy)

@@ -108,8 +108,13 @@ class Trainer:
 
     @property
     def should_publish(self) -> bool:
-        """Returns whether weights are to be published: every `sync_every` updates, once per version."""
-        return self.version != self.published and self.version.step % self.sync_every == 0
+        """Returns whether weights are to be published: every `sync_every` updates, once per version; and after one that
+        has been left out.
+        """
+        published_step = 0 if self.published is None else self.published.step
+        return (
+            self.version != self.published and self.version.step // self.sync_every > published_step // self.sync_every
+        )
 
     def backward(self, batch: Batch) -> Measured:
         """Evaluate, compute the objective, backpropagate: in one pass or slice by slice (`training.gradients`).

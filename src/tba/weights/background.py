@@ -2,7 +2,8 @@
 
 Invariant: `hold` is called before the next update, so that nobody changes weights that are still to be read. Of a GPU's
 they are copied to the host first (`device_to_host`), and the update waits for that on the GPU; those on the host are
-written from where they are, and `hold` waits for that. One version leaves at a time. What is requested in the meantime
+written from where they are, and `hold` waits for that. One version leaves at a time: while it does, `busy` is true, and
+`publish` would wait. What is requested in the meantime
 (pins) is executed after the writing, in order. What fails in the thread is raised by the next call that waits for it,
 or by `hold`.
 """
@@ -43,6 +44,11 @@ class BackgroundPublisher:
         leaving_weights = weights if is_stream else self._copies.begin_copy(weights, self._directory.dtype)
         self._hold_weights = leaving_weights.hold if isinstance(leaving_weights, TensorStream) else lambda: False
         self._run_later(lambda: self._directory.publish(leaving_weights, version, manifest))
+
+    @property
+    def busy(self) -> bool:
+        """Returns whether a version is still being written."""
+        return any(not job.done() for job in self._jobs)
 
     def hold(self) -> None:
         """Delay the next update until the weights have been read: on the device, where they are copied from it, else by

@@ -138,6 +138,11 @@ class WeightDirectory:
             write_changes(temporary, shapes_of(weights), changes, self.dtype)
         return self._base
 
+    @property
+    def busy(self) -> bool:
+        """Returns False: nothing is being written after `publish` has returned."""
+        return False
+
     def settle(self) -> None:
         """Returns at once: nothing is being written after `publish` has returned."""
 
