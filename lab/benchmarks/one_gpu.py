@@ -247,6 +247,8 @@ def measure_trainer(context: Context, note: Note, checkpointed: bool = False, ra
             shares_of_kernel_time=work.shares(),
         )
         note(**time_publications(half, context.device))
+        for k in (1, 2):
+            note(**time_steps_with_publications(half, context.device, k))
         note(version_in_engine_seconds=arrival_seconds(half, recipe.model.engine(Version()), context.device))
         half.weights.close()
 
@@ -304,6 +306,28 @@ def time_publications(half: TrainerHalf, device: str) -> dict[str, float]:
         "publication_seconds": publish_seconds,
         "version_bytes": half.directory.file(half.trainer.version).stat().st_size,
     }
+
+
+def time_steps_with_publications(half: TrainerHalf, device: str, k: int, steps: int = 20) -> dict[str, float]:
+    """Returns the seconds of a step where weights are due every k of them, as in a run, over those of one alone, and
+    the share of the versions due that were written.
+    """
+    half.weights.settle()
+    alone_seconds = statistics.median(time_call(half.act, device) for _ in range(3))
+    half.trainer.sync_every, half.trainer.published, written = k, half.trainer.version, 0
+
+    def run_steps() -> None:
+        nonlocal written
+        for _ in range(steps):
+            half.act()
+            if half.trainer.should_publish and not half.weights.busy:
+                half.trainer.publish()
+                written += 1
+
+    seconds = time_call(run_steps, device) / steps
+    half.weights.settle()
+    name = f"every_{k}_steps"
+    return {f"step_{name}_over_alone": seconds / alone_seconds, f"versions_written_{name}": written / (steps / k)}
 
 
 def arrival_seconds(half: TrainerHalf, engine: Any, device: str) -> float:

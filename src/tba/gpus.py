@@ -27,6 +27,7 @@ import torch
 GPU_SHARE = "TBA_GPU_SHARE"  # environment variable: a worker's share of the memory of its GPUs
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 _DEADLINE = 120.0  # seconds that a child may take
+_BFLOAT16_CAPABILITY = 8  # the first number of CUDA's compute capability from which on tensor cores have bfloat16
 _POLL = 0.005  # seconds between two checks whether the process has ended
 _MAX_REPLY = 1 << 16  # bytes of an answer; eight GPUs take 500
 _QUERY_SCRIPT = "from tba.gpus import *; import sys; sys.stdout.write(gpus_as_json())"
@@ -38,6 +39,7 @@ class Gpus:
 
     names: tuple[str, ...] = ()
     memory: tuple[int, ...] = ()  # bytes of each
+    without_bfloat16: tuple[str, ...] = ()  # names of those that do not compute in it: made before 2020, such as T4
     fault: str = ""  # why CUDA cannot be started though there are GPUs; there is none here then
 
     def __len__(self) -> int:
@@ -66,7 +68,7 @@ def _query(visible_devices: str | None) -> Gpus:
     else:
         reply = _query_in_child()
     values = json.loads(reply)
-    return Gpus(tuple(values["names"]), tuple(values["memory"]), values["fault"])
+    return Gpus(tuple(values["names"]), tuple(values["memory"]), tuple(values["without_bfloat16"]), values["fault"])
 
 
 def gpus_as_json() -> str:
@@ -78,7 +80,8 @@ def gpus_as_json() -> str:
             gpus = [torch.cuda.get_device_properties(i) for i in range(count)]
         except (RuntimeError, AssertionError) as error:
             return json.dumps(asdict(Gpus(fault=str(error).strip().split("\n")[0].partition(". ")[0])))
-    return json.dumps({"names": [p.name for p in gpus], "memory": [p.total_memory for p in gpus], "fault": ""})
+    old_names = [] if torch.version.hip else [p.name for p in gpus if p.major < _BFLOAT16_CAPABILITY]
+    return json.dumps(asdict(Gpus(tuple(p.name for p in gpus), tuple(p.total_memory for p in gpus), tuple(old_names))))
 
 
 def _query_in_child() -> str:

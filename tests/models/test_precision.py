@@ -34,6 +34,13 @@ SUMS = Path(__file__).parents[1] / "tiny_sums.py"
 TEXTS = ("123+456=", "99+1=", "700+250=")
 
 
+@pytest.mark.parametrize("name", ["auto", "4-bit"])
+def test_on_a_card_without_bfloat16_products_are_of_float32_unless_it_is_asked_for(name: PrecisionName) -> None:
+    for adapters in (False, True):
+        assert choose_precision(name, "cuda", adapters, has_bfloat16=False).compute == FULL
+        assert choose_precision("bfloat16", "cuda", adapters, has_bfloat16=False).compute == HALF
+
+
 @pytest.mark.parametrize(
     ("wanted", "device", "adapters", "expected"),
     [

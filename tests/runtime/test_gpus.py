@@ -68,10 +68,10 @@ def test_gpus_are_asked_for_in_a_child_but_by_a_worker_that_was_given_some(
 
     def properties(gpu: int) -> SimpleNamespace:
         asking.append(os.getpid())
-        return SimpleNamespace(name=f"card {gpu}", total_memory=80 * 10**9)
+        return SimpleNamespace(name=f"card {gpu}", total_memory=80 * 10**9, major=9 - 2 * gpu)
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    both = Gpus(("card 0", "card 1"), (80 * 10**9, 80 * 10**9))
+    both = Gpus(("card 0", "card 1"), (80 * 10**9, 80 * 10**9), without_bfloat16=("card 1",))
     assert visible_gpus() == both
     assert asking == []
     monkeypatch.setenv(GPU_SHARE, "0.9500")

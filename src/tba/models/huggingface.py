@@ -72,7 +72,7 @@ class HuggingFace:
     path: str = ""  # a folder, a GGUF file, an adapter of PEFT, or a name on the Hub; empty: the warm start's result
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: cuda, else mps, else cpu
     dtype: PrecisionName = "auto"  # in which trainer, reference and engine compute, and weights are published; auto:
-    # bfloat16 on CUDA, else float32; 4-bit: bfloat16, on a base under adapters in NF4. What is trained, its gradients
+    # bfloat16 on CUDA cards that have it, else float32; 4-bit: likewise, on a base under adapters in NF4. What is trained, its gradients
     # and moments are float32 in any case
     generation: EngineSettings = field(default_factory=EngineSettings)
     vllm: VllmSettings = field(default_factory=VllmSettings)
@@ -110,6 +110,8 @@ class HuggingFace:
 
         Raises `UserError` when there is neither a path nor a warm start, or no demonstrations to start from.
         """
+        if self.dtype in ("auto", "4-bit") and self._device.type == "cuda" and (old := visible_gpus().without_bfloat16):
+            log(f"{old[0]} does not compute in bfloat16: this run computes in float32, which takes twice the memory")
         if self.path:
             return replace(self, path=resolve_model_path(self.path, log))
         if self.warm_start is None:
@@ -416,7 +418,9 @@ class HuggingFace:
     @property
     def precision(self) -> Precision:
         """Returns the precision in which the model is held and computed with."""
-        return choose_precision(self.dtype, self._device.type, adapters=self.lora.rank > 0)
+        device = self._device.type
+        has_bfloat16 = device != "cuda" or not visible_gpus().without_bfloat16
+        return choose_precision(self.dtype, device, adapters=self.lora.rank > 0, has_bfloat16=has_bfloat16)
 
 
 def load_adapters(folder: Path) -> dict[str, torch.Tensor]:

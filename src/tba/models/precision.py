@@ -25,11 +25,12 @@ class Precision:
     four_bit: bool = False  # whether the matrices of the frozen base are held in 4 bits (QLoRA, Dettmers et al. 2023)
 
 
-def choose_precision(name: PrecisionName, device: str, adapters: bool) -> Precision:
+def choose_precision(name: PrecisionName, device: str, adapters: bool, has_bfloat16: bool = True) -> Precision:
     """Returns the precision on that kind of device (`cpu`, `cuda`, `mps`). auto: bfloat16 on CUDA, else float32. 4-bit
-    computes in bfloat16.
+    computes in bfloat16. has_bfloat16: a GPU computes in it; else auto and 4-bit compute in float32.
     """
-    is_low = name in ("bfloat16", "4-bit") or (name == "auto" and device == "cuda")
+    is_low = name == "bfloat16" or (device == "cuda" and name == "auto" and has_bfloat16)
+    is_low |= name == "4-bit" and has_bfloat16
     compute = torch.bfloat16 if is_low else torch.float32
     return Precision(
         compute, weights=compute if adapters else torch.float32, tf32=device == "cuda", four_bit=name == "4-bit"
