@@ -27,7 +27,7 @@ from tba_lab.study import find_study
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-EXAMPLES = sorted((ROOT / "examples").glob("my_*.py"))
+EXAMPLES = sorted(set((ROOT / "examples").glob("my_*.py")) - {ROOT / "examples" / "my_agent.py"})  # recipes
 OPTIONS = {name: [options() for options in command.option_classes()] for name, command in COMMANDS.items()}
 OPTIONS["study"] = [StudyOptions()]  # of tba-lab
 # what the fields of a command set, where that is no recipe

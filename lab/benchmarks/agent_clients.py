@@ -8,7 +8,8 @@ sampled.
 
 With --small the model is one of two layers with SmolLM2's tokenizer, made in a minute of a processor. It tries clients
 and the check quickly, but behind long prompts most of its calls are malformed: take a SmolLM2 that the recipe `tools`
-has trained for episodes with calls of tools.
+has trained for episodes with calls of tools, and --example, with which prompts begin as that recipe's do (openai,
+agents, pydantic-ai and langgraph).
 
 A run without searchers waits for more answers than there will be, so that all are sampled from the first weights. All
 clients then play their episodes (agent_clients_side.py) at once. *One segment* are episodes whose calls all went on
@@ -39,6 +40,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import tba
+from tba.environments.calculator import EXAMPLE
 from tba.recipes.tools import recipe as tools
 from tba.replay.follower import JournalFollower
 from tba.replay.reading import JournalFile
@@ -50,7 +52,10 @@ CLIENTS = (
     *("agents-responses-stream", "pydantic-ai", "langgraph", "smolagents", "smolagents-code", "anthropic"),
     "anthropic-stream",
 )
-COLUMNS = ("client", "episodes", "calls", "one_segment", "sampled", "exact", "worst", "read", "rerendered", "reasons")
+COLUMNS = (
+    *("client", "episodes", "calls", "tool_results", "one_segment", "sampled", "exact", "worst", "read", "rerendered"),
+    "reasons",
+)
 SYSTEM = (
     "You calculate with tools. For example, when the user asks: What is 12 * 34? you answer: "
     '<tool_call>{"name": "multiply", "arguments": {"a": 12, "b": 34}}</tool_call> '
@@ -70,13 +75,15 @@ class Products:
     """Products, and what is 7 more."""
 
     name: str = "products"
+    has_example: bool = False  # prompts begin with the example of the recipe `tools`, else with a system message
 
     def problems(self, split: str) -> list[tba.Problem]:
         first = 0 if split == "train" else 64
         return [self._problem(12 + i % 80, 11 + 7 * i % 80) for i in range(first, first + 64)]
 
     def _problem(self, a: int, b: int) -> tba.Problem:
-        messages = ({"role": "system", "content": SYSTEM}, {"role": "user", "content": f"What is {a} * {b}?"})
+        before = EXAMPLE[:-1] if self.has_example else ({"role": "system", "content": SYSTEM},)
+        messages = (*before, {"role": "user", "content": f"What is {a} * {b}?"})
         return tba.Problem(messages, {"answer": str(a * b + 7)})
 
     def reward(self) -> tba.WeightedFunctions:
@@ -108,6 +115,7 @@ def main() -> None:
     parser.add_argument("--client", choices=CLIENTS, action="append", help="one that plays; else all")
     parser.add_argument("--episodes", type=int, default=8, help="of each client")
     parser.add_argument("--small", action="store_true", help="sample from a small model that is made here")
+    parser.add_argument("--example", action="store_true", help="begin prompts as the recipe `tools` does")
     parser.add_argument("--csv", type=Path, help="where to write the figures, a line per client")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -116,24 +124,27 @@ def main() -> None:
         options.model = folder if folder.exists() else make_small_model(options.model, folder)
     run, script = options.out / "runs" / "run", Path(__file__).resolve()
     settings = ["--model.path", str(options.model.resolve()), "--run-name", run.name]
+    settings += ["--task.has-example"] if options.example else []
     trainer = start(["train", str(script), *settings], options.out, "train.log")
     try:
         wait_for(run / "recipe.json", trainer)
         server = start(["serve", "--run", str(run.resolve()), "--port", "0"], options.out, "serve.log")
         try:
             wait_for(run / "serve.json", server)
-            uids = play(options, json.loads((run / "serve.json").read_text()))
+            uids, tool_results = play(options, json.loads((run / "serve.json").read_text()))
         finally:
             end(server)
-        rows = figures(RunDirectory(run), uids)
+        rows = figures(RunDirectory(run), uids, tool_results)
     finally:
         end(trainer)
-    print("| client | episodes | calls | one segment | exact tokens | worst | read | re-rendered | new segments |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print(
+        "| client | episodes | calls | tools' results | one segment | exact tokens | worst | read | re-rendered | new |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for row in rows:
-        client, episodes, calls, one_segment, sampled, exact, worst, read, rerendered, reasons = row
+        client, episodes, calls, results, one_segment, sampled, exact, worst, read, rerendered, reasons = row
         shares = f"{one_segment} of {episodes} | {exact} of {sampled} | {worst:.1e}"
-        print(f"| {client} | {episodes} | {calls} | {shares} | {read:,} | {rerendered:,} | {reasons} |")
+        print(f"| {client} | {episodes} | {calls} | {results} | {shares} | {read:,} | {rerendered:,} | {reasons} |")
     if options.csv:
         with options.csv.open("w", encoding="utf-8", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows((COLUMNS, *rows))
@@ -216,8 +227,8 @@ def wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.2)
 
 
-def play(options: argparse.Namespace, facts: Any) -> dict[str, set[str]]:
-    """Returns the uids of each client's episodes."""
+def play(options: argparse.Namespace, facts: Any) -> tuple[dict[str, set[str]], dict[str, int]]:
+    """Returns the uids of each client's episodes, and how many results its tools gave."""
     side, players = Path(__file__).with_name("agent_clients_side.py"), {}
     for client in options.client or CLIENTS:
         requests = options.out / f"requests-{client}.jsonl"
@@ -226,15 +237,16 @@ def play(options: argparse.Namespace, facts: Any) -> dict[str, set[str]]:
         command += ["--episodes", str(options.episodes), "--record", str(requests)]
         with (options.out / f"episodes-{client}.jsonl").open("wb") as file:
             players[client] = subprocess.Popen(command, stdout=file)
-    uids = {}
+    uids, tool_results = {}, {}
     for client, player in players.items():
         player.wait(DEADLINE_SECONDS)
         lines = (options.out / f"episodes-{client}.jsonl").read_text().splitlines()
         uids[client] = {json.loads(line)["uid"] for line in lines}
-    return uids
+        tool_results[client] = max((json.loads(line)["tool_results"] for line in lines), default=0)
+    return uids, tool_results
 
 
-def figures(run: RunDirectory, uids: dict[str, set[str]]) -> list[tuple[Any, ...]]:
+def figures(run: RunDirectory, uids: dict[str, set[str]], tool_results: dict[str, int]) -> list[tuple[Any, ...]]:
     """Returns the `COLUMNS` of each client."""
     rows, trajectories = [], journal(run)
     reference = run.recipe().model.reference(recipe.policy_temperature, tba.Version())
@@ -245,7 +257,7 @@ def figures(run: RunDirectory, uids: dict[str, set[str]]) -> list[tuple[Any, ...
         rows.append(
             (
                 *(client, len(episodes), sum(t.provenance["calls"] for t in episodes)),
-                sum(len(t.completion.segments) == 1 for t in episodes),
+                *(tool_results[client], sum(len(t.completion.segments) == 1 for t in episodes)),
                 *(len(differences), int((differences <= TOLERANCE).sum()), float(differences.max(initial=0.0))),
                 *(sum(t.provenance["tokens_read"] for t in episodes), sum(map(rerendered_tokens, episodes))),
                 "; ".join(f"{count} {reason}" for reason, count in reasons.items()),

@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+RESULTS: list[int] = []  # of tools
 MOST_TURNS = 4  # of the model's, for each question
 MOST_TOKENS = 64  # of an answer
 FOLLOW_UP = "Now add 7 to that number."
@@ -33,7 +34,8 @@ def multiply(a: int, b: int) -> int:
         a: the first number
         b: the second number
     """
-    return int(a) * int(b)
+    RESULTS.append(int(a) * int(b))
+    return RESULTS[-1]
 
 
 def add(a: int, b: int) -> int:
@@ -43,7 +45,8 @@ def add(a: int, b: int) -> int:
         a: the first number
         b: the second number
     """
-    return int(a) + int(b)
+    RESULTS.append(int(a) + int(b))
+    return RESULTS[-1]
 
 
 TOOLS = {"multiply": multiply, "add": add}
@@ -66,11 +69,26 @@ def schema(name: str) -> dict[str, Any]:
 
 
 class Episode:
-    """An episode: its prompt, its key and its address."""
+    """An episode: its prompt, its key and its address. Before the question the prompt has a system message, or an
+    example of a conversation with a call.
+    """
 
     def __init__(self, facts: dict[str, Any]) -> None:
         self.id, self.key, self.base_url = facts["id"], facts["api_key"], facts["base_url"]
-        self.system, self.question = (message["content"] for message in facts["prompt"])
+        *before, question = facts["prompt"]
+        self.question, self.system = (
+            question["content"],
+            before[0]["content"] if before[0]["role"] == "system" else None,
+        )
+        # clients have to know which call a tool has answered
+        self.before = [m | ({"tool_call_id": "example"} if m["role"] == "tool" else {}) for m in before]
+        self.example = [message for message in self.before if message["role"] != "system"]
+
+
+def call_in(message: Any) -> Any:
+    """Returns the call of an example's message; None where it makes none."""
+    text = message["content"]
+    return json.loads(text[len("<tool_call>") : -len("</tool_call>")]) if text.startswith("<tool_call>") else None
 
 
 async def openai_loop(episode: Episode, write: Callable[[Any], Any]) -> None:
@@ -79,7 +97,7 @@ async def openai_loop(episode: Episode, write: Callable[[Any], Any]) -> None:
 
     client = AsyncOpenAI(base_url=episode.base_url, api_key=episode.key)
     tools: Any = [{"type": "function", "function": schema(name)} for name in TOOLS]
-    messages: list[Any] = [{"role": "system", "content": episode.system}]
+    messages: list[Any] = list(episode.before)
     for question in (episode.question, FOLLOW_UP):
         messages.append({"role": "user", "content": question})
         for _ in range(MOST_TURNS):
@@ -108,7 +126,7 @@ async def play_openai_stream(episode: Episode) -> None:
 
     client = AsyncOpenAI(base_url=episode.base_url, api_key=episode.key)
     tools: Any = [{"type": "function", "function": schema(name)} for name in TOOLS]
-    messages: list[Any] = [{"role": "system", "content": episode.system}]
+    messages: list[Any] = list(episode.before)
     for question in (episode.question, FOLLOW_UP):
         messages.append({"role": "user", "content": question})
         for _ in range(MOST_TURNS):
@@ -134,6 +152,15 @@ async def play_openai_stream(episode: Episode) -> None:
                 break
 
 
+def agents_item(message: Any) -> Any:
+    if call := call_in(message):
+        arguments = json.dumps(call["arguments"])
+        return {"type": "function_call", "call_id": "example", "name": call["name"], "arguments": arguments}
+    if message["role"] == "tool":
+        return {"type": "function_call_output", "call_id": "example", "output": message["content"]}
+    return message
+
+
 async def agents_loop(episode: Episode, uses_chat: bool, is_streamed: bool) -> None:
     from agents import (
         Agent,
@@ -156,7 +183,7 @@ async def agents_loop(episode: Episode, uses_chat: bool, is_streamed: bool) -> N
         model=kind("policy", client),
         model_settings=ModelSettings(max_tokens=MOST_TOKENS),
     )
-    history: Any = []
+    history: Any = [agents_item(message) for message in episode.example]
     for question in (episode.question, FOLLOW_UP):
         items = [*history, {"role": "user", "content": question}]
         if is_streamed:
@@ -184,6 +211,18 @@ async def play_agents_responses_stream(episode: Episode) -> None:
     await agents_loop(episode, False, True)
 
 
+def pydantic_message(message: Any) -> Any:
+    from pydantic_ai import messages
+
+    if call := call_in(message):
+        return messages.ModelResponse([messages.ToolCallPart(call["name"], call["arguments"], "example")])
+    if message["role"] == "assistant":
+        return messages.ModelResponse([messages.TextPart(message["content"])])
+    if message["role"] == "tool":
+        return messages.ModelRequest([messages.ToolReturnPart("multiply", message["content"], "example")])
+    return messages.ModelRequest([messages.UserPromptPart(message["content"])])
+
+
 async def play_pydantic_ai(episode: Episode) -> None:
     from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
@@ -193,16 +232,24 @@ async def play_pydantic_ai(episode: Episode) -> None:
     provider = OpenAIProvider(base_url=episode.base_url, api_key=episode.key)
     agent: Any = Agent(
         OpenAIChatModel("policy", provider=provider),
-        system_prompt=episode.system,
+        system_prompt=episode.system or (),
         tools=list(TOOLS.values()),
         model_settings={"max_tokens": MOST_TOKENS},
         retries=3,
     )
-    history = None
+    history: Any = [pydantic_message(message) for message in episode.example] or None
     for question in (episode.question, FOLLOW_UP):
         limits = UsageLimits(request_limit=MOST_TURNS)
         result = await agent.run(question, message_history=history, usage_limits=limits)
         history = result.all_messages()
+
+
+def langchain_message(message: Any) -> Any:
+    if call := call_in(message):
+        function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
+        calls = [{"id": "example", "type": "function", "function": function}]
+        return {"role": "assistant", "content": "", "tool_calls": calls}
+    return message
 
 
 async def play_langgraph(episode: Episode) -> None:
@@ -218,8 +265,10 @@ async def play_langgraph(episode: Episode) -> None:
         model, [tool(function) for function in TOOLS.values()], prompt=episode.system, checkpointer=InMemorySaver()
     )
     config = {"configurable": {"thread_id": episode.id}, "recursion_limit": 2 * MOST_TURNS + 1}
+    messages: Any = [langchain_message(message) for message in episode.example]
     for question in (episode.question, FOLLOW_UP):
-        await agent.ainvoke({"messages": [{"role": "user", "content": question}]}, config)
+        await agent.ainvoke({"messages": [*messages, {"role": "user", "content": question}]}, config)
+        messages = []
 
 
 def smolagents_run(episode: Episode, writes_code: bool) -> None:
@@ -353,7 +402,7 @@ async def play_episode(client: str, url: str, token: str) -> dict[str, Any]:
     except Exception as failure:  # noqa: BLE001 - an agent that gives up has an episode too
         error = f"{type(failure).__name__}: {failure}"[:300]
     result = await asyncio.to_thread(post, f"{url}/episodes/{facts['id']}/end", token)
-    return {"error": error, "uid": result.get("uid"), "result": result}
+    return {"error": error, "uid": result.get("uid"), "result": result, "tool_results": len(RESULTS)}
 
 
 async def main() -> None:

@@ -19,16 +19,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.runtime.runs import command, until
 
 import tba
 from tba.__main__ import main
+from tba.environments.episode import Episode
 from tba.settings import find
 from tba.tasks.arithmetic import Arithmetic
 from tba.training.tiny_models import ScratchModel, train_bpe_tokenizer
 from tba.types import Completion, Prompt, StopReason, Version
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-RECIPES = ("my_task", "two_rewards", "my_file", "my_judge", "my_data", "my_environment", "my_chat_task")
+RECIPES = ("my_task", "two_rewards", "my_file", "my_judge", "my_data", "my_environment", "my_chat_task", "my_tool")
 FEW = ["--runtime", "inline", "--steps", "2", "--replay.pacing.warm-up", "32", "--evaluation.problems", "8"]
 SCRATCH = ["--model.warm-start.sft.steps", "3"]
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -143,6 +145,41 @@ def test_an_environments_episodes_are_trained_turn_by_turn(tmp_path: Path) -> No
     assert run.summary is not None
     assert 0 < run.summary.tokens.observed < run.summary.tokens.generated
     assert {len(t.completion.mask) == t.length for t in run.trajectories() if t.completion.mask is not None} == {True}
+
+
+def test_an_agent_trains_the_model_that_it_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    agent, path_of_run = module("my_agent"), tmp_path / "agents"
+    few = ["--steps", "2", "--replay.pacing.warm-up", "32", "--evaluation.problems", "4"]
+    few += ["--model.warm-start.sft.steps", "40", "--searchers", "0", "--runs", str(tmp_path), "--run-name", "agents"]
+    train = command("train", path("my_tool"), *few)
+    until(lambda: (path_of_run / "logs" / "trainer.log").exists(), 240, "the run to begin")
+    serve = command("serve", "--run", str(path_of_run), "--port", "0")
+    try:
+        until((path_of_run / "serve.json").exists, 240, "the server")
+        agent.main(str(path_of_run))
+        for process in (train, serve):
+            output, errors = process.communicate(timeout=240)
+            assert (process.returncode, errors) == (0, ""), output
+    finally:
+        for process in (train, serve):
+            process.kill()
+            process.communicate(timeout=240)
+    run = tba.open_run(path_of_run)
+    assert run.summary is not None
+    assert run.summary.steps == 2
+    assert run.summary.trajectories.closes()
+    assert all(row.provenance["agent"] == "agent" for row in run.trajectories())
+
+
+def test_the_agents_tool_says_what_the_environment_says() -> None:
+    agent = module("my_agent")
+    for seed, item in enumerate((*agent.PRICES, "gold")):
+        arguments = json.dumps({"item": item})
+        call = {"id": "call_1", "function": {"name": "price", "arguments": arguments}}
+        episode = Episode(module("my_tool").Price, {}, seed, turns=3)
+        told = episode.say(f'<tool_call>{{"name": "price", "arguments": {arguments}}}</tool_call>')
+        assert told is not None
+        assert agent.run_tool(call)["content"] == told.text
 
 
 def test_two_rewards_are_summed_by_weight_and_seen_apart(tmp_path: Path) -> None:

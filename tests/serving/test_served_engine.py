@@ -489,6 +489,24 @@ def test_the_base_answers_as_before_training_and_has_no_part_in_the_row(model: H
     assert policy_answers[0].logprobs["content"][0] != policy_answers[1].logprobs["content"][0]
 
 
+def test_calls_of_the_base_are_refused_when_the_run_ends(model: HuggingFace) -> None:
+    served = Served(replace(model, generation=replace(model.generation, slots=1, max_completion_tokens=400)))
+
+    async def agent(served: Served) -> None:
+        episode = await served.server.begin("me", None, None)
+        messages = list(episode.seat.prompt.messages or ())
+        await served.call(episode, messages, model=BASE, max_tokens=1)
+        calls = [served.call(episode, messages, model=BASE, max_tokens=400) for _ in range(4)]
+        waiting = asyncio.gather(*calls, return_exceptions=True)
+        await asyncio.sleep(0)  # they are made
+        served.has_ended.set()
+        results = await waiting
+        assert any(isinstance(result, RequestRefused) and result.status == 503 for result in results)
+
+    served.run(agent)
+    assert served.completions == []
+
+
 def test_a_base_without_memory_is_refused_in_a_sentence(model: HuggingFace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
     served = Served(model)

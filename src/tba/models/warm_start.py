@@ -63,6 +63,7 @@ class WarmStart:
     scratch: ScratchModel = field(default_factory=ScratchModel)
     tokenizer: Literal["characters", "bpe"] = "bpe"  # the task's characters, or byte-level BPE trained on its texts
     vocab_size: int = 2048  # vocabulary of the BPE tokenizer
+    chat_template: str = field(default="", metadata=BY_CODE)  # of the tokenizer, in Jinja; empty: prompts are texts
     sft: SupervisedSettings = field(default_factory=SupervisedSettings)
     before: tuple[Lesson, ...] = ()  # lessons that precede `sft`
     shipped: Path | None = field(default=None, metadata=BY_CODE)  # a folder that may hold the result already
@@ -96,6 +97,7 @@ def prepare_warm_start(start: WarmStart, task: Task, log: Callable[[str], None])
     earlier_lessons = [lesson for lesson in start.before if lesson.is_for(task)]
     lessons = [(lesson.settings, lesson.pairs(task, tokenizer)) for lesson in (*earlier_lessons, Lesson(start.sft))]
     settings = [start.scratch, tokenizer.get_vocab(), *(settings for settings, _ in lessons)]
+    settings += [start.chat_template] if start.chat_template else []
     key = supervised_key(settings, [pair for _, pairs in lessons for pair in pairs])
     if start.shipped is not None and _is_result_of(start.shipped, key):
         return start.shipped
@@ -175,12 +177,16 @@ def teach(
 
 
 def tokenizer_for(start: WarmStart, problems: list[Problem], task: Task) -> Any:
-    """Returns a tokenizer of the characters that occur, or BPE trained on the texts."""
+    """Returns a tokenizer of the characters that occur, or BPE trained on the texts, with the chat template."""
     acted_task = task if isinstance(task, Acted) else None
     texts = [text for p in problems for text in (str(p.prompt), _demonstration_text(p, acted_task))]
+    texts += [start.chat_template] if start.chat_template else []
     if start.tokenizer == "characters":
-        return character_tokenizer("".join(sorted(set("".join(texts)))))
-    return train_bpe_tokenizer(texts, start.vocab_size)
+        tokenizer = character_tokenizer("".join(sorted(set("".join(texts)))))
+    else:
+        tokenizer = train_bpe_tokenizer(texts, start.vocab_size)
+    tokenizer.chat_template = start.chat_template or None
+    return tokenizer
 
 
 def demonstration_pairs(problems: list[Problem], tokenizer: Any) -> Iterator[Pair]:

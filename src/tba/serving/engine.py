@@ -287,10 +287,11 @@ class BaseCalls:
 
     def refuse_all(self) -> None:
         """Refuse all calls, because the run has ended."""
-        for item in self._new:
-            refuse(item)
-        self._new.clear()
+        new_items, self._new = self._new, deque()
         self.next(lambda: True)
+        for item in (*new_items, *self._waiting.values()):  # of the latter those that had not begun
+            refuse(item)
+        self._waiting.clear()
 
     def turn_limits(self, request: int) -> TurnLimits:
         """Returns the limits of the call that a request answers."""
