@@ -101,6 +101,10 @@ def test_the_gradient_is_the_cpus() -> None:
     assert float(torch.nn.functional.cosine_similarity(*found, dim=0)) > 0.999
 
 
+def test_prompts_are_shared_by_the_kernel_of_gpus_which_this_torch_has() -> None:
+    assert model(DEVICE.type, "bfloat16").policy(1.0).padding_reason == ""
+
+
 def fixed() -> Batch:
     asked, rng = prompts(model("cpu", "float32")), np.random.default_rng(0)
 

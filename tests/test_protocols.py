@@ -66,5 +66,5 @@ def test_components_without_any_optional_ability_train(tmp_path: Path) -> None:
 def test_each_ability_is_one_of_some_component_of_the_package() -> None:
     recipe, beta = find("calculator"), tba.Constant(1.0)
     parts = (recipe.model, recipe.task, recipe.replay.selection, beta, tba.TrajectoryBalance(beta))
-    parts += (SubtrajectoryBalance(beta),)
+    parts += (SubtrajectoryBalance(beta), tba.Distil())
     assert [kind.__name__ for kind in ABILITIES if not any(isinstance(part, kind) for part in parts)] == []

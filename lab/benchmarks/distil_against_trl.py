@@ -1,14 +1,15 @@
 """Distillation of a real model beside TRL's: seconds, CPU seconds, answers and tokens to equal KL to the teacher.
 
     python lab/benchmarks/distil_against_trl.py --model STUDENT --teacher TEACHER --out rows.jsonl --folder RUNS
-        [--ways trl by-token tb] [--updates 3 6 12 24] [--rates 5e-4 1.5e-3] [--tuning 12] [--seeds 1]
+        [--ways trl top by-token tb] [--updates 3 6 12 24] [--rates 5e-4 1.5e-3] [--tuning 12] [--seeds 1]
         [--problems 64] [--threads 2] [--table]
 
 The student is SmolLM2-135M-Instruct, the teacher a folder with its tokenizer, such as a checkpoint of the recipe
 `instruct`; the prompts are that recipe's. Theirs is TRL's `DistillationTrainer` at beta 1, its one trainer for
 distillation on-policy that is not experimental (`GKDTrainer` is): reverse KL by the whole vocabulary on the student's
 own answers, one process of two threads. Ours is the recipe `distil_smollm2` in two processes of one thread,
-asynchronous: token by token (`by-token`), and Trajectory Balance of whole answers (`tb`). TRL comes into an environment
+asynchronous: the teacher's top 16 tokens and the rest (`top`, the recipe as it is), only the sampled token (`by-token`),
+and Trajectory Balance of whole answers (`tb`). TRL comes into an environment
 of its own (`against_trl.py`).
 
 Alike: 16 answers an update of at most 64 tokens at temperature 1, LoRA on all linear layers, AdamW without decay, a
@@ -51,6 +52,7 @@ from tba.engines.transformers import EngineSettings
 from tba.evaluation.accuracy import EvaluationSettings
 from tba.generation import generate
 from tba.models.huggingface import HuggingFace
+from tba.objectives.subtrajectory_balance import SubtrajectoryBalance
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipes.distil_smollm2 import recipe as distil
 from tba.replay.pacing import Pacing
@@ -90,7 +92,12 @@ study = Study(
     recipe=recipe,
     variants={
         "tb": replace(recipe, objective=TrajectoryBalance(beta=Constant(1.0))),
-        "by-token": recipe,
+        "by-token": replace(
+            recipe,
+            objective=SubtrajectoryBalance(beta=Constant(1.0), flow="one"),
+            teacher=replace(recipe.teachers, top=0),
+        ),
+        "top": recipe,
     },
 )
 
@@ -376,7 +383,7 @@ def main() -> None:
     parser.add_argument("--teacher", required=True, help="the teacher's folder")
     parser.add_argument("--out", type=Path, required=True, help="rows are added to it")
     parser.add_argument("--folder", type=Path, required=True, help="of runs and adapters")
-    parser.add_argument("--ways", nargs="+", default=["trl", "by-token"], choices=["trl", "by-token", "tb"])
+    parser.add_argument("--ways", nargs="+", default=["trl", "top"], choices=["trl", "top", "by-token", "tb"])
     parser.add_argument("--updates", type=int, nargs="+", default=[3, 6, 12, 24], help="measured, the last one trained")
     parser.add_argument("--tuning", type=int, default=12, help="updates by which a rate is chosen, of several")
     parser.add_argument("--rates", type=float, nargs="+", default=[5e-4, 1.5e-3])

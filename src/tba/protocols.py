@@ -440,6 +440,13 @@ class Policy(Protocol):
         """Copy `weights` in, in place."""
 
 
+@runtime_checkable
+class SharesPrompts(Protocol):
+    """A policy that runs each prompt once per group where it can."""
+
+    padding_reason: str  # why it cannot, and pads each row; empty: it can, or was not asked to
+
+
 class SavedPolicy(Policy, Protocol):
     """A policy that can be spread over ranks, and written with weights that were gathered from them."""
 

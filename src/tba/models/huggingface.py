@@ -72,8 +72,8 @@ class HuggingFace:
     path: str = ""  # a folder, a GGUF file, an adapter of PEFT, or a name on the Hub; empty: the warm start's result
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: cuda, else mps, else cpu
     dtype: PrecisionName = "auto"  # in which trainer, reference and engine compute, and weights are published; auto:
-    # bfloat16 on CUDA cards that have it, else float32; 4-bit: likewise, on a base under adapters in NF4. What is trained, its gradients
-    # and moments are float32 in any case
+    # bfloat16 on CUDA cards that have it, else float32; 4-bit: likewise, on a base under adapters in NF4. What is
+    # trained, its gradients and moments are float32 in any case
     generation: EngineSettings = field(default_factory=EngineSettings)
     vllm: VllmSettings = field(default_factory=VllmSettings)
     template_arguments: tuple[str, ...] = ()  # of the chat template, each name=value, such as enable_thinking=false

@@ -111,6 +111,7 @@ class CausalPolicy:
         width = model.get_output_embeddings().weight.shape[-1]
         self.heads = linear_heads(heads, width, torch.device("cpu") if is_unfilled else model.device)
         self.share_prompt = share_prompt
+        self.padding_reason = ""  # why each row takes a forward of its own, padded, although prompts were to be shared
         if not is_unfilled:
             self._probe()
         if compiled:
@@ -127,7 +128,8 @@ class CausalPolicy:
         if self.share_prompt:
             fault = use_packed_attention(self.model) if head is not None else "its head is more than a linear layer"
         if fault is not None:
-            log.warning("prompts are not shared within groups by %s: %s", type(self.model).__name__, fault)
+            self.padding_reason = f"prompts are not shared within groups by {type(self.model).__name__}: {fault}"
+            log.warning("%s", self.padding_reason)
             self.share_prompt = False
 
     def shard(self, sharding: Sharding, files: WeightFiles | None = None) -> None:

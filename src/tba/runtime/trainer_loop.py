@@ -26,14 +26,23 @@ import torch
 from tba.batch import Batch, FetchedBatch, distinct_rows
 from tba.clock import SEARCHER_STATES, ShareClock
 from tba.errors import UserError
-from tba.protocols import TOP_TOKENS, ComputeCost, HasRecentShare, Manifest, Policy, Remembering, start_objective
+from tba.protocols import (
+    TOP_TOKENS,
+    ComputeCost,
+    HasRecentShare,
+    Manifest,
+    Policy,
+    Remembering,
+    SharesPrompts,
+    start_objective,
+)
 from tba.recipe import Recipe
 from tba.record.faults import record_fault
 from tba.record.jsonl import write_json
 from tba.record.memory import FreedMemory, keep_few_kernels, peak_memory_bytes
 from tba.record.metrics import EVALUATING, GENERATED_TOKENS, JOURNAL_ROWS, PART, REPEATED
 from tba.record.recorder import Recorder
-from tba.record.run_warnings import STALE
+from tba.record.run_warnings import PADDED, STALE
 from tba.record.step_watches import CollapseWatch, SignalWatch, StalenessWatch
 from tba.replay.follower import JournalFollower
 from tba.replay.missing_rows import JournalCounts
@@ -414,6 +423,9 @@ def start_training(
     state = LoopState.of(checkpoint)
     ranks = start_ranks(recipe, 0, meeting)
     policy, optimizer = start_policy(recipe, ranks, None if checkpoint is None else checkpoint.path)
+    local_policy = policy.local_policy if isinstance(policy, Rank0Policy) else policy
+    if isinstance(local_policy, SharesPrompts) and local_policy.padding_reason and not version.incarnation:
+        record_fault(run.path, PADDED, f"{local_policy.padding_reason}; each answer is padded, which takes longer")
     keep_bytes, deadline = recipe.replay.keep_bytes, recipe.run.journal_deadline
     journal = JournalFollower(
         run.journal(recipe),
