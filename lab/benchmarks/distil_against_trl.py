@@ -8,8 +8,8 @@ The student is SmolLM2-135M-Instruct, the teacher a folder with its tokenizer, s
 `instruct`; the prompts are that recipe's. Theirs is TRL's `DistillationTrainer` at beta 1, its one trainer for
 distillation on-policy that is not experimental (`GKDTrainer` is): reverse KL by the whole vocabulary on the student's
 own answers, one process of two threads. Ours is the recipe `distil_smollm2` in two processes of one thread,
-asynchronous: the teacher's top 16 tokens and the rest (`top`, the recipe as it is), only the sampled token (`by-token`),
-and Trajectory Balance of whole answers (`tb`). TRL comes into an environment
+asynchronous: the teacher's top 16 tokens and the rest (`top`, the recipe as it is), the sampled token alone
+(`by-token`), and Trajectory Balance of whole answers (`tb`). TRL comes into an environment
 of its own (`against_trl.py`).
 
 Alike: 16 answers an update of at most 64 tokens at temperature 1, LoRA on all linear layers, AdamW without decay, a
