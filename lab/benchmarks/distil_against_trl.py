@@ -86,17 +86,14 @@ recipe = replace(
     samples_per_prompt=ANSWERS,
     prompts_per_round=PROMPTS,
 )
+by_sampled_tokens = replace(recipe, teacher=replace(recipe.teachers, top=0), objective=TrajectoryBalance(Constant(1.0)))
 study = Study(
     name="distil_against_trl",
     description="Ways to learn from a teacher that is the whole target.",
     recipe=recipe,
     variants={
-        "tb": replace(recipe, objective=TrajectoryBalance(beta=Constant(1.0))),
-        "by-token": replace(
-            recipe,
-            objective=SubtrajectoryBalance(beta=Constant(1.0), flow="one"),
-            teacher=replace(recipe.teachers, top=0),
-        ),
+        "tb": by_sampled_tokens,
+        "by-token": replace(by_sampled_tokens, objective=SubtrajectoryBalance(beta=Constant(1.0), flow="one")),
         "top": recipe,
     },
 )
