@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_head import TOKENS, VOCABULARY, leaves
+from test_head import ROW_BYTES, TOKENS, VOCABULARY, leaves
 from test_segments import EPISODES, PROMPTS, built, episodes, one_row_each
 from torch import Tensor
 
 from tba.batch import collate
 from tba.objectives.distil import Distil
 from tba.policy.causal import CausalPolicy
-from tba.policy.head import Head, bucket_log_probabilities, top_tokens
+from tba.policy.head import Head, ProbabilityBuffer, bucket_log_probabilities, top_tokens
 from tba.policy.reference import FrozenReference
 from tba.replay.codec import decode_trajectory, encode_trajectory
 from tba.types import Group, Version, teacher_arrays
@@ -27,11 +27,12 @@ def by_definition(logits_MV: Tensor, bucket_MJ: Tensor) -> Tensor:
     return torch.cat([log_MV.gather(1, bucket_MJ), others], 1)
 
 
+@pytest.mark.parametrize("kept_rows", [0, 5, TOKENS])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_chunked_head_gives_several_tokens_as_the_plain_head_does(
-    bias: bool, softcap: float | None, temperature: float
+    kept_rows: int, bias: bool, softcap: float | None, temperature: float
 ) -> None:
     hidden, weight, bias_V, target = leaves(0.7)
     head = Head(weight, bias_V if bias else None, softcap)
@@ -40,13 +41,14 @@ def test_the_chunked_head_gives_several_tokens_as_the_plain_head_does(
     assert torch.equal(top_MK, plain_MV.topk(3, -1).indices)
     bucket_MJ = torch.cat([target[:, None], top_MK], 1)
     entropy = torch.full((TOKENS,), torch.nan)
-    log_MJ = bucket_log_probabilities(hidden, head, bucket_MJ, temperature, 4, entropy)
+    kept = ProbabilityBuffer(kept_rows * ROW_BYTES)
+    log_MJ = bucket_log_probabilities(hidden, head, bucket_MJ, temperature, 4, kept, entropy)
     expected_MJ = by_definition(plain_MV, bucket_MJ)
     torch.testing.assert_close(log_MJ, expected_MJ, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(scored_MJ, expected_MJ.detach(), rtol=1e-5, atol=1e-5)
     slope = torch.linspace(-1, 2, log_MJ.numel()).view_as(log_MJ)
     parts = [hidden, weight, *([bias_V] if bias else [])]
-    gradients = [torch.autograd.grad((log * slope).sum(), parts, retain_graph=True) for log in (log_MJ, expected_MJ)]
+    gradients = [torch.autograd.grad((log * slope).sum(), parts) for log in (log_MJ, expected_MJ)]
     for gradient, expected in zip(*gradients, strict=True):
         torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=5e-5)  # as in `test_head`
     distribution = torch.distributions.Categorical(logits=plain_MV.detach())
@@ -56,7 +58,7 @@ def test_the_chunked_head_gives_several_tokens_as_the_plain_head_does(
 def test_of_a_whole_vocabulary_nothing_is_left_and_the_gradient_is_finite() -> None:
     hidden, weight, _, target = leaves(0.7)
     bucket_MJ = torch.cat([target[:, None], torch.arange(VOCABULARY).expand(TOKENS, -1)], 1)
-    log_MJ = bucket_log_probabilities(hidden, Head(weight), bucket_MJ, 1.0, 4)
+    log_MJ = bucket_log_probabilities(hidden, Head(weight), bucket_MJ, 1.0, 4, ProbabilityBuffer(0))
     assert bool(log_MJ[:, -1].isneginf().all())
     (gradient,) = torch.autograd.grad(log_MJ[:, :-1].sum(), hidden)
     assert bool(gradient.isfinite().all())

@@ -262,7 +262,8 @@ class CausalPolicy:
             if top_id_BTK is None:
                 row = hidden_MW, head, target_M, self.temperature, chunk, self._buffer, entropy_M
                 return token_log_probabilities(*row), None
-            log_MJ = bucket_log_probabilities(hidden_MW, head, bucket_MJ, self.temperature, chunk, entropy_M)
+            row = hidden_MW, head, bucket_MJ, self.temperature, chunk, self._buffer, entropy_M
+            log_MJ = bucket_log_probabilities(*row)
         else:
             log_MV = torch.log_softmax(forward.logits_MV / self.temperature, dim=-1)
             if entropy_M is not None:

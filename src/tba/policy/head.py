@@ -10,7 +10,7 @@ formed in float32, because little is left of it where p_y is near 1, and kept fo
 The entropy of p costs nothing beside this: it is E[z_y - z] - log p_y over p, and E[z - z_y] = hidden . (p - onehot(y))
 W, a product that the backward pass makes.
 
-Where probabilities of several tokens are needed at a place (`bucket_log_probabilities`), the gradient is autograd's.
+Where probabilities of several tokens are needed at a place (`bucket_log_probabilities`), p is kept likewise.
 
 Shape legend: M tokens, W hidden width, V vocabulary, C tokens of one block, J tokens at a place, K most probable ones.
 
@@ -127,13 +127,25 @@ def token_log_probabilities(
 
 
 def bucket_log_probabilities(
-    hidden_MW: Tensor, head: Head, bucket_MJ: Tensor, temperature: float, chunk: int, entropy_M: Tensor | None = None
+    hidden_MW: Tensor,
+    head: Head,
+    bucket_MJ: Tensor,
+    temperature: float,
+    chunk: int,
+    buffer: ProbabilityBuffer,
+    entropy_M: Tensor | None = None,
 ) -> Tensor:
-    """Returns `split_buckets` of the head's logits, float32 [M, J + 1]. `chunk` tokens' logits are there at a time, and
-    they are computed again for the gradient. The entropy of p, in nats, is written into `entropy_M` (float32).
+    """Returns `split_buckets` of the head's logits, float32 [M, J + 1]. Beyond what the buffer holds, `chunk` tokens'
+    logits are there at a time. The entropy of p, in nats, is written into `entropy_M` (float32).
     """
     if not len(bucket_MJ):
         return hidden_MW.float().sum(-1, keepdim=True).expand(0, bucket_MJ.shape[1] + 1)
+    if entropy_M is None:
+        entropy_M = hidden_MW.new_empty(0, dtype=torch.float32)
+    if head.softcap is None:
+        return _BucketLogProbabilities.apply(
+            hidden_MW, head.weight_VW, head.bias_V, bucket_MJ, temperature, chunk, buffer, entropy_M
+        )
 
     def of_chunk(entropy_C: Tensor, hidden_CW: Tensor, bucket_CJ: Tensor) -> Tensor:
         logits_CV = head.logits(hidden_CW) / temperature
@@ -142,8 +154,6 @@ def bucket_log_probabilities(
             write_entropy(torch.log_softmax(logits_CV.detach(), -1), entropy_C)
         return log_CJ
 
-    if entropy_M is None:
-        entropy_M = hidden_MW.new_empty(0, dtype=torch.float32)
     return _in_chunks(of_chunk, entropy_M, hidden_MW, bucket_MJ, chunk)
 
 
@@ -271,6 +281,85 @@ class _TokenLogProbabilities(torch.autograd.Function):
         grad_hidden.mul_(scale_M1).neg_()
         grads = (None if grad is None else grad.to(weight_VW.dtype) for grad in (grad_weight, grad_bias))
         return grad_hidden, *grads, None, None, None, None, None
+
+
+class _BucketLogProbabilities(torch.autograd.Function):
+    """A linear head, temperature, log-softmax and `split_buckets` in one.
+
+    With g the derivatives of the J + 1 results and G their sum, the loss has the derivative g_rest p / p_rest - G p at
+    the logits of all tokens but the other ones, g_j - G p_j at these, and g_y more at the sampled token's. What is kept
+    of the first tokens is p with zeros at the other ones.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_MW: Tensor,
+        weight_VW: Tensor,
+        bias_V: Tensor | None,
+        bucket_MJ: Tensor,
+        temperature: float,
+        chunk: int,
+        buffer: ProbabilityBuffer,
+        entropy_M: Tensor,
+    ) -> Tensor:
+        tokens, needs_gradient = len(hidden_MW), any(ctx.needs_input_grad[:3])
+        kept_count = min(tokens, buffer.capacity(weight_VW)) if needs_gradient else 0
+        kept_KV = buffer.lend(kept_count, weight_VW)
+        log_MJ = hidden_MW.new_empty(tokens, bucket_MJ.shape[1] + 1, dtype=torch.float32)
+        starts = [*range(0, kept_count, chunk), *range(kept_count, tokens, chunk)]
+        for start, stop in zip(starts, [*starts[1:], tokens], strict=True):
+            rows = slice(start, stop)
+            log_CV = _log_softmax(hidden_MW[rows], weight_VW, bias_V, temperature)
+            log_MJ[rows, :-1] = log_CV.gather(1, bucket_MJ[rows])
+            rest_CV = log_CV.exp_()
+            if len(entropy_M):
+                entropy_M[rows] = torch.special.entr(rest_CV).sum(-1)
+            log_MJ[rows, -1] = _without_others(rest_CV, bucket_MJ[rows]).sum(-1).log()
+            if stop <= kept_count:
+                kept_KV[rows] = rest_CV
+        ctx.save_for_backward(hidden_MW, weight_VW, bias_V, bucket_MJ, log_MJ)
+        ctx.temperature, ctx.chunk, ctx.buffer, ctx.kept_KV = temperature, chunk, buffer, kept_KV
+        return log_MJ
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_MJ: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_MW, weight_VW, bias_V, bucket_MJ, log_MJ = ctx.saved_tensors
+        if ctx.kept_KV is None:
+            raise RuntimeError("log-probabilities are differentiated once: evaluate again for another gradient")
+        kept_count = len(ctx.kept_KV)
+        slope_MJ = grad_MJ.float() / ctx.temperature
+        sum_M, p_MJ = slope_MJ.sum(-1), log_MJ.exp()
+        factor_M = (
+            torch.where(p_MJ[:, -1] > 0, slope_MJ[:, -1] / p_MJ[:, -1], 0.0) - sum_M
+        )  # of p at all but the others
+        grad_hidden = torch.empty_like(hidden_MW)
+        grad_weight = torch.empty_like(weight_VW, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grad_bias = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
+        for rows in _blocks(len(hidden_MW), kept_count, ctx.chunk):
+            bucket_CJ, d_CV = bucket_MJ[rows], ctx.kept_KV
+            if rows.stop > kept_count:
+                log_CV = _log_softmax(hidden_MW[rows], weight_VW, bias_V, ctx.temperature)
+                d_CV = _without_others(log_CV.exp_(), bucket_CJ).to(weight_VW.dtype)
+            d_CV *= factor_M[rows, None].to(d_CV.dtype)
+            at_others_CK = -sum_M[rows, None] * p_MJ[rows, 1:-1]
+            d_CV.scatter_(1, bucket_CJ[:, 1:], at_others_CK.to(d_CV.dtype))
+            d_CV.scatter_add_(1, bucket_CJ, slope_MJ[rows, :-1].to(d_CV.dtype))
+            torch.mm(d_CV, weight_VW, out=grad_hidden[rows])
+            if grad_bias is not None:
+                grad_bias += d_CV.float().sum(0)
+            if grad_weight is not None:
+                _subtract_product(grad_weight, d_CV.neg_().T, hidden_MW[rows], is_first=rows.start == 0)
+        ctx.buffer.give_back(ctx.kept_KV)
+        ctx.kept_KV = None
+        grads = (None if grad is None else grad.to(weight_VW.dtype) for grad in (grad_weight, grad_bias))
+        return grad_hidden, *grads, None, None, None, None, None
+
+
+def _without_others(p_CV: Tensor, bucket_CJ: Tensor) -> Tensor:
+    """Sets the probabilities of all given tokens but the first of each row to 0, in place."""
+    return p_CV.scatter_(1, bucket_CJ[:, 1:], 0.0)
 
 
 def _subtract_product(sum_VW: Tensor, d_VC: Tensor, scaled_CW: Tensor, is_first: bool) -> None:
