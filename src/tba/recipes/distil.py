@@ -1,13 +1,12 @@
 """Distillation: the quickstart's base learns from a teacher what sums are, without any reward.
 
 The student is the base that forgets carries (shipped). The teacher is a model of the same size that was taught right
-sums only; it is made on first use, in a minute or two. Each answer of the student is scored by the teacher, and
-Trajectory Balance with the teacher in the reference's place makes the student the teacher (docs/distillation.md). The
-reward is evaluated and recorded, and not learnt from (`--teacher.no-reward`).
+sums only; it is made on first use, in a minute or two. At each token of the student's answers the teacher names its
+three most probable tokens, and the student learns their probabilities and that of all others together
+(docs/distillation.md). The reward is evaluated and recorded, and not learnt from (`--teacher.no-reward`).
 
-The rate is the quickstart's; three times as much ruins the student (docs/distillation.md).
-
-`--teacher.paths DIR` takes a teacher of your own in its place; `--teacher.reward` learns from the reward, too.
+`--teacher.paths DIR` takes a teacher of your own in its place. A reward, or a teacher with another tokenizer, needs
+whole answers: `objective=tba.TrajectoryBalance(beta=tba.Constant(1.0))` in a recipe, and a `top` of 0.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     tba train distil_smollm2 --model.path smollm2 --teacher.paths runs/NAME/checkpoints/step-120
 
 The teacher is here what a run of the recipe `instruct` has trained. Any model with the tokenizer of SmolLM2 is one,
-such as SmolLM2-1.7B-Instruct; for one with another tokenizer give the recipe the objective of `distil`. Without
+such as SmolLM2-1.7B-Instruct; one with another tokenizer needs whole answers (docs/distillation.md). Without
 `--teacher.paths` it is SmolLM2-360M-Instruct of the Hub. The reward is evaluated and recorded, and not learnt from.
 docs/distillation.md says what is learnt, and what came of it.
 """
