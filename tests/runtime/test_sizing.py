@@ -190,6 +190,21 @@ def test_ranks_are_as_many_as_fit_and_every_other_gpu_has_a_searcher(
         assert memory_shortage(replace(sized_recipe, trainer=RankSettings(ranks - 1)), host) is not None
 
 
+def test_where_checkpointing_is_open_several_ranks_do_it_as_soon_as_they_do_not_fit_without(at: Models) -> None:
+    host = machine(*[80] * 8)
+    seven = recipe_of("gsm8k", at(SEVEN), gradient_checkpointing=None)
+    sized_recipe = decided(seven, host)
+    refuse_what_cannot_fit(sized_recipe, host)
+    assert getattr(sized_recipe.model, "gradient_checkpointing") is True  # noqa: B009 - of this model
+    without = recipe_of("gsm8k", at(SEVEN), gradient_checkpointing=False)
+    assert sized_recipe.trainer.count < decided(without, host).trainer.count
+    assert (
+        memory_shortage(replace(sized_recipe, trainer=RankSettings(sized_recipe.trainer.count - 1)), host) is not None
+    )
+    roomy = decided(replace(seven, max_tokens_per_pass=1024), machine(*[400] * 8))
+    assert getattr(roomy.model, "gradient_checkpointing") is None  # noqa: B009 - one rank decides by itself
+
+
 def test_what_is_given_stays_and_gpus_that_are_left_are_named(at: Models) -> None:
     recipe, host = replace(recipe_of("gsm8k", at(RHO)), searchers=3), machine(*[80] * 8)
     assert sizing_flags(recipe, host) == ["--trainer.ranks", "1"]

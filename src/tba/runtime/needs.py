@@ -58,11 +58,10 @@ def needs(recipe: Recipe) -> list[Need]:
 
 
 def with_checkpointing(recipe: Recipe) -> Recipe | None:
-    """Returns the recipe with gradient checkpointing, if one GPU trains and the recipe leaves it open; else None."""
+    """Returns the recipe with gradient checkpointing, if GPUs train and the recipe leaves it open; else None."""
     model: Any = recipe.model
-    one_gpu = model.trainer_device.type == "cuda" and recipe.trainer.count == 1
     is_open = isinstance(recipe.model, HasGradientCheckpointing) and recipe.model.gradient_checkpointing is None
-    if not one_gpu or not is_open:
+    if model.trainer_device.type != "cuda" or not is_open:
         return None
     return replace(recipe, model=replace(model, gradient_checkpointing=True))
 

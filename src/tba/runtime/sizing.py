@@ -7,6 +7,8 @@ is never refused.
 
 - No searchers given: one for each GPU that the trainer leaves.
 - No ranks given: as few as it takes until the trainer fits; a GPU is left for a searcher in any case.
+- Gradient checkpointing open, several ranks: on, where they do not fit without. (One rank decides pass by pass; several
+  have to do the same.)
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ def places_on(recipe: Recipe, machine: Machine) -> dict[str, Place]:
 
 
 def sizing_flags(recipe: Recipe, machine: Machine) -> list[str]:
-    """Returns the flags for the numbers of ranks and searchers that the recipe leaves open; none without GPUs."""
+    """Returns the flags for what the recipe leaves open: numbers of ranks and searchers, and whether several ranks
+    checkpoint gradients; none without GPUs.
+    """
     gpus_each = recipe.model.gpus_per_searcher
     if recipe.runtime != "processes" or not gpus_each or not machine.gpus:
         return []
@@ -69,7 +73,10 @@ def sizing_flags(recipe: Recipe, machine: Machine) -> list[str]:
         decided_recipe = replace(recipe, trainer=RankSettings(ranks), searchers=searchers)
         if recipe.trainer.ranks or (memory_shortage(decided_recipe, machine) or ("searcher",))[0] == "searcher":
             break  # the trainer fits
+    is_open = decided_recipe.trainer.count > 1 and with_checkpointing(decided_recipe) is not None
+    needs_checkpoints = is_open and (_memory_shortage(decided_recipe, machine) or ("",))[0] == "trainer"
     return [
+        *(["--model.gradient-checkpointing"] if needs_checkpoints else []),
         *([] if recipe.trainer.ranks else ["--trainer.ranks", str(decided_recipe.trainer.count)]),
         *([] if recipe.searchers is not None else ["--searchers", str(decided_recipe.searcher_count)]),
     ]
