@@ -5,8 +5,8 @@ sees (CUDA_VISIBLE_DEVICES), and the shares of memory on one GPU never add up to
 
 - Enough GPUs: each rank of the trainer has one, each searcher one (several for an engine that is spread over them).
 - Fewer: the trainer's ranks keep one each, and searchers share those that are left.
-- One GPU, one rank: all workers share it. The trainer has what it needs and `SLACK` or `LOST` more, the searchers the
-  rest; where they would lack something then, less.
+- One GPU, one rank: all workers share it. Each half has what it needs and `SLACK` or `LOST` more. The rest is the
+  searchers' where vLLM makes a larger cache of it; our own engine takes no more, so then it is the trainer's.
 - No GPU: everything runs on the CPU.
 """
 
@@ -20,6 +20,7 @@ import torch
 
 from tba.errors import UserError
 from tba.gpus import GPU_SHARE, VISIBLE_DEVICES
+from tba.protocols import HasGeneration
 from tba.recipe import Recipe
 from tba.runtime.needs import needs, with_checkpointing
 from tba.training.ranks.messages import name_of_rank
@@ -111,7 +112,11 @@ def _trainer_share(recipe: Recipe, memory: int, searchers: int) -> float:
         return _trainer_share(smaller_recipe, memory, searchers)
     if trainer_need + other_need > USABLE * memory:  # refused; a run that is started all the same shares the GPU so
         return USABLE * trainer_need / (trainer_need + other_need)
-    return min(trainer_need + max(SLACK * trainer_need, LOST), USABLE * memory - other_need) / memory
+    most = USABLE * memory - other_need
+    trainer = trainer_need + max(SLACK * trainer_need, LOST)
+    if isinstance(recipe.model, HasGeneration) and recipe.model.generation.engine == "transformers":
+        trainer = max(trainer, most - max(SLACK * other_need, LOST))  # what an engine of ours would never use
+    return min(trainer, most) / memory
 
 
 def environment_of(place: Place, driver_devices: str | None = None) -> dict[str, str]:
