@@ -143,9 +143,13 @@ def distinct_rows(batch: Batch) -> tuple[Tensor, Tensor]:
     """
     columns = [batch.group_B[:, None], batch.length_B[:, None], batch.completion_BT, batch.mask_BT.to(torch.int64)]
     columns += [] if batch.segment_start_BL is None else [batch.segment_start_BL]
-    columns += [] if batch.top_id_BTK is None else [batch.top_id_BTK.flatten(1)]
     key_BX = torch.cat(columns, 1)
-    _, class_B = torch.unique(key_BX, dim=0, return_inverse=True)
+    _, class_B, size_K = torch.unique(key_BX, dim=0, return_inverse=True, return_counts=True)
+    if batch.top_id_BTK is not None and len(size_K) < batch.rows:  # only equal answers have their top tokens compared
+        repeated = (size_K[class_B] > 1).nonzero()[:, 0]
+        key_RX = torch.cat([class_B[repeated, None], batch.top_id_BTK[repeated].flatten(1).long()], 1)
+        class_B[repeated] = len(size_K) + torch.unique(key_RX, dim=0, return_inverse=True)[1]
+        _, class_B = torch.unique(class_B, return_inverse=True)
     row_B = torch.arange(batch.rows, device=class_B.device)
     first_K = row_B.new_full((int(class_B.max()) + 1,), batch.rows).scatter_reduce(0, class_B, row_B, "amin")
     first_D, place_K = first_K.unique(return_inverse=True)

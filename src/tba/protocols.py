@@ -219,6 +219,15 @@ class Engine(Protocol):
         """
 
 
+@runtime_checkable
+class ReportsFaults(Protocol):
+    """An engine that can go on with a fault, such as one that makes it slow."""
+
+    @property
+    def fault(self) -> str:
+        """Returns what is wrong, in words; empty: nothing."""
+
+
 class Flow(Protocol):
     """Holds prompts that are being answered, to which further ones can be added at any time."""
 
@@ -376,8 +385,10 @@ class Reference(AnswerScorer, Protocol):
 class ScoresTopTokens(Protocol):
     """A model that can say which tokens it finds most probable at each place."""
 
-    def with_top(self, count: int) -> AnswerScorer:
-        """Returns a scorer by the same model whose scores are `TopScores` of `count` tokens a place."""
+    def with_top(self, count: int, below: int | None = None) -> AnswerScorer:
+        """Returns a scorer by the same model whose scores are `TopScores` of `count` tokens a place, all of them with
+        numbers `below` a bound: those that the policy has.
+        """
 
 
 @runtime_checkable

@@ -342,6 +342,8 @@ class Recipe:
             unused_fields |= {"run.synchronous_rounds": "runtime processes"}
         else:
             unused_fields |= {"run.inline_rounds_per_sync": "runtime inline"}
+        if not self.scores_reference:
+            unused_fields |= {"reference": "a teacher that leaves it a part in the target"}
         if not self.reference_reset:
             unused_fields |= {"reset_optimizer": "reference_reset", "rescored_per_round": "reference_reset"}
         if isinstance(self.objective, HasLogZ) and not self.objective.needs & HEADS:

@@ -428,6 +428,11 @@ class Trajectory:
         return self.version == ELSEWHERE
 
     @property
+    def has_reference(self) -> bool:
+        """Returns whether the reference scored it; where teachers are the whole target, zeros stand for its scores."""
+        return TEACHER not in self.arrays or bool(np.any(self.log_reference))
+
+    @property
     def length(self) -> int:
         """Returns the number of completion tokens, the unit of the token ledger."""
         return len(self.completion.tokens)

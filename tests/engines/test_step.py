@@ -249,6 +249,7 @@ def test_graphs_that_give_something_else_than_the_model_are_dropped_and_the_log_
     assert not engine.step.is_capturing
     (said,) = caplog.messages
     assert said.startswith("decode steps of LlamaForCausalLM are not captured as CUDA graphs: total variation 0.")
+    assert engine.fault == said
 
 
 def test_a_capture_that_fails_leaves_eager_steps(caplog: pytest.LogCaptureFixture) -> None:

@@ -97,6 +97,24 @@ def test_tokens_that_a_server_did_not_name_are_left_out(name: Any) -> None:
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
+def test_tokens_that_only_the_policy_has_end_at_nothing(name: Any) -> None:
+    """The teacher names its whole vocabulary of five, so that it has no rest; the policy has seven tokens."""
+    student, teacher = logits(0, 5, 7).requires_grad_(), logits(1, 5, 5)
+    everything = torch.arange(5).expand(5, 5)
+    ids = torch.cat([everything[:, :1], everything], 1)
+    optimizer = torch.optim.Adam([student], lr=0.1)
+    for _ in range(400):
+        output, batch = compared(student, logits(1, 5, 7), everything)
+        batch = replace(batch, log_top_BTC=split_buckets(teacher, ids)[None, :, 1:])
+        loss, _ = Distil(name)(output, batch, 1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert 0 <= loss.item() < 0.01
+    assert float((student.detach().softmax(-1)[:, :5] - teacher.softmax(-1)).abs().max()) < 0.02
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
 def test_a_policy_that_is_sure_of_what_the_teacher_never_says_has_a_finite_gradient(name: Any) -> None:
     student, teacher = (50 * logits(seed, 5, 7) for seed in (0, 1))
     student.requires_grad_()

@@ -36,7 +36,7 @@ def test_the_chunked_head_gives_several_tokens_as_the_plain_head_does(
 ) -> None:
     hidden, weight, bias_V, target = leaves(0.7)
     head = Head(weight, bias_V if bias else None, softcap)
-    top_MK, scored_MJ = top_tokens(hidden, head, target, 3, temperature, chunk=4)
+    top_MK, scored_MJ = top_tokens(hidden, head, target, 3, temperature, 4, None)
     plain_MV = head.logits(hidden) / temperature
     assert torch.equal(top_MK, plain_MV.topk(3, -1).indices)
     bucket_MJ = torch.cat([target[:, None], top_MK], 1)
@@ -53,6 +53,50 @@ def test_the_chunked_head_gives_several_tokens_as_the_plain_head_does(
         torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=5e-5)  # as in `test_head`
     distribution = torch.distributions.Categorical(logits=plain_MV.detach())
     torch.testing.assert_close(entropy, distribution.entropy(), rtol=1e-5, atol=5e-5)
+
+
+def test_in_bfloat16_the_gradient_near_the_teacher_is_rounded_once() -> None:
+    """The derivative at a token of probability near 1 is a difference of two numbers near 1."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(64, 32, generator=generator, dtype=torch.bfloat16).requires_grad_()
+    weight = torch.randn(200, 32, generator=generator, dtype=torch.bfloat16)
+    logits_MV = (hidden.detach() @ weight.T).float()
+    top_MK = logits_MV.topk(4, -1).indices
+    bucket_MJ = torch.cat([top_MK[:, :1], top_MK], 1)
+    log_MJ = bucket_log_probabilities(hidden, Head(weight), bucket_MJ, 1.0, 16, ProbabilityBuffer(1 << 20))
+    leaf_MV = logits_MV.requires_grad_()
+    expected_MJ = by_definition(leaf_MV, bucket_MJ)
+    target_MJ = (expected_MJ.detach() + 1e-3 * torch.randn(expected_MJ.shape, generator=generator))[:, 1:]
+    slopes = []
+    for log, leaf in ((log_MJ, hidden), (expected_MJ, leaf_MV)):
+        loss = (log[:, 1:].exp() * (log[:, 1:] - target_MJ)).sum()
+        slopes.append(torch.autograd.grad(loss, leaf)[0].float())
+    exact_MW = slopes[1] @ weight.float()
+    assert float((slopes[0] - exact_MW).norm() / exact_MW.norm()) < 0.02
+
+
+def test_where_others_leave_next_to_nothing_values_and_gradients_are_finite() -> None:
+    hidden = torch.full((1, 1), 200.0, requires_grad=True)
+    head, bucket_MJ = Head(torch.tensor([[1.0], [0.0], [-1.0]])), torch.tensor([[0, 0]])
+    log_MJ = bucket_log_probabilities(hidden, head, bucket_MJ, 1.0, 4, ProbabilityBuffer(0))
+    assert bool(log_MJ.isfinite().all())
+    p_MJ = log_MJ[:, 1:].exp()
+    (gradient,) = torch.autograd.grad((p_MJ * (log_MJ[:, 1:] + 1)).sum(), hidden)
+    assert bool(gradient.isfinite().all())
+
+
+def test_only_tokens_below_a_bound_are_named_and_the_others_are_in_the_rest() -> None:
+    hidden, weight, _, target = leaves(0.7)
+    top_MK, log_MJ = top_tokens(hidden, Head(weight), target, 3, 1.0, 4, below=5)
+    assert int(top_MK.max()) < 5
+    bucket_MJ = torch.cat([target[:, None], top_MK], 1)
+    torch.testing.assert_close(log_MJ, by_definition(hidden @ weight.T, bucket_MJ).detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_where_nothing_was_sampled_nothing_is_named() -> None:
+    hidden, weight, _, target = leaves(0.7)
+    top_MK, log_MJ = top_tokens(hidden[:0], Head(weight), target[:0], 3, 1.0, 4, None)
+    assert (top_MK.shape, log_MJ.shape) == ((0, 3), (0, 5))
 
 
 def test_of_a_whole_vocabulary_nothing_is_left_and_the_gradient_is_finite() -> None:

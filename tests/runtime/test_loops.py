@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runs import made
@@ -17,6 +18,7 @@ from tba.device_to_host import HostCopies
 from tba.errors import DeadlineExceeded
 from tba.protocols import Manifest
 from tba.record.evaluations import read_evaluations
+from tba.record.faults import read_faults
 from tba.record.run_record import RunRecord
 from tba.replay.codec import MissingCounts
 from tba.replay.follower import JournalFollower
@@ -106,6 +108,38 @@ def test_steps_go_on_while_a_version_is_written_and_the_next_free_one_publishes(
     train.finish()
     assert publisher.newest() == train.trainer.version
     train.close()
+
+
+def test_a_disk_that_hangs_is_noticed_after_some_versions(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tba.runtime.trainer_loop._LEFT_OUT", 3)
+    search, train = start("--steps", "9", "--sync-every", "1", close=False)
+    rounds(search, 5)
+    gate = threading.Event()
+
+    class Disk(WeightDirectory):
+        def publish(self, weights: Mapping[str, Tensor], version: Version, manifest: Manifest) -> None:
+            gate.wait(60)
+
+    publisher = BackgroundPublisher(Disk(train.run.weights), deadline=0.01, copies=HostCopies(open_lane()))
+    train.weights = train.trainer.weights = publisher
+    train.trainer.wait_for_readers = publisher.hold
+    for _ in range(3):
+        train.step()
+    with pytest.raises(DeadlineExceeded, match="the weights had not been written"):
+        train.step()
+    gate.set()
+    train.close()
+
+
+def test_a_fault_with_which_an_engine_goes_on_is_recorded_once(start: Start) -> None:
+    search, train = start("--steps", "1")
+    engine: Any = search.searcher.engine
+    search.round()
+    engine.fault = "steps are not captured"
+    search.round()
+    search.round()
+    faults = [line["what"] for line in read_faults(train.run.path) if line["kind"] == "slow_engine"]
+    assert faults == ["searcher-0: steps are not captured"]
 
 
 def test_mean_uses_stay_within_the_limit_and_the_waiting_is_called_paced(start: Start) -> None:

@@ -113,7 +113,7 @@ def test_a_distilled_run_that_is_cut_off_scores_nothing_twice_and_no_reference_a
     policy.load({WEIGHT: final_weights(path)[WEIGHT]})
     target = distribution(TabularPolicy(teachers[0], 1.0, torch.float64))
     assert float(total_variation(distribution(policy), target)[: TASK.prompts].max()) <= 0.02
-    with pytest.raises(UserError, match="not scored under the reference"):
+    with pytest.raises(UserError, match="answers were not scored under it"):
         resume_point(RunDirectory(path), ["--objective.pull", "0.1"])
 
 

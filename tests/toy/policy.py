@@ -277,7 +277,7 @@ class TabularReference:
             logs.append(log_T if completion.mask is None else np.where(completion.mask, log_T, np.float32(0)))
         return logs
 
-    def with_top(self, count: int) -> TabularTopTokens:
+    def with_top(self, count: int, below: int | None = None) -> TabularTopTokens:
         return TabularTopTokens(self, count)
 
     def top_scores(self, prompt: Prompt, completion: Completion, count: int) -> TopScores:

@@ -131,6 +131,11 @@ def _omission_reason(t: Trajectory, options: SmoothingOptions, min_reward: float
         )
     if (t.reward_parts[options.part] if options.part else t.reward) < min_reward:
         return "below --min-reward"
+    if options.min_log_reference is not None and not t.has_reference:
+        raise UserError(
+            "--min-log-reference is given, but the run's reference had no part in its target, so that answers were not "
+            "scored under it: leave it out"
+        )
     if options.min_log_reference is not None and float(t.log_reference.sum()) < options.min_log_reference:
         return "below --min-log-reference"
     if t.completion.stop_reason is StopReason.LENGTH and not options.truncated:

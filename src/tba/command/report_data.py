@@ -392,7 +392,8 @@ class _Excerpt:
     def _line(self, row: int, t: Trajectory) -> dict[str, Json]:
         facts, c = self._facts, t.completion
         log_behavior = None if c.log_behavior is None else float(np.sum(c.log_behavior, dtype=np.float64))
-        log_reference = float(np.sum(t.log_reference, dtype=np.float64))
+        log_reference = float(np.sum(t.log_reference, dtype=np.float64)) if t.has_reference else None
+        log_ratio = None if log_behavior is None or log_reference is None else log_behavior - log_reference
         return {
             "place": facts.place.item(row),
             "round": facts.round.item(row),
@@ -407,8 +408,8 @@ class _Excerpt:
             "stop": c.stop_reason.value,
             "uses": max(0, facts.uses.item(row)) if self._has_uses else None,
             "fate": FATES[self._fates[row]] if self._has_uses else None,
-            "log_reference": as_json(round(log_reference, 3)),
-            "ratio": None if log_behavior is None else as_json(round(log_behavior - log_reference, 3)),
+            "log_reference": None if log_reference is None else as_json(round(log_reference, 3)),
+            "ratio": None if log_ratio is None else as_json(round(log_ratio, 3)),
             "reference": str(t.reference),
             "sampling": None if c.sampling is None else str(c.sampling),
             "as_policy": c.sampling is not None and c.sampling == self._policy_sampling,
@@ -461,7 +462,9 @@ def _token_columns(t: Trajectory) -> dict[str, Json]:
     return {
         "tokens": c.tokens[:LONGEST_TOKENS].tolist(),
         "log_behavior": None if log_behavior is None else _hundredths(log_behavior),
-        "log_ratio": None if log_behavior is None else _hundredths(log_behavior - log_reference),
+        "log_ratio": _hundredths(log_behavior - log_reference)
+        if log_behavior is not None and t.has_reference
+        else None,
         "begins": None if c.begins is None else c.begins[c.begins < LONGEST_TOKENS].tolist(),
     }
 

@@ -111,6 +111,7 @@ class Step:
         self._attention_mask_R1 = torch.ones_like(rows.newest_R1)  # so that no mask is built
         self._sizes = captured_sizes(len(rows.newest_R1))
         self._captured_steps: dict[tuple[int, int], _CapturedStep] = {}  # by rows and width
+        self.fault = ""  # why steps are no longer captured
         self._is_compared = True
         self._temperature = torch.ones((), device=rows.eos_V.device)
         self._graph_temperature = 1.0  # what `_temperature` holds
@@ -222,7 +223,8 @@ class Step:
         self.drop_graphs()
         self._capture = None
         self._rows.set_active(len(self._rows.newest_R1))
-        log.warning("decode steps of %s are not captured as CUDA graphs: %s", type(self._model).__name__, reason)
+        self.fault = f"decode steps of {type(self._model).__name__} are not captured as CUDA graphs: {reason}"
+        log.warning("%s", self.fault)
 
 
 def describe_difference(expected_RV: Tensor, computed_RV: Tensor) -> str | None:

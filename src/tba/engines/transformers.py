@@ -156,6 +156,11 @@ class TransformersEngine:
     def version(self) -> Version:
         return self._version
 
+    @property
+    def fault(self) -> str:
+        """Returns why decode steps are no longer captured; empty: they are, or were not to be."""
+        return self.step.fault
+
     def load(self, weights: Mapping[str, Tensor], version: Version) -> None:
         """Copy `weights` (by Hugging Face name) into the model in place.
 

@@ -20,7 +20,7 @@ import numpy as np
 from tba.environments.episode import EpisodeFailed
 from tba.environments.hosts import Beginning, EpisodeReply, Hosts, InProcessHost, Question
 from tba.environments.turn_encoding import TurnEncoder
-from tba.protocols import Acted, Engine, Flow, Partner, Turn
+from tba.protocols import Acted, Engine, Flow, Partner, ReportsFaults, Turn
 from tba.types import Completion, IntArray, Judgement, Prompt, Sampling, StopReason, Version
 
 if TYPE_CHECKING:
@@ -43,6 +43,11 @@ class EpisodeEngine:
     @property
     def version(self) -> Version:
         return self.engine.version
+
+    @property
+    def fault(self) -> str:
+        """Returns what is wrong with the engine, in words; empty: nothing."""
+        return self.engine.fault if isinstance(self.engine, ReportsFaults) else ""
 
     def load(self, weights: Mapping[str, Tensor], version: Version) -> None:
         """Copy `weights` into the engine. Raises `KeyError` or `ValueError` on a name or shape mismatch."""

@@ -79,24 +79,25 @@ class EndpointTeacher:
 class EndpointReference:
     """Log-probabilities of answers under a model that a server runs."""
 
-    def __init__(self, settings: EndpointTeacher, version: Version, top: int = 0) -> None:
+    def __init__(self, settings: EndpointTeacher, version: Version, top: int = 0, below: int | None = None) -> None:
         self.version = version
-        self._top = top
+        self._top, self._below = top, below
         self._settings = settings
         self._client = EndpointClient(replace(settings.endpoint, api="completions", concurrency=settings.concurrency))
         scores = {"echo": True, "logprobs": 1} if settings.scores == "echo" else {"prompt_logprobs": max(1, top)}
         self._request_fields = {"model": settings.endpoint.model, "max_tokens": 1, "temperature": 0} | scores
 
-    def with_top(self, count: int) -> EndpointReference:
+    def with_top(self, count: int, below: int | None = None) -> EndpointReference:
         """Returns a scorer by the same server that also gives its `count` most probable tokens at each place, or as
-        many as it gives. Raises `UserError` for the `echo` kind, which names no tokens.
+        many as it gives, of those with numbers `below` a bound (None: of all). Raises `UserError` for the `echo` kind,
+        which names no tokens.
         """
         if self._settings.scores == "echo":
             raise UserError(
                 f"--teacher.top is {count}, but the teacher's scores are of the kind echo, which names no top "
                 "tokens: take a server with `prompt_logprobs`, such as vLLM's"
             )
-        return EndpointReference(self._settings, self.version, count)
+        return EndpointReference(self._settings, self.version, count, below)
 
     def log_probabilities_of(self, answered: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[TokenScores]]:
         """Score completions of several prompts, each by one call: [i][j] is of the i-th prompt's j-th completion,
@@ -143,7 +144,8 @@ class EndpointReference:
             logs = np.array(list(map(_log_probability, scores[len(prompt.tokens) :])), np.float32)
             places = [t for t in range(len(completion.tokens)) if completion.mask is None or completion.mask[t]]
             if self._top:
-                top = [_top_tokens(choice["prompt_logprobs"][len(prompt.tokens) + t], self._top) for t in places]
+                named = [choice["prompt_logprobs"][len(prompt.tokens) + t] for t in places]
+                top = [_top_tokens(entry, self._top, self._below) for entry in named]
         except (ValueError, KeyError, TypeError, IndexError):
             logs = np.zeros(0, np.float32)
         if len(logs) != len(completion.tokens):
@@ -168,13 +170,14 @@ class EndpointReference:
         return TopScores(log_T, np.zeros((places, self._top), np.int32), np.zeros((places, self._top + 1), np.float16))
 
 
-def _top_tokens(entry: Mapping[str, Any], count: int) -> tuple[list[int], list[float]]:
+def _top_tokens(entry: Mapping[str, Any], count: int, below: int | None) -> tuple[list[int], list[float]]:
     """Returns the `count` most probable tokens of a place, their log-probabilities and that of all others. Where the
     server gives fewer, the first stands again for each that is missing, with -inf. Raises `ValueError` or `KeyError`
     for what no server gives.
     """
     scores = {int(token): _log_probability(score["logprob"]) for token, score in entry.items()}
-    ids = sorted(scores, key=lambda token: -scores[token])[:count]
+    known_ids = [token for token in scores if below is None or 0 <= token < below]
+    ids = sorted(known_ids, key=lambda token: -scores[token])[:count]
     logs = [scores[token] for token in ids]
     log_rest = math.log(max(1 - sum(map(math.exp, logs)), _LEAST_REST))
     missing = count - len(ids)

@@ -38,8 +38,8 @@ class Distil:
     buckets in the place of the vocabulary. With all of it (K = V) the optimum is p_T on tokens of any origin, as long
     as they cover what the policy writes. With fewer, the policy is free to divide the last bucket among its tokens.
 
-    `pull` adds Trajectory Balance to the run's own reference for each sampled token, which only asks for the
-    log-probability of this token.
+    `pull` adds the squared log-ratio to the run's own reference at each sampled token. It is the one term whose weight
+    follows from whoever wrote the tokens, so that stale data move the optimum.
     """
 
     divergence: Literal["reverse", "forward", "js"] = "reverse"
@@ -73,14 +73,17 @@ class Distil:
 
 
 def _divergence(log_p_BTC: Tensor, log_q_BTC: Tensor, divergence: str) -> Tensor:
-    """Returns [B, T]: D between the policy's p and the teacher's q. A bucket that is -inf under q does not exist."""
+    """Returns [B, T]: D between the policy's p and the teacher's q. A bucket that is -inf under q does not exist: then
+    the others may sum up to less than 1, and p - q, or q - p, keeps each term of a Kullback-Leibler divergence at 0 or
+    above. Where the sums are 1 it adds nothing.
+    """
     exists_BTC = torch.isfinite(log_q_BTC)
     log_p_BTC, log_q_BTC = (torch.where(exists_BTC, log_BTC, 0.0) for log_BTC in (log_p_BTC, log_q_BTC))
     p_BTC, q_BTC = log_p_BTC.exp(), log_q_BTC.exp()
     if divergence == "reverse":
-        term_BTC = p_BTC * (log_p_BTC - log_q_BTC)
+        term_BTC = p_BTC * (log_p_BTC - log_q_BTC) + q_BTC - p_BTC
     elif divergence == "forward":
-        term_BTC = q_BTC * (log_q_BTC - log_p_BTC)
+        term_BTC = q_BTC * (log_q_BTC - log_p_BTC) + p_BTC - q_BTC
     else:
         log_mean_BTC = torch.logaddexp(log_p_BTC, log_q_BTC) - math.log(2)
         term_BTC = (p_BTC * (log_p_BTC - log_mean_BTC) + q_BTC * (log_q_BTC - log_mean_BTC)) / 2

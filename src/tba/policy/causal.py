@@ -156,17 +156,18 @@ class CausalPolicy:
             *(self._evaluate(batch) if self._sharded_model is None else self._sharded_model.run(self._evaluate, batch))
         )
 
-    def top_tokens(self, batch: Batch, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    def top_tokens(self, batch: Batch, count: int, below: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Returns, without a gradient, log_policy_BT as `evaluate` does; the `count` most probable tokens at each
-        place, int64 [B, T, K]; and their log-probabilities with that of all others, float32 [B, T, K + 1].
+        place, int64 [B, T, K], of those with numbers `below` a bound; and their log-probabilities with that of all
+        others, float32 [B, T, K + 1].
         """
         with torch.no_grad():
             forward = self._forward(batch)
             if forward.logits_MV is None:
                 head, chunk = self._head(forward.hidden_MW.device)
-                top = top_tokens(forward.hidden_MW, head, forward.target_M, count, self.temperature, chunk)
+                top = top_tokens(forward.hidden_MW, head, forward.target_M, count, self.temperature, chunk, below)
             else:
-                top = top_of(forward.logits_MV / self.temperature, forward.target_M, count)
+                top = top_of(forward.logits_MV / self.temperature, forward.target_M, count, below)
         top_MK, log_MJ = top
         spread = partial(self._spread, place_M=forward.place_M, batch=batch)
         return spread(log_MJ[:, 0]), spread(top_MK), spread(log_MJ[:, 1:])

@@ -37,6 +37,8 @@ from transformers import PreTrainedModel
 
 from tba.protocols import HEADS
 
+_LEAST_PROBABILITY = torch.finfo(torch.float32).tiny  # of what others leave, whose logarithm has to be finite
+
 
 @dataclass(frozen=True)
 class Head:
@@ -172,22 +174,28 @@ def split_buckets(logits_NV: Tensor, bucket_NJ: Tensor) -> Tensor:
 
 @torch.no_grad()
 def top_tokens(
-    hidden_MW: Tensor, head: Head, target_M: Tensor, count: int, temperature: float, chunk: int
+    hidden_MW: Tensor, head: Head, target_M: Tensor, count: int, temperature: float, chunk: int, below: int | None
 ) -> tuple[Tensor, Tensor]:
     """Returns the `count` most probable tokens, int64 [M, K], and `split_buckets` of the targets and of these, without
-    a gradient. `chunk` tokens' logits are there at a time.
+    a gradient. `chunk` tokens' logits are there at a time. below: only tokens with smaller numbers are named.
     """
+    if not len(target_M):
+        names = min(count, len(head.weight_VW) if below is None else below)
+        return target_M.new_empty(0, names), hidden_MW.new_empty(0, names + 2, dtype=torch.float32)
     parts = []
     for rows in _blocks(len(target_M), 0, chunk):
         logits_CV = head.logits(hidden_MW[rows]) / temperature
-        parts.append(top_of(logits_CV, target_M[rows], count))
+        parts.append(top_of(logits_CV, target_M[rows], count, below))
     ids, logs = zip(*parts, strict=True)
     return torch.cat(ids), torch.cat(logs)
 
 
-def top_of(logits_NV: Tensor, target_N: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Returns the `count` largest logits' tokens, int64 [N, K], and `split_buckets` of the targets and of these."""
-    top_NK = logits_NV.topk(min(count, logits_NV.shape[1]), -1).indices
+def top_of(logits_NV: Tensor, target_N: Tensor, count: int, below: int | None = None) -> tuple[Tensor, Tensor]:
+    """Returns the `count` largest logits' tokens, int64 [N, K], and `split_buckets` of the targets and of these. below:
+    only tokens with smaller numbers are named.
+    """
+    candidates_NV = logits_NV[:, :below]
+    top_NK = candidates_NV.topk(min(count, candidates_NV.shape[1]), -1).indices
     return top_NK, split_buckets(logits_NV, torch.cat([target_N[:, None], top_NK], 1))
 
 
@@ -287,8 +295,8 @@ class _BucketLogProbabilities(torch.autograd.Function):
     """A linear head, temperature, log-softmax and `split_buckets` in one.
 
     With g the derivatives of the J + 1 results and G their sum, the loss has the derivative g_rest p / p_rest - G p at
-    the logits of all tokens but the other ones, g_j - G p_j at these, and g_y more at the sampled token's. What is kept
-    of the first tokens is p with zeros at the other ones.
+    the logits of all tokens but the other ones, g_j - G p_j at these, and g_y more at the sampled token's. These
+    differences are formed in float32. What is kept of the first tokens is p with zeros at the other ones.
     """
 
     @staticmethod
@@ -307,6 +315,7 @@ class _BucketLogProbabilities(torch.autograd.Function):
         kept_count = min(tokens, buffer.capacity(weight_VW)) if needs_gradient else 0
         kept_KV = buffer.lend(kept_count, weight_VW)
         log_MJ = hidden_MW.new_empty(tokens, bucket_MJ.shape[1] + 1, dtype=torch.float32)
+        is_whole = bucket_MJ.shape[1] > len(weight_VW)  # the other tokens are the vocabulary: nothing is left
         starts = [*range(0, kept_count, chunk), *range(kept_count, tokens, chunk)]
         for start, stop in zip(starts, [*starts[1:], tokens], strict=True):
             rows = slice(start, stop)
@@ -315,7 +324,8 @@ class _BucketLogProbabilities(torch.autograd.Function):
             rest_CV = log_CV.exp_()
             if len(entropy_M):
                 entropy_M[rows] = torch.special.entr(rest_CV).sum(-1)
-            log_MJ[rows, -1] = _without_others(rest_CV, bucket_MJ[rows]).sum(-1).log()
+            rest_C = _without_others(rest_CV, bucket_MJ[rows]).sum(-1)
+            log_MJ[rows, -1] = rest_C.clamp_min(0.0 if is_whole else _LEAST_PROBABILITY).log()
             if stop <= kept_count:
                 kept_KV[rows] = rest_CV
         ctx.save_for_backward(hidden_MW, weight_VW, bias_V, bucket_MJ, log_MJ)
@@ -343,9 +353,12 @@ class _BucketLogProbabilities(torch.autograd.Function):
                 log_CV = _log_softmax(hidden_MW[rows], weight_VW, bias_V, ctx.temperature)
                 d_CV = _without_others(log_CV.exp_(), bucket_CJ).to(weight_VW.dtype)
             d_CV *= factor_M[rows, None].to(d_CV.dtype)
-            at_others_CK = -sum_M[rows, None] * p_MJ[rows, 1:-1]
-            d_CV.scatter_(1, bucket_CJ[:, 1:], at_others_CK.to(d_CV.dtype))
-            d_CV.scatter_add_(1, bucket_CJ, slope_MJ[rows, :-1].to(d_CV.dtype))
+            # in float32, because little is left of these where the policy is near the teacher; equal tokens of a row
+            # get equal values, so that it does not matter which of them is written last
+            is_equal_CJJ = bucket_CJ[:, :, None] == bucket_CJ[:, None, :]
+            of_p_CJ = torch.where(is_equal_CJJ[:, :, 1:].any(-1), -sum_M[rows, None], factor_M[rows, None])
+            slope_CJ = torch.where(is_equal_CJJ, slope_MJ[rows, None, :-1], 0.0).sum(-1) + of_p_CJ * p_MJ[rows, :-1]
+            d_CV.scatter_(1, bucket_CJ, slope_CJ.to(d_CV.dtype))
             torch.mm(d_CV, weight_VW, out=grad_hidden[rows])
             if grad_bias is not None:
                 grad_bias += d_CV.float().sum(0)

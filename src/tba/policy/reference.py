@@ -65,17 +65,21 @@ class FrozenReference:
 
         return self._scored(answered, scores_of)
 
-    def with_top(self, count: int) -> TopTokenScorer:
-        """Returns a scorer by this model that also gives the `count` most probable tokens at each place."""
-        return TopTokenScorer(self, count)
+    def with_top(self, count: int, below: int | None = None) -> TopTokenScorer:
+        """Returns a scorer by this model that also gives the `count` most probable tokens at each place, of those with
+        numbers `below` a bound (None: of all).
+        """
+        return TopTokenScorer(self, count, below)
 
-    def top_scores_of(self, answered: Sequence[AnsweredPrompt], count: int) -> list[list[TopScores]]:
-        """Score completions as `log_probabilities_of` does, with the `count` most probable tokens at each place."""
+    def top_scores_of(
+        self, answered: Sequence[AnsweredPrompt], count: int, below: int | None = None
+    ) -> list[list[TopScores]]:
+        """Score completions as `log_probabilities_of` does, with the most probable tokens as `with_top` has them."""
         vocabulary = len(self._policy.model.get_output_embeddings().weight)
         dtype: type[np.generic] = np.uint16 if vocabulary <= 1 << 16 else np.int32
 
         def scores_of(part: Batch) -> Iterator[TopScores]:
-            log_BT, ids_BTK, logs_BTC = (tensor.cpu().numpy() for tensor in self._policy.top_tokens(part, count))
+            log_BT, ids_BTK, logs_BTC = (tensor.cpu().numpy() for tensor in self._policy.top_tokens(part, count, below))
             for row, (mask_T, length) in enumerate(zip(part.mask_BT.numpy(), part.length_B.tolist(), strict=True)):
                 ids_MK, logs_MC = ids_BTK[row][mask_T].astype(dtype), logs_BTC[row][mask_T].astype(np.float16)
                 yield TopScores(log_BT[row, :length].copy(), ids_MK, logs_MC)
@@ -126,6 +130,7 @@ class TopTokenScorer:
 
     model: FrozenReference
     count: int
+    below: int | None = None  # only tokens with smaller numbers are named
 
     @property
     def concurrent(self) -> bool:
@@ -134,7 +139,7 @@ class TopTokenScorer:
 
     def log_probabilities_of(self, answered: Sequence[AnsweredPrompt]) -> list[list[TopScores]]:
         """Score completions of several prompts: [i][j] is of the i-th prompt's j-th completion."""
-        return self.model.top_scores_of(answered, self.count)
+        return self.model.top_scores_of(answered, self.count, self.below)
 
 
 def _batch(answered: Sequence[AnsweredPrompt]) -> Batch:

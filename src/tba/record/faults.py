@@ -46,6 +46,7 @@ KINDS = (
     "mismatches",  # engine and trainer give the tokens of one set of weights other probabilities
     "lost_samples",  # ten batches in a row were worth less than a tenth of their rows
     "padded_forward",  # the trainer runs each answer by itself, since it could not share prompts within groups
+    "slow_engine",  # a searcher's decode steps could not be captured, or gave other tokens when they were
     "large_steps",  # an update moved the policy further than data of its like can guide the next one
     "short_answers",  # new answers had less than half of the tokens that they had when the run began
     "long_answers",  # they had more than twice as many

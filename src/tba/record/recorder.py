@@ -169,7 +169,7 @@ class SampleWriter:
             "length": t.length,
             **segment_fields,
             "stop_reason": t.completion.stop_reason,
-            "log_reference": float(t.log_reference.sum()),
+            "log_reference": float(t.log_reference.sum()) if t.has_reference else None,
             "uid": t.uid,
             "searcher": t.provenance.get("searcher"),
         }

@@ -20,11 +20,11 @@ from tba.types import Evaluation, Version
 HELD_OUT, REWARD, STALE = "held_out_falls", "reward_falls", "stale_data"  # kinds of faults.jsonl
 NO_SIGNAL, TRUNCATED, COPIES = "no_signal", "truncated_answers", "copied_answers"
 ENTROPY_FALLS, MISMATCHES, LOST_SAMPLES = "entropy_falls", "mismatches", "lost_samples"
-LARGE_STEPS, PADDED = "large_steps", "padded_forward"
+LARGE_STEPS, PADDED, SLOW_ENGINE = "large_steps", "padded_forward", "slow_engine"
 SHORT, LONG = "short_answers", "long_answers"
 SLOW_REWARD = "slow_reward"
 _WARNING_KINDS = {HELD_OUT, REWARD, STALE, NO_SIGNAL, TRUNCATED, COPIES, SHORT, LONG, SLOW_REWARD}
-_WARNING_KINDS |= {ENTROPY_FALLS, MISMATCHES, LOST_SAMPLES, LARGE_STEPS, PADDED}
+_WARNING_KINDS |= {ENTROPY_FALLS, MISMATCHES, LOST_SAMPLES, LARGE_STEPS, PADDED, SLOW_ENGINE}
 POINTS, ERRORS = 0.05, 5.0  # of a held-out figure
 MOST_WAITING = 0.25  # share of the searchers' time that they stood still for the reward
 _FIGURES = (SAMPLED, GREEDY)  # by which of them checkpoints are compared

@@ -235,7 +235,7 @@ def _export(t: Trajectory, uses: int) -> dict[str, Json]:
         "tokens": c.tokens.tolist(),
         "mask": None if c.mask is None else c.mask.tolist(),
         "begins": None if c.begins is None else c.begins.tolist(),
-        "log_reference": t.log_reference.tolist(),
+        "log_reference": t.log_reference.tolist() if t.has_reference else None,
         "log_behavior": None if c.log_behavior is None else c.log_behavior.tolist(),
     }
 

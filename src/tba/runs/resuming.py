@@ -37,7 +37,7 @@ from tba.types import Json
 T = TypeVar("T")
 _FIXED_FIELDS = (  # what a run is about
     *("task", "model.path", "model.warm_start", "policy_temperature", "run.journal_dir"),
-    *("reference", "teacher.paths", "teacher.models"),
+    *("reference", "teacher.paths", "teacher.models", "teacher.top"),
 )
 
 _REMOVED_FIELDS = ("deadline_seconds",)  # fields of earlier programs that change nothing of what a run learns
@@ -74,8 +74,8 @@ def resume_point(
             raise UserError(f"a run keeps its {name}, which is {old_value!r}: start a new run for {new_value!r}")
     if recipe.scores_reference and not recorded_recipe.scores_reference:
         raise UserError(
-            "the run's answers were not scored under the reference, which had no part in its target: start a new run, "
-            "or leave the teacher's weights as they were"
+            "the run's reference had no part in its target, so that answers were not scored under it: leave the "
+            "teacher's weights, --objective.pull and --reference-reset as they were, or start a new run"
         )
     checkpoint = newest_checkpoint(run.checkpoints)
     _refuse_finished(run, recipe, checkpoint)

@@ -20,10 +20,11 @@ import numpy as np
 import torch
 
 from tba.clock import ShareClock
-from tba.protocols import Engine, Examined, Journal, Manifest, Model, PromptSource, Records, WeightSource
+from tba.protocols import Engine, Examined, Journal, Manifest, Model, PromptSource, Records, ReportsFaults, WeightSource
 from tba.recipe import Recipe
 from tba.record.jsonl import as_json
 from tba.record.memory import FreedMemory, keep_few_kernels, peak_memory_bytes
+from tba.record.run_warnings import SLOW_ENGINE
 from tba.rollout.exploration import Fixed
 from tba.rollout.overlong import Overlong
 from tba.rollout.prompts import PosteriorPrompts, UniformPrompts
@@ -94,6 +95,7 @@ class SearcherLoop:
     incarnation: int = 0  # in which it was started
     served: Mapping[str, int] = field(default_factory=dict)  # to agents, by what it counts
     memory: FreedMemory = field(default_factory=FreedMemory)
+    has_reported_engine: bool = False
     held_back_since: float | None = None  # since when it has been held back, by a monotonic clock; None: it is not
     # by split, how many problems there are and which of them are not asked (`runtime/prompt_sets.py`)
     prompts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -128,6 +130,7 @@ class SearcherLoop:
         if not self.is_ahead() or held_back_seconds > LONGEST_HELD_BACK:
             self.held_back_since = None
             self.searcher.round()
+            self._report_engine()
             self.memory.give_back()
             return
         if self.held_back_since is None:
@@ -136,6 +139,13 @@ class SearcherLoop:
         self.searcher.rescore()
         with self.clock.state("paced"):
             time.sleep(_PAUSE_SECONDS)
+
+    def _report_engine(self) -> None:
+        """Record a fault with which the engine goes on, once."""
+        engine = self.searcher.engine
+        if isinstance(engine, ReportsFaults) and engine.fault and not self.has_reported_engine:
+            self.has_reported_engine = True
+            self.records.fault(SLOW_ENGINE, f"{self.searcher.name}: {engine.fault}")
 
     def turn(self, trainer_clock: ShareClock) -> None:
         """Make a round where trainer and searcher take turns. The trainer's clock counts it as idle, the time that

@@ -24,6 +24,7 @@ from tba.markup import decode_tokens, encode_continuation, encode_markup, visibl
 from tba.protocols import (
     Acted,
     AnswerScorer,
+    Concurrent,
     HasLogZ,
     LoadedOnDevice,
     LoadsOtherModels,
@@ -92,7 +93,10 @@ def teachers_of(recipe: Recipe, model: Model, reference: Reference) -> list[Answ
     needs the run's reference, and loads it where that is a `NoReference`. Raises `UserError` where the recipe needs the
     log-probability of each token.
     """
-    return [_teacher_reference(recipe, model, reference, teacher) for teacher in _teachers(recipe, model)]
+    teachers = list(_teachers(recipe, model))
+    if isinstance(reference, NoReference) and any(_difference(recipe.task, model, teacher) for teacher in teachers):
+        reference = _scored_reference(recipe, model)
+    return [_teacher_reference(recipe, model, reference, teacher) for teacher in teachers]
 
 
 def scorers_of(recipe: Recipe, model: Model, say: Callable[[str], None] = _ignore) -> dict[str, ScoringModel]:
@@ -138,7 +142,9 @@ def require_scorers(recipe: Recipe, model: Model, say: Callable[[str], None]) ->
             _require_sums(recipe, scorer, difference)
             say(f"{name} has another tokenizer than the policy ({difference}): it scores the text of each answer")
         if not isinstance(scorer, LoadedOnDevice):  # so that asking what it cannot do loads nothing
-            scorer.reference(recipe.policy_temperature, Version())
+            answer_scorer = scorer.reference(recipe.policy_temperature, Version())
+            if name != "reference" and recipe.teachers.top:
+                _with_top(recipe, model, answer_scorer, scorer)
 
 
 @dataclass(frozen=True)
@@ -166,6 +172,11 @@ class ScoredByText:
     def version(self) -> Version:
         """Returns the version of the teacher's weights."""
         return self.teacher.version
+
+    @property
+    def concurrent(self) -> bool:
+        """Returns whether both models can score in one thread while an engine samples in another."""
+        return all(isinstance(s, Concurrent) and s.concurrent for s in (self.teacher, self.reference))
 
     def log_probabilities_of(self, answers: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[FloatArray]]:
         """Returns scores of several prompts: [i][j] is of the j-th completion of the i-th prompt, float32 [T].
@@ -268,20 +279,22 @@ def _teacher_reference(recipe: Recipe, model: Model, reference: Reference, teach
         _require_sums(recipe, teacher, difference)
     scorer = teacher.reference(recipe.policy_temperature, Version())
     if not difference:
-        return scorer if not recipe.teachers.top else _with_top(scorer, teacher, recipe.teachers.top)
-    if isinstance(reference, NoReference):
-        reference = _scored_reference(recipe, model)
+        return scorer if not recipe.teachers.top else _with_top(recipe, model, scorer, teacher)
     tokenizers = model.tokenizer(), teacher.tokenizer()
     return ScoredByText(scorer, reference, *tokenizers, is_chat(recipe.task), teacher.positions)
 
 
-def _with_top(scorer: Reference, teacher: ScoringModel, count: int) -> AnswerScorer:
+def _with_top(recipe: Recipe, model: Model, scorer: Reference, teacher: ScoringModel) -> AnswerScorer:
+    """Returns a scorer of top tokens. A model's head may have more rows than there are tokens, and the teacher's others
+    than the policy's: only the tokenizer's tokens are named.
+    """
+    count, vocabulary = recipe.teachers.top, _vocabulary(model.tokenizer())
     if not isinstance(scorer, ScoresTopTokens):
         raise UserError(
             f"--teacher.top is {count}, but {_name(teacher)} cannot say which tokens it finds most probable: choose "
             "another teacher, or an objective that needs sampled tokens only (TrajectoryBalance)"
         )
-    return scorer.with_top(count)
+    return scorer.with_top(count, max(vocabulary.values()) + 1 if isinstance(vocabulary, Mapping) else None)
 
 
 def _load_model(recipe: Recipe, model: Model, path: str, flag: str, say: Callable[[str], None] = _ignore) -> Model:

@@ -66,6 +66,7 @@ from tba.weights.background import BackgroundPublisher
 from tba.weights.directory import WeightDirectory
 
 log = logging.getLogger("tba.trainer")
+_LEFT_OUT = 8  # intervals of `sync_every` in which no version is published while one is being written
 _COUNTER_SECONDS = 1.0  # between two reads of the searchers' counts
 _LEAD_SECONDS = 30.0  # that another trainer of this run has to end
 
@@ -116,6 +117,8 @@ class TrainerLoop:
     versions_left_out: int = 0  # which were to be published while another was written
     began_training: float | None = None
     ended_training: float = 0.0
+    _last_interval: int = 0  # updates between the two versions that were published last
+    _searchers_are_held: bool = False  # once they have sent what the newest manifest allows
     _searcher_metrics: dict[str, float] = field(default_factory=dict)
     _counters_read_at: float = -_COUNTER_SECONDS
 
@@ -133,7 +136,7 @@ class TrainerLoop:
         wait_seconds, version_before, cpu_began = time.perf_counter() - began, trainer.version, time.thread_time()
         metrics = trainer.step(fetched)
         is_reset = self.references.is_due(trainer.version)
-        if is_reset or (trainer.should_publish and not self.weights.busy):
+        if is_reset or (trainer.should_publish and not self._may_leave_out()):
             self.publish(is_reset)
         elif trainer.should_publish:  # the version before is still being written: a newer one follows it
             self.versions_left_out += 1
@@ -149,6 +152,18 @@ class TrainerLoop:
             self.checkpoint()
         self.memory.give_back()
 
+    def _may_leave_out(self) -> bool:
+        """Returns whether the version that is due need not be published, because another is still being written.
+
+        It is, where searchers are held back until they get another one, and after twice as many updates as between the
+        two versions before (or `_LEFT_OUT` intervals): otherwise a disk that hangs would never be noticed.
+        """
+        published = self.trainer.published
+        if published is None or not self.weights.busy or self._searchers_are_held:
+            return False
+        most_updates = max(_LEFT_OUT * self.trainer.sync_every, 2 * self._last_interval)
+        return self.trainer.version.step - published.step < most_updates
+
     def publish(self, as_reference: bool = False) -> None:
         """Publish the weights as they are; with `as_reference` they are the reference from here on."""
         version = self.trainer.version
@@ -156,16 +171,15 @@ class TrainerLoop:
         if self.requests.averaged and version in self.requests.pending:
             self._publish_average()
         batch = self.recipe.groups_per_step * self.recipe.group_size
-        step_before = version.step if self.trainer.published is None else self.trainer.published.step
-        updates = max(
-            self.trainer.sync_every, version.step - step_before
-        )  # until the next one, if that is left out too
+        self._last_interval = 0 if self.trainer.published is None else version.step - self.trainer.published.step
+        wanted = self.replay.searcher_limit(batch, self.trainer.sync_every)
+        self._searchers_are_held = wanted is not None
         manifest = Manifest(
             evaluate=tuple(evaluate),
             stop=self.finished,
             reference=version if as_reference else self.references.current,
             journal=JournalCounts.of(self.journal).state(),
-            wanted=self.replay.searcher_limit(batch, updates),
+            wanted=wanted,
         )
         self.trainer.publish(manifest)
         self.requests.pin()
@@ -457,6 +471,7 @@ def start_training(
     wait_for_rows = pause if turn_taker is None else partial(turn_taker.turn, clock)
     selection = recipe.replay.selection
     m = selection.m if isinstance(selection, HasRecentShare) else math.nan  # with control on, the recipe checked it
+    learns_from_any_data = TOP_TOKENS in recipe.objective.needs and not recipe.scores_reference  # no pull
     loop = TrainerLoop(
         recipe=recipe,
         run=run,
@@ -492,7 +507,7 @@ def start_training(
             recipe.evaluation.every, recipe.steps, weights, journal.job_done, averaged=recipe.optimizer.weight_average
         ),
         controller=recipe.control.start(recipe.sync_every, m),
-        staleness=StalenessWatch(recipe.sync_every, any_data=TOP_TOKENS in recipe.objective.needs),
+        staleness=StalenessWatch(recipe.sync_every, any_data=learns_from_any_data),
         recorder=recipe.record.start(run.path, run.facts["resolved"]),
         evaluation_watch=EvaluationWatch(run),
         answer_watch=watch,
