@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from tba.replay.pacing import Pacing as Pacing
     from tba.replay.replay import ReplaySettings as ReplaySettings
     from tba.replay.selection import RecencyReward as RecencyReward
+    from tba.rewards.code_reward import CodeReward as CodeReward
+    from tba.rewards.code_running import Language as Language
     from tba.rewards.endpoint import Endpoint as Endpoint
     from tba.rewards.exact_answer import ExactAnswer as ExactAnswer
     from tba.rewards.functions import FunctionReward as FunctionReward, WeightedFunctions as WeightedFunctions
@@ -71,7 +73,8 @@ _NAMES_BY_MODULE = {  # the public names again, without loading their modules
     "objectives.tba_prime": "TbaPrime", "objectives.trajectory_balance": "TrajectoryBalance",
     "policy.lora": "LoraSettings", "recipe": "InitialFill Recipe RuntimeSettings", "record.recorder": "RecordSettings",
     "replay.buffer": "BufferSettings", "replay.pacing": "Pacing", "replay.replay": "ReplaySettings",
-    "replay.selection": "RecencyReward", "rewards.endpoint": "Endpoint", "rewards.exact_answer": "ExactAnswer",
+    "replay.selection": "RecencyReward", "rewards.code_reward": "CodeReward", "rewards.code_running": "Language",
+    "rewards.endpoint": "Endpoint", "rewards.exact_answer": "ExactAnswer",
     "rewards.functions": "FunctionReward WeightedFunctions", "rewards.judges": "RankingJudge RubricJudge",
     "rollout.exploration": "Fixed RandomPerRound", "rollout.prompts": "PromptSettings",
     "schedules": "Constant Linear WarmupConstant WarmupCosine WarmupLinear WarmupStableDecay",

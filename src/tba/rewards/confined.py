@@ -3,7 +3,7 @@
 Invariant: after `confine` the process can compute, use what it has open, and exit. When it asks the kernel for anything
 else (a file, a socket, a process, a signal to another process, a higher limit) the kernel kills it: Linux's seccomp
 with an irrevocable list of allowed calls. Other systems have nothing comparable that Python can reach; there only
-resource limits hold, and `can_confine` returns False. `filter_calls` is for processes with another list
+resource limits hold, and `can_confine` returns False. `CallFilter` takes other lists, too
 (`rewards/sandbox_kernel.py`).
 """
 
@@ -101,28 +101,35 @@ def confine() -> bool:
     limit_memory()
     for resource_id in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC):
         _lower_limit(resource_id, 0)  # no dump, nothing written to a file, no more files, no more processes
-    return filter_calls(_ALLOWED_CALLS, {}, KILL)
+    return CallFilter(_ALLOWED_CALLS, {}, KILL).install()
 
 
-def filter_calls(
-    allowed: Mapping[str, tuple[int | None, int | None]], conditions: Mapping[str, Condition], otherwise: int
-) -> bool:
-    """Allow this process and all its threads, for good, some system calls only. Returns False where this cannot be.
+class CallFilter:
+    """A list of the system calls that a process may make."""
 
-    allowed: the numbers of calls on x86_64 and on aarch64, None where there is no such call. conditions: of some of
-    these calls. otherwise: what any other call leads to, `KILL` or `refuse(...)`; a call in another processor's
-    numbering kills.
-    """
-    machine = _MACHINES.get(platform.machine())
-    if sys.platform != "linux" or machine is None:
-        return False
-    libc = ctypes.CDLL(None)
-    instructions = _program(machine, allowed, conditions, otherwise)
-    program = _FilterProgram(len(instructions), (_Instruction * len(instructions))(*instructions))
-    return (
-        libc.prctl(_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0) == 0
-        and libc.syscall(machine.seccomp, _SET_FILTER, _ALL_THREADS, ctypes.byref(program)) == 0
-    )
+    def __init__(
+        self,
+        allowed: Mapping[str, tuple[int | None, int | None]],
+        conditions: Mapping[str, Condition],
+        otherwise: int,
+    ) -> None:
+        """allowed: the numbers of calls on x86_64 and on aarch64, None where there is no such call. conditions: of some
+        of these calls. otherwise: what any other call leads to, `KILL` or `refuse(...)`; a call in another processor's
+        numbering kills.
+        """
+        self._machine = _MACHINES.get(platform.machine()) if sys.platform == "linux" else None
+        if self._machine is not None:
+            instructions = _program(self._machine, allowed, conditions, otherwise)
+            self._program = _FilterProgram(len(instructions), (_Instruction * len(instructions))(*instructions))
+
+    def install(self) -> bool:
+        """Allow this process and all its threads nothing else, for good. Returns False where this cannot be."""
+        libc = ctypes.CDLL(None)
+        return (
+            self._machine is not None
+            and libc.prctl(_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0) == 0
+            and libc.syscall(self._machine.seccomp, _SET_FILTER, _ALL_THREADS, ctypes.byref(self._program)) == 0
+        )
 
 
 @functools.cache

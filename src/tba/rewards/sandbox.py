@@ -1,9 +1,9 @@
 """Runs programs that nobody trusts, and talks with them: the side that stays outside of the sandbox.
 
-Invariant: nothing that a program sends is evaluated, and every wait for one has a deadline. A program is told its job and
-its questions and nothing else; what it writes is a claim, and who asked compares. A reply must name the random number of
-its question. When a program has ended or is ended, so have all processes that it started. No program outlives the
-process that started it (`rewards/sandbox_worker.py`).
+Invariant: nothing that a program sends is evaluated, and every wait for one has a deadline. A program is told its job
+and its questions and nothing else; what it writes is a claim, and who asked compares. A reply must name the random
+number of its question. When a program has ended or is ended, so have all processes that it started. No program outlives
+the process that started it (`rewards/sandbox_worker.py`).
 """
 
 from __future__ import annotations
@@ -127,7 +127,17 @@ class _Worker:
             folders = [str(Path(path).parent) for path in (*tba.__path__, *settings["packages"])]
             bootstrap = _BOOTSTRAP.format(paths=folders)
             self.process = subprocess.Popen(  # noqa: S603 - this program
-                [sys.executable, "-I", "-S", "-X", "utf8", "-c", bootstrap, str(its_side.fileno()), json.dumps(settings)],
+                [
+                    sys.executable,
+                    "-I",
+                    "-S",
+                    "-X",
+                    "utf8",
+                    "-c",
+                    bootstrap,
+                    str(its_side.fileno()),
+                    json.dumps(settings),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -175,13 +185,18 @@ class Program:
         its_channel.close()
         os.close(its_output)
         self._buffer = bytearray()
+        self._number = ""  # of the last question
 
     def ask(self, *question: Json, deadline: float) -> list[Json]:
         """Returns the reply to a question. Raises `ProgramFailed` where there is none."""
-        number = secrets.token_hex(8)
-        self.send([number, *question], deadline)
-        reply = self.receive(deadline)
-        if not isinstance(reply, list) or reply[:1] != [number]:
+        self._number = secrets.token_hex(8)
+        return self.go_on([self._number, *question], deadline)
+
+    def go_on(self, value: Json, deadline: float) -> list[Json]:
+        """Returns the next reply to the last question, after a further line. Raises as `ask` does."""
+        self.send(value, deadline)
+        reply = self._receive(deadline)
+        if not isinstance(reply, list) or reply[:1] != [self._number]:
             raise ProgramFailed("unreadable")
         return reply[1:]
 
@@ -195,7 +210,7 @@ class Program:
         except OSError:
             raise ProgramFailed("ended") from None
 
-    def receive(self, deadline: float) -> Json:
+    def _receive(self, deadline: float) -> Json:
         """Returns the next line. Raises `ProgramFailed` where there is none."""
         searched = 0
         while (end := self._buffer.find(b"\n", searched)) < 0:
@@ -289,7 +304,9 @@ def _package_paths(name: str) -> list[str]:
     """Returns where a package lies, with the libraries that its wheel brings along."""
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
     if spec is None or spec.origin is None:
-        raise UserError(f"programs are to import the package {name!r}, which is not installed: install it, or leave it out")
+        raise UserError(
+            f"programs are to import the package {name!r}, which is not installed: install it, or leave it out"
+        )
     paths = list(spec.submodule_search_locations or [spec.origin])
     libraries = Path(paths[0]).parent / f"{name}.libs"
     return [*paths, *([str(libraries)] if libraries.is_dir() else [])]

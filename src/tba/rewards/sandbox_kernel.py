@@ -20,20 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tba.rewards.confined import Condition, filter_calls, refuse
+from tba.rewards.confined import CallFilter, Condition, refuse
 
 Level = Literal["namespaces", "landlock"]
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NOBODY = 65534
-_NEW_MOUNTS, _NEW_HOST_NAME, _NEW_IPC, _NEW_USER, _NEW_PROCESSES, _NEW_NETWORK = (
-    0x00020000,
-    0x04000000,
-    0x08000000,
-    0x10000000,
-    0x20000000,
-    0x40000000,
-)
+_NEW_MOUNTS, _NEW_HOST_NAME, _NEW_IPC = 0x00020000, 0x04000000, 0x08000000  # namespaces, of unshare
+_NEW_USER, _NEW_PROCESSES, _NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
 _NO_SUID, _NO_DEVICES, _BIND, _RECURSIVE, _PRIVATE = 2, 4, 4096, 16384, 1 << 18  # of mount
 _DETACH = 2  # of umount2
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
@@ -53,40 +47,42 @@ _LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", "/
 _PROGRAMS = ("/usr/bin", "/bin", "/usr/include", "/usr/libexec", "/etc/alternatives")
 _HIDDEN = ("site-packages", "dist-packages")
 
-_CALLS: dict[str, tuple[int | None, int | None]] = {  # by their numbers on x86_64 and on aarch64
-    **{"read": (0, 63), "write": (1, 64), "mmap": (9, 222), "munmap": (11, 215), "brk": (12, 214), "futex": (202, 98)},
-    **{"close": (3, 57), "lseek": (8, 62), "openat": (257, 56), "open": (2, None), "newfstatat": (262, 79)},
-    **{"stat": (4, None), "fstat": (5, 80), "lstat": (6, None), "statx": (332, 291), "readlink": (89, None)},
-    **{"readlinkat": (267, 78), "access": (21, None), "faccessat": (269, 48), "faccessat2": (439, 439)},
-    **{"getdents64": (217, 61), "getcwd": (79, 17), "chdir": (80, 49), "mkdir": (83, None), "mkdirat": (258, 34)},
-    **{"rmdir": (84, None), "unlink": (87, None), "unlinkat": (263, 35), "rename": (82, None), "renameat": (264, 38)},
-    **{"renameat2": (316, 276), "symlink": (88, None), "symlinkat": (266, 36), "ftruncate": (77, 46)},
-    **{"fsync": (74, 82), "fdatasync": (75, 83), "umask": (95, 166), "pread64": (17, 67), "pwrite64": (18, 68)},
-    **{"readv": (19, 65), "writev": (20, 66), "dup": (32, 23), "dup2": (33, None), "dup3": (292, 24)},
-    **{"pipe": (22, None), "pipe2": (293, 59), "poll": (7, None), "ppoll": (271, 73), "select": (23, None)},
-    **{"pselect6": (270, 72), "close_range": (436, 436), "mprotect": (10, 226), "mremap": (25, 216)},
-    **{"madvise": (28, 233), "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139)},
-    **{"rt_sigpending": (127, 136), "rt_sigsuspend": (130, 133), "sigaltstack": (131, 132), "alarm": (37, None)},
-    **{"getitimer": (36, 102), "setitimer": (38, 103), "nanosleep": (35, 101), "clock_nanosleep": (230, 115)},
-    **{"clock_gettime": (228, 113), "clock_getres": (229, 114), "gettimeofday": (96, 169), "time": (201, None)},
-    **{"times": (100, 153), "sched_yield": (24, 124), "sched_getaffinity": (204, 123), "sysinfo": (99, 179)},
-    **{"uname": (63, 160), "getpid": (39, 172), "gettid": (186, 178), "getppid": (110, 173), "getuid": (102, 174)},
-    **{"geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177), "getresuid": (118, 148)},
-    **{"getresgid": (120, 150), "getpgrp": (111, None), "getpgid": (121, 155), "getrlimit": (97, 163)},
-    **{"getrusage": (98, 165), "getrandom": (318, 278), "set_tid_address": (218, 96), "set_robust_list": (273, 99)},
-    **{"rseq": (334, 293), "arch_prctl": (158, None), "restart_syscall": (219, 128), "exit": (60, 93)},
-    **{"exit_group": (231, 94), "ioctl": (16, 29), "fcntl": (72, 25), "kill": (62, 129), "tgkill": (234, 131)},
-    **{"prlimit64": (302, 261), "prctl": (157, 167), "clone": (56, 220), "clone3": (435, 435)},
-}
-_PROGRAM_CALLS: dict[str, tuple[int | None, int | None]] = {  # what compilers and their outputs need beside
-    **{"fork": (57, None), "vfork": (58, None), "execve": (59, 221), "wait4": (61, 260), "waitid": (247, 95)},
-    **{"setpgid": (109, 154), "setsid": (112, 157), "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53)},
-    **{"utimensat": (280, 88), "statfs": (137, 43), "fadvise64": (221, 223), "copy_file_range": (326, 285)},
-    **{"setrlimit": (160, 164), "tkill": (200, 130), "sendfile": (40, 71)},
-}
+
+def _read_calls(table: str) -> dict[str, tuple[int | None, int | None]]:
+    """Returns system calls by name, with their numbers on x86_64 and on aarch64."""
+    rows = [row.split() for row in table.split(",")]
+    return {name: (_number(x86_64), _number(aarch64)) for name, x86_64, aarch64 in rows}
+
+
+def _number(word: str) -> int | None:
+    return None if word == "-" else int(word)
+
+
+_CALLS = _read_calls("""
+    read 0 63, write 1 64, mmap 9 222, munmap 11 215, brk 12 214, futex 202 98, close 3 57, lseek 8 62, openat 257
+    56, open 2 -, newfstatat 262 79, stat 4 -, fstat 5 80, lstat 6 -, statx 332 291, readlink 89 -, readlinkat 267
+    78, access 21 -, faccessat 269 48, faccessat2 439 439, getdents64 217 61, getcwd 79 17, chdir 80 49, mkdir 83 -,
+    mkdirat 258 34, rmdir 84 -, unlink 87 -, unlinkat 263 35, rename 82 -, renameat 264 38, renameat2 316 276,
+    symlink 88 -, symlinkat 266 36, ftruncate 77 46, fsync 74 82, fdatasync 75 83, umask 95 166, pread64 17 67,
+    pwrite64 18 68, readv 19 65, writev 20 66, dup 32 23, dup2 33 -, dup3 292 24, pipe 22 -, pipe2 293 59, poll 7 -,
+    ppoll 271 73, select 23 -, pselect6 270 72, close_range 436 436, mprotect 10 226, mremap 25 216, madvise 28 233,
+    rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139, rt_sigpending 127 136, rt_sigsuspend 130 133,
+    sigaltstack 131 132, alarm 37 -, getitimer 36 102, setitimer 38 103, nanosleep 35 101, clock_nanosleep 230 115,
+    clock_gettime 228 113, clock_getres 229 114, gettimeofday 96 169, time 201 -, times 100 153, sched_yield 24 124,
+    sched_getaffinity 204 123, sysinfo 99 179, uname 63 160, getpid 39 172, gettid 186 178, getppid 110 173, getuid
+    102 174, geteuid 107 175, getgid 104 176, getegid 108 177, getresuid 118 148, getresgid 120 150, getpgrp 111 -,
+    getpgid 121 155, getrlimit 97 163, getrusage 98 165, getrandom 318 278, set_tid_address 218 96, set_robust_list
+    273 99, rseq 334 293, arch_prctl 158 -, restart_syscall 219 128, exit 60 93, exit_group 231 94, ioctl 16 29,
+    fcntl 72 25, prlimit64 302 261, prctl 157 167, clone 56 220, clone3 435 435
+""")
+_COMMAND_CALLS = _read_calls("""
+    fork 57 -, vfork 58 -, execve 59 221, wait4 61 260, waitid 247 95, setpgid 109 154, setsid 112 157, chmod 90 -,
+    fchmod 91 52, fchmodat 268 53, utimensat 280 88, statfs 137 43, fadvise64 221 223, copy_file_range 326 285,
+    setrlimit 160 164, kill 62 129, tgkill 234 131, sendfile 40 71
+""")  # what compilers and their outputs need beside
 _CLONE_THREAD = 0x10000
 _TERMINAL_REQUESTS = (0x5401, 0x5413, 0x541B, 0x5451, 0x5450)  # is it one, its size, bytes to read, close on exec
-_DESCRIPTOR_REQUESTS = (0, 1, 2, 3, 4, 1030, 1032)  # copy, flags, size of a pipe; who gets its signals is not among them
+_DESCRIPTOR_REQUESTS = (0, 1, 2, 3, 4, 1030, 1032)  # copy, flags, size of a pipe; not whom it signals
 _SET_NAME = 15  # of prctl
 
 
@@ -119,6 +115,7 @@ class Isolation:
             raise OSError(errno.ENOSYS, "this kernel has no Landlock")
         self._ruleset = self._open_ruleset(self._library_rules()) if level == "landlock" else -1
         self._process_namespace = -1
+        self._filter = CallFilter(*_calls(runs_commands), refuse(errno.EPERM))
 
     @property
     def descriptors(self) -> list[int]:
@@ -201,7 +198,7 @@ class Isolation:
             _check(_LIBC.syscall(_RESTRICT_SELF, ruleset, 0), "landlock")
             os.close(ruleset)
         _check(_LIBC.syscall(_CAPSET[platform.machine()], struct.pack("Ii", 0x20080522, 0), bytes(24)), "capset")
-        if not filter_calls(*_calls(self.runs_commands), refuse(errno.EPERM)):
+        if not self._filter.install():
             raise OSError(errno.ENOSYS, "this kernel has no seccomp")
 
     def _limit(self, bounds: Bounds) -> None:
@@ -261,10 +258,8 @@ def _calls(runs_commands: bool) -> tuple[Mapping[str, tuple[int | None, int | No
         "clone3": Condition(0, refusal=refuse(errno.ENOSYS)),  # its flags cannot be read; libraries go on to clone
     }
     if runs_commands:  # in process namespaces of their own
-        return _CALLS | _PROGRAM_CALLS, conditions
-    own = (os.getpid(),)
-    conditions |= {"kill": Condition(0, own), "tgkill": Condition(0, own), "prlimit64": Condition(0, (0, *own))}
-    return _CALLS, conditions | {"clone": Condition(0, bits=_CLONE_THREAD)}
+        return _CALLS | _COMMAND_CALLS, conditions
+    return _CALLS, conditions | {"clone": Condition(0, bits=_CLONE_THREAD), "prlimit64": Condition(0, (0,))}
 
 
 def _bind(source: str, target: str, flags: int) -> None:
@@ -275,7 +270,9 @@ def _bind(source: str, target: str, flags: int) -> None:
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
     _mount(source, target, None, _BIND | _RECURSIVE)
     attributes = struct.pack("QQQQ", _NO_SUID | flags, 0, 0, 0)
-    _check(_LIBC.syscall(_SET_MOUNT_ATTRIBUTES, -1, target.encode(), _AT_RECURSIVE, attributes, len(attributes)), target)
+    _check(
+        _LIBC.syscall(_SET_MOUNT_ATTRIBUTES, -1, target.encode(), _AT_RECURSIVE, attributes, len(attributes)), target
+    )
 
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:

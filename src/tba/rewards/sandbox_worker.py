@@ -1,9 +1,9 @@
 """The program that starts sandboxed programs: a warm interpreter, forked once for each program.
 
-Invariant: a worker holds nothing that a program may not see. A program's code and questions come over a channel that its
-process alone has (the worker hands it on unread), and expected values never come here. The worker runs one program at a
-time, in a process that is confined before it reads its channel, and that is killed with all that it has started before
-the next one begins. A worker ends when its parent does, however that ends, and its program with it.
+Invariant: a worker holds nothing that a program may not see. A program's code and questions come over a channel that
+its process alone has (the worker hands it on unread), and expected values never come here. The worker runs one program
+at a time, in a process that is confined before it reads its channel, and that is killed with all that it has started
+before the next one begins. A worker ends when its parent does, however that ends, and its program with it.
 
 What a program is told is one line of JSON, its *job*; what it is then asked, and answers, are lines `[number, ...]`.
 """
@@ -39,6 +39,7 @@ from tba.rewards.sandbox_values import decode, encode
 _CHANNEL = 3  # the descriptor of a program's channel
 _TICK = 0.05  # seconds between two looks at a program's threads
 _BLOCK = 1 << 16
+_NOT_COMPILED = 65  # the exit code of a program that does not compile
 _WARM = """
     abc array bisect calendar collections collections.abc copy csv dataclasses datetime decimal enum fractions functools
     hashlib heapq itertools json math numbers operator queue random re statistics string struct textwrap time typing
@@ -194,9 +195,13 @@ def _run_script(job: Any, channel: _Channel, stdin: int) -> int:
     """Runs a program from its standard input to its standard output, as `python file` does."""
     _give_stdin(job["stdin"], stdin)
     os.close(_CHANNEL)
+    try:
+        program = compile(job["code"], "program.py", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError):
+        return _NOT_COMPILED
     status = 0
     try:
-        exec(compile(job["code"], "program.py", "exec", dont_inherit=True), _module("__main__"))  # noqa: S102
+        exec(program, _module("__main__"))  # noqa: S102
     except SystemExit as error:
         status = 0 if error.code is None else error.code if isinstance(error.code, int) else 1
     except BaseException:  # noqa: BLE001 - as the interpreter does
@@ -218,9 +223,9 @@ def _run_commands(job: Any, channel: _Channel, stdin: int) -> int:
     *preparations, last = job["commands"]
     environment = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}  # noqa: S108 - its own
     for command in preparations:
-        if status := subprocess.run(command, stdin=2, stdout=2, env=environment).returncode:
+        if status := subprocess.run(command, stdin=2, stdout=2, env=environment).returncode:  # noqa: S603 - in a sandbox
             return status & 0xFF
-    return subprocess.run(last, env=environment).returncode & 0xFF
+    return subprocess.run(last, env=environment).returncode & 0xFF  # noqa: S603 - in a sandbox
 
 
 def _serve_functions(job: Any, channel: _Channel, stdin: int) -> int:
@@ -285,10 +290,12 @@ def _serve_tests(job: Any, channel: _Channel, stdin: int) -> int:
     def keep(value: Any) -> int:
         if isinstance(value, _Remote) and isinstance(value._target, int):
             return value._target
-        raise TypeError(f"a test hands a {type(value).__name__} to the program, which only data and its own objects can be")
+        raise TypeError(
+            f"a test hands a {type(value).__name__} to the program, which only data and its own objects can be"
+        )
 
     def ask(operation: str, target: int | str, *values: Any) -> Any:
-        channel.write(["ask", operation, target, *(encode(value, keep) for value in values)])
+        channel.write([number, "ask", operation, target, *(encode(value, keep) for value in values)])
         kind, *content = channel.read()
         if kind == "value":
             return decode(content[0], lambda number: _Remote(ask, number))
@@ -319,7 +326,8 @@ def _serve_session(job: Any, channel: _Channel, stdin: int) -> int:
             tree = ast.parse(source, "program.py")
             last = tree.body.pop().value if tree.body and isinstance(tree.body[-1], ast.Expr) else None
             exec(compile(tree, "program.py", "exec", dont_inherit=True), names)  # noqa: S102
-            if last is not None and (value := eval(compile(ast.Expression(last), "program.py", "eval"), names)) is not None:  # noqa: S307
+            value = None if last is None else eval(compile(ast.Expression(last), "program.py", "eval"), names)  # noqa: S307
+            if value is not None:
                 printed.write(f"{value!r}\n")
         except BaseException as error:  # noqa: BLE001 - of the program
             printed.write(f"{type(error).__name__}: {_text_of(error)}\n")
