@@ -3,9 +3,9 @@
     python lab/benchmarks/code_attacks.py --level landlock --out lab/results/code_attacks.csv
 
 Each program is an answer to a problem in each form of tests. Beside each, an honest program runs, which must earn its
-reward. A row says what the program earned and what its honest score is, the seconds it took, the processes and files that
-were left, and whether the judge's files, its other processes and the honest program were untouched. `--level fusion` sends
-the programs to a server that answers as SandboxFusion does; it takes those that concern the judge.
+reward. A row says what the program earned and what its honest score is, the seconds it took, the processes and files
+that were left, and whether the judge's files, its other processes and the honest program were untouched. `--level
+fusion` sends the programs to a server that answers as SandboxFusion does; it takes those that concern the judge.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ import tba
 from tba_lab.code_attacks import Attack, answered, attacks, fields_of, lures, program
 from tba_lab.fusion_server import fusion_server
 
-COLUMNS = "level,form,kind,attack,earned,honest_score,seconds,processes_left,files_left,untouched,sibling".split(",")
-_LEFT = [Path("/dev/shm"), Path("/tmp"), Path("/var/tmp")]  # noqa: S108 - where attacks leave files
+COLUMNS = ["level", "form", "kind", "attack", "earned", "honest_score", "seconds"]
+COLUMNS += ["processes_left", "files_left", "untouched", "sibling"]
+_LEFT = [Path("/dev/shm"), Path("/tmp"), Path("/var/tmp")]
 _SLOW = "import time\ndef slow(x):\n    time.sleep(0.2)\n    return x"
 
 
@@ -93,7 +94,9 @@ def measure_attack(
     before = (path.read_bytes(), path.stat().st_mode, path.stat().st_mtime_ns)
     code = f"```\n# {attack.name} {form}\n{_SLOW}\n```"
     thread = threading.Thread(
-        target=lambda: siblings.append(sibling.judge([answered({"test_list": ["assert slow(1) == 1"]}, code)])[0].reward)
+        target=lambda: siblings.append(
+            sibling.judge([answered({"test_list": ["assert slow(1) == 1"]}, code)])[0].reward
+        )
     )
     thread.start()
     start = time.monotonic()

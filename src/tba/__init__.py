@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tba.batch import collate as collate
     from tba.engines.transformers import EngineSettings as EngineSettings
     from tba.environments.hosts import EpisodeLimits as EpisodeLimits
+    from tba.environments.python_tool import PythonTool as PythonTool
     from tba.environments.task import EnvironmentTask as EnvironmentTask
     from tba.environments.verifiers_task import VerifiersTask as VerifiersTask
     from tba.errors import TbaError as TbaError, UserError as UserError
@@ -64,9 +65,10 @@ if TYPE_CHECKING:
 _NAMES_BY_MODULE = {  # the public names again, without loading their modules
     "api": "Run check evaluate load_recipe open_run train", "batch": "collate",
     "engines.transformers": "EngineSettings", "generation": "generate",
-    "environments.hosts": "EpisodeLimits", "environments.task": "EnvironmentTask",
-    "environments.verifiers_task": "VerifiersTask", "errors": "TbaError UserError",
-    "evaluation.accuracy": "EvaluationSettings", "models.endpoint_teacher": "EndpointTeacher",
+    "environments.hosts": "EpisodeLimits", "environments.python_tool": "PythonTool",
+    "environments.task": "EnvironmentTask", "environments.verifiers_task": "VerifiersTask",
+    "errors": "TbaError UserError", "evaluation.accuracy": "EvaluationSettings",
+    "models.endpoint_teacher": "EndpointTeacher",
     "models.huggingface": "HuggingFace", "models.warm_start": "Lesson WarmStart", "objectives.correction": "Correction",
     "objectives.grpo": "Grpo dr_grpo", "objectives.online_dpo": "OnlineDpo",
     "objectives.policy_gradient": "Reinforce proximal_rloo", "objectives.ppo": "Ppo", "objectives.raft": "Raft",

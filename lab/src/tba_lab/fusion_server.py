@@ -25,7 +25,7 @@ def fusion_server(level: Level = "landlock") -> Iterator[tuple[str, list[dict[st
     sandbox, requests = Sandbox(level), list[dict[str, Any]]()
 
     class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:  # noqa: N802 - the name that the library calls
+        def do_POST(self) -> None:
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             requests.append({"path": self.path, **request})
             body = json.dumps(_run(sandbox, request)).encode()

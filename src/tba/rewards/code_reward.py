@@ -26,7 +26,7 @@ from tba.grading import Grader, pausing_deadline
 from tba.protocols import GradingCalls
 from tba.rewards.code_running import Language, LocalRunner, Outcome, ProgramLimits, Reason, Runner
 from tba.rewards.code_tests import CodeTests, Exchange, FunctionCall, extract_code, read_tests
-from tba.rewards.sandbox import LEVELS, Sandbox, strongest_level
+from tba.rewards.sandbox import Sandbox, require_level, strongest_level
 from tba.rewards.sandbox_fusion import SandboxFusion
 from tba.rewards.sandbox_kernel import Level
 from tba.rewards.sandbox_values import Unreadable, canonical, decode
@@ -128,29 +128,22 @@ class CodeReward:
             read_tests(problem.fields, self.tests)
         if self.sandbox_fusion:
             return f"programs run on the SandboxFusion server {self.sandbox_fusion}, isolated as it is set up"
-        level, reasons = self._level()
-        return f"programs run at the level {level} of isolation" + (f" ({reasons})" if reasons else "")
+        reasons = strongest_level(self.imports, bool(self.language.file))[1]
+        return f"programs run at the level {self._level()} of isolation" + (f" ({reasons})" if reasons else "")
 
     @property
     def _concurrency(self) -> int:
         return self.processes or os.cpu_count() or 1
 
-    def _level(self) -> tuple[Level, str]:
-        level, reasons = strongest_level(self.imports, bool(self.language.file))
-        if level is None or LEVELS.index(level) > LEVELS.index(self.level):
-            raise UserError(
-                f"this machine isolates programs {'not at all' if level is None else f'at the level {level} only'} "
-                f"({reasons}), and the reward's level is {self.level}: allow what is missing, or give sandbox_fusion "
-                "the URL of a SandboxFusion server (docs/code_rewards.md)"
-            )
-        return level, reasons
+    def _level(self) -> Level:
+        return require_level(self.level, self.imports, bool(self.language.file))
 
     @cached_property
     def _runner(self) -> Runner:
         limits = ProgramLimits(self.seconds, self.answer_seconds, self.memory_mb << 20, self.language)
         if self.sandbox_fusion:
             return SandboxFusion(self.sandbox_fusion, limits, self._concurrency)
-        return LocalRunner(Sandbox(self._level()[0], self.imports, bool(self.language.file)), limits)
+        return LocalRunner(Sandbox(self._level(), self.imports, bool(self.language.file)), limits)
 
     @cached_property
     def _turns(self) -> _Turns:

@@ -300,6 +300,18 @@ def strongest_level(imports: tuple[str, ...] = (), runs_commands: bool = False) 
     return None, "; ".join(reasons)
 
 
+def require_level(least: Level, imports: tuple[str, ...] = (), runs_commands: bool = False) -> Level:
+    """Returns the strongest level of isolation here. Raises `UserError` where that is below the least one asked for."""
+    level, reasons = strongest_level(imports, runs_commands)
+    if level is None or LEVELS.index(level) > LEVELS.index(least):
+        raise UserError(
+            f"this machine isolates programs {'not at all' if level is None else f'at the level {level} only'} "
+            f"({reasons}), and the level asked for is {least}: allow what is missing, or run them on a SandboxFusion "
+            "server (docs/code_rewards.md)"
+        )
+    return level
+
+
 def _package_paths(name: str) -> list[str]:
     """Returns where a package lies, with the libraries that its wheel brings along."""
     spec = importlib.util.find_spec(name) if name.isidentifier() else None

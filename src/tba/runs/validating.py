@@ -13,7 +13,7 @@ from tba.errors import UserError
 from tba.gpus import visible_gpus
 from tba.objectives.grpo import Grpo
 from tba.objectives.policy_gradient import Reinforce
-from tba.protocols import Examined, HasChatTemplate, HasGeneration, HasOffPolicy, Model, RunsPrograms
+from tba.protocols import Acted, Examined, HasChatTemplate, HasGeneration, HasOffPolicy, Model, RunsPrograms
 from tba.recipe import Recipe
 from tba.record.text import plural
 from tba.replay.selection import RecencyReward
@@ -154,7 +154,8 @@ def notes_on_prompts(recipe: Recipe) -> list[str]:
     check_fields(reward, problems, recipe.task.name)
     if not isinstance(recipe.task, Examined):  # else they are graded by another
         check_fields(reward, held_out, f"{recipe.task.name} (held out)")
-    notes = [reward.isolation([*problems, *held_out])] if isinstance(reward, RunsPrograms) else []
+    runners: list[object] = [reward, *([recipe.task.environment] if isinstance(recipe.task, Acted) else [])]
+    notes = [runner.isolation([*problems, *held_out]) for runner in runners if isinstance(runner, RunsPrograms)]
     has_arguments = isinstance(recipe.model, HasChatTemplate) and recipe.model.template_arguments
     if has_arguments and all(isinstance(p.prompt, str) for p in problems):
         return [
