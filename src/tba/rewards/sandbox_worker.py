@@ -39,6 +39,7 @@ from tba.rewards.sandbox_values import decode, encode
 _CHANNEL = 3  # the descriptor of a program's channel
 _TICK = 0.05  # seconds between two looks at a program's threads
 _BLOCK = 1 << 16
+_SET_DEATH_SIGNAL = 1  # of prctl
 _NOT_COMPILED = 65  # the exit code of a program that does not compile
 _WARM = """
     abc array bisect calendar collections collections.abc copy csv dataclasses datetime decimal enum fractions functools
@@ -60,12 +61,14 @@ def main(paths: list[str]) -> None:
             add_builtins()  # as a usual start does
         sys.path[:] = paths
         isolation.enter()
-        if isolation.level == "namespaces" and (first := os.fork()):
-            host.close()
-            os.waitpid(first, 0)
-            os._exit(0)
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        isolation.build_root()
+        if isolation.level == "namespaces":
+            if first := os.fork():
+                host.close()
+                os.waitpid(first, 0)
+                os._exit(0)
+            ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)  # of this process, which has one thread; the
+            # host's may end before the host does
+            isolation.build_root()
     except (OSError, ImportError) as error:
         host.send(json.dumps({"error": str(error)}).encode())
         os._exit(1)
