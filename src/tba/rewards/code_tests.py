@@ -28,7 +28,7 @@ import pickletools
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -122,6 +122,8 @@ def read_tests(fields: Mapping[str, Json], name: str = "") -> CodeTests:
         raise UserError(
             f"the tests of a problem cannot be read ({type(error).__name__}: {error}); see docs/code_rewards.md"
         ) from error
+    if tests is not None and isinstance(entry_point := fields.get("entry_point"), str):
+        tests = replace(tests, entry_point=entry_point)
     if tests is None or not tests.tests:
         raise UserError(
             f"a problem has no tests {f'in its field {name!r}' if name else 'in a field that is known'}: it has the "
