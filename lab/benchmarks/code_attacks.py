@@ -121,32 +121,30 @@ def measure_attack(
 
 
 def programs_running() -> int:
-    """Returns how many processes run that workers have started: those with a worker's command whose parent has it."""
+    """Returns how many programs run: processes below a worker of this process, or below one that has lost its parent."""
     parents = {}
     for folder in Path("/proc").iterdir():
         try:
             command = (folder / "cmdline").read_bytes() if folder.name.isdigit() else b""
             if b"sandbox_worker" in command or b"sleep\x00999" in command:
-                state = (folder / "stat").read_text().rpartition(")")[2].split()
-                parents[int(folder.name)] = int(state[1])
+                parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
-    # a worker in namespaces has one child, the first process there, which starts the programs
-    depth = {p: sum(1 for _ in ancestors(p, parents)) for p in parents}
-    deepest = 1 if any(Path(f"/proc/{p}/ns/pid").exists() and _own_namespace(p) for p in parents) else 0
-    return sum(d > deepest for d in depth.values())
+    count = 0
+    for process in parents:
+        depth, above = 0, process
+        while above in parents:
+            depth, above = depth + 1, parents[above]
+        # a worker in namespaces has one child, the first process there, which starts the programs
+        count += above in (1, os.getpid()) and depth > 1 + _has_namespaces(parents, process)
+    return count
 
 
-def _own_namespace(process: int) -> bool:
-    try:
-        return os.readlink(f"/proc/{process}/ns/pid") != os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return False
-
-
-def ancestors(process: int, parents: Mapping[int, int]) -> Any:
-    while (process := parents.get(process, 0)) in parents:
-        yield process
+def _has_namespaces(parents: Mapping[int, int], process: int) -> bool:
+    """Returns whether the worker of a process has namespaces of its own."""
+    while parents.get(process) in parents:
+        process = parents[process]
+    return b'"namespaces"' in Path(f"/proc/{process}/cmdline").read_bytes()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import subprocess
 import threading
@@ -100,7 +101,7 @@ def lures(folder: Path) -> Iterator[dict[str, Any]]:
     path = folder / "attack_lure.json"
     path.write_text(text)
     os.environ["ATTACK_LURE"] = text
-    abstract, unix_path = f"attack-{os.getpid()}", str(folder / "attack.socket")
+    abstract, unix_path = f"attack-{secrets.token_hex(4)}", str(folder / "attack.socket")
     sockets = [socket.create_server(("127.0.0.1", 0))]
     for address in (f"\0{abstract}", unix_path):
         sockets.append(socket.socket(socket.AF_UNIX))
@@ -123,6 +124,7 @@ def lures(folder: Path) -> Iterator[dict[str, Any]]:
         victim.kill()
         victim.wait()
         for listener in sockets:
+            listener.shutdown(socket.SHUT_RDWR)  # which ends the wait of its thread
             listener.close()
         del os.environ["ATTACK_LURE"]
 
