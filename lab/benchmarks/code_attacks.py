@@ -121,7 +121,7 @@ def measure_attack(
 
 
 def programs_running() -> int:
-    """Returns how many programs run: processes below a worker of this process, or below one that has lost its parent."""
+    """Returns how many programs run: processes below a worker of this process, or of one that has lost its parent."""
     parents = {}
     for folder in Path("/proc").iterdir():
         try:

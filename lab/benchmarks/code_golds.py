@@ -27,7 +27,7 @@ from tba_lab.code_attacks import answered
 
 def human_eval(path: Path) -> Iterator[tuple[str, str, Mapping[str, Any], str]]:
     """Yields (data set, what the answer is, fields, answer)."""
-    for row in map(json.loads, gzip.open(path, "rt")):
+    for row in map(json.loads, gzip.decompress(path.read_bytes()).splitlines()):
         name, body = row["entry_point"], row["canonical_solution"]
         whole = f"{row['prompt']}{body}"
         listed = f"{whole}\n_right = {name}\ndef {name}(*values): return [_right(*values)]"
@@ -40,7 +40,7 @@ def human_eval(path: Path) -> Iterator[tuple[str, str, Mapping[str, Any], str]]:
 
 def one_liners(count: int) -> Iterator[tuple[str, str, Mapping[str, Any], str]]:
     problems = {p.prompt: p.fields for split in ("train", "eval") for p in OneLiners().problems(split)}  # type: ignore[arg-type]
-    golds = [gold for gold in all_one_liners()][::7][:count]
+    golds = list(all_one_liners())[::7][:count]
     for gold in golds:
         fields = problems[gold.prompt]
         yield "one_liners", "gold", fields, f"{gold.prompt}{gold.code}"

@@ -1,9 +1,9 @@
-"""Learning from running code: functions of one line, from a small base that mostly writes a wrong one, on two cores.
+"""Learning from running code: functions of one line, from a small base that forgets their conditions, on two cores.
 
     # sum of squares, even
     def f(a): return sum(x*x for x in a if x%2==0)
 
-The base, made on first use in a few minutes, was trained on demonstrations of which six in ten are wrong in one part.
+The base, made on first use in a few minutes, was trained on demonstrations that forget 70 % of the conditions (`if`).
 The reward is 1 for an answer that passes all tests, which runs it in a sandbox (`tba.CodeReward`); the kinds of
 function of the evaluation were in no prompt. docs/code_rewards.md says what the sandbox stops and what it does not.
 """
@@ -15,7 +15,7 @@ from tba.tasks.one_liners import OneLiners
 
 recipe = tba.Recipe(
     name="one_liners",
-    description="functions of one line that are run on tests, from a small base that mostly errs, two CPU processes",
+    description="functions of one line that are run on tests, from a small base that errs, two CPU processes",
     task=OneLiners(),
     model=tba.HuggingFace(
         device="cpu",

@@ -3,7 +3,7 @@
 Invariant: a description has exactly one kind (an aggregate, a mapping and a condition), and the kinds of evaluation are
 in no training prompt. Every wrong variant of a gold differs from it in one of the three, and fails one of its tests.
 
-Demonstrations can contain mistakes: a base policy trained on them has a bad habit, which running its code can break.
+Demonstrations can forget conditions: a base policy trained on them has a bad habit, which running its code can break.
 """
 
 from __future__ import annotations
@@ -104,17 +104,17 @@ class OneLiner:
 class OneLiners:
     """Descriptions of functions of one line; an answer is the rest of the function, and is run on tests."""
 
-    mistakes: float = 0.6  # share of demonstrations that are a wrong variant: a bad habit for RL to unlearn
+    forgotten_conditions: float = 0.7  # share that demonstrations forget: a bad habit for RL to unlearn
     held_out: float = 0.15  # share of the kinds that are reserved for evaluation
-    seed: int = 0  # of the order, the tests and the mistakes
+    seed: int = 0  # of the order, the tests and what is forgotten
     code: CodeReward = CodeReward(seconds=4.0)  # how answers are run
 
     def __post_init__(self) -> None:
         check_share(self.held_out, "one_liners' held_out")
-        if not 0 <= self.mistakes <= 1 or self.seed < 0:
+        if not 0 <= self.forgotten_conditions <= 1 or self.seed < 0:
             raise UserError(
-                f"one_liners has mistakes {self.mistakes} and seed {self.seed}: give a share from 0 to 1, and a whole "
-                "number from 0"
+                f"one_liners has forgotten_conditions {self.forgotten_conditions} and seed {self.seed}: give a share "
+                "from 0 to 1, and a whole number from 0"
             )
 
     @property
@@ -135,7 +135,7 @@ class OneLiners:
         one_liners = list(all_one_liners())
         rng.shuffle(one_liners)
         for gold in one_liners:
-            demonstration = rng.choice(list(gold.variants())) if rng.random() < self.mistakes else gold
+            demonstration = replace(gold, condition="") if rng.random() < self.forgotten_conditions else gold
             problem = Problem(gold.prompt, {"tests": gold.tests(rng), "entry_point": "f"}, demonstration.code)
             problems["eval" if is_held_out(gold.kind, self.held_out) else "train"].append(problem)
         return problems
