@@ -62,7 +62,7 @@ def main() -> None:
 
 def measure(chosen: list[Attack], forms: list[str], options: argparse.Namespace, url: str) -> list[dict[str, Any]]:
     rows = []
-    level = "landlock" if url else options.level
+    level: Any = "landlock" if url else options.level
     # the least level is the one that is used, where a stronger one would be there too
     reward = tba.CodeReward(level=level, seconds=options.seconds, answer_seconds=9, processes=1, sandbox_fusion=url)
     sibling = tba.CodeReward(level=level, processes=1)

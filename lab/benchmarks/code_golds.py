@@ -39,7 +39,7 @@ def human_eval(path: Path) -> Iterator[tuple[str, str, Mapping[str, Any], str]]:
 
 
 def one_liners(count: int) -> Iterator[tuple[str, str, Mapping[str, Any], str]]:
-    problems = {p.prompt: p.fields for split in ("train", "eval") for p in OneLiners().problems(split)}  # type: ignore[arg-type]
+    problems = {p.prompt: p.fields for split in ("train", "eval") for p in OneLiners().problems(split)}
     golds = list(all_one_liners())[::7][:count]
     for gold in golds:
         fields = problems[gold.prompt]

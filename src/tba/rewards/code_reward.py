@@ -307,7 +307,7 @@ def same_output(output: str, expected: str) -> bool:
         return True
     if len(lines) != len(expected_lines):
         return False
-    return all(_same_line(line, other) for line, other in zip(lines, expected_lines, strict=True))
+    return all(map(_same_line, lines, expected_lines))
 
 
 def _lines(text: str) -> list[str]:
@@ -317,8 +317,8 @@ def _lines(text: str) -> list[str]:
 def _same_line(line: str, expected: str) -> bool:
     words, expected_words = line.split(), expected.split()
     return len(words) == len(expected_words) and all(
-        word == other or (_number(word) is not None and _number(word) == _number(other))
-        for word, other in zip(words, expected_words, strict=True)
+        word == expected_word or (_number(word) is not None and _number(word) == _number(expected_word))
+        for word, expected_word in zip(words, expected_words, strict=True)
     )
 
 

@@ -81,10 +81,10 @@ class LocalRunner:
         ask one program, and another one after a question that it did not answer.
         """
         deadline = time.monotonic() + self.limits.answer_seconds
-        first = tests.tests[0]
-        if self.limits.language.file and not isinstance(first, Exchange):
+        has_exchanges = isinstance(tests.tests[0], Exchange)
+        if self.limits.language.file and not has_exchanges:
             raise UserError("programs of other languages than Python can only be tested by what they read and write")
-        if isinstance(first, Exchange):
+        if has_exchanges:
             for test in tests.tests:
                 yield self._exchange(code, test, deadline)  # type: ignore[arg-type]
             return
@@ -98,7 +98,7 @@ class LocalRunner:
         """Runs a program on an input, and returns its output."""
         deadline = min(deadline, time.monotonic() + self.limits.seconds)
         language = self.limits.language
-        job = {"kind": "script", "code": code, "stdin": test.stdin}
+        job: dict[str, Json] = {"kind": "script", "code": code, "stdin": test.stdin}
         if language.file:
             job |= {"kind": "commands", "file": language.file, "commands": language.commands}
         bounds = self.limits.bounds(self.limits.seconds)
@@ -110,7 +110,7 @@ class LocalRunner:
             output = program.output(deadline)
         except ProgramFailed as error:
             program.end()
-            return Outcome(failure=error.reason)
+            return Outcome(failure="output" if error.reason == "output" else "timeout")
         ending = program.end(wait=max(1e-3, deadline - time.monotonic()))
         if ending.cpu_seconds >= bounds.cpu_seconds or time.monotonic() >= deadline:
             return Outcome(failure="timeout")

@@ -37,7 +37,15 @@ from tba.rewards.sandbox_values import canonical, encode
 from tba.tables import parse_json_text
 from tba.types import Json
 
-_PLACES = ("input_output", "tests", "test_cases", "unit_tests", "verification_info", "reward_model", "ground_truth")
+_PLACES: tuple[str, ...] = (
+    "input_output",
+    "tests",
+    "test_cases",
+    "unit_tests",
+    "verification_info",
+    "reward_model",
+    "ground_truth",
+)
 _PLACES += ("answer", "extra_info")
 _CODE_CONTESTS = ("public_tests", "private_tests", "generated_tests")
 _LIVE_CODE_BENCH = ("public_test_cases", "private_test_cases")
@@ -169,12 +177,12 @@ def _find_tests(value: Json, depth: int) -> CodeTests | None:
     if isinstance(value.get("test"), str) and isinstance(value.get("entry_point"), str):
         return _from_check(value["test"], value["entry_point"])
     if any(name in value for name in _CODE_CONTESTS):
-        pairs = [_from_columns(value[name], "input", "output") for name in _CODE_CONTESTS if value.get(name)]
-        return CodeTests([test for tests in pairs for test in tests.tests])  # type: ignore[misc]
+        columns = [_from_columns(value[name], "input", "output") for name in _CODE_CONTESTS if value.get(name)]
+        return CodeTests([test for tests in columns for test in tests.tests if isinstance(test, Exchange)])
     if any(name in value for name in _LIVE_CODE_BENCH):
         return _from_live_code_bench(value)
-    found = (_find_tests(value[name], depth + 1) for name in _PLACES if value.get(name) is not None)
-    return next((tests for tests in found if tests is not None), None)
+    inner_tests = (_find_tests(value[name], depth + 1) for name in _PLACES if value.get(name) is not None)
+    return next((tests for tests in inner_tests if tests is not None), None)
 
 
 def _from_columns(value: Json, inputs_name: str, outputs_name: str) -> CodeTests:
@@ -265,8 +273,8 @@ def _from_check(source: str, entry_point: str) -> CodeTests:
     """Returns the asserts of HumanEval's `check(candidate)` as calls where all can be, else the function itself."""
     tree = ast.parse(source)
     checks = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check"]
-    others = [node for node in tree.body if not isinstance(node, ast.Assign) and node not in checks]
-    if len(checks) == 1 and not others and len(checks[0].args.args) == 1:
+    needed_nodes = [node for node in tree.body if not isinstance(node, ast.Assign) and node not in checks]
+    if len(checks) == 1 and not needed_nodes and len(checks[0].args.args) == 1:
         candidate = checks[0].args.args[0].arg
         calls = [_plain_call([node]) for node in checks[0].body if not _says_nothing(node)]
         plain_calls = [call for call in calls if call is not None and call.function == candidate]

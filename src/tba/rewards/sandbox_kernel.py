@@ -129,10 +129,12 @@ class Isolation:
         """
         if self.level != "namespaces":
             return
-        own = 0 if self.is_root else _NEW_USER
+        new_user = 0 if self.is_root else _NEW_USER
         user, group = os.geteuid(), os.getegid()
-        _check(_LIBC.unshare(own | _NEW_MOUNTS | _NEW_NETWORK | _NEW_IPC | _NEW_HOST_NAME | _NEW_PROCESSES), "unshare")
-        if own:
+        _check(
+            _LIBC.unshare(new_user | _NEW_MOUNTS | _NEW_NETWORK | _NEW_IPC | _NEW_HOST_NAME | _NEW_PROCESSES), "unshare"
+        )
+        if new_user:
             Path("/proc/self/setgroups").write_text("deny")
             Path("/proc/self/uid_map").write_text(f"0 {user} 1")
             Path("/proc/self/gid_map").write_text(f"0 {group} 1")
@@ -280,9 +282,9 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, option
     _check(_LIBC.mount(*texts[:3], ctypes.c_ulong(flags), texts[3]), f"mount {target}")
 
 
-def _check(result: int, what: str) -> int:
+def _check(result: int, action: str) -> int:
     """Returns the result of a system call. Raises `OSError` where it failed."""
     if result < 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+        raise OSError(number, f"{action}: {os.strerror(number)}")
     return result

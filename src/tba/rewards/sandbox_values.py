@@ -21,43 +21,58 @@ _DEEPEST = 60
 _MOST_ITEMS = 1 << 20  # of one value
 _MOST_HASHED = 10_000  # items of all sets and dictionaries of a decoded value: an attacker may choose equal hashes
 _LARGEST = 10**15  # integers beyond are written in hexadecimal digits
-_ITERATORS = (type(iter([])), type(iter(())), type(iter("")), type(iter(range(0))), type(iter(set())), map, filter, zip)
-_ITERATORS += (enumerate, reversed, type(reversed([])), islice, type(_ for _ in ()), type({}.values()))
-_SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque, "iterator": iter}
+_SCALARS: tuple[type, ...] = (str, int, float, complex, bytes, bytearray, range)
+_COLLECTIONS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
+_SEQUENCES: dict[str, Any] = {**_COLLECTIONS, "iterator": iter}
+_ITERATORS: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter("")), type(iter(range(0))), type(iter(set())))
+_ITERATORS += (
+    map,
+    filter,
+    zip,
+    enumerate,
+    reversed,
+    type(reversed([])),
+    islice,
+    type(_ for _ in ()),
+    type({}.values()),
+)
 
 
 class Unreadable(ValueError):
     """Raised for what is no encoded value."""
 
 
-def encode(value: Any, keep: Callable[[Any], int] | None = None, depth: int = 0, left: list[int] | None = None) -> Any:
+def encode(
+    value: Any, keep: Callable[[Any], int] | None = None, depth: int = 0, budget: list[int] | None = None
+) -> Any:
     """Returns a value as JSON. Raises `ValueError` for one that is too large or deep, or that is no data.
 
     keep: takes an object that is no data and returns its number. An instance of a class derived from list, dict, ... is
     encoded as what it is derived from; an iterator as its items, which are taken out of it.
     """
-    left = [_MOST_ITEMS] if left is None else left
-    left[0] -= 1
-    if depth > _DEEPEST or left[0] < 0:
+    budget = [_MOST_ITEMS] if budget is None else budget  # items that are left
+    budget[0] -= 1
+    if depth > _DEEPEST or budget[0] < 0:
         raise ValueError("the value is too large, or too deeply nested")
     if value is None or value is True or value is False:
         return value
-    for base in (str, int, float, complex, bytes, bytearray, range):
-        if isinstance(value, base):
-            return _encode_scalar(base, value)
+    for scalar in _SCALARS:
+        if isinstance(value, scalar):
+            return _encode_scalar(scalar, value)
 
     def inner(item: Any) -> Any:
-        return encode(item, keep, depth + 1, left)
+        return encode(item, keep, depth + 1, budget)
 
     if isinstance(value, dict):
         return ["dict", [[inner(k), inner(v)] for k, v in dict.items(value)]]
-    for kind, base in (("list", list), ("tuple", tuple), ("set", set), ("frozenset", frozenset), ("deque", deque)):
+    for kind, base in _COLLECTIONS.items():
         if isinstance(value, base):
             return [kind, [inner(item) for item in base.__iter__(value)]]
     if isinstance(value, type({}.keys()) | type({}.items())):
         return ["set", [inner(item) for item in value]]
     if isinstance(value, _ITERATORS):
-        return ["iterator", [inner(item) for item in value]]
+        items: Any = value
+        return ["iterator", [inner(item) for item in items]]
     if keep is None:
         raise ValueError(f"a {type(value).__name__} is no data")
     return ["object", keep(value)]

@@ -62,9 +62,9 @@ def main(paths: list[str]) -> None:
         sys.path[:] = paths
         isolation.enter()
         if isolation.level == "namespaces":
-            if first := os.fork():
+            if namespace_worker := os.fork():
                 host.close()
-                os.waitpid(first, 0)
+                os.waitpid(namespace_worker, 0)
                 os._exit(0)
             ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)  # of this process, which has one thread; the
             # host's may end before the host does
@@ -147,9 +147,9 @@ def _become_program(isolation: Isolation, bounds: Bounds, descriptors: list[int]
         for source, target in ((nothing, 0), (output, 1), (nothing, 2), (channel, _CHANNEL)):
             os.dup2(source, target)
         last = _CHANNEL
-        for kept in sorted({worker_end, *isolation.descriptors}):
-            os.closerange(last + 1, kept)
-            last = kept
+        for needed_descriptor in sorted({worker_end, *isolation.descriptors}):
+            os.closerange(last + 1, needed_descriptor)
+            last = needed_descriptor
         os.closerange(last + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         stdin = os.memfd_create("stdin")
         isolation.confine(bounds)
@@ -243,10 +243,10 @@ def _serve_functions(job: Any, channel: _Channel, stdin: int) -> int:
     def run() -> None:
         exec(compile(job["code"], "program.py", "exec", dont_inherit=True), names)  # noqa: S102
 
-    def answer(operation: str, target: Any, *rest: Any) -> Any:
+    def answer(operation: str, target: Any, *encoded_values: Any) -> Any:
         if operation == "run":
             return run()
-        values = [decode(value, objects.__getitem__) for value in rest]
+        values = [decode(value, objects.__getitem__) for value in encoded_values]
         if operation == "call":
             function = _find(names, target) if isinstance(target, str) else objects[target]
             return function(*values[0], **values[1])

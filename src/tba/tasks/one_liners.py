@@ -81,10 +81,10 @@ class OneLiner:
 
     def variants(self) -> Iterator[OneLiner]:
         """Yields the functions that differ in one part, and so are wrong."""
-        yield from (replace(self, aggregate=other) for other in AGGREGATES if other != self.aggregate)
+        yield from (replace(self, aggregate=name) for name in AGGREGATES if name != self.aggregate)
         if self.aggregate != "count":  # which no mapping changes
-            yield from (replace(self, mapping=other) for other in MAPPINGS if other != self.mapping)
-        yield from (replace(self, condition=other) for other in CONDITIONS if other != self.condition)
+            yield from (replace(self, mapping=name) for name in MAPPINGS if name != self.mapping)
+        yield from (replace(self, condition=name) for name in CONDITIONS if name != self.condition)
 
     def tests(self, rng: Random) -> list[Json]:
         """Returns tests that the function passes and each variant fails."""
