@@ -73,7 +73,7 @@ def test_other_asserts_are_statements_and_so_are_all_beside_them(other: str) -> 
 
 def test_the_programs_names_in_statements_are_neither_builtins_nor_modules() -> None:
     source = "assert math.isclose(abs(area(2)), Pair(1, 2).x) and sum([1]) == 1"
-    names, modules = read_tests({"test_list": [source]}).names()
+    names, modules = read_tests({"test_list": [source]}).names
     assert (names, modules) == (["Pair", "area"], ["math"])
 
 
@@ -84,7 +84,7 @@ def test_a_check_of_plain_asserts_is_calls_and_any_other_is_run() -> None:
     loop = "def check(candidate):\n    for x in range(3):\n        assert candidate(x) == x\n"
     tests = read_tests({"test": loop, "entry_point": "f"})
     assert (list(tests.tests), tests.setup) == ([Statement("check(f)")], loop)
-    assert tests.names()[0] == ["candidate", "check", "f", "x"]
+    assert tests.names[0] == ["candidate", "check", "f", "x"]
 
 
 def test_a_named_field_is_read_and_what_is_not_there_is_said() -> None:

@@ -138,6 +138,15 @@ def test_deep_and_endless_and_foreign_values_are_refused() -> None:
             read(nested)
 
 
+def test_a_deep_value_has_a_text_of_its_own_size() -> None:
+    value: Any = "'\""
+    for _ in range(50):
+        value = {frozenset({1}): value}
+    text = canonical(sent(value))
+    assert text is not None
+    assert len(text) < 10_000
+
+
 def test_a_set_that_would_hash_slowly_is_not_built_and_still_compared() -> None:
     slow = ["set", [["int", hex(k * (2**61 - 1))] for k in range(20_000)]]
     with pytest.raises(Unreadable, match="more than"):

@@ -146,7 +146,7 @@ class LocalRunner:
         """Starts the process of statements, and runs what stands before them; None where there are none."""
         if not isinstance(tests.tests[0], Statement):
             return None
-        names, modules = tests.names()
+        names, modules = tests.names
         judge = conversation.start({"kind": "tests", "names": names, "modules": modules}, deadline)
         if tests.setup and (outcome := _state(conversation.program, judge, Statement(tests.setup), deadline)).failure:
             raise ProgramFailed("timeout" if outcome.failure == "timeout" else "unreadable")

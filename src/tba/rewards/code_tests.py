@@ -74,7 +74,7 @@ class FunctionCall:
     is_wrapped: bool = False  # what is expected may be the only item of `expected`, or this list itself
     weight: float = 1.0
 
-    @property
+    @cached_property
     def expected_texts(self) -> set[str]:
         """Returns the canonical texts of right values; none for NaN, which equals nothing."""
         values = [self.expected]
@@ -104,6 +104,7 @@ class CodeTests:
         """Returns a digest of all of them."""
         return hashlib.blake2b(repr(self).encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
+    @cached_property
     def names(self) -> tuple[list[str], list[str]]:
         """Returns the names in statements that may be the program's, and those that are modules of Python."""
         nodes = list(ast.walk(ast.parse("\n".join([self.setup, *(test.source for test in self.tests)]))))  # type: ignore[union-attr]

@@ -170,14 +170,14 @@ def _canonical(encoded: Any, as_json: bool, depth: int) -> Any:
         return ["b", _decode_scalar(kind, encoded).hex()]
     if kind == "dict":
         pairs = [[_canonical(k, as_json, depth + 1), _canonical(v, as_json, depth + 1)] for k, v in _pairs(content)]
-        return ["d", *sorted(json.dumps([_json_key(k) if as_json else k, v]) for k, v in pairs)]
+        return ["d", *sorted(([_json_key(k) if as_json else k, v] for k, v in pairs), key=json.dumps)]
     if kind == "object" or (kind == "iterator" and not as_json):
         raise _EqualsNothing
     if kind not in _SEQUENCES:
         raise Unreadable(f"it has the kind {kind!r:.40}")
     items = [_canonical(item, as_json, depth + 1) for item in content]
     if kind in ("set", "frozenset"):
-        return ["s", *sorted(map(json.dumps, items))]
+        return ["s", *sorted(items, key=json.dumps)]
     return ["list" if as_json else kind, *items]
 
 
