@@ -26,7 +26,7 @@ from tba_lab.code_attacks import answered
 CODES = (
     "def f(x): return x",
     "def f(x):\n    while True: pass",
-    "import threading, time\ndef f(x): return x\nfor _ in range(9): threading.Thread(target=time.sleep, args=(99,)).start()",
+    "from threading import Timer\ndef f(x): return x\nfor _ in range(9): Timer(99, print).start()",
 )
 
 

@@ -26,7 +26,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import tba
 from tba.errors import PartFailed, UserError
 from tba.rewards.sandbox_kernel import Bounds, Level
 from tba.types import Json
@@ -124,7 +123,7 @@ class _Worker:
     def __init__(self, settings: dict[str, Any]) -> None:
         self.socket, its_side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its_side:
-            folders = [str(Path(path).parent) for path in (*tba.__path__, *settings["packages"])]
+            folders = [str(Path(__file__).parents[2]), *(str(Path(path).parent) for path in settings["packages"])]
             bootstrap = _BOOTSTRAP.format(paths=folders)
             self.process = subprocess.Popen(  # noqa: S603 - this program
                 [
