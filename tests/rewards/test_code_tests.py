@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from tba.errors import UserError
-from tba.rewards.code_tests import Exchange, FunctionCall, Statement, extract_code, read_tests
+from tba.rewards.code_tests import FunctionCall, InputOutput, Statement, extract_code, read_tests
 
 STDIN = {"inputs": ["1 2\n", "3\n"], "outputs": ["3\n", "3\n"]}
-TWO = [Exchange("1 2\n", "3\n"), Exchange("3\n", "3\n")]
+TWO = [InputOutput("1 2\n", "3\n"), InputOutput("3\n", "3\n")]
 
 
 @pytest.mark.parametrize(

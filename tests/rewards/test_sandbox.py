@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tba.errors import PartFailed, UserError
-from tba.rewards.sandbox import LEVELS, Program, ProgramFailed, Sandbox, require_level, strongest_level
+from tba.rewards.sandbox import LEVELS, ProgramFailed, Sandbox, SandboxedProgram, require_level, strongest_level
 from tba.rewards.sandbox_kernel import Bounds, Level
 
 BOUNDS = Bounds(cpu_seconds=10.0, memory_bytes=256 << 20)
@@ -52,11 +52,11 @@ def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
 
 
 @pytest.fixture
-def functions(sandbox: Sandbox) -> Iterator[Callable[[str], Program]]:
+def functions(sandbox: Sandbox) -> Iterator[Callable[[str], SandboxedProgram]]:
     """Starts programs whose functions are called, and ends them."""
-    programs: list[Program] = []
+    programs: list[SandboxedProgram] = []
 
-    def start(code: str) -> Program:
+    def start(code: str) -> SandboxedProgram:
         programs.append(sandbox.start({"kind": "functions", "code": code}, BOUNDS, soon()))
         programs[-1].ask("run", None, deadline=soon())
         return programs[-1]
@@ -71,7 +71,7 @@ def test_a_program_reads_its_input_and_writes_its_output(sandbox: Sandbox) -> No
     assert talk(sandbox, "import atexit, threading\natexit.register(print, 'last')\nprint('ä')") == "ä\nlast\n"
 
 
-def test_a_function_is_called_and_its_error_is_a_reply(functions: Callable[[str], Program]) -> None:
+def test_a_function_is_called_and_its_error_is_a_reply(functions: Callable[[str], SandboxedProgram]) -> None:
     program = functions("def f(x, k=1): return [x, k]\nclass Solution:\n    def g(self): return 5\n")
     call = ["call", "f", ["list", [3]], ["dict", [["k", 4]]]]
     assert program.ask(*call, deadline=soon()) == ["value", ["list", [3, 4]]]
@@ -80,7 +80,7 @@ def test_a_function_is_called_and_its_error_is_a_reply(functions: Callable[[str]
     assert program.ask(*call, deadline=soon()) == ["value", ["list", [3, 4]]]
 
 
-def test_an_object_that_is_no_data_stays_in_the_program(functions: Callable[[str], Program]) -> None:
+def test_an_object_that_is_no_data_stays_in_the_program(functions: Callable[[str], SandboxedProgram]) -> None:
     program = functions("class P:\n    def __init__(self, x): self.x = x\ndef read(p): return p.x\n")
     kind, reference = program.ask("call", "P", ["list", [7]], ["dict", []], deadline=soon())
     assert (kind, reference[0]) == ("value", "object")

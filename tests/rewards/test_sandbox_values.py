@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tba.rewards.sandbox_values import Unreadable, canonical, decode, encode
+from tba.rewards.sandbox_values import Unreadable, canonical, decode_value, encode_value
 
 HASHABLE = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3) | st.binary(max_size=3)
@@ -29,20 +29,20 @@ Pair = namedtuple("Pair", "a b")
 
 def sent(value: Any) -> Any:
     """A value as it arrives."""
-    return json.loads(json.dumps(encode(value)))
+    return json.loads(json.dumps(encode_value(value)))
 
 
 @given(VALUES)
 def test_what_is_decoded_is_what_was_encoded(value: Any) -> None:
-    decoded = decode(sent(value))
+    decoded = decode_value(sent(value))
     assert decoded == value
     assert type(decoded) is type(value)
 
 
 @given(VALUES, VALUES)
 def test_canonical_texts_are_equal_where_the_values_are(a: Any, b: Any) -> None:
-    assert (canonical(sent(a)) == canonical(encode(b))) == (a == b)
-    assert canonical(sent(a)) == canonical(encode(a))
+    assert (canonical(sent(a)) == canonical(encode_value(b))) == (a == b)
+    assert canonical(sent(a)) == canonical(encode_value(a))
 
 
 @pytest.mark.parametrize(
@@ -59,22 +59,22 @@ def test_canonical_texts_are_equal_where_the_values_are(a: Any, b: Any) -> None:
     ],
 )
 def test_values_that_python_calls_equal_are(value: Any, plain: Any) -> None:
-    assert canonical(sent(value)) == canonical(encode(plain))
+    assert canonical(sent(value)) == canonical(encode_value(plain))
 
 
 @pytest.mark.parametrize(("value", "other"), [([1], (1,)), ((1,), [1]), ({1}, [1]), ("1", 1), (None, 0), (deque(), [])])
 def test_values_that_python_calls_different_are(value: Any, other: Any) -> None:
-    assert canonical(sent(value)) != canonical(encode(other))
+    assert canonical(sent(value)) != canonical(encode_value(other))
 
 
 def test_as_json_has_them_tuples_are_lists_and_keys_are_texts() -> None:
-    assert canonical(sent((1, {1: (2,)})), as_json=True) == canonical(encode([1, {"1": [2]}]), as_json=True)
-    assert canonical(sent(x for x in "ab"), as_json=True) == canonical(encode(["a", "b"]), as_json=True)
+    assert canonical(sent((1, {1: (2,)})), as_json=True) == canonical(encode_value([1, {"1": [2]}]), as_json=True)
+    assert canonical(sent(x for x in "ab"), as_json=True) == canonical(encode_value(["a", "b"]), as_json=True)
 
 
 def test_an_integer_of_many_digits_is_carried() -> None:
-    assert decode(sent(-(10**5000))) == -(10**5000)
-    assert canonical(sent(10**5000)) == canonical(encode(10**5000))
+    assert decode_value(sent(-(10**5000))) == -(10**5000)
+    assert canonical(sent(10**5000)) == canonical(encode_value(10**5000))
 
 
 def test_nan_and_what_is_no_data_equal_nothing() -> None:
@@ -118,7 +118,7 @@ def test_a_class_derived_from_data_is_what_it_was_made_from_whatever_it_says() -
 )
 def test_what_is_no_encoded_value_is_refused(encoded: Any) -> None:
     with pytest.raises(Unreadable):
-        decode(encoded)
+        decode_value(encoded)
 
 
 def test_deep_and_endless_and_foreign_values_are_refused() -> None:
@@ -129,11 +129,11 @@ def test_deep_and_endless_and_foreign_values_are_refused() -> None:
     within.append(within)
     for value in (deep, within, (i for i in iter(int, 1)), object(), print):
         with pytest.raises(ValueError, match=r"too large|no data"):
-            encode(value)
+            encode_value(value)
     nested: Any = 1
     for _ in range(100):
         nested = ["list", [nested]]
-    for read in (decode, canonical):
+    for read in (decode_value, canonical):
         with pytest.raises(Unreadable, match="nested"):
             read(nested)
 
@@ -150,5 +150,5 @@ def test_a_deep_value_has_a_text_of_its_own_size() -> None:
 def test_a_set_that_would_hash_slowly_is_not_built_and_still_compared() -> None:
     slow = ["set", [["int", hex(k * (2**61 - 1))] for k in range(20_000)]]
     with pytest.raises(Unreadable, match="more than"):
-        decode(slow)
-    assert canonical(slow) != canonical(encode({1}))
+        decode_value(slow)
+    assert canonical(slow) != canonical(encode_value({1}))

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import ClassVar
 
-from tba.rewards.sandbox import Program, ProgramFailed, Sandbox, require_level
+from tba.rewards.sandbox import ProgramFailed, Sandbox, SandboxedProgram, require_level
 from tba.rewards.sandbox_kernel import Bounds, Level
 from tba.types import Problem, quote
 
@@ -32,7 +32,7 @@ class PythonTool:
     python_characters: ClassVar[int] = 2000  # of what a call returns
     python_imports: ClassVar[tuple[str, ...]] = ()  # installed packages beside the standard library
 
-    _session: Program | None = None
+    _session: SandboxedProgram | None = None
 
     def python(self, code: str) -> str:
         """Run Python code and return what it prints. Names stay for later calls.
@@ -71,7 +71,7 @@ class PythonTool:
             f"the tool python runs code at the level {require_level(cls.python_level, cls.python_imports)} of isolation"
         )
 
-    def _start(self, deadline: float) -> Program:
+    def _start(self, deadline: float) -> SandboxedProgram:
         level = require_level(self.python_level, self.python_imports)
         job = {"kind": "session", "characters": self.python_characters + 1}
         bounds = Bounds(_LIFETIME, self.python_memory_mb << 20)

@@ -24,12 +24,12 @@ from tba.errors import DeadlineExceeded, PartFailed, UserError
 from tba.fields import as_declared
 from tba.grading import Grader, pausing_deadline
 from tba.protocols import GradingCalls
-from tba.rewards.code_running import Language, LocalRunner, Outcome, ProgramLimits, Reason, Runner
-from tba.rewards.code_tests import CodeTests, Exchange, FunctionCall, extract_code, read_tests
+from tba.rewards.code_running import Language, LocalRunner, ProgramLimits, ProgramOutcome, Reason, Runner
+from tba.rewards.code_tests import CodeTests, FunctionCall, InputOutput, extract_code, read_tests
 from tba.rewards.sandbox import Sandbox, require_level, strongest_level
 from tba.rewards.sandbox_fusion import SandboxFusion
 from tba.rewards.sandbox_kernel import Level
-from tba.rewards.sandbox_values import Unreadable, canonical, decode
+from tba.rewards.sandbox_values import Unreadable, canonical, decode_value
 from tba.types import Completion, Judgement, Problem, Prompt
 
 Checker = Callable[[Any, Any, Any], bool]
@@ -207,11 +207,11 @@ class CodeReward:
             has_timed_out="timeout" in reasons,
         )
 
-    def _is_right(self, test: Any, outcome: Outcome) -> bool:
+    def _is_right(self, test: Any, outcome: ProgramOutcome) -> bool:
         """Returns whether a test is passed. What a program has sent is data: it is compared, and no more."""
         if outcome.failure:
             return False
-        if isinstance(test, Exchange):
+        if isinstance(test, InputOutput):
             output = outcome.value if isinstance(outcome.value, str) else ""
             if self.checker is not None:
                 return bool(self.checker(output, test.expected, test.stdin))
@@ -220,7 +220,7 @@ class CodeReward:
             return True  # a statement has said so itself
         try:
             if self.checker is not None:
-                return bool(self.checker(decode(outcome.value), test.expected, test.arguments))
+                return bool(self.checker(decode_value(outcome.value), test.expected, test.arguments))
             return canonical(outcome.value, test.as_json) in test.expected_texts
         except Unreadable:
             return False

@@ -13,10 +13,10 @@ from typing import Literal, Protocol
 
 from tba.errors import PartFailed, UserError
 from tba.fields import as_declared
-from tba.rewards.code_tests import CodeTests, Exchange, FunctionCall, Statement
-from tba.rewards.sandbox import Ending, Program, ProgramFailed, Sandbox
+from tba.rewards.code_tests import CodeTests, FunctionCall, InputOutput, Statement
+from tba.rewards.sandbox import Ending, ProgramFailed, Sandbox, SandboxedProgram
 from tba.rewards.sandbox_kernel import Bounds
-from tba.rewards.sandbox_values import encode
+from tba.rewards.sandbox_values import encode_value
 from tba.types import Json
 
 Reason = Literal["", "wrong", "error", "no code", "timeout", "output", "unreadable"]
@@ -55,7 +55,7 @@ class ProgramLimits:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProgramOutcome:
     """What came out of one test: an encoded value, or a text; or why there is none. A statement has neither."""
 
     value: Json = None
@@ -65,7 +65,7 @@ class Outcome:
 class Runner(Protocol):
     """Runs programs."""
 
-    def outcomes(self, code: str, tests: CodeTests) -> Iterator[Outcome]:
+    def outcomes(self, code: str, tests: CodeTests) -> Iterator[ProgramOutcome]:
         """Returns the outcome of each test, in order. Raises `PartFailed` where no program can be run."""
 
 
@@ -76,12 +76,12 @@ class LocalRunner:
     sandbox: Sandbox
     limits: ProgramLimits
 
-    def outcomes(self, code: str, tests: CodeTests) -> Iterator[Outcome]:
+    def outcomes(self, code: str, tests: CodeTests) -> Iterator[ProgramOutcome]:
         """Returns the outcome of each test, in order: all of exchanges are programs of their own; calls and statements
         ask one program, and another one after a question that it did not answer.
         """
         deadline = time.monotonic() + self.limits.answer_seconds
-        has_exchanges = isinstance(tests.tests[0], Exchange)
+        has_exchanges = isinstance(tests.tests[0], InputOutput)
         if self.limits.language.file and not has_exchanges:
             raise UserError("programs of other languages than Python can only be tested by what they read and write")
         if has_exchanges:
@@ -94,7 +94,7 @@ class LocalRunner:
                 done += 1
                 yield outcome
 
-    def _exchange(self, code: str, test: Exchange, deadline: float) -> Outcome:
+    def _exchange(self, code: str, test: InputOutput, deadline: float) -> ProgramOutcome:
         """Runs a program on an input, and returns its output."""
         deadline = min(deadline, time.monotonic() + self.limits.seconds)
         language = self.limits.language
@@ -105,20 +105,20 @@ class LocalRunner:
         try:
             program = self.sandbox.start(job, bounds, deadline, has_output=True)
         except ProgramFailed as error:
-            return Outcome(failure="error" if error.reason == "ended" else error.reason)
+            return ProgramOutcome(failure="error" if error.reason == "ended" else error.reason)
         try:
             output = program.output(deadline)
         except ProgramFailed as error:
             program.end()
-            return Outcome(failure="output" if error.reason == "output" else "timeout")
+            return ProgramOutcome(failure="output" if error.reason == "output" else "timeout")
         ending = program.end(wait=max(1e-3, deadline - time.monotonic()))
         if ending.cpu_seconds >= bounds.cpu_seconds or time.monotonic() >= deadline:
-            return Outcome(failure="timeout")
+            return ProgramOutcome(failure="timeout")
         if ending.status:
-            return Outcome(failure="no code" if ending.status == NOT_COMPILED else "error")
-        return Outcome(output.decode(errors="replace"))
+            return ProgramOutcome(failure="no code" if ending.status == NOT_COMPILED else "error")
+        return ProgramOutcome(output.decode(errors="replace"))
 
-    def _conversation(self, code: str, tests: CodeTests, done: int, deadline: float) -> Iterator[Outcome]:
+    def _conversation(self, code: str, tests: CodeTests, done: int, deadline: float) -> Iterator[ProgramOutcome]:
         """Returns the outcomes of the tests from `done` on, up to the first question that a program does not answer."""
         bounds = self.limits.bounds(self.limits.answer_seconds)
         with _Conversation(self.sandbox, bounds) as conversation:
@@ -130,7 +130,7 @@ class LocalRunner:
                 loaded = program.ask("run", None, deadline=min(deadline, now + self.limits.seconds))
                 if loaded[:1] != ["value"]:
                     failure: Reason = "no code" if loaded[1:2] == ["SyntaxError"] else "error"
-                    yield from [Outcome(failure=failure)] * (len(tests.tests) - done)
+                    yield from [ProgramOutcome(failure=failure)] * (len(tests.tests) - done)
                     return
                 judge = self._start_judge(conversation, tests, deadline)
                 for test in tests.tests[done:]:
@@ -140,9 +140,9 @@ class LocalRunner:
                     elif isinstance(test, Statement) and judge is not None:
                         yield _state(program, judge, test, test_deadline)
             except ProgramFailed as error:
-                yield Outcome(failure=conversation.failure(error))
+                yield ProgramOutcome(failure=conversation.failure(error))
 
-    def _start_judge(self, conversation: _Conversation, tests: CodeTests, deadline: float) -> Program | None:
+    def _start_judge(self, conversation: _Conversation, tests: CodeTests, deadline: float) -> SandboxedProgram | None:
         """Starts the process of statements, and runs what stands before them; None where there are none."""
         if not isinstance(tests.tests[0], Statement):
             return None
@@ -158,7 +158,7 @@ class _Conversation:
 
     def __init__(self, sandbox: Sandbox, bounds: Bounds) -> None:
         self._sandbox, self._bounds = sandbox, bounds
-        self._programs: list[Program] = []
+        self._programs: list[SandboxedProgram] = []
         self._endings: list[Ending] = []
 
     def __enter__(self) -> _Conversation:
@@ -168,10 +168,10 @@ class _Conversation:
         self._end()
 
     @property
-    def program(self) -> Program:
+    def program(self) -> SandboxedProgram:
         return self._programs[0]
 
-    def start(self, job: Json, deadline: float) -> Program:
+    def start(self, job: Json, deadline: float) -> SandboxedProgram:
         self._programs.append(self._sandbox.start(job, self._bounds, deadline))
         return self._programs[-1]
 
@@ -196,14 +196,14 @@ class _Conversation:
             raise failed
 
 
-def _call(program: Program, test: FunctionCall, deadline: float) -> Outcome:
+def _call(program: SandboxedProgram, test: FunctionCall, deadline: float) -> ProgramOutcome:
     """Returns the value of a call. Raises `ProgramFailed` where the program does not reply."""
-    arguments, keywords = encode(list(test.arguments)), encode(dict(test.keywords))
+    arguments, keywords = encode_value(list(test.arguments)), encode_value(dict(test.keywords))
     kind, *content = program.ask("call", test.function, arguments, keywords, deadline=deadline) or [None]
-    return Outcome(content[0]) if kind == "value" and content else Outcome(failure="error")
+    return ProgramOutcome(content[0]) if kind == "value" and content else ProgramOutcome(failure="error")
 
 
-def _state(program: Program, judge: Program, test: Statement, deadline: float) -> Outcome:
+def _state(program: SandboxedProgram, judge: SandboxedProgram, test: Statement, deadline: float) -> ProgramOutcome:
     """Runs a statement in the process of the tests, and asks the program what that wants to know.
 
     Raises `ProgramFailed` where either does not reply.
@@ -212,5 +212,5 @@ def _state(program: Program, judge: Program, test: Statement, deadline: float) -
     while message[:1] == ["ask"]:
         message = judge.go_on(program.ask(*message[1:], deadline=deadline), deadline)
     if message[:1] == ["passed"]:
-        return Outcome()
-    return Outcome(failure="wrong" if message[1:2] == ["AssertionError"] else "error")
+        return ProgramOutcome()
+    return ProgramOutcome(failure="wrong" if message[1:2] == ["AssertionError"] else "error")

@@ -33,7 +33,7 @@ from functools import cached_property
 from typing import Any
 
 from tba.errors import UserError
-from tba.rewards.sandbox_values import canonical, encode
+from tba.rewards.sandbox_values import canonical, encode_value
 from tba.tables import parse_json_text
 from tba.types import Json
 
@@ -54,7 +54,7 @@ _FENCE = "```"
 
 
 @dataclass(frozen=True)
-class Exchange:
+class InputOutput:
     """A test of a whole program: what it reads and what it should write."""
 
     stdin: str
@@ -80,7 +80,7 @@ class FunctionCall:
         values = [self.expected]
         if self.is_wrapped and isinstance(self.expected, list) and len(self.expected) == 1:
             values += self.expected
-        return {text for value in values if (text := canonical(encode(value), self.as_json)) is not None}
+        return {text for value in values if (text := canonical(encode_value(value), self.as_json)) is not None}
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Statement:
 class CodeTests:
     """The tests of one problem, all of one kind."""
 
-    tests: Sequence[Exchange] | Sequence[FunctionCall] | Sequence[Statement]
+    tests: Sequence[InputOutput] | Sequence[FunctionCall] | Sequence[Statement]
     setup: str = ""  # code that runs before statements, in their process
     entry_point: str = ""  # the function that an answer defines, or ends, where a data set says so
 
@@ -179,7 +179,7 @@ def _find_tests(value: Json, depth: int) -> CodeTests | None:
         return _from_check(value["test"], value["entry_point"])
     if any(name in value for name in _CODE_CONTESTS):
         columns = [_from_columns(value[name], "input", "output") for name in _CODE_CONTESTS if value.get(name)]
-        return CodeTests([test for tests in columns for test in tests.tests if isinstance(test, Exchange)])
+        return CodeTests([test for tests in columns for test in tests.tests if isinstance(test, InputOutput)])
     if any(name in value for name in _LIVE_CODE_BENCH):
         return _from_live_code_bench(value)
     inner_tests = (_find_tests(value[name], depth + 1) for name in _PLACES if value.get(name) is not None)
@@ -194,7 +194,7 @@ def _from_columns(value: Json, inputs_name: str, outputs_name: str) -> CodeTests
         raise ValueError(f"{inputs_name} and {outputs_name} are not lists of one length")
     name = value.get("fn_name")
     if not isinstance(name, str) or not name:
-        return CodeTests([Exchange(_as_text(i), _as_text(o)) for i, o in zip(inputs, outputs, strict=True)])
+        return CodeTests([InputOutput(_as_text(i), _as_text(o)) for i, o in zip(inputs, outputs, strict=True)])
     return CodeTests([_json_call(name, i, o) for i, o in zip(inputs, outputs, strict=True)])
 
 
@@ -209,7 +209,7 @@ def _from_live_code_bench(value: Mapping[str, Json]) -> CodeTests:
     name = metadata.get("func_name") if isinstance(metadata, Mapping) else None
     cases = [case for column in _LIVE_CODE_BENCH for case in _cases(value.get(column))]
     if not isinstance(name, str) or not name:
-        return CodeTests([Exchange(case["input"], case["output"]) for case in cases])
+        return CodeTests([InputOutput(case["input"], case["output"]) for case in cases])
     lines = [[json.loads(line) for line in case["input"].split("\n") if line.strip()] for case in cases]
     values = [json.loads(case["output"]) for case in cases]
     return CodeTests([FunctionCall(name, tuple(a), e, as_json=True) for a, e in zip(lines, values, strict=True)])
@@ -240,7 +240,7 @@ def _from_list(value: Sequence[Json]) -> CodeTests | None:
     return CodeTests(tests)  # type: ignore[arg-type]
 
 
-def _from_row(row: Mapping[str, Json]) -> Exchange | FunctionCall | Statement:
+def _from_row(row: Mapping[str, Json]) -> InputOutput | FunctionCall | Statement:
     weight = float(row.get("weight", 1.0))
     name = row.get("function", row.get("fn_name"))
     expected = row.get("expected", row.get("output"))
@@ -253,7 +253,7 @@ def _from_row(row: Mapping[str, Json]) -> Exchange | FunctionCall | Statement:
         return Statement(row["assert"], weight)
     if "input" not in row or expected is None:
         raise ValueError(f"a test has the fields {', '.join(sorted(row))}: give `input` and `output`")
-    return Exchange(_as_text(row["input"]), _as_text(expected), weight)
+    return InputOutput(_as_text(row["input"]), _as_text(expected), weight)
 
 
 def _as_text(value: Json) -> str:

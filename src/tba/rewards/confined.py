@@ -28,7 +28,7 @@ _CALL_OFFSET, _ARCHITECTURE_OFFSET, _ARGUMENTS_OFFSET = 0, 4, 16  # where in wha
 _ALLOW, KILL = 0x7FFF0000, 0x80000000
 
 
-def refuse(error_number: int) -> int:
+def refusal_of(error_number: int) -> int:
     """Returns what a filter answers to have a call fail with an error of `errno`."""
     return 0x00050000 | error_number
 
@@ -114,7 +114,7 @@ class CallFilter:
         otherwise: int,
     ) -> None:
         """allowed: the numbers of calls on x86_64 and on aarch64, None where there is no such call. conditions: of some
-        of these calls. otherwise: what any other call leads to, `KILL` or `refuse(...)`; a call in another processor's
+        of these calls. otherwise: what any other call leads to, `KILL` or `refusal_of(...)`; a call in another processor's
         numbering kills.
         """
         self._machine = _MACHINES.get(platform.machine()) if sys.platform == "linux" else None

@@ -78,18 +78,18 @@ class Sandbox:
             "packages": [path for name in imports for path in _package_paths(name)],
             "runs_commands": runs_commands,
         }
-        self._idle: list[_Worker] = []
+        self._idle: list[_SandboxWorker] = []
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._finalizer = weakref.finalize(self, _end_workers, self._idle)
 
-    def start(self, job: Json, bounds: Bounds, deadline: float, has_output: bool = False) -> Program:
+    def start(self, job: Json, bounds: Bounds, deadline: float, has_output: bool = False) -> SandboxedProgram:
         """Starts a program. Raises `PartFailed` where none can be started, `ProgramFailed` where it does not take its
         job until the deadline (of `time.monotonic`).
 
         has_output: its standard output can be read.
         """
-        program = Program(self._take_worker(), self, bounds, has_output)
+        program = SandboxedProgram(self._take_worker(), self, bounds, has_output)
         try:
             program.send(job, deadline)
         except ProgramFailed:
@@ -102,22 +102,22 @@ class Sandbox:
         with self._lock:
             _end_workers(self._idle)
 
-    def _take_worker(self) -> _Worker:
+    def _take_worker(self) -> _SandboxWorker:
         with self._lock:
             if self._process != os.getpid():  # this process was forked: the workers are its parent's
                 self._idle.clear()
                 self._process = os.getpid()
             if self._idle:
                 return self._idle.pop()
-        return _Worker(self._settings)
+        return _SandboxWorker(self._settings)
 
-    def give_back(self, worker: _Worker) -> None:
+    def give_back(self, worker: _SandboxWorker) -> None:
         """Takes a worker whose program has ended."""
         with self._lock:
             self._idle.append(worker)
 
 
-class _Worker:
+class _SandboxWorker:
     """The process that starts programs, and the socket to it."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -170,10 +170,10 @@ class _Worker:
         self.socket.close()
 
 
-class Program:
+class SandboxedProgram:
     """A program that runs, and the channel to it."""
 
-    def __init__(self, worker: _Worker, sandbox: Sandbox, bounds: Bounds, has_output: bool) -> None:
+    def __init__(self, worker: _SandboxWorker, sandbox: Sandbox, bounds: Bounds, has_output: bool) -> None:
         self._worker, self._sandbox = worker, sandbox
         self._channel, its_channel = socket.socketpair()
         if has_output:
@@ -323,6 +323,6 @@ def _package_paths(name: str) -> list[str]:
     return [*paths, *([str(libraries)] if libraries.is_dir() else [])]
 
 
-def _end_workers(workers: list[_Worker]) -> None:
+def _end_workers(workers: list[_SandboxWorker]) -> None:
     while workers:
         workers.pop().end()

@@ -16,10 +16,10 @@ from typing import Any, ClassVar
 
 from tba.errors import PartFailed, UserError
 from tba.rewards import sandbox_values
-from tba.rewards.code_running import NOT_COMPILED, Outcome, ProgramLimits, Reason
-from tba.rewards.code_tests import CodeTests, Exchange, FunctionCall
+from tba.rewards.code_running import NOT_COMPILED, ProgramLimits, ProgramOutcome, Reason
+from tba.rewards.code_tests import CodeTests, FunctionCall, InputOutput
 from tba.rewards.endpoint import Endpoint, EndpointClient, Refused
-from tba.rewards.sandbox_values import encode
+from tba.rewards.sandbox_values import encode_value
 from tba.types import Json
 
 _MARGIN_SECONDS = 60.0  # that the server may take beside running a program
@@ -41,7 +41,7 @@ for _number, _function, _arguments, _keywords in _questions:
             _callable = getattr(_names["Solution"](), _function)
         else:
             _callable = _names[_function]
-        _reply = ["value", encode(_callable(*decode(_arguments), **decode(_keywords)))]
+        _reply = ["value", encode_value(_callable(*decode_value(_arguments), **decode_value(_keywords)))]
     except BaseException as _error:
         _reply = ["error"]
     _os.write(_answers, ("\\n" + json.dumps([_number, *_reply]) + "\\n").encode())
@@ -74,7 +74,7 @@ class SandboxFusion:
     def _client(self) -> EndpointClient:
         return EndpointClient(self._settings, "run_code")
 
-    def outcomes(self, code: str, tests: CodeTests) -> Iterator[Outcome]:
+    def outcomes(self, code: str, tests: CodeTests) -> Iterator[ProgramOutcome]:
         """Returns the outcome of each test, in order. Raises `PartFailed` where the server fails, and `UserError` for
         tests that are no exchanges or calls.
         """
@@ -83,18 +83,18 @@ class SandboxFusion:
             yield from self._calls(code, calls)
             return
         for test in tests.tests:
-            if not isinstance(test, Exchange):
+            if not isinstance(test, InputOutput):
                 raise UserError(
                     "SandboxFusion runs a program once, so asserts other than `f(literals) == literal` cannot be "
                     "judged with it: use a machine with Landlock, or tests of another form"
                 )
             yield self._run(code, test.stdin, self._limits.seconds)
 
-    def _calls(self, code: str, calls: Sequence[FunctionCall]) -> Iterator[Outcome]:
+    def _calls(self, code: str, calls: Sequence[FunctionCall]) -> Iterator[ProgramOutcome]:
         """Calls functions in one run; after a call that has no answer the others have none either."""
         numbers = [secrets.token_hex(8) for _ in calls]
         questions = [
-            [number, call.function, encode(list(call.arguments)), encode(dict(call.keywords))]
+            [number, call.function, encode_value(list(call.arguments)), encode_value(dict(call.keywords))]
             for number, call in zip(numbers, calls, strict=True)
         ]
         source = "\n".join([inspect.getsource(sandbox_values), f"_CODE = {json.dumps(code)}", _CALLS])
@@ -103,11 +103,11 @@ class SandboxFusion:
         for number in numbers:
             kind, *content = replies.get(number, [None])
             if kind == "value" and content:
-                yield Outcome(content[0])
+                yield ProgramOutcome(content[0])
             else:
-                yield Outcome(failure=(outcome.failure or "error") if kind is None else "error")
+                yield ProgramOutcome(failure=(outcome.failure or "error") if kind is None else "error")
 
-    def _run(self, code: str, stdin: str, seconds: float) -> Outcome:
+    def _run(self, code: str, stdin: str, seconds: float) -> ProgramOutcome:
         """Runs a program and returns its output, also where it failed after some."""
         reply = self._ask(
             {
@@ -123,9 +123,9 @@ class SandboxFusion:
             raise PartFailed("the SandboxFusion server could not run a program (SandboxError): see its log")
         result = reply.get("run_result")
         if not isinstance(result, Mapping):
-            return Outcome(failure="no code")  # it was not compiled
+            return ProgramOutcome(failure="no code")  # it was not compiled
         output = result.get("stdout")
-        return Outcome(output if isinstance(output, str) else "", _failure(result))
+        return ProgramOutcome(output if isinstance(output, str) else "", _failure(result))
 
     def _ask(self, question: Mapping[str, Any]) -> dict[str, Json]:
         try:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tba.rewards.confined import CallFilter, Condition, refuse
+from tba.rewards.confined import CallFilter, Condition, refusal_of
 
 Level = Literal["namespaces", "landlock"]
 
@@ -115,7 +115,7 @@ class Isolation:
             raise OSError(errno.ENOSYS, "this kernel has no Landlock")
         self._ruleset = self._open_ruleset(self._library_rules()) if level == "landlock" else -1
         self._process_namespace = -1
-        self._filter = CallFilter(*_calls(runs_commands), refuse(errno.EPERM))
+        self._filter = CallFilter(*_calls(runs_commands), refusal_of(errno.EPERM))
 
     @property
     def descriptors(self) -> list[int]:
@@ -257,7 +257,7 @@ def _calls(runs_commands: bool) -> tuple[Mapping[str, tuple[int | None, int | No
         "ioctl": Condition(1, _TERMINAL_REQUESTS),
         "fcntl": Condition(1, _DESCRIPTOR_REQUESTS),
         "prctl": Condition(0, (_SET_NAME,)),
-        "clone3": Condition(0, refusal=refuse(errno.ENOSYS)),  # its flags cannot be read; libraries go on to clone
+        "clone3": Condition(0, refusal=refusal_of(errno.ENOSYS)),  # its flags cannot be read; libraries go on to clone
     }
     if runs_commands:  # in process namespaces of their own
         return _CALLS | _COMMAND_CALLS, conditions

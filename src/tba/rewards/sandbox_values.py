@@ -42,7 +42,7 @@ class Unreadable(ValueError):
     """Raised for what is no encoded value."""
 
 
-def encode(
+def encode_value(
     value: Any, keep: Callable[[Any], int] | None = None, depth: int = 0, budget: list[int] | None = None
 ) -> Any:
     """Returns a value as JSON. Raises `ValueError` for one that is too large or deep, or that is no data.
@@ -61,7 +61,7 @@ def encode(
             return _encode_scalar(scalar, value)
 
     def inner(item: Any) -> Any:
-        return encode(item, keep, depth + 1, budget)
+        return encode_value(item, keep, depth + 1, budget)
 
     if isinstance(value, dict):
         return ["dict", [[inner(k), inner(v)] for k, v in dict.items(value)]]
@@ -91,7 +91,7 @@ def _encode_scalar(base: type, value: Any) -> Any:
     return ["range", str(value.start), str(value.stop), str(value.step)] if base is range else ["bytes", value.hex()]
 
 
-def decode(encoded: Any, find: Callable[[int], Any] | None = None) -> Any:
+def decode_value(encoded: Any, find: Callable[[int], Any] | None = None) -> Any:
     """Returns the plain value that was encoded. Raises `Unreadable` for anything else.
 
     find: returns what stands for the object of a number.

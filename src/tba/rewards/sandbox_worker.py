@@ -34,7 +34,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from tba.rewards.sandbox_kernel import Bounds, Isolation
-from tba.rewards.sandbox_values import decode, encode
+from tba.rewards.sandbox_values import decode_value, encode_value
 
 _CHANNEL = 3  # the descriptor of a program's channel
 _TICK = 0.05  # seconds between two looks at a program's threads
@@ -246,7 +246,7 @@ def _serve_functions(job: Any, channel: _Channel, stdin: int) -> int:
     def answer(operation: str, target: Any, *encoded_values: Any) -> Any:
         if operation == "run":
             return run()
-        values = [decode(value, objects.__getitem__) for value in encoded_values]
+        values = [decode_value(value, objects.__getitem__) for value in encoded_values]
         if operation == "call":
             function = _find(names, target) if isinstance(target, str) else objects[target]
             return function(*values[0], **values[1])
@@ -255,7 +255,7 @@ def _serve_functions(job: Any, channel: _Channel, stdin: int) -> int:
     while True:
         number, *question = channel.read()
         try:
-            reply = ["value", encode(answer(*question), keep)]
+            reply = ["value", encode_value(answer(*question), keep)]
         except BaseException as error:  # noqa: BLE001 - of the program
             reply = ["error", type(error).__name__, _text_of(error)]
         channel.write([number, *reply])
@@ -298,10 +298,10 @@ def _serve_tests(job: Any, channel: _Channel, stdin: int) -> int:
         )
 
     def ask(operation: str, target: int | str, *values: Any) -> Any:
-        channel.write([number, "ask", operation, target, *(encode(value, keep) for value in values)])
+        channel.write([number, "ask", operation, target, *(encode_value(value, keep) for value in values)])
         kind, *content = channel.read()
         if kind == "value":
-            return decode(content[0], lambda number: _Remote(ask, number))
+            return decode_value(content[0], lambda number: _Remote(ask, number))
         error_type = getattr(builtins, content[0], None)
         is_error = isinstance(error_type, type) and issubclass(error_type, Exception)
         raise (error_type if is_error and error_type is not None else RuntimeError)(content[1])
