@@ -114,8 +114,8 @@ class CallFilter:
         otherwise: int,
     ) -> None:
         """allowed: the numbers of calls on x86_64 and on aarch64, None where there is no such call. conditions: of some
-        of these calls. otherwise: what any other call leads to, `KILL` or `refusal_of(...)`; a call in another processor's
-        numbering kills.
+        of these calls. otherwise: what any other call leads to, `KILL` or `refusal_of(...)`; a call in another
+        processor's numbering kills.
         """
         self._machine = _MACHINES.get(platform.machine()) if sys.platform == "linux" else None
         if self._machine is not None:

@@ -24,6 +24,7 @@ _LARGEST = 10**15  # integers beyond are written in hexadecimal digits
 _SCALARS: tuple[type, ...] = (str, int, float, complex, bytes, bytearray, range)
 _COLLECTIONS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 _SEQUENCES: dict[str, Any] = {**_COLLECTIONS, "iterator": iter}
+_VIEWS: tuple[type, ...] = (type({}.keys()), type({}.items()))
 _ITERATORS: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter("")), type(iter(range(0))), type(iter(set())))
 _ITERATORS += (
     map,
@@ -68,11 +69,10 @@ def encode_value(
     for kind, base in _COLLECTIONS.items():
         if isinstance(value, base):
             return [kind, [inner(item) for item in base.__iter__(value)]]
-    if isinstance(value, type({}.keys()) | type({}.items())):
-        return ["set", [inner(item) for item in value]]
-    if isinstance(value, _ITERATORS):
-        items: Any = value
-        return ["iterator", [inner(item) for item in items]]
+    for kind, types in (("set", _VIEWS), ("iterator", _ITERATORS)):
+        if isinstance(value, types):
+            items: Any = value
+            return [kind, [inner(item) for item in items]]
     if keep is None:
         raise ValueError(f"a {type(value).__name__} is no data")
     return ["object", keep(value)]
