@@ -62,9 +62,7 @@ class CodeReward:
     """
 
     tests: str = ""  # the problem's field with the tests, nested as `a.b`; empty: it is known by its name
-    score: Literal["all", "share", "weights"] = (
-        "all"  # 1 where all tests pass, else 0; the share of tests that pass; or
-    )
+    score: Literal["all", "share", "weights"] = "all"  # 1 where all tests pass, else 0; the share that passes; or
     # that share by the weights that tests have
     checker: Checker | None = None  # a function (output, expected, input) -> bool in place of equality; it runs in this
     # process on what a program sent, so it must only compare

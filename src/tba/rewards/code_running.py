@@ -30,9 +30,7 @@ class Language:
 
     name: str = "python"  # as SandboxFusion calls it
     file: str = ""  # the file that the code is written to, such as main.cpp; empty: the language is Python
-    commands: tuple[
-        tuple[str, ...], ...
-    ] = ()  # what is run beside that file, as words; the last command is the program
+    commands: tuple[tuple[str, ...], ...] = ()  # run beside that file, as words; the last one is the program
 
     def __post_init__(self) -> None:
         if bool(self.file) != bool(self.commands):
