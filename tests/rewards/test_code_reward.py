@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -112,15 +113,15 @@ def test_golds_earn_their_reward_and_wrong_variants_none(reward: CodeReward, for
     assert [judge(reward, fields, fenced(code)).reward for code in wrong] == [0.0, 0.0, 0.0]
 
 
-FAST_ATTACKS = [a for a in attacks() if a.kind in ("escape", "claim", "honest") and a.name != "patched judge"]
-SLOW_CLAIMS = ("a value without end", "an integer of 3 million digits", "a value of 50 MB")
+SLOW_ATTACKS = ("patched judge", "read on from the channel", "an integer of 3 million digits", "a value of 50 MB")
+FAST_ATTACKS = [a for a in attacks() if a.kind in ("escape", "claim", "honest") and a.name not in SLOW_ATTACKS]
 
 
 @pytest.mark.parametrize("form", ["calls", "statements", "stdin"])
 def test_no_attack_earns_more_than_it_is_worth(reward: CodeReward, form: str, tmp_path: Path) -> None:
     if reward.sandbox_fusion and form == "statements":
         return
-    chosen = [a for a in FAST_ATTACKS if a.name not in SLOW_CLAIMS and (form == "calls" or a.kind != "escape")]
+    chosen = [a for a in FAST_ATTACKS if form == "calls" or a.kind != "escape"]
     with lures(tmp_path) as found:
         earned = {a.name: judge(reward, fields_of(a, form), program(a, form, found)).reward for a in chosen}
         assert Path(found["PATH"]).exists()
@@ -179,6 +180,16 @@ def test_verdicts_are_remembered_but_for_those_that_ran_out_of_time(monkeypatch:
     assert [code.count("while") for code in runs] == [0, 1, 1, 1, 1]  # a timeout is run again, each time
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no compiler")
+def test_a_program_is_compiled_in_the_sandbox() -> None:
+    if strongest_level(runs_commands=True)[0] != "namespaces":
+        pytest.skip("this machine has no namespaces")
+    cpp = Language("cpp", "main.cpp", (("g++", "-O0", "-o", "main", "main.cpp"), ("./main",)))
+    reward = CodeReward(language=cpp, seconds=60.0, answer_seconds=120.0, memory_mb=1024)
+    code = "#include <iostream>\nint main() { int a, b; std::cin >> a >> b; std::cout << a + b << std::endl; }"
+    assert judge(reward, STDIN, fenced(code)).reward == 1.0
+
+
 def test_other_languages_are_run_by_their_commands() -> None:
     if strongest_level(runs_commands=True)[0] != "namespaces":
         pytest.skip("this machine has no namespaces")
@@ -220,6 +231,17 @@ def test_what_cannot_be_is_said() -> None:
         require(CodeReward()).isolation([tba.Problem("x", {"answer": "4"})])
     assert "at the level" in require(CodeReward()).isolation([tba.Problem("x", MBPP)])
     assert CodeReward(sandbox_fusion="http://127.0.0.1:1").isolation([]).startswith("programs run on the SandboxFusion")
+
+
+def test_a_file_of_problems_is_judged_by_their_tests(tmp_path: Path) -> None:
+    path = tmp_path / "sums.jsonl"
+    rows = [{"prompt": f"Add {k}.", "tests": [{"input": "1\n", "output": f"{1 + k}\n"}]} for k in range(40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = tba.Jsonl(path, marked_by=require(CodeReward()))
+    problem = task.problems("train")[0]
+    code = f"print(int(input()) + {str(problem.prompt)[4:-1]})"
+    assert judge(task.reward(), problem.fields, fenced(code)).reward == 1.0  # type: ignore[arg-type]
+    assert task.reward().isolation(task.problems("train")).startswith("programs run")  # type: ignore[attr-defined]
 
 
 def require(reward: CodeReward) -> CodeReward:

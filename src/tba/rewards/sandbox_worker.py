@@ -73,6 +73,7 @@ def main(paths: list[str]) -> None:
         host.send(json.dumps({"error": str(error)}).encode())
         os._exit(1)
     os.environ.clear()
+    sys.argv[:] = ["program.py"]
     gc.freeze()  # what every program shares is not copied for being looked at
     host.send(b"{}")
     _serve(host, parent, isolation)
