@@ -51,7 +51,7 @@ _NUMBERS = count()
 def main() -> None:
     parser = argparse.ArgumentParser(description="programs judged per second")
     parser.add_argument("--answers", type=int, default=300, help="of each row")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="programs at once")
+    parser.add_argument("--processes", type=int, default=2 * (os.cpu_count() or 1), help="programs at once")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []

@@ -37,6 +37,7 @@ AnsweredPrompt = tuple[Prompt, Completion]
 _CACHED_VERDICTS = 1 << 16
 _CACHED_TESTS = 256  # problems whose tests are kept as they were read
 _PATIENCE = 600.0  # seconds that a program waits for its turn
+_PROGRAMS_PER_CORE = 2  # at once: one runs while another's process is made or ended
 _TRIALS = 3  # of an answer whose sandbox fails
 
 
@@ -71,7 +72,7 @@ class CodeReward:
     seconds: float = 6.0  # that one test may take, by the clock and of CPU time
     answer_seconds: float = 30.0  # that all tests of an answer may take; twice as much fits in --run.reward-deadline
     memory_mb: int = 512  # address space of a program, in MiB
-    processes: int = 0  # programs at once, of all searchers of a run; 0: one for each processor core
+    processes: int = 0  # programs at once, of all searchers of a run; 0: two for each processor core
     imports: tuple[str, ...] = ()  # installed packages that programs may import beside the standard library
     language: Language = Language()  # what programs are written in
     sandbox_fusion: str = ""  # URL of a SandboxFusion server that runs them, such as http://127.0.0.1:8080; empty: here
@@ -131,7 +132,7 @@ class CodeReward:
 
     @property
     def _concurrency(self) -> int:
-        return self.processes or os.cpu_count() or 1
+        return self.processes or _PROGRAMS_PER_CORE * (os.cpu_count() or 1)
 
     def _level(self) -> Level:
         return require_level(self.level, self.imports, bool(self.language.file))
