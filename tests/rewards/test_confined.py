@@ -68,3 +68,41 @@ def test_what_stays_within_it_goes_on(code: str, said: str) -> None:
         [sys.executable, "-c", BEFORE + code], input="a line\n", capture_output=True, text=True, timeout=120, check=True
     )
     assert went.stdout == said
+
+
+FILTERED = """
+import errno, os, sys
+from tba.rewards.confined import CallFilter, Condition, refusal_of
+from tba.rewards.sandbox_kernel import _CALLS
+nothing = os.open("/dev/null", os.O_RDWR)
+opens = {name: Condition(i, forbidden_bits=os.O_TRUNC) for i, name in ((1, "open"), (2, "openat"))}
+conditions = {**opens, "dup2": Condition(0, (nothing,)), "dup3": Condition(0, (nothing,)), "umask": Condition(0, bits=2)}
+conditions["getppid"] = Condition(0, refusal=refusal_of(errno.ENOSYS))
+assert CallFilter(_CALLS, conditions, refusal_of(errno.EPERM)).install()
+def tried(call, *arguments):
+    try:
+        call(*arguments)
+        return "done"
+    except OSError as error:
+        return errno.errorcode[error.errno]
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("os.open, sys.argv[1], os.O_RDONLY", "done"),
+        ("os.open, sys.argv[1], os.O_RDONLY | os.O_TRUNC", "EPERM"),
+        ("os.dup2, nothing, 9", "done"),
+        ("os.dup2, 1, 9", "EPERM"),
+        ("os.fork,", "EPERM"),
+        ("os.getsid, 0", "EPERM"),
+    ],
+)
+def test_a_filter_refuses_calls_by_their_number_and_by_their_arguments(call: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("full")
+    code = f"{FILTERED}print(tried({call}))"
+    ended = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, timeout=120)
+    assert (ended.stdout, ended.returncode) == (f"{said}\n", 0)
+    assert file.read_text() == "full"

@@ -42,11 +42,14 @@ class _SystemCalls(NamedTuple):
 
 
 class Condition(NamedTuple):
-    """Allows a call where an argument's lower 32 bits equal one of some values, or have one of some bits."""
+    """Allows a call where an argument's lower 32 bits equal one of some values, have one of some bits, or have none of
+    some others; give one of the three.
+    """
 
     argument: int  # counted from 0
     values: Sequence[int] = ()
     bits: int = 0
+    forbidden_bits: int = 0
     refusal: int | None = None  # what else the call leads to; None: what unlisted calls do
 
 
@@ -172,10 +175,12 @@ def _program(
             condition = conditions[name]
             checks = [(_EQUAL, value) for value in condition.values]
             checks += [(_HAS_BITS, condition.bits)] if condition.bits else []
+            refusal = otherwise if condition.refusal is None else condition.refusal
             block = [
                 _Instruction(_LOAD, 0, 0, _ARGUMENTS_OFFSET + 8 * condition.argument),
                 *(_Instruction(code, len(checks) - i, 0, value) for i, (code, value) in enumerate(checks)),
-                _Instruction(_RETURN, 0, 0, otherwise if condition.refusal is None else condition.refusal),
+                *([_Instruction(_HAS_BITS, 0, 1, condition.forbidden_bits)] if condition.forbidden_bits else []),
+                _Instruction(_RETURN, 0, 0, refusal),
                 *block,
             ]
         program += [_Instruction(_EQUAL, 0, len(block), number), *block]

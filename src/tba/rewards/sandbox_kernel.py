@@ -39,6 +39,7 @@ _SET_DEATH_SIGNAL, _SET_DUMPABLE, _SET_NO_NEW_PRIVILEGES = 1, 4, 38  # of prctl
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_FOLDER, _TRUNCATE = 1, 2, 4, 8, 1 << 14  # rights of Landlock
 _CHANGE_FOLDER = 0x11B0  # remove and make files, folders and symbolic links
 _ALL_RIGHTS = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF, 4: 0x7FFF, 5: 0xFFFF}  # by version, the last one also of later ones
+_TRUNCATION_VERSION = 3  # from which on it rules who may shorten a file
 _ALL_NETWORK, _ALL_SCOPES = 3, 3  # TCP; signals and abstract sockets
 _FILE_RIGHTS = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
 
@@ -115,7 +116,10 @@ class Isolation:
             raise OSError(errno.ENOSYS, "this kernel has no Landlock")
         self._ruleset = self._open_ruleset(self._library_rules()) if level == "landlock" else -1
         self._process_namespace = -1
-        self._filter = CallFilter(*_calls(runs_commands), refusal_of(errno.EPERM))
+        calls, conditions = _calls(runs_commands)
+        if level == "landlock" and self._landlock < _TRUNCATION_VERSION:  # opening a file that may be read can empty it
+            conditions |= {name: Condition(i, forbidden_bits=os.O_TRUNC) for i, name in ((1, "open"), (2, "openat"))}
+        self._filter = CallFilter(calls, conditions, refusal_of(errno.EPERM))
 
     @property
     def descriptors(self) -> list[int]:
@@ -251,7 +255,7 @@ class Isolation:
         return ruleset
 
 
-def _calls(runs_commands: bool) -> tuple[Mapping[str, tuple[int | None, int | None]], Mapping[str, Condition]]:
+def _calls(runs_commands: bool) -> tuple[dict[str, tuple[int | None, int | None]], dict[str, Condition]]:
     """Returns the calls that a program may make, and conditions of some of these."""
     conditions = {
         "ioctl": Condition(1, _TERMINAL_REQUESTS),
