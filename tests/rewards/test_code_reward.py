@@ -129,6 +129,13 @@ def test_no_attack_earns_more_than_it_is_worth(reward: CodeReward, form: str, tm
     assert len(chosen) > 30
 
 
+def test_an_exception_that_would_end_a_tests_loop_does_not() -> None:
+    fields = {"test": "def check(f):\n    assert all(map(lambda x: f(x) == x, range(3)))\n", "entry_point": "f"}
+    reward = require(CodeReward())
+    assert judge(reward, fields, fenced("def f(x): return x")).reward == 1.0
+    assert judge(reward, fields, fenced("def f(x): raise StopIteration")).reward == 0.0
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it does not close the file
 def test_an_attack_that_is_let_out_earns_its_reward(tmp_path: Path) -> None:
     """The lures are real: outside of a sandbox the first attack reads them."""

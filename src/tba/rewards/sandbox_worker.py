@@ -305,7 +305,11 @@ def _serve_tests(job: Any, channel: _Channel, stdin: int) -> int:
             return decode_value(content[0], lambda number: _Remote(ask, number))
         error_type = getattr(builtins, content[0], None)
         is_error = isinstance(error_type, type) and issubclass(error_type, Exception)
-        raise (error_type if is_error and error_type is not None else RuntimeError)(content[1])
+        if (
+            not is_error or error_type is None or issubclass(error_type, StopIteration)
+        ):  # which would end `all(map(...))`
+            error_type = RuntimeError
+        raise error_type(content[1])
 
     names = _module("tests")
     names.update({name: _Remote(ask, name) for name in job["names"]})
