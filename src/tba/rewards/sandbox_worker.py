@@ -304,11 +304,8 @@ def _serve_tests(job: Any, channel: _Channel, stdin: int) -> int:
         if kind == "value":
             return decode_value(content[0], lambda number: _Remote(ask, number))
         error_type = getattr(builtins, content[0], None)
-        is_error = isinstance(error_type, type) and issubclass(error_type, Exception)
-        if (
-            not is_error or error_type is None or issubclass(error_type, StopIteration)
-        ):  # which would end `all(map(...))`
-            error_type = RuntimeError
+        if not (isinstance(error_type, type) and issubclass(error_type, Exception)) or error_type is StopIteration:
+            error_type = RuntimeError  # StopIteration would end a loop of a test, as in `all(map(...))`
         raise error_type(content[1])
 
     names = _module("tests")
