@@ -267,7 +267,10 @@ def test_importing_types_and_all_of_replay_leaves_torch_unloaded() -> None:
     assert ended.stdout.split("\n")[0] == "True []"
 
 
-def test_nothing_is_unpickled_or_evaluated() -> None:
+SANDBOXED = "rewards/sandbox_worker.py"  # runs programs, in processes that are confined before
+
+
+def test_nothing_is_unpickled_or_evaluated_but_programs_in_the_sandbox() -> None:
     pickles = {"pickle", "cloudpickle", "dill", "joblib", "shelve"}
     calls = {"eval", "exec", "compile", "torch.load", "torch.save", "__import__"}
     wrong = [f"{named(path)}: {name}" for path in FILES for name in imported(path) if name.split(".")[0] in pickles]
@@ -275,7 +278,7 @@ def test_nothing_is_unpickled_or_evaluated() -> None:
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.Call):
                 said = f"{named(path)}, line {node.lineno}: {ast.unparse(node.func)}"
-                wrong += [said] * (ast.unparse(node.func) in calls)
+                wrong += [said] * (ast.unparse(node.func) in calls and named(path) != SANDBOXED)
                 wrong += [f"{said}({k.arg}=...)" for k in node.keywords if k.arg == "allow_pickle"]
     assert not wrong, "\n".join(wrong)
 

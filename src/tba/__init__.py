@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tba.batch import collate as collate
     from tba.engines.transformers import EngineSettings as EngineSettings
     from tba.environments.hosts import EpisodeLimits as EpisodeLimits
+    from tba.environments.python_tool import PythonTool as PythonTool
     from tba.environments.task import EnvironmentTask as EnvironmentTask
     from tba.environments.verifiers_task import VerifiersTask as VerifiersTask
     from tba.errors import TbaError as TbaError, UserError as UserError
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from tba.replay.pacing import Pacing as Pacing
     from tba.replay.replay import ReplaySettings as ReplaySettings
     from tba.replay.selection import RecencyReward as RecencyReward
+    from tba.rewards.code_reward import CodeReward as CodeReward
+    from tba.rewards.code_running import Language as Language
     from tba.rewards.endpoint import Endpoint as Endpoint
     from tba.rewards.exact_answer import ExactAnswer as ExactAnswer
     from tba.rewards.functions import FunctionReward as FunctionReward, WeightedFunctions as WeightedFunctions
@@ -63,16 +66,18 @@ if TYPE_CHECKING:
 _NAMES_BY_MODULE = {  # the public names again, without loading their modules
     "api": "Run check evaluate load_recipe open_run train", "batch": "collate",
     "engines.transformers": "EngineSettings", "generation": "generate",
-    "environments.hosts": "EpisodeLimits", "environments.task": "EnvironmentTask",
-    "environments.verifiers_task": "VerifiersTask", "errors": "TbaError UserError",
-    "evaluation.accuracy": "EvaluationSettings", "models.endpoint_teacher": "EndpointTeacher",
+    "environments.hosts": "EpisodeLimits", "environments.python_tool": "PythonTool",
+    "environments.task": "EnvironmentTask", "environments.verifiers_task": "VerifiersTask",
+    "errors": "TbaError UserError", "evaluation.accuracy": "EvaluationSettings",
+    "models.endpoint_teacher": "EndpointTeacher",
     "models.huggingface": "HuggingFace", "models.warm_start": "Lesson WarmStart", "objectives.correction": "Correction",
     "objectives.distil": "Distil", "objectives.grpo": "Grpo dr_grpo", "objectives.online_dpo": "OnlineDpo",
     "objectives.policy_gradient": "Reinforce proximal_rloo", "objectives.ppo": "Ppo", "objectives.raft": "Raft",
     "objectives.tba_prime": "TbaPrime", "objectives.trajectory_balance": "TrajectoryBalance",
     "policy.lora": "LoraSettings", "recipe": "InitialFill Recipe RuntimeSettings", "record.recorder": "RecordSettings",
     "replay.buffer": "BufferSettings", "replay.pacing": "Pacing", "replay.replay": "ReplaySettings",
-    "replay.selection": "RecencyReward", "rewards.endpoint": "Endpoint", "rewards.exact_answer": "ExactAnswer",
+    "replay.selection": "RecencyReward", "rewards.code_reward": "CodeReward", "rewards.code_running": "Language",
+    "rewards.endpoint": "Endpoint", "rewards.exact_answer": "ExactAnswer",
     "rewards.functions": "FunctionReward WeightedFunctions", "rewards.judges": "RankingJudge RubricJudge",
     "rollout.exploration": "Fixed RandomPerRound", "rollout.prompts": "PromptSettings",
     "schedules": "Constant Linear WarmupConstant WarmupCosine WarmupLinear WarmupStableDecay",

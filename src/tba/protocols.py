@@ -126,6 +126,16 @@ class JudgedByModels(Protocol):
 
 
 @runtime_checkable
+class RunsPrograms(Protocol):
+    """A reward that runs what it grades."""
+
+    def isolation(self, problems: Sequence[Problem]) -> str:
+        """Returns in words how programs are isolated on this machine. Raises `UserError` where that is less than the
+        reward asks for, or where the tests of a problem cannot be read.
+        """
+
+
+@runtime_checkable
 class Selective(Protocol):
     """A task that does not train on all that its files hold."""
 

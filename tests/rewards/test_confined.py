@@ -68,3 +68,42 @@ def test_what_stays_within_it_goes_on(code: str, said: str) -> None:
         [sys.executable, "-c", BEFORE + code], input="a line\n", capture_output=True, text=True, timeout=120, check=True
     )
     assert went.stdout == said
+
+
+FILTERED = """
+import errno, os, sys
+from tba.rewards.confined import CallFilter, Condition, refusal_of
+from tba.rewards.sandbox_kernel import _CALLS
+nothing = os.open("/dev/null", os.O_RDWR)
+opens = {name: Condition(i, forbidden_bits=os.O_TRUNC) for i, name in ((1, "open"), (2, "openat"))}
+duplicates = dict.fromkeys(("dup2", "dup3"), Condition(0, (nothing,)))
+conditions = {**opens, **duplicates, "lseek": Condition(2, bits=1)}
+assert CallFilter(_CALLS, conditions, refusal_of(errno.EPERM)).install()
+def tried(call, *arguments):
+    try:
+        call(*arguments)
+        return "done"
+    except OSError as error:
+        return errno.errorcode[error.errno]
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("os.open, sys.argv[1], os.O_RDONLY", "done"),
+        ("os.open, sys.argv[1], os.O_RDONLY | os.O_TRUNC", "EPERM"),
+        ("os.dup2, nothing, 9", "done"),
+        ("os.dup2, 1, 9", "EPERM"),
+        ("os.lseek, nothing, 0, os.SEEK_CUR", "done"),
+        ("os.lseek, nothing, 0, os.SEEK_SET", "EPERM"),
+        ("os.getsid, 0", "EPERM"),
+    ],
+)
+def test_a_filter_refuses_calls_by_their_number_and_by_their_arguments(call: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("full")
+    code = f"{FILTERED}print(tried({call}))"
+    ended = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, timeout=120)
+    assert (ended.stdout, ended.returncode) == (f"{said}\n", 0)
+    assert file.read_text() == "full"

@@ -27,7 +27,7 @@ from tba.json_input import check_json, parse_json
 from tba.markup import DEEPSEEK_CALL
 from tba.types import THOUGHTS, Json, is_text, quote
 
-_NOT_TOOLS = {"reset", "step", "get_reward", "close"}
+_NOT_TOOLS = {"reset", "step", "get_reward", "close", "isolation"}
 _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)  # Qwen, SmolLM2, Hermes, GLM
 # no begin is read beyond the next one, so that a turn that repeats itself is read in linear time
 _PAIR = re.compile(  # GLM

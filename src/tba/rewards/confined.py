@@ -3,7 +3,8 @@
 Invariant: after `confine` the process can compute, use what it has open, and exit. When it asks the kernel for anything
 else (a file, a socket, a process, a signal to another process, a higher limit) the kernel kills it: Linux's seccomp
 with an irrevocable list of allowed calls. Other systems have nothing comparable that Python can reach; there only
-resource limits hold, and `can_confine` returns False.
+resource limits hold, and `can_confine` returns False. `CallFilter` takes other lists, too
+(`rewards/sandbox_kernel.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import platform
 import resource
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 _MEMORY_BYTES = 4 << 30  # of address space
@@ -21,8 +23,14 @@ _MEMORY_BYTES = 4 << 30  # of address space
 _SET_NO_NEW_PRIVILEGES = 38  # of prctl; a filter can be set without being root only after it
 _SET_FILTER, _ALL_THREADS = 1, 1  # of seccomp
 _LOAD, _EQUAL, _RETURN = 0x20, 0x15, 0x06  # a filter's instructions: load a word, skip unless equal, answer
-_CALL_OFFSET, _ARCHITECTURE_OFFSET = 0, 4  # where in what a filter is given they stand
-_ALLOW, _KILL = 0x7FFF0000, 0x80000000
+_HAS_BITS = 0x45  # skip unless the word has one of the bits
+_CALL_OFFSET, _ARCHITECTURE_OFFSET, _ARGUMENTS_OFFSET = 0, 4, 16  # where in what a filter is given they stand
+_ALLOW, KILL = 0x7FFF0000, 0x80000000
+
+
+def refusal_of(error_number: int) -> int:
+    """Returns what a filter answers to have a call fail with an error of `errno`."""
+    return 0x00050000 | error_number
 
 
 class _SystemCalls(NamedTuple):
@@ -30,7 +38,19 @@ class _SystemCalls(NamedTuple):
 
     code: int  # AUDIT_ARCH_*: a call in the numbering of another kind has another code
     seccomp: int
-    allowed_calls: list[int]
+    column: int  # of the processor in tables of calls
+
+
+class Condition(NamedTuple):
+    """Allows a call where an argument's lower 32 bits equal one of some values, have one of some bits, or have none of
+    some others; give one of the three.
+    """
+
+    argument: int  # counted from 0
+    values: Sequence[int] = ()
+    bits: int = 0
+    forbidden_bits: int = 0
+    refusal: int | None = None  # what else the call leads to; None: what unlisted calls do
 
 
 _ALLOWED_CALLS = {  # calls, by their numbers on x86_64 and on aarch64
@@ -60,10 +80,7 @@ _ALLOWED_CALLS = {  # calls, by their numbers on x86_64 and on aarch64
     "exit_group": (231, 94),
     "getrandom": (318, 278),
 }
-_MACHINES = {
-    "x86_64": _SystemCalls(0xC000003E, 317, [x86_64 for x86_64, _ in _ALLOWED_CALLS.values()]),
-    "aarch64": _SystemCalls(0xC00000B7, 277, [aarch64 for _, aarch64 in _ALLOWED_CALLS.values()]),
-}
+_MACHINES = {"x86_64": _SystemCalls(0xC000003E, 317, 0), "aarch64": _SystemCalls(0xC00000B7, 277, 1)}
 
 
 class _Instruction(ctypes.Structure):
@@ -87,16 +104,35 @@ def confine() -> bool:
     limit_memory()
     for resource_id in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC):
         _lower_limit(resource_id, 0)  # no dump, nothing written to a file, no more files, no more processes
-    machine = _MACHINES.get(platform.machine())
-    if sys.platform != "linux" or machine is None:
-        return False
-    libc = ctypes.CDLL(None)
-    instructions = _program(machine)
-    program = _FilterProgram(len(instructions), (_Instruction * len(instructions))(*instructions))
-    return (
-        libc.prctl(_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0) == 0
-        and libc.syscall(machine.seccomp, _SET_FILTER, _ALL_THREADS, ctypes.byref(program)) == 0
-    )
+    return CallFilter(_ALLOWED_CALLS, {}, KILL).install()
+
+
+class CallFilter:
+    """A list of the system calls that a process may make."""
+
+    def __init__(
+        self,
+        allowed: Mapping[str, tuple[int | None, int | None]],
+        conditions: Mapping[str, Condition],
+        otherwise: int,
+    ) -> None:
+        """allowed: the numbers of calls on x86_64 and on aarch64, None where there is no such call. conditions: of some
+        of these calls. otherwise: what any other call leads to, `KILL` or `refusal_of(...)`; a call in another
+        processor's numbering kills.
+        """
+        self._machine = _MACHINES.get(platform.machine()) if sys.platform == "linux" else None
+        if self._machine is not None:
+            instructions = _program(self._machine, allowed, conditions, otherwise)
+            self._program = _FilterProgram(len(instructions), (_Instruction * len(instructions))(*instructions))
+
+    def install(self) -> bool:
+        """Allow this process and all its threads nothing else, for good. Returns False where this cannot be."""
+        libc = ctypes.CDLL(None)
+        return (
+            self._machine is not None
+            and libc.prctl(_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0) == 0
+            and libc.syscall(self._machine.seccomp, _SET_FILTER, _ALL_THREADS, ctypes.byref(self._program)) == 0
+        )
 
 
 @functools.cache
@@ -117,17 +153,38 @@ def _lower_limit(resource_id: int, maximum: int) -> None:
     resource.setrlimit(resource_id, (value, value))
 
 
-def _program(machine: _SystemCalls) -> list[_Instruction]:
-    """Returns the filter: a listed call in this machine's numbering is allowed; any other kills the process."""
-    calls = machine.allowed_calls
-    return [
+def _program(
+    machine: _SystemCalls,
+    allowed: Mapping[str, tuple[int | None, int | None]],
+    conditions: Mapping[str, Condition],
+    otherwise: int,
+) -> list[_Instruction]:
+    """Returns the filter: each call's block answers, or goes on to the next."""
+    program = [
         _Instruction(_LOAD, 0, 0, _ARCHITECTURE_OFFSET),
-        _Instruction(_EQUAL, 0, len(calls) + 1, machine.code),  # on to the kill
+        _Instruction(_EQUAL, 1, 0, machine.code),
+        _Instruction(_RETURN, 0, 0, KILL),
         _Instruction(_LOAD, 0, 0, _CALL_OFFSET),
-        *(_Instruction(_EQUAL, len(calls) - i, 0, call) for i, call in enumerate(calls)),  # on to the allow
-        _Instruction(_RETURN, 0, 0, _KILL),
-        _Instruction(_RETURN, 0, 0, _ALLOW),
     ]
+    for name, numbers in allowed.items():
+        number = numbers[machine.column]
+        if number is None:
+            continue
+        block = [_Instruction(_RETURN, 0, 0, _ALLOW)]
+        if name in conditions:
+            condition = conditions[name]
+            checks = [(_EQUAL, value) for value in condition.values]
+            checks += [(_HAS_BITS, condition.bits)] if condition.bits else []
+            refusal = otherwise if condition.refusal is None else condition.refusal
+            block = [
+                _Instruction(_LOAD, 0, 0, _ARGUMENTS_OFFSET + 8 * condition.argument),
+                *(_Instruction(code, len(checks) - i, 0, value) for i, (code, value) in enumerate(checks)),
+                *([_Instruction(_HAS_BITS, 0, 1, condition.forbidden_bits)] if condition.forbidden_bits else []),
+                _Instruction(_RETURN, 0, 0, refusal),
+                *block,
+            ]
+        program += [_Instruction(_EQUAL, 0, len(block), number), *block]
+    return [*program, _Instruction(_RETURN, 0, 0, otherwise)]
 
 
 if __name__ == "__main__":

@@ -177,14 +177,15 @@ class Reply:
 class EndpointClient:
     """Asks an endpoint, from any number of threads."""
 
-    def __init__(self, settings: Endpoint) -> None:
+    def __init__(self, settings: Endpoint, path: str = "") -> None:
+        """path: what is called below the url; empty: what the API of the settings says."""
         self.settings = settings
         if not settings.url or not settings.model:
             raise UserError(
                 f"the {settings.label} needs {settings.name_of('url')}, such as http://127.0.0.1:8000/v1, and "
                 f"{settings.name_of('model')}, its name there"
             )
-        path = "chat/completions" if settings.api == "chat" else "completions"
+        path = path or ("chat/completions" if settings.api == "chat" else "completions")
         self._url = f"{settings.url.rstrip('/')}/{path}"
         self._rate = CallRate(settings.calls_per_second)
         is_local = urlsplit(self._url).hostname in ("127.0.0.1", "localhost", "::1")

@@ -13,7 +13,7 @@ from tba.errors import UserError
 from tba.gpus import visible_gpus
 from tba.objectives.grpo import Grpo
 from tba.objectives.policy_gradient import Reinforce
-from tba.protocols import Examined, HasChatTemplate, HasGeneration, HasOffPolicy, Model
+from tba.protocols import Acted, Examined, HasChatTemplate, HasGeneration, HasOffPolicy, Model, RunsPrograms
 from tba.recipe import Recipe
 from tba.record.text import plural
 from tba.replay.selection import RecencyReward
@@ -146,21 +146,29 @@ def _frequency_warnings(recipe: Recipe) -> list[str]:
 
 
 def notes_on_prompts(recipe: Recipe) -> list[str]:
-    """Returns more warnings, those that need the task's problems. Raises `UserError` for a task that has none."""
+    """Returns more warnings, those that need the task's problems, and how programs are isolated where a reward runs
+    some. Raises `UserError` for a task that has no problems.
+    """
     held_out, reward = problems_of(recipe.task, "eval"), reward_of(recipe.task)
     problems, buffer = problems_of(recipe.task, "train")[: recipe.prompts.limit], recipe.replay.buffer
     check_fields(reward, problems, recipe.task.name)
     if not isinstance(recipe.task, Examined):  # else they are graded by another
         check_fields(reward, held_out, f"{recipe.task.name} (held out)")
+    runners: list[object] = [reward, *([recipe.task.environment] if isinstance(recipe.task, Acted) else [])]
+    notes = [runner.isolation([*problems, *held_out]) for runner in runners if isinstance(runner, RunsPrograms)]
     has_arguments = isinstance(recipe.model, HasChatTemplate) and recipe.model.template_arguments
     if has_arguments and all(isinstance(p.prompt, str) for p in problems):
-        return ["--model.template-arguments has no effect: the prompts are texts, to which no template is applied"]
+        return [
+            *notes,
+            "--model.template-arguments has no effect: the prompts are texts, to which no template is applied",
+        ]
     if buffer.per_prompt < buffer.total and len({(str(p.prompt), p.seed) for p in problems}) == 1:
         return [
+            *notes,
             f"the task has one prompt, of which replay keeps {buffer.per_prompt:,} trajectories, though there is room "
-            f"for {buffer.total:,}: set --replay.buffer.per-prompt {buffer.total} to keep as many"
+            f"for {buffer.total:,}: set --replay.buffer.per-prompt {buffer.total} to keep as many",
         ]
-    return []
+    return notes
 
 
 def notes_on_data(recipe: Recipe, model: Model) -> list[str]:

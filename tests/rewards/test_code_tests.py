@@ -1,0 +1,125 @@
+"""Tests as data sets have them, and the code in an answer."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+import zlib
+from typing import Any
+
+import pytest
+
+from tba.errors import UserError
+from tba.rewards.code_tests import FunctionCall, InputOutput, Statement, extract_code, read_tests
+
+STDIN = {"inputs": ["1 2\n", "3\n"], "outputs": ["3\n", "3\n"]}
+TWO = [InputOutput("1 2\n", "3\n"), InputOutput("3\n", "3\n")]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"input_output": json.dumps(STDIN)},  # APPS, TACO
+        {"input_output": STDIN},
+        {"reward_model": {"ground_truth": json.dumps(STDIN), "style": "rule"}},  # verl
+        {"verification_info": json.dumps({"ground_truth": STDIN})},
+        {"tests": [{"input": "1 2\n", "output": "3\n"}, {"input": "3\n", "output": "3\n"}]},
+        {"answer": json.dumps([{"input": "1 2\n", "output": "3\n"}, {"input": "3\n", "output": "3\n"}])},
+        {  # CodeContests
+            "public_tests": {"input": ["1 2\n"], "output": ["3\n"]},
+            "private_tests": {"input": ["3\n"], "output": ["3\n"]},
+            "generated_tests": {"input": [], "output": []},
+        },
+        {  # LiveCodeBench
+            "public_test_cases": json.dumps([{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}]),
+            "private_test_cases": base64.b64encode(
+                zlib.compress(pickle.dumps(json.dumps([{"input": "3\n", "output": "3\n", "testtype": "stdin"}])))
+            ).decode(),
+            "metadata": "{}",
+        },
+    ],
+)
+def test_pairs_of_input_and_output_are_read_wherever_they_are(fields: dict[str, Any]) -> None:
+    assert list(read_tests(fields).tests) == TWO
+
+
+def test_functions_with_calls_are_read_and_their_values_compared_as_json_has_them() -> None:
+    apps = read_tests({"input_output": {"fn_name": "f", "inputs": [[1, [2]]], "outputs": [[3]]}}).tests[0]
+    assert isinstance(apps, FunctionCall)
+    assert (apps.function, apps.arguments, apps.as_json) == ("f", (1, [2]), True)
+    assert len(apps.expected_texts) == 2  # 3 or [3]: the data sets have both
+    case = {"input": '[1, 2]\n"x"', "output": "[0]", "testtype": "functional"}
+    bench = read_tests({"public_test_cases": json.dumps([case]), "metadata": json.dumps({"func_name": "g"})}).tests[0]
+    assert bench == FunctionCall("g", ([1, 2], "x"), [0], as_json=True)
+    own = read_tests({"tests": [{"function": "f", "arguments": [1], "expected": 2, "weight": 3}]}).tests[0]
+    assert own == FunctionCall("f", (1,), 2, as_json=True, weight=3.0)
+
+
+def test_asserts_that_compare_a_call_with_a_literal_are_calls() -> None:
+    tests = read_tests({"test_list": ["assert f((1, 2), k={3: [4]}) == {5}", "assert f(-1) == None"]}).tests
+    assert list(tests) == [FunctionCall("f", ((1, 2),), {5}, {"k": {3: [4]}}), FunctionCall("f", (-1,), None)]
+
+
+@pytest.mark.parametrize(
+    "other",
+    ["assert f(x) == 1", "assert f(1)", "assert set(f(1)) == {1}", "assert f(1) == g(1)", "x = 1\nassert f(1) == 1"],
+)
+def test_other_asserts_are_statements_and_so_are_all_beside_them(other: str) -> None:
+    tests = read_tests({"test_list": ["assert f(1) == 1", other], "test_imports": ["import math"]})
+    assert list(tests.tests) == [Statement("assert f(1) == 1"), Statement(other)]
+    assert tests.setup == "import math"
+
+
+def test_the_programs_names_in_statements_are_neither_builtins_nor_modules() -> None:
+    source = "assert math.isclose(abs(area(2)), Pair(1, 2).x) and sum([1]) == 1"
+    names, modules = read_tests({"test_list": [source]}).names
+    assert (names, modules) == (["Pair", "area"], ["math"])
+
+
+def test_a_check_of_plain_asserts_is_calls_and_any_other_is_run() -> None:
+    plain = "METADATA = {'a': 1}\n\ndef check(candidate):\n    assert candidate(1) == 2, 'no'\n    assert True\n"
+    tests = read_tests({"test": plain, "entry_point": "f", "prompt": "def f(x):\n"})
+    assert (list(tests.tests), tests.entry_point) == ([FunctionCall("f", (1,), 2)], "f")
+    loop = "def check(candidate):\n    for x in range(3):\n        assert candidate(x) == x\n"
+    tests = read_tests({"test": loop, "entry_point": "f"})
+    assert (list(tests.tests), tests.setup) == ([Statement("check(f)")], loop)
+    assert tests.names[0] == ["candidate", "check", "f", "x"]
+
+
+def test_a_named_field_is_read_and_what_is_not_there_is_said() -> None:
+    assert list(read_tests({"extra": {"mine": json.dumps(STDIN)}}, "extra.mine").tests) == TWO
+    with pytest.raises(UserError, match=r"has no tests in its field 'mine': it has the fields answer, tests"):
+        read_tests({"tests": STDIN, "answer": 1}, "mine")
+    with pytest.raises(UserError, match=r"has no tests in a field that is known"):
+        read_tests({"answer": "42"})
+    with pytest.raises(UserError, match=r"cannot be read .*inputs and outputs are not lists of one length"):
+        read_tests({"input_output": {"inputs": ["1"], "outputs": []}})
+
+
+class Bomb:
+    """Is noticed when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (pytest.fail, ("it was unpickled",))
+
+
+def test_a_pickled_column_is_read_and_not_unpickled() -> None:
+    column = base64.b64encode(zlib.compress(pickle.dumps(Bomb()))).decode()
+    with pytest.raises(UserError, match="cannot be read"):
+        read_tests({"public_test_cases": [], "private_test_cases": column})
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "is_fenced"),
+    [
+        ("def f(): pass", "def f(): pass", False),
+        ("First\n```\nx = 1\n```\nthen\n```python\ny = 2\n```\ndone", "y = 2\n", True),
+        ("```python\nx = 1\n", "x = 1\n\n", True),  # cut off
+        ("  ```py\n    x = 1\n  ```", "    x = 1\n", True),
+        ("```\n```", "\n", True),
+        ("", "", False),
+    ],
+)
+def test_the_code_is_the_last_block_or_the_whole_text(text: str, code: str, is_fenced: bool) -> None:
+    assert extract_code(text) == (code, is_fenced)
