@@ -115,6 +115,22 @@ def test_a_program_that_never_ends_is_ended(sandbox: Sandbox) -> None:
     assert program.end().status == -signal.SIGKILL
 
 
+def test_a_reply_after_the_deadline_is_none(sandbox: Sandbox) -> None:
+    code = "import os\nos.write(3, b'[1]\\n' * 9)"
+    program = sandbox.start({"kind": "functions", "code": code}, BOUNDS, soon())
+    try:
+        for deadline, reason in ((soon(), "unreadable"), (time.monotonic(), "timeout")):
+            with pytest.raises(ProgramFailed) as failed:
+                program.ask("run", None, deadline=deadline)
+            assert failed.value.reason == reason
+        program.send([], soon())
+        with pytest.raises(ProgramFailed) as failed:
+            program._receive(time.monotonic())  # a line is there
+        assert failed.value.reason == "timeout"
+    finally:
+        program.end()
+
+
 def test_programs_see_no_other_process_no_file_and_no_environment(sandbox: Sandbox) -> None:
     code = (
         "import os\nprint(dict(os.environ))\n"

@@ -202,7 +202,7 @@ class SandboxedProgram:
     def send(self, value: Json, deadline: float) -> None:
         """Sends a line. Raises `ProgramFailed` where the program does not take it."""
         try:
-            self._channel.settimeout(max(1e-3, deadline - time.monotonic()))
+            self._channel.settimeout(_seconds_until(deadline))
             self._channel.sendall(json.dumps(value).encode() + b"\n")
         except TimeoutError:
             raise ProgramFailed("timeout") from None
@@ -217,7 +217,7 @@ class SandboxedProgram:
             if searched > _OUTPUT_BYTES:
                 raise ProgramFailed("output")
             try:
-                self._channel.settimeout(max(1e-3, deadline - time.monotonic()))
+                self._channel.settimeout(_seconds_until(deadline))
                 data = self._channel.recv(_BLOCK)
             except TimeoutError:
                 raise ProgramFailed("timeout") from None
@@ -226,6 +226,7 @@ class SandboxedProgram:
             if not data:
                 raise ProgramFailed("ended")
             self._buffer += data
+        _seconds_until(deadline)  # a line that came too late is no reply
         line = bytes(self._buffer[:end])
         del self._buffer[: end + 1]
         try:
@@ -239,8 +240,7 @@ class SandboxedProgram:
         """
         output = bytearray()
         while len(output) <= _OUTPUT_BYTES:
-            seconds = deadline - time.monotonic()
-            if seconds <= 0 or not select.select([self._output], [], [], seconds)[0]:
+            if not select.select([self._output], [], [], _seconds_until(deadline))[0]:
                 raise ProgramFailed("timeout")
             data = os.read(self._output, _BLOCK)
             if not data:
@@ -309,6 +309,14 @@ def require_level(least: Level, imports: tuple[str, ...] = (), runs_commands: bo
             "server (docs/code_rewards.md)"
         )
     return level
+
+
+def _seconds_until(deadline: float) -> float:
+    """Returns the seconds that are left. Raises `ProgramFailed` where none are."""
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
+        raise ProgramFailed("timeout")
+    return seconds
 
 
 def _package_paths(name: str) -> list[str]:
