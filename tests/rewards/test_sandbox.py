@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
 import signal
 import time
@@ -129,6 +130,42 @@ def test_a_reply_after_the_deadline_is_none(sandbox: Sandbox) -> None:
         assert failed.value.reason == "timeout"
     finally:
         program.end()
+
+
+def test_a_worker_that_has_died_is_replaced(sandbox: Sandbox) -> None:
+    mortal = Sandbox(sandbox.level)
+    for _ in range(2):
+        assert talk(mortal, "print(1)") == "1\n"
+        (worker,) = mortal._idle
+        worker.process.kill()
+        worker.process.wait()
+    mortal.close()
+
+
+def test_without_descriptors_nothing_starts_and_no_worker_is_lost(sandbox: Sandbox) -> None:
+    poor = Sandbox(sandbox.level)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for has_worker in (False, True):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        try:
+            with pytest.raises(PartFailed, match="could not be started"):
+                poor.start({"kind": "functions", "code": ""}, BOUNDS, soon())
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert len(poor._idle) == has_worker
+        assert talk(poor, "print(1)") == "1\n"
+    poor.close()
+
+
+def test_a_program_that_could_not_be_isolated_has_not_failed(sandbox: Sandbox) -> None:
+    poor = Sandbox(sandbox.level)
+    talk(poor, "")
+    worker = poor._idle[0].process.pid
+    for process in (worker, *descendants(worker)):
+        resource.prlimit(process, resource.RLIMIT_NOFILE, (10, 10))
+    with pytest.raises(PartFailed, match=r"could not be isolated \(OSError"):
+        talk(poor, "print(1)")
+    poor.close()
 
 
 def test_programs_see_no_other_process_no_file_and_no_environment(sandbox: Sandbox) -> None:

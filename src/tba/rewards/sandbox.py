@@ -14,6 +14,7 @@ import json
 import os
 import secrets
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -89,7 +90,12 @@ class Sandbox:
 
         has_output: its standard output can be read.
         """
-        program = SandboxedProgram(self._take_worker(), self, bounds, has_output)
+        worker = self._take_worker()
+        try:
+            program = SandboxedProgram(worker, self, bounds, has_output)
+        except OSError as error:
+            self.give_back(worker)
+            raise PartFailed(f"a program could not be started: {error}") from error
         try:
             program.send(job, deadline)
         except ProgramFailed:
@@ -107,9 +113,15 @@ class Sandbox:
             if self._process != os.getpid():  # this process was forked: the workers are its parent's
                 self._idle.clear()
                 self._process = os.getpid()
-            if self._idle:
-                return self._idle.pop()
-        return _SandboxWorker(self._settings)
+            while self._idle:
+                worker = self._idle.pop()
+                if worker.process.poll() is None:
+                    return worker
+                worker.end()
+        try:
+            return _SandboxWorker(self._settings)
+        except OSError as error:
+            raise PartFailed(f"a sandbox of the level {self.level!r} could not be started: {error}") from error
 
     def give_back(self, worker: _SandboxWorker) -> None:
         """Takes a worker whose program has ended."""
@@ -122,7 +134,8 @@ class _SandboxWorker:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.socket, its_side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with its_side:
+        with its_side, ExitStack() as opened:  # closes the socket where no process can be started
+            opened.enter_context(self.socket)
             folders = [str(Path(__file__).parents[2]), *(str(Path(path).parent) for path in settings["packages"])]
             bootstrap = _BOOTSTRAP.format(paths=folders)
             self.process = subprocess.Popen(  # noqa: S603 - this program
@@ -145,6 +158,7 @@ class _SandboxWorker:
                 cwd="/",
                 start_new_session=True,  # Ctrl-C is the parent's business
             )
+            opened.pop_all()
         answer = self.receive(_START_SECONDS)
         if answer is None or "error" in answer:
             self.end()
@@ -175,11 +189,10 @@ class SandboxedProgram:
 
     def __init__(self, worker: _SandboxWorker, sandbox: Sandbox, bounds: Bounds, has_output: bool) -> None:
         self._worker, self._sandbox = worker, sandbox
-        self._channel, its_channel = socket.socketpair()
-        if has_output:
-            self._output, its_output = os.pipe()
-        else:
-            self._output, its_output = -1, os.open(os.devnull, os.O_WRONLY)
+        with ExitStack() as opened:  # closes the sockets where the rest cannot be opened
+            self._channel, its_channel = map(opened.enter_context, socket.socketpair())
+            self._output, its_output = os.pipe() if has_output else (-1, os.open(os.devnull, os.O_WRONLY))
+            opened.pop_all()
         self._worker.send(json.dumps(asdict(bounds)).encode(), [its_channel.fileno(), its_output])
         its_channel.close()
         os.close(its_output)
@@ -265,8 +278,9 @@ class SandboxedProgram:
             raise PartFailed("a sandbox's worker has died, or did not end its program in time")
         ending = Ending(**answer)
         self._sandbox.give_back(self._worker)
-        if ending.confinement not in ("confined", ""):
-            raise PartFailed(f"a program could not be isolated ({ending.confinement}), so it did not run")
+        if ending.confinement != "confined" and (ending.confinement or ending.status != -signal.SIGKILL):
+            reason = ending.confinement or f"its process ended with status {ending.status}"
+            raise PartFailed(f"a program could not be isolated ({reason}), so it did not run")
         return ending
 
 

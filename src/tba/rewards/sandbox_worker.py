@@ -140,10 +140,11 @@ def _thread_count(process: int) -> int:
 
 def _become_program(isolation: Isolation, bounds: Bounds, descriptors: list[int], worker: socket.socket) -> NoReturn:
     """Turns this process, just forked, into a program."""
+    worker_end = worker.detach()
     try:
         gc.enable()
         channel, output = (fcntl.fcntl(descriptor, fcntl.F_DUPFD, 10) for descriptor in descriptors)
-        worker_end = fcntl.fcntl(worker.detach(), fcntl.F_DUPFD, 10)
+        worker_end = fcntl.fcntl(worker_end, fcntl.F_DUPFD, 10)
         nothing = os.open("/dev/null", os.O_RDWR)
         for source, target in ((nothing, 0), (output, 1), (nothing, 2), (channel, _CHANNEL)):
             os.dup2(source, target)
