@@ -89,6 +89,53 @@ def test_an_object_that_is_no_data_stays_in_the_program(functions: Callable[[str
     assert program.ask("get", reference[1], "x", deadline=soon()) == ["value", 7]
 
 
+PROGRAM = """
+import json
+class ZeroDivisionError(Exception): pass
+class Box:
+    _hidden = 1
+    def __init__(self, x): self.x = x
+    def __bool__(self): return bool(self.x)
+def own(): raise ZeroDivisionError("own")
+def derived(): json.loads("no")
+def decoding(): b"\\xff".decode()
+def group(): raise ExceptionGroup("all", [ValueError()])
+def over(): next(iter(()))
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "is_passed"),
+    [
+        ("try: derived()\nexcept ValueError as error: assert 'Expecting value' in str(error)", True),
+        ("try: decoding()\nexcept UnicodeDecodeError: pass", True),
+        ("try: group()\nexcept RuntimeError: pass", True),
+        ("try: over()\nexcept RuntimeError: pass", True),
+        ("try: own()\nexcept ZeroDivisionError: pass", False),
+        ("try: own()\nexcept Exception as error: assert str(error) == 'own'", True),
+        ("assert Box(1)", True),
+        ("assert Box(0)", False),
+        ("box = Box(0)\nbox.x = 2\nassert box and box.x == 2", True),
+        ("Box(1)._hidden", False),
+        ("Box(1)._hidden = 2", False),
+        ("Box.x = 1", False),
+    ],
+)
+def test_a_test_meets_the_errors_and_objects_of_a_program(
+    functions: Callable[[str], SandboxedProgram], sandbox: Sandbox, source: str, is_passed: bool
+) -> None:
+    names = ["Box", "own", "derived", "decoding", "group", "over"]
+    program = functions(PROGRAM)
+    tests = sandbox.start({"kind": "tests", "names": names, "modules": []}, BOUNDS, soon())
+    try:
+        message = tests.ask(source, deadline=soon())
+        while message[:1] == ["ask"]:
+            message = tests.go_on(program.ask(*message[1:], deadline=soon()), soon())
+        assert (message == ["passed"]) == is_passed
+    finally:
+        tests.end()
+
+
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
