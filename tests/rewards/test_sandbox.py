@@ -8,6 +8,7 @@ import select
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -241,6 +242,16 @@ def test_packages_that_are_named_can_be_imported_and_no_others(sandbox: Sandbox)
     assert talk(with_numpy, code) == "2.0\n"
     with_numpy.close()
     assert talk(sandbox, code) == ""
+
+
+def test_packages_of_the_system_cannot_be_read(sandbox: Sandbox) -> None:
+    files = [path for folder in Path("/usr/lib").glob("python*/*-packages") for path in folder.rglob("*.py")]
+    paths = [f"{root}/{file.relative_to('/usr/lib')}" for root in ("/usr/lib", "/lib") for file in files[:3]]
+    if not paths:
+        pytest.skip("this system has no packages of its own")
+    code = f"for path in {paths!r}:\n    try: print(open(path).name)\n    except OSError: print('no')"
+    assert talk(sandbox, code) == "no\n" * len(paths)
+    assert talk(sandbox, "import ctypes, decimal, ssl, sqlite3\nprint(ctypes.CDLL('libm.so.6'))").startswith("<CDLL")
 
 
 def test_nothing_is_left_when_the_process_that_judges_is_killed(sandbox: Sandbox) -> None:
