@@ -60,6 +60,12 @@ def test_what_is_wrong_is_said_and_ends_nothing(session: Arithmetic) -> None:
     assert session.python("print('a' * 99)") == "a" * 40 + "... (cut)"
 
 
+def test_what_cannot_be_encoded_is_shown_as_python_writes_it(session: Arithmetic) -> None:
+    assert session.python("print('\\ud800')") == "\\ud800\n"
+    assert session.python("raise ValueError('\\ud800')") == "ValueError: \\ud800\n"
+    assert session.python("print('\ud800')").startswith("UnicodeEncodeError: ")
+
+
 def test_a_session_that_is_ended_says_so_and_the_next_call_begins_another(session: Arithmetic) -> None:
     session.python("x = 1")
     assert session.python("import os; os._exit(0)") == "Error: it ended the interpreter; all names are gone"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -88,6 +90,53 @@ def test_an_object_that_is_no_data_stays_in_the_program(functions: Callable[[str
     assert program.ask("get", reference[1], "x", deadline=soon()) == ["value", 7]
 
 
+PROGRAM = """
+import json
+class ZeroDivisionError(Exception): pass
+class Box:
+    _hidden = 1
+    def __init__(self, x): self.x = x
+    def __bool__(self): return bool(self.x)
+def own(): raise ZeroDivisionError("own")
+def derived(): json.loads("no")
+def decoding(): b"\\xff".decode()
+def group(): raise ExceptionGroup("all", [ValueError()])
+def over(): next(iter(()))
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "is_passed"),
+    [
+        ("try: derived()\nexcept ValueError as error: assert 'Expecting value' in str(error)", True),
+        ("try: decoding()\nexcept UnicodeDecodeError: pass", True),
+        ("try: group()\nexcept RuntimeError: pass", True),
+        ("try: over()\nexcept RuntimeError: pass", True),
+        ("try: own()\nexcept ZeroDivisionError: pass", False),
+        ("try: own()\nexcept Exception as error: assert str(error) == 'own'", True),
+        ("assert Box(1)", True),
+        ("assert Box(0)", False),
+        ("box = Box(0)\nbox.x = 2\nassert box and box.x == 2", True),
+        ("Box(1)._hidden", False),
+        ("Box(1)._hidden = 2", False),
+        ("Box.x = 1", False),
+    ],
+)
+def test_a_test_meets_the_errors_and_objects_of_a_program(
+    functions: Callable[[str], SandboxedProgram], sandbox: Sandbox, source: str, is_passed: bool
+) -> None:
+    names = ["Box", "own", "derived", "decoding", "group", "over"]
+    program = functions(PROGRAM)
+    tests = sandbox.start({"kind": "tests", "names": names, "modules": []}, BOUNDS, soon())
+    try:
+        message = tests.ask(source, deadline=soon())
+        while message[:1] == ["ask"]:
+            message = tests.go_on(program.ask(*message[1:], deadline=soon()), soon())
+        assert (message == ["passed"]) == is_passed
+    finally:
+        tests.end()
+
+
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
@@ -113,6 +162,58 @@ def test_a_program_that_never_ends_is_ended(sandbox: Sandbox) -> None:
         program.ask("run", None, deadline=time.monotonic() + 0.2)
     assert failed.value.reason == "timeout"
     assert program.end().status == -signal.SIGKILL
+
+
+def test_a_reply_after_the_deadline_is_none(sandbox: Sandbox) -> None:
+    code = "import os\nos.write(3, b'[1]\\n' * 9)"
+    program = sandbox.start({"kind": "functions", "code": code}, BOUNDS, soon())
+    try:
+        for deadline, reason in ((soon(), "unreadable"), (time.monotonic(), "timeout")):
+            with pytest.raises(ProgramFailed) as failed:
+                program.ask("run", None, deadline=deadline)
+            assert failed.value.reason == reason
+        program.send([], soon())
+        with pytest.raises(ProgramFailed) as failed:
+            program._receive(time.monotonic())  # a line is there
+        assert failed.value.reason == "timeout"
+    finally:
+        program.end()
+
+
+def test_a_worker_that_has_died_is_replaced(sandbox: Sandbox) -> None:
+    mortal = Sandbox(sandbox.level)
+    for _ in range(2):
+        assert talk(mortal, "print(1)") == "1\n"
+        (worker,) = mortal._idle
+        worker.process.kill()
+        worker.process.wait()
+    mortal.close()
+
+
+def test_without_descriptors_nothing_starts_and_no_worker_is_lost(sandbox: Sandbox) -> None:
+    poor = Sandbox(sandbox.level)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for has_worker in (False, True):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        try:
+            with pytest.raises(PartFailed, match="could not be started"):
+                poor.start({"kind": "functions", "code": ""}, BOUNDS, soon())
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert len(poor._idle) == has_worker
+        assert talk(poor, "print(1)") == "1\n"
+    poor.close()
+
+
+def test_a_program_that_could_not_be_isolated_has_not_failed(sandbox: Sandbox) -> None:
+    poor = Sandbox(sandbox.level)
+    talk(poor, "")
+    worker = poor._idle[0].process.pid
+    for process in (worker, *descendants(worker)):
+        resource.prlimit(process, resource.RLIMIT_NOFILE, (10, 10))
+    with pytest.raises(PartFailed, match=r"could not be isolated \(OSError"):
+        talk(poor, "print(1)")
+    poor.close()
 
 
 def test_programs_see_no_other_process_no_file_and_no_environment(sandbox: Sandbox) -> None:
@@ -141,6 +242,16 @@ def test_packages_that_are_named_can_be_imported_and_no_others(sandbox: Sandbox)
     assert talk(with_numpy, code) == "2.0\n"
     with_numpy.close()
     assert talk(sandbox, code) == ""
+
+
+def test_packages_of_the_system_cannot_be_read(sandbox: Sandbox) -> None:
+    files = [path for folder in Path("/usr/lib").glob("python*/*-packages") for path in folder.rglob("*.py")]
+    paths = [f"{root}/{file.relative_to('/usr/lib')}" for root in ("/usr/lib", "/lib") for file in files[:3]]
+    if not paths:
+        pytest.skip("this system has no packages of its own")
+    code = f"for path in {paths!r}:\n    try: print(open(path).name)\n    except OSError: print('no')"
+    assert talk(sandbox, code) == "no\n" * len(paths)
+    assert talk(sandbox, "import ctypes, decimal, ssl, sqlite3\nprint(ctypes.CDLL('libm.so.6'))").startswith("<CDLL")
 
 
 def test_nothing_is_left_when_the_process_that_judges_is_killed(sandbox: Sandbox) -> None:

@@ -147,6 +147,35 @@ def test_a_deep_value_has_a_text_of_its_own_size() -> None:
     assert len(text) < 10_000
 
 
+def test_a_set_has_a_text_of_one_size_whatever_is_in_it() -> None:
+    for one, many in (({1}, set(map(str, range(1000)))), ({1: 1}, dict.fromkeys(range(1000), "x"))):
+        assert len(canonical(encode_value(one)) or "") == len(canonical(encode_value(many)) or "")
+
+
+@pytest.mark.parametrize("value", [2.0**127, -(2.0**128), 9e307, 5e-324, 0.1, -0.0, math.inf, -math.inf])
+def test_a_float_has_a_short_text_and_equals_its_integer(value: float) -> None:
+    text = canonical(sent(value))
+    assert len(text or "") < 50
+    if value == value and abs(value) >= 1 and not math.isinf(value):
+        assert text == canonical(sent(int(value)))
+        assert text != canonical(sent(int(value) + 1))
+    assert text == canonical(["complex", value, 0])
+
+
+def test_whole_numbers_are_keys_of_json_up_to_many_digits() -> None:
+    for key in (0, -7, 10**18, 2**127):
+        assert canonical(sent({key: 1}), as_json=True) == canonical(sent({str(key): 1}), as_json=True)
+
+
+def test_a_number_in_nested_lists_is_refused() -> None:
+    nested: Any = "1"
+    for _ in range(100_000):
+        nested = [nested]
+    for kind in ("int", "complex", "bytes", "range"):
+        with pytest.raises(Unreadable):
+            canonical([kind, nested, nested, nested])
+
+
 def test_a_set_that_would_hash_slowly_is_not_built_and_still_compared() -> None:
     slow = ["set", [["int", hex(k * (2**61 - 1))] for k in range(20_000)]]
     with pytest.raises(Unreadable, match="more than"):

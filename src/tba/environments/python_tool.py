@@ -57,6 +57,7 @@ class PythonTool:
             return f"Error: {text}; all names are gone"
         if not isinstance(text, str):
             return quote(str(text), self.python_characters)
+        text = text.encode("utf-8", "backslashreplace").decode()  # lone surrogates could not be written anywhere
         cut = text[: self.python_characters]
         return cut if cut == text else f"{cut}... (cut)"
 

@@ -14,6 +14,7 @@ import json
 import os
 import secrets
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -89,7 +90,12 @@ class Sandbox:
 
         has_output: its standard output can be read.
         """
-        program = SandboxedProgram(self._take_worker(), self, bounds, has_output)
+        worker = self._take_worker()
+        try:
+            program = SandboxedProgram(worker, self, bounds, has_output)
+        except OSError as error:
+            self.give_back(worker)
+            raise PartFailed(f"a program could not be started: {error}") from error
         try:
             program.send(job, deadline)
         except ProgramFailed:
@@ -107,9 +113,15 @@ class Sandbox:
             if self._process != os.getpid():  # this process was forked: the workers are its parent's
                 self._idle.clear()
                 self._process = os.getpid()
-            if self._idle:
-                return self._idle.pop()
-        return _SandboxWorker(self._settings)
+            while self._idle:
+                worker = self._idle.pop()
+                if worker.process.poll() is None:
+                    return worker
+                worker.end()
+        try:
+            return _SandboxWorker(self._settings)
+        except OSError as error:
+            raise PartFailed(f"a sandbox of the level {self.level!r} could not be started: {error}") from error
 
     def give_back(self, worker: _SandboxWorker) -> None:
         """Takes a worker whose program has ended."""
@@ -122,7 +134,8 @@ class _SandboxWorker:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.socket, its_side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with its_side:
+        with its_side, ExitStack() as opened:  # closes the socket where no process can be started
+            opened.enter_context(self.socket)
             folders = [str(Path(__file__).parents[2]), *(str(Path(path).parent) for path in settings["packages"])]
             bootstrap = _BOOTSTRAP.format(paths=folders)
             self.process = subprocess.Popen(  # noqa: S603 - this program
@@ -145,6 +158,7 @@ class _SandboxWorker:
                 cwd="/",
                 start_new_session=True,  # Ctrl-C is the parent's business
             )
+            opened.pop_all()
         answer = self.receive(_START_SECONDS)
         if answer is None or "error" in answer:
             self.end()
@@ -175,11 +189,10 @@ class SandboxedProgram:
 
     def __init__(self, worker: _SandboxWorker, sandbox: Sandbox, bounds: Bounds, has_output: bool) -> None:
         self._worker, self._sandbox = worker, sandbox
-        self._channel, its_channel = socket.socketpair()
-        if has_output:
-            self._output, its_output = os.pipe()
-        else:
-            self._output, its_output = -1, os.open(os.devnull, os.O_WRONLY)
+        with ExitStack() as opened:  # closes the sockets where the rest cannot be opened
+            self._channel, its_channel = map(opened.enter_context, socket.socketpair())
+            self._output, its_output = os.pipe() if has_output else (-1, os.open(os.devnull, os.O_WRONLY))
+            opened.pop_all()
         self._worker.send(json.dumps(asdict(bounds)).encode(), [its_channel.fileno(), its_output])
         its_channel.close()
         os.close(its_output)
@@ -202,7 +215,7 @@ class SandboxedProgram:
     def send(self, value: Json, deadline: float) -> None:
         """Sends a line. Raises `ProgramFailed` where the program does not take it."""
         try:
-            self._channel.settimeout(max(1e-3, deadline - time.monotonic()))
+            self._channel.settimeout(_seconds_until(deadline))
             self._channel.sendall(json.dumps(value).encode() + b"\n")
         except TimeoutError:
             raise ProgramFailed("timeout") from None
@@ -217,7 +230,7 @@ class SandboxedProgram:
             if searched > _OUTPUT_BYTES:
                 raise ProgramFailed("output")
             try:
-                self._channel.settimeout(max(1e-3, deadline - time.monotonic()))
+                self._channel.settimeout(_seconds_until(deadline))
                 data = self._channel.recv(_BLOCK)
             except TimeoutError:
                 raise ProgramFailed("timeout") from None
@@ -226,6 +239,7 @@ class SandboxedProgram:
             if not data:
                 raise ProgramFailed("ended")
             self._buffer += data
+        _seconds_until(deadline)  # a line that came too late is no reply
         line = bytes(self._buffer[:end])
         del self._buffer[: end + 1]
         try:
@@ -239,8 +253,7 @@ class SandboxedProgram:
         """
         output = bytearray()
         while len(output) <= _OUTPUT_BYTES:
-            seconds = deadline - time.monotonic()
-            if seconds <= 0 or not select.select([self._output], [], [], seconds)[0]:
+            if not select.select([self._output], [], [], _seconds_until(deadline))[0]:
                 raise ProgramFailed("timeout")
             data = os.read(self._output, _BLOCK)
             if not data:
@@ -265,8 +278,9 @@ class SandboxedProgram:
             raise PartFailed("a sandbox's worker has died, or did not end its program in time")
         ending = Ending(**answer)
         self._sandbox.give_back(self._worker)
-        if ending.confinement not in ("confined", ""):
-            raise PartFailed(f"a program could not be isolated ({ending.confinement}), so it did not run")
+        if ending.confinement != "confined" and (ending.confinement or ending.status != -signal.SIGKILL):
+            reason = ending.confinement or f"its process ended with status {ending.status}"
+            raise PartFailed(f"a program could not be isolated ({reason}), so it did not run")
         return ending
 
 
@@ -309,6 +323,14 @@ def require_level(least: Level, imports: tuple[str, ...] = (), runs_commands: bo
             "server (docs/code_rewards.md)"
         )
     return level
+
+
+def _seconds_until(deadline: float) -> float:
+    """Returns the seconds that are left. Raises `ProgramFailed` where none are."""
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
+        raise ProgramFailed("timeout")
+    return seconds
 
 
 def _package_paths(name: str) -> list[str]:

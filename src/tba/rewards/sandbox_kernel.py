@@ -17,6 +17,7 @@ import struct
 import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from glob import escape, glob
 from pathlib import Path
 from typing import Literal
 
@@ -160,9 +161,9 @@ class Isolation:
                 os.symlink(links[path], path)
             elif os.path.exists(f"/.host{source}") and not os.path.exists(path):
                 _bind(f"/.host{source}", path, 0 if path in _DEVICES else _NO_DEVICES)
-        for name in _HIDDEN:
-            if os.path.isdir(hidden := f"{self._library}/{name}"):
-                _mount("tmpfs", hidden, "tmpfs", _NO_SUID | _NO_DEVICES, "size=4k,mode=755")
+        libraries = (*_LIBRARIES, self._library)
+        for hidden in {os.path.realpath(folder) for path in libraries for folder in _hidden_folders(path)}:
+            _mount("tmpfs", hidden, "tmpfs", _NO_SUID | _NO_DEVICES, "size=4k,mode=755")
         for path in self.readable[len(_LIBRARIES) + 1 :]:  # packages, which may stand in what was hidden
             if os.path.exists(f"/.host{sources[path]}") and not os.path.exists(path):
                 _bind(f"/.host{sources[path]}", path, _NO_DEVICES)
@@ -226,9 +227,10 @@ class Isolation:
             resource.setrlimit(limit, (value, value))
 
     def _library_rules(self) -> dict[str, int]:
-        """Returns the rights at the level of Landlock by path: the standard library without what is installed in it."""
-        paths = [path for path in self.readable if path != self._library]
+        """Returns the rights at the level of Landlock by path: libraries without the packages installed in them."""
+        paths = [path for path in self.readable if path not in (self._library, *_LIBRARIES)]
         paths += [entry.path for entry in os.scandir(self._library) if entry.name not in _HIDDEN]
+        paths += [part for path in _LIBRARIES for part in _parts_without_packages(path)]
         return dict.fromkeys(paths, _READ_FILE | _READ_FOLDER) | dict.fromkeys(_DEVICES, _READ_FILE | _WRITE_FILE)
 
     def _root_rules(self, writable: Sequence[str]) -> dict[str, int]:
@@ -253,6 +255,20 @@ class Isolation:
             _check(_LIBC.syscall(_ADD_RULE, ruleset, _PATH_RULE, rule, 0), f"landlock {path}")
             os.close(descriptor)
         return ruleset
+
+
+def _hidden_folders(path: str) -> list[str]:
+    """Returns the folders of installed packages in a folder of libraries, or in the folders of Pythons in it."""
+    patterns = [f"{escape(path)}/{place}{name}" for place in ("", "python*/") for name in _HIDDEN]
+    return [folder for pattern in patterns for folder in glob(pattern)]
+
+
+def _parts_without_packages(path: str) -> list[str]:
+    """Returns a path; where packages are installed in it, what else it holds. Rights to a folder reach all in it."""
+    if not _hidden_folders(path):
+        return [path]
+    entries = [entry for entry in os.scandir(path) if entry.name not in _HIDDEN and not entry.is_symlink()]
+    return [part for entry in entries for part in _parts_without_packages(entry.path)]
 
 
 def _calls(runs_commands: bool) -> tuple[dict[str, tuple[int | None, int | None]], dict[str, Condition]]:

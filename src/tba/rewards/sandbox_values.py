@@ -2,7 +2,8 @@
 
 Invariant: what is decoded or compared is plain data, whatever a program has sent: no class of the program, none of its
 methods and no hash of its choosing takes part. `canonical` maps two encoded values to the same text exactly where plain
-Python values of these types would be equal (`1 == 1.0 == True`, `[1] != (1,)`, sets without an order).
+Python values of these types would be equal (`1 == 1.0 == True`, `[1] != (1,)`, sets without an order). It writes each
+part of a value once, however deep that lies.
 
 None, booleans, strings, floats and integers of up to 15 digits are JSON's own; all else is a list that begins with its
 kind. What is no data stays where it is, and travels as `["object", number]`.
@@ -10,10 +11,11 @@ kind. What is no data stays where it is, and travels as `["object", number]`.
 
 from __future__ import annotations
 
+import hashlib
 import json
-import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -21,6 +23,7 @@ _DEEPEST = 60
 _MOST_ITEMS = 1 << 20  # of one value
 _MOST_HASHED = 10_000  # items of all sets and dictionaries of a decoded value: an attacker may choose equal hashes
 _LARGEST = 10**15  # integers beyond are written in hexadecimal digits
+_LARGEST_IN_DIGITS = 1 << 128  # whole numbers beyond are compared in hexadecimal digits, which take no time to find
 _SCALARS: tuple[type, ...] = (str, int, float, complex, bytes, bytearray, range)
 _COLLECTIONS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 _SEQUENCES: dict[str, Any] = {**_COLLECTIONS, "iterator": iter}
@@ -170,29 +173,37 @@ def _canonical(encoded: Any, as_json: bool, depth: int) -> Any:
         return ["b", _decode_scalar(kind, encoded).hex()]
     if kind == "dict":
         pairs = [[_canonical(k, as_json, depth + 1), _canonical(v, as_json, depth + 1)] for k, v in _pairs(content)]
-        return ["d", *sorted(([_json_key(k) if as_json else k, v] for k, v in pairs), key=json.dumps)]
+        return ["d", _digest([_json_key(k) if as_json else k, v] for k, v in pairs)]
     if kind == "object" or (kind == "iterator" and not as_json):
         raise _EqualsNothing
     if kind not in _SEQUENCES:
         raise Unreadable(f"it has the kind {kind!r:.40}")
     items = [_canonical(item, as_json, depth + 1) for item in content]
     if kind in ("set", "frozenset"):
-        return ["s", *sorted(items, key=json.dumps)]
+        return ["s", _digest(items)]
     return ["list" if as_json else kind, *items]
+
+
+def _digest(items: Iterable[Any]) -> str:
+    """Returns a digest of canonical items in any order, so that no level of nesting is written again at the next."""
+    return hashlib.sha256("\n".join(sorted(map(json.dumps, items))).encode()).hexdigest()
 
 
 def _json_key(key: Any) -> Any:
     """Returns a canonical key as JSON has it: a text also where it is a whole number."""
-    is_integer = isinstance(key, list) and key[0] == "n" and "x" in key[1] and "p" not in key[1]
-    return str(int(key[1], 16)) if is_integer and len(key[1]) < _DEEPEST else key
+    is_integer = isinstance(key, list) and key[0] == "n" and key[1].removeprefix("-").isdigit()
+    return key[1] if is_integer else key
 
 
 def _canonical_number(value: float) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        if math.isnan(value):
-            raise _EqualsNothing
-        return ["n", repr(value)]
-    return ["n", hex(int(value)) if value == int(value) else value.hex()]
+    if value != value:
+        raise _EqualsNothing
+    if abs(value) < _LARGEST_IN_DIGITS and value == int(value):
+        return ["n", str(int(value))]
+    with suppress(OverflowError):  # an integer beyond all floats
+        if (number := float(value)) == value:
+            return ["n", number.hex()]
+    return ["n", hex(int(value))]
 
 
 def _split(encoded: Any) -> tuple[str, Any]:
@@ -215,7 +226,7 @@ def _pairs(content: Any) -> Iterator[list[Any]]:
 def _decode_scalar(kind: str, encoded: list[Any]) -> Any:
     try:
         if kind == "int":
-            return int(str(encoded[1]), 16)
+            return int(encoded[1], 16)
         if kind == "complex":
             return complex(float(encoded[1]), float(encoded[2]))
         return bytes.fromhex(encoded[1]) if kind == "bytes" else range(*map(int, encoded[1:4]))

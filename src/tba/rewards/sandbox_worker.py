@@ -41,6 +41,7 @@ _TICK = 0.05  # seconds between two looks at a program's threads
 _BLOCK = 1 << 16
 _SET_DEATH_SIGNAL = 1  # of prctl
 _NOT_COMPILED = 65  # the exit code of a program that does not compile
+_UNUSABLE_ERRORS = (StopIteration, ExceptionGroup)  # would end a loop of a test, as in `all(map(...))`; holds errors
 _WARM = """
     abc array bisect calendar collections collections.abc copy csv dataclasses datetime decimal enum fractions functools
     hashlib heapq itertools json math numbers operator queue random re statistics string struct textwrap time typing
@@ -140,10 +141,11 @@ def _thread_count(process: int) -> int:
 
 def _become_program(isolation: Isolation, bounds: Bounds, descriptors: list[int], worker: socket.socket) -> NoReturn:
     """Turns this process, just forked, into a program."""
+    worker_end = worker.detach()
     try:
         gc.enable()
         channel, output = (fcntl.fcntl(descriptor, fcntl.F_DUPFD, 10) for descriptor in descriptors)
-        worker_end = fcntl.fcntl(worker.detach(), fcntl.F_DUPFD, 10)
+        worker_end = fcntl.fcntl(worker_end, fcntl.F_DUPFD, 10)
         nothing = os.open("/dev/null", os.O_RDWR)
         for source, target in ((nothing, 0), (output, 1), (nothing, 2), (channel, _CHANNEL)):
             os.dup2(source, target)
@@ -251,6 +253,8 @@ def _serve_functions(job: Any, channel: _Channel, stdin: int) -> int:
         if operation == "call":
             function = _find(names, target) if isinstance(target, str) else objects[target]
             return function(*values[0], **values[1])
+        if operation == "truth":
+            return bool(objects[target])
         return getattr(objects[target], *values) if operation == "get" else setattr(objects[target], *values)
 
     while True:
@@ -258,8 +262,27 @@ def _serve_functions(job: Any, channel: _Channel, stdin: int) -> int:
         try:
             reply = ["value", encode_value(answer(*question), keep)]
         except BaseException as error:  # noqa: BLE001 - of the program
-            reply = ["error", type(error).__name__, _text_of(error)]
+            reply = ["error", _builtin_name(error), _text_of(error)]
         channel.write([number, *reply])
+
+
+def _builtin_name(error: BaseException) -> str:
+    """Returns the name of the first class that an error derives from and that is Python's own, not one called so."""
+    bases = type(error).__mro__
+    return next(base.__name__ for base in bases if getattr(builtins, base.__name__, None) is base)
+
+
+def _built_in_error(name: str, text: str) -> Exception:
+    """Returns an error of a class of Python by name, as far as a test can catch it; else a `RuntimeError`."""
+    error_type = getattr(builtins, name, None)
+    if not (isinstance(error_type, type) and issubclass(error_type, Exception)) or error_type in _UNUSABLE_ERRORS:
+        error_type = RuntimeError
+    try:
+        return error_type(text)
+    except TypeError:  # it takes more than a text, as a UnicodeDecodeError does
+        error: Exception = error_type.__new__(error_type)
+        error.args = (text,)
+        return error
 
 
 def _find(names: dict[str, Any], name: str) -> Any:
@@ -280,11 +303,16 @@ class _Remote:
         return self._ask("call", self._target, arguments, keywords)
 
     def __getattr__(self, name: str) -> Any:
-        if isinstance(self._target, str) or name.startswith("__"):
+        if isinstance(self._target, str) or name.startswith("_"):
             raise AttributeError(name)  # a module that only the program has imported would be the program's
         return self._ask("get", self._target, name)
 
+    def __bool__(self) -> bool:
+        return isinstance(self._target, str) or self._ask("truth", self._target) is True
+
     def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(self._target, str) or name.startswith("_"):
+            raise AttributeError(name)
         self._ask("set", self._target, name, value)
 
 
@@ -303,10 +331,7 @@ def _serve_tests(job: Any, channel: _Channel, stdin: int) -> int:
         kind, *content = channel.read()
         if kind == "value":
             return decode_value(content[0], lambda number: _Remote(ask, number))
-        error_type = getattr(builtins, content[0], None)
-        if not (isinstance(error_type, type) and issubclass(error_type, Exception)) or error_type is StopIteration:
-            error_type = RuntimeError  # StopIteration would end a loop of a test, as in `all(map(...))`
-        raise error_type(content[1])
+        raise _built_in_error(*content)
 
     names = _module("tests")
     names.update({name: _Remote(ask, name) for name in job["names"]})
