@@ -172,14 +172,14 @@ class TrainerLoop:
             self._publish_average()
         batch = self.recipe.groups_per_step * self.recipe.group_size
         self._last_interval = 0 if self.trainer.published is None else version.step - self.trainer.published.step
-        wanted = self.replay.searcher_limit(batch, self.trainer.sync_every)
-        self._searchers_are_held = wanted is not None
+        searcher_limit = self.replay.searcher_limit(batch, self.trainer.sync_every)
+        self._searchers_are_held = searcher_limit is not None
         manifest = Manifest(
             evaluate=tuple(evaluate),
             stop=self.finished,
             reference=version if as_reference else self.references.current,
             journal=JournalCounts.of(self.journal).state(),
-            wanted=wanted,
+            wanted=searcher_limit,
         )
         self.trainer.publish(manifest)
         self.requests.pin()
