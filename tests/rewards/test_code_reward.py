@@ -129,6 +129,18 @@ def test_no_attack_earns_more_than_it_is_worth(reward: CodeReward, form: str, tm
     assert len(chosen) > 30
 
 
+def test_a_program_cannot_redefine_what_its_prompt_defines_for_the_tests() -> None:
+    fields = {
+        "prompt": "def poly(xs, x):\n    return xs[0] + xs[1] * x\n\n\ndef find_zero(xs):\n    '''A zero.'''\n",
+        "test": "def check(f):\n    for a in (1, 2):\n        assert abs(poly([a, 2], f([a, 2]))) < 1e-4\n",
+        "entry_point": "find_zero",
+    }
+    reward = require(CodeReward())
+    assert judge(reward, fields, "    return -xs[0] / xs[1]").reward == 1.0
+    cheat = "def poly(xs, x): return 0\ndef find_zero(xs): return 0"
+    assert judge(reward, fields, fenced(cheat)).reward == 0.0
+
+
 def test_an_exception_that_would_end_a_tests_loop_does_not() -> None:
     fields = {"test": "def check(f):\n    assert all(map(lambda x: f(x) == x, range(3)))\n", "entry_point": "f"}
     reward = require(CodeReward())

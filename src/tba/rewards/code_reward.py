@@ -13,7 +13,7 @@ import json
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
@@ -30,7 +30,7 @@ from tba.rewards.sandbox import Sandbox, require_level, strongest_level
 from tba.rewards.sandbox_fusion import SandboxFusion
 from tba.rewards.sandbox_kernel import Level
 from tba.rewards.sandbox_values import Unreadable, canonical, decode_value
-from tba.types import Completion, Judgement, Problem, Prompt
+from tba.types import Completion, Json, Judgement, Problem, Prompt
 
 Checker = Callable[[Any, Any, Any], bool]
 AnsweredPrompt = tuple[Prompt, Completion]
@@ -124,7 +124,7 @@ class CodeReward:
         a problem has no tests that can be read.
         """
         for problem in problems:
-            read_tests(problem.fields, self.tests)
+            read_tests(problem.fields, self.tests, _code_of(problem.fields, problem.prompt))
         if self.sandbox_fusion:
             return f"programs run on the SandboxFusion server {self.sandbox_fusion}, isolated as it is set up"
         reasons = strongest_level(self.imports, bool(self.language.file))[1]
@@ -153,15 +153,16 @@ class CodeReward:
         return _VerdictCache()
 
     @cached_property
-    def _read_tests(self) -> Callable[[str], CodeTests]:
-        return functools.lru_cache(_CACHED_TESTS)(lambda fields: read_tests(json.loads(fields), self.tests))
+    def _read_tests(self) -> Callable[[str, str], CodeTests]:
+        return functools.lru_cache(_CACHED_TESTS)(lambda fields, code: read_tests(json.loads(fields), self.tests, code))
 
     def _tests(self, prompt: Prompt) -> CodeTests:
         """Returns the tests of a prompt, read once for all answers to it."""
+        code = _code_of(prompt.fields, prompt.text if prompt.messages is None else "")
         try:
-            return self._read_tests(json.dumps(prompt.fields))
+            return self._read_tests(json.dumps(prompt.fields), code)
         except TypeError:  # a field that is no JSON
-            return read_tests(prompt.fields, self.tests)
+            return read_tests(prompt.fields, self.tests, code)
 
     def _verdict(self, code: str, is_fenced: bool, tests: CodeTests) -> CodeVerdict:
         if not code.strip():
@@ -293,8 +294,14 @@ def _defines(code: str, name: str) -> bool:
 
 def _beginning(prompt: Prompt, tests: CodeTests) -> str:
     """Returns the code that a prompt is, and that an answer goes on from; empty where there is none."""
-    text = prompt.fields.get("prompt") or (prompt.text if prompt.messages is None else "")
-    return text if tests.entry_point and isinstance(text, str) and _defines(text, tests.entry_point) else ""
+    text = _code_of(prompt.fields, prompt.text if prompt.messages is None else "")
+    return text if tests.entry_point and _defines(text, tests.entry_point) else ""
+
+
+def _code_of(fields: Mapping[str, Json], prompt: object) -> str:
+    """Returns the text of a problem that may be code: of its field, else the prompt where that is no chat."""
+    text = fields.get("prompt") or prompt
+    return text if isinstance(text, str) else ""
 
 
 def same_output(output: str, expected: str) -> bool:
