@@ -235,6 +235,12 @@ def test_other_languages_are_run_by_their_commands() -> None:
         ("NaN", "nan", False),
         ("", "0", False),
         ("1e400000000 1", "2e400000000 1", False),
+        ("1e2 -0.50", "100 -.5", False),
+        ("1e2 -0.50", "100 -0.5", True),
+        *((word, number, False) for word, number in [("00101", "101"), ("007", "7"), ("1_000", "1000"), ("٣", "3")]),
+        *((text, "1 2", False) for text in (" 1 2", "1  2", "1\t2", "1\u30002")),
+        ("  *\n ***  ", "  *\n ***", True),
+        ("*\n***", "  *\n ***", False),
     ],
 )
 def test_outputs_are_the_same_up_to_blanks_at_ends_and_how_a_number_is_written(

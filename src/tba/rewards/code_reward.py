@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +39,10 @@ _CACHED_VERDICTS = 1 << 16
 _CACHED_TESTS = 256  # problems whose tests are kept as they were read
 _PATIENCE = 600.0  # seconds that a program waits for its turn
 _PROGRAMS_PER_CORE = 2  # at once: one runs while another's process is made or ended
+_BLANKS = re.compile(r"(\s+)")
+_NUMBER = re.compile(
+    r"[-+]?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?", re.ASCII
+)  # 007 and 1_000 are other texts than 7, 1000
 _TRIALS = 3  # of an answer whose sandbox fails
 
 
@@ -321,7 +326,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _same_line(line: str, expected: str) -> bool:
-    words, expected_words = line.split(), expected.split()
+    words, expected_words = _BLANKS.split(line), _BLANKS.split(expected)  # with the blanks between them
     return len(words) == len(expected_words) and all(
         word == expected_word or (_number(word) is not None and _number(word) == _number(expected_word))
         for word, expected_word in zip(words, expected_words, strict=True)
@@ -329,9 +334,10 @@ def _same_line(line: str, expected: str) -> bool:
 
 
 def _number(word: str) -> Decimal | None:
-    """Returns the number that a word spells, None for NaN, too, which equals nothing."""
-    try:
-        number = Decimal(word)
-    except InvalidOperation:
+    """Returns the number that a word spells in plain digits; None for any other word."""
+    if _NUMBER.fullmatch(word) is None:
         return None
-    return number if number.is_finite() else None
+    try:
+        return Decimal(word)
+    except InvalidOperation:  # its exponent is too large
+        return None
