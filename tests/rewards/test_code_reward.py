@@ -188,6 +188,13 @@ def test_weights_and_a_checker_decide_what_a_test_is_worth() -> None:
     assert seen[1] == (2.5, 2, (2,))
 
 
+def test_all_tests_are_needed_whatever_they_weigh() -> None:
+    tests = [{"function": "f", "arguments": [x], "expected": x, "weight": w} for x, w in ((1, 1), (2, 0))]
+    code = fenced("def f(x): return 1")
+    assert judge(require(CodeReward(score="all")), {"tests": tests}, code).reward == 0.0
+    assert judge(require(CodeReward(score="weights")), {"tests": tests}, code).reward == 1.0
+
+
 def test_verdicts_are_remembered_but_for_those_that_ran_out_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
     reward = require(CodeReward(seconds=0.3, processes=1))
     runs: list[str] = []

@@ -138,6 +138,38 @@ def test_a_named_field_is_read_and_what_is_not_there_is_said() -> None:
         read_tests({"input_output": {"inputs": ["1"], "outputs": []}})
 
 
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"tests": [{"function": "f", "arguments": [1], "result": 2}]},
+            "a test of f has the fields arguments, function, result: give `expected`",
+        ),
+        ({"tests": [{"function": "f", "arguments": nested(61), "expected": 2}]}, "of f .* too deeply nested"),
+        ({"tests": [{"function": "f", "arguments": [], "expected": nested(61)}]}, "of f .* too deeply nested"),
+        ({"test_list": [f"assert f({nested(61)}) == 1"]}, "of f .* too deeply nested"),
+        ({"test_list": ["assert f(...) == 1"]}, "a ellipsis is no data"),
+    ],
+)
+def test_calls_that_could_not_be_made_or_compared_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_tests(fields)
+
+
+def test_a_call_may_be_expected_to_return_nothing_and_to_take_deep_values() -> None:
+    row = {"function": "f", "arguments": nested(55), "expected": None}
+    (test,) = read_tests({"tests": [row]}).tests
+    assert isinstance(test, FunctionCall)
+    assert test.expected_texts == {"null"}
+
+
 class Bomb:
     """Is noticed when it is unpickled."""
 

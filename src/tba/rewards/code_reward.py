@@ -115,7 +115,7 @@ class CodeReward:
     def judgement(self, values: Sequence[CodeVerdict]) -> Judgement:
         """Returns the judgement of one answer, whose verdict is the only value."""
         (verdict,) = values
-        reward = {"all": float(verdict.earned == 1), "share": verdict.share, "weights": verdict.earned}[self.score]
+        reward = {"all": float(verdict.share == 1), "share": verdict.share, "weights": verdict.earned}[self.score]
         parts = {
             "tests_passed": verdict.share,
             "no_code": float(verdict.has_no_code),

@@ -77,6 +77,14 @@ class FunctionCall:
     is_wrapped: bool = False  # what is expected may be the only item of `expected`, or this list itself
     weight: float = 1.0
 
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for arguments or an expected value that are no data, or too large or deep to be sent."""
+        try:
+            for value in (list(self.arguments), dict(self.keywords), self.expected):
+                canonical(encode_value(value), self.as_json)
+        except ValueError as error:
+            raise ValueError(f"the arguments of {self.function} or its expected value: {error}") from None
+
     @cached_property
     def expected_texts(self) -> set[str]:
         """Returns the canonical texts of right values; none for NaN, which equals nothing."""
@@ -255,6 +263,8 @@ def _from_row(row: Mapping[str, Json]) -> InputOutput | FunctionCall | Statement
         arguments = row.get("arguments", row.get("args", row.get("input", [])))
         if not isinstance(arguments, list):
             raise ValueError(f"the arguments of {name} are no list")
+        if "expected" not in row and "output" not in row:
+            raise ValueError(f"a test of {name} has the fields {', '.join(sorted(row))}: give `expected`")
         return FunctionCall(name, tuple(arguments), expected, row.get("keywords") or {}, as_json=True, weight=weight)
     if isinstance(row.get("assert"), str):
         return Statement(row["assert"], weight)
@@ -401,9 +411,10 @@ def _plain_call(body: list[ast.stmt]) -> FunctionCall | None:
     try:
         arguments = tuple(ast.literal_eval(argument) for argument in call.args)
         keywords = {k: ast.literal_eval(v) for k, v in _keywords(call)}
-        return FunctionCall(call.func.id, arguments, ast.literal_eval(test.comparators[0]), keywords)
+        expected = ast.literal_eval(test.comparators[0])
     except (ValueError, TypeError, MemoryError, RecursionError):
         return None
+    return FunctionCall(call.func.id, arguments, expected, keywords)
 
 
 def _keywords(call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
