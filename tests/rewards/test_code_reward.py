@@ -188,6 +188,42 @@ def test_weights_and_a_checker_decide_what_a_test_is_worth() -> None:
     assert seen[1] == (2.5, 2, (2,))
 
 
+LOOP = "def check(f):\n    for x in (1, 2):\n        assert f(x) == x\n"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"test": f"import numpy as np\n{LOOP}", "entry_point": "f"}, r'numpy.*imports=\("numpy",\)'),
+        ({"test_list": ["assert set(f(1)) == {1}"], "test_imports": ["import numpy"]}, r'imports=\("numpy",\)'),
+        ({"test": f"{LOOP}\n1 / 0\n", "entry_point": "f"}, r"ZeroDivisionError: division by zero.*: correct it"),
+    ],
+)
+def test_a_setup_that_fails_is_not_the_programs_fault(fields: Mapping[str, Any], message: str) -> None:
+    reward = require(CodeReward())
+    with pytest.raises(UserError, match=message):
+        judge(reward, fields, fenced("def f(x): return x"))
+    with pytest.raises(UserError, match=message):
+        reward.isolation([tba.Problem("x", MBPP), tba.Problem("x", fields)])
+
+
+def test_an_import_inside_a_check_that_fails_is_not_the_programs_fault() -> None:
+    fields = {"test": LOOP.replace("    for", "    import numpy\n    for"), "entry_point": "f"}
+    with pytest.raises(UserError, match=r"numpy.*imports"):
+        judge(require(CodeReward()), fields, fenced("def f(x): return x"))
+
+
+@pytest.mark.parametrize("code", ["def height(x): return 1", "def Node(x): raise ImportError", "def Node(x): return 1"])
+def test_a_setup_that_a_program_fails_is_its_fault(code: str) -> None:
+    setup = "root = Node(1)\nroot.left = Node(2)"
+    fields = {"test_list": ["assert height(root) == 2"], "test_setup_code": setup}
+    reward = require(CodeReward())
+    right = "class Node:\n    def __init__(self, x): self.x = x\ndef height(root): return 1 + hasattr(root, 'left')"
+    assert judge(reward, fields, fenced(right)).reward == 1.0
+    assert judge(reward, fields, fenced(code)).reward == 0.0
+    assert reward.isolation([tba.Problem("x", fields)]).startswith("programs run")
+
+
 def test_all_tests_are_needed_whatever_they_weigh() -> None:
     tests = [{"function": "f", "arguments": [x], "expected": x, "weight": w} for x, w in ((1, 1), (2, 0))]
     code = fenced("def f(x): return 1")

@@ -15,7 +15,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from functools import cached_property
@@ -43,6 +43,7 @@ _BLANKS = re.compile(r"(\s+)")
 _NUMBER = re.compile(
     r"[-+]?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?", re.ASCII
 )  # 007 and 1_000 are other texts than 7, 1000
+_TRIED_SETUPS = 8  # different ones of the first problems, before a run
 _TRIALS = 3  # of an answer whose sandbox fails
 
 
@@ -101,7 +102,8 @@ class CodeReward:
     def grade(self, answered: Sequence[AnsweredPrompt]) -> list[CodeVerdict]:
         """Returns the verdict on each answer, one after another.
 
-        Raises `UserError` for tests that cannot be read, and `PartFailed` where no program can be run.
+        Raises `UserError` for tests that cannot be read or whose own code fails, and `PartFailed` where no program can
+        be run.
         """
         verdicts = []
         for prompt, completion in answered:
@@ -125,15 +127,30 @@ class CodeReward:
         return Judgement(reward, parts)
 
     def isolation(self, problems: Sequence[Problem]) -> str:
-        """Returns how programs are isolated here, in words. Raises `UserError` where that is less than `level` says, or
-        a problem has no tests that can be read.
+        """Returns how programs are isolated here, in words. Raises `UserError` where that is less than `level` says, a
+        problem has no tests that can be read, or the setup of one of the first problems fails.
         """
+        setups: dict[str, CodeTests] = {}
         for problem in problems:
-            read_tests(problem.fields, self.tests, _code_of(problem.fields, problem.prompt))
+            tests = read_tests(problem.fields, self.tests, _code_of(problem.fields, problem.prompt))
+            if tests.setup and len(setups) < _TRIED_SETUPS:
+                setups[tests.setup] = tests
         if self.sandbox_fusion:
             return f"programs run on the SandboxFusion server {self.sandbox_fusion}, isolated as it is set up"
+        level = self._level()
+        self._try_setups(list(setups.values()))
         reasons = strongest_level(self.imports, bool(self.language.file))[1]
-        return f"programs run at the level {self._level()} of isolation" + (f" ({reasons})" if reasons else "")
+        return f"programs run at the level {level} of isolation" + (f" ({reasons})" if reasons else "")
+
+    def _try_setups(self, problems: Sequence[CodeTests]) -> None:
+        """Runs what stands before the tests of problems, with an empty program. Raises `UserError` where that fails."""
+        sandbox = Sandbox(self._level(), self.imports)
+        try:
+            for tests in problems:
+                with suppress(PartFailed):  # of the machine: the run meets it again, and tries again
+                    next(LocalRunner(sandbox, self._limits).outcomes("", tests))
+        finally:
+            sandbox.close()
 
     @property
     def _concurrency(self) -> int:
@@ -144,10 +161,13 @@ class CodeReward:
 
     @cached_property
     def _runner(self) -> Runner:
-        limits = ProgramLimits(self.seconds, self.answer_seconds, self.memory_mb << 20, self.language)
         if self.sandbox_fusion:
-            return SandboxFusion(self.sandbox_fusion, limits, self._concurrency)
-        return LocalRunner(Sandbox(self._level(), self.imports, bool(self.language.file)), limits)
+            return SandboxFusion(self.sandbox_fusion, self._limits, self._concurrency)
+        return LocalRunner(Sandbox(self._level(), self.imports, bool(self.language.file)), self._limits)
+
+    @property
+    def _limits(self) -> ProgramLimits:
+        return ProgramLimits(self.seconds, self.answer_seconds, self.memory_mb << 20, self.language)
 
     @cached_property
     def _turns(self) -> _Turns:
