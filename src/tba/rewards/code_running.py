@@ -210,8 +210,8 @@ def _state(
 ) -> ProgramOutcome:
     """Runs a statement in the process of the tests, and asks the program what that wants to know.
 
-    Raises `ProgramFailed` where either does not reply, and `UserError` for a failure that cannot be the program's: of an
-    import, and of anything in a setup, before the program was asked.
+    Raises `ProgramFailed` where either does not reply, and `UserError` for a failure that cannot be the program's: of
+    an import, and of anything in a setup, before the program was asked.
     """
     message = judge.ask(test.source, deadline=deadline)
     has_asked = message[:1] == ["ask"]
@@ -221,12 +221,7 @@ def _state(
         return ProgramOutcome()
     is_import = message[1:2] in (["ImportError"], ["ModuleNotFoundError"])
     if not has_asked and (is_setup or is_import):
+        reason = ": ".join(map(str, message[1:3]))
         remedy = 'name the package in `imports`, as in imports=("numpy",)' if is_import else "correct it"
-        raise UserError(
-            f"the code of a problem's tests fails whatever the program is ({_reason_of(message)}): {remedy}"
-        )
+        raise UserError(f"the code of a problem's tests fails whatever the program is ({reason}): {remedy}")
     return ProgramOutcome(failure="wrong" if message[1:2] == ["AssertionError"] else "error")
-
-
-def _reason_of(message: list[Json]) -> str:
-    return ": ".join(map(str, message[1:3]))[:300]
