@@ -303,7 +303,7 @@ def _from_check(source: str, entry_point: str) -> CodeTests:
     return CodeTests([Statement(f"check({entry_point})")], source, entry_point)
 
 
-def _bound_names(source: str) -> tuple[set[str], set[str]]:
+def _module_names(source: str) -> tuple[set[str], set[str]]:
     """Returns the names that a module uses as its own, and those that it binds."""
     tables = [symtable.symtable(source, "tests.py", "exec")]
     used, bound = set(), set()
@@ -320,7 +320,7 @@ def _bound_names(source: str) -> tuple[set[str], set[str]]:
 
 def _free_names(source: str) -> tuple[set[str], set[str]]:
     """Returns the names that a module uses and does not bind: those of others, and those of modules of Python."""
-    used, bound = _bound_names(source)
+    used, bound = _module_names(source)
     nodes = list(ast.walk(ast.parse(source)))
     bases = {n.value.id for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)}
     called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
@@ -337,7 +337,7 @@ def _with_helpers(tests: CodeTests, prompt: str) -> CodeTests:
     needed, _ = _free_names("\n".join([tests.setup, *(test.source for test in tests.tests)]))  # type: ignore[union-attr]
     tree.body = [node for node in tree.body if not _defines(node, tests.entry_point)]
     helpers = ast.unparse(tree)
-    if not (needed - {tests.entry_point, *tests.program_names}) & _bound_names(helpers)[1]:
+    if not (needed - {tests.entry_point, *tests.program_names}) & _module_names(helpers)[1]:
         return tests
     return replace(tests, setup=f"{helpers}\n{tests.setup}")
 
@@ -374,9 +374,9 @@ def _refuse_foreign_helpers(tests: CodeTests) -> None:
             f"they use {', '.join(sorted(foreign))}, which neither they nor the prompt define; list in "
             "`program_names` what a program defines beside the entry point"
         )
-    setup_names = _bound_names(tests.setup)[0]
+    setup_names = _module_names(tests.setup)[0]
     for source in sources[1:]:
-        names = foreign & (setup_names | _bound_names(source)[0])
+        names = foreign & (setup_names | _module_names(source)[0])
         functions = {n for n in names if not n[:1].isupper() or n in _attribute_bases(f"{tests.setup}\n{source}")}
         if len(functions) > 1:
             raise ValueError(
