@@ -129,6 +129,18 @@ def test_no_attack_earns_more_than_it_is_worth(reward: CodeReward, form: str, tm
     assert len(chosen) > 30
 
 
+def test_a_program_cannot_redefine_what_its_prompt_defines_for_the_tests() -> None:
+    fields = {
+        "prompt": "def poly(xs, x):\n    return xs[0] + xs[1] * x\n\n\ndef find_zero(xs):\n    '''A zero.'''\n",
+        "test": "def check(f):\n    for a in (1, 2):\n        assert abs(poly([a, 2], f([a, 2]))) < 1e-4\n",
+        "entry_point": "find_zero",
+    }
+    reward = require(CodeReward())
+    assert judge(reward, fields, "    return -xs[0] / xs[1]").reward == 1.0
+    cheat = "def poly(xs, x): return 0\ndef find_zero(xs): return 0"
+    assert judge(reward, fields, fenced(cheat)).reward == 0.0
+
+
 def test_an_exception_that_would_end_a_tests_loop_does_not() -> None:
     fields = {"test": "def check(f):\n    assert all(map(lambda x: f(x) == x, range(3)))\n", "entry_point": "f"}
     reward = require(CodeReward())
@@ -174,6 +186,49 @@ def test_weights_and_a_checker_decide_what_a_test_is_worth() -> None:
 
     assert judge(require(CodeReward(checker=near)), {"tests": tests}, code).reward == 1.0
     assert seen[1] == (2.5, 2, (2,))
+
+
+LOOP = "def check(f):\n    for x in (1, 2):\n        assert f(x) == x\n"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"test": f"import numpy as np\n{LOOP}", "entry_point": "f"}, r'numpy.*imports=\("numpy",\)'),
+        ({"test_list": ["assert set(f(1)) == {1}"], "test_imports": ["import numpy"]}, r'imports=\("numpy",\)'),
+        ({"test": f"{LOOP}\n1 / 0\n", "entry_point": "f"}, r"ZeroDivisionError: division by zero.*: correct it"),
+    ],
+)
+def test_a_setup_that_fails_is_not_the_programs_fault(fields: Mapping[str, Any], message: str) -> None:
+    reward = require(CodeReward())
+    with pytest.raises(UserError, match=message):
+        judge(reward, fields, fenced("def f(x): return x"))
+    with pytest.raises(UserError, match=message):
+        reward.isolation([tba.Problem("x", MBPP), tba.Problem("x", fields)])
+
+
+def test_an_import_inside_a_check_that_fails_is_not_the_programs_fault() -> None:
+    fields = {"test": LOOP.replace("    for", "    import numpy\n    for"), "entry_point": "f"}
+    with pytest.raises(UserError, match=r"numpy.*imports"):
+        judge(require(CodeReward()), fields, fenced("def f(x): return x"))
+
+
+@pytest.mark.parametrize("code", ["def height(x): return 1", "def Node(x): raise ImportError", "def Node(x): return 1"])
+def test_a_setup_that_a_program_fails_is_its_fault(code: str) -> None:
+    setup = "root = Node(1)\nroot.left = Node(2)"
+    fields = {"test_list": ["assert height(root) == 2"], "test_setup_code": setup}
+    reward = require(CodeReward())
+    right = "class Node:\n    def __init__(self, x): self.x = x\ndef height(root): return 1 + hasattr(root, 'left')"
+    assert judge(reward, fields, fenced(right)).reward == 1.0
+    assert judge(reward, fields, fenced(code)).reward == 0.0
+    assert reward.isolation([tba.Problem("x", fields)]).startswith("programs run")
+
+
+def test_all_tests_are_needed_whatever_they_weigh() -> None:
+    tests = [{"function": "f", "arguments": [x], "expected": x, "weight": w} for x, w in ((1, 1), (2, 0))]
+    code = fenced("def f(x): return 1")
+    assert judge(require(CodeReward(score="all")), {"tests": tests}, code).reward == 0.0
+    assert judge(require(CodeReward(score="weights")), {"tests": tests}, code).reward == 1.0
 
 
 def test_verdicts_are_remembered_but_for_those_that_ran_out_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,6 +278,12 @@ def test_other_languages_are_run_by_their_commands() -> None:
         ("NaN", "nan", False),
         ("", "0", False),
         ("1e400000000 1", "2e400000000 1", False),
+        ("1e2 -0.50", "100 -.5", False),
+        ("1e2 -0.50", "100 -0.5", True),
+        *((word, number, False) for word, number in [("00101", "101"), ("007", "7"), ("1_000", "1000"), ("٣", "3")]),
+        *((text, "1 2", False) for text in (" 1 2", "1  2", "1\t2", "1\u30002")),
+        ("  *\n ***  ", "  *\n ***", True),
+        ("*\n***", "  *\n ***", False),
     ],
 )
 def test_outputs_are_the_same_up_to_blanks_at_ends_and_how_a_number_is_written(

@@ -63,7 +63,7 @@ def test_asserts_that_compare_a_call_with_a_literal_are_calls() -> None:
 
 @pytest.mark.parametrize(
     "other",
-    ["assert f(x) == 1", "assert f(1)", "assert set(f(1)) == {1}", "assert f(1) == g(1)", "x = 1\nassert f(1) == 1"],
+    ["assert f(math) == 1", "assert f(1)", "assert set(f(1)) == {1}", "assert f(1) == f(2)", "x = 1\nassert f(1) == 1"],
 )
 def test_other_asserts_are_statements_and_so_are_all_beside_them(other: str) -> None:
     tests = read_tests({"test_list": ["assert f(1) == 1", other], "test_imports": ["import math"]})
@@ -72,7 +72,7 @@ def test_other_asserts_are_statements_and_so_are_all_beside_them(other: str) -> 
 
 
 def test_the_programs_names_in_statements_are_neither_builtins_nor_modules() -> None:
-    source = "assert math.isclose(abs(area(2)), Pair(1, 2).x) and sum([1]) == 1"
+    source = "assert math.isclose(abs(area(Pair(1, 2))), 2) and sum([1]) == 1"
     names, modules = read_tests({"test_list": [source]}).names
     assert (names, modules) == (["Pair", "area"], ["math"])
 
@@ -84,7 +84,48 @@ def test_a_check_of_plain_asserts_is_calls_and_any_other_is_run() -> None:
     loop = "def check(candidate):\n    for x in range(3):\n        assert candidate(x) == x\n"
     tests = read_tests({"test": loop, "entry_point": "f"})
     assert (list(tests.tests), tests.setup) == ([Statement("check(f)")], loop)
-    assert tests.names[0] == ["candidate", "check", "f", "x"]
+    assert tests.names[0] == ["f"]
+
+
+def test_what_a_prompt_defines_beside_its_entry_point_is_the_tests_own() -> None:
+    prompt = "import math\n\ndef half(x):\n    return x / 2\n\ndef f(x):\n    # twice\n"
+    fields = {"test": "def check(g):\n    for x in (1, 2):\n        assert half(g(x)) == x\n", "entry_point": "f"}
+    tests = read_tests(fields, prompt=prompt)
+    names: dict[str, Any] = {"f": lambda x: 2 * x}
+    exec(f"{tests.setup}\ncheck(f)", names)
+    assert (names["half"](4), tests.names) == (2, (["f"], []))
+    with pytest.raises(UserError, match=r"they use half, which neither they nor the prompt define"):
+        read_tests(fields, prompt="def f(x):\n")
+    assert read_tests({**fields, "program_names": ["half"]}).names[0] == ["f", "half"]
+
+
+@pytest.mark.parametrize(
+    ("source", "setup", "names"),
+    [
+        ("assert isclose(f(1), 2.5)", "", "f, isclose"),
+        ("assert isclose(Circle(1).area(), 3.14)", "", "Circle, isclose"),
+        ("check(f)", "def check(f):\n    assert isclose(f(1), 2.5)", "f, isclose"),
+        ("assert np.allclose(f(1), 2.5)", "", "f, np"),
+    ],
+)
+def test_a_test_takes_one_function_from_the_program_unless_more_are_listed(source: str, setup: str, names: str) -> None:
+    fields = {"test_list": [source], "test_setup_code": setup}
+    with pytest.raises(UserError, match=f"takes {names} from the program"):
+        read_tests(fields)
+    listed = read_tests({**fields, "program_names": json.dumps(names.split(", "))})
+    assert listed.names[0] == names.split(", ")
+    imports = ["from math import isclose", "import numpy as np"]
+    assert len(read_tests({**fields, "test_imports": imports}).names[0]) == 1
+    assert read_tests({**fields, "test_imports": ["from math import *"]}).tests  # may have bound them
+
+
+def test_classes_of_the_program_may_make_arguments() -> None:
+    pairs = read_tests({"test_list": ["assert chain([Pair(1, 2)], 4) == 3"]})
+    assert pairs.names[0] == ["Pair", "chain"]
+    tree = read_tests(
+        {"test_list": ["assert height(root) == 2"], "test_setup_code": "root = Node(1)\nroot.left = Node(2)"}
+    )
+    assert tree.names[0] == ["Node", "height"]
 
 
 def test_a_named_field_is_read_and_what_is_not_there_is_said() -> None:
@@ -95,6 +136,38 @@ def test_a_named_field_is_read_and_what_is_not_there_is_said() -> None:
         read_tests({"answer": "42"})
     with pytest.raises(UserError, match=r"cannot be read .*inputs and outputs are not lists of one length"):
         read_tests({"input_output": {"inputs": ["1"], "outputs": []}})
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"tests": [{"function": "f", "arguments": [1], "result": 2}]},
+            "a test of f has the fields arguments, function, result: give `expected`",
+        ),
+        ({"tests": [{"function": "f", "arguments": nested(61), "expected": 2}]}, "of f .* too deeply nested"),
+        ({"tests": [{"function": "f", "arguments": [], "expected": nested(61)}]}, "of f .* too deeply nested"),
+        ({"test_list": [f"assert f({nested(61)}) == 1"]}, "of f .* too deeply nested"),
+        ({"test_list": ["assert f(...) == 1"]}, "a ellipsis is no data"),
+    ],
+)
+def test_calls_that_could_not_be_made_or_compared_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_tests(fields)
+
+
+def test_a_call_may_be_expected_to_return_nothing_and_to_take_deep_values() -> None:
+    row = {"function": "f", "arguments": nested(55), "expected": None}
+    (test,) = read_tests({"tests": [row]}).tests
+    assert isinstance(test, FunctionCall)
+    assert test.expected_texts == {"null"}
 
 
 class Bomb:

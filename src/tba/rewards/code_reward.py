@@ -11,10 +11,11 @@ import functools
 import hashlib
 import json
 import os
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from functools import cached_property
@@ -30,7 +31,7 @@ from tba.rewards.sandbox import Sandbox, require_level, strongest_level
 from tba.rewards.sandbox_fusion import SandboxFusion
 from tba.rewards.sandbox_kernel import Level
 from tba.rewards.sandbox_values import Unreadable, canonical, decode_value
-from tba.types import Completion, Judgement, Problem, Prompt
+from tba.types import Completion, Json, Judgement, Problem, Prompt
 
 Checker = Callable[[Any, Any, Any], bool]
 AnsweredPrompt = tuple[Prompt, Completion]
@@ -38,6 +39,11 @@ _CACHED_VERDICTS = 1 << 16
 _CACHED_TESTS = 256  # problems whose tests are kept as they were read
 _PATIENCE = 600.0  # seconds that a program waits for its turn
 _PROGRAMS_PER_CORE = 2  # at once: one runs while another's process is made or ended
+_BLANKS = re.compile(r"(\s+)")
+_NUMBER = re.compile(
+    r"[-+]?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?", re.ASCII
+)  # 007 and 1_000 are other texts than 7, 1000
+_TRIED_SETUPS = 8  # different ones of the first problems, before a run
 _TRIALS = 3  # of an answer whose sandbox fails
 
 
@@ -96,7 +102,8 @@ class CodeReward:
     def grade(self, answered: Sequence[AnsweredPrompt]) -> list[CodeVerdict]:
         """Returns the verdict on each answer, one after another.
 
-        Raises `UserError` for tests that cannot be read, and `PartFailed` where no program can be run.
+        Raises `UserError` for tests that cannot be read or whose own code fails, and `PartFailed` where no program can
+        be run.
         """
         verdicts = []
         for prompt, completion in answered:
@@ -110,7 +117,7 @@ class CodeReward:
     def judgement(self, values: Sequence[CodeVerdict]) -> Judgement:
         """Returns the judgement of one answer, whose verdict is the only value."""
         (verdict,) = values
-        reward = {"all": float(verdict.earned == 1), "share": verdict.share, "weights": verdict.earned}[self.score]
+        reward = {"all": float(verdict.share == 1), "share": verdict.share, "weights": verdict.earned}[self.score]
         parts = {
             "tests_passed": verdict.share,
             "no_code": float(verdict.has_no_code),
@@ -120,15 +127,30 @@ class CodeReward:
         return Judgement(reward, parts)
 
     def isolation(self, problems: Sequence[Problem]) -> str:
-        """Returns how programs are isolated here, in words. Raises `UserError` where that is less than `level` says, or
-        a problem has no tests that can be read.
+        """Returns how programs are isolated here, in words. Raises `UserError` where that is less than `level` says, a
+        problem has no tests that can be read, or the setup of one of the first problems fails.
         """
+        setups: dict[str, CodeTests] = {}
         for problem in problems:
-            read_tests(problem.fields, self.tests)
+            tests = read_tests(problem.fields, self.tests, _code_of(problem.fields, problem.prompt))
+            if tests.setup and len(setups) < _TRIED_SETUPS:
+                setups[tests.setup] = tests
         if self.sandbox_fusion:
             return f"programs run on the SandboxFusion server {self.sandbox_fusion}, isolated as it is set up"
+        level = self._level()
+        self._try_setups(list(setups.values()))
         reasons = strongest_level(self.imports, bool(self.language.file))[1]
-        return f"programs run at the level {self._level()} of isolation" + (f" ({reasons})" if reasons else "")
+        return f"programs run at the level {level} of isolation" + (f" ({reasons})" if reasons else "")
+
+    def _try_setups(self, problems: Sequence[CodeTests]) -> None:
+        """Runs what stands before the tests of problems, with an empty program. Raises `UserError` where that fails."""
+        sandbox = Sandbox(self._level(), self.imports)
+        try:
+            for tests in problems:
+                with suppress(PartFailed):  # of the machine: the run meets it again, and tries again
+                    next(LocalRunner(sandbox, self._limits).outcomes("", tests))
+        finally:
+            sandbox.close()
 
     @property
     def _concurrency(self) -> int:
@@ -139,10 +161,13 @@ class CodeReward:
 
     @cached_property
     def _runner(self) -> Runner:
-        limits = ProgramLimits(self.seconds, self.answer_seconds, self.memory_mb << 20, self.language)
         if self.sandbox_fusion:
-            return SandboxFusion(self.sandbox_fusion, limits, self._concurrency)
-        return LocalRunner(Sandbox(self._level(), self.imports, bool(self.language.file)), limits)
+            return SandboxFusion(self.sandbox_fusion, self._limits, self._concurrency)
+        return LocalRunner(Sandbox(self._level(), self.imports, bool(self.language.file)), self._limits)
+
+    @property
+    def _limits(self) -> ProgramLimits:
+        return ProgramLimits(self.seconds, self.answer_seconds, self.memory_mb << 20, self.language)
 
     @cached_property
     def _turns(self) -> _Turns:
@@ -153,15 +178,16 @@ class CodeReward:
         return _VerdictCache()
 
     @cached_property
-    def _read_tests(self) -> Callable[[str], CodeTests]:
-        return functools.lru_cache(_CACHED_TESTS)(lambda fields: read_tests(json.loads(fields), self.tests))
+    def _read_tests(self) -> Callable[[str, str], CodeTests]:
+        return functools.lru_cache(_CACHED_TESTS)(lambda fields, code: read_tests(json.loads(fields), self.tests, code))
 
     def _tests(self, prompt: Prompt) -> CodeTests:
         """Returns the tests of a prompt, read once for all answers to it."""
+        code = _code_of(prompt.fields, prompt.text if prompt.messages is None else "")
         try:
-            return self._read_tests(json.dumps(prompt.fields))
+            return self._read_tests(json.dumps(prompt.fields), code)
         except TypeError:  # a field that is no JSON
-            return read_tests(prompt.fields, self.tests)
+            return read_tests(prompt.fields, self.tests, code)
 
     def _verdict(self, code: str, is_fenced: bool, tests: CodeTests) -> CodeVerdict:
         if not code.strip():
@@ -293,8 +319,14 @@ def _defines(code: str, name: str) -> bool:
 
 def _beginning(prompt: Prompt, tests: CodeTests) -> str:
     """Returns the code that a prompt is, and that an answer goes on from; empty where there is none."""
-    text = prompt.fields.get("prompt") or (prompt.text if prompt.messages is None else "")
-    return text if tests.entry_point and isinstance(text, str) and _defines(text, tests.entry_point) else ""
+    text = _code_of(prompt.fields, prompt.text if prompt.messages is None else "")
+    return text if tests.entry_point and _defines(text, tests.entry_point) else ""
+
+
+def _code_of(fields: Mapping[str, Json], prompt: object) -> str:
+    """Returns the text of a problem that may be code: of its field, else the prompt where that is no chat."""
+    text = fields.get("prompt") or prompt
+    return text if isinstance(text, str) else ""
 
 
 def same_output(output: str, expected: str) -> bool:
@@ -314,7 +346,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _same_line(line: str, expected: str) -> bool:
-    words, expected_words = line.split(), expected.split()
+    words, expected_words = _BLANKS.split(line), _BLANKS.split(expected)  # with the blanks between them
     return len(words) == len(expected_words) and all(
         word == expected_word or (_number(word) is not None and _number(word) == _number(expected_word))
         for word, expected_word in zip(words, expected_words, strict=True)
@@ -322,9 +354,10 @@ def _same_line(line: str, expected: str) -> bool:
 
 
 def _number(word: str) -> Decimal | None:
-    """Returns the number that a word spells, None for NaN, too, which equals nothing."""
-    try:
-        number = Decimal(word)
-    except InvalidOperation:
+    """Returns the number that a word spells in plain digits; None for any other word."""
+    if _NUMBER.fullmatch(word) is None:
         return None
-    return number if number.is_finite() else None
+    try:
+        return Decimal(word)
+    except InvalidOperation:  # its exponent is too large
+        return None

@@ -64,7 +64,9 @@ class Runner(Protocol):
     """Runs programs."""
 
     def outcomes(self, code: str, tests: CodeTests) -> Iterator[ProgramOutcome]:
-        """Returns the outcome of each test, in order. Raises `PartFailed` where no program can be run."""
+        """Returns the outcome of each test, in order. Raises `PartFailed` where no program can be run, and `UserError`
+        for tests that cannot be.
+        """
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ class LocalRunner:
     def outcomes(self, code: str, tests: CodeTests) -> Iterator[ProgramOutcome]:
         """Returns the outcome of each test, in order: all of exchanges are programs of their own; calls and statements
         ask one program, and another one after a question that it did not answer.
+
+        Raises `UserError` for a setup, or an import of a test, that fails before a program is asked anything.
         """
         deadline = time.monotonic() + self.limits.answer_seconds
         has_exchanges = isinstance(tests.tests[0], InputOutput)
@@ -146,8 +150,8 @@ class LocalRunner:
             return None
         names, modules = tests.names
         judge = conversation.start({"kind": "tests", "names": names, "modules": modules}, deadline)
-        if tests.setup and (outcome := _state(conversation.program, judge, Statement(tests.setup), deadline)).failure:
-            raise ProgramFailed("timeout" if outcome.failure == "timeout" else "unreadable")
+        if tests.setup and _state(conversation.program, judge, Statement(tests.setup), deadline, is_setup=True).failure:
+            raise ProgramFailed("unreadable")
         return judge
 
 
@@ -201,14 +205,23 @@ def _call(program: SandboxedProgram, test: FunctionCall, deadline: float) -> Pro
     return ProgramOutcome(content[0]) if kind == "value" and content else ProgramOutcome(failure="error")
 
 
-def _state(program: SandboxedProgram, judge: SandboxedProgram, test: Statement, deadline: float) -> ProgramOutcome:
+def _state(
+    program: SandboxedProgram, judge: SandboxedProgram, test: Statement, deadline: float, is_setup: bool = False
+) -> ProgramOutcome:
     """Runs a statement in the process of the tests, and asks the program what that wants to know.
 
-    Raises `ProgramFailed` where either does not reply.
+    Raises `ProgramFailed` where either does not reply, and `UserError` for a failure that cannot be the program's: of
+    an import, and of anything in a setup, before the program was asked.
     """
     message = judge.ask(test.source, deadline=deadline)
+    has_asked = message[:1] == ["ask"]
     while message[:1] == ["ask"]:
         message = judge.go_on(program.ask(*message[1:], deadline=deadline), deadline)
     if message[:1] == ["passed"]:
         return ProgramOutcome()
+    is_import = message[1:2] in (["ImportError"], ["ModuleNotFoundError"])
+    if not has_asked and (is_setup or is_import):
+        reason = ": ".join(map(str, message[1:3]))
+        remedy = 'name the package in `imports`, as in imports=("numpy",)' if is_import else "correct it"
+        raise UserError(f"the code of a problem's tests fails whatever the program is ({reason}): {remedy}")
     return ProgramOutcome(failure="wrong" if message[1:2] == ["AssertionError"] else "error")

@@ -14,7 +14,9 @@ the judge. Nothing is evaluated but literals, and nothing unpickled.
 "expected"}`, each perhaps with a `weight` |
 
 Columns may be texts of JSON. An assert of the form `f(literals) == literal` is a call whose value is compared; any
-other is run in a process of its own, which asks for what the program's functions return.
+other is run in a process of its own, which asks for what the program's functions return. What a test compares with, or
+by, must not be the program's: with an entry point a program provides that alone, and the prompt the helpers; elsewhere
+a test may take one function from it.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import builtins
 import hashlib
 import json
 import pickletools
+import symtable
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -74,6 +77,14 @@ class FunctionCall:
     is_wrapped: bool = False  # what is expected may be the only item of `expected`, or this list itself
     weight: float = 1.0
 
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for arguments or an expected value that are no data, or too large or deep to be sent."""
+        try:
+            for value in (list(self.arguments), dict(self.keywords), self.expected):
+                canonical(encode_value(value), self.as_json)
+        except ValueError as error:
+            raise ValueError(f"the arguments of {self.function} or its expected value: {error}") from None
+
     @cached_property
     def expected_texts(self) -> set[str]:
         """Returns the canonical texts of right values; none for NaN, which equals nothing."""
@@ -98,6 +109,7 @@ class CodeTests:
     tests: Sequence[InputOutput] | Sequence[FunctionCall] | Sequence[Statement]
     setup: str = ""  # code that runs before statements, in their process
     entry_point: str = ""  # the function that an answer defines, or ends, where a data set says so
+    program_names: tuple[str, ...] = ()  # what statements may take from the program, where a problem lists it
 
     @cached_property
     def digest(self) -> str:
@@ -106,20 +118,19 @@ class CodeTests:
 
     @cached_property
     def names(self) -> tuple[list[str], list[str]]:
-        """Returns the names in statements that may be the program's, and those that are modules of Python."""
-        nodes = list(ast.walk(ast.parse("\n".join([self.setup, *(test.source for test in self.tests)]))))  # type: ignore[union-attr]
-        used = {node.id for node in nodes if isinstance(node, ast.Name)}
-        bases = {n.value.id for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)}
-        called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-        modules = (bases - called) & sys.stdlib_module_names
-        names = used - modules - set(dir(builtins)) | ({self.entry_point} if self.entry_point else set())
-        return sorted(names), sorted(modules)
+        """Returns the names in statements that are the program's, and those that are modules of Python."""
+        names, modules = _free_names("\n".join([self.setup, *(test.source for test in self.tests)]))  # type: ignore[union-attr]
+        if self.entry_point:
+            names = {self.entry_point}
+        names |= set(self.program_names)
+        return sorted(names), sorted(modules - names)
 
 
-def read_tests(fields: Mapping[str, Json], name: str = "") -> CodeTests:
+def read_tests(fields: Mapping[str, Json], name: str = "", prompt: str = "") -> CodeTests:
     """Returns the tests of a problem from its fields. Raises `UserError` where there are none that can be read.
 
-    name: of the field that has them, `a.b` for `b` in the object `a`; empty: it is known by its name.
+    name: of the field that has them, `a.b` for `b` in the object `a`; empty: it is known by its name. prompt: code that
+    answers may go on from.
     """
     value: Json = fields
     for part in name.split(".") if name else []:
@@ -127,12 +138,16 @@ def read_tests(fields: Mapping[str, Json], name: str = "") -> CodeTests:
         value = value.get(part) if isinstance(value, Mapping) else None
     try:
         tests = _find_tests(value, 0)
+        if tests is not None and isinstance(entry_point := fields.get("entry_point"), str):
+            tests = replace(tests, entry_point=entry_point)
+        if tests is not None and tests.tests and isinstance(tests.tests[0], Statement):
+            names = parse_json_text(fields.get("program_names")) or []
+            tests = _with_helpers(replace(tests, program_names=tuple(map(str, names))), prompt)
+            _refuse_foreign_helpers(tests)
     except (ValueError, SyntaxError, RecursionError, TypeError, KeyError, zlib.error) as error:
         raise UserError(
             f"the tests of a problem cannot be read ({type(error).__name__}: {error}); see docs/code_rewards.md"
         ) from error
-    if tests is not None and isinstance(entry_point := fields.get("entry_point"), str):
-        tests = replace(tests, entry_point=entry_point)
     if tests is None or not tests.tests:
         raise UserError(
             f"a problem has no tests {f'in its field {name!r}' if name else 'in a field that is known'}: it has the "
@@ -248,6 +263,8 @@ def _from_row(row: Mapping[str, Json]) -> InputOutput | FunctionCall | Statement
         arguments = row.get("arguments", row.get("args", row.get("input", [])))
         if not isinstance(arguments, list):
             raise ValueError(f"the arguments of {name} are no list")
+        if "expected" not in row and "output" not in row:
+            raise ValueError(f"a test of {name} has the fields {', '.join(sorted(row))}: give `expected`")
         return FunctionCall(name, tuple(arguments), expected, row.get("keywords") or {}, as_json=True, weight=weight)
     if isinstance(row.get("assert"), str):
         return Statement(row["assert"], weight)
@@ -286,6 +303,95 @@ def _from_check(source: str, entry_point: str) -> CodeTests:
     return CodeTests([Statement(f"check({entry_point})")], source, entry_point)
 
 
+def _module_names(source: str) -> tuple[set[str], set[str]]:
+    """Returns the names that a module uses as its own, and those that it binds."""
+    tables = [symtable.symtable(source, "tests.py", "exec")]
+    used, bound = set(), set()
+    for table in tables:
+        tables += table.get_children()
+        for symbol in table.get_symbols():
+            is_global = table.get_type() == "module" or symbol.is_global()
+            if is_global and symbol.is_referenced():
+                used.add(symbol.get_name())
+            if is_global and (symbol.is_assigned() or symbol.is_imported()):
+                bound.add(symbol.get_name())
+    return used, bound
+
+
+def _free_names(source: str) -> tuple[set[str], set[str]]:
+    """Returns the names that a module uses and does not bind: those of others, and those of modules of Python."""
+    used, bound = _module_names(source)
+    nodes = list(ast.walk(ast.parse(source)))
+    bases = {n.value.id for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)}
+    called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    free = used - bound - set(dir(builtins))
+    modules = free & (bases - called) & sys.stdlib_module_names
+    return free - modules, modules
+
+
+def _with_helpers(tests: CodeTests, prompt: str) -> CodeTests:
+    """Returns tests whose setup has what the prompt defines beside the entry point, where they use some of it."""
+    tree = _parse_beginning(prompt) if tests.entry_point else None
+    if tree is None:
+        return tests
+    needed, _ = _free_names("\n".join([tests.setup, *(test.source for test in tests.tests)]))  # type: ignore[union-attr]
+    tree.body = [node for node in tree.body if not _defines(node, tests.entry_point)]
+    helpers = ast.unparse(tree)
+    if not (needed - {tests.entry_point, *tests.program_names}) & _module_names(helpers)[1]:
+        return tests
+    return replace(tests, setup=f"{helpers}\n{tests.setup}")
+
+
+def _parse_beginning(prompt: str) -> ast.Module | None:
+    """Returns the tree of code whose last function may lack its body; None for what is no code."""
+    for body in ("", "\n    pass\n", "\n        pass\n"):
+        try:
+            return ast.parse(prompt + body)
+        except (SyntaxError, ValueError):
+            continue
+    return None
+
+
+def _defines(node: ast.stmt, name: str) -> bool:
+    functions = [n for n in ast.walk(node) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return any(function.name == name for function in functions)
+
+
+def _refuse_foreign_helpers(tests: CodeTests) -> None:
+    """Raises `ValueError` where statements use names that are not theirs and may not be the program's.
+
+    A program that provides what a test compares with, as `isclose` in `assert isclose(f(1), 2.5)`, would pass, and see
+    what is expected. So a statement may take one function from a program, and classes to make arguments with.
+    """
+    sources = [tests.setup, *(test.source for test in tests.tests)]  # type: ignore[union-attr]
+    nodes = list(ast.walk(ast.parse("\n".join(sources))))
+    if any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in nodes):
+        return  # what it binds is not known
+    listed = {tests.entry_point, *tests.program_names}
+    foreign = _free_names("\n".join(sources))[0] - listed
+    if tests.entry_point and foreign:
+        raise ValueError(
+            f"they use {', '.join(sorted(foreign))}, which neither they nor the prompt define; list in "
+            "`program_names` what a program defines beside the entry point"
+        )
+    setup_names = _module_names(tests.setup)[0]
+    for source in sources[1:]:
+        names = foreign & (setup_names | _module_names(source)[0])
+        functions = {n for n in names if not n[:1].isupper() or n in _attribute_bases(f"{tests.setup}\n{source}")}
+        if len(functions) > 1:
+            raise ValueError(
+                f"{source!r:.80} takes {', '.join(sorted(functions))} from the program, which could then decide how it "
+                "is compared; bind all but one in the tests' setup, or list in `program_names` what a program defines"
+            )
+
+
+def _attribute_bases(source: str) -> set[str]:
+    """Returns the names in `name.attribute` and `name(...).attribute`."""
+    values = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
+    bases = [value.func if isinstance(value, ast.Call) else value for value in values]
+    return {base.id for base in bases if isinstance(base, ast.Name)}
+
+
 def _says_nothing(node: ast.stmt) -> bool:
     """Returns whether a statement is a text, `pass` or `assert True`."""
     value = node.value if isinstance(node, ast.Expr) else node.test if isinstance(node, ast.Assert) else None
@@ -305,9 +411,10 @@ def _plain_call(body: list[ast.stmt]) -> FunctionCall | None:
     try:
         arguments = tuple(ast.literal_eval(argument) for argument in call.args)
         keywords = {k: ast.literal_eval(v) for k, v in _keywords(call)}
-        return FunctionCall(call.func.id, arguments, ast.literal_eval(test.comparators[0]), keywords)
+        expected = ast.literal_eval(test.comparators[0])
     except (ValueError, TypeError, MemoryError, RecursionError):
         return None
+    return FunctionCall(call.func.id, arguments, expected, keywords)
 
 
 def _keywords(call: ast.Call) -> Iterator[tuple[str, ast.expr]]:

@@ -3,8 +3,8 @@
 Invariant: the tests that a prompt shows say how the function is called; those that it does not show are graded as well.
 The problems are not part of this package: give a folder, or a name on the Hub.
 
-A row has `text` (or `prompt`, in the sanitized version), `code` and `test_list`, and may have `test_setup_code` and
-`test_imports`. A folder has train.jsonl and test.jsonl.
+A row has `text` (or `prompt`, in the sanitized version), `code` and `test_list`, and may have `test_setup_code`,
+`test_imports` and `program_names` (docs/code_rewards.md). A folder has train.jsonl and test.jsonl.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tba.tasks.problem_rows import ProblemRow, read_rows, rows_from_hub
 from tba.types import Problem, Split
 
 _FILE = {"train": "train", "eval": "test"}
-_TEST_COLUMNS = ("test_list", "test_setup_code", "test_imports")
+_TEST_COLUMNS = ("test_list", "test_setup_code", "test_imports", "program_names")
 _PROMPT = "{question}\n\nYour code should pass tests such as\n\n{tests}\n\nAnswer with one block of Python code."
 
 
