@@ -46,7 +46,7 @@ def test_a_student_that_is_its_teacher_is_at_no_distance_whatever_it_learns_from
     benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(benchmark, "LOGGED", 1)
-    self_taught = replace(recipe, teacher=Teacher(models=(HuggingFace(str(BASE), device="cpu"),), reward=False))
+    self_taught = replace(recipe, teacher=Teacher(models=(HuggingFace(str(BASE), device="cpu"),), top=3, reward=False))
     monkeypatch.setattr(benchmark, "find", lambda name: self_taught)
     out = tmp_path / "rows.jsonl"
     for way, source in benchmark.CELLS:

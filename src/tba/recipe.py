@@ -343,7 +343,7 @@ class Recipe:
         else:
             unused_fields |= {"run.inline_rounds_per_sync": "runtime inline"}
         if not self.scores_reference:
-            unused_fields |= {"reference": "a teacher that leaves it a part in the target"}
+            unused_fields |= {"reference": "teacher.weights below 1"}
         if not self.reference_reset:
             unused_fields |= {"reset_optimizer": "reference_reset", "rescored_per_round": "reference_reset"}
         if isinstance(self.objective, HasLogZ) and not self.objective.needs & HEADS:

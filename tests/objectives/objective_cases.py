@@ -89,7 +89,7 @@ def sampled(
     groups = []
     for g, size in enumerate(sizes):
         (group,) = sample_groups(policy.task, [prompts[g % len(prompts)]], size, Sampling(temperature), rng, engine)
-        groups.append(Group.of([_with_steps(t, holes, rng) for t in group.trajectories]))
+        groups.append(Group.of([_with_steps(t, policy.task, holes, rng) for t in group.trajectories]))
     batch = precise(collate(groups))
     return replace(batch, lag_B=torch.arange(batch.rows) % 5 - 1, log_anchor_BT=0.9 * batch.log_reference_BT)
 
@@ -100,11 +100,11 @@ def precise(batch: Batch) -> Batch:
     return replace(batch, **{n: x.double() for n, x in tensors.items() if x is not None and x.dtype == torch.float32})
 
 
-def _with_steps(t: Trajectory, holes: float, rng: np.random.Generator) -> Trajectory:
+def _with_steps(t: Trajectory, task: TabularTask, holes: float, rng: np.random.Generator) -> Trajectory:
     starts = np.flatnonzero(np.arange(t.length) % 2 == 0)
     arrays: dict[str, Any] = {"step_start": starts, "step_value": rng.random(len(starts)).astype(np.float32)}
     mask = rng.random(t.length) >= holes
-    top = TabularReference(replace(TASK, seed=7)).top_scores(t.prompt, t.completion, 2)
+    top = TabularReference(replace(task, seed=7)).top_scores(t.prompt, t.completion, 2)
     arrays |= {TOP_IDS: top.ids_MK[mask], TOP_LOGS: top.logs_MC[mask]}
     return replace(t, arrays=arrays, completion=replace(t.completion, mask=mask if holes else None))
 

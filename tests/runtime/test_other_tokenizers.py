@@ -235,10 +235,13 @@ def test_a_run_with_a_teacher_of_other_tokens_keeps_one_score_for_each_answer(tm
     assert {t.completion.stop_reason for t in rows} == {StopReason.EOS, StopReason.LENGTH}
     # the teacher is the policy's start, which is the reference: also of answers with padding, that no text shows
     assert any(recipe.model.tokenizer().pad_token_id in t.completion.tokens for t in rows)
+    reference = recipe.model.reference(recipe.policy_temperature, Version())
     for t in rows:
         (log_T,) = t.arrays[TEACHER]
+        ((score,),) = reference.log_probabilities_of([(t.prompt, [t.completion])])
         assert not log_T[:-1].any()
-        assert float(log_T[-1]) == pytest.approx(float(t.log_reference.sum()), abs=1e-4)
+        assert float(log_T[-1]) == pytest.approx(float(score.sum()), abs=1e-4)
+        assert not t.has_reference  # it has no part in the target
 
 
 class Ways(TabularTokenizer):

@@ -42,7 +42,7 @@ class Distil:
     follows from whoever wrote the tokens, so that stale data move the optimum.
     """
 
-    divergence: Literal["reverse", "forward", "js"] = "reverse"
+    divergence: Literal["reverse", "forward", "js"] = "reverse"  # from the policy to the teacher, back, or half of each
     pull: float = 0.0  # weight of the squared log-ratio to the reference, in nats a square nat; 0: it is not scored
     loss_aggregation: Aggregation = "row"  # the sum over an answer's tokens (row), their mean (sequence), or the mean
     # over all tokens of the batch (token)

@@ -233,7 +233,7 @@ def _number(value: float) -> str:
 
 _LATEST: Sequence[tuple[str, str, Callable[[float], str]]] = (
     (metrics.REWARD, "reward", "{:.4g}".format),
-    (metrics.LOG_RATIO, "log-ratio to the reference, or what a teacher makes of it", "{:.4g}".format),
+    (metrics.LOG_RATIO, "log-ratio to the reference", "{:.4g}".format),
     (metrics.LOG_RATIO_ALONE, "the same, without teachers", "{:.4g}".format),
     (metrics.LAG, "lag", "{:.4g}".format),
     (metrics.TRAINER_IDLE, "trainer idle", percent),
