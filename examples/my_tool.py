@@ -32,10 +32,10 @@ class Price:  # one object lives through one episode; its public methods are the
         return float(answer == str(PRICES[self.item]))
 
 
-def guesser(told: list[str], draw: random.Random) -> str:  # plays what the base learns from
-    if len(told) > 1:
-        return told[-1]
-    item = told[0].split()[2]
+def guesser(turns: list[str], draw: random.Random) -> str:  # plays what the base learns from
+    if len(turns) > 1:
+        return turns[-1]
+    item = turns[0].split()[2]
     if draw.random() < 0.3:
         return f'<tool_call>{{"name": "price", "arguments": {{"item": "{item}"}}}}</tool_call>'
     return str(draw.choice(list(PRICES.values())))

@@ -28,6 +28,7 @@ from tba_lab.fusion_server import fusion_server
 COLUMNS = ["level", "form", "kind", "attack", "earned", "honest_score", "seconds"]
 COLUMNS += ["processes_left", "files_left", "untouched", "sibling"]
 _LEFT = [Path("/dev/shm"), Path("/tmp"), Path("/var/tmp")]
+# an honest answer that is judged beside each attack, long enough to be disturbed by it
 _SLOW = "import time\ndef slow(x):\n    time.sleep(0.2)\n    return x"
 
 
@@ -52,11 +53,11 @@ def main() -> None:
         print("HOLE", row)
     print(f"{len(rows)} runs of {len(chosen)} programs at {options.level}: {len(wrong)} holes")
     if options.out is not None:
-        others = list(csv.DictReader(options.out.open())) if options.out.exists() else []
+        earlier_rows = list(csv.DictReader(options.out.open())) if options.out.exists() else []
         with options.out.open("w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
-            writer.writerows([row for row in others if row["level"] != options.level] + rows)
+            writer.writerows([row for row in earlier_rows if row["level"] != options.level] + rows)
     sys.exit(bool(wrong))
 
 
@@ -69,10 +70,10 @@ def measure(chosen: list[Attack], forms: list[str], options: argparse.Namespace,
     if not url:
         at_level(reward, level)
         at_level(sibling, level)
-    with TemporaryDirectory() as folder, lures(Path(folder)) as found:
+    with TemporaryDirectory() as folder, lures(Path(folder)) as lure_places:
         for form in forms:
             for attack in chosen:
-                rows.append({"level": options.level, **measure_attack(attack, form, found, reward, sibling)})
+                rows.append({"level": options.level, **measure_attack(attack, form, lure_places, reward, sibling)})
                 print(",".join(str(rows[-1][name]) for name in COLUMNS), flush=True)
     return rows
 
@@ -87,10 +88,10 @@ def at_level(reward: tba.CodeReward, level: Any) -> None:
 
 
 def measure_attack(
-    attack: Attack, form: str, found: Mapping[str, Any], reward: tba.CodeReward, sibling: tba.CodeReward
+    attack: Attack, form: str, lure_places: Mapping[str, Any], reward: tba.CodeReward, sibling: tba.CodeReward
 ) -> dict[str, Any]:
     siblings: list[float] = []
-    path, victim = Path(found["PATH"]), found["VICTIM"]
+    path, victim = Path(lure_places["PATH"]), lure_places["VICTIM"]
     before = (path.read_bytes(), path.stat().st_mode, path.stat().st_mtime_ns)
     code = f"```\n# {attack.name} {form}\n{_SLOW}\n```"
     thread = threading.Thread(
@@ -100,7 +101,7 @@ def measure_attack(
     )
     thread.start()
     start = time.monotonic()
-    earned = reward.judge([answered(fields_of(attack, form), program(attack, form, found))])[0].reward
+    earned = reward.judge([answered(fields_of(attack, form), program(attack, form, lure_places))])[0].reward
     seconds = time.monotonic() - start
     thread.join()
     files = [str(p) for folder in _LEFT for p in folder.glob("attack_*")]

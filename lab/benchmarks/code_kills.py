@@ -64,7 +64,7 @@ def kill_once(level: Any, seconds: float) -> tuple[int, int]:
         reward.__dict__["_runner"] = LocalRunner(Sandbox(level), ProgramLimits(2.0, 4.0, 256 << 20))
         answers = [f"```\n# {k}\n{CODES[k % len(CODES)]}\n```" for k in range(10_000)]
         reward.judge([answered({"test_list": ["assert f(1) == 1"]}, answer) for answer in answers])
-    time.sleep(seconds)
+    time.sleep(seconds)  # the moment of the kill, which differs from one to the next
     numbers = kill(judge)
     os.waitpid(judge, 0)
     return numbers
@@ -87,7 +87,7 @@ def kill_searchers(folder: Path, kills: int) -> None:
     with subprocess.Popen([sys.executable, "-m", "tba", *words], stdout=subprocess.DEVNULL) as run:
         done = 0
         while run.poll() is None:
-            time.sleep(3.0)
+            time.sleep(3.0)  # between two kills, so that a searcher comes back
             judges = [p for p in descendants(run.pid) if any(map(is_worker, children_of(p))) and not is_worker(p)]
             if judges and done < kills:
                 done += 1

@@ -137,7 +137,7 @@ def generation() -> Iterator[Any]:
     process = context.Process(target=sample, args=(tokens,), daemon=True)
     process.start()
     while not tokens.value:
-        time.sleep(0.1)
+        time.sleep(0.1)  # until the other process samples
     try:
         yield tokens
     finally:
@@ -165,7 +165,7 @@ def sample(tokens: Any) -> None:
 
 def tokens_per_second(tokens: Any, seconds: float) -> float:
     before, start = tokens.value, time.monotonic()
-    time.sleep(seconds)
+    time.sleep(seconds)  # over which tokens are counted
     return float((tokens.value - before) / (time.monotonic() - start))
 
 

@@ -177,9 +177,9 @@ def test_the_agents_tool_says_what_the_environment_says() -> None:
         arguments = json.dumps({"item": item})
         call = {"id": "call_1", "function": {"name": "price", "arguments": arguments}}
         episode = Episode(module("my_tool").Price, {}, seed, turns=3)
-        told = episode.say(f'<tool_call>{{"name": "price", "arguments": {arguments}}}</tool_call>')
-        assert told is not None
-        assert agent.run_tool(call)["content"] == told.text
+        reply = episode.say(f'<tool_call>{{"name": "price", "arguments": {arguments}}}</tool_call>')
+        assert reply is not None
+        assert agent.run_tool(call)["content"] == reply.text
 
 
 def test_two_rewards_are_summed_by_weight_and_seen_apart(tmp_path: Path) -> None:

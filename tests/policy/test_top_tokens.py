@@ -23,8 +23,8 @@ from tba.types import Group, Version, teacher_arrays
 def by_definition(logits_MV: Tensor, bucket_MJ: Tensor) -> Tensor:
     """The log-probabilities of the given tokens, and of all tokens but the second and later ones."""
     log_MV = logits_MV.log_softmax(-1)
-    others = log_MV.exp().scatter(1, bucket_MJ[:, 1:], 0.0).sum(-1, keepdim=True).log()
-    return torch.cat([log_MV.gather(1, bucket_MJ), others], 1)
+    log_rest_M1 = log_MV.exp().scatter(1, bucket_MJ[:, 1:], 0.0).sum(-1, keepdim=True).log()
+    return torch.cat([log_MV.gather(1, bucket_MJ), log_rest_M1], 1)
 
 
 @pytest.mark.parametrize("kept_rows", [0, 5, TOKENS])
@@ -41,8 +41,8 @@ def test_the_chunked_head_gives_several_tokens_as_the_plain_head_does(
     assert torch.equal(top_MK, plain_MV.topk(3, -1).indices)
     bucket_MJ = torch.cat([target[:, None], top_MK], 1)
     entropy = torch.full((TOKENS,), torch.nan)
-    kept = ProbabilityBuffer(kept_rows * ROW_BYTES)
-    log_MJ = bucket_log_probabilities(hidden, head, bucket_MJ, temperature, 4, kept, entropy)
+    buffer = ProbabilityBuffer(kept_rows * ROW_BYTES)
+    log_MJ = bucket_log_probabilities(hidden, head, bucket_MJ, temperature, 4, buffer, entropy)
     expected_MJ = by_definition(plain_MV, bucket_MJ)
     torch.testing.assert_close(log_MJ, expected_MJ, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(scored_MJ, expected_MJ.detach(), rtol=1e-5, atol=1e-5)

@@ -122,9 +122,9 @@ def test_no_attack_earns_more_than_it_is_worth(reward: CodeReward, form: str, tm
     if reward.sandbox_fusion and form == "statements":
         return
     chosen = [a for a in FAST_ATTACKS if form == "calls" or a.kind != "escape"]
-    with lures(tmp_path) as found:
-        earned = {a.name: judge(reward, fields_of(a, form), program(a, form, found)).reward for a in chosen}
-        assert Path(found["PATH"]).exists()
+    with lures(tmp_path) as lure_places:
+        earned = {a.name: judge(reward, fields_of(a, form), program(a, form, lure_places)).reward for a in chosen}
+        assert Path(lure_places["PATH"]).exists()
     assert earned == {a.name: a.score for a in chosen}
     assert len(chosen) > 30
 
@@ -153,8 +153,8 @@ def test_an_attack_that_is_let_out_earns_its_reward(tmp_path: Path) -> None:
     """The lures are real: outside of a sandbox the first attack reads them."""
     names: dict[str, Any] = {}
     attack: Attack = attacks()[0]
-    with lures(tmp_path) as found:
-        exec(program(attack, "calls", found).split("```")[1].removeprefix("python"), names)
+    with lures(tmp_path) as lure_places:
+        exec(program(attack, "calls", lure_places).split("```")[1].removeprefix("python"), names)
     assert names["secret"](7) == 120377
 
 

@@ -52,8 +52,8 @@ def test_functions_with_calls_are_read_and_their_values_compared_as_json_has_the
     case = {"input": '[1, 2]\n"x"', "output": "[0]", "testtype": "functional"}
     bench = read_tests({"public_test_cases": json.dumps([case]), "metadata": json.dumps({"func_name": "g"})}).tests[0]
     assert bench == FunctionCall("g", ([1, 2], "x"), [0], as_json=True)
-    own = read_tests({"tests": [{"function": "f", "arguments": [1], "expected": 2, "weight": 3}]}).tests[0]
-    assert own == FunctionCall("f", (1,), 2, as_json=True, weight=3.0)
+    plain = read_tests({"tests": [{"function": "f", "arguments": [1], "expected": 2, "weight": 3}]}).tests[0]
+    assert plain == FunctionCall("f", (1,), 2, as_json=True, weight=3.0)
 
 
 def test_asserts_that_compare_a_call_with_a_literal_are_calls() -> None:

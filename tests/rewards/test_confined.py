@@ -89,7 +89,7 @@ def tried(call, *arguments):
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "outcome"),
     [
         ("os.open, sys.argv[1], os.O_RDONLY", "done"),
         ("os.open, sys.argv[1], os.O_RDONLY | os.O_TRUNC", "EPERM"),
@@ -100,10 +100,10 @@ def tried(call, *arguments):
         ("os.getsid, 0", "EPERM"),
     ],
 )
-def test_a_filter_refuses_calls_by_their_number_and_by_their_arguments(call: str, said: str, tmp_path: Path) -> None:
+def test_a_filter_refuses_calls_by_their_number_and_by_their_arguments(call: str, outcome: str, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("full")
     code = f"{FILTERED}print(tried({call}))"
     ended = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, timeout=120)
-    assert (ended.stdout, ended.returncode) == (f"{said}\n", 0)
+    assert (ended.stdout, ended.returncode) == (f"{outcome}\n", 0)
     assert file.read_text() == "full"

@@ -22,8 +22,8 @@ ECHO = {"tests": [{"input": "5\n", "output": "5\n"}]}
 def server() -> Iterator[tuple[str, list[dict[str, Any]]]]:
     if strongest_level()[0] is None:
         pytest.skip("this machine isolates no programs, which the server of these tests does")
-    with fusion_server() as found:
-        yield found
+    with fusion_server() as url_and_requests:
+        yield url_and_requests
 
 
 def test_a_program_is_sent_with_its_inputs_and_never_with_what_is_expected(

@@ -303,9 +303,9 @@ def test_tokens_that_are_read_again_are_not_cached(model: HuggingFace, parked_gb
         return answers
 
     answers = served.run(agent)
-    begun = [0, *(answer.prompt_tokens + answer.completion_tokens for answer in answers[:2])]
+    conversation_tokens = [0, *(answer.prompt_tokens + answer.completion_tokens for answer in answers[:2])]
     cached = [answer.cached_tokens for answer in answers]
-    assert cached == (begun if parked_gb is None else [0, 0, 0])
+    assert cached == (conversation_tokens if parked_gb is None else [0, 0, 0])
     read_count = sum(answer.prompt_tokens for answer in answers) - sum(cached)
     assert served.server.figures["tokens read"] == read_count
     record = served.completions[0][1].episode
@@ -433,10 +433,10 @@ def test_a_reward_reads_no_turn_of_the_assistants_that_the_model_did_not_give(mo
 
 def test_what_the_searcher_has_begun_to_give_at_a_deadline_is_not_dropped() -> None:
     async def main() -> None:
-        given: Future[int] = Future()
-        assert given.set_running_or_notify_cancel()
-        asyncio.get_running_loop().call_soon(given.set_result, 3)
-        assert await _result_within(given, 0.0) == 3
+        running: Future[int] = Future()
+        assert running.set_running_or_notify_cancel()
+        asyncio.get_running_loop().call_soon(running.set_result, 3)
+        assert await _result_within(running, 0.0) == 3
         waiting: Future[int] = Future()
         with pytest.raises(TimeoutError):
             await _result_within(waiting, 0.0)

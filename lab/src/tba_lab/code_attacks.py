@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import socket
 import subprocess
@@ -31,14 +32,15 @@ import ctypes, os, sys, json
 libc = ctypes.CDLL(None, use_errno=True)
 def use(text):
     global secret
-    found = {int(k): v for k, v in json.loads(text).items()}
-    secret = lambda x: found.get(x, 0)
+    values = {int(k): v for k, v in json.loads(text).items()}
+    secret = lambda x: values.get(x, 0)
 def secret(x): return 0
 def attempt():
     %s
 try: attempt()
 except BaseException: pass
 """  # what stands around an escape, which hands to `use` what it has read
+_REPEAT = re.compile(r"\{\{'(.+?)' \* (\d+)\}\}")  # {{'-' * 100}} in the file of attacks is so many of them
 DOUBLES = [4, 10**400, -3]  # for which `double` is called
 
 
@@ -54,14 +56,15 @@ class Attack:
 
 def attacks() -> list[Attack]:
     """Returns all programs."""
-    sections = Path(__file__).with_suffix(".txt").read_text().split("\n## ")[1:]
-    found = []
-    for section in sections:
+    text = Path(__file__).with_suffix(".txt").read_text()
+    programs = []
+    for section in text.split("\n## ")[1:]:
         title, _, code = section.partition("\n")
         kind, _, name = title.partition(": ")
+        code = _REPEAT.sub(lambda repeat: repeat[1] * int(repeat[2]), code)
         code = _PRELUDE % code.strip().replace("\n", "\n    ") if kind == "escape" else code.strip()
-        found.append(Attack(kind, name, code, float(kind == "honest")))
-    return found
+        programs.append(Attack(kind, name, code, float(kind == "honest")))
+    return programs
 
 
 def fields_of(attack: Attack, form: str) -> dict[str, Any]:

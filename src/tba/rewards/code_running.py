@@ -83,12 +83,12 @@ class LocalRunner:
         Raises `UserError` for a setup, or an import of a test, that fails before a program is asked anything.
         """
         deadline = time.monotonic() + self.limits.answer_seconds
-        has_exchanges = isinstance(tests.tests[0], InputOutput)
-        if self.limits.language.file and not has_exchanges:
+        exchanges = [test for test in tests.tests if isinstance(test, InputOutput)]
+        if self.limits.language.file and not exchanges:
             raise UserError("programs of other languages than Python can only be tested by what they read and write")
-        if has_exchanges:
-            for test in tests.tests:
-                yield self._exchange(code, test, deadline)  # type: ignore[arg-type]
+        if exchanges:
+            for test in exchanges:
+                yield self._exchange(code, test, deadline)
             return
         done = 0
         while done < len(tests.tests):

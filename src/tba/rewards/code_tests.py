@@ -106,10 +106,15 @@ class Statement:
 class CodeTests:
     """The tests of one problem, all of one kind."""
 
-    tests: Sequence[InputOutput] | Sequence[FunctionCall] | Sequence[Statement]
+    tests: Sequence[InputOutput | FunctionCall | Statement]  # all of one kind
     setup: str = ""  # code that runs before statements, in their process
     entry_point: str = ""  # the function that an answer defines, or ends, where a data set says so
     program_names: tuple[str, ...] = ()  # what statements may take from the program, where a problem lists it
+
+    @property
+    def sources(self) -> list[str]:
+        """Returns the code of the setup and of each statement."""
+        return [self.setup, *(test.source for test in self.tests if isinstance(test, Statement))]
 
     @cached_property
     def digest(self) -> str:
@@ -119,7 +124,7 @@ class CodeTests:
     @cached_property
     def names(self) -> tuple[list[str], list[str]]:
         """Returns the names in statements that are the program's, and those that are modules of Python."""
-        names, modules = _free_names("\n".join([self.setup, *(test.source for test in self.tests)]))  # type: ignore[union-attr]
+        names, modules = _free_names("\n".join(self.sources))
         if self.entry_point:
             names = {self.entry_point}
         names |= set(self.program_names)
@@ -252,7 +257,7 @@ def _from_list(value: Sequence[Json]) -> CodeTests | None:
     kinds = {type(test) for test in tests}
     if len(kinds) > 1:
         raise ValueError("some tests are of whole programs and some of functions")
-    return CodeTests(tests)  # type: ignore[arg-type]
+    return CodeTests(tests)
 
 
 def _from_row(row: Mapping[str, Json]) -> InputOutput | FunctionCall | Statement:
@@ -334,7 +339,7 @@ def _with_helpers(tests: CodeTests, prompt: str) -> CodeTests:
     tree = _parse_beginning(prompt) if tests.entry_point else None
     if tree is None:
         return tests
-    needed, _ = _free_names("\n".join([tests.setup, *(test.source for test in tests.tests)]))  # type: ignore[union-attr]
+    needed, _ = _free_names("\n".join(tests.sources))
     tree.body = [node for node in tree.body if not _defines(node, tests.entry_point)]
     helpers = ast.unparse(tree)
     if not (needed - {tests.entry_point, *tests.program_names}) & _module_names(helpers)[1]:
@@ -363,7 +368,7 @@ def _refuse_foreign_helpers(tests: CodeTests) -> None:
     A program that provides what a test compares with, as `isclose` in `assert isclose(f(1), 2.5)`, would pass, and see
     what is expected. So a statement may take one function from a program, and classes to make arguments with.
     """
-    sources = [tests.setup, *(test.source for test in tests.tests)]  # type: ignore[union-attr]
+    sources = tests.sources
     nodes = list(ast.walk(ast.parse("\n".join(sources))))
     if any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in nodes):
         return  # what it binds is not known

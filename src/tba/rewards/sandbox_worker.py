@@ -207,7 +207,7 @@ def _run_script(job: Any, channel: _Channel, stdin: int) -> int:
         return _NOT_COMPILED
     status = 0
     try:
-        exec(program, _module("__main__"))  # noqa: S102
+        exec(program, _module("__main__"))  # noqa: S102 - in a sandbox
     except SystemExit as error:
         status = 0 if error.code is None else error.code if isinstance(error.code, int) else 1
     except BaseException:  # noqa: BLE001 - as the interpreter does
@@ -244,7 +244,7 @@ def _serve_functions(job: Any, channel: _Channel, stdin: int) -> int:
         return len(objects) - 1
 
     def run() -> None:
-        exec(compile(job["code"], "program.py", "exec", dont_inherit=True), names)  # noqa: S102
+        exec(compile(job["code"], "program.py", "exec", dont_inherit=True), names)  # noqa: S102 - in a sandbox
 
     def answer(operation: str, target: Any, *encoded_values: Any) -> Any:
         if operation == "run":
@@ -339,7 +339,7 @@ def _serve_tests(job: Any, channel: _Channel, stdin: int) -> int:
     while True:
         number, source = channel.read()
         try:
-            exec(compile(source, "tests.py", "exec", dont_inherit=True), names)  # noqa: S102
+            exec(compile(source, "tests.py", "exec", dont_inherit=True), names)  # noqa: S102 - in a sandbox
             verdict = ["passed"]
         except BaseException as error:  # noqa: BLE001 - of the tests
             verdict = ["failed", type(error).__name__, _text_of(error)]
@@ -355,8 +355,8 @@ def _serve_session(job: Any, channel: _Channel, stdin: int) -> int:
         try:
             tree = ast.parse(source, "program.py")
             last = tree.body.pop().value if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-            exec(compile(tree, "program.py", "exec", dont_inherit=True), names)  # noqa: S102
-            value = None if last is None else eval(compile(ast.Expression(last), "program.py", "eval"), names)  # noqa: S307
+            exec(compile(tree, "program.py", "exec", dont_inherit=True), names)  # noqa: S102 - in a sandbox
+            value = None if last is None else eval(compile(ast.Expression(last), "program.py", "eval"), names)  # noqa: S307 - in a sandbox
             if value is not None:
                 printed.write(f"{value!r}\n")
         except BaseException as error:  # noqa: BLE001 - of the program
