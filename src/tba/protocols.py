@@ -885,6 +885,13 @@ class LoadsOtherModels(Protocol):
 
 
 @runtime_checkable
+class HasDevice(Protocol):
+    """A model whose device can be set."""
+
+    device: str  # auto: what this machine has
+
+
+@runtime_checkable
 class HasDtype(Protocol):
     """A model whose precision can be set."""
 
