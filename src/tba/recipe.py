@@ -105,8 +105,8 @@ class ClusterSettings:
     trainer_gpus: float | None = None  # GPUs reserved for each rank of the trainer; None: one, or a share of few
     object_store_gb: float | None = None  # 10^9 bytes, of a cluster of its own; None: Ray decides (30 % of memory)
     start_deadline: float = 300.0  # seconds that Ray may take to start a part
-    nodes: str = ""  # nodes to size a run for, as NODESxGPUSxGB each: 8x8x80, or 1x0x0,8x8x80 with a head without GPUs;
-    # empty: those that the cluster has when the run begins
+    nodes: str = ""  # nodes with GPUs to size a run for, as NODESxGPUSxGB: 8x8x80, several kinds after commas; empty:
+    # those that the cluster has when the run begins
 
     def __post_init__(self) -> None:
         self.described_nodes()
@@ -123,11 +123,10 @@ class ClusterSettings:
         """
         nodes: list[tuple[int, float]] = []
         for kind in filter(None, self.nodes.split(",")):
-            match = re.fullmatch(r"([1-9]\d{0,3})x(\d{1,2})x(\d{1,4}(?:\.\d+)?)", kind.strip())
-            if match is None or (int(match[2]) > 0) != (float(match[3]) > 0):
+            match = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d?)x(\d{1,4}(?:\.\d+)?)", kind.strip())
+            if match is None or not float(match[3]):
                 raise UserError(
-                    f"--cluster.nodes has {kind!r}: give nodes, GPUs of each and GB of each GPU, such as 8x8x80, "
-                    "or 1x0x0 for a node without GPUs"
+                    f"--cluster.nodes has {kind!r}: give nodes, GPUs of each and GB of each GPU, such as 8x8x80"
                 )
             nodes += [(int(match[2]), float(match[3]))] * int(match[1])
         return nodes

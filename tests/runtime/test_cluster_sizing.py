@@ -181,6 +181,11 @@ def test_searchers_without_a_gpu_wait_for_nodes_and_ranks_do_not() -> None:
     plan = sized(replace(recipe_of("0.5 B"), searchers=10), cluster(4))
     refuse_what_cannot_fit(plan, cluster(4))
     assert place_descriptions(plan, cluster(4))["waiting for more nodes"] == "7 searchers"
+    whole = sized(replace(recipe_of("0.5 B"), cluster=ClusterSettings(trainer_gpus=1)), cluster(1))
+    assert place_descriptions(whole, cluster(1)) == {
+        "node 1": "1 rank of the trainer",
+        "waiting for more nodes": "1 searcher",
+    }
     with pytest.raises(UserError, match=r"6 ranks of the trainer want one GPU each.* the cluster has 4"):
         refuse_what_cannot_fit(replace(plan, trainer=RankSettings(6)), cluster(4))
     with pytest.raises(UserError, match="the cluster has none that are free"):
@@ -218,10 +223,10 @@ def test_gpus_of_unknown_memory_are_used_and_the_run_says_that_nobody_knows() ->
 
 
 def test_where_gpus_differ_the_smallest_counts_since_a_worker_may_get_any() -> None:
-    settings_of_nodes = override(recipe_of(), ["--cluster.nodes", "1x0x0,1x2x141, 2x8x79.5"], "")
+    settings_of_nodes = override(recipe_of(), ["--cluster.nodes", "1x2x141, 2x8x79.5"], "")
     hardware = hardware_of(settings_of_nodes)
     assert isinstance(hardware, Cluster)
-    assert [len(node.gpus) for node in hardware.nodes] == [0, 2, 8, 8]
+    assert [len(node.gpus) for node in hardware.nodes] == [2, 8, 8]
     assert hardware.gpus == (79_500_000_000,) * 18
 
 

@@ -48,14 +48,15 @@ def places_on(recipe: Recipe, hardware: Hardware) -> dict[str, Place]:
     if recipe.runtime == "inline" and recipe.model.gpus_per_searcher and hardware.gpus:
         return dict.fromkeys(("trainer", *searchers_of(recipe)), Place((0,), USABLE))  # one process
     nodes, searchers = _gpu_counts(hardware), searchers_of(recipe)
-    if _has_whole_gpus(hardware) and (gpus_each := recipe.model.gpus_per_searcher):
+    if _has_whole_gpus(recipe, hardware) and (gpus_each := recipe.model.gpus_per_searcher):
         searchers = searchers[: len(engine_gpus(nodes, recipe.trainer.count, gpus_each))]
     return places(recipe, searchers, hardware.gpus, nodes)
 
 
-def _has_whole_gpus(hardware: Hardware) -> bool:
-    """Returns whether workers share no GPU: in a cluster with several, a searcher without one waits for a node."""
-    return isinstance(hardware, Cluster) and len(hardware.gpus) > 1
+def _has_whole_gpus(recipe: Recipe, hardware: Hardware) -> bool:
+    """Returns whether workers share no GPU: a searcher without one waits for a node of the cluster."""
+    is_wanted = len(hardware.gpus) > 1 or recipe.cluster.trainer_gpus == 1
+    return isinstance(hardware, Cluster) and is_wanted
 
 
 def _gpu_counts(hardware: Hardware) -> list[int]:
@@ -287,7 +288,7 @@ def _memory_shortage(recipe: Recipe, hardware: Hardware) -> tuple[str, str] | No
     has_gpus = bool(hardware.gpus) and recipe.model.trainer_device.type == "cuda"
     is_by_hand = _reserves_other_gpus(recipe)
     worker_places = places_on(recipe, hardware) if has_gpus and not is_by_hand else {}
-    if has_gpus and (is_by_hand or _has_whole_gpus(hardware)):
+    if has_gpus and (is_by_hand or _has_whole_gpus(recipe, hardware)):
         shortage = _reservation_shortage(recipe, hardware)
     else:
         shortage = _gpu_shortage(worker_places, _gpu_bytes(recipe), hardware.gpus)
