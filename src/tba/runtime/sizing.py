@@ -194,8 +194,8 @@ def _workers_by_node(worker_places: Mapping[str, Place], hardware: Hardware) -> 
 def _idle_gpus(worker_places: Mapping[str, Place], hardware: Hardware) -> list[int]:
     """Returns how many GPUs of each node have no worker."""
     used_gpus = {gpu for place in worker_places.values() for gpu in place.gpus}
-    ends = list(accumulate(_gpu_counts(hardware)))
-    return [sum(gpu not in used_gpus for gpu in range(start, end)) for start, end in pairwise([0, *ends])]
+    bounds = accumulate(_gpu_counts(hardware), initial=0)
+    return [sum(gpu not in used_gpus for gpu in range(*bound)) for bound in pairwise(bounds)]
 
 
 def _node_description(workers: list[str], idle_count: int) -> str:

@@ -26,6 +26,7 @@ def address() -> Iterator[str]:
         for name, value in (("HOME", home), ("RAY_TMPDIR", home), ("RAY_USAGE_STATS_ENABLED", "0")):
             patch.setenv(name, value)
         patch.setenv("RAY_AUTH_TOKEN", TOKEN)
+        patch.setenv("RAY_worker_niceness", "0")
         nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0, "include_dashboard": False})
         try:
             nodes.add_node(num_cpus=1, num_gpus=4)

@@ -5,7 +5,6 @@ Invariant: nothing is left running on a node, and a process that has started CUD
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any
 
@@ -14,7 +13,7 @@ import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tba.errors import UserError
-from tba.gpus import GPU_SHARE, VISIBLE_DEVICES, visible_gpus
+from tba.gpus import GPU_SHARE, smallest_gpu_bytes
 from tba.runtime.cluster.client import connect_to_ray, get, nodes
 from tba.runtime.cluster.placement import Node
 from tba.runtime.hardware import Machine
@@ -71,9 +70,3 @@ def _reader_on(node: str) -> Any:
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
     }
     return _remote(**options)(smallest_gpu_bytes)
-
-
-def smallest_gpu_bytes() -> int:
-    """Returns the bytes of this machine's smallest GPU; 0 where CUDA sees none."""
-    os.environ.pop(VISIBLE_DEVICES, None)  # Ray hides GPUs from a task that reserves none
-    return min(visible_gpus().memory, default=0)
