@@ -89,11 +89,11 @@ def folder_of(model: str) -> str:
     return folder
 
 
-def recipe_of(model: str, trained: str, engine: str) -> Recipe:
+def recipe_of(model: str, trained: str, engine: Any) -> Recipe:
     """Returns `math` with a model of this size, on a cluster's GPUs."""
     recipe = find("math")
     assert isinstance(recipe.model, HuggingFace)
-    generation: Any = replace(recipe.model.generation, engine=engine)
+    generation = replace(recipe.model.generation, engine=engine)
     sized = replace(recipe.model, path=folder_of(model), device="cuda", generation=generation, **KINDS[trained])
     return replace(recipe, model=sized, runtime="cluster")
 
@@ -116,7 +116,7 @@ def fullest_gb(recipe: Recipe, searchers: int, ranks: int, gpus: int) -> float:
 
 def after(model: str, trained: str, engine: str, gpus: str) -> Row:
     """Returns what a case is sized to now."""
-    from tba.runtime.hardware import hardware_of
+    from tba.runs.recipe_resolution import hardware_of
     from tba.runtime.sizing import refuse_what_cannot_fit, sizing_flags, unused_gpus
 
     recipe = recipe_of(model, trained, engine)

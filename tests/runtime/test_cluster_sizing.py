@@ -18,8 +18,9 @@ from tba.apps.preference.tldr import Tldr
 from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
 from tba.recipe import ClusterSettings, Recipe
+from tba.runs.recipe_resolution import hardware_of
 from tba.runtime.devices import USABLE
-from tba.runtime.hardware import Cluster, Machine, hardware_of
+from tba.runtime.hardware import ClusterNodes, Machine
 from tba.runtime.needs import needs
 from tba.runtime.sizing import (
     device_flags,
@@ -44,16 +45,16 @@ def recipe_of(model: str = "7 B", engine: str = "transformers", trained: str = "
     return recipe
 
 
-def cluster(*nodes: int, gb: float = 80, memory: int | None = None) -> Cluster:
+def cluster(*nodes: int, gb: float = 80, memory: int | None = None) -> ClusterNodes:
     """A cluster whose nodes have so many GPUs each."""
-    return Cluster(tuple(Machine(memory, (int(gb * GB),) * gpus) for gpus in nodes))
+    return ClusterNodes(tuple(Machine(memory, (int(gb * GB),) * gpus) for gpus in nodes))
 
 
-def sized(recipe: Recipe, hardware: Machine | Cluster) -> Recipe:
+def sized(recipe: Recipe, hardware: Machine | ClusterNodes) -> Recipe:
     return override(recipe, sizing_flags(recipe, hardware), "", recorded=True)
 
 
-def refusal(recipe: Recipe, hardware: Machine | Cluster) -> str:
+def refusal(recipe: Recipe, hardware: Machine | ClusterNodes) -> str:
     with pytest.raises(UserError) as refused:
         refuse_what_cannot_fit(recipe, hardware)
     return str(refused.value)
@@ -225,7 +226,7 @@ def test_gpus_of_unknown_memory_are_used_and_the_run_says_that_nobody_knows() ->
 def test_where_gpus_differ_the_smallest_counts_since_a_worker_may_get_any() -> None:
     settings_of_nodes = override(recipe_of(), ["--cluster.nodes", "1x2x141, 2x8x79.5"], "")
     hardware = hardware_of(settings_of_nodes)
-    assert isinstance(hardware, Cluster)
+    assert isinstance(hardware, ClusterNodes)
     assert [len(node.gpus) for node in hardware.nodes] == [2, 8, 8]
     assert hardware.gpus == (79_500_000_000,) * 18
 

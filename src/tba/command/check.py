@@ -25,10 +25,10 @@ from tba.record.text import duration, percent, printable, short_number, size
 from tba.replay.buffer import BODY_BYTES, TOKEN_BYTES
 from tba.runs.estimate import Estimate, estimate
 from tba.runs.probe import DRIFT_UPDATES
-from tba.runs.recipe_resolution import with_device
+from tba.runs.recipe_resolution import hardware_of, with_device
 from tba.runs.validating import notes_on_data, notes_on_prompts, validate
 from tba.runtime.cluster.placement import Placement, memory_lines, placement_lines, plan, this_machine
-from tba.runtime.hardware import Hardware, hardware_of
+from tba.runtime.hardware import Hardware
 from tba.runtime.local.forkserver import prepare_forkserver
 from tba.runtime.needs import DiskUse, disk_use, needs, seconds_to_move
 from tba.runtime.sizing import (

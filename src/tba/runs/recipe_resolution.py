@@ -15,7 +15,7 @@ from typing import TypeAlias
 from tba.chat_prompts import writes_day
 from tba.protocols import HasChatTemplate, HasDtype, Model, path_of
 from tba.recipe import Recipe
-from tba.runtime.hardware import Hardware
+from tba.runtime.hardware import ClusterNodes, Hardware, Machine
 from tba.runtime.sizing import (
     device_flags,
     place_descriptions,
@@ -29,6 +29,19 @@ from tba.settings import override, with_fields, words_of
 
 Say: TypeAlias = Callable[[str], None]  # is told a line for people
 _PACKAGE = Path(__file__).parents[1]
+
+
+def hardware_of(recipe: Recipe) -> Hardware:
+    """Returns the hardware of a recipe's run. Raises `UserError` where its cluster cannot be reached."""
+    if recipe.runtime != "cluster":
+        return Machine.here()
+    if described_nodes := recipe.cluster.described_nodes():
+        return ClusterNodes(tuple(Machine(gpus=(int(gb * 1e9),) * gpus) for gpus, gb in described_nodes))
+    if recipe.address is None:  # a cluster of its own
+        return Machine.here()
+    from tba.runtime.cluster.machines import machines_at  # needs Ray
+
+    return ClusterNodes(machines_at(recipe.address))
 
 
 def with_device(recipe: Recipe, overrides: list[str], hardware: Hardware) -> tuple[Recipe, list[str]]:

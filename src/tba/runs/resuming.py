@@ -25,8 +25,8 @@ from tba.record.summary import FILE as SUMMARY
 from tba.record.summary import Summary
 from tba.replay.journal import JournalWriter
 from tba.replay.missing_rows import accept_loss
+from tba.runs.recipe_resolution import hardware_of
 from tba.runtime.checkpointing import loss_of
-from tba.runtime.hardware import hardware_of
 from tba.runtime.program import version_of
 from tba.runtime.run_directory import SCORERS, RunDirectory
 from tba.runtime.sizing import refuse_what_cannot_fit

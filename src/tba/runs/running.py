@@ -22,11 +22,10 @@ from tba.record.recorder import TensorBoardEvents
 from tba.record.summary import Summary
 from tba.replay.database import suspect_mark
 from tba.runs.importing import import_answers, import_initial_answers, refuse_files
-from tba.runs.recipe_resolution import with_device, with_sizes, with_weights
+from tba.runs.recipe_resolution import hardware_of, with_device, with_sizes, with_weights
 from tba.runs.validating import notes_on_data, notes_on_prompts
 from tba.runtime.checkpointing import loss_of, note_recoveries
 from tba.runtime.disk import outside_cause
-from tba.runtime.hardware import hardware_of
 from tba.runtime.importing import adopt_imports, is_prepared
 from tba.runtime.inline import Inline
 from tba.runtime.local.forkserver import prepare_forkserver

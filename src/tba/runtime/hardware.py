@@ -1,4 +1,4 @@
-"""Says which hardware a run is sized for: this machine, the nodes of a Ray cluster, or nodes that a setting describes.
+"""Holds the hardware that a run is sized for: this machine, the nodes of a Ray cluster, or nodes that a setting describes.
 
 Invariant: what is not known of a machine is unknown, and never guessed. Ray chooses the nodes of a run's workers, so
 that every GPU of a cluster counts as its smallest.
@@ -10,10 +10,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from tba.gpus import visible_gpus
-from tba.recipe import Recipe
 from tba.record.memory import machine_memory_bytes
-
-_GB = 10**9
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class ClusterNodes:
     """The machines of a Ray cluster that a run may use."""
 
     nodes: tuple[Machine, ...]
@@ -45,17 +42,4 @@ class Cluster:
         return (min(sizes),) * len(sizes) if sizes else ()
 
 
-Hardware: TypeAlias = Machine | Cluster
-
-
-def hardware_of(recipe: Recipe) -> Hardware:
-    """Returns the hardware of a recipe's run. Raises `UserError` where its cluster cannot be reached."""
-    if recipe.runtime != "cluster":
-        return Machine.here()
-    if described_nodes := recipe.cluster.described_nodes():
-        return Cluster(tuple(Machine(gpus=(int(gb * _GB),) * gpus) for gpus, gb in described_nodes))
-    if recipe.address is None:  # a cluster of its own
-        return Machine.here()
-    from tba.runtime.cluster.machines import machines_at  # needs Ray
-
-    return Cluster(machines_at(recipe.address))
+Hardware: TypeAlias = Machine | ClusterNodes

@@ -21,12 +21,11 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise, product
 
 from tba.errors import UserError
-from tba.models.arithmetic import shape_of
-from tba.protocols import HasAdapters, HasDevice, HasDtype, HasGeneration, HasGradientCheckpointing
+from tba.protocols import HasAdapters, HasAttentionHeads, HasDevice, HasDtype, HasGeneration, HasGradientCheckpointing
 from tba.recipe import Recipe
 from tba.record.text import plural, size
 from tba.runtime.devices import USABLE, Place, engine_gpus, places
-from tba.runtime.hardware import Cluster, Hardware
+from tba.runtime.hardware import ClusterNodes, Hardware
 from tba.runtime.needs import needs, with_checkpointing
 from tba.settings import override
 from tba.training.ranks.messages import RankSettings
@@ -56,7 +55,7 @@ def places_on(recipe: Recipe, hardware: Hardware) -> dict[str, Place]:
 def _has_whole_gpus(recipe: Recipe, hardware: Hardware) -> bool:
     """Returns whether workers share no GPU: a searcher without one waits for a node of the cluster."""
     is_wanted = len(hardware.gpus) > 1 or recipe.cluster.trainer_gpus == 1
-    return isinstance(hardware, Cluster) and is_wanted
+    return isinstance(hardware, ClusterNodes) and is_wanted
 
 
 def _gpu_counts(hardware: Hardware) -> list[int]:
@@ -68,7 +67,7 @@ def device_flags(recipe: Recipe, hardware: Hardware) -> list[str]:
     cluster: a head may be without GPUs.
     """
     is_open = isinstance(recipe.model, HasDevice) and recipe.model.device == "auto"
-    has_gpus = isinstance(hardware, Cluster) and any(hardware.gpus)
+    has_gpus = isinstance(hardware, ClusterNodes) and any(hardware.gpus)
     is_on_cpu = 0 in (recipe.cluster.trainer_gpus, recipe.cluster.searcher_gpus)
     return ["--model.device", "cuda"] if is_open and has_gpus and not is_on_cpu else []
 
@@ -119,13 +118,14 @@ def _rank_counts(recipe: Recipe, nodes: list[int]) -> list[int]:
 def _tensor_parallel_flags(recipe: Recipe, hardware: Hardware) -> list[str]:
     """Returns the flag for the GPUs of each vLLM engine, where one is not enough for a searcher and several are."""
     uses_vllm = isinstance(recipe.model, HasGeneration) and recipe.model.generation.engine == "vllm"
-    shape, nodes = shape_of(recipe.model), list(filter(None, _gpu_counts(hardware)))
-    if not uses_vllm or shape is None or recipe.model.gpus_per_searcher > 1 or not all(hardware.gpus):
+    heads = recipe.model.attention_heads if isinstance(recipe.model, HasAttentionHeads) else None
+    nodes = list(filter(None, _gpu_counts(hardware)))
+    if not uses_vllm or heads is None or recipe.model.gpus_per_searcher > 1 or not all(hardware.gpus):
         return []
     most_gpus = max(nodes) - (1 if len(nodes) == 1 else 0)  # the trainer's
     for gpus_each in (1, 2, 4, 8, 16):
         flags = ["--model.vllm.tensor-parallel", str(gpus_each)]
-        if gpus_each > most_gpus or shape.heads % gpus_each:  # vLLM divides heads
+        if gpus_each > most_gpus or heads % gpus_each:  # vLLM divides them
             break
         if _searcher_bytes(_gpu_bytes(override(recipe, flags, "", recorded=True))) <= USABLE * min(hardware.gpus):
             return flags if gpus_each > 1 else []
@@ -370,7 +370,7 @@ class _HostLoad:
 def _host_loads(recipe: Recipe, hardware: Hardware, worker_places: Mapping[str, Place]) -> Iterator[_HostLoad]:
     """Yields the workers of each machine. The nodes of a cluster count as one machine where workers have no places."""
     counts = recipe.trainer.count, recipe.searcher_count
-    if not isinstance(hardware, Cluster):
+    if not isinstance(hardware, ClusterNodes):
         yield _HostLoad("the run needs", "this machine", hardware.memory, *counts)
     elif not worker_places:
         memories = [node.memory for node in hardware.nodes if node.memory is not None]

@@ -17,9 +17,9 @@ from tba.gpus import GPU_SHARE, smallest_gpu_bytes
 from tba.runtime.cluster.client import connect_to_ray, get, nodes
 from tba.runtime.cluster.placement import Node
 from tba.runtime.hardware import Machine
-from tba.runtime.supervisor import POLL
 
 _DEADLINE = 300.0  # seconds for all nodes: each starts a process that loads torch
+_POLL = 0.1  # seconds between two questions
 _FREEING_SECONDS = 10.0  # within which Ray knows what is free
 _remote: Any = ray.remote  # Ray's own types leave out some of its options
 
@@ -57,7 +57,7 @@ def _nodes_when_free() -> list[Node]:
         is_free = sum(node.gpus for node in current_nodes) >= ray.cluster_resources().get("GPU", 0.0)
         if is_free or time.monotonic() > deadline:
             return current_nodes
-        time.sleep(POLL)
+        time.sleep(_POLL)
 
 
 def _reader_on(node: str) -> Any:
