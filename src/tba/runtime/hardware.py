@@ -1,4 +1,4 @@
-"""Holds the hardware that a run is sized for: this machine, the nodes of a Ray cluster, or nodes that a setting describes.
+"""Holds the hardware that a run is sized for: this machine, or the nodes of a Ray cluster, live or described.
 
 Invariant: what is not known of a machine is unknown, and never guessed. Ray chooses the nodes of a run's workers, so
 that every GPU of a cluster counts as its smallest.
