@@ -26,8 +26,9 @@ from tba.models.memory import Shape
 from tba.policy.lora import LoraSettings
 from tba.recipe import Recipe
 from tba.runtime.devices import SLACK, USABLE
+from tba.runtime.hardware import Machine
 from tba.runtime.needs import needs, seconds_to_move
-from tba.runtime.sizing import Machine, memory_shortage, places_on, refuse_what_cannot_fit, sizing_flags, unused_gpus
+from tba.runtime.sizing import memory_shortage, places_on, refuse_what_cannot_fit, sizing_flags, unused_gpus
 from tba.settings import find, override
 
 PAGE = Path(__file__).parents[1] / "docs" / "hardware.md"

@@ -61,6 +61,14 @@ def visible_gpus() -> Gpus:
     return gpus
 
 
+def smallest_gpu_bytes() -> int:
+    """Returns the bytes of this machine's smallest GPU, also of those hidden from this process; 0 where CUDA sees none.
+    For a process that ends then: it sees all GPUs from then on.
+    """
+    os.environ.pop(VISIBLE_DEVICES, None)
+    return min(visible_gpus().memory, default=0)
+
+
 @cache
 def _query(visible_devices: str | None) -> Gpus:
     if GPU_SHARE in os.environ or torch.cuda.is_initialized() or not hasattr(os, "fork"):

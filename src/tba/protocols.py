@@ -885,6 +885,20 @@ class LoadsOtherModels(Protocol):
 
 
 @runtime_checkable
+class HasAttentionHeads(Protocol):
+    """A model whose attention has heads, which engines of several GPUs divide among them."""
+
+    attention_heads: int | None  # None: unknown
+
+
+@runtime_checkable
+class HasDevice(Protocol):
+    """A model whose device can be set."""
+
+    device: str  # auto: what this machine has
+
+
+@runtime_checkable
 class HasDtype(Protocol):
     """A model whose precision can be set."""
 

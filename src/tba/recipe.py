@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,14 +105,31 @@ class ClusterSettings:
     trainer_gpus: float | None = None  # GPUs reserved for each rank of the trainer; None: one, or a share of few
     object_store_gb: float | None = None  # 10^9 bytes, of a cluster of its own; None: Ray decides (30 % of memory)
     start_deadline: float = 300.0  # seconds that Ray may take to start a part
+    nodes: str = ""  # nodes with GPUs to size a run for, as NODESxGPUSxGB: 8x8x80, several kinds after commas; empty:
+    # those that the cluster has when the run begins
 
     def __post_init__(self) -> None:
+        self.described_nodes()
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
-            if value is not None and not 0 <= value < math.inf:
+            if isinstance(value, float | int) and not 0 <= value < math.inf:
                 raise UserError(f"--cluster.{f.name.replace('_', '-')} is {value}: give a number that is not negative")
             if f.name.endswith("_gpus") and value is not None and value > 1 and value != int(value):
                 raise UserError(f"--cluster.{f.name.replace('_', '-')} is {value}: give part of one GPU, or whole ones")
+
+    def described_nodes(self) -> list[tuple[int, float]]:
+        """Returns the GPUs of each node that `nodes` describes, and the memory of each in GB of 10^9 bytes. Raises
+        `UserError` for a text that describes none.
+        """
+        nodes: list[tuple[int, float]] = []
+        for kind in filter(None, self.nodes.split(",")):
+            match = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d?)x(\d{1,4}(?:\.\d+)?)", kind.strip())
+            if match is None or not float(match[3]):
+                raise UserError(
+                    f"--cluster.nodes has {kind!r}: give nodes, GPUs of each and GB of each GPU, such as 8x8x80"
+                )
+            nodes += [(int(match[2]), float(match[3]))] * int(match[1])
+        return nodes
 
 
 _POSITIVE = ("idle_deadline", "silence_deadline", "reward_deadline", "grading_lag")
@@ -168,7 +186,7 @@ class Recipe:
     # drop: what is cut off is not trained, and counted as rejected (TRL's mask_truncated_completions)
     max_tokens_per_pass: int = 16384  # tokens of one forward and backward pass; larger batches are split
     searchers: int | None = None  # processes that generate; inline: exactly one; None: one, or one for each GPU of this
-    # machine that the trainer leaves; 0: one that only evaluates, for a run whose searchers all join (`tba serve`)
+    # machine or cluster that the trainer leaves; 0: one that only evaluates, where all searchers join (`tba serve`)
     offline: bool = False  # learn only from existing trajectories (`tba import`, --data); searchers only evaluate
     runtime: Literal["processes", "inline", "cluster"] = "processes"  # processes, one process, or Ray actors
     address: str | None = None  # HOST:PORT of the Ray cluster to join (runtime cluster); None: start one

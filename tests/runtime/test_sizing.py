@@ -29,11 +29,11 @@ from tba.replay.buffer import BufferSettings
 from tba.runs.estimate import one_rank_fits
 from tba.runs.recipe_resolution import with_sizes
 from tba.runs.resuming import resume_point
-from tba.runtime import sizing
 from tba.runtime.devices import LOST, USABLE
+from tba.runtime.hardware import Machine
 from tba.runtime.needs import Need, disk_use, needs, seconds_to_move
 from tba.runtime.run_directory import RunDirectory
-from tba.runtime.sizing import Machine, memory_shortage, places_on, refuse_what_cannot_fit, sizing_flags, unused_gpus
+from tba.runtime.sizing import memory_shortage, places_on, refuse_what_cannot_fit, sizing_flags, unused_gpus
 from tba.settings import find, override
 from tba.training.ranks.messages import RankSettings
 
@@ -332,12 +332,11 @@ def test_a_run_of_7_b_keeps_checkpoints_of_91_gb_and_versions_of_15(at: Models) 
     assert round(adapted.checkpoint / GB) == 16  # merged, in bfloat16, with the adapters' moments
 
 
-def test_training_asks_whether_it_fits_before_anything_is_loaded(at: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_asks_whether_it_fits_before_anything_is_loaded(at: Models) -> None:
     """The folder has no weights: whatever would load them fails otherwise."""
 
     def on(gpus: Sequence[int]) -> tuple[Recipe, list[str]]:
-        monkeypatch.setattr(sizing.Machine, "here", classmethod(lambda cls: machine(*gpus)))
-        return with_sizes(recipe_of("math", at(SEVEN)), ["--steps", "3"], print)
+        return with_sizes(recipe_of("math", at(SEVEN)), ["--steps", "3"], machine(*gpus), print)
 
     recipe, flags = on([80] * 4)
     assert flags == ["--steps", "3", "--trainer.ranks", "2", "--searchers", "2"]
@@ -420,7 +419,7 @@ def test_a_resume_asks_whether_it_fits_before_anything_is_changed(
     flags = ["--model.path", at(SEVEN), "--model.device", "cuda", "--trainer.ranks", "1", "--searchers", "1"]
     run = RunDirectory.create(tmp_path / "run", "math", flags, override(find("math"), flags, ""))
     content = (run.path / "recipe.json").read_bytes()
-    monkeypatch.setattr(sizing.Machine, "here", classmethod(lambda cls: machine(80, 80, 80, 80)))
+    monkeypatch.setattr(Machine, "here", classmethod(lambda cls: machine(80, 80, 80, 80)))
     with pytest.raises(UserError, match=r"the trainer needs 13.* --trainer\.ranks 2, with which it fits"):
         resume_point(run, [])
     assert (run.path / "recipe.json").read_bytes() == content

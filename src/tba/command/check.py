@@ -11,10 +11,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from rich.console import Group
+from rich.console import Console, Group
 from rich.text import Text
 
 from tba.errors import UserError
+from tba.gpus import visible_gpus
 from tba.models.arithmetic import shape_of
 from tba.recipe import Recipe
 from tba.record.memory import machine_memory_bytes
@@ -24,11 +25,20 @@ from tba.record.text import duration, percent, printable, short_number, size
 from tba.replay.buffer import BODY_BYTES, TOKEN_BYTES
 from tba.runs.estimate import Estimate, estimate
 from tba.runs.probe import DRIFT_UPDATES
+from tba.runs.recipe_resolution import hardware_of, with_device
 from tba.runs.validating import notes_on_data, notes_on_prompts, validate
 from tba.runtime.cluster.placement import Placement, memory_lines, placement_lines, plan, this_machine
+from tba.runtime.hardware import Hardware
 from tba.runtime.local.forkserver import prepare_forkserver
 from tba.runtime.needs import DiskUse, disk_use, needs, seconds_to_move
-from tba.runtime.sizing import Machine, places_on, refuse_what_cannot_fit, searchers_of, sizing_flags, unused_gpus
+from tba.runtime.sizing import (
+    place_descriptions,
+    refuse_what_cannot_fit,
+    searchers_of,
+    sizing_flags,
+    unknown_gpus,
+    unused_gpus,
+)
 from tba.settings import find, keep_last_values, override
 
 # How much log-probabilities of a token may differ between two passes that batch it with other neighbours: a few units
@@ -44,16 +54,21 @@ def check_recipe(name: str, overrides: list[str]) -> int:
     recipe = override(find(name), overrides, f"tba check {name}")
     console = terminal()
     console.print(": ".join(filter(None, (recipe.name, recipe.description))), highlight=False)
+    hardware = hardware_of(recipe)
+    recipe, overrides = with_device(recipe, overrides, hardware)
     warnings = [*validate(recipe), *notes_on_prompts(recipe)]
     prepared_model = recipe.model.prepared(recipe.task, lambda line: console.print(line, highlight=False))
     warnings += notes_on_data(recipe, prepared_model)
-    placements = plan_placements(recipe) if recipe.runtime == "cluster" else []
-    prepared_recipe, flags, fact_tables = decide_open_settings(replace(recipe, model=prepared_model), Machine.here())
+    prepared_recipe, flags, fact_tables = decide_open_settings(replace(recipe, model=prepared_model), hardware)
     recipe, overrides = override(recipe, flags, f"tba check {name}", recorded=True), [*overrides, *flags]
     for title, facts in fact_tables.items():
         console.print(section(title, facts_table(facts)))
-    warnings += [] if (idle_note := unused_gpus(prepared_recipe, Machine.here())) is None else [idle_note]
-    refuse_what_cannot_fit(prepared_recipe, Machine.here())
+    warnings += filter(None, (unused_gpus(prepared_recipe, hardware), unknown_gpus(prepared_recipe, hardware)))
+    refuse_what_cannot_fit(prepared_recipe, hardware)
+    placements = plan_placements(prepared_recipe) if recipe.runtime == "cluster" and not recipe.cluster.nodes else []
+    if recipe.model.gpus_per_searcher and (recipe.cluster.nodes or not visible_gpus()):
+        is_computed = bool(needs(prepared_recipe)) and all(hardware.gpus)
+        return _close_unmeasured(console, placements, warnings, is_computed)
     shape = shape_of(prepared_model)
     console.print()
     try:
@@ -81,7 +96,7 @@ def check_recipe(name: str, overrides: list[str]) -> int:
             f"{percent(e.effective)}), so that what it learns from is stale at once: set --optimizer.lr to a third of "
             f"{recipe.optimizer.lr:g}, or a longer --optimizer.schedule.warmup"
         )
-    lines = [Text(f"warning: {printable(line)}", style="yellow") for line in [*warnings, *e.signal.advice(recipe)]]
+    lines = _warning_lines([*warnings, *e.signal.advice(recipe)])
     if not recipe.offline and (remedies := e.round_time.advice()):
         console.print(section("What slows it", Group(*(Text(printable(line), style="yellow") for line in remedies))))
     verdict = _TEACHER_VERDICT if any(recipe.teachers.shares(1)) else e.signal.encouragement
@@ -97,15 +112,32 @@ def check_recipe(name: str, overrides: list[str]) -> int:
     return 0
 
 
-def decide_open_settings(recipe: Recipe, machine: Machine) -> tuple[Recipe, list[str], dict[str, dict[str, str]]]:
+def _warning_lines(warnings: list[str]) -> list[Text]:
+    return [Text(f"warning: {printable(line)}", style="yellow") for line in warnings]
+
+
+def _close_unmeasured(console: Console, placements: list[Placement], warnings: list[str], is_computed: bool) -> int:
+    """Prints what is known of a run whose GPUs are on other machines; returns the exit code. is_computed: whether it
+    fits, by its model's shape and the GPUs' memory.
+    """
+    for line in placement_lines(placements):
+        console.print(f"on {line}", highlight=False)
+    for warning in _warning_lines(warnings):
+        console.print(warning)
+    verdict = "As computed, the run fits" if is_computed else "Whether the run fits is not known"
+    console.print(f"{verdict}. Nothing was measured, because its GPUs are on other machines.", highlight=False)
+    return 0
+
+
+def decide_open_settings(recipe: Recipe, hardware: Hardware) -> tuple[Recipe, list[str], dict[str, dict[str, str]]]:
     """Returns the recipe, whose model is prepared, with its open settings decided; the flags that set them; and, to
     print by title, where its workers run and what they need at most.
     """
-    flags = sizing_flags(recipe, machine)
+    flags = sizing_flags(recipe, hardware)
     recipe = override(recipe, flags, "", recorded=True)
     fact_tables = {}
-    if recipe.runtime != "cluster":
-        fact_tables["Where it runs"] = {part: str(place) for part, place in places_on(recipe, machine).items()}
+    if place_texts := place_descriptions(recipe, hardware):
+        fact_tables["Where it runs"] = place_texts
     if computed_needs := {need.part: str(need) for need in needs(recipe)}:
         fact_tables["Needed at most, computed (docs/scaling.md)"] = computed_needs
     return recipe, flags, fact_tables

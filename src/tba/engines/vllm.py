@@ -62,7 +62,8 @@ _ENVIRONMENT = {  # read by vLLM when it is imported or an engine is made
 class VllmSettings:
     """The settings of vLLM alone (`--model.generation.engine vllm`)."""
 
-    tensor_parallel: int = 1  # processes, one for each GPU, that share one engine; the reference stays on the first
+    tensor_parallel: int = 1  # processes, one for each GPU, that share one engine, or as few as hold it if 1 does not;
+    # the reference stays on the first
     cache_gb: float | None = None  # key-value cache of each GPU, 10^9 bytes; None: what the slots need, or is left
     graphs: bool = True  # compile the model and record CUDA graphs when the engine starts; never on a CPU
 

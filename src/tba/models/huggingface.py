@@ -230,6 +230,11 @@ class HuggingFace:
         return arithmetic_of(self._full_path, self.lora.rank, self.compute, self._device)
 
     @property
+    def attention_heads(self) -> int | None:
+        shape = shape_of(self)
+        return None if shape is None else shape.heads
+
+    @property
     def gpus_per_searcher(self) -> int:
         if self._device.type != "cuda":
             return 0

@@ -35,9 +35,10 @@ from tba.runs.probe import FIGURES, PROGRESS, RoundTimes, SampledRounds, SlotTim
 from tba.runs.reward_time import PartTime, RoundTime
 from tba.runs.signal import Signal
 from tba.runtime.devices import USABLE, environment_of, visible_devices
+from tba.runtime.hardware import Machine
 from tba.runtime.local.forkserver import Program, start
 from tba.runtime.needs import disk_use, needs
-from tba.runtime.sizing import Machine, places_on
+from tba.runtime.sizing import places_on
 from tba.training.ranks.messages import RankSettings
 
 _DEADLINE = 1800.0  # seconds for one probe

@@ -1,4 +1,5 @@
-"""Decides what a recipe leaves open, before there is a run that would fail without it: weights, precision, workers.
+"""Decides what a recipe leaves open, before there is a run that would fail without it: device, weights, precision,
+workers.
 
 Invariant: it is decided once, also for parts on other machines or that join later.
 """
@@ -14,12 +15,39 @@ from typing import TypeAlias
 from tba.chat_prompts import writes_day
 from tba.protocols import HasChatTemplate, HasDtype, Model, path_of
 from tba.recipe import Recipe
-from tba.runtime.sizing import Machine, places_on, refuse_what_cannot_fit, sizing_flags, unused_gpus
+from tba.runtime.hardware import ClusterNodes, Hardware, Machine
+from tba.runtime.sizing import (
+    device_flags,
+    place_descriptions,
+    refuse_what_cannot_fit,
+    sizing_flags,
+    unknown_gpus,
+    unused_gpus,
+)
 from tba.runtime.teaching import require_scorers, scorers_of
 from tba.settings import override, with_fields, words_of
 
 Say: TypeAlias = Callable[[str], None]  # is told a line for people
 _PACKAGE = Path(__file__).parents[1]
+
+
+def hardware_of(recipe: Recipe) -> Hardware:
+    """Returns the hardware of a recipe's run. Raises `UserError` where its cluster cannot be reached."""
+    if recipe.runtime != "cluster":
+        return Machine.here()
+    if described_nodes := recipe.cluster.described_nodes():
+        return ClusterNodes(tuple(Machine(gpus=(int(gb * 1e9),) * gpus) for gpus, gb in described_nodes))
+    if recipe.address is None:  # a cluster of its own
+        return Machine.here()
+    from tba.runtime.cluster.machines import machines_at  # needs Ray
+
+    return ClusterNodes(machines_at(recipe.address))
+
+
+def with_device(recipe: Recipe, overrides: list[str], hardware: Hardware) -> tuple[Recipe, list[str]]:
+    """Returns the recipe and its overrides, with the device of the cluster's nodes where this machine has none."""
+    decisions = device_flags(recipe, hardware)
+    return override(recipe, decisions, "tba train", recorded=True), [*overrides, *decisions]
 
 
 def with_weights(recipe: Recipe, overrides: list[str], say: Say, day: str = "") -> tuple[Recipe, list[str]]:
@@ -52,17 +80,17 @@ def _writes_day(recipe: Recipe, prepared_model: Model) -> bool:
     return any(writes_day(model.tokenizer()) for model in models)
 
 
-def with_sizes(recipe: Recipe, overrides: list[str], say: Say) -> tuple[Recipe, list[str]]:
-    """Returns the recipe and its overrides, with as many ranks and searchers as this machine's GPUs are for, where the
-    recipe leaves that open. Raises `UserError` where it cannot fit; nothing has been loaded yet.
+def with_sizes(recipe: Recipe, overrides: list[str], hardware: Hardware, say: Say) -> tuple[Recipe, list[str]]:
+    """Returns the recipe and its overrides, with as many ranks and searchers as the GPUs are for, where the recipe
+    leaves that open. Raises `UserError` where it cannot fit; nothing has been loaded yet.
     """
-    machine, prepared_recipe = Machine.here(), replace(recipe, model=recipe.model.prepared(recipe.task))
-    decisions = sizing_flags(prepared_recipe, machine)
+    prepared_recipe = replace(recipe, model=recipe.model.prepared(recipe.task))
+    decisions = sizing_flags(prepared_recipe, hardware)
     sized_recipe = override(prepared_recipe, decisions, "tba train", recorded=True)
-    refuse_what_cannot_fit(sized_recipe, machine)
-    if decisions:
-        places = ", ".join(f"{worker} on {place}" for worker, place in places_on(sized_recipe, machine).items())
-        say(f"where it runs: {places}")
-    if (idle_note := unused_gpus(sized_recipe, machine)) is not None:
-        say(f"note: {idle_note}")
+    refuse_what_cannot_fit(sized_recipe, hardware)
+    if decisions and (descriptions := place_descriptions(sized_recipe, hardware)):
+        mark, separator = (": ", "; ") if recipe.runtime == "cluster" else (" on ", ", ")
+        say(f"where it runs: {separator.join(map(mark.join, descriptions.items()))}")
+    for note in filter(None, (unused_gpus(sized_recipe, hardware), unknown_gpus(sized_recipe, hardware))):
+        say(f"note: {note}")
     return override(recipe, decisions, "tba train", recorded=True), [*overrides, *decisions]

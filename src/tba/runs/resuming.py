@@ -25,10 +25,11 @@ from tba.record.summary import FILE as SUMMARY
 from tba.record.summary import Summary
 from tba.replay.journal import JournalWriter
 from tba.replay.missing_rows import accept_loss
+from tba.runs.recipe_resolution import hardware_of
 from tba.runtime.checkpointing import loss_of
 from tba.runtime.program import version_of
 from tba.runtime.run_directory import SCORERS, RunDirectory
-from tba.runtime.sizing import Machine, refuse_what_cannot_fit
+from tba.runtime.sizing import refuse_what_cannot_fit
 from tba.runtime.teaching import fingerprints_of
 from tba.settings import find, override
 from tba.training.checkpoint import Checkpoint, newest_checkpoint
@@ -80,7 +81,7 @@ def resume_point(
     checkpoint = newest_checkpoint(run.checkpoints)
     _refuse_finished(run, recipe, checkpoint)
     prepared_recipe = replace(recipe, model=recipe.model.prepared(recipe.task))
-    refuse_what_cannot_fit(prepared_recipe, Machine.here(), resumed=True)
+    refuse_what_cannot_fit(prepared_recipe, hardware_of(prepared_recipe), resumed=True)
     _refuse_other_scorers(facts, prepared_recipe)
     _refuse_lost_rows(run, recipe, accept_lost_rows)
     return recipe, checkpoint

@@ -22,7 +22,7 @@ from tba.record.recorder import TensorBoardEvents
 from tba.record.summary import Summary
 from tba.replay.database import suspect_mark
 from tba.runs.importing import import_answers, import_initial_answers, refuse_files
-from tba.runs.recipe_resolution import with_sizes, with_weights
+from tba.runs.recipe_resolution import hardware_of, with_device, with_sizes, with_weights
 from tba.runs.validating import notes_on_data, notes_on_prompts
 from tba.runtime.checkpointing import loss_of, note_recoveries
 from tba.runtime.disk import outside_cause
@@ -61,9 +61,11 @@ def carry_out(
 
     is_prepared_run = is_prepared(path)
     day = setting(RunDirectory.open(path).facts["resolved"], "model", "day") if is_prepared_run else None
+    hardware = hardware_of(recipe)
+    recipe, overrides = with_device(recipe, overrides, hardware)
     recipe, overrides = with_weights(recipe, overrides, say, day if isinstance(day, str) else "")
     sft_seconds = time.monotonic() - start_time if warm_start_lines else 0.0
-    recipe, overrides = with_sizes(recipe, overrides, view.say)
+    recipe, overrides = with_sizes(recipe, overrides, hardware, view.say)
     for warning in [*notes_on_prompts(recipe), *notes_on_data(recipe, recipe.model.prepared(recipe.task))]:
         view.say(f"note: {warning}")
     refuse_files(recipe, [*recipe.fill.files, *([] if data is None else [data])])

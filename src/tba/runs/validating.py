@@ -19,8 +19,9 @@ from tba.record.text import plural
 from tba.replay.selection import RecencyReward
 from tba.rewards.functions import check_fields
 from tba.runtime.graders import reward_of
+from tba.runtime.hardware import Machine
 from tba.runtime.prompt_sets import prompt_set_of
-from tba.runtime.sizing import Machine, places_on
+from tba.runtime.sizing import places_on
 from tba.types import SPLITS, Sampling
 from tba.user_code import problems_of
 

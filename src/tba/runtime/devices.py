@@ -1,9 +1,10 @@
-"""Assigns the GPUs of this machine to the workers of a run, before anything starts.
+"""Assigns the GPUs of a machine, or of a cluster's nodes, to the workers of a run, before anything starts.
 
 Invariant: a pure function of what the workers need and the GPUs that there are. What a worker is given is all that it
 sees (CUDA_VISIBLE_DEVICES), and the shares of memory on one GPU never add up to more than `USABLE`.
 
 - Enough GPUs: each rank of the trainer has one, each searcher one (several for an engine that is spread over them).
+- Several nodes: ranks fill the largest node first. An engine is on one node.
 - Fewer: the trainer's ranks keep one each, and searchers share those that are left.
 - One GPU, one rank: all workers share it. Each half has what it needs and `SLACK` or `LOST` more. The rest is the
   searchers' where vLLM makes a larger cache of it; our own engine takes no more, so then it is the trainer's.
@@ -53,11 +54,12 @@ def assign_gpus(
     gpus_each: int = 1,
     owner: str = "this machine shows",
     trainer: float = TRAINER,
+    nodes: Sequence[int] = (),
 ) -> dict[str, Place]:
     """Returns a place for each rank of the trainer and each searcher, whose engine is spread over `gpus_each` GPUs.
 
-    trainer: its share of a GPU that it has with searchers. owner: names in the error whose GPUs they are. Raises
-    `UserError` where the workers do not fit.
+    trainer: its share of a GPU that it has with searchers. owner: names in the error whose GPUs they are. nodes: how
+    many of the GPUs each node has; empty: all are of one. Raises `UserError` where the workers do not fit.
     """
     if not gpus:
         return dict.fromkeys((*ranks, *searchers), Place())
@@ -65,17 +67,37 @@ def assign_gpus(
         searcher_share = (USABLE - trainer) / max(1, len(searchers))
         trainer_place = Place((0,), USABLE if not searchers else trainer)
         return {ranks[0]: trainer_place} | dict.fromkeys(searchers, Place((0,), searcher_share))
-    other_gpus = gpus - len(ranks)
-    teams = min(other_gpus // gpus_each, len(searchers))  # of GPUs: each for one searcher, or shared by several
-    if other_gpus < 0 or (searchers and not teams) or (gpus_each > 1 and teams < len(searchers)):
+    nodes = nodes or (gpus,)
+    teams = engine_gpus(nodes, len(ranks), gpus_each)[: len(searchers)]  # each of one searcher, or shared by several
+    if gpus < len(ranks) or (searchers and not teams) or (gpus_each > 1 and len(teams) < len(searchers)):
         raise UserError(_too_few_message(len(ranks), len(searchers), gpus, gpus_each, owner))
-    places = {rank: Place((i,), USABLE) for i, rank in enumerate(ranks)}
+    places = {rank: Place((gpu,), USABLE) for rank, gpu in zip(ranks, _rank_order(nodes), strict=False)}
     for i, searcher in enumerate(searchers):
-        team = i % teams
-        first_gpu = len(ranks) + team * gpus_each
-        sharers = len(range(team, len(searchers), teams))
-        places[searcher] = Place(tuple(range(first_gpu, first_gpu + gpus_each)), USABLE / sharers)
+        team = i % len(teams)
+        sharers = len(range(team, len(searchers), len(teams)))
+        places[searcher] = Place(teams[team], USABLE / sharers)
     return places
+
+
+def _rank_order(nodes: Sequence[int]) -> list[int]:
+    """Returns the GPUs of nodes in the order in which ranks take them: all of the largest node, then of the next."""
+    firsts = [sum(nodes[:i]) for i in range(len(nodes))]
+    largest_first = sorted(range(len(nodes)), key=lambda i: -nodes[i])
+    return [gpu for i in largest_first for gpu in range(firsts[i], firsts[i] + nodes[i])]
+
+
+def engine_gpus(nodes: Sequence[int], ranks: int, gpus_each: int) -> list[tuple[int, ...]]:
+    """Returns the GPUs of each engine that has room beside the ranks: `gpus_each` GPUs of one node.
+
+    nodes: how many GPUs each has.
+    """
+    rank_gpus, teams, first_gpu = set(_rank_order(nodes)[:ranks]), [], 0
+    for count in nodes:
+        free_gpus = [gpu for gpu in range(first_gpu, first_gpu + count) if gpu not in rank_gpus]
+        team_count = len(free_gpus) // gpus_each
+        teams += [tuple(free_gpus[i * gpus_each : (i + 1) * gpus_each]) for i in range(team_count)]
+        first_gpu += count
+    return teams
 
 
 def _too_few_message(ranks: int, searchers: int, gpus: int, gpus_each: int, owner: str) -> str:
@@ -92,14 +114,25 @@ def _too_few_message(ranks: int, searchers: int, gpus: int, gpus_each: int, owne
     )
 
 
-def places(recipe: Recipe, searchers: Sequence[str], gpus: Sequence[int]) -> dict[str, Place]:
-    """Returns a place for each worker on GPUs of so many bytes. Raises `UserError` where they are too few."""
+def places(
+    recipe: Recipe, searchers: Sequence[str], gpus: Sequence[int], nodes: Sequence[int] = ()
+) -> dict[str, Place]:
+    """Returns a place for each worker on GPUs of so many bytes (0: unknown). nodes: how many of them each node has;
+    empty: all are of one. Raises `UserError` where they are too few.
+    """
     ranks = [name_of_rank(rank) for rank in range(recipe.trainer.count)]
-    gpus_each = recipe.model.gpus_per_searcher
+    gpus_each, is_cluster = recipe.model.gpus_per_searcher, recipe.runtime == "cluster"
+    if gpus_each and not gpus and is_cluster:
+        raise UserError(
+            "the model needs GPUs, but the cluster has none that are free: describe the nodes that will join it "
+            "(--cluster.nodes), or set --model.device cpu"
+        )
     if gpus_each and not gpus:
         raise UserError(f"the model needs GPUs, but this machine has none ({VISIBLE_DEVICES}): set --model.device cpu")
-    share = _trainer_share(recipe, gpus[0], len(searchers)) if gpus_each and len(gpus) == 1 else TRAINER
-    return assign_gpus(ranks, searchers, len(gpus) if gpus_each else 0, max(1, gpus_each), trainer=share)
+    is_shared = gpus_each and len(gpus) == 1 and gpus[0]
+    share = _trainer_share(recipe, gpus[0], len(searchers)) if is_shared else TRAINER
+    owner = "the cluster has" if is_cluster else "this machine shows"
+    return assign_gpus(ranks, searchers, len(gpus) if gpus_each else 0, max(1, gpus_each), owner, share, nodes)
 
 
 def _trainer_share(recipe: Recipe, memory: int, searchers: int) -> float:

@@ -48,7 +48,7 @@ class RankSettings:
     """Over how many processes the trainer is spread."""
 
     ranks: int | None = None  # processes that train, each with its share of parameters, moments and batch (FSDP2), not
-    # inline; None: one, or as many as it takes to fit on this machine's GPUs
+    # inline; None: one, or as many as it takes to fit on the GPUs of this machine or cluster
 
     @property
     def count(self) -> int:
