@@ -68,6 +68,8 @@ class RuntimeSettings:
     synchronous_rounds: bool = False  # searchers answer, judge and send a round before they begin the next (as inline)
     checkpoints: int = 2  # number of checkpoints that are kept
     checkpoint_every: int = 100  # steps between checkpoints, each made at the next weight sync; 0: one at the end
+    backup: Path | None = None  # folder on a shared disk, in which the run is backed up under its name; None: nowhere
+    backup_every: float = 600.0  # seconds between backups
 
     def __post_init__(self) -> None:
         for name, minimum in _MINIMA.items():
@@ -114,7 +116,7 @@ class ClusterSettings:
                 raise UserError(f"--cluster.{f.name.replace('_', '-')} is {value}: give part of one GPU, or whole ones")
 
 
-_POSITIVE = ("idle_deadline", "silence_deadline", "reward_deadline", "grading_lag")
+_POSITIVE = ("idle_deadline", "silence_deadline", "reward_deadline", "grading_lag", "backup_every")
 _MINIMA = {"restarts": 0, "inline_rounds_per_sync": 1, "threads": 1, "checkpoints": 1, "checkpoint_every": 0}
 
 
@@ -338,6 +340,8 @@ class Recipe:
             unused_fields |= {"cluster": "runtime cluster", "address": "runtime cluster"}
         if self.runtime == "inline" and isinstance(self.task, LimitsEpisodes):
             unused_fields |= {"task.limits": "runtime processes"}
+        if self.run.backup is None:
+            unused_fields |= {"run.backup_every": "run.backup"}
         if self.runtime == "inline":
             unused_fields |= {"run.synchronous_rounds": "runtime processes"}
         else:

@@ -40,7 +40,7 @@ from tba.recipe import Recipe
 from tba.record.faults import record_fault
 from tba.record.jsonl import write_json
 from tba.record.memory import FreedMemory, keep_few_kernels, peak_memory_bytes
-from tba.record.metrics import EVALUATING, GENERATED_TOKENS, JOURNAL_ROWS, PART, REPEATED
+from tba.record.metrics import BACKUP_AGE, EVALUATING, GENERATED_TOKENS, JOURNAL_ROWS, PART, REPEATED
 from tba.record.recorder import Recorder
 from tba.record.run_warnings import PADDED, STALE
 from tba.record.step_watches import CollapseWatch, SignalWatch, StalenessWatch
@@ -48,6 +48,7 @@ from tba.replay.follower import JournalFollower
 from tba.replay.missing_rows import JournalCounts
 from tba.replay.replay import Replay
 from tba.replay.selection import SMALLEST_GROUP
+from tba.runtime.backup import BackupThread, start_backup
 from tba.runtime.batch_queue import BatchQueue, StopRequested, pause, raise_out_of_data
 from tba.runtime.checkpointing import LoopState, TurnTaker, generators, set_generators, starting_point
 from tba.runtime.evaluation import Requests
@@ -114,6 +115,7 @@ class TrainerLoop:
     collapse: CollapseWatch = field(default_factory=CollapseWatch)
     answer_watch: AnswerWatch | None = None
     memory: FreedMemory = field(default_factory=FreedMemory)
+    backup: BackupThread | None = None
     versions_left_out: int = 0  # which were to be published while another was written
     began_training: float | None = None
     ended_training: float = 0.0
@@ -239,6 +241,8 @@ class TrainerLoop:
             self.batches.close()
             self.replay.drain()
             self._record_evaluations()
+            if self.backup is not None:
+                self.backup.close()
             write_json(self.run.result("trainer"), self.result())
 
     def state(self) -> LoopState:
@@ -342,6 +346,7 @@ class TrainerLoop:
             **self.references.metrics(),
             **self._steer(metrics),
             **self._searcher_metrics,
+            **({} if self.backup is None else {BACKUP_AGE: self.backup.age}),
             JOURNAL_ROWS: float(self.journal.position),
             "versions_left_out": float(self.versions_left_out),
         }
@@ -517,6 +522,7 @@ def start_training(
         turn_taker=turn_taker,
         ranks=ranks,
         arithmetic=recipe.model.arithmetic(),  # before anybody else is at work
+        backup=start_backup(recipe, run),
     )
     if version.incarnation:
         loop.restore(checkpoint)
