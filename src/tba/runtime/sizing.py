@@ -7,6 +7,7 @@ is never refused.
 
 - No searchers given: one for each GPU that the trainer leaves.
 - No ranks given: as few as it takes until the trainer fits; a GPU is left for a searcher in any case.
+- The reference does not fit beside an engine: the trainer scores answers under it.
 - Gradient checkpointing open, several ranks: on, where they do not fit without. (One rank decides pass by pass; several
   have to do the same.)
 """
@@ -24,11 +25,12 @@ from tba.recipe import Recipe
 from tba.record.memory import machine_memory_bytes
 from tba.record.text import size
 from tba.runtime.devices import USABLE, Place, places
-from tba.runtime.needs import needs, with_checkpointing
+from tba.runtime.needs import needs, with_checkpointing, with_trainer_scores
 from tba.settings import override
 from tba.training.ranks.messages import RankSettings
 
 _LORA_RANK = "16"  # that is proposed
+_TRAINER_SCORES = ("--reference-scorer", "trainer")
 _FIXED_FLAGS = {"--model.lora.rank", "--model.dtype"}  # which a run that is resumed keeps
 
 
@@ -57,9 +59,22 @@ def places_on(recipe: Recipe, machine: Machine) -> dict[str, Place]:
 
 
 def sizing_flags(recipe: Recipe, machine: Machine) -> list[str]:
-    """Returns the flags for what the recipe leaves open: numbers of ranks and searchers, and whether several ranks
-    checkpoint gradients; none without GPUs.
+    """Returns the flags for what the recipe leaves open: numbers of ranks and searchers, whether several ranks
+    checkpoint gradients, and whether the trainer scores answers under the reference; none without GPUs.
     """
+    flags, scoring_recipe = _count_flags(recipe, machine), with_trainer_scores(recipe)
+    if not flags or scoring_recipe is None:
+        return flags
+    shortage = memory_shortage(override(recipe, flags, "", recorded=True), machine)
+    if shortage is None or shortage[0] != "searcher":
+        return flags
+    scoring_flags = [*_TRAINER_SCORES, *_count_flags(scoring_recipe, machine)]
+    fits = memory_shortage(override(recipe, scoring_flags, "", recorded=True), machine) is None
+    return scoring_flags if fits else flags
+
+
+def _count_flags(recipe: Recipe, machine: Machine) -> list[str]:
+    """Returns the flags for what the recipe leaves open, with the scorer of the reference as it is."""
     gpus_each = recipe.model.gpus_per_searcher
     if recipe.runtime != "processes" or not gpus_each or not machine.gpus:
         return []

@@ -56,6 +56,7 @@ from tba.runtime.ranks.start import start_policy, start_ranks
 from tba.runtime.reference import References
 from tba.runtime.results import TrainerResult
 from tba.runtime.run_directory import RunDirectory
+from tba.runtime.trainer_scores import TrainerScores, start_trainer_scores
 from tba.runtime.watching import AnswerWatch, EvaluationWatch, answer_watch_of
 from tba.training.checkpoint import Checkpoint, save_checkpoint
 from tba.training.ranks.messages import Ranks, Rendezvous
@@ -116,6 +117,7 @@ class TrainerLoop:
     answer_watch: AnswerWatch | None = None
     memory: FreedMemory = field(default_factory=FreedMemory)
     backup: BackupThread | None = None
+    scores: TrainerScores | None = None  # where answers are scored under the reference here
     versions_left_out: int = 0  # which were to be published while another was written
     began_training: float | None = None
     ended_training: float = 0.0
@@ -131,6 +133,7 @@ class TrainerLoop:
     def step(self) -> None:
         """Make one optimizer step: take a batch, update, publish the weights if they are due, and record it."""
         trainer, began = self.trainer, time.perf_counter()
+        self.score()
         try:
             fetched = self.batches.next(trainer.version, trainer.published)
         except StopRequested:
@@ -154,6 +157,11 @@ class TrainerLoop:
             self.checkpoint()
         self.memory.give_back()
 
+    def score(self) -> None:
+        """Score some of the answers that are requested, where this trainer does."""
+        if self.scores is not None:
+            self.scores.round()
+
     def _may_leave_out(self) -> bool:
         """Returns whether the version that is due need not be published, because another is still being written.
 
@@ -176,10 +184,11 @@ class TrainerLoop:
         self._last_interval = 0 if self.trainer.published is None else version.step - self.trainer.published.step
         searcher_limit = self.replay.searcher_limit(batch, self.trainer.sync_every)
         self._searchers_are_held = searcher_limit is not None
+        reference = version if as_reference else self.references.current
         manifest = Manifest(
             evaluate=tuple(evaluate),
             stop=self.finished,
-            reference=version if as_reference else self.references.current,
+            reference=None if self.recipe.has_trainer_scores else reference,  # searchers have none
             journal=JournalCounts.of(self.journal).state(),
             wanted=searcher_limit,
         )
@@ -236,7 +245,8 @@ class TrainerLoop:
         """
         with ExitStack() as closers:
             ranks = [] if self.ranks is None else [self.ranks]
-            for part in (*ranks, self.weights, self.journal, self.recorder):
+            scores = [] if self.scores is None else [self.scores]
+            for part in (*ranks, *scores, self.weights, self.journal, self.recorder):
                 closers.callback(part.close)
             self.batches.close()
             self.replay.drain()
@@ -457,7 +467,7 @@ def start_training(
     try:
         journal.lead(_LEAD_SECONDS)
         watch = answer_watch_of(recipe, run)
-        has_resets = recipe.reference_reset > 0
+        has_resets = recipe.reference_reset > 0 or recipe.has_trainer_scores
         settings = replace(recipe.replay, pacing=replace(recipe.replay.pacing, warm_up=recipe.warm_up))
         replay = Replay(journal, settings, recipe.sync_every, seed=recipe.seed, resets=has_resets, on_arrival=watch.see)
         replay.now = version
@@ -526,6 +536,8 @@ def start_training(
     )
     if version.incarnation:
         loop.restore(checkpoint)
+    loop.scores = start_trainer_scores(recipe, run, policy, stop)
+    loop.batches.on_wait = loop.score
     loop.publish()
     return loop
 
