@@ -32,8 +32,8 @@ import torch
 from ray.cluster_utils import Cluster as Nodes
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-import tba.runtime.cluster.gateway
 from tba.protocols import Manifest
+from tba.runtime.cluster import gateway
 from tba.runtime.cluster.actors import ExchangeActor
 from tba.runtime.cluster.client import NAMESPACE, ActorContact
 from tba.runtime.cluster.remote import RemoteWeights
@@ -51,7 +51,7 @@ class Gateway(ExchangeActor):
     """The gateway of a run, with pieces that are small enough for versions of a few MB to have many."""
 
     def __init__(self, path: str, piece_bytes: int) -> None:
-        tba.runtime.cluster.gateway.cut_pieces = partial(cut_pieces, most_bytes=piece_bytes)
+        vars(gateway)["cut_pieces"] = partial(cut_pieces, most_bytes=piece_bytes)
         super().__init__(path)
 
 
@@ -99,15 +99,16 @@ def main() -> None:
         on = {node: NodeAffinitySchedulingStrategy(node.node_id, soft=False) for node in (nodes.head_node, *others)}
         run = RunDirectory.create(Path(home) / "run", "quickstart", [], find("quickstart"))
         directory, size = WeightDirectory(run.weights), arguments.mb << 20
-        gateway = remote(concurrency_groups={"journal": 1, "weights": 1}, num_cpus=0)(Gateway)
-        gateway = gateway.options(scheduling_strategy=on[nodes.head_node]).remote(
+        exchange = remote(concurrency_groups={"journal": 1, "weights": 1}, num_cpus=0)(Gateway)
+        exchange = exchange.options(scheduling_strategy=on[nodes.head_node]).remote(
             str(run.path), size // arguments.pieces
         )
         taker = remote(num_cpus=0)(Taker)
         takers = [
-            taker.options(scheduling_strategy=on[node]).remote(gateway, f"searcher-{i}")
+            taker.options(scheduling_strategy=on[node]).remote(exchange, f"searcher-{i}")
             for i, node in enumerate(others)
         ]
+        assert nodes.head_node is not None
         raylet = nodes.head_node.all_processes["raylet"][0].process.pid
         figures: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
         for number in range(2 * arguments.rounds + 2):

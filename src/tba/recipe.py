@@ -363,7 +363,9 @@ class Recipe:
         if self.runtime == "inline" and isinstance(self.task, LimitsEpisodes):
             unused_fields |= {"task.limits": "runtime processes"}
         if self.run.backup is None:
-            unused_fields |= {"run.backup_every": "run.backup"}
+            unused_fields |= {"run.backup": "run.backup FOLDER", "run.backup_every": "run.backup"}
+        if self.reference_scorer == "searchers":
+            unused_fields |= {"reference_scorer": "reference_scorer trainer"}
         if self.runtime == "inline":
             unused_fields |= {"run.synchronous_rounds": "runtime processes"}
         else:

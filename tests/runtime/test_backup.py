@@ -186,6 +186,11 @@ def test_a_damaged_backup_is_refused_and_leaves_nothing(run: Path, tmp_path: Pat
     with pytest.raises(UserError, match=r"is damaged \(000001.sqlite has"):
         restore_run(place, tmp_path / "restored")
     assert not [path for path in tmp_path.iterdir() if "restored" in path.name]
+    manifest = (place / "backup.json").read_text()
+    (place / "backup.json").write_text(manifest.replace("000001.sqlite", "../000001.sqlite"))
+    with pytest.raises(UserError, match="names a file outside of it"):
+        restore_run(place, tmp_path / "restored")
+    (place / "backup.json").write_text(manifest)
     with pytest.raises(UserError, match="is there already"):
         restore_run(place, run)
 

@@ -68,7 +68,7 @@ def write_increment(journal: Path, file: Path, after: IncrementEnd) -> Increment
         leftover.unlink(missing_ok=True)
     with open_journal(journal, create=False) as database:
         database.rows("ATTACH ? AS increment", str(file))
-        database.rows("PRAGMA increment.journal_mode = OFF")  # a part of a file is of no use
+        database.rows("PRAGMA increment.journal_mode = MEMORY")  # a part of a file is of no use
         for table in _ADDED:
             database.rows(f"CREATE TABLE increment.{table} AS SELECT * FROM main.{table} WHERE 0")  # noqa: S608 - our own names
         last, present_places = dict(after.last), _read_end(database).last

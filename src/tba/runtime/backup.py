@@ -21,7 +21,7 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +85,9 @@ class Backup:
         if not (place / NAME).exists():
             return None
         backup: Backup = read_json(place / NAME, _REMEDY, cls)
+        for name in (*backup.checkpoints, *(file.name for file in backup.increments)):
+            if Path(name).name != name:
+                raise UserError(f"the backup at {place} names a file outside of it ({name!r}): {_REMEDY}")
         return backup
 
 
@@ -113,16 +116,21 @@ class BackupThread:
     def _work(self) -> None:
         next_time = time.monotonic()
         while not self._is_closed.wait(min(self._every, _ACKNOWLEDGED_SECONDS)):
-            self._attempt(self._writer.note_acknowledged)
-            if time.monotonic() >= next_time:
-                self._attempt(self._writer.back_up)
-                next_time = time.monotonic() + self._every
-        self._attempt(self._writer.back_up)
+            is_due = time.monotonic() >= next_time
+            self._write(is_due)
+            next_time = time.monotonic() + self._every if is_due else next_time
+        self._write(is_due=True)
 
-    def _attempt(self, action: Callable[[], object]) -> None:
+    def _write(self, is_due: bool) -> None:
+        """Make a backup if one is due, else only note how much the journal has; the first of several failures is
+        recorded.
+        """
         try:
-            action()
-            self._has_failed = False
+            if is_due:
+                self._writer.back_up()
+                self._has_failed = False
+            else:
+                self._writer.note_acknowledged()
         except (OSError, TbaError) as error:
             if not self._has_failed:
                 log.warning("the backup failed: %s", error)
@@ -312,8 +320,6 @@ def restore_run(place: Path, target: Path) -> tuple[RunDirectory, Backup]:
 def _local_increments(place: Path, backup: Backup, local: Path) -> Iterator[Path]:
     """Yields each increment as a file on the local disk, which is there until the next is asked for."""
     for file in backup.increments:
-        if Path(file.name).name != file.name:
-            raise UserError(f"the backup at {place} names a file outside of it ({file.name!r}): {_REMEDY}")
         try:
             size, checksum = _copy_file(place / "increments" / file.name, local)
         except FileNotFoundError:
