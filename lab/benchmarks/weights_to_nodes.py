@@ -108,8 +108,8 @@ def main() -> None:
             taker.options(scheduling_strategy=on[node]).remote(exchange, f"searcher-{i}")
             for i, node in enumerate(others)
         ]
-        assert nodes.head_node is not None
-        raylet = nodes.head_node.all_processes["raylet"][0].process.pid
+        head: Any = nodes.head_node
+        raylet = head.all_processes["raylet"][0].process.pid
         figures: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
         for number in range(2 * arguments.rounds + 2):
             all_from_trainer, version = number % 2 == 1, Version(0, number)

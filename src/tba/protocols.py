@@ -484,6 +484,14 @@ class ScoringPolicy(Protocol):
     def evaluate(self, batch: Batch) -> PolicyOutput: ...
 
 
+class HasWeights(Protocol):
+    """A policy whose weights can be replaced."""
+
+    def weights(self) -> Mapping[str, torch.Tensor]: ...
+
+    def load(self, weights: Mapping[str, torch.Tensor]) -> None: ...
+
+
 @runtime_checkable
 class ScoresInTrainer(Protocol):
     """A model whose reference can be spread over the trainer's ranks, or share a policy's memory."""

@@ -24,6 +24,7 @@ from tba.protocols import (
     Acted,
     EndingSchedule,
     Exploration,
+    HasAdapters,
     HasBeta,
     HasDtype,
     HasFlow,
@@ -255,10 +256,10 @@ class Recipe:
         self._require_what_the_objective_needs()
 
     def _require_what_trainer_scores_need(self) -> None:
-        if self.reference_reset:
+        if self.reference_reset and isinstance(self.model, HasAdapters) and self.model.lora.rank:
             raise UserError(
-                f"--reference-scorer is trainer, and --reference-reset is {self.reference_reset}, but only searchers "
-                "load another reference: set one of them back"
+                f"--reference-scorer is trainer, and --reference-reset is {self.reference_reset}, but under adapters "
+                "the trainer's reference is the base, which no reset changes: set one of them back"
             )
         if self.offline:
             raise UserError(

@@ -20,11 +20,13 @@ from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
 from tba.runtime.local.processes import Processes
 from tba.runtime.needs import needs, with_trainer_scores
+from tba.runtime.reference import PIN_REASON
 from tba.runtime.reporting import summarise
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.teaching import reference_model_of
 from tba.runtime.trainer_scores import OWNER
 from tba.types import ELSEWHERE, Version
+from tba.weights.directory import WeightDirectory
 
 SUMS = Path(__file__).parents[1] / "tiny_sums.py"
 BY_TRAINER = ("--reference-scorer", "trainer")
@@ -103,5 +105,40 @@ def test_a_trainer_that_scores_needs_its_part_of_the_reference_and_searchers_non
 
 
 def test_a_reference_that_changes_cannot_be_scored_by_the_trainer(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="only searchers load another reference"):
-        made(tmp_path / "run", *BY_TRAINER, "--reference-reset", "10")
+    with pytest.raises(UserError, match="is the base, which no reset changes"):
+        made(tmp_path / "run", *BY_TRAINER, *LORA, "--reference-reset", "10", source=SUMS)
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_after_a_reset_answers_are_scored_by_the_policy_of_that_step_also_in_a_resumed_run(
+    tmp_path: Path, ranks: str
+) -> None:
+    path = tmp_path / "run"
+    resets = ("--reference-reset", "3", "--optimizer.lr", "0.02", "--run.checkpoint-every", "4", "--sync-every", "1")
+    recipe, run = made(
+        path, *BY_TRAINER, *resets, "--runtime", "processes", "--trainer.ranks", ranks, "--steps", "8", source=SUMS
+    )
+    driver = Processes(recipe, run, quiet)
+    first = summarise(recipe, run, driver.searchers, driver.go(), 0.0)
+    assert first.trajectories.closes()
+    run.begin_again("resumed", ["--steps", "14"])
+    driver = Processes(run.recipe(), run, quiet)
+    again = summarise(run.recipe(), run, driver.searchers, driver.go(), 0.0)
+    assert (again.steps, again.trajectories.closes()) == (14, True)
+    weights = WeightDirectory(run.weights)
+    pinned = [v for v in weights.versions() if PIN_REASON in weights.pins(v)]
+    model = recipe.model.prepared(recipe.task)
+    with JournalFollower(path / "journal.sqlite", create=False) as journal:
+        trajectories, scores = {t.uid: t for t in journal.drain()}, journal.drain_scores()
+    checked = 0
+    for version in pinned:
+        reference = model.reference(recipe.policy_temperature, Version())
+        reference.load(weights.at(version).read(), version)
+        for score in (s for s in scores if s.reference == version):
+            t = trajectories[score.uid]
+            ((expected,),) = reference.log_probabilities_of([(t.prompt, [t.completion])])
+            assert np.abs(score.log_reference - expected).max() < 1e-5
+            checked += 1
+    assert len(pinned) >= 2
+    assert checked > 20
+    assert len({(s.uid, s.reference) for s in scores}) == len(scores)

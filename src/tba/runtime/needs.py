@@ -80,7 +80,8 @@ def with_trainer_scores(recipe: Recipe) -> Recipe | None:
     """Returns the recipe with a trainer that scores answers under the reference, if searchers do and it can; else None.
     Searchers then need no memory for it, and each rank of the trainer needs its part.
     """
-    if not recipe.scores_reference or recipe.has_trainer_scores or recipe.reference_reset or recipe.offline:
+    is_base_reset = recipe.reference_reset > 0 and isinstance(recipe.model, HasAdapters) and recipe.model.lora.rank > 0
+    if not recipe.scores_reference or recipe.has_trainer_scores or recipe.offline or is_base_reset:
         return None
     return replace(recipe, reference_scorer="trainer") if isinstance(recipe.model, ScoresInTrainer) else None
 

@@ -325,6 +325,8 @@ class TrainerLoop:
         """Make the policy as it was just published the reference of the steps to come."""
         self._wait_for_checkpoint()  # until then the one before is what a resume takes, and its reference stays
         self.references.reset(self.trainer.version, self.elapsed())
+        if self.scores is not None:
+            self.scores.reset(self.trainer.version)
         if self.recipe.reset_optimizer:
             self.trainer.optimizer.reset_moments()
 
@@ -537,6 +539,8 @@ def start_training(
     if version.incarnation:
         loop.restore(checkpoint)
     loop.scores = start_trainer_scores(recipe, run, policy, stop)
+    if loop.scores is not None and (reference := replay.reference) != Version():
+        loop.scores.load(weight_directory.at(reference).read(), reference)
     loop.batches.on_wait = loop.score
     loop.publish()
     return loop

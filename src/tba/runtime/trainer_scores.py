@@ -10,15 +10,16 @@ resume scores nothing again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from tba.batch import AnsweredPrompt, Batch, score_in_passes
-from tba.protocols import Policy, ReferenceScorer
+from tba.protocols import Policy, Reference, ReferenceScorer
 from tba.recipe import Recipe
 from tba.replay.journal import JournalWriter
 from tba.rollout.rescoring import Rescorer
@@ -32,7 +33,7 @@ from tba.types import FloatArray, Version
 OWNER = "trainer"  # of its counts and leases in the journal
 
 
-@dataclass(frozen=True)
+@dataclass
 class PolicyScorer:
     """Scores answers by a policy that is evaluated elsewhere, such as over several ranks.
 
@@ -58,14 +59,30 @@ class PolicyScorer:
 class TrainerScores(AbstractContextManager["TrainerScores"]):
     """Answers the requests for scores of a run's journal."""
 
-    def __init__(self, scorer: ReferenceScorer, writer: JournalWriter, per_round: int) -> None:
-        self._writer = writer
+    def __init__(self, scorer: ReferenceScorer, writer: JournalWriter, per_round: int, policy: Policy) -> None:
+        self._writer, self._scorer, self._policy = writer, scorer, policy
         writer.resume()  # what an earlier trainer had been given is scored by this one
         self._rescorer = Rescorer(scorer, writer, per_round, LEASE_SECONDS)
 
     def round(self) -> int:
         """Score some of the answers that are requested; returns how many."""
         return self._rescorer.round()
+
+    def reset(self, version: Version) -> None:
+        """Make the policy as it is the reference from here on, as `version`."""
+        if isinstance(self._policy, Rank0Policy) and isinstance(self._scorer, PolicyScorer):
+            self._policy.reset_reference()
+            self._scorer.version = version
+        else:
+            self.load(self._policy.weights(), version)
+
+    def load(self, weights: Mapping[str, Tensor], version: Version) -> None:
+        """Load the reference that a checkpoint was made under."""
+        if isinstance(self._policy, Rank0Policy) and isinstance(self._scorer, PolicyScorer):
+            self._policy.load_reference(weights)
+            self._scorer.version = version
+        else:
+            cast(Reference, self._scorer).load(weights, version)  # under adapters, which alone have none, no reset is
 
     def close(self) -> None:
         """Close the journal."""
@@ -96,4 +113,4 @@ def start_trainer_scores(
     writer = JournalWriter(
         run.journal(recipe), OWNER, deadline_s=recipe.run.journal_deadline, on_wait=on_wait, create=False
     )
-    return TrainerScores(scorer, writer, recipe.rescored_per_round)
+    return TrainerScores(scorer, writer, recipe.rescored_per_round, policy)

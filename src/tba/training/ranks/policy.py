@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import safetensors
 import torch
@@ -26,7 +26,8 @@ from torch.nn import Parameter
 from tba.batch import Batch, deal, shortest_row, to_device
 from tba.device_to_host import HostCopies
 from tba.errors import DeadlineExceeded, UserError
-from tba.protocols import PolicyOutput, SavedPolicy, ScoringPolicy
+from tba.protocols import HasWeights, PolicyOutput, SavedPolicy, ScoringPolicy
+from tba.sharding import local_part
 from tba.streaming import SAFETENSORS_NAMES, TensorChange, TensorStream, changes_since
 from tba.training.gradients import Slice, assemble
 from tba.training.optimizer import Optimizer, OptimizerSettings
@@ -139,6 +140,16 @@ class Rank0Policy:
         with torch.no_grad():
             _, output, batch_outputs = self._evaluate_shares("score", self.reference, batch)
         return _to_output(batch_outputs, output).log_policy_BT
+
+    def reset_reference(self) -> None:
+        """Make the policy as it is the reference, on each rank its own rows."""
+        self.ranks.broadcast("reset_reference")
+        _copy_rows_to(self.reference, self.local_policy)
+
+    def load_reference(self, weights: Mapping[str, Tensor]) -> None:
+        """Load other weights into the reference of all ranks."""
+        self.ranks.broadcast("load_reference", weights)
+        cast(HasWeights, self.reference).load(weights)
 
     def _evaluate_shares(
         self, command: str, policy: ScoringPolicy, batch: Batch
@@ -294,6 +305,8 @@ class Follower:
         handlers: dict[str, Callable[[RankCommand], object]] = {
             "evaluate": self._evaluate,
             "score": self._score,
+            "reset_reference": lambda command: _copy_rows_to(self.reference, self.local_policy),
+            "load_reference": self._load_reference,
             "backpropagate": self._backpropagate,
             "step": self._step,
             "reset_moments": lambda command: self.optimizer.reset_moments(),
@@ -315,6 +328,9 @@ class Follower:
     def _score(self, command: RankCommand) -> None:
         assert self.reference is not None
         self._evaluate_share(self.reference, command)
+
+    def _load_reference(self, command: RankCommand) -> None:
+        cast(HasWeights, self.reference).load(command.tensors)
 
     def _evaluate_share(self, policy: ScoringPolicy, command: RankCommand) -> tuple[_RankShare, PolicyOutput]:
         """Evaluate this rank's share of a batch, and send what comes out."""
@@ -367,6 +383,14 @@ class Follower:
         outgoing = OutgoingWeights.of(self.local_policy, self.ranks, everything, dtype, self.copies)
         self._hold_copies = outgoing.hold
         self._sending.start(outgoing.send)
+
+
+def _copy_rows_to(reference: ScoringPolicy | None, policy: SavedPolicy) -> None:
+    """Copy a rank's rows of the policy's weights to those of the reference, in its precision."""
+    weights = policy.weights()
+    with torch.no_grad():
+        for name, tensor in cast(HasWeights, reference).weights().items():
+            local_part(tensor).copy_(local_part(weights[name]))
 
 
 class _RankOutputs(torch.autograd.Function):
