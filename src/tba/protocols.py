@@ -484,7 +484,7 @@ class ScoringPolicy(Protocol):
     def evaluate(self, batch: Batch) -> PolicyOutput: ...
 
 
-class HasWeights(Protocol):
+class WeightHolder(Protocol):
     """A policy whose weights can be replaced."""
 
     def weights(self) -> Mapping[str, torch.Tensor]: ...

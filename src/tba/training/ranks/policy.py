@@ -26,7 +26,7 @@ from torch.nn import Parameter
 from tba.batch import Batch, deal, shortest_row, to_device
 from tba.device_to_host import HostCopies
 from tba.errors import DeadlineExceeded, UserError
-from tba.protocols import HasWeights, PolicyOutput, SavedPolicy, ScoringPolicy
+from tba.protocols import PolicyOutput, SavedPolicy, ScoringPolicy, WeightHolder
 from tba.sharding import local_part
 from tba.streaming import SAFETENSORS_NAMES, TensorChange, TensorStream, changes_since
 from tba.training.gradients import Slice, assemble
@@ -149,7 +149,7 @@ class Rank0Policy:
     def load_reference(self, weights: Mapping[str, Tensor]) -> None:
         """Load other weights into the reference of all ranks."""
         self.ranks.broadcast("load_reference", weights)
-        cast(HasWeights, self.reference).load(weights)
+        cast(WeightHolder, self.reference).load(weights)
 
     def _evaluate_shares(
         self, command: str, policy: ScoringPolicy, batch: Batch
@@ -330,7 +330,7 @@ class Follower:
         self._evaluate_share(self.reference, command)
 
     def _load_reference(self, command: RankCommand) -> None:
-        cast(HasWeights, self.reference).load(command.tensors)
+        cast(WeightHolder, self.reference).load(command.tensors)
 
     def _evaluate_share(self, policy: ScoringPolicy, command: RankCommand) -> tuple[_RankShare, PolicyOutput]:
         """Evaluate this rank's share of a batch, and send what comes out."""
@@ -389,7 +389,7 @@ def _copy_rows_to(reference: ScoringPolicy | None, policy: SavedPolicy) -> None:
     """Copy a rank's rows of the policy's weights to those of the reference, in its precision."""
     weights = policy.weights()
     with torch.no_grad():
-        for name, tensor in cast(HasWeights, reference).weights().items():
+        for name, tensor in cast(WeightHolder, reference).weights().items():
             local_part(tensor).copy_(local_part(weights[name]))
 
 
